@@ -1,0 +1,114 @@
+"""The exception tree: what a caller may want to handle.
+
+OmpqError
+├── SampleError             samples that cannot be used: empty, not finite, too few
+├── TraceError              a network that cannot be observed
+├── PatternError            a pattern that matches no unit
+├── ScoreError              a score that is no finite table of units × choices
+├── BudgetError             a budget that cannot be read
+├── InfeasibleBudgetError   a budget no allocation meets; tells what is reachable
+├── PlanError               a plan file that is broken or of another network
+├── ModelError              a network or weights that cannot be loaded
+├── DataError               images or batches that cannot be read
+├── QuantizationError       a network that cannot be quantized as planned
+├── CheckpointError         a checkpoint that cannot be resumed
+└── MissingExtraError       an optional dependency that is not installed
+
+Wrong arguments raise ``ValueError`` or ``TypeError`` as everywhere in Python.
+"""
+
+from collections.abc import Sequence
+
+
+class OmpqError(Exception):
+    """Base of every error a caller may want to handle."""
+
+
+class SampleError(OmpqError):
+    """The samples cannot be used."""
+
+
+class TraceError(OmpqError):
+    """The network cannot be observed."""
+
+
+class PatternError(OmpqError):
+    """A pattern matches no unit."""
+
+
+class ScoreError(OmpqError):
+    """A score is not a finite table of units × choices."""
+
+
+class BudgetError(OmpqError):
+    """A budget cannot be read."""
+
+
+class InfeasibleBudgetError(OmpqError):
+    """No allocation meets the budget.
+
+    Attributes:
+        cost: The cost that cannot be met, for example ``"bytes"``.
+        limit: What the budget allows.
+        smallest: The least that any allocation costs.
+        largest: The most that any allocation costs.
+        units: Names of the units that stand in the way, most expensive first.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        cost: str,
+        limit: float,
+        smallest: float,
+        largest: float,
+        units: Sequence[str] = (),
+    ) -> None:
+        super().__init__(message)
+        self.cost = cost
+        self.limit = limit
+        self.smallest = smallest
+        self.largest = largest
+        self.units = tuple(units)
+
+
+class PlanError(OmpqError):
+    """A plan cannot be read or belongs to another network."""
+
+
+class ModelError(OmpqError):
+    """A network or its weights cannot be loaded."""
+
+
+class DataError(OmpqError):
+    """Images or batches cannot be read."""
+
+
+class QuantizationError(OmpqError):
+    """A network cannot be quantized as planned."""
+
+
+class CheckpointError(OmpqError):
+    """A checkpoint cannot be resumed."""
+
+
+class MissingExtraError(OmpqError):
+    """An optional dependency is not installed.
+
+    Attributes:
+        extra: The extra that brings it: ``pip install 'ompq[extra]'``.
+    """
+
+    def __init__(self, package: str, extra: str) -> None:
+        super().__init__(
+            f"{package} is not installed. Run: pip install 'ompq[{extra}]'"
+        )
+        self.extra = extra
+
+
+def shortened(names: Sequence[str], limit: int = 5) -> str:
+    """Return names joined by commas, cut at ``limit`` with a count of the rest."""
+    shown = ", ".join(names[:limit])
+    rest = len(names) - limit
+    return f"{shown} and {rest} more" if rest > 0 else shown

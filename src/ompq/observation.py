@@ -1,0 +1,232 @@
+"""Watching a forward pass: which calls it makes, and what flows between them.
+
+Nothing is traced symbolically. The network runs as it is, and two hooks watch it: a
+torch function mode sees every call of a torch function, module hooks say inside which
+module it happened. So any Python in ``forward`` works, and positions of calls are the
+same from one pass to the next as long as ``forward`` takes the same path.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from ompq.samples import Batch, call, evaluating
+
+Visit = Callable[[int, Any, tuple[Any, ...], dict[str, Any], Any], None]
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a torch function that returned a tensor.
+
+    Attributes:
+        position: Number of the call within the forward pass.
+        function: The function's name without underscores: ``conv2d``, ``add``.
+        module: Name of the innermost module it happened in; "" is the network.
+        inputs: Positions of the calls whose outputs it read; -1 is the input.
+        parameters: Keys of the parameters it read.
+        shape: Shape of its first output tensor.
+    """
+
+    position: int
+    function: str
+    module: str
+    inputs: tuple[int, ...]
+    parameters: tuple[str, ...]
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ModuleCall:
+    """One call of a module: what it read and what it returned.
+
+    Attributes:
+        name: Name of the module.
+        input_shape: Shape of its first tensor argument; () without one.
+        output_shape: Shape of its first output tensor; () without one.
+        output: Position of the call that made its output; -1 when it returned its
+            input, None when it returned no tensor.
+        weight_used: Whether a torch function received its weight as it is stored.
+    """
+
+    name: str
+    input_shape: tuple[int, ...]
+    output_shape: tuple[int, ...]
+    output: int | None
+    weight_used: bool
+
+
+@dataclass
+class Recording:
+    """What one forward pass did."""
+
+    calls: list[Call] = field(default_factory=list)
+    module_calls: list[ModuleCall] = field(default_factory=list)
+
+    def consumers(self) -> dict[int, list[int]]:
+        """Return, for each call, the positions of the calls that read its output."""
+        found: dict[int, list[int]] = {}
+        for each in self.calls:
+            for source in each.inputs:
+                found.setdefault(source, []).append(each.position)
+        return found
+
+
+class _Watch(TorchFunctionMode):
+    """Numbers the calls that return tensors and shows each to ``visit``."""
+
+    def __init__(self, visit: Visit) -> None:
+        super().__init__()
+        self.visit = visit
+        self.position = 0
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        output = func(*args, **kwargs)
+        if any(True for _ in tensors_in(output)):
+            self.visit(self.position, func, args, kwargs, output)
+            self.position += 1
+        return output
+
+
+def watch(model: nn.Module, batch: Batch, visit: Visit) -> Any:
+    """Run the network in eval mode and show every call to ``visit``.
+
+    Args:
+        model: The network.
+        batch: What one call of it takes.
+        visit: Called with position, function, args, kwargs and output.
+
+    Returns:
+        The network's output.
+    """
+    with evaluating(model), _Watch(visit):
+        return call(model, batch)
+
+
+def record(model: nn.Module, batch: Batch) -> Recording:
+    """Run the network once and return what it did."""
+    recorder = _Recorder(model)
+    for tensor in tensors_in(batch):
+        recorder.producer[id(tensor)] = -1
+    with recorder.hooked(model):
+        watch(model, batch, recorder.visit)
+    return recorder.recording
+
+
+def function_name(function: Any) -> str:
+    """Return a function's plain name: ``__iadd__`` and ``add_`` are ``add``."""
+    name = str(getattr(function, "__name__", function)).strip("_")
+    return _ALIASES.get(name, name)
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors in nested tuples, lists and dicts."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from tensors_in(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors_in(item)
+
+
+_ALIASES = {
+    **{f"{prefix}{name}": name for prefix in "ir" for name in ("add", "mul", "sub")},
+    "concat": "cat",
+    "concatenate": "cat",
+    "rsub": "sub",
+    "truediv": "div",
+    "itruediv": "div",
+}
+
+
+class _Recorder:
+    """Builds a Recording from the calls and the module hooks of one pass."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.recording = Recording()
+        self.producer: dict[int, int] = {}  # id of a tensor → position of its call
+        self.parameters = {id(p): key for key, p in model.named_parameters()}
+        self.alive: list[Any] = []  # so that no id is used twice
+        self.scopes = [""]
+        self.read: list[set[int]] = [set()]  # ids of the tensors read in each scope
+
+    def visit(
+        self,
+        position: int,
+        function: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        output: Any,
+    ) -> None:
+        read = [id(tensor) for tensor in tensors_in((args, kwargs))]
+        self.read[-1].update(read)
+        made = list(tensors_in(output))
+        sources = [self.producer[key] for key in read if key in self.producer]
+        keys = [self.parameters[key] for key in read if key in self.parameters]
+        self.recording.calls.append(
+            Call(
+                position=position,
+                function=function_name(function),
+                module=self.scopes[-1],
+                inputs=tuple(dict.fromkeys(sources)),
+                parameters=tuple(keys),
+                shape=tuple(made[0].shape),
+            )
+        )
+        self.alive.append(output)
+        self.producer.update({id(tensor): position for tensor in made})
+
+    @contextmanager
+    def hooked(self, model: nn.Module) -> Iterator[None]:
+        handles = []
+        for name, module in model.named_modules():
+            if not name:
+                continue
+            handles.append(module.register_forward_pre_hook(self._enter(name)))
+            handles.append(
+                module.register_forward_hook(self._leave(name), with_kwargs=True)
+            )
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _enter(self, name: str) -> Callable[..., None]:
+        def hook(_module: nn.Module, _args: Any) -> None:
+            self.scopes.append(name)
+            self.read.append(set())
+
+        return hook
+
+    def _leave(self, name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            self.scopes.pop()
+            read = self.read.pop()
+            given = next(tensors_in((args, kwargs)), None)
+            made = next(tensors_in(output), None)
+            weight = module._parameters.get("weight")
+            self.recording.module_calls.append(
+                ModuleCall(
+                    name=name,
+                    input_shape=() if given is None else tuple(given.shape),
+                    output_shape=() if made is None else tuple(made.shape),
+                    output=None if made is None else self.producer.get(id(made)),
+                    weight_used=weight is not None and id(weight) in read,
+                )
+            )
+
+        return hook

@@ -1,0 +1,44 @@
+"""The scores that have a name."""
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from ompq.graph import Choice, LayerGraph
+from ompq.samples import Samples
+from ompq.scores.divergence import OutputDivergence
+from ompq.scores.noise import WeightNoise
+from ompq.scores.orm import Orm, OrmDistortion
+from ompq.scores.simple import Random, SmallestFirst
+from ompq.scores.table import Score, ScoreTable, checked
+
+SCORES: dict[str, Score] = {
+    "orm": Orm(),
+    "orm_distortion": OrmDistortion(),
+    "output_divergence": OutputDivergence(),
+    "random": Random(),
+    "smallest_first": SmallestFirst(),
+    "weight_noise": WeightNoise(),
+}
+
+
+def score_table(
+    score: Score | str,
+    graph: LayerGraph,
+    model: nn.Module,
+    samples: Samples,
+    choices: Sequence[Choice],
+) -> ScoreTable:
+    """Compute a score, given as a callable or by name.
+
+    Raises:
+        ValueError: The name is unknown.
+        ScoreError: The result is no finite table of units × choices.
+    """
+    if isinstance(score, str):
+        if score not in SCORES:
+            raise ValueError(
+                f"score={score!r} is unknown; use {', '.join(SCORES)} or a callable"
+            )
+        score = SCORES[score]
+    return checked(score(graph, model, samples, choices), graph, choices)

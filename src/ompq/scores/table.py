@@ -1,0 +1,74 @@
+"""ScoreTable: what a score returns, checked."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import nn
+
+from ompq.errors import ScoreError, shortened
+from ompq.graph import Choice, LayerGraph
+from ompq.samples import Samples
+
+Table = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class ScoreTable:
+    """Expected damage of each choice, with what explains it.
+
+    Attributes:
+        damage: Expected damage, lower is better, (units, choices).
+        orm: ORM between the observed functions, (L, L); None when not measured.
+        orm_labels: Names of the functions: for each, the last unit it represents.
+        gamma: Sum of each unit's ORM with all other functions, (units,).
+        importance: What a bit of each unit is worth, (units,).
+    """
+
+    damage: Table
+    orm: Table | None = None
+    orm_labels: tuple[str, ...] = ()
+    gamma: Table | None = None
+    importance: Table | None = None
+
+
+Score: TypeAlias = Callable[
+    [LayerGraph, nn.Module, Samples, Sequence[Choice]], ScoreTable | Any
+]
+
+
+def checked(
+    result: ScoreTable | Any, graph: LayerGraph, choices: Sequence[Choice]
+) -> ScoreTable:
+    """Return a score's result as a ScoreTable.
+
+    Raises:
+        ScoreError: It is no finite table of units × choices.
+    """
+    table = result if isinstance(result, ScoreTable) else ScoreTable(_array(result))
+    wanted = (len(graph), len(choices))
+    if table.damage.shape != wanted:
+        raise ScoreError(
+            f"the score returned shape {table.damage.shape}; "
+            f"{wanted[0]} units × {wanted[1]} choices need {wanted}"
+        )
+    broken = [
+        name
+        for name, row in zip(graph.names, table.damage, strict=True)
+        if not np.isfinite(row).all()
+    ]
+    if broken:
+        raise ScoreError(f"the score is NaN or infinite for {shortened(broken)}")
+    return table
+
+
+def _array(result: Any) -> Table:
+    try:
+        return np.asarray(result, dtype=np.float64)
+    except (TypeError, ValueError) as error:
+        raise ScoreError(
+            f"the score returned {type(result).__name__}, "
+            "not a table of units × choices"
+        ) from error
