@@ -104,9 +104,7 @@ def cost_tables(
             convention, for comparison with its tables.
         latency: Milliseconds of each unit at each choice, where known.
     """
-    floats = sum(
-        u.weights + u.bias_parameters + u.norm_parameters for u in graph.units
-    )
+    floats = sum(u.weights + u.bias_parameters + u.norm_parameters for u in graph.units)
     if accounting == "paper":
         size, constant = _table(graph, choices, paper_bytes), 0.0
     elif accounting == "packed":

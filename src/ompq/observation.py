@@ -50,7 +50,7 @@ class ModuleCall:
         output_shape: Shape of its first output tensor; () without one.
         output: Position of the call that made its output; -1 when it returned its
             input, None when it returned no tensor.
-        weight_used: Whether a torch function received its weight as it is stored.
+        weight_used: Whether a linear map received its weight as it is stored.
     """
 
     name: str
@@ -130,6 +130,11 @@ def function_name(function: Any) -> str:
     return _ALIASES.get(name, name)
 
 
+def is_linear_map(function: str) -> bool:
+    """Whether a function multiplies its input by a weight: a convolution or linear."""
+    return function == "linear" or function.startswith("conv")
+
+
 def tensors_in(value: Any) -> Iterator[Tensor]:
     """Yield the tensors in nested tuples, lists and dicts."""
     if isinstance(value, Tensor):
@@ -161,7 +166,8 @@ class _Recorder:
         self.parameters = {id(p): key for key, p in model.named_parameters()}
         self.alive: list[Any] = []  # so that no id is used twice
         self.scopes = [""]
-        self.read: list[set[int]] = [set()]  # ids of the tensors read in each scope
+        # For each open scope, the ids of the tensors that linear maps read in it.
+        self.multiplied: list[set[int]] = [set()]
 
     def visit(
         self,
@@ -172,7 +178,8 @@ class _Recorder:
         output: Any,
     ) -> None:
         read = [id(tensor) for tensor in tensors_in((args, kwargs))]
-        self.read[-1].update(read)
+        if is_linear_map(function_name(function)):
+            self.multiplied[-1].update(read)
         made = list(tensors_in(output))
         sources = [self.producer[key] for key in read if key in self.producer]
         keys = [self.parameters[key] for key in read if key in self.parameters]
@@ -208,14 +215,14 @@ class _Recorder:
     def _enter(self, name: str) -> Callable[..., None]:
         def hook(_module: nn.Module, _args: Any) -> None:
             self.scopes.append(name)
-            self.read.append(set())
+            self.multiplied.append(set())
 
         return hook
 
     def _leave(self, name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             self.scopes.pop()
-            read = self.read.pop()
+            read = self.multiplied.pop()
             given = next(tensors_in((args, kwargs)), None)
             made = next(tensors_in(output), None)
             weight = module._parameters.get("weight")

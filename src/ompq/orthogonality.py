@@ -36,10 +36,13 @@ def gram_matrix(features: Tensor, *, centred: bool = False) -> Tensor:
         return flat @ flat.T
     width = max(1, _CHUNK // flat.shape[0])
     total = flat.new_zeros(flat.shape[0], flat.shape[0])
+    rounding = flat.new_zeros(())  # what rounding alone leaves of a constant feature
     for part in torch.split(flat, width, dim=1):
-        part = part - part.mean(0, keepdim=True)
+        mean = part.mean(0, keepdim=True)
+        part = part - mean
         total.addmm_(part, part.T)
-    return total
+        rounding += mean.square().sum() * len(flat) * torch.finfo(flat.dtype).eps ** 2
+    return torch.where(total.trace() > 4 * rounding, total, 0)
 
 
 def orm_matrix(
@@ -181,7 +184,7 @@ def normalised(products: Tensor) -> Tensor:
     norms = products.diagonal().clamp_min(0).sqrt()
     floor = _tiny(products)
     orm = products / torch.outer(norms, norms).clamp_min(floor)
-    dead = norms <= norms.max() * 1e-12
+    dead = norms == 0
     orm[dead] = 0
     orm[:, dead] = 0
     orm = orm.clamp(0, 1)

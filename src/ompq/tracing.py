@@ -10,12 +10,10 @@ from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 from ompq.errors import OmpqError, TraceError, shortened
 from ompq.graph import LayerGraph, Skipped, Unit
-from ompq.observation import ModuleCall, Recording, record
+from ompq.leftovers import float_layers, float_parameters, may_be_unit, uncounted
+from ompq.observation import ModuleCall, Recording, is_linear_map, record
 from ompq.samples import Samples, first_samples, model_device, to_device
 from ompq.structure import find_blocks, find_features, find_norms, find_stages
-
-# Products of two activations: arithmetic that no weight's bits describe.
-_PRODUCTS = ("matmul", "bmm", "baddbmm", "einsum", "scaled_dot_product_attention")
 
 
 @dataclass(frozen=True)
@@ -69,7 +67,7 @@ def _find_layers(
     model: nn.Module, recording: Recording
 ) -> tuple[list[_Layer], list[Skipped]]:
     calls: dict[str, list[ModuleCall]] = {}
-    for each in recording.module_calls:
+    for each in (*recording.module_calls, *_functional_calls(model, recording)):
         calls.setdefault(each.name, []).append(each)
     layers: list[_Layer] = []
     skipped: list[Skipped] = []
@@ -78,7 +76,7 @@ def _find_layers(
         f"{name}." for name, m in model.named_modules() if _is_attention(m)
     )
     for name, module in model.named_modules():
-        if name.startswith(inside_attention) or not _may_be_unit(module):
+        if name.startswith(inside_attention) or not may_be_unit(module):
             continue
         reason = _why_not(module, calls.get(name, []))
         if reason:
@@ -94,8 +92,25 @@ def _find_layers(
     return sorted(layers, key=lambda layer: layer.output), skipped
 
 
-def _may_be_unit(module: nn.Module) -> bool:
-    return isinstance(module, _ConvNd | nn.Linear) or _is_attention(module)
+def _functional_calls(model: nn.Module, recording: Recording) -> Iterator[ModuleCall]:
+    """Yield the uses of a layer's weight while the layer itself is never called.
+
+    Torchvision's Swin hands ``self.qkv.weight`` to a function, for example.
+    """
+    called = {call.name for call in recording.module_calls}
+    for call in recording.calls:
+        for key in call.parameters if is_linear_map(call.function) else ():
+            name = key.removesuffix(".weight")
+            if key.endswith(".weight") and name not in called:
+                module = model.get_submodule(name)
+                if isinstance(module, nn.Linear):
+                    yield ModuleCall(
+                        name=name,
+                        input_shape=(),
+                        output_shape=call.shape,
+                        output=call.position,
+                        weight_used=True,
+                    )
 
 
 def _is_attention(module: nn.Module) -> bool:
@@ -219,11 +234,16 @@ def _assemble(
                 feature=features[layer.name][0],
             )
         )
-    rest = _other_layers(model, layers, set(norms.values()), {s.name for s in skipped})
+    planned = {id(layer.weight) for layer in layers}
+    named = {entry.name for entry in skipped} | set(norms.values())
     return LayerGraph(
         units=tuple(units),
-        skipped=(*skipped, *rest, *_uncounted(recording)),
-        float_parameters=_float_parameters(model, units),
+        skipped=(
+            *skipped,
+            *float_layers(model, planned, named),
+            *uncounted(recording),
+        ),
+        float_parameters=float_parameters(model, units),
     )
 
 
@@ -245,52 +265,3 @@ def _parameter_count(model: nn.Module, name: str) -> int:
     if not name:
         return 0
     return sum(p.numel() for p in model.get_submodule(name).parameters())
-
-
-def _other_layers(
-    model: nn.Module, layers: list[_Layer], folded: set[str], named: set[str]
-) -> Iterator[Skipped]:
-    """Name the modules whose own parameters stay float."""
-    planned = {id(layer.weight) for layer in layers}
-    for name, module in model.named_modules():
-        own = [p for p in module.parameters(recurse=False) if id(p) not in planned]
-        if not own or name in folded or name in named or _may_be_unit(module):
-            continue
-        count = sum(p.numel() for p in own)
-        yield Skipped(
-            name or "(network)",
-            f"{type(module).__name__} stays float: {count:,} parameters",
-        )
-
-
-def _uncounted(recording: Recording) -> Iterator[Skipped]:
-    found: dict[str, int] = {}
-    for call in recording.calls:
-        plain = call.function in _PRODUCTS and len(call.inputs) > 1
-        if plain or call.function == "multi_head_attention_forward":
-            found[call.function] = found.get(call.function, 0) + 1
-    for function, count in found.items():
-        yield Skipped(
-            f"{function}()",
-            f"{count} calls multiply activations: they stay float and are not counted",
-        )
-
-
-def _float_parameters(model: nn.Module, units: list[Unit]) -> int:
-    """Count the numbers that stay float after folding, buffers included."""
-    state = dict((*model.named_parameters(), *_float_buffers(model)))
-    gone = {unit.parameter for unit in units}
-    gone |= {f"{unit.parameter.removesuffix('weight')}bias" for unit in units}
-    folded = tuple(f"{unit.norm}." for unit in units if unit.norm)
-    return sum(
-        tensor.numel()
-        for key, tensor in state.items()
-        if key not in gone and not key.startswith(folded)
-    )
-
-
-def _float_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    kept = model.state_dict()
-    for key, buffer in model.named_buffers():
-        if key in kept and buffer.is_floating_point():
-            yield key, buffer

@@ -171,7 +171,9 @@ def _products(
     if batch_length(first) < 2:
         raise SampleError("ORM compares samples: give at least 2, got 1")
     # A stream has no mean at hand to centre by: there the estimate is debiased.
-    grams = _grams(model, to_device(first, device), positions, centred=centred and alone)
+    grams = _grams(
+        model, to_device(first, device), positions, centred=centred and alone
+    )
     _check_finite(grams, labels)
     if alone:
         return BatchProducts.of(grams).products
@@ -196,7 +198,9 @@ def _grams(
     found: dict[int, Tensor] = {}
     count = batch_length(batch)
 
-    def visit(position: int, _function: Any, _args: Any, _kwargs: Any, out: Any) -> None:
+    def visit(
+        position: int, _function: Any, _args: Any, _kwargs: Any, out: Any
+    ) -> None:
         if position in wanted:
             rows = _rows(next(tensors_in(out)), count)
             found[position] = gram_matrix(rows, centred=centred)

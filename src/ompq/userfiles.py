@@ -1,0 +1,85 @@
+"""``file.py:function``: what the user's own Python file gives."""
+
+import difflib
+import importlib.util
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from ompq.errors import OmpqError
+
+_USER_FUNCTION = re.compile(r"(?P<file>.+\.py):(?P<function>\w+)")
+
+
+def is_user_function(name: str) -> bool:
+    """Return whether the name has the form ``file.py:function``."""
+    return _USER_FUNCTION.fullmatch(name) is not None
+
+
+def call_user_function(name: str, error_type: type[OmpqError]) -> Any:
+    """Run the user's file and return what the function named in it returns.
+
+    The file can import its neighbours, as if Python had been started with it.
+
+    Args:
+        name: ``file.py:function``; the function takes no argument.
+        error_type: What to raise when the file or the function is missing or fails.
+
+    Raises:
+        OmpqError: Of that type.
+    """
+    file, _, short = name.rpartition(":")
+    path = Path(file).resolve()
+    if not path.is_file():
+        raise error_type(f"{name}: there is no file {file}")
+    with _importable(path.parent):
+        try:
+            module = _execute(path)
+            function = getattr(module, short, None)
+            result = function() if callable(function) else None
+        except (Exception, SystemExit) as error:
+            raise error_type(f"{name} failed: {reason(error)}") from error
+    if not callable(function):
+        names = [key for key, value in vars(module).items() if callable(value)]
+        raise error_type(f"{file} has no function {short}{suggestion(short, names)}")
+    return result
+
+
+def reason(error: BaseException, limit: int = 120) -> str:
+    """Return an error's type and first line, for a message of one line."""
+    first = next(iter(str(error).strip().splitlines()), "")
+    text = f"{type(error).__name__}: {first}" if first else type(error).__name__
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."
+
+
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """Return " (did you mean ...?)" with up to three similar names, or nothing.
+
+    What stands before a colon, the library of ``library:network``, is not compared.
+    """
+    full = {one.rpartition(":")[2]: one for one in known}
+    close = difflib.get_close_matches(name.rpartition(":")[2], full, n=3)
+    return f" (did you mean {', '.join(full[one] for one in close)}?)" if close else ""
+
+
+@contextmanager
+def _importable(folder: Path) -> Iterator[None]:
+    sys.path.insert(0, str(folder))
+    try:
+        yield
+    finally:
+        if str(folder) in sys.path:  # the user's file may have changed the list
+            sys.path.remove(str(folder))
+
+
+def _execute(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"ompq_user_{path.stem}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses and pickle look modules up by name
+    spec.loader.exec_module(module)
+    return module

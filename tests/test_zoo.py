@@ -1,0 +1,92 @@
+"""Networks of many families are understood by structure, not by name lists."""
+
+import pytest
+import torch
+from torch import nn
+from torchvision import models
+
+from ompq.tracing import trace
+
+# name, input size, expected: units, tied groups of more than one, blocks of more than
+# one unit. The expectations were counted from the architectures' definitions.
+ZOO = [
+    ("resnet18", 64, 21, 3, 8),
+    ("resnet34", 64, 37, 3, 16),
+    ("resnet50", 64, 54, 4, 16),
+    ("resnext50_32x4d", 64, 54, 4, 16),
+    ("wide_resnet50_2", 64, 54, 4, 16),
+    ("mobilenet_v2", 64, 53, 0, 17),
+    ("mobilenet_v3_small", 64, 54, 0, 11),
+    ("mobilenet_v3_large", 64, 64, 0, 15),
+    ("efficientnet_b0", 64, 82, 0, 16),
+    ("efficientnet_v2_s", 64, 171, 0, 38),
+    ("regnet_y_400mf", 64, None, 4, 16),
+    ("regnet_x_400mf", 64, None, 4, 22),
+    ("densenet121", 64, 121, 0, 58),
+    ("vgg11", 64, 11, 0, 0),
+    ("vgg16_bn", 64, 16, 0, 0),
+    ("squeezenet1_1", 64, 26, 0, 8),
+    ("shufflenet_v2_x0_5", 64, 57, 0, 16),
+    ("mnasnet0_5", 64, 53, 0, None),
+    ("convnext_tiny", 64, 59, 0, 18),
+    ("vit_b_32", 224, 50, 0, 12),
+    ("swin_t", 64, 53, 0, 12),
+    ("googlenet", 64, 58, 0, 9),
+    ("inception_v3", 96, 95, 0, 11),
+    ("alexnet", 64, 8, 0, 0),
+]
+TIMM = [
+    ("resnet18", 64, 21, 3, 8),
+    ("mixer_s32_224", 224, 34, 0, 8),
+    ("deit_tiny_patch16_224", 224, 50, 0, 12),
+    ("mobilenetv3_small_050", 64, 54, 0, None),
+    ("tf_efficientnet_lite0", 64, 50, 0, None),
+    ("repvgg_a0", 64, None, None, None),
+    ("convmixer_768_32", 64, None, 0, None),
+]
+
+
+def check(network: nn.Module, size: int, units, tied, blocks) -> None:
+    graph = trace(network, torch.randn(1, 3, size, size))
+    many = [members for members in graph.groups.values() if len(members) > 1]
+    big = [members for members in graph.blocks.values() if len(members) > 1]
+    assert units is None or len(graph) == units
+    assert tied is None or len(many) == tied
+    assert blocks is None or len(big) == blocks
+    # Every stored number is accounted for: a unit's, folded, or left float.
+    counted = sum(
+        u.weights + u.bias_parameters + 2 * u.norm_parameters for u in graph.units
+    )
+    state = network.state_dict().items()
+    stored = {v.data_ptr(): v.numel() for k, v in state if v.is_floating_point()}
+    unused = sum(
+        p.numel()
+        for entry in graph.skipped
+        if entry.reason.startswith("never called")
+        for p in network.get_submodule(entry.name).parameters()
+    )
+    assert counted + graph.float_parameters == sum(stored.values())
+    assert unused <= graph.float_parameters
+    assert all(unit.macs > 0 for unit in graph.units)
+
+
+@pytest.fixture(autouse=True)
+def cheap_initialisation(monkeypatch):
+    """Random values are not the point here, and drawing them takes the most time."""
+    for name in ("kaiming_normal_", "kaiming_uniform_", "trunc_normal_", "normal_"):
+        monkeypatch.setattr(
+            nn.init, name, lambda tensor, *a, **k: tensor.data.fill_(0.01)
+        )
+
+
+@pytest.mark.parametrize(("name", "size", "units", "tied", "blocks"), ZOO)
+def test_torchvision_network(name, size, units, tied, blocks):
+    quick = {"init_weights": False} if name in ("googlenet", "inception_v3") else {}
+    check(models.get_model(name, weights=None, **quick), size, units, tied, blocks)
+
+
+@pytest.mark.parametrize(("name", "size", "units", "tied", "blocks"), TIMM)
+def test_timm_network(name, size, units, tied, blocks):
+    timm = pytest.importorskip("timm")
+    network = timm.create_model(name, pretrained=False)
+    check(network, size, units, tied, blocks)
