@@ -2,16 +2,14 @@
 
 A name is a folder of images, ``random``, ``digits`` or ``file.py:function``. A
 function of the user's own returns inputs as the network takes them: a tensor
-(N, C, H, W), a pair of such a tensor and targets (N,), or a dataset with ``len`` and
-indices whose items are inputs (C, H, W) or pairs of an input and a target.
+(N, C, H, W), a tuple of such a tensor and targets (N,), or a dataset with a length
+and indices, whose items are inputs (C, H, W) or tuples of an input and a target.
 """
 
 import logging
 import os
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -21,167 +19,16 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ompq.errors import DataError, MissingExtraError, shortened
-from ompq.images import ImageFiles, decode, find_images, normalise
+from ompq.images import ImageFiles, decode, find_images
+from ompq.inputs import Data, Item
 from ompq.models import NamedModel, output_count
-from ompq.samples import Progress
-from ompq.userfiles import call_user_function, is_user_function
+from ompq.userfiles import call_user_function, is_user_function, reason
 
 _LOG = logging.getLogger(__name__)
 _RANDOM_LENGTH = 1024
 _DIGITS_TEST_LENGTH = 450
 
-Item: TypeAlias = tuple[Tensor, int]
 Split: TypeAlias = Literal["train", "test"]
-
-
-@dataclass(frozen=True)
-class Data:
-    """Inputs for one network, read when they are needed.
-
-    Attributes:
-        name: The name they were loaded by.
-        model: The network that takes them.
-        length: How many there are.
-        read: Position → input (C, H, W) and target. An uint8 input is an image that
-            is still to be normalised.
-        targets: Class of each input, where known without reading it.
-        label_problem: Why there are no usable labels; None when there are.
-        workers: Threads that read.
-        seed: What the choice of a part of the inputs follows.
-        skip_unreadable: Whether unreadable images are left out instead of an error.
-    """
-
-    name: str
-    model: NamedModel
-    length: int
-    read: Callable[[int], Item]
-    targets: tuple[int, ...] | None = None
-    label_problem: str | None = None
-    workers: int = 1
-    seed: int = 0
-    skip_unreadable: bool = False
-
-    def __len__(self) -> int:
-        return self.length
-
-    def samples(self, count: int, *, progress: Progress | None = None) -> Tensor:
-        """Return inputs spread over the classes, (count, C, H, W).
-
-        The choice follows the seed; fewer samples are a prefix of more.
-
-        Raises:
-            DataError: There are fewer inputs, or one cannot be read.
-        """
-        order = self._order(count)
-        # Unreadable images are made up for by those that would come next.
-        wanted = order if self.skip_unreadable else order[:count]
-        inputs: list[Tensor] = []
-        for value, _ in self._items(wanted, ahead=2 * self.workers):
-            inputs.append(value)
-            if progress is not None:
-                progress(len(inputs), count, "reading images")
-            if len(inputs) == count:
-                break
-        if len(inputs) < count:
-            raise DataError(
-                f"{self.name}: asked for {count} samples, "
-                f"found {len(inputs)} that can be read"
-            )
-        return self._stack(inputs)
-
-    def batches(self, *, batch_size: int = 64, limit: int | None = None) -> "Batches":
-        """Return the inputs with their targets, to be iterated any number of times.
-
-        Args:
-            batch_size: Inputs a batch; the last batch may have fewer.
-            limit: Take only so many, spread over the classes. None takes all, in
-                their own order.
-
-        Raises:
-            DataError: There are no usable labels, or fewer inputs than asked for.
-        """
-        if batch_size < 1:
-            raise ValueError(f"batch_size={batch_size} must be at least 1")
-        if self.label_problem is not None:
-            raise DataError(f"{self.name}: {self.label_problem}")
-        order = range(self.length) if limit is None else self._order(limit)[:limit]
-        return Batches(self, tuple(order), batch_size)
-
-    def _order(self, count: int) -> list[int]:
-        """Return all positions: one of each class in turn, shuffled within."""
-        if count < 1:
-            raise ValueError(f"count={count} must be at least 1")
-        if count > self.length:
-            raise DataError(
-                f"{self.name}: asked for {count} samples, found {self.length}"
-            )
-        generator = torch.Generator().manual_seed(self.seed)
-        shuffled = torch.randperm(self.length, generator=generator).tolist()
-        if self.targets is None:
-            return shuffled
-        seen: dict[int, int] = {}
-        rounds = {}
-        for position in shuffled:
-            target = self.targets[position]
-            rounds[position] = seen.get(target, 0)
-            seen[target] = rounds[position] + 1
-        return sorted(shuffled, key=lambda position: rounds[position])
-
-    def _items(self, order: Sequence[int], ahead: int) -> Iterator[Item]:
-        skipped: list[str] = []
-        for result in _in_threads(self._read, order, self.workers, ahead):
-            if isinstance(result, DataError):
-                skipped.append(str(result))
-            else:
-                yield result
-        if skipped:
-            _LOG.warning(
-                "%s: skipped %d unreadable images: %s",
-                self.name,
-                len(skipped),
-                shortened(skipped),
-            )
-
-    def _read(self, position: int) -> Item | DataError:
-        try:
-            return self.read(position)
-        except DataError as error:
-            if self.skip_unreadable:
-                return error
-            raise
-
-    def _stack(self, inputs: Sequence[Tensor]) -> Tensor:
-        stacked = torch.stack(tuple(inputs))
-        if stacked.dtype == torch.uint8:
-            return normalise(stacked, self.model)
-        return stacked
-
-
-@dataclass(frozen=True)
-class Batches:
-    """Labelled batches: pairs of inputs (N, C, H, W) and targets (N,)."""
-
-    data: Data
-    order: tuple[int, ...]
-    batch_size: int
-
-    def __len__(self) -> int:
-        return -(-len(self.order) // self.batch_size)
-
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        held: list[Item] = []
-        # Images are read ahead while the network works on the batch before.
-        for item in self.data._items(self.order, ahead=2 * self.batch_size):
-            held.append(item)
-            if len(held) == self.batch_size:
-                yield self._batch(held)
-                held = []
-        if held:
-            yield self._batch(held)
-
-    def _batch(self, held: Sequence[Item]) -> tuple[Tensor, Tensor]:
-        inputs = self.data._stack([value for value, _ in held])
-        return inputs, torch.tensor([target for _, target in held])
 
 
 def load_data(
@@ -286,9 +133,59 @@ def _digits(model: NamedModel, split: str) -> Data:
     std = torch.tensor(model.std).view(-1, 1, 1)
 
     def read(position: int) -> Item:
-        image = F.interpolate(images[position : position + 1], (height, width))[0]
+        image = images[position : position + 1]
+        image = F.interpolate(image, (height, width), mode=model.interpolation)[0]
         return (image.expand(channels, -1, -1) - mean) / std, targets[position]
 
     outputs = output_count(model)
     problem = None if outputs == 10 else f"10 digits, but {outputs} outputs"
     return Data("digits", model, len(targets), read, targets, problem)
+
+
+def _from_user(name: str, model: NamedModel) -> Data:
+    given = call_user_function(name, DataError)
+    get, length, targets = _opened(name, given)
+    if length == 0:
+        raise DataError(f"{name} returned no inputs; give at least one")
+
+    def read(position: int) -> Item:
+        try:
+            item = get(position)
+            value, target = item if isinstance(item, tuple | list) else (item, -1)
+            found = tuple(value.shape)
+        except Exception as error:  # whatever the user's code raises
+            raise DataError(f"{name}: item {position}: {reason(error)}") from error
+        if found != model.input_shape:
+            raise DataError(
+                f"{name}: item {position} has shape {found}; "
+                f"{model.name} takes {model.input_shape}"
+            )
+        return value, int(target)
+
+    problem = None
+    if read(0)[1] < 0:
+        problem = "the inputs have no labels; return (inputs, targets)"
+    return Data(name, model, length, read, targets, problem)
+
+
+def _opened(
+    name: str, given: Any
+) -> tuple[Callable[[int], Any], int, tuple[int, ...] | None]:
+    """Return access by position, the length, and the targets where they are known."""
+    if isinstance(given, tuple) and len(given) == 2 and isinstance(given[0], Tensor):
+        inputs, targets = given
+        if len(inputs) != len(targets):
+            raise DataError(
+                f"{name} returned {len(inputs)} inputs and {len(targets)} targets"
+            )
+        known = tuple(int(target) for target in targets)
+        return lambda position: (inputs[position], known[position]), len(inputs), known
+    if not hasattr(given, "__len__") or not hasattr(given, "__getitem__"):
+        raise DataError(
+            f"{name} returned {type(given).__name__}; it must return a tensor, "
+            "(inputs, targets) or a dataset with a length and indices"
+        )
+    targets = getattr(given, "targets", None)
+    if targets is None or len(targets) != len(given):
+        return given.__getitem__, len(given), None
+    return given.__getitem__, len(given), tuple(int(target) for target in targets)

@@ -1,0 +1,307 @@
+"""Evaluation: accuracy, agreement with the float network, and how sure that is."""
+
+import base64
+import hashlib
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping, Sized
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from ompq.errors import DataError, ModelError
+from ompq.samples import (
+    Batch,
+    Progress,
+    batch_length,
+    call,
+    evaluating,
+    first_tensor,
+    model_device,
+    to_device,
+)
+
+_Z95 = 1.959963984540054  # the normal distribution's 97.5 % point
+
+Metric: TypeAlias = Callable[[Tensor, Tensor], float]
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What a network does on labelled images.
+
+    Attributes:
+        top1: Fraction of images whose largest logit is the target's.
+        top5: Fraction whose target is among the five largest; None below five classes.
+        count: Number of images.
+        interval: Wilson's 95 % confidence interval of ``top1``.
+        images_per_second: Speed of the network alone, its first batch left out where
+            there are more.
+        agreement: Fraction of images with the reference's top-1.
+        divergence: Mean KL divergence of the softmax, reference from network, in nats.
+        drop: The reference's top-1 less this one.
+        drop_error: Standard error of ``drop``, both being on the same images.
+        metrics: The user's metrics by name, averaged over the images.
+        correct: Which images were right, packed bits; see :meth:`correctness`.
+        fingerprint: Hash of the targets: equal for evaluations on the same images.
+    """
+
+    top1: float
+    top5: float | None
+    count: int
+    interval: tuple[float, float]
+    images_per_second: float
+    agreement: float | None = None
+    divergence: float | None = None
+    drop: float | None = None
+    drop_error: float | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    correct: bytes = field(default=b"", repr=False)
+    fingerprint: str = field(default="", repr=False)
+
+    def correctness(self) -> NDArray[np.bool_]:
+        """Return which images were right, (count,)."""
+        packed = np.frombuffer(self.correct, dtype=np.uint8)
+        return np.unpackbits(packed, count=self.count).astype(bool)
+
+    def drop_from(self, other: "Evaluation") -> tuple[float, float]:
+        """Return the other's top-1 less this one, and the paired standard error.
+
+        Raises:
+            ValueError: The two were not made on the same images.
+        """
+        if (self.count, self.fingerprint) != (other.count, other.fingerprint):
+            raise ValueError(
+                f"the evaluations saw different images ({self.count} and "
+                f"{other.count}, or other targets); evaluate both on the same batches"
+            )
+        return _paired(other.correctness(), self.correctness())
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data for JSON."""
+        packed = base64.b64encode(self.correct).decode("ascii")
+        return {**asdict(self), "interval": list(self.interval), "correct": packed}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> "Evaluation":
+        """Rebuild an evaluation from :meth:`to_json`."""
+        low, high = data["interval"]
+        packed = base64.b64decode(data["correct"])
+        return cls(**{**data, "interval": (low, high), "correct": packed})
+
+
+def evaluate(
+    model: nn.Module,
+    batches: Iterable[tuple[Batch, Tensor]],
+    *,
+    reference: nn.Module | None = None,
+    metrics: Mapping[str, Metric] | None = None,
+    progress: Progress | None = None,
+) -> Evaluation:
+    """Evaluate a network on labelled batches.
+
+    Args:
+        model: The network; its outputs, or the first tensor of them, are logits
+            (N, classes).
+        batches: Pairs of inputs and targets (N,), for example a ``DataLoader``.
+        reference: The float network, for agreement, divergence and drop.
+        metrics: Name → function of logits (N, classes) and targets (N,), both on the
+            network's device; averaged over the images.
+        progress: Called after each batch.
+
+    Raises:
+        DataError: There is no batch, or targets do not fit the inputs or outputs.
+        ModelError: The outputs are no logits, or not finite.
+    """
+    total = len(batches) if isinstance(batches, Sized) else None
+    seen: list[_Seen] = []
+    right = count = 0
+    with (
+        evaluating(model),
+        evaluating(reference) if reference is not None else nullcontext(),
+    ):
+        for index, batch in enumerate(batches):
+            seen.append(_observe(model, _pair(batch, index), reference, metrics or {}))
+            right, count = right + int(seen[-1].right.sum()), count + len(seen[-1])
+            if progress is not None:
+                top1 = right / max(count, 1)
+                progress(index + 1, total, f"evaluating: top-1 {top1:.1%}")
+    if not count:
+        raise DataError("batches are empty: give at least one image with its target")
+    return _summary(seen)
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """What one batch gave; arrays (N,)."""
+
+    targets: NDArray[np.int64]
+    right: NDArray[np.bool_]
+    among_five: NDArray[np.bool_] | None
+    seconds: float
+    metrics: Mapping[str, float]
+    reference_right: NDArray[np.bool_] | None = None
+    agrees: NDArray[np.bool_] | None = None
+    divergence: NDArray[np.float64] | None = None
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+
+def _observe(
+    model: nn.Module,
+    batch: tuple[Batch, Tensor],
+    reference: nn.Module | None,
+    metrics: Mapping[str, Metric],
+) -> _Seen:
+    inputs, targets = batch
+    logits, seconds = _timed_logits(model, inputs)
+    targets = targets.to(logits.device)
+    _check_range(targets, logits.shape[1])
+    top1 = logits.argmax(1)
+    among_five = None
+    if logits.shape[1] >= 5:
+        among_five = (logits.topk(5).indices == targets[:, None]).any(1).cpu().numpy()
+    seen = _Seen(
+        targets=targets.cpu().numpy().astype(np.int64),
+        right=(top1 == targets).cpu().numpy(),
+        among_five=among_five,
+        seconds=seconds,
+        metrics={name: float(one(logits, targets)) for name, one in metrics.items()},
+    )
+    if reference is None:
+        return seen
+    expected = _timed_logits(reference, inputs)[0].to(logits.device)
+    return replace(
+        seen,
+        reference_right=(expected.argmax(1) == targets).cpu().numpy(),
+        agrees=(expected.argmax(1) == top1).cpu().numpy(),
+        divergence=_divergence(expected, logits).cpu().numpy(),
+    )
+
+
+def _timed_logits(model: nn.Module, inputs: Batch) -> tuple[Tensor, float]:
+    """Return the logits (N, classes) in float32 and the seconds they took."""
+    device = model_device(model)
+    inputs = to_device(inputs, device)
+    _wait(device)
+    start = time.perf_counter()
+    output = call(model, inputs)
+    _wait(device)
+    seconds = time.perf_counter() - start
+    logits = first_tensor(output).float()
+    if logits.dim() != 2:
+        raise ModelError(
+            f"the network returned shape {tuple(logits.shape)}; "
+            "accuracy needs logits of shape (images, classes)"
+        )
+    bad = int((~torch.isfinite(logits)).any(1).sum())
+    if bad:
+        raise ModelError(
+            f"the network returned NaN or infinity for {bad} of {len(logits)} images"
+        )
+    return logits, seconds
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _divergence(expected: Tensor, logits: Tensor) -> Tensor:
+    """Return KL(softmax(expected) || softmax(logits)) of each row, (N,)."""
+    log_p = expected.double().log_softmax(1)
+    log_q = logits.double().log_softmax(1)
+    return (log_p.exp() * (log_p - log_q)).sum(1)
+
+
+def _pair(batch: Any, index: int) -> tuple[Batch, Tensor]:
+    if (
+        not isinstance(batch, tuple | list)
+        or len(batch) != 2
+        or not isinstance(batch[1], Tensor)
+    ):
+        raise DataError(
+            f"batch {index} is {type(batch).__name__}; it must be (inputs, targets)"
+        )
+    inputs, targets = batch
+    if targets.shape != (batch_length(inputs),) or targets.is_floating_point():
+        raise DataError(
+            f"batch {index} has {batch_length(inputs)} inputs and targets of shape "
+            f"{tuple(targets.shape)}, {targets.dtype}; give one class index an input"
+        )
+    return inputs, targets
+
+
+def _check_range(targets: Tensor, outputs: int) -> None:
+    outside = targets[(targets < 0) | (targets >= outputs)]
+    if len(outside):
+        raise DataError(
+            f"target {int(outside[0])} is out of range: "
+            f"the network has {outputs} outputs, 0 to {outputs - 1}"
+        )
+
+
+def _summary(seen: list[_Seen]) -> Evaluation:
+    right = np.concatenate([one.right for one in seen])
+    targets = np.concatenate([one.targets for one in seen])
+    count = len(right)
+    timed = seen[1:] or seen  # the first batch warms up caches and kernels
+    seconds = sum(one.seconds for one in timed)
+    metrics = {
+        name: sum(one.metrics[name] * len(one) for one in seen) / count
+        for name in seen[0].metrics
+    }
+    drop, drop_error = None, None
+    reference_right = _joined(seen, "reference_right")
+    if reference_right is not None:
+        drop, drop_error = _paired(reference_right.astype(bool), right)
+    return Evaluation(
+        top1=float(right.mean()),
+        top5=_mean(seen, "among_five"),
+        count=count,
+        interval=wilson_interval(int(right.sum()), count),
+        images_per_second=sum(len(one) for one in timed) / max(seconds, 1e-9),
+        agreement=_mean(seen, "agrees"),
+        divergence=_mean(seen, "divergence"),
+        drop=drop,
+        drop_error=drop_error,
+        metrics=metrics,
+        correct=np.packbits(right).tobytes(),
+        fingerprint=hashlib.sha256(targets.tobytes()).hexdigest()[:16],
+    )
+
+
+def wilson_interval(right: int, count: int) -> tuple[float, float]:
+    """Return Wilson's 95 % confidence interval of a fraction.
+
+    Example:
+        >>> [round(limit, 4) for limit in wilson_interval(8, 10)]
+        [0.4902, 0.9433]
+    """
+    fraction, z2 = right / count, _Z95**2
+    centre = (fraction + z2 / (2 * count)) / (1 + z2 / count)
+    spread = fraction * (1 - fraction) / count + z2 / (4 * count**2)
+    half = _Z95 * math.sqrt(spread) / (1 + z2 / count)
+    return max(0.0, centre - half), min(1.0, centre + half)
+
+
+def _paired(better: NDArray[np.bool_], worse: NDArray[np.bool_]) -> tuple[float, float]:
+    """Return the mean difference of two 0/1 arrays and its standard error."""
+    difference = better.astype(float) - worse.astype(float)
+    return float(difference.mean()), float(difference.std() / math.sqrt(len(worse)))
+
+
+def _joined(seen: list[_Seen], name: str) -> NDArray[Any] | None:
+    parts = [getattr(one, name) for one in seen]
+    return None if parts[0] is None else np.concatenate(parts)
+
+
+def _mean(seen: list[_Seen], name: str) -> float | None:
+    values = _joined(seen, name)
+    return None if values is None else float(values.mean())
