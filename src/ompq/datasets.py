@@ -93,7 +93,8 @@ def _class_problem(images: ImageFiles, model: NamedModel) -> str | None:
     found, outputs = len(images.classes), output_count(model)
     if images.numbered and found > outputs:
         return (
-            f"class folder {found - 1} is beyond the {outputs} outputs of {model.name}"
+            f"class folder {found - 1} is beyond {model.name}'s {outputs} outputs; "
+            f"numbered folders are class indices, 0 to {outputs - 1}"
         )
     if not images.numbered and found != outputs:
         return (
@@ -138,7 +139,9 @@ def _digits(model: NamedModel, split: str) -> Data:
         return (image.expand(channels, -1, -1) - mean) / std, targets[position]
 
     outputs = output_count(model)
-    problem = None if outputs == 10 else f"10 digits, but {outputs} outputs"
+    problem = None
+    if outputs != 10:
+        problem = f"there are 10 digits, but {model.name} has {outputs} outputs"
     return Data("digits", model, len(targets), read, targets, problem)
 
 

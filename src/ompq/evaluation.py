@@ -121,10 +121,8 @@ def evaluate(
     total = len(batches) if isinstance(batches, Sized) else None
     seen: list[_Seen] = []
     right = count = 0
-    with (
-        evaluating(model),
-        evaluating(reference) if reference is not None else nullcontext(),
-    ):
+    still = nullcontext() if reference is None else evaluating(reference)
+    with evaluating(model), still:
         for index, batch in enumerate(batches):
             seen.append(_observe(model, _pair(batch, index), reference, metrics or {}))
             right, count = right + int(seen[-1].right.sum()), count + len(seen[-1])
@@ -188,11 +186,12 @@ def _observe(
 def _timed_logits(model: nn.Module, inputs: Batch) -> tuple[Tensor, float]:
     """Return the logits (N, classes) in float32 and the seconds they took."""
     device = model_device(model)
+    wait = torch.cuda.synchronize if device.type == "cuda" else lambda _: None
     inputs = to_device(inputs, device)
-    _wait(device)
+    wait(device)
     start = time.perf_counter()
     output = call(model, inputs)
-    _wait(device)
+    wait(device)
     seconds = time.perf_counter() - start
     logits = first_tensor(output).float()
     if logits.dim() != 2:
@@ -208,11 +207,6 @@ def _timed_logits(model: nn.Module, inputs: Batch) -> tuple[Tensor, float]:
     return logits, seconds
 
 
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def _divergence(expected: Tensor, logits: Tensor) -> Tensor:
     """Return KL(softmax(expected) || softmax(logits)) of each row, (N,)."""
     log_p = expected.double().log_softmax(1)
@@ -221,11 +215,8 @@ def _divergence(expected: Tensor, logits: Tensor) -> Tensor:
 
 
 def _pair(batch: Any, index: int) -> tuple[Batch, Tensor]:
-    if (
-        not isinstance(batch, tuple | list)
-        or len(batch) != 2
-        or not isinstance(batch[1], Tensor)
-    ):
+    pair = isinstance(batch, tuple | list) and len(batch) == 2
+    if not pair or not isinstance(batch[1], Tensor):
         raise DataError(
             f"batch {index} is {type(batch).__name__}; it must be (inputs, targets)"
         )
@@ -250,6 +241,10 @@ def _check_range(targets: Tensor, outputs: int) -> None:
 def _summary(seen: list[_Seen]) -> Evaluation:
     right = np.concatenate([one.right for one in seen])
     targets = np.concatenate([one.targets for one in seen])
+    reference_right = _joined(seen, "reference_right")
+    drop, drop_error = None, None
+    if reference_right is not None:
+        drop, drop_error = _paired(reference_right, right)
     count = len(right)
     timed = seen[1:] or seen  # the first batch warms up caches and kernels
     seconds = sum(one.seconds for one in timed)
@@ -257,10 +252,6 @@ def _summary(seen: list[_Seen]) -> Evaluation:
         name: sum(one.metrics[name] * len(one) for one in seen) / count
         for name in seen[0].metrics
     }
-    drop, drop_error = None, None
-    reference_right = _joined(seen, "reference_right")
-    if reference_right is not None:
-        drop, drop_error = _paired(reference_right.astype(bool), right)
     return Evaluation(
         top1=float(right.mean()),
         top5=_mean(seen, "among_five"),

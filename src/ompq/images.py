@@ -1,6 +1,7 @@
 """Image files: found in folders, decoded, brought to a network's input size."""
 
 import logging
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,7 +54,7 @@ def find_images(folder: Path, split: str) -> ImageFiles:
     """
     folder = _split_folder(folder, split)
     entries = _listing(folder)
-    images = [path for path in entries if _is_image(path)]
+    images = [p for p in entries if p.is_file() and _has_suffix(p.name)]
     folders = [path for path in entries if path.is_dir()]
     nested = {path.name: _images_below(path) for path in folders}
     if images and any(nested.values()):
@@ -93,9 +94,7 @@ def decode(path: Path, model: NamedModel) -> Tensor:
         )
     try:
         with Image.open(path) as opened:
-            # A palette with transparent entries is converted with a warning otherwise.
-            image = opened.convert("RGBA") if opened.mode == "P" else opened
-            image = image.convert(_MODES[channels])
+            image = _eight_bits(opened).convert(_MODES[channels])
     except Exception as error:  # each format's decoder has its own errors
         raise DataError(f"{path} is no readable image ({reason(error)})") from error
     if image.size != (width, height):
@@ -111,6 +110,14 @@ def normalise(pixels: Tensor, model: NamedModel) -> Tensor:
     mean = torch.tensor(model.mean).view(-1, 1, 1)
     std = torch.tensor(model.std).view(-1, 1, 1)
     return pixels.float().div_(255).sub_(mean).div_(std)
+
+
+def _eight_bits(image: Image.Image) -> Image.Image:
+    if image.mode == "P":  # transparent entries give a warning otherwise
+        return image.convert("RGBA")
+    if image.mode.startswith("I"):  # 16 bits a pixel, which Pillow would clip at 255
+        return image.point(lambda value: value * (1 / 256)).convert("L")
+    return image
 
 
 def _split_folder(folder: Path, split: str) -> Path:
@@ -153,9 +160,14 @@ def _listing(folder: Path) -> list[Path]:
 
 
 def _images_below(folder: Path) -> list[Path]:
-    found = [p for p in sorted(folder.rglob("*")) if _is_image(p)]
-    return [p for p in found if not p.name.startswith(".")]
+    # os.walk asks the file system nothing about single files: there may be millions.
+    return sorted(
+        Path(parent, name)
+        for parent, _, names in os.walk(folder, followlinks=True)
+        for name in names
+        if _has_suffix(name)
+    )
 
 
-def _is_image(path: Path) -> bool:
-    return path.suffix.lower() in _SUFFIXES and path.is_file()
+def _has_suffix(name: str) -> bool:
+    return not name.startswith(".") and Path(name).suffix.lower() in _SUFFIXES

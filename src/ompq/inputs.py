@@ -2,8 +2,9 @@
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import islice
 from typing import TypeAlias
@@ -63,12 +64,11 @@ class Data:
         # Unreadable images are made up for by those that would come next.
         wanted = order if self.skip_unreadable else order[:count]
         inputs: list[Tensor] = []
-        for value, _ in self.items(wanted, ahead=2 * self.workers):
-            inputs.append(value)
-            if progress is not None:
-                progress(len(inputs), count, "reading images")
-            if len(inputs) == count:
-                break
+        with closing(self.items(wanted, ahead=2 * self.workers)) as items:
+            for value, _ in islice(items, count):
+                inputs.append(value)
+                if progress is not None:
+                    progress(len(inputs), count, "reading images")
         if len(inputs) < count:
             raise DataError(
                 f"{self.name}: asked for {count} samples, "
@@ -114,21 +114,25 @@ class Data:
             seen[target] = rounds[position] + 1
         return sorted(shuffled, key=lambda position: rounds[position])
 
-    def items(self, order: Sequence[int], *, ahead: int) -> Iterator[Item]:
+    def items(self, order: Sequence[int], *, ahead: int) -> Generator[Item, None, None]:
         """Yield the inputs at these positions and their targets, read in advance."""
         skipped: list[str] = []
-        for result in _in_threads(self._read, order, self.workers, ahead):
-            if isinstance(result, DataError):
-                skipped.append(str(result))
-            else:
-                yield result
-        if skipped:
-            _LOG.warning(
-                "%s: skipped %d unreadable images: %s",
-                self.name,
-                len(skipped),
-                shortened(skipped),
-            )
+        results = _in_threads(self._read, order, self.workers, ahead)
+        try:
+            for result in results:
+                if isinstance(result, DataError):
+                    skipped.append(str(result))
+                else:
+                    yield result
+        finally:
+            results.close()
+            if skipped:
+                _LOG.warning(
+                    "%s: skipped %d unreadable images: %s",
+                    self.name,
+                    len(skipped),
+                    shortened(skipped),
+                )
 
     def _read(self, position: int) -> Item | DataError:
         try:
@@ -178,7 +182,7 @@ def _in_threads(
     order: Sequence[int],
     workers: int,
     ahead: int,
-) -> Iterator[Item | DataError]:
+) -> Generator[Item | DataError, None, None]:
     """Yield what ``read`` returns, in order, reading at most ``ahead`` in advance."""
     waiting: deque[Future[Item | DataError]] = deque()
     positions = iter(order)

@@ -255,6 +255,11 @@ def _described(module: nn.Module, name: str) -> NamedModel:
             f"{name}: mean has {len(mean)} and std {len(std)} values; "
             f"there are {shape[0]} channels"
         )
+    interpolation = given.get("interpolation", "bilinear")
+    if interpolation not in ("bilinear", "bicubic"):
+        raise ModelError(
+            f"{name}: interpolation is {interpolation!r}; use 'bilinear' or 'bicubic'"
+        )
     return NamedModel(
         module=module,
         name=name,
@@ -262,7 +267,7 @@ def _described(module: nn.Module, name: str) -> NamedModel:
         mean=tuple(mean),
         std=tuple(std),
         resize=given.get("resize", min(shape[1:])),
-        interpolation=given.get("interpolation", "bilinear"),
+        interpolation=interpolation,
     )
 
 

@@ -1,0 +1,238 @@
+import logging
+import sys
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import nn
+
+from ompq.datasets import load_data
+from ompq.errors import DataError, MissingExtraError, ModelError
+from ompq.models import NamedModel
+
+USER_FILE = """
+import torch
+
+def tensor():
+    return torch.arange(4.0).view(4, 1, 1, 1).expand(4, 1, 8, 8)
+
+def pair():
+    return tensor(), torch.tensor([3, 2, 1, 0])
+
+class Images:
+    def __len__(self):
+        return 4
+    def __getitem__(self, position):
+        return tensor()[position], position % 2
+
+def dataset():
+    return Images()
+
+def dataset_with_targets():
+    images = Images()
+    images.targets = [0, 1, 0, 1]
+    return images
+
+def too_few_targets():
+    return tensor(), torch.tensor([1])
+
+def loader():
+    return torch.utils.data.DataLoader(Images())
+
+def generator():
+    yield from Images()
+
+def nothing():
+    return []
+
+def wrong_size():
+    return torch.zeros(2, 1, 8, 9)
+
+def words():
+    return ["not", "tensors"]
+"""
+
+
+def network(outputs: int = 10, channels: int = 1, side: int = 8) -> NamedModel:
+    module = nn.Sequential(nn.Flatten(), nn.Linear(channels * side * side, outputs))
+    values = (0.5,) * channels
+    shape = (channels, side, side)
+    return NamedModel(module.eval(), "net", shape, values, values, side)
+
+
+def picture(path: Path, grey: int) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.new("RGB", (8, 8), (grey, grey, grey)).save(path)
+
+
+@pytest.fixture
+def user_file(tmp_path: Path) -> Path:
+    path = tmp_path / "mine.py"
+    path.write_text(USER_FILE)
+    return path
+
+
+def test_folder_of_classes_gives_samples_and_batches(tmp_path: Path) -> None:
+    for name, grey in (("0001/x.png", 0), ("0004/x.png", 255), ("0004/y.png", 51)):
+        picture(tmp_path / name, grey)
+    data = load_data(tmp_path, network(5, 3), workers=2)
+    assert len(data) == 3
+    ((inputs, targets),) = data.batches()
+    assert inputs.shape == (3, 3, 8, 8)
+    assert inputs[:, 0, 0, 0].tolist() == pytest.approx([-1, 1, -0.6])
+    assert targets.tolist() == [1, 4, 4]
+    assert data.samples(2).shape == (2, 3, 8, 8)
+    assert len(data.samples(2)[:, 0, 0, 0].unique()) == 2  # one of each class
+
+
+def test_folder_of_images_alone_gives_samples_only(tmp_path: Path) -> None:
+    picture(tmp_path / "x.png", 3)
+    data = load_data(str(tmp_path), network())
+    assert data.samples(1).shape == (1, 1, 8, 8)
+    with pytest.raises(DataError, match="the images have no labels; sort them into"):
+        data.batches()
+
+
+def test_unreadable_image_is_named_or_skipped(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    picture(tmp_path / "0" / "a.png", 3)
+    (tmp_path / "0" / "b.png").write_bytes(b"\x89PNG broken")
+    with pytest.raises(DataError, match="b.png is no readable image"):
+        list(load_data(tmp_path, network()).batches())
+    data = load_data(tmp_path, network(), skip_unreadable=True)
+    assert sum(len(targets) for _, targets in data.batches()) == 1
+    assert "skipped 1 unreadable images" in caplog.text
+
+
+def test_classes_must_fit_the_outputs_for_labels_but_not_for_samples(
+    tmp_path: Path,
+) -> None:
+    for name in ("cat", "dog"):
+        picture(tmp_path / "named" / name / "x.png", 0)
+        picture(tmp_path / "numbered" / "12" / f"{name}.png", 0)
+    named = load_data(tmp_path / "named", network())
+    assert len(named.samples(2)) == 2
+    words = r"there are 2 class folders \(cat, dog\), but net has 10 outputs"
+    with pytest.raises(DataError, match=words):
+        named.batches()
+    words = r"class folder 12 is beyond net's 10 outputs; .* 0 to 9"
+    with pytest.raises(DataError, match=words):
+        load_data(tmp_path / "numbered", network()).batches()
+    assert len(load_data(tmp_path / "numbered", network(13)).batches()) == 1
+
+
+def test_network_that_does_not_take_the_images_is_told_at_once(tmp_path: Path) -> None:
+    picture(tmp_path / "0" / "x.png", 0)
+    wrong = NamedModel(nn.Linear(3, 2), "net", (3, 8, 8), (0.5,) * 3, (0.5,) * 3, 8)
+    with pytest.raises(ModelError, match="net does not take an input of shape"):
+        load_data(tmp_path, wrong)
+
+
+def test_random_is_loud_reproducible_noise(caplog: pytest.LogCaptureFixture) -> None:
+    model = network()
+    before = torch.get_rng_state()
+    samples = load_data("random", model).samples(500)
+    again = load_data("random", model).samples(500)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(samples, again)
+    assert abs(samples.mean()) < 0.02
+    assert abs(samples.std() - 1) < 0.02
+    assert len(samples.flatten(1).unique(dim=0)) == 500
+    assert not torch.equal(load_data("random", model, seed=1).samples(500), samples)
+    assert caplog.records[0].levelno == logging.WARNING
+    assert "the results mean nothing" in caplog.text
+    _, targets = next(iter(load_data("random", network(7)).batches()))
+    assert targets.max() < 7
+
+
+def test_digits_are_split_for_good() -> None:
+    from sklearn.datasets import load_digits
+
+    train = load_data("digits", network(), split="train")
+    test = load_data("digits", network())
+    assert (len(train), len(test)) == (1347, 450)
+    images = {i.tobytes() for i in load_digits().images}
+    seen = [((x.numpy() * 0.5 + 0.5) * 16).round()[:, 0].astype(np.float64)
+            for data in (train, test) for x, _ in data.batches()]  # fmt: skip
+    assert {image.tobytes() for batch in seen for image in batch} == images
+    assert test.targets is not None
+    assert test.targets[:8] == (2, 8, 2, 6, 6, 7, 1, 9)
+    _, targets = next(iter(test.batches(batch_size=8)))
+    assert targets.tolist() == [2, 8, 2, 6, 6, 7, 1, 9]
+
+
+def test_digits_take_the_networks_size_and_channels() -> None:
+    samples = load_data("digits", network(10, 3, 16)).samples(20)
+    assert samples.shape == (20, 3, 16, 16)
+    assert torch.equal(samples[:, 0], samples[:, 2])
+    assert -1 <= samples.min() < -0.9
+
+
+def test_digits_need_ten_outputs_and_scikit_learn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with pytest.raises(DataError, match="there are 10 digits, but net has 5 outputs"):
+        load_data("digits", network(5)).batches()
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    with pytest.raises(MissingExtraError, match=r"pip install 'ompq\[demo\]'"):
+        load_data("digits", network())
+
+
+def test_users_tensor_is_unlabelled(user_file: Path) -> None:
+    data = load_data(f"{user_file}:tensor", network())
+    assert sorted(data.samples(4)[:, 0, 0, 0].tolist()) == [0, 1, 2, 3]
+    with pytest.raises(DataError, match="the inputs have no labels; return"):
+        data.batches()
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        ("pair", [3, 2, 1, 0]),
+        ("dataset", [0, 1, 0, 1]),
+        ("dataset_with_targets", [0, 1, 0, 1]),
+    ],
+)
+def test_users_labels_are_used(
+    user_file: Path, function: str, expected: list[int]
+) -> None:
+    data = load_data(f"{user_file}:{function}", network())
+    ((inputs, targets),) = data.batches()
+    assert inputs[:, 0, 0, 0].tolist() == [0, 1, 2, 3]
+    assert targets.tolist() == expected
+    if data.targets is not None:
+        assert data.targets == tuple(expected)
+        _, chosen = next(iter(data.batches(limit=2)))
+        assert max(Counter(chosen.tolist()).values()) == 1
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        ("too_few_targets", "returned 4 inputs and 1 targets"),
+        ("loader", "returned DataLoader; it must return a tensor, "),
+        ("generator", r"returned generator; it must .* with a length and indices"),
+        ("nothing", "returned no inputs; give at least one"),
+        ("wrong_size", r"item 0 has shape \(1, 8, 9\); net takes \(1, 8, 8\)"),
+        ("words", "item 0: AttributeError: 'str' object"),
+        ("absent", "has no function absent"),
+    ],
+)
+def test_users_data_that_cannot_be_used(
+    user_file: Path, function: str, words: str
+) -> None:
+    with pytest.raises(DataError, match=words):
+        load_data(f"{user_file}:{function}", network())
+
+
+def test_wrong_arguments(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="there is no folder .*nowhere; .* random"):
+        load_data(tmp_path / "nowhere", network())
+    with pytest.raises(ValueError, match="split='val' must be 'train' or 'test'"):
+        load_data("digits", network(), split="val")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="workers=0 must be at least 1"):
+        load_data("digits", network(), workers=0)

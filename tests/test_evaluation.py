@@ -1,0 +1,254 @@
+import json
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+from scipy.stats import binomtest
+from torch import Tensor, nn
+
+from ompq.errors import DataError, ModelError
+from ompq.evaluation import Evaluation, evaluate, wilson_interval
+
+
+class Table(nn.Module):
+    """Logits are the inputs plus a learned offset."""
+
+    def __init__(self, classes: int = 6, scale: float = 0.0) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(7)
+        offset = scale * torch.randn(classes, generator=generator)
+        self.offset = nn.Parameter(offset)
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.dropout(x) + self.offset
+
+
+def labelled(count: int = 50, classes: int = 6) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(count, classes, generator=generator)
+    return logits, torch.randint(classes, (count,), generator=generator)
+
+
+def in_batches(
+    inputs: Tensor, targets: Tensor, size: int = 16
+) -> list[tuple[Tensor, Tensor]]:
+    return list(zip(inputs.split(size), targets.split(size), strict=True))
+
+
+def test_accuracy_equals_counting_by_hand() -> None:
+    inputs, targets = labelled()
+    rows = list(zip(inputs.tolist(), targets.tolist(), strict=True))
+    right = [row.index(max(row)) == target for row, target in rows]
+    five = [row[target] > min(row) for row, target in rows]  # not the last of six
+    result = evaluate(Table(), in_batches(inputs, targets))
+    assert result.count == 50
+    assert result.top1 == pytest.approx(sum(right) / 50)
+    assert result.top5 == pytest.approx(sum(five) / 50)
+    assert result.correctness().tolist() == right
+    assert len(result.correct) == 7  # bits, not bytes
+    assert result.images_per_second > 0
+    assert result.agreement is None
+    assert result.drop is None
+
+
+def test_top5_needs_five_classes() -> None:
+    inputs, targets = labelled(classes=4)
+    assert evaluate(Table(4), [(inputs, targets)]).top5 is None
+    inputs, targets = labelled(classes=5)
+    assert evaluate(Table(5), [(inputs, targets)]).top5 == 1.0
+
+
+@pytest.mark.parametrize(("right", "count"), [(8, 10), (0, 5), (5, 5), (1800, 2500)])
+def test_interval_is_wilsons(right: int, count: int) -> None:
+    expected = binomtest(right, count).proportion_ci(0.95, method="wilson")
+    assert wilson_interval(right, count) == pytest.approx(
+        (expected.low, expected.high), abs=1e-12
+    )
+
+
+def test_comparison_with_a_reference_equals_loops() -> None:
+    inputs, targets = labelled()
+    model, reference = Table(scale=0.5), Table()
+    result = evaluate(model, in_batches(inputs, targets), reference=reference)
+    divergence, agreed, differences = [], [], []
+    for row, target in zip(inputs.double(), targets.tolist(), strict=True):
+        p = torch.softmax(row, 0).tolist()
+        logits = row + model.offset.detach().double()
+        q = torch.softmax(logits, 0).tolist()
+        terms = [a * math.log(a / b) for a, b in zip(p, q, strict=True)]
+        divergence.append(sum(terms))
+        mine, other = q.index(max(q)), p.index(max(p))
+        agreed.append(mine == other)
+        differences.append((other == target) - (mine == target))
+    mean = sum(differences) / 50
+    variance = sum((d - mean) ** 2 for d in differences) / 50
+    assert result.agreement == pytest.approx(sum(agreed) / 50)
+    assert result.divergence == pytest.approx(sum(divergence) / 50, rel=1e-4)
+    assert result.drop == pytest.approx(mean)
+    assert result.drop_error == pytest.approx(math.sqrt(variance / 50))
+
+
+def test_network_agrees_with_itself() -> None:
+    model = Table()
+    result = evaluate(model, [labelled()], reference=model)
+    assert (result.agreement, result.divergence, result.drop) == (1.0, 0.0, 0.0)
+    assert result.drop_error == 0.0
+
+
+def test_drop_between_two_evaluations_is_the_drop_from_the_reference() -> None:
+    batches = in_batches(*labelled())
+    model, reference = Table(scale=0.5), Table()
+    compared = evaluate(model, batches, reference=reference)
+    drop, error = compared.drop_from(evaluate(reference, batches))
+    assert drop == pytest.approx(compared.drop)
+    assert error == pytest.approx(compared.drop_error)
+    assert error > 0
+
+
+def test_drop_needs_the_same_images() -> None:
+    inputs, targets = labelled()
+    result = evaluate(Table(), [(inputs, targets)])
+    fewer = evaluate(Table(), [(inputs[:40], targets[:40])])
+    with pytest.raises(ValueError, match=r"different images \(50 and 40, or other"):
+        result.drop_from(fewer)
+    others = evaluate(Table(), [(inputs, targets.flip(0))])
+    with pytest.raises(ValueError, match="evaluate both on the same batches"):
+        result.drop_from(others)
+
+
+def test_users_metrics_are_averaged_over_images_not_batches() -> None:
+    inputs, targets = labelled(50)
+    result = evaluate(
+        Table(),
+        in_batches(inputs, targets, 32),  # 32 and 18 images
+        metrics={
+            "loss": lambda o, t: nn.functional.cross_entropy(o, t).item(),
+            "mean target": lambda _, t: t.float().mean(),
+        },
+    )
+    expected = nn.functional.cross_entropy(inputs, targets).item()
+    assert result.metrics["loss"] == pytest.approx(expected, rel=1e-5)
+    assert result.metrics["mean target"] == pytest.approx(targets.float().mean().item())
+
+
+def test_json_round_trip_is_lossless() -> None:
+    result = evaluate(
+        Table(scale=0.5),
+        [labelled()],
+        reference=Table(),
+        metrics={"one": lambda *_: 1.0},
+    )
+    text = json.dumps(result.to_json(), allow_nan=False)
+    assert Evaluation.from_json(json.loads(text)) == result
+
+
+def test_network_is_left_as_found() -> None:
+    model, reference = Table(), Table()
+    model.train()
+    model.dropout.eval()
+    reference.train()
+    evaluate(model, [labelled()], reference=reference)
+    assert (model.training, model.dropout.training) == (True, False)
+    assert reference.dropout.training
+    assert torch.is_grad_enabled()
+    assert model.offset.grad is None
+
+
+class Wrapped(nn.Module):
+    def __init__(self, wrap: type) -> None:
+        super().__init__()
+        self.wrap = wrap
+
+    def forward(self, x: Tensor) -> object:
+        return {"logits": x} if self.wrap is dict else (x, "more")
+
+
+@pytest.mark.parametrize("wrap", [dict, tuple])
+def test_outputs_may_be_dicts_and_tuples(wrap: type) -> None:
+    result = evaluate(Wrapped(wrap), [labelled()])
+    assert result.top1 == evaluate(Table(), [labelled()]).top1
+
+
+class Sum(nn.Module):
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        return a + b
+
+
+def test_inputs_may_be_several_tensors() -> None:
+    inputs, targets = labelled()
+    expected = evaluate(Table(), [(inputs, targets)]).top1
+    zeros = torch.zeros_like(inputs)
+    assert evaluate(Sum(), [((inputs, zeros), targets)]).top1 == expected
+    named = {"a": inputs, "b": zeros}
+    assert evaluate(Sum(), [(named, targets)]).top1 == expected
+
+
+def test_batches_may_be_an_iterator_and_progress_knows_what_is_left() -> None:
+    batches = in_batches(*labelled(), 25)
+    calls: list[tuple[int, int | None, str]] = []
+
+    def generated() -> Iterator[tuple[Tensor, Tensor]]:
+        yield from batches
+
+    result = evaluate(Table(), batches, progress=lambda *call: calls.append(call))
+    assert [call[:2] for call in calls] == [(1, 2), (2, 2)]
+    assert calls[-1][2] == f"evaluating: top-1 {result.top1:.1%}"
+    calls.clear()
+    evaluate(Table(), generated(), progress=lambda *call: calls.append(call))
+    assert [call[:2] for call in calls] == [(1, None), (2, None)]
+
+
+def test_data_loader_works() -> None:
+    dataset = torch.utils.data.TensorDataset(*labelled())
+    loader = torch.utils.data.DataLoader(dataset, batch_size=20)
+    result = evaluate(Table(), loader)
+    assert result.top1 == evaluate(Table(), [labelled()]).top1
+
+
+@pytest.mark.parametrize(
+    ("batches", "words"),
+    [
+        ([], "batches are empty"),
+        ([(torch.zeros(0, 6), torch.zeros(0, dtype=torch.long))], "batches are empty"),
+        ([torch.zeros(2, 6)], "batch 0 is Tensor; it must be"),
+        ([(torch.zeros(2, 6), 3)], r"batch 0 is tuple; it must be \(inputs, targets"),
+        (
+            [labelled(), (torch.zeros(4, 6), torch.tensor([1, 2]))],
+            r"batch 1 has 4 inputs and targets of shape \(2,\)",
+        ),
+        (
+            [(torch.zeros(2, 6), torch.tensor([0.5, 0.5]))],
+            "torch.float32; give one class index an input",
+        ),
+        (
+            [(torch.zeros(2, 6), torch.tensor([0, 6]))],
+            "target 6 is out of range: the network has 6 outputs, 0 to 5",
+        ),
+        ([(torch.zeros(2, 6), torch.tensor([0, -1]))], "target -1 is out of range"),
+    ],
+)
+def test_batches_that_cannot_be_used(batches: list[object], words: str) -> None:
+    with pytest.raises(DataError, match=words):
+        evaluate(Table(), batches, progress=lambda *_: None)  # type: ignore[arg-type]
+
+
+def test_outputs_that_are_no_logits() -> None:
+    targets = torch.tensor([0, 1])
+    with pytest.raises(ModelError, match=r"returned shape \(2, 6, 3, 3\); accuracy"):
+        evaluate(nn.Identity(), [(torch.zeros(2, 6, 3, 3), targets)])
+    bad = torch.zeros(2, 6)
+    bad[1, 2] = float("nan")
+    with pytest.raises(ModelError, match="NaN or infinity for 1 of 2 images"):
+        evaluate(Table(), [(bad, targets)])
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_devices_agree() -> None:
+    batches = in_batches(*labelled())
+    on_cpu = evaluate(Table(scale=0.5), batches, reference=Table())
+    on_gpu = evaluate(Table(scale=0.5).cuda(), batches, reference=Table())
+    assert on_gpu.correct == on_cpu.correct
+    assert on_gpu.divergence == pytest.approx(on_cpu.divergence, rel=1e-5)

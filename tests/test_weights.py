@@ -1,0 +1,204 @@
+import logging
+import pickle
+import socket
+import sys
+import urllib.request
+from pathlib import Path
+
+import pytest
+import torch
+from huggingface_hub import constants
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from ompq.errors import ModelError
+from ompq.weights import check_weights, downloading, load_weights
+
+
+def network(seed: int = 0) -> nn.Sequential:
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 2, 1))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    return net
+
+
+def saved(path: Path, state: dict[str, Tensor]) -> Path:
+    if path.suffix == ".safetensors":
+        save_file(state, path)
+    else:
+        torch.save(state, path)
+    return path
+
+
+def same(a: nn.Module, b: nn.Module) -> bool:
+    pairs = zip(a.state_dict().values(), b.state_dict().values(), strict=True)
+    return all(torch.equal(x, y) for x, y in pairs)
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".pt", ".pth"])
+def test_weights_come_back_from_each_kind_of_file(tmp_path: Path, suffix: str) -> None:
+    source, target = network(1), network(2)
+    load_weights(target, saved(tmp_path / f"w{suffix}", source.state_dict()), "net")
+    assert same(source, target)
+
+
+def test_half_precision_becomes_the_networks_own(tmp_path: Path) -> None:
+    source, target = network(1), network(2)
+    half = {k: v.half() if v.is_floating_point() else v for k, v in
+            source.state_dict().items()}  # fmt: skip
+    load_weights(target, saved(tmp_path / "w.safetensors", half), "net")
+    assert target[0].weight.dtype == torch.float32
+    assert torch.equal(target[0].weight, source[0].weight.half().float())
+
+
+def test_counters_of_batch_norm_may_be_absent(tmp_path: Path) -> None:
+    source, target = network(1), network(2)
+    state = {k: v for k, v in source.state_dict().items() if "tracked" not in k}
+    load_weights(target, saved(tmp_path / "w.safetensors", state), "net")
+    assert same(source, target)
+
+
+@pytest.mark.parametrize("wrapper", ["state_dict", "model"])
+def test_checkpoints_of_training_scripts_are_unwrapped(
+    tmp_path: Path, wrapper: str
+) -> None:
+    source, target = network(1), network(2)
+    state = {f"module.{key}": value for key, value in source.state_dict().items()}
+    torch.save({wrapper: state, "epoch": 3}, tmp_path / "w.pt")
+    load_weights(target, tmp_path / "w.pt", "net")
+    assert same(source, target)
+
+
+def test_auxiliary_classifiers_are_left_out_with_a_word(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source, target = network(1), network(2)
+    state = {**source.state_dict(), "aux1.conv.weight": torch.ones(1)}
+    with caplog.at_level(logging.INFO):
+        load_weights(target, saved(tmp_path / "w.safetensors", state), "net")
+    assert same(source, target)
+    assert "1 auxiliary tensors are not used" in caplog.text
+
+
+def test_every_difference_is_listed_and_cut_at_five(tmp_path: Path) -> None:
+    state = {f"extra{i}": torch.ones(1) for i in range(7)}
+    state["0.weight"] = torch.ones(4, 3, 5, 5)
+    state["2.weight"] = torch.ones(2, 4, 1, 1, dtype=torch.int8)
+    path = saved(tmp_path / "w.safetensors", state)
+    with pytest.raises(ModelError) as caught:
+        load_weights(network(), path, "torchvision:resnet18")
+    words = str(caught.value)
+    assert "w.safetensors does not fit torchvision:resnet18: missing 0.bias" in words
+    assert "1.running_var and 1 more; unexpected" in words
+    assert "unexpected extra0, extra1, extra2, extra3, extra4 and 2 more" in words
+    assert "other shapes 0.weight (4, 3, 5, 5) instead of (4, 3, 3, 3)" in words
+    assert "other types 2.weight torch.int8 instead of torch.float32" in words
+
+
+def test_nothing_is_loaded_from_weights_that_do_not_fit(tmp_path: Path) -> None:
+    target = network(2)
+    state = network(1).state_dict()
+    del state["2.bias"]
+    with pytest.raises(ModelError, match="missing 2.bias"):
+        load_weights(target, saved(tmp_path / "w.pt", state), "net")
+    assert same(target, network(2))
+
+
+def test_missing_file_and_wrong_suffix_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="there is no weights file .*w.pt"):
+        load_weights(network(), tmp_path / "w.pt", "net")
+    (tmp_path / "w.bin").touch()
+    with pytest.raises(ModelError, match=r"w.bin ends in .bin; give a .safetensors"):
+        load_weights(network(), tmp_path / "w.bin", "net")
+    (tmp_path / "w").touch()
+    with pytest.raises(ModelError, match="ends in nothing"):
+        load_weights(network(), tmp_path / "w", "net")
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".pt"])
+@pytest.mark.parametrize("kept", [0, 5, 100, 700])
+def test_cut_file_is_an_error(tmp_path: Path, suffix: str, kept: int) -> None:
+    path = saved(tmp_path / f"w{suffix}", network().state_dict())
+    path.write_bytes(path.read_bytes()[:kept])
+    with pytest.raises(ModelError, match="damaged"):
+        load_weights(network(), path, "net")
+
+
+class Malicious:
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return print, ("executed",)
+
+
+def test_python_objects_in_a_file_are_not_executed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch.save({"0.weight": Malicious()}, tmp_path / "w.pt")
+    with pytest.raises(ModelError, match="holds Python objects, which are not loaded"):
+        load_weights(network(), tmp_path / "w.pt", "net")
+    (tmp_path / "w.pth").write_bytes(pickle.dumps(Malicious(), protocol=2))
+    with pytest.raises(ModelError, match="is no plain state dict"):
+        load_weights(network(), tmp_path / "w.pth", "net")
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("content", [[1, 2], {}])
+def test_other_content_is_named(tmp_path: Path, content: object) -> None:
+    torch.save(content, tmp_path / "w.pt")
+    with pytest.raises(ModelError, match="holds (list|dict), not a state dict"):
+        load_weights(network(), tmp_path / "w.pt", "net")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weight_that_is_no_number_is_named(value: float) -> None:
+    net = network()
+    with torch.no_grad():
+        net[2].weight[0, 1] = value
+    with pytest.raises(ModelError, match="net has NaN or infinity in 2.weight;"):
+        check_weights(net, "net")
+
+
+def test_infinite_buffer_is_in_order_but_nan_is_not() -> None:
+    net = network()
+    net.register_buffer("mask", torch.tensor([0.0, float("-inf")]))
+    check_weights(net, "net")
+    net[1].running_var[0] = float("nan")
+    with pytest.raises(ModelError, match=r"infinity in 1.running_var"):
+        check_weights(net, "net")
+
+
+def fail(*_: object, **__: object) -> None:
+    raise OSError("no such host")
+
+
+def test_hub_is_offline_only_while_it_cannot_be_reached(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(urllib.request, "getproxies", dict)
+    monkeypatch.setattr(socket, "getaddrinfo", fail)
+    with downloading("timm", "net"):
+        assert constants.HF_HUB_OFFLINE
+    assert not constants.HF_HUB_OFFLINE
+    monkeypatch.setattr(urllib.request, "getproxies", lambda: {"https": "proxy:80"})
+    with downloading("timm", "net"):
+        assert not constants.HF_HUB_OFFLINE
+    monkeypatch.setattr(urllib.request, "getproxies", dict)
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_: [])
+    with downloading("timm", "net"):
+        assert not constants.HF_HUB_OFFLINE
+
+
+def test_without_the_hub_client_downloads_are_guarded_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with downloading("torchvision", "net"):
+        pass
+    words = r"torchvision's own weights of net cannot be downloaded \(OSError: x\)"
+    with (
+        pytest.raises(ModelError, match=f"{words}. Pass --weights FILE or"),
+        downloading("torchvision", "net"),
+    ):
+        raise OSError("x")
