@@ -13,12 +13,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ompq.errors import DataError, MissingExtraError, shortened
+from ompq.demo_network import demo_data
+from ompq.errors import DataError, shortened
 from ompq.images import ImageFiles, decode, find_images
 from ompq.inputs import Data, Item
 from ompq.models import NamedModel, output_count
@@ -26,7 +26,6 @@ from ompq.userfiles import call_user_function, is_user_function, reason
 
 _LOG = logging.getLogger(__name__)
 _RANDOM_LENGTH = 1024
-_DIGITS_TEST_LENGTH = 450
 
 Split: TypeAlias = Literal["train", "test"]
 
@@ -118,17 +117,12 @@ def _random(model: NamedModel, seed: int) -> Data:
 
 
 def _digits(model: NamedModel, split: str) -> Data:
-    try:
-        from sklearn.datasets import load_digits
-    except ImportError as error:
-        raise MissingExtraError("scikit-learn", "demo") from error
-    values, labels = load_digits(return_X_y=True)
-    # NumPy promises never to change this stream, so the split is fixed for good.
-    shuffled = np.random.RandomState(0).permutation(len(labels))
-    test, train = np.split(shuffled, [_DIGITS_TEST_LENGTH])
-    chosen = test if split == "test" else train
-    images = torch.from_numpy(values[chosen] / 16).float().view(-1, 1, 8, 8)
-    targets = tuple(int(label) for label in labels[chosen])
+    # One split for both, so that ompq:demo has never seen the test images.
+    data = demo_data()
+    images, labels = data.test_images, data.test_targets
+    if split == "train":
+        images, labels = data.train_images, data.train_targets
+    targets = tuple(labels.tolist())
     channels, height, width = model.input_shape
     mean = torch.tensor(model.mean).view(-1, 1, 1)
     std = torch.tensor(model.std).view(-1, 1, 1)

@@ -1,9 +1,9 @@
 """Networks by name: their module, their weights and their preprocessing.
 
-A name is ``torchvision:resnet18``, ``timm:resnet18``, ``cifar:resnet20`` or
-``file.py:function``. A network of the user's own may say how its images are prepared
-with an attribute ``preprocessing``: a dict with any of ``input_shape``, ``mean``,
-``std``, ``resize`` and ``interpolation``.
+A name is ``torchvision:resnet18``, ``timm:resnet18``, ``cifar:resnet20``,
+``ompq:demo`` or ``file.py:function``. A network of the user's own may say how its
+images are prepared with an attribute ``preprocessing``: a dict with any of
+``input_shape``, ``mean``, ``std``, ``resize`` and ``interpolation``.
 """
 
 import logging
@@ -20,6 +20,7 @@ import torchvision
 from torch import nn
 
 from ompq.cifar import CifarResNet, cifar_resnet18
+from ompq.demo_network import DEMO_WEIGHTS, DemoNetwork
 from ompq.errors import MissingExtraError, ModelError
 from ompq.samples import evaluating, first_tensor, model_device
 from ompq.userfiles import (
@@ -75,6 +76,7 @@ _BUILTIN: dict[str, _Builtin] = {
     "cifar:resnet18": _Builtin(cifar_resnet18),
     "cifar:resnet20": _Builtin(partial(CifarResNet, 20)),
     "cifar:resnet56": _Builtin(partial(CifarResNet, 56)),
+    "ompq:demo": _Builtin(DemoNetwork, DEMO_WEIGHTS),
 }
 
 
