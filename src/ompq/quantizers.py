@@ -1,0 +1,231 @@
+"""Uniform quantization: grids, straight-through, learned step, soft rounding.
+
+There is one formula, for weights and activations alike::
+
+    code  = clamp(round(x / scale + zero), 0, top)        top = 2^bits - 1
+    value = scale * (code - zero)
+
+Rounding is half to even everywhere. Scales and zeros broadcast against the tensor:
+
+| tensor           | scale, zero | zero                                           |
+|------------------|-------------|------------------------------------------------|
+| weight (O, I, …) | (O, 1, …)   | multiple of 0.5 up to 6 bits, 2^(bits-1) above |
+| activation       | ()          | integer; 0 where no value is negative          |
+
+The functions with gradients have no control flow that depends on data, so that they can
+be compiled and captured in a CUDA graph. Each of them returns the value of the formula
+to the last bit: what is trained is what is deployed.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+SMALLEST_BITS = 2
+LARGEST_BITS = 8
+# Up to this width twice a code, less twice a zero, fits into a signed byte.
+LARGEST_HALF_BITS = 6
+
+# The stretch of AdaRound's rectified sigmoid, which lets it reach 0 and 1.
+ZETA = 1.1
+GAMMA = -0.1
+
+
+def check_bits(bits: int) -> int:
+    """Return the bits.
+
+    Raises:
+        ValueError: They are not an integer from 2 to 8.
+    """
+    if bits not in range(SMALLEST_BITS, LARGEST_BITS + 1):
+        raise ValueError(
+            f"bits={bits} cannot be quantized to: give an integer from "
+            f"{SMALLEST_BITS} to {LARGEST_BITS}"
+        )
+    return int(bits)
+
+
+@dataclass(frozen=True, eq=False)
+class Grid:
+    """The values that a tensor may take: ``scale * (code - zero)``.
+
+    Attributes:
+        scale: Positive step, of a shape that broadcasts against the tensor.
+        zero: The code, perhaps between two codes, that stands for 0. Same shape.
+        bits: Width of a code, 2 to 8.
+        narrow: Whether the highest code is left out, as for -1, 0, 1 in two bits.
+
+    Example:
+        >>> grid = Grid(torch.tensor(0.5), torch.tensor(1.5), bits=2)
+        >>> grid.fake(torch.tensor([-9.0, -0.1, 0.1, 9.0]))
+        tensor([-0.7500, -0.2500,  0.2500,  0.7500])
+    """
+
+    scale: Tensor
+    zero: Tensor
+    bits: int
+    narrow: bool = False
+
+    def __post_init__(self) -> None:
+        check_bits(self.bits)
+
+    @property
+    def top(self) -> int:
+        """The highest code."""
+        return (1 << self.bits) - 1 - self.narrow
+
+    def quantize(self, x: Tensor) -> Tensor:
+        """Return the codes of ``x`` as uint8, of its shape."""
+        return _codes(x, self).to(torch.uint8)
+
+    def dequantize(self, codes: Tensor) -> Tensor:
+        """Return the values of the codes as float32, of their shape."""
+        return self.scale * (codes - self.zero)
+
+    def fake(self, x: Tensor) -> Tensor:
+        """Return ``x`` quantized and dequantized: the nearest values of the grid."""
+        return self.scale * (_codes(x, self) - self.zero)
+
+
+def integer_weight(codes: Tensor, zero: Tensor, bits: int) -> tuple[Tensor, float]:
+    """Return a weight as signed bytes with zero point 0, and what their step is.
+
+    Half-integer zeros are made whole by doubling: the weight's value is
+    ``scale * factor * bytes``, where the factor is 0.5 up to 6 bits and 1 above.
+
+    Args:
+        codes: Codes of any shape, 0 to 2^bits - 1.
+        zero: Zeros that broadcast against the codes.
+        bits: Width of a code.
+
+    Returns:
+        int8 of the codes' shape, and the factor.
+
+    Raises:
+        ValueError: A zero is no multiple of the factor, or a value does not fit.
+
+    Example:
+        >>> integer_weight(torch.tensor([0, 1, 2, 3]), torch.tensor(1.5), bits=2)
+        (tensor([-3, -1,  1,  3], dtype=torch.int8), 0.5)
+    """
+    factor = 0.5 if check_bits(bits) <= LARGEST_HALF_BITS else 1.0
+    values = (codes.float() - zero) / factor
+    whole = (values == values.round()) & (values >= -128) & (values <= 127)
+    if not whole.all():
+        raise ValueError(
+            f"zero={zero.flatten().tolist()[:5]} at {bits} bits gives values that are "
+            f"no signed bytes: zeros must be multiples of {factor:g} that keep "
+            f"(code - zero) / {factor:g} within -128 and 127"
+        )
+    return values.to(torch.int8), factor
+
+
+def round_through(x: Tensor) -> Tensor:
+    """Round to nearest; the gradient passes as if nothing had been rounded."""
+    # The bracket is exactly zero, so the sum is exactly the rounded value.
+    return x.round().detach() + (x - x.detach())
+
+
+def straight_through(x: Tensor, grid: Grid) -> Tensor:
+    """Fake-quantize; the gradient of ``x`` passes inside the range and stops outside.
+
+    A scale that requires a gradient gets the derivative of the learned-step paper
+    (LSQ, equation 3): round(x/s) - x/s inside the range, its end outside.
+    """
+    codes = round_through((x / grid.scale + grid.zero).clamp(0, grid.top))
+    return grid.scale * (codes - grid.zero)
+
+
+def learned_step(x: Tensor, grid: Grid) -> Tensor:
+    """Fake-quantize with a learned scale (LSQ).
+
+    The scale's gradient is multiplied by 1 / sqrt(n * q): n elements of ``x`` share one
+    scale and q is the highest level, as the paper does to make steps of a size.
+
+    Args:
+        x: Tensor of any shape.
+        grid: Its scale is the parameter that is learned.
+    """
+    shared = x.numel() / grid.scale.numel()
+    factor = ((grid.top - grid.zero).clamp(min=1) * shared).rsqrt()
+    weighted = grid.scale * factor
+    scale = grid.scale.detach() + (weighted - weighted.detach())
+    return straight_through(x, Grid(scale, grid.zero, grid.bits, grid.narrow))
+
+
+def learned_clip(x: Tensor, limit: Tensor, zero: Tensor, bits: int) -> Tensor:
+    """Clip to a learned limit and fake-quantize what remains (PACT).
+
+    The limit's gradient is 1 where ``x`` exceeds it and 0 inside the range. With a zero
+    above 0 the range has a lower end too, which moves with the limit.
+
+    Args:
+        x: Tensor of any shape.
+        limit: Upper end of the range, positive: the parameter that is learned.
+        zero: Code of 0; 0 for tensors that are never negative, as in the paper.
+        bits: Width of a code.
+    """
+    top = (1 << check_bits(bits)) - 1
+    clipped = torch.clamp(x, -zero / (top - zero) * limit, limit)
+    scale = (limit / (top - zero)).detach()
+    return Grid(scale, zero, bits).fake(x.detach()) + (clipped - clipped.detach())
+
+
+def rectified_sigmoid(logits: Tensor) -> Tensor:
+    """Return AdaRound's h: how far each weight is rounded up, from 0 to 1."""
+    return (torch.sigmoid(logits) * (ZETA - GAMMA) + GAMMA).clamp(0, 1)
+
+
+def soft_start(x: Tensor, grid: Grid) -> Tensor:
+    """Return the logits with which soft rounding leaves ``x`` as it is.
+
+    Args:
+        x: Weight of any shape.
+        grid: Its grid.
+
+    Returns:
+        Logits of the weight's shape.
+    """
+    position = x / grid.scale + grid.zero
+    fraction = position - position.floor()
+    return -torch.log((ZETA - GAMMA) / (fraction - GAMMA) - 1)
+
+
+def soft_quantize(x: Tensor, grid: Grid, logits: Tensor) -> Tensor:
+    """Fake-quantize with each weight between its two neighbours, as the logits say.
+
+    Args:
+        x: Weight of any shape; only its neighbours on the grid matter.
+        grid: Its grid.
+        logits: Of the weight's shape; their gradient is AdaRound's.
+    """
+    lower = (x / grid.scale + grid.zero).floor()
+    codes = (lower + rectified_sigmoid(logits)).clamp(0, grid.top)
+    return grid.scale * (codes - grid.zero)
+
+
+def rounding_penalty(logits: Tensor, beta: Tensor | float) -> Tensor:
+    """Return the sum of 1 - |2h - 1|^beta: 0 when every weight has decided.
+
+    Args:
+        logits: Of any shape.
+        beta: Sharpness; a tensor on the device can follow a schedule inside a graph.
+    """
+    return (1 - (2 * rectified_sigmoid(logits) - 1).abs().pow(beta)).sum()
+
+
+def hard_codes(x: Tensor, grid: Grid, logits: Tensor) -> Tensor:
+    """Return the uint8 codes once each weight goes to the neighbour it leans to.
+
+    Args:
+        x: Weight of any shape.
+        grid: Its grid.
+        logits: Of the weight's shape.
+    """
+    lower = (x / grid.scale + grid.zero).floor()
+    return (lower + (logits >= 0)).clamp(0, grid.top).to(torch.uint8)
+
+
+def _codes(x: Tensor, grid: Grid) -> Tensor:
+    return (x / grid.scale + grid.zero).round().clamp(0, grid.top)

@@ -1,0 +1,299 @@
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from ompq.quantizers import (
+    Grid,
+    check_bits,
+    hard_codes,
+    integer_weight,
+    learned_clip,
+    learned_step,
+    rectified_sigmoid,
+    round_through,
+    rounding_penalty,
+    soft_quantize,
+    soft_start,
+    straight_through,
+)
+
+WIDTHS = range(2, 9)
+cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+
+
+def values(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def code_of(x: float, scale: float, zero: float, top: int) -> int:
+    """The formula for one number, in single precision; Python rounds half to even."""
+    position = np.float32(x) / np.float32(scale) + np.float32(zero)
+    return min(max(round(float(position)), 0), top)
+
+
+@pytest.mark.parametrize("bits", WIDTHS)
+def test_fake_quantization_is_the_formula_for_each_number(bits):
+    x = values(3, 5)
+    scale = torch.tensor([[0.3], [0.07], [1.9]])
+    zero = torch.tensor([[0.0], [1.5], [2.0]])
+    grid = Grid(scale, zero, bits)
+    top = 2**bits - 1
+    for row in range(3):
+        s, z = scale[row].item(), zero[row].item()
+        codes = [code_of(v, s, z, top) for v in x[row].tolist()]
+        assert grid.quantize(x)[row].tolist() == codes
+        expected = [np.float32(s) * np.float32(c - z) for c in codes]
+        assert grid.fake(x)[row].tolist() == expected
+
+
+def test_ties_go_to_the_even_code():
+    grid = Grid(torch.tensor(1.0), torch.tensor(0.0), 4)
+    assert grid.quantize(torch.tensor([0.5, 1.5, 2.5, 3.5])).tolist() == [0, 2, 2, 4]
+
+
+@pytest.mark.parametrize("bits", WIDTHS)
+def test_codes_make_the_round_trip(bits):
+    codes = torch.arange(2**bits, dtype=torch.uint8)
+    grid = Grid(torch.tensor(0.37), torch.tensor(2.0 ** (bits - 1)), bits)
+    assert torch.equal(grid.quantize(grid.dequantize(codes)), codes)
+    x = values(1000)
+    assert torch.equal(grid.dequantize(grid.quantize(x)), grid.fake(x))
+    assert torch.equal(grid.fake(grid.fake(x)), grid.fake(x))
+
+
+def test_two_bits_have_the_levels_the_zero_says():
+    far = torch.tensor([-9.0, -0.4, 0.4, 9.0])
+    one = torch.tensor(1.0)
+    assert Grid(one, torch.tensor(1.5), 2).fake(far).tolist() == [-1.5, -0.5, 0.5, 1.5]
+    assert Grid(one, torch.tensor(2.0), 2).fake(far).tolist() == [-2, 0, 0, 1]
+    narrow = Grid(one, torch.tensor(1.0), 2, narrow=True)
+    assert narrow.fake(far).tolist() == [-1, 0, 0, 1]
+    assert narrow.top == 2
+
+
+@pytest.mark.parametrize("bits", WIDTHS)
+def test_every_zero_is_exact_in_signed_bytes(bits):
+    top = 2**bits - 1
+    zeros = (
+        torch.arange(2 * top + 1) / 2 if bits <= 6 else torch.tensor([2.0**bits / 2])
+    )
+    codes = torch.arange(top + 1)[:, None]
+    grid = Grid(torch.tensor(0.1234), zeros, bits)
+    integers, factor = integer_weight(codes, zeros, bits)
+    assert integers.dtype == torch.int8
+    assert factor == (0.5 if bits <= 6 else 1)
+    expected = [
+        [round((c - z) / factor) for z in zeros.tolist()] for c in range(top + 1)
+    ]
+    assert integers.tolist() == expected
+    assert torch.equal(integers * (grid.scale * factor), grid.dequantize(codes))
+
+
+@pytest.mark.parametrize(("zero", "bits"), [(0.25, 2), (80.0, 6), (1.5, 8), (0.0, 8)])
+def test_zeros_that_no_byte_holds_are_refused(zero, bits):
+    codes = torch.arange(2**bits)
+    with pytest.raises(ValueError, match=r"zero=\[.*\] at \d bits gives .* no signed"):
+        integer_weight(codes, torch.tensor(zero), bits)
+
+
+@pytest.mark.parametrize("bits", [1, 9, 0, -2, 2.5])
+def test_wrong_bits_are_refused_with_the_limits(bits):
+    with pytest.raises(ValueError, match=rf"bits={bits} .* integer from 2 to 8"):
+        check_bits(bits)
+    with pytest.raises(ValueError, match="integer from 2 to 8"):
+        Grid(torch.tensor(1.0), torch.tensor(0.0), bits)
+
+
+def test_rounding_passes_the_gradient():
+    x = (values(100) * 5).requires_grad_()
+    rounded = round_through(x)
+    assert torch.equal(rounded, x.round())
+    factors = values(100, seed=1)
+    (rounded * factors).sum().backward()
+    assert torch.equal(x.grad, factors)
+
+
+@pytest.mark.parametrize("zero", [0.0, 1.5, 2.0])
+def test_straight_through_stops_the_gradient_outside_the_range(zero):
+    x = (values(200) * 3).requires_grad_()
+    grid = Grid(torch.tensor(0.7), torch.tensor(zero), 2)
+    out = straight_through(x, grid)
+    assert torch.equal(out, grid.fake(x))
+    out.sum().backward()
+    low, high = -zero * 0.7, (3 - zero) * 0.7
+    inside = [float(low < v < high) for v in x.tolist()]
+    assert x.grad.tolist() == inside
+    assert 0 < sum(inside) < 200
+
+
+@pytest.mark.parametrize(
+    ("negative", "positive"), [(0, 15), (8, 7)], ids=["unsigned", "signed"]
+)
+def test_learned_step_has_the_gradient_of_the_paper(negative, positive):
+    # Esser et al. 2020, equations 3 and 4.
+    x = (values(300) * 4).requires_grad_()
+    scale = torch.tensor(0.45, requires_grad=True)
+    grid = Grid(scale, torch.tensor(float(negative)), 4)
+    out = learned_step(x, grid)
+    assert torch.equal(out, grid.fake(x))
+    upstream = values(300, seed=1)
+    (out * upstream).sum().backward()
+    expected = 0.0
+    for v, g in zip(x.tolist(), upstream.tolist(), strict=True):
+        ratio = v / scale.item()
+        if ratio <= -negative:
+            slope = -negative
+        elif ratio >= positive:
+            slope = positive
+        else:
+            slope = -ratio + round(ratio)
+        expected += g * slope
+    expected /= math.sqrt(300 * positive)
+    assert scale.grad.item() == pytest.approx(expected, rel=1e-4)
+    inside = [-negative < v / 0.45 < positive for v in x.tolist()]
+    assert torch.allclose(x.grad, upstream * torch.tensor(inside))
+
+
+def test_learned_step_counts_the_weights_of_each_channel():
+    x = values(4, 3, 3)
+    scale = torch.full((4, 1, 1), 0.3, requires_grad=True)
+    zero = torch.tensor([0.0, 1.5, 2.0, 3.0])[:, None, None]
+    learned_step(x, Grid(scale, zero, 2)).sum().backward()
+    plain = scale.detach().clone().requires_grad_()
+    straight_through(x, Grid(plain, zero, 2)).sum().backward()
+    for channel, level in enumerate([3, 1.5, 1, 1]):
+        factor = 1 / math.sqrt(9 * level)
+        expected = plain.grad[channel].item() * factor
+        assert scale.grad[channel].item() == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("zero", [0, 5])
+def test_learned_clip_has_the_gradient_of_the_paper(zero):
+    # Choi et al. 2018, equation 3: 1 above the limit, 0 inside. A range with a lower
+    # end, which moves with the limit, adds the end's slope below it.
+    x = (values(300) * 2).requires_grad_()
+    limit = torch.tensor(1.3, requires_grad=True)
+    out = learned_clip(x, limit, torch.tensor(float(zero)), bits=4)
+    scale = limit.detach() / (15 - zero)
+    assert torch.equal(out, Grid(scale, torch.tensor(float(zero)), 4).fake(x))
+    upstream = values(300, seed=1)
+    (out * upstream).sum().backward()
+    low = -1.3 * zero / (15 - zero)
+    pairs = list(zip(x.tolist(), upstream.tolist(), strict=True))
+    expected = sum(g for v, g in pairs if v >= 1.3)
+    expected += sum(g * low / 1.3 for v, g in pairs if v <= low)
+    assert limit.grad.item() == pytest.approx(expected, rel=1e-4)
+    assert x.grad.tolist() == [g if low < v < 1.3 else 0 for v, g in pairs]
+
+
+def test_the_sigmoid_is_stretched_and_cut():
+    for v in (-4.0, -1.0, 0.0, 0.3, 4.0):
+        stretched = 1.2 / (1 + math.exp(-v)) - 0.1
+        expected = min(max(stretched, 0), 1)
+        assert rectified_sigmoid(torch.tensor(v)).item() == pytest.approx(expected)
+
+
+def test_soft_rounding_starts_at_the_weight():
+    x = values(8, 50) * 0.2
+    grid = Grid(torch.full((8, 1), 0.1), torch.full((8, 1), 7.5), 4)
+    soft = soft_quantize(x, grid, soft_start(x, grid))
+    assert torch.allclose(soft, x.clamp(-0.75, 0.75), atol=1e-6)
+    assert (x.abs() > 0.75).any()
+
+
+def test_soft_rounding_has_the_gradient_of_adaround():
+    x, grid = values(40) * 0.2, Grid(torch.tensor(0.1), torch.tensor(8.0), 4)
+    logits = values(40, seed=1).requires_grad_()
+    soft_quantize(x, grid, logits).sum().backward()
+    for v, slope in zip(logits.tolist(), logits.grad.tolist(), strict=True):
+        s = 1 / (1 + math.exp(-v))
+        cut = not 0 < 1.2 * s - 0.1 < 1
+        expected = 0 if cut else 0.1 * 1.2 * s * (1 - s)
+        assert slope == pytest.approx(expected, abs=1e-6)
+
+
+def test_the_penalty_vanishes_when_all_have_decided():
+    logits = torch.tensor([0.0, 0.5, -1.0, 9.0, -9.0])
+    for beta in (20.0, 2.0, torch.tensor(7.3)):
+        h = rectified_sigmoid(logits).tolist()
+        expected = sum(1 - abs(2 * v - 1) ** float(beta) for v in h)
+        assert rounding_penalty(logits, beta).item() == pytest.approx(
+            expected, rel=1e-5
+        )
+    assert rounding_penalty(logits[3:], 2.0).item() == 0
+
+
+def test_hard_codes_go_where_the_logits_lean():
+    x = torch.tensor([-3.0, 0.31, 0.31, 0.39, 3.0])
+    grid = Grid(torch.tensor(0.1), torch.tensor(2.0), 3)
+    logits = torch.tensor([5.0, -0.1, 0.1, -3.0, -3.0])
+    assert hard_codes(x, grid, logits).tolist() == [0, 5, 6, 5, 7]
+    # Untouched logits round to nearest.
+    w = values(100) * 0.2
+    assert torch.equal(hard_codes(w, grid, soft_start(w, grid)), grid.quantize(w))
+
+
+def gradients(x, scale, limit, logits):
+    zero = torch.zeros((), device=x.device)
+    grid = Grid(scale, zero + 1.5, 2)
+    total = learned_step(x, grid).square().sum()
+    total = total + learned_clip(x, limit, zero, 4).square().sum()
+    total = total + soft_quantize(x, grid, logits).square().sum()
+    return total + rounding_penalty(logits, 3.0)
+
+
+def inputs(device="cpu"):
+    tensors = (
+        values(4, 9),
+        torch.full((4, 1), 0.4),
+        torch.tensor(1.2),
+        values(4, 9, seed=1),
+    )
+    return [t.to(device).requires_grad_() for t in tensors]
+
+
+def test_all_of_it_compiles_in_one_graph():
+    eager, compiled = inputs(), inputs()
+    gradients(*eager).backward()
+    torch.compile(gradients, fullgraph=True, backend="eager")(*compiled).backward()
+    for one, other in zip(eager, compiled, strict=True):
+        assert torch.allclose(one.grad, other.grad, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.cuda
+@cuda
+def test_cuda_gives_the_same_codes_and_gradients():
+    x = values(64, 99)
+    grid = Grid(torch.full((64, 1), 0.1), torch.full((64, 1), 7.5), 4)
+    there = Grid(grid.scale.cuda(), grid.zero.cuda(), 4)
+    assert torch.equal(there.quantize(x.cuda()).cpu(), grid.quantize(x))
+    here, away = inputs(), inputs("cuda")
+    gradients(*here).backward()
+    gradients(*away).backward()
+    for one, other in zip(here, away, strict=True):
+        assert torch.allclose(one.grad, other.grad.cpu(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.cuda
+@cuda
+def test_the_step_is_captured_in_a_cuda_graph():
+    leaves = inputs("cuda")
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            gradients(*leaves).backward()
+    torch.cuda.current_stream().wait_stream(stream)
+    for leaf in leaves:
+        leaf.grad = None
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        gradients(*leaves).backward()
+    for leaf in leaves:
+        leaf.grad.zero_()
+    graph.replay()
+    expected = inputs("cuda")
+    gradients(*expected).backward()
+    for one, other in zip(leaves, expected, strict=True):
+        assert torch.allclose(one.grad, other.grad, rtol=1e-4, atol=1e-5)
