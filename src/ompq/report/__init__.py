@@ -1,0 +1,32 @@
+"""The report: one HTML page that needs no network, and the paper's figures."""
+
+from ompq.report.figures import write_figures
+from ompq.report.page import render_report, write_report
+from ompq.report.sections import (
+    Accuracy,
+    Agreement,
+    BlockError,
+    Histogram,
+    Remark,
+    Section,
+    StageTime,
+    Versions,
+    sections_from_json,
+    sections_to_json,
+)
+
+__all__ = [
+    "Accuracy",
+    "Agreement",
+    "BlockError",
+    "Histogram",
+    "Remark",
+    "Section",
+    "StageTime",
+    "Versions",
+    "render_report",
+    "sections_from_json",
+    "sections_to_json",
+    "write_figures",
+    "write_report",
+]

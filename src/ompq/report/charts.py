@@ -1,0 +1,179 @@
+"""Geometry of the charts: positions in percent, drawn by the template."""
+
+import base64
+import struct
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import log10
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ompq.report.numbers import decades, digits, in_bytes, percent, ticks
+from ompq.report.sections import Accuracy, BlockError, Histogram
+
+# From paper to ink; the style sheet inverts the picture in the dark.
+_HEAT_AT = (0.0, 0.45, 1.0)
+_HEAT = np.array([(247, 249, 251), (140, 180, 214), (16, 52, 99)])  # (stops, RGB)
+_HEAT_LIMIT = 400  # functions; more are averaged, so that the page stays small
+
+
+@dataclass(frozen=True)
+class Heat:
+    """A matrix as a picture and as numbers to read off.
+
+    Attributes:
+        labels: Names of the rows, which are the columns too.
+        low: The value of the lightest colour; the darkest is 1.
+        image: Data URI of a PNG with one pixel an entry.
+        values: Upper triangle with diagonal in 1/65535, big-endian, base64.
+        pooled: How many functions one row stands for.
+    """
+
+    labels: tuple[str, ...]
+    low: float
+    image: str
+    values: str
+    pooled: int
+
+
+def accuracy_chart(rows: Sequence[Accuracy]) -> dict[str, Any]:
+    """Place top-1 and its interval, and the size, of each row."""
+    low, high = min(r.low for r in rows), max(r.high for r in rows)
+    pad = max(0.002, 0.06 * (high - low))
+    low, high = max(0.0, low - pad), min(1.0, high + pad)
+    largest = max((r.size_bytes or 0 for r in rows), default=0) or 1
+
+    def at(value: float) -> float:
+        return 100 * (value - low) / (high - low)
+
+    marks = ticks(100 * low, 100 * high, 5)
+    return {
+        "ticks": [(at(mark / 100), f"{mark:g}") for mark in marks],
+        "rows": [
+            {
+                "name": r.name,
+                "note": r.note,
+                "count": f"{r.count:,}",
+                "x": at(r.top1),
+                "low": at(r.low),
+                "high": at(r.high),
+                "top1": percent(r.top1, 2),
+                "interval": f"{100 * r.low:.1f} to {100 * r.high:.1f}",
+                "size": in_bytes(r.size_bytes) if r.size_bytes else "",
+                "width": 100 * (r.size_bytes or 0) / largest,
+            }
+            for r in rows
+        ],
+    }
+
+
+def error_chart(rows: Sequence[BlockError]) -> dict[str, Any]:
+    """Place the error before and after of each block on a logarithmic axis."""
+    low, high = decades([e for r in rows for e in (r.before, r.after)])
+
+    def at(error: float) -> float:
+        return 100 * (log10(error) - low) / (high - low) if error > 0 else 0.0
+
+    return {
+        "ticks": [
+            (100 * (n - low) / (high - low), f"1e{n}") for n in range(low, high + 1)
+        ],
+        "rows": [
+            {
+                "name": r.name,
+                "kept": r.kept,
+                "x1": at(r.before),
+                "x2": at(r.after),
+                "before": digits(r.before),
+                "after": digits(r.after),
+                "ratio": f"{r.after / r.before:.2f}×" if r.before > 0 else "",
+            }
+            for r in rows
+        ],
+    }
+
+
+def histogram_chart(histogram: Histogram) -> dict[str, Any]:
+    """Draw a histogram as one path in a box of 100 × 100."""
+    edges = np.asarray(histogram.edges, dtype=np.float64)
+    counts = np.asarray(histogram.counts, dtype=np.float64)
+    # Square roots: the tails, where clipping happens, would be invisible otherwise.
+    heights = 100 * np.sqrt(counts / max(counts.max(), 1e-300))
+    positions = 100 * (edges - edges[0]) / (edges[-1] - edges[0])
+    steps = [
+        f"V{100 - height:.2f}H{right:.2f}"
+        for height, right in zip(heights, positions[1:], strict=True)
+    ]
+    lines = [
+        (100 * (x - edges[0]) / (edges[-1] - edges[0]), label, digits(x))
+        for label, x in histogram.lines
+    ]
+    return {
+        "name": histogram.name,
+        "path": f"M0 100{''.join(steps)}V100Z",
+        "ends": (digits(float(edges[0])), digits(float(edges[-1]))),
+        "lines": [line for line in lines if 0 <= line[0] <= 100],
+        "outside": [line for line in lines if not 0 <= line[0] <= 100],
+    }
+
+
+def heat_map(matrix: NDArray[np.float64], labels: Sequence[str]) -> Heat:
+    """Make a picture of a symmetric matrix of values from 0 to 1, (L, L)."""
+    pooled = -(-len(labels) // _HEAT_LIMIT)
+    if pooled > 1:
+        starts = np.arange(0, len(labels), pooled)
+        sizes = np.diff([*starts, len(labels)])
+        sums = np.add.reduceat(np.add.reduceat(matrix, starts, 0), starts, 1)
+        matrix = sums / np.outer(sizes, sizes)
+        labels = [
+            f"{labels[a]} … {labels[a + n - 1]}"
+            for a, n in zip(starts.tolist(), sizes.tolist(), strict=True)
+        ]
+    matrix = np.clip(matrix, 0.0, 1.0)
+    low = float(np.floor(10 * matrix.min()) / 10) if len(labels) > 1 else 0.0
+    low = min(low, 0.9)
+    upper = matrix[np.triu_indices(len(labels))]
+    codes = np.round(65535 * upper).astype(">u2").tobytes()
+    levels = np.round(255 * (matrix - low) / (1 - low)).astype(np.uint8)
+    return Heat(
+        labels=tuple(labels),
+        low=low,
+        image=f"data:image/png;base64,{_encoded(_png(levels))}",
+        values=_encoded(codes),
+        pooled=pooled,
+    )
+
+
+def bar_column(values: NDArray[np.float64]) -> list[float]:
+    """Return widths in percent of bars for values of any sign, (L,)."""
+    sizes = values - min(0.0, float(values.min()))
+    return [float(w) for w in 100 * sizes / max(float(sizes.max()), 1e-300)]
+
+
+def _encoded(data: bytes) -> str:
+    return base64.b64encode(data).decode("ascii")
+
+
+def _png(levels: NDArray[np.uint8]) -> bytes:
+    """Return a PNG with our palette, one pixel a level, (height, width)."""
+    height, width = levels.shape
+    at = np.linspace(0, 1, 256)
+    palette = np.stack([np.interp(at, _HEAT_AT, colour) for colour in _HEAT.T], 1)
+    rows = np.concatenate([np.zeros((height, 1), np.uint8), levels], 1)
+    parts = [
+        (b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 3, 0, 0, 0)),
+        (b"PLTE", palette.round().astype(np.uint8).tobytes()),
+        (b"IDAT", zlib.compress(rows.tobytes(), 9)),
+        (b"IEND", b""),
+    ]
+    chunks = [
+        struct.pack(">I", len(body))
+        + kind
+        + body
+        + struct.pack(">I", zlib.crc32(kind + body))
+        for kind, body in parts
+    ]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(chunks)

@@ -1,0 +1,91 @@
+"""What the explorer in the page works from: tables, and the curves of solutions."""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ompq.allocation import Allocation
+from ompq.plans import Plan
+
+STEPS = 128  # budgets on each curve
+_DIGITS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
+
+
+def explorer_data(plan: Plan, steps: int = STEPS) -> dict[str, Any]:
+    """Return the explorer's data, plain enough for JSON.
+
+    A solution is a string with one character a unit: the digit of its choice, in base
+    62, so that a hundred solutions of a large network stay small.
+    """
+    units = plan.graph.units
+    problem = plan.problem
+    groups = {name: number for number, name in enumerate(plan.graph.groups)}
+    return {
+        "names": list(plan.graph.names),
+        "kinds": [unit.kind for unit in units],
+        "shapes": ["×".join(map(str, unit.weight_shape)) for unit in units],
+        "stages": [unit.stage for unit in units],
+        "groups": [groups[unit.group] for unit in units],
+        "choices": [list(choice) for choice in plan.choices],
+        # As an allocation's file has them, for what the page copies.
+        "saved": [
+            Allocation({"unit": choice}).to_json()["unit"] for choice in plan.choices
+        ],
+        "allowed": ["".join(map(str, row)) for row in plan.allowed.astype(int)],
+        "damage": plan.scores.damage.tolist(),
+        "gamma": None if plan.scores.gamma is None else plan.scores.gamma.tolist(),
+        "costs": {
+            name: {
+                "table": _numbers(cost.table),
+                "constant": cost.constant,
+                "reference": cost.reference,
+            }
+            for name, cost in problem.costs.items()
+        },
+        "plan": solution(plan),
+        "axes": [_axis(plan, cost, steps) for cost in axis_costs(plan)],
+    }
+
+
+def limits(plan: Plan) -> dict[str, float]:
+    """Return what the plan's budget allows, by cost."""
+    return dict(plan.budget.limits(plan.problem.costs))
+
+
+def axis_costs(plan: Plan) -> list[str]:
+    """Return the costs that have a slider: those the budget limits, and bytes."""
+    return list(dict.fromkeys([*limits(plan), "bytes"]))
+
+
+def solution(plan: Plan) -> str:
+    """Return the plan's own allocation as a string of digits."""
+    return "".join(_DIGITS[column] for column in plan.columns)
+
+
+def _axis(plan: Plan, cost: str, steps: int) -> dict[str, Any]:
+    column = {choice: _DIGITS[number] for number, choice in enumerate(plan.choices)}
+    names = plan.graph.names
+    found = [
+        (point.limit, "".join(column[point.allocation[name]] for name in names))
+        for point in plan.pareto(cost, steps)
+    ]
+    own = limits(plan)
+    at = -1
+    if list(own) == [cost]:
+        # The plan itself stands on the curve: the slider starts there.
+        at = sum(bool(limit < own[cost]) for limit, _ in found)
+        found.insert(at, (own[cost], solution(plan)))
+    return {
+        "cost": cost,
+        "plan": at,
+        "limits": [float(limit) for limit, _ in found],
+        "solutions": [columns for _, columns in found],
+    }
+
+
+def _numbers(table: NDArray[np.float64]) -> list[list[float]]:
+    """Return whole numbers without their ``.0``: half the table's characters."""
+    whole = bool((table == np.round(table)).all()) and np.abs(table).max() < 2**53
+    rows: list[list[float]] = (table.astype(np.int64) if whole else table).tolist()
+    return rows

@@ -1,0 +1,180 @@
+// Bits of each layer as bars, and why a layer has them.
+
+const MOST = Math.max(...data.choices.map((choice) => (choice[0] >= 32 ? 0 : choice[0])), 1);
+const manyInputs = new Set(data.choices.map((choice) => choice[1])).size > 1;
+
+function buildBars() {
+  const columns = data.names.map((name, unit) => {
+    const column = make("div", { className: "col", role: "option", tabIndex: unit ? -1 : 0, id: `unit-${unit}` });
+    column.dataset.kind = data.kinds[unit];
+    column.dataset.unit = unit;
+    if (unit && data.stages[unit] !== data.stages[unit - 1]) column.classList.add("stage");
+    for (const side of ["up", "down"]) {
+      column.append(make("div", { className: `half ${side}` }, make("i", {}, make("b"))));
+    }
+    return column;
+  });
+  const lines = [...new Set(data.choices.map((choice) => choice[0]))].filter((bits) => bits <= MOST);
+  const guides = lines.flatMap((bits) =>
+    [50 - (50 * bits) / MOST, 50 + (50 * bits) / MOST].map((top) => {
+      const guide = make("span", { className: "guide" }, String(bits));
+      guide.style.top = `${top}%`;
+      guide.setAttribute("aria-hidden", "true");
+      return guide;
+    }),
+  );
+  byId("bars").replaceChildren(...guides, ...columns);
+  byId("bars").style.setProperty("--units", data.names.length);
+}
+
+const columnOf = (unit) => byId(`unit-${unit}`);
+
+function setHalf(half, choice) {
+  const bar = half.firstElementChild;
+  bar.style.height = `${(100 * Math.min(choice[0], MOST)) / MOST}%`;
+  bar.classList.toggle("float", choice[0] >= 32);
+  bar.firstElementChild.textContent = choice[0] >= 32 ? "f" : manyInputs ? `${choice[0]}/${choice[1]}` : choice[0];
+}
+
+function showBars() {
+  const [mine, theirs] = [here(), state.other.columns];
+  data.names.forEach((name, unit) => {
+    const column = columnOf(unit);
+    const [own, other] = [data.choices[mine[unit]], data.choices[theirs[unit]]];
+    setHalf(column.children[0], own);
+    setHalf(column.children[1], other);
+    column.classList.toggle("differs", mine[unit] !== theirs[unit]);
+    column.dataset.bits = label(own);
+    column.setAttribute("aria-label", `${name}: ${label(own)}; ${state.other.name}: ${label(other)}`);
+  });
+}
+
+function selectUnit(unit) {
+  for (const column of byId("bars").querySelectorAll(".col")) {
+    const index = Number(column.dataset.unit);
+    column.setAttribute("aria-selected", String(index === unit));
+    column.tabIndex = index === unit ? 0 : -1;
+    column.classList.toggle("tied", index !== unit && data.groups[index] === data.groups[unit]);
+  }
+  state.unit = unit;
+  showWhy();
+}
+
+// ---- why
+
+// The choices of a unit's group, cheapest first, with what a change to each would do.
+function changes(columns, group) {
+  const { cost } = state.axis;
+  const units = members[group];
+  const now = columns[units[0]];
+  const sum = (table, choice) => units.reduce((total, unit) => total + table[unit][choice] - table[unit][now], 0);
+  return data.choices
+    .map((_, choice) => choice)
+    .filter((choice) => units.every((unit) => isAllowed(unit, choice)))
+    .map((choice) => ({ choice, cost: sum(data.costs[cost].table, choice), damage: sum(data.damage, choice) }))
+    .sort((a, b) => a.cost - b.cost || b.damage - a.damage);
+}
+
+// The change elsewhere that saves most damage for its cost.
+function bestElsewhere(columns, group) {
+  let best = null;
+  members.forEach((units, other) => {
+    if (other === group) return;
+    for (const change of changes(columns, other)) {
+      const rate = -change.damage / change.cost;
+      if (change.cost > 0 && rate > 0 && (!best || rate > best.rate)) best = { ...change, rate, unit: units[0] };
+    }
+  });
+  return best;
+}
+
+// The budgets at which the unit's bits change: one step to each side on the curve.
+function turningPoints(unit) {
+  const { axis, step } = state;
+  const now = axis.columns[step][unit];
+  const last = axis.columns.length;
+  let [up, down] = [step + 1, step - 1];
+  while (up < last && axis.columns[up][unit] === now) up += 1;
+  while (down >= 0 && axis.columns[down][unit] === now) down -= 1;
+  const parts = [];
+  if (up < last) parts.push(`${label(data.choices[axis.columns[up][unit]])} at ${costText(axis.cost, axis.limits[up])} on the way up`);
+  if (down >= 0) parts.push(`${label(data.choices[axis.columns[down][unit]])} at ${costText(axis.cost, axis.limits[down])} on the way down`);
+  return parts.length ? `Next it gets ${parts.join(", ")}.` : "It has the same bits at every budget.";
+}
+
+function reasons(unit) {
+  const { cost } = state.axis;
+  const kind = COSTS[cost];
+  const amount = (value) => (kind.difference ?? kind.text)(Math.abs(value));
+  const rate = (value) => `${digits(value * kind.per)} per ${kind.unit}`;
+  const options = changes(here(), data.groups[unit]);
+  if (options.length === 1) return ["Its bits are pinned: it may have no others."];
+  // Several choices may cost the same; the least damaging of the nearest cost counts.
+  const down = options.filter((option) => option.cost < 0).pop();
+  const next = options.find((option) => option.cost > 0);
+  const up = next && options.filter((option) => option.cost === next.cost).pop();
+  const found = [];
+  if (up) {
+    const left = state.axis.limits[state.step] - hereTotals()[cost];
+    const saved = -up.damage;
+    found.push(`${label(data.choices[up.choice])} would take ${amount(up.cost)} more and save ${digits(saved)} damage, ${rate(saved / up.cost)}; ${amount(left)} of the budget are free.`);
+    const best = bestElsewhere(here(), data.groups[unit]);
+    if (best) {
+      const does = `${data.names[best.unit]} from ${label(data.choices[here()[best.unit]])} to ${label(data.choices[best.choice])}`;
+      const better = best.rate > saved / up.cost ? "More is saved elsewhere" : "The best elsewhere saves less";
+      found.push(`${better}: ${does}, ${rate(best.rate)}.`);
+    }
+  } else found.push("It has as much as it may have.");
+  if (down) found.push(`${label(data.choices[down.choice])} would free ${amount(down.cost)} and add ${digits(down.damage)} damage, ${rate(down.damage / -down.cost)}.`);
+  else found.push("It has as little as it may have.");
+  found.push(turningPoints(unit));
+  return found;
+}
+
+function choiceRow(unit, choice) {
+  const [mine, theirs] = [here()[unit], state.other.columns[unit]];
+  const cells = [data.damage[unit][choice], data.damage[unit][choice] - data.damage[unit][mine]];
+  const row = make("tr", { className: choice === mine ? "chosen" : "" }, make("th", { scope: "row" }, label(data.choices[choice])));
+  row.append(make("td", {}, digits(cells[0])), make("td", {}, choice === mine ? "" : (cells[1] > 0 ? "+" : "") + digits(cells[1])));
+  row.append(make("td", {}, inBytes(data.costs.bytes.table[unit][choice])), make("td", {}, counted(data.costs.bit_ops.table[unit][choice])));
+  row.append(make("td", {}, [choice === mine ? "this budget" : "", choice === theirs ? state.other.name : ""].filter(Boolean).join(", ")));
+  return row;
+}
+
+function showWhy() {
+  const { unit } = state;
+  const tied = members[data.groups[unit]].filter((other) => other !== unit).map((other) => data.names[other]);
+  const swatch = make("i", { className: "swatch" });
+  swatch.dataset.kind = data.kinds[unit];
+  const facts = [data.kinds[unit], data.shapes[unit]];
+  if (data.gamma) facts.push(`γ ${digits(data.gamma[unit], 4)}`);
+  const about = make("div", {}, make("h3", {}, swatch, data.names[unit], " ", make("span", { className: "bits" }, label(data.choices[here()[unit]]))));
+  about.append(make("p", { className: "muted small" }, facts.join(" · ")));
+  if (tied.length) about.append(make("p", {}, `Shares its bits with ${tied.join(", ")}; what follows counts them together.`));
+  about.append(make("ul", {}, ...reasons(unit).map((reason) => make("li", {}, reason))));
+  const head = ["choice", "damage", "change", "size", "BOPs", ""].map((name) => make("th", { scope: "col" }, name));
+  const allowed = data.choices.map((_, choice) => choice).filter((choice) => isAllowed(unit, choice));
+  const table = make("table", { className: "choices" }, make("thead", {}, make("tr", {}, ...head)));
+  table.append(make("tbody", {}, ...allowed.map((choice) => choiceRow(unit, choice))));
+  byId("why").replaceChildren(about, make("div", { className: "scroll" }, table));
+}
+
+function barKeys(event) {
+  const last = data.names.length - 1;
+  const moves = { ArrowRight: state.unit + 1, ArrowLeft: state.unit - 1, Home: 0, End: last };
+  if (!(event.key in moves)) return;
+  event.preventDefault();
+  columnOf(Math.min(last, Math.max(0, moves[event.key]))).focus();
+}
+
+function listenToBars() {
+  const bars = byId("bars");
+  const unitOf = (event) => event.target.closest?.(".col")?.dataset.unit;
+  for (const name of ["pointermove", "focusin", "click"]) {
+    bars.addEventListener(name, (event) => {
+      const unit = unitOf(event);
+      if (unit !== undefined && Number(unit) !== state.unit) selectUnit(Number(unit));
+    });
+  }
+  bars.addEventListener("keydown", barKeys);
+}

@@ -1,0 +1,279 @@
+"""write_report(): the plan and its results as one HTML page that needs no network."""
+
+import base64
+import hashlib
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, TypeVar, get_args
+
+import numpy as np
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from jinja2.utils import htmlsafe_json_dumps
+from markupsafe import Markup
+
+from ompq.files import write_text
+from ompq.plans import Plan
+from ompq.report.charts import (
+    accuracy_chart,
+    bar_column,
+    error_chart,
+    heat_map,
+    histogram_chart,
+)
+from ompq.report.data import explorer_data, limits
+from ompq.report.numbers import counted, digits, in_bytes, percent, seconds, short
+from ompq.report.sections import (
+    Accuracy,
+    Agreement,
+    BlockError,
+    Histogram,
+    Remark,
+    Section,
+    StageTime,
+    Versions,
+)
+
+_FOLDER = Path(__file__).parent
+_COST_NAMES = {
+    "bytes": "Size",
+    "bit_ops": "Bit operations",
+    "weight_bits": "Average bits",
+    "milliseconds": "Latency",
+}
+_Kind = TypeVar("_Kind")
+
+
+def write_report(
+    path: str | Path,
+    plan: Plan,
+    *,
+    results: Sequence[Section] = (),
+    title: str | None = None,
+) -> Path:
+    """Write a plan and what became of it as one HTML page.
+
+    The page needs no network and no server; the same arguments give the same bytes.
+    A part of the page appears only if its results are given.
+
+    Args:
+        path: The HTML file; folders on the way are made.
+        plan: The plan.
+        results: Accuracies, errors, histograms and so on, in the order to be shown.
+        title: The heading, for example the network's name.
+
+    Raises:
+        TypeError: A result is none of the sections.
+    """
+    write_text(path, render_report(plan, results, title))
+    return Path(path)
+
+
+def render_report(
+    plan: Plan, results: Sequence[Section] = (), title: str | None = None
+) -> str:
+    """Return the page's HTML; see :func:`write_report`."""
+    _check_kinds(results)
+    script = "\n".join(
+        _source(name) for name in ("explorer.js", "layers.js", "page.js")
+    )
+    environment = Environment(
+        loader=FileSystemLoader(_FOLDER),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    context = {
+        "title": title or "Mixed-precision plan",
+        "plan": plan,
+        "style": Markup(_source("style.css")),
+        "script": Markup(script),
+        # The page runs this one script and loads nothing, whatever its text holds.
+        "script_hash": base64.b64encode(
+            hashlib.sha256(script.encode()).digest()
+        ).decode("ascii"),
+        "summary": _summary(plan),
+        "kinds": list(dict.fromkeys(unit.kind for unit in plan.graph.units)),
+        "layers": _layers(plan),
+        **_labels(plan),
+        **_orm(plan),
+        **_results(results),
+        "ompq_version": version("ompq"),
+    }
+    data = {**explorer_data(plan), "orm": context["orm_data"]}
+    embedded = htmlsafe_json_dumps(data, separators=(",", ":"), allow_nan=False)
+    template = environment.get_template("template.html.jinja")
+    return template.render(**context, data=embedded).lstrip()
+
+
+def _check_kinds(results: Sequence[Section]) -> None:
+    for result in results:
+        if not isinstance(result, get_args(Section)):
+            kinds = ", ".join(kind.__name__ for kind in get_args(Section))
+            raise TypeError(
+                f"results hold a {type(result).__name__}; a report shows {kinds}"
+            )
+
+
+def _source(name: str) -> str:
+    return (_FOLDER / name).read_text(encoding="utf-8").strip()
+
+
+def _summary(plan: Plan) -> dict[str, Any]:
+    totals, costs = plan.totals, plan.problem.costs
+    uses = []
+    for cost, limit in limits(plan).items():
+        used = totals[cost]
+        uses.append(
+            {
+                "name": _COST_NAMES.get(cost, cost),
+                "used": _cost_text(plan, cost, used),
+                "limit": _cost_text(plan, cost, limit),
+                "left": _cost_text(plan, cost, limit - used),
+                "percent": percent(used / limit),
+                "width": min(100.0, 100 * used / limit),
+            }
+        )
+    return {
+        "uses": uses,
+        "size": in_bytes(totals["bytes"]),
+        "exact_size": f"{totals['bytes']:,.0f} bytes",
+        "smaller": f"{short(costs['bytes'].reference / totals['bytes'])}× smaller",
+        "float_size": in_bytes(costs["bytes"].reference),
+        "bit_ops": counted(totals["bit_ops"]),
+        "macs": counted(sum(unit.macs for unit in plan.graph.units)),
+        "average_bits": short(totals["average_bits"]),
+        "weights": counted(costs["weight_bits"].reference),
+        "damage": digits(plan.damage, 4),
+        "items": [
+            (name.replace("_", " "), in_bytes(size), 100 * size / totals["bytes"])
+            for name, size in plan.bytes_by_item.items()
+            if size
+        ]
+        if plan.accounting == "packed"
+        else [],
+    }
+
+
+def _cost_text(plan: Plan, cost: str, value: float) -> str:
+    if cost == "bytes":
+        return in_bytes(value)
+    if cost == "bit_ops":
+        return counted(value)
+    if cost == "weight_bits":
+        return f"{value / plan.problem.costs[cost].reference:.3g} bits"
+    return f"{short(value)} ms"
+
+
+def _labels(plan: Plan) -> dict[str, Any]:
+    """Name choices by their weight bits alone where inputs have but one width."""
+    widths = {choice.activation for choice in plan.choices}
+    if len(widths) > 1:
+        return {"choice_label": str, "inputs_note": ""}
+    return {
+        "choice_label": lambda choice: str(choice.weight),
+        "inputs_note": f"; inputs have {widths.pop()} everywhere",
+    }
+
+
+def _layers(plan: Plan) -> list[dict[str, Any]]:
+    costs = plan.problem.costs
+    rows = np.arange(len(plan.graph))
+    size = costs["bytes"].table[rows, plan.columns]
+    ops = costs["bit_ops"].table[rows, plan.columns]
+    gamma = plan.scores.gamma
+    return [
+        {
+            "unit": unit,
+            "shape": "×".join(map(str, unit.weight_shape)),
+            "weights": counted(unit.weights),
+            "macs": counted(unit.macs),
+            "gamma": None if gamma is None else float(gamma[row]),
+            "column": int(plan.columns[row]),
+            "bits": plan.allocation[unit.name],
+            "size": in_bytes(size[row]),
+            "bytes": float(size[row]),
+            "size_share": 100 * float(size[row]) / plan.totals["bytes"],
+            "ops_share": 100 * float(ops[row]) / max(plan.totals["bit_ops"], 1),
+            "pinned": int(plan.allowed[row].sum()) == 1,
+            "scores": [
+                digits(score, 2) if allowed else ""
+                for score, allowed in zip(
+                    plan.scores.damage[row], plan.allowed[row], strict=True
+                )
+            ],
+        }
+        for row, unit in enumerate(plan.graph.units)
+    ]
+
+
+def _orm(plan: Plan) -> dict[str, Any]:
+    scores = plan.scores
+    if scores.orm is None or not scores.orm_labels:
+        return {"heat": None, "strips": [], "orm_data": None}
+    heat = heat_map(scores.orm, scores.orm_labels)
+    known = {name: row for row, name in enumerate(plan.graph.names)}
+    rows = [known.get(label) for label in scores.orm_labels[:: heat.pooled]]
+    strips = []
+    for title, values in (("gamma", scores.gamma), ("importance", scores.importance)):
+        if values is None or any(row is None for row in rows):
+            continue
+        shown = values[np.array(rows)]
+        kinds = [plan.graph.units[row].kind for row in rows if row is not None]
+        strips.append(
+            {
+                "title": title,
+                "largest": digits(float(shown.max())),
+                "bars": list(zip(bar_column(shown), kinds, strict=True)),
+                "values": [float(digits(float(value), 4)) for value in shown],
+            }
+        )
+    data = {
+        "labels": heat.labels,
+        "values": heat.values,
+        "strips": [{"title": s["title"], "values": s["values"]} for s in strips],
+    }
+    return {"heat": heat, "strips": strips, "orm_data": data}
+
+
+def _results(results: Sequence[Section]) -> dict[str, Any]:
+    accuracies = _of(results, Accuracy)
+    errors = _of(results, BlockError)
+    times = _of(results, StageTime)
+    total = sum(stage.seconds for stage in times)
+    return {
+        "accuracy": accuracy_chart(accuracies) if accuracies else None,
+        "errors": error_chart(errors) if errors else None,
+        "histograms": [histogram_chart(one) for one in _of(results, Histogram)],
+        "times": [
+            (t.name, seconds(t.seconds), 100 * t.seconds / max(total, 1e-12))
+            for t in times
+        ],
+        "total_time": seconds(total),
+        "agreements": [
+            {
+                "name": a.name,
+                "top1": percent(a.top1, 2),
+                "count": f"{a.count:,}",
+                "codes": "" if a.codes_equal is None else percent(a.codes_equal, 3),
+                "step": _steps(a.largest_step),
+                "note": a.note,
+            }
+            for a in _of(results, Agreement)
+        ],
+        "remarks": _of(results, Remark),
+        "versions": [
+            entry for one in _of(results, Versions) for entry in one.items.items()
+        ],
+    }
+
+
+def _steps(count: int | None) -> str:
+    if count is None:
+        return ""
+    return f"{count} step" if count == 1 else f"{count} steps"
+
+
+def _of(results: Sequence[Section], kind: type[_Kind]) -> list[_Kind]:
+    return [result for result in results if isinstance(result, kind)]

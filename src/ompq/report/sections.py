@@ -1,0 +1,182 @@
+"""What a report may show besides the plan: plain values, saved as JSON."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from math import isfinite
+from typing import Any, TypeAlias
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """Top-1 of one network, with its interval.
+
+    Attributes:
+        name: What was evaluated, for example ``float`` or ``mixed, 1.5 MiB``.
+        top1: Fraction of images that are right.
+        low: Lower end of the confidence interval.
+        high: Upper end of the confidence interval.
+        count: Number of images.
+        size_bytes: Size of the network, where known.
+        note: A remark shown beside it.
+    """
+
+    name: str
+    top1: float
+    low: float
+    high: float
+    count: int
+    size_bytes: float | None = None
+    note: str = ""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.low <= self.top1 <= self.high <= 1:
+            raise ValueError(
+                f"{self.name}: top1={self.top1} and its interval "
+                f"{self.low} to {self.high} must be fractions in order, 0 to 1"
+            )
+
+
+@dataclass(frozen=True)
+class BlockError:
+    """Error of a block's output before and after reconstruction.
+
+    Attributes:
+        name: The block.
+        before: Error with weights rounded to nearest.
+        after: Error after reconstruction.
+        kept: Whether the result was kept; one that is worse is not.
+    """
+
+    name: str
+    before: float
+    after: float
+    kept: bool = True
+
+    def __post_init__(self) -> None:
+        if not all(isfinite(e) and e >= 0 for e in (self.before, self.after)):
+            raise ValueError(
+                f"{self.name}: errors {self.before} and {self.after} "
+                "must be finite and not negative"
+            )
+
+
+@dataclass(frozen=True)
+class Histogram:
+    """How the values of a weight or an activation are spread.
+
+    Attributes:
+        name: What is shown, for example ``conv1 weight``.
+        edges: Ends of the bins, rising, one more than bins.
+        counts: Values in each bin.
+        lines: Label and position of vertical lines, such as a clipping range.
+    """
+
+    name: str
+    edges: tuple[float, ...]
+    counts: tuple[float, ...]
+    lines: tuple[tuple[str, float], ...] = ()
+
+    def __post_init__(self) -> None:
+        if len(self.edges) != len(self.counts) + 1 or not self.counts:
+            raise ValueError(
+                f"{self.name}: {len(self.counts)} counts and {len(self.edges)} edges; "
+                "a histogram needs one edge more than counts"
+            )
+        if any(a >= b for a, b in zip(self.edges, self.edges[1:], strict=False)):
+            raise ValueError(f"{self.name}: the edges must rise")
+
+
+@dataclass(frozen=True)
+class StageTime:
+    """How long a stage took."""
+
+    name: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How far an exported file agrees with the quantized network.
+
+    Attributes:
+        name: The file or the runtime.
+        top1: Fraction of inputs with the same largest logit.
+        count: Number of inputs compared.
+        codes_equal: Fraction of integer codes that are equal, where compared.
+        largest_step: The largest difference of two codes, where compared.
+        note: A remark shown beside it.
+    """
+
+    name: str
+    top1: float
+    count: int
+    codes_equal: float | None = None
+    largest_step: int | None = None
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Remark:
+    """Something that the reader should know, about a layer or an operation."""
+
+    name: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Versions:
+    """What the results were made with: versions, seeds, devices, by name."""
+
+    items: Mapping[str, str] = field(default_factory=dict)
+
+
+Section: TypeAlias = (
+    Accuracy | BlockError | Histogram | StageTime | Agreement | Remark | Versions
+)
+_KINDS: dict[str, type[Any]] = {
+    kind.__name__: kind
+    for kind in (
+        Accuracy,
+        BlockError,
+        Histogram,
+        StageTime,
+        Agreement,
+        Remark,
+        Versions,
+    )
+}
+
+
+def sections_to_json(sections: Iterable[Section]) -> list[dict[str, Any]]:
+    """Return plain data for JSON.
+
+    Example:
+        >>> sections_to_json([StageTime("plan", 2.5)])
+        [{'section': 'StageTime', 'name': 'plan', 'seconds': 2.5}]
+    """
+    return [{"section": type(one).__name__, **asdict(one)} for one in sections]
+
+
+def sections_from_json(data: Iterable[Mapping[str, Any]]) -> list[Section]:
+    """Rebuild sections from :func:`sections_to_json`.
+
+    Raises:
+        ValueError: An entry is no section, or lacks a field.
+    """
+    return [_section(entry) for entry in data]
+
+
+def _section(entry: Mapping[str, Any]) -> Section:
+    fields = {key: _tuples(value) for key, value in entry.items() if key != "section"}
+    kind = entry.get("section")
+    if kind not in _KINDS:
+        raise ValueError(f"section={kind!r} is unknown; use one of {', '.join(_KINDS)}")
+    try:
+        section: Section = _KINDS[kind](**fields)
+    except TypeError as error:
+        raise ValueError(f"a broken {kind} section: {error}") from error
+    return section
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value

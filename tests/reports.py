@@ -1,0 +1,57 @@
+"""Plans and results for the tests of the report."""
+
+from collections import OrderedDict
+
+import numpy as np
+from torch import nn
+
+from nets import TinyMobileNet, images, seeded
+from ompq.pipeline import PlanConfig, plan
+from ompq.plans import Plan
+from ompq.report import (
+    Accuracy,
+    Agreement,
+    BlockError,
+    Histogram,
+    Remark,
+    Section,
+    StageTime,
+    Versions,
+)
+
+HOSTILE = "<img src=x onerror=alert(1)>"
+CLOSING = "</script><script>alert(2)</script>"
+
+
+def toy_plan(budget: str = "2.2KiB", **config) -> Plan:
+    return plan(seeded(TinyMobileNet()), images(), budget, PlanConfig(**config))
+
+
+def hostile_plan() -> Plan:
+    layers = {
+        HOSTILE: nn.Conv2d(3, 6, 3),
+        "relu": nn.ReLU(),
+        CLOSING: nn.Conv2d(6, 4, 1),
+        "pool": nn.AdaptiveAvgPool2d(1),
+    }
+    return plan(nn.Sequential(OrderedDict(layers)), images(), "0.15KiB")
+
+
+def every_section(name: str = "conv1") -> list[Section]:
+    counts, edges = np.histogram(np.random.default_rng(0).normal(size=500), 20)
+    return [
+        Accuracy(f"float {name}", 0.8, 0.75, 0.84, 400, 40_000.0, f"note {name}"),
+        Accuracy(f"mixed {name}", 0.78, 0.73, 0.82, 400, 2_200.0),
+        BlockError(f"block {name}", 0.02, 0.005),
+        BlockError(f"worse {name}", 0.01, 0.03, kept=False),
+        Histogram(
+            f"weight {name}",
+            tuple(edges.tolist()),
+            tuple(counts.tolist()),
+            (("clipped", 1.5), (f"far {name}", 99.0)),
+        ),
+        StageTime(f"stage {name}", 61.2),
+        Agreement(f"file {name}", 0.9975, 400, 0.9999, 1, f"fine {name}"),
+        Remark(f"layer {name}", f"runs as int8 {name}"),
+        Versions({f"torch {name}": "2.15", "seed": "0"}),
+    ]

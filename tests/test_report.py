@@ -1,0 +1,279 @@
+import base64
+import hashlib
+import json
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+
+from ompq.allocation import Allocation
+from ompq.graph import Choice, LayerGraph, Skipped, Unit
+from ompq.plans import Plan
+from ompq.report import (
+    Agreement,
+    render_report,
+    write_report,
+)
+from ompq.report import data as report_data
+from ompq.report.numbers import in_bytes
+from ompq.scores import ScoreTable
+from reports import CLOSING, HOSTILE, every_section, hostile_plan, toy_plan
+
+
+class Page(HTMLParser):
+    """What a browser would make of the page: tags, text and the embedded data."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.tags, self.attributes, self.texts = [], [], []
+        self.data, self.scripts = "", 0
+        self.feed(html)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes.append((tag, dict(attrs)))
+        self.scripts += tag == "script" and "type" not in dict(attrs)
+
+    def handle_data(self, data):
+        if self.tags and self.attributes[-1][1].get("id") == "data":
+            self.data = self.data or data
+        self.texts.append(data)
+
+    @property
+    def ids(self):
+        return {a["id"] for _, a in self.attributes if "id" in a}
+
+
+@pytest.fixture(scope="module")
+def plan():
+    return toy_plan()
+
+
+@pytest.fixture(scope="module")
+def html(plan):
+    return render_report(plan, every_section(), "A toy")
+
+
+@pytest.fixture(scope="module")
+def page(html):
+    return Page(html)
+
+
+def test_the_file_is_written_whole_and_always_the_same(plan, html, tmp_path):
+    path = tmp_path / "deep" / "a.html"
+    written = write_report(path, plan, results=every_section(), title="A toy")
+    assert written == path
+    assert path.read_text(encoding="utf-8") == html
+    assert html.startswith("<!doctype html>")
+    assert [p.name for p in path.parent.iterdir()] == ["a.html"]
+
+
+def test_nothing_is_fetched(html):
+    addresses = re.findall(r"""(?:src|href|url)\s*[=(]\s*["']?([^"')\s>]+)""", html)
+    assert addresses
+    assert all(a.startswith(("#", "data:")) for a in addresses)
+    assert "default-src 'none'" in html
+
+
+def test_every_part_appears_only_with_its_data(plan, page):
+    parts = {"accuracy", "blocks", "histograms", "times", "agreement", "skipped"}
+    assert parts < page.ids
+    bare = Page(render_report(plan))
+    assert not parts & bare.ids
+    assert {"summary", "explorer", "orm", "layers"} < bare.ids
+    unmeasured = replace(plan, scores=ScoreTable(plan.scores.damage))
+    assert "orm" not in Page(render_report(unmeasured)).ids
+
+
+def test_skipped_layers_are_listed_with_their_reasons(plan):
+    graph = replace(plan.graph, skipped=(Skipped("norm", "stands alone"),))
+    texts = Page(render_report(replace(plan, graph=graph))).texts
+    assert "norm" in texts
+    assert "stands alone" in texts
+
+
+def test_the_header_tells_budget_and_use(plan, page):
+    text = " ".join(" ".join(page.texts).split())
+    assert "A toy" in text
+    assert plan.hash in text
+    assert f"{plan.totals['bytes']:,.0f} bytes" in text
+    assert f"{in_bytes(plan.totals['bytes'])} of 2.20 KiB" in text
+    left = 2.2 * 1024 - plan.totals["bytes"]
+    assert f"{left:.0f} B left" in text
+
+
+def test_the_table_of_layers_has_every_unit_and_its_numbers(plan, html):
+    rows = re.findall(r'<tr><td class="n">.*?</tr>', html, re.S)
+    assert len(rows) == len(plan.graph)
+    for unit, row in zip(plan.graph.units, rows, strict=True):
+        assert f'scope="row">{unit.name}<' in row
+        assert "×".join(map(str, unit.weight_shape)) in row
+        assert f'data-v="{unit.macs}"' in row
+        assert row.count("chosen") == 1
+
+
+def test_the_embedded_solutions_are_those_of_the_plan(plan, page):
+    data = json.loads(page.data)
+    (axis,) = data["axes"]
+    assert axis["cost"] == "bytes"
+    assert len(axis["limits"]) >= 100
+    assert axis["limits"] == sorted(axis["limits"])
+    assert axis["solutions"][axis["plan"]] == data["plan"]
+    assert axis["limits"][axis["plan"]] == 2.2 * 1024
+    for step in (0, 40, axis["plan"], len(axis["limits"]) - 1):
+        solved = plan.with_budget(f"{axis['limits'][step] / 1024!r}KiB")
+        chosen = [Choice(*data["choices"][int(c)]) for c in axis["solutions"][step]]
+        assert dict(zip(data["names"], chosen, strict=True)) == dict(solved.allocation)
+
+
+def test_the_costs_that_a_budget_limits_have_a_slider_each():
+    several = toy_plan("2.2KiB,0.004GBOPs")
+    assert report_data.axis_costs(several) == ["bytes", "bit_ops"]
+    axes = report_data.explorer_data(several, steps=3)["axes"]
+    assert [axis["plan"] for axis in axes] == [-1, -1]
+    bits = toy_plan("4bits")
+    assert report_data.axis_costs(bits) == ["weight_bits", "bytes"]
+    axes = report_data.explorer_data(bits, steps=3)["axes"]
+    assert axes[0]["solutions"][axes[0]["plan"]] == report_data.solution(bits)
+
+
+def test_choices_are_embedded_as_an_allocation_saves_them(plan):
+    data = report_data.explorer_data(plan, steps=2)
+    copied = {
+        name: data["saved"][int(column)]
+        for name, column in zip(data["names"], data["plan"], strict=True)
+    }
+    assert copied == plan.allocation.to_json()
+    assert Allocation.from_json(copied) == plan.allocation
+
+
+def test_hostile_names_are_text():
+    html = render_report(hostile_plan(), every_section(HOSTILE), HOSTILE)
+    page = Page(html)
+    images = [a for tag, a in page.attributes if tag == "img"]
+    assert len(images) == 1  # the matrix
+    assert images[0]["src"].startswith("data:")
+    assert page.scripts == 1
+    assert not any(key.startswith("on") for _, a in page.attributes for key in a)
+    assert json.loads(page.data)["names"] == [HOSTILE, CLOSING]
+    assert HOSTILE not in html
+    assert CLOSING not in html
+    assert HOSTILE in page.texts
+
+
+def test_only_the_pages_own_script_may_run(html):
+    script = re.search(r"<script>(.*)</script>", html, re.S).group(1)
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    assert f"script-src 'sha256-{digest}'" in html
+
+
+def big_plan(count: int) -> Plan:
+    rng = np.random.default_rng(0)
+    units = tuple(
+        Unit(
+            name=f"stages.{i // 50}.blocks.{i // 5 % 10}.projection.{i}",
+            kind="conv",
+            parameter=f"{i}.weight",
+            weight_shape=(64, 64, 3, 3),
+            out_channels=64,
+            bias_parameters=0,
+            norm="",
+            norm_parameters=0,
+            macs=10**7 + i,
+            calls=1,
+            block=f"b{i // 5}",
+            stage=i // 50,
+            group=f"g{i}",
+            feature=i,
+            activation="",
+        )
+        for i in range(count)
+    )
+    choices = tuple(Choice(bits, 8) for bits in (2, 3, 4, 5, 6, 7, 8))
+    damage = rng.random((count, 1)) * 4.0 ** -np.arange(7)
+    orm = 0.5 + 0.5 * np.corrcoef(rng.normal(size=(count, 40)))
+    gamma = orm.sum(1) - 1
+    names = tuple(unit.name for unit in units)
+    return Plan(
+        graph=LayerGraph(units),
+        choices=choices,
+        scores=ScoreTable(damage, orm, names, gamma, np.exp(-gamma / count)),
+        allowed=np.ones(damage.shape, bool),
+        budget=toy_plan("4bits").budget,
+        allocation=Allocation(dict.fromkeys(names, Choice(4, 8))),
+    )
+
+
+def test_a_thousand_units_stay_under_two_megabytes(monkeypatch):
+    network = big_plan(1000)
+    solved = [
+        (limit, Allocation(dict.fromkeys(network.graph.names, choice)))
+        for limit, choice in zip(
+            np.linspace(1e6, 9e6, 128), network.choices * 19, strict=False
+        )
+    ]
+    monkeypatch.setattr(
+        Plan,
+        "pareto",
+        lambda *_: [
+            type("Point", (), {"limit": limit, "allocation": allocation})
+            for limit, allocation in solved
+        ],
+    )
+    html = render_report(network, every_section())
+    assert len(html.encode()) < 2_000_000
+    assert "each row and column is the mean of 3" in " ".join(Page(html).texts)
+
+
+def test_a_result_of_another_kind_is_refused(plan):
+    with pytest.raises(TypeError, match="results hold a dict; a report shows Accuracy"):
+        render_report(plan, [{"name": "x"}])
+
+
+def test_units_that_may_have_one_choice_are_marked_as_pinned():
+    pinned = toy_plan("3KiB", pinned={"@first": 8, "@last": 32})
+    html = render_report(pinned)
+    assert html.count('<abbr title="pinned') == 2
+    data = report_data.explorer_data(pinned, steps=2)
+    assert [row.count("1") for row in data["allowed"]][:: len(data["names"]) - 1] == [
+        1,
+        1,
+    ]
+
+
+def test_what_was_not_compared_is_left_empty(plan):
+    scores = replace(plan.scores, gamma=None, importance=None)
+    html = render_report(replace(plan, scores=scores), [Agreement("net.onnx", 1.0, 8)])
+    assert "100.00%" in html
+    assert "step<" not in html
+    assert 'class="strip"' not in html
+
+
+def test_average_bits_are_a_budget_like_the_others():
+    text = " ".join(" ".join(Page(render_report(toy_plan("4bits"))).texts).split())
+    assert "Average bits budget" in text
+    assert " of 4 bits" in text
+
+
+def test_choices_are_named_by_both_widths_where_inputs_have_several():
+    html = render_report(toy_plan(activation_choices=(4, 8)))
+    assert "W4A8" in html
+    assert "inputs have" not in html
+
+
+def test_the_papers_accounting_has_no_items():
+    text = " ".join(Page(render_report(toy_plan(accounting="paper"))).texts)
+    assert "zero points" not in text
+
+
+def test_latency_is_a_budget_like_the_others():
+    graph = toy_plan().graph
+    table = {
+        u.name: {f"W{b}A8": b / 10 for b in (2, 3, 4, 5, 6, 8)} for u in graph.units
+    }
+    timed = toy_plan("4ms", latency=table)
+    text = " ".join(" ".join(Page(render_report(timed)).texts).split())
+    assert "Latency budget" in text
+    assert f"{timed.totals['milliseconds']:.2f} ms of 4.00 ms" in text

@@ -1,0 +1,177 @@
+import base64
+import builtins
+import io
+import math
+import struct
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from ompq.errors import MissingExtraError
+from ompq.report import (
+    Accuracy,
+    BlockError,
+    Histogram,
+    StageTime,
+    Versions,
+    write_figures,
+)
+from ompq.report.charts import (
+    accuracy_chart,
+    bar_column,
+    error_chart,
+    heat_map,
+    histogram_chart,
+)
+from ompq.report.numbers import counted, in_bytes, seconds, short, ticks
+from ompq.scores import ScoreTable
+from reports import every_section, toy_plan
+
+
+@pytest.fixture(scope="module")
+def plan():
+    return toy_plan()
+
+
+def test_positions_on_the_accuracy_axis_are_linear():
+    rows = [Accuracy(n, t, t - 0.05, t + 0.05, 10) for n, t in (("a", 0.5), ("b", 0.7))]
+    chart = accuracy_chart(rows)
+    (x0, t0), (x1, t1) = chart["ticks"][0], chart["ticks"][-1]
+    slope = (x1 - x0) / (float(t1) - float(t0))
+    for row, top1 in zip(chart["rows"], (50, 70), strict=True):
+        assert row["x"] == pytest.approx(x0 + slope * (top1 - float(t0)))
+        assert 0 <= row["low"] < row["x"] < row["high"] <= 100
+        assert row["size"] == ""
+
+
+def test_errors_stand_on_a_logarithmic_axis():
+    chart = error_chart([BlockError("a", 0.1, 0.01), BlockError("b", 0.001, 0.0)])
+    first, second = chart["rows"]
+    assert first["x1"] - first["x2"] == pytest.approx(first["x2"] - second["x1"])
+    assert second["x2"] == 0
+    assert first["ratio"] == "0.10×"
+    assert error_chart([BlockError("a", 0.0, 0.0)])["rows"][0]["ratio"] == ""
+
+
+def test_a_histogram_is_drawn_to_its_counts():
+    chart = histogram_chart(Histogram("w", (0.0, 1.0, 4.0), (1, 4), (("at", 2.0),)))
+    assert chart["path"] == "M0 100V50.00H25.00V0.00H100.00V100Z"
+    assert chart["lines"] == [(50.0, "at", "2")]
+
+
+def test_the_heat_map_holds_the_matrix():
+    rng = np.random.default_rng(0)
+    half = rng.uniform(0.4, 1, (7, 7))
+    matrix = np.maximum(half, half.T)
+    heat = heat_map(matrix, [f"f{i}" for i in range(7)])
+    codes = base64.b64decode(heat.values)
+    values = np.array(struct.unpack(f">{len(codes) // 2}H", codes)) / 65535
+    np.testing.assert_allclose(values, matrix[np.triu_indices(7)], atol=1e-5)
+    picture = Image.open(io.BytesIO(base64.b64decode(heat.image.partition(",")[2])))
+    assert picture.size == (7, 7)
+    assert heat.low == pytest.approx(math.floor(10 * matrix.min()) / 10)
+    darkness = 255 - np.asarray(picture.convert("L"), dtype=float)
+    order = np.argsort(matrix.ravel())
+    assert (np.diff(darkness.ravel()[order]) >= -1).all()
+
+
+def test_a_large_matrix_is_averaged():
+    matrix = np.arange(1201.0**2).reshape(1201, 1201) / 1201**2
+    heat = heat_map(matrix, [str(i) for i in range(1201)])
+    assert heat.pooled == 4
+    assert len(heat.labels) == 301
+    assert heat.labels[0] == "0 … 3"
+    codes = base64.b64decode(heat.values)
+    assert struct.unpack(">H", codes[:2])[0] / 65535 == pytest.approx(
+        matrix[:4, :4].mean(), abs=1e-5
+    )
+
+
+def test_bars_of_any_sign_have_widths():
+    assert bar_column(np.array([1.0, 2.0, 4.0])) == [25.0, 50.0, 100.0]
+    assert bar_column(np.array([-1.0, 0.0, 1.0])) == [0.0, 50.0, 100.0]
+    assert bar_column(np.zeros(2)) == [0.0, 0.0]
+
+
+# ---- numbers
+
+
+def test_numbers_read_well():
+    assert [short(x) for x in (1.234, 9.996, 12.34, 123.4)] == [
+        "1.23",
+        "10.0",
+        "12.3",
+        "123",
+    ]
+    assert [in_bytes(x) for x in (5, 1023, 1024, 2**20 * 1.5, 2**45)] == [
+        "5 B",
+        "1023 B",
+        "1.00 KiB",
+        "1.50 MiB",
+        "32.0 TiB",
+    ]
+    assert [counted(x) for x in (7, 999, 999.6, 1.5e6, 3e9)] == [
+        "7",
+        "999",
+        "1.00k",
+        "1.50M",
+        "3.00G",
+    ]
+    assert [seconds(x) for x in (0.21, 2.5, 59.97, 93.4, 119.9)] == [
+        "210 ms",
+        "2.50 s",
+        "1 min 00 s",
+        "1 min 33 s",
+        "2 min 00 s",
+    ]
+
+
+def test_ticks_are_round_and_inside():
+    assert ticks(61.2, 74.9, 5) == [65, 70]
+    assert ticks(0, 1, 5) == pytest.approx([0, 0.2, 0.4, 0.6, 0.8, 1.0])
+    assert ticks(3, 3) == [3]
+
+
+# ---- figures
+
+
+def test_figures_are_written_as_png_and_svg(plan, tmp_path):
+    written = write_figures(tmp_path / "figures", plan, every_section())
+    names = [path.name for path in written]
+    assert names == [
+        f"{name}.{kind}"
+        for name in ("orm", "bits", "accuracy")
+        for kind in ("png", "svg")
+    ]
+    assert sorted(p.name for p in (tmp_path / "figures").iterdir()) == sorted(names)
+    for path in written:
+        if path.suffix == ".png":
+            with Image.open(path) as picture:
+                assert min(picture.size) > 300
+        else:
+            assert "<svg" in path.read_text()
+    again = write_figures(tmp_path / "again", plan, every_section())
+    assert [p.read_bytes() for p in written] == [p.read_bytes() for p in again]
+
+
+def test_figures_without_orm_or_sizes_are_left_out(plan, tmp_path):
+    unmeasured = replace(plan, scores=ScoreTable(plan.scores.damage))
+    written = write_figures(tmp_path, unmeasured, [StageTime("plan", 1.0), Versions()])
+    assert [path.name for path in written] == ["bits.png", "bits.svg"]
+
+
+def test_missing_matplotlib_names_the_extra(plan, tmp_path, monkeypatch):
+    real = builtins.__import__
+
+    def without(name, *args, **kwargs):
+        if name.startswith("matplotlib"):
+            raise ImportError(name)
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(MissingExtraError, match=r"pip install 'ompq\[figures\]'"):
+        write_figures(tmp_path, plan)
+    assert list(Path(tmp_path).iterdir()) == []

@@ -1,0 +1,46 @@
+import json
+import math
+
+import pytest
+
+from ompq.report import (
+    Accuracy,
+    BlockError,
+    Histogram,
+    sections_from_json,
+    sections_to_json,
+)
+from reports import every_section
+
+
+def test_sections_survive_json():
+    sections = every_section()
+    text = json.dumps(sections_to_json(sections))
+    assert sections_from_json(json.loads(text)) == sections
+
+
+@pytest.mark.parametrize(
+    ("entry", "words"),
+    [
+        ({"section": "Chart"}, "section='Chart' is unknown; use one of Accuracy"),
+        ({"name": "x"}, "section=None is unknown"),
+        (
+            {"section": "StageTime", "name": "x"},
+            "a broken StageTime section: .*seconds",
+        ),
+    ],
+)
+def test_what_is_no_section_is_named(entry, words):
+    with pytest.raises(ValueError, match=words):
+        sections_from_json([entry])
+
+
+def test_numbers_that_cannot_be_are_refused():
+    with pytest.raises(ValueError, match="float: top1=80.0 .* must be fractions"):
+        Accuracy("float", 80.0, 75.0, 84.0, 10)
+    with pytest.raises(ValueError, match="b1: errors nan and 1.0 must be finite"):
+        BlockError("b1", math.nan, 1.0)
+    with pytest.raises(ValueError, match="w: 2 counts and 2 edges; .* one edge more"):
+        Histogram("w", (0.0, 1.0), (1, 2))
+    with pytest.raises(ValueError, match="w: the edges must rise"):
+        Histogram("w", (0.0, 1.0, 1.0), (1, 2))
