@@ -22,6 +22,7 @@ from ompq.orthogonality import (
 )
 from ompq.samples import (
     Batch,
+    Progress,
     Samples,
     batch_length,
     model_device,
@@ -87,6 +88,8 @@ def measure_orm(
     model: nn.Module,
     samples: Samples,
     settings: OrmSettings | None = None,
+    *,
+    progress: Progress | None = None,
 ) -> OrmResult:
     """Measure ORM in one forward pass, keeping Gram matrices and no activation.
 
@@ -96,6 +99,7 @@ def measure_orm(
         samples: Inputs; with one batch (up to 256 samples) ORM is exact, with more
             it is an unbiased estimate from the pairs within batches.
         settings: The paper's by default.
+        progress: Called after each function of a batch.
 
     Raises:
         SampleError: Fewer than 2 samples.
@@ -110,7 +114,14 @@ def measure_orm(
     names = {u.feature: u.name for u in units}
     labels = tuple(names[at] for at in functions)
 
-    products = _products(model, samples, functions, labels, centred=settings.centred)
+    report = progress or (lambda _done, _total, _message: None)
+
+    def grams(batch: Batch, *, centred: bool) -> list[Tensor]:
+        found = _grams(model, batch, functions, report, centred=centred)
+        _check_finite(found, labels)
+        return found
+
+    products = _products(grams, samples, centred=settings.centred)
     matrix = normalised(products)
     gamma = layer_gamma(matrix)
     layers = sorted(function_of)  # each layer's feature, in order of execution
@@ -155,15 +166,9 @@ def _functions(units: Sequence[Unit], granularity: Granularity) -> dict[int, int
 
 
 def _products(
-    model: nn.Module,
-    samples: Samples,
-    positions: Sequence[int],
-    labels: Sequence[str],
-    *,
-    centred: bool,
+    grams: Callable[..., list[Tensor]], samples: Samples, *, centred: bool
 ) -> Tensor:
-    """Return <K_i, K_j> of the functions at these positions, (L, L)."""
-    device = model_device(model)
+    """Return <K_i, K_j> of the functions whose Gram matrices are taken, (L, L)."""
     batches = sample_batches(samples)
     first = next(batches)
     second = next(batches, None)
@@ -171,27 +176,28 @@ def _products(
     if batch_length(first) < 2:
         raise SampleError("ORM compares samples: give at least 2, got 1")
     # A stream has no mean at hand to centre by: there the estimate is debiased.
-    grams = _grams(
-        model, to_device(first, device), positions, centred=centred and alone
-    )
-    _check_finite(grams, labels)
+    found = grams(first, centred=centred and alone)
     if alone:
-        return BatchProducts.of(grams).products
-    total: Any = debiased_products(grams) if centred else BatchProducts.of(grams)
+        return BatchProducts.of(found).products
+    total: Any = debiased_products(found) if centred else BatchProducts.of(found)
     batch: Batch | None = second
     while batch is not None:
-        grams = _grams(model, to_device(batch, device), positions, centred=False)
-        _check_finite(grams, labels)
+        found = grams(batch, centred=False)
         if not centred:
-            total = total + BatchProducts.of(grams)
+            total = total + BatchProducts.of(found)
         elif batch_length(batch) >= 4:  # a short last batch tells too little
-            total = total + debiased_products(grams)
+            total = total + debiased_products(found)
         batch = next(batches, None)
     return total if centred else total.products  # type: ignore[no-any-return]
 
 
 def _grams(
-    model: nn.Module, batch: Batch, positions: Sequence[int], *, centred: bool
+    model: nn.Module,
+    batch: Batch,
+    positions: Sequence[int],
+    progress: Progress,
+    *,
+    centred: bool,
 ) -> list[Tensor]:
     """Run one batch and return the Gram matrix of each wanted output, L of (n, n)."""
     wanted = set(positions)
@@ -204,8 +210,9 @@ def _grams(
         if position in wanted:
             rows = _rows(next(tensors_in(out)), count)
             found[position] = gram_matrix(rows, centred=centred)
+            progress(len(found), len(wanted), "measuring orthogonality")
 
-    watch(model, batch, visit)
+    watch(model, to_device(batch, model_device(model)), visit)
     if len(found) < len(wanted):
         raise TraceError(
             "the network took another path than when it was traced; "

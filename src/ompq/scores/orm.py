@@ -1,13 +1,13 @@
 """ORM scores: the paper's, linear in bits, and ORM as a weight on a distortion."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from torch import nn
 
 from ompq.graph import Choice, LayerGraph
-from ompq.samples import Samples
+from ompq.samples import Progress, Samples
 from ompq.scores.measure import OrmSettings, measure_orm
 from ompq.scores.noise import noise_table
 from ompq.scores.table import ScoreTable
@@ -19,9 +19,11 @@ class Orm:
 
     Attributes:
         settings: How ORM is measured; the paper's settings by default.
+        progress: Called after each function.
     """
 
     settings: OrmSettings = OrmSettings()
+    progress: Progress | None = field(default=None, repr=False, compare=False)
 
     def __call__(
         self,
@@ -31,7 +33,7 @@ class Orm:
         choices: Sequence[Choice],
     ) -> ScoreTable:
         """Return −bits × coefficient, (units, choices)."""
-        orm = measure_orm(graph, model, samples, self.settings)
+        orm = measure_orm(graph, model, samples, self.settings, progress=self.progress)
         # Units tied by a residual sum are one decision of the paper's, and count once.
         sharing = [
             sum(graph.units[j].feature == u.feature for j in graph.groups[u.group])
@@ -50,9 +52,11 @@ class OrmDistortion:
 
     Attributes:
         settings: How ORM is measured; gamma is taken per function by default.
+        progress: Called after each function.
     """
 
     settings: OrmSettings = OrmSettings(per_function=True)
+    progress: Progress | None = field(default=None, repr=False, compare=False)
 
     def __call__(
         self,
@@ -62,7 +66,7 @@ class OrmDistortion:
         choices: Sequence[Choice],
     ) -> ScoreTable:
         """Return coefficient × noise-to-signal, (units, choices)."""
-        orm = measure_orm(graph, model, samples, self.settings)
+        orm = measure_orm(graph, model, samples, self.settings, progress=self.progress)
         noise = noise_table(graph, model, samples, choices)
         return orm.table(orm.importance[:, None] * noise)
 

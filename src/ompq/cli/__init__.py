@@ -1,0 +1,5 @@
+"""The command line: the library's verbs, in the library's words."""
+
+from ompq.cli.main import app
+
+__all__ = ["app"]

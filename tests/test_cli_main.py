@@ -1,0 +1,198 @@
+"""The program as a whole: help, errors, exit codes, streams."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+
+from cli_tools import NETWORK, run
+from ompq.cli.main import COMMANDS, explained
+from ompq.errors import OmpqError
+
+DOCS = Path(__file__).parents[1] / "docs" / "cli.md"
+
+
+def program(*words: str, **settings: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", "from ompq.cli import app; app()", *words]
+    return subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        **settings,
+    )
+
+
+def options_of(name: str) -> set[str]:
+    command = COMMANDS[name].load(name)
+    return {word for one in command.params for word in one.opts if word[:2] == "--"}
+
+
+def test_help_comes_without_pytorch_and_names_every_command():
+    code = (
+        "import sys\n"
+        "from ompq.cli import app\n"
+        "try:\n    app(['--help'])\n"
+        "finally:\n    print('torch' in sys.modules, file=sys.stderr)"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0
+    assert result.stderr.strip() == "False"
+    for name, entry in COMMANDS.items():
+        assert re.search(rf"{name} +{re.escape(entry.summary[:40])}", result.stdout)
+
+
+def test_without_a_command_the_help_is_shown():
+    result = run()
+    assert result.exit_code == 0
+    assert "Examples:" in result.stdout
+
+
+def test_version_is_that_of_the_package():
+    result = run("--version")
+    assert result.exit_code == 0
+    assert re.fullmatch(r"ompq \d+\.\d+\.\d+\n", result.stdout)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_of_each_command_has_examples_before_its_options(name):
+    result = run(name, "--help", env={"COLUMNS": "80"})
+    assert result.exit_code == 0
+    examples = result.stdout.index("Examples:")
+    assert f"ompq {name} " in result.stdout[examples:]
+    assert examples < result.stdout.index("Options")
+    assert max(map(len, result.stdout.splitlines())) <= 80
+    assert COMMANDS[name].summary.split(",")[0].rstrip(".")[:30] in result.stdout
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_examples_are_of_options_that_exist(name):
+    help_text = COMMANDS[name].load(name).help
+    examples = help_text.partition("Examples:")[2].partition("\n\n")[0]
+    used = set(re.findall(r"--[a-z-]+", examples))
+    assert used <= options_of(name)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_docs_name_each_command_and_all_its_options(name):
+    text = DOCS.read_text()
+    assert f"## ompq {name}\n" in text
+    for word in options_of(name):
+        assert re.search(rf"`{word}\b", text), word
+
+
+def test_docs_name_no_option_that_does_not_exist():
+    known = {word for name in COMMANDS for word in options_of(name)}
+    known |= {"--help", "--version", "--install-completion", "--show-completion"}
+    assert set(re.findall(r"--[a-z-]+[a-z]", DOCS.read_text())) <= known
+
+
+def test_unknown_command_is_one_line_with_a_suggestion():
+    result = run("plna")
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert result.stderr == (
+        "error: no such command 'plna'. Did you mean 'plan', 'replan'? "
+        "See ompq --help\n"
+    )
+
+
+def test_unknown_option_is_one_line():
+    result = run("plan", "--wieghts", "x")
+    assert result.exit_code == 2
+    assert re.fullmatch(
+        r"error: no such option: --wieghts.*See ompq plan --help\n", result.stderr
+    )
+
+
+def test_unknown_option_of_the_program_is_one_line():
+    result = run("--wieghts")
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: no such option: --wieghts")
+
+
+def test_a_missing_option_says_what_it_wants():
+    result = run("plan", "cifar:resnet20", "--budget", "50%")
+    assert result.exit_code == 2
+    assert "error: missing option '--data': A folder of images" in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_errors_of_ours_are_explained_with_code_2():
+    assert explained(OmpqError("no such\nthing")) == ("error: no such thing", 2)
+    assert explained(ValueError("bits=9")) == ("error: bits=9", 2)
+    missing = FileNotFoundError(2, "No such file or directory", "plan.json")
+    assert explained(missing) == ("error: plan.json: No such file or directory", 2)
+    assert explained(OSError(28, "No space left")) == ("error: No space left", 2)
+
+
+def test_a_bug_says_so_with_code_1():
+    text, code = explained(KeyError("conv1"))
+    assert code == 1
+    assert text.startswith("error: unexpected KeyError: 'conv1' (--debug shows where")
+
+
+def test_a_gpu_that_is_too_small_is_explained():
+    class OutOfMemoryError(RuntimeError):
+        pass
+
+    text, code = explained(OutOfMemoryError("CUDA out of memory. Tried to ..."))
+    assert code == 2
+    assert "take fewer --samples or --device cpu" in text
+
+
+def test_usage_errors_of_typer_are_explained():
+    assert explained(typer.BadParameter("bits")) == (
+        "error: invalid value: bits. See ompq --help",
+        2,
+    )
+
+
+def test_a_traceback_is_shown_only_on_demand(tmp_path):
+    words = ("replan", str(tmp_path / "no.json"), "--budget", "50%")
+    plain, debug = run(*words), run(*words, "--debug")
+    assert plain.exit_code == debug.exit_code == 2
+    assert plain.stderr.startswith("error: ")
+    assert "Traceback" not in plain.output
+    assert "Traceback" in debug.output
+    assert "no.json is no plan" in debug.stderr.splitlines()[-1]
+
+
+def test_ctrl_c_gives_130(monkeypatch):
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("ompq.cli.planning.Plan.load", stop)
+    result = run("replan", "plan.json", "--budget", "50%")
+    assert result.exit_code == 130
+    assert result.stderr == "stopped\n"
+
+
+def test_the_installed_program_keeps_its_streams_apart(tmp_path):
+    """A real process: prints of the user's file and warnings are not results."""
+    noise = "print('noise at import')\nprint('more noise')\n"
+    (tmp_path / "net.py").write_text(noise + NETWORK)
+    words = ["plan", "net.py:make", "--data", "random", "--budget", "30%", "--json"]
+    result = program(*words, cwd=tmp_path)
+    assert result.returncode == 0
+    assert result.stdout.startswith("{\n")
+    assert result.stdout.endswith("}\n")
+    assert "noise at import" in result.stderr
+    assert "warning: --data random is noise" in result.stderr
+    assert "\x1b" not in result.stdout + result.stderr
+
+
+def test_the_installed_program_explains_errors(tmp_path):
+    result = program("plan", "cifar:resnet21", "--data", "random", "--budget", "20%")
+    assert result.returncode == 2
+    assert result.stdout == ""
+    assert result.stderr.count("\n") == 1
+    assert "did you mean cifar:resnet20" in result.stderr

@@ -1,0 +1,356 @@
+"""plan, replan and budget, run as the program runs them."""
+
+import json
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from cli_tools import network_file, run, run_json
+from ompq.cli.screen import Screen
+from ompq.cli.settings import sample_count
+from ompq.datasets import load_data
+from ompq.models import load_model
+from ompq.pipeline import PLAN_PROTOCOLS, PlanConfig
+from ompq.pipeline import plan as make_plan
+from ompq.plans import Plan
+
+NAMES = ["stem", "block.conv1", "block.conv2", "block.shortcut", "fc"]
+MACS = {
+    "stem": 4 * 3 * 9 * 64,
+    "block.conv1": 8 * 4 * 9 * 16,
+    "block.conv2": 8 * 8 * 9 * 16,
+    "block.shortcut": 8 * 4 * 16,
+    "fc": 80,
+}
+
+
+@pytest.fixture(scope="module")
+def net(tmp_path_factory) -> tuple[str, ...]:
+    name = network_file(tmp_path_factory.mktemp("net"))
+    return (name, "--data", "random", "--samples", "8")
+
+
+@pytest.fixture(scope="module")
+def plan_file(net, tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("plan") / "plan.json"
+    result = run("plan", *net, "--budget", "30%", "-o", path)
+    assert result.exit_code == 0, result.output
+    return path
+
+
+def test_the_plan_saved_is_the_librarys(net, plan_file):
+    model = load_model(net[0])
+    samples = load_data("random", model, split="train").samples(8)
+    plan = make_plan(model.module, samples, "30%", PlanConfig(score="orm_distortion"))
+    assert Plan.load(plan_file).hash == plan.hash
+
+
+def test_the_table_has_one_line_a_layer_with_its_bits(net, plan_file):
+    plan = Plan.load(plan_file)
+    result = run("plan", *net, "--budget", "30%")
+    lines = [line.split() for line in result.stdout.splitlines()]
+    assert lines[0][:5] == ["layer", "kind", "weight", "params", "MACs"]
+    assert [words[0] for words in lines[2:7]] == NAMES
+    for unit, words in zip(plan.graph.units, lines[2:7], strict=True):
+        bits = plan.allocation[unit.name].weight
+        assert words[1:3] == [unit.kind, "×".join(map(str, unit.weight_shape))]
+        assert words[7] == str(bits)
+        assert "▬" * bits in words
+    assert lines[5][-3:] == ["tied", "to", "block.conv2"]
+
+
+def test_totals_are_those_of_the_plan(net, plan_file):
+    plan = Plan.load(plan_file)
+    text = run("plan", *net, "--budget", "30%").stdout
+    used = plan.totals["bytes"] / plan.problem.costs["bytes"].reference
+    assert f"{100 * used:.5g} of 30 % of float" in text
+    weights = sum(u.weights * plan.allocation[u.name].weight for u in plan.graph.units)
+    average = weights / sum(u.weights for u in plan.graph.units)
+    assert f"{average:.3f} a weight on average" in text
+    assert plan.hash in text
+    assert "scoring the choices" in text
+
+
+def test_json_holds_what_a_program_needs(net, plan_file):
+    data = run_json("plan", *net, "--budget", "30%")
+    plan = Plan.load(plan_file)
+    assert data["hash"] == plan.hash
+    assert data["samples"] == 8
+    assert data["allocation"] == plan.allocation.to_json()
+    assert {unit["name"]: unit["macs"] for unit in data["units"]} == MACS
+    assert sum(unit["bytes"] for unit in data["units"]) == data["totals"]["bytes"]
+    assert data["totals"]["bytes"] <= data["limits"]["bytes"]
+    assert set(data["seconds"]) == {
+        "loading the network",
+        "reading samples",
+        "observing the network",
+        "scoring the choices",
+        "solving for the budget",
+    }
+
+
+def test_the_same_command_gives_the_same_bytes(net, plan_file, tmp_path):
+    again = tmp_path / "again.json"
+    run("plan", *net, "--budget", "30%", "-o", again)
+    assert again.read_bytes() == plan_file.read_bytes()
+
+
+def test_quiet_is_one_line(net, plan_file):
+    result = run("plan", *net, "--budget", "30%", "--quiet")
+    assert result.stdout.count("\n") == 1
+    assert Plan.load(plan_file).hash in result.stdout
+
+
+def test_at_80_columns_columns_go_before_names_are_cut():
+    words = ("plan", "cifar:resnet20", "--weights", "none", "--data", "random")
+    words = (*words, "--samples", "2", "--budget", "15%")
+    narrow, wide = run(*words, env={"COLUMNS": "80"}), run(*words)
+    assert max(map(len, narrow.stdout.splitlines())) <= 80
+    assert "64×64×3×3" in wide.stdout
+    assert "64×64×3×3" not in narrow.stdout
+    for result in (narrow, wide):
+        assert "layer3.2.conv2" in result.stdout
+        assert "…" not in result.stdout
+        assert "--weights none and --data random: these bits mean" in result.stdout
+        assert result.stderr.count("warning: ") == 2
+
+
+def test_what_stays_float_is_told_once_a_kind(net, tmp_path):
+    (tmp_path / "net.py").write_text(
+        "from torch import nn\n"
+        "class Net(nn.Sequential):\n"
+        "    preprocessing = {'input_shape': (1, 4, 4)}\n"
+        "def make():\n"
+        "    layers = [nn.Flatten()]\n"
+        "    for _ in range(4):\n"
+        "        layers += [nn.Linear(16, 16), nn.LayerNorm(16)]\n"
+        "    return Net(*layers)\n"
+    )
+    words = ("plan", f"{tmp_path / 'net.py'}:make", *net[1:], "--budget", "80%")
+    result = run(*words)
+    assert "4 LayerNorm stay float: 128 parameters (2, 4 and 2 more)" in result.stdout
+    strict = run(*words, "--strict")
+    assert strict.exit_code == 2
+    assert "error: strict: not everything is planned" in strict.stderr
+
+
+def test_pins_ties_and_choices_reach_the_plan(net):
+    data = run_json(
+        *("plan", *net, "--budget", "60%", "--choices", "4,2"),
+        *("--pin", "@first=W8A8", "--pin", "fc=float"),
+        *("--tie", "re:conv", "--activation-bits", "4,8"),
+    )
+    units = {unit["name"]: unit for unit in data["units"]}
+    assert units["stem"]["weight_bits"] == units["stem"]["activation_bits"] == 8
+    assert units["fc"]["weight_bits"] == 32
+    tied = [unit for name, unit in units.items() if name.startswith("block.")]
+    assert len({(u["weight_bits"], u["activation_bits"]) for u in tied}) == 1
+    assert [unit["pinned"] for unit in data["units"]] == [True, *[False] * 3, True]
+    assert {unit["weight_bits"] for unit in tied} <= {2, 4}
+
+
+def test_no_tie_frees_the_shortcut(net):
+    together = run_json("plan", *net, "--budget", "30%")
+    apart = run_json("plan", *net, "--budget", "30%", "--no-tie")
+    assert len({unit["group"] for unit in together["units"]}) == 4
+    assert len({unit["group"] for unit in apart["units"]}) == 5
+
+
+def test_a_protocol_brings_its_settings_and_yields_to_options(net):
+    words = ("plan", *net, "--budget", "3bits", "--protocol", "paper-ptq")
+    paper = run_json(*words)
+    config = PLAN_PROTOCOLS["paper-ptq"]
+    assert paper["accounting"] == config.accounting
+    assert (paper["method"], paper["score"]) == (config.method, "orm")
+    assert {unit["weight_bits"] for unit in paper["units"]} <= set(config.choices)
+    own = run_json(*words, "--method", "exact", "--score", "weight_noise")
+    assert (own["method"], own["score"]) == ("exact", "weight_noise")
+    assert own["accounting"] == config.accounting
+
+
+def test_the_papers_number_of_samples_goes_with_its_protocol():
+    assert sample_count("torchvision:resnet18", None, None) == 64
+    assert sample_count("torchvision:mobilenet_v2", None, None) == 64
+    assert sample_count("torchvision:mobilenet_v2", None, "paper-ptq") == 32
+    assert sample_count("timm:mobilenetv2_100", None, "paper-ptq") == 32
+    assert sample_count("torchvision:resnet18", None, "paper-ptq") == 64
+    assert sample_count("torchvision:mobilenet_v2", 16, "paper-ptq") == 16
+
+
+def test_a_score_of_the_users_own(net, tmp_path):
+    (tmp_path / "score.py").write_text(
+        "import numpy as np\n"
+        "def score(graph, model, samples, choices):\n"
+        "    return np.array([[-c.weight for c in choices] for _ in graph.units])\n"
+        "def make():\n    return score\n"
+        "def wrong():\n    return 3\n"
+    )
+    words = ("plan", *net, "--budget", "30%", "--score")
+    assert run(*words, f"{tmp_path / 'score.py'}:make").exit_code == 0
+    wrong = run(*words, f"{tmp_path / 'score.py'}:wrong")
+    assert wrong.exit_code == 2
+    assert "wrong returned int; it must return a score" in wrong.stderr
+
+
+@pytest.mark.parametrize(
+    ("score", "steps"), [("output_divergence", 5), ("orm_distortion", 4)]
+)
+def test_scores_show_their_progress_but_not_in_the_plan(net, monkeypatch, score, steps):
+    """Divergence goes by units; ORM by functions, of which two units share one."""
+    seen: list[tuple[int, int | None, str]] = []
+    original = Screen.stages
+
+    @contextmanager
+    def watched(self: Screen, name: str):
+        with original(self, name) as (progress, _):
+            yield progress, lambda *args: seen.append(args)
+
+    monkeypatch.setattr(Screen, "stages", watched)
+    data = run_json("plan", *net, "--budget", "30%", "--score", score)
+    assert [step[:2] for step in seen] == [(n + 1, steps) for n in range(steps)]
+    assert data["score"] == score
+
+
+def test_latency_is_a_budget(net, tmp_path):
+    row = {f"W{bits}A8": bits / 64 for bits in (2, 4, 8)}
+    (tmp_path / "ms.json").write_text(json.dumps(dict.fromkeys(NAMES, row)))
+    words = ("plan", *net, "--choices", "2,4,8", "--latency", tmp_path / "ms.json")
+    data = run_json(*words, "--budget", "0.26ms")
+    spent = sum(unit["weight_bits"] for unit in data["units"]) / 64
+    assert data["totals"]["milliseconds"] == spent <= 0.26
+    assert "latency  0.25 ms" in run(*words, "--budget", "0.26ms").stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--budget", "4 parsecs"], "4 parsecs"),
+        (["--budget", "0.1%"], "cannot be met"),
+        (["--score", "orn"], "'orn' is no score (did you mean orm"),
+        (["--choices", "2,x"], "write for example --choices 2,4,8"),
+        (["--choices", "1,2"], "must be bits from 2 to 8"),
+        (["--pin", "fc"], "--pin fc: write PATTERN=BITS"),
+        (["--pin", "nothing=8"], "'nothing' matches no unit"),
+        (["--tie", "re:["], "is no regular expression"),
+        (["--method", "exakt"], "(did you mean exact?)"),
+        (["--latency", "no.json"], "no.json is no latency table"),
+        (["--samples", "1"], "--samples"),
+        (["--samples", "5000"], "asked for 5000 samples"),
+        (["--weights", "no.pth"], "no weights file no.pth"),
+        (["--data", "nowhere"], "nowhere"),
+    ],
+)
+def test_wrong_options_are_one_line_that_helps(net, words, message):
+    result = run("plan", *net, "--budget", "30%", *words)
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert result.stderr.splitlines()[-1].startswith("error: ")
+    assert "Traceback" not in result.output
+    assert result.stdout == ""
+
+
+def test_unknown_network_is_one_line_with_suggestions(net):
+    result = run("plan", "torchvision:resnet81", *net[1:], "--budget", "20%")
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: torchvision has no classification network")
+    assert "did you mean resnet18" in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--budget", "20%", "--choices", "9"), "must be bits from 2 to 8"),
+        (("--budget", "much"), "much"),
+    ],
+)
+def test_wrong_settings_are_told_before_the_network_is_loaded(words, message):
+    result = run("plan", "no:network", "--data", "random", *words)
+    assert message in result.stderr
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there_is_told(net):
+    result = run("plan", *net, "--budget", "30%", "--device", "cuda")
+    assert result.exit_code == 2
+    assert "--device cuda: PyTorch finds no GPU" in result.stderr
+
+
+def test_an_error_writes_no_file(net, tmp_path):
+    path = tmp_path / "deep" / "plan.json"
+    run("plan", *net, "--budget", "0.1%", "-o", path)
+    assert not path.parent.exists()
+
+
+def test_a_file_in_the_way_of_a_folder_is_explained(net, tmp_path):
+    (tmp_path / "file").write_text("")
+    result = run("plan", *net, "--budget", "30%", "-o", tmp_path / "file" / "plan.json")
+    assert result.exit_code == 2
+    assert result.stderr.splitlines()[-1].startswith("error: ")
+
+
+def test_replan_solves_for_another_budget_without_the_network(plan_file, tmp_path):
+    path = tmp_path / "smaller.json"
+    result = run("replan", plan_file, "--budget", "3bits", "-o", path)
+    assert result.exit_code == 0
+    expected = Plan.load(plan_file).with_budget("3bits")
+    assert Plan.load(path).hash == expected.hash
+    assert expected.hash in result.stdout
+    assert f"saved to {path}" in result.stdout
+
+
+def test_replan_says_what_is_wrong(plan_file, tmp_path):
+    missing = run("replan", tmp_path / "no.json", "--budget", "3bits")
+    assert "no.json is no plan" in missing.stderr
+    infeasible = run("replan", plan_file, "--budget", "1bits")
+    assert "cannot be met" in infeasible.stderr
+    assert missing.exit_code == infeasible.exit_code == 2
+
+
+def test_budget_tells_the_range_and_the_uniform_widths(net):
+    data = run_json("budget", net[0], "--choices", "2,4,8")
+    rows = {row["mark"]: row for row in data["rows"]}
+    assert list(rows) == ["smallest", "all W2A8", "all W4A8", "all W8A8", "largest"]
+    assert rows["all W4A8"]["average_bits"] == 4
+    assert rows["all W4A8"]["bit_ops"] == sum(MACS.values()) * 4 * 8
+    assert rows["smallest"]["bytes"] == rows["all W2A8"]["bytes"]
+    assert rows["largest"]["bytes"] == rows["all W8A8"]["bytes"]
+
+
+def test_budget_needs_no_data_and_warns_of_nothing():
+    result = run("budget", "cifar:resnet20")
+    assert result.exit_code == 0
+    assert result.stderr == ""
+    assert result.stdout.startswith("cifar:resnet20: 20 layers, 1.03 MiB as float; ")
+
+
+def test_budget_shows_ends_that_are_no_uniform_width(net):
+    words = ("budget", net[0], "--choices", "2,4", "--pin", "stem=8")
+    lines = [line.split() for line in run(*words).stdout.splitlines()]
+    marks = [words[:2] for words in lines if words[:1] == ["all"]]
+    assert marks == [["all", "W2A8"], ["all", "W4A8"], ["all", "W8A8"]]
+    mixed = run(*words, "--tie", "re:conv").stdout
+    assert "can be met" in mixed
+
+
+def test_every_entry_of_the_budget_table_can_be_met(net, plan_file):
+    text = run("budget", *net[:3]).stdout
+    smallest = next(line for line in text.splitlines() if line.startswith("all W2A8"))
+    for entry in smallest.split()[2:]:
+        data = run_json("replan", plan_file, "--budget", entry)
+        assert {unit["weight_bits"] for unit in data["units"]} == {2}, entry
+
+
+def test_budget_quietly_is_one_line(net):
+    result = run("budget", net[0], "--quiet")
+    assert result.stdout.count("\n") == 1
+    assert "can be met" in result.stdout
+
+
+def test_paper_accounting_counts_as_the_paper(net):
+    row = run_json("budget", net[0], "--choices", "8", "--accounting", "paper")["rows"]
+    weights = np.array([4 * 27 + 4, 8 * 36 + 16, 8 * 72 + 16, 32 + 8, 80 + 10])
+    assert row[0]["bytes"] == weights.sum()

@@ -1,0 +1,215 @@
+"""quantize and evaluate, run as the program runs them."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from cli_tools import network_file, run, run_json
+from ompq import reconstruction
+from ompq.datasets import load_data
+from ompq.evaluation import evaluate
+from ompq.models import load_model
+from ompq.plans import Plan
+
+FAST = ("--samples", "16", "--iterations", "3")
+
+
+@pytest.fixture(scope="module")
+def net(tmp_path_factory) -> tuple[str, ...]:
+    return (network_file(tmp_path_factory.mktemp("net")), "--data", "random")
+
+
+@pytest.fixture(scope="module")
+def finished(net, tmp_path_factory):
+    """A whole run: its folder and what it printed."""
+    folder = tmp_path_factory.mktemp("run") / "out"
+    words = ("quantize", *net, *FAST, "--budget", "40%", "-o", folder)
+    result = run(*words, "--eval-data", "random", "--limit", "64")
+    assert result.exit_code == 0, result.output
+    return folder, result
+
+
+def without_times(path: Path) -> dict:
+    data = json.loads(path.read_text())
+    data["sections"] = [s for s in data["sections"] if s["section"] != "StageTime"]
+    data.pop("seconds")
+    if data["evaluation"]:
+        data["evaluation"].pop("images_per_second")
+    return data
+
+
+def test_quantize_leaves_everything_in_its_folder(finished):
+    folder, result = finished
+    names = {path.name for path in folder.iterdir()}
+    assert names >= {"plan.json", "result.json", "report.html"}
+    assert "checkpoint.safetensors" not in names
+    for name in names:
+        assert str(folder / name) in result.stdout
+    assert (folder / "report.html").read_text().lower().startswith("<!doctype html>")
+
+
+def test_the_result_holds_accuracy_errors_and_times(finished):
+    folder, result = finished
+    data = json.loads((folder / "result.json").read_text())
+    assert data["samples"] == 16
+    assert data["plan"]["hash"] == Plan.load(folder / "plan.json").hash
+    assert data["evaluation"]["count"] == 64
+    kinds = [section["section"] for section in data["sections"]]
+    assert kinds.count("Accuracy") == 2
+    assert kinds.count("BlockError") == 3  # stem, block, fc
+    assert set(data["seconds"]) >= {"scoring the choices", "reconstructing"}
+    float_top1 = data["evaluation"]["top1"] + data["evaluation"]["drop"]
+    assert f"top-1 {100 * float_top1:.2f} %" in result.stdout
+    assert "of 3 improved" in result.stdout
+    assert "--data random: the results mean nothing" in result.stdout
+
+
+def test_the_float_accuracy_is_that_of_evaluate(net, finished):
+    data = json.loads((finished[0] / "result.json").read_text())
+    alone = run_json("evaluate", *net, "--limit", "64")
+    assert alone["top1"] == pytest.approx(
+        data["evaluation"]["top1"] + data["evaluation"]["drop"]
+    )
+
+
+def test_quantize_without_learning_and_without_labels(net, tmp_path):
+    words = ("quantize", *net, "--samples", "8", "--budget", "40%", "--no-reconstruct")
+    data = run_json(*words, "-o", tmp_path / "out")
+    assert data["evaluation"] is None
+    assert data["iterations"] == 0
+    assert data["files"][-1] == "result.json"
+    assert all((tmp_path / "out" / name).exists() for name in data["files"])
+    quiet = run(*words, "-o", tmp_path / "out", "--quiet")
+    assert quiet.stdout.count("\n") == 1
+
+
+def test_quantize_takes_a_plan(net, finished, tmp_path):
+    words = ("quantize", *net, "--samples", "8", "--no-reconstruct")
+    plan = finished[0] / "plan.json"
+    data = run_json(*words, "--plan", plan, "-o", tmp_path / "out")
+    assert data["plan"]["hash"] == Plan.load(plan).hash
+
+
+def test_quantize_takes_bits_copied_from_a_report(net, finished, tmp_path):
+    bits = Plan.load(finished[0] / "plan.json").allocation.to_json()
+    (tmp_path / "bits.json").write_text(json.dumps(bits))
+    words = ("quantize", *net, "--samples", "8", "--no-reconstruct")
+    data = run_json(*words, "--plan", tmp_path / "bits.json", "-o", tmp_path / "out")
+    assert data["plan"]["allocation"] == bits
+
+
+def stop_at_block(monkeypatch, number: int) -> None:
+    original, calls = reconstruction.learn_rounding, []
+
+    def learn(*args, **settings):
+        calls.append(args)
+        if len(calls) == number:
+            raise KeyboardInterrupt
+        return original(*args, **settings)
+
+    monkeypatch.setattr(reconstruction, "learn_rounding", learn)
+
+
+def test_ctrl_c_keeps_what_is_done_and_resume_gives_the_same(
+    net, finished, tmp_path, monkeypatch
+):
+    words = ("quantize", *net, *FAST, "--budget", "40%", "-o", tmp_path / "out")
+    words = (*words, "--eval-data", "random", "--limit", "64")
+    with monkeypatch.context() as patch:
+        stop_at_block(patch, 3)
+        patch.setattr("sys.argv", ["ompq", *map(str, words)])
+        stopped = run(*words)
+    assert stopped.exit_code == 130
+    assert stopped.stdout == ""
+    checkpoint = tmp_path / "out" / "checkpoint.safetensors"
+    assert checkpoint.exists()
+    assert f"what is done is kept in {checkpoint}" in stopped.stderr
+    assert "continue with: ompq quantize " in stopped.stderr
+    assert stopped.stderr.endswith(" --resume\n")
+    assert not (tmp_path / "out" / "result.json").exists()
+
+    refused = run(*words)
+    assert refused.exit_code == 2
+    assert "add --resume to continue it, or remove it" in refused.stderr
+    other = run(*words, "--resume", "--budget", "50%")
+    assert other.exit_code == 2
+    assert "was begun with the budget 40%, not 50%" in other.stderr
+
+    assert run(*words, "--resume").exit_code == 0
+    assert not checkpoint.exists()
+    resumed = without_times(tmp_path / "out" / "result.json")
+    assert resumed == without_times(finished[0] / "result.json")
+
+
+def test_ctrl_c_before_the_first_block_leaves_nothing_to_resume(
+    net, tmp_path, monkeypatch
+):
+    def stop(*_args, **_settings):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("ompq.cli.quantizing.round_weights", stop)
+    result = run("quantize", *net, *FAST, "--budget", "40%", "-o", tmp_path / "out")
+    assert result.exit_code == 130
+    assert result.stderr.endswith("stopped\n")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "no budget: give --budget, for example 4.0MiB, or --plan"),
+        (["--budget", "0.1%"], "cannot be met"),
+        (["--budget", "40%", "--eval-data", "nowhere"], "nowhere"),
+        (["--plan", "no.json"], "no.json is neither a plan nor bits"),
+        (["--budget", "40%", "--iterations", "0"], "--iterations"),
+    ],
+)
+def test_an_error_leaves_nothing_behind(net, tmp_path, words, message):
+    result = run("quantize", *net, *FAST, "-o", tmp_path / "out", *words)
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_plan_of_another_network_is_refused(finished, tmp_path):
+    result = run(
+        *("quantize", "ompq:demo", "--data", "random", "--samples", "4"),
+        *("--plan", finished[0] / "plan.json", "-o", tmp_path / "out"),
+    )
+    assert result.exit_code == 2
+    assert "the plan was made for another network" in result.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_evaluate_tells_top1_with_its_interval(net):
+    result = run("evaluate", *net, "--limit", "50", "--batch-size", "20")
+    model = load_model(net[0])
+    batches = load_data("random", model).batches(batch_size=20, limit=50)
+    expected = evaluate(model.module, batches)
+    low, high = expected.interval
+    text = f"{100 * expected.top1:.2f} % ({100 * low:.2f} to {100 * high:.2f})"
+    assert f"top-1    {text} of 50 images" in result.stdout
+    assert "--data random: the numbers mean nothing" in result.stdout
+    quiet = run("evaluate", *net, "--limit", "50", "--quiet")
+    assert quiet.stdout == f"{text} of 50 images\n"
+
+
+def test_evaluate_json_can_be_read_back(net):
+    data = run_json("evaluate", *net, "--limit", "10")
+    assert data["count"] == 10
+    assert data["network"] == net[0]
+    assert 0 <= data["interval"][0] <= data["top1"] <= data["interval"][1] <= 1
+
+
+def test_evaluate_says_what_is_wrong(net, tmp_path):
+    torch.save({"stem.weight": torch.zeros(1)}, tmp_path / "bad.pth")
+    wrong = run("evaluate", *net, "--weights", tmp_path / "bad.pth")
+    assert wrong.exit_code == 2
+    assert "bad.pth does not fit" in wrong.stderr
+    (tmp_path / "empty").mkdir()
+    empty = run("evaluate", net[0], "--data", tmp_path / "empty")
+    assert empty.exit_code == 2
+    assert empty.stderr.startswith("error: ")
+    assert str(tmp_path / "empty") in empty.stderr
