@@ -8,7 +8,7 @@ from html.parser import HTMLParser
 import numpy as np
 import pytest
 
-from ompq.allocation import Allocation
+from ompq.allocation import Allocation, Budget, ParetoPoint
 from ompq.graph import Choice, LayerGraph, Skipped, Unit
 from ompq.plans import Plan
 from ompq.report import (
@@ -128,6 +128,26 @@ def test_the_embedded_solutions_are_those_of_the_plan(plan, page):
         assert dict(zip(data["names"], chosen, strict=True)) == dict(solved.allocation)
 
 
+@pytest.mark.parametrize("method", ["exact", "relax-round"])
+@pytest.mark.parametrize("cost", ["bytes", "bit_ops", "weight_bits"])
+def test_every_step_is_what_with_budget_gives(method, cost):
+    text = {"bytes": "2.2KiB", "bit_ops": "2MBOPs", "weight_bits": "4bits"}[cost]
+    own = toy_plan(text, method=method)
+    axis = report_data.explorer_data(own, steps=12)["axes"][0]
+    assert axis["cost"] == cost
+    assert len(axis["limits"]) == 13
+    reference = own.problem.costs[cost].reference
+    for limit, columns in zip(axis["limits"], axis["solutions"], strict=True):
+        if cost == "bytes":
+            expected = own.with_budget(Budget(size_mib=limit / 2**20))
+        elif cost == "bit_ops":
+            expected = own.with_budget(Budget(bit_ops=limit))
+        else:
+            bits = limit / reference * (1 + 1e-12)
+            expected = own.with_budget(Budget(average_bits=bits))
+        assert columns == report_data.solution(expected)
+
+
 def test_the_costs_that_a_budget_limits_have_a_slider_each():
     several = toy_plan("2.2KiB,0.004GBOPs")
     assert report_data.axis_costs(several) == ["bytes", "bit_ops"]
@@ -208,20 +228,19 @@ def big_plan(count: int) -> Plan:
 
 def test_a_thousand_units_stay_under_two_megabytes(monkeypatch):
     network = big_plan(1000)
-    solved = [
-        (limit, Allocation(dict.fromkeys(network.graph.names, choice)))
-        for limit, choice in zip(
-            np.linspace(1e6, 9e6, 128), network.choices * 19, strict=False
+    rng = np.random.default_rng(1)
+    curve = [
+        ParetoPoint(
+            limit=float(cost),
+            cost=float(cost),
+            damage=1 / cost,
+            allocation=Allocation(
+                {name: network.choices[rng.integers(7)] for name in network.graph.names}
+            ),
         )
+        for cost in np.linspace(1e6, 9e6, 128)
     ]
-    monkeypatch.setattr(
-        Plan,
-        "pareto",
-        lambda *_: [
-            type("Point", (), {"limit": limit, "allocation": allocation})
-            for limit, allocation in solved
-        ],
-    )
+    monkeypatch.setattr(Plan, "pareto", lambda *_: curve)
     html = render_report(network, every_section())
     assert len(html.encode()) < 2_000_000
     assert "each row and column is the mean of 3" in " ".join(Page(html).texts)

@@ -2,11 +2,12 @@
 
 import json
 import os
+import re
 import shutil
 
 import pytest
 
-from ompq.allocation import Allocation
+from ompq.allocation import Allocation, Budget
 from ompq.report import write_report
 from reports import CLOSING, HOSTILE, every_section, hostile_plan, toy_plan
 
@@ -202,6 +203,23 @@ def test_layers_are_reached_by_keyboard_and_explained(page, plan):
     assert float(rows[0].text.split()[1]) == pytest.approx(damage[0], rel=0.01)
 
 
+def test_the_exchange_is_that_of_explain(page, plan):
+    told = 0
+    for unit, name in enumerate(plan.graph.names):
+        by_id(page, f"unit-{unit}").click()
+        exchange = plan.explain(name).exchange
+        words = by_id(page, "why").text
+        if exchange is None:
+            assert "No exchange" in words
+            continue
+        told += 1
+        pair = f"{exchange.choice} here and {exchange.after} instead of "
+        assert f"{pair}{exchange.before} for {exchange.unit}" in words
+        added = re.search(r"would add (\S+) damage, so it was refused", words).group(1)
+        assert float(added) == pytest.approx(exchange.damage, rel=0.006)
+    assert told > 5
+
+
 def test_the_matrix_is_read_by_keyboard(page, plan):
     by_id(page, "orm-map").send_keys("\ue015\ue015\ue014")  # down, down, right
     text = by_id(page, "orm-read").text
@@ -247,7 +265,7 @@ def test_several_limits_have_an_axis_each(browser, tmp_path):
     assert [b.text for b in buttons] == ["Size", "Bit operations"]
     buttons[1].click()
     limit = move_to(browser, 50)
-    expected = several.with_budget(f"{limit * (1 + 1e-9) / 1e9!r}GBOPs")
+    expected = several.with_budget(Budget(bit_ops=limit))
     assert {n: c for n, c, _ in shown_bits(browser)} == {
         name: str(choice) for name, choice in expected.allocation.items()
     }

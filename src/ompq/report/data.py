@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ompq.allocation import Allocation
+from ompq.allocation import Allocation, Budget
 from ompq.plans import Plan
 
 STEPS = 128  # budgets on each curve
@@ -64,24 +64,55 @@ def solution(plan: Plan) -> str:
 
 
 def _axis(plan: Plan, cost: str, steps: int) -> dict[str, Any]:
-    column = {choice: _DIGITS[number] for number, choice in enumerate(plan.choices)}
-    names = plan.graph.names
+    digit = {choice: _DIGITS[number] for number, choice in enumerate(plan.choices)}
     found = [
-        (point.limit, "".join(column[point.allocation[name]] for name in names))
-        for point in plan.pareto(cost, steps)
+        (limit, "".join(digit[allocation[name]] for name in plan.graph.names))
+        for limit, allocation in _solutions(plan, cost, steps)
     ]
     own = limits(plan)
     at = -1
     if list(own) == [cost]:
         # The plan itself stands on the curve: the slider starts there.
-        at = sum(bool(limit < own[cost]) for limit, _ in found)
+        at = sum(limit < own[cost] for limit, _ in found)
         found.insert(at, (own[cost], solution(plan)))
     return {
         "cost": cost,
         "plan": at,
-        "limits": [float(limit) for limit, _ in found],
+        "limits": [limit for limit, _ in found],
         "solutions": [columns for _, columns in found],
     }
+
+
+def _solutions(plan: Plan, cost: str, steps: int) -> list[tuple[float, Allocation]]:
+    """Return limits, evenly spaced, and what ``plan.with_budget`` gives for each."""
+    curve = plan.pareto(cost, steps)
+    even = np.linspace(curve[0].cost, curve[-1].cost, steps)
+    costs = plan.problem.costs
+    budgets = [_budget(cost, limit, costs[cost].reference) for limit in even.tolist()]
+    reached = [budget.limits(costs)[cost] for budget in budgets]
+    if plan.method != "exact":
+        return [
+            (limit, plan.with_budget(budget).allocation)
+            for limit, budget in zip(reached, budgets, strict=True)
+        ]
+    # The curve leaves out limits whose answer it has: a point holds from cost to limit.
+    used = np.array([point.cost for point in curve])
+    places = np.maximum(np.searchsorted(used, reached, side="right") - 1, 0)
+    return [
+        (min(limit, curve[place].limit), curve[place].allocation)
+        for limit, place in zip(reached, places.tolist(), strict=True)
+    ]
+
+
+def _budget(cost: str, limit: float, reference: float) -> Budget:
+    if cost == "bytes":
+        return Budget(size_mib=limit / 2**20)
+    if cost == "bit_ops":
+        return Budget(bit_ops=limit)
+    if cost == "milliseconds":
+        return Budget(latency_ms=limit)
+    # A last bit more, since dividing may have taken one away.
+    return Budget(average_bits=float(np.nextafter(limit / reference, np.inf)))
 
 
 def _numbers(table: NDArray[np.float64]) -> list[list[float]]:

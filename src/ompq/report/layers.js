@@ -75,17 +75,32 @@ function changes(columns, group) {
     .sort((a, b) => a.cost - b.cost || b.damage - a.damage);
 }
 
-// The change elsewhere that saves most damage for its cost.
-function bestElsewhere(columns, group) {
+// The least damaging change of this group together with one other, within the budget:
+// what was refused most narrowly. plan.explain() has the same rule.
+function bestExchange(columns, group) {
+  const room = state.axis.limits[state.step] - hereTotals()[state.axis.cost];
+  const elsewhere = members.map((units, other) => (other === group ? [] : changes(columns, other)));
   let best = null;
-  members.forEach((units, other) => {
-    if (other === group) return;
-    for (const change of changes(columns, other)) {
-      const rate = -change.damage / change.cost;
-      if (change.cost > 0 && rate > 0 && (!best || rate > best.rate)) best = { ...change, rate, unit: units[0] };
-    }
-  });
+  for (const mine of changes(columns, group)) {
+    if (mine.choice === columns[members[group][0]]) continue;
+    elsewhere.forEach((options, other) => {
+      const unit = members[other][0];
+      for (const theirs of options) {
+        const damage = mine.damage + theirs.damage;
+        const fits = theirs.choice !== columns[unit] && mine.cost + theirs.cost <= room;
+        if (fits && (!best || damage < best.damage)) best = { choice: mine.choice, unit, after: theirs.choice, damage };
+      }
+    });
+  }
   return best;
+}
+
+function exchangeText(columns, group) {
+  const best = bestExchange(columns, group);
+  if (!best) return "No exchange with one other layer fits the budget.";
+  const [here, after, before] = [best.choice, best.after, columns[best.unit]].map((choice) => label(data.choices[choice]));
+  const verdict = best.damage >= 0 ? `would add ${digits(best.damage)} damage, so it was refused` : `would save ${digits(-best.damage)} damage`;
+  return `The best exchange within the budget, ${here} here and ${after} instead of ${before} for ${data.names[best.unit]}, ${verdict}.`;
 }
 
 // The budgets at which the unit's bits change: one step to each side on the curve.
@@ -118,16 +133,10 @@ function reasons(unit) {
     const left = state.axis.limits[state.step] - hereTotals()[cost];
     const saved = -up.damage;
     found.push(`${label(data.choices[up.choice])} would take ${amount(up.cost)} more and save ${digits(saved)} damage, ${rate(saved / up.cost)}; ${amount(left)} of the budget are free.`);
-    const best = bestElsewhere(here(), data.groups[unit]);
-    if (best) {
-      const does = `${data.names[best.unit]} from ${label(data.choices[here()[best.unit]])} to ${label(data.choices[best.choice])}`;
-      const better = best.rate > saved / up.cost ? "More is saved elsewhere" : "The best elsewhere saves less";
-      found.push(`${better}: ${does}, ${rate(best.rate)}.`);
-    }
   } else found.push("It has as much as it may have.");
   if (down) found.push(`${label(data.choices[down.choice])} would free ${amount(down.cost)} and add ${digits(down.damage)} damage, ${rate(down.damage / -down.cost)}.`);
   else found.push("It has as little as it may have.");
-  found.push(turningPoints(unit));
+  found.push(exchangeText(here(), data.groups[unit]), turningPoints(unit));
   return found;
 }
 
