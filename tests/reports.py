@@ -6,6 +6,8 @@ import numpy as np
 from torch import nn
 
 from nets import TinyMobileNet, images, seeded
+from ompq.allocation import Allocation, Budget
+from ompq.graph import Choice, LayerGraph, Unit
 from ompq.pipeline import PlanConfig, plan
 from ompq.plans import Plan
 from ompq.report import (
@@ -18,6 +20,7 @@ from ompq.report import (
     StageTime,
     Versions,
 )
+from ompq.scores import ScoreTable
 
 HOSTILE = "<img src=x onerror=alert(1)>"
 CLOSING = "</script><script>alert(2)</script>"
@@ -35,6 +38,43 @@ def hostile_plan() -> Plan:
         "pool": nn.AdaptiveAvgPool2d(1),
     }
     return plan(nn.Sequential(OrderedDict(layers)), images(), "0.15KiB")
+
+
+def big_plan(count: int) -> Plan:
+    rng = np.random.default_rng(0)
+    units = tuple(
+        Unit(
+            name=f"stages.{i // 50}.blocks.{i // 5 % 10}.projection.{i}",
+            kind="conv",
+            parameter=f"{i}.weight",
+            weight_shape=(64, 64, 3, 3),
+            out_channels=64,
+            bias_parameters=0,
+            norm="",
+            norm_parameters=0,
+            macs=10**7 + i,
+            calls=1,
+            block=f"b{i // 5}",
+            stage=i // 50,
+            group=f"g{i}",
+            feature=i,
+            activation="",
+        )
+        for i in range(count)
+    )
+    choices = tuple(Choice(bits, 8) for bits in (2, 3, 4, 5, 6, 7, 8))
+    damage = rng.random((count, 1)) * 4.0 ** -np.arange(7)
+    orm = 0.5 + 0.5 * np.corrcoef(rng.normal(size=(count, 40)))
+    gamma = orm.sum(1) - 1
+    names = tuple(unit.name for unit in units)
+    return Plan(
+        graph=LayerGraph(units),
+        choices=choices,
+        scores=ScoreTable(damage, orm, names, gamma, np.exp(-gamma / count)),
+        allowed=np.ones(damage.shape, bool),
+        budget=Budget(average_bits=4),
+        allocation=Allocation(dict.fromkeys(names, Choice(4, 8))),
+    )
 
 
 def every_section(name: str = "conv1") -> list[Section]:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from ompq.allocation import Allocation, Budget, ParetoPoint
-from ompq.graph import Choice, LayerGraph, Skipped, Unit
+from ompq.graph import Choice, Skipped
 from ompq.plans import Plan
 from ompq.report import (
     Agreement,
@@ -19,7 +19,14 @@ from ompq.report import (
 from ompq.report import data as report_data
 from ompq.report.numbers import in_bytes
 from ompq.scores import ScoreTable
-from reports import CLOSING, HOSTILE, every_section, hostile_plan, toy_plan
+from reports import (
+    CLOSING,
+    HOSTILE,
+    big_plan,
+    every_section,
+    hostile_plan,
+    toy_plan,
+)
 
 
 class Page(HTMLParser):
@@ -61,6 +68,12 @@ def page(html):
     return Page(html)
 
 
+@pytest.fixture
+def few_steps(monkeypatch):
+    """For tests of pages whose slider does not matter."""
+    monkeypatch.setattr("ompq.report.page.STEPS", 3)
+
+
 def test_the_file_is_written_whole_and_always_the_same(plan, html, tmp_path):
     path = tmp_path / "deep" / "a.html"
     written = write_report(path, plan, results=every_section(), title="A toy")
@@ -77,6 +90,7 @@ def test_nothing_is_fetched(html):
     assert "default-src 'none'" in html
 
 
+@pytest.mark.usefixtures("few_steps")
 def test_every_part_appears_only_with_its_data(plan, page):
     parts = {"accuracy", "blocks", "histograms", "times", "agreement", "skipped"}
     assert parts < page.ids
@@ -87,6 +101,7 @@ def test_every_part_appears_only_with_its_data(plan, page):
     assert "orm" not in Page(render_report(unmeasured)).ids
 
 
+@pytest.mark.usefixtures("few_steps")
 def test_skipped_layers_are_listed_with_their_reasons(plan):
     graph = replace(plan.graph, skipped=(Skipped("norm", "stands alone"),))
     texts = Page(render_report(replace(plan, graph=graph))).texts
@@ -169,6 +184,7 @@ def test_choices_are_embedded_as_an_allocation_saves_them(plan):
     assert Allocation.from_json(copied) == plan.allocation
 
 
+@pytest.mark.usefixtures("few_steps")
 def test_hostile_names_are_text():
     html = render_report(hostile_plan(), every_section(HOSTILE), HOSTILE)
     page = Page(html)
@@ -187,43 +203,6 @@ def test_only_the_pages_own_script_may_run(html):
     script = re.search(r"<script>(.*)</script>", html, re.S).group(1)
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     assert f"script-src 'sha256-{digest}'" in html
-
-
-def big_plan(count: int) -> Plan:
-    rng = np.random.default_rng(0)
-    units = tuple(
-        Unit(
-            name=f"stages.{i // 50}.blocks.{i // 5 % 10}.projection.{i}",
-            kind="conv",
-            parameter=f"{i}.weight",
-            weight_shape=(64, 64, 3, 3),
-            out_channels=64,
-            bias_parameters=0,
-            norm="",
-            norm_parameters=0,
-            macs=10**7 + i,
-            calls=1,
-            block=f"b{i // 5}",
-            stage=i // 50,
-            group=f"g{i}",
-            feature=i,
-            activation="",
-        )
-        for i in range(count)
-    )
-    choices = tuple(Choice(bits, 8) for bits in (2, 3, 4, 5, 6, 7, 8))
-    damage = rng.random((count, 1)) * 4.0 ** -np.arange(7)
-    orm = 0.5 + 0.5 * np.corrcoef(rng.normal(size=(count, 40)))
-    gamma = orm.sum(1) - 1
-    names = tuple(unit.name for unit in units)
-    return Plan(
-        graph=LayerGraph(units),
-        choices=choices,
-        scores=ScoreTable(damage, orm, names, gamma, np.exp(-gamma / count)),
-        allowed=np.ones(damage.shape, bool),
-        budget=toy_plan("4bits").budget,
-        allocation=Allocation(dict.fromkeys(names, Choice(4, 8))),
-    )
 
 
 def test_a_thousand_units_stay_under_two_megabytes(monkeypatch):
@@ -251,6 +230,7 @@ def test_a_result_of_another_kind_is_refused(plan):
         render_report(plan, [{"name": "x"}])
 
 
+@pytest.mark.usefixtures("few_steps")
 def test_units_that_may_have_one_choice_are_marked_as_pinned():
     pinned = toy_plan("3KiB", pinned={"@first": 8, "@last": 32})
     html = render_report(pinned)
@@ -262,6 +242,7 @@ def test_units_that_may_have_one_choice_are_marked_as_pinned():
     ]
 
 
+@pytest.mark.usefixtures("few_steps")
 def test_what_was_not_compared_is_left_empty(plan):
     scores = replace(plan.scores, gamma=None, importance=None)
     html = render_report(replace(plan, scores=scores), [Agreement("net.onnx", 1.0, 8)])
@@ -270,23 +251,27 @@ def test_what_was_not_compared_is_left_empty(plan):
     assert 'class="strip"' not in html
 
 
+@pytest.mark.usefixtures("few_steps")
 def test_average_bits_are_a_budget_like_the_others():
     text = " ".join(" ".join(Page(render_report(toy_plan("4bits"))).texts).split())
     assert "Average bits budget" in text
     assert " of 4 bits" in text
 
 
+@pytest.mark.usefixtures("few_steps")
 def test_choices_are_named_by_both_widths_where_inputs_have_several():
     html = render_report(toy_plan(activation_choices=(4, 8)))
     assert "W4A8" in html
     assert "inputs have" not in html
 
 
+@pytest.mark.usefixtures("few_steps")
 def test_the_papers_accounting_has_no_items():
     text = " ".join(Page(render_report(toy_plan(accounting="paper"))).texts)
     assert "zero points" not in text
 
 
+@pytest.mark.usefixtures("few_steps")
 def test_latency_is_a_budget_like_the_others():
     graph = toy_plan().graph
     table = {

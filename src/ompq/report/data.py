@@ -8,12 +8,11 @@ from numpy.typing import NDArray
 from ompq.allocation import Allocation, Budget
 from ompq.plans import Plan
 
-STEPS = 128  # budgets on each curve
 _DIGITS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
-def explorer_data(plan: Plan, steps: int = STEPS) -> dict[str, Any]:
-    """Return the explorer's data, plain enough for JSON.
+def explorer_data(plan: Plan, steps: int) -> dict[str, Any]:
+    """Return the explorer's data for ``steps`` budgets, plain enough for JSON.
 
     A solution is a string with one character a unit: the digit of its choice, in base
     62, so that a hundred solutions of a large network stay small.

@@ -35,6 +35,7 @@ from ompq.report.sections import (
 )
 
 _FOLDER = Path(__file__).parent
+STEPS = 128  # budgets on each of the explorer's curves
 _COST_NAMES = {
     "bytes": "Size",
     "bit_ops": "Bit operations",
@@ -101,7 +102,7 @@ def render_report(
         **_results(results),
         "ompq_version": version("ompq"),
     }
-    data = {**explorer_data(plan), "orm": context["orm_data"]}
+    data = {**explorer_data(plan, STEPS), "orm": context["orm_data"]}
     embedded = htmlsafe_json_dumps(data, separators=(",", ":"), allow_nan=False)
     template = environment.get_template("template.html.jinja")
     return template.render(**context, data=embedded).lstrip()
