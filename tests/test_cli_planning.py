@@ -74,6 +74,23 @@ def test_totals_are_those_of_the_plan(net, plan_file):
     assert "scoring the choices" in text
 
 
+def test_use_is_told_in_the_budgets_own_unit(plan_file):
+    plan = Plan.load(plan_file).with_budget("1KiB, 0.01MB, 1MBOPs, 8bits")
+    used, operations = plan.totals["bytes"], plan.totals["bit_ops"]
+    words = ("replan", plan_file, "--budget", "1KiB,0.01MB,1MBOPs,8bits")
+    first = run(*words).stdout.partition("size ")[0]
+    assert f"{used / 1e6:.5g} of 0.01 MB ({used / 1e4:.1%})" in first
+    assert f"of 1.00 KiB ({used / 1024:.1%})" in first
+    assert f"of 1.00 MBOPs ({operations / 1e6:.1%})" in first
+    assert f"{plan.totals['average_bits']:.5g} of 8 bits" in first
+
+
+def test_paper_accounting_is_named(net):
+    words = ("plan", *net, "--budget", "4bits", "--accounting", "paper")
+    result = run(*words, "--device", "cpu")
+    assert "counted as in the paper, without scales" in result.stdout
+
+
 def test_json_holds_what_a_program_needs(net, plan_file):
     data = run_json("plan", *net, "--budget", "30%")
     plan = Plan.load(plan_file)
@@ -222,6 +239,9 @@ def test_latency_is_a_budget(net, tmp_path):
     spent = sum(unit["weight_bits"] for unit in data["units"]) / 64
     assert data["totals"]["milliseconds"] == spent <= 0.26
     assert "latency  0.25 ms" in run(*words, "--budget", "0.26ms").stdout
+    table = run("budget", net[0], *words[6:]).stdout
+    assert "all W2A8" in table
+    assert table.splitlines()[4].endswith(" 0.1563ms")  # 5 × 2/64, rounded up
 
 
 @pytest.mark.parametrize(
@@ -285,11 +305,15 @@ def test_an_error_writes_no_file(net, tmp_path):
     assert not path.parent.exists()
 
 
-def test_a_file_in_the_way_of_a_folder_is_explained(net, tmp_path):
+def test_a_file_that_cannot_be_written_is_told_before_the_work(tmp_path):
     (tmp_path / "file").write_text("")
-    result = run("plan", *net, "--budget", "30%", "-o", tmp_path / "file" / "plan.json")
-    assert result.exit_code == 2
-    assert result.stderr.splitlines()[-1].startswith("error: ")
+    words = ("plan", "no:network", "--data", "random", "--budget", "30%", "-o")
+    below = run(*words, tmp_path / "file" / "plan.json")
+    assert below.exit_code == 2
+    assert f"{tmp_path / 'file'} is no folder one may write to" in below.stderr
+    folder = run(*words, tmp_path)
+    assert folder.exit_code == 2
+    assert f"--output {tmp_path} is a folder; name a file in it" in folder.stderr
 
 
 def test_replan_solves_for_another_budget_without_the_network(plan_file, tmp_path):

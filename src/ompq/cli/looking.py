@@ -14,6 +14,7 @@ from ompq.allocation import Explanation
 from ompq.cli.options import OutputOptions, PlanFile, one_of, option
 from ompq.cli.ranges import as_budget, operation_budgets, size_budgets
 from ompq.cli.screen import opened
+from ompq.cli.settings import check_writable
 from ompq.cli.tables import Column, fitted
 from ompq.errors import PlanError
 from ompq.graph import Choice, select
@@ -185,6 +186,7 @@ def report(
     """
     if page is None and figures is None:
         raise ValueError("nothing to write: give -o FILE, --figures DIR or both")
+    check_writable(page)
     with opened(output) as screen:
         plan = Plan.load(file)
         sections = [] if results is None else read_sections(results)

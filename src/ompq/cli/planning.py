@@ -21,6 +21,7 @@ from ompq.cli.options import (
 from ompq.cli.ranges import range_rows, range_table, shape_problem, size_budgets
 from ompq.cli.screen import Screen, muted, opened
 from ompq.cli.settings import (
+    check_writable,
     load_inputs,
     load_network,
     plan_config,
@@ -80,6 +81,7 @@ def plan(
     Run ompq budget first to see what can be met.
     """
     with opened(output) as screen:
+        check_writable(file)
         wanted, config = Budget.of(budget), plan_config(planning)
         model = load_network(network, screen)
         inputs = load_inputs(data, model, "train")
@@ -156,6 +158,7 @@ def replan(
     Choices, pins and score stay as they were when the plan was made.
     """
     with opened(output) as screen:
+        check_writable(target)
         wanted = Budget.of(budget)
         with screen.stage("reading the plan"):
             saved = Plan.load(file)

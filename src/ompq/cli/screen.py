@@ -127,7 +127,8 @@ def _results_alone() -> Iterator[TextIO]:
             yield stdout
         return
     stdout.flush()
-    with os.fdopen(os.dup(number), "w", encoding=stdout.encoding) as results:
+    copy = os.dup(number)
+    with os.fdopen(copy, "w", encoding=stdout.encoding, errors="replace") as results:
         os.dup2(sys.stderr.fileno(), number)
         try:
             yield results

@@ -1,8 +1,10 @@
 """From what the user typed to what the library takes."""
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -29,6 +31,21 @@ _PIN = re.compile(
     r"(?P<pattern>.+)=(?:W?(?P<weight>\d+)(?:A(?P<activation>\d+))?|(?P<float>float))",
     re.IGNORECASE,
 )
+
+
+def check_writable(path: Path | None) -> None:
+    """Make sure, before the work, that a file can be written.
+
+    Raises:
+        ValueError: It cannot.
+    """
+    if path is None:
+        return
+    if path.is_dir():
+        raise ValueError(f"--output {path} is a folder; name a file in it")
+    above = next(one for one in path.absolute().parents if one.exists())
+    if not above.is_dir() or not os.access(above, os.W_OK):
+        raise ValueError(f"--output {path}: {above} is no folder one may write to")
 
 
 def load_network(options: NetworkOptions, screen: Screen) -> NamedModel:

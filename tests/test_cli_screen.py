@@ -1,0 +1,178 @@
+"""The screen: streams, progress, logging; and options that are dataclasses."""
+
+import io
+import logging
+import sys
+from dataclasses import dataclass
+from typing import Annotated
+
+import pytest
+import typer
+from rich.console import Console
+from typer.testing import CliRunner
+
+from ompq.cli import screen as screens
+from ompq.cli.arguments import spread
+from ompq.cli.options import OutputOptions
+from ompq.cli.screen import Screen, muted, opened
+
+
+def console(*, terminal: bool) -> Console:
+    return Console(file=io.StringIO(), width=100, force_terminal=terminal)
+
+
+class Clock:
+    """Time that passes only when told to."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch) -> Clock:
+    found = Clock()
+    monkeypatch.setattr(screens, "perf_counter", found)
+    return found
+
+
+def test_stages_are_timed(clock):
+    screen = Screen(console(terminal=False), console(terminal=False))
+    with screen.stage("reading"):
+        clock.now += 2
+    with screen.stage("reading"):
+        clock.now += 3
+    assert screen.seconds == {"reading": 5}
+
+
+def test_messages_can_be_stages(clock):
+    screen = Screen(console(terminal=False), console(terminal=False))
+    with screen.stages("planning") as (progress, within):
+        clock.now += 7  # before the first message: nobody's time
+        progress(0, 2, "tracing")
+        clock.now += 1
+        within(1, 10, "unit")
+        progress(1, 2, "scoring")
+        clock.now += 4
+        progress(2, 2, "done")
+    assert screen.seconds == {"tracing": 1, "scoring": 4}
+
+
+def test_a_log_gets_a_line_every_half_minute_with_the_time_left(clock):
+    screen = Screen(console(terminal=False), console(terminal=False))
+    with screen.stage("learning") as progress:
+        for step in range(1, 8):
+            progress(step, 8, f"block {step}")
+            clock.now += 20
+        progress(8, 8, "done")
+    lines = screen.err.file.getvalue().splitlines()
+    # at 40, 80 and 120 seconds; two, four and six steps after the first
+    assert lines == [
+        "learning: block 3, 3/8, 1 min 40 s left",
+        "learning: block 5, 5/8, 1 min 00 s left",
+        "learning: block 7, 7/8, 20.0 s left",
+    ]
+
+
+def test_a_resumed_run_estimates_from_where_it_began(clock):
+    screen = Screen(console(terminal=False), console(terminal=False))
+    with screen.stage("learning") as progress:
+        progress(90, 100, "block")
+        clock.now += 50
+        progress(95, 100, "block")
+    assert screen.err.file.getvalue() == "learning: block, 95/100, 50.0 s left\n"
+
+
+def test_a_terminal_gets_a_bar_that_goes_away():
+    screen = Screen(console(terminal=True), console(terminal=True))
+    with screen.stage("learning") as progress:
+        progress(3, 8, "block three")
+    shown = screen.err.file.getvalue()
+    assert "learning" in shown or "block three" in shown
+    assert shown.endswith("\x1b[2K")  # the last thing is to clear the line
+    assert screen.out.file.getvalue() == ""
+
+
+def test_quiet_shows_no_progress(clock):
+    screen = Screen(console(terminal=True), console(terminal=True), quiet=True)
+    with screen.stage("learning") as progress:
+        clock.now += 100
+        progress(3, 8, "block three")
+    assert screen.err.file.getvalue() == ""
+
+
+def test_results_have_no_trailing_blanks():
+    screen = Screen(console(terminal=False), console(terminal=False))
+    screen.show("one   ", "two")
+    assert screen.out.file.getvalue() == "one\ntwo\n"
+
+
+def test_json_keeps_brackets_and_refuses_what_is_no_json():
+    screen = Screen(console(terminal=False), console(terminal=False))
+    screen.show_json({"a": "[red]é"})
+    assert screen.out.file.getvalue() == '{\n  "a": "[red]é"\n}\n'
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        screen.show_json(float("nan"))
+
+
+def test_warnings_of_the_library_are_told_and_the_log_on_demand(capsys):
+    logger = logging.getLogger("ompq.somewhere")
+    with opened(OutputOptions()):
+        logger.warning("mind %s", "this")
+        logger.info("nothing new")
+        with muted():
+            logger.warning("not this")
+    assert capsys.readouterr().err == "warning: mind this\n"
+    with opened(OutputOptions(debug=True)):
+        logger.info("nothing new")
+    assert capsys.readouterr().err == "info: nothing new\n"
+    assert logging.getLogger("ompq").handlers == []
+    assert logging.getLogger("ompq").level == logging.NOTSET
+
+
+def test_what_others_print_is_no_result(capfd):
+    with opened(OutputOptions()) as screen:
+        sys.stdout.write("noise\n")
+        screen.show("result")
+    sys.stdout.write("afterwards\n")
+    out, err = capfd.readouterr()
+    assert out == "result\nafterwards\n"
+    assert err == "noise\n"
+
+
+def test_a_pipe_has_no_width_unless_it_is_given(monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    monkeypatch.setattr(sys, "stdout", io.StringIO())
+    with opened(OutputOptions()) as screen:
+        assert screen.out.width > 1000
+    monkeypatch.setenv("COLUMNS", "80")
+    with opened(OutputOptions()) as screen:
+        assert screen.out.width == 80
+
+
+@dataclass(frozen=True, kw_only=True)
+class Where:
+    place: Annotated[str, typer.Argument(metavar="PLACE")]
+    floor: Annotated[int, typer.Option("--floor", "-f")] = 3
+
+
+def test_a_dataclass_stands_for_its_options():
+    seen = []
+
+    @spread
+    def go(where: Where, times: Annotated[int, typer.Option()] = 1) -> None:
+        """Go there."""
+        seen.append((where, times))
+
+    app = typer.Typer()
+    app.command()(go)
+    assert CliRunner().invoke(app, ["roof", "-f", "9"]).exit_code == 0
+    assert CliRunner().invoke(app, ["roof", "--times", "2"]).exit_code == 0
+    assert CliRunner().invoke(app, []).exit_code == 2
+    assert seen == [
+        (Where(place="roof", floor=9), 1),
+        (Where(place="roof", floor=3), 2),
+    ]
+    assert go.__doc__ == "Go there."
