@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import nn
 
-from ompq.allocation import Budget, Method, allocate
+from ompq.allocation import Budget, Method, allocate, check_budget
 from ompq.costs import FLOAT_BITS, Accounting, LatencyTable, cost_tables
 from ompq.errors import TraceError, shortened
 from ompq.graph import Choice, LayerGraph, select
@@ -92,7 +92,7 @@ def plan(
     )
     # Before the samples are run: a budget that cannot be met should say so at once.
     nothing = np.zeros((len(graph), len(choices)))
-    make_problem(graph, choices, nothing, allowed, costs).check(budget)
+    check_budget(make_problem(graph, choices, nothing, allowed, costs), budget)
     report(1, 3, "scoring the choices")
     scores = score_table(config.score, graph, model, samples, choices)
     report(2, 3, "solving for the budget")

@@ -1,0 +1,289 @@
+import logging
+import time
+from math import fsum
+
+import numpy as np
+import pytest
+
+from ompq import search
+from ompq.allocation import Budget, Problem, allocate, pareto, reachable
+from ompq.costs import Cost
+from ompq.errors import BudgetError, InfeasibleBudgetError
+from ompq.graph import Choice
+from tables import exhaustive, fixture, network, problem
+
+METHODS = ("exact", "relax-round", "relax-dfs")
+
+
+def weights_of(allocation):
+    return [choice.weight for choice in allocation.values()]
+
+
+def test_the_example_of_the_documentation():
+    two = (Choice(2, 8), Choice(4, 8))
+    size = Cost("bytes", np.array([[25.0, 50.0], [25.0, 50.0]]))
+    it = Problem(
+        names=("a", "b"),
+        choices=two,
+        damage=np.array([[3.0, 1.0], [9.0, 1.0]]),
+        costs={"bytes": size},
+        allowed=np.ones((2, 2), dtype=bool),
+        groups=np.arange(2),
+    )
+    assert dict(allocate(it, "80B")) == {"a": two[0], "b": two[1]}
+
+
+def test_exact_equals_exhaustive_search_with_ties_pins_and_several_budgets():
+    generator = np.random.default_rng(5)
+    for _ in range(25):
+        units = int(generator.integers(2, 6))
+        allowed = generator.random((units, 3)) < 0.8
+        allowed[:, generator.integers(3)] = True  # so that no pins contradict
+        it = problem(
+            generator.normal(size=(units, 3)) * 10.0 ** generator.uniform(-12, 0),
+            weights=generator.integers(1, 100, units) * 8,
+            macs=generator.integers(1, 10**6, units),
+            allowed=allowed,
+            groups=generator.integers(0, units, units),
+        )
+        share = generator.uniform(0.2, 1, 2)
+        low, high = np.array([reachable(it, c) for c in ("bytes", "bit_ops")]).T
+        size, bit_ops = low + share * (high - low)
+        budget = Budget(size_mib=size / 2**20, bit_ops=bit_ops)
+        expected = exhaustive(it.program(budget.limits(it.costs)))
+        if expected is None:
+            with pytest.raises(InfeasibleBudgetError, match="cannot be met with"):
+                allocate(it, budget)
+        else:
+            allocation = allocate(it, budget)
+            assert allocation == it.allocation(np.array(expected[-1]))
+            for group in set(it.groups.tolist()):
+                tied = [
+                    n for n, g in zip(it.names, it.groups, strict=True) if g == group
+                ]
+                assert len({allocation[name] for name in tied}) == 1
+
+
+def test_published_budgets_in_their_own_units():
+    # ResNet-18 in the paper's accounting: 4.0 MiB for all layers, 2 to 4 bits.
+    for case in fixture("alloc_arch.json")["cases"]:
+        if (case["model"], case["qt"]) != ("resnet18", "PTQ") or not case["exact_bits"]:
+            continue
+        arch = fixture("alloc_arch.json")["arch"]["resnet18_PTQ"]
+        gamma = np.array(fixture("alloc_arch.json")["gamma"]["resnet18_PTQ"])
+        theta = np.exp(-float(case["beta"].split("=")[-1]) * (gamma - gamma.min()))
+        scores = np.cumsum(theta[::-1])[::-1] / np.arange(len(theta), 0, -1)
+        it = problem(
+            -scores[:, None] * np.array([2, 3, 4]),
+            weights=arch["official_params_per_layer"],
+        )
+        allocation = allocate(it, f"{case['T']}MiB")
+        assert weights_of(allocation) == case["exact_bits"]
+        assert it.total("bytes", allocation) / 2**20 == case["exact_size"]
+        assert it.total("bytes", allocation) <= case["T"] * 2**20
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("budget", ["3.2bits", "12%, 12GBOPs", "0.4MiB, 0.41MB"])
+def test_no_method_exceeds_a_budget_or_beats_the_exact_one(method, budget):
+    it = network(40)
+    allocation = allocate(it, budget, method=method)
+    for name, limit in Budget.parse(budget).limits(it.costs).items():
+        rows = np.arange(len(it.names))
+        columns = it.columns(allocation)
+        assert fsum(it.costs[name].table[rows, columns]) <= limit
+    best = it.damage_of(allocate(it, budget))
+    assert best <= it.damage_of(allocation) <= 1.1 * best
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_budgets_that_pull_apart_are_met_by_every_method(method):
+    generator = np.random.default_rng(1)
+    for _ in range(20):
+        tables = generator.random((2, 5, 3))
+        costs = {
+            "milliseconds": Cost("milliseconds", tables[0]),
+            "bit_ops": Cost("bit_ops", tables[1]),
+        }
+        it = problem(generator.random((5, 3)), weights=[8] * 5, **costs)
+        some = generator.integers(0, 3, 5)
+        limits = [fsum(t[np.arange(5), some]) for t in tables]  # exactly reachable
+        budget = Budget(latency_ms=limits[0], bit_ops=limits[1])
+        allocation = allocate(it, budget, method=method)
+        assert it.total("milliseconds", allocation) <= limits[0]
+        assert it.total("bit_ops", allocation) <= limits[1]
+
+
+def test_budgets_that_exclude_each_other_are_refused_by_every_method():
+    slow = Cost("milliseconds", np.array([[9.0, 5.0, 1.0]] * 2))
+    it = problem(np.zeros((2, 3)), weights=[8, 8], milliseconds=slow)
+    for method in METHODS:
+        with pytest.raises(InfeasibleBudgetError, match=r"9\.00 ms .* with 6\.00 B"):
+            allocate(it, "6B, 9ms", method=method)
+
+
+def test_a_budget_is_not_exceeded_by_the_last_bit():
+    generator = np.random.default_rng(4)
+    for _ in range(20):
+        slow = Cost("milliseconds", generator.random((6, 3)))
+        it = problem(
+            generator.random((6, 3)),
+            weights=[8] * 6,
+            groups=[0, 1, 0, 1, 2, 0],
+            milliseconds=slow,
+        )
+        best = it.allocation(it.by_group(it.damage).argmin(1))
+        almost = np.nextafter(it.total("milliseconds", best), 0)
+        if almost < reachable(it, "milliseconds")[0]:
+            continue
+        allocation = allocate(it, Budget(latency_ms=float(almost)))
+        assert it.total("milliseconds", allocation) <= almost
+        assert allocation != best
+        assert allocate(it, Budget(latency_ms=float(np.nextafter(almost, 1e9)))) == best
+
+
+def test_the_smallest_reachable_value_is_a_budget():
+    generator = np.random.default_rng(2)
+    for _ in range(30):
+        # Irregular numbers in tied groups beside a constant: every sum is rounded.
+        slow = Cost("milliseconds", generator.random((7, 3)), generator.random())
+        it = problem(
+            generator.random((7, 3)),
+            weights=[8] * 7,
+            groups=[0, 1, 0, 2, 1, 3, 0],
+            milliseconds=slow,
+        )
+        smallest, largest = reachable(it, "milliseconds")
+        budget = Budget(latency_ms=smallest)
+        assert it.total("milliseconds", allocate(it, budget)) <= smallest
+        everything = allocate(it, Budget(latency_ms=largest))
+        groups = it.by_group(it.damage)
+        assert it.damage_of(everything) == pytest.approx(groups.min(1).sum())
+
+
+def test_of_equal_damage_the_fewest_bytes_are_taken():
+    it = problem(np.zeros((4, 3)), weights=[8, 16, 32, 8], macs=[1, 1, 1, 1])
+    assert weights_of(allocate(it, "1KiB")) == [2, 2, 2, 2]
+    # (2, 4, 3) and (2, 3, 4) are equally good and both fit: 18 and 19 bytes.
+    flat = problem([[3, 2, 1]] * 3, weights=[32, 8, 16])
+    assert weights_of(allocate(flat, "19B")) == [2, 4, 3]
+
+
+def test_damage_may_rise_with_the_bits_and_be_negative():
+    it = problem([[-5, 7, -4], [0, -1e-9, 1e9]], weights=[8, 8])
+    assert weights_of(allocate(it, "1KiB")) == [2, 3]
+
+
+def test_pins_and_ties_hold():
+    allowed = np.ones((3, 3), dtype=bool)
+    allowed[0] = [False, False, True]
+    it = problem([[3, 2, 1]] * 3, weights=[8] * 3, allowed=allowed, groups=[0, 1, 1])
+    assert weights_of(allocate(it, "8B")) == [4, 2, 2]
+    assert weights_of(allocate(it, "10B")) == [4, 3, 3]
+
+
+def test_wrong_arguments_say_what_would_be_right():
+    it = network(4)
+    with pytest.raises(
+        ValueError, match="method='greedy' is unknown; use one of exact,"
+    ):
+        allocate(it, "3bits", method="greedy")
+    with pytest.raises(BudgetError, match="'3' in '3' has no unit"):
+        allocate(it, "3")
+    with pytest.raises(BudgetError, match="latency_ms=3 limits milliseconds"):
+        allocate(it, "3ms")
+    with pytest.raises(InfeasibleBudgetError, match=r"a budget of 1\.00 bits cannot"):
+        allocate(it, "1bits")
+    with pytest.raises(ValueError, match="points=1 is too few for a curve"):
+        pareto(it, points=1)
+    with pytest.raises(
+        ValueError, match="cost='watts' is unknown; the costs are bytes"
+    ):
+        pareto(it, "watts")
+
+
+def test_a_proof_given_up_is_logged(monkeypatch, caplog):
+    monkeypatch.setattr("ompq.allocation.PASSES", 1)
+    monkeypatch.setattr(search, "LABELS", 1)
+    monkeypatch.setattr(search, "NARROWEST", 2)
+    it = network(30)
+    with caplog.at_level(logging.INFO, logger="ompq.allocation"):
+        allocation = allocate(it, "3bits")
+    assert "not proved optimal: at most" in caplog.text
+    assert it.total("weight_bits", allocation) <= 3 * it.costs["weight_bits"].reference
+
+
+def test_allocation_leaves_the_problem_as_it_was():
+    it = network(20)
+    tables = [it.damage, it.allowed, it.groups, *(c.table for c in it.costs.values())]
+    copies = [table.copy() for table in tables]
+    allocate(it, "3bits")
+    allocate(it, "3bits", method="relax-round")
+    pareto(it, points=5)
+    assert all((t == c).all() for t, c in zip(tables, copies, strict=True))
+
+
+def test_pareto_is_the_curve_of_exact_optima():
+    it = problem([[9, 3, 1], [90, 40, 20], [5, 4, 1]], weights=[8, 8, 8])
+    curve = pareto(it, points=100)
+    assert [point.cost for point in curve] == [6, 7, 8, 9, 10, 11, 12]
+    for point in curve:
+        best = exhaustive(it.program({"bytes": point.cost}))
+        assert point.damage == best[0]
+        assert point.cost <= point.limit
+        assert it.damage_of(point.allocation) == point.damage
+    damages = [point.damage for point in curve]
+    assert damages == sorted(set(damages), reverse=True)
+
+
+def test_pareto_of_a_network_falls_strictly_and_takes_seconds():
+    it = network(50)
+    start = time.process_time()
+    curve = pareto(it)
+    assert time.process_time() - start < 10  # about 2 s on one quiet core
+    assert 90 <= len(curve) <= 100
+    costs = [point.cost for point in curve]
+    damages = [point.damage for point in curve]
+    assert costs == sorted(set(costs))
+    assert damages == sorted(set(damages), reverse=True)
+    smallest, largest = reachable(it, "bytes")
+    assert (costs[0], costs[-1]) == (smallest, largest)
+    assert weights_of(curve[0].allocation) == [2] * 50
+    middle = curve[50]
+    assert allocate(it, Budget(size_mib=middle.limit / 2**20)) == middle.allocation
+
+
+def test_pareto_works_for_irregular_costs_and_ends_at_the_least_damage():
+    generator = np.random.default_rng(3)
+    slow = Cost("milliseconds", generator.random((8, 3)), generator.random())
+    it = problem(
+        generator.random((8, 3)),
+        weights=[8] * 8,
+        groups=[0, 1, 0, 2, 1, 3, 4, 4],
+        milliseconds=slow,
+    )
+    curve = pareto(it, "milliseconds", points=20)
+    assert curve[0].cost == pytest.approx(reachable(it, "milliseconds")[0])
+    assert curve[-1].damage == pytest.approx(it.by_group(it.damage).min(1).sum())
+    assert all(point.cost <= point.limit for point in curve)
+
+
+def test_pareto_gives_a_limit_the_last_bit_that_rounding_took(monkeypatch):
+    it = problem([[9, 3, 1]], weights=[8])
+    expected = [point.allocation for point in pareto(it, points=3)]
+    calls = []
+
+    def fails_at_first(*args, **options):
+        calls.append(args)
+        return None if len(calls) == 1 else search.minimum(*args, **options)
+
+    monkeypatch.setattr("ompq.allocation.minimum", fails_at_first)
+    curve = pareto(it, points=3)
+    assert [point.allocation for point in curve] == expected
+    assert curve[-1].limit == np.nextafter(4.0, 5.0)
+
+
+def test_pareto_of_one_possibility_is_one_point():
+    it = problem([[1.0]], weights=[8], bits=(4,))
+    (point,) = pareto(it, points=10)
+    assert (point.cost, point.damage) == (4.0, 1.0)

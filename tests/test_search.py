@@ -1,0 +1,244 @@
+import time
+from math import fsum
+
+import numpy as np
+import pytest
+from scipy.optimize import Bounds, LinearConstraint, milp
+
+from ompq.programs import relaxation, rounded
+from ompq.search import minimum
+from tables import exhaustive, fixture, program
+
+ARCHITECTURES = fixture("alloc_arch.json")
+
+
+def random_program(generator, kind):
+    """Return a program of at most 6 units × 4 choices under 1 to 3 budgets."""
+    units, choices = int(generator.integers(1, 7)), int(generator.integers(2, 4))
+    shape = (units, choices)
+    damage = {
+        "ties": lambda: generator.integers(-3, 4, shape).astype(float),
+        "scales": lambda: (
+            generator.normal(size=shape) * 10.0 ** generator.uniform(-12, 0, (units, 1))
+        ),
+        "wild": lambda: (
+            generator.normal(size=shape) * 10.0 ** generator.uniform(-12, 0, shape)
+        ),
+        "forbidding": lambda: (
+            generator.normal(size=shape) + generator.choice([0, 0, 0, 1e30], shape)
+        ),
+    }[kind]()
+    count = int(generator.integers(1, 4))
+    rows = [
+        generator.integers(0, 5, (count, *shape)).astype(float),
+        generator.integers(1, 10**9, (count, units, 1)) * np.arange(2.0, 2 + choices),
+        generator.random((count, *shape)),
+    ][generator.integers(3)]
+    allowed = generator.random(shape) < 0.85
+    allowed[np.arange(units), generator.integers(0, choices, units)] = True
+    limits = []
+    for row in rows:
+        low = fsum(np.where(allowed, row, np.inf).min(1))
+        high = fsum(np.where(allowed, row, -np.inf).max(1))
+        some = [generator.choice(np.flatnonzero(a)) for a in allowed]
+        met = fsum(row[np.arange(units), some])  # exactly what some allocation costs
+        share = generator.uniform(-0.05, 1)
+        limits.append(generator.choice([low, met, low + share * (high - low)]))
+    ties = rows[0] if generator.random() < 0.7 else generator.integers(0, 3, shape)
+    return program(damage, rows, limits, ties=ties, allowed=allowed)
+
+
+@pytest.mark.parametrize("kind", ["ties", "scales", "wild", "forbidding"])
+def test_minimum_equals_exhaustive_search(kind):
+    generator = np.random.default_rng(7)
+    infeasible = 0
+    for _ in range(60):
+        it = random_program(generator, kind)
+        expected, found = exhaustive(it), minimum(it)
+        if expected is None:
+            assert found is None
+            infeasible += 1
+            continue
+        assert found.gap == 0
+        if expected[0] > 1e29:  # forced: float64 sums see nothing else beside it
+            assert it.value(found.columns) == float(expected[0])
+            continue
+        # Ties by damage, bytes, rows and columns are exact, not only the damage.
+        assert tuple(found.columns.tolist()) == expected[-1]
+    assert 0 < infeasible < 40
+
+
+@pytest.mark.parametrize("case", range(len(ARCHITECTURES["cases"])))
+def test_minimum_reaches_the_exact_optima_of_published_networks(case):
+    case = ARCHITECTURES["cases"][case]
+    key = f"{case['model']}_{case['qt']}"
+    network = ARCHITECTURES["arch"][key]
+    sizes = np.array(network["official_params_per_layer"], dtype=float)
+    gamma = np.array(ARCHITECTURES["gamma"][key])
+    beta = float(case["beta"].split("=")[-1])
+    theta = np.exp(-beta * (gamma - gamma.min()))  # scaled, so that none underflows
+    coefficients = np.cumsum(theta[::-1])[::-1] / np.arange(len(sizes), 0, -1)
+    coefficients /= coefficients.max()
+    bits = np.arange(4, 9) if case["qt"] == "QAT" else np.arange(2, 5)
+    budget = case["T"] * 2**23 - 8 * network["official_first_last_params"]
+    found = minimum(
+        program(
+            -coefficients[:, None] * (bits - bits[0]), [sizes[:, None] * bits], [budget]
+        )
+    )
+    assert found.gap == 0
+    assert fsum(sizes * bits[found.columns]) <= budget
+    if case["exact_bits"] is not None:
+        gain = fsum(coefficients * (bits[found.columns] - bits[0]))
+        assert gain == pytest.approx(case["exact_gain_scaled"], rel=1e-12)
+        assert bits[found.columns].tolist() == case["exact_bits"]
+
+
+def test_minimum_equals_published_brute_force():
+    small = fixture("alloc_small.json")
+    sizes = np.array(small["params"], dtype=float)
+    for case in small["cases"]:
+        bits = np.arange(case["bits_lo"], case["bits_hi"] + 1)
+        coefficients = np.array(case["coef"])
+        damage = -coefficients[:, None] * bits
+        it = program(damage, [sizes[:, None] * bits], [case["budget_bits"]])
+        columns = minimum(it).columns
+        gain = fsum(coefficients * bits[columns])
+        assert gain == pytest.approx(case["exact_objective"], rel=1e-12)
+        if case["exact_ties"] == 1:
+            assert bits[columns].tolist() == case["exact_bits"]
+
+
+def highs(it):
+    """Return the damage of the one-hot integer program as HiGHS solves it."""
+    units, choices = it.damage.shape
+    result = milp(
+        it.damage.ravel(),
+        integrality=np.ones(it.damage.size),
+        bounds=Bounds(0, 1),
+        constraints=[
+            LinearConstraint(np.kron(np.eye(units), np.ones(choices)), 1, 1),
+            LinearConstraint(it.rows.reshape(len(it.rows), -1), -np.inf, it.limits),
+        ],
+        options={"mip_rel_gap": 0},
+    )
+    return result.fun
+
+
+def test_minimum_agrees_with_highs_on_larger_tables():
+    for seed in range(6):
+        generator = np.random.default_rng(seed)
+        rows = generator.random((2, 30, 5))
+        it = program(generator.random((30, 5)), rows, rows.mean(2).sum(1) * 0.8)
+        found = minimum(it)
+        assert found.gap == 0
+        assert it.value(found.columns) == pytest.approx(highs(it), abs=2e-6)
+
+
+def large(kind, budgets, seed):
+    generator = np.random.default_rng(seed)
+    bits = np.arange(2.0, 9.0)
+    sizes = np.exp(generator.normal(9, 2, (2, 1000, 1))).astype(int) + 10
+    damage, rows = {
+        "network": lambda: (
+            np.exp(generator.normal(0, 2, (1000, 1))) * 4.0**-bits,
+            sizes * bits,
+        ),
+        "linear": lambda: (
+            -np.exp(generator.normal(0, 1, (1000, 1))) * bits,
+            sizes * bits,
+        ),
+        "table": lambda: (
+            generator.random((1000, 7)),
+            generator.integers(1, 1000, (2, 1000, 7)),
+        ),
+    }[kind]()
+    rows = rows[:budgets].astype(float)
+    limits = 0.65 * rows.min(2).sum(1) + 0.35 * rows.max(2).sum(1)
+    return program(damage, rows, np.floor(limits))
+
+
+@pytest.mark.parametrize("kind", ["network", "linear", "table"])
+def test_a_thousand_units_are_proved_in_about_a_second(kind):
+    it = large(kind, 2, seed=1)
+    start = time.process_time()
+    found = minimum(it)
+    assert time.process_time() - start < 5  # about 0.3 s on one quiet core
+    assert found.gap == 0
+    assert (it.used(found.columns) <= it.limits).all()
+    bound = (relaxation(it).shares * it.damage).sum()
+    assert bound - 1e-6 * abs(bound) <= it.value(found.columns)
+    approximate = rounded(it)
+    if approximate is not None:
+        assert it.value(found.columns) <= it.value(approximate)
+
+
+def test_identical_units_and_equal_damage_do_not_blow_up():
+    ones, bits = np.ones((100, 1)), np.arange(2.0, 9.0)
+    zero = program(0 * ones * bits, [ones * bits, ones * bits**2], [500.0, 2e4])
+    assert minimum(zero).columns.tolist() == [0] * 100  # fewest bytes
+    same = program(-ones * bits, [ones * bits], [437.0])
+    found = minimum(same)
+    assert found.gap == 0
+    assert -same.value(found.columns) == 437
+    # Equally good and equally large: the lexicographically first columns.
+    assert found.columns.tolist() == sorted(found.columns.tolist())
+
+
+def test_budgets_that_exclude_each_other_have_no_minimum():
+    it = program([[0, 0]], [[[1, 3]], [[3, 1]]], [2.0, 2.0])
+    assert minimum(it) is None
+
+
+def test_many_units_that_cannot_meet_two_limits_have_no_minimum():
+    rows = np.array([[[1.0, 3.0]] * 40, [[3.0, 1.0]] * 40])
+    assert minimum(program(np.zeros((40, 2)), rows, [79.0, 79.0])) is None
+    assert minimum(program(np.zeros((40, 2)), rows, [80.0, 80.0])) is not None
+
+
+def test_rounded_costs_are_checked_and_solved_again_with_care():
+    # In steps of 2**-52 of the sum the first choices fit; correctly rounded they do
+    # not, by the last bit. The second ones do.
+    rows = np.array([[[0.1, 0.05], [0.2, 0.2]]])
+    over = fsum([0.1, 0.2])
+    it = program([[0.0, 1.0], [0.0, 0.0]], rows, [np.nextafter(over, 0)])
+    columns = minimum(it).columns
+    assert columns[0] == 1
+    assert it.used(columns) <= it.limits
+
+
+def test_the_gap_tells_when_the_proof_is_given_up():
+    generator = np.random.default_rng(0)
+    sizes = generator.integers(10**5, 10**7, 60)[:, None] * np.arange(2.0, 9.0)
+    limit = 0.6 * sizes.min(1).sum() + 0.4 * sizes.max(1).sum()
+    it = program(-sizes, [sizes], [np.floor(limit) + 0.5])  # a subset sum: use it all
+    found = minimum(it, passes=2)
+    assert it.used(found.columns) <= it.limits
+    assert it.limits[0] + it.value(found.columns) <= found.gap * (1 + 1e-9)
+    assert 0 < found.gap < 1e-3 * limit
+
+
+def test_a_pass_too_narrow_to_find_anything_is_followed_by_wider_ones(monkeypatch):
+    generator = np.random.default_rng(2)
+    rows = generator.integers(1, 1000, (3, 12, 3)).astype(float)
+    some = generator.integers(0, 3, 12)
+    limits = rows[:, np.arange(12), some].sum(1)  # met by some, and by few others
+    it = program(generator.random((12, 3)), rows, limits)
+    expected = minimum(it)
+    monkeypatch.setattr("ompq.search.LABELS", 1)
+    monkeypatch.setattr("ompq.search.NARROWEST", 1)
+    monkeypatch.setattr("ompq.search.NEAR", 0)
+    found = minimum(it, passes=20)
+    assert found.gap == 0
+    assert (found.columns == expected.columns).all()
+
+
+def test_minimum_leaves_the_program_and_the_global_generator_alone():
+    it = large("table", 1, seed=3)
+    before = [it.damage.copy(), it.rows.copy(), it.allowed.copy()]
+    state = np.random.get_state()[1].copy()
+    first, second = minimum(it), minimum(it)
+    assert (first.columns == second.columns).all()
+    assert (state == np.random.get_state()[1]).all()
+    for array, copy in zip((it.damage, it.rows, it.allowed), before, strict=True):
+        assert (array == copy).all()
