@@ -100,6 +100,14 @@ def test_blocks_and_stages():
     assert [graph[n].stage for n in ("blocks.2.body.0", "head")] == [1, 2]
 
 
+def test_activation_is_what_reads_the_output():
+    graph = trace(seeded(TinyMobileNet()), images())
+    assert graph["stem.0"].activation == "relu6"
+    assert graph["blocks.0.body.6"].activation == ""  # a linear bottleneck
+    assert trace(seeded(TinyResNet()), images())["block1.conv2"].activation == ""
+    assert trace(seeded(Chain()), images())["conv"].activation == "relu"
+
+
 def test_kinds_and_macs_from_dimensions():
     class Kinds(nn.Module):
         def __init__(self):

@@ -1,0 +1,1 @@
+"""Decide how many bits each layer needs, then make the small network."""

@@ -35,6 +35,7 @@ class Unit:
         bias_parameters: Length of the bias; 0 without one.
         norm: Name of the batch norm that follows directly and can be folded, or "".
         norm_parameters: Its affine parameters, or 0.
+        activation: Function that alone reads the (normalised) output, or "".
         macs: Multiply-accumulates for one input, all calls together.
         calls: How often one forward pass calls the layer.
         block: Name of the block; the unit's own name when it stands alone.
@@ -52,6 +53,7 @@ class Unit:
     bias_parameters: int
     norm: str
     norm_parameters: int
+    activation: str
     macs: int
     calls: int
     block: str

@@ -130,6 +130,13 @@ def function_name(function: Any) -> str:
     return _ALIASES.get(name, name)
 
 
+def _called(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    name = function_name(function)
+    bounds = (*args[1:3], kwargs.get("min_val"), kwargs.get("max_val"))
+    # nn.ReLU6 calls hardtanh(x, 0, 6); its bounds are what matters to a grid.
+    return "relu6" if name == "hardtanh" and bounds[:2] == (0, 6) else name
+
+
 def is_linear_map(function: str) -> bool:
     """Whether a function multiplies its input by a weight: a convolution or linear."""
     return function == "linear" or function.startswith("conv")
@@ -186,7 +193,7 @@ class _Recorder:
         self.recording.calls.append(
             Call(
                 position=position,
-                function=function_name(function),
+                function=_called(function, args, kwargs),
                 module=self.scopes[-1],
                 inputs=tuple(dict.fromkeys(sources)),
                 parameters=tuple(keys),

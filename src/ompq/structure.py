@@ -100,6 +100,19 @@ def find_norms(
     return found
 
 
+def find_activation(recording: Recording, at: int) -> str:
+    """Return the activation that alone reads a unit's output, past a norm, or ""."""
+    consumers = recording.consumers()
+    while len(readers := consumers.get(at, [])) == 1:
+        reader = recording.calls[readers[0]]
+        if reader.function in _ACTIVATIONS:
+            return reader.function
+        if reader.function not in _NORMS:
+            break
+        at = reader.position
+    return ""
+
+
 def find_blocks(
     model: nn.Module, recording: Recording, units: Sequence[str]
 ) -> dict[str, str]:

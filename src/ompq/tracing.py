@@ -13,7 +13,13 @@ from ompq.graph import LayerGraph, Skipped, Unit
 from ompq.leftovers import float_layers, float_parameters, may_be_unit, uncounted
 from ompq.observation import ModuleCall, Recording, is_linear_map, record
 from ompq.samples import Samples, first_samples, model_device, to_device
-from ompq.structure import find_blocks, find_features, find_norms, find_stages
+from ompq.structure import (
+    find_activation,
+    find_blocks,
+    find_features,
+    find_norms,
+    find_stages,
+)
 
 
 @dataclass(frozen=True)
@@ -166,7 +172,8 @@ def _layers_of(
         weight=module.weight,
         out_channels=_out_channels(module),
         macs=sum(_macs(module, call) for call in calls),
-        calls=len(calls),
+        # A function that is handed the weight is no call of the layer.
+        calls=sum(call.input_shape != () for call in calls),
         output=output,
     )
 
@@ -226,6 +233,7 @@ def _assemble(
                 bias_parameters=layer.bias,
                 norm=norm,
                 norm_parameters=_parameter_count(model, norm),
+                activation=find_activation(recording, layer.output),
                 macs=layer.macs,
                 calls=layer.calls,
                 block=blocks[layer.name],

@@ -8,10 +8,11 @@ import numpy as np
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from ompq.calibration import fake_quantize_tensor
 from ompq.costs import FLOAT_BITS
 from ompq.folding import channel_axis
 from ompq.graph import Choice, LayerGraph, Unit
-from ompq.ranges import fake_quantize_tensor, fake_quantize_weight
+from ompq.ranges import search_weight
 from ompq.samples import (
     Batch,
     Progress,
@@ -82,7 +83,9 @@ def _weight_divergence(
     axis = channel_axis(model.get_submodule(unit.parameter.rpartition(".")[0]))
     found = {}
     for bits in widths:
-        rounded = fake_quantize_weight(weight.float(), bits, axis).to(weight.dtype)
+        rounded = search_weight(weight.float(), bits, channel_dim=axis).grid.fake(
+            weight
+        )
         output = _log_probabilities(model, batch, {unit.parameter: rounded})
         found[bits] = _divergence(reference, output)
     return found

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from ompq.calibration import tensor_noise
 from ompq.costs import FLOAT_BITS
 from ompq.folding import channel_axis, norm_affine, scaled_channels
 from ompq.graph import Choice, LayerGraph, Unit
-from ompq.ranges import tensor_noise, weight_noise
+from ompq.noise import weight_noises
 from ompq.samples import (
     Samples,
     call,
@@ -87,9 +88,9 @@ def _weight_table(
     rows = []
     for unit in graph.units:
         weight, module = unit_weight(model, unit)
-        noise = weight_noise(weight.float(), widths, channel_axis(module))
-        rows.append(noise)
-    table = torch.stack(rows).double().cpu().numpy()  # (units, widths)
+        axis = channel_axis(module)
+        rows.append(weight_noises(weight.float(), widths, channel_dim=axis))
+    table = np.array(rows)  # (units, widths)
     padded = np.concatenate([table, np.zeros((len(graph), 1))], axis=1)
     return padded[:, columns]
 

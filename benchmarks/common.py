@@ -1,0 +1,83 @@
+"""What benchmarks share: versions, machine, timing, results as JSON."""
+
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def machine() -> dict[str, Any]:
+    """Name the machine and the versions that produced a result."""
+    import scipy
+    import torchvision
+
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else _cpu()
+    return {
+        "device": device,
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "torchvision": torchvision.__version__,
+        "scipy": scipy.__version__,
+    }
+
+
+def _cpu() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    names = [line.split(":")[1].strip() for line in lines if "model name" in line]
+    return f"{os.cpu_count()} cores, {names[0] if names else platform.processor()}"
+
+
+def synchronise() -> None:
+    """Wait for the device, so that a clock reads what was done."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def seconds(function: Callable[[], Any]) -> float:
+    """Return the time of one call."""
+    synchronise()
+    start = time.perf_counter()
+    function()
+    synchronise()
+    return time.perf_counter() - start
+
+
+def alternating(
+    functions: dict[str, Callable[[], Any]], repeats: int
+) -> dict[str, list[float]]:
+    """Time several functions in turn, so that a slow moment hits all alike."""
+    for function in functions.values():
+        function()  # warm up
+    times: dict[str, list[float]] = {name: [] for name in functions}
+    for _ in range(repeats):
+        for name, function in functions.items():
+            times[name].append(seconds(function))
+    return times
+
+
+def median_ratio(times: dict[str, list[float]], one: str, other: str) -> float:
+    """Return the median over repeats of time(one) / time(other)."""
+    pairs = zip(times[one], times[other], strict=True)
+    return statistics.median(a / b for a, b in pairs)
+
+
+def save(name: str, rows: Any, folder: Path = RESULTS, **more: Any) -> None:
+    """Write a result with the command and the machine that produced it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    command = "python " + " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    data = {"command": command, "machine": machine(), **more, "rows": rows}
+    (folder / f"{name}.json").write_text(json.dumps(data, indent=1) + "\n")
+    print(f"wrote {name}.json")

@@ -1,0 +1,166 @@
+"""How long a plan takes: against one forward pass, and against pairwise ORM.
+
+python benchmarks/plan.py [--out FOLDER] [--quick]
+"""
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from common import RESULTS, alternating, median_ratio, save, seconds
+from torch import Tensor, nn
+from torchvision import models
+
+import ompq
+from ompq.observation import watch
+from ompq.scores import OrmSettings, measure_orm
+from ompq.tracing import trace
+
+NETWORKS = {"resnet18": 64, "resnet50": 64, "mobilenet_v2": 32}
+BUDGET = "4bits"
+
+
+def pairwise_orm(model: nn.Module, samples: Tensor, graph: ompq.LayerGraph) -> Tensor:
+    """ORM as a plain script computes it: keep all features, two Grams for each pair."""
+    wanted = sorted({unit.feature for unit in graph.units})
+    kept = {}
+
+    def visit(position, _function, _args, _kwargs, output):
+        if position in wanted:
+            kept[position] = output.flatten(1).clone()
+
+    watch(model, samples, visit)
+    orm = torch.ones(len(wanted), len(wanted))
+    for i, first in enumerate(wanted):
+        for j, second in enumerate(wanted[:i]):
+            a, b = kept[first] @ kept[first].T, kept[second] @ kept[second].T
+            orm[i, j] = orm[j, i] = (a * b).sum() / (a.norm() * b.norm())
+    return orm
+
+
+def load(name: str, device: torch.device) -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    model = models.get_model(name, weights=None).eval().to(device)
+    return model, torch.randn(NETWORKS[name], 3, 224, 224, device=device)
+
+
+@torch.no_grad()
+def time_network(name: str, device: torch.device, repeats: int) -> dict:
+    model, samples = load(name, device)
+    graph = trace(model, samples)
+    times = alternating(
+        {
+            "forward": lambda: model(samples),
+            "trace": lambda: trace(model, samples),
+            "orm": lambda: measure_orm(graph, model, samples, OrmSettings()),
+            "plan": lambda: ompq.plan(model, samples, BUDGET),
+        },
+        repeats,
+    )
+    pairwise = seconds(lambda: pairwise_orm(model, samples, graph))
+    ratios = {key: median_ratio(times, key, "forward") for key in times}
+    forward = sorted(times["forward"])[repeats // 2]
+    row = {
+        "network": name,
+        "samples": NETWORKS[name],
+        "units": len(graph),
+        "forward_s": forward,
+        **{f"{key}_over_forward": value for key, value in ratios.items()},
+        "pairwise_over_forward": pairwise / forward,
+        "pairwise_over_orm": pairwise / (ratios["orm"] * forward),
+        "memory": memory(name, device),
+    }
+    print(json.dumps(row, indent=1))
+    return row
+
+
+def memory(name: str, device: torch.device) -> dict:
+    """Peak memory of a forward pass and of a plan, each in a process of its own."""
+    peaks = {}
+    for job in ("forward", "plan"):
+        command = [sys.executable, __file__, "--memory", job, name, str(device)]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        peaks[job] = int(done.stdout.split()[-1])
+    return {**peaks, "plan_over_forward": peaks["plan"] / peaks["forward"]}
+
+
+@torch.no_grad()
+def print_peak(job: str, name: str, device: torch.device) -> None:
+    model, samples = load(name, device)
+    if job == "forward":
+        model(samples)
+    else:
+        ompq.plan(model, samples, BUDGET)
+    if device.type == "cuda":
+        print(torch.cuda.max_memory_allocated())
+    else:
+        print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+
+
+class Deep(nn.Module):
+    """A plain chain of convolutions, as deep as wanted."""
+
+    def __init__(self, units: int) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 16, 3, padding=1)
+        layers = [nn.Conv2d(16, 16, 3, padding=1) for _ in range(units - 1)]
+        self.body = nn.ModuleList(layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.stem(x))
+        for layer in self.body:
+            x = torch.relu(layer(x))
+        return x
+
+
+@torch.no_grad()
+def growth(device: torch.device, *, quick: bool) -> list[dict]:
+    rows = []
+    for units in (50, 200) if quick else (50, 200, 1000):
+        for count in (32, 256) if quick else (32, 256, 2048):
+            if units * count > 1000 * 256:
+                continue  # the forward pass alone would take minutes on two cores
+            torch.manual_seed(0)
+            model = Deep(units).to(device)
+            samples = torch.randn(count, 3, 16, 16, device=device)
+            functions = {
+                "forward": lambda: model(samples),  # noqa: B023
+                "plan": lambda: ompq.plan(model, samples, BUDGET),  # noqa: B023
+            }
+            times = alternating(functions, 3)
+            rows.append(
+                {
+                    "units": units,
+                    "samples": count,
+                    "forward_s": min(times["forward"]),
+                    "plan_s": min(times["plan"]),
+                    "plan_over_forward": median_ratio(times, "plan", "forward"),
+                }
+            )
+            print(rows[-1])
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--memory", nargs=3, metavar=("JOB", "NETWORK", "DEVICE"))
+    options = parser.parse_args()
+    if options.memory:
+        job, name, device = options.memory
+        print_peak(job, name, torch.device(device))
+        return
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    repeats = 3 if options.quick else 7
+    rows = [time_network(name, device, repeats) for name in NETWORKS]
+    grown = growth(device, quick=options.quick)
+    save(f"plan-{device.type}", rows, options.out, growth=grown)
+
+
+if __name__ == "__main__":
+    main()

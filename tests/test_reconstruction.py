@@ -1,0 +1,285 @@
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from nets import Chain, TinyMobileNet, TinyResNet, scenes, seeded
+from ompq.allocation import Allocation
+from ompq.blocks import fisher_weights, gather
+from ompq.errors import CheckpointError, QuantizationError
+from ompq.graph import Choice
+from ompq.layers import activation_quantizers, quantized_layers
+from ompq.quantization import QuantizeConfig, quantization_of, quantize
+from ompq.reconstruction import ReconstructConfig, reconstruct
+from ompq.rounding import RoundingConfig
+from ompq.samples import first_tensor
+from ompq.tracing import trace
+
+QUICK = ReconstructConfig(rounding=RoundingConfig(iterations=200, batch_size=16))
+
+
+def quantized_at(network, bits, samples, activation=8):
+    names = trace(network, samples).names
+    allocation = Allocation({name: Choice(bits, activation) for name in names})
+    return quantize(network, allocation, samples, QuantizeConfig())
+
+
+def logit_error(model, quantized, batch):
+    with torch.no_grad():
+        wanted = model(batch)
+        return (
+            (quantized(batch) - wanted).square().sum() / wanted.square().sum()
+        ).item()
+
+
+@pytest.fixture(scope="module", params=[TinyResNet, TinyMobileNet])
+def pair(request):
+    network = seeded(request.param())
+    return network, quantized_at(network, 3, scenes(64))
+
+
+def test_reconstruction_brings_the_outputs_closer(pair):
+    model, quantized = pair
+    result = reconstruct(quantized, model, scenes(64), QUICK)
+    unseen = scenes(64, seed=9)
+    assert logit_error(model, result, unseen) < logit_error(model, quantized, unseen)
+    errors = quantization_of(result).errors
+    assert [e.block for e in errors] == list(trace(model, scenes()).blocks)
+    assert all(e.after <= e.before for e in errors)
+    assert any(e.after < e.before for e in errors)
+
+
+def test_weights_end_on_their_grids(pair):
+    model, quantized = pair
+    result = reconstruct(quantized, model, scenes(64), QUICK)
+    kept = tuple(e.block for e in quantization_of(result).errors if e.kept)
+    for name, layer in quantized_layers(result).items():
+        if not name.startswith(kept):
+            torch.testing.assert_close(layer.rounded_weight(), layer.weight)
+        assert layer.soft is None
+        assert not layer.weight_scale.requires_grad
+    assert all(q.keep == 1.0 for q in activation_quantizers(result).values())
+
+
+def test_arguments_and_generators_are_left_as_they_were(pair):
+    model, quantized = pair
+    states = [copy.deepcopy(m.state_dict()) for m in (model, quantized)]
+    before = torch.get_rng_state()
+    reconstruct(quantized, model, scenes(64), QUICK)
+    assert torch.equal(torch.get_rng_state(), before)
+    for module, state in zip((model, quantized), states, strict=True):
+        assert all(torch.equal(v, state[k]) for k, v in module.state_dict().items())
+        assert not any(p.grad is not None for p in module.parameters())
+    assert quantization_of(quantized).errors == ()
+
+
+def test_same_seed_same_bits(pair):
+    model, quantized = pair
+    first, second = (reconstruct(quantized, model, scenes(64), QUICK) for _ in "ab")
+    for key, value in first.state_dict().items():
+        assert torch.equal(value, second.state_dict()[key])
+
+
+def test_interrupted_run_continues_to_the_same_result(pair, tmp_path):
+    model, quantized = pair
+    path = tmp_path / "checkpoint.safetensors"
+    whole = reconstruct(quantized, model, scenes(64), QUICK)
+
+    class Stop(KeyboardInterrupt):
+        pass
+
+    def at_third(done, total, message):
+        if done >= 3:
+            raise Stop
+
+    config = ReconstructConfig(rounding=RoundingConfig(iterations=300, batch_size=16))
+    whole = reconstruct(quantized, model, scenes(64), config)
+    with pytest.raises(KeyboardInterrupt):
+        reconstruct(
+            quantized,
+            model,
+            scenes(64),
+            config,
+            checkpoint=path,
+            progress=at_third,
+        )
+    assert path.exists()
+    resumed = reconstruct(quantized, model, scenes(64), config, checkpoint=path)
+    for key, value in whole.state_dict().items():
+        assert torch.equal(value, resumed.state_dict()[key])
+    assert quantization_of(resumed).errors == quantization_of(whole).errors
+
+
+def test_checkpoint_of_another_run_is_refused(pair, tmp_path):
+    model, quantized = pair
+    path = tmp_path / "checkpoint.safetensors"
+    reconstruct(quantized, model, scenes(32), QUICK, checkpoint=path)
+    other = ReconstructConfig(rounding=RoundingConfig(iterations=61))
+    with pytest.raises(CheckpointError, match="belongs to another run"):
+        reconstruct(quantized, model, scenes(32), other, checkpoint=path)
+    path.write_bytes(b"nonsense")
+    with pytest.raises(CheckpointError, match="is no checkpoint: "):
+        reconstruct(quantized, model, scenes(32), QUICK, checkpoint=path)
+    from safetensors.torch import save_file
+
+    save_file({"a": torch.ones(1)}, path)
+    with pytest.raises(CheckpointError, match="is no checkpoint of a reconstruction"):
+        reconstruct(quantized, model, scenes(32), QUICK, checkpoint=path)
+
+
+def test_block_that_cannot_be_improved_keeps_its_rounding():
+    """A rounding that starts exact has an error of zero: nothing can lower it."""
+    model = seeded(Chain())
+    quantized = quantized_at(model, 8, scenes(32), activation=32)
+    layer = quantized.head
+    with torch.no_grad():
+        layer.weight.copy_(layer.rounded_weight())
+        model.head.weight.copy_(layer.weight)
+        model.head.bias.copy_(layer.bias)
+        quantized.conv.weight.copy_(quantized.conv.rounded_weight())
+        model.conv.weight.copy_(quantized.conv.weight)
+        model.conv.bias.copy_(quantized.conv.bias)
+    result = reconstruct(quantized, model, scenes(32), QUICK)
+    errors = quantization_of(result).errors
+    assert all(e.kept and e.after == e.before for e in errors)
+    for key, value in quantized.state_dict().items():
+        assert torch.equal(result.state_dict()[key], value)
+
+
+def test_float_network_is_refused():
+    model = seeded(Chain())
+    with pytest.raises(QuantizationError, match="Chain is not quantized; call ompq"):
+        reconstruct(model, model, scenes(), QUICK)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        ReconstructConfig(rounding=RoundingConfig(iterations=40, drop=0.5)),
+        ReconstructConfig(rounding=RoundingConfig(iterations=40), loss="fisher"),
+        ReconstructConfig(rounding=RoundingConfig(iterations=40), device_bytes=0),
+    ],
+    ids=["qdrop", "fisher", "host"],
+)
+def test_options_give_a_working_network(config):
+    model = seeded(TinyResNet())
+    quantized = quantized_at(model, 4, scenes(32), activation=4)
+    result = reconstruct(quantized, model, scenes(32), config)
+    assert logit_error(model, result, scenes(32)) < 0.5
+    scales = [q.scale.item() for q in activation_quantizers(result).values()]
+    before = [q.scale.item() for q in activation_quantizers(quantized).values()]
+    assert scales != before  # 4-bit steps are learned
+
+
+def test_host_memory_changes_nothing():
+    model = seeded(TinyResNet())
+    quantized = quantized_at(model, 4, scenes(32))
+    results = [
+        reconstruct(
+            quantized,
+            model,
+            scenes(32),
+            ReconstructConfig(
+                rounding=RoundingConfig(iterations=20), device_bytes=limit
+            ),
+        )
+        for limit in (0, 1 << 30)
+    ]
+    for key, value in results[0].state_dict().items():
+        assert torch.equal(value, results[1].state_dict()[key])
+
+
+def test_unknown_loss_is_refused():
+    model = seeded(Chain())
+    quantized = quantized_at(model, 4, scenes())
+    with pytest.raises(ValueError, match="loss='odd' is unknown; use squared or"):
+        reconstruct(quantized, model, scenes(), ReconstructConfig(loss="odd"))
+
+
+def test_gathered_inputs_and_targets_equal_those_of_hooks():
+    model = seeded(TinyMobileNet())
+    quantized = quantized_at(model, 4, scenes(10))
+    cache = gather(
+        quantized, model, ("blocks.1",) * 2, scenes(10), batch_size=4, limit=1 << 30
+    )
+    seen = {}
+    handles = [
+        quantized.blocks[1].register_forward_pre_hook(
+            lambda m, args: seen.update(given=args[0])
+        ),
+        model.blocks[1].register_forward_hook(
+            lambda m, a, out: seen.update(wanted=out)
+        ),
+    ]
+    with torch.no_grad():
+        quantized(scenes(10)), model(scenes(10))
+    for handle in handles:
+        handle.remove()
+    torch.testing.assert_close(cache.inputs[0], seen["given"])
+    torch.testing.assert_close(cache.targets, seen["wanted"])
+    picked, target, _ = cache.pick(torch.tensor([3, 1]))
+    torch.testing.assert_close(picked[0], seen["given"][[3, 1]])
+    torch.testing.assert_close(target, seen["wanted"][[3, 1]])
+
+
+def test_blocks_with_structured_arguments():
+    class Adds(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, pair, *, scale, flag):
+            return self.linear(pair[0]) * scale + pair[1] if flag else pair[0]
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.block = Adds()
+
+        def forward(self, x):
+            return self.block([x, 2 * x], scale=0.5, flag=True)
+
+    model = seeded(Net())
+    samples = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
+    quantized = quantized_at(model, 3, samples)
+    result = reconstruct(quantized, model, samples, QUICK)
+    (error,) = quantization_of(result).errors
+    assert error.block == "block"
+    assert error.after <= error.before
+
+
+def test_fisher_weights_are_squared_gradients():
+    model = seeded(Chain())
+    weights = fisher_weights(
+        model,
+        "conv",
+        scenes(6),
+        lambda out: first_tensor(out).square().sum(),
+        batch_size=4,
+    )
+    hidden = model.conv(scenes(6)).detach().requires_grad_()
+    model.head(torch.relu(hidden).mean((2, 3))).square().sum().backward()
+    wanted = hidden.grad.square()
+    torch.testing.assert_close(weights, wanted / wanted.mean(), rtol=1e-4, atol=1e-5)
+    assert all(p.grad is None for p in model.conv.parameters())
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_captured_steps_do_what_plain_steps_do():
+    model = seeded(TinyResNet())
+    on_cpu = quantized_at(model, 3, scenes(64))
+    config = ReconstructConfig(rounding=RoundingConfig(iterations=200, batch_size=16))
+    plain = reconstruct(on_cpu, model, scenes(64), config)
+    there = copy.deepcopy(model).cuda()
+    on_cuda = quantized_at(there, 3, scenes(64).cuda())
+    results = [reconstruct(on_cuda, there, scenes(64).cuda(), config) for _ in "ab"]
+    for key, value in results[0].state_dict().items():
+        assert torch.equal(value, results[1].state_dict()[key])
+    host = ReconstructConfig(rounding=config.rounding, device_bytes=0)
+    hosted = reconstruct(on_cuda, there, scenes(64).cuda(), host)
+    unseen = scenes(64, seed=5)
+    for other in (results[0], hosted):
+        ours = logit_error(there, other, unseen.cuda())
+        assert ours == pytest.approx(logit_error(model, plain, unseen), rel=0.5)
