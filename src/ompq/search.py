@@ -27,7 +27,7 @@ WIDENING = 8  # how many times more each further pass keeps
 NARROWEST = 16  # labels that a pass keeps at least
 PASSES = 4  # passes before the proof is given up; the last takes ten seconds
 TIE_PASSES = 3  # passes that go through all equally good allocations
-NEGLIGIBLE = 1e-9  # a gap, relative to the range of damage, not worth a long pass
+NEGLIGIBLE = 1e-9  # a gap, relative to what the limits cost, not worth a long pass
 PRICES = (32, 64, 128, 256)  # vectors of prices that bound the labels of a pass
 BLOCK = 32  # prices tried at a time
 COARSE = 10  # a core that is smaller by this power of 2 deserves finer steps
@@ -66,6 +66,7 @@ def _widen(program: Program, passes: int, *, cautious: bool) -> Optimum | None:
     program = program.affordable()
     if not program.open:
         return None
+    ideal = np.where(program.allowed, program.damage, np.inf).min(1).sum()
     best: Columns | None = None
     number = -1
     while True:
@@ -86,10 +87,10 @@ def _widen(program: Program, passes: int, *, cautious: bool) -> Optimum | None:
         finer = Core.of(program, cautious=cautious).exponent < core.exponent - COARSE
         if complete and not finer:
             return Optimum(best, 0.0)
-        gap = core.gap(value, bounds.best)
-        small = gap <= NEGLIGIBLE * core.program.damage.max(1).sum()
+        gap = ldexp(core.gap(value, bounds.best), core.exponent)
+        small = gap <= NEGLIGIBLE * (program.value(best) - ideal)
         if number + 1 >= (TIE_PASSES if small else passes):
-            return Optimum(best, ldexp(gap, core.exponent))
+            return Optimum(best, gap)
 
 
 def _pass(
