@@ -26,7 +26,7 @@ def test_noise_is_within_percents_of_the_search(shape, tail):
     some = (2, 3, 5, 8)
     for bits, found in zip(some, weight_noises(weight, some), strict=True):
         full = float(search_weight(weight, bits).noise)
-        assert found == pytest.approx(full, rel=0.1)
+        assert found == pytest.approx(full, rel=0.12)
 
 
 def test_noise_of_depthwise_channels_is_near_the_search():
@@ -84,7 +84,7 @@ def test_few_of_many_weights_are_enough():
     weight = weights(32, 4608)
     whole = weight_noises(weight, BITS, max_weights=4608)
     some = weight_noises(weight, BITS, max_weights=512)
-    assert some == pytest.approx(whole, rel=0.05)
+    assert some == pytest.approx(whole, rel=0.08)
 
 
 def test_wrong_arguments_are_refused():

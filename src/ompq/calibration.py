@@ -167,7 +167,7 @@ def _percentiles(seen: Observed, fraction: float) -> tuple[Tensor, Tensor]:
 def _span_grid(low: Tensor, high: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     top = (1 << bits) - 1
     scale = ((high - low) / top).clamp(min=TINY)
-    return scale, (-low / scale).round()
+    return scale, (low / scale).round().abs()
 
 
 def _least_error(

@@ -212,9 +212,11 @@ def _best_of(
     best: _Best, rows: Tensor, scale: Tensor, zero: Tensor, top: int, power: float
 ) -> _Best:
     """Return the better of the best so far and the candidates, (A, C, 1) each."""
-    count = max(1, elements_at_once(rows.device) // rows.numel())
+    count = min(len(scale), max(1, elements_at_once(rows.device) // rows.numel()))
+    room = rows.new_empty(count, *rows.shape)
     for s, z in zip(torch.split(scale, count), torch.split(zero, count), strict=True):
-        error = (rows / s).add_(z).round_().clamp_(0, top).sub_(z).mul_(s).sub_(rows)
+        error = torch.div(rows, s, out=room[: len(s)]).add_(z).round_().clamp_(0, top)
+        error = error.sub_(z).mul_(s).sub_(rows)
         error = error.square_() if power == 2 else error.abs_().pow_(power)
         least, at = error.sum(-1).min(0)
         at, better = at[None, :, None], (least < best.error)[:, None]

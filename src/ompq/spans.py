@@ -78,4 +78,4 @@ def even_span(low: Tensor, high: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
 def span_grid(low: Tensor, high: Tensor, top: Tensor | int) -> tuple[Tensor, Tensor]:
     """Return scale and zero, a multiple of 0.5, of ranges that contain 0."""
     scale = ((high - low) / top).clamp(min=TINY)
-    return scale, (low / scale * -2).round() / 2
+    return scale, (low / scale * 2).round().abs() / 2
