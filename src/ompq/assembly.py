@@ -55,20 +55,24 @@ def assemble(
         if allocation[unit.name].weight < FLOAT_BITS:
             shared = id(quantized.get_parameter(unit.parameter)) in tied
             _swap(quantized, unit, weight_grid, shared=shared)
-    names = quantizer_names(points)
+    names = quantizer_names(quantized, points)
     device = model_device(model)
     for name, point, grid in zip(names, points, activation_grids, strict=True):
         _attach(quantized, name, point, ActivationQuantizer(grid).to(device))
     return quantized
 
 
-def quantizer_names(points: Sequence[Point]) -> list[str]:
+def quantizer_names(model: nn.Module, points: Sequence[Point]) -> list[str]:
     """Return the name of each point's quantizer among the network's modules."""
     found: list[str] = []
     for point in points:
-        owner, kind = (
-            (point.after[0], "output") if point.after else (point.before[0], "input")
+        kind, places = (
+            ("output", point.after) if point.after else ("input", point.before)
         )
+        owner = places[0]
+        # What is added to a Sequential would run as its last module.
+        while isinstance(inner := model.get_submodule(owner), nn.Sequential):
+            owner = f"{owner}.{next(iter(inner._modules))}".removeprefix(".")
         base = f"{owner}.{kind}_quantizer".removeprefix(".")
         same = sum(name.startswith(base) for name in found)
         found.append(f"{base}_{same + 1}" if same else base)

@@ -12,6 +12,8 @@ OmpqError
 ├── DataError               images or batches that cannot be read
 ├── QuantizationError       a network that cannot be quantized as planned
 ├── CheckpointError         a checkpoint that cannot be resumed
+├── PackedFileError         a packed file that is broken or of another network
+├── ExportError             a file that would not compute what the network does
 └── MissingExtraError       an optional dependency that is not installed
 
 Wrong arguments raise ``ValueError`` or ``TypeError`` as everywhere in Python.
@@ -91,6 +93,14 @@ class QuantizationError(OmpqError):
 
 class CheckpointError(OmpqError):
     """A checkpoint cannot be resumed."""
+
+
+class PackedFileError(OmpqError):
+    """A packed file cannot be read or belongs to another network."""
+
+
+class ExportError(OmpqError):
+    """An exported file would not compute what the network computes."""
 
 
 class MissingExtraError(OmpqError):

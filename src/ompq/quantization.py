@@ -13,7 +13,7 @@ from ompq.assembly import WeightGrid, assemble
 from ompq.calibration import Observed, RangeMethod, activation_grid, observe_range
 from ompq.errors import QuantizationError, shortened
 from ompq.graph import LayerGraph, Skipped, Unit
-from ompq.layers import QuantizedLayer
+from ompq.layers import quantized_layers
 from ompq.observation import record, tensors_in, watch
 from ompq.placement import Point, find_points
 from ompq.plans import Plan
@@ -226,11 +226,11 @@ def correct_biases(
         samples: Inputs; the first ``count`` are used.
         count: How many.
     """
+    layers = quantized_layers(quantized)
     units = [
         unit
         for unit in quantization_of(quantized).graph.units
-        if unit.calls == 1
-        and isinstance(quantized.get_submodule(unit.name), QuantizedLayer)
+        if unit.calls == 1 and unit.name in layers
     ]
     batch = to_device(first_samples(samples, count), model_device(model))
     means: dict[str, Tensor] = {}

@@ -77,6 +77,11 @@ COMMANDS = {
         "Write a plan as one HTML page that needs no network.",
         _LOOK,
     ),
+    "inspect": Command(
+        "ompq.cli.inspecting:inspect",
+        "Tell what a packed network takes on disk, item by item.",
+        _LOOK,
+    ),
 }
 
 

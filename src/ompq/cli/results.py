@@ -3,7 +3,7 @@
 import json
 import platform
 from dataclasses import dataclass
-from importlib import import_module, metadata, util
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from ompq.cli.shown import (
 from ompq.cli.tables import facts
 from ompq.evaluation import Evaluation, wilson_interval
 from ompq.files import write_text
+from ompq.packing import save as save_packed
 from ompq.plans import Plan
 from ompq.quantization import BlockError, quantization_of
 from ompq.report import (
@@ -77,9 +78,13 @@ def write_files(folder: Path, outcome: Outcome) -> list[str]:
     """Write everything, each file whole or not at all; the result comes last."""
     written = ["plan.json"]
     outcome.plan.save(folder / "plan.json")
-    if util.find_spec("ompq.packing") is not None:
-        written.append("network.ompq.safetensors")
-        import_module("ompq.packing").save(outcome.network, folder / written[-1])
+    written.append("network.ompq.safetensors")
+    save_packed(
+        outcome.network,
+        folder / written[-1],
+        plan=outcome.plan,
+        network=outcome.about["network"],
+    )
     written.append("report.html")
     write_report(
         folder / written[-1],

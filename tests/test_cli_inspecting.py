@@ -1,0 +1,65 @@
+import pytest
+
+from cli_tools import run, run_json
+from nets import TinyMobileNet, images, seeded
+from ompq.accounts import inspect_file
+from ompq.packing import save
+from ompq.pipeline import plan as make_plan
+from ompq.quantization import quantize
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("packed") / "net.ompq.safetensors"
+    network = seeded(TinyMobileNet())
+    plan = make_plan(network, images(16), "3.5bits")
+    save(quantize(network, plan, images(16)), path, plan=plan, network="net.py:make")
+    return path
+
+
+def test_every_item_stands_next_to_the_plans_figure(file):
+    account = inspect_file(file)
+    result = run("inspect", file, env={"COLUMNS": "100"})
+    assert result.exit_code == 0, result.output
+    rows = [" ".join(line.split()) for line in result.stdout.splitlines()]
+    for name, found in account.items.items():
+        start = f"{name.replace('_', ' ')} {found:,} {account.planned[name]:,}"
+        assert any(row == start or row.startswith(f"{start} ") for row in rows), start
+    total = f"file {account.file_bytes:,} {account.planned_bytes:,} "
+    assert any(row.startswith(total) for row in rows)
+    for one in account.units:
+        start = f"{one.unit.name} {one.unit.kind} {one.bits} "
+        assert any(row.startswith(start) for row in rows), start
+    assert "net.py:make" in result.stdout
+    assert "plan 3.5bits by OrmDistortion" in " ".join(result.stdout.split())
+    assert "within the 1% + 16.0 KiB that are promised" in result.stdout
+
+
+def test_narrow_terminals_and_quiet_keep_to_their_width(file):
+    result = run("inspect", file, env={"COLUMNS": "50"})
+    assert max(map(len, result.stdout.splitlines())) <= 50
+    quiet = run("inspect", file, "--quiet")
+    assert quiet.stdout.count("\n") == 1
+    assert "of the plan's" in quiet.stdout
+
+
+def test_json_is_the_account(file):
+    assert run_json("inspect", file) == inspect_file(file).to_json()
+
+
+def test_network_without_name_and_plan_is_shown(file, tmp_path):
+    network = seeded(TinyMobileNet())
+    plan = make_plan(network, images(16), "3.5bits")
+    save(quantize(network, plan.allocation, images(16)), tmp_path / "net")
+    result = run("inspect", tmp_path / "net")
+    assert "not named" in result.stdout
+    assert "3.5bits" not in result.stdout
+
+
+def test_foreign_files_are_one_line(tmp_path):
+    (tmp_path / "plan.json").write_text("{}")
+    result = run("inspect", tmp_path / "plan.json")
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert result.stderr.startswith("error: ")
+    assert result.stderr.count("\n") == 1
