@@ -62,11 +62,12 @@ def test_equal_and_single_weights_have_little_noise():
 
 
 def test_widths_do_not_influence_each_other():
-    for shape in ((30, 9), (30, 400)):
+    for shape in ((30, 9), (30, 400), (60, 700)):
         weight = weights(*shape)
         together = weight_noises(weight, BITS)
         alone = [weight_noise(weight, bits) for bits in BITS]
         assert together == pytest.approx(alone, rel=1e-5)
+        assert weight_noises(weight, []) == []
 
 
 def test_size_and_order_of_channels_do_not_matter(monkeypatch):

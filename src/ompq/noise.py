@@ -89,6 +89,8 @@ def weight_noises(
     if max_weights < 1:
         raise ValueError(f"max_weights={max_weights} must be at least 1")
     rows = channel_rows(weight, channel_dim)
+    if not bits:
+        return []
     sample = thinned(rows, max_weights)
     # The extremes count for as much as they are likely to be missing.
     seen = sample.shape[1] / rows.shape[1]
@@ -186,7 +188,7 @@ def _errors(
     rows: Tensor, scale: Tensor, zero: Tensor, top: Tensor, room: Tensor
 ) -> Tensor:
     """Return squared errors, (A, C), of rows (C, K) on grids (A, C)."""
-    count = max(1, room.shape[1] // (rows.shape[1] * len(scale)))
+    count = max(1, room.shape[1] // max(1, rows.shape[1] * len(scale)))
     found = []
     for x, s, z in zip(
         *(torch.split(t, count, -1) for t in (rows.T, scale, zero)), strict=True
