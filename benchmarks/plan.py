@@ -149,6 +149,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--networks", nargs="+", default=list(NETWORKS))
     parser.add_argument("--memory", nargs=3, metavar=("JOB", "NETWORK", "DEVICE"))
     options = parser.parse_args()
     if options.memory:
@@ -157,7 +158,7 @@ def main() -> None:
         return
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     repeats = 3 if options.quick else 7
-    rows = [time_network(name, device, repeats) for name in NETWORKS]
+    rows = [time_network(name, device, repeats) for name in options.networks]
     grown = growth(device, quick=options.quick)
     save(f"plan-{device.type}", rows, options.out, growth=grown)
 

@@ -103,7 +103,9 @@ def run_one(options, model, samples, batches, bits, seed):
     nearest = evaluate(quantized, batches)
     synchronise()
     between = time.perf_counter()
-    rounding = RoundingConfig(iterations=options.iterations, **json.loads(options.rounding))
+    rounding = RoundingConfig(
+        iterations=options.iterations, **json.loads(options.rounding)
+    )
     config = ReconstructConfig(rounding=rounding, seed=seed, loss=options.loss)
     result = reconstruct(quantized, model, samples, config)
     synchronise()
@@ -144,7 +146,9 @@ def main() -> None:
             for seed in options.seeds:
                 key = (tuple(bits.items()), seed)
                 if key not in finished:
-                    finished[key] = run_one(options, model, samples, batches, bits, seed)
+                    finished[key] = run_one(
+                        options, model, samples, batches, bits, seed
+                    )
                 row, evaluation = finished[key]
                 drop, error = evaluation.drop_from(reference)
                 widths = [choice.weight for choice in bits.values()]
@@ -167,7 +171,11 @@ def main() -> None:
                     f"{100 * error:.2f} in {row['reconstruct_s']:.1f} s",
                     flush=True,
                 )
-                settings = {k: str(v) for k, v in vars(options).items() if k not in ("data", "out")}
+                settings = {
+                    k: str(v)
+                    for k, v in vars(options).items()
+                    if k not in ("data", "out")
+                }
                 options.out.mkdir(parents=True, exist_ok=True)
                 target = options.out / f"{options.name}-{options.network}.json"
                 data = {"settings": settings, "machine": machine(), "rows": rows}

@@ -7,14 +7,11 @@ import torch
 from ompq.quantizers import (
     Grid,
     check_bits,
-    hard_codes,
     integer_weight,
     learned_clip,
     learned_step,
     rectified_sigmoid,
     round_through,
-    rounding_penalty,
-    soft_quantize,
     soft_start,
     straight_through,
 )
@@ -198,41 +195,9 @@ def test_the_sigmoid_is_stretched_and_cut():
 def test_soft_rounding_starts_at_the_weight():
     x = values(8, 50) * 0.2
     grid = Grid(torch.full((8, 1), 0.1), torch.full((8, 1), 7.5), 4)
-    soft = soft_quantize(x, grid, soft_start(x, grid))
-    assert torch.allclose(soft, x.clamp(-0.75, 0.75), atol=1e-6)
-    assert (x.abs() > 0.75).any()
-
-
-def test_soft_rounding_has_the_gradient_of_adaround():
-    x, grid = values(40) * 0.2, Grid(torch.tensor(0.1), torch.tensor(8.0), 4)
-    logits = values(40, seed=1).requires_grad_()
-    soft_quantize(x, grid, logits).sum().backward()
-    for v, slope in zip(logits.tolist(), logits.grad.tolist(), strict=True):
-        s = 1 / (1 + math.exp(-v))
-        cut = not 0 < 1.2 * s - 0.1 < 1
-        expected = 0 if cut else 0.1 * 1.2 * s * (1 - s)
-        assert slope == pytest.approx(expected, abs=1e-6)
-
-
-def test_the_penalty_vanishes_when_all_have_decided():
-    logits = torch.tensor([0.0, 0.5, -1.0, 9.0, -9.0])
-    for beta in (20.0, 2.0, torch.tensor(7.3)):
-        h = rectified_sigmoid(logits).tolist()
-        expected = sum(1 - abs(2 * v - 1) ** float(beta) for v in h)
-        assert rounding_penalty(logits, beta).item() == pytest.approx(
-            expected, rel=1e-5
-        )
-    assert rounding_penalty(logits[3:], 2.0).item() == 0
-
-
-def test_hard_codes_go_where_the_logits_lean():
-    x = torch.tensor([-3.0, 0.31, 0.31, 0.39, 3.0])
-    grid = Grid(torch.tensor(0.1), torch.tensor(2.0), 3)
-    logits = torch.tensor([5.0, -0.1, 0.1, -3.0, -3.0])
-    assert hard_codes(x, grid, logits).tolist() == [0, 5, 6, 5, 7]
-    # Untouched logits round to nearest.
-    w = values(100) * 0.2
-    assert torch.equal(hard_codes(w, grid, soft_start(w, grid)), grid.quantize(w))
+    position = x / grid.scale + grid.zero
+    share = rectified_sigmoid(soft_start(x, grid))
+    assert torch.allclose(position.floor() + share, position, atol=1e-5)
 
 
 def gradients(x, scale, limit, logits):
@@ -240,8 +205,7 @@ def gradients(x, scale, limit, logits):
     grid = Grid(scale, zero + 1.5, 2)
     total = learned_step(x, grid).square().sum()
     total = total + learned_clip(x, limit, zero, 4).square().sum()
-    total = total + soft_quantize(x, grid, logits).square().sum()
-    return total + rounding_penalty(logits, 3.0)
+    return total + (rectified_sigmoid(logits) * soft_start(x, grid)).sum()
 
 
 def inputs(device="cpu"):

@@ -1,1 +1,112 @@
-"""Decide how many bits each layer needs, then make the small network."""
+"""Decide how many bits each layer needs, then make the small network.
+
+>>> import ompq
+>>> plan = ompq.plan(model, samples, "1.5MiB")
+>>> quantized = ompq.quantize(model, plan, samples)
+>>> quantized = ompq.reconstruct(quantized, model, samples)
+
+Names are imported when they are first used, so that ``ompq --help`` does not wait for
+torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ompq.accounts import inspect_file
+    from ompq.allocation import Allocation, Budget
+    from ompq.errors import OmpqError
+    from ompq.evaluation import Evaluation, evaluate
+    from ompq.graph import Choice, LayerGraph, Unit
+    from ompq.packing import load, save
+    from ompq.pipeline import PLAN_PROTOCOLS, PlanConfig, plan
+    from ompq.plans import Plan
+    from ompq.quantization import QuantizeConfig, quantization_of, quantize
+    from ompq.reconstruction import ReconstructConfig, reconstruct
+    from ompq.report import write_figures, write_report
+    from ompq.rounding import RoundingConfig
+    from ompq.scores import (
+        Orm,
+        OrmDistortion,
+        OrmSettings,
+        OutputDivergence,
+        Random,
+        ScoreTable,
+        SmallestFirst,
+        WeightNoise,
+    )
+    from ompq.tracing import trace
+
+_HOMES = {
+    "ompq.accounts": ("inspect_file",),
+    "ompq.allocation": ("Allocation", "Budget"),
+    "ompq.errors": ("OmpqError",),
+    "ompq.evaluation": ("Evaluation", "evaluate"),
+    "ompq.graph": ("Choice", "LayerGraph", "Unit"),
+    "ompq.packing": ("load", "save"),
+    "ompq.pipeline": ("PLAN_PROTOCOLS", "PlanConfig", "plan"),
+    "ompq.plans": ("Plan",),
+    "ompq.quantization": ("QuantizeConfig", "quantization_of", "quantize"),
+    "ompq.reconstruction": ("ReconstructConfig", "reconstruct"),
+    "ompq.report": ("write_figures", "write_report"),
+    "ompq.rounding": ("RoundingConfig",),
+    "ompq.scores": (
+        "Orm",
+        "OrmDistortion",
+        "OrmSettings",
+        "OutputDivergence",
+        "Random",
+        "ScoreTable",
+        "SmallestFirst",
+        "WeightNoise",
+    ),
+    "ompq.tracing": ("trace",),
+}
+_HOME = {name: module for module, names in _HOMES.items() for name in names}
+
+__all__ = [
+    "PLAN_PROTOCOLS",
+    "Allocation",
+    "Budget",
+    "Choice",
+    "Evaluation",
+    "LayerGraph",
+    "OmpqError",
+    "Orm",
+    "OrmDistortion",
+    "OrmSettings",
+    "OutputDivergence",
+    "Plan",
+    "PlanConfig",
+    "QuantizeConfig",
+    "Random",
+    "ReconstructConfig",
+    "RoundingConfig",
+    "ScoreTable",
+    "SmallestFirst",
+    "Unit",
+    "WeightNoise",
+    "evaluate",
+    "inspect_file",
+    "load",
+    "plan",
+    "quantization_of",
+    "quantize",
+    "reconstruct",
+    "save",
+    "trace",
+    "write_figures",
+    "write_report",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'ompq' has no attribute {name!r}")
+    value = getattr(import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return [*__all__]

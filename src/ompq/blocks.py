@@ -60,7 +60,7 @@ class BlockCache:
     def batches(self, size: int) -> Iterator[Tensor]:
         """Yield the sample numbers in order, ``size`` at a time."""
         device = self.targets.device
-        yield from torch.arange(len(self.targets), device=device).split(size)
+        yield from torch.split(torch.arange(len(self.targets), device=device), size)
 
 
 def gather(

@@ -7,6 +7,7 @@ leaves it as it is.
 """
 
 import copy
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -75,7 +76,7 @@ def rounded_to(grid: Grid, x: Tensor) -> Tensor:
         # between two codes may fall to the other one: learning does not notice.
         zero = grid.zero.to(torch.int32)
         return torch.fake_quantize_per_tensor_affine(x, grid.scale, zero, 0, grid.top)
-    rounded = _Rounded.apply(x, grid.scale, grid.zero, grid.top)  # type: ignore[no-untyped-call]
+    rounded = _Rounded.apply(x, grid.scale, grid.zero, grid.top)
     return cast(Tensor, rounded)
 
 
@@ -124,6 +125,8 @@ class QuantizedLayer(nn.Module):
         bits: Width of the weight's codes.
         narrow: Whether the highest code is left out.
         soft: Gives the weight while its rounding is being learned; else None.
+        integers: Computes the layer as integers do, once the network is settled
+            (:func:`ompq.settling.settle`) and no gradient is needed; else None.
     """
 
     weight: nn.Parameter
@@ -133,9 +136,12 @@ class QuantizedLayer(nn.Module):
     bits: int
     narrow: bool
     soft: nn.Module | None
+    integers: Callable[["QuantizedLayer", Tensor], Tensor] | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute the layer with its rounded weight."""
+        if self.integers is not None and not torch.is_grad_enabled():
+            return self.integers(self, x)
         return linear_map(self, x, self.rounded_weight(), self.bias)
 
     def rounded_weight(self) -> Tensor:
@@ -187,34 +193,34 @@ def linear_map(
             ),
         )
     assert isinstance(layer, _ConvNd)
-    return cast(Tensor, layer._conv_forward(x, weight, bias))  # type: ignore[operator]
+    return layer._conv_forward(x, weight, bias)
 
 
-class QuantizedLinear(QuantizedLayer, nn.Linear):
+class QuantizedLinear(QuantizedLayer, nn.Linear):  # type: ignore[misc]
     """A linear layer with rounded weights."""
 
 
-class QuantizedConv1d(QuantizedLayer, nn.Conv1d):
+class QuantizedConv1d(QuantizedLayer, nn.Conv1d):  # type: ignore[misc]
     """A 1-D convolution with rounded weights."""
 
 
-class QuantizedConv2d(QuantizedLayer, nn.Conv2d):
+class QuantizedConv2d(QuantizedLayer, nn.Conv2d):  # type: ignore[misc]
     """A 2-D convolution with rounded weights."""
 
 
-class QuantizedConv3d(QuantizedLayer, nn.Conv3d):
+class QuantizedConv3d(QuantizedLayer, nn.Conv3d):  # type: ignore[misc]
     """A 3-D convolution with rounded weights."""
 
 
-class QuantizedConvTranspose1d(QuantizedLayer, nn.ConvTranspose1d):
+class QuantizedConvTranspose1d(QuantizedLayer, nn.ConvTranspose1d):  # type: ignore[misc]
     """A transposed 1-D convolution with rounded weights."""
 
 
-class QuantizedConvTranspose2d(QuantizedLayer, nn.ConvTranspose2d):
+class QuantizedConvTranspose2d(QuantizedLayer, nn.ConvTranspose2d):  # type: ignore[misc]
     """A transposed 2-D convolution with rounded weights."""
 
 
-class QuantizedConvTranspose3d(QuantizedLayer, nn.ConvTranspose3d):
+class QuantizedConvTranspose3d(QuantizedLayer, nn.ConvTranspose3d):  # type: ignore[misc]
     """A transposed 3-D convolution with rounded weights."""
 
 

@@ -157,7 +157,7 @@ class _Finder:
         return []
 
     def _before(self, at: int) -> list[str]:
-        """Return the modules of the units that read this tensor, through passive calls."""
+        """Return the modules of the units that read this tensor."""
         if at < 0:
             return [""]
         found = []

@@ -5,7 +5,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ompq.allocation import Allocation
@@ -60,14 +59,15 @@ class BlockError:
     Attributes:
         block: The block's name.
         before: ||output − target||² / ||target||² before.
-        after: The same after; equal to ``before`` when the rounding was kept.
-        kept: Whether the rounding was kept because learning did not improve it.
+        after: The same after; equal to ``before`` when nothing was improved.
+        improved: Whether learning lowered the error; if not, the block kept the
+            rounding it had.
     """
 
     block: str
     before: float
     after: float
-    kept: bool
+    improved: bool
 
 
 @dataclass(frozen=True)
@@ -244,20 +244,19 @@ def correct_biases(
     def correct(name: str) -> Any:
         def hook(module: nn.Module, _args: Any, output: Tensor) -> Tensor:
             shift = means[name] - _channel_mean(module, output)
-            if module.bias is None:
-                module.bias = nn.Parameter(torch.zeros_like(shift), requires_grad=False)
-            assert isinstance(module.bias, Tensor)
-            module.bias.add_(shift)
+            old = getattr(module, "bias", None)
+            new = shift if old is None else old + shift
+            module.bias = nn.Parameter(new, requires_grad=False)
             return output + _like_channels(module, shift, output)
 
         return hook
 
-    with _hooks(model, {unit.norm or unit.name: remember(unit.name) for unit in units}):
-        with evaluating(model):
-            call(model, batch)
-    with _hooks(quantized, {unit.name: correct(unit.name) for unit in units}):
-        with evaluating(quantized):
-            call(quantized, batch)
+    remembering = {unit.norm or unit.name: remember(unit.name) for unit in units}
+    with evaluating(model), _hooks(model, remembering):
+        call(model, batch)
+    correcting = {unit.name: correct(unit.name) for unit in units}
+    with evaluating(quantized), _hooks(quantized, correcting):
+        call(quantized, batch)
 
 
 def _channel_axis_of_output(module: nn.Module, output: Tensor) -> int:

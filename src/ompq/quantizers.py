@@ -192,40 +192,5 @@ def soft_start(x: Tensor, grid: Grid) -> Tensor:
     return -torch.log((ZETA - GAMMA) / (fraction - GAMMA) - 1)
 
 
-def soft_quantize(x: Tensor, grid: Grid, logits: Tensor) -> Tensor:
-    """Fake-quantize with each weight between its two neighbours, as the logits say.
-
-    Args:
-        x: Weight of any shape; only its neighbours on the grid matter.
-        grid: Its grid.
-        logits: Of the weight's shape; their gradient is AdaRound's.
-    """
-    lower = (x / grid.scale + grid.zero).floor()
-    codes = (lower + rectified_sigmoid(logits)).clamp(0, grid.top)
-    return grid.scale * (codes - grid.zero)
-
-
-def rounding_penalty(logits: Tensor, beta: Tensor | float) -> Tensor:
-    """Return the sum of 1 - |2h - 1|^beta: 0 when every weight has decided.
-
-    Args:
-        logits: Of any shape.
-        beta: Sharpness; a tensor on the device can follow a schedule inside a graph.
-    """
-    return (1 - (2 * rectified_sigmoid(logits) - 1).abs().pow(beta)).sum()
-
-
-def hard_codes(x: Tensor, grid: Grid, logits: Tensor) -> Tensor:
-    """Return the uint8 codes once each weight goes to the neighbour it leans to.
-
-    Args:
-        x: Weight of any shape.
-        grid: Its grid.
-        logits: Of the weight's shape.
-    """
-    lower = (x / grid.scale + grid.zero).floor()
-    return (lower + (logits >= 0)).clamp(0, grid.top).to(torch.uint8)
-
-
 def _codes(x: Tensor, grid: Grid) -> Tensor:
     return (x / grid.scale + grid.zero).round().clamp(0, grid.top)

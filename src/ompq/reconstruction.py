@@ -1,6 +1,7 @@
 """reconstruct(): block by block, rounding is learned so that outputs stay the same."""
 
 import copy
+import hashlib
 import json
 import logging
 from collections.abc import Mapping
@@ -16,6 +17,7 @@ from ompq.blocks import BlockCache, fisher_weights, gather
 from ompq.errors import CheckpointError
 from ompq.files import replacing
 from ompq.layers import QuantizedLayer
+from ompq.observation import tensors_in
 from ompq.quantization import (
     BlockError,
     Quantization,
@@ -23,7 +25,7 @@ from ompq.quantization import (
     with_quantization,
 )
 from ompq.rounding import RoundingConfig, learn_rounding
-from ompq.samples import Progress, Samples, first_tensor
+from ompq.samples import Progress, Samples, first_samples, first_tensor
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +81,7 @@ def reconstruct(
     record = quantization_of(quantized)
     result = copy.deepcopy(quantized).eval()
     blocks = _learnable(result, record)
-    identity = _identity(record, config)
+    identity = _identity(quantized, samples, config)
     done = _resume(result, checkpoint, identity)
     for number, name in enumerate(blocks):
         if name in done:
@@ -90,13 +92,14 @@ def reconstruct(
         before, after = learn_rounding(
             result.get_submodule(name), cache, rounding, progress=report
         )
-        kept = after >= before
-        done[name] = BlockError(name, before, before if kept else after, kept)
+        improved = after < before
+        done[name] = BlockError(name, before, min(before, after), improved)
         logger.info("block %s: error %.3g -> %.3g", name, before, done[name].after)
         if checkpoint is not None:
             _save(result, checkpoint, identity, done)
     if progress:
-        progress(len(blocks), len(blocks), "reconstructed")
+        total = len(blocks) * config.rounding.iterations
+        progress(total, total, "reconstructed")
     errors = tuple(done[name] for name in blocks)
     return with_quantization(result, replace(record, errors=errors)).train(
         quantized.training
@@ -130,7 +133,9 @@ def _cache(
     config: ReconstructConfig,
 ) -> BlockCache:
     # A unit that stands alone ends after its norm, which the quantized one has folded.
-    unit = next((u for u in quantization_of(quantized).graph.units if u.name == name), None)
+    unit = next(
+        (u for u in quantization_of(quantized).graph.units if u.name == name), None
+    )
     cache = gather(
         quantized,
         model,
@@ -166,17 +171,19 @@ def _within(
         return None
 
     def report(done: int, of: int | None, message: str) -> None:
-        progress(number, total, f"{name} {done}/{of} {message}")
+        steps = of or 1
+        progress(number * steps + done, total * steps, f"{name} {message}")
 
     return report
 
 
-def _identity(record: Quantization, config: ReconstructConfig) -> str:
-    """What must be equal for a checkpoint to continue a run."""
-    return json.dumps(
-        {"allocation": record.allocation.to_json(), "config": asdict(config)},
-        sort_keys=True,
-    )
+def _identity(quantized: nn.Module, samples: Samples, config: ReconstructConfig) -> str:
+    """Return what must be equal for a checkpoint to continue a run."""
+    digest = hashlib.sha256(json.dumps(asdict(config)).encode())
+    first = tensors_in(first_samples(samples, 1))
+    for tensor in (*quantized.state_dict().values(), *first):
+        digest.update(tensor.detach().cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()
 
 
 def _save(
@@ -210,7 +217,7 @@ def _resume(
         raise CheckpointError(f"{path} is no checkpoint of a reconstruction")
     if metadata["identity"] != identity:
         raise CheckpointError(
-            f"{path} belongs to another run (other bits or settings); "
+            f"{path} belongs to another run (other network, samples or settings); "
             "remove it or choose another file"
         )
     model.load_state_dict(tensors)

@@ -21,7 +21,7 @@ from ompq.quantizers import (
 )
 from ompq.samples import Progress, evaluating, model_device
 
-_REPORT_EVERY = 250
+_REPORT_EVERY = 50  # on a CPU fifty steps can take seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,6 +138,7 @@ class SoftRounding(nn.Module):
     base: Tensor
     scale: Tensor
     zero: Tensor
+    share: Tensor | None = None
 
     def __init__(self, layer: QuantizedLayer) -> None:
         super().__init__()
@@ -152,11 +153,12 @@ class SoftRounding(nn.Module):
 
     def forward(self) -> Tensor:
         """Return the soft weight, shaped as the layer's weight."""
-        self.share = rectified_sigmoid(self.up)  # the penalty reads it too
-        return self._value(self.share)
+        self.share = share = rectified_sigmoid(self.up)  # the penalty reads it too
+        return self._value(share)
 
     def indecision(self, beta: Tensor) -> Tensor:
         """Return the sum of 1 − |2h − 1|^beta: 0 once every weight has decided."""
+        assert self.share is not None  # the block has just been called
         return (1 - (2 * self.share - 1).abs().pow(beta)).sum()
 
     def hardened(self) -> Tensor:
@@ -244,7 +246,7 @@ class _Step:
                 progress(done + 1, total, f"loss {self.loss.item():.4g}")
 
     def _capture(self) -> Callable[[], None]:
-        stream = torch.cuda.Stream()
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for done in range(min(3, self.config.iterations)):
@@ -268,6 +270,8 @@ class _Step:
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]
         self.optimizer.step()
+        for soft in self.soft:
+            soft.share = None  # or the step's graph would live on into the next one
         self.loss.copy_(loss.detach())
         self.number += 1
 

@@ -109,7 +109,7 @@ def sections(outcome: Outcome) -> list[Section]:
     return [
         *_accuracies(outcome),
         *(
-            BlockSection(one.block, one.before, one.after, kept=not one.kept)
+            BlockSection(one.block, one.before, one.after, kept=one.improved)
             for one in outcome.errors
         ),
         *(StageTime(name, value) for name, value in outcome.seconds.items()),
@@ -169,7 +169,7 @@ def show_outcome(
 
 
 def _error_rows(errors: tuple[BlockError, ...]) -> list[tuple[str, str]]:
-    kept = [error.block for error in errors if error.kept]
+    kept = [error.block for error in errors if not error.improved]
     worst = sorted(errors, key=lambda error: -error.after)[:3]
     texts = [f"{e.block} {digits(e.before)} → {digits(e.after)}" for e in worst]
     better = f"{len(errors) - len(kept)} of {len(errors)} improved"
