@@ -27,7 +27,7 @@ class PlanConfig:
     Attributes:
         score: What choosing few bits damages: a callable or the name of a score.
         choices: Weight bits that a unit may get.
-        activation_choices: Bits that a unit's input may get.
+        activation_choices: Bits that a unit's input may get; 32 leaves it float.
         pinned: Pattern → bits of the units that are not to be chosen; a later pattern
             overrides an earlier one. 32 keeps a unit float.
         tie: Whether units that meet in one addition share their bits.
@@ -50,9 +50,9 @@ class PlanConfig:
     strict: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("choices", "activation_choices"):
+        for name, more in (("choices", ()), ("activation_choices", (FLOAT_BITS,))):
             bits = getattr(self, name)
-            if not bits or any(not 2 <= b <= 8 for b in bits):
+            if not bits or any(b not in (*range(2, 9), *more) for b in bits):
                 raise ValueError(f"{name}={bits} must be bits from 2 to 8")
 
 
@@ -134,7 +134,7 @@ def _pinned_choices(bits: Pin, activations: Sequence[int]) -> list[Choice]:
     weight, wanted = (
         (bits, activations) if isinstance(bits, int) else (bits[0], bits[1:])
     )
-    if weight != FLOAT_BITS and not all(2 <= b <= 8 for b in (weight, *wanted)):
+    if any(b not in (*range(2, 9), FLOAT_BITS) for b in (weight, *wanted)):
         raise ValueError(f"pinned bits {bits} must be from 2 to 8, or 32 for float")
     return [Choice(weight, activation) for activation in wanted]
 

@@ -69,7 +69,9 @@ def find_points(
         width = bits[unit].activation if unit else 0
         for source in finder.read_by(call):
             widths[source] = max(widths.get(source, 0), width)
-    return finder.points(widths)
+    # With float activations everywhere there is no integer arithmetic to prepare.
+    integer = any(choice.activation < FLOAT_BITS for choice in bits.values())
+    return finder.points(widths) if integer else ([], [])
 
 
 class _Finder:

@@ -1,0 +1,262 @@
+import json
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import ompq
+from nets import TinyMobileNet, TinyResNet, images, seeded
+from ompq.allocation import reachable
+from ompq.costs import unit_bytes
+from ompq.errors import (
+    BudgetError,
+    InfeasibleBudgetError,
+    PatternError,
+    PlanError,
+    ScoreError,
+    TraceError,
+)
+from ompq.graph import Choice
+
+
+@pytest.fixture(scope="module")
+def network():
+    return seeded(TinyResNet())
+
+
+@pytest.fixture(scope="module")
+def plan(network):
+    return ompq.plan(network, images(16), "3.5bits")
+
+
+def test_budget_is_met_and_nearly_used(plan):
+    assert 3.2 < plan.totals["average_bits"] <= 3.5
+    weights = sum(u.weights for u in plan.graph.units)
+    used = sum(u.weights * plan.allocation[u.name].weight for u in plan.graph.units)
+    assert plan.totals["average_bits"] == pytest.approx(used / weights)
+
+
+def test_totals_are_sums_over_units(plan):
+    size = sum(unit_bytes(u, plan.allocation[u.name]).total for u in plan.graph.units)
+    assert plan.totals["bytes"] == size == sum(plan.bytes_by_item.values())
+    ops = sum(
+        u.macs * plan.allocation[u.name].weight * plan.allocation[u.name].activation
+        for u in plan.graph.units
+    )
+    assert plan.totals["bit_ops"] == ops
+    row = plan.graph.names.index("stem")
+    column = plan.choices.index(plan.allocation["stem"])
+    assert plan.columns[row] == column
+    assert plan.damage == pytest.approx(
+        sum(d[c] for d, c in zip(plan.scores.damage, plan.columns, strict=True))
+    )
+
+
+def test_tied_units_share_their_bits(plan):
+    bits = plan.allocation
+    assert bits["block2.conv2"] == bits["block2.downsample.0"]
+
+
+def test_several_budgets_hold_at_once(network):
+    both = ompq.plan(network, images(16), "4.0bits,4.2MBOPs")
+    assert both.totals["average_bits"] <= 4.0
+    assert both.totals["bit_ops"] <= 4.2e6
+    alone = ompq.plan(network, images(16), "4.0bits")
+    assert both.damage >= alone.damage
+
+
+def test_plan_is_deterministic_to_the_byte(network, plan, tmp_path):
+    again = ompq.plan(network, images(16), "3.5bits")
+    paths = [tmp_path / name for name in ("a.json", "b.json")]
+    for each, path in zip((plan, again), paths, strict=True):
+        each.save(path)
+    assert paths[0].read_bytes() == paths[1].read_bytes()
+    assert plan.hash == again.hash
+    assert plan.with_budget("3.6bits").hash != plan.hash
+
+
+def test_saved_plan_is_the_same_plan(plan, tmp_path):
+    path = tmp_path / "plan.json"
+    plan.save(path)
+    loaded = ompq.Plan.load(path)
+    assert loaded.hash == plan.hash
+    assert loaded.allocation == plan.allocation
+    assert loaded.totals == plan.totals
+    np.testing.assert_array_equal(loaded.scores.orm, plan.scores.orm)
+    smaller = loaded.with_budget("3bits")
+    assert smaller.allocation == plan.with_budget("3bits").allocation
+    assert smaller.totals["average_bits"] <= 3
+
+
+def test_pareto_falls_and_agrees_with_single_budgets(plan):
+    curve = plan.pareto(points=8)
+    assert all(a.damage > b.damage for a, b in pairwise(curve))
+    middle = curve[len(curve) // 2]
+    low, high = reachable(plan.problem, "bytes")
+    assert low <= middle.cost <= high
+    again = plan.with_budget(ompq.Budget(size_mib=middle.limit / 2**20))
+    assert again.damage == pytest.approx(middle.damage)
+
+
+def test_explanation_names_the_unit(plan):
+    assert "block1.conv1" in str(plan.explain("block1.conv1"))
+
+
+def test_pins_hold_and_later_ones_win(network):
+    config = ompq.PlanConfig(pinned={"*": 4, "@first": 8, "@last": (6, 4)})
+    plan = ompq.plan(network, images(16), "8bits", config)
+    assert plan.allocation["stem"] == Choice(8, 8)
+    assert plan.allocation["head"] == Choice(6, 4)
+    assert plan.allocation["block1.conv1"] == Choice(4, 8)
+
+
+def test_float_units_cost_four_bytes_a_weight(network):
+    config = ompq.PlanConfig(pinned={"head": 32})
+    plan = ompq.plan(network, images(16), "90%", config)
+    assert plan.allocation["head"].weight == 32
+    head = plan.graph["head"]
+    assert unit_bytes(head, plan.allocation["head"]).total == 4 * (head.weights + 5)
+
+
+def test_activation_bits_can_be_chosen(network):
+    config = ompq.PlanConfig(choices=(4, 8), activation_choices=(4, 6, 8))
+    loose = ompq.plan(network, images(16), "90%", config)
+    assert {c.activation for c in loose.allocation.values()} == {8}
+    tight = ompq.plan(network, images(16), "90%,5MBOPs", config)
+    assert min(c.activation for c in tight.allocation.values()) < 8
+    assert tight.totals["bit_ops"] <= 5e6
+
+
+def test_latency_budget_needs_and_uses_a_table(network):
+    with pytest.raises(BudgetError, match="latency"):
+        ompq.plan(network, images(16), "1ms")
+    names = ompq.trace(network, images()).names
+    table = {n: {f"W{b}A8": 0.1 * b for b in (2, 3, 4, 5, 6, 8)} for n in names}
+    config = ompq.PlanConfig(latency=table)
+    plan = ompq.plan(network, images(16), "2.5ms", config)
+    assert plan.totals["milliseconds"] <= 2.5
+
+
+@pytest.mark.parametrize("name", ["paper-ptq", "paper-qat"])
+def test_protocols_follow_the_paper(network, name):
+    config = ompq.PLAN_PROTOCOLS[name]
+    budget = "3bits" if name == "paper-ptq" else "6bits"
+    plan = ompq.plan(network, images(16), budget, config)
+    bits = [choice.weight for choice in plan.allocation.values()]
+    assert plan.accounting == "paper"
+    if name == "paper-ptq":
+        assert set(bits) <= {2, 3, 4}
+    else:
+        assert bits[0] == bits[-1] == 8
+        assert set(bits) <= {4, 5, 6, 7, 8}
+        assert plan.scores.importance[0] == 0
+
+
+def test_impossible_budget_fails_before_the_samples_are_scored(network):
+    def score(*_):
+        raise AssertionError("not reached")
+
+    config = ompq.PlanConfig(score=score)
+    with pytest.raises(InfeasibleBudgetError, match="cannot be met") as caught:
+        ompq.plan(network, images(16), "1bits", config)
+    assert caught.value.smallest > caught.value.limit
+    assert caught.value.units
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"choices": ()}, r"choices=\(\) must be bits from 2 to 8"),
+        ({"choices": (1, 4)}, "choices=.* must be bits from 2 to 8"),
+        (
+            {"activation_choices": (9,)},
+            "activation_choices=.* must be bits",
+        ),
+    ],
+)
+def test_wrong_choices_are_refused(options, words):
+    with pytest.raises(ValueError, match=words):
+        ompq.PlanConfig(**options)
+
+
+def test_wrong_pins_are_refused(network):
+    with pytest.raises(ValueError, match="pinned bits 12 must be from 2 to 8, or 32"):
+        ompq.plan(network, images(), "8bits", ompq.PlanConfig(pinned={"stem": 12}))
+    with pytest.raises(PatternError, match="'nothing' matches no unit"):
+        ompq.plan(network, images(), "8bits", ompq.PlanConfig(pinned={"nothing": 4}))
+    pins = {"block2.conv2": 4, "block2.downsample.0": 6}
+    with pytest.raises(PlanError, match="block2"):
+        ompq.plan(network, images(), "8bits", ompq.PlanConfig(pinned=pins))
+
+
+def test_strict_makes_leftovers_an_error():
+    network = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+    samples = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
+    with pytest.raises(TraceError, match="strict: not everything is planned: 1 "):
+        ompq.plan(seeded(network), samples, "4bits", ompq.PlanConfig(strict=True))
+
+
+def test_broken_score_is_refused(network):
+    config = ompq.PlanConfig(score=lambda *_: [[1.0]])
+    with pytest.raises(ScoreError, match="the score returned shape"):
+        ompq.plan(network, images(), "4bits", config)
+
+
+def test_progress_is_told(network):
+    seen = []
+    ompq.plan(network, images(), "4bits", progress=lambda *step: seen.append(step[:2]))
+    assert seen[0] == (0, 3)
+    assert seen[-1] == (3, 3)
+
+
+def test_plan_of_another_network_says_what_differs(plan):
+    other = ompq.trace(seeded(TinyMobileNet()), images())
+    with pytest.raises(PlanError, match=r"made for another network: 1\d units differ"):
+        plan.check_network(other)
+    plan.check_network(plan.graph)
+
+
+def test_broken_plan_files_are_refused(plan, tmp_path):
+    path = tmp_path / "plan.json"
+    with pytest.raises(PlanError, match="is no plan: .*No such file"):
+        ompq.Plan.load(path)
+    path.write_text("{")
+    with pytest.raises(PlanError, match="is no plan: "):
+        ompq.Plan.load(path)
+    path.write_text('{"format": "other"}')
+    with pytest.raises(PlanError, match="is no plan of format ompq-plan/1"):
+        ompq.Plan.load(path)
+    plan.save(path)
+    data = json.loads(path.read_text())
+    del data["damage"]
+    path.write_text(json.dumps(data))
+    with pytest.raises(PlanError, match="is a broken plan: KeyError"):
+        ompq.Plan.load(path)
+    plan.save(path)
+    data = json.loads(path.read_text())
+    del data["allocation"]["stem"]
+    path.write_text(json.dumps(data))
+    with pytest.raises(PlanError, match="no bits for stem"):
+        ompq.Plan.load(path)
+
+
+def test_edited_allocation_is_taken(plan, tmp_path):
+    path = tmp_path / "plan.json"
+    plan.save(path)
+    data = json.loads(path.read_text())
+    data["allocation"]["stem"]["weight"] = 2
+    path.write_text(json.dumps(data))
+    assert ompq.Plan.load(path).allocation["stem"] == Choice(2, 8)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_plan_on_cuda_equals_the_one_on_cpu(network, plan):
+    import copy
+
+    there = copy.deepcopy(network).cuda()
+    first = ompq.plan(there, images(16), "3.5bits")
+    assert first.allocation == plan.allocation
+    assert ompq.plan(there, images(16), "3.5bits").hash == first.hash

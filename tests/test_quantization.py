@@ -1,0 +1,184 @@
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torchvision import models
+
+import ompq
+from nets import Chain, TinyMobileNet, TinyResNet, scenes, seeded
+from ompq.allocation import Allocation
+from ompq.errors import PlanError, QuantizationError
+from ompq.folding import folded, norm_affine
+from ompq.graph import Choice
+from ompq.layers import activation_quantizers, quantized_layers
+
+SAMPLES = scenes(48)
+
+
+def uniform(network, bits, activation=8, samples=SAMPLES):
+    names = ompq.trace(network, samples).names
+    return Allocation({name: Choice(bits, activation) for name in names})
+
+
+def relative_error(model, other, batch):
+    with torch.no_grad():
+        wanted = model(batch)
+        return ((other(batch) - wanted).norm() / wanted.norm()).item()
+
+
+@pytest.mark.parametrize("make", [TinyResNet, TinyMobileNet, Chain])
+def test_eight_bits_change_little_and_fewer_more(make):
+    model = seeded(make())
+    errors = [
+        relative_error(model, ompq.quantize(model, uniform(model, b), SAMPLES), SAMPLES)
+        for b in (8, 4, 2)
+    ]
+    assert errors[0] < 0.05
+    assert errors == sorted(errors)
+
+
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize(
+    "layer",
+    [
+        nn.Conv2d(4, 6, 3, groups=2),
+        nn.ConvTranspose2d(4, 6, 3, groups=2, bias=False),
+        nn.Linear(4, 6),
+    ],
+    ids=lambda layer: type(layer).__name__,
+)
+def test_folding_equals_layer_then_norm(layer, affine):
+    kind = nn.BatchNorm1d if isinstance(layer, nn.Linear) else nn.BatchNorm2d
+    norm = kind(6, affine=affine).eval()
+    generator = torch.Generator().manual_seed(0)
+    for tensor in norm.state_dict().values():
+        if tensor.is_floating_point():
+            tensor.copy_(0.5 + torch.rand(tensor.shape, generator=generator))
+    x = torch.randn(
+        3, 4, *((5, 5) if kind is nn.BatchNorm2d else ()), generator=generator
+    )
+    alone = copy.deepcopy(layer)
+    weight, bias = folded(layer, norm)
+    alone.weight, alone.bias = nn.Parameter(weight), nn.Parameter(bias)
+    with torch.no_grad():
+        torch.testing.assert_close(alone(x), norm(layer(x)), atol=1e-5, rtol=1e-5)
+    scale, shift = norm_affine(norm)
+    assert scale.shape == shift.shape == (6,)
+
+
+def test_norms_are_folded_and_structure_is_kept():
+    model = seeded(TinyResNet())
+    quantized = ompq.quantize(model, uniform(model, 8), SAMPLES)
+    assert isinstance(quantized.block1.bn1, nn.Identity)
+    assert set(quantized_layers(quantized)) == set(ompq.trace(model, SAMPLES).names)
+    kept = {k for k in model.state_dict() if "bn" not in k and "norm" not in k}
+    kept = {k for k in kept if "downsample.1" not in k}
+    assert kept <= set(quantized.state_dict())
+    assert not any(
+        p.requires_grad
+        for p in activation_quantizers(quantized)["input_quantizer"].parameters()
+    )
+    moved = copy.deepcopy(quantized).to(torch.float32)
+    assert torch.equal(moved(SAMPLES), quantized(SAMPLES))
+
+
+def test_bias_correction_makes_means_equal():
+    model = seeded(TinyMobileNet())
+    plain = ompq.QuantizeConfig(correct_bias=False)
+    results = [
+        ompq.quantize(model, uniform(model, 3), SAMPLES, config)
+        for config in (plain, ompq.QuantizeConfig())
+    ]
+    with torch.no_grad():
+        wanted = model(SAMPLES).mean(0)
+        gaps = [(q(SAMPLES).mean(0) - wanted).abs().max().item() for q in results]
+    assert gaps[1] < 1e-4 < gaps[0]
+
+
+def test_layer_without_a_bias_gets_one():
+    network = nn.Sequential(nn.Linear(4, 3, bias=False))
+    samples = 1 + torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
+    model = seeded(network)
+    allocation = uniform(model, 2, samples=samples)
+    quantized = ompq.quantize(model, allocation, samples)
+    with torch.no_grad():
+        torch.testing.assert_close(
+            quantized(samples).mean(0), model(samples).mean(0), atol=1e-4, rtol=0
+        )
+
+
+def test_residual_operands_lie_on_grids():
+    model = seeded(TinyResNet())
+    quantized = ompq.quantize(model, uniform(model, 4, activation=4), SAMPLES)
+    seen = {}
+    quantized.block2.conv1.register_forward_pre_hook(
+        lambda m, args: seen.update(x=args[0])
+    )
+    quantized(SAMPLES)
+    quantizer = quantized.block1.output_quantizer
+    codes = seen["x"] / quantizer.scale + quantizer.zero
+    torch.testing.assert_close(codes, codes.round(), atol=1e-3, rtol=0)
+    assert codes.min() >= 0
+    assert codes.max() <= 15
+
+
+def test_float_units_and_float_activations():
+    model = seeded(Chain())
+    bits = Allocation({"conv": Choice(32, 8), "head": Choice(4, 32)})
+    quantized = ompq.quantize(model, bits, SAMPLES)
+    assert list(quantized_layers(quantized)) == ["head"]
+    # The network's input, and what the average over positions reads.
+    assert len(activation_quantizers(quantized)) == 2
+    only = Allocation({"conv": Choice(4, 32), "head": Choice(4, 32)})
+    assert not activation_quantizers(ompq.quantize(model, only, SAMPLES))
+
+
+def test_plan_and_allocation_give_the_same_network():
+    model = seeded(TinyResNet())
+    plan = ompq.plan(model, SAMPLES, "4bits")
+    first = ompq.quantize(model, plan, SAMPLES)
+    second = ompq.quantize(model, plan.allocation, SAMPLES)
+    for key, value in first.state_dict().items():
+        assert torch.equal(value, second.state_dict()[key])
+    record = ompq.quantization_of(first)
+    assert record.allocation == plan.allocation
+
+
+def test_wrong_plans_are_refused():
+    model = seeded(Chain())
+    plan = ompq.plan(seeded(TinyResNet()), SAMPLES, "4bits")
+    with pytest.raises(PlanError, match="made for another network"):
+        ompq.quantize(model, plan, SAMPLES)
+    with pytest.raises(QuantizationError, match="the allocation has no bits for head"):
+        ompq.quantize(model, Allocation({"conv": Choice(4, 8)}), SAMPLES)
+
+
+def test_layer_that_cannot_be_replaced_is_named():
+    class Padded(nn.Conv2d):
+        def forward(self, x):
+            return super().forward(nn.functional.pad(x, (1, 1, 1, 1)))
+
+    model = seeded(nn.Sequential(Padded(3, 4, 3), nn.Conv2d(4, 2, 1)))
+    with pytest.raises(QuantizationError, match="0: Padded has a forward of its own"):
+        ompq.quantize(model, uniform(model, 4), SAMPLES)
+
+
+@pytest.mark.parametrize("name", ["resnet18", "mobilenet_v2", "squeezenet1_1"])
+def test_real_networks_quantize(name):
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = models.get_model(name, weights=None).eval()
+    samples = scenes(4, size=64)
+    quantized = ompq.quantize(model, uniform(model, 8, samples=samples), samples)
+    assert relative_error(model, quantized, samples) < 0.2
+
+
+def test_progress_is_told():
+    seen = []
+    model = seeded(Chain())
+    ompq.quantize(
+        model, uniform(model, 4), SAMPLES, progress=lambda *step: seen.append(step[:2])
+    )
+    assert seen[0] == (0, 4)
+    assert seen[-1] == (4, 4)
