@@ -77,7 +77,8 @@ def median_ratio(times: dict[str, list[float]], one: str, other: str) -> float:
 def save(name: str, rows: Any, folder: Path = RESULTS, **more: Any) -> None:
     """Write a result with the command and the machine that produced it."""
     folder.mkdir(parents=True, exist_ok=True)
-    command = "python " + " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    words = [w for w in sys.argv[1:] if w not in ("--out", str(folder))]
+    command = " ".join(["python", Path(sys.argv[0]).name, *words])
     data = {"command": command, "machine": machine(), **more, "rows": rows}
     (folder / f"{name}.json").write_text(json.dumps(data, indent=1) + "\n")
     print(f"wrote {name}.json")
