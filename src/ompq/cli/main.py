@@ -52,6 +52,11 @@ COMMANDS = {
         "Solve a saved plan again for another budget; needs no network.",
         _DECIDE,
     ),
+    "latency": Command(
+        "ompq.cli.timing:latency",
+        "Measure each layer on this CPU, for budgets in milliseconds.",
+        _DECIDE,
+    ),
     "quantize": Command(
         "ompq.cli.quantizing:quantize",
         "Plan, quantize, reconstruct, evaluate and save, in one command.",
