@@ -48,7 +48,8 @@ class ActivationQuantizer(nn.Module):
         """Return the rounded values, shaped as ``x``."""
         if not self.enabled:
             return x
-        rounded = rounded_to(Grid(self.scale, self.zero, self.bits), x)
+        grid = Grid(self.scale, self.zero, self.bits)
+        rounded = rounded_to(grid, x) if torch.is_grad_enabled() else _deployed(grid, x)
         if self.keep >= 1.0:
             return rounded
         kept = torch.rand_like(x) < self.keep
@@ -105,6 +106,11 @@ class _Rounded(torch.autograd.Function):
         factor = ((ctx.top - zero).clamp(min=1) * shared).rsqrt()
         of_scale = (gradient * slope).sum_to_size(scale.shape) * factor
         return of_x, of_scale, None, None
+
+
+def _deployed(grid: Grid, x: Tensor) -> Tensor:
+    # As ONNX defines it: the zero, a whole number, is added after rounding.
+    return grid.scale * (x / grid.scale).round().clamp(-grid.zero, grid.top - grid.zero)
 
 
 def _first_rounded(quantizer: ActivationQuantizer, value: Any) -> Any:
