@@ -5,7 +5,6 @@ python benchmarks/plan.py [--out FOLDER] [--quick]
 
 import argparse
 import json
-import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -72,7 +71,6 @@ def time_network(name: str, device: torch.device, repeats: int) -> dict:
         **{f"{key}_over_forward": value for key, value in ratios.items()},
         "pairwise_over_forward": pairwise / forward,
         "pairwise_over_orm": pairwise / (ratios["orm"] * forward),
-        "memory": memory(name, device),
     }
     print(json.dumps(row, indent=1))
     return row
@@ -85,7 +83,8 @@ def memory(name: str, device: torch.device) -> dict:
         command = [sys.executable, __file__, "--memory", job, name, str(device)]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
         peaks[job] = int(done.stdout.split()[-1])
-    return {**peaks, "plan_over_forward": peaks["plan"] / peaks["forward"]}
+    ratio = peaks["plan"] / peaks["forward"]
+    return {"network": name, **peaks, "plan_over_forward": ratio}
 
 
 @torch.no_grad()
@@ -98,7 +97,9 @@ def print_peak(job: str, name: str, device: torch.device) -> None:
     if device.type == "cuda":
         print(torch.cuda.max_memory_allocated())
     else:
-        print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+        # Not getrusage: its maximum is inherited from the process that started us.
+        status = Path("/proc/self/status").read_text()
+        print(int(status.split("VmHWM:")[1].split()[0]) * 1024)
 
 
 class Deep(nn.Module):
@@ -120,9 +121,9 @@ class Deep(nn.Module):
 @torch.no_grad()
 def growth(device: torch.device, *, quick: bool) -> list[dict]:
     rows = []
-    for units in (50, 200) if quick else (50, 200, 1000):
-        for count in (32, 256) if quick else (32, 256, 2048):
-            if units * count > 1000 * 256:
+    for units in (50, 200, 1000):
+        for count in (32, 256, 2048):
+            if units * count > (1000 * 128 if quick else 1000 * 256):
                 continue  # the forward pass alone would take minutes on two cores
             torch.manual_seed(0)
             model = Deep(units).to(device)
@@ -150,6 +151,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--networks", nargs="+", default=list(NETWORKS))
+    parts = ["times", "memory", "growth"]
+    parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
     parser.add_argument("--memory", nargs=3, metavar=("JOB", "NETWORK", "DEVICE"))
     options = parser.parse_args()
     if options.memory:
@@ -158,9 +161,13 @@ def main() -> None:
         return
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     repeats = 3 if options.quick else 7
-    rows = [time_network(name, device, repeats) for name in options.networks]
-    grown = growth(device, quick=options.quick)
-    save(f"plan-{device.type}", rows, options.out, growth=grown)
+    jobs = {
+        "times": lambda: [time_network(n, device, repeats) for n in options.networks],
+        "memory": lambda: [memory(name, device) for name in options.networks],
+        "growth": lambda: growth(device, quick=options.quick),
+    }
+    for part in options.parts:
+        save(f"plan-{part}-{device.type}", jobs[part](), options.out)
 
 
 if __name__ == "__main__":
