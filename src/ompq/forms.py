@@ -12,7 +12,6 @@ from typing import Any, TypeAlias
 from ompq.errors import QuantizationError
 from ompq.steps import (
     Average,
-    CodeGrid,
     Concatenate,
     Flatten,
     MaxPool,
@@ -23,52 +22,7 @@ from ompq.steps import (
     Slice,
     Sum,
 )
-
-
-@dataclass(frozen=True, eq=False)
-class Codes:
-    """A tensor that is known as codes: the result of a step."""
-
-    step: int
-    grid: CodeGrid
-    shape: tuple[int, ...]
-
-
-@dataclass(frozen=True, eq=False)
-class Pending:
-    """A tensor whose accumulator is known and whose grid is not: no step yet.
-
-    Attributes:
-        operation: What is accumulated.
-        inputs: Positions of the steps it reads.
-        module: Where.
-        shape: Of the accumulator, without the batch dimension.
-        low: Values below are clipped to it.
-        high: Values above are clipped to it.
-        flat: Whether the result is flattened.
-    """
-
-    operation: Operation
-    inputs: tuple[int, ...]
-    module: str
-    shape: tuple[int, ...]
-    low: float = -inf
-    high: float = inf
-    flat: bool = False
-
-
-@dataclass(frozen=True, eq=False)
-class Moved:
-    """Codes in other places, or clipped, on the grid that they had."""
-
-    operation: Operation
-    inputs: tuple[int, ...]
-    grid: CodeGrid
-    low: float = -inf
-    high: float = inf
-
-
-Value: TypeAlias = Codes | Pending
+from ompq.values import Codes, Moved, Pending, Value, as_codes, shape_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,18 +57,6 @@ class Observed:
         return [as_codes(value) for value in self.values]
 
 
-def as_codes(value: Value | None) -> Codes:
-    """Return a value that is codes.
-
-    Raises:
-        QuantizationError: It is not.
-    """
-    if isinstance(value, Codes):
-        return value
-    where = value.module if isinstance(value, Pending) else "a constant"
-    raise QuantizationError(f"reads a tensor without a grid, from {where}")
-
-
 def pair(value: Any) -> Pair:
     """Return one number for height and width, or two, as two."""
     first, second = (value, value) if isinstance(value, int) else tuple(value)
@@ -122,6 +64,8 @@ def pair(value: Any) -> Pair:
 
 
 def _clipped(value: Value, low: float, high: float) -> Value | Moved:
+    if not low <= 0 <= high:
+        raise QuantizationError(f"clips to {low} and {high}, between which 0 is not")
     if isinstance(value, Pending):
         return replace(value, low=max(value.low, low), high=min(value.high, high))
     # The quantizer came first; a grid that ends at the limits has clipped already.
@@ -164,6 +108,17 @@ def _add(call: Observed) -> Value:
     return Pending(Sum(), (first.step, second.step), call.module, call.shape)
 
 
+def _moved(call: Observed, operation: Operation) -> Value | Moved:
+    """Move the codes of a value, or note to do so when it has some.
+
+    Rounding first or moving first is the same: 0 is a code, and rounding keeps order.
+    """
+    value = call.value
+    if isinstance(value, Pending):
+        return replace(value, moves=(*value.moves, (operation, call.shape)))
+    return Moved(operation, (value.step,), value.grid)
+
+
 def _adaptive_average(call: Observed) -> Value:
     (source,) = call.codes
     height, width = source.shape[1:]
@@ -200,12 +155,11 @@ def _mean(call: Observed) -> Value:
     window = pair(source.shape[1:])
     operation = Average(window, window, (0, 0), whole=True)
     shape = (source.shape[0], 1, 1)
-    flat = not call.arguments["keepdim"]
-    return Pending(operation, (source.step,), call.module, shape, flat=flat)
+    moves = () if call.arguments["keepdim"] else ((Flatten(), call.shape),)
+    return Pending(operation, (source.step,), call.module, shape, moves=moves)
 
 
-def _max_pool(call: Observed) -> Moved:
-    (source,) = call.codes
+def _max_pool(call: Observed) -> Value | Moved:
     given = call.arguments
     window = pair(given["kernel_size"])
     operation = MaxPool(
@@ -215,20 +169,18 @@ def _max_pool(call: Observed) -> Moved:
         pair(given["dilation"]),
         bool(given["ceil_mode"]),
     )
-    return Moved(operation, (source.step,), source.grid)
+    return _moved(call, operation)
 
 
 def _reshape(call: Observed) -> Value | Moved:
-    value = call.value
     if not call.whole:
         raise QuantizationError("moves values between the images of a batch")
-    if call.shape == value.shape:
-        return value
+    before = shape_of(call.value)
+    if call.shape == before:
+        return call.value
     if len(call.shape) != 1:
-        raise QuantizationError(f"reshapes {value.shape} to {call.shape}, not to a row")
-    if isinstance(value, Pending):
-        return replace(value, flat=True)
-    return Moved(Flatten(), (value.step,), value.grid)
+        raise QuantizationError(f"reshapes {before} to {call.shape}, not to a row")
+    return _moved(call, Flatten())
 
 
 def _concatenate(call: Observed) -> Moved:
@@ -241,30 +193,28 @@ def _concatenate(call: Observed) -> Moved:
     return Moved(Concatenate(), inputs, sources[0].grid)
 
 
-def _slice(call: Observed) -> Moved:
-    (source,) = call.codes
+def _slice(call: Observed) -> Value | Moved:
+    shape = shape_of(call.value)
     index = call.arguments["index"]
     parts = index if isinstance(index, tuple) else (index,)
     if not all(isinstance(part, slice) for part in parts) or parts[0] != slice(None):
         raise QuantizationError("picks single elements, or images of the batch")
-    parts = (*parts[1:], *[slice(None)] * (len(source.shape) - len(parts) + 1))
-    ranges = tuple(
-        part.indices(size) for part, size in zip(parts, source.shape, strict=True)
-    )
-    return Moved(Slice(ranges), (source.step,), source.grid)
+    parts = (*parts[1:], *[slice(None)] * (len(shape) - len(parts) + 1))
+    ranges = [part.indices(size) for part, size in zip(parts, shape, strict=True)]
+    return _moved(call, Slice(tuple(ranges)))
 
 
-def _pad(call: Observed) -> Moved:
-    (source,) = call.codes
+def _pad(call: Observed) -> Value | Moved:
+    shape = shape_of(call.value)
     given = call.arguments
     if given["mode"] != "constant" or given["value"]:
         raise QuantizationError("pads with something else than zeros")
     sides = list(given["pad"])
     ends = [pair(sides[at : at + 2]) for at in range(0, len(sides), 2)]
-    ends += [(0, 0)] * (len(source.shape) - len(ends))
-    if len(ends) > len(source.shape) or any(side < 0 for end in ends for side in end):
+    ends += [(0, 0)] * (len(shape) - len(ends))
+    if len(ends) > len(shape) or any(side < 0 for end in ends for side in end):
         raise QuantizationError("pads the batch, or by a negative number")
-    return Moved(Pad(tuple(reversed(ends))), (source.step,), source.grid)
+    return _moved(call, Pad(tuple(reversed(ends))))
 
 
 Form: TypeAlias = Callable[[Observed], Value | Moved]

@@ -6,13 +6,12 @@ torch function that reads a quantized tensor must be one that has an integer for
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from math import prod
 from typing import Any
 
 from torch import Tensor, nn
 
 from ompq.errors import QuantizationError
-from ompq.forms import FORMS, Codes, Moved, Observed, Pending, Value, as_codes, pair
+from ompq.forms import FORMS, Observed, pair
 from ompq.layer_numbers import code_grid, layer_weight
 from ompq.layers import (
     ActivationQuantizer,
@@ -25,7 +24,6 @@ from ompq.samples import Samples, first_samples, model_device, to_device
 from ompq.steps import (
     CodeGrid,
     Convolution,
-    Flatten,
     Operation,
     Product,
     Quantize,
@@ -34,6 +32,7 @@ from ompq.steps import (
     Step,
     Steps,
 )
+from ompq.values import Codes, Moved, Pending, Value, as_codes
 
 
 def lower(quantized: nn.Module, samples: Samples) -> Steps:
@@ -201,12 +200,11 @@ class _Lowering:
             )
             self.made[key] = self._add(step)
         at = self.made[key]
-        if not value.flat:
-            return at
-        name = self._unique(value.module)
-        shape = (prod(value.shape),)
-        step = Step(name, Flatten(), (at,), shape, grid, quantizer=quantizer)
-        return self._add(step)
+        for operation, shape in value.moves:
+            name = self._unique(value.module)
+            step = Step(name, operation, (at,), shape, grid, quantizer=quantizer)
+            at = self._add(step)
+        return at
 
     def _unique(self, name: str) -> str:
         taken = {step.name for step in self.steps}

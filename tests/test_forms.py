@@ -1,0 +1,194 @@
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from nets import images, seeded
+from ompq.errors import QuantizationError
+from ompq.forms import FORMS, Codes, Observed
+from ompq.layers import activation_quantizers
+from ompq.lowering import lower
+from ompq.steps import (
+    Average,
+    CodeGrid,
+    Concatenate,
+    Convolution,
+    MaxPool,
+    Pad,
+    Requantize,
+    Slice,
+    Sum,
+)
+from quantized import quantized
+
+
+class Body(nn.Module):
+    """Two layers with a function of the test between them."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 6, 3, padding=1)
+        self.act = nn.ReLU()
+        self.function = function
+        self.head = nn.Conv2d(6, 4, 1)
+
+    def forward(self, x):
+        return self.head(self.function(self.act(self.conv(x)))).mean((2, 3))
+
+
+def kinds(steps):
+    return [type(step.operation) for step in steps.steps]
+
+
+def lowered(function, **given):
+    network = seeded(Body(function))
+    return lower(quantized(network, images(), 8, **given), images())
+
+
+CASES = {
+    "max_pool": (lambda x: F.max_pool2d(x, 3, 2, 1), MaxPool),
+    "avg_pool": (lambda x: F.avg_pool2d(x, 2), Average),
+    "padded_avg": (lambda x: F.avg_pool2d(x, 3, 1, 1), Average),
+    "adaptive": (lambda x: F.adaptive_avg_pool2d(x, 4), Average),
+    "keepdim": (lambda x: x.mean((-2, -1), keepdim=True), Average),
+    "cat": (lambda x: torch.cat([x[:, :2], x[:, 2:]], 1), Concatenate),
+    "slice": (lambda x: x[:, :, ::2, 1:], Slice),
+    "pad": (lambda x: F.pad(x, (1, 0, 2, 1)), Pad),
+    "dropout": (lambda x: F.dropout(x, 0.5, training=False), Average),
+    "same size": (lambda x: F.adaptive_avg_pool2d(x, 8), Average),
+    "same shape": (lambda x: x.view(x.size(0), 6, 8, 8).contiguous(), Average),
+    "clamp": (lambda x: x.clamp(0, 1.5), Average),
+    "relu again": (lambda x: F.relu(x), Average),
+    "sum": (lambda x: x + F.max_pool2d(x, 3, 1, 1), Sum),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_form_is_found(name):
+    function, kind = CASES[name]
+    assert kind in kinds(lowered(function))
+
+
+def test_slices_and_sides_are_counted_without_the_batch():
+    steps = lowered(CASES["slice"][0]).steps
+    (step,) = (s for s in steps if isinstance(s.operation, Slice))
+    assert step.operation.ranges == ((0, 6, 1), (0, 8, 2), (1, 8, 1))
+    assert step.shape == (6, 4, 7)
+    (step,) = (
+        s for s in lowered(CASES["pad"][0]).steps if isinstance(s.operation, Pad)
+    )
+    assert step.operation.sides == ((0, 0), (2, 1), (1, 0))
+
+
+REFUSED = {
+    "hardswish": (
+        F.hardswish,
+        "hardswish in the network has no integer form; integers",
+    ),
+    "constant": (
+        lambda x: x + torch.ones(6, 8, 8),
+        "add in the network reads a tensor without a grid, from a constant",
+    ),
+    "number": (lambda x: x + 1, "adds something else than two tensors"),
+    "alpha": (lambda x: torch.add(x, x, alpha=2), "adds something else than two"),
+    "broadcast": (
+        lambda x: x + x[:, :, :1, :1],
+        r"adds shapes \(6, 8, 8\) and \(6, 1, 1\)",
+    ),
+    "adaptive": (
+        lambda x: F.adaptive_avg_pool2d(x, 3),
+        "averages 8 × 8 to 3 × 3, which is no divisor",
+    ),
+    "ceil": (
+        lambda x: F.avg_pool2d(x, 3, ceil_mode=True),
+        "averages windows of unequal size",
+    ),
+    "edges": (
+        lambda x: F.avg_pool2d(x, 3, padding=1, count_include_pad=False),
+        "averages windows of unequal size",
+    ),
+    "mean": (
+        lambda x: x.mean(1, keepdim=True).expand(-1, 6, -1, -1),
+        r"averages over dimensions 1, not \(2, 3\)",
+    ),
+    "batch": (
+        lambda x: x.reshape(1, -1, 8, 8).reshape(x.shape),
+        "moves values between the images",
+    ),
+    "view": (
+        lambda x: x.view(-1, 6, 4, 16),
+        r"reshapes \(6, 8, 8\) to \(6, 4, 16\), not to a row",
+    ),
+    "cat": (lambda x: torch.cat([x, x], 2), "joins dimension 2, not 1"),
+    "index": (lambda x: x[:, :, 0:1, 0][..., None], "picks single elements"),
+    "images": (lambda x: x[1:], "picks single elements, or images of the batch"),
+    "reflect": (
+        lambda x: F.pad(x, (1, 1, 1, 1), mode="reflect"),
+        "pads with something else than zeros",
+    ),
+    "value": (lambda x: F.pad(x, (1, 1), value=2.0), "pads with something else"),
+    "crop": (lambda x: F.pad(x, (-1, 0)), "pads the batch, or by a negative number"),
+    "tensor": (
+        lambda x: x.clamp(min=torch.tensor(0.1)),
+        "clamp in the network clips to a tensor",
+    ),
+    "range": (lambda x: x.clamp(1, 2), "clips to 1.0 and 2.0, between which 0 is not"),
+    "chunk": (lambda x: torch.cat(x.chunk(2, 1), 1), "chunk in the network has no"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_integers_cannot_do_is_refused_by_name(name):
+    function, words = REFUSED[name]
+    with pytest.raises(QuantizationError, match=words):
+        lowered(function)
+
+
+def test_different_grids_cannot_be_joined():
+    sources = tuple(
+        Codes(step, CodeGrid(scale, 0, 8), (2, 4, 4))
+        for step, scale in enumerate((0.1, 0.2))
+    )
+    call = Observed("cat", sources, {"dim": 1}, (4, 4, 4), whole=True)
+    join, _ = FORMS["cat"]
+    with pytest.raises(QuantizationError, match="joins tensors on different grids"):
+        join(call)
+
+
+def test_a_form_needs_a_tensor_of_the_network():
+    relu, _ = FORMS["relu"]
+    with pytest.raises(QuantizationError, match="does not come from the input"):
+        relu(Observed("relu", (None,), {}, (3,), whole=True))
+
+
+def test_moves_before_the_quantizer_come_after_it():
+    steps = lowered(lambda x: F.max_pool2d(F.pad(x, (1, 1, 1, 1)), 2)[:, :, 1:])
+    names = kinds(steps)
+    at = names.index(Pad)
+    assert names[at - 1 : at + 3] == [Convolution, Pad, MaxPool, Slice]
+    assert [step.shape for step in steps.steps[at : at + 3]] == [
+        (6, 10, 10),
+        (6, 5, 5),
+        (6, 4, 5),
+    ]
+
+
+def test_clipping_after_the_quantizer_clips_codes():
+    class Shared(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Conv2d(3, 6, 1), nn.Conv2d(6, 4, 1)
+            self.act = nn.ReLU6()
+
+        def forward(self, x):
+            x = self.act(self.first(x))
+            return self.act(self.second(x)).mean((2, 3))
+
+    network = quantized(seeded(Shared()), images(), 8)
+    # The ReLU6 has two callers, so the quantizer stands before it.
+    quantizer = activation_quantizers(network)["first.output_quantizer"]
+    with torch.no_grad():
+        quantizer.scale.fill_(0.04)
+    steps = lower(network, images())
+    (step,) = (s for s in steps.steps if isinstance(s.operation, Requantize))
+    assert step.grid.limits(step.low, step.high) == (0, 150)

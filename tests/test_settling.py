@@ -1,0 +1,160 @@
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from nets import TinyMobileNet, TinyResNet, images, seeded
+from ompq.errors import QuantizationError
+from ompq.integer import IntegerNetwork
+from ompq.layers import activation_quantizers, quantized_layers
+from ompq.settling import clear_scale, settle
+from ompq.steps import Average, CodeGrid, Requantize, Step, Sum
+from quantized import quantized, simulated_codes
+
+NETWORKS = {"resnet": TinyResNet, "mobilenet": TinyMobileNet}
+
+
+def settled(name="resnet", **given):
+    network = quantized(seeded(NETWORKS[name]()), images(16), **given)
+    return settle(network, images())
+
+
+@pytest.mark.parametrize("activation", [4, 8])
+@pytest.mark.parametrize("name", NETWORKS)
+def test_simulated_codes_equal_those_of_integers(name, activation):
+    network = settled(name, activation=activation)
+    engine = IntegerNetwork.from_quantized(network, images())
+    found = engine.codes(images(8, seed=7))
+    expected, logits = simulated_codes(network, images(8, seed=7))
+    compared = 0
+    for step, codes in zip(engine.steps.steps, found, strict=True):
+        if step.grid is not None and codes.shape == expected[step.quantizer][0].shape:
+            assert torch.equal(codes.int(), expected[step.quantizer][0]), step.name
+            compared += 1
+    assert compared >= 9
+    torch.testing.assert_close(
+        engine.run(images(8, seed=7)), logits, rtol=1e-5, atol=1e-5
+    )
+
+
+def test_settled_network_gives_the_same_for_any_batch():
+    network = settled("mobilenet")
+    with torch.no_grad():
+        together = network(images(8))
+        alone = torch.cat([network(image[None]) for image in images(8)])
+        double = copy.deepcopy(network).double()(images(8).double())
+    assert torch.equal(together, alone)
+    torch.testing.assert_close(double.float(), together, rtol=1e-5, atol=1e-6)
+
+
+def test_settling_changes_little_and_only_a_copy():
+    given = quantized(seeded(TinyResNet()), images(16), weight=8)
+    before = {key: value.clone() for key, value in given.state_dict().items()}
+    network = settle(given, images())
+    assert all(torch.equal(before[k], v) for k, v in given.state_dict().items())
+    assert all(layer.integers is None for layer in quantized_layers(given).values())
+    assert set(network.state_dict()) == set(before)
+    for key, value in network.state_dict().items():
+        torch.testing.assert_close(value, before[key], rtol=0.009, atol=0)
+    with torch.no_grad():
+        x = images(8, seed=7)
+        error = (network(x) - given(x)).norm() / given(x).norm()
+    assert error < 0.02
+
+
+def test_settling_twice_is_settling_once():
+    once = settled()
+    twice = settle(once, images())
+    assert all(
+        torch.equal(value, twice.state_dict()[key])
+        for key, value in once.state_dict().items()
+    )
+
+
+def test_settled_network_still_learns():
+    network = settled(weight=8)
+    for quantizer in activation_quantizers(network).values():
+        quantizer.scale.requires_grad_()
+    network(images(4)).square().sum().backward()
+    assert all(
+        quantizer.scale.grad is not None
+        for quantizer in activation_quantizers(network).values()
+    )
+
+
+def test_a_copy_of_a_settled_network_has_its_own_grids():
+    network = settled(weight=8)
+    other = copy.deepcopy(network)
+    layer = quantized_layers(other)["stem"]
+    own = {id(module) for module in other.modules()}
+    assert id(layer.integers.source) in own
+    assert id(layer.integers.target) in own
+
+
+def test_layer_that_is_called_twice_keeps_its_float_arithmetic():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = nn.Conv2d(3, 3, 1)
+            self.first, self.second = nn.ReLU(), nn.ReLU()
+            self.head = nn.Linear(3, 2)
+
+        def forward(self, x):
+            x = self.second(self.conv(self.first(self.conv(x))))
+            return self.head(x.mean((2, 3)))
+
+    layers = quantized_layers(
+        settle(quantized(seeded(Twice()), images(), weight=8), images())
+    )
+    assert layers["conv"].integers is None
+    assert layers["head"].integers is not None
+
+
+def test_what_integers_cannot_do_cannot_be_settled():
+    network = nn.Sequential(nn.Conv2d(3, 4, 1), nn.GELU(), nn.Conv2d(4, 2, 1))
+    with pytest.raises(QuantizationError, match="gelu in 1 has no integer form"):
+        settle(quantized(seeded(network), images(), weight=8), images())
+
+
+def margin(values, scale, zero, top):
+    """Return the least distance from a half, result by result."""
+    distances = [
+        abs(value / scale + zero - int(value / scale + zero) - 0.5)
+        for value in values
+        if -1 < value / scale + zero < top + 1
+    ]
+    return min(distances)
+
+
+def test_no_sum_lies_halfway():
+    first, second = CodeGrid(0.02, 3, 4), CodeGrid(0.03, 0, 4)
+    target = CodeGrid(0.04, 5, 4)  # (0.02 * 3) / 0.04 is a half
+    step = Step("sum", Sum(), (0, 1), (1,), target)
+    values = [
+        first.scale * (a - first.zero) + second.scale * (b - second.zero)
+        for a in range(16)
+        for b in range(16)
+    ]
+    assert margin(values, target.scale, 5, 15) < 1e-9
+    scale = clear_scale(step, [first, second], target)
+    assert scale == pytest.approx(target.scale, rel=0.008)
+    assert margin(values, scale, 5, 15) >= 4e-5
+
+
+def test_no_average_lies_halfway():
+    source = CodeGrid(0.02, 0, 8)
+    step = Step("mean", Average((2, 2), (2, 2), (0, 0), False), (0,), (1,), source)
+    scale = clear_scale(step, [source], source)
+    values = [source.scale * total / 4 for total in range(4 * 255 + 1)]
+    assert margin(values, source.scale, 0, 255) < 1e-9
+    assert margin(values, scale, 0, 255) >= 4e-5
+
+
+def test_scales_that_are_clear_stay_and_huge_averages_too():
+    source = CodeGrid(0.02, 0, 8)
+    whole = Step("mean", Average((64, 64), (64, 64), (0, 0), True), (0,), (1,), source)
+    assert clear_scale(whole, [source], source) == source.scale
+    other = CodeGrid(float(torch.tensor(0.0231)), 0, 8)
+    step = Step("shortcut", Requantize(), (0,), (1,), other)
+    assert clear_scale(step, [source], other) == other.scale
