@@ -6,7 +6,7 @@ from torch import nn
 
 from ompq.layers import quantized_layer
 from ompq.quantizers import Grid
-from ompq.rounding import SoftRounding
+from ompq.soft_rounding import SoftRounding
 
 
 def soft_rounding(weight, scale, zero, bits):
