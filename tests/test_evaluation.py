@@ -68,6 +68,12 @@ def test_interval_is_wilsons(right: int, count: int) -> None:
     )
 
 
+@pytest.mark.parametrize("count", range(1, 50))
+def test_the_interval_holds_the_fraction_at_both_ends(count: int) -> None:
+    assert wilson_interval(0, count)[0] == 0
+    assert wilson_interval(count, count)[1] == 1
+
+
 def test_comparison_with_a_reference_equals_loops() -> None:
     inputs, targets = labelled()
     model, reference = Table(scale=0.5), Table()

@@ -279,7 +279,9 @@ def wilson_interval(right: int, count: int) -> tuple[float, float]:
     centre = (fraction + z2 / (2 * count)) / (1 + z2 / count)
     spread = fraction * (1 - fraction) / count + z2 / (4 * count**2)
     half = _Z95 * math.sqrt(spread) / (1 + z2 / count)
-    return max(0.0, centre - half), min(1.0, centre + half)
+    # At the ends, rounding must not leave the fraction itself outside.
+    low, high = min(centre - half, fraction), max(centre + half, fraction)
+    return max(0.0, low), min(1.0, high)
 
 
 def _paired(better: NDArray[np.bool_], worse: NDArray[np.bool_]) -> tuple[float, float]:

@@ -17,7 +17,7 @@ from typer.core import TyperCommand, TyperGroup
 from ompq.cli.arguments import spread
 from ompq.errors import OmpqError
 
-_DECIDE, _DO, _LOOK = "Decide", "Do", "Look"
+_BEGIN, _DECIDE, _DO, _LOOK = "Begin", "Decide", "Do", "Look"
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,11 @@ class Command:
 
 
 COMMANDS = {
+    "demo": Command(
+        "ompq.cli.demonstrating:demo",
+        "Show the whole path at once, on a network that comes with ompq.",
+        _BEGIN,
+    ),
     "plan": Command(
         "ompq.cli.planning:plan",
         "Choose bits for every layer so that a budget is met.",
@@ -213,6 +218,7 @@ def ompq(
     """Decide how many bits each layer of a network needs; make the small network.
 
     Examples:
+      ompq demo
       ompq budget torchvision:resnet18
       ompq plan torchvision:resnet18 --data images/ --budget 4.0MiB -o plan.json
       ompq quantize torchvision:resnet18 --data images/ --budget 4.0MiB -o out/

@@ -1,0 +1,49 @@
+"""A score of your own: what do few bits damage?
+
+Takes a second. A score is a function that returns a table, units × choices; lower is
+better. Anything that can be called will do: no class, nothing to register.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+from torch import nn
+
+import ompq
+from ompq.demo_network import demo_data, demo_network
+
+
+def largest_step(
+    graph: ompq.LayerGraph, model: nn.Module, _samples: object, choices: Sequence
+) -> np.ndarray:
+    """Score by the step of the grid, against the spread of the weights."""
+    rows = []
+    for unit in graph.units:
+        weight = model.get_parameter(unit.parameter).detach()
+        span = float(weight.max() - weight.min())
+        steps = np.array([span / (2**choice.weight - 1) for choice in choices])
+        rows.append(steps**2 / 12 / float(weight.var()))
+    return np.array(rows)
+
+
+def main() -> None:
+    """Plan with two scores; tell where they differ and what that does."""
+    model, data = demo_network(), demo_data()
+    samples, batches = data.train_images[:64], [(data.test_images, data.test_targets)]
+    scores = {"the default": ompq.OrmDistortion(), "our own": largest_step}
+    plans = {}
+    for name, score in scores.items():
+        config = ompq.PlanConfig(score=score, choices=(2, 3, 4, 6, 8))
+        plans[name] = plan = ompq.plan(model, samples, "72KiB", config)
+        quantized = ompq.quantize(model, plan, samples)
+        found = ompq.evaluate(quantized, batches, reference=model)
+        print(f"{name:12} top-1 {found.top1:.2%}, divergence {found.divergence:.3f}")
+
+    default, own = (plan.allocation for plan in plans.values())
+    for name in default:
+        if default[name] != own[name]:
+            print(f"{name:20} {default[name].weight} → {own[name].weight} bits")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,44 @@
+"""Every example runs as it stands, and prints what it is about."""
+
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("*.py"))
+SAID = {
+    "own_network_two_budgets": ("head W8A8", "1.00 MBOPs cannot be met"),
+    "own_score": ("the default", "our own", "bits"),
+    "plan_and_explain": ("classifier ", "> W2A8", "3.2bits: 3.20 bits on average"),
+    "quantize_and_reconstruct": ("rounded", "divergence", "blocks.5", "73,726 planned"),
+}
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_example_runs(path, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    runpy.run_path(str(path), run_name="__main__")
+    printed = capsys.readouterr().out
+    assert all(word in printed for word in SAID[path.stem]), printed
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_example_is_short_and_says_what_it_shows(path):
+    text = path.read_text()
+    assert len(text.splitlines()) <= 60
+    assert text.startswith('"""')
+    assert "Takes " in text.split('"""')[1]
+
+
+def test_budgets_of_an_example_are_met(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    path = next(one for one in EXAMPLES if one.stem == "own_network_two_budgets")
+    runpy.run_path(str(path), run_name="__main__")
+    found = re.findall(r"([\d,]+) bytes, ([\d.]+) MBOPs", capsys.readouterr().out)
+    size = [int(one.replace(",", "")) for one, _ in found]
+    operations = [float(one) for _, one in found]
+    assert size[0] <= 6 * 1024 and size[1] <= 6 * 1024
+    assert size[2] <= 0.01 * 2**20
+    assert operations[0] > 60  # one budget alone
+    assert operations[1] <= 60 and operations[2] <= 60
