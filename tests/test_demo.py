@@ -31,9 +31,10 @@ FILES = {
 def made(tmp_path_factory):
     """One run, and where its files are."""
     folder = tmp_path_factory.mktemp("demo") / "out"
-    before = torch.get_rng_state()
-    found = run_demo(folder, QUICK)
+    before, told = torch.get_rng_state(), []
+    found = run_demo(folder, QUICK, planned=lambda *what: told.append(what))
     assert torch.equal(before, torch.get_rng_state())
+    assert told == [(found.plan, found.reference)]
     return found, folder
 
 
