@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from ompq.allocation import Allocation, Budget
     from ompq.errors import OmpqError
     from ompq.evaluation import Evaluation, evaluate
+    from ompq.export import export_onnx
     from ompq.graph import Choice, LayerGraph, Unit
+    from ompq.latency import measure_latency
     from ompq.packing import load, save
     from ompq.pipeline import PLAN_PROTOCOLS, PlanConfig, plan
     from ompq.plans import Plan
@@ -42,7 +44,9 @@ _HOMES = {
     "ompq.allocation": ("Allocation", "Budget"),
     "ompq.errors": ("OmpqError",),
     "ompq.evaluation": ("Evaluation", "evaluate"),
+    "ompq.export": ("export_onnx",),
     "ompq.graph": ("Choice", "LayerGraph", "Unit"),
+    "ompq.latency": ("measure_latency",),
     "ompq.packing": ("load", "save"),
     "ompq.pipeline": ("PLAN_PROTOCOLS", "PlanConfig", "plan"),
     "ompq.plans": ("Plan",),
@@ -87,8 +91,10 @@ __all__ = [
     "Unit",
     "WeightNoise",
     "evaluate",
+    "export_onnx",
     "inspect_file",
     "load",
+    "measure_latency",
     "plan",
     "quantization_of",
     "quantize",
