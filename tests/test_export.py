@@ -12,7 +12,7 @@ from ompq.export import export_onnx
 from ompq.layers import quantized_layers
 from ompq.settling import settle
 from quantized import quantized
-from test_integer import Fire, Vgg
+from test_integer import Fire, Shared, Vgg
 
 onnx = pytest.importorskip("onnx")
 runtime = pytest.importorskip("onnxruntime")
@@ -123,6 +123,18 @@ def test_dead_channel_costs_nothing(tmp_path):
     result = export_onnx(network, tmp_path / "net.onnx", images(8), engine_images=8)
     assert result.weights[0].container == "planes 4"
     assert result.engine.codes_equal == 1.0
+
+
+def test_codes_are_clipped_where_the_grid_ends_beyond(tmp_path):
+    samples = 4 * images(8)
+    network = quantized(seeded(Shared()), samples, weight=8)
+    with torch.no_grad():
+        network.first.output_quantizer.scale.fill_(0.04)
+    result = export_onnx(network, tmp_path / "net.onnx", samples, engine_images=8)
+    assert result.engine.codes_equal == 1.0
+    assert result.simulated.logits < 1e-5
+    nodes = onnx.load(result.path).graph.node
+    assert [node.op_type for node in nodes].count("Clip") == 1
 
 
 def test_logits_may_be_clipped(tmp_path):

@@ -58,6 +58,7 @@ CASES = {
     "same size": (lambda x: F.adaptive_avg_pool2d(x, 8), Average),
     "same shape": (lambda x: x.view(x.size(0), 6, 8, 8).contiguous(), Average),
     "clamp": (lambda x: x.clamp(0, 1.5), Average),
+    "relu6": (lambda x: torch.relu_(F.relu6(x)), Average),
     "relu again": (lambda x: F.relu(x), Average),
     "sum": (lambda x: x + F.max_pool2d(x, 3, 1, 1), Sum),
 }

@@ -54,6 +54,18 @@ class Vgg(nn.Sequential):
         )
 
 
+class Shared(nn.Module):
+    """One ReLU6 with two callers, so that quantizers stand before it."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 6, 3), nn.Conv2d(6, 4, 1)
+        self.act = nn.ReLU6()
+
+    def forward(self, x):
+        return self.act(self.second(self.act(self.first(x)))).mean((2, 3))
+
+
 NETWORKS = {
     "resnet": lambda: seeded(TinyResNet()),
     "mobilenet": lambda: seeded(TinyMobileNet()),

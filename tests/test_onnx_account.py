@@ -1,0 +1,63 @@
+import builtins
+
+import pytest
+
+from nets import TinyResNet, images, seeded
+from ompq.errors import ExportError, MissingExtraError
+from ompq.export import export_onnx
+from ompq.layers import quantized_layers
+from ompq.onnx_account import inspect_onnx
+from quantized import quantized
+
+onnx = pytest.importorskip("onnx")
+pytest.importorskip("onnxruntime")
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    network = quantized(seeded(TinyResNet()), images(8), weight=(2, 5, 8))
+    path = tmp_path_factory.mktemp("export") / "net.onnx"
+    return network, export_onnx(network, path, images(8), engine_images=2)
+
+
+def test_account_sums_up_to_the_file(exported):
+    network, result = exported
+    found = inspect_onnx(result.path)
+    assert found.bytes == sum(found.items.values()) == result.bytes
+    layers = quantized_layers(network)
+    assert found.bits == {name: layer.bits for name, layer in layers.items()}
+    assert found.layers == {weight.name: weight.bytes for weight in result.weights}
+    channels = sum(len(layer.weight_scale) for layer in layers.values())
+    assert found.items["scales"] == found.items["biases"] == 4 * channels
+    weights = sum(layer.weight.numel() * layer.bits / 8 for layer in layers.values())
+    assert weights <= found.items["weights"] <= weights + 2 * len(layers)
+
+
+def test_files_of_others_have_no_account(exported, tmp_path):
+    _, result = exported
+    model = onnx.load(result.path)
+    model.producer_name = "other"
+    onnx.save(model, tmp_path / "other.onnx")
+    with pytest.raises(ExportError, match=r"other.onnx was written by other, not by"):
+        inspect_onnx(tmp_path / "other.onnx")
+
+
+def test_broken_and_missing_files_are_told(tmp_path):
+    (tmp_path / "broken.onnx").write_bytes(b"\xff\xfe broken")
+    with pytest.raises(ExportError, match="broken.onnx cannot be read as ONNX"):
+        inspect_onnx(tmp_path / "broken.onnx")
+    with pytest.raises(ExportError, match="none.onnx cannot be read as ONNX"):
+        inspect_onnx(tmp_path / "none.onnx")
+
+
+def test_missing_extra_is_named(exported, monkeypatch):
+    original = builtins.__import__
+
+    def without(name, *args, **kwargs):
+        if name == "onnx":
+            raise ImportError(name=name)
+        return original(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(MissingExtraError, match="onnx is not installed"):
+        inspect_onnx(exported[1].path)
