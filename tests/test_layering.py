@@ -16,7 +16,8 @@ ORDER = """
     reconstruction
     evaluation bitstream packfile contents packing accounts dyadic steps kernels
     integer_weights values forms layer_numbers lowering settling integer agreement
-    containers onnx_account onnx_graph export latency cifar weights demo_network models images
+    containers onnx_account onnx_graph export latency cifar weights demo_network models
+    images
     inputs datasets report contest demo_results demo cli
 """.split()  # noqa: SIM905  (a list of sixty lines reads worse)
 
