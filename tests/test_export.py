@@ -30,6 +30,7 @@ def session(path, optimized=None):
     options = runtime.SessionOptions()
     options.intra_op_num_threads = 1
     options.log_severity_level = 3
+    options.add_session_config_entry("session.x64quantprecision", "1")
     if optimized is not None:
         options.optimized_model_filepath = str(optimized)
     return runtime.InferenceSession(
