@@ -15,15 +15,15 @@ from pathlib import Path
 import torch
 from common import RESULTS, save
 
-from ompq.agreement import Agreement, compare_outputs
-from ompq.allocation import Allocation
-from ompq.datasets import load_data
-from ompq.export import export_onnx
-from ompq.graph import Choice
-from ompq.models import load_model
-from ompq.quantization import quantize
-from ompq.settling import settle
-from ompq.tracing import trace
+from ompq.allocation.solving import Allocation
+from ompq.datasets.naming import load_data
+from ompq.export.exporting import export_onnx
+from ompq.graph.tracing import trace
+from ompq.graph.units import Choice
+from ompq.integer.agreement import Agreement, compare_outputs
+from ompq.integer.settling import settle
+from ompq.models.naming import load_model
+from ompq.quantization.quantizing import quantize
 
 NETWORKS = {
     "mobilenet_v2": ("torchvision:mobilenet_v2", "imagenet_mobilenet_v2", "imagenet"),

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torchvision import models
 
 import ompq
-from ompq.observation import watch
+from ompq.graph.observation import watch
+from ompq.graph.tracing import trace
 from ompq.scores import OrmSettings, measure_orm
-from ompq.tracing import trace
 
 NETWORKS = {"resnet18": 64, "resnet50": 64, "mobilenet_v2": 32}
 BUDGET = "4bits"

@@ -15,16 +15,16 @@ from pathlib import Path
 import torch
 from common import RESULTS, machine, synchronise
 
-from ompq.allocation import Allocation
-from ompq.datasets import load_data
+from ompq.allocation.solving import Allocation
+from ompq.datasets.naming import load_data
 from ompq.evaluation import evaluate
-from ompq.graph import Choice
-from ompq.models import load_model
+from ompq.graph.tracing import trace
+from ompq.graph.units import Choice
+from ompq.models.naming import load_model
 from ompq.pipeline import PlanConfig, plan
-from ompq.quantization import QuantizeConfig, quantization_of, quantize
-from ompq.reconstruction import ReconstructConfig, reconstruct
-from ompq.rounding import RoundingConfig
-from ompq.tracing import trace
+from ompq.quantization.quantizing import QuantizeConfig, quantization_of, quantize
+from ompq.reconstruction.reconstructing import ReconstructConfig, reconstruct
+from ompq.reconstruction.rounding import RoundingConfig
 
 PUBLISHED = Path(__file__).parent.parent / "tests/fixtures/published_bit_configs.json"
 NETWORKS = {

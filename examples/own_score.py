@@ -10,7 +10,7 @@ import numpy as np
 from torch import nn
 
 import ompq
-from ompq.demo_network import demo_data, demo_network
+from ompq.models.demo_network import demo_data, demo_network
 
 
 def largest_step(

@@ -4,7 +4,7 @@ Takes a second. Planning needs a few unlabelled inputs; another budget needs non
 """
 
 import ompq
-from ompq.demo_network import demo_data, demo_network
+from ompq.models.demo_network import demo_data, demo_network
 
 
 def main() -> None:

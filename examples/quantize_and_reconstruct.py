@@ -6,7 +6,7 @@ Takes about ten seconds. Each step gives a network that works; the next one impr
 from pathlib import Path
 
 import ompq
-from ompq.demo_network import DemoNetwork, demo_data, demo_network
+from ompq.models.demo_network import DemoNetwork, demo_data, demo_network
 
 
 def main() -> None:

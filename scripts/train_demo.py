@@ -14,8 +14,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ompq.demo_network import DEMO_WEIGHTS, DemoData, DemoNetwork, demo_data
 from ompq.files import replacing
+from ompq.models.demo_network import DEMO_WEIGHTS, DemoData, DemoNetwork, demo_data
 
 EPOCHS = 40
 SEED = 0

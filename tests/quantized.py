@@ -3,11 +3,11 @@
 import torch
 from torch import nn
 
-from ompq.allocation import Allocation
-from ompq.graph import Choice
-from ompq.layers import activation_quantizers
-from ompq.quantization import quantize
-from ompq.tracing import trace
+from ompq.allocation.solving import Allocation
+from ompq.graph.tracing import trace
+from ompq.graph.units import Choice
+from ompq.quantization.layers import activation_quantizers
+from ompq.quantization.quantizing import quantize
 
 
 def quantized(network, samples, weight=(2, 3, 4, 5, 6, 7, 8), activation=8):

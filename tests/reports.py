@@ -6,8 +6,8 @@ import numpy as np
 from torch import nn
 
 from nets import TinyMobileNet, images, seeded
-from ompq.allocation import Allocation, Budget
-from ompq.graph import Choice, LayerGraph, Unit
+from ompq.allocation.solving import Allocation, Budget
+from ompq.graph.units import Choice, LayerGraph, Unit
 from ompq.pipeline import PlanConfig, plan
 from ompq.plans import Plan
 from ompq.report import (

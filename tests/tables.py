@@ -8,10 +8,10 @@ from pathlib import Path
 
 import numpy as np
 
+from ompq.allocation.problems import Problem
+from ompq.allocation.programs import Program
 from ompq.costs import Cost
-from ompq.graph import Choice
-from ompq.problems import Problem
-from ompq.programs import Program
+from ompq.graph.units import Choice
 
 FIXTURES = Path(__file__).parent / "fixtures"
 

@@ -4,15 +4,15 @@ from math import ceil
 import pytest
 
 from nets import TinyResNet, images, seeded
-from ompq.accounts import inspect_file
-from ompq.allocation import Allocation
-from ompq.contents import read_contents
-from ompq.graph import Choice
-from ompq.packing import save
+from ompq.allocation.solving import Allocation
+from ompq.graph.tracing import trace
+from ompq.graph.units import Choice
+from ompq.packing.accounts import inspect_file
+from ompq.packing.checkpoint import save
+from ompq.packing.contents import read_contents
 from ompq.pipeline import plan as make_plan
 from ompq.plans import Plan
-from ompq.quantization import quantize
-from ompq.tracing import trace
+from ompq.quantization.quantizing import quantize
 
 
 @pytest.fixture(scope="module")

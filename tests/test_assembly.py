@@ -6,15 +6,15 @@ from torch import nn
 from torch.nn import functional as F
 
 from nets import Chain, images, seeded
-from ompq.allocation import Allocation
-from ompq.assembly import assemble, bias_key, quantizer_names
-from ompq.graph import Choice
-from ompq.layers import QuantizedConv2d, activation_quantizers
-from ompq.placement import Point
-from ompq.quantization import quantization_of, quantize
-from ompq.quantizers import Grid
-from ompq.ranges import search_weight
-from ompq.tracing import trace
+from ompq.allocation.solving import Allocation
+from ompq.graph.tracing import trace
+from ompq.graph.units import Choice
+from ompq.quantization.assembly import assemble, bias_key, quantizer_names
+from ompq.quantization.layers import QuantizedConv2d, activation_quantizers
+from ompq.quantization.placement import Point
+from ompq.quantization.quantizing import quantization_of, quantize
+from ompq.quantizers.grids import Grid
+from ompq.quantizers.ranges import search_weight
 
 
 def quantized_at(network, samples, bits=3):

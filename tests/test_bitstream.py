@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from ompq.bitstream import pack_bits, stream_length, unpack_bits
+from ompq.packing.bitstream import pack_bits, stream_length, unpack_bits
 
 SIZES = [0, 1, 2, 3, 7, 8, 9, 15, 64, 101, 1000]
 

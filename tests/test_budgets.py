@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from ompq.budgets import Budget, readable
+from ompq.allocation.budgets import Budget, readable
 from ompq.costs import Cost
 from ompq.errors import BudgetError
 

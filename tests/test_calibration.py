@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from ompq.calibration import (
+from ompq.quantizers.calibration import (
     activation_grid,
     fake_quantize_tensor,
     observe_range,

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from ompq.cifar import CifarResNet, PadShortcut, cifar_resnet18
+from ompq.models.cifar import CifarResNet, PadShortcut, cifar_resnet18
 
 
 def published_keys(depth: int) -> set[str]:

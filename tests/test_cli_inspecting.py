@@ -2,10 +2,10 @@ import pytest
 
 from cli_tools import run, run_json
 from nets import TinyMobileNet, images, seeded
-from ompq.accounts import inspect_file
-from ompq.packing import save
+from ompq.packing.accounts import inspect_file
+from ompq.packing.checkpoint import save
 from ompq.pipeline import plan as make_plan
-from ompq.quantization import quantize
+from ompq.quantization.quantizing import quantize
 
 
 @pytest.fixture(scope="module")

@@ -11,8 +11,8 @@ import torch
 from cli_tools import network_file, run, run_json
 from ompq.cli.screen import Screen
 from ompq.cli.settings import sample_count
-from ompq.datasets import load_data
-from ompq.models import load_model
+from ompq.datasets.naming import load_data
+from ompq.models.naming import load_model
 from ompq.pipeline import PLAN_PROTOCOLS, PlanConfig
 from ompq.pipeline import plan as make_plan
 from ompq.plans import Plan

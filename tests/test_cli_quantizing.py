@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from cli_tools import network_file, run, run_json
-from ompq import reconstruction
-from ompq.datasets import load_data
+from ompq.datasets.naming import load_data
 from ompq.evaluation import evaluate
-from ompq.models import load_model
+from ompq.models.naming import load_model
 from ompq.plans import Plan
+from ompq.reconstruction import reconstructing as reconstruction
 
 FAST = ("--samples", "16", "--iterations", "3")
 

@@ -2,10 +2,10 @@ import numpy as np
 import pytest
 import torch
 
-from ompq.containers import pack_plane, plane_parts, planes, unpack_function
-from ompq.integer_weights import whole_numbers
-from ompq.ranges import search_weight
-from ompq.steps import CodeGrid
+from ompq.export.containers import pack_plane, plane_parts, planes, unpack_function
+from ompq.integer.steps import CodeGrid
+from ompq.integer.weights import whole_numbers
+from ompq.quantizers.ranges import search_weight
 
 onnx = pytest.importorskip("onnx")
 

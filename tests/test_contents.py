@@ -5,13 +5,18 @@ import pytest
 import torch
 
 from nets import Chain, images, seeded
-from ompq.allocation import Allocation
-from ompq.contents import quantized_units, read_contents, write_contents, zero_step
+from ompq.allocation.solving import Allocation
 from ompq.errors import PackedFileError
-from ompq.graph import Choice
-from ompq.packfile import read_file, write_file
-from ompq.packing import load, save
-from ompq.quantization import quantization_of, quantize
+from ompq.graph.units import Choice
+from ompq.packing.checkpoint import load, save
+from ompq.packing.contents import (
+    quantized_units,
+    read_contents,
+    write_contents,
+    zero_step,
+)
+from ompq.packing.packfile import read_file, write_file
+from ompq.quantization.quantizing import quantization_of, quantize
 
 
 @pytest.fixture(scope="module")
@@ -129,6 +134,6 @@ def test_files_made_wrong_are_refused(case, file):
 
 
 def test_deflated_structure_cannot_fill_the_memory(file, monkeypatch):
-    monkeypatch.setattr("ompq.contents._LARGEST_STRUCTURE", 100)
+    monkeypatch.setattr("ompq.packing.contents._LARGEST_STRUCTURE", 100)
     with pytest.raises(PackedFileError, match="broken packed file"):
         read_contents(file)

@@ -7,7 +7,7 @@ import torch
 
 import ompq
 from nets import TinyMobileNet, scenes, seeded
-from ompq.contest import Contest, contend, keeps, line_up
+from ompq.demo.contest import Contest, contend, keeps, line_up
 
 SAMPLES = scenes(32)
 MODEL = seeded(TinyMobileNet())

@@ -9,9 +9,9 @@ import torch
 from PIL import Image
 from torch import nn
 
-from ompq.datasets import load_data
+from ompq.datasets.naming import load_data
 from ompq.errors import DataError, MissingExtraError, ModelError
-from ompq.models import NamedModel
+from ompq.models.naming import NamedModel
 
 USER_FILE = """
 import torch

@@ -10,17 +10,17 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from ompq.datasets import load_data
-from ompq.demo_network import (
+from ompq.datasets.naming import load_data
+from ompq.errors import MissingExtraError
+from ompq.graph.tracing import trace
+from ompq.models.demo_network import (
     DEMO_WEIGHTS,
     DemoNetwork,
     InvertedResidual,
     demo_data,
     demo_network,
 )
-from ompq.errors import MissingExtraError
-from ompq.models import load_model
-from ompq.tracing import trace
+from ompq.models.naming import load_model
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "train_demo.py"
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from ompq.dyadic import dyadic, float_dyadic, float_rescaled, rescaled
+from ompq.integer.dyadic import dyadic, float_dyadic, float_rescaled, rescaled
 
 
 def integers(count, bound, seed=0):

@@ -1,9 +1,9 @@
 import numpy as np
 import pytest
 
+from ompq.allocation.feasibility import check_budget, conflict, reachable
 from ompq.costs import Cost
 from ompq.errors import BudgetError, InfeasibleBudgetError
-from ompq.feasibility import check_budget, conflict, reachable
 from tables import network, problem
 
 

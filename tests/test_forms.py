@@ -5,10 +5,9 @@ from torch.nn import functional as F
 
 from nets import images, seeded
 from ompq.errors import QuantizationError
-from ompq.forms import FORMS, Codes, Observed
-from ompq.layers import activation_quantizers
-from ompq.lowering import lower
-from ompq.steps import (
+from ompq.integer.forms import FORMS, Codes, Observed
+from ompq.integer.lowering import lower
+from ompq.integer.steps import (
     Average,
     CodeGrid,
     Concatenate,
@@ -19,6 +18,7 @@ from ompq.steps import (
     Slice,
     Sum,
 )
+from ompq.quantization.layers import activation_quantizers
 from quantized import quantized
 
 

@@ -7,9 +7,9 @@ import torch
 from PIL import Image
 from torch import nn
 
+from ompq.datasets.images import decode, find_images, normalise
 from ompq.errors import DataError
-from ompq.images import decode, find_images, normalise
-from ompq.models import NamedModel
+from ompq.models.naming import NamedModel
 
 
 def takes(

@@ -4,14 +4,14 @@ from torch import nn
 from torch.nn import functional as F
 
 from nets import TinyMobileNet, TinyResNet, images, seeded
-from ompq.cifar import CifarResNet
-from ompq.demo_network import demo_data, demo_network
 from ompq.errors import QuantizationError
 from ompq.evaluation import evaluate
-from ompq.integer import IntegerNetwork
-from ompq.lowering import lower
-from ompq.settling import settle
-from ompq.steps import Steps
+from ompq.integer.lowering import lower
+from ompq.integer.network import IntegerNetwork
+from ompq.integer.settling import settle
+from ompq.integer.steps import Steps
+from ompq.models.cifar import CifarResNet
+from ompq.models.demo_network import demo_data, demo_network
 from quantized import quantized
 
 
@@ -122,7 +122,7 @@ def test_many_images_run_in_parts(monkeypatch):
         quantized(NETWORKS["resnet"](), samples), samples
     )
     whole = engine.run(samples)
-    monkeypatch.setattr("ompq.integer._ELEMENTS", 1)
+    monkeypatch.setattr("ompq.integer.network._ELEMENTS", 1)
     assert torch.equal(engine.run(samples), whole)
 
 
@@ -177,7 +177,7 @@ def test_a_float_inside_is_found(monkeypatch):
     def cheat(x, operation):
         return x.float().sum((2, 3), keepdim=True).long()
 
-    monkeypatch.setattr("ompq.integer.window_sums", cheat)
+    monkeypatch.setattr("ompq.integer.network.window_sums", cheat)
     with pytest.raises(QuantizationError, match="computes with floats: .* not integer"):
         engine.assert_integer_only(samples)
 
@@ -188,7 +188,8 @@ def test_float_numbers_are_found_as_well(monkeypatch):
         quantized(NETWORKS["resnet"](), samples), samples
     )
     monkeypatch.setattr(
-        "ompq.integer.window_sums", lambda x, _: torch.pow(x.sum((2, 3), True), 1.0)
+        "ompq.integer.network.window_sums",
+        lambda x, _: torch.pow(x.sum((2, 3), True), 1.0),
     )
     with pytest.raises(QuantizationError, match="computes with floats"):
         engine.assert_integer_only(samples)

@@ -2,10 +2,10 @@ import pytest
 import torch
 
 from ompq.errors import QuantizationError
-from ompq.integer_weights import STRETCHED, largest_sum, whole_numbers
-from ompq.quantizers import Grid
-from ompq.ranges import search_weight
-from ompq.steps import CodeGrid
+from ompq.integer.steps import CodeGrid
+from ompq.integer.weights import STRETCHED, largest_sum, whole_numbers
+from ompq.quantizers.grids import Grid
+from ompq.quantizers.ranges import search_weight
 
 INPUT = CodeGrid(scale=0.02, zero=3, bits=8)
 

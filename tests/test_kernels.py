@@ -2,8 +2,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from ompq.kernels import convolve, largest, padded, window_sums
-from ompq.steps import Average, Convolution, IntegerWeight, MaxPool
+from ompq.integer.kernels import convolve, largest, padded, window_sums
+from ompq.integer.steps import Average, Convolution, IntegerWeight, MaxPool
 
 
 def integers(*shape, low=-20, high=20, seed=0):

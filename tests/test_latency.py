@@ -13,7 +13,7 @@ from nets import Chain, TinyResNet, images, seeded
 from ompq import latency
 from ompq.costs import load_latency
 from ompq.errors import MissingExtraError, QuantizationError
-from ompq.graph import Choice
+from ompq.graph.units import Choice
 from ompq.latency import measure_latency
 from ompq.pipeline import PlanConfig, plan
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from ompq.errors import QuantizationError
-from ompq.layers import (
+from ompq.quantization.layers import (
     ActivationQuantizer,
     QuantizedConv2d,
     activation_quantizers,
@@ -15,8 +15,8 @@ from ompq.layers import (
     replace_module,
     rounded_to,
 )
-from ompq.quantizers import Grid, learned_step
-from ompq.ranges import search_weight
+from ompq.quantizers.grids import Grid, learned_step
+from ompq.quantizers.ranges import search_weight
 
 LAYERS = [
     (nn.Linear(6, 4), (3, 6)),

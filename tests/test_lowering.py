@@ -6,9 +6,8 @@ from torch import nn
 
 from nets import Chain, TinyMobileNet, TinyResNet, images, seeded
 from ompq.errors import QuantizationError
-from ompq.layers import activation_quantizers, quantized_layers
-from ompq.lowering import lower
-from ompq.steps import (
+from ompq.integer.lowering import lower
+from ompq.integer.steps import (
     Average,
     CodeGrid,
     Convolution,
@@ -17,6 +16,7 @@ from ompq.steps import (
     Quantize,
     Sum,
 )
+from ompq.quantization.layers import activation_quantizers, quantized_layers
 from quantized import quantized
 
 

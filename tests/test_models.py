@@ -9,10 +9,10 @@ import torch
 import torchvision
 from safetensors.torch import save_file
 
-from ompq import models
-from ompq.cifar import CifarResNet
 from ompq.errors import MissingExtraError, ModelError
-from ompq.models import load_model, output_count
+from ompq.models import naming as models
+from ompq.models.cifar import CifarResNet
+from ompq.models.naming import load_model, output_count
 
 USER_FILE = """
 import torch
@@ -138,7 +138,7 @@ def test_failing_download_is_one_line_that_says_what_to_do(
     assert "torchvision's own weights of torchvision:squeezenet1_1" in str(e.value)
     assert "no network in tests" in str(e.value)
     assert "\n" not in str(e.value)
-    monkeypatch.setattr("ompq.weights._resolves", lambda _: True)
+    monkeypatch.setattr("ompq.models.weights._resolves", lambda _: True)
     monkeypatch.setattr("timm.models._builder.load_state_dict_from_hf", offline)
     with pytest.raises(ModelError, match="timm's own weights of timm:test_resnet"):
         load_model("timm:test_resnet")

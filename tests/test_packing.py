@@ -10,31 +10,31 @@ from torch.nn import functional as F
 from torchvision import models
 
 from nets import Chain, TinyMobileNet, TinyResNet, images, seeded
-from ompq.allocation import Allocation, Budget
-from ompq.assembly import assemble
-from ompq.bitstream import unpack_bits
-from ompq.contents import read_contents
-from ompq.demo_network import DemoNetwork
+from ompq.allocation.solving import Allocation, Budget
 from ompq.errors import PackedFileError, PlanError, QuantizationError
-from ompq.graph import Choice
-from ompq.layers import quantized_layers
-from ompq.observation import record
-from ompq.packing import load, save
-from ompq.placement import find_points
+from ompq.graph.observation import record
+from ompq.graph.tracing import trace
+from ompq.graph.units import Choice
+from ompq.models.demo_network import DemoNetwork
+from ompq.packing.bitstream import unpack_bits
+from ompq.packing.checkpoint import load, save
+from ompq.packing.contents import read_contents
 from ompq.plans import Plan
-from ompq.quantization import (
+from ompq.quantization.assembly import assemble
+from ompq.quantization.layers import quantized_layers
+from ompq.quantization.placement import find_points
+from ompq.quantization.quantizing import (
     Quantization,
     QuantizeConfig,
     quantization_of,
     quantize,
     with_quantization,
 )
-from ompq.quantizers import Grid
-from ompq.ranges import minmax_weight
-from ompq.reconstruction import ReconstructConfig, reconstruct
-from ompq.rounding import RoundingConfig
+from ompq.quantizers.grids import Grid
+from ompq.quantizers.ranges import minmax_weight
+from ompq.reconstruction.reconstructing import ReconstructConfig, reconstruct
+from ompq.reconstruction.rounding import RoundingConfig
 from ompq.scores import ScoreTable
-from ompq.tracing import trace
 
 
 class Attention(nn.Module):

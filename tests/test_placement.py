@@ -4,10 +4,10 @@ from torch.nn import functional as F
 from torchvision import models
 
 from nets import Chain, TinyMobileNet, TinyResNet, images, seeded
-from ompq.graph import Choice
-from ompq.observation import record
-from ompq.placement import find_points
-from ompq.tracing import trace
+from ompq.graph.observation import record
+from ompq.graph.tracing import trace
+from ompq.graph.units import Choice
+from ompq.quantization.placement import find_points
 
 
 def points_of(network, samples, bits=8, **more):

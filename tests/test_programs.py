@@ -3,7 +3,7 @@ from math import fsum
 import numpy as np
 import pytest
 
-from ompq.programs import (
+from ompq.allocation.programs import (
     Core,
     Relaxation,
     bracket,
@@ -11,7 +11,7 @@ from ompq.programs import (
     relaxation,
     rounded,
 )
-from ompq.search import minimum
+from ompq.allocation.search import minimum
 from tables import fixture, program
 
 SMALL = fixture("alloc_small.json")

@@ -7,11 +7,11 @@ from torchvision import models
 
 import ompq
 from nets import Chain, TinyMobileNet, TinyResNet, scenes, seeded
-from ompq.allocation import Allocation
+from ompq.allocation.solving import Allocation
 from ompq.errors import PlanError, QuantizationError
-from ompq.folding import folded, norm_affine
-from ompq.graph import Choice
-from ompq.layers import activation_quantizers, quantized_layers
+from ompq.graph.folding import folded, norm_affine
+from ompq.graph.units import Choice
+from ompq.quantization.layers import activation_quantizers, quantized_layers
 
 SAMPLES = scenes(48)
 

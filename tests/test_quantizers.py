@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from ompq.quantizers import (
+from ompq.quantizers.grids import (
     Grid,
     check_bits,
     integer_weight,

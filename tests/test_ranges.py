@@ -2,8 +2,8 @@ import numpy as np
 import pytest
 import torch
 
-import ompq.ranges
-from ompq.ranges import (
+import ompq.quantizers.ranges
+from ompq.quantizers.ranges import (
     DEFAULT_KIND,
     kind_rule,
     minmax_weight,
@@ -185,7 +185,9 @@ def test_equal_and_single_weights_are_exact(value):
 def test_pieces_and_half_precision_do_not_change_the_grid(monkeypatch):
     weight = weights(10, 60).half()
     whole = search_weight(weight, 3)
-    monkeypatch.setattr(ompq.ranges, "elements_at_once", lambda _device: 3000)
+    monkeypatch.setattr(
+        ompq.quantizers.ranges, "elements_at_once", lambda _device: 3000
+    )
     pieces = search_weight(weight.float(), 3)
     assert torch.equal(whole.grid.scale, pieces.grid.scale)
     assert torch.equal(whole.grid.zero, pieces.grid.zero)

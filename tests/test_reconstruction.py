@@ -5,16 +5,16 @@ import torch
 from torch import nn
 
 from nets import Chain, TinyMobileNet, TinyResNet, scenes, seeded
-from ompq.allocation import Allocation
-from ompq.blocks import fisher_weights, gather
+from ompq.allocation.solving import Allocation
 from ompq.errors import CheckpointError, QuantizationError
-from ompq.graph import Choice
-from ompq.layers import activation_quantizers, quantized_layers
-from ompq.quantization import QuantizeConfig, quantization_of, quantize
-from ompq.reconstruction import ReconstructConfig, reconstruct
-from ompq.rounding import RoundingConfig
+from ompq.graph.tracing import trace
+from ompq.graph.units import Choice
+from ompq.quantization.layers import activation_quantizers, quantized_layers
+from ompq.quantization.quantizing import QuantizeConfig, quantization_of, quantize
+from ompq.reconstruction.blocks import fisher_weights, gather
+from ompq.reconstruction.reconstructing import ReconstructConfig, reconstruct
+from ompq.reconstruction.rounding import RoundingConfig
 from ompq.samples import first_tensor
-from ompq.tracing import trace
 
 QUICK = ReconstructConfig(rounding=RoundingConfig(iterations=200, batch_size=16))
 

@@ -8,8 +8,8 @@ from html.parser import HTMLParser
 import numpy as np
 import pytest
 
-from ompq.allocation import Allocation, Budget, ParetoPoint
-from ompq.graph import Choice, Skipped
+from ompq.allocation.solving import Allocation, Budget, ParetoPoint
+from ompq.graph.units import Choice, Skipped
 from ompq.plans import Plan
 from ompq.report import (
     Agreement,

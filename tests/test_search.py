@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 from scipy.optimize import Bounds, LinearConstraint, milp
 
-from ompq.programs import relaxation, rounded
-from ompq.search import minimum
+from ompq.allocation.programs import relaxation, rounded
+from ompq.allocation.search import minimum
 from tables import exhaustive, fixture, program
 
 ARCHITECTURES = fixture("alloc_arch.json")
@@ -225,9 +225,9 @@ def test_a_pass_too_narrow_to_find_anything_is_followed_by_wider_ones(monkeypatc
     limits = rows[:, np.arange(12), some].sum(1)  # met by some, and by few others
     it = program(generator.random((12, 3)), rows, limits)
     expected = minimum(it)
-    monkeypatch.setattr("ompq.search.LABELS", 1)
-    monkeypatch.setattr("ompq.search.NARROWEST", 1)
-    monkeypatch.setattr("ompq.search.NEAR", 0)
+    monkeypatch.setattr("ompq.allocation.search.LABELS", 1)
+    monkeypatch.setattr("ompq.allocation.search.NARROWEST", 1)
+    monkeypatch.setattr("ompq.allocation.search.NEAR", 0)
     found = minimum(it, passes=20)
     assert found.gap == 0
     assert (found.columns == expected.columns).all()

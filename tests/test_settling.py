@@ -6,10 +6,10 @@ from torch import nn
 
 from nets import TinyMobileNet, TinyResNet, images, seeded
 from ompq.errors import QuantizationError
-from ompq.integer import IntegerNetwork
-from ompq.layers import activation_quantizers, quantized_layers
-from ompq.settling import clear_scale, settle
-from ompq.steps import Average, CodeGrid, Requantize, Step, Sum
+from ompq.integer.network import IntegerNetwork
+from ompq.integer.settling import clear_scale, settle
+from ompq.integer.steps import Average, CodeGrid, Requantize, Step, Sum
+from ompq.quantization.layers import activation_quantizers, quantized_layers
 from quantized import quantized, simulated_codes
 
 NETWORKS = {"resnet": TinyResNet, "mobilenet": TinyMobileNet}

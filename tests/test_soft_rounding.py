@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from ompq.layers import quantized_layer
-from ompq.quantizers import Grid
-from ompq.soft_rounding import SoftRounding
+from ompq.quantization.layers import quantized_layer
+from ompq.quantizers.grids import Grid
+from ompq.reconstruction.soft_rounding import SoftRounding
 
 
 def soft_rounding(weight, scale, zero, bits):

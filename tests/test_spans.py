@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from ompq.spans import (
+from ompq.quantizers.spans import (
     Rule,
     channel_rows,
     elements_at_once,

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ompq.errors import ModelError
-from ompq.weights import check_weights, downloading, load_weights
+from ompq.models.weights import check_weights, downloading, load_weights
 
 
 def network(seed: int = 0) -> nn.Sequential:

@@ -13,20 +13,21 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ompq.accounts import inspect_file
-    from ompq.allocation import Allocation, Budget
+    from ompq.allocation.solving import Allocation, Budget
     from ompq.errors import OmpqError
     from ompq.evaluation import Evaluation, evaluate
-    from ompq.export import export_onnx
-    from ompq.graph import Choice, LayerGraph, Unit
+    from ompq.export.exporting import export_onnx
+    from ompq.graph.tracing import trace
+    from ompq.graph.units import Choice, LayerGraph, Unit
     from ompq.latency import measure_latency
-    from ompq.packing import load, save
+    from ompq.packing.accounts import inspect_file
+    from ompq.packing.checkpoint import load, save
     from ompq.pipeline import PLAN_PROTOCOLS, PlanConfig, plan
     from ompq.plans import Plan
-    from ompq.quantization import QuantizeConfig, quantization_of, quantize
-    from ompq.reconstruction import ReconstructConfig, reconstruct
+    from ompq.quantization.quantizing import QuantizeConfig, quantization_of, quantize
+    from ompq.reconstruction.reconstructing import ReconstructConfig, reconstruct
+    from ompq.reconstruction.rounding import RoundingConfig
     from ompq.report import write_figures, write_report
-    from ompq.rounding import RoundingConfig
     from ompq.scores import (
         Orm,
         OrmDistortion,
@@ -37,23 +38,22 @@ if TYPE_CHECKING:
         SmallestFirst,
         WeightNoise,
     )
-    from ompq.tracing import trace
 
 _HOMES = {
-    "ompq.accounts": ("inspect_file",),
-    "ompq.allocation": ("Allocation", "Budget"),
+    "ompq.packing.accounts": ("inspect_file",),
+    "ompq.allocation.solving": ("Allocation", "Budget"),
     "ompq.errors": ("OmpqError",),
     "ompq.evaluation": ("Evaluation", "evaluate"),
-    "ompq.export": ("export_onnx",),
-    "ompq.graph": ("Choice", "LayerGraph", "Unit"),
+    "ompq.export.exporting": ("export_onnx",),
+    "ompq.graph.units": ("Choice", "LayerGraph", "Unit"),
     "ompq.latency": ("measure_latency",),
-    "ompq.packing": ("load", "save"),
+    "ompq.packing.checkpoint": ("load", "save"),
     "ompq.pipeline": ("PLAN_PROTOCOLS", "PlanConfig", "plan"),
     "ompq.plans": ("Plan",),
-    "ompq.quantization": ("QuantizeConfig", "quantization_of", "quantize"),
-    "ompq.reconstruction": ("ReconstructConfig", "reconstruct"),
+    "ompq.quantization.quantizing": ("QuantizeConfig", "quantization_of", "quantize"),
+    "ompq.reconstruction.reconstructing": ("ReconstructConfig", "reconstruct"),
     "ompq.report": ("write_figures", "write_report"),
-    "ompq.rounding": ("RoundingConfig",),
+    "ompq.reconstruction.rounding": ("RoundingConfig",),
     "ompq.scores": (
         "Orm",
         "OrmDistortion",
@@ -64,7 +64,7 @@ _HOMES = {
         "SmallestFirst",
         "WeightNoise",
     ),
-    "ompq.tracing": ("trace",),
+    "ompq.graph.tracing": ("trace",),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
 

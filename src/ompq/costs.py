@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ompq.errors import BudgetError, shortened
-from ompq.graph import Choice, LayerGraph, Unit
+from ompq.graph.units import Choice, LayerGraph, Unit
 
 Table = NDArray[np.float64]
 Accounting = Literal["packed", "paper"]

@@ -16,10 +16,10 @@ from torch import nn
 
 from ompq.costs import FLOAT_BITS
 from ompq.errors import MissingExtraError, QuantizationError, shortened
-from ompq.graph import Choice, LayerGraph
-from ompq.observation import ModuleCall, record
+from ompq.graph.observation import ModuleCall, record
+from ompq.graph.tracing import trace
+from ompq.graph.units import Choice, LayerGraph
 from ompq.samples import Progress, Samples, first_samples, model_device, to_device
-from ompq.tracing import trace
 
 _WARM_UP = 3  # runs that are not counted: the first ones allocate memory
 _INTEGER_BITS = 8  # the widest integers

@@ -8,14 +8,14 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import nn
 
-from ompq.allocation import Budget, Method, allocate, check_budget
+from ompq.allocation.solving import Budget, Method, allocate, check_budget
 from ompq.costs import FLOAT_BITS, Accounting, LatencyTable, cost_tables
 from ompq.errors import TraceError, shortened
-from ompq.graph import Choice, LayerGraph, select
+from ompq.graph.tracing import trace
+from ompq.graph.units import Choice, LayerGraph, select
 from ompq.plans import Plan, make_problem
 from ompq.samples import Progress, Samples
 from ompq.scores import Orm, OrmDistortion, OrmSettings, Score, score_table
-from ompq.tracing import trace
 
 Pin = int | tuple[int, int]  # weight bits, or weight and activation bits
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ompq.allocation import (
+from ompq.allocation.solving import (
     Allocation,
     Budget,
     Explanation,
@@ -25,7 +25,7 @@ from ompq.allocation import (
 from ompq.costs import Accounting, Bytes, Cost, LatencyTable, cost_tables, unit_bytes
 from ompq.errors import PlanError, shortened
 from ompq.files import write_text
-from ompq.graph import Choice, LayerGraph
+from ompq.graph.units import Choice, LayerGraph
 from ompq.scores import ScoreTable
 
 FORMAT = "ompq-plan/1"

@@ -13,9 +13,9 @@ from ompq.cli.options import OutputOptions, option
 from ompq.cli.screen import Screen, opened
 from ompq.cli.shown import time_line
 from ompq.cli.tables import Column, facts, fitted
-from ompq.contest import Contender, Measured
-from ompq.demo import run_demo
-from ompq.demo_results import DIGITS, NOISY, REPORT, Demo, DemoConfig
+from ompq.demo.contest import Contender, Measured
+from ompq.demo.results import DIGITS, NOISY, REPORT, Demo, DemoConfig
+from ompq.demo.running import run_demo
 from ompq.evaluation import Evaluation
 from ompq.plans import Plan
 from ompq.report.numbers import in_bytes, percent

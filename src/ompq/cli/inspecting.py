@@ -6,10 +6,10 @@ from typing import Annotated
 import typer
 from rich.console import RenderableType
 
-from ompq.accounts import PROMISED_BYTES, PROMISED_SHARE, Account, inspect_file
 from ompq.cli.options import OutputOptions
 from ompq.cli.screen import opened
 from ompq.cli.tables import Column, facts, fitted
+from ompq.packing.accounts import PROMISED_BYTES, PROMISED_SHARE, Account, inspect_file
 from ompq.report.numbers import in_bytes
 
 PackedFile = Annotated[

@@ -12,7 +12,7 @@ from typing import Annotated, Any, get_args
 import torch
 import typer
 
-from ompq.allocation import Method
+from ompq.allocation.solving import Method
 from ompq.costs import Accounting
 from ompq.pipeline import PLAN_PROTOCOLS, PlanConfig
 from ompq.scores import SCORES, Score

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import torch
 
-from ompq.allocation import Budget, reachable
+from ompq.allocation.solving import Budget, reachable
 from ompq.cli.options import (
     SAMPLES,
     BudgetOption,

@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 from torch import Tensor, nn
 
-from ompq.allocation import Allocation, Budget
+from ompq.allocation.solving import Allocation, Budget
 from ompq.cli.evaluating import LimitOption
 from ompq.cli.options import (
     DataOptions,
@@ -31,16 +31,16 @@ from ompq.cli.settings import (
     read_samples,
     sample_count,
 )
+from ompq.datasets.inputs import Batches
 from ompq.errors import BudgetError, CheckpointError, PlanError
 from ompq.evaluation import Evaluation
 from ompq.evaluation import evaluate as measure
-from ompq.inputs import Batches
-from ompq.models import NamedModel
+from ompq.models.naming import NamedModel
 from ompq.pipeline import Pin, PlanConfig
 from ompq.plans import Plan
-from ompq.quantization import quantize as round_weights
-from ompq.reconstruction import ReconstructConfig, reconstruct
-from ompq.rounding import RoundingConfig
+from ompq.quantization.quantizing import quantize as round_weights
+from ompq.reconstruction.reconstructing import ReconstructConfig, reconstruct
+from ompq.reconstruction.rounding import RoundingConfig
 
 CALIBRATION = 1024
 _ANYTHING = "32bits"  # a budget that bits fixed beforehand always meet

@@ -24,9 +24,9 @@ from ompq.cli.shown import (
 from ompq.cli.tables import facts
 from ompq.evaluation import Evaluation, wilson_interval
 from ompq.files import write_text
-from ompq.packing import save as save_packed
+from ompq.packing.checkpoint import save as save_packed
 from ompq.plans import Plan
-from ompq.quantization import BlockError, quantization_of
+from ompq.quantization.quantizing import BlockError, quantization_of
 from ompq.report import (
     Accuracy,
     Section,

@@ -18,10 +18,10 @@ from ompq.cli.options import (
 )
 from ompq.cli.screen import Screen
 from ompq.costs import FLOAT_BITS, load_latency
-from ompq.datasets import Split, load_data
+from ompq.datasets.inputs import Data
+from ompq.datasets.naming import Split, load_data
 from ompq.errors import ScoreError
-from ompq.inputs import Data
-from ompq.models import NamedModel, load_model
+from ompq.models.naming import NamedModel, load_model
 from ompq.pipeline import PLAN_PROTOCOLS, Pin, PlanConfig
 from ompq.samples import Progress
 from ompq.scores import SCORES, Score

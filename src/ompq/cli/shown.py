@@ -9,12 +9,12 @@ from numpy.typing import NDArray
 from rich.console import RenderableType
 from rich.text import Text
 
-from ompq.budgets import readable
+from ompq.allocation.budgets import readable
 from ompq.cli.tables import Column, fitted
 from ompq.costs import paper_bytes, unit_bytes
 from ompq.errors import shortened
 from ompq.evaluation import Evaluation
-from ompq.graph import Choice, Skipped, Unit
+from ompq.graph.units import Choice, Skipped, Unit
 from ompq.plans import Plan
 from ompq.report.numbers import counted, in_bytes
 from ompq.report.numbers import seconds as duration

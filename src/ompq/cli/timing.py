@@ -14,7 +14,7 @@ from ompq.cli.settings import check_writable, load_network
 from ompq.cli.tables import Column, fitted
 from ompq.costs import FLOAT_BITS, LatencyTable
 from ompq.files import write_text
-from ompq.graph import Choice
+from ompq.graph.units import Choice
 from ompq.latency import measure_latency
 
 # Every width that a plan may ask for: those up to 8 bits are measured together.

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ompq.allocation import Allocation, Budget
+from ompq.allocation.solving import Allocation, Budget
 from ompq.plans import Plan
 
 _DIGITS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"

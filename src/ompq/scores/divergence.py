@@ -8,11 +8,11 @@ import numpy as np
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from ompq.calibration import fake_quantize_tensor
 from ompq.costs import FLOAT_BITS
-from ompq.folding import channel_axis
-from ompq.graph import Choice, LayerGraph, Unit
-from ompq.ranges import search_weight
+from ompq.graph.folding import channel_axis
+from ompq.graph.units import Choice, LayerGraph, Unit
+from ompq.quantizers.calibration import fake_quantize_tensor
+from ompq.quantizers.ranges import search_weight
 from ompq.samples import (
     Batch,
     Progress,

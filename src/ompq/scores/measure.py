@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from ompq.errors import SampleError, TraceError, shortened
-from ompq.graph import LayerGraph, Unit, select
-from ompq.observation import tensors_in, watch
+from ompq.graph.observation import tensors_in, watch
+from ompq.graph.units import LayerGraph, Unit, select
 from ompq.orthogonality import (
     BatchProducts,
     Decreasing,

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from ompq.graph import Choice, LayerGraph
+from ompq.graph.units import Choice, LayerGraph
 from ompq.samples import Samples
 from ompq.scores.divergence import OutputDivergence
 from ompq.scores.noise import WeightNoise

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ompq.calibration import tensor_noise
 from ompq.costs import FLOAT_BITS
-from ompq.folding import channel_axis, norm_affine, scaled_channels
-from ompq.graph import Choice, LayerGraph, Unit
-from ompq.noise import weight_noises
+from ompq.graph.folding import channel_axis, norm_affine, scaled_channels
+from ompq.graph.units import Choice, LayerGraph, Unit
+from ompq.quantizers.calibration import tensor_noise
+from ompq.quantizers.noise import weight_noises
 from ompq.samples import (
     Samples,
     call,

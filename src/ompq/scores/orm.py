@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from torch import nn
 
-from ompq.graph import Choice, LayerGraph
+from ompq.graph.units import Choice, LayerGraph
 from ompq.samples import Progress, Samples
 from ompq.scores.measure import OrmSettings, measure_orm
 from ompq.scores.noise import noise_table

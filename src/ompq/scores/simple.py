@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from torch import nn
 
-from ompq.graph import Choice, LayerGraph
+from ompq.graph.units import Choice, LayerGraph
 from ompq.samples import Samples
 from ompq.scores.table import ScoreTable
 

@@ -1,0 +1,1 @@
+"""Budgets, and the exact programs that turn scores into bits."""

@@ -1,0 +1,1 @@
+"""Names of data sets, and the images in them."""

@@ -1,0 +1,173 @@
+"""Image files: found in folders, decoded, brought to a network's input size."""
+
+import logging
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from PIL import Image
+from torch import Tensor
+from torchvision.transforms import v2
+from torchvision.transforms.v2 import functional as F
+
+from ompq.errors import DataError, shortened
+from ompq.models.naming import NamedModel
+from ompq.userfiles import reason
+
+_LOG = logging.getLogger(__name__)
+_SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".ppm", ".pgm", ".tif", ".tiff", ".webp"}
+_SPLITS = {"train": ("train",), "test": ("test", "val", "valid", "validation")}
+_MODES = {1: "L", 3: "RGB"}
+
+
+@dataclass(frozen=True)
+class ImageFiles:
+    """Image files and their classes.
+
+    Attributes:
+        files: The files, sorted within their class.
+        targets: Class index of each file; None when the images have no classes.
+        classes: Names of the classes; with numbered folders the missing numbers, too.
+        numbered: Whether the folders' names are the class indices.
+    """
+
+    files: tuple[Path, ...]
+    targets: tuple[int, ...] | None = None
+    classes: tuple[str, ...] = ()
+    numbered: bool = False
+
+
+def find_images(folder: Path, split: str) -> ImageFiles:
+    """Find the images of a folder, with classes when it has class folders.
+
+    Class folders named by numbers (``0000`` to ``0999``) are class indices, whether
+    or not some are missing; other names are classes in sorted order.
+
+    Args:
+        folder: Class folders, images alone, or folders ``train`` and ``test`` (or
+            ``val``) of either.
+        split: ``train`` or ``test``: which of those to take when they exist.
+
+    Raises:
+        DataError: The folder is missing, empty or mixed, or holds no image.
+    """
+    folder = _split_folder(folder, split)
+    entries = _listing(folder)
+    images = [p for p in entries if p.is_file() and _has_suffix(p.name)]
+    folders = [path for path in entries if path.is_dir()]
+    nested = {path.name: _images_below(path) for path in folders}
+    if images and any(nested.values()):
+        raise DataError(
+            f"{folder} holds {len(images)} images beside class folders; "
+            "move them into a class folder or away"
+        )
+    if images:
+        return ImageFiles(tuple(images))
+    if not any(nested.values()):
+        found = f"{len(entries)} entries, none an image" if entries else "nothing"
+        raise DataError(
+            f"{folder} holds {found}; give a folder with images or class folders"
+        )
+    return _classified(nested)
+
+
+def decode(path: Path, model: NamedModel) -> Tensor:
+    """Read one image as the network takes it, but for the normalisation.
+
+    An image of the network's input size is taken as it is. Any other is resized and
+    its centre cropped. Grey, palette and transparent images become RGB, or all of
+    them grey for a network with one input channel.
+
+    Returns:
+        An uint8 tensor (C, H, W).
+
+    Raises:
+        DataError: The file cannot be read; or the network takes neither one channel
+            nor three.
+    """
+    channels, height, width = model.input_shape
+    if channels not in _MODES:
+        raise DataError(
+            f"{model.name} takes {channels} channels; images have 1 or 3. "
+            "Use FILE.py:FUNCTION for its data"
+        )
+    try:
+        with Image.open(path) as opened:
+            image = _eight_bits(opened).convert(_MODES[channels])
+    except Exception as error:  # each format's decoder has its own errors
+        raise DataError(f"{path} is no readable image ({reason(error)})") from error
+    if image.size != (width, height):
+        interpolation = v2.InterpolationMode(model.interpolation)
+        size = [model.resize] if isinstance(model.resize, int) else list(model.resize)
+        image = F.center_crop(F.resize(image, size, interpolation), [height, width])
+    pixels: Tensor = F.pil_to_tensor(image)
+    return pixels
+
+
+def normalise(pixels: Tensor, model: NamedModel) -> Tensor:
+    """Return uint8 images (N, C, H, W) as float32, normalised as the network wants."""
+    mean = torch.tensor(model.mean).view(-1, 1, 1)
+    std = torch.tensor(model.std).view(-1, 1, 1)
+    return pixels.float().div_(255).sub_(mean).div_(std)
+
+
+def _eight_bits(image: Image.Image) -> Image.Image:
+    if image.mode == "P":  # transparent entries give a warning otherwise
+        return image.convert("RGBA")
+    if image.mode.startswith("I"):  # 16 bits a pixel, which Pillow would clip at 255
+        return image.point(lambda value: value * (1 / 256)).convert("L")
+    return image
+
+
+def _split_folder(folder: Path, split: str) -> Path:
+    if not folder.exists():
+        raise DataError(
+            f"there is no folder {folder}; give a folder of images, random, digits "
+            "or FILE.py:FUNCTION"
+        )
+    if not folder.is_dir():
+        raise DataError(f"{folder} is a file; unpack it and give the folder")
+    names = {path.name for path in _listing(folder) if path.is_dir()}
+    if not names or not names <= {name for all_ in _SPLITS.values() for name in all_}:
+        return folder
+    for name in _SPLITS[split]:
+        if name in names:
+            return folder / name
+    raise DataError(
+        f"{folder} has no {split} images: it holds {', '.join(sorted(names))}"
+    )
+
+
+def _classified(nested: dict[str, list[Path]]) -> ImageFiles:
+    empty = [name for name, files in nested.items() if not files]
+    if empty:
+        _LOG.warning("%d classes have no images: %s", len(empty), shortened(empty))
+    numbered = all(name.isdecimal() for name in nested)
+    if numbered:
+        index_of = {name: int(name) for name in nested}
+        classes = tuple(str(i) for i in range(max(index_of.values()) + 1))
+    else:
+        index_of = {name: i for i, name in enumerate(sorted(nested))}
+        classes = tuple(index_of)
+    pairs = [(f, index_of[name]) for name, files in nested.items() for f in files]
+    files, targets = zip(*pairs, strict=True)
+    return ImageFiles(files, targets, classes, numbered)
+
+
+def _listing(folder: Path) -> list[Path]:
+    return sorted(p for p in folder.iterdir() if not p.name.startswith("."))
+
+
+def _images_below(folder: Path) -> list[Path]:
+    # os.walk asks the file system nothing about single files: there may be millions.
+    return sorted(
+        Path(parent, name)
+        for parent, _, names in os.walk(folder, followlinks=True)
+        for name in names
+        if _has_suffix(name)
+    )
+
+
+def _has_suffix(name: str) -> bool:
+    return not name.startswith(".") and Path(name).suffix.lower() in _SUFFIXES

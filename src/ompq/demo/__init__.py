@@ -1,0 +1,1 @@
+"""The whole idea on a small network, in one command."""

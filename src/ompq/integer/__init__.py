@@ -1,0 +1,1 @@
+"""The network in integers alone: the arithmetic every export must equal."""

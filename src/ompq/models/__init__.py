@@ -1,0 +1,1 @@
+"""Names of networks, and the weights that go with them."""

@@ -1,0 +1,172 @@
+"""The network of the demonstration: small, trained, and shipped with the package.
+
+It reads scikit-learn's digits (8 × 8 grey images, ten classes) and has one of each
+layer that matters in practice: ordinary, depthwise and pointwise convolutions, blocks
+with and without a shortcut, and a downsample convolution. ``scripts/train_demo.py``
+makes its weights.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ompq.errors import MissingExtraError
+from ompq.models.weights import load_weights
+
+DEMO_WEIGHTS = Path(__file__).parent / "data" / "demo.safetensors"
+
+_TEST_LENGTH = 450
+
+
+class InvertedResidual(nn.Module):
+    """MobileNetV2's block: widen, filter each channel alone, narrow.
+
+    Args:
+        channels_in: Channels of the input.
+        channels: Channels of the output.
+        stride: 2 halves height and width; the shortcut exists where it is 1 and the
+            channels stay as they are.
+        expansion: How many times wider the inside is than the input.
+    """
+
+    def __init__(
+        self, channels_in: int, channels: int, *, stride: int = 1, expansion: int = 4
+    ) -> None:
+        super().__init__()
+        inner = channels_in * expansion
+        self.expand = nn.Conv2d(channels_in, inner, 1, bias=False)
+        self.expand_norm = nn.BatchNorm2d(inner)
+        self.depthwise = nn.Conv2d(inner, inner, 3, stride, 1, groups=inner, bias=False)
+        self.depthwise_norm = nn.BatchNorm2d(inner)
+        self.project = nn.Conv2d(inner, channels, 1, bias=False)
+        self.project_norm = nn.BatchNorm2d(channels)
+        self.activation = nn.ReLU6()
+        self.shortcut = stride == 1 and channels_in == channels
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (N, channels_in, H, W) to (N, channels, H / stride, W / stride)."""
+        y = self.activation(self.expand_norm(self.expand(x)))
+        y = self.activation(self.depthwise_norm(self.depthwise(y)))
+        y = self.project_norm(self.project(y))
+        return x + y if self.shortcut else y  # type: ignore[no-any-return]
+
+
+class Residual(nn.Module):
+    """ResNet's block where it halves the resolution: its shortcut is a convolution.
+
+    Args:
+        channels_in: Channels of the input.
+        channels: Channels of the output.
+    """
+
+    def __init__(self, channels_in: int, channels: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(channels_in, channels, 3, 2, 1, bias=False)
+        self.norm1 = nn.BatchNorm2d(channels)
+        self.conv2 = nn.Conv2d(channels, channels, 3, 1, 1, bias=False)
+        self.norm2 = nn.BatchNorm2d(channels)
+        self.downsample = nn.Conv2d(channels_in, channels, 1, 2, bias=False)
+        self.downsample_norm = nn.BatchNorm2d(channels)
+        self.activation = nn.ReLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (N, channels_in, H, W) to (N, channels, H / 2, W / 2)."""
+        y = self.activation(self.norm1(self.conv1(x)))
+        y = self.norm2(self.conv2(y))
+        y = y + self.downsample_norm(self.downsample(x))
+        return self.activation(y)  # type: ignore[no-any-return]
+
+
+class DemoNetwork(nn.Module):
+    """A classifier of 8 × 8 grey images, with random weights."""
+
+    preprocessing: ClassVar[dict[str, Any]] = {
+        "input_shape": (1, 8, 8),
+        "mean": (0.0,),
+        "std": (1.0,),
+        "resize": 8,
+    }
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(1, 16, 3, 1, 1, bias=False)
+        self.stem_norm = nn.BatchNorm2d(16)
+        self.activation = nn.ReLU6()
+        self.blocks = nn.Sequential(
+            InvertedResidual(16, 16),
+            InvertedResidual(16, 32, stride=2),  # 8 × 8 to 4 × 4
+            InvertedResidual(32, 32),
+            InvertedResidual(32, 32),
+            Residual(32, 80),  # 4 × 4 to 2 × 2
+            InvertedResidual(80, 80),
+        )
+        self.head = nn.Conv2d(80, 160, 1, bias=False)
+        self.head_norm = nn.BatchNorm2d(160)
+        self.pool = nn.AdaptiveAvgPool2d(1)
+        self.classifier = nn.Linear(160, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map images (N, 1, 8, 8) with values in [0, 1] to logits (N, 10)."""
+        x = self.activation(self.stem_norm(self.stem(x)))
+        x = self.activation(self.head_norm(self.head(self.blocks(x))))
+        return self.classifier(self.pool(x).flatten(1))  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True)
+class DemoData:
+    """Digits, split for good.
+
+    Attributes:
+        train_images: What the network was trained on, (1347, 1, 8, 8), in [0, 1].
+        train_targets: Their digits, (1347,).
+        test_images: What it has never seen, (450, 1, 8, 8).
+        test_targets: Their digits, (450,).
+    """
+
+    train_images: Tensor
+    train_targets: Tensor
+    test_images: Tensor
+    test_targets: Tensor
+
+
+def demo_network() -> DemoNetwork:
+    """Return the network with its trained weights, in eval mode.
+
+    Example:
+        >>> demo_network()(torch.zeros(2, 1, 8, 8)).shape
+        torch.Size([2, 10])
+
+    Raises:
+        ModelError: The weights file of the package is missing or damaged.
+    """
+    with torch.random.fork_rng(devices=[]):  # the weights it draws are replaced
+        network = DemoNetwork()
+    load_weights(network, DEMO_WEIGHTS, "ompq:demo")
+    return network.eval()
+
+
+def demo_data() -> DemoData:
+    """Return scikit-learn's digits as tensors, always split in the same way.
+
+    Raises:
+        MissingExtraError: scikit-learn is not installed.
+    """
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError as error:
+        raise MissingExtraError("scikit-learn", "demo") from error
+    values, labels = load_digits(return_X_y=True)
+    # NumPy promises never to change this stream, so the split is fixed for good.
+    shuffled = np.random.RandomState(0).permutation(len(labels))
+    images = torch.from_numpy(values[shuffled] / 16).float().view(-1, 1, 8, 8)
+    targets = torch.from_numpy(labels[shuffled]).long()
+    return DemoData(
+        train_images=images[_TEST_LENGTH:],
+        train_targets=targets[_TEST_LENGTH:],
+        test_images=images[:_TEST_LENGTH],
+        test_targets=targets[:_TEST_LENGTH],
+    )

@@ -1,0 +1,1 @@
+"""Packed files: each weight at its own width, every byte accounted for."""

@@ -1,0 +1,299 @@
+"""save() and load(): a quantized network in a file as small as its plan promised."""
+
+from collections.abc import Callable, Iterator, Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from ompq.errors import PackedFileError, PlanError, QuantizationError, shortened
+from ompq.graph.units import Unit
+from ompq.packing.bitstream import pack_bits, unpack_bits
+from ompq.packing.contents import (
+    Contents,
+    PackedUnit,
+    channel_axis_of,
+    quantized_units,
+    read_contents,
+    write_contents,
+    zero_step,
+)
+from ompq.plans import Plan
+from ompq.quantization.assembly import assemble, bias_key, quantizer_names
+from ompq.quantization.layers import QuantizedLayer, quantized_layers
+from ompq.quantization.quantizing import (
+    Quantization,
+    quantization_of,
+    with_quantization,
+)
+from ompq.quantizers.grids import Grid
+
+# Batch norm's counter plays no part in what a network computes.
+_COUNTER = "num_batches_tracked"
+# Between these, scale * (code - zero) is rounded back to the very same code.
+_SCALES = (1e-36, 1e36)
+
+
+def save(
+    quantized: nn.Module,
+    path: str | Path,
+    *,
+    plan: Plan | None = None,
+    network: str = "",
+) -> None:
+    """Write a quantized network, each weight at its true width.
+
+    Args:
+        quantized: From :func:`ompq.quantize` or what came after it.
+        path: A file, by custom ``*.ompq.safetensors``.
+        plan: The plan; its figures are written down next to the network.
+        network: The network's name, for example ``torchvision:resnet18``.
+
+    Raises:
+        QuantizationError: The network is not quantized, or its numbers are not.
+        PlanError: The network has other bits than the plan.
+    """
+    record = quantization_of(quantized)
+    about = {
+        "network": network,
+        "versions": {"ompq": version("ompq"), "torch": torch.__version__},
+        "plan": None if plan is None else _figures(plan, record),
+    }
+    write_contents(path, _packed(quantized, record, about))
+
+
+def load(path: str | Path, model: nn.Module | Callable[[], nn.Module]) -> nn.Module:
+    """Return the quantized network of a file, in eval mode.
+
+    On the CPU its outputs are those of the network that was saved, to the last bit.
+
+    Args:
+        path: A file that :func:`save` wrote.
+        model: The float network with any weights, or what constructs it: only its
+            structure is used, and it is left as it is.
+
+    Raises:
+        PackedFileError: The file is damaged, or of another network.
+        QuantizationError: A layer cannot be replaced.
+    """
+    contents = read_contents(path)
+    network = _float_network(model)
+    _check(path, _differing(network, contents))
+    units = {one.unit.name: one for one in contents.units}
+
+    def weight_grid(unit: Unit, weight: Tensor, _axis: int) -> Grid:
+        return _broadcast(units[unit.name].grid, unit, weight.device)
+
+    record = contents.record
+    quantized = assemble(
+        network,
+        record.graph,
+        record.allocation,
+        record.points,
+        weight_grid=weight_grid,
+        activation_grids=contents.activations,
+    )
+    _check(path, _unlike(quantized, contents))
+    _fill(quantized, contents)
+    return with_quantization(quantized, record)
+
+
+def _figures(plan: Plan, record: Quantization) -> dict[str, Any]:
+    bits = record.allocation
+    other = [n for n in plan.allocation if plan.allocation[n] != bits.get(n)]
+    other += [name for name in bits if name not in plan.allocation]
+    if other:
+        raise PlanError(
+            f"the network has other bits than the plan in {len(other)} units "
+            f"({shortened(other)}); pass the plan that it was quantized by"
+        )
+    return {
+        "hash": plan.hash,
+        "budget": str(plan.budget),
+        "score": plan.score_name,
+        "method": plan.method,
+        "accounting": plan.accounting,
+        "bytes": plan.totals["bytes"],
+    }
+
+
+def _packed(
+    quantized: nn.Module, record: Quantization, about: Mapping[str, Any]
+) -> Contents:
+    state = quantized.state_dict(keep_vars=True)
+    names = quantizer_names(quantized, record.points)
+    grids = []
+    for name, point in zip(names, record.points, strict=True):
+        scale = _exactly(state[f"{name}.scale"], torch.float32, f"{name}.scale")
+        zero = _exactly(state[f"{name}.zero"], torch.int32, f"{name}.zero")
+        grids.append(Grid(scale, zero, point.bits))
+    units = []
+    for unit in quantized_units(record):
+        owner = quantized.get_submodule(unit.parameter.rpartition(".")[0])
+        bits = record.allocation[unit.name].weight
+        units.append(_packed_unit(state, unit, bits, owner))
+    rest = {key: tensor.detach().cpu() for key, tensor in _rest(quantized, record)}
+    return Contents(record, tuple(units), tuple(grids), rest, about)
+
+
+def _packed_unit(
+    state: Mapping[str, Tensor], unit: Unit, bits: int, owner: nn.Module
+) -> PackedUnit:
+    weight = state[unit.parameter].detach().cpu()
+    swapped = isinstance(owner, QuantizedLayer)
+    flat = _flat_grid(state, unit, bits, narrow=swapped and bool(owner.narrow))
+    grid = _broadcast(flat, unit, weight.device)
+    if not swapped and not weight.equal(grid.fake(weight)):
+        raise QuantizationError(
+            f"{unit.name}: its weight was changed after it was rounded to {bits} bits; "
+            "quantize the network again"
+        )
+    bias = state.get(bias_key(unit))
+    if bias is not None:
+        bias = _exactly(bias, torch.float32, f"{unit.name}: bias")
+    return PackedUnit(unit, flat, pack_bits(grid.quantize(weight), bits), bias)
+
+
+def _flat_grid(
+    state: Mapping[str, Tensor], unit: Unit, bits: int, *, narrow: bool
+) -> Grid:
+    """Return the grid of a unit's weight as the file will hold it, (C,)."""
+    step = zero_step(bits)
+    zero = state[f"{unit.parameter}_zero"].detach() / step
+    zero = _exactly(zero, torch.uint8, f"{unit.name}: zero / {step:g}")
+    scale = state[f"{unit.parameter}_scale"]
+    scale = _exactly(scale, torch.float32, f"{unit.name}: scale")
+    if not ((scale >= _SCALES[0]) & (scale <= _SCALES[1])).all():
+        raise QuantizationError(
+            f"{unit.name}: scales must be within {_SCALES[0]:g} and {_SCALES[1]:g}, "
+            f"not {scale.min():g} to {scale.max():g}; quantize the network again"
+        )
+    return Grid(scale, zero.to(torch.float32) * step, bits, narrow)
+
+
+def _broadcast(grid: Grid, unit: Unit, device: torch.device) -> Grid:
+    """Return a grid of (C,) shaped so that it broadcasts with the unit's weight."""
+    shape = [1] * len(unit.weight_shape)
+    shape[channel_axis_of(unit)] = -1
+    scale, zero = grid.scale.to(device), grid.zero.to(device)
+    return Grid(scale.reshape(shape), zero.reshape(shape), grid.bits, grid.narrow)
+
+
+def _exactly(values: Tensor, kind: torch.dtype, what: str) -> Tensor:
+    values = values.detach().cpu()
+    stored = values.to(kind)
+    if not torch.equal(stored.to(values.dtype), values):
+        lost = values[stored.to(values.dtype) != values][:5].tolist()
+        raise QuantizationError(
+            f"{what} cannot be stored as {str(kind).removeprefix('torch.')}: {lost}; "
+            "quantize the network again"
+        )
+    return stored
+
+
+def _rest(quantized: nn.Module, record: Quantization) -> Iterator[tuple[str, Tensor]]:
+    """Yield what units and points do not hold; what is shared once."""
+    state = quantized.state_dict(keep_vars=True)
+    held = {
+        key
+        for unit in quantized_units(record)
+        for key in (
+            *(unit.parameter + end for end in ("", "_scale", "_zero")),
+            bias_key(unit),
+        )
+    }
+    for name in quantizer_names(quantized, record.points):
+        held |= {f"{name}.scale", f"{name}.zero"}
+    seen = {id(state[key]) for key in held if key in state}
+    for key, value in state.items():
+        if id(value) in seen or key.endswith(_COUNTER):
+            continue
+        if not isinstance(value, Tensor):
+            raise QuantizationError(
+                f"{key} in the state_dict is {type(value).__name__}, not a tensor: "
+                "a packed file cannot hold it"
+            )
+        seen.add(id(value))
+        yield key, value
+
+
+def _float_network(model: nn.Module | Callable[[], nn.Module]) -> nn.Module:
+    if not isinstance(model, nn.Module):
+        # Its random weights are thrown away; they should cost the caller nothing.
+        with torch.random.fork_rng(devices=[]):
+            model = model()
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"model must be a network or a function that returns one, "
+            f"not {type(model).__name__}"
+        )
+    if quantized_layers(model):
+        raise ValueError("model is quantized already; pass the float network")
+    return model
+
+
+def _check(path: str | Path, differing: list[str]) -> None:
+    if differing:
+        raise PackedFileError(
+            f"{path} was made for another network: {len(differing)} units or layers "
+            f"differ ({shortened(differing)})"
+        )
+
+
+def _differing(model: nn.Module, contents: Contents) -> list[str]:
+    """Name what of the file's units and points the float network does not have."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    modules = dict(model.named_modules(remove_duplicate=False))
+    unbiased = {one.unit.name for one in contents.units if one.bias is None}
+    found = []
+    for unit in contents.record.graph.units:
+        weight = parameters.get(unit.parameter)
+        if weight is None:
+            found.append(f"{unit.name} is missing")
+        elif tuple(weight.shape) != unit.weight_shape:
+            shapes = f"{tuple(weight.shape)} instead of {unit.weight_shape}"
+            found.append(f"{unit.name} is {shapes}")
+        elif unit.norm and not isinstance(modules.get(unit.norm), _BatchNorm):
+            found.append(f"{unit.norm} is no batch norm")
+        elif unit.name in unbiased and bias_key(unit) in parameters:
+            found.append(f"{unit.name} has a bias")
+    places = {place for p in contents.record.points for place in p.after + p.before}
+    return found + [f"{name} is missing" for name in sorted(places - set(modules))]
+
+
+def _unlike(quantized: nn.Module, contents: Contents) -> list[str]:
+    """Name what is not quantized and differs between the network and the file."""
+    own = dict(_rest(quantized, contents.record))
+    given = contents.state
+    shapes = [
+        f"{key} is {tuple(own[key].shape)} instead of {tuple(given[key].shape)}"
+        for key in given
+        if key in own and own[key].shape != given[key].shape
+    ]
+    unexpected = [f"{key} is not in the file" for key in own if key not in given]
+    return [f"{k} is missing" for k in given if k not in own] + unexpected + shapes
+
+
+@torch.no_grad()
+def _fill(quantized: nn.Module, contents: Contents) -> None:
+    state = quantized.state_dict()
+    for one in contents.units:
+        unit, weight = one.unit, state[one.unit.parameter]
+        codes = unpack_bits(one.stream, one.grid.bits, unit.weights)
+        grid = _broadcast(one.grid, unit, weight.device)
+        # Grid.dequantize without its copies, which would take as long as the rest.
+        weight.copy_(codes.reshape(unit.weight_shape)).sub_(grid.zero).mul_(grid.scale)
+        if one.bias is None:
+            continue
+        key = bias_key(unit)
+        if key not in state:  # the correction of rounding gave it one
+            owner, _, leaf = key.rpartition(".")
+            bias = nn.Parameter(one.bias.to(weight), requires_grad=False)
+            setattr(quantized.get_submodule(owner), leaf, bias)
+        else:
+            state[key].copy_(one.bias)
+    for key, tensor in contents.state.items():
+        state[key].copy_(tensor)

@@ -1,0 +1,1 @@
+"""From an allocation to a network that computes with those bits."""

@@ -1,0 +1,299 @@
+"""Quantized convolution and linear, and the quantizer of an activation.
+
+A quantized layer is the layer it replaces, with the same parameters under the same
+names, plus a grid for its weight: it computes with the rounded weight. The weight that
+it stores may be any float; once it lies on the grid (after reconstruction) rounding
+leaves it as it is.
+"""
+
+import copy
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+
+from ompq.errors import QuantizationError
+from ompq.graph.folding import channel_axis
+from ompq.quantizers.grids import Grid
+
+
+class ActivationQuantizer(nn.Module):
+    """Rounds a tensor to one grid, wherever it is attached.
+
+    Attributes:
+        scale: Step of the grid, ().
+        zero: Code of the value 0, (); an integer.
+        bits: Width of the codes.
+        enabled: Whether it rounds at all.
+        keep: Probability with which a value is rounded; the rest pass as they are.
+            Below 1 only while a block is reconstructed with QDrop.
+    """
+
+    scale: nn.Parameter
+    zero: Tensor
+    noise: Tensor | None
+
+    def __init__(self, grid: Grid) -> None:
+        super().__init__()
+        self.bits = grid.bits
+        self.scale = nn.Parameter(grid.scale.detach().clone(), requires_grad=False)
+        self.register_buffer("zero", grid.zero.detach().clone())
+        self.enabled = True
+        self.keep = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the rounded values, shaped as ``x``."""
+        if not self.enabled:
+            return x
+        grid = Grid(self.scale, self.zero, self.bits)
+        rounded = rounded_to(grid, x) if torch.is_grad_enabled() else _deployed(grid, x)
+        if self.keep >= 1.0:
+            return rounded
+        kept = torch.rand_like(x) < self.keep
+        return torch.where(kept, rounded, x)
+
+    def after(self, _module: nn.Module, _args: Any, output: Any) -> Any:
+        """Forward hook: round what a module returns."""
+        return _first_rounded(self, output)
+
+    def before(self, _module: nn.Module, args: Any) -> Any:
+        """Forward pre-hook: round what a module gets."""
+        return _first_rounded(self, args)
+
+    def extra_repr(self) -> str:
+        """Tell the width and the grid."""
+        return f"bits={self.bits}, scale={self.scale.item():.4g}, zero={self.zero:g}"
+
+
+def rounded_to(grid: Grid, x: Tensor) -> Tensor:
+    """Round to a grid, with the gradients of :func:`learned_step`."""
+    if not torch.is_grad_enabled():
+        return grid.fake(x)
+    if grid.scale.dim() == 0 and not grid.scale.requires_grad:
+        # One kernel instead of ten. It multiplies by 1/scale, so a value that lies
+        # between two codes may fall to the other one: learning does not notice.
+        zero = grid.zero.to(torch.int32)
+        return torch.fake_quantize_per_tensor_affine(x, grid.scale, zero, 0, grid.top)
+    rounded = _Rounded.apply(x, grid.scale, grid.zero, grid.top)
+    return cast(Tensor, rounded)
+
+
+class _Rounded(torch.autograd.Function):
+    """``learned_step`` with a third of its passes over memory, which bind training."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: Tensor, zero: Tensor, top: int) -> Tensor:
+        position = (x / scale).add_(zero)
+        inside = (position >= 0) & (position <= top)
+        levels = position.round().clamp_(0, top).sub_(zero)
+        slope = None
+        if ctx.needs_input_grad[1]:
+            slope = levels - position.sub_(zero).mul_(inside)
+        ctx.save_for_backward(inside, slope, scale, zero)
+        ctx.top = top
+        return levels.mul_(scale)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        inside, slope, scale, zero = ctx.saved_tensors
+        of_x = gradient * inside if ctx.needs_input_grad[0] else None
+        if slope is None:
+            return of_x, None, None, None
+        shared = gradient.numel() / scale.numel()
+        factor = ((ctx.top - zero).clamp(min=1) * shared).rsqrt()
+        of_scale = (gradient * slope).sum_to_size(scale.shape) * factor
+        return of_x, of_scale, None, None
+
+
+def _deployed(grid: Grid, x: Tensor) -> Tensor:
+    # As ONNX defines it: the zero, a whole number, is added after rounding.
+    return grid.scale * (x / grid.scale).round().clamp(-grid.zero, grid.top - grid.zero)
+
+
+def _first_rounded(quantizer: ActivationQuantizer, value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return quantizer(value) if value.is_floating_point() else value
+    if isinstance(value, tuple) and value:
+        return (_first_rounded(quantizer, value[0]), *value[1:])
+    return value
+
+
+class QuantizedLayer(nn.Module):
+    """What quantized layers add to the layer they replace.
+
+    Attributes:
+        weight: The stored weight; float.
+        weight_scale: Step of each output channel, (C,).
+        weight_zero: Code of the value 0 for each channel, (C,); multiples of a half.
+        bits: Width of the weight's codes.
+        narrow: Whether the highest code is left out.
+        soft: Gives the weight while its rounding is being learned; else None.
+        integers: Computes the layer as integers do, once the network is settled
+            (:func:`ompq.integer.settling.settle`) and no gradient is needed; else None.
+    """
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    weight_scale: nn.Parameter
+    weight_zero: Tensor
+    bits: int
+    narrow: bool
+    soft: nn.Module | None
+    integers: Callable[["QuantizedLayer", Tensor], Tensor] | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Compute the layer with its rounded weight."""
+        if self.integers is not None and not torch.is_grad_enabled():
+            return self.integers(self, x)
+        return linear_map(self, x, self.rounded_weight(), self.bias)
+
+    def rounded_weight(self) -> Tensor:
+        """Return the weight on its grid, shaped as the weight."""
+        if self.soft is not None:
+            return cast(Tensor, self.soft())
+        return rounded_to(self.grid_like_weight(), self.weight)
+
+    def grid_like_weight(self) -> Grid:
+        """Return the grid shaped so that it broadcasts with the weight."""
+        shape = [1] * self.weight.dim()
+        axis = channel_axis(self)
+        shape[axis] = self.weight.shape[axis]
+        return Grid(
+            self.weight_scale.reshape(shape),
+            self.weight_zero.reshape(shape),
+            self.bits,
+            self.narrow,
+        )
+
+    def codes(self) -> Tensor:
+        """Return the weight's codes, uint8, shaped as the weight."""
+        return self.grid_like_weight().quantize(self.weight)
+
+    def extra_repr(self) -> str:
+        """Tell the width next to what the replaced layer tells."""
+        return f"{super().extra_repr()}, bits={self.bits}"
+
+
+def linear_map(
+    layer: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None
+) -> Tensor:
+    """Apply a layer's convolution or product with another weight and bias."""
+    if isinstance(layer, nn.Linear):
+        return F.linear(x, weight, bias)
+    if isinstance(layer, _ConvTransposeNd):
+        function = getattr(F, f"conv_transpose{weight.dim() - 2}d")
+        return cast(
+            Tensor,
+            function(
+                x,
+                weight,
+                bias,
+                layer.stride,
+                layer.padding,
+                layer.output_padding,
+                layer.groups,
+                layer.dilation,
+            ),
+        )
+    assert isinstance(layer, _ConvNd)
+    return layer._conv_forward(x, weight, bias)
+
+
+class QuantizedLinear(QuantizedLayer, nn.Linear):  # type: ignore[misc]
+    """A linear layer with rounded weights."""
+
+
+class QuantizedConv1d(QuantizedLayer, nn.Conv1d):  # type: ignore[misc]
+    """A 1-D convolution with rounded weights."""
+
+
+class QuantizedConv2d(QuantizedLayer, nn.Conv2d):  # type: ignore[misc]
+    """A 2-D convolution with rounded weights."""
+
+
+class QuantizedConv3d(QuantizedLayer, nn.Conv3d):  # type: ignore[misc]
+    """A 3-D convolution with rounded weights."""
+
+
+class QuantizedConvTranspose1d(QuantizedLayer, nn.ConvTranspose1d):  # type: ignore[misc]
+    """A transposed 1-D convolution with rounded weights."""
+
+
+class QuantizedConvTranspose2d(QuantizedLayer, nn.ConvTranspose2d):  # type: ignore[misc]
+    """A transposed 2-D convolution with rounded weights."""
+
+
+class QuantizedConvTranspose3d(QuantizedLayer, nn.ConvTranspose3d):  # type: ignore[misc]
+    """A transposed 3-D convolution with rounded weights."""
+
+
+_REPLACEMENTS: dict[type[nn.Module], type[QuantizedLayer]] = {
+    kind.__mro__[2]: kind
+    for kind in (
+        QuantizedLinear,
+        QuantizedConv1d,
+        QuantizedConv2d,
+        QuantizedConv3d,
+        QuantizedConvTranspose1d,
+        QuantizedConvTranspose2d,
+        QuantizedConvTranspose3d,
+    )
+}
+
+
+def quantized_layer(layer: nn.Module, grid: Grid) -> QuantizedLayer:
+    """Return a quantized copy of a layer.
+
+    Args:
+        layer: A convolution or linear layer, its batch norm folded in.
+        grid: Scale and zero of each output channel, (C,) each.
+
+    Raises:
+        QuantizationError: The layer's class has a ``forward`` of its own.
+    """
+    kind = _REPLACEMENTS.get(type(layer))
+    if kind is None:
+        raise QuantizationError(
+            f"{type(layer).__name__} has a forward of its own and cannot be replaced; "
+            "pin it to 32 bits to keep it float"
+        )
+    made = copy.deepcopy(layer)
+    # The copy keeps every attribute of the layer, whatever its constructor took;
+    # only what it computes changes.
+    made.__class__ = kind
+    quantized = cast(QuantizedLayer, made)
+    quantized.bits = grid.bits
+    quantized.narrow = grid.narrow
+    quantized.soft = None
+    quantized.weight_scale = nn.Parameter(
+        grid.scale.detach().clone().flatten(), requires_grad=False
+    )
+    quantized.register_buffer("weight_zero", grid.zero.detach().clone().flatten())
+    return quantized
+
+
+def quantized_layers(model: nn.Module) -> dict[str, QuantizedLayer]:
+    """Return the quantized layers of a network by name, in order of definition."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, QuantizedLayer)
+    }
+
+
+def activation_quantizers(model: nn.Module) -> dict[str, ActivationQuantizer]:
+    """Return the activation quantizers of a network by name."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, ActivationQuantizer)
+    }
+
+
+def replace_module(model: nn.Module, name: str, new: nn.Module) -> None:
+    """Put a module in the place that a dotted name says."""
+    owner, _, leaf = name.rpartition(".")
+    setattr(model.get_submodule(owner), leaf, new)

@@ -1,0 +1,292 @@
+"""quantize(): a working quantized network at once: fold, swap, calibrate, correct."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from ompq.allocation.solving import Allocation
+from ompq.errors import QuantizationError, shortened
+from ompq.graph.observation import record, tensors_in, watch
+from ompq.graph.tracing import trace
+from ompq.graph.units import LayerGraph, Skipped, Unit
+from ompq.plans import Plan
+from ompq.quantization.assembly import WeightGrid, assemble
+from ompq.quantization.layers import quantized_layers
+from ompq.quantization.placement import Point, find_points
+from ompq.quantizers.calibration import (
+    Observed,
+    RangeMethod,
+    activation_grid,
+    observe_range,
+)
+from ompq.quantizers.grids import Grid
+from ompq.quantizers.ranges import DEFAULT_KIND, Kind, search_weight
+from ompq.samples import (
+    Progress,
+    Samples,
+    call,
+    evaluating,
+    first_samples,
+    model_device,
+    sample_batches,
+    to_device,
+)
+
+_RECORD = "ompq_quantization"  # the attribute that says how a network was quantized
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizeConfig:
+    """How a network is quantized before any reconstruction.
+
+    Attributes:
+        weight_grid: Kind of grid for the weights.
+        weight_power: Ranges of weights minimise the sum of |error| to this power.
+        activation_range: How ranges of activations are found.
+        correct_bias: Whether each unit's bias makes up for the mean error of rounding.
+        batch_size: How many samples run at a time.
+    """
+
+    weight_grid: Kind = DEFAULT_KIND
+    weight_power: float = 2.0
+    activation_range: RangeMethod = "mse"
+    correct_bias: bool = True
+    batch_size: int = 64
+
+
+@dataclass(frozen=True)
+class BlockError:
+    """What reconstruction did to one block.
+
+    Attributes:
+        block: The block's name.
+        before: ||output − target||² / ||target||² before.
+        after: The same after; equal to ``before`` when nothing was improved.
+        improved: Whether learning lowered the error; if not, the block kept the
+            rounding it had.
+    """
+
+    block: str
+    before: float
+    after: float
+    improved: bool
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """How a network was quantized.
+
+    Attributes:
+        graph: Units of the float network.
+        allocation: Unit name → bits.
+        points: Where activations are quantized.
+        skipped: What stays float, with reasons.
+        errors: What reconstruction did, block by block.
+    """
+
+    graph: LayerGraph
+    allocation: Allocation
+    points: tuple[Point, ...]
+    skipped: tuple[Skipped, ...]
+    errors: tuple[BlockError, ...] = ()
+
+
+def quantization_of(model: nn.Module) -> Quantization:
+    """Return how a network was quantized.
+
+    Raises:
+        QuantizationError: It was not.
+    """
+    found = getattr(model, _RECORD, None)
+    if not isinstance(found, Quantization):
+        raise QuantizationError(
+            f"{type(model).__name__} is not quantized; call ompq.quantize first"
+        )
+    return found
+
+
+def with_quantization(model: nn.Module, record: Quantization) -> nn.Module:
+    """Write down on a network how it was quantized; returns the network."""
+    setattr(model, _RECORD, record)
+    return model
+
+
+def quantize(
+    model: nn.Module,
+    plan: Plan | Allocation,
+    samples: Samples,
+    config: QuantizeConfig = QuantizeConfig(),
+    *,
+    progress: Progress | None = None,
+) -> nn.Module:
+    """Return a quantized copy of a network that works at once.
+
+    Batch norms are folded, weights rounded to nearest, ranges of activations read off
+    the samples, and each bias corrected for the mean error that rounding makes.
+
+    Args:
+        model: The float network.
+        plan: Which bits each unit gets.
+        samples: Unlabelled inputs for the ranges, 32 to 1,024.
+        config: Grids and ranges.
+        progress: Called as stages complete.
+
+    Raises:
+        PlanError: The plan was made for another network.
+        QuantizationError: A layer cannot be replaced.
+    """
+    report = progress or (lambda _done, _total, _message: None)
+    report(0, 4, "observing the network")
+    graph = trace(model, samples)
+    allocation = _allocation(plan, graph)
+    device = model_device(model)
+    recording = record(model, to_device(first_samples(samples, 1), device))
+    points, lost = find_points(model, recording, graph, allocation)
+    report(1, 4, "reading ranges of activations")
+    ranges = _ranges(model, samples, points, config)
+    report(2, 4, "rounding weights")
+    quantized = assemble(
+        model,
+        graph,
+        allocation,
+        points,
+        weight_grid=_searching(allocation, config),
+        activation_grids=[
+            activation_grid(statistics, point.bits, config.activation_range)
+            for point, statistics in zip(points, ranges, strict=True)
+        ],
+    )
+    skipped = (*graph.skipped, *lost)
+    with_quantization(
+        quantized, Quantization(graph, allocation, tuple(points), skipped)
+    )
+    report(3, 4, "correcting biases")
+    if config.correct_bias:
+        correct_biases(quantized, model, samples)
+    report(4, 4, "done")
+    return quantized.train(model.training)
+
+
+def _allocation(plan: Plan | Allocation, graph: LayerGraph) -> Allocation:
+    if isinstance(plan, Plan):
+        plan.check_network(graph)
+        return plan.allocation
+    missing = [name for name in graph.names if name not in plan]
+    if missing:
+        raise QuantizationError(f"the allocation has no bits for {shortened(missing)}")
+    return plan
+
+
+def _ranges(
+    model: nn.Module, samples: Samples, points: list[Point], config: QuantizeConfig
+) -> list[Observed]:
+    """Run the float network and gather what each point's range is found from."""
+    found: list[Observed | None] = [None] * len(points)
+    point_at = {at: i for i, point in enumerate(points) for at in point.positions}
+    device = model_device(model)
+
+    def see(at: int, value: Any) -> None:
+        index = point_at[at]
+        found[index] = observe_range(next(tensors_in(value)), found[index])
+
+    def visit(at: int, _function: Any, _args: Any, _kwargs: Any, output: Any) -> None:
+        if at in point_at:
+            see(at, output)
+
+    for batch in sample_batches(samples, batch_size=config.batch_size):
+        moved = to_device(batch, device)
+        if -1 in point_at:
+            see(-1, moved)
+        watch(model, moved, visit)
+    return [statistics for statistics in found if statistics is not None]
+
+
+def _searching(allocation: Allocation, config: QuantizeConfig) -> WeightGrid:
+    def weight_grid(unit: Unit, weight: Tensor, axis: int) -> Grid:
+        return search_weight(
+            weight.float(),
+            allocation[unit.name].weight,
+            channel_dim=axis,
+            kind=config.weight_grid,
+            power=config.weight_power,
+        ).grid
+
+    return weight_grid
+
+
+def correct_biases(
+    quantized: nn.Module, model: nn.Module, samples: Samples, *, count: int = 256
+) -> None:
+    """Shift each unit's bias so that its mean output equals the float network's.
+
+    One pass suffices: each unit is corrected while the pass goes through it, so that
+    later units see what the corrected ones before them give.
+
+    Args:
+        quantized: The quantized network; its biases are changed.
+        model: The float network.
+        samples: Inputs; the first ``count`` are used.
+        count: How many.
+    """
+    layers = quantized_layers(quantized)
+    units = [
+        unit
+        for unit in quantization_of(quantized).graph.units
+        if unit.calls == 1 and unit.name in layers
+    ]
+    batch = to_device(first_samples(samples, count), model_device(model))
+    means: dict[str, Tensor] = {}
+
+    def remember(name: str) -> Any:
+        def hook(module: nn.Module, _args: Any, output: Tensor) -> None:
+            means[name] = _channel_mean(module, output)
+
+        return hook
+
+    def correct(name: str) -> Any:
+        def hook(module: nn.Module, _args: Any, output: Tensor) -> Tensor:
+            shift = means[name] - _channel_mean(module, output)
+            old = getattr(module, "bias", None)
+            new = shift if old is None else old + shift
+            module.bias = nn.Parameter(new, requires_grad=False)
+            return output + _like_channels(module, shift, output)
+
+        return hook
+
+    remembering = {unit.norm or unit.name: remember(unit.name) for unit in units}
+    with evaluating(model), _hooks(model, remembering):
+        call(model, batch)
+    correcting = {unit.name: correct(unit.name) for unit in units}
+    with evaluating(quantized), _hooks(quantized, correcting):
+        call(quantized, batch)
+
+
+def _channel_axis_of_output(module: nn.Module, output: Tensor) -> int:
+    return output.dim() - 1 if isinstance(module, nn.Linear) else 1
+
+
+def _channel_mean(module: nn.Module, output: Tensor) -> Tensor:
+    axis = _channel_axis_of_output(module, output)
+    return output.mean([d for d in range(output.dim()) if d != axis])
+
+
+def _like_channels(module: nn.Module, shift: Tensor, output: Tensor) -> Tensor:
+    shape = [1] * output.dim()
+    shape[_channel_axis_of_output(module, output)] = -1
+    return shift.reshape(shape)
+
+
+@contextmanager
+def _hooks(model: nn.Module, hooks: Mapping[str, Any]) -> Iterator[None]:
+    handles = [
+        model.get_submodule(name).register_forward_hook(hook, prepend=True)
+        for name, hook in hooks.items()
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

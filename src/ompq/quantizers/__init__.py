@@ -1,0 +1,1 @@
+"""The arithmetic of uniform quantization: grids, ranges, noise, calibration."""

@@ -1,0 +1,1 @@
+"""Post-training repair: each block learns its rounding."""

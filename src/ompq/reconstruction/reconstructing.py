@@ -1,0 +1,225 @@
+"""reconstruct(): block by block, rounding is learned so that outputs stay the same."""
+
+import copy
+import hashlib
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from ompq.errors import CheckpointError
+from ompq.files import replacing
+from ompq.graph.observation import tensors_in
+from ompq.quantization.layers import QuantizedLayer
+from ompq.quantization.quantizing import (
+    BlockError,
+    Quantization,
+    quantization_of,
+    with_quantization,
+)
+from ompq.reconstruction.blocks import BlockCache, fisher_weights, gather
+from ompq.reconstruction.rounding import RoundingConfig, learn_rounding
+from ompq.samples import Progress, Samples, first_samples, first_tensor
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReconstructConfig:
+    """How blocks are reconstructed.
+
+    Attributes:
+        rounding: The optimisation of one block.
+        loss: ``squared`` error of the block's output, or ``fisher``: each element
+            weighted by the squared gradient of the network's loss.
+        batch_size: How many samples run at a time while inputs are gathered.
+        device_bytes: Inputs and targets of a block that take more stay in host memory.
+        seed: Seed of the order of samples.
+    """
+
+    rounding: RoundingConfig = RoundingConfig()
+    loss: Literal["squared", "fisher"] = "squared"
+    batch_size: int = 64
+    device_bytes: int = 16 << 30
+    seed: int = 0
+
+
+def reconstruct(
+    quantized: nn.Module,
+    model: nn.Module,
+    samples: Samples,
+    config: ReconstructConfig = ReconstructConfig(),
+    *,
+    checkpoint: str | Path | None = None,
+    progress: Progress | None = None,
+) -> nn.Module:
+    """Return a quantized network whose blocks give nearly what the float ones give.
+
+    Blocks are taken in order of execution. Each sees what the quantized blocks before
+    it return and learns to return what the float block returns. A block that learning
+    does not improve keeps the rounding it had.
+
+    Args:
+        quantized: From :func:`ompq.quantize`; left as it is.
+        model: The float network.
+        samples: Unlabelled inputs, 32 to 1,024.
+        config: Iterations, losses, memory.
+        checkpoint: File that is written after each block; if it is there already,
+            the run continues from it and gives the same result.
+        progress: Called after each block and now and then within one.
+
+    Raises:
+        QuantizationError: ``quantized`` is not quantized.
+        CheckpointError: The checkpoint belongs to another run.
+    """
+    record = quantization_of(quantized)
+    result = copy.deepcopy(quantized).eval()
+    blocks = _learnable(result, record)
+    identity = _identity(quantized, samples, config)
+    done = _resume(result, checkpoint, identity)
+    for number, name in enumerate(blocks):
+        if name in done:
+            continue
+        cache = _cache(result, model, name, samples, config)
+        report = _within(progress, number, len(blocks), name)
+        rounding = replace(config.rounding, seed=config.seed + 7919 * number)
+        before, after = learn_rounding(
+            result.get_submodule(name), cache, rounding, progress=report
+        )
+        improved = after < before
+        done[name] = BlockError(name, before, min(before, after), improved)
+        logger.info("block %s: error %.3g -> %.3g", name, before, done[name].after)
+        if checkpoint is not None:
+            _save(result, checkpoint, identity, done)
+    if progress:
+        total = len(blocks) * config.rounding.iterations
+        progress(total, total, "reconstructed")
+    errors = tuple(done[name] for name in blocks)
+    return with_quantization(result, replace(record, errors=errors)).train(
+        quantized.training
+    )
+
+
+def _learnable(model: nn.Module, record: Quantization) -> list[str]:
+    """Return the blocks that hold quantized layers, in order of execution."""
+    return [
+        name
+        for name, members in record.graph.blocks.items()
+        if any(
+            isinstance(_module(model, record.graph.units[i].name), QuantizedLayer)
+            for i in members
+        )
+    ]
+
+
+def _module(model: nn.Module, name: str) -> nn.Module | None:
+    try:
+        return model.get_submodule(name)
+    except AttributeError:  # a projection inside an attention has no module
+        return None
+
+
+def _cache(
+    quantized: nn.Module,
+    model: nn.Module,
+    name: str,
+    samples: Samples,
+    config: ReconstructConfig,
+) -> BlockCache:
+    # A unit that stands alone ends after its norm, which the quantized one has folded.
+    unit = next(
+        (u for u in quantization_of(quantized).graph.units if u.name == name), None
+    )
+    cache = gather(
+        quantized,
+        model,
+        (name, unit.norm or name if unit else name),
+        samples,
+        batch_size=config.batch_size,
+        limit=config.device_bytes,
+    )
+    cache.clip = _CLIPS.get(unit.activation) if unit else None
+    if config.loss == "fisher":
+        cache.weights = fisher_weights(
+            model, name, samples, _likelihood, batch_size=config.batch_size
+        ).to(cache.targets.device)
+    elif config.loss != "squared":
+        raise ValueError(f"loss={config.loss!r} is unknown; use squared or fisher")
+    return cache
+
+
+# Activations that cut off what reconstruction then need not care for.
+_CLIPS = {"relu": (0.0, None), "relu6": (0.0, 6.0)}
+
+
+def _likelihood(output: Any) -> Tensor:
+    """Return −log p of the network's own most likely class, summed over samples."""
+    logits = first_tensor(output).flatten(1).log_softmax(1)
+    return -logits.amax(1).sum()
+
+
+def _within(
+    progress: Progress | None, number: int, total: int, name: str
+) -> Progress | None:
+    if progress is None:
+        return None
+
+    def report(done: int, of: int | None, message: str) -> None:
+        steps = of or 1
+        progress(number * steps + done, total * steps, f"{name} {message}")
+
+    return report
+
+
+def _identity(quantized: nn.Module, samples: Samples, config: ReconstructConfig) -> str:
+    """Return what must be equal for a checkpoint to continue a run."""
+    digest = hashlib.sha256(json.dumps(asdict(config)).encode())
+    first = tensors_in(first_samples(samples, 1))
+    for tensor in (*quantized.state_dict().values(), *first):
+        digest.update(tensor.detach().cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _save(
+    model: nn.Module,
+    path: str | Path,
+    identity: str,
+    done: Mapping[str, BlockError],
+) -> None:
+    tensors = {k: v.detach().cpu().contiguous() for k, v in model.state_dict().items()}
+    metadata = {
+        "ompq": "reconstruction/1",
+        "identity": identity,
+        "done": json.dumps([asdict(error) for error in done.values()]),
+    }
+    with replacing(path) as temporary:
+        save_file(tensors, temporary, metadata)
+
+
+def _resume(
+    model: nn.Module, path: str | Path | None, identity: str
+) -> dict[str, BlockError]:
+    if path is None or not Path(path).exists():
+        return {}
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path} is no checkpoint: {error}") from error
+    if metadata.get("ompq") != "reconstruction/1":
+        raise CheckpointError(f"{path} is no checkpoint of a reconstruction")
+    if metadata["identity"] != identity:
+        raise CheckpointError(
+            f"{path} belongs to another run (other network, samples or settings); "
+            "remove it or choose another file"
+        )
+    model.load_state_dict(tensors)
+    done = [BlockError(**entry) for entry in json.loads(metadata["done"])]
+    return {error.block: error for error in done}
