@@ -110,6 +110,14 @@ def test_text_round_trips_for_any_number():
     assert str(Budget(bit_ops=0.5, size_mib=2)) == "2MiB, 0.5BOPs"
 
 
+@pytest.mark.parametrize(
+    "text", ["72KiB", "1.5MiB", "0.9MiB", "61.2KiB", "61234B", "2GiB", "300KB", "4.2MB"]
+)
+def test_text_is_in_the_unit_that_reads_best(text):
+    assert str(Budget.parse(text)) == text.replace("300KB", "0.3MB")
+    assert Budget.parse(str(Budget.parse(text))) == Budget.parse(text)
+
+
 def test_limits_are_in_the_units_of_the_costs():
     budget = Budget(size_mib=1.5, bit_ops=75e9, average_bits=4.35, latency_ms=5)
     assert budget.limits(COSTS) == {

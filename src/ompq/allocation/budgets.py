@@ -1,7 +1,7 @@
 """Budget: limits on what an allocation costs, from text or numbers."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from decimal import Decimal
 from math import isfinite
@@ -37,16 +37,17 @@ _UNITS: Mapping[str, tuple[str, Decimal]] = MappingProxyType(
         "ms": ("latency_ms", Decimal(1)),
     }
 )
-_FIELD_UNITS = MappingProxyType(
+# Field → units that it may be written in; of two that read equally well, the first.
+_WRITTEN: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
-        "size_mib": "MiB",
-        "size_mb": "MB",
-        "average_bits": "bits",
-        "percent": "%",
-        "latency_ms": "ms",
+        "size_mib": ("MiB", "KiB", "GiB", "B"),
+        "size_mb": ("MB", "KB", "GB"),
+        "average_bits": ("bits",),
+        "percent": ("%",),
+        "latency_ms": ("ms",),
+        "bit_ops": ("BOPs", "kBOPs", "MBOPs", "GBOPs", "TBOPs"),
     }
 )
-_PREFIXES = ("", "k", "M", "G", "T")
 _PART = re.compile(r"([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d{1,3})?)\s*([A-Za-z%]*)")
 
 
@@ -111,16 +112,9 @@ percent=None, latency_ms=None)
 
     def __str__(self) -> str:
         given = self._given()
-        parts = [
-            _plain(Decimal(repr(given[name]))) + unit
-            for name, unit in _FIELD_UNITS.items()
-            if name in given
-        ]
-        if self.bit_ops is not None:
-            value = Decimal(repr(self.bit_ops))
-            power = min(max(value.adjusted() // 3, 0), 4)
-            parts.append(f"{_plain(value.scaleb(-3 * power))}{_PREFIXES[power]}BOPs")
-        return ", ".join(parts)
+        return ", ".join(
+            _best_read(name, given[name]) for name in _WRITTEN if name in given
+        )
 
     def limits(self, costs: Mapping[str, Cost]) -> dict[str, float]:
         """Return cost name → the most that its constant and chosen entries may sum to.
@@ -206,6 +200,30 @@ def _parse_part(part: str, text: str) -> tuple[str, float]:
         raise BudgetError(f"{unit!r} in {text!r} is no unit; {EXAMPLES}")
     name, scale = _UNITS[unit.lower()]
     return name, float(Decimal(number) * scale)
+
+
+def _best_read(name: str, value: float) -> str:
+    """Return a limit in the unit that needs the fewest characters, read back exactly.
+
+    Example:
+        >>> _best_read("size_mib", 0.0703125)
+        '72KiB'
+    """
+    texts = [text for unit in _WRITTEN[name] for text in _written(value, unit)]
+    return min(texts, key=len)
+
+
+def _written(value: float, unit: str) -> Iterator[str]:
+    _, scale = _UNITS[unit.lower()]
+    exact = Decimal(repr(value)) / scale
+    # Binary units leave long decimals behind; a rounded one is as good if it is read
+    # back as the same number.
+    for digits in range(1, 18):
+        text = _plain(Decimal(f"{exact:.{digits}g}"))
+        if float(Decimal(text) * scale) == value:
+            yield f"{text}{unit}"
+            return
+    # Not in this unit; the field's own unit always can.
 
 
 def _plain(value: Decimal) -> str:
