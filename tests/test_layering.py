@@ -25,9 +25,9 @@ ORDER = {
     "quantization": "placement layers assembly quantizing",
     "reconstruction": "blocks soft_rounding rounding reconstructing",
     "evaluation": "",
-    "packing": "bitstream packfile contents checkpoint accounts",
     "integer": "dyadic steps kernels weights values forms layer_numbers lowering "
     "settling network agreement",
+    "packing": "bitstream packfile contents checkpoint accounts",
     "export": "containers onnx_account onnx_graph exporting",
     "latency": "",
     "models": "cifar weights demo_network naming",

@@ -1,5 +1,6 @@
 import copy
 import random
+from dataclasses import replace
 from itertools import cycle
 
 import numpy as np
@@ -15,6 +16,7 @@ from ompq.errors import PackedFileError, PlanError, QuantizationError
 from ompq.graph.observation import record
 from ompq.graph.tracing import trace
 from ompq.graph.units import Choice
+from ompq.integer.settling import settle
 from ompq.models.demo_network import DemoNetwork
 from ompq.packing.bitstream import unpack_bits
 from ompq.packing.checkpoint import load, save
@@ -191,6 +193,34 @@ def test_what_is_shared_or_rounded_in_place_is_stored_once(file):
         weight = loaded.get_submodule(unit).weight
         assert max(len(row.unique()) for row in weight) <= 8
         assert torch.equal(weight, saved.get_submodule(unit).weight)
+
+
+@pytest.mark.parametrize("kind", [Chain, TinyResNet, TinyMobileNet])
+def test_settled_network_comes_back_settled(kind, file):
+    given = quantized(seeded(kind()))
+    saved = settle(given, images(4))
+    save(saved, file)
+    loaded = load(file, kind)
+    links = quantization_of(loaded).links
+    assert links == quantization_of(saved).links != ()
+    assert {link.layer for link in links} == {
+        name for name, one in quantized_layers(loaded).items() if one.integers
+    }
+    assert_same_outputs(saved, loaded)
+    assert_same_outputs(settle(loaded, images(4)), saved)
+    # Whole numbers do not depend on the size of a batch; floats would.
+    with torch.no_grad():
+        alone = torch.cat([loaded(one[None]) for one in images(8, seed=5)])
+        assert torch.equal(alone, saved(images(8, seed=5)))
+
+
+def test_links_to_what_the_network_lacks_are_refused(file):
+    saved = settle(quantized(seeded(Chain())), images(4))
+    record = quantization_of(saved)
+    wrong = replace(record, links=(record.links[0]._replace(source="nowhere"),))
+    save(with_quantization(saved, wrong), file)
+    with pytest.raises(PackedFileError, match="1 units .* .nowhere is missing"):
+        load(file, Chain)
 
 
 def test_file_holds_the_codes_at_their_width(file):

@@ -6,10 +6,14 @@ from torch import nn
 
 from nets import TinyMobileNet, TinyResNet, images, seeded
 from ompq.errors import QuantizationError
+from ompq.integer.lowering import lower
 from ompq.integer.network import IntegerNetwork
-from ompq.integer.settling import clear_scale, settle
+from ompq.integer.settling import clear_scale, possible_results, settle
 from ompq.integer.steps import Average, CodeGrid, Requantize, Step, Sum
 from ompq.quantization.layers import activation_quantizers, quantized_layers
+from ompq.quantization.quantizing import quantization_of
+from ompq.reconstruction.reconstructing import ReconstructConfig, reconstruct
+from ompq.reconstruction.rounding import RoundingConfig
 from quantized import quantized, simulated_codes
 
 NETWORKS = {"resnet": TinyResNet, "mobilenet": TinyMobileNet}
@@ -70,6 +74,62 @@ def test_settling_twice_is_settling_once():
         torch.equal(value, twice.state_dict()[key])
         for key, value in once.state_dict().items()
     )
+
+
+@pytest.mark.parametrize("window", [2, 8, 24, 31])
+@pytest.mark.parametrize("scale", [0.0171, 0.02, 0.49999, 1.0, 3.99])
+def test_a_cleared_scale_is_cleared_for_good(scale, window):
+    # From a window of 24 on some results cannot be kept off the middle.
+    source = CodeGrid(0.02, 0, 8)
+    pool = Average((window, window), (window, window), (0, 0), False)
+    results = possible_results(Step("mean", pool, (0,), (1,), source), [source])
+    once = clear_scale(results, CodeGrid(scale, 3, 4))
+    assert once == pytest.approx(scale, rel=0.008)
+    assert clear_scale(results, CodeGrid(once, 3, 4)) == once
+
+
+def test_steps_that_share_a_grid_are_cleared_together():
+    class Joined(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Conv2d(3, 3, 1), nn.Conv2d(3, 3, 1)
+            self.pool, self.other = nn.AvgPool2d(2), nn.AvgPool2d(2)
+            self.last = nn.Conv2d(6, 2, 1)
+
+        def forward(self, x):
+            joined = torch.cat(
+                (self.pool(self.first(x)), self.other(self.second(x))), 1
+            )
+            return self.last(joined).flatten(1)
+
+    once = settle(quantized(seeded(Joined()), images(), weight=8), images())
+    steps = lower(once, images()).steps
+    pools = [step for step in steps if isinstance(step.operation, Average)]
+    assert len(pools) == 2 and pools[0].quantizer == pools[1].quantizer
+    for step in pools:
+        results = possible_results(step, [steps[step.inputs[0]].grid])
+        assert margin(results.tolist(), step.grid.scale, step.grid.zero, 255) >= 4e-5
+    twice = settle(once, images()).state_dict()
+    assert all(torch.equal(v, twice[k]) for k, v in once.state_dict().items())
+
+
+def test_settled_network_can_be_reconstructed_and_settled_again():
+    model = seeded(TinyResNet())
+    given = settle(quantized(model, images(16), weight=3), images())
+    config = ReconstructConfig(rounding=RoundingConfig(iterations=5))
+    better = settle(reconstruct(given, model, images(16), config), images())
+    record = quantization_of(better)
+    assert record.errors and len(record.links) == len(quantized_layers(better))
+    with torch.no_grad():
+        engine = IntegerNetwork.from_quantized(better, images())
+        torch.testing.assert_close(
+            better(images(8)), engine.run(images(8)), rtol=1e-5, atol=1e-5
+        )
+
+
+def test_what_is_not_quantized_cannot_be_settled():
+    with pytest.raises(QuantizationError, match="TinyResNet is not quantized"):
+        settle(TinyResNet(), images())
 
 
 def test_settled_network_still_learns():
@@ -137,7 +197,7 @@ def test_no_sum_lies_halfway():
         for b in range(16)
     ]
     assert margin(values, target.scale, 5, 15) < 1e-9
-    scale = clear_scale(step, [first, second], target)
+    scale = clear_scale(possible_results(step, [first, second]), target)
     assert scale == pytest.approx(target.scale, rel=0.008)
     assert margin(values, scale, 5, 15) >= 4e-5
 
@@ -145,7 +205,7 @@ def test_no_sum_lies_halfway():
 def test_no_average_lies_halfway():
     source = CodeGrid(0.02, 0, 8)
     step = Step("mean", Average((2, 2), (2, 2), (0, 0), False), (0,), (1,), source)
-    scale = clear_scale(step, [source], source)
+    scale = clear_scale(possible_results(step, [source]), source)
     values = [source.scale * total / 4 for total in range(4 * 255 + 1)]
     assert margin(values, source.scale, 0, 255) < 1e-9
     assert margin(values, scale, 0, 255) >= 4e-5
@@ -154,7 +214,7 @@ def test_no_average_lies_halfway():
 def test_scales_that_are_clear_stay_and_huge_averages_too():
     source = CodeGrid(0.02, 0, 8)
     whole = Step("mean", Average((64, 64), (64, 64), (0, 0), True), (0,), (1,), source)
-    assert clear_scale(whole, [source], source) == source.scale
+    assert clear_scale(possible_results(whole, [source]), source) == source.scale
     other = CodeGrid(float(torch.tensor(0.0231)), 0, 8)
     step = Step("shortcut", Requantize(), (0,), (1,), other)
-    assert clear_scale(step, [source], other) == other.scale
+    assert clear_scale(possible_results(step, [source]), other) == other.scale

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from ompq.export.exporting import export_onnx
     from ompq.graph.tracing import trace
     from ompq.graph.units import Choice, LayerGraph, Unit
+    from ompq.integer.settling import settle
     from ompq.latency import measure_latency
     from ompq.packing.accounts import inspect_file
     from ompq.packing.checkpoint import load, save
@@ -46,6 +47,7 @@ _HOMES = {
     "ompq.evaluation": ("Evaluation", "evaluate"),
     "ompq.export.exporting": ("export_onnx",),
     "ompq.graph.units": ("Choice", "LayerGraph", "Unit"),
+    "ompq.integer.settling": ("settle",),
     "ompq.latency": ("measure_latency",),
     "ompq.packing.checkpoint": ("load", "save"),
     "ompq.pipeline": ("PLAN_PROTOCOLS", "PlanConfig", "plan"),
@@ -100,6 +102,7 @@ __all__ = [
     "quantize",
     "reconstruct",
     "save",
+    "settle",
     "trace",
     "write_figures",
     "write_report",

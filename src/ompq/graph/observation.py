@@ -17,6 +17,8 @@ from torch.overrides import TorchFunctionMode
 from ompq.samples import Batch, call, evaluating
 
 Visit = Callable[[int, Any, tuple[Any, ...], dict[str, Any], Any], None]
+Enter = Callable[[str, nn.Module], None]
+Leave = Callable[[str, nn.Module, Any, Any, Any], None]
 
 
 @dataclass(frozen=True)
@@ -119,9 +121,49 @@ def record(model: nn.Module, batch: Batch) -> Recording:
     recorder = _Recorder(model)
     for tensor in tensors_in(batch):
         recorder.producer[id(tensor)] = -1
-    with recorder.hooked(model):
+    with watched_modules(model, recorder.enter, recorder.leave):
         watch(model, batch, recorder.visit)
     return recorder.recording
+
+
+@contextmanager
+def watched_modules(
+    model: nn.Module, enter: Enter, leave: Leave, *, first: bool = False
+) -> Iterator[None]:
+    """Show every call of a module, the network's own aside.
+
+    Args:
+        model: The network.
+        enter: Called with name and module before a module runs.
+        leave: Called with name, module, args, kwargs and output after it.
+        first: Whether ``leave`` sees the output before the hooks that a module has.
+    """
+    handles = []
+    for name, module in model.named_modules():
+        if not name:
+            continue
+        before, after = _bound(name, enter, leave)
+        handles.append(module.register_forward_pre_hook(before))
+        handles.append(
+            module.register_forward_hook(after, prepend=first, with_kwargs=True)
+        )
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _bound(name: str, enter: Enter, leave: Leave) -> tuple[Any, Any]:
+    """Return hooks, which return nothing, that tell the module's name."""
+
+    def before(module: nn.Module, _args: Any) -> None:
+        enter(name, module)
+
+    def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        leave(name, module, args, kwargs, output)
+
+    return before, after
 
 
 def function_name(function: Any) -> str:
@@ -203,44 +245,24 @@ class _Recorder:
         self.alive.append(output)
         self.producer.update({id(tensor): position for tensor in made})
 
-    @contextmanager
-    def hooked(self, model: nn.Module) -> Iterator[None]:
-        handles = []
-        for name, module in model.named_modules():
-            if not name:
-                continue
-            handles.append(module.register_forward_pre_hook(self._enter(name)))
-            handles.append(
-                module.register_forward_hook(self._leave(name), with_kwargs=True)
+    def enter(self, name: str, _module: nn.Module) -> None:
+        self.scopes.append(name)
+        self.multiplied.append(set())
+
+    def leave(
+        self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any
+    ) -> None:
+        self.scopes.pop()
+        read = self.multiplied.pop()
+        given = next(tensors_in((args, kwargs)), None)
+        made = next(tensors_in(output), None)
+        weight = module._parameters.get("weight")
+        self.recording.module_calls.append(
+            ModuleCall(
+                name=name,
+                input_shape=() if given is None else tuple(given.shape),
+                output_shape=() if made is None else tuple(made.shape),
+                output=None if made is None else self.producer.get(id(made)),
+                weight_used=weight is not None and id(weight) in read,
             )
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    def _enter(self, name: str) -> Callable[..., None]:
-        def hook(_module: nn.Module, _args: Any) -> None:
-            self.scopes.append(name)
-            self.multiplied.append(set())
-
-        return hook
-
-    def _leave(self, name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            self.scopes.pop()
-            read = self.multiplied.pop()
-            given = next(tensors_in((args, kwargs)), None)
-            made = next(tensors_in(output), None)
-            weight = module._parameters.get("weight")
-            self.recording.module_calls.append(
-                ModuleCall(
-                    name=name,
-                    input_shape=() if given is None else tuple(given.shape),
-                    output_shape=() if made is None else tuple(made.shape),
-                    output=None if made is None else self.producer.get(id(made)),
-                    weight_used=weight is not None and id(weight) in read,
-                )
-            )
-
-        return hook
+        )

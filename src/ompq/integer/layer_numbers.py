@@ -1,5 +1,6 @@
 """Quantized layers in whole numbers, and layers that compute with them in floats."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -7,7 +8,14 @@ from torch import Tensor, nn
 
 from ompq.integer.steps import CodeGrid, IntegerWeight
 from ompq.integer.weights import largest_sum, whole_numbers
-from ompq.quantization.layers import ActivationQuantizer, QuantizedLayer, linear_map
+from ompq.quantization.layers import (
+    ActivationQuantizer,
+    QuantizedLayer,
+    activation_quantizers,
+    linear_map,
+    quantized_layers,
+)
+from ompq.quantization.placement import Link
 
 _WHOLE_FLOATS = 1 << 24  # up to here float32 holds every whole number
 
@@ -70,6 +78,22 @@ class IntegerMap:
         ratio = ratio / self.target.scale.float()
         steps = (sums.float() * _like(layer, ratio, sums)).round()
         return steps.to(x.dtype) * self.target.scale
+
+
+def link_layers(model: nn.Module, links: Iterable[Link]) -> None:
+    """Let layers compute with whole numbers; the others compute with floats.
+
+    Args:
+        model: The quantized network; changed in place.
+        links: Layers with the quantizers of their input and output.
+    """
+    layers, quantizers = quantized_layers(model), activation_quantizers(model)
+    for layer in layers.values():
+        layer.integers = None
+    for link in links:
+        layers[link.layer].integers = IntegerMap(
+            quantizers[link.source], quantizers[link.target] if link.target else None
+        )
 
 
 def _like(layer: nn.Module, values: Tensor, output: Tensor) -> Tensor:

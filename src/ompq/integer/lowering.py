@@ -4,14 +4,12 @@ Quantized layers and activation quantizers are seen as wholes; of everything els
 torch function that reads a quantized tensor must be one that has an integer form.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
 
 from ompq.errors import QuantizationError
-from ompq.graph.observation import function_name, tensors_in, watch
+from ompq.graph.observation import function_name, tensors_in, watch, watched_modules
 from ompq.integer.forms import FORMS, Observed, pair
 from ompq.integer.layer_numbers import code_grid, layer_weight
 from ompq.integer.steps import (
@@ -52,7 +50,9 @@ def lower(quantized: nn.Module, samples: Samples) -> Steps:
             f"the network takes {1 + len(more)} inputs: integer arithmetic covers one"
         )
     lowering = _Lowering(images)
-    with lowering.hooked(quantized):
+    # Before all other hooks: a quantizer that stands after a module sees what the
+    # module gives.
+    with watched_modules(quantized, lowering.enter, lowering.leave, first=True):
         output = watch(quantized, batch, lowering.visit)
     return Steps(lowering.finished(output), tuple(images.shape[1:]))
 
@@ -70,41 +70,21 @@ class _Lowering:
         self.scopes = [""]
         self.inside = 0  # depth of modules that are seen as wholes
 
-    @contextmanager
-    def hooked(self, model: nn.Module) -> Iterator[None]:
-        handles = []
-        for name, module in model.named_modules():
-            if not name:
-                continue
-            handles.append(module.register_forward_pre_hook(self._enter(name)))
-            # Before all other hooks: a quantizer that stands after a module sees what
-            # the module gives.
-            handles.append(
-                module.register_forward_hook(self._leave(name), prepend=True)
-            )
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
+    def enter(self, name: str, module: nn.Module) -> None:
+        """Note that a module begins."""
+        self.scopes.append(name)
+        self.inside += isinstance(module, QuantizedLayer | ActivationQuantizer)
 
-    def _enter(self, name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, _args: Any) -> None:
-            self.scopes.append(name)
-            self.inside += isinstance(module, QuantizedLayer | ActivationQuantizer)
-
-        return hook
-
-    def _leave(self, name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            if isinstance(module, QuantizedLayer):
-                self._layer(name, module, args[0], output)
-            elif isinstance(module, ActivationQuantizer):
-                self._quantizer(name, module, args[0], output)
-            self.inside -= isinstance(module, QuantizedLayer | ActivationQuantizer)
-            self.scopes.pop()
-
-        return hook
+    def leave(
+        self, name: str, module: nn.Module, args: Any, _kwargs: Any, output: Any
+    ) -> None:
+        """Give the output of a quantized layer or a quantizer its value."""
+        if isinstance(module, QuantizedLayer):
+            self._layer(name, module, args[0], output)
+        elif isinstance(module, ActivationQuantizer):
+            self._quantizer(name, module, args[0], output)
+        self.inside -= isinstance(module, QuantizedLayer | ActivationQuantizer)
+        self.scopes.pop()
 
     def visit(
         self,

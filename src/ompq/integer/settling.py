@@ -15,32 +15,39 @@ disagree about:
 
 import copy
 from collections import Counter
-from math import prod
+from dataclasses import replace
+from math import frexp, prod
 
 import torch
 from torch import Tensor, nn
 
-from ompq.integer.layer_numbers import IntegerMap, code_grid
+from ompq.integer.layer_numbers import code_grid, link_layers
 from ompq.integer.lowering import lower
 from ompq.integer.steps import Average, CodeGrid, Requantize, Step, Steps, Sum
 from ompq.quantization.layers import activation_quantizers, quantized_layers
+from ompq.quantization.placement import Link
+from ompq.quantization.quantizing import quantization_of, with_quantization
 from ompq.samples import Samples
 
 # How far from the middle between two codes every result shall be, in steps: about what
 # float32 arithmetic errs near code 255.
 _MARGIN = 4e-5
-_NUDGE = 2.0**-16
-_NUDGES = 512
+# Scales are moved within intervals, this many in each factor of two ...
+_INTERVALS = 128
+# ... among so many scales in each interval.
+_CANDIDATES = 512
 _AT_ONCE = 1 << 22
 # Averages with more possible results than this cannot all be kept off the middle.
 _MOST_RESULTS = 1 << 18
+# Scales that depend on each other in a circle are moved again and again; hardly any do.
+_ROUNDS = 8
 
 
 def settle(quantized: nn.Module, samples: Samples) -> nn.Module:
     """Return a copy that computes exactly what its integer and ONNX forms compute.
 
-    It trains and reconstructs as before: only passes without gradients are exact. It
-    stays settled when weights and scales change, but for the margins of sums.
+    It trains and reconstructs as before: only passes without gradients are exact.
+    Settle it again after that; a settled network stays as it is.
 
     Args:
         quantized: From :func:`ompq.quantize`, perhaps reconstructed or trained.
@@ -49,67 +56,102 @@ def settle(quantized: nn.Module, samples: Samples) -> nn.Module:
     Raises:
         QuantizationError: An operation has no integer form; it is named.
     """
+    record = quantization_of(quantized)
     result = copy.deepcopy(quantized)
-    quantizers = activation_quantizers(result)
     steps = lower(result, samples)
+    _clear_scales(result, steps)
+    links = _links(result, steps)
+    link_layers(result, links)
+    return with_quantization(result, replace(record, links=links))
+
+
+def _clear_scales(model: nn.Module, steps: Steps) -> None:
+    """Move the scales of sums, averages and changes of grid, where they must be."""
+    quantizers = activation_quantizers(model)
+    meeting: dict[str, list[Step]] = {}
     for step in steps.steps:
         if isinstance(step.operation, Sum | Average | Requantize) and step.grid:
-            grids = [
-                code_grid(quantizers[steps.steps[source].quantizer])
-                for source in step.inputs
+            meeting.setdefault(step.quantizer, []).append(step)
+    for _ in range(_ROUNDS):
+        moved = False
+        for name, several in meeting.items():
+            results = [
+                possible_results(
+                    step,
+                    [
+                        code_grid(quantizers[steps.steps[i].quantizer])
+                        for i in step.inputs
+                    ],
+                )
+                for step in several
             ]
-            target = quantizers[step.quantizer]
-            scale = clear_scale(step, grids, code_grid(target))
+            before = code_grid(quantizers[name])
+            scale = clear_scale(torch.cat(results), before)
             with torch.no_grad():
-                target.scale.fill_(scale)
-    _link(result, steps)
-    return result
+                quantizers[name].scale.fill_(scale)
+            moved |= scale != before.scale
+        if not moved:
+            return
 
 
-def _link(model: nn.Module, steps: Steps) -> None:
-    """Tell each layer the quantizers of its input and output."""
-    quantizers = activation_quantizers(model)
+def _links(model: nn.Module, steps: Steps) -> tuple[Link, ...]:
+    """Return each layer with the quantizers of its input and output."""
     layers = quantized_layers(model)
     found = [step for step in steps.steps if step.module in layers]
     times = Counter(step.module for step in found)
-    for step in found:
+    return tuple(
+        Link(step.module, steps.steps[step.inputs[0]].quantizer, step.quantizer)
+        for step in found
         # A layer that serves two grids would have to round to both.
-        if times[step.module] == 1:
-            source = steps.steps[step.inputs[0]].quantizer
-            layers[step.module].integers = IntegerMap(
-                quantizers[source], quantizers.get(step.quantizer)
-            )
+        if times[step.module] == 1
+    )
 
 
-def clear_scale(step: Step, grids: list[CodeGrid], target: CodeGrid) -> float:
+def clear_scale(results: Tensor, target: CodeGrid) -> float:
     """Return a scale near the target's that keeps results off the middle of codes.
+
+    A scale that does so already is returned as it is. Otherwise the nearest one that
+    does in an interval less than 0.8 % wide, or the best one there: so that what is
+    returned for it is the same again.
+
+    Args:
+        results: Values that are rounded to the grid, float64, (R,).
+        target: The grid.
+    """
+    if results.numel() > _MOST_RESULTS:
+        return target.scale
+    own = torch.tensor([target.scale], dtype=torch.float64)
+    if float(_margins(results, own, target)) >= _MARGIN:
+        return target.scale
+    best, widest = target.scale, -1.0
+    count = max(1, _AT_ONCE // results.numel())
+    for scales in torch.split(_candidates(target.scale), count):
+        margins = _margins(results, scales, target)
+        clear = (margins >= _MARGIN).nonzero()
+        if len(clear):
+            return float(scales[clear[0]])
+        at = int(margins.argmax())
+        if float(margins[at]) > widest:
+            best, widest = float(scales[at]), float(margins[at])
+    return best
+
+
+def _candidates(scale: float) -> Tensor:
+    """Return the scales of an interval, which float32 holds exactly, nearest first."""
+    mantissa, exponent = frexp(scale)  # 0.5 to 1
+    interval = int(mantissa * 2 * _INTERVALS)
+    places = interval + torch.arange(_CANDIDATES).double() / _CANDIDATES
+    scales = places / (2 * _INTERVALS) * 2.0**exponent
+    return scales[(scales - scale).abs().argsort()]
+
+
+def possible_results(step: Step, grids: list[CodeGrid]) -> Tensor:
+    """Return every value that a step can have before it is rounded, float64.
 
     Args:
         step: A sum, an average or a change of grid.
         grids: Grids of what it reads.
-        target: Grid of what it gives.
     """
-    values = _results(step, grids)
-    if values.numel() > _MOST_RESULTS:
-        return target.scale
-    best, widest = target.scale, -1.0
-    count = max(1, _AT_ONCE // values.numel())
-    for start in range(0, _NUDGES, count):
-        nudges = torch.arange(start, min(start + count, _NUDGES)) * _NUDGE
-        # As float32, which is what the network will hold.
-        scales = (target.scale * (1 + nudges.double())).float().double()
-        margins = _margins(values, scales, target)
-        clear = (margins >= _MARGIN).nonzero()
-        at = int(clear[0]) if len(clear) else int(margins.argmax())
-        if float(margins[at]) > widest:
-            best, widest = float(scales[at]), float(margins[at])
-        if widest >= _MARGIN:
-            break
-    return best
-
-
-def _results(step: Step, grids: list[CodeGrid]) -> Tensor:
-    """Return every value that a step can have before it is rounded, float64."""
     levels = [
         grid.scale * torch.arange(-grid.zero, grid.top + 1 - grid.zero).double()
         for grid in grids

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import version
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ompq.errors import PackedFileError, PlanError, QuantizationError, shortened
 from ompq.graph.units import Unit
+from ompq.integer.layer_numbers import link_layers
 from ompq.packing.bitstream import pack_bits, unpack_bits
 from ompq.packing.contents import (
     Contents,
     PackedUnit,
-    channel_axis_of,
+    broadcast_grid,
     quantized_units,
     read_contents,
     write_contents,
@@ -68,7 +70,8 @@ def save(
 def load(path: str | Path, model: nn.Module | Callable[[], nn.Module]) -> nn.Module:
     """Return the quantized network of a file, in eval mode.
 
-    On the CPU its outputs are those of the network that was saved, to the last bit.
+    On the CPU it gives what the network that was saved gave, to the last bit, and it
+    is settled if that was.
 
     Args:
         path: A file that :func:`save` wrote.
@@ -85,7 +88,7 @@ def load(path: str | Path, model: nn.Module | Callable[[], nn.Module]) -> nn.Mod
     units = {one.unit.name: one for one in contents.units}
 
     def weight_grid(unit: Unit, weight: Tensor, _axis: int) -> Grid:
-        return _broadcast(units[unit.name].grid, unit, weight.device)
+        return broadcast_grid(units[unit.name].grid, unit, weight.device)
 
     record = contents.record
     quantized = assemble(
@@ -98,6 +101,7 @@ def load(path: str | Path, model: nn.Module | Callable[[], nn.Module]) -> nn.Mod
     )
     _check(path, _unlike(quantized, contents))
     _fill(quantized, contents)
+    link_layers(quantized, record.links)
     return with_quantization(quantized, record)
 
 
@@ -145,7 +149,7 @@ def _packed_unit(
     weight = state[unit.parameter].detach().cpu()
     swapped = isinstance(owner, QuantizedLayer)
     flat = _flat_grid(state, unit, bits, narrow=swapped and bool(owner.narrow))
-    grid = _broadcast(flat, unit, weight.device)
+    grid = broadcast_grid(flat, unit, weight.device)
     if not swapped and not weight.equal(grid.fake(weight)):
         raise QuantizationError(
             f"{unit.name}: its weight was changed after it was rounded to {bits} bits; "
@@ -172,14 +176,6 @@ def _flat_grid(
             f"not {scale.min():g} to {scale.max():g}; quantize the network again"
         )
     return Grid(scale, zero.to(torch.float32) * step, bits, narrow)
-
-
-def _broadcast(grid: Grid, unit: Unit, device: torch.device) -> Grid:
-    """Return a grid of (C,) shaped so that it broadcasts with the unit's weight."""
-    shape = [1] * len(unit.weight_shape)
-    shape[channel_axis_of(unit)] = -1
-    scale, zero = grid.scale.to(device), grid.zero.to(device)
-    return Grid(scale.reshape(shape), zero.reshape(shape), grid.bits, grid.narrow)
 
 
 def _exactly(values: Tensor, kind: torch.dtype, what: str) -> Tensor:
@@ -274,7 +270,9 @@ def _unlike(quantized: nn.Module, contents: Contents) -> list[str]:
         if key in own and own[key].shape != given[key].shape
     ]
     unexpected = [f"{key} is not in the file" for key in own if key not in given]
-    return [f"{k} is missing" for k in given if k not in own] + unexpected + shapes
+    known = {*own, *dict(quantized.named_modules()), ""}
+    wanted = dict.fromkeys([*given, *chain(*contents.record.links)])
+    return [f"{k} is missing" for k in wanted if k not in known] + unexpected + shapes
 
 
 @torch.no_grad()
@@ -283,7 +281,7 @@ def _fill(quantized: nn.Module, contents: Contents) -> None:
     for one in contents.units:
         unit, weight = one.unit, state[one.unit.parameter]
         codes = unpack_bits(one.stream, one.grid.bits, unit.weights)
-        grid = _broadcast(one.grid, unit, weight.device)
+        grid = broadcast_grid(one.grid, unit, weight.device)
         # Grid.dequantize without its copies, which would take as long as the rest.
         weight.copy_(codes.reshape(unit.weight_shape)).sub_(grid.zero).mul_(grid.scale)
         if one.bias is None:

@@ -33,7 +33,7 @@ from ompq.errors import OmpqError, PackedFileError
 from ompq.graph.units import LayerGraph, Skipped, Unit
 from ompq.packing.bitstream import stream_length
 from ompq.packing.packfile import read_file, write_file
-from ompq.quantization.placement import Point
+from ompq.quantization.placement import Link, Point
 from ompq.quantization.quantizing import BlockError, Quantization
 from ompq.quantizers.grids import LARGEST_HALF_BITS, Grid
 
@@ -163,6 +163,7 @@ def _structure(contents: Contents, floats: Mapping[str, Tensor]) -> Tensor:
         "points": [list(asdict(point).values()) for point in record.points],
         "skipped": [asdict(entry) for entry in record.skipped],
         "errors": [asdict(error) for error in record.errors],
+        "links": [list(link) for link in record.links],
         "narrow": [one.unit.name for one in units if one.grid.narrow],
         "unbiased": [one.unit.name for one in units if one.bias is None],
         "floats": {key: list(tensor.shape) for key, tensor in floats.items()},
@@ -212,6 +213,7 @@ def _record(data: Mapping[str, Any], allocation: Mapping[str, Any]) -> Quantizat
         ),
         skipped=tuple(Skipped(**entry) for entry in data["skipped"]),
         errors=tuple(BlockError(**entry) for entry in data["errors"]),
+        links=tuple(Link(*entry) for entry in data["links"]),
     )
 
 
@@ -250,6 +252,14 @@ def _units(
 def channel_axis_of(unit: Unit) -> int:
     """Return the axis of a unit's weight that has a scale for each of its entries."""
     return 1 if unit.kind == "transposed" else 0
+
+
+def broadcast_grid(grid: Grid, unit: Unit, device: torch.device) -> Grid:
+    """Return a grid of (C,) shaped so that it broadcasts with the unit's weight."""
+    shape = [1] * len(unit.weight_shape)
+    shape[channel_axis_of(unit)] = -1
+    scale, zero = grid.scale.to(device), grid.zero.to(device)
+    return Grid(scale.reshape(shape), zero.reshape(shape), grid.bits, grid.narrow)
 
 
 def _parts(

@@ -7,6 +7,7 @@ that all its readers see the same values; tensors that are concatenated share on
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import nn
 
@@ -44,6 +45,20 @@ class Point:
     bits: int
     after: tuple[str, ...]
     before: tuple[str, ...]
+
+
+class Link(NamedTuple):
+    """A layer that computes with whole numbers: :func:`ompq.settle` made it so.
+
+    Attributes:
+        layer: Its name.
+        source: Name of the quantizer of its input.
+        target: Name of the quantizer of its output; "" for logits.
+    """
+
+    layer: str
+    source: str
+    target: str
 
 
 def find_points(

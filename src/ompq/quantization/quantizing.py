@@ -15,7 +15,7 @@ from ompq.graph.units import LayerGraph, Skipped, Unit
 from ompq.plans import Plan
 from ompq.quantization.assembly import WeightGrid, assemble
 from ompq.quantization.layers import quantized_layers
-from ompq.quantization.placement import Point, find_points
+from ompq.quantization.placement import Link, Point, find_points
 from ompq.quantizers.calibration import (
     Observed,
     RangeMethod,
@@ -85,6 +85,8 @@ class Quantization:
         points: Where activations are quantized.
         skipped: What stays float, with reasons.
         errors: What reconstruction did, block by block.
+        links: Layers that compute with whole numbers; none before the network is
+            settled.
     """
 
     graph: LayerGraph
@@ -92,6 +94,7 @@ class Quantization:
     points: tuple[Point, ...]
     skipped: tuple[Skipped, ...]
     errors: tuple[BlockError, ...] = ()
+    links: tuple[Link, ...] = ()
 
 
 def quantization_of(model: nn.Module) -> Quantization:
