@@ -10,7 +10,9 @@ from cli_tools import network_file, run, run_json
 from ompq.datasets.naming import load_data
 from ompq.evaluation import evaluate
 from ompq.models.naming import load_model
+from ompq.packing.checkpoint import load
 from ompq.plans import Plan
+from ompq.quantization.quantizing import quantization_of
 from ompq.reconstruction import reconstructing as reconstruction
 
 FAST = ("--samples", "16", "--iterations", "3")
@@ -213,3 +215,35 @@ def test_evaluate_says_what_is_wrong(net, tmp_path):
     assert empty.exit_code == 2
     assert empty.stderr.startswith("error: ")
     assert str(tmp_path / "empty") in empty.stderr
+
+
+def test_what_is_measured_is_what_is_saved(net, finished):
+    folder, result = finished
+    assert "arithmetic  whole numbers: integers and ONNX compute" in result.stdout
+    data = json.loads((folder / "result.json").read_text())
+    saved = load(folder / "network.ompq.safetensors", load_model(net[0]).module)
+    assert len(quantization_of(saved).links) == len(data["plan"]["units"])
+    batches = load_data("random", load_model(net[0])).batches(limit=64)
+    found = evaluate(saved, batches, reference=load_model(net[0]).module)
+    for name in ("top1", "agreement", "divergence"):
+        assert data["evaluation"][name] == getattr(found, name), name
+
+
+GELU = """
+from torch import nn
+
+def make():
+    layers = nn.Conv2d(3, 4, 3), nn.GELU(), nn.Conv2d(4, 2, 6), nn.Flatten()
+    network = nn.Sequential(*layers)
+    network.input_shape = (3, 8, 8)
+    return network
+"""
+
+
+def test_what_integers_cannot_do_stays_and_is_named(tmp_path):
+    (tmp_path / "gelu.py").write_text(GELU)
+    words = (f"{tmp_path / 'gelu.py'}:make", "--data", "random", *FAST[:2])
+    out = tmp_path / "out"
+    result = run("quantize", *words, "--no-reconstruct", "--budget", "50%", "-o", out)
+    assert result.exit_code == 0, result.output
+    assert "arithmetic  float: gelu in 1 has no integer form" in result.stdout

@@ -68,7 +68,9 @@ def test_contenders_are_measured_rounded_and_reconstructed(plan):
             same = one.network(SAMPLES).argmax(1) == MODEL(SAMPLES).argmax(1)
         assert one.final["same"].agreement == pytest.approx(same.double().mean())
     rounded = ompq.evaluate(
-        ompq.quantize(MODEL, plan, SAMPLES), contest.tests["same"], reference=MODEL
+        ompq.settle(ompq.quantize(MODEL, plan, SAMPLES), SAMPLES),
+        contest.tests["same"],
+        reference=MODEL,
     )
     assert mixed.rounded["same"].divergence == rounded.divergence
     # One bar for all three: it rises, and ends where it should.

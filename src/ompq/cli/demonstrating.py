@@ -244,14 +244,14 @@ def _facts(found: Demo, folder: Path) -> list[tuple[str, str]]:
     if exported is None:
         rows.append(("ONNX", f"not written: {found.no_export}"))
     else:
-        given = exported.given
-        equal = round(given.top1 * given.images)
+        same_answers = exported.simulated
+        equal = round(same_answers.top1 * same_answers.images)
         rows.append(
             (
                 "ONNX",
                 f"{exported.path}: {in_bytes(exported.bytes)} with its graph; "
                 f"{exported.runtime} gives the same answer to {equal} of "
-                f"{given.images} digits as the quantized network",
+                f"{same_answers.images} digits as the quantized network",
             )
         )
     return [

@@ -31,6 +31,7 @@ from ompq.cli.settings import (
     read_samples,
     sample_count,
 )
+from ompq.cli.settling import settled
 from ompq.datasets.inputs import Batches
 from ompq.errors import BudgetError, CheckpointError, PlanError
 from ompq.evaluation import Evaluation
@@ -138,6 +139,7 @@ def quantize(
         few = samples[: sample_count(network.network, None, planning.protocol)]
         plan = _plan(model.module, few, source, config, screen)
         made = _quantized(model.module, plan, samples, run, data.seed, screen)
+        made, arithmetic = settled(made, samples, screen)
         outcome = Outcome(
             about={
                 "network": model.name,
@@ -148,6 +150,7 @@ def quantize(
                 "iterations": 0 if run.no_reconstruct else run.iterations,
                 "seed": data.seed,
                 "device": str(network.torch_device()),
+                "arithmetic": arithmetic,
             },
             plan=plan,
             network=made,

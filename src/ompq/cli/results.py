@@ -159,6 +159,7 @@ def show_outcome(
     if found is not None:
         rows += _accuracy_rows(found)
     rows += [
+        ("arithmetic", outcome.about["arithmetic"]),
         ("time", time_line(outcome.seconds)),
         ("files", ", ".join(str(folder / name) for name in written)),
     ]

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from ompq.allocation.solving import Allocation
 from ompq.evaluation import Evaluation, evaluate
 from ompq.graph.units import Choice
+from ompq.integer.settling import settle
 from ompq.plans import Plan
 from ompq.quantization.quantizing import quantize
 from ompq.reconstruction.reconstructing import ReconstructConfig, reconstruct
@@ -32,7 +33,7 @@ class Contender:
         name: ``mixed``, or for example ``uniform 2 bits``.
         plan: Its bits; those of a uniform one may exceed the budget.
         within: Whether it keeps to the budget.
-        network: The quantized network, reconstructed.
+        network: The quantized network, reconstructed and settled.
         rounded: How it did when its weights were rounded to nearest, by test.
         final: How it does after reconstruction, by test.
     """
@@ -102,14 +103,17 @@ def contend(contest: Contest, plan: Plan, stage: Stage) -> tuple[Contender, ...]
         contenders = []
         for number, (name, one) in enumerate(plans.items()):
             progress(number, len(plans), f"evaluating: {name}")
+            # What is measured is what its files compute.
+            network = settle(final[name], contest.samples)
+            nearest = settle(rounded[name], contest.samples)
             contenders.append(
                 Contender(
                     name=name,
                     plan=one,
                     within=keeps(one),
-                    network=final[name],
-                    rounded=contest.measured(rounded[name]),
-                    final=contest.measured(final[name]),
+                    network=network,
+                    rounded=contest.measured(nearest),
+                    final=contest.measured(network),
                 )
             )
     return tuple(contenders)

@@ -181,8 +181,7 @@ def _agreements(demo: Demo) -> list[Section]:
         return found
     size, runtime = in_bytes(demo.exported.bytes), demo.exported.runtime
     for against, one in (
-        ("the quantized network", demo.exported.given),
-        ("its settled form, which was written", demo.exported.simulated),
+        ("the quantized network", demo.exported.simulated),
         ("the integer engine", demo.exported.engine),
     ):
         compared = one.codes > 0
