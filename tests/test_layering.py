@@ -14,7 +14,7 @@ ORDER = {
     "files": "",
     "samples": "",
     "userfiles": "",
-    "quantizers": "spans grids ranges noise calibration",
+    "quantizers": "spans grids rounding ranges noise calibration",
     "orthogonality": "",
     "graph": "observation units structure leftovers tracing folding",
     "costs": "",
@@ -25,6 +25,8 @@ ORDER = {
     "quantization": "placement layers assembly quantizing",
     "reconstruction": "blocks soft_rounding rounding reconstructing",
     "evaluation": "",
+    "training": "settings norms parameters engines batches checkpoints steps runs "
+    "keeping looping",
     "integer": "dyadic steps kernels weights values forms layer_numbers lowering "
     "settling network agreement",
     "packing": "bitstream packfile contents checkpoint accounts",

@@ -39,6 +39,8 @@ if TYPE_CHECKING:
         SmallestFirst,
         WeightNoise,
     )
+    from ompq.training.looping import train
+    from ompq.training.settings import TRAIN_PROTOCOLS, TrainConfig
 
 _HOMES = {
     "ompq.packing.accounts": ("inspect_file",),
@@ -67,11 +69,14 @@ _HOMES = {
         "WeightNoise",
     ),
     "ompq.graph.tracing": ("trace",),
+    "ompq.training.looping": ("train",),
+    "ompq.training.settings": ("TRAIN_PROTOCOLS", "TrainConfig"),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
 
 __all__ = [
     "PLAN_PROTOCOLS",
+    "TRAIN_PROTOCOLS",
     "Allocation",
     "Budget",
     "Choice",
@@ -90,6 +95,7 @@ __all__ = [
     "RoundingConfig",
     "ScoreTable",
     "SmallestFirst",
+    "TrainConfig",
     "Unit",
     "WeightNoise",
     "evaluate",
@@ -104,6 +110,7 @@ __all__ = [
     "save",
     "settle",
     "trace",
+    "train",
     "write_figures",
     "write_report",
 ]

@@ -11,6 +11,7 @@ OmpqError
 ├── ModelError              a network or weights that cannot be loaded
 ├── DataError               images or batches that cannot be read
 ├── QuantizationError       a network that cannot be quantized as planned
+├── TrainingError           a training that cannot go on: its loss is not finite
 ├── CheckpointError         a checkpoint that cannot be resumed
 ├── PackedFileError         a packed file that is broken or of another network
 ├── ExportError             a file that would not compute what the network does
@@ -89,6 +90,10 @@ class DataError(OmpqError):
 
 class QuantizationError(OmpqError):
     """A network cannot be quantized as planned."""
+
+
+class TrainingError(OmpqError):
+    """A training cannot go on."""
 
 
 class CheckpointError(OmpqError):

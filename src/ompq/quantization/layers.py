@@ -8,6 +8,7 @@ leaves it as it is.
 
 import copy
 from collections.abc import Callable
+from math import prod
 from typing import Any, cast
 
 import torch
@@ -17,7 +18,8 @@ from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 from ompq.errors import QuantizationError
 from ompq.graph.folding import channel_axis
-from ompq.quantizers.grids import Grid
+from ompq.quantizers.grids import Grid, learned_clip
+from ompq.quantizers.rounding import deployed, rounded_to
 
 
 class ActivationQuantizer(nn.Module):
@@ -30,6 +32,8 @@ class ActivationQuantizer(nn.Module):
         enabled: Whether it rounds at all.
         keep: Probability with which a value is rounded; the rest pass as they are.
             Below 1 only while a block is reconstructed with QDrop.
+        clips: Whether gradients move the end of the range (PACT) instead of the step
+            (LSQ); only while a network is trained.
     """
 
     scale: nn.Parameter
@@ -43,17 +47,32 @@ class ActivationQuantizer(nn.Module):
         self.register_buffer("zero", grid.zero.detach().clone())
         self.enabled = True
         self.keep = 1.0
+        self.clips = False
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the rounded values, shaped as ``x``."""
         if not self.enabled:
             return x
-        grid = Grid(self.scale, self.zero, self.bits)
-        rounded = rounded_to(grid, x) if torch.is_grad_enabled() else _deployed(grid, x)
+        # Under autocast, half a precision would not hold 8 bits and their rounding.
+        x = x.to(torch.promote_types(x.dtype, self.scale.dtype))
+        rounded = self._rounded(x)
         if self.keep >= 1.0:
             return rounded
         kept = torch.rand_like(x) < self.keep
         return torch.where(kept, rounded, x)
+
+    def _rounded(self, x: Tensor) -> Tensor:
+        grid = Grid(self.scale, self.zero, self.bits)
+        if not torch.is_grad_enabled():
+            return deployed(grid, x)
+        if self.clips:
+            # The optimiser moves the limit by what it would move it by if the limit,
+            # and not a step of it, were the parameter.
+            steps = grid.top - self.zero
+            limit = self.scale.detach() * steps
+            limit = limit + (self.scale - self.scale.detach()) / steps
+            return learned_clip(x, limit, self.zero, self.bits)
+        return rounded_to(grid, x, prod(x.shape[1:]))  # the batch does not count
 
     def after(self, _module: nn.Module, _args: Any, output: Any) -> Any:
         """Forward hook: round what a module returns."""
@@ -66,51 +85,6 @@ class ActivationQuantizer(nn.Module):
     def extra_repr(self) -> str:
         """Tell the width and the grid."""
         return f"bits={self.bits}, scale={self.scale.item():.4g}, zero={self.zero:g}"
-
-
-def rounded_to(grid: Grid, x: Tensor) -> Tensor:
-    """Round to a grid, with the gradients of :func:`learned_step`."""
-    if not torch.is_grad_enabled():
-        return grid.fake(x)
-    if grid.scale.dim() == 0 and not grid.scale.requires_grad:
-        # One kernel instead of ten. It multiplies by 1/scale, so a value that lies
-        # between two codes may fall to the other one: learning does not notice.
-        zero = grid.zero.to(torch.int32)
-        return torch.fake_quantize_per_tensor_affine(x, grid.scale, zero, 0, grid.top)
-    rounded = _Rounded.apply(x, grid.scale, grid.zero, grid.top)
-    return cast(Tensor, rounded)
-
-
-class _Rounded(torch.autograd.Function):
-    """``learned_step`` with a third of its passes over memory, which bind training."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, scale: Tensor, zero: Tensor, top: int) -> Tensor:
-        position = (x / scale).add_(zero)
-        inside = (position >= 0) & (position <= top)
-        levels = position.round().clamp_(0, top).sub_(zero)
-        slope = None
-        if ctx.needs_input_grad[1]:
-            slope = levels - position.sub_(zero).mul_(inside)
-        ctx.save_for_backward(inside, slope, scale, zero)
-        ctx.top = top
-        return levels.mul_(scale)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        inside, slope, scale, zero = ctx.saved_tensors
-        of_x = gradient * inside if ctx.needs_input_grad[0] else None
-        if slope is None:
-            return of_x, None, None, None
-        shared = gradient.numel() / scale.numel()
-        factor = ((ctx.top - zero).clamp(min=1) * shared).rsqrt()
-        of_scale = (gradient * slope).sum_to_size(scale.shape) * factor
-        return of_x, of_scale, None, None
-
-
-def _deployed(grid: Grid, x: Tensor) -> Tensor:
-    # As ONNX defines it: the zero, a whole number, is added after rounding.
-    return grid.scale * (x / grid.scale).round().clamp(-grid.zero, grid.top - grid.zero)
 
 
 def _first_rounded(quantizer: ActivationQuantizer, value: Any) -> Any:
@@ -131,6 +105,8 @@ class QuantizedLayer(nn.Module):
         bits: Width of the weight's codes.
         narrow: Whether the highest code is left out.
         soft: Gives the weight while its rounding is being learned; else None.
+        norm: Computes the layer with the batch norm that was folded into it, while the
+            two are trained together; else None.
         integers: Computes the layer as integers do, once the network is settled
             (:func:`ompq.integer.settling.settle`) and no gradient is needed; else None.
     """
@@ -141,11 +117,14 @@ class QuantizedLayer(nn.Module):
     weight_zero: Tensor
     bits: int
     narrow: bool
+    norm: nn.Module | None
     soft: nn.Module | None
     integers: Callable[["QuantizedLayer", Tensor], Tensor] | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute the layer with its rounded weight."""
+        if self.norm is not None:
+            return cast(Tensor, self.norm(self, x))
         if self.integers is not None and not torch.is_grad_enabled():
             return self.integers(self, x)
         return linear_map(self, x, self.rounded_weight(), self.bias)
@@ -268,6 +247,7 @@ def quantized_layer(layer: nn.Module, grid: Grid) -> QuantizedLayer:
     quantized.bits = grid.bits
     quantized.narrow = grid.narrow
     quantized.soft = None
+    quantized.norm = None
     quantized.weight_scale = nn.Parameter(
         grid.scale.detach().clone().flatten(), requires_grad=False
     )

@@ -137,17 +137,19 @@ def straight_through(x: Tensor, grid: Grid) -> Tensor:
     return grid.scale * (codes - grid.zero)
 
 
-def learned_step(x: Tensor, grid: Grid) -> Tensor:
+def learned_step(x: Tensor, grid: Grid, shared: float | None = None) -> Tensor:
     """Fake-quantize with a learned scale (LSQ).
 
-    The scale's gradient is multiplied by 1 / sqrt(n * q): n elements of ``x`` share one
-    scale and q is the highest level, as the paper does to make steps of a size.
+    The scale's gradient is multiplied by 1 / sqrt(n * q): n elements share one scale
+    and q is the highest level, as the paper does to make steps of a size.
 
     Args:
         x: Tensor of any shape.
         grid: Its scale is the parameter that is learned.
+        shared: The n; None counts the elements of ``x``. The paper leaves the batch
+            out of it for activations.
     """
-    shared = x.numel() / grid.scale.numel()
+    shared = shared or x.numel() / grid.scale.numel()
     factor = ((grid.top - grid.zero).clamp(min=1) * shared).rsqrt()
     weighted = grid.scale * factor
     scale = grid.scale.detach() + (weighted - weighted.detach())

@@ -1,0 +1,1 @@
+"""Quantization-aware training: the planned network learns to live with its bits."""

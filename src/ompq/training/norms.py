@@ -1,0 +1,104 @@
+"""Batch norms that are kept beside their layers while both are trained (HAWQ-V3).
+
+The layer computes with its weight folded with the running statistics and rounded, as
+it will be deployed. Until the norm is frozen its output is normalised by the
+statistics of the batch; afterwards what is computed is the folded layer, bit for bit.
+"""
+
+import copy
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from ompq.errors import TrainingError
+from ompq.graph.folding import norm_affine, scaled_channels
+from ompq.quantization.layers import QuantizedLayer, linear_map, quantized_layers
+from ompq.quantization.quantizing import quantization_of
+from ompq.quantizers.rounding import rounded_to
+
+
+class KeptNorm(nn.Module):
+    """Computes a quantized layer whose weight is still to be folded with its norm.
+
+    Attributes:
+        norm: The batch norm.
+    """
+
+    def __init__(self, norm: _BatchNorm) -> None:
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, layer: QuantizedLayer, x: Tensor) -> Tensor:
+        """Return what the layer and its norm give for x (N, C, ...)."""
+        factor, shift = norm_affine(self.norm)
+        scaled = scaled_channels(layer.weight, factor, layer)
+        weight = rounded_to(layer.grid_like_weight(), scaled)
+        if not self.norm.training:
+            return linear_map(layer, x, weight, shift)
+        y = linear_map(layer, x, weight, None)
+        shape = [1] * y.dim()
+        shape[1] = -1
+        return cast(Tensor, self.norm(y / _nonzero(factor).reshape(shape)))
+
+
+def keep_norms(quantized: nn.Module, model: nn.Module) -> None:
+    """Give layers of a quantized network their norms back, as the float network's.
+
+    The weights are divided by what the norms will multiply them by, so that at first
+    the network computes what it computed before.
+
+    Args:
+        quantized: The network; it is changed.
+        model: The float network that it was made from; it is left as it is.
+
+    Raises:
+        TrainingError: The float network has no such norms.
+    """
+    layers = quantized_layers(quantized)
+    for unit in quantization_of(quantized).graph.units:
+        if not unit.norm or unit.name not in layers:
+            continue
+        layer = layers[unit.name]
+        norm = dict(model.named_modules()).get(unit.norm)
+        if not isinstance(norm, _BatchNorm) or norm.num_features != len(
+            layer.weight_scale
+        ):
+            raise TrainingError(
+                f"{unit.norm} is no batch norm of {len(layer.weight_scale)} channels "
+                "in the float network; give the network that was quantized"
+            )
+        layer.norm = _unfolded(layer, norm)
+
+
+@torch.no_grad()
+def fold_norms(quantized: nn.Module) -> None:
+    """Fold the norms that :func:`keep_norms` gave, so that layers stand alone again."""
+    for layer in quantized_layers(quantized).values():
+        if layer.norm is None:
+            continue
+        assert isinstance(layer.norm, KeptNorm)  # nothing else is ever put there
+        factor, shift = norm_affine(layer.norm.norm)
+        layer.weight.copy_(scaled_channels(layer.weight, factor, layer))
+        assert layer.bias is not None  # folding gave it one
+        layer.bias.copy_(shift)
+        layer.norm = None
+
+
+@torch.no_grad()
+def _unfolded(layer: QuantizedLayer, norm: _BatchNorm) -> KeptNorm:
+    kept = copy.deepcopy(norm).to(layer.weight)
+    if not kept.affine:
+        kept.affine = True
+        kept.weight = nn.Parameter(torch.ones_like(layer.weight_scale))
+        kept.bias = nn.Parameter(torch.zeros_like(layer.weight_scale))
+    factor, _ = norm_affine(kept)
+    layer.weight.copy_(scaled_channels(layer.weight, 1 / _nonzero(factor), layer))
+    assert layer.bias is not None and kept.running_mean is not None
+    kept.bias.copy_(layer.bias + kept.running_mean * factor)
+    return KeptNorm(kept)
+
+
+def _nonzero(factor: Tensor) -> Tensor:
+    return torch.where(factor == 0, torch.ones_like(factor), factor)
