@@ -10,7 +10,7 @@ from ompq.models.demo_network import demo_data, demo_network
 def main() -> None:
     """Plan the network that comes with the package."""
     model, samples = demo_network(), demo_data().train_images[:64]
-    plan = ompq.plan(model, samples, "72KiB")
+    plan = ompq.plan(model, samples, "34KiB")
 
     for name, choice in plan.allocation.items():
         print(f"{name:20} {choice.weight} bits")
@@ -20,7 +20,7 @@ def main() -> None:
     print(plan.explain("blocks.4.conv2"))
 
     print("\nThe same plan for other budgets, without the network:")
-    for budget in ("64KiB", "72KiB", "96KiB", "3.2bits", "20%"):
+    for budget in ("30KiB", "34KiB", "48KiB", "3.2bits", "20%"):
         other = plan.with_budget(budget)
         print(
             f"{budget:>8}: {other.totals['average_bits']:.2f} bits on average, "

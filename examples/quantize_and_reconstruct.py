@@ -15,7 +15,7 @@ def main() -> None:
     samples = data.train_images[:256]  # no labels needed
     batches = [(data.test_images, data.test_targets)]
 
-    plan = ompq.plan(model, samples[:64], "72KiB")
+    plan = ompq.plan(model, samples[:64], "34KiB")
     rounded = ompq.quantize(model, plan, samples)
     config = ompq.ReconstructConfig(rounding=ompq.RoundingConfig(iterations=50))
     quantized = ompq.reconstruct(rounded, model, samples, config)

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from ompq.allocation.budgets import Budget, readable
+from ompq.allocation.budgets import Budget, enough, readable
 from ompq.costs import Cost
 from ompq.errors import BudgetError
 
@@ -180,3 +180,15 @@ def test_amounts_are_readable_and_told_apart(name, values, expected):
 
 def test_costs_of_other_names_are_readable():
     assert readable(Cost("joules", np.zeros((1, 1))), 2.0) == ("2.00 joules",)
+
+
+def test_enough_is_the_least_budget_of_two_decimals_that_allows_an_amount():
+    generator = np.random.default_rng(0)
+    for amount in (10.0 ** generator.uniform(0, 11, 300)).round().tolist():
+        cost = COSTS["bytes"]
+        text = enough(cost, amount)
+        limit = Budget.parse(text).limits({"bytes": cost})["bytes"]
+        assert limit >= amount
+        assert limit <= max(amount * 1.01, amount + 1)
+    assert enough(COSTS["weight_bits"], 212.4) == "2.13bits"
+    assert enough(COSTS["bit_ops"], 74.4e9) == "74.4GBOPs"

@@ -1,6 +1,7 @@
 """The demonstration: its job, and the command that shows it."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -77,7 +78,7 @@ def test_the_default_budget_is_kept_by_mixed_and_by_one_uniform_width(made):
     names = [one.name for one in found.contenders]
     assert names == ["uniform 2 bits", "mixed", "uniform 3 bits"]
     sizes = [one.plan.totals["bytes"] for one in found.contenders]
-    assert sizes[0] < sizes[1] <= 72 * 1024 < sizes[2]
+    assert sizes[0] < sizes[1] <= 34 * 1024 < sizes[2]
     assert [one.within for one in found.contenders] == [True, True, False]
     assert 2.5 <= found.plan.totals["average_bits"] < 2.6
     assert found.uniform.name == "uniform 2 bits"
@@ -128,12 +129,13 @@ def test_the_onnx_file_answers_as_the_network_does(made):
 def test_the_result_can_be_given_to_ompq_report(made):
     found, folder = made
     data = json.loads((folder / "result.json").read_text())
-    assert data["budget"] == "72KiB"
+    assert data["budget"] == "34KiB"
     assert data["plan"] == ompq.Plan.load(folder / "plan.json").hash
     kinds = [type(one).__name__ for one in sections_from_json(data["sections"])]
     assert kinds.count("Accuracy") == 4 + 3  # digits, and noisy ones
     assert kinds.count("BlockError") == 9
     assert kinds.count("Agreement") == 3  # packed file, ONNX against both
+    assert kinds.count("Histogram") == 6  # weights and inputs of three layers
     stages = {"planning", "quantizing", "reconstructing", "evaluating", "packing"}
     assert set(data["seconds"]) == stages | {"exporting to ONNX", "writing the report"}
     assert data["contenders"][1]["bytes"] == found.plan.totals["bytes"]
@@ -141,17 +143,29 @@ def test_the_result_can_be_given_to_ompq_report(made):
 
 def test_the_report_shows_it(made):
     text = (made[1] / "report.html").read_text()
-    assert "Handwritten digits in 72KiB" in text
+    assert "Handwritten digits in 34KiB" in text
     for word in ("uniform 2 bits", "mixed, noisy", "network.onnx", "packed file"):
         assert word in text
 
 
+def test_the_help_tells_which_budgets_can_be_met(made):
+    sizes = [made[0].plan.pareto("bytes", 2)[end].cost / 1024 for end in (0, -1)]
+    low, high = (float(end) for end in re.findall(r"([\d.]+)KiB", demo_range()))
+    assert 0 <= low - sizes[0] < 0.1
+    assert 0 <= high - sizes[1] < 0.1
+    assert low < 30  # the budget of the examples
+
+
+def demo_range() -> str:
+    return demonstrating.demo.__doc__.partition("can be met is")[2]
+
+
 def test_a_budget_that_cannot_be_met_leaves_nothing(tmp_path):
-    result = run("demo", "--budget", "30KiB", "-o", tmp_path / "out")
+    result = run("demo", "--budget", "20KiB", "-o", tmp_path / "out")
     assert result.exit_code == 2
     assert result.stdout == ""
     assert result.stderr.startswith(
-        "error: a budget of 30.00 KiB cannot be met: allocations take from 61.13 KiB"
+        "error: a budget of 20.00 KiB cannot be met: allocations take from 28.46 KiB"
     )
     assert result.stderr.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
@@ -198,8 +212,8 @@ def test_the_terminal_tells_the_whole_story_within_80_columns(made, shown):
     assert shown == {"folder": Path("ompq-demo"), "config": DemoConfig()}
     text, lines = " ".join(result.stdout.split()), result.stdout.splitlines()
     assert max(map(len, lines)) <= 80
-    assert "21 layers, 176,784 weights, 706 KiB in float" in text
-    assert "It shall fit into 72KiB." in text
+    assert "21 layers, 78,400 weights, 314 KiB in float" in text
+    assert "It shall fit into 34KiB." in text
     stem = next(line for line in lines if line.startswith("stem"))
     bits = made[0].plan.allocation["stem"].weight
     assert f"{'▬' * bits} {bits}" in stem
@@ -212,14 +226,14 @@ def test_the_terminal_tells_the_whole_story_within_80_columns(made, shown):
 
 
 def test_json_and_quiet(made, shown, tmp_path):
-    data = run_json("demo", "--budget", "64KiB", "-o", tmp_path, "--seed", "3")
+    data = run_json("demo", "--budget", "30KiB", "-o", tmp_path, "--seed", "3")
     assert shown["folder"] == tmp_path
-    assert shown["config"] == DemoConfig(budget="64KiB", seed=3)
+    assert shown["config"] == DemoConfig(budget="30KiB", seed=3)
     assert set(data["files"]) == FILES
     assert data["folder"] == str(tmp_path)
     quiet = run("demo", "--quiet")
     assert quiet.stdout.count("\n") == 1
-    assert quiet.stdout.startswith("ompq-demo/report.html: Within 72KiB, mixed bits ")
+    assert quiet.stdout.startswith("ompq-demo/report.html: Within 34KiB, mixed bits ")
     assert quiet.stderr == ""
 
 
@@ -241,7 +255,7 @@ def with_agreement(one, value):
 @pytest.mark.parametrize(
     ("agreements", "end"),
     [
-        ((0.90, 0.97, 0.95), "Even 3 bits everywhere, 82.7 KiB, keep but 95.0%."),
+        ((0.90, 0.97, 0.95), "Even 3 bits everywhere, 38.0 KiB, keep but 95.0%."),
         ((0.90, 0.95, 0.97), "2 bits everywhere keep 90.0%."),
         ((0.97, 0.95, 0.98), "Here mixing does not pay."),
         ((0.95, 0.95, 0.95), "Here mixing does not pay."),
@@ -250,7 +264,7 @@ def with_agreement(one, value):
 def test_the_verdict_says_what_was_found(made, agreements, end):
     contenders = map(with_agreement, made[0].contenders, agreements)
     verdict = demonstrating._verdict(replace(made[0], contenders=tuple(contenders)))
-    assert verdict.startswith(f"Within 72KiB, mixed bits keep {agreements[1]:.1%} of ")
+    assert verdict.startswith(f"Within 34KiB, mixed bits keep {agreements[1]:.1%} of ")
     assert verdict.endswith(end)
 
 
@@ -258,7 +272,7 @@ def test_the_verdict_says_when_mixed_is_uniform(made):
     small, mixed, _ = made[0].contenders
     same = replace(mixed, plan=small.plan)
     verdict = demonstrating._verdict(replace(made[0], contenders=(small, same)))
-    assert verdict == "At 72KiB every layer gets the same: uniform 2 bits."
+    assert verdict == "At 34KiB every layer gets the same: uniform 2 bits."
 
 
 def test_layers_that_are_free_are_not_said_to_be_tied(made):

@@ -11,7 +11,7 @@ SAID = {
     "own_network_two_budgets": ("head W8A8", "1.00 MBOPs cannot be met"),
     "own_score": ("the default", "our own", "bits"),
     "plan_and_explain": ("classifier ", "> W2A8", "3.2bits: 3.20 bits on average"),
-    "quantize_and_reconstruct": ("rounded", "divergence", "blocks.5", "73,726 planned"),
+    "quantize_and_reconstruct": ("rounded", "divergence", "blocks.5", "34,782 planned"),
 }
 
 

@@ -47,7 +47,7 @@ def test_impossible_budget_says_what_would_do():
         "a budget of 1.50 MiB cannot be met: allocations take from 1.75 MiB to "
         "5.50 MiB. Most is taken by unit1 (1.00 MiB), "
         "unit2 (512.00 KiB, pinned to W8A8), unit0 (256.00 KiB). "
-        "Raise the budget, allow fewer bits or remove pins"
+        "Raise it to 1.75MiB or more, allow fewer bits or remove pins"
     )
     assert error.cost == "bytes"
     assert error.limit == 1.5 * 2**20

@@ -131,8 +131,9 @@ def test_the_table_of_layers_has_every_unit_and_its_numbers(plan, html):
 
 def test_the_embedded_solutions_are_those_of_the_plan(plan, page):
     data = json.loads(page.data)
-    (axis,) = data["axes"]
-    assert axis["cost"] == "bytes"
+    axis, bits = data["axes"]
+    assert [axis["cost"], bits["cost"]] == ["bytes", "weight_bits"]
+    assert len(bits["limits"]) >= 100
     assert len(axis["limits"]) >= 100
     assert axis["limits"] == sorted(axis["limits"])
     assert axis["solutions"][axis["plan"]] == data["plan"]
@@ -165,9 +166,9 @@ def test_every_step_is_what_with_budget_gives(method, cost):
 
 def test_the_costs_that_a_budget_limits_have_a_slider_each():
     several = toy_plan("2.2KiB,0.004GBOPs")
-    assert report_data.axis_costs(several) == ["bytes", "bit_ops"]
+    assert report_data.axis_costs(several) == ["bytes", "bit_ops", "weight_bits"]
     axes = report_data.explorer_data(several, steps=3)["axes"]
-    assert [axis["plan"] for axis in axes] == [-1, -1]
+    assert [axis["plan"] for axis in axes] == [-1, -1, -1]
     bits = toy_plan("4bits")
     assert report_data.axis_costs(bits) == ["weight_bits", "bytes"]
     axes = report_data.explorer_data(bits, steps=3)["axes"]

@@ -1,6 +1,7 @@
 """The report in a real browser; skipped where there is no Chromium with its driver."""
 
 import json
+import math
 import os
 import re
 import shutil
@@ -262,7 +263,7 @@ def test_several_limits_have_an_axis_each(browser, tmp_path):
     several = toy_plan("2.2KiB,0.004GBOPs")
     browser.get(write_report(tmp_path / "several.html", several).as_uri())
     buttons = browser.find_elements("css selector", "#axes button")
-    assert [b.text for b in buttons] == ["Size", "Bit operations"]
+    assert [b.text for b in buttons] == ["Size", "Bit operations", "Average bits"]
     buttons[1].click()
     limit = move_to(browser, 50)
     expected = several.with_budget(Budget(bit_ops=limit))
@@ -270,6 +271,44 @@ def test_several_limits_have_an_axis_each(browser, tmp_path):
         name: str(choice) for name, choice in expected.allocation.items()
     }
     assert browser.get_log("browser") == []
+
+
+def test_average_bits_have_an_axis_of_their_own(page, plan):
+    page.find_element("css selector", "#axes [data-cost=weight_bits]").click()
+    weights = plan.problem.costs["weight_bits"].reference
+    for step in (0, 40, 90):
+        limit = move_to(page, step)
+        # A last bit more, since dividing may have taken one away.
+        budget = Budget(average_bits=math.nextafter(limit / weights, math.inf))
+        expected = plan.with_budget(budget)
+        assert {n: c for n, c, _ in shown_bits(page)} == {
+            name: str(choice) for name, choice in expected.allocation.items()
+        }
+        assert shown_totals(page)["weight_bits"] <= limit
+
+
+def test_other_plans_can_stand_beside(browser, plan, tmp_path):
+    others = {"half of it": plan.with_budget("1.8KiB")}
+    path = write_report(tmp_path / "others.html", plan, others=others)
+    browser.get(path.as_uri())
+    assert by_id(browser, "other-head").text == "half of it"
+    lower = browser.find_elements("css selector", ".down b")
+    assert [b.get_property("textContent") for b in lower] == [
+        str(choice.weight) for choice in others["half of it"].allocation.values()
+    ]
+    assert browser.get_log("browser") == []
+
+
+@pytest.mark.parametrize("width", [360, 1280])
+def test_names_in_tables_stay_in_few_lines(page, width):
+    size = {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": True}
+    page.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    heights = page.execute_script(
+        """return Array.from(document.querySelectorAll("tbody th"),
+            (cell) => cell.getBoundingClientRect().height);"""
+    )
+    page.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+    assert max(heights) < 90
 
 
 def test_hostile_names_are_shown_as_text(browser, tmp_path):

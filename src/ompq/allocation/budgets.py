@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from decimal import Decimal
-from math import isfinite
+from math import ceil, isfinite
 from types import MappingProxyType
 
 from ompq.costs import Cost
@@ -166,6 +166,17 @@ def readable(cost: Cost, *values: float) -> tuple[str, ...]:
         if len(set(texts)) == len(set(values)):
             break
     return texts
+
+
+def enough(cost: Cost, value: float) -> str:
+    """Return the least budget of two decimals that allows an amount of a cost.
+
+    Example:
+        >>> enough(Cost("bytes", np.zeros((1, 1))), 29_146)
+        '28.47KiB'
+    """
+    scale, unit = _scale(cost, (value,))
+    return f"{_plain(Decimal(ceil(100 * value / scale)) / 100)}{unit}"
 
 
 def _scale(cost: Cost, values: tuple[float, ...]) -> tuple[float, str]:

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from ompq.allocation.budgets import Budget, readable
+from ompq.allocation.budgets import Budget, enough, readable
 from ompq.allocation.problems import Problem
 from ompq.allocation.search import minimum
 from ompq.errors import InfeasibleBudgetError, shortened
@@ -90,7 +90,8 @@ def _infeasible(
     return InfeasibleBudgetError(
         f"a budget of {texts[0]} cannot be met{together}: allocations take from "
         f"{texts[1]} to {texts[2]}. Most is taken by {described}. "
-        "Raise the budget, allow fewer bits or remove pins",
+        f"Raise it to {enough(problem.costs[name], smallest)} or more, allow fewer "
+        "bits or remove pins",
         cost=name,
         limit=limit,
         smallest=smallest,

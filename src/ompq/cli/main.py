@@ -82,6 +82,11 @@ COMMANDS = {
         "Show what each size costs: damage against bytes, step by step.",
         _LOOK,
     ),
+    "compare": Command(
+        "ompq.cli.comparing:compare",
+        "Show plans or results side by side: size, damage, accuracy, bits.",
+        _LOOK,
+    ),
     "report": Command(
         "ompq.cli.looking:report",
         "Write a plan as one HTML page that needs no network.",

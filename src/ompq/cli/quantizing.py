@@ -42,6 +42,7 @@ from ompq.plans import Plan
 from ompq.quantization.quantizing import quantize as round_weights
 from ompq.reconstruction.reconstructing import ReconstructConfig, reconstruct
 from ompq.reconstruction.rounding import RoundingConfig
+from ompq.report import worst_histograms
 
 CALIBRATION = 1024
 _ANYTHING = "32bits"  # a budget that bits fixed beforehand always meet
@@ -123,7 +124,7 @@ def quantize(
       ompq quantize timm:resnet18 --data train/ --eval-data val/ --budget 3.2bits
         --iterations 2000 -o out/
       ompq quantize net.py:make --data digits --plan plan.json -o out/
-      ompq quantize ompq:demo --data digits --eval-data digits --budget 90KiB -o out/
+      ompq quantize ompq:demo --data digits --eval-data digits --budget 36KiB -o out/
 
     Ctrl-C keeps what is done: the same command with --resume continues.
     """
@@ -156,6 +157,7 @@ def quantize(
             network=made,
             evaluation=_evaluated(made, model.module, judged, screen),
             seconds=screen.seconds,
+            histograms=worst_histograms(made, model.module, plan, samples),
         )
         with screen.stage("writing files"):
             written = write_files(run.folder, outcome)

@@ -2,6 +2,7 @@
 
 import json
 import platform
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -29,6 +30,7 @@ from ompq.plans import Plan
 from ompq.quantization.quantizing import BlockError, quantization_of
 from ompq.report import (
     Accuracy,
+    Histogram,
     Section,
     StageTime,
     Versions,
@@ -49,6 +51,7 @@ class Outcome:
         network: The quantized network.
         evaluation: How it does, beside the float network; None if not measured.
         seconds: Stage → seconds it took.
+        histograms: Weights and inputs of its worst layers.
     """
 
     about: dict[str, Any]
@@ -56,6 +59,7 @@ class Outcome:
     network: nn.Module
     evaluation: Evaluation | None
     seconds: dict[str, float]
+    histograms: Sequence[Histogram] = ()
 
     @property
     def errors(self) -> tuple[BlockError, ...]:
@@ -112,6 +116,7 @@ def sections(outcome: Outcome) -> list[Section]:
             BlockSection(one.block, one.before, one.after, kept=one.improved)
             for one in outcome.errors
         ),
+        *outcome.histograms,
         *(StageTime(name, value) for name, value in outcome.seconds.items()),
         Versions(versions),
     ]

@@ -18,6 +18,7 @@ from ompq.report import (
     Accuracy,
     Agreement,
     BlockError,
+    Histogram,
     Remark,
     Section,
     StageTime,
@@ -45,7 +46,7 @@ class DemoConfig:
         seed: Seed of the order of samples, and of the noise.
     """
 
-    budget: Budget | str = "72KiB"
+    budget: Budget | str = "34KiB"
     samples: int = 512
     iterations: int = 100
     seed: int = 0
@@ -64,6 +65,7 @@ class Demo:
         same_logits: Whether the packed file, read back, gives the very same logits.
         exported: The verified ONNX file; None where there is none.
         no_export: Why there is none.
+        histograms: Weights and inputs of the worst layers of the planned network.
         seconds: Stage → seconds it took.
     """
 
@@ -75,6 +77,7 @@ class Demo:
     same_logits: bool
     exported: ExportResult | None
     no_export: str = ""
+    histograms: tuple[Histogram, ...] = ()
     seconds: Mapping[str, float] = field(default_factory=dict)
 
     @property
@@ -110,6 +113,7 @@ class Demo:
             "budget": self.budget,
             "plan": self.plan.hash,
             "float": {"bytes": self.float_bytes, **_plain(self.reference)},
+            "evaluation": self.mixed.final[DIGITS].to_json(),
             "contenders": [_contender_json(one) for one in self.contenders],
             "packed": {
                 "bytes": self.account.file_bytes,
@@ -132,6 +136,7 @@ def demo_sections(demo: Demo) -> list[Section]:
             BlockError(one.block, one.before, one.after, kept=one.improved)
             for one in quantization_of(demo.mixed.network).errors
         ),
+        *demo.histograms,
         *(StageTime(name, value) for name, value in demo.seconds.items()),
         *_agreements(demo),
         *_remarks(demo),

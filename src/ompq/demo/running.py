@@ -43,7 +43,7 @@ from ompq.pipeline import plan
 from ompq.plans import Plan
 from ompq.reconstruction.reconstructing import ReconstructConfig
 from ompq.reconstruction.rounding import RoundingConfig
-from ompq.report import write_report
+from ompq.report import worst_histograms, write_report
 from ompq.samples import Progress, evaluating
 
 _PLAN_SAMPLES = 64
@@ -116,6 +116,7 @@ def _computed(
         same = torch.equal(*(_logits(n, data.test_images) for n in (mixed, unpacked)))
     with stage("exporting to ONNX"):
         exported, why = _exported(mixed, work / ONNX, data.test_images)
+    histograms = worst_histograms(mixed, model, made, contest.samples)
     return Demo(
         config=config,
         plan=made,
@@ -125,6 +126,7 @@ def _computed(
         same_logits=same,
         exported=exported,
         no_export=why,
+        histograms=tuple(histograms),
         seconds=seconds,
     )
 

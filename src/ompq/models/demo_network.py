@@ -34,7 +34,7 @@ class InvertedResidual(nn.Module):
     """
 
     def __init__(
-        self, channels_in: int, channels: int, *, stride: int = 1, expansion: int = 4
+        self, channels_in: int, channels: int, *, stride: int = 1, expansion: int = 3
     ) -> None:
         super().__init__()
         inner = channels_in * expansion
@@ -98,16 +98,16 @@ class DemoNetwork(nn.Module):
         self.activation = nn.ReLU6()
         self.blocks = nn.Sequential(
             InvertedResidual(16, 16),
-            InvertedResidual(16, 32, stride=2),  # 8 × 8 to 4 × 4
-            InvertedResidual(32, 32),
-            InvertedResidual(32, 32),
-            Residual(32, 80),  # 4 × 4 to 2 × 2
-            InvertedResidual(80, 80),
+            InvertedResidual(16, 24, stride=2),  # 8 × 8 to 4 × 4
+            InvertedResidual(24, 24),
+            InvertedResidual(24, 24),
+            Residual(24, 64),  # 4 × 4 to 2 × 2
+            InvertedResidual(64, 64, expansion=1),
         )
-        self.head = nn.Conv2d(80, 160, 1, bias=False)
-        self.head_norm = nn.BatchNorm2d(160)
+        self.head = nn.Conv2d(64, 64, 1, bias=False)
+        self.head_norm = nn.BatchNorm2d(64)
         self.pool = nn.AdaptiveAvgPool2d(1)
-        self.classifier = nn.Linear(160, 10)
+        self.classifier = nn.Linear(64, 10)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map images (N, 1, 8, 8) with values in [0, 1] to logits (N, 10)."""

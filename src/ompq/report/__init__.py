@@ -1,6 +1,7 @@
 """The report: one HTML page that needs no network, and the paper's figures."""
 
 from ompq.report.figures import write_figures
+from ompq.report.histograms import worst_histograms
 from ompq.report.page import render_report, write_report
 from ompq.report.sections import (
     Accuracy,
@@ -27,6 +28,7 @@ __all__ = [
     "render_report",
     "sections_from_json",
     "sections_to_json",
+    "worst_histograms",
     "write_figures",
     "write_report",
 ]

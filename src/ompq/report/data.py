@@ -53,8 +53,8 @@ def limits(plan: Plan) -> dict[str, float]:
 
 
 def axis_costs(plan: Plan) -> list[str]:
-    """Return the costs that have a slider: those the budget limits, and bytes."""
-    return list(dict.fromkeys([*limits(plan), "bytes"]))
+    """Return the costs that have a slider: what the budget limits, size, and bits."""
+    return list(dict.fromkeys([*limits(plan), "bytes", "weight_bits"]))
 
 
 def solution(plan: Plan) -> str:

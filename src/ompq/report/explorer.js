@@ -72,7 +72,8 @@ const axes = data.axes.map((axis) => {
   return { ...axis, columns, totals: columns.map(totals) };
 });
 const plan = { name: "the plan", columns: decode(data.plan) };
-const state = { axis: axes[0], step: 0, other: plan, pinned: null, unit: 0 };
+const others = Object.entries(data.others).map(([name, solution]) => ({ name, columns: decode(solution) }));
+const state = { axis: axes[0], step: 0, other: others[0] ?? plan, pinned: null, unit: 0 };
 
 const here = () => state.axis.columns[state.step];
 const hereTotals = () => state.axis.totals[state.step];
@@ -222,7 +223,7 @@ function uniform(choice) {
 }
 
 function comparisons() {
-  const found = [plan, ...(state.pinned ? [state.pinned] : [])];
+  const found = [plan, ...others, ...(state.pinned ? [state.pinned] : [])];
   data.choices.forEach((choice, column) => {
     const free = data.allowed.filter((row) => row[column] === "1").length;
     if (2 * free > data.allowed.length) found.push({ name: `all ${label(choice)}`, columns: uniform(column) });

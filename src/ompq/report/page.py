@@ -2,7 +2,7 @@
 
 import base64
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar, get_args
@@ -21,7 +21,7 @@ from ompq.report.charts import (
     heat_map,
     histogram_chart,
 )
-from ompq.report.data import explorer_data, limits
+from ompq.report.data import explorer_data, limits, solution
 from ompq.report.numbers import counted, digits, in_bytes, percent, seconds, short
 from ompq.report.sections import (
     Accuracy,
@@ -51,6 +51,7 @@ def write_report(
     *,
     results: Sequence[Section] = (),
     title: str | None = None,
+    others: Mapping[str, Plan] | None = None,
 ) -> Path:
     """Write a plan and what became of it as one HTML page.
 
@@ -62,16 +63,21 @@ def write_report(
         plan: The plan.
         results: Accuracies, errors, histograms and so on, in the order to be shown.
         title: The heading, for example the network's name.
+        others: Plans of the same network and choices, by name, that the explorer can
+            stand beside this one.
 
     Raises:
         TypeError: A result is none of the sections.
     """
-    write_text(path, render_report(plan, results, title))
+    write_text(path, render_report(plan, results, title, others))
     return Path(path)
 
 
 def render_report(
-    plan: Plan, results: Sequence[Section] = (), title: str | None = None
+    plan: Plan,
+    results: Sequence[Section] = (),
+    title: str | None = None,
+    others: Mapping[str, Plan] | None = None,
 ) -> str:
     """Return the page's HTML; see :func:`write_report`."""
     _check_kinds(results)
@@ -102,7 +108,11 @@ def render_report(
         **_results(results),
         "ompq_version": version("ompq"),
     }
-    data = {**explorer_data(plan, STEPS), "orm": context["orm_data"]}
+    data = {
+        **explorer_data(plan, STEPS),
+        "others": {name: solution(one) for name, one in (others or {}).items()},
+        "orm": context["orm_data"],
+    }
     embedded = htmlsafe_json_dumps(data, separators=(",", ":"), allow_nan=False)
     template = environment.get_template("template.html.jinja")
     return template.render(**context, data=embedded).lstrip()
