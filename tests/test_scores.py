@@ -22,7 +22,9 @@ from ompq.scores import (
     OrmSettings,
     OutputDivergence,
     Random,
+    WeightNoise,
     measure_orm,
+    score_name,
     score_table,
 )
 
@@ -330,3 +332,15 @@ def test_chain_has_a_score():
     network = seeded(Chain())
     graph = trace(network, images())
     assert score_table("orm", graph, network, images(), CHOICES).orm.shape == (2, 2)
+
+
+def test_a_known_score_goes_by_its_name_however_it_is_given():
+    assert score_name("orm") == "orm"
+    assert score_name(OrmDistortion()) == "orm_distortion"
+    assert score_name(WeightNoise()) == "weight_noise"
+
+    def mine(*_args):
+        return None
+
+    assert score_name(mine).endswith("mine")
+    assert "beta=7.0" in score_name(Orm(OrmSettings(beta=7.0)))

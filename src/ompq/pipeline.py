@@ -15,7 +15,14 @@ from ompq.graph.tracing import trace
 from ompq.graph.units import Choice, LayerGraph, select
 from ompq.plans import Plan, make_problem
 from ompq.samples import Progress, Samples
-from ompq.scores import Orm, OrmDistortion, OrmSettings, Score, score_table
+from ompq.scores import (
+    Orm,
+    OrmDistortion,
+    OrmSettings,
+    Score,
+    score_name,
+    score_table,
+)
 
 Pin = int | tuple[int, int]  # weight bits, or weight and activation bits
 
@@ -108,7 +115,7 @@ def plan(
         allocation=allocation,
         accounting=config.accounting,
         method=config.method,
-        score_name=_score_name(config.score),
+        score_name=score_name(config.score),
         latency=config.latency,
     )
 
@@ -137,13 +144,6 @@ def _pinned_choices(bits: Pin, activations: Sequence[int]) -> list[Choice]:
     if any(b not in (*range(2, 9), FLOAT_BITS) for b in (weight, *wanted)):
         raise ValueError(f"pinned bits {bits} must be from 2 to 8, or 32 for float")
     return [Choice(weight, activation) for activation in wanted]
-
-
-def _score_name(score: Score | str) -> str:
-    if isinstance(score, str):
-        return score
-    name = getattr(score, "__qualname__", None)
-    return name if name else repr(score)
 
 
 _ENDS: Mapping[str, Pin] = MappingProxyType({"@first": (8, 8), "@last": (8, 8)})

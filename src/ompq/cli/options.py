@@ -15,7 +15,7 @@ import typer
 from ompq.allocation.solving import Method
 from ompq.costs import Accounting
 from ompq.pipeline import PLAN_PROTOCOLS, PlanConfig
-from ompq.scores import SCORES, Score
+from ompq.scores import SCORES, score_name
 from ompq.userfiles import is_user_function, suggestion
 
 SAMPLES = 64
@@ -55,13 +55,6 @@ def _score(value: str | None) -> str | None:
         f"{value!r} is no score{suggestion(value, SCORES)}; "
         f"use {', '.join(SCORES)} or FILE.py:FUNCTION"
     )
-
-
-def score_name(score: Score | str) -> str:
-    """Return the name that a score goes by, or its description."""
-    if isinstance(score, str):
-        return score
-    return next((name for name, one in SCORES.items() if one == score), repr(score))
 
 
 def _joined(values: Iterable[int]) -> str:

@@ -16,7 +16,6 @@ from ompq.cli.options import (
     PlanFile,
     PlanOptions,
     option,
-    score_name,
 )
 from ompq.cli.ranges import range_rows, range_table, shape_problem, size_budgets
 from ompq.cli.screen import Screen, muted, opened
@@ -46,6 +45,7 @@ from ompq.pipeline import plan as make_plan
 from ompq.plans import Plan
 from ompq.report.numbers import in_bytes
 from ompq.samples import Samples
+from ompq.scores import score_name
 
 PlanOutput = Annotated[
     Path | None, option("--output", "-o", metavar="FILE", text="Save the plan.")

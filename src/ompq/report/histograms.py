@@ -82,9 +82,10 @@ def _float_weight(model: nn.Module, unit: Unit) -> Tensor:
 
 
 def _of_input(unit: Unit, values: Tensor, read: Tensor) -> Histogram:
+    # Plus zero, since rounding leaves a zero its sign.
     ends = [
-        ("least read", float(read.min())),
-        ("greatest read", float(read.max())),
+        ("least read", float(read.min()) + 0.0),
+        ("greatest read", float(read.max()) + 0.0),
     ]
     return _histogram(f"{unit.name}, inputs", values, ends)
 

@@ -7,7 +7,7 @@ shape (units, choices), lower is better. Adding one is one small file and a line
 
 from ompq.scores.divergence import OutputDivergence
 from ompq.scores.measure import OrmSettings, measure_orm
-from ompq.scores.named import SCORES, score_table
+from ompq.scores.named import SCORES, score_name, score_table
 from ompq.scores.noise import WeightNoise
 from ompq.scores.orm import Orm, OrmDistortion
 from ompq.scores.simple import Random, SmallestFirst
@@ -25,5 +25,6 @@ __all__ = [
     "SmallestFirst",
     "WeightNoise",
     "measure_orm",
+    "score_name",
     "score_table",
 ]

@@ -22,6 +22,14 @@ SCORES: dict[str, Score] = {
 }
 
 
+def score_name(score: Score | str) -> str:
+    """Return the name that a score goes by, or what it calls itself."""
+    if isinstance(score, str):
+        return score
+    known = (name for name, one in SCORES.items() if one == score)
+    return next(known, getattr(score, "__qualname__", None) or repr(score))
+
+
 def score_table(
     score: Score | str,
     graph: LayerGraph,
