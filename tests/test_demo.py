@@ -144,7 +144,7 @@ def test_the_result_can_be_given_to_ompq_report(made):
 def test_the_report_shows_it(made):
     text = (made[1] / "report.html").read_text()
     assert "Handwritten digits in 34KiB" in text
-    for word in ("uniform 2 bits", "mixed, noisy", "network.onnx", "packed file"):
+    for word in ("uniform, 2 bits", "noisy: mixed", "network.onnx", "packed file"):
         assert word in text
 
 

@@ -151,7 +151,7 @@ def _accuracies(demo: Demo) -> list[Section]:
     for one in demo.contenders:
         note = "digits read right" if one.within else "too large for the budget"
         size = one.plan.totals["bytes"]
-        found.append(_right(one.name, one.final[DIGITS], size, note))
+        found.append(_right(_series(one), one.final[DIGITS], size, note))
     for one in demo.contenders:
         noisy = one.final[NOISY]
         assert noisy.agreement is not None
@@ -160,7 +160,7 @@ def _accuracies(demo: Demo) -> list[Section]:
         interval = wilson_interval(round(noisy.agreement * digits), digits)
         found.append(
             Accuracy(
-                f"{one.name}, noisy",
+                f"noisy: {_series(one)}",
                 noisy.agreement,
                 *interval,
                 noisy.count,
@@ -169,6 +169,11 @@ def _accuracies(demo: Demo) -> list[Section]:
             )
         )
     return found
+
+
+def _series(one: Contender) -> str:
+    # What stands before the comma is a line of the figure: all uniform widths are one.
+    return one.name.replace("uniform ", "uniform, ")
 
 
 def _right(name: str, found: Evaluation, size: float, note: str) -> Accuracy:

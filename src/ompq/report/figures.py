@@ -24,6 +24,7 @@ _COLOURS = {
     "linear": "#5b6774",
     "attention": "#b5442f",
 }
+_NAMED = 40  # functions; with more, their names would not be readable
 _STYLE: dict[Any, Any] = {
     "font.size": 9,
     "axes.spines.top": False,
@@ -86,51 +87,74 @@ def _save(figure: "Figure", path: Path) -> list[Path]:
 
 
 def _draw_orm(figure: "Figure", plan: Plan) -> None:
+    from matplotlib.ticker import MaxNLocator
+
     assert plan.scores.orm is not None  # the caller looked
-    figure.set_size_inches(4.2, 3.6)
+    labels = plan.scores.orm_labels
+    named = 0 < len(labels) <= _NAMED
+    figure.set_size_inches(*((5.6, 4.2) if named else (4.6, 3.8)))
     axes = figure.add_subplot()
     image = axes.imshow(plan.scores.orm, cmap="Blues", vmin=0, vmax=1)
-    axes.set_xlabel("function j")
-    axes.set_ylabel("function i")
-    figure.colorbar(image, ax=axes, label="ORM")
+    axes.spines[:].set_visible(False)
+    if named:
+        axes.set_yticks(range(len(labels)), labels, fontsize=6)
+        axes.set_xticks(range(len(labels)), labels, fontsize=6, rotation=90)
+        axes.tick_params(length=0)
+    else:
+        for axis, name in ((axes.xaxis, "function j"), (axes.yaxis, "function i")):
+            axis.set_major_locator(MaxNLocator(integer=True))
+            axis.set_label_text(name)
+    bar = figure.colorbar(image, ax=axes, label="ORM", shrink=0.8)
+    bar.outline.set_visible(False)
 
 
 def _draw_bits(figure: "Figure", plan: Plan) -> None:
+    from matplotlib.ticker import MaxNLocator
+
     units = plan.graph.units
-    figure.set_size_inches(max(4.0, min(16.0, 0.14 * len(units) + 1.5)), 2.6)
+    figure.set_size_inches(max(5.0, min(16.0, 0.14 * len(units) + 1.5)), 2.6)
     axes = figure.add_subplot()
     widest = max(c.weight for c in plan.choices if c.weight < FLOAT_BITS)
     bits = np.array([min(plan.allocation[u.name].weight, widest) for u in units])
     for kind in dict.fromkeys(unit.kind for unit in units):
         rows = [row for row, unit in enumerate(units) if unit.kind == kind]
         colour = _COLOURS.get(kind, "#66727f")
-        axes.bar(rows, bits[rows], color=colour, label=kind, width=0.8)
+        places = [row + 1 for row in rows]
+        axes.bar(places, bits[rows], color=colour, label=kind, width=0.8)
     axes.set_xlabel("layer, in order of execution")
     axes.set_ylabel("weight bits")
-    axes.set_yticks(sorted({int(b) for b in bits}))
-    axes.set_xlim(-0.7, len(units) - 0.3)
-    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=4, frameon=False)
+    axes.set_yticks(range(int(bits.max()) + 1))
+    axes.set_xlim(0.3, len(units) + 0.7)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    _legend_above(figure)
 
 
 def _draw_accuracy(figure: "Figure", rows: Sequence[Accuracy]) -> None:
     from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
-    figure.set_size_inches(4.8, 3.2)
+    figure.set_size_inches(5.2, 3.6)
     axes = figure.add_subplot()
+    every = [row.size_bytes for row in rows if row.size_bytes]
+    unit, scale = ("MiB", 2**20) if min(every) >= 0.2 * 2**20 else ("KiB", 2**10)
     series: dict[str, list[Accuracy]] = {}
     for row in sorted(rows, key=lambda row: row.size_bytes or 0.0):
         series.setdefault(row.name.partition(",")[0], []).append(row)
     for name, members in series.items():
         table = np.array([[m.size_bytes, m.top1, m.low, m.high] for m in members])
-        sizes, (top1, low, high) = table[:, 0] / 2**20, 100 * table[:, 1:].T
+        sizes, (top1, low, high) = table[:, 0] / scale, 100 * table[:, 1:].T
         spread = [top1 - low, high - top1]
-        axes.errorbar(sizes, top1, spread, fmt="o-", capsize=2, lw=1, label=name)
-    every = [row.size_bytes for row in rows if row.size_bytes]
+        axes.errorbar(sizes, top1, spread, fmt="o-", ms=4, capsize=2, lw=1, label=name)
     if max(every) > 4 * min(every):
         axes.set_xscale("log")
-        axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 3.0, 5.0)))
         axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
         axes.xaxis.set_minor_formatter(NullFormatter())
-    axes.set_xlabel("size, MiB")
+    axes.grid(color="#e3e2de", lw=0.6)
+    axes.set_axisbelow(True)
+    axes.set_xlabel(f"size, {unit}")
     axes.set_ylabel("top-1, %")
-    axes.legend(frameon=False)
+    _legend_above(figure)
+
+
+def _legend_above(figure: "Figure") -> None:
+    figure.legend(loc="outside upper left", ncols=4, frameon=False, handlelength=1.2)
