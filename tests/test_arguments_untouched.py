@@ -41,6 +41,7 @@ def made():
 
 
 QUICK = ompq.ReconstructConfig(rounding=ompq.RoundingConfig(iterations=5))
+TRAINING = ompq.TrainConfig(epochs=2, batch_norm="fold-and-train", distill=0.5)
 BATCHES = [(SAMPLES, torch.zeros(16, dtype=torch.long))]
 VERBS = {
     "trace": lambda m, p, q: ompq.trace(m, SAMPLES),
@@ -49,6 +50,7 @@ VERBS = {
     "reconstruct": lambda m, p, q: ompq.reconstruct(q, m, SAMPLES, QUICK),
     "settle": lambda m, p, q: ompq.settle(q, SAMPLES),
     "evaluate": lambda m, p, q: ompq.evaluate(q, BATCHES, reference=m),
+    "train": lambda m, p, q: ompq.train(q, BATCHES, TRAINING, teacher=m),
 }
 
 

@@ -33,7 +33,7 @@ ORDER = {
     "export": "containers onnx_account onnx_graph exporting",
     "latency": "",
     "models": "cifar weights demo_network naming",
-    "datasets": "images inputs naming",
+    "datasets": "images inputs naming training_sets",
     "report": "...",
     "demo": "contest results running",
     "cli": "...",

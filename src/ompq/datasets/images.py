@@ -76,17 +76,35 @@ def decode(path: Path, model: NamedModel) -> Tensor:
     """Read one image as the network takes it, but for the normalisation.
 
     An image of the network's input size is taken as it is. Any other is resized and
-    its centre cropped. Grey, palette and transparent images become RGB, or all of
-    them grey for a network with one input channel.
+    its centre cropped.
 
     Returns:
         An uint8 tensor (C, H, W).
 
     Raises:
+        DataError: As :func:`open_image`.
+    """
+    image = open_image(path, model)
+    _, height, width = model.input_shape
+    if image.size != (width, height):
+        interpolation = v2.InterpolationMode(model.interpolation)
+        size = [model.resize] if isinstance(model.resize, int) else list(model.resize)
+        image = F.center_crop(F.resize(image, size, interpolation), [height, width])
+    pixels: Tensor = F.pil_to_tensor(image)
+    return pixels
+
+
+def open_image(path: Path, model: NamedModel) -> Image.Image:
+    """Read one image in the colours that a network takes, at its own size.
+
+    Grey, palette and transparent images become RGB, or all of them grey for a network
+    with one input channel.
+
+    Raises:
         DataError: The file cannot be read; or the network takes neither one channel
             nor three.
     """
-    channels, height, width = model.input_shape
+    channels, _, _ = model.input_shape
     if channels not in _MODES:
         raise DataError(
             f"{model.name} takes {channels} channels; images have 1 or 3. "
@@ -94,15 +112,9 @@ def decode(path: Path, model: NamedModel) -> Tensor:
         )
     try:
         with Image.open(path) as opened:
-            image = _eight_bits(opened).convert(_MODES[channels])
+            return _eight_bits(opened).convert(_MODES[channels])
     except Exception as error:  # each format's decoder has its own errors
         raise DataError(f"{path} is no readable image ({reason(error)})") from error
-    if image.size != (width, height):
-        interpolation = v2.InterpolationMode(model.interpolation)
-        size = [model.resize] if isinstance(model.resize, int) else list(model.resize)
-        image = F.center_crop(F.resize(image, size, interpolation), [height, width])
-    pixels: Tensor = F.pil_to_tensor(image)
-    return pixels
 
 
 def normalise(pixels: Tensor, model: NamedModel) -> Tensor:

@@ -72,7 +72,7 @@ class Data:
         if len(inputs) < count:
             raise DataError(
                 f"{self.name}: asked for {count} samples, "
-                f"found {len(inputs)} that can be read"
+                f"found {len(inputs)} that can be read; ask for fewer or add images"
             )
         return self.stack(inputs)
 
@@ -100,7 +100,8 @@ class Data:
             raise ValueError(f"count={count} must be at least 1")
         if count > self.length:
             raise DataError(
-                f"{self.name}: asked for {count} samples, found {self.length}"
+                f"{self.name}: asked for {count} samples, found {self.length}; "
+                "ask for fewer (--samples, --limit) or add some"
             )
         generator = torch.Generator().manual_seed(self.seed)
         shuffled = torch.randperm(self.length, generator=generator).tolist()

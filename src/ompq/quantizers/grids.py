@@ -133,7 +133,12 @@ def straight_through(x: Tensor, grid: Grid) -> Tensor:
     A scale that requires a gradient gets the derivative of the learned-step paper
     (LSQ, equation 3): round(x/s) - x/s inside the range, its end outside.
     """
-    codes = round_through((x / grid.scale + grid.zero).clamp(0, grid.top))
+    position = x / grid.scale + grid.zero
+    # The gradient of clamp at its very ends differs between versions of PyTorch, and
+    # zeros that come from a ReLU lie there.
+    inside = (position >= 0) & (position <= grid.top)
+    ends = position.detach().clamp(0, grid.top)
+    codes = round_through(torch.where(inside, position, ends))
     return grid.scale * (codes - grid.zero)
 
 

@@ -18,14 +18,14 @@ def rounded_to(grid: Grid, x: Tensor, shared: float | None = None) -> Tensor:
     """
     if not torch.is_grad_enabled():
         return grid.fake(x)
+    shared = shared or x.numel() / grid.scale.numel()
+    if torch.compiler.is_compiling():  # which fuses better than what is written by hand
+        return learned_step(x, grid, shared)
     if grid.scale.dim() == 0 and not grid.scale.requires_grad:
         # One kernel instead of ten. It multiplies by 1/scale, so a value that lies
         # between two codes may fall to the other one: learning does not notice.
         zero = grid.zero.to(torch.int32)
         return torch.fake_quantize_per_tensor_affine(x, grid.scale, zero, 0, grid.top)
-    shared = shared or x.numel() / grid.scale.numel()
-    if torch.compiler.is_compiling():  # which fuses better than what is written by hand
-        return learned_step(x, grid, shared)
     rounded = _Rounded.apply(x, grid.scale, grid.zero, grid.top, shared)
     return cast(Tensor, rounded)
 

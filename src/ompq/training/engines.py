@@ -4,6 +4,7 @@ import os
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ompq.errors import MissingExtraError
@@ -38,20 +39,29 @@ class Alone:
         """Return at once."""
 
 
-def make_engine(config: TrainConfig) -> Any:
+def make_engine(config: TrainConfig, device: torch.device) -> Any:
     """Return an ``Accelerator``, or :class:`Alone` where one process can do without.
+
+    Args:
+        config: Says how many batches make a step.
+        device: Where the network is.
 
     Raises:
         MissingExtraError: Several processes, or gradients of several batches, need
             Accelerate, and it is not installed.
     """
+    several = int(os.environ.get("WORLD_SIZE", "1")) > 1
     try:
         from accelerate import Accelerator
     except ImportError as error:
-        if int(os.environ.get("WORLD_SIZE", "1")) > 1 or config.accumulate > 1:
+        if several or config.accumulate > 1:
             raise MissingExtraError("accelerate", "train") from error
         return Alone()
     # Networks and batches are placed here: they follow the network that was given.
     return Accelerator(
-        gradient_accumulation_steps=config.accumulate, device_placement=False
+        gradient_accumulation_steps=config.accumulate,
+        device_placement=False,
+        # Without it processes on CPUs would not find each other. For one process it
+        # would only forbid a later run on another device.
+        cpu=several and device.type == "cpu",
     )

@@ -37,9 +37,10 @@ class Run:
         teacher: nn.Module | None,
     ) -> None:
         self.config = config
-        self.engine = make_engine(config)
-        several = self.engine.num_processes > 1
-        self.device = self.engine.device if several else model_device(quantized)
+        self.device = model_device(quantized)
+        self.engine = make_engine(config, self.device)
+        if self.engine.num_processes > 1:
+            self.device = self.engine.device
         self.length = batches_per_epoch(batches, config, self.engine.num_processes)
         self.step, self.epoch_steps = 0, self.length // config.accumulate
         self.steps = self.epoch_steps * config.epochs

@@ -1,0 +1,260 @@
+"""Training data: shuffled, augmented and cut into batches, the same for every seed.
+
+Small images are held in the memory of the device that trains, and cropped and flipped
+there, a batch at once. Larger ones are decoded and cropped by worker processes. Order
+and augmentation follow the seed, the epoch and the image alone: neither the number of
+processes nor that of workers, nor where a run was interrupted, changes them.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+from torchvision.transforms import v2
+
+from ompq.datasets.images import ImageFiles, decode, find_images, open_image
+from ompq.datasets.inputs import Data
+from ompq.errors import DataError
+from ompq.models.naming import NamedModel
+from ompq.samples import Progress
+from ompq.training.batches import Shard, TrainingData, mixed_seed
+
+_SMALL = 64  # up to this side images are padded and shifted; above, cut out and resized
+_PADDING = 4
+
+
+def training_data(
+    data: Data,
+    *,
+    device: torch.device | str = "cpu",
+    augment: bool = True,
+    progress: Progress | None = None,
+) -> TrainingData:
+    """Return data in the form in which networks are trained with it.
+
+    Args:
+        data: From :func:`load_data`, split ``train``; with labels.
+        device: Where the network is trained.
+        augment: Whether images are cropped and flipped at random; inputs that are no
+            images never are.
+        progress: Called while images are read into memory.
+
+    Raises:
+        DataError: It has no usable labels, or cannot be read.
+    """
+    if data.label_problem is not None:
+        raise DataError(f"{data.name}: {data.label_problem}")
+    device = torch.device(device)
+    large = max(data.model.input_shape[1:]) > _SMALL
+    if not (large and Path(data.name).is_dir()):
+        return _held(data, device, augment=augment, progress=progress)
+    return ImageSet(
+        find_images(Path(data.name), "train"),
+        # Workers need to know how to prepare images, not the network itself.
+        replace(data.model, module=nn.Identity()),
+        workers=data.workers,
+        device=device,
+        augment=augment,
+        skip_unreadable=data.skip_unreadable,
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class HeldSet:
+    """Inputs held in memory; images are cropped and flipped where they are.
+
+    Attributes:
+        inputs: Images (N, H, W, C) as uint8, padded on all sides, or other inputs
+            (N, ...) as floats, which are taken as they are.
+        targets: Classes, (N,).
+        padding: Pixels on each side; 0 for no augmentation.
+        mean: Of the channels of an image in [0, 255], (C,).
+        std: Of the same, (C,).
+    """
+
+    inputs: Tensor
+    targets: Tensor
+    padding: int
+    mean: Tensor
+    std: Tensor
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def epoch(
+        self,
+        number: int,
+        *,
+        batch_size: int,
+        seed: int = 0,
+        start: int = 0,
+        shard: Shard = (0, 1),
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield inputs (N, C, H, W) and targets (N,), N = batch size / processes."""
+        device = self.inputs.device
+        generator = torch.Generator().manual_seed(mixed_seed(seed, number))
+        order = torch.randperm(len(self), generator=generator).to(device)
+        # For all images at once: a batch then needs nothing from the host.
+        shifts = torch.randint(
+            2 * self.padding + 1, (len(self), 2), generator=generator
+        ).to(device)
+        flips = torch.randint(2, (len(self),), generator=generator).bool().to(device)
+        process, processes = shard
+        for batch in range(start, len(self) // batch_size):
+            picked = order[batch * batch_size : (batch + 1) * batch_size]
+            picked = picked[process::processes]
+            yield self._inputs(picked, shifts, flips), self.targets[picked]
+
+    def _inputs(self, picked: Tensor, shifts: Tensor, flips: Tensor) -> Tensor:
+        if self.inputs.dtype != torch.uint8:
+            return self.inputs[picked]
+        if self.padding:
+            window = _window(self.inputs, self.padding, shifts[picked], flips[picked])
+            pixels = self.inputs[picked[:, None, None], *window]
+        else:
+            pixels = self.inputs[picked]
+        values = (pixels.float() - self.mean) / self.std
+        return values.permute(0, 3, 1, 2)  # in memory it is channels_last
+
+
+def _window(
+    images: Tensor, padding: int, shifts: Tensor, flips: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return rows (B, H, 1) and columns (B, 1, W) of windows, some of them mirrored.
+
+    Args:
+        images: Padded images, (N, H + 2 padding, W + 2 padding, C).
+        padding: Pixels on each side.
+        shifts: Row and column where each window begins, (B, 2).
+        flips: Whether each is mirrored, (B,).
+    """
+    height, width = (side - 2 * padding for side in images.shape[1:3])
+    rows = torch.arange(height, device=images.device) + shifts[:, :1]
+    across = torch.arange(width, device=images.device)
+    across = torch.where(flips[:, None], width - 1 - across, across)
+    return rows[:, :, None], (across + shifts[:, 1:])[:, None]
+
+
+def _held(
+    data: Data, device: torch.device, *, augment: bool, progress: Progress | None
+) -> HeldSet:
+    """Read everything into the device's memory."""
+    inputs: Tensor | None = None
+    targets = torch.zeros(len(data), dtype=torch.long)
+    found = 0
+    for value, target in data.items(range(len(data)), ahead=8 * data.workers):
+        if inputs is None:
+            inputs = torch.empty(len(data), *value.shape, dtype=value.dtype)
+        inputs[found], targets[found] = value, target
+        found += 1
+        if progress is not None and found % 100 == 0:
+            progress(found, len(data), "reading images")
+    assert inputs is not None  # there is at least one
+    images = inputs.dtype == torch.uint8
+    padding = _PADDING if images and augment else 0
+    if images:
+        inputs = torch.nn.functional.pad(inputs, [padding] * 4).permute(0, 2, 3, 1)
+    return HeldSet(
+        inputs[:found].contiguous().to(device),
+        targets[:found].to(device),
+        padding,
+        255 * torch.tensor(data.model.mean, device=device),
+        255 * torch.tensor(data.model.std, device=device),
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class ImageSet:
+    """Image files that worker processes read, cut out and flip.
+
+    Attributes:
+        images: The files and their classes.
+        model: How images are prepared.
+        workers: Processes that read; 0 reads in the process that trains.
+        device: Where images are normalised.
+        augment: Whether a part of each image is cut out at random, and flipped.
+        skip_unreadable: Whether the next image takes the place of a broken one.
+    """
+
+    images: ImageFiles
+    model: NamedModel
+    workers: int
+    device: torch.device
+    augment: bool = True
+    skip_unreadable: bool = False
+
+    def __len__(self) -> int:
+        return len(self.images.files)
+
+    def epoch(
+        self,
+        number: int,
+        *,
+        batch_size: int,
+        seed: int = 0,
+        start: int = 0,
+        shard: Shard = (0, 1),
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield inputs (N, C, H, W) and targets (N,), N = batch size / processes."""
+        generator = torch.Generator().manual_seed(mixed_seed(seed, number))
+        order = torch.randperm(len(self), generator=generator)
+        process, processes = shard
+        batches = [
+            order[at * batch_size : (at + 1) * batch_size][process::processes].tolist()
+            for at in range(start, len(self) // batch_size)
+        ]
+        cuda = self.device.type == "cuda"
+        loader = DataLoader(
+            _Cuttings(self, (seed, number)),
+            batch_sampler=batches,
+            num_workers=self.workers,
+            pin_memory=cuda,
+            generator=generator,  # or it would draw from the global one
+        )
+        mean = 255 * torch.tensor(self.model.mean, device=self.device).view(-1, 1, 1)
+        std = 255 * torch.tensor(self.model.std, device=self.device).view(-1, 1, 1)
+        for pixels, targets in loader:
+            moved = pixels.to(self.device, non_blocking=True)
+            moved = moved.contiguous(memory_format=torch.channels_last)
+            yield (moved.float() - mean) / std, targets.to(self.device)
+
+
+class _Cuttings(Dataset[tuple[Tensor, int]]):
+    """What is cut out of each image in one epoch, as uint8 (C, H, W)."""
+
+    def __init__(self, owner: ImageSet, seeds: tuple[int, int]) -> None:
+        self.images, self.model, self.seeds = owner.images, owner.model, seeds
+        self.skip_unreadable = owner.skip_unreadable
+        self.cut: v2.Compose | None = None
+        if owner.augment:
+            size = owner.model.input_shape[1:]
+            interpolation = v2.InterpolationMode(owner.model.interpolation)
+            self.cut = v2.Compose(
+                [
+                    v2.RandomResizedCrop(size, interpolation=interpolation),
+                    v2.RandomHorizontalFlip(),
+                    v2.PILToTensor(),
+                ]
+            )
+
+    def __getitem__(self, position: int) -> tuple[Tensor, int]:
+        try:
+            return self._cut(position)
+        except DataError:
+            if not self.skip_unreadable:
+                raise
+            return self[(position + 1) % len(self.images.files)]
+
+    def _cut(self, position: int) -> tuple[Tensor, int]:
+        path = self.images.files[position]
+        assert self.images.targets is not None  # asked for before
+        target = self.images.targets[position]
+        if self.cut is None:
+            return decode(path, self.model), target
+        with torch.random.fork_rng(devices=[]):
+            # Not torch.manual_seed, which would look for GPUs in every worker.
+            torch.default_generator.manual_seed(mixed_seed(*self.seeds, position))
+            return self.cut(open_image(path, self.model)), target

@@ -1,0 +1,97 @@
+"""Trains a toy network in processes of their own: started by torchrun, or killed.
+
+python training_script.py FOLDER [--kill-at STEP]
+"""
+
+import argparse
+import os
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+import ompq
+from nets import TinyResNet, scenes, seeded
+from quantized import quantized
+
+CONFIG = ompq.TrainConfig(
+    epochs=2,
+    batch_size=8,
+    learning_rate=0.05,
+    checkpoint_steps=3,
+    report_steps=1,
+    seed=5,
+)
+
+
+@dataclass(frozen=True)
+class ToyData:
+    """Training data in memory, shared out image by image."""
+
+    inputs: torch.Tensor
+    targets: torch.Tensor
+
+    def __len__(self):
+        return len(self.targets)
+
+    def epoch(self, number, *, batch_size, seed=0, start=0, shard=(0, 1)):
+        generator = torch.Generator().manual_seed(100 * seed + number)
+        order = torch.randperm(len(self), generator=generator)
+        for at in range(start, len(self) // batch_size):
+            picked = order[at * batch_size : (at + 1) * batch_size]
+            picked = picked[shard[0] :: shard[1]]
+            yield self.inputs[picked], self.targets[picked]
+
+
+def toy(bits: int = 3, activation: int = 4):
+    """Return a float network, its quantized form and labelled data.
+
+    All in float64: a difference in the order of sums must not tip a rounding.
+    """
+    inputs = scenes(32)
+    model = seeded(TinyResNet())
+    network = quantized(model, inputs, weight=bits, activation=activation)
+    with torch.no_grad():
+        logits = model(inputs)
+    targets = (logits - logits.mean(0)).argmax(1)
+    return model.double(), network.double(), ToyData(inputs.double(), targets)
+
+
+def made(data: ToyData):
+    """Return the data in eight batches of four images."""
+    return [(data.inputs[i::8], data.targets[i::8]) for i in range(8)]
+
+
+def state(network: nn.Module):
+    return {key: value.contiguous() for key, value in network.state_dict().items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--kill-at", type=int)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    _, network, data = toy()
+
+    def progress(done, _total, _message):
+        if done == options.kill_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    for name, batches in (("shared", data), ("made", made(data))):
+        trained = ompq.train(
+            network,
+            batches,
+            CONFIG,
+            checkpoint=options.folder / name,
+            progress=progress,
+        )
+        if os.environ.get("RANK", "0") == "0":
+            save_file(state(trained), options.folder / f"{name}.safetensors")
+
+
+if __name__ == "__main__":
+    main()
