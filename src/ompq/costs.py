@@ -1,6 +1,5 @@
 """What bits cost: bytes, item by item; bit-operations; milliseconds."""
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
@@ -11,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ompq.errors import BudgetError, shortened
+from ompq.files import read_json
 from ompq.graph.units import Choice, LayerGraph, Unit
 
 Table = NDArray[np.float64]
@@ -136,7 +136,9 @@ def load_latency(path: str | Path) -> LatencyTable:
         BudgetError: The file is missing or is no such table.
     """
     try:
-        table = json.loads(Path(path).read_text())
+        table = read_json(path)
+        if not isinstance(table, dict):
+            raise ValueError(f"it is a {type(table).__name__}")
         return {
             str(unit): {str(key): float(ms) for key, ms in row.items()}
             for unit, row in table.items()

@@ -1,10 +1,12 @@
-"""Files that are either whole or not there."""
+"""Files that are either whole or not there; and JSON, read with a clear answer."""
 
+import json
 import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 
 @contextmanager
@@ -31,3 +33,24 @@ def write_text(path: str | Path, text: str) -> None:
     """Write a text file that appears only when it is complete."""
     with replacing(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
+
+
+def read_json(path: str | Path) -> Any:
+    """Read a JSON file.
+
+    Raises:
+        ValueError: It cannot be read; says why in words that may follow a colon.
+    """
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ValueError("there is no such file") from error
+    except IsADirectoryError as error:
+        raise ValueError("it is a folder") from error
+    except OSError as error:
+        raise ValueError(f"it cannot be read ({error.strerror})") from error
+    except UnicodeDecodeError as error:
+        raise ValueError("it is no text") from error
+    except json.JSONDecodeError as error:
+        where = f"line {error.lineno}, column {error.colno}"
+        raise ValueError(f"it is no JSON ({error.msg} at {where})") from error

@@ -24,11 +24,12 @@ from ompq.allocation.solving import (
 )
 from ompq.costs import Accounting, Bytes, Cost, LatencyTable, cost_tables, unit_bytes
 from ompq.errors import PlanError, shortened
-from ompq.files import write_text
+from ompq.files import read_json, write_text
 from ompq.graph.units import Choice, LayerGraph
 from ompq.scores import ScoreTable
 
 FORMAT = "ompq-plan/1"
+_ADVICE = "Give a file that ompq plan or Plan.save wrote"
 
 
 @dataclass(frozen=True)
@@ -134,15 +135,17 @@ class Plan:
             PlanError: The file is missing, no plan, or of another version.
         """
         try:
-            data = json.loads(Path(path).read_text())
-        except (OSError, ValueError) as error:
-            raise PlanError(f"{path} is no plan: {error}") from error
+            data = read_json(path)
+        except ValueError as error:
+            raise PlanError(f"{path} is no plan: {error}. {_ADVICE}") from error
         if not isinstance(data, dict) or data.get("format") != FORMAT:
-            raise PlanError(f"{path} is no plan of format {FORMAT}")
+            raise PlanError(f"{path} is no plan of format {FORMAT}. {_ADVICE}")
         try:
             return _from_json(data)
         except (KeyError, TypeError, ValueError, IndexError) as error:
-            raise PlanError(f"{path} is a broken plan: {error!r}") from error
+            raise PlanError(
+                f"{path} is a broken plan: {error!r}. Undo your edits or plan anew"
+            ) from error
 
     def check_network(self, graph: LayerGraph) -> None:
         """Make sure that the plan was made for this network.

@@ -209,6 +209,8 @@ def _parse_part(part: str, text: str) -> tuple[str, float]:
         )
     if unit.lower() not in _UNITS:
         raise BudgetError(f"{unit!r} in {text!r} is no unit; {EXAMPLES}")
+    if not Decimal(number) > 0:
+        raise BudgetError(f"{part!r} is not positive; {EXAMPLES}")
     name, scale = _UNITS[unit.lower()]
     return name, float(Decimal(number) * scale)
 
@@ -248,7 +250,7 @@ def _missing(name: str, value: float, cost_name: str, costs: Mapping[str, Cost])
             "reference; give an absolute budget"
         )
     advice = (
-        "measure or load a latency table"
+        "measure a latency table (ompq latency) and give it (--latency FILE)"
         if cost_name == "milliseconds"
         else f"use one of {', '.join(costs)}"
     )

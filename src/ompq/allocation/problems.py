@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from ompq.allocation.programs import Columns, Flags, Floats, Program
 from ompq.costs import Cost
 from ompq.errors import PlanError, ScoreError, shortened
-from ompq.files import write_text
+from ompq.files import read_json, write_text
 from ompq.graph.units import Choice
 
 LARGEST_DAMAGE = 1e300  # sums of more would overflow
@@ -92,8 +92,8 @@ class Allocation(Mapping[str, Choice]):
             PlanError: The file is missing or holds no allocation.
         """
         try:
-            data = json.loads(Path(path).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+            data = read_json(path)
+        except ValueError as error:
             raise PlanError(f"{path} is no allocation: {error}") from error
         try:
             return cls.from_json(data)

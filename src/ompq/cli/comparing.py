@@ -1,6 +1,5 @@
 """compare: plans and results side by side."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,6 +16,7 @@ from ompq.cli.settings import check_writable
 from ompq.cli.tables import Column, fitted
 from ompq.errors import PlanError
 from ompq.evaluation import Evaluation
+from ompq.files import read_json
 from ompq.plans import Plan
 from ompq.report import Accuracy, write_report
 from ompq.report.numbers import counted, digits, in_bytes
@@ -95,9 +95,9 @@ def _read(source: Path) -> Entry:
 
 def _evaluation(path: Path) -> Evaluation | None:
     try:
-        found = json.loads(path.read_text())["evaluation"]
+        found = read_json(path)["evaluation"]
         return None if found is None else Evaluation.from_json(found)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise PlanError(
             f"{path} holds no result: {error!r}. Run ompq quantize again, or remove it"
         ) from error

@@ -1,6 +1,5 @@
 """explain, pareto and report: what a plan says."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from math import log
@@ -17,6 +16,7 @@ from ompq.cli.screen import opened
 from ompq.cli.settings import check_writable
 from ompq.cli.tables import Column, fitted
 from ompq.errors import PlanError
+from ompq.files import read_json
 from ompq.graph.units import Choice, select
 from ompq.plans import Plan
 from ompq.report import Section, sections_from_json, write_figures, write_report
@@ -211,8 +211,11 @@ def read_sections(path: Path) -> list[Section]:
         PlanError: The file is missing, or holds no results.
     """
     try:
-        return sections_from_json(json.loads(path.read_text())["sections"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        data = read_json(path)
+        if not isinstance(data, dict) or "sections" not in data:
+            raise ValueError("it has no sections")
+        return sections_from_json(data["sections"])
+    except (ValueError, TypeError, AttributeError) as error:
         raise PlanError(
             f"{path} holds no results: {error}. Give a result.json of ompq quantize"
         ) from error

@@ -1,6 +1,5 @@
 """quantize: from a float network to a small one, in one command."""
 
-import json
 import shlex
 import sys
 from collections.abc import Iterator
@@ -36,6 +35,7 @@ from ompq.datasets.inputs import Batches
 from ompq.errors import BudgetError, CheckpointError, PlanError
 from ompq.evaluation import Evaluation
 from ompq.evaluation import evaluate as measure
+from ompq.files import read_json
 from ompq.models.naming import NamedModel
 from ompq.pipeline import Pin, PlanConfig
 from ompq.plans import Plan
@@ -217,11 +217,14 @@ def read_bits(path: Path) -> Plan | Allocation:
         PlanError: The file is neither.
     """
     try:
-        data = json.loads(path.read_text())
+        data = read_json(path)
         if isinstance(data, dict) and "format" not in data:
             return Allocation.from_json(data)
-    except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise PlanError(f"{path} is neither a plan nor bits: {error}") from error
+    except (ValueError, TypeError, AttributeError) as error:
+        raise PlanError(
+            f"{path} is neither a plan nor bits: {error}. Give what ompq plan wrote, "
+            "or what was copied from a report"
+        ) from error
     return Plan.load(path)
 
 

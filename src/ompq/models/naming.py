@@ -172,7 +172,8 @@ def _from_torchvision(name: str, short: str, *, pretrained: bool) -> NamedModel:
     if short not in names:
         raise ModelError(
             f"torchvision has no classification network {short!r}"
-            f"{suggestion(short, names)}"
+            f"{suggestion(short, names)}; it has resnet18, mobilenet_v2 and "
+            f"{len(names) - 2} more: torchvision.models.list_models()"
         )
     entries = torchvision.models.get_model_weights(short)
     # A file most often holds the first weights that were published.

@@ -115,7 +115,10 @@ def _resolves(url: str) -> bool:
 
 def _read(path: Path) -> dict[str, Tensor]:
     if not path.is_file():
-        raise ModelError(f"there is no weights file {path}")
+        raise ModelError(
+            f"there is no weights file {path}; give a .safetensors, .pt or .pth file, "
+            "or none for random weights"
+        )
     suffix = path.suffix.lower()
     if suffix not in (".safetensors", ".pt", ".pth"):
         raise ModelError(
