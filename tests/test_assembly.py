@@ -163,3 +163,23 @@ def test_biases_are_named_after_their_weights():
         "parts.attention.out_proj.bias",
         "parts.fc.bias",
     }
+
+
+def test_activation_inside_a_batch_norm_outlives_its_folding():
+    class NormAct(nn.BatchNorm2d):  # as timm has it
+        def __init__(self, channels):
+            super().__init__(channels)
+            self.drop, self.act = nn.Identity(), nn.ReLU6()
+
+        def forward(self, x):
+            return self.act(self.drop(super().forward(x)))
+
+    first, last = nn.Conv2d(3, 4, 1), nn.Conv2d(4, 2, 1)
+    network = seeded(nn.Sequential(first, NormAct(4), last))
+    norm = nn.BatchNorm2d(4).eval()
+    norm.load_state_dict(network[1].state_dict())
+    apart = nn.Sequential(first, norm, nn.ReLU6(), last).eval()
+    made = quantized_at(network, images())
+    with torch.no_grad():
+        assert torch.equal(made(images()), quantized_at(apart, images())(images()))
+    assert "1.act.output_quantizer" in activation_quantizers(made)

@@ -2,6 +2,7 @@ import pytest
 
 from cli_tools import run, run_json
 from nets import TinyMobileNet, images, seeded
+from ompq.export.exporting import export_onnx
 from ompq.packing.accounts import inspect_file
 from ompq.packing.checkpoint import save
 from ompq.pipeline import plan as make_plan
@@ -63,3 +64,20 @@ def test_foreign_files_are_one_line(tmp_path):
     assert result.stdout == ""
     assert result.stderr.startswith("error: ")
     assert result.stderr.count("\n") == 1
+
+
+def test_onnx_files_are_inspected_too(tmp_path):
+    pytest.importorskip("onnxruntime")
+    network = seeded(TinyMobileNet())
+    made = quantize(network, make_plan(network, images(16), "3.5bits"), images(16))
+    path = tmp_path / "net.onnx"
+    result = export_onnx(made, path, images(4), engine_images=1)
+    data = run_json("inspect", path)
+    assert data["file_bytes"] == result.bytes == sum(data["items"].values())
+    shown = run("inspect", path, env={"COLUMNS": "100"}).stdout
+    rows = [" ".join(line.split()) for line in shown.splitlines()]
+    assert f"file {result.bytes:,}" in rows
+    for unit in data["units"]:
+        assert any(r.startswith(f"{unit['name']} {unit['weight_bits']} ") for r in rows)
+    quiet = run("inspect", path, "--quiet").stdout
+    assert quiet.startswith(f"{path}: ") and quiet.count("\n") == 1

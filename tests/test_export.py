@@ -170,7 +170,7 @@ def test_wrong_file_is_not_left_behind(tmp_path, monkeypatch):
 def test_engine_that_disagrees_stops_the_export(tmp_path, monkeypatch):
     network = quantized(seeded(TinyResNet()), images(8), weight=8)
     monkeypatch.setattr(
-        "ompq.export.exporting.IntegerNetwork.run",
+        "ompq.integer.network.IntegerNetwork.run",
         lambda self, x: -torch.eye(len(x), 5),
     )
     with pytest.raises(ExportError, match="disagrees with the integer engine"):
@@ -180,15 +180,15 @@ def test_engine_that_disagrees_stops_the_export(tmp_path, monkeypatch):
 
 def test_one_image_of_many_may_differ(tmp_path, monkeypatch):
     network = quantized(seeded(TinyResNet()), images(8), weight=8)
-    from ompq.export import exporting as export
+    from ompq.export import verification
 
     def nearly(first, second, codes=()):
         second = second.clone()
         second[0] = -second[0]
         return original(first, second, codes)
 
-    original = export.compare_outputs
-    monkeypatch.setattr("ompq.export.exporting.compare_outputs", nearly)
+    original = verification.compare_outputs
+    monkeypatch.setattr("ompq.export.verification.compare_outputs", nearly)
     result = export_onnx(network, tmp_path / "net.onnx", images(40), engine_images=40)
     assert result.simulated.top1 == pytest.approx(39 / 40)
     with pytest.raises(ExportError, match="equal on 95.00% of 20 images"):

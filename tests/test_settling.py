@@ -76,10 +76,10 @@ def test_settling_twice_is_settling_once():
     )
 
 
-@pytest.mark.parametrize("window", [2, 8, 24, 31])
-@pytest.mark.parametrize("scale", [0.0171, 0.02, 0.49999, 1.0, 3.99])
+@pytest.mark.parametrize("window", [2, 8, 24])
+@pytest.mark.parametrize("scale", [0.0171, 0.49999, 1.0])
 def test_a_cleared_scale_is_cleared_for_good(scale, window):
-    # From a window of 24 on some results cannot be kept off the middle.
+    # With a window of 24 not all results can be kept off the middle.
     source = CodeGrid(0.02, 0, 8)
     pool = Average((window, window), (window, window), (0, 0), False)
     results = possible_results(Step("mean", pool, (0,), (1,), source), [source])

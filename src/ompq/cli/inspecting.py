@@ -1,4 +1,4 @@
-"""inspect: what a packed file holds, byte by byte."""
+"""inspect: what a packed network or an ONNX file holds, byte by byte."""
 
 from pathlib import Path
 from typing import Annotated
@@ -7,29 +7,36 @@ import typer
 from rich.console import RenderableType
 
 from ompq.cli.options import OutputOptions
-from ompq.cli.screen import opened
+from ompq.cli.screen import Screen, opened
 from ompq.cli.tables import Column, facts, fitted
+from ompq.export.onnx_account import OnnxAccount, inspect_onnx
 from ompq.packing.accounts import PROMISED_BYTES, PROMISED_SHARE, Account, inspect_file
 from ompq.report.numbers import in_bytes
 
 PackedFile = Annotated[
     Path,
     typer.Argument(
-        metavar="FILE", help="A packed network, as ompq quantize writes it."
+        metavar="FILE",
+        help="A packed network of ompq quantize, or an ONNX file of ompq export.",
     ),
 ]
 
 
 def inspect(file: PackedFile, output: OutputOptions) -> None:
-    """Tell what a packed network takes on disk, item by item.
+    """Tell what a network takes on disk, item by item.
 
     Examples:
       ompq inspect out/network.ompq.safetensors
       ompq inspect out/network.ompq.safetensors --json
+      ompq inspect net.onnx
 
-    The plan's figures stand next to it. A damaged file is an error.
+    For a packed network the plan's figures stand next to it. A damaged file is an
+    error.
     """
     with opened(output) as screen:
+        if file.suffix == ".onnx":
+            _show_onnx(inspect_onnx(file), screen)
+            return
         account = inspect_file(file)
         if screen.json:
             screen.show_json(account.to_json())
@@ -44,6 +51,29 @@ def inspect(file: PackedFile, output: OutputOptions) -> None:
                 "",
                 facts(_facts(account)),
             )
+
+
+def _show_onnx(account: OnnxAccount, screen: Screen) -> None:
+    if screen.json:
+        screen.show_json(account.to_json())
+        return
+    size = f"{account.path}: {in_bytes(account.bytes)}"
+    if screen.quiet:
+        screen.show(size)
+        return
+    layers, items = account.layers, account.items
+    columns = [
+        Column("layer", list(layers), "left", shorten=True),
+        Column("bits", [str(account.bits[name]) for name in layers]),
+        Column("bytes", [in_bytes(count) for count in layers.values()]),
+    ]
+    rows = [*items.items(), ("file", account.bytes)]
+    sums = [
+        Column("item", [name for name, _ in rows], "left"),
+        Column("bytes", [f"{count:,}" for _, count in rows]),
+    ]
+    width = screen.out.width
+    screen.show(fitted(columns, width), "", fitted(sums, width), "", size)
 
 
 def unit_table(account: Account, width: int) -> RenderableType:

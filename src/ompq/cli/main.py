@@ -94,7 +94,7 @@ COMMANDS = {
     ),
     "inspect": Command(
         "ompq.cli.inspecting:inspect",
-        "Tell what a packed network takes on disk, item by item.",
+        "Tell what a network takes on disk, item by item.",
         _LOOK,
     ),
 }

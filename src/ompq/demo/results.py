@@ -187,7 +187,7 @@ def _agreements(demo: Demo) -> list[Section]:
     found: list[Section] = [
         Agreement(PACKED, float(demo.same_logits), count, note=f"{packed}: {same}")
     ]
-    if demo.exported is None:
+    if demo.exported is None or demo.exported.engine is None:
         return found
     size, runtime = in_bytes(demo.exported.bytes), demo.exported.runtime
     for against, one in (
@@ -276,5 +276,5 @@ def _export_json(found: ExportResult | None) -> dict[str, Any] | None:
         "runtime": found.runtime,
         "given": asdict(found.given),
         "simulated": asdict(found.simulated),
-        "engine": asdict(found.engine),
+        "engine": None if found.engine is None else asdict(found.engine),
     }

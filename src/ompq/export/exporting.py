@@ -4,39 +4,34 @@ Before the file appears, ONNX Runtime runs it on the samples, and what it gives 
 compared with the simulated network and with the integer engine.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from math import floor
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from ompq.errors import ExportError, MissingExtraError
 from ompq.export.containers import StoredWeight
-from ompq.export.onnx_graph import INPUT, OnnxGraph
+from ompq.export.onnx_graph import OnnxGraph
+from ompq.export.verification import (
+    against_engine,
+    against_simulated,
+    libraries,
+    open_session,
+    require,
+)
+from ompq.export.weights_only import weights_only_model
 from ompq.files import replacing
-from ompq.integer.agreement import Agreement, compare_outputs
+from ompq.integer.agreement import Agreement
 from ompq.integer.lowering import lower
 from ompq.integer.network import IntegerNetwork
 from ompq.integer.settling import settle
-from ompq.samples import (
-    Samples,
-    call,
-    evaluating,
-    first_samples,
-    first_tensor,
-    model_device,
-    sample_batches,
-    to_device,
-)
+from ompq.integer.steps import Steps
+from ompq.quantization.quantizing import quantization_of
+from ompq.samples import Samples, first_samples, first_tensor
 
 SMALLEST_OPSET = 18  # the first with a mask of bits
 SMALLEST_AGREEMENT = 0.995
-# From so many images on, a single one that differs cannot be told from a tie.
-_ENOUGH_IMAGES = 32
-_BATCH = 64
 
 
 @dataclass(frozen=True)
@@ -49,7 +44,8 @@ class ExportResult:
         opset: Version of the standard operators in it.
         weights: How each weight is stored.
         simulated: Agreement of ONNX Runtime with the settled network.
-        engine: Agreement of ONNX Runtime with the integer engine, codes included.
+        engine: Agreement of ONNX Runtime with the integer engine, codes included; None
+            where activations are float, which integers do not cover.
         given: Agreement of ONNX Runtime with the network as it was given. It equals
             ``simulated`` if that was settled already.
         runtime: What it was verified with, for example ``onnxruntime 1.31.1``.
@@ -60,7 +56,7 @@ class ExportResult:
     opset: int
     weights: tuple[StoredWeight, ...]
     simulated: Agreement
-    engine: Agreement
+    engine: Agreement | None
     given: Agreement
     runtime: str
 
@@ -78,7 +74,8 @@ def export_onnx(
 
     Args:
         quantized: From :func:`ompq.quantize`, perhaps reconstructed or trained. What
-            is written is its settled form; see :func:`ompq.integer.settling.settle`.
+            is written is its settled form; see :func:`ompq.settle`. Where activations
+            are all float, only weights are stored in fewer bits.
         path: The file to write; nothing is left there when verification fails.
         samples: Inputs to verify with; all are run.
         opset: Version of the standard operators.
@@ -92,32 +89,33 @@ def export_onnx(
     Raises:
         MissingExtraError: onnx or onnxruntime is not installed.
         QuantizationError: An operation has no integer form; it is named.
-        ExportError: The file does not compute what the network computes.
+        ExportError: The file does not compute what the network computes, or PyTorch
+            cannot write its graph.
         ValueError: The opset is too old.
     """
-    onnx, runtime = _libraries()
+    onnx, runtime = libraries()
     if opset < SMALLEST_OPSET:
         raise ValueError(f"opset={opset} is too old: use {SMALLEST_OPSET} or later")
-    settled = settle(quantized, samples)
-    steps = lower(settled, samples)
-    graph = OnnxGraph(steps, opset)
-    model = graph.model()
-    onnx.checker.check_model(model, full_check=True)
+    made = _made(quantized, samples, opset)
+    onnx.checker.check_model(made.model, full_check=True)
     with replacing(path) as temporary:
-        temporary.write_bytes(model.SerializeToString())
-        session = _session(temporary)
-        simulated = _against_simulated(settled, session, samples)
-        given = _against_simulated(quantized, session, samples)
-        _require(simulated, smallest_agreement, "simulated network")
-        images = first_tensor(first_samples(samples, engine_images)).cpu()
-        engine = _against_engine(IntegerNetwork(steps), model, graph.codes, images)
-        _require(engine, smallest_agreement, "integer engine")
+        temporary.write_bytes(made.model.SerializeToString())
+        session = open_session(temporary)
+        simulated = against_simulated(made.network, session, samples)
+        given = against_simulated(quantized, session, samples)
+        require(simulated, smallest_agreement, "simulated network")
+        engine = None
+        if made.steps is not None:
+            images = first_tensor(first_samples(samples, engine_images)).cpu()
+            integers = IntegerNetwork(made.steps)
+            engine = against_engine(integers, made.model, made.codes, images)
+            require(engine, smallest_agreement, "integer engine")
         size = temporary.stat().st_size
     return ExportResult(
         path=Path(path),
         bytes=size,
         opset=opset,
-        weights=tuple(graph.weights),
+        weights=tuple(made.weights),
         simulated=simulated,
         engine=engine,
         given=given,
@@ -125,72 +123,22 @@ def export_onnx(
     )
 
 
-def _libraries() -> tuple[Any, Any]:
-    try:
-        import onnx
-        import onnxruntime
-    except ImportError as error:
-        raise MissingExtraError(error.name or "onnx", "onnx") from error
-    return onnx, onnxruntime
+@dataclass(frozen=True)
+class _Made:
+    """What will be a file: its content, and the network that it must agree with."""
+
+    model: Any
+    weights: Sequence[StoredWeight]
+    network: nn.Module
+    steps: Steps | None = None
+    codes: Mapping[int, str] = field(default_factory=dict)
 
 
-def _session(model: Path | bytes) -> Any:
-    import onnxruntime
-
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = torch.get_num_threads()
-    options.log_severity_level = 3
-    # Without it processors that lack VNNI saturate sums of 8-bit products.
-    options.add_session_config_entry("session.x64quantprecision", "1")
-    source = model if isinstance(model, bytes) else str(model)
-    return onnxruntime.InferenceSession(
-        source, options, providers=["CPUExecutionProvider"]
-    )
-
-
-def _run(session: Any, images: Tensor) -> list[Tensor]:
-    outputs = session.run(None, {INPUT: images.float().numpy()})
-    return [torch.from_numpy(output) for output in outputs]
-
-
-def _against_simulated(
-    quantized: nn.Module, session: Any, samples: Samples
-) -> Agreement:
-    ours, theirs = [], []
-    device = model_device(quantized)
-    for batch in sample_batches(samples, batch_size=_BATCH):
-        with evaluating(quantized):
-            logits = first_tensor(call(quantized, to_device(batch, device)))
-        ours.append(logits.float().cpu())
-        theirs.append(_run(session, first_tensor(batch).cpu())[0])
-    return compare_outputs(torch.cat(ours), torch.cat(theirs))
-
-
-def _against_engine(
-    engine: IntegerNetwork, model: Any, codes: Mapping[int, str], images: Tensor
-) -> Agreement:
-    """Compare also all codes, which a copy of the file gives out."""
-    from onnx import ModelProto, helper
-
-    watched = ModelProto()
-    watched.CopyFrom(model)
-    watched.graph.output.extend(
-        helper.make_empty_tensor_value_info(name) for name in codes.values()
-    )
-    logits, *found = _run(_session(watched.SerializeToString()), images)
-    expected = engine.codes(images)
-    pairs = [(expected[at], c) for at, c in zip(codes, found, strict=True)]
-    return compare_outputs(engine.run(images), logits, pairs)
-
-
-def _require(found: Agreement, smallest: float, against: str) -> None:
-    allowed = floor(found.images * (1 - smallest) + 1e-9)
-    if found.images >= _ENOUGH_IMAGES:
-        allowed = max(1, allowed)
-    differing = round(found.images * (1 - found.top1))
-    if differing > allowed:
-        raise ExportError(
-            f"the file disagrees with the {against}: {found}, but at least "
-            f"{smallest:.1%} must be equal. Nothing was written; please report this "
-            "with the network and the versions of onnxruntime and the processor"
-        )
+def _made(quantized: nn.Module, samples: Samples, opset: int) -> _Made:
+    if not quantization_of(quantized).points:  # all activations are float
+        model, weights = weights_only_model(quantized, samples, opset)
+        return _Made(model, weights, quantized)
+    settled = settle(quantized, samples)
+    steps = lower(settled, samples)
+    graph = OnnxGraph(steps, opset)
+    return _Made(graph.model(), graph.weights, settled, steps, graph.codes)

@@ -27,8 +27,9 @@ class OnnxAccount:
     Attributes:
         path: The file.
         bytes: Its size on disk.
-        items: Bytes by item; they sum up to the file. ``graph`` is all that is no
-            constant: nodes, names, the functions that unpack weights.
+        items: Bytes by item; they sum up to the file. ``float`` is what is stored as
+            it was, ``graph`` all that is no constant: nodes, names, the functions that
+            unpack weights.
         layers: Layer → bytes of its constants.
         bits: Layer → width of its weight's codes; 8 for one that is stored as bytes.
     """
@@ -38,6 +39,18 @@ class OnnxAccount:
     items: Mapping[str, int]
     layers: Mapping[str, int]
     bits: Mapping[str, int]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data for JSON."""
+        return {
+            "path": str(self.path),
+            "file_bytes": self.bytes,
+            "items": dict(self.items),
+            "units": [
+                {"name": name, "weight_bits": self.bits[name], "bytes": size}
+                for name, size in self.layers.items()
+            ],
+        }
 
 
 def inspect_onnx(path: str | Path) -> OnnxAccount:
@@ -53,11 +66,9 @@ def inspect_onnx(path: str | Path) -> OnnxAccount:
     for tensor in model.graph.initializer:
         layer, _, kind = tensor.name.rpartition("/")
         size = len(tensor.raw_data)
-        item = (
-            "weights" if kind.startswith("plane") else _ITEMS.get(kind, "activations")
-        )
+        item = _item(layer, kind)
         items[item] = items.get(item, 0) + size
-        if item != "activations":
+        if item not in ("activations", "float"):
             layers[layer] = layers.get(layer, 0) + size
     total = Path(path).stat().st_size
     items["graph"] = total - sum(items.values())
@@ -68,6 +79,14 @@ def inspect_onnx(path: str | Path) -> OnnxAccount:
     }
     bits = {layer: unpacked.get(layer, 8) for layer in layers}
     return OnnxAccount(Path(path), total, items, layers, bits)
+
+
+def _item(layer: str, kind: str) -> str:
+    if layer in ("scale", "zero", "code"):  # of a tensor's grid; layers share them
+        return "activations"
+    if not layer:  # named as in the network: what stays float
+        return "float"
+    return "weights" if kind.startswith("plane") else _ITEMS.get(kind, "activations")
 
 
 def _loaded(path: Path) -> Any:

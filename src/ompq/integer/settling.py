@@ -39,7 +39,7 @@ _CANDIDATES = 512
 _AT_ONCE = 1 << 22
 # Averages with more possible results than this cannot all be kept off the middle.
 _MOST_RESULTS = 1 << 18
-# Scales that depend on each other in a circle are moved again and again; hardly any do.
+# Moving one scale may make it necessary to move another; twice is enough as a rule.
 _ROUNDS = 8
 
 
@@ -59,39 +59,36 @@ def settle(quantized: nn.Module, samples: Samples) -> nn.Module:
     record = quantization_of(quantized)
     result = copy.deepcopy(quantized)
     steps = lower(result, samples)
-    _clear_scales(result, steps)
+    for _ in range(_ROUNDS):
+        if not _clear_scales(result, steps):
+            break
+        # Tensors that shared a grid by chance may do so no longer.
+        steps = lower(result, samples)
     links = _links(result, steps)
     link_layers(result, links)
     return with_quantization(result, replace(record, links=links))
 
 
-def _clear_scales(model: nn.Module, steps: Steps) -> None:
-    """Move the scales of sums, averages and changes of grid, where they must be."""
+def _clear_scales(model: nn.Module, steps: Steps) -> bool:
+    """Move scales of sums, averages and changes of grid; return whether any did."""
     quantizers = activation_quantizers(model)
     meeting: dict[str, list[Step]] = {}
     for step in steps.steps:
         if isinstance(step.operation, Sum | Average | Requantize) and step.grid:
             meeting.setdefault(step.quantizer, []).append(step)
-    for _ in range(_ROUNDS):
-        moved = False
-        for name, several in meeting.items():
-            results = [
-                possible_results(
-                    step,
-                    [
-                        code_grid(quantizers[steps.steps[i].quantizer])
-                        for i in step.inputs
-                    ],
-                )
-                for step in several
-            ]
-            before = code_grid(quantizers[name])
-            scale = clear_scale(torch.cat(results), before)
-            with torch.no_grad():
-                quantizers[name].scale.fill_(scale)
-            moved |= scale != before.scale
-        if not moved:
-            return
+    moved = False
+    for name, several in meeting.items():
+        results = []
+        for step in several:
+            sources = [steps.steps[i].quantizer for i in step.inputs]
+            grids = [code_grid(quantizers[source]) for source in sources]
+            results.append(possible_results(step, grids))
+        before = code_grid(quantizers[name])
+        scale = clear_scale(torch.cat(results), before)
+        with torch.no_grad():
+            quantizers[name].scale.fill_(scale)
+        moved |= scale != before.scale
+    return moved
 
 
 def _links(model: nn.Module, steps: Steps) -> tuple[Link, ...]:

@@ -5,7 +5,7 @@ them, :func:`ompq.load` reads them from a file. So both make the same network.
 """
 
 import copy
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
@@ -97,7 +97,16 @@ def _fold(model: nn.Module, unit: Unit) -> None:
         weight, bias = folded(module, norm)
         module.weight = nn.Parameter(weight.detach())
         module.bias = nn.Parameter(bias.detach())
-    replace_module(model, unit.norm, nn.Identity())
+    replace_module(model, unit.norm, _without_norm(norm))
+
+
+def _without_norm(norm: nn.Module) -> nn.Module:
+    """Return what is left of a batch norm that was folded.
+
+    Those of timm hold the activation that follows, and perhaps a dropout.
+    """
+    held = OrderedDict(norm.named_children())
+    return nn.Sequential(held).train(norm.training) if held else nn.Identity()
 
 
 def _swap(

@@ -22,7 +22,7 @@ _PASSIVE = {
     "unflatten", "view", "reshape", "permute", "transpose", "movedim", "contiguous",
     "clone", "detach", "to", "dropout", "dropout1d", "dropout2d", "dropout3d",
     "squeeze", "unsqueeze", "chunk", "split", "getitem", "channel_shuffle",
-    "boolean_dispatch", "pixel_shuffle",
+    "boolean_dispatch", "pad", "pixel_shuffle",
 }  # fmt: skip
 _AVERAGES = {"avg_pool1d", "avg_pool2d", "adaptive_avg_pool1d", "adaptive_avg_pool2d",
              "mean"}  # fmt: skip
