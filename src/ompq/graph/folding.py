@@ -4,6 +4,23 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvTransposeNd
+from torch.nn.modules.dropout import _DropoutNd
+
+from ompq.graph.units import Unit
+
+
+def normalised_by(model: nn.Module, unit: Unit) -> str:
+    """Return the module that gives what a unit gives after its batch norm.
+
+    Batch norms of timm hold the activation that follows; what comes first in them, a
+    dropout that does nothing in eval mode, returns what was normalised.
+    """
+    if not unit.norm:
+        return unit.name
+    held = list(model.get_submodule(unit.norm).named_children())
+    if held and isinstance(held[0][1], nn.Identity | _DropoutNd):
+        return f"{unit.norm}.{held[0][0]}"
+    return unit.norm
 
 
 def norm_affine(norm: _BatchNorm) -> tuple[Tensor, Tensor]:

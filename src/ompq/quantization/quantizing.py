@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from ompq.allocation.solving import Allocation
 from ompq.errors import QuantizationError, shortened
+from ompq.graph.folding import normalised_by
 from ompq.graph.observation import record, tensors_in, watch
 from ompq.graph.tracing import trace
 from ompq.graph.units import LayerGraph, Skipped, Unit
@@ -259,7 +260,7 @@ def correct_biases(
 
         return hook
 
-    remembering = {unit.norm or unit.name: remember(unit.name) for unit in units}
+    remembering = {normalised_by(model, one): remember(one.name) for one in units}
     with evaluating(model), _hooks(model, remembering):
         call(model, batch)
     correcting = {unit.name: correct(unit.name) for unit in units}

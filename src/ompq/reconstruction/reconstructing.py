@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ompq.errors import CheckpointError
 from ompq.files import replacing
+from ompq.graph.folding import normalised_by
 from ompq.graph.observation import tensors_in
 from ompq.quantization.layers import QuantizedLayer
 from ompq.quantization.quantizing import (
@@ -139,7 +140,7 @@ def _cache(
     cache = gather(
         quantized,
         model,
-        (name, unit.norm or name if unit else name),
+        (name, normalised_by(model, unit) if unit else name),
         samples,
         batch_size=config.batch_size,
         limit=config.device_bytes,
