@@ -287,3 +287,11 @@ def test_pareto_of_one_possibility_is_one_point():
     it = problem([[1.0]], weights=[8], bits=(4,))
     (point,) = pareto(it, points=10)
     assert (point.cost, point.damage) == (4.0, 1.0)
+
+
+def test_a_curve_tells_its_progress():
+    it = problem(np.array([[3.0, 1.0], [9.0, 1.0]]), weights=[80, 160], bits=(2, 4))
+    told = []
+    points = pareto(it, "bytes", 5, progress=lambda *what: told.append(what))
+    assert [(done, total) for done, total, _ in told] == [(n, 5) for n in range(2, 6)]
+    assert points == pareto(it, "bytes", 5)

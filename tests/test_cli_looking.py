@@ -118,3 +118,13 @@ def test_report_says_what_is_wrong(plan_file, tmp_path):
     missing = run("report", tmp_path / "no.json", "-o", page)
     assert "no.json is no plan" in missing.stderr
     assert not page.exists()
+
+
+def test_figures_need_a_folder(plan_file, tmp_path):
+    (tmp_path / "a.txt").write_text("")
+    result = run("report", plan_file, "--figures", tmp_path / "a.txt")
+    assert result.exit_code == 2
+    expected = f"error: --figures {tmp_path / 'a.txt'} is a file; name a folder\n"
+    assert result.stderr == expected
+    below = run("report", plan_file, "--figures", tmp_path / "a.txt" / "b")
+    assert "a.txt is no folder one may write to" in below.stderr

@@ -220,7 +220,7 @@ def test_a_thousand_units_stay_under_two_megabytes(monkeypatch):
         )
         for cost in np.linspace(1e6, 9e6, 128)
     ]
-    monkeypatch.setattr(Plan, "pareto", lambda *_: curve)
+    monkeypatch.setattr(Plan, "pareto", lambda *_, **__: curve)
     html = render_report(network, every_section())
     assert len(html.encode()) < 2_000_000
     assert "each row and column is the mean of 3" in " ".join(Page(html).texts)

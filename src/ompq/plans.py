@@ -26,6 +26,7 @@ from ompq.costs import Accounting, Bytes, Cost, LatencyTable, cost_tables, unit_
 from ompq.errors import PlanError, shortened
 from ompq.files import read_json, write_text
 from ompq.graph.units import Choice, LayerGraph
+from ompq.samples import Progress
 from ompq.scores import ScoreTable
 
 FORMAT = "ompq-plan/1"
@@ -115,9 +116,15 @@ class Plan:
         allocation = allocate(self.problem, budget, method=self.method)
         return replace(self, budget=budget, allocation=allocation)
 
-    def pareto(self, cost: str = "bytes", points: int = 100) -> tuple[ParetoPoint, ...]:
+    def pareto(
+        self,
+        cost: str = "bytes",
+        points: int = 100,
+        *,
+        progress: Progress | None = None,
+    ) -> tuple[ParetoPoint, ...]:
         """Return the curve of damage against a cost, by re-solving."""
-        return pareto(self.problem, cost, points)
+        return pareto(self.problem, cost, points, progress=progress)
 
     def explain(self, unit: str) -> Explanation:
         """Tell why a unit got its bits."""

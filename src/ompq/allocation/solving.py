@@ -26,6 +26,7 @@ from ompq.allocation.programs import (
     rounded,
 )
 from ompq.allocation.search import PASSES, minimum
+from ompq.samples import Progress
 
 __all__ = [
     "Allocation",
@@ -147,7 +148,11 @@ def _exact(program: Program, passes: int) -> Columns | None:
 
 
 def pareto(
-    problem: Problem, cost: str = "bytes", points: int = 100
+    problem: Problem,
+    cost: str = "bytes",
+    points: int = 100,
+    *,
+    progress: Progress | None = None,
 ) -> tuple[ParetoPoint, ...]:
     """Return the curve of damage against one cost, from the smallest to the largest.
 
@@ -157,6 +162,7 @@ def pareto(
         points: Limits to try, evenly spaced from the least that any allocation costs
             to what the allocation of least damage costs. Limits with the same answer
             give one point, so fewer may be returned.
+        progress: Called after each limit.
 
     Raises:
         ValueError: The cost is unknown, or there are fewer than two points.
@@ -165,10 +171,13 @@ def pareto(
         raise ValueError(f"points={points} is too few for a curve; use at least 2")
     smallest, largest = reachable(problem, cost)
     found = [_best_under(problem, cost, largest)]
-    for limit in np.linspace(smallest, found[0].cost, points)[-2::-1].tolist():
+    limits = np.linspace(smallest, found[0].cost, points)[-2::-1].tolist()
+    for done, limit in enumerate(limits, 2):
         if limit < found[-1].cost:  # otherwise the last point is the answer here, too
             point = _best_under(problem, cost, limit)
             found = [p for p in found if p.damage < point.damage] + [point]
+        if progress is not None:
+            progress(done, points, f"solving for {cost}")
     return tuple(found[::-1])
 
 

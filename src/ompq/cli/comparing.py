@@ -20,6 +20,7 @@ from ompq.files import read_json
 from ompq.plans import Plan
 from ompq.report import Accuracy, write_report
 from ompq.report.numbers import counted, digits, in_bytes
+from ompq.samples import Progress
 
 Sources = Annotated[
     list[Path],
@@ -77,8 +78,8 @@ def compare(
         for entry in entries[1:]:
             entry.plan.check_network(entries[0].plan.graph)
         if page is not None:
-            with screen.stage("writing the report"):
-                _write_page(page, entries)
+            with screen.stage("writing the report") as progress:
+                _write_page(page, entries, progress)
         _show(entries, page, screen)
 
 
@@ -224,7 +225,7 @@ def _plain(
     }
 
 
-def _write_page(page: Path, entries: Sequence[Entry]) -> None:
+def _write_page(page: Path, entries: Sequence[Entry], progress: Progress) -> None:
     sections = [
         Accuracy(
             entry.name,
@@ -243,4 +244,6 @@ def _write_page(page: Path, entries: Sequence[Entry]) -> None:
         if damage_under(entry, entries[0]) is not None
     }
     title = " and ".join(entry.name for entry in entries)
-    write_report(page, first, results=sections, title=title, others=others)
+    write_report(
+        page, first, results=sections, title=title, others=others, progress=progress
+    )

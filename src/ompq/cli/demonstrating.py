@@ -11,6 +11,7 @@ from rich.text import Text
 
 from ompq.cli.options import OutputOptions, option
 from ompq.cli.screen import Screen, opened
+from ompq.cli.settings import check_folder
 from ompq.cli.shown import time_line
 from ompq.cli.tables import Column, facts, fitted
 from ompq.demo.contest import Contender, Measured
@@ -72,8 +73,7 @@ def demo(
     writes a report. It needs no download and no GPU, and takes about a minute. What
     can be met is 28.5KiB to 85.9KiB, 2bits to 8bits.
     """
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"--output {folder} is a file; name a folder")
+    check_folder(folder)
     config = DemoConfig(budget=budget, iterations=iterations, seed=seed)
     with opened(output) as screen:
 

@@ -13,7 +13,7 @@ from ompq.allocation.solving import Explanation
 from ompq.cli.options import OutputOptions, PlanFile, one_of, option
 from ompq.cli.ranges import as_budget, operation_budgets, size_budgets
 from ompq.cli.screen import opened
-from ompq.cli.settings import check_writable
+from ompq.cli.settings import check_folder, check_writable
 from ompq.cli.tables import Column, fitted
 from ompq.errors import PlanError
 from ompq.files import read_json
@@ -21,6 +21,7 @@ from ompq.graph.units import Choice, select
 from ompq.plans import Plan
 from ompq.report import Section, sections_from_json, write_figures, write_report
 from ompq.report.numbers import digits
+from ompq.samples import Progress
 
 # A cost → what it is sorted by; average bits follow the sum of bits.
 _KEYS = {
@@ -101,18 +102,20 @@ def pareto(
         plan = Plan.load(file)
         if cost not in plan.problem.costs:
             raise PlanError(f"{file} has no latency table, so no cost {cost}")
-        with screen.stage("solving"):
-            rows = pareto_rows(plan, cost, points)
+        with screen.stage("solving") as progress:
+            rows = pareto_rows(plan, cost, points, progress)
         if screen.json:
             screen.show_json({"cost": cost, "points": rows})
         else:
             screen.show(pareto_table(rows, screen.out.width))
 
 
-def pareto_rows(plan: Plan, cost: str, points: int) -> list[dict[str, Any]]:
+def pareto_rows(
+    plan: Plan, cost: str, points: int, progress: Progress | None = None
+) -> list[dict[str, Any]]:
     """Return the curve as plain data, with the plan itself in its place."""
     rows = []
-    for point in plan.pareto(cost, points):
+    for point in plan.pareto(cost, points, progress=progress):
         there = replace(plan, allocation=point.allocation)
         rows.append(_pareto_row(there))
     rows.append({**_pareto_row(plan), "this": True})
@@ -187,15 +190,17 @@ def report(
     if page is None and figures is None:
         raise ValueError("nothing to write: give -o FILE, --figures DIR or both")
     check_writable(page)
+    check_folder(figures, "--figures")
     with opened(output) as screen:
         plan = Plan.load(file)
         sections = [] if results is None else read_sections(results)
         written: list[str] = []
-        with screen.stage("writing the report"):
+        with screen.stage("writing the report") as progress:
             if page is not None:
-                written.append(
-                    str(write_report(page, plan, results=sections, title=title))
+                write_report(
+                    page, plan, results=sections, title=title, progress=progress
                 )
+                written.append(str(page))
             if figures is not None:
                 written += [str(one) for one in write_figures(figures, plan, sections)]
         if screen.json:

@@ -39,6 +39,7 @@ from ompq.report import (
 )
 from ompq.report import BlockError as BlockSection
 from ompq.report.numbers import digits
+from ompq.samples import Progress
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,9 @@ class Outcome:
         }
 
 
-def write_files(folder: Path, outcome: Outcome) -> list[str]:
+def write_files(
+    folder: Path, outcome: Outcome, progress: Progress | None = None
+) -> list[str]:
     """Write everything, each file whole or not at all; the result comes last."""
     written = ["plan.json"]
     outcome.plan.save(folder / "plan.json")
@@ -95,6 +98,7 @@ def write_files(folder: Path, outcome: Outcome) -> list[str]:
         outcome.plan,
         results=sections(outcome),
         title=outcome.about["network"],
+        progress=progress,
     )
     written.append("result.json")
     text = json.dumps(outcome.to_json(), indent=1, ensure_ascii=False)

@@ -48,6 +48,22 @@ def check_writable(path: Path | None) -> None:
         raise ValueError(f"--output {path}: {above} is no folder one may write to")
 
 
+def check_folder(path: Path | None, option: str = "--output") -> None:
+    """Make sure, before the work, that files can be written into a folder.
+
+    Raises:
+        ValueError: They cannot.
+    """
+    if path is None:
+        return
+    if path.exists() and not path.is_dir():
+        raise ValueError(f"{option} {path} is a file; name a folder")
+    absolute = path.absolute()
+    there = next(one for one in (absolute, *absolute.parents) if one.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        raise ValueError(f"{option} {path}: {there} is no folder one may write to")
+
+
 def load_network(options: NetworkOptions, screen: Screen) -> NamedModel:
     """Load the network and put it where it is to run."""
     device = options.torch_device()

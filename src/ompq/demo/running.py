@@ -76,11 +76,17 @@ def run_demo(
     timed = partial(_timed, stage or _silent, seconds)
     with _complete_folder(Path(folder)) as work:
         demo = _computed(work, config, timed, planned, seconds)
-        with timed("writing the report"):
+        with timed("writing the report") as progress:
             demo.plan.save(work / PLAN)
             title = f"Handwritten digits in {demo.budget}"
             sections = demo_sections(demo)
-            write_report(work / REPORT, demo.plan, results=sections, title=title)
+            write_report(
+                work / REPORT,
+                demo.plan,
+                results=sections,
+                title=title,
+                progress=progress,
+            )
         text = json.dumps(demo.to_json(), indent=1, ensure_ascii=False)
         write_text(work / RESULT, f"{text}\n")
     return _moved(demo, Path(folder))

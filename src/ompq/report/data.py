@@ -7,11 +7,14 @@ from numpy.typing import NDArray
 
 from ompq.allocation.solving import Allocation, Budget
 from ompq.plans import Plan
+from ompq.samples import Progress
 
 _DIGITS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
-def explorer_data(plan: Plan, steps: int) -> dict[str, Any]:
+def explorer_data(
+    plan: Plan, steps: int, progress: Progress | None = None
+) -> dict[str, Any]:
     """Return the explorer's data for ``steps`` budgets, plain enough for JSON.
 
     A solution is a string with one character a unit: the digit of its choice, in base
@@ -43,7 +46,7 @@ def explorer_data(plan: Plan, steps: int) -> dict[str, Any]:
             for name, cost in problem.costs.items()
         },
         "plan": solution(plan),
-        "axes": [_axis(plan, cost, steps) for cost in axis_costs(plan)],
+        "axes": [_axis(plan, cost, steps, progress) for cost in axis_costs(plan)],
     }
 
 
@@ -62,11 +65,13 @@ def solution(plan: Plan) -> str:
     return "".join(_DIGITS[column] for column in plan.columns)
 
 
-def _axis(plan: Plan, cost: str, steps: int) -> dict[str, Any]:
+def _axis(
+    plan: Plan, cost: str, steps: int, progress: Progress | None
+) -> dict[str, Any]:
     digit = {choice: _DIGITS[number] for number, choice in enumerate(plan.choices)}
     found = [
         (limit, "".join(digit[allocation[name]] for name in plan.graph.names))
-        for limit, allocation in _solutions(plan, cost, steps)
+        for limit, allocation in _solutions(plan, cost, steps, progress)
     ]
     own = limits(plan)
     at = -1
@@ -82,9 +87,11 @@ def _axis(plan: Plan, cost: str, steps: int) -> dict[str, Any]:
     }
 
 
-def _solutions(plan: Plan, cost: str, steps: int) -> list[tuple[float, Allocation]]:
+def _solutions(
+    plan: Plan, cost: str, steps: int, progress: Progress | None
+) -> list[tuple[float, Allocation]]:
     """Return limits, evenly spaced, and what ``plan.with_budget`` gives for each."""
-    curve = plan.pareto(cost, steps)
+    curve = plan.pareto(cost, steps, progress=progress)
     even = np.linspace(curve[0].cost, curve[-1].cost, steps)
     costs = plan.problem.costs
     budgets = [_budget(cost, limit, costs[cost].reference) for limit in even.tolist()]

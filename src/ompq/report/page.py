@@ -33,6 +33,7 @@ from ompq.report.sections import (
     StageTime,
     Versions,
 )
+from ompq.samples import Progress
 
 _FOLDER = Path(__file__).parent
 STEPS = 128  # budgets on each of the explorer's curves
@@ -52,6 +53,7 @@ def write_report(
     results: Sequence[Section] = (),
     title: str | None = None,
     others: Mapping[str, Plan] | None = None,
+    progress: Progress | None = None,
 ) -> Path:
     """Write a plan and what became of it as one HTML page.
 
@@ -65,11 +67,12 @@ def write_report(
         title: The heading, for example the network's name.
         others: Plans of the same network and choices, by name, that the explorer can
             stand beside this one.
+        progress: Called as the explorer's budgets are solved for.
 
     Raises:
         TypeError: A result is none of the sections.
     """
-    write_text(path, render_report(plan, results, title, others))
+    write_text(path, render_report(plan, results, title, others, progress))
     return Path(path)
 
 
@@ -78,6 +81,7 @@ def render_report(
     results: Sequence[Section] = (),
     title: str | None = None,
     others: Mapping[str, Plan] | None = None,
+    progress: Progress | None = None,
 ) -> str:
     """Return the page's HTML; see :func:`write_report`."""
     _check_kinds(results)
@@ -109,7 +113,7 @@ def render_report(
         "ompq_version": version("ompq"),
     }
     data = {
-        **explorer_data(plan, STEPS),
+        **explorer_data(plan, STEPS, progress),
         "others": {name: solution(one) for name, one in (others or {}).items()},
         "orm": context["orm_data"],
     }
