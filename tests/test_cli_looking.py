@@ -78,6 +78,14 @@ def test_the_curve_is_a_table_that_marks_the_plan(plan_file):
     assert max(map(len, lines)) <= 80
 
 
+def test_the_curve_is_one_line_if_quiet(plan_file):
+    quiet = run("pareto", plan_file, "--points", "3", "--quiet")
+    ends = run_json("pareto", plan_file, "--points", "3")["points"]
+    first, last = (f"{ends[at]['damage']:.3g}" for at in (0, -1))
+    assert quiet.stdout.endswith(f": damage {first} to {last}\n")
+    assert quiet.stdout.count("\n") == 1
+
+
 def test_a_score_that_is_negative_has_bars_too():
     row = {"bytes": 1024.0, "percent": 1.0, "average_bits": 2.0, "bit_ops": 1e9}
     rows = [{**row, "damage": d, "this": False} for d in (-1.0, -2.0, -3.0)]

@@ -25,7 +25,7 @@ from ompq.samples import Progress
 Sources = Annotated[
     list[Path],
     typer.Argument(
-        metavar="PLAN...",
+        metavar="PLAN",
         help="Two or more plans, or folders of ompq quantize.",
         show_default=False,
     ),

@@ -106,6 +106,8 @@ def pareto(
             rows = pareto_rows(plan, cost, points, progress)
         if screen.json:
             screen.show_json({"cost": cost, "points": rows})
+        elif screen.quiet:
+            screen.show(_pareto_line(rows))
         else:
             screen.show(pareto_table(rows, screen.out.width))
 
@@ -120,6 +122,12 @@ def pareto_rows(
         rows.append(_pareto_row(there))
     rows.append({**_pareto_row(plan), "this": True})
     return sorted(rows, key=lambda row: (row[_KEYS[cost]], row["this"]))
+
+
+def _pareto_line(rows: Sequence[Mapping[str, Any]]) -> str:
+    sizes = size_budgets([row["bytes"] for row in (rows[0], rows[-1])])
+    damages = [digits(row["damage"]) for row in (rows[0], rows[-1])]
+    return f"{sizes[0]} to {sizes[1]}: damage {damages[0]} to {damages[1]}"
 
 
 def _pareto_row(plan: Plan) -> dict[str, Any]:
