@@ -193,7 +193,7 @@ def normalised(products: Tensor) -> Tensor:
 
 
 def layer_gamma(orm: Tensor) -> Tensor:
-    """Return gamma_i = sum_j k_ij − 1 (Eq. 7): small means independent. (L,)."""
+    """Return gamma_i = sum_j k_ij − 1 (Eq. 8): small means independent. (L,)."""
     return orm.sum(1) - 1
 
 
@@ -204,7 +204,7 @@ def importance(
 
     Args:
         gamma: Sums of ORM, (L,).
-        beta: How much layers differ (Eq. 8).
+        beta: How much layers differ (Eq. 9).
         decreasing: The decreasing function of the ablation, applied to beta * gamma.
 
     Returns:
@@ -231,7 +231,7 @@ def importance(
 def objective_coefficients(theta: Tensor) -> Tensor:
     """Return (1 / (L−i+1)) * sum_{j>=i} theta_j: what a bit of layer i is worth. (L,).
 
-    The paper's objective (Eq. 9) gives layer i the mean importance of itself and all
+    The paper's objective (Eq. 10) gives layer i the mean importance of itself and all
     layers after it.
     """
     sums = theta.flip(0).cumsum(0).flip(0)
