@@ -30,7 +30,8 @@ ORDER = {
     "integer": "dyadic steps kernels weights values forms layer_numbers lowering "
     "settling network agreement",
     "packing": "bitstream packfile contents checkpoint accounts",
-    "export": "containers onnx_account onnx_graph weights_only verification exporting",
+    "export": "policies containers onnx_account gains onnx_graph weights_only "
+    "verification exporting timing",
     "latency": "",
     "models": "cifar weights demo_network naming",
     "datasets": "images inputs naming training_sets",

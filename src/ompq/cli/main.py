@@ -72,6 +72,16 @@ COMMANDS = {
         "Measure a network's accuracy, with an interval.",
         _DO,
     ),
+    "export": Command(
+        "ompq.cli.exporting:export",
+        "Write a quantized network for other programs; ONNX is verified first.",
+        _DO,
+    ),
+    "bench": Command(
+        "ompq.cli.benchmarking:bench",
+        "Measure an exported network beside the float one, on this CPU.",
+        _LOOK,
+    ),
     "explain": Command(
         "ompq.cli.looking:explain",
         "Tell why a layer of a plan got its bits.",

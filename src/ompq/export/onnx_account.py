@@ -60,7 +60,7 @@ def inspect_onnx(path: str | Path) -> OnnxAccount:
         MissingExtraError: onnx is not installed.
         ExportError: The file cannot be read, or another program wrote it.
     """
-    model = _loaded(Path(path))
+    model = load_exported(Path(path))
     items: dict[str, int] = {}
     layers: dict[str, int] = {}
     for tensor in model.graph.initializer:
@@ -89,7 +89,13 @@ def _item(layer: str, kind: str) -> str:
     return "weights" if kind.startswith("plane") else _ITEMS.get(kind, "activations")
 
 
-def _loaded(path: Path) -> Any:
+def load_exported(path: Path) -> Any:
+    """Return the content of a file that :func:`ompq.export_onnx` wrote.
+
+    Raises:
+        MissingExtraError: onnx is not installed.
+        ExportError: The file cannot be read, or another program wrote it.
+    """
     try:
         import onnx
         from google.protobuf.message import (  # type: ignore[import-untyped]

@@ -68,16 +68,17 @@ class IntegerMap:
         kind = torch.float32
         if int(largest_sum(weight, grid).max()) >= _WHOLE_FLOATS:
             kind = torch.float64
-        levels = (x / self.source.scale).round().to(kind)
+        # In place where it can be: these tensors are large, and no gradient is kept.
+        levels = (x / self.source.scale).round_().to(kind)
         sums = linear_map(layer, levels, weight.values.to(kind), None)
         # A fast algorithm of convolution may leave a sum near its whole number.
-        sums = sums.round() + _like(layer, weight.bias.to(kind), sums)
+        sums = sums.round_().add_(_like(layer, weight.bias.to(kind), sums)).float()
         ratio = self.source.scale.float() * weight.scale.float()
         if self.target is None:
-            return (sums.float() * _like(layer, ratio, sums)).to(x.dtype)
+            return sums.mul_(_like(layer, ratio, sums)).to(x.dtype)
         ratio = ratio / self.target.scale.float()
-        steps = (sums.float() * _like(layer, ratio, sums)).round()
-        return steps.to(x.dtype) * self.target.scale
+        steps = sums.mul_(_like(layer, ratio, sums)).round_()
+        return steps.to(x.dtype).mul_(self.target.scale)
 
 
 def link_layers(model: nn.Module, links: Iterable[Link]) -> None:

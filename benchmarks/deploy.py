@@ -1,0 +1,172 @@
+"""Exported networks: size, agreement, load time, latency and memory.
+
+python benchmarks/deploy.py agreement --data FOLDER --work WORK --network resnet18
+python benchmarks/deploy.py latency --work WORK --network resnet18
+
+FOLDER holds ``imagenet-calib``, ``imagenet-val`` (ImageFolders) and ``weights``. The
+first part writes the files into WORK and compares what they compute with PyTorch, on
+all images; the second part, for a quiet machine, times them. Weights are rounded to
+nearest: agreement and time do not depend on how good a network is.
+"""
+
+import argparse
+import time
+from pathlib import Path
+
+import torch
+from common import RESULTS, alternating, median_ratio, save
+from torch import nn
+
+import ompq
+from ompq.allocation.solving import Allocation
+from ompq.datasets.naming import load_data
+from ompq.export.exporting import export_onnx
+from ompq.export.timing import load_seconds, peak_memory, runner
+from ompq.export.verification import against_simulated, open_session
+from ompq.export.weights_only import float_model
+from ompq.graph.tracing import trace
+from ompq.graph.units import Choice
+from ompq.models.naming import load_model
+
+NETWORKS = {
+    "resnet18": ("torchvision:resnet18", "imagenet_resnet18"),
+    "mobilenet_v2": ("torchvision:mobilenet_v2", "imagenet_mobilenet_v2"),
+}
+# Name → budget and choices; None is 8 bits everywhere.
+SCHEMES = {
+    "8": None,
+    "mixed 2-8": ("5bits", (2, 3, 4, 5, 6, 8)),
+    "mixed 2-4": ("3.2bits", (2, 3, 4)),
+}
+SHAPE = (1, 3, 224, 224)
+
+
+def file_of(work: Path, network: str, scheme: str, kind: str) -> Path:
+    """Return where a network is written."""
+    return work / f"{network}-{scheme.replace(' ', '-')}.{kind}"
+
+
+def planned(model: nn.Module, samples, scheme: str):
+    """Return the plan of a scheme, or the bits without one."""
+    if SCHEMES[scheme] is None:
+        names = trace(model, samples).names
+        return None, Allocation(dict.fromkeys(names, Choice(8, 8)))
+    budget, choices = SCHEMES[scheme]
+    plan = ompq.plan(model, samples, budget, ompq.PlanConfig(choices=choices))
+    return plan, plan.allocation
+
+
+def agreement(given) -> None:
+    """Export every scheme and compare it with PyTorch on real images."""
+    network, weights = NETWORKS[given.network]
+    model = load_model(network, given.data / "weights" / f"{weights}.safetensors")
+    train = load_data(given.data / "imagenet-calib", model, split="train")
+    samples = train.samples(64)
+    given.work.mkdir(parents=True, exist_ok=True)
+    content = float_model(model.module, samples).SerializeToString()
+    file_of(given.work, given.network, "float", "onnx").write_bytes(content)
+    for scheme in given.schemes:
+        plan, bits = planned(model.module, samples, scheme)
+        quantized = ompq.quantize(model.module, bits, samples)
+        start = time.perf_counter()
+        settled = ompq.settle(quantized, samples)
+        settling = time.perf_counter() - start
+        packed = file_of(given.work, given.network, scheme, "ompq.safetensors")
+        ompq.save(settled, packed, plan=plan, network=network)
+        onnx = file_of(given.work, given.network, scheme, "onnx")
+        verified = export_onnx(settled, onnx, samples, engine_images=given.engine)
+        account = ompq.inspect_file(packed)
+        images, found = compared(settled, onnx, given, model)
+        row = {
+            "scheme": scheme,
+            "average_bits": account.average_bits,
+            "float_bytes": len(content),
+            "planned_bytes": account.planned_bytes,
+            "packed_bytes": account.file_bytes,
+            "onnx_bytes": verified.bytes,
+            "settle_seconds": round(settling, 2),
+            "images": images,
+            "runtime_and_simulated": found,
+            "engine_images": verified.engine.images,
+            "engine_codes": verified.engine.codes,
+            "engine_codes_equal": verified.engine.codes_equal,
+            "engine_top1": verified.engine.top1,
+            "runtime": verified.runtime,
+        }
+        print(row, flush=True)
+        name = f"deploy-agreement-{given.network}-{scheme.replace(' ', '-')}"
+        save(name, [row], given.out)
+
+
+def compared(settled: nn.Module, onnx: Path, given, model):
+    """Return how nearly ONNX Runtime and PyTorch agree, batch by batch."""
+    session = open_session(onnx)
+    data = load_data(given.data / "imagenet-val", model)
+    count, equal, right, furthest = 0, 0.0, 0, 0.0
+    for images, targets in data.batches(batch_size=25, limit=given.images):
+        found = against_simulated(settled, session, images)
+        logits = session.run(None, {"input": images.numpy()})[0]
+        count += len(images)
+        equal += found.top1 * len(images)
+        right += int((torch.from_numpy(logits).argmax(1) == targets).sum())
+        furthest = max(furthest, found.logits)
+    result = {
+        "top1_equal": equal / count,
+        "logits": furthest,
+        "top1": right / count,
+    }
+    return count, result
+
+
+def latency(given) -> None:
+    """Time every file, the float one and PyTorch in turn; load each; weigh each."""
+    torch.set_num_threads(given.threads)
+    model = load_model(NETWORKS[given.network][0], "none").module.eval()
+    image = torch.randn(SHAPE)
+    files = {
+        scheme: file_of(given.work, given.network, scheme, "onnx")
+        for scheme in ("float", *given.schemes)
+    }
+    runs = {name: runner(path, SHAPE, given.threads) for name, path in files.items()}
+    with torch.inference_mode():
+        times = alternating({**runs, "PyTorch": lambda: model(image)}, given.repeats)
+    rows = []
+    for name, path in files.items():
+        memory = peak_memory(path, SHAPE, given.threads)
+        row = {
+            "scheme": name,
+            "ms": round(1000 * sorted(times[name])[given.repeats // 2], 3),
+            "times_faster_than_float": round(median_ratio(times, "float", name), 2),
+            "times_faster_than_pytorch": round(median_ratio(times, "PyTorch", name), 2),
+            "load_seconds": round(load_seconds(path, SHAPE, given.threads), 3),
+            "peak_mib": round(memory.peak / 2**20, 1),
+            "runtime_mib": round(memory.start / 2**20, 1),
+            "onnx_bytes": path.stat().st_size,
+        }
+        print(row, flush=True)
+        rows.append(row)
+    median = 1000 * sorted(times["PyTorch"])[given.repeats // 2]
+    save(
+        f"deploy-latency-{given.network}", rows, given.out, pytorch_ms=round(median, 3)
+    )
+
+
+def main() -> None:
+    """Measure one part for one network."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("part", choices=["agreement", "latency"])
+    parser.add_argument("--data", type=Path, default=Path())
+    parser.add_argument("--work", type=Path, required=True)
+    parser.add_argument("--network", choices=NETWORKS, default="resnet18")
+    parser.add_argument("--schemes", nargs="+", default=list(SCHEMES))
+    parser.add_argument("--images", type=int, default=2500)
+    parser.add_argument("--engine", type=int, default=16, help="images for the engine")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--repeats", type=int, default=50)
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    given = parser.parse_args()
+    {"agreement": agreement, "latency": latency}[given.part](given)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,132 @@
+"""A run that makes a network: its folder, and what a stopped one continues from."""
+
+import shlex
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ompq.cli.evaluating import LimitOption
+from ompq.cli.options import option
+from ompq.cli.screen import Screen, say
+from ompq.errors import CheckpointError
+from ompq.reconstruction.rounding import RoundingConfig
+
+CALIBRATION = 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """What is done, and where it goes."""
+
+    folder: Annotated[
+        Path,
+        option(
+            "--output",
+            "-o",
+            metavar="DIR",
+            text="Where plan, network, result and report go.",
+        ),
+    ]
+    budget: Annotated[
+        str | None,
+        option(metavar="BUDGET", text="As for ompq plan; not needed with --plan."),
+    ] = None
+    plan: Annotated[
+        Path | None,
+        option(
+            metavar="FILE",
+            text="Take this plan, or these bits copied from a report, instead of "
+            "making a plan.",
+        ),
+    ] = None
+    samples: Annotated[
+        int | None,
+        option(
+            min=2,
+            metavar="NUMBER",
+            text=f"How many inputs calibrate. Default: {CALIBRATION}, or all.",
+        ),
+    ] = None
+    iterations: Annotated[
+        int,
+        option(
+            min=1,
+            metavar="NUMBER",
+            text=f"Steps a block learns. Default: {RoundingConfig.iterations}.",
+        ),
+    ] = RoundingConfig.iterations
+    no_reconstruct: Annotated[
+        bool, option("--no-reconstruct", text="Round to nearest and learn nothing.")
+    ] = False
+    eval_data: Annotated[
+        str | None,
+        option(
+            metavar="SOURCE",
+            text="Labelled images to measure accuracy on, as for ompq evaluate.",
+        ),
+    ] = None
+    limit: LimitOption = None
+    resume: Annotated[
+        bool, option("--resume", text="Continue a run that was stopped.")
+    ] = False
+
+    @property
+    def checkpoint(self) -> Path:
+        """Where a stopped reconstruction continues from."""
+        return self.folder / "checkpoint.safetensors"
+
+    @property
+    def training(self) -> Path:
+        """Where a stopped training continues from: a folder."""
+        return self.folder / "training"
+
+    @property
+    def start(self) -> Path:
+        """The packed network that a training starts from."""
+        return self.folder / "start.ompq.safetensors"
+
+    @property
+    def started(self) -> Path | None:
+        """What is there of a run that was stopped."""
+        kept = (self.training, self.start, self.checkpoint)
+        found = [path for path in kept if path.exists()]
+        return found[0] if found else None
+
+
+@contextmanager
+def run_folder(run: RunOptions, screen: Screen) -> Iterator[None]:
+    """Make the folder at once; leave none behind if nothing was written to it."""
+    new = not run.folder.exists()
+    run.folder.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    except KeyboardInterrupt:
+        if run.started is None:
+            raise
+        typed = [word for word in sys.argv[1:] if word != "--resume"]
+        again = shlex.join(["ompq", *typed, "--resume"])
+        say(screen.err, f"stopped; what is done is kept in {run.started}")
+        say(screen.err, f"continue with: {again}")
+        raise typer.Exit(130) from None
+    finally:
+        if new:
+            with suppress(OSError):  # it holds something
+                run.folder.rmdir()
+
+
+def check_unfinished(run: RunOptions) -> None:
+    """Make sure that a run that was stopped is continued only where one wants it.
+
+    Raises:
+        CheckpointError: There is one, and the options do not say to continue.
+    """
+    if run.started and not run.resume:
+        raise CheckpointError(
+            f"{run.started} is left from a run that was stopped; "
+            "add --resume to continue it, or remove it"
+        )

@@ -1,0 +1,277 @@
+"""train: from a float network to a small one that was trained with its bits."""
+
+import json
+import os
+import time
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+from torch import nn
+
+from ompq.cli.options import (
+    DataOptions,
+    NetworkOptions,
+    OutputOptions,
+    PlanOptions,
+    option,
+)
+from ompq.cli.quantizing import (
+    bits_source,
+    evaluated,
+    labelled_batches,
+    plan_for,
+    quantized_network,
+)
+from ompq.cli.results import Outcome, show_outcome, write_files
+from ompq.cli.runs import CALIBRATION, RunOptions, check_unfinished, run_folder
+from ompq.cli.screen import Screen, opened
+from ompq.cli.settings import (
+    check_folder,
+    load_inputs,
+    load_network,
+    plan_config,
+    read_samples,
+    sample_count,
+)
+from ompq.cli.settling import settled
+from ompq.datasets.inputs import Batches, Data
+from ompq.datasets.training_sets import training_data
+from ompq.errors import PlanError
+from ompq.models.naming import NamedModel
+from ompq.packing.checkpoint import load, save
+from ompq.plans import Plan
+from ompq.report import worst_histograms
+from ompq.samples import model_device
+from ompq.training.looping import train as learn
+from ompq.training.settings import TRAIN_PROTOCOLS, TrainConfig
+from ompq.userfiles import suggestion
+
+_TRAINING = "How it is trained"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainOptions:
+    """How the network is trained."""
+
+    start: Annotated[
+        Path | None,
+        option(
+            "--from",
+            metavar="FILE",
+            text="Start from this packed network instead of quantizing one.",
+            rich_help_panel=_TRAINING,
+        ),
+    ] = None
+    validation: Annotated[
+        str | None,
+        option(
+            metavar="SOURCE",
+            text="Labelled images that decide which epoch is kept. Without them it "
+            "is the last.",
+            rich_help_panel=_TRAINING,
+        ),
+    ] = None
+    epochs: Annotated[
+        int | None,
+        option(
+            min=1,
+            metavar="NUMBER",
+            text=f"Passes over the data. Default: {TrainConfig.epochs}.",
+            rich_help_panel=_TRAINING,
+        ),
+    ] = None
+    batch_size: Annotated[
+        int | None,
+        option(
+            min=1,
+            metavar="NUMBER",
+            text=f"Images a step, over all processes. "
+            f"Default: {TrainConfig.batch_size}.",
+            rich_help_panel=_TRAINING,
+        ),
+    ] = None
+    learning_rate: Annotated[
+        float | None,
+        option(
+            metavar="NUMBER",
+            text=f"At the start. Default: {TrainConfig.learning_rate:g}.",
+            rich_help_panel=_TRAINING,
+        ),
+    ] = None
+    settings: Annotated[
+        list[str] | None,
+        option(
+            "--set",
+            metavar="NAME=VALUE",
+            text="Any other field of ompq.TrainConfig: distill=0.5, compile=true, "
+            "activations=clip. Repeatable.",
+            rich_help_panel=_TRAINING,
+        ),
+    ] = None
+
+
+def train(
+    network: NetworkOptions,
+    data: DataOptions,
+    run: RunOptions,
+    training: TrainOptions,
+    planning: PlanOptions,
+    output: OutputOptions,
+) -> None:
+    """Plan, quantize, reconstruct, train, evaluate and save, in one command.
+
+    Examples:
+      ompq train torchvision:resnet18 --data imagenet/ --eval-data imagenet/
+        --protocol paper-qat --budget 6.7MiB -o out/
+      ompq train cifar:resnet20 --weights r20.safetensors --data cifar10/
+        --budget 3bits --epochs 20 --set batch_norm=fold-and-train -o out/
+      ompq train ompq:demo --data digits --from out/network.ompq.safetensors -o more/
+      torchrun --nproc-per-node 8 --no-python ompq train torchvision:resnet50 ...
+
+    Ctrl-C, or whatever stops it, keeps what is done: the same command with --resume
+    continues.
+    """
+    check_folder(run.folder)
+    main = os.environ.get("RANK", "0") == "0"
+    output = output if main else replace(output, json=False, quiet=True)
+    with opened(output) as screen, run_folder(run, screen):
+        config = train_config(training, planning.protocol, data.seed)
+        check_unfinished(run)
+        _take_gpu()
+        model = load_network(network, screen)
+        inputs = load_inputs(data, model, "train")
+        # Before the work: labels that do not fit should not cost an hour.
+        inputs.batches()
+        judged = labelled_batches(run, data, model)
+        validation = _validation(training, data, model)
+        if main and training.start is None and not run.start.exists():
+            _prepare(model, inputs, run, planning, screen)
+        plan, start = _begin(training.start or run.start, run, model)
+        made = _trained(start, model, inputs, run, config, validation, screen)
+        if not main:
+            return
+        samples = read_samples(inputs, min(256, len(inputs)), screen)
+        made, arithmetic = settled(made, samples, screen)
+        outcome = Outcome(
+            about={
+                "network": model.name,
+                "weights": model.weights,
+                "data": inputs.name,
+                "eval_data": run.eval_data,
+                "epochs": config.epochs,
+                "seed": data.seed,
+                "device": str(model_device(model.module)),
+                "arithmetic": arithmetic,
+            },
+            plan=plan,
+            network=made,
+            evaluation=evaluated(made, model.module, judged, screen),
+            seconds=screen.seconds,
+            histograms=worst_histograms(made, model.module, plan, samples),
+        )
+        with screen.stage("writing files"):
+            written = write_files(run.folder, outcome)
+        show_outcome(outcome, screen, run.folder, written)
+
+
+def train_config(options: TrainOptions, protocol: str | None, seed: int) -> TrainConfig:
+    """Return the settings of a training: the protocol's, and what was typed besides.
+
+    Raises:
+        ValueError: There is no such setting, or it cannot have that value.
+    """
+    base = TRAIN_PROTOCOLS.get(protocol or "", TrainConfig())
+    given: dict[str, Any] = {
+        "epochs": options.epochs,
+        "batch_size": options.batch_size,
+        "learning_rate": options.learning_rate,
+    }
+    known = [field.name for field in fields(TrainConfig)]
+    for text in options.settings or ():
+        name, equals, value = text.partition("=")
+        if not equals or name not in known:
+            raise ValueError(
+                f"--set {text}: write NAME=VALUE with a field of ompq.TrainConfig"
+                f"{suggestion(name, known)}"
+            )
+        try:
+            given[name] = json.loads(value)
+        except ValueError:  # a word
+            given[name] = value
+    wanted = {name: value for name, value in given.items() if value is not None}
+    try:
+        return replace(base, **wanted, seed=seed)
+    except TypeError as error:
+        raise ValueError(f"--set: a value is of the wrong kind: {error}") from error
+
+
+def _take_gpu() -> None:
+    """Let each process of a machine use a GPU of its own."""
+    if "LOCAL_RANK" in os.environ and torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+
+
+def _validation(
+    training: TrainOptions, data: DataOptions, model: NamedModel
+) -> Batches | None:
+    if training.validation is None:
+        return None
+    options = replace(data, data=training.validation)
+    return load_inputs(options, model, "test").batches(batch_size=256)
+
+
+def _prepare(
+    model: NamedModel,
+    inputs: Data,
+    run: RunOptions,
+    planning: PlanOptions,
+    screen: Screen,
+) -> None:
+    """Quantize, and write what all processes, and a resumed run, start from."""
+    source, config = bits_source(run), plan_config(planning)
+    samples = read_samples(inputs, run.samples or min(CALIBRATION, len(inputs)), screen)
+    few = samples[: sample_count(model.name, None, planning.protocol)]
+    plan = plan_for(model.module, few, source, config, screen)
+    made = quantized_network(model.module, plan, samples, run, inputs.seed, screen)
+    plan.save(run.folder / "plan.json")
+    save(made, run.start, plan=plan, network=model.name)
+    run.checkpoint.unlink(missing_ok=True)
+
+
+def _begin(path: Path, run: RunOptions, model: NamedModel) -> tuple[Plan, nn.Module]:
+    """Return the plan and the network to start from, once they are there."""
+    while path == run.start and not path.exists():
+        time.sleep(0.5)  # the first process is at it; if it fails, all are ended
+    plan = run.plan or path.parent / "plan.json"
+    if not plan.exists():
+        raise PlanError(
+            f"there is no {plan} beside {path}; give the plan of that network with "
+            "--plan FILE"
+        )
+    return Plan.load(plan), load(path, model.module)
+
+
+def _trained(
+    start: nn.Module,
+    model: NamedModel,
+    inputs: Data,
+    run: RunOptions,
+    config: TrainConfig,
+    validation: Batches | None,
+    screen: Screen,
+) -> nn.Module:
+    device = model_device(model.module)
+    with screen.stage("reading images") as progress:
+        images = training_data(inputs, device=device, progress=progress)
+    with screen.stage("training") as progress:
+        return learn(
+            start,
+            images,
+            config,
+            teacher=model.module,
+            validation=validation,
+            checkpoint=run.training,
+            progress=progress,
+        )

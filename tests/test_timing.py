@@ -1,0 +1,100 @@
+import sys
+from statistics import median
+
+import pytest
+
+from nets import TinyMobileNet, TinyResNet, images, seeded
+from ompq.errors import ExportError, MissingExtraError
+from ompq.export import timing
+from ompq.export.exporting import export_onnx
+from ompq.export.gains import input_shape, network_name, without_gain
+from ompq.export.timing import (
+    installed_runtimes,
+    load_runtime,
+    peak_memory,
+    runner,
+    time_files,
+)
+from ompq.export.weights_only import float_model
+from quantized import quantized
+
+pytest.importorskip("onnxruntime")
+pytest.importorskip("onnxscript")
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("files")
+    model = seeded(TinyMobileNet())
+    (folder / "float.onnx").write_bytes(
+        float_model(model, images(2)).SerializeToString()
+    )
+    network = quantized(model, images(8), weight=(3, 8), activation=8)
+    path = folder / "net.onnx"
+    export_onnx(network, path, images(4), engine_images=1, network="net.py:make")
+    return {"float": folder / "float.onnx", "quantized": path}
+
+
+def test_runs_take_turns_and_medians_are_taken(files, monkeypatch):
+    order, clock = [], iter(range(1000))
+
+    def fake(path, _shape, _threads, _runtime):
+        return lambda: order.append(path.name)
+
+    monkeypatch.setattr(timing, "runner", fake)
+    monkeypatch.setattr(timing, "perf_counter", lambda: next(clock) ** 2)
+    monkeypatch.setattr(timing, "load_seconds", lambda *_: 0.5)
+    memory = timing.Memory(1, 2)
+    monkeypatch.setattr(timing, "peak_memory", lambda *_: memory)
+    first, second = time_files(files, (1, 3, 8, 8), repeats=5)
+    assert order == ["float.onnx", "net.onnx"] * 8
+    # Warming up takes ticks 0 to 5; ticks 2n and 2n + 1 are 4n + 1 seconds apart.
+    spans = [4 * n + 1 for n in range(3, 13)]
+    assert first.milliseconds == 1000 * median(spans[::2])
+    assert second.milliseconds == 1000 * median(spans[1::2])
+    assert first.ratio == 1
+    assert second.ratio == median(
+        a / b for a, b in zip(spans[::2], spans[1::2], strict=True)
+    )
+    assert (second.load_seconds, second.memory) == (0.5, memory)
+    assert second.to_json()["memory"] == {"start": 1, "peak": 2}
+
+
+def test_files_are_measured(files):
+    found = time_files(files, (2, 3, 8, 8), repeats=3)
+    assert [one.name for one in found] == ["float", "quantized"]
+    for one in found:
+        assert one.runtime.startswith("onnxruntime ")
+        assert one.milliseconds > 0 and one.load_seconds > 0
+        assert one.memory.peak >= one.memory.start > 10 << 20
+
+
+def test_memory_is_that_of_the_file_alone(files):
+    ballast = bytearray(300 << 20)
+    memory = peak_memory(files["float"], (1, 3, 8, 8))
+    assert memory.peak < len(ballast)
+
+
+def test_what_cannot_be_measured_is_told(files, tmp_path, monkeypatch):
+    assert "onnxruntime" in installed_runtimes()
+    with pytest.raises(ValueError, match="repeats=0 is too small; use 1 or more"):
+        time_files(files, (1, 3, 8, 8), repeats=0)
+    (tmp_path / "broken.onnx").write_bytes(b"\xff nothing")
+    with pytest.raises(ExportError, match="onnxruntime cannot load .*broken.onnx: "):
+        runner(tmp_path / "broken.onnx", (1, 3, 8, 8))
+    monkeypatch.setitem(sys.modules, "openvino", None)
+    with pytest.raises(MissingExtraError, match="openvino is not installed"):
+        load_runtime("openvino")
+
+
+def test_what_gains_nothing_is_told(files, tmp_path):
+    narrow, depthwise, *more = without_gain(files["quantized"])
+    assert "layers below 8 bits (stem" in narrow
+    assert depthwise.startswith("3 depthwise or grouped convolutions (blocks.")
+    assert "Clip" in " ".join(more)  # of ReLU6
+    assert network_name(files["quantized"]) == "net.py:make"
+    assert input_shape(files["quantized"]) == (3, 8, 8)
+    network = quantized(seeded(TinyResNet()), images(8), weight=8, activation=32)
+    export_onnx(network, tmp_path / "net.onnx", images(4))
+    assert "smaller and not faster" in without_gain(tmp_path / "net.onnx")[0]
+    assert network_name(tmp_path / "net.onnx") == ""
