@@ -130,7 +130,7 @@ def test_training_goes_on_from_a_packed_network(net, finished, tmp_path):
 @pytest.mark.parametrize(
     ("setting", "words"),
     [
-        ("epoch=3", "write NAME=VALUE with a field of ompq.TrainConfig (did you mean epochs?)"),
+        ("epoch=3", "a field of ompq.TrainConfig (did you mean epochs?)"),
         ("keep", "--set keep: write NAME=VALUE with a field of ompq.TrainConfig"),
         ("keep=all", "keep='all' must be one of best, last"),
         ("distill=much", "--set: a value is of the wrong kind"),

@@ -32,7 +32,9 @@ from ompq.training.steps import training_loss
 from quantized import quantized
 from training_script import made, state, toy
 
-QUICK = ompq.TrainConfig(epochs=2, batch_size=8, learning_rate=0.05, report_steps=1)
+QUICK = ompq.TrainConfig(
+    epochs=2, batch_size=8, learning_rate=0.05, step_rate=1.0, report_steps=1
+)
 
 
 @pytest.fixture(scope="module")

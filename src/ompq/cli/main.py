@@ -67,6 +67,11 @@ COMMANDS = {
         "Plan, quantize, reconstruct, evaluate and save, in one command.",
         _DO,
     ),
+    "train": Command(
+        "ompq.cli.training:train",
+        "Plan, quantize, train on labelled images, evaluate and save.",
+        _DO,
+    ),
     "evaluate": Command(
         "ompq.cli.evaluating:evaluate",
         "Measure a network's accuracy, with an interval.",

@@ -1,29 +1,23 @@
 """quantize: from a float network to a small one, in one command."""
 
-import shlex
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
 
-import typer
 from torch import Tensor, nn
 
 from ompq.allocation.solving import Allocation, Budget
-from ompq.cli.evaluating import LimitOption
 from ompq.cli.options import (
     DataOptions,
     NetworkOptions,
     OutputOptions,
     PlanOptions,
-    option,
 )
 from ompq.cli.planning import planned
 from ompq.cli.results import Outcome, show_outcome, write_files
-from ompq.cli.screen import Screen, opened, say
+from ompq.cli.runs import CALIBRATION, RunOptions, check_unfinished, run_folder
+from ompq.cli.screen import Screen, opened
 from ompq.cli.settings import (
+    check_folder,
     load_inputs,
     load_network,
     plan_config,
@@ -44,70 +38,7 @@ from ompq.reconstruction.reconstructing import ReconstructConfig, reconstruct
 from ompq.reconstruction.rounding import RoundingConfig
 from ompq.report import worst_histograms
 
-CALIBRATION = 1024
 _ANYTHING = "32bits"  # a budget that bits fixed beforehand always meet
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunOptions:
-    """What is done, and where it goes."""
-
-    folder: Annotated[
-        Path,
-        option(
-            "--output",
-            "-o",
-            metavar="DIR",
-            text="Where plan, network, result and report go.",
-        ),
-    ]
-    budget: Annotated[
-        str | None,
-        option(metavar="BUDGET", text="As for ompq plan; not needed with --plan."),
-    ] = None
-    plan: Annotated[
-        Path | None,
-        option(
-            metavar="FILE",
-            text="Take this plan, or these bits copied from a report, instead of "
-            "making a plan.",
-        ),
-    ] = None
-    samples: Annotated[
-        int | None,
-        option(
-            min=2,
-            metavar="NUMBER",
-            text=f"How many inputs calibrate. Default: {CALIBRATION}, or all.",
-        ),
-    ] = None
-    iterations: Annotated[
-        int,
-        option(
-            min=1,
-            metavar="NUMBER",
-            text=f"Steps a block learns. Default: {RoundingConfig.iterations}.",
-        ),
-    ] = RoundingConfig.iterations
-    no_reconstruct: Annotated[
-        bool, option("--no-reconstruct", text="Round to nearest and learn nothing.")
-    ] = False
-    eval_data: Annotated[
-        str | None,
-        option(
-            metavar="SOURCE",
-            text="Labelled images to measure accuracy on, as for ompq evaluate.",
-        ),
-    ] = None
-    limit: LimitOption = None
-    resume: Annotated[
-        bool, option("--resume", text="Continue a run that was stopped.")
-    ] = False
-
-    @property
-    def checkpoint(self) -> Path:
-        """Where a stopped run continues from."""
-        return self.folder / "checkpoint.safetensors"
 
 
 def quantize(
@@ -128,18 +59,19 @@ def quantize(
 
     Ctrl-C keeps what is done: the same command with --resume continues.
     """
-    with opened(output) as screen, _folder(run, screen):
+    check_folder(run.folder)
+    with opened(output) as screen, run_folder(run, screen):
         config = plan_config(planning)
-        source = _source(run)
+        source = bits_source(run)
         model = load_network(network, screen)
         inputs = load_inputs(data, model, "train")
         # Before the work: labels that do not fit should not cost an hour.
-        judged = _batches(run, data, model)
+        judged = labelled_batches(run, data, model)
         count = run.samples or min(CALIBRATION, len(inputs))
         samples = read_samples(inputs, count, screen)
         few = samples[: sample_count(network.network, None, planning.protocol)]
-        plan = _plan(model.module, few, source, config, screen)
-        made = _quantized(model.module, plan, samples, run, data.seed, screen)
+        plan = plan_for(model.module, few, source, config, screen)
+        made = quantized_network(model.module, plan, samples, run, data.seed, screen)
         made, arithmetic = settled(made, samples, screen)
         outcome = Outcome(
             about={
@@ -155,47 +87,21 @@ def quantize(
             },
             plan=plan,
             network=made,
-            evaluation=_evaluated(made, model.module, judged, screen),
+            evaluation=evaluated(made, model.module, judged, screen),
             seconds=screen.seconds,
             histograms=worst_histograms(made, model.module, plan, samples),
         )
-        with screen.stage("writing files"):
-            written = write_files(run.folder, outcome)
+        with screen.stage("writing files") as progress:
+            written = write_files(run.folder, outcome, progress)
         run.checkpoint.unlink(missing_ok=True)
         show_outcome(outcome, screen, run.folder, written)
 
 
-@contextmanager
-def _folder(run: RunOptions, screen: Screen) -> Iterator[None]:
-    """Make the folder at once; leave none behind if nothing was written to it."""
-    new = not run.folder.exists()
-    run.folder.mkdir(parents=True, exist_ok=True)
-    try:
-        yield
-    except KeyboardInterrupt:
-        if not run.checkpoint.exists():
-            raise
-        typed = [word for word in sys.argv[1:] if word != "--resume"]
-        again = shlex.join(["ompq", *typed, "--resume"])
-        say(screen.err, f"stopped; what is done is kept in {run.checkpoint}")
-        say(screen.err, f"continue with: {again}")
-        raise typer.Exit(130) from None
-    finally:
-        if new:
-            with suppress(OSError):  # it holds something
-                run.folder.rmdir()
-
-
-def _source(run: RunOptions) -> Plan | Allocation | Budget:
+def bits_source(run: RunOptions) -> Plan | Allocation | Budget:
     """Return what decides on the bits: a plan, bits, or a budget to plan for."""
-    started = run.checkpoint.exists()
-    if started and not run.resume:
-        raise CheckpointError(
-            f"{run.checkpoint} is left from a run that was stopped; "
-            "add --resume to continue it, or remove it"
-        )
+    check_unfinished(run)
     wanted = None if run.budget is None else Budget.of(run.budget)
-    if started and run.plan is None:
+    if run.started and run.plan is None:
         plan = Plan.load(run.folder / "plan.json")
         if wanted is not None and str(wanted) != str(plan.budget):
             raise CheckpointError(
@@ -228,13 +134,14 @@ def read_bits(path: Path) -> Plan | Allocation:
     return Plan.load(path)
 
 
-def _plan(
+def plan_for(
     module: nn.Module,
     samples: Tensor,
     source: Plan | Allocation | Budget,
     config: PlanConfig,
     screen: Screen,
 ) -> Plan:
+    """Return the plan that was given, or one for the bits or the budget given."""
     if isinstance(source, Plan):
         return source
     if isinstance(source, Allocation):
@@ -246,14 +153,17 @@ def _plan(
     return planned(module, samples, source, config, screen)
 
 
-def _batches(run: RunOptions, data: DataOptions, model: NamedModel) -> Batches | None:
+def labelled_batches(
+    run: RunOptions, data: DataOptions, model: NamedModel
+) -> Batches | None:
+    """Return the images that accuracy is measured on, if there are any."""
     if run.eval_data is None:
         return None
     options = replace(data, data=run.eval_data)
     return load_inputs(options, model, "test").batches(limit=run.limit)
 
 
-def _quantized(
+def quantized_network(
     module: nn.Module,
     plan: Plan,
     samples: Tensor,
@@ -261,6 +171,7 @@ def _quantized(
     seed: int,
     screen: Screen,
 ) -> nn.Module:
+    """Quantize and, unless the options say otherwise, reconstruct."""
     with screen.stages("quantizing") as (progress, _):
         rounded = round_weights(module, plan, samples, progress=progress)
     if run.no_reconstruct:
@@ -280,9 +191,10 @@ def _quantized(
         )
 
 
-def _evaluated(
+def evaluated(
     quantized: nn.Module, module: nn.Module, judged: Batches | None, screen: Screen
 ) -> Evaluation | None:
+    """Measure the network beside the float one, if there is something to do it on."""
     if judged is None:
         return None
     with screen.stage("evaluating") as progress:

@@ -128,10 +128,9 @@ def train(
       ompq train cifar:resnet20 --weights r20.safetensors --data cifar10/
         --budget 3bits --epochs 20 --set batch_norm=fold-and-train -o out/
       ompq train ompq:demo --data digits --from out/network.ompq.safetensors -o more/
-      torchrun --nproc-per-node 8 --no-python ompq train torchvision:resnet50 ...
 
     Ctrl-C, or whatever stops it, keeps what is done: the same command with --resume
-    continues.
+    continues. torchrun and accelerate launch run it on several GPUs and machines.
     """
     check_folder(run.folder)
     main = os.environ.get("RANK", "0") == "0"

@@ -51,13 +51,13 @@ class TrainConfig:
 
     epochs: int = 10
     batch_size: int = 128
-    learning_rate: float = 0.01
+    learning_rate: float = 1e-3
     warmup: int = 0
     momentum: float = 0.9
     weight_decay: float = 1e-4
     weight_steps: bool = True
     activations: Literal["step", "clip", "fixed"] = "step"
-    step_rate: float = 1.0
+    step_rate: float = 0.1
     batch_norm: Literal["folded", "fold-and-train"] = "folded"
     freeze_norm_epoch: int = 1
     distill: float = 0.0
