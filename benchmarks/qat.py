@@ -204,6 +204,9 @@ def train_config(options, seed: int, bench: Bench) -> ompq.TrainConfig:
         epochs=options.epochs,
         batch_size=options.batch_size,
         learning_rate=options.learning_rate,
+        step_rate=options.step_rate,
+        batch_norm=options.batch_norm,
+        freeze_norm_epoch=options.epochs // 2,
         distill=options.distill,
         temperature=options.temperature,
         precision=options.precision,
@@ -276,9 +279,9 @@ def run_speed(bench: Bench) -> None:
     if not options.no_compile:
         functions["float compiled"] = float_step(model, batch, compiled=True)
         kinds.append("compile")
-    base = replace(
-        train_config(options, 0, bench), distill=0.0, batch_size=len(batch[1])
-    )
+    size = len(batch[1])
+    base = replace(train_config(options, 0, bench), distill=0.0, batch_size=size)
+    base = replace(base, batch_norm="folded")
     for kind in kinds:
         config = replace(base, compile=kind == "compile", cuda_graph=kind == "graph")
         run = Run(quantized, bench.train, config, teacher=None)
@@ -338,8 +341,10 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=8)
     parser.add_argument("--batch-size", type=int, default=128)
     parser.add_argument("--learning-rate", type=float, default=0.01)
-    parser.add_argument("--distill", type=float, default=0.7)
-    parser.add_argument("--temperature", type=float, default=2.0)
+    parser.add_argument("--step-rate", type=float, default=0.1)
+    parser.add_argument("--batch-norm", default="fold-and-train")
+    parser.add_argument("--distill", type=float, default=0.5)
+    parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--precision", default="float32")
     parser.add_argument(
         "--step", choices=["eager", "graph", "compile"], default="graph"
