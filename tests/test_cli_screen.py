@@ -60,6 +60,20 @@ def test_messages_can_be_stages(clock):
     assert screen.seconds == {"tracing": 1, "scoring": 4}
 
 
+def test_a_message_that_comes_again_tells_how_far_its_stage_is(clock):
+    screen = Screen(console(terminal=False), console(terminal=False))
+    with screen.stages("quantizing") as (progress, _):
+        progress(1, 4, "reading ranges")
+        for batch in range(1, 4):
+            clock.now += 40
+            progress(batch, 8, "reading ranges")
+        progress(2, 4, "rounding")
+    assert screen.seconds == {"reading ranges": 120}
+    assert screen.err.file.getvalue().splitlines()[-1] == (
+        "quantizing: reading ranges, 3/8, 3 min 20 s left"
+    )
+
+
 def test_a_log_gets_a_line_every_half_minute_with_the_time_left(clock):
     screen = Screen(console(terminal=False), console(terminal=False))
     with screen.stage("learning") as progress:

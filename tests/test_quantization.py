@@ -177,8 +177,29 @@ def test_real_networks_quantize(name):
 def test_progress_is_told():
     seen = []
     model = seeded(Chain())
+    config = ompq.QuantizeConfig(batch_size=3)
     ompq.quantize(
-        model, uniform(model, 4), SAMPLES, progress=lambda *step: seen.append(step[:2])
+        model,
+        uniform(model, 4),
+        SAMPLES,
+        config,
+        progress=lambda *step: seen.append(step),
     )
-    assert seen[0] == (0, 4)
-    assert seen[-1] == (4, 4)
+    assert seen[0] == (0, 4, "observing the network")
+    assert seen[-1] == (4, 4, "done")
+    batches = -(-len(SAMPLES) // 3)
+    ranges = [step[:2] for step in seen if step[2] == "reading ranges of activations"]
+    assert ranges == [(1, 4), *((n, batches) for n in range(1, batches + 1))]
+    units = len(ompq.trace(model, SAMPLES))
+    rounding = [step[:2] for step in seen if step[2] == "rounding weights"]
+    assert rounding == [(2, 4), *((n, units) for n in range(1, units + 1))]
+
+
+def test_samples_of_unknown_length_have_no_total():
+    seen = []
+    model = seeded(Chain())
+    several = [SAMPLES[:4], SAMPLES[4:]]
+    ompq.quantize(
+        model, uniform(model, 4), several, progress=lambda *step: seen.append(step)
+    )
+    assert (2, None, "reading ranges of activations") in seen

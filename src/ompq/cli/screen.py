@@ -68,7 +68,7 @@ class Screen:
         """As :meth:`stage`, for a verb whose messages name its stages.
 
         Yields two: what the verb calls as its stages go by, and what may be called
-        within a stage.
+        within a stage. A message that comes again tells how far its stage is.
         """
         current, start = name, perf_counter()
 
@@ -76,6 +76,9 @@ class Screen:
 
             def progress(done: int, total: int | None, message: str) -> None:
                 nonlocal current, start
+                if message == current:  # the stage proceeds
+                    bar(done, total, message)
+                    return
                 now = perf_counter()
                 if current != name:
                     self.seconds[current] = now - start

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 from torch import Tensor, nn
@@ -28,6 +29,7 @@ from ompq.quantizers.ranges import DEFAULT_KIND, Kind, search_weight
 from ompq.samples import (
     Progress,
     Samples,
+    batch_length,
     call,
     evaluating,
     first_samples,
@@ -136,7 +138,8 @@ def quantize(
         plan: Which bits each unit gets.
         samples: Unlabelled inputs for the ranges, 32 to 1,024.
         config: Grids and ranges.
-        progress: Called as stages complete.
+        progress: Called as stages begin, with their number and name; and with the
+            same name, batch by batch or unit by unit, as they proceed.
 
     Raises:
         PlanError: The plan was made for another network.
@@ -150,14 +153,14 @@ def quantize(
     recording = record(model, to_device(first_samples(samples, 1), device))
     points, lost = find_points(model, recording, graph, allocation)
     report(1, 4, "reading ranges of activations")
-    ranges = _ranges(model, samples, points, config)
+    ranges = _ranges(model, samples, points, config, report)
     report(2, 4, "rounding weights")
     quantized = assemble(
         model,
         graph,
         allocation,
         points,
-        weight_grid=_searching(allocation, config),
+        weight_grid=_searching(allocation, config, report),
         activation_grids=[
             activation_grid(statistics, point.bits, config.activation_range)
             for point, statistics in zip(points, ranges, strict=True)
@@ -185,7 +188,11 @@ def _allocation(plan: Plan | Allocation, graph: LayerGraph) -> Allocation:
 
 
 def _ranges(
-    model: nn.Module, samples: Samples, points: list[Point], config: QuantizeConfig
+    model: nn.Module,
+    samples: Samples,
+    points: list[Point],
+    config: QuantizeConfig,
+    report: Progress,
 ) -> list[Observed]:
     """Run the float network and gather what each point's range is found from."""
     found: list[Observed | None] = [None] * len(points)
@@ -200,23 +207,39 @@ def _ranges(
         if at in point_at:
             see(at, output)
 
-    for batch in sample_batches(samples, batch_size=config.batch_size):
+    total = _batch_count(samples, config.batch_size)
+    batches = sample_batches(samples, batch_size=config.batch_size)
+    for done, batch in enumerate(batches, 1):
         moved = to_device(batch, device)
         if -1 in point_at:
             see(-1, moved)
         watch(model, moved, visit)
+        report(done, total, "reading ranges of activations")
     return [statistics for statistics in found if statistics is not None]
 
 
-def _searching(allocation: Allocation, config: QuantizeConfig) -> WeightGrid:
+def _batch_count(samples: Samples, batch_size: int) -> int | None:
+    """Return how many batches there will be, if that can be told beforehand."""
+    if not isinstance(samples, Tensor | tuple | dict):
+        return None
+    return -(-batch_length(samples) // batch_size)
+
+
+def _searching(
+    allocation: Allocation, config: QuantizeConfig, report: Progress
+) -> WeightGrid:
+    done = count(1)
+
     def weight_grid(unit: Unit, weight: Tensor, axis: int) -> Grid:
-        return search_weight(
+        found = search_weight(
             weight.float(),
             allocation[unit.name].weight,
             channel_dim=axis,
             kind=config.weight_grid,
             power=config.weight_power,
-        ).grid
+        )
+        report(next(done), len(allocation), "rounding weights")
+        return found.grid
 
     return weight_grid
 
