@@ -18,7 +18,9 @@ def out(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
     words = (network_file(folder), "--data", "random", "--samples", "16")
     made = folder / "out"
-    result = run("quantize", *words, "--no-reconstruct", "--budget", "3bits", "-o", made)
+    result = run(
+        "quantize", *words, "--no-reconstruct", "--budget", "3bits", "-o", made
+    )
     assert result.exit_code == 0, result.output
     return made
 

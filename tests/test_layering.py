@@ -18,6 +18,7 @@ ORDER = {
     "orthogonality": "",
     "graph": "observation units structure leftovers tracing folding",
     "costs": "",
+    "targets": "",
     "scores": "...",
     "allocation": "budgets programs search problems feasibility explanations solving",
     "plans": "",

@@ -88,9 +88,10 @@ def test_what_cannot_be_measured_is_told(files, tmp_path, monkeypatch):
 
 
 def test_what_gains_nothing_is_told(files, tmp_path):
-    narrow, depthwise, *more = without_gain(files["quantized"])
+    narrow, depthwise, thin, *more = without_gain(files["quantized"])
     assert "layers below 8 bits (stem" in narrow
     assert depthwise.startswith("3 depthwise or grouped convolutions (blocks.")
+    assert thin.startswith("convolutions of fewer than 4 channels (stem.0)")
     assert "Clip" in " ".join(more)  # of ReLU6
     assert network_name(files["quantized"]) == "net.py:make"
     assert input_shape(files["quantized"]) == (3, 8, 8)

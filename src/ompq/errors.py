@@ -7,6 +7,7 @@ OmpqError
 ├── ScoreError              a score that is no finite table of units × choices
 ├── BudgetError             a budget that cannot be read
 ├── InfeasibleBudgetError   a budget no allocation meets; tells what is reachable
+├── TargetError             a target profile that is broken, or leaves no choice
 ├── PlanError               a plan file that is broken or of another network
 ├── ModelError              a network or weights that cannot be loaded
 ├── DataError               images or batches that cannot be read
@@ -74,6 +75,10 @@ class InfeasibleBudgetError(OmpqError):
         self.smallest = smallest
         self.largest = largest
         self.units = tuple(units)
+
+
+class TargetError(OmpqError):
+    """A target profile is broken, or leaves a unit no choice."""
 
 
 class PlanError(OmpqError):

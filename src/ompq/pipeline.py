@@ -10,7 +10,7 @@ from torch import nn
 
 from ompq.allocation.solving import Budget, Method, allocate, check_budget
 from ompq.costs import FLOAT_BITS, Accounting, LatencyTable, cost_tables
-from ompq.errors import TraceError, shortened
+from ompq.errors import TargetError, TraceError, shortened
 from ompq.graph.tracing import trace
 from ompq.graph.units import Choice, LayerGraph, select
 from ompq.plans import Plan, make_problem
@@ -23,6 +23,7 @@ from ompq.scores import (
     score_name,
     score_table,
 )
+from ompq.targets import Target, load_target
 
 Pin = int | tuple[int, int]  # weight bits, or weight and activation bits
 
@@ -42,6 +43,8 @@ class PlanConfig:
         accounting: How bytes are counted: ``packed`` (exact) or ``paper``.
         method: ``exact``, or the paper's ``relax-round`` or ``relax-dfs``.
         latency: Milliseconds of each unit at each choice, for a budget in ms.
+        target: Where the network will run: a profile, its file, or the name of one
+            that comes with ompq. Units get only what it takes.
         strict: Whether anything that stays float is an error.
     """
 
@@ -54,6 +57,7 @@ class PlanConfig:
     accounting: Accounting = "packed"
     method: Method = "exact"
     latency: LatencyTable | None = None
+    target: Target | str | None = None
     strict: bool = False
 
     def __post_init__(self) -> None:
@@ -84,6 +88,7 @@ def plan(
     Raises:
         InfeasibleBudgetError: No allocation meets the budget.
         PatternError: A pinned or tied pattern matches no unit.
+        TargetError: The target takes none of a unit's choices.
         TraceError: The network cannot be observed; or, if strict, stays partly float.
     """
     budget = Budget.of(budget)
@@ -117,13 +122,18 @@ def plan(
         method=config.method,
         score_name=score_name(config.score),
         latency=config.latency,
+        target=_target(config),
     )
 
 
 def choice_table(
     graph: LayerGraph, config: PlanConfig
 ) -> tuple[tuple[Choice, ...], NDArray[np.bool_]]:
-    """Return all choices, and which of them each unit may get, (units, choices)."""
+    """Return all choices, and which of them each unit may get, (units, choices).
+
+    Raises:
+        TargetError: The target takes none of a unit's choices.
+    """
     free = [Choice(w, a) for w in config.choices for a in config.activation_choices]
     pins: dict[str, list[Choice]] = {}
     for pattern, bits in config.pinned.items():
@@ -134,7 +144,42 @@ def choice_table(
     rows = [
         [choice in pins.get(name, free) for choice in choices] for name in graph.names
     ]
-    return choices, np.array(rows)
+    allowed, target = np.array(rows), _target(config)
+    if target is not None:
+        allowed &= _taken(graph, choices, allowed, target)
+    return choices, allowed
+
+
+def _target(config: PlanConfig) -> Target | None:
+    given = config.target
+    return load_target(given) if isinstance(given, str) else given
+
+
+def _taken(
+    graph: LayerGraph,
+    choices: tuple[Choice, ...],
+    allowed: NDArray[np.bool_],
+    target: Target,
+) -> NDArray[np.bool_]:
+    """Return which choices the target takes, (units, choices); some for each unit."""
+    takes = np.array(
+        [[target.operator(u).takes(choice) for choice in choices] for u in graph.units]
+    )
+    for unit, own, taken in zip(graph.units, allowed, takes, strict=True):
+        if not (own & taken).any():
+            given = [str(c) for c, one in zip(choices, own, strict=True) if one]
+            found = target.operator(unit)
+            raise TargetError(
+                f"{target.name} takes none of {unit.name}'s choices "
+                f"{shortened(given)}: for {unit.kind} it takes weights of "
+                f"{_joined(found.weight_bits)} bits and inputs of "
+                f"{_joined(found.activation_bits)} (32 is float)"
+            )
+    return takes
+
+
+def _joined(bits: Sequence[int]) -> str:
+    return ", ".join(map(str, bits))
 
 
 def _pinned_choices(bits: Pin, activations: Sequence[int]) -> list[Choice]:

@@ -23,11 +23,12 @@ from ompq.allocation.solving import (
     pareto,
 )
 from ompq.costs import Accounting, Bytes, Cost, LatencyTable, cost_tables, unit_bytes
-from ompq.errors import PlanError, shortened
+from ompq.errors import PlanError, TargetError, shortened
 from ompq.files import read_json, write_text
-from ompq.graph.units import Choice, LayerGraph
+from ompq.graph.units import Choice, LayerGraph, Skipped
 from ompq.samples import Progress
 from ompq.scores import ScoreTable
+from ompq.targets import Target
 
 FORMAT = "ompq-plan/1"
 _ADVICE = "Give a file that ompq plan or Plan.save wrote"
@@ -48,6 +49,7 @@ class Plan:
         method: How the allocation was found.
         score_name: What the damage is.
         latency: Milliseconds of each unit at each choice, where known.
+        target: Where the network will run, if that was said.
     """
 
     graph: LayerGraph
@@ -60,6 +62,7 @@ class Plan:
     method: Method = "exact"
     score_name: str = ""
     latency: LatencyTable | None = None
+    target: Target | None = None
 
     @cached_property
     def problem(self) -> Problem:
@@ -98,6 +101,17 @@ class Plan:
             for name in Bytes.__dataclass_fields__
         }
         return {**items, "float": 4 * self.graph.float_parameters}
+
+    @property
+    def no_speed_up(self) -> tuple[Skipped, ...]:
+        """The units whose bits make nothing faster on the target, with reasons."""
+        target, bits = self.target, self.allocation
+        if target is None:
+            return ()
+        reasons = {
+            u.name: target.no_speed_up(u, bits[u.name]) for u in self.graph.units
+        }
+        return tuple(Skipped(name, why) for name, why in reasons.items() if why)
 
     @property
     def damage(self) -> float:
@@ -149,7 +163,7 @@ class Plan:
             raise PlanError(f"{path} is no plan of format {FORMAT}. {_ADVICE}")
         try:
             return _from_json(data)
-        except (KeyError, TypeError, ValueError, IndexError) as error:
+        except (KeyError, TypeError, ValueError, IndexError, TargetError) as error:
             raise PlanError(
                 f"{path} is a broken plan: {error!r}. Undo your edits or plan anew"
             ) from error
@@ -211,6 +225,8 @@ def _to_json(plan: Plan) -> dict[str, Any]:
         "orm_labels": list(scores.orm_labels),
         "latency": plan.latency,
         "graph": plan.graph.to_json(),
+        # Plans without a target read, and hash, as they did before there were any.
+        **({} if plan.target is None else {"target": plan.target.to_json()}),
     }
 
 
@@ -233,6 +249,7 @@ def _from_json(data: Mapping[str, Any]) -> Plan:
         method=data["method"],
         score_name=data["score"],
         latency=data["latency"],
+        target=Target.from_json(data["target"]) if "target" in data else None,
     )
     # The allocation may have been edited by hand: it must still be one of ours.
     missing = [n for n in loaded.graph.names if n not in loaded.allocation]

@@ -16,6 +16,7 @@ from ompq.allocation.solving import Method
 from ompq.costs import Accounting
 from ompq.pipeline import PLAN_PROTOCOLS, PlanConfig
 from ompq.scores import SCORES, score_name
+from ompq.targets import included_targets
 from ompq.userfiles import is_user_function, suggestion
 
 SAMPLES = 64
@@ -259,6 +260,17 @@ class PlanOptions:
         option(
             metavar="FILE",
             text='Milliseconds for a budget in ms: JSON {"conv1": {"W4A8": 0.4}}.',
+            rich_help_panel=_PLAN,
+        ),
+    ] = None
+    target: Annotated[
+        str | None,
+        option(
+            metavar="NAME",
+            autocompletion=included_targets,
+            text="Where the network will run, so that layers get only what works there "
+            f"and what is no faster is told: {', '.join(included_targets())}, or a "
+            "JSON file.",
             rich_help_panel=_PLAN,
         ),
     ] = None

@@ -120,6 +120,7 @@ def plan_config(options: PlanOptions) -> PlanConfig:
         "accounting": options.accounting,
         "method": options.method,
         "latency": load_latency(options.latency) if options.latency else None,
+        "target": options.target,
         "strict": options.strict or None,
     }
     return replace(base, **{k: v for k, v in given.items() if v is not None})

@@ -96,6 +96,9 @@ def totals(plan: Plan) -> list[tuple[str, str]]:
     ]
     if "milliseconds" in found:
         rows.append(("latency", f"{found['milliseconds']:.3g} ms"))
+    if plan.target is not None:
+        slow = skipped_lines(plan.no_speed_up)
+        rows += [("target", plan.target.name), *(("no faster", text) for text in slow)]
     return rows
 
 
@@ -165,6 +168,10 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "accounting": plan.accounting,
         "allocation": plan.allocation.to_json(),
         "units": unit_rows(plan),
+        "target": None if plan.target is None else plan.target.name,
+        "no_speed_up": [
+            {"name": one.name, "reason": one.reason} for one in plan.no_speed_up
+        ],
         "skipped": [
             {"name": one.name, "reason": one.reason} for one in plan.graph.skipped
         ],

@@ -7,6 +7,7 @@ from ompq.errors import shortened
 from ompq.export.containers import DOMAIN
 from ompq.export.onnx_account import inspect_onnx, load_exported
 
+_THIN = 4
 NETWORK = "network"  # the entry of a file's metadata that names the network
 
 
@@ -35,7 +36,13 @@ def without_gain(path: str | Path) -> list[str]:
     if depthwise:
         found.append(
             f"{len(depthwise)} depthwise or grouped convolutions "
-            f"({shortened(depthwise, 3)}): memory binds them, 8 bits gain little"
+            f"({shortened(depthwise, 3)}): 8 bits gain less there than elsewhere"
+        )
+    thin = [layer for layer in bits if 0 < _channels(model, layer) < _THIN]
+    if thin:
+        found.append(
+            f"convolutions of fewer than {_THIN} channels ({shortened(thin, 3)}): "
+            "8 bits gain nothing there, and may cost"
         )
     clips = [n for n in graph.node if n.op_type == "Clip" and "codes" in n.input[0]]
     if clips:
@@ -62,6 +69,22 @@ def _groups(node: Any) -> int:
     if node.op_type != "Conv" or node.domain == DOMAIN:
         return 1
     return next((int(one.i) for one in node.attribute if one.name == "group"), 1)
+
+
+def _channels(model: Any, layer: str) -> int:
+    """Return the channels that a convolution reads; 0 for others."""
+    for node in model.graph.node:
+        if node.op_type == "Conv" and _layer(node) == layer and _groups(node) == 1:
+            return _weight_shape(model, layer)[1]
+    return 0
+
+
+def _weight_shape(model: Any, layer: str) -> tuple[int, ...]:
+    for node in model.graph.node:
+        if node.domain == DOMAIN and node.output[0] == f"{layer}/bytes":
+            return next(tuple(a.ints) for a in node.attribute if a.name == "shape")
+    tensors = model.graph.initializer
+    return next(tuple(t.dims) for t in tensors if t.name == f"{layer}/bytes")
 
 
 def _layer(node: Any) -> str:

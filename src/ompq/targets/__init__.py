@@ -1,0 +1,177 @@
+"""Target profiles: which bits a runtime can use, and which of them make it faster.
+
+A profile is a small JSON file::
+
+    {"format": "ompq-target/1", "name": "my-chip",
+     "operators": {
+      "default": {"weight_bits": [4, 8], "activation_bits": [8], "symmetric": true,
+                  "per_channel": true, "accelerated": ["W4A8", "W8A8"],
+                  "otherwise": "computed in 8 bits"},
+      "depthwise": {"weight_bits": [8], "activation_bits": [8], ...}}}
+
+Operators are kinds of units (conv, depthwise, pointwise, grouped, transposed, linear,
+attention); ``default`` stands for those that are not named.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ompq.errors import TargetError
+from ompq.graph.units import Choice, Unit
+
+FORMAT = "ompq-target/1"
+KINDS = (
+    "conv", "depthwise", "pointwise", "grouped", "transposed", "linear", "attention"
+)  # fmt: skip
+_DEFAULT = "default"
+_FOLDER = Path(__file__).parent
+_WIDTHS = (*range(2, 9), 32)
+_CHOICE = re.compile(r"W(\d+)A(\d+)")
+
+
+@dataclass(frozen=True)
+class Operator:
+    """What a target does with one kind of unit.
+
+    Attributes:
+        weight_bits: Widths of weights that it takes; 32 is float.
+        activation_bits: Widths of inputs that it takes.
+        symmetric: Whether the zero point of weights must be 0. It is in ONNX files.
+        per_channel: Whether it takes a scale for each channel, as ompq makes them.
+        accelerated: Choices that run faster than wider ones, for example ``W8A8``.
+        otherwise: Why the others do not.
+    """
+
+    weight_bits: tuple[int, ...]
+    activation_bits: tuple[int, ...]
+    symmetric: bool
+    per_channel: bool
+    accelerated: tuple[str, ...]
+    otherwise: str
+
+    def takes(self, choice: Choice) -> bool:
+        """Return whether it takes a choice."""
+        return (
+            choice.weight in self.weight_bits
+            and choice.activation in self.activation_bits
+        )
+
+
+@dataclass(frozen=True)
+class Target:
+    """A runtime on a kind of machine.
+
+    Attributes:
+        name: What it is called.
+        operators: Kind of unit, or ``default`` → what it does with it.
+    """
+
+    name: str
+    operators: Mapping[str, Operator]
+
+    def operator(self, unit: Unit) -> Operator:
+        """Return what it does with a unit."""
+        return self.operators.get(unit.kind, self.operators[_DEFAULT])
+
+    def no_speed_up(self, unit: Unit, choice: Choice) -> str:
+        """Return why a choice makes a unit no faster; "" if it does."""
+        found = self.operator(unit)
+        return "" if str(choice) in found.accelerated else found.otherwise
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data for JSON."""
+        kinds = {kind: asdict(one) for kind, one in self.operators.items()}
+        return {"format": FORMAT, "name": self.name, "operators": kinds}
+
+    @classmethod
+    def from_json(cls, data: Any) -> "Target":
+        """Return the target of a profile.
+
+        Raises:
+            TargetError: The profile is broken; says where.
+        """
+        if not isinstance(data, dict) or data.get("format") != FORMAT:
+            raise TargetError(f"this is no target profile of format {FORMAT}")
+        kinds = data.get("operators")
+        if not isinstance(kinds, dict) or _DEFAULT not in kinds:
+            raise TargetError('"operators" must have an entry "default"')
+        unknown = [kind for kind in kinds if kind not in (_DEFAULT, *KINDS)]
+        if unknown:
+            raise TargetError(
+                f'operator "{unknown[0]}" is unknown; there are {", ".join(KINDS)}'
+            )
+        name = data.get("name")
+        if not isinstance(name, str) or not name:
+            raise TargetError('"name" must be a text')
+        return cls(name, {kind: _operator(kind, one) for kind, one in kinds.items()})
+
+
+def included_targets() -> tuple[str, ...]:
+    """Return the names of the profiles that come with ompq."""
+    return tuple(sorted(path.stem for path in _FOLDER.glob("*.json")))
+
+
+def load_target(name: str | Path) -> Target:
+    """Return a target by its name, or by the path of its profile.
+
+    Raises:
+        TargetError: There is no such target, or its profile is broken.
+    """
+    path = _FOLDER / f"{name}.json" if str(name) in included_targets() else Path(name)
+    try:
+        return Target.from_json(json.loads(path.read_text()))
+    except OSError as error:
+        raise TargetError(
+            f"there is no target {name}; use {', '.join(included_targets())} or the "
+            "path of a JSON file"
+        ) from error
+    except (ValueError, TargetError) as error:
+        raise TargetError(f"{path} is a broken target profile: {error}") from error
+
+
+def _operator(kind: str, data: Any) -> Operator:
+    fields = list(Operator.__dataclass_fields__)
+    given = data if isinstance(data, dict) else {}
+    if set(given) != set(fields):
+        raise TargetError(
+            f"operator {kind} must have exactly {', '.join(fields)}; "
+            f"see {', '.join(sorted({*given} ^ {*fields}))}"
+        )
+    for name in ("symmetric", "per_channel"):
+        if not isinstance(given[name], bool):
+            raise TargetError(f"operator {kind}: {name} must be true or false")
+    if not given["per_channel"]:
+        raise TargetError(
+            f"operator {kind}: per_channel=false cannot be met: ompq rounds weights "
+            "with a scale a channel"
+        )
+    return Operator(
+        weight_bits=_widths(kind, "weight_bits", given),
+        activation_bits=_widths(kind, "activation_bits", given),
+        symmetric=given["symmetric"],
+        per_channel=given["per_channel"],
+        accelerated=_accelerated(kind, given["accelerated"]),
+        otherwise=str(given["otherwise"]),
+    )
+
+
+def _widths(kind: str, name: str, data: Mapping[str, Any]) -> tuple[int, ...]:
+    bits = data[name]
+    if not isinstance(bits, list | tuple) or not bits or not {*bits} <= {*_WIDTHS}:
+        raise TargetError(
+            f"operator {kind}: {name}={bits} must be widths from 2 to 8, or 32"
+        )
+    return tuple(bits)
+
+
+def _accelerated(kind: str, names: Any) -> tuple[str, ...]:
+    for name in names if isinstance(names, list | tuple) else (names,):
+        if not _CHOICE.fullmatch(str(name)):
+            raise TargetError(
+                f"operator {kind}: accelerated has {name!r}; write for example W8A8"
+            )
+    return tuple(names)
