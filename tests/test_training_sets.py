@@ -196,3 +196,15 @@ def test_networks_learn_from_held_images(small):
     config = ompq.TrainConfig(epochs=2, batch_size=8)
     trained = ompq.train(quantized, held, config)
     assert not torch.equal(trained[1].weight, quantized[1].weight)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_a_gpu_sees_what_a_cpu_sees(small):
+    here, there = (
+        epoch(training_data(small)),
+        epoch(training_data(small, device="cuda")),
+    )
+    for (inputs, targets), (moved, labels) in zip(here, there, strict=True):
+        assert moved.is_cuda and torch.equal(targets, labels.cpu())
+        assert torch.allclose(inputs, moved.cpu())

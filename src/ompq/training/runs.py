@@ -56,7 +56,7 @@ class Run:
         called = torch.compile(self.prepared) if config.compile else self.prepared
         self.gradients = Gradients(
             called,
-            _ready(teacher, self.device) if config.distill else None,
+            _ready(teacher, self.device, config) if config.distill else None,
             config,
             engine=self.engine,
             device=self.device,
@@ -163,6 +163,12 @@ class Run:
         self.step = state.step
 
 
-def _ready(teacher: nn.Module | None, device: torch.device) -> nn.Module:
+def _ready(
+    teacher: nn.Module | None, device: torch.device, config: TrainConfig
+) -> nn.Module:
+    """Return a copy of the float network that only answers."""
     assert teacher is not None  # asked for before
-    return copy.deepcopy(teacher).to(device).eval().requires_grad_(requires_grad=False)
+    copied = copy.deepcopy(teacher).to(device).eval()
+    if config.channels_last:
+        copied.to(memory_format=torch.channels_last)
+    return copied
