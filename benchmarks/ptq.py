@@ -24,7 +24,7 @@ from ompq.models.naming import load_model
 from ompq.pipeline import PlanConfig, plan
 from ompq.quantization.quantizing import QuantizeConfig, quantization_of, quantize
 from ompq.reconstruction.reconstructing import ReconstructConfig, reconstruct
-from ompq.reconstruction.rounding import RoundingConfig
+from ompq.reconstruction.settings import RoundingConfig
 
 PUBLISHED = Path(__file__).parent.parent / "tests/fixtures/published_bit_configs.json"
 NETWORKS = {

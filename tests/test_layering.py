@@ -23,8 +23,8 @@ ORDER = {
     "allocation": "budgets programs search problems feasibility explanations solving",
     "plans": "",
     "pipeline": "",
-    "quantization": "placement layers assembly quantizing",
-    "reconstruction": "blocks soft_rounding rounding reconstructing",
+    "quantization": "placement layers bias_correction assembly quantizing",
+    "reconstruction": "blocks settings soft_rounding rounding reconstructing",
     "evaluation": "",
     "training": "settings norms parameters engines batches checkpoints steps runs "
     "keeping looping",

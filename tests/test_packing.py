@@ -35,7 +35,7 @@ from ompq.quantization.quantizing import (
 from ompq.quantizers.grids import Grid
 from ompq.quantizers.ranges import minmax_weight
 from ompq.reconstruction.reconstructing import ReconstructConfig, reconstruct
-from ompq.reconstruction.rounding import RoundingConfig
+from ompq.reconstruction.settings import RoundingConfig
 from ompq.scores import ScoreTable
 
 

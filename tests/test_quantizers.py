@@ -10,9 +10,7 @@ from ompq.quantizers.grids import (
     integer_weight,
     learned_clip,
     learned_step,
-    rectified_sigmoid,
     round_through,
-    soft_start,
     straight_through,
 )
 
@@ -185,27 +183,11 @@ def test_learned_clip_has_the_gradient_of_the_paper(zero):
     assert x.grad.tolist() == [g if low < v < 1.3 else 0 for v, g in pairs]
 
 
-def test_the_sigmoid_is_stretched_and_cut():
-    for v in (-4.0, -1.0, 0.0, 0.3, 4.0):
-        stretched = 1.2 / (1 + math.exp(-v)) - 0.1
-        expected = min(max(stretched, 0), 1)
-        assert rectified_sigmoid(torch.tensor(v)).item() == pytest.approx(expected)
-
-
-def test_soft_rounding_starts_at_the_weight():
-    x = values(8, 50) * 0.2
-    grid = Grid(torch.full((8, 1), 0.1), torch.full((8, 1), 7.5), 4)
-    position = x / grid.scale + grid.zero
-    share = rectified_sigmoid(soft_start(x, grid))
-    assert torch.allclose(position.floor() + share, position, atol=1e-5)
-
-
-def gradients(x, scale, limit, logits):
+def gradients(x, scale, limit):
     zero = torch.zeros((), device=x.device)
     grid = Grid(scale, zero + 1.5, 2)
     total = learned_step(x, grid).square().sum()
-    total = total + learned_clip(x, limit, zero, 4).square().sum()
-    return total + (rectified_sigmoid(logits) * soft_start(x, grid)).sum()
+    return total + learned_clip(x, limit, zero, 4).square().sum()
 
 
 def inputs(device="cpu"):
@@ -213,7 +195,6 @@ def inputs(device="cpu"):
         values(4, 9),
         torch.full((4, 1), 0.4),
         torch.tensor(1.2),
-        values(4, 9, seed=1),
     )
     return [t.to(device).requires_grad_() for t in tensors]
 

@@ -13,7 +13,7 @@ from ompq.quantization.layers import activation_quantizers, quantized_layers
 from ompq.quantization.quantizing import QuantizeConfig, quantization_of, quantize
 from ompq.reconstruction.blocks import fisher_weights, gather
 from ompq.reconstruction.reconstructing import ReconstructConfig, reconstruct
-from ompq.reconstruction.rounding import RoundingConfig
+from ompq.reconstruction.settings import RoundingConfig
 from ompq.samples import first_tensor
 
 QUICK = ReconstructConfig(rounding=RoundingConfig(iterations=200, batch_size=16))
@@ -57,7 +57,7 @@ def test_weights_end_on_their_grids(pair):
     for name, layer in quantized_layers(result).items():
         if not name.startswith(kept):
             torch.testing.assert_close(layer.rounded_weight(), layer.weight)
-        assert layer.soft is None
+        assert layer.learning is None
         assert not layer.weight_scale.requires_grad
     assert all(q.keep == 1.0 for q in activation_quantizers(result).values())
 

@@ -13,7 +13,7 @@ from ompq.integer.steps import Average, CodeGrid, Requantize, Step, Sum
 from ompq.quantization.layers import activation_quantizers, quantized_layers
 from ompq.quantization.quantizing import quantization_of
 from ompq.reconstruction.reconstructing import ReconstructConfig, reconstruct
-from ompq.reconstruction.rounding import RoundingConfig
+from ompq.reconstruction.settings import RoundingConfig
 from quantized import quantized, simulated_codes
 
 NETWORKS = {"resnet": TinyResNet, "mobilenet": TinyMobileNet}

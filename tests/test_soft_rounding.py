@@ -1,71 +1,197 @@
-import math
+import copy
 
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from ompq.quantization.layers import quantized_layer
 from ompq.quantizers.grids import Grid
-from ompq.reconstruction.soft_rounding import SoftRounding
-
-
-def soft_rounding(weight, scale, zero, bits):
-    layer = nn.Linear(weight.shape[1], weight.shape[0])
-    layer.weight = nn.Parameter(weight)
-    channels = (weight.shape[0], 1)
-    grid = Grid(torch.full(channels, scale), torch.full(channels, zero), bits)
-    return SoftRounding(quantized_layer(layer, grid)), grid
+from ompq.reconstruction.soft_rounding import (
+    SoftRounding,
+    mean_inputs,
+    rows_of,
+    weight_of,
+)
 
 
 def values(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def test_the_soft_weight_starts_at_the_weight():
-    weight = values(8, 50) * 0.2
-    soft, _ = soft_rounding(weight, 0.1, 7.5, 4)
-    torch.testing.assert_close(soft(), weight.clamp(-0.75, 0.75), atol=1e-6, rtol=0)
-    assert (weight.abs() > 0.75).any()
-
-
-def test_untouched_logits_round_to_nearest():
-    weight = values(4, 100) * 0.2
-    soft, grid = soft_rounding(weight, 0.1, 2.0, 3)
-    torch.testing.assert_close(soft.hardened(), grid.fake(weight))
-
-
-def test_the_gradient_is_that_of_adaround():
-    soft, _ = soft_rounding(values(2, 20) * 0.2, 0.1, 8.0, 4)
+def quantized(layer, bits=3, step=0.1):
     with torch.no_grad():
-        soft.up.copy_(values(2, 20, seed=1))
-    soft().sum().backward()
-    pairs = zip(
-        soft.up.flatten().tolist(), soft.up.grad.flatten().tolist(), strict=True
+        for number, tensor in enumerate(layer.parameters()):
+            tensor.copy_(values(*tensor.shape, seed=number) * 0.2)
+    axis = 1 if isinstance(layer, nn.ConvTranspose2d) else 0
+    shape = [1] * layer.weight.dim()
+    shape[axis] = layer.weight.shape[axis]
+    scale = step * (1 + torch.arange(shape[axis]) / 10).reshape(shape)
+    zero = torch.full(shape, (2**bits - 1) / 2)
+    return quantized_layer(layer, Grid(scale, zero, bits)).requires_grad_(False)
+
+
+LAYERS = {
+    "convolution": (lambda: nn.Conv2d(4, 6, 3, stride=2, padding=1), (8, 4, 9, 9)),
+    "depthwise": (lambda: nn.Conv2d(4, 4, 3, padding=1, groups=4), (8, 4, 9, 9)),
+    "linear": (lambda: nn.Linear(5, 7), (8, 5)),
+    "tokens": (lambda: nn.Linear(5, 7), (8, 3, 5)),
+    "transposed": (
+        lambda: nn.ConvTranspose2d(4, 6, 3, stride=2, padding=1),
+        (8, 4, 5, 5),
+    ),
+    "transposed in groups": (
+        lambda: nn.ConvTranspose2d(4, 6, 2, stride=2, groups=2),
+        (8, 4, 5, 5),
+    ),
+}
+
+
+@pytest.fixture(params=LAYERS)
+def layer_and_input(request):
+    make, shape = LAYERS[request.param]
+    return quantized(make()), values(*shape, seed=7) + 0.5
+
+
+def soft_of(layer, x):
+    return SoftRounding([layer], lambda: layer(x))
+
+
+def channel_means(layer, output):
+    axis = output.dim() - 1 if isinstance(layer, nn.Linear) else 1
+    return output.mean([d for d in range(output.dim()) if d != axis])
+
+
+def test_the_soft_weight_starts_at_the_weight_within_the_grid(layer_and_input):
+    layer, x = layer_and_input
+    soft = soft_of(layer, x)
+    soft.use()
+    grid = layer.grid_like_weight()
+    low, high = grid.scale * -grid.zero, grid.scale * (grid.top - grid.zero)
+    wanted = layer.weight.clamp(low, high)
+    torch.testing.assert_close(layer.learning[0], wanted, atol=1e-6, rtol=0)
+
+
+def test_untouched_weights_round_to_nearest(layer_and_input):
+    layer, x = layer_and_input
+    wanted = layer.rounded_weight()
+    bias = layer.bias.clone()
+    soft = soft_of(layer, x)
+    with torch.no_grad():
+        soft.finish()
+    torch.testing.assert_close(layer.weight, wanted)
+    torch.testing.assert_close(layer.bias, bias, atol=1e-5, rtol=0)
+    assert layer.learning is None
+
+
+def test_means_stay_whatever_side_weights_take(layer_and_input):
+    layer, x = layer_and_input
+    before = channel_means(layer, layer(x))
+    soft = soft_of(layer, x)
+    with torch.no_grad():
+        soft.up.copy_(values(*soft.up.shape, seed=3).sigmoid())
+        soft.use()
+        torch.testing.assert_close(channel_means(layer, layer(x)), before)
+        soft.finish()
+        torch.testing.assert_close(channel_means(layer, layer(x)), before)
+
+
+def test_mean_inputs_times_weights_are_mean_outputs(layer_and_input):
+    layer, x = layer_and_input
+    (mean,) = mean_inputs([layer], lambda: layer(x))
+    for seed in (1, 2):
+        other = copy.deepcopy(layer)
+        with torch.no_grad():
+            other.weight.copy_(
+                other.grid_like_weight().fake(values(*layer.weight.shape, seed=seed))
+            )
+        wanted = channel_means(layer, other(x)) - layer.bias
+        found = rows_of(layer, other.weight * mean).sum(1)
+        torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-4)
+
+
+def test_rows_and_weights_are_each_other_s_inverse(layer_and_input):
+    layer, _ = layer_and_input
+    rows = rows_of(layer, layer.weight)
+    assert len(rows) == len(layer.bias)
+    torch.testing.assert_close(weight_of(layer, rows), layer.weight.detach())
+
+
+def test_gradients_are_those_of_the_written_out_formula():
+    layer, x = quantized(nn.Conv2d(4, 6, 3, padding=1)), values(8, 4, 5, 5) + 0.5
+    grid = layer.grid_like_weight()
+    bias = layer.bias.clone()
+    start = layer.rounded_weight()
+    patches = F.unfold(x, 3, padding=1).mean((0, 2)).reshape(1, 4, 3, 3)
+    soft = soft_of(layer, x)
+    for tensor in (soft.up, soft.stretch, soft.bias):
+        tensor.requires_grad_()
+    soft.use()
+    layer(x).square().mean().backward()
+
+    position = layer.weight / grid.scale + grid.zero
+    up = (position - position.floor()).requires_grad_()
+    stretch = torch.zeros(6, 1, 1, 1, requires_grad=True)
+    free = bias.clone().requires_grad_()
+    code = (position.floor() + up).clamp(0, grid.top)
+    weight = grid.scale * stretch.exp() * (code - grid.zero)
+    moved = ((start - weight) * patches).sum((1, 2, 3))
+    F.conv2d(x, weight, free + moved, padding=1).square().mean().backward()
+    inside = (position > 0) & (position < grid.top)
+    close = {"atol": 1e-6, "rtol": 1e-4}
+    torch.testing.assert_close(
+        soft.up.grad.reshape(6, 4, 3, 3)[inside], up.grad[inside], **close
     )
-    for logit, slope in pairs:
-        s = 1 / (1 + math.exp(-logit))
-        cut = not 0 < 1.2 * s - 0.1 < 1
-        assert slope == pytest.approx(0 if cut else 0.12 * s * (1 - s), abs=1e-6)
+    assert (soft.up.grad.reshape(6, 4, 3, 3)[~inside] == 0).all()
+    torch.testing.assert_close(soft.stretch.grad, stretch.grad.flatten(), **close)
+    torch.testing.assert_close(soft.bias.grad, free.grad, **close)
 
 
-def test_indecision_vanishes_when_all_have_decided():
-    soft, _ = soft_rounding(values(1, 5) * 0.2, 0.1, 8.0, 4)
+def test_several_layers_share_one_tensor_and_keep_apart():
+    layers = [quantized(nn.Linear(5, 7)), quantized(nn.Linear(7, 3), bits=4)]
+    alone = [copy.deepcopy(layer) for layer in layers]
+    x = values(20, 5) + 0.5
+    soft = SoftRounding(layers, lambda: layers[1](layers[0](x)))
+    assert soft.up.shape == (7 * 5 + 3 * 7,)
     with torch.no_grad():
-        soft.up.copy_(torch.tensor([[0.0, 0.5, -1.0, 9.0, -9.0]]))
-    for beta in (20.0, 2.0, 7.3):
-        soft()
-        wanted = sum(1 - abs(2 * h - 1) ** beta for h in soft.share.flatten().tolist())
-        assert soft.indecision(torch.tensor(beta)).item() == pytest.approx(wanted)
-    with torch.no_grad():
-        soft.up.fill_(9.0)
-    soft()
-    assert soft.indecision(torch.tensor(2.0)).item() == 0
+        soft.stretch[7:] = 0.5
+        soft.finish()
+    torch.testing.assert_close(layers[0].weight, alone[0].rounded_weight())
+    torch.testing.assert_close(
+        layers[1].weight, alone[1].rounded_weight() * torch.tensor(0.5).exp()
+    )
+    torch.testing.assert_close(
+        layers[1].weight_scale, alone[1].weight_scale * torch.tensor(0.5).exp()
+    )
 
 
-def test_the_scale_can_stretch():
-    soft, grid = soft_rounding(values(3, 10) * 0.2, 0.1, 8.0, 4)
-    before = soft.hardened()
+def test_weights_are_driven_to_their_sides_and_no_further():
+    layer, x = quantized(nn.Linear(5, 1)), values(20, 5)
+    soft = soft_of(layer, x)
+    soft.up.copy_(torch.tensor([0.2, 0.4, 0.5, 0.75, 0.999]))
+    exponent, step = torch.tensor(3.0), torch.tensor(0.2)
+    soft.decide(exponent, step)
+    wanted = [0.2 - 0.2 * 0.6**2, 0.4 - 0.2 * 0.2**2, 0.5, 0.75 + 0.2 * 0.5**2, 1.0]
+    torch.testing.assert_close(soft.up, torch.tensor(wanted))
+    soft.harden()
+    assert soft.up.tolist() == [0, 0, 0, 1, 1]
+
+
+def test_layers_without_bias_stay_without():
+    layer, x = quantized(nn.Linear(5, 7, bias=False)), values(20, 5)
+    soft = soft_of(layer, x)
+    soft.use()
+    assert layer.learning[1] is None
     with torch.no_grad():
-        soft.stretch.fill_(math.log(2.0))
-    torch.testing.assert_close(soft.hardened(), 2 * before)
-    torch.testing.assert_close(soft.learned_scale(), 2 * grid.scale)
+        soft.finish()
+    assert layer.bias is None
+
+
+def test_scales_that_groups_share_are_not_stretched():
+    layer = quantized(nn.ConvTranspose2d(4, 6, 2, stride=2, groups=2))
+    x = values(8, 4, 5, 5)
+    soft = soft_of(layer, x)
+    soft.stretch.requires_grad_()
+    soft.use()
+    layer(x).square().sum().backward()
+    assert (soft.stretch.grad == 0).all()

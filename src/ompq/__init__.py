@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ompq.plans import Plan
     from ompq.quantization.quantizing import QuantizeConfig, quantization_of, quantize
     from ompq.reconstruction.reconstructing import ReconstructConfig, reconstruct
-    from ompq.reconstruction.rounding import RoundingConfig
+    from ompq.reconstruction.settings import RoundingConfig
     from ompq.report import write_figures, write_report
     from ompq.scores import (
         Orm,
@@ -57,7 +57,7 @@ _HOMES = {
     "ompq.quantization.quantizing": ("QuantizeConfig", "quantization_of", "quantize"),
     "ompq.reconstruction.reconstructing": ("ReconstructConfig", "reconstruct"),
     "ompq.report": ("write_figures", "write_report"),
-    "ompq.reconstruction.rounding": ("RoundingConfig",),
+    "ompq.reconstruction.settings": ("RoundingConfig",),
     "ompq.scores": (
         "Orm",
         "OrmDistortion",

@@ -35,7 +35,7 @@ from ompq.pipeline import Pin, PlanConfig
 from ompq.plans import Plan
 from ompq.quantization.quantizing import quantize as round_weights
 from ompq.reconstruction.reconstructing import ReconstructConfig, reconstruct
-from ompq.reconstruction.rounding import RoundingConfig
+from ompq.reconstruction.settings import RoundingConfig
 from ompq.report import worst_histograms
 
 _ANYTHING = "32bits"  # a budget that bits fixed beforehand always meet

@@ -14,7 +14,7 @@ from ompq.cli.evaluating import LimitOption
 from ompq.cli.options import option
 from ompq.cli.screen import Screen, say
 from ompq.errors import CheckpointError
-from ompq.reconstruction.rounding import RoundingConfig
+from ompq.reconstruction.settings import RoundingConfig
 
 CALIBRATION = 1024
 

@@ -42,7 +42,7 @@ from ompq.packing.checkpoint import load, save
 from ompq.pipeline import plan
 from ompq.plans import Plan
 from ompq.reconstruction.reconstructing import ReconstructConfig
-from ompq.reconstruction.rounding import RoundingConfig
+from ompq.reconstruction.settings import RoundingConfig
 from ompq.report import worst_histograms, write_report
 from ompq.samples import Progress, evaluating
 

@@ -104,11 +104,11 @@ class QuantizedLayer(nn.Module):
         weight_zero: Code of the value 0 for each channel, (C,); multiples of a half.
         bits: Width of the weight's codes.
         narrow: Whether the highest code is left out.
-        soft: Gives the weight while its rounding is being learned; else None.
+        learning: Weight and bias while rounding is being learned; else None.
         norm: Computes the layer with the batch norm that was folded into it, while the
             two are trained together; else None.
         integers: Computes the layer as integers do, once the network is settled
-            (:func:`ompq.integer.settling.settle`) and no gradient is needed; else None.
+            (:func:`ompq.settle`) and no gradient is needed; else None.
     """
 
     weight: nn.Parameter
@@ -118,21 +118,21 @@ class QuantizedLayer(nn.Module):
     bits: int
     narrow: bool
     norm: nn.Module | None
-    soft: nn.Module | None
+    learning: tuple[Tensor, Tensor | None] | None = None
     integers: Callable[["QuantizedLayer", Tensor], Tensor] | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute the layer with its rounded weight."""
         if self.norm is not None:
             return cast(Tensor, self.norm(self, x))
+        if self.learning is not None:
+            return linear_map(self, x, *self.learning)
         if self.integers is not None and not torch.is_grad_enabled():
             return self.integers(self, x)
         return linear_map(self, x, self.rounded_weight(), self.bias)
 
     def rounded_weight(self) -> Tensor:
         """Return the weight on its grid, shaped as the weight."""
-        if self.soft is not None:
-            return cast(Tensor, self.soft())
         return rounded_to(self.grid_like_weight(), self.weight)
 
     def grid_like_weight(self) -> Grid:
@@ -246,7 +246,6 @@ def quantized_layer(layer: nn.Module, grid: Grid) -> QuantizedLayer:
     quantized = cast(QuantizedLayer, made)
     quantized.bits = grid.bits
     quantized.narrow = grid.narrow
-    quantized.soft = None
     quantized.norm = None
     quantized.weight_scale = nn.Parameter(
         grid.scale.detach().clone().flatten(), requires_grad=False

@@ -1,7 +1,5 @@
 """quantize(): a working quantized network at once: fold, swap, calibrate, correct."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
@@ -16,6 +14,7 @@ from ompq.graph.tracing import trace
 from ompq.graph.units import LayerGraph, Skipped, Unit
 from ompq.plans import Plan
 from ompq.quantization.assembly import WeightGrid, assemble
+from ompq.quantization.bias_correction import correct_biases, output_means
 from ompq.quantization.layers import quantized_layers
 from ompq.quantization.placement import Link, Point, find_points
 from ompq.quantizers.calibration import (
@@ -38,6 +37,7 @@ from ompq.samples import (
     to_device,
 )
 
+_CORRECTING = 256  # samples suffice for the mean of a channel
 _RECORD = "ompq_quantization"  # the attribute that says how a network was quantized
 
 
@@ -172,7 +172,7 @@ def quantize(
     )
     report(3, 4, "correcting biases")
     if config.correct_bias:
-        correct_biases(quantized, model, samples)
+        _correct_biases(quantized, model, samples)
     report(4, 4, "done")
     return quantized.train(model.training)
 
@@ -244,76 +244,14 @@ def _searching(
     return weight_grid
 
 
-def correct_biases(
-    quantized: nn.Module, model: nn.Module, samples: Samples, *, count: int = 256
-) -> None:
-    """Shift each unit's bias so that its mean output equals the float network's.
-
-    One pass suffices: each unit is corrected while the pass goes through it, so that
-    later units see what the corrected ones before them give.
-
-    Args:
-        quantized: The quantized network; its biases are changed.
-        model: The float network.
-        samples: Inputs; the first ``count`` are used.
-        count: How many.
-    """
+def _correct_biases(quantized: nn.Module, model: nn.Module, samples: Samples) -> None:
+    """Shift each unit's bias so that its mean output equals the float network's."""
     layers = quantized_layers(quantized)
-    units = [
-        unit
-        for unit in quantization_of(quantized).graph.units
-        if unit.calls == 1 and unit.name in layers
-    ]
-    batch = to_device(first_samples(samples, count), model_device(model))
-    means: dict[str, Tensor] = {}
-
-    def remember(name: str) -> Any:
-        def hook(module: nn.Module, _args: Any, output: Tensor) -> None:
-            means[name] = _channel_mean(module, output)
-
-        return hook
-
-    def correct(name: str) -> Any:
-        def hook(module: nn.Module, _args: Any, output: Tensor) -> Tensor:
-            shift = means[name] - _channel_mean(module, output)
-            old = getattr(module, "bias", None)
-            new = shift if old is None else old + shift
-            module.bias = nn.Parameter(new, requires_grad=False)
-            return output + _like_channels(module, shift, output)
-
-        return hook
-
-    remembering = {normalised_by(model, one): remember(one.name) for one in units}
-    with evaluating(model), _hooks(model, remembering):
-        call(model, batch)
-    correcting = {unit.name: correct(unit.name) for unit in units}
-    with evaluating(quantized), _hooks(quantized, correcting):
-        call(quantized, batch)
-
-
-def _channel_axis_of_output(module: nn.Module, output: Tensor) -> int:
-    return output.dim() - 1 if isinstance(module, nn.Linear) else 1
-
-
-def _channel_mean(module: nn.Module, output: Tensor) -> Tensor:
-    axis = _channel_axis_of_output(module, output)
-    return output.mean([d for d in range(output.dim()) if d != axis])
-
-
-def _like_channels(module: nn.Module, shift: Tensor, output: Tensor) -> Tensor:
-    shape = [1] * output.dim()
-    shape[_channel_axis_of_output(module, output)] = -1
-    return shift.reshape(shape)
-
-
-@contextmanager
-def _hooks(model: nn.Module, hooks: Mapping[str, Any]) -> Iterator[None]:
-    handles = [
-        model.get_submodule(name).register_forward_hook(hook, prepend=True)
-        for name, hook in hooks.items()
-    ]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+    units = [u for u in quantization_of(quantized).graph.units if u.name in layers]
+    batch = to_device(first_samples(samples, _CORRECTING), model_device(model))
+    floats = {
+        unit.name: model.get_submodule(normalised_by(model, unit)) for unit in units
+    }
+    with evaluating(model), evaluating(quantized):
+        means = output_means(floats, lambda: call(model, batch))
+        correct_biases(layers, means, lambda: call(quantized, batch))

@@ -1,4 +1,4 @@
-"""Uniform quantization: grids, straight-through, learned step, soft rounding.
+"""Uniform quantization: grids, straight-through, learned step, learned clip.
 
 There is one formula, for weights and activations alike::
 
@@ -26,10 +26,6 @@ SMALLEST_BITS = 2
 LARGEST_BITS = 8
 # Up to this width twice a code, less twice a zero, fits into a signed byte.
 LARGEST_HALF_BITS = 6
-
-# The stretch of AdaRound's rectified sigmoid, which lets it reach 0 and 1.
-ZETA = 1.1
-GAMMA = -0.1
 
 
 def check_bits(bits: int) -> int:
@@ -177,26 +173,6 @@ def learned_clip(x: Tensor, limit: Tensor, zero: Tensor, bits: int) -> Tensor:
     clipped = torch.clamp(x, -zero / (top - zero) * limit, limit)
     scale = (limit / (top - zero)).detach()
     return Grid(scale, zero, bits).fake(x.detach()) + (clipped - clipped.detach())
-
-
-def rectified_sigmoid(logits: Tensor) -> Tensor:
-    """Return AdaRound's h: how far each weight is rounded up, from 0 to 1."""
-    return (torch.sigmoid(logits) * (ZETA - GAMMA) + GAMMA).clamp(0, 1)
-
-
-def soft_start(x: Tensor, grid: Grid) -> Tensor:
-    """Return the logits with which soft rounding leaves ``x`` as it is.
-
-    Args:
-        x: Weight of any shape.
-        grid: Its grid.
-
-    Returns:
-        Logits of the weight's shape.
-    """
-    position = x / grid.scale + grid.zero
-    fraction = position - position.floor()
-    return -torch.log((ZETA - GAMMA) / (fraction - GAMMA) - 1)
 
 
 def _codes(x: Tensor, grid: Grid) -> Tensor:

@@ -25,7 +25,8 @@ from ompq.quantization.quantizing import (
     with_quantization,
 )
 from ompq.reconstruction.blocks import BlockCache, fisher_weights, gather
-from ompq.reconstruction.rounding import RoundingConfig, learn_rounding
+from ompq.reconstruction.rounding import learn_rounding
+from ompq.reconstruction.settings import RoundingConfig
 from ompq.samples import Progress, Samples, first_samples, first_tensor
 
 logger = logging.getLogger(__name__)

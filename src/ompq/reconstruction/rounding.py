@@ -3,56 +3,25 @@
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from ompq.quantization.layers import (
-    activation_quantizers,
-    quantized_layers,
-)
+from ompq.quantization.layers import activation_quantizers, quantized_layers
 from ompq.quantizers.grids import LARGEST_BITS
 from ompq.reconstruction.blocks import BlockCache
+from ompq.reconstruction.settings import (
+    RoundingConfig,
+    first_decided,
+    sample_order,
+    schedule,
+)
 from ompq.reconstruction.soft_rounding import SoftRounding
 from ompq.samples import Progress, evaluating, model_device
 
+_FOR_MEANS = 128  # samples suffice for the mean of a channel
 _REPORT_EVERY = 50  # on a CPU fifty steps can take seconds
-
-
-@dataclass(frozen=True, kw_only=True)
-class RoundingConfig:
-    """How the rounding of one block is learned.
-
-    Attributes:
-        iterations: Steps of Adam.
-        batch_size: Samples a step.
-        travel: How far a logit of the rounding may move in all; the learning rate is
-            this over the iterations, so that fewer iterations still decide.
-        activation_learning_rate: Of the steps of activations below 8 bits; 0 keeps
-            them.
-        scale_learning_rate: Of the logarithm of the weights' scales; 0 keeps them.
-        bias_learning_rate: Of the biases; 0 keeps them.
-        penalty: Weight of the term that drives each weight to one side, against the
-            error relative to that of rounding to nearest; both are near 1, whatever
-            the network.
-        warmup: Fraction of the iterations without that term.
-        temperature: Exponent of the term at the end of the warm-up and at the end.
-        drop: Probability with which an activation passes unrounded (QDrop); 0 is off.
-        seed: Seed of the order of samples.
-    """
-
-    iterations: int = 2_000
-    batch_size: int = 32
-    travel: float = 20.0
-    activation_learning_rate: float = 4e-5
-    scale_learning_rate: float = 2e-4
-    bias_learning_rate: float = 1e-3
-    penalty: float = 100.0
-    warmup: float = 0.2
-    temperature: tuple[float, float] = (20.0, 2.0)
-    drop: float = 0.0
-    seed: int = 0
 
 
 def learn_rounding(
@@ -125,8 +94,8 @@ class _Step:
     """One step of the optimisation; on CUDA it is captured once and replayed.
 
     Everything that changes from step to step (the step's number, and with it the
-    samples and the temperature, and Adam's state) lives on the device, so that a
-    replayed graph needs nothing from the host.
+    samples, the rates and Adam's state) lives on the device, so that a replayed graph
+    needs nothing from the host.
     """
 
     def __init__(
@@ -140,45 +109,49 @@ class _Step:
         energy = cache.targets.double().square().mean().item()
         self.usual = max(before * energy, torch.finfo(torch.float32).tiny)
         self.device = model_device(block)
-        self.layers = list(quantized_layers(block).values())
         self.quantizers = list(activation_quantizers(block).values())
-        self.soft = [SoftRounding(layer) for layer in self.layers]
-        for layer, soft in zip(self.layers, self.soft, strict=True):
-            layer.soft = soft
+        self.soft = SoftRounding(list(quantized_layers(block).values()), self._run_some)
         for quantizer in self.quantizers:
             quantizer.keep = 1.0 - config.drop
-        self.groups = self._groups()
+        self.schedule = schedule(config).to(self.device)  # (iterations, 6)
+        self.now = self.schedule[:1].clone()  # the row of this step
+        self.learned = self._learned()
         self.optimizer = torch.optim.Adam(
-            [{"params": tensors, "lr": rate} for tensors, rate in self.groups],
+            [{"params": tensors, "lr": rate} for tensors, rate in self.learned],
             capturable=self.device.type == "cuda",
-            fused=self.device.type == "cuda",
+            fused=True,
         )
         self.number = torch.zeros(1, dtype=torch.long, device=self.device)
         self.loss = torch.zeros((), device=self.device)
         # A cache in host memory is picked from there and copied into fixed places.
         self.on_device = cache.targets.device == self.device
-        self.order = _sample_order(len(cache.targets), config).to(cache.targets.device)
+        self.order = sample_order(cache.targets, config).to(cache.targets.device)
         self.places = [] if self.on_device else self._to_device(self.order[0])
 
-    def _groups(self) -> list[tuple[list[nn.Parameter], float]]:
+    def _run_some(self) -> None:
+        inputs, _, _ = self.cache.pick(next(self.cache.batches(_FOR_MEANS)))
+        self.cache.call(self.block, [t.to(self.device) for t in inputs])
+
+    def _learned(self) -> list[tuple[list[Tensor], Tensor]]:
+        """Return what is learned, with the places from which its rates are read."""
         config = self.config
-        biases = [layer.bias for layer in self.layers if layer.bias is not None]
         # A finer step gains nothing at 8 bits, and its gradient is costly.
-        coarse = [q.scale for q in self.quantizers if q.bits < LARGEST_BITS]
-        groups = [
-            (
-                [soft.up for soft in self.soft],
-                min(config.travel / config.iterations, 0.02),
-            ),
-            (coarse, config.activation_learning_rate),
-            ([soft.stretch for soft in self.soft], config.scale_learning_rate),
-            (biases, config.bias_learning_rate),
+        coarse: list[Tensor] = [
+            q.scale for q in self.quantizers if q.bits < LARGEST_BITS
         ]
-        chosen = [(tensors, rate) for tensors, rate in groups if rate > 0 and tensors]
-        for tensors, _ in chosen:
+        rates = (
+            (coarse, config.activation_learning_rate),
+            ([self.soft.stretch], config.scale_learning_rate),
+            ([self.soft.bias], config.bias_learning_rate),
+        )
+        learned = [([self.soft.up], self.now[0, 0])]
+        for column, (tensors, rate) in enumerate(rates, start=1):
+            if tensors and rate > 0:
+                learned.append((tensors, self.now[0, column]))
+        for tensors, _ in learned:
             for tensor in tensors:
                 tensor.requires_grad_()
-        return chosen
+        return learned
 
     def run(self, progress: Progress | None) -> None:
         """Run all iterations."""
@@ -186,6 +159,9 @@ class _Step:
         replay = self._capture() if self.device.type == "cuda" else self._advance
         # The steps that warm the capture up are steps like any other.
         for done in range(int(self.number.item()), total):
+            if done == first_decided(self.config):
+                with torch.no_grad():
+                    self.soft.harden()
             if not self.on_device:
                 self._refill(self.order[done])
             replay()
@@ -208,17 +184,17 @@ class _Step:
         return graph.replay
 
     def _advance(self) -> None:
-        """Do one step: pick samples, compute the loss, move the parameters."""
+        """Do one step: pick samples, compute the loss, move what is learned."""
+        torch.index_select(self.schedule, 0, self.number, out=self.now)
         inputs, target, weights = self._batch()
+        self.soft.use()
         output = self.cache.call(self.block, inputs)
-        error = (output - target).square()
-        error = error if weights is None else error * weights
-        loss = error.mean() / self.usual + self._penalty()
+        loss = _squared_error(output, target, weights) / self.usual
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]
         self.optimizer.step()
-        for soft in self.soft:
-            soft.share = None  # or the step's graph would live on into the next one
+        with torch.no_grad():
+            self.soft.decide(self.now[0, 4], self.now[0, 5])
         self.loss.copy_(loss.detach())
         self.number += 1
 
@@ -227,16 +203,6 @@ class _Step:
             *inputs, target = self.places[: len(self.cache.inputs) + 1]
             return inputs, target, next(iter(self.places[len(inputs) + 1 :]), None)
         return self.cache.pick(self.order.index_select(0, self.number).squeeze(0))
-
-    def _penalty(self) -> Tensor:
-        config = self.config
-        start, end = config.temperature
-        done = self.number / max(config.iterations, 1)
-        left = ((1 - done) / (1 - config.warmup)).clamp(0, 1)
-        temperature = end + (start - end) * left
-        weight = config.penalty * (done >= config.warmup)
-        total = sum(soft.indecision(temperature) for soft in self.soft)
-        return (weight * total).squeeze() / sum(soft.up.numel() for soft in self.soft)
 
     def _to_device(self, index: Tensor) -> list[Tensor]:
         inputs, target, weights = self.cache.pick(index)
@@ -250,11 +216,8 @@ class _Step:
     def finish(self) -> None:
         """Put the learned rounding into the layers."""
         with torch.no_grad():
-            for layer, soft in zip(self.layers, self.soft, strict=True):
-                layer.weight.copy_(soft.hardened())
-                layer.weight_scale.copy_(soft.learned_scale().flatten())
-                layer.soft = None
-        for tensors, _ in self.groups:
+            self.soft.finish()
+        for tensors, _ in self.learned:
             for tensor in tensors:
                 tensor.requires_grad = False
                 tensor.grad = None
@@ -262,8 +225,7 @@ class _Step:
             quantizer.keep = 1.0
 
 
-def _sample_order(count: int, config: RoundingConfig) -> Tensor:
-    """Return which samples each step sees, (iterations, batch size)."""
-    generator = torch.Generator().manual_seed(config.seed)
-    size = (config.iterations, min(config.batch_size, count))
-    return torch.randint(count, size, generator=generator)
+def _squared_error(output: Tensor, target: Tensor, weights: Tensor | None) -> Tensor:
+    if weights is None:
+        return F.mse_loss(output, target)
+    return ((output - target).square() * weights).mean()
