@@ -193,6 +193,44 @@ def test_fold_and_train_gives_an_ordinary_quantized_network(toys, freeze):
     assert after < before
 
 
+def test_norms_without_parameters_get_them():
+    inputs = scenes(16)
+    model = TinyResNet()
+    model.norm = torch.nn.BatchNorm2d(8, affine=False)
+    seeded(model.block1), seeded(model.block2)
+    network = quantized(model.eval(), inputs, weight=4)
+    copied = copy.deepcopy(network)
+    keep_norms(copied, model)
+    with torch.no_grad():
+        assert torch.allclose(copied(inputs), network(inputs), atol=1e-4)
+    assert copied.stem.norm.norm.affine and not model.norm.affine
+
+
+def test_weights_that_are_rounded_where_they_are_stay():
+    inputs = scenes(16)
+    model = seeded(Tied())
+    network = quantized(model, inputs, weight=4)
+    batches = [(inputs, torch.arange(16) % 5)]
+    trained = ompq.train(network, batches, replace(QUICK, channels_last=False))
+    assert torch.equal(trained.second.weight, network.second.weight)
+    assert not torch.equal(trained.head.weight, network.head.weight)
+
+
+class Tied(torch.nn.Module):
+    """Two layers with one weight, and a head."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = torch.nn.Conv2d(3, 3, 3, padding=1)
+        self.second = torch.nn.Conv2d(3, 3, 3, padding=1)
+        self.second.weight = self.first.weight
+        self.head = torch.nn.Linear(3, 5)
+
+    def forward(self, x):
+        x = torch.relu(self.second(torch.relu(self.first(x))))
+        return self.head(x.mean((2, 3)))
+
+
 def test_norms_of_another_network_are_refused(toys):
     _, network, data = toys
     config = replace(QUICK, batch_norm="fold-and-train")
