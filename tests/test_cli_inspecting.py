@@ -81,3 +81,9 @@ def test_onnx_files_are_inspected_too(tmp_path):
         assert any(r.startswith(f"{unit['name']} {unit['weight_bits']} ") for r in rows)
     quiet = run("inspect", path, "--quiet").stdout
     assert quiet.startswith(f"{path}: ") and quiet.count("\n") == 1
+
+
+def test_a_folder_is_told_from_a_file(tmp_path):
+    result = run("inspect", tmp_path)
+    assert result.exit_code == 2
+    assert result.stderr == f"error: {tmp_path} is a folder; name the file in it\n"

@@ -33,6 +33,8 @@ def inspect(file: PackedFile, output: OutputOptions) -> None:
     For a packed network the plan's figures stand next to it. A damaged file is an
     error.
     """
+    if file.is_dir():
+        raise ValueError(f"{file} is a folder; name the file in it")
     with opened(output) as screen:
         if file.suffix == ".onnx":
             _show_onnx(inspect_onnx(file), screen)
