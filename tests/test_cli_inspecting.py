@@ -32,7 +32,7 @@ def test_every_item_stands_next_to_the_plans_figure(file):
         start = f"{one.unit.name} {one.unit.kind} {one.bits} "
         assert any(row.startswith(start) for row in rows), start
     assert "net.py:make" in result.stdout
-    assert "plan 3.5bits by OrmDistortion" in " ".join(result.stdout.split())
+    assert "plan 3.5bits by orm_distortion" in " ".join(result.stdout.split())
     assert "within the 1% + 16.0 KiB that are promised" in result.stdout
 
 
