@@ -1,0 +1,123 @@
+"""One step of reconstruction: ours, the same without a CUDA graph, and a plain one.
+
+python benchmarks/ptq_speed.py --data FOLDER
+
+The plain step is what a script would do: soft rounding by a rectified sigmoid and a
+penalty, layer by layer, an index and a temperature from the host, Adam as it comes.
+"""
+
+import argparse
+import copy
+import statistics
+from pathlib import Path
+
+import torch
+from common import RESULTS, save, seconds
+from ptq import load
+from torch.nn import functional as F
+
+import ompq
+from ompq.quantization.layers import linear_map, quantized_layers
+from ompq.reconstruction import rounding
+from ompq.reconstruction.reconstructing import _cache, _learnable
+
+BATCH = 32
+STEPS = 200
+
+
+class PlainStep:
+    """AdaRound of one block as BRECQ describes it."""
+
+    def __init__(self, block, cache) -> None:
+        self.block, self.cache = block, cache
+        self.layers = list(quantized_layers(block).values())
+        self.logits, self.bases = [], []
+        for layer in self.layers:
+            grid = layer.grid_like_weight()
+            position = layer.weight / grid.scale + grid.zero
+            share = position - position.floor()
+            logits = -torch.log(1.2 / (share + 0.1) - 1)
+            self.bases.append((grid, position.floor()))
+            self.logits.append(logits.detach().requires_grad_())
+            layer.register_forward_hook(self._soft(len(self.logits) - 1))
+        self.optimizer = torch.optim.Adam(self.logits, lr=1e-3)
+        self.done = 0
+
+    def _share(self, number: int):
+        return (torch.sigmoid(self.logits[number]) * 1.2 - 0.1).clamp(0, 1)
+
+    def _soft(self, number: int):
+        def hook(layer, args, _output):
+            grid, base = self.bases[number]
+            codes = (base + self._share(number)).clamp(0, grid.top)
+            weight = grid.scale * (codes - grid.zero)
+            return linear_map(layer, args[0], weight, layer.bias)
+
+        return hook
+
+    def advance(self) -> None:
+        index = torch.randperm(len(self.cache.targets))[:BATCH]
+        inputs, target, _ = self.cache.pick(index.to(self.cache.targets.device))
+        output = self.cache.call(self.block, inputs)
+        loss = F.mse_loss(output, target)
+        beta = 20 - 18 * self.done / 20_000
+        for number in range(len(self.logits)):
+            indecision = 1 - (2 * self._share(number) - 1).abs().pow(beta)
+            loss = loss + 0.01 * indecision.sum()
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        self.done += 1
+
+
+def milliseconds(advance) -> float:
+    def steps() -> None:
+        for _ in range(STEPS):
+            advance()
+
+    steps()
+    return 1e3 * statistics.median(seconds(steps) for _ in range(3)) / STEPS
+
+
+def time_block(block, cache) -> dict[str, float]:
+    """Return milliseconds a step."""
+    config = ompq.RoundingConfig(
+        iterations=100 * STEPS, batch_size=BATCH, step_elements=1 << 40
+    )
+    found = {}
+    with rounding._optimising(block, 0):
+        step = rounding._Step(copy.deepcopy(block), cache, config, 0.03)
+        found["eager"] = milliseconds(step._advance)
+        step = rounding._Step(copy.deepcopy(block), cache, config, 0.03)
+        found["captured"] = milliseconds(step._capture())
+        found["plain"] = milliseconds(PlainStep(copy.deepcopy(block), cache).advance)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--network", default="mobilenet_v2")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    model, samples, _ = load(options.network, options.data, torch.device("cuda"))
+    samples = samples[:256]
+    config = ompq.PlanConfig(choices=(4,), score="random")
+    plan = ompq.plan(model, samples[:32], "32bits", config)
+    quantized = ompq.quantize(model, plan, samples)
+    rows = []
+    for name in _learnable(quantized, ompq.quantization_of(quantized)):
+        cache = _cache(quantized, model, name, samples, ompq.ReconstructConfig())
+        times = time_block(quantized.get_submodule(name), cache)
+        rows.append({"block": name, **times})
+        print(rows[-1], flush=True)
+    total = {
+        key: sum(row[key] for row in rows) for key in ("captured", "eager", "plain")
+    }
+    over = {f"{key} / captured": total[key] / total["captured"] for key in total}
+    print(total, over)
+    save(f"ptq-speed-{options.network}", rows, options.out, total=total, over=over)
+
+
+if __name__ == "__main__":
+    main()
