@@ -110,6 +110,7 @@ def compared(settled: nn.Module, onnx: Path, given, model):
         equal += found.top1 * len(images)
         right += int((torch.from_numpy(logits).argmax(1) == targets).sum())
         furthest = max(furthest, found.logits)
+        print(f"{count} images", flush=True)
     result = {
         "top1_equal": equal / count,
         "logits": furthest,

@@ -57,6 +57,15 @@ def test_what_is_no_faster_is_listed(planned):
     assert len(slow) == 3
 
 
+def test_report_lists_what_is_no_faster(planned, tmp_path):
+    _, plan = planned
+    ompq.write_report(tmp_path / "report.html", plan)
+    text = (tmp_path / "report.html").read_text()
+    for entry in plan.no_speed_up:
+        row = f'<th scope="row">{entry.name}</th><td>no kernel</td>'
+        assert row in text
+
+
 def test_plan_keeps_its_target(planned, tmp_path):
     _, plan = planned
     plan.save(tmp_path / "plan.json")
