@@ -43,7 +43,7 @@ def variants(
     # A distortion cannot be weighted by less than nothing.
     functions = FUNCTIONS[1:] if paper else ()
     return [
-        ("the paper's settings", base, samples),
+        ("the paper's settings" if paper else "our settings", base, samples),
         *(
             (f"function {name}", replace(base, decreasing=name), samples)
             for name in functions
@@ -113,7 +113,7 @@ def ablate(options, model: nn.Module, images: Tensor) -> list[dict]:
             "size_mib": made.totals["bytes"] / 2**20,
             "average_bits": made.totals["average_bits"],
             "seconds": round(seconds, 2),
-            "bits": bits,
+            "bits": "".join(map(str, bits)),  # 2 to 4: one digit a layer
         }
         if options.judge:
             key = tuple(bits)
