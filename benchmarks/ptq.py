@@ -140,45 +140,45 @@ def main() -> None:
     print(f"{options.network} float {reference.top1:.4f}", flush=True)
     rows = []
     finished: dict[tuple, tuple] = {}  # equal bits are run once
-    for budget in options.budgets:
-        for score, bits in allocations(options, model, samples, budget).items():
-            for seed in options.seeds:
-                key = (tuple(bits.items()), seed)
-                if key not in finished:
-                    finished[key] = run_one(
-                        options, model, samples, batches, bits, seed
-                    )
-                row, evaluation = finished[key]
-                drop, error = evaluation.drop_from(reference)
-                widths = [choice.weight for choice in bits.values()]
-                rows.append(
-                    {
-                        "budget": budget,
-                        "score": score,
-                        "seed": seed,
-                        "float": reference.top1,
-                        "top1": evaluation.top1,
-                        "drop": drop,
-                        "drop_error": error,
-                        "bits": widths,
-                        **row,
-                    }
-                )
-                print(
-                    f"{budget} {score:18s} seed {seed} nearest {row['nearest']} "
-                    f"top1 {evaluation.top1:.4f} drop {100 * drop:.2f} +- "
-                    f"{100 * error:.2f} in {row['reconstruct_s']:.1f} s",
-                    flush=True,
-                )
-                settings = {
-                    k: str(v)
-                    for k, v in vars(options).items()
-                    if k not in ("data", "out")
+    chosen = [
+        (budget, score, bits)
+        for budget in options.budgets
+        for score, bits in allocations(options, model, samples, budget).items()
+    ]
+    for seed in options.seeds:
+        for budget, score, bits in chosen:
+            key = (tuple(bits.items()), seed)
+            if key not in finished:
+                finished[key] = run_one(options, model, samples, batches, bits, seed)
+            row, evaluation = finished[key]
+            drop, error = evaluation.drop_from(reference)
+            widths = [choice.weight for choice in bits.values()]
+            rows.append(
+                {
+                    "budget": budget,
+                    "score": score,
+                    "seed": seed,
+                    "float": reference.top1,
+                    "top1": evaluation.top1,
+                    "drop": drop,
+                    "drop_error": error,
+                    "bits": widths,
+                    **row,
                 }
-                options.out.mkdir(parents=True, exist_ok=True)
-                target = options.out / f"{options.name}-{options.network}.json"
-                data = {"settings": settings, "machine": machine(), "rows": rows}
-                target.write_text(json.dumps(data, indent=1) + "\n")
+            )
+            print(
+                f"{budget} {score:18s} seed {seed} nearest {row['nearest']} "
+                f"top1 {evaluation.top1:.4f} drop {100 * drop:.2f} +- "
+                f"{100 * error:.2f} in {row['reconstruct_s']:.1f} s",
+                flush=True,
+            )
+            settings = {
+                k: str(v) for k, v in vars(options).items() if k not in ("data", "out")
+            }
+            options.out.mkdir(parents=True, exist_ok=True)
+            target = options.out / f"{options.name}-{options.network}.json"
+            data = {"settings": settings, "machine": machine(), "rows": rows}
+            target.write_text(json.dumps(data, indent=1) + "\n")
 
 
 if __name__ == "__main__":

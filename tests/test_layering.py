@@ -10,6 +10,7 @@ SOURCE = Path(ompq.__file__).parent
 # From the foundations down to what a person sees; a subpackage's modules in its own
 # order, or `...` where they are siblings in no order.
 ORDER = {
+    "versions": "",
     "errors": "",
     "files": "",
     "samples": "",

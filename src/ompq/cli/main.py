@@ -7,7 +7,7 @@ Modules are imported when their command is used: ``ompq --help`` needs no PyTorc
 import sys
 import traceback
 from dataclasses import dataclass
-from importlib import import_module, metadata
+from importlib import import_module
 from typing import Annotated, Any
 
 import typer
@@ -16,6 +16,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from ompq.cli.arguments import spread
 from ompq.errors import OmpqError
+from ompq.versions import library_version
 
 _BEGIN, _DECIDE, _DO, _LOOK = "Begin", "Decide", "Do", "Look"
 
@@ -218,7 +219,7 @@ app = typer.Typer(
 
 def _version(value: bool) -> None:
     if value:
-        Console().print(f"ompq {metadata.version('ompq')}", highlight=False)
+        Console().print(f"ompq {library_version()}", highlight=False)
         raise typer.Exit
 
 

@@ -4,7 +4,6 @@ import json
 import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +39,7 @@ from ompq.report import (
 from ompq.report import BlockError as BlockSection
 from ompq.report.numbers import digits
 from ompq.samples import Progress
+from ompq.versions import library_version
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ def write_files(
 def sections(outcome: Outcome) -> list[Section]:
     """Return what the report shows besides the plan."""
     versions = {
-        "ompq": metadata.version("ompq"),
+        "ompq": library_version(),
         "torch": torch.__version__,
         "python": platform.python_version(),
         **{name: str(value) for name, value in outcome.about.items()},

@@ -1,7 +1,6 @@
 """save() and load(): a quantized network in a file as small as its plan promised."""
 
 from collections.abc import Callable, Iterator, Mapping
-from importlib.metadata import version
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -32,6 +31,7 @@ from ompq.quantization.quantizing import (
     with_quantization,
 )
 from ompq.quantizers.grids import Grid
+from ompq.versions import library_version
 
 # Batch norm's counter plays no part in what a network computes.
 _COUNTER = "num_batches_tracked"
@@ -61,7 +61,7 @@ def save(
     record = quantization_of(quantized)
     about = {
         "network": network,
-        "versions": {"ompq": version("ompq"), "torch": torch.__version__},
+        "versions": {"ompq": library_version(), "torch": torch.__version__},
         "plan": None if plan is None else _figures(plan, record),
     }
     write_contents(path, _packed(quantized, record, about))

@@ -38,11 +38,11 @@ class RoundingConfig:
 
     iterations: int = 1_000
     batch_size: int = 64
-    step_elements: int = 1 << 20
+    step_elements: int = 1 << 19
     travel: float = 5.0
     activation_learning_rate: float = 4e-5
     scale_learning_rate: float = 2e-4
-    bias_learning_rate: float = 1e-3
+    bias_learning_rate: float = 3e-3
     warmup: float = 0.2
     tail: float = 0.1
     drive: float = 20.0

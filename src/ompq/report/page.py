@@ -3,7 +3,6 @@
 import base64
 import hashlib
 from collections.abc import Mapping, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
@@ -34,6 +33,7 @@ from ompq.report.sections import (
     Versions,
 )
 from ompq.samples import Progress
+from ompq.versions import library_version
 
 _FOLDER = Path(__file__).parent
 STEPS = 128  # budgets on each of the explorer's curves
@@ -110,7 +110,7 @@ def render_report(
         **_labels(plan),
         **_orm(plan),
         **_results(results),
-        "ompq_version": version("ompq"),
+        "ompq_version": library_version(),
     }
     data = {
         **explorer_data(plan, STEPS, progress),

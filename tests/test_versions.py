@@ -1,0 +1,20 @@
+import tomllib
+from importlib import metadata
+from pathlib import Path
+
+from ompq.versions import library_version
+
+PROJECT = Path(__file__).parent.parent / "pyproject.toml"
+
+
+def test_the_version_is_that_of_the_project_file():
+    stated = tomllib.loads(PROJECT.read_text())["project"]["version"]
+    assert library_version() == stated
+
+
+def test_a_source_folder_has_no_version(monkeypatch):
+    def missing(name):
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", missing)
+    assert library_version() == "source"
