@@ -24,7 +24,7 @@ ORDER = {
     "allocation": "budgets programs search problems feasibility explanations solving",
     "plans": "",
     "pipeline": "",
-    "quantization": "placement layers bias_correction assembly quantizing",
+    "quantization": "placement layers moments assembly quantizing",
     "reconstruction": "blocks settings soft_rounding rounding reconstructing",
     "evaluation": "",
     "training": "settings norms parameters engines batches checkpoints steps runs "

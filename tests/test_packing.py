@@ -161,7 +161,10 @@ def test_units_that_stay_float_come_back(file):
 
 
 def test_networks_without_biases_need_none(file):
-    saved = quantized(nn.Sequential(nn.Conv2d(3, 4, 3, bias=False)), correct_bias=False)
+    network = nn.Sequential(nn.Conv2d(3, 4, 3, bias=False))
+    saved = quantized(network, restore_moments=False)
+        nn.Sequential(nn.Conv2d(3, 4, 3, bias=False)), restore_moments=False
+    )
     save(saved, file)
     loaded = load(file, lambda: nn.Sequential(nn.Conv2d(3, 4, 3, bias=False)))
     assert loaded[0].bias is None
@@ -439,7 +442,7 @@ def test_other_float_parts_are_named(file):
 
 def test_bias_that_the_file_lacks_is_named(file):
     save(
-        quantized(nn.Sequential(nn.Conv2d(3, 4, 3, bias=False)), correct_bias=False),
+        quantized(nn.Sequential(nn.Conv2d(3, 4, 3, bias=False)), restore_moments=False),
         file,
     )
     with pytest.raises(PackedFileError, match="0 has a bias"):

@@ -85,7 +85,7 @@ def test_norms_are_folded_and_structure_is_kept():
 
 def test_bias_correction_makes_means_equal():
     model = seeded(TinyMobileNet())
-    plain = ompq.QuantizeConfig(correct_bias=False)
+    plain = ompq.QuantizeConfig(restore_moments=False)
     results = [
         ompq.quantize(model, uniform(model, 3), SAMPLES, config)
         for config in (plain, ompq.QuantizeConfig())

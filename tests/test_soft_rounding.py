@@ -65,11 +65,12 @@ def channel_means(layer, output):
 def test_the_soft_weight_starts_at_the_weight_within_the_grid(layer_and_input):
     layer, x = layer_and_input
     soft = soft_of(layer, x)
-    soft.use()
     grid = layer.grid_like_weight()
     low, high = grid.scale * -grid.zero, grid.scale * (grid.top - grid.zero)
     wanted = layer.weight.clamp(low, high)
-    torch.testing.assert_close(layer.learning[0], wanted, atol=1e-6, rtol=0)
+    with soft.used():
+        torch.testing.assert_close(layer.learning[0], wanted, atol=1e-6, rtol=0)
+    assert layer.learning is None
 
 
 def test_untouched_weights_round_to_nearest(layer_and_input):
@@ -81,7 +82,6 @@ def test_untouched_weights_round_to_nearest(layer_and_input):
         soft.finish()
     torch.testing.assert_close(layer.weight, wanted)
     torch.testing.assert_close(layer.bias, bias, atol=1e-5, rtol=0)
-    assert layer.learning is None
 
 
 def test_means_stay_whatever_side_weights_take(layer_and_input):
@@ -90,8 +90,8 @@ def test_means_stay_whatever_side_weights_take(layer_and_input):
     soft = soft_of(layer, x)
     with torch.no_grad():
         soft.up.copy_(values(*soft.up.shape, seed=3).sigmoid())
-        soft.use()
-        torch.testing.assert_close(channel_means(layer, layer(x)), before)
+        with soft.used():
+            torch.testing.assert_close(channel_means(layer, layer(x)), before)
         soft.finish()
         torch.testing.assert_close(channel_means(layer, layer(x)), before)
 
@@ -126,8 +126,9 @@ def test_gradients_are_those_of_the_written_out_formula():
     soft = soft_of(layer, x)
     for tensor in (soft.up, soft.stretch, soft.bias):
         tensor.requires_grad_()
-    soft.use()
-    layer(x).square().mean().backward()
+    with soft.used():
+        output = layer(x)
+    output.square().mean().backward()
 
     position = layer.weight / grid.scale + grid.zero
     up = (position - position.floor()).requires_grad_()
@@ -180,8 +181,8 @@ def test_weights_are_driven_to_their_sides_and_no_further():
 def test_layers_without_bias_stay_without():
     layer, x = quantized(nn.Linear(5, 7, bias=False)), values(20, 5)
     soft = soft_of(layer, x)
-    soft.use()
-    assert layer.learning[1] is None
+    with soft.used():
+        assert layer.learning[1] is None
     with torch.no_grad():
         soft.finish()
     assert layer.bias is None
@@ -192,6 +193,7 @@ def test_scales_that_groups_share_are_not_stretched():
     x = values(8, 4, 5, 5)
     soft = soft_of(layer, x)
     soft.stretch.requires_grad_()
-    soft.use()
-    layer(x).square().sum().backward()
+    with soft.used():
+        output = layer(x)
+    output.square().sum().backward()
     assert (soft.stretch.grad == 0).all()

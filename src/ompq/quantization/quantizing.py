@@ -14,8 +14,8 @@ from ompq.graph.tracing import trace
 from ompq.graph.units import LayerGraph, Skipped, Unit
 from ompq.plans import Plan
 from ompq.quantization.assembly import WeightGrid, assemble
-from ompq.quantization.bias_correction import correct_biases, output_means
 from ompq.quantization.layers import quantized_layers
+from ompq.quantization.moments import output_moments, restore_moments
 from ompq.quantization.placement import Link, Point, find_points
 from ompq.quantizers.calibration import (
     Observed,
@@ -49,14 +49,15 @@ class QuantizeConfig:
         weight_grid: Kind of grid for the weights.
         weight_power: Ranges of weights minimise the sum of |error| to this power.
         activation_range: How ranges of activations are found.
-        correct_bias: Whether each unit's bias makes up for the mean error of rounding.
+        restore_moments: Whether scales and biases make up for what rounding does to the
+            mean and the spread of each channel.
         batch_size: How many samples run at a time.
     """
 
     weight_grid: Kind = DEFAULT_KIND
     weight_power: float = 2.0
     activation_range: RangeMethod = "mse"
-    correct_bias: bool = True
+    restore_moments: bool = True
     batch_size: int = 64
 
 
@@ -131,7 +132,7 @@ def quantize(
     """Return a quantized copy of a network that works at once.
 
     Batch norms are folded, weights rounded to nearest, ranges of activations read off
-    the samples, and each bias corrected for the mean error that rounding makes.
+    the samples, and each channel given the mean and the spread it had before rounding.
 
     Args:
         model: The float network.
@@ -170,9 +171,9 @@ def quantize(
     with_quantization(
         quantized, Quantization(graph, allocation, tuple(points), skipped)
     )
-    report(3, 4, "correcting biases")
-    if config.correct_bias:
-        _correct_biases(quantized, model, samples)
+    report(3, 4, "restoring moments")
+    if config.restore_moments:
+        _restore_moments(quantized, model, samples)
     report(4, 4, "done")
     return quantized.train(model.training)
 
@@ -244,8 +245,8 @@ def _searching(
     return weight_grid
 
 
-def _correct_biases(quantized: nn.Module, model: nn.Module, samples: Samples) -> None:
-    """Shift each unit's bias so that its mean output equals the float network's."""
+def _restore_moments(quantized: nn.Module, model: nn.Module, samples: Samples) -> None:
+    """Give each unit the mean and the spread that it has in the float network."""
     layers = quantized_layers(quantized)
     units = [u for u in quantization_of(quantized).graph.units if u.name in layers]
     batch = to_device(first_samples(samples, _CORRECTING), model_device(model))
@@ -253,5 +254,5 @@ def _correct_biases(quantized: nn.Module, model: nn.Module, samples: Samples) ->
         unit.name: model.get_submodule(normalised_by(model, unit)) for unit in units
     }
     with evaluating(model), evaluating(quantized):
-        means = output_means(floats, lambda: call(model, batch))
-        correct_biases(layers, means, lambda: call(quantized, batch))
+        moments = output_moments(floats, lambda: call(model, batch))
+        restore_moments(layers, moments, lambda: call(quantized, batch))

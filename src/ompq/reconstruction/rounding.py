@@ -187,8 +187,8 @@ class _Step:
         """Do one step: pick samples, compute the loss, move what is learned."""
         torch.index_select(self.schedule, 0, self.number, out=self.now)
         inputs, target, weights = self._batch()
-        self.soft.use()
-        output = self.cache.call(self.block, inputs)
+        with self.soft.used():
+            output = self.cache.call(self.block, inputs)
         loss = _squared_error(output, target, weights) / self.usual
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]

@@ -41,7 +41,7 @@ class RoundingConfig:
     step_elements: int = 1 << 19
     travel: float = 5.0
     activation_learning_rate: float = 4e-5
-    scale_learning_rate: float = 2e-4
+    scale_learning_rate: float = 2e-3
     bias_learning_rate: float = 3e-3
     warmup: float = 0.2
     tail: float = 0.1

@@ -1,14 +1,15 @@
 """SoftRounding: weights on their way to one of their two neighbours, as in AdaRound."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvTransposeNd
 
-from ompq.quantization.bias_correction import channel_mean
 from ompq.quantization.layers import QuantizedLayer, linear_map
+from ompq.quantization.moments import channel_mean
 
 
 class SoftRounding:
@@ -52,10 +53,17 @@ class SoftRounding:
             rounded = [rows_of(layer, layer.rounded_weight()) for layer in layers]
             self._means = self._row_sums(_flat(rounded) * self._inputs)
 
-    def use(self) -> None:
-        """Give the layers their soft weights, and the biases that go with them."""
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        """Let the layers compute with their soft weights, and biases to match."""
         for layer, weight, bias in self._given():
             layer.learning = (weight, None if layer.bias is None else bias)
+        try:
+            yield
+        finally:
+            # What is kept from one step to the next keeps that step's graph alive.
+            for layer in self._layers:
+                layer.learning = None
 
     def decide(self, exponent: Tensor, step: Tensor) -> None:
         """Move each weight towards its nearer side, by at most a step.
@@ -81,7 +89,6 @@ class SoftRounding:
             layer.weight_scale.copy_(scale[: len(layer.weight_scale)])
             if layer.bias is not None:
                 layer.bias.copy_(bias)
-            layer.learning = None
 
     def _given(self) -> list[tuple[QuantizedLayer, Tensor, Tensor]]:
         weight, bias = _Weights.apply(self.up, self.stretch, self.bias, self)
