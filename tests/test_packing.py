@@ -163,8 +163,6 @@ def test_units_that_stay_float_come_back(file):
 def test_networks_without_biases_need_none(file):
     network = nn.Sequential(nn.Conv2d(3, 4, 3, bias=False))
     saved = quantized(network, restore_moments=False)
-        nn.Sequential(nn.Conv2d(3, 4, 3, bias=False)), restore_moments=False
-    )
     save(saved, file)
     loaded = load(file, lambda: nn.Sequential(nn.Conv2d(3, 4, 3, bias=False)))
     assert loaded[0].bias is None
