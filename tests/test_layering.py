@@ -21,7 +21,8 @@ ORDER = {
     "costs": "",
     "targets": "",
     "scores": "...",
-    "allocation": "budgets programs search problems feasibility explanations solving",
+    "allocation": "budgets programs relaxations search problems feasibility "
+    "explanations solving",
     "plans": "",
     "pipeline": "",
     "quantization": "placement layers moments assembly quantizing",

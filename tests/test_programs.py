@@ -3,8 +3,8 @@ from math import fsum
 import numpy as np
 import pytest
 
-from ompq.allocation.programs import (
-    Core,
+from ompq.allocation.programs import Core
+from ompq.allocation.relaxations import (
     Relaxation,
     bracket,
     floor_or_ceiling,
@@ -34,6 +34,32 @@ def test_relaxation_reaches_the_published_linear_optimum():
         np.testing.assert_allclose(
             -(shares * it.damage).sum(), case["lp_objective"], rtol=1e-9
         )
+
+
+def test_one_limit_gives_what_the_solver_gives_for_two_of_the_same():
+    generator = np.random.default_rng(0)
+    for case in range(60):
+        units, choices = generator.integers(1, 12), generator.integers(1, 7)
+        damage = generator.exponential(size=(units, choices)) * 10.0 ** (case % 7 - 3)
+        costs = generator.integers(0, 9, size=(units, choices)).astype(float)
+        least, most = costs.min(1).sum(), costs.max(1).sum()
+        limit = least + generator.uniform(0, 1.1) * (most - least)
+        alone = relaxation(program(damage, [costs], [limit]))
+        twice = relaxation(program(damage, [costs, costs], [limit, limit]))
+        np.testing.assert_allclose(alone.shares.sum(1), 1)
+        assert (alone.shares * costs).sum() <= limit * (1 + 1e-12)
+        np.testing.assert_allclose(
+            (alone.shares * damage).sum(), (twice.shares * damage).sum(), rtol=1e-6
+        )
+        # By duality: what is left when every unit pays the price for what it spends.
+        bound = (damage + alone.prices[0] * costs).min(1).sum()
+        value = (alone.shares * damage).sum()
+        np.testing.assert_allclose(bound - alone.prices[0] * limit, value, rtol=1e-9)
+
+
+def test_a_limit_below_the_least_has_no_solution():
+    it = program(np.ones((2, 2)), [np.array([[2.0, 3.0], [2.0, 3.0]])], [3.9])
+    assert relaxation(it).shares is None
 
 
 def test_the_price_is_the_best_rate_left():

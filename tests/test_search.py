@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from scipy.optimize import Bounds, LinearConstraint, milp
 
-from ompq.allocation.programs import relaxation, rounded
+from ompq.allocation.relaxations import relaxation, rounded
 from ompq.allocation.search import minimum
 from tables import exhaustive, fixture, program
 

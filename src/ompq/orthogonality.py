@@ -32,13 +32,10 @@ def gram_matrix(features: Tensor, *, centred: bool = False) -> Tensor:
         The matrix, (N, N), in the features' dtype.
     """
     flat = features.reshape(features.shape[0], -1)  # (N, D)
+    if not centred:
+        return flat @ flat.T
     width = max(1, _CHUNK // flat.shape[0])
     total = flat.new_zeros(flat.shape[0], flat.shape[0])
-    if not centred:
-        # In parts: a product as wide as this makes copies as large as the features.
-        for part in torch.split(flat, width, dim=1):
-            total.addmm_(part, part.T)
-        return total
     rounding = flat.new_zeros(())  # what rounding alone leaves of a constant feature
     for part in torch.split(flat, width, dim=1):
         mean = part.mean(0, keepdim=True)

@@ -7,7 +7,8 @@ import numpy as np
 
 from ompq.allocation.budgets import Budget, readable
 from ompq.allocation.problems import Problem
-from ompq.allocation.programs import Columns, Program, relaxation
+from ompq.allocation.programs import Columns, Program
+from ompq.allocation.relaxations import relaxation
 from ompq.costs import Cost
 from ompq.errors import PatternError, shortened
 from ompq.graph.units import Choice

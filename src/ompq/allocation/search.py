@@ -26,8 +26,8 @@ from ompq.allocation.programs import (
     Flags,
     Floats,
     Program,
-    relaxation,
 )
+from ompq.allocation.relaxations import relaxation
 
 NEAR = 128  # choices that the first pass tries besides each unit's best
 LABELS = 2**14  # labels of the first pass, over all units

@@ -22,9 +22,8 @@ from ompq.allocation.programs import (
     EPSILON,
     Columns,
     Program,
-    floor_or_ceiling,
-    rounded,
 )
+from ompq.allocation.relaxations import floor_or_ceiling, rounded
 from ompq.allocation.search import PASSES, minimum
 from ompq.samples import Progress
 
