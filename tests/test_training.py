@@ -253,12 +253,14 @@ def test_distillation_weighs_labels_and_the_teachers_answers():
 
 def test_a_student_comes_nearer_to_its_teacher(toys):
     model, network, data = toys
+    network = copy.deepcopy(network)
+    network.head.bias.data += torch.linspace(-1, 1, 5)  # it has much to learn
     config = replace(QUICK, distill=1.0, epochs=8)
     trained = ompq.train(network, data, config, teacher=model)
     batches = made(data)
     before = ompq.evaluate(network, batches, reference=model).divergence
     after = ompq.evaluate(trained, batches, reference=model).divergence
-    assert after < 0.8 * before
+    assert after < 0.2 * before
 
 
 @pytest.mark.parametrize("more", [{"distill": 0.5}, {"batch_norm": "fold-and-train"}])

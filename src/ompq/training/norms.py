@@ -3,6 +3,10 @@
 The layer computes with its weight folded with the running statistics and rounded, as
 it will be deployed. Until the norm is frozen its output is normalised by the
 statistics of the batch; afterwards what is computed is the folded layer, bit for bit.
+
+Few bits may have no code for 0: weights that a small norm scales down are then rounded
+up, the measured variance grows, which scales them down further, without end. So the
+variance stays within limits.
 """
 
 import copy
@@ -17,6 +21,9 @@ from ompq.graph.folding import norm_affine, scaled_channels
 from ompq.quantization.layers import QuantizedLayer, linear_map, quantized_layers
 from ompq.quantization.quantizing import quantization_of
 from ompq.quantizers.rounding import rounded_to
+
+# Running deviations may grow, or shrink, to so many times what they began as.
+_MOST = 16.0
 
 
 class KeptNorm(nn.Module):
@@ -40,7 +47,27 @@ class KeptNorm(nn.Module):
         y = linear_map(layer, x, weight, None)
         shape = [1] * y.dim()
         shape[1] = -1
-        return cast(Tensor, self.norm(y / _nonzero(factor).reshape(shape)))
+        # Nothing is learned from the divisor: norms undo whatever scales a channel.
+        divisor = _nonzero(factor.detach()).reshape(shape)
+        return cast(Tensor, self.norm(y / divisor))
+
+
+class Variances:
+    """The running variances of kept norms, and limits around where they are now."""
+
+    def __init__(self, quantized: nn.Module) -> None:
+        norms = [m.norm for m in quantized.modules() if isinstance(m, KeptNorm)]
+        self.values = [cast(Tensor, norm.running_var) for norm in norms]
+        began = [cast(Tensor, norm.running_var) + norm.eps for norm in norms]
+        self.lowest = [value / _MOST**2 for value in began]
+        self.highest = [value * _MOST**2 for value in began]
+
+    @torch.no_grad()
+    def limit(self) -> None:
+        """Bring back those that have left their limits."""
+        if self.values:
+            torch._foreach_maximum_(self.values, self.lowest)
+            torch._foreach_minimum_(self.values, self.highest)
 
 
 def keep_norms(quantized: nn.Module, model: nn.Module) -> None:
@@ -101,4 +128,6 @@ def _unfolded(layer: QuantizedLayer, norm: _BatchNorm) -> KeptNorm:
 
 
 def _nonzero(factor: Tensor) -> Tensor:
-    return torch.where(factor == 0, torch.ones_like(factor), factor)
+    """Replace factors (C,) so small that what is divided by them has no square."""
+    smallest = torch.finfo(factor.dtype).tiny ** 0.25
+    return torch.where(factor.abs() < smallest, torch.ones_like(factor), factor)

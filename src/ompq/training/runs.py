@@ -13,7 +13,7 @@ from ompq.samples import Batch, call, evaluating, first_tensor, model_device
 from ompq.training.batches import Batches, batches_per_epoch
 from ompq.training.checkpoints import State, momentum_of, restore_momentum
 from ompq.training.engines import make_engine
-from ompq.training.norms import keep_norms
+from ompq.training.norms import Variances, keep_norms
 from ompq.training.parameters import make_trainable
 from ompq.training.settings import TrainConfig
 from ompq.training.steps import Gradients, Recorded
@@ -53,6 +53,7 @@ class Run:
             self.model.to(memory_format=torch.channels_last)
         self.optimizer = self.trainable.optimizer(config)
         self.prepared, self.stepping = self.engine.prepare(self.model, self.optimizer)
+        self.variances = Variances(self.model)
         called = torch.compile(self.prepared) if config.compile else self.prepared
         self.gradients = Gradients(
             called,
@@ -120,6 +121,7 @@ class Run:
         if not isinstance(self.compute, Recorded):
             self.stepping.zero_grad()
         self.trainable.keep_positive()
+        self.variances.limit()
 
     def rate(self) -> float:
         """Return the learning rate of the next step: a cosine after a linear rise."""
