@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from PIL import Image
+from safetensors import safe_open
 
 from cli_tools import network_file, run, run_json
 from ompq.evaluation import evaluate
@@ -133,7 +134,8 @@ def test_training_goes_on_from_a_packed_network(net, finished, tmp_path):
         ("epoch=3", "a field of ompq.TrainConfig (did you mean epochs?)"),
         ("keep", "--set keep: write NAME=VALUE with a field of ompq.TrainConfig"),
         ("keep=all", "keep='all' must be one of best, last"),
-        ("distill=much", "--set: a value is of the wrong kind"),
+        ("distill=much", "distill='much' must be a number"),
+        ("seed=3", "the seed is --seed"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(net, tmp_path, setting, words):
@@ -166,15 +168,47 @@ def test_settings_reach_the_training(net, tmp_path, monkeypatch):
     assert (config.learning_rate, config.epochs, config.batch_size) == (0.1, 2, 8)
 
 
-@pytest.mark.slow
-def test_the_recipe_for_imagenet_runs(tmp_path):
-    images = write_images(tmp_path / "images", 10, 230)
-    words = ("train", "torchvision:resnet18", "--weights", "none", "--data", images)
-    recipe = ("--protocol", "paper-qat", "--budget", "6.7MiB")
-    few = ("--no-reconstruct", "--samples", "4", "--epochs", "1", "--batch-size", "5")
-    result = run_json(*words, *recipe, *few, "-o", tmp_path / "out")
-    bits = result["plan"]["allocation"]
-    assert bits["conv1"] == bits["fc"] == {"weight": 8, "activation": 8}
-    assert {choice["weight"] for choice in bits.values()} <= {4, 5, 6, 7, 8}
-    history = json.loads((tmp_path / "out" / "training" / "history.json").read_text())
-    assert len(history) == 1
+def write_crops(folder):
+    """Cut two photographs into 64 x 64 images, a class each of 1,000."""
+    from sklearn.datasets import load_sample_images
+
+    photographs = load_sample_images().images  # a temple and a flower, (427, 640, 3)
+    for target, pixels in enumerate(photographs):
+        for number in range(6):
+            row, column = divmod(number, 3)
+            crop = pixels[96 * row :, 96 * column :][:64, :64]
+            split = "train" if number < 4 else "val"
+            path = folder / split / f"{target:04d}" / f"{number}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(crop).save(path)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("network", "budget", "bits"),
+    [
+        ("resnet18", "6.7MiB", "6"),
+        pytest.param("resnet50", "16.0MiB", "5", marks=pytest.mark.slow),
+    ],
+)
+def test_the_recipes_for_imagenet_run_on_photographs(tmp_path, network, budget, bits):
+    images = write_crops(tmp_path / "images")
+    # As docs/training.md has them, but for random weights and a handful of images.
+    words = (f"torchvision:{network}", "--weights", "none", "--data", images)
+    words += ("--eval-data", images, "--activation-bits", bits)
+    recipe = ("--protocol", "paper-qat", "--budget", budget)
+    few = ("--no-reconstruct", "--samples", "4", "--epochs", "1", "--batch-size", "4")
+    folder = tmp_path / "out"
+    result = run_json("train", *words, *recipe, *few, "-o", folder)
+    found = result["plan"]["allocation"]
+    assert found["conv1"] == found["fc"] == {"weight": 8, "activation": 8}
+    inner = [choice for name, choice in found.items() if name not in ("conv1", "fc")]
+    assert {choice["weight"] for choice in inner} <= {4, 5, 6, 7, 8}
+    assert {choice["activation"] for choice in inner} == {int(bits)}
+    assert result["evaluation"]["count"] == 4
+    (epoch,) = json.loads((folder / "training" / "history.json").read_text())
+    assert 0 < epoch["loss"] < 100
+    limit = float(budget.removesuffix("MiB")) * 2**20
+    assert result["plan"]["totals"]["bytes"] <= limit
+    with safe_open(folder / "training" / "last.safetensors", "pt") as file:
+        assert file.metadata()["step"] == "2"

@@ -28,7 +28,7 @@ from ompq.quantizers.grids import Grid
 from ompq.training.checkpoints import read_state
 from ompq.training.norms import fold_norms, keep_norms
 from ompq.training.runs import Run
-from ompq.training.steps import training_loss
+from ompq.training.steps import memory_layout, training_loss
 from quantized import quantized
 from training_script import made, state, toy
 
@@ -469,7 +469,15 @@ def test_scalars_go_to_tensorboard(toys, monkeypatch, tmp_path):
     ("wrong", "words"),
     [
         ({"epochs": 0}, r"epochs=0 must be at least 1"),
-        ({"learning_rate": 0.0}, r"learning_rate=0.0 must be above 0"),
+        ({"epochs": 2.5}, r"epochs=2.5 must be a whole number"),
+        ({"epochs": True}, r"epochs=True must be a whole number"),
+        ({"warmup": -1}, r"warmup=-1 must be at least 0"),
+        ({"gradient_norm": float("nan")}, r"gradient_norm=nan must be at least 0"),
+        ({"momentum": 2}, r"momentum=2 must be from 0 to 1"),
+        ({"weight_decay": "x"}, r"weight_decay='x' must be a number"),
+        ({"compile": 1}, r"compile=1 must be true or false"),
+        ({"tensorboard": 3}, r"tensorboard=3 must be a folder's name"),
+        ({"learning_rate": 0.0}, r"learning_rate=0.0 must be above 0, and finite"),
         ({"distill": 1.5}, r"distill=1.5 must be from 0 to 1"),
         ({"keep": "all"}, r"keep='all' must be one of best, last"),
         ({"activations": "no"}, r"activations='no' must be one of step, clip, fixed"),
@@ -505,6 +513,28 @@ def test_an_epoch_that_ends_early_is_an_error(toys):
 
     with pytest.raises(DataError, match=r"epoch 1 ended after 2 of 8 batches; batch"):
         ompq.train(network, Short(made(data)), QUICK)
+
+
+def test_images_lie_channel_by_channel_of_a_pixel_on_gpus_alone():
+    for device, wanted, layout in (
+        ("cuda", True, torch.channels_last),
+        ("cuda", False, torch.contiguous_format),
+        ("cpu", True, torch.contiguous_format),
+    ):
+        config = ompq.TrainConfig(channels_last=wanted)
+        assert memory_layout(config, torch.device(device)) is layout
+
+
+def test_convolutions_of_few_channels_train_on_a_cpu():
+    # In channels_last PyTorch crashes in the backward pass of this shortcut.
+    model = torch.nn.Sequential(
+        torch.nn.Conv2d(3, 4, 1), torch.nn.Conv2d(4, 8, 1, 2), torch.nn.Flatten()
+    ).eval()
+    inputs = torch.rand(8, 3, 72, 72, generator=torch.Generator().manual_seed(0))
+    network = quantized(model, inputs, weight=4)
+    batch = inputs.contiguous(memory_format=torch.channels_last), torch.arange(8)
+    trained = ompq.train(network, [batch], QUICK)
+    assert not torch.equal(trained[1].weight, network[1].weight)
 
 
 def test_a_graph_of_a_step_needs_a_gpu(toys):

@@ -208,3 +208,23 @@ def test_a_gpu_sees_what_a_cpu_sees(small):
     for (inputs, targets), (moved, labels) in zip(here, there, strict=True):
         assert moved.is_cuda and torch.equal(targets, labels.cpu())
         assert torch.allclose(inputs, moved.cpu())
+
+
+def test_sets_of_unreadable_images_are_refused(tmp_path):
+    folder = write_images(tmp_path, 4, (8, 8))
+    for path in folder.rglob("*.png"):
+        path.write_bytes(b"no image")
+    for side, words in ((8, r"none of its 4 inputs can be read"), (72, r"is no read")):
+        model = named(side)
+        data = load_data(folder, model, split="train", workers=1, skip_unreadable=True)
+        with pytest.raises(DataError, match=words):
+            list(training_data(data).epoch(0, batch_size=2))
+
+
+def test_targets_beyond_the_outputs_are_refused(small):
+    inputs = torch.zeros(3, 8, 8)
+    for targets, words in (((0, 5), "from 0 to 5"), ((1, -3), "from -3 to 1")):
+        data = replace(small, length=2, read=lambda at, t=targets: (inputs, t[at]))
+        words += r", but toy has 2 outputs; targets are class indices, 0 to 1"
+        with pytest.raises(DataError, match=words):
+            training_data(data)

@@ -123,8 +123,13 @@ def check_unfinished(run: RunOptions) -> None:
     """Make sure that a run that was stopped is continued only where one wants it.
 
     Raises:
-        CheckpointError: There is one, and the options do not say to continue.
+        CheckpointError: There is one, and the options do not say to continue; or they
+            do, and there is none.
     """
+    if run.resume and not run.started:
+        raise CheckpointError(
+            f"{run.folder} holds no run that was stopped; leave --resume away to begin"
+        )
     if run.started and not run.resume:
         raise CheckpointError(
             f"{run.started} is left from a run that was stopped; "

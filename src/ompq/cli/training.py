@@ -23,6 +23,7 @@ from ompq.cli.quantizing import (
     labelled_batches,
     plan_for,
     quantized_network,
+    read_bits,
 )
 from ompq.cli.results import Outcome, show_outcome, write_files
 from ompq.cli.runs import CALIBRATION, RunOptions, check_unfinished, run_folder
@@ -42,9 +43,12 @@ from ompq.errors import PlanError
 from ompq.models.naming import NamedModel
 from ompq.packing.checkpoint import load, save
 from ompq.plans import Plan
+from ompq.quantization.quantizing import quantization_of
 from ompq.report import worst_histograms
 from ompq.samples import model_device
+from ompq.training.batches import TrainingData
 from ompq.training.looping import train as learn
+from ompq.training.runs import checked_length
 from ompq.training.settings import TRAIN_PROTOCOLS, TrainConfig
 from ompq.userfiles import suggestion
 
@@ -137,21 +141,31 @@ def train(
     output = output if main else replace(output, json=False, quiet=True)
     with opened(output) as screen, run_folder(run, screen):
         config = train_config(training, planning.protocol, data.seed)
-        check_unfinished(run)
+        if main:  # the others may come when there is something already
+            check_unfinished(run)
         _take_gpu()
         model = load_network(network, screen)
         inputs = load_inputs(data, model, "train")
-        # Before the work: labels that do not fit should not cost an hour.
-        inputs.batches()
+        # Before the work: what cannot be trained with should not cost an hour.
+        images = _images(inputs, config, screen)
+        samples = read_samples(inputs, min(256, _calibration(run, inputs)), screen)
         judged = labelled_batches(run, data, model)
         validation = _validation(training, data, model)
-        if main and training.start is None and not run.start.exists():
+        if main and training.start is None:
             _prepare(model, inputs, run, planning, screen)
-        plan, start = _begin(training.start or run.start, run, model)
-        made = _trained(start, model, inputs, run, config, validation, screen)
+        plan, start = _begin(training, run, model)
+        with screen.stage("training") as progress:
+            made = learn(
+                start,
+                images,
+                config,
+                teacher=model.module,
+                validation=validation,
+                checkpoint=run.training,
+                progress=progress,
+            )
         if not main:
             return
-        samples = read_samples(inputs, min(256, len(inputs)), screen)
         made, arithmetic = settled(made, samples, screen)
         outcome = Outcome(
             about={
@@ -187,23 +201,20 @@ def train_config(options: TrainOptions, protocol: str | None, seed: int) -> Trai
         "batch_size": options.batch_size,
         "learning_rate": options.learning_rate,
     }
-    known = [field.name for field in fields(TrainConfig)]
+    given = {name: value for name, value in given.items() if value is not None}
+    known = [field.name for field in fields(TrainConfig) if field.name != "seed"]
     for text in options.settings or ():
         name, equals, value = text.partition("=")
         if not equals or name not in known:
             raise ValueError(
                 f"--set {text}: write NAME=VALUE with a field of ompq.TrainConfig"
-                f"{suggestion(name, known)}"
+                f"{suggestion(name, known)}; the seed is --seed"
             )
         try:
             given[name] = json.loads(value)
         except ValueError:  # a word
             given[name] = value
-    wanted = {name: value for name, value in given.items() if value is not None}
-    try:
-        return replace(base, **wanted, seed=seed)
-    except TypeError as error:
-        raise ValueError(f"--set: a value is of the wrong kind: {error}") from error
+    return replace(base, **given, seed=seed)
 
 
 def _take_gpu() -> None:
@@ -221,6 +232,20 @@ def _validation(
     return load_inputs(options, model, "test").batches(batch_size=256)
 
 
+def _calibration(run: RunOptions, inputs: Data) -> int:
+    return run.samples or min(CALIBRATION, len(inputs))
+
+
+def _images(inputs: Data, config: TrainConfig, screen: Screen) -> TrainingData:
+    """Return what is trained with, once it is sure that it can be."""
+    device = model_device(inputs.model.module)
+    with screen.stage("reading images") as progress:
+        images = training_data(inputs, device=device, progress=progress)
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    checked_length(images, config, processes, device)
+    return images
+
+
 def _prepare(
     model: NamedModel,
     inputs: Data,
@@ -230,7 +255,9 @@ def _prepare(
 ) -> None:
     """Quantize, and write what all processes, and a resumed run, start from."""
     source, config = bits_source(run), plan_config(planning)
-    samples = read_samples(inputs, run.samples or min(CALIBRATION, len(inputs)), screen)
+    if run.start.exists():
+        return
+    samples = read_samples(inputs, _calibration(run, inputs), screen)
     few = samples[: sample_count(model.name, None, planning.protocol)]
     plan = plan_for(model.module, few, source, config, screen)
     made = quantized_network(model.module, plan, samples, run, inputs.seed, screen)
@@ -239,38 +266,27 @@ def _prepare(
     run.checkpoint.unlink(missing_ok=True)
 
 
-def _begin(path: Path, run: RunOptions, model: NamedModel) -> tuple[Plan, nn.Module]:
+def _begin(
+    training: TrainOptions, run: RunOptions, model: NamedModel
+) -> tuple[Plan, nn.Module]:
     """Return the plan and the network to start from, once they are there."""
+    path = training.start or run.start
     while path == run.start and not path.exists():
         time.sleep(0.5)  # the first process is at it; if it fails, all are ended
-    plan = run.plan or path.parent / "plan.json"
-    if not plan.exists():
+    network = load(path, model.module)
+    record, beside = quantization_of(network), path.parent / "plan.json"
+    if run.plan is None and not beside.exists():
         raise PlanError(
-            f"there is no {plan} beside {path}; give the plan of that network with "
+            f"there is no {beside} beside {path}; give the plan of that network with "
             "--plan FILE"
         )
-    return Plan.load(plan), load(path, model.module)
-
-
-def _trained(
-    start: nn.Module,
-    model: NamedModel,
-    inputs: Data,
-    run: RunOptions,
-    config: TrainConfig,
-    validation: Batches | None,
-    screen: Screen,
-) -> nn.Module:
-    device = model_device(model.module)
-    with screen.stage("reading images") as progress:
-        images = training_data(inputs, device=device, progress=progress)
-    with screen.stage("training") as progress:
-        return learn(
-            start,
-            images,
-            config,
-            teacher=model.module,
-            validation=validation,
-            checkpoint=run.training,
-            progress=progress,
+    found = read_bits(run.plan or beside)
+    plan = found if isinstance(found, Plan) else Plan.load(beside)
+    plan.check_network(record.graph)
+    bits = found.allocation if isinstance(found, Plan) else found
+    if dict(bits) != dict(record.allocation):
+        raise PlanError(
+            f"{run.plan or beside} gives other bits than {path} has; "
+            "give the plan of that network"
         )
+    return plan, network

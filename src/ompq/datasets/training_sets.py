@@ -6,21 +6,24 @@ and augmentation follow the seed, the epoch and the image alone: neither the num
 processes nor that of workers, nor where a run was interrupted, changes them.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, default_collate
 from torchvision.transforms import v2
 
 from ompq.datasets.images import ImageFiles, decode, find_images, open_image
 from ompq.datasets.inputs import Data
 from ompq.errors import DataError
-from ompq.models.naming import NamedModel
+from ompq.models.naming import NamedModel, output_count
 from ompq.samples import Progress
 from ompq.training.batches import Shard, TrainingData, mixed_seed
+
+Cutting: TypeAlias = tuple[Tensor, int]
 
 _SMALL = 64  # up to this side images are padded and shifted; above, cut out and resized
 _PADDING = 4
@@ -152,7 +155,9 @@ def _held(
         found += 1
         if progress is not None and found % 100 == 0:
             progress(found, len(data), "reading images")
-    assert inputs is not None  # there is at least one
+    if inputs is None:
+        raise DataError(f"{data.name}: none of its {len(data)} inputs can be read")
+    _check_targets(data, targets[:found])
     images = inputs.dtype == torch.uint8
     padding = _PADDING if images and augment else 0
     if images:
@@ -164,6 +169,15 @@ def _held(
         255 * torch.tensor(data.model.mean, device=device),
         255 * torch.tensor(data.model.std, device=device),
     )
+
+
+def _check_targets(data: Data, targets: Tensor) -> None:
+    outputs, low, high = output_count(data.model), targets.min(), targets.max()
+    if low < 0 or high >= outputs:
+        raise DataError(
+            f"{data.name}: targets go from {low} to {high}, but {data.model.name} has "
+            f"{outputs} outputs; targets are class indices, 0 to {outputs - 1}"
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -213,16 +227,26 @@ class ImageSet:
             num_workers=self.workers,
             pin_memory=cuda,
             generator=generator,  # or it would draw from the global one
+            collate_fn=_batch,
         )
         mean = 255 * torch.tensor(self.model.mean, device=self.device).view(-1, 1, 1)
         std = 255 * torch.tensor(self.model.std, device=self.device).view(-1, 1, 1)
-        for pixels, targets in loader:
+        for batch in loader:
+            if isinstance(batch, DataError):
+                raise batch
+            pixels, targets = batch
             moved = pixels.to(self.device, non_blocking=True)
             moved = moved.contiguous(memory_format=torch.channels_last)
             yield (moved.float() - mean) / std, targets.to(self.device)
 
 
-class _Cuttings(Dataset[tuple[Tensor, int]]):
+def _batch(items: Sequence[Cutting | DataError]) -> Any:
+    """Return pixels (N, C, H, W) and targets (N,), or the first error."""
+    broken = [item for item in items if isinstance(item, DataError)]
+    return broken[0] if broken else default_collate(list(items))
+
+
+class _Cuttings(Dataset[Cutting | DataError]):
     """What is cut out of each image in one epoch, as uint8 (C, H, W)."""
 
     def __init__(self, owner: ImageSet, seeds: tuple[int, int]) -> None:
@@ -240,15 +264,17 @@ class _Cuttings(Dataset[tuple[Tensor, int]]):
                 ]
             )
 
-    def __getitem__(self, position: int) -> tuple[Tensor, int]:
-        try:
-            return self._cut(position)
-        except DataError:
-            if not self.skip_unreadable:
-                raise
-            return self[(position + 1) % len(self.images.files)]
+    def __getitem__(self, position: int) -> Cutting | DataError:
+        count = len(self.images.files)
+        broken = DataError("there are no images")
+        for further in range(count if self.skip_unreadable else 1):
+            try:
+                return self._cut((position + further) % count)
+            except DataError as error:
+                broken = error
+        return broken  # raised here, it would bring a worker's traceback along
 
-    def _cut(self, position: int) -> tuple[Tensor, int]:
+    def _cut(self, position: int) -> Cutting:
         path = self.images.files[position]
         assert self.images.targets is not None  # asked for before
         target = self.images.targets[position]

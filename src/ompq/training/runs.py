@@ -16,7 +16,7 @@ from ompq.training.engines import make_engine
 from ompq.training.norms import Variances, keep_norms
 from ompq.training.parameters import make_trainable
 from ompq.training.settings import TrainConfig
-from ompq.training.steps import Gradients, Recorded
+from ompq.training.steps import Gradients, Recorded, memory_layout
 
 
 class Run:
@@ -41,7 +41,8 @@ class Run:
         self.engine = make_engine(config, self.device)
         if self.engine.num_processes > 1:
             self.device = self.engine.device
-        self.length = batches_per_epoch(batches, config, self.engine.num_processes)
+        processes = self.engine.num_processes
+        self.length = checked_length(batches, config, processes, self.device)
         self.step, self.epoch_steps = 0, self.length // config.accumulate
         self.steps = self.epoch_steps * config.epochs
         self.model = copy.deepcopy(quantized).to(self.device)
@@ -49,8 +50,7 @@ class Run:
             assert teacher is not None  # asked for before
             keep_norms(self.model, teacher)
         self.trainable = make_trainable(self.model, config)
-        if config.channels_last:
-            self.model.to(memory_format=torch.channels_last)
+        self.model.to(memory_format=memory_layout(config, self.device))
         self.optimizer = self.trainable.optimizer(config)
         self.prepared, self.stepping = self.engine.prepare(self.model, self.optimizer)
         self.variances = Variances(self.model)
@@ -80,17 +80,6 @@ class Run:
         self.compute = self._recorded() if self.config.cuda_graph else self.gradients
 
     def _recorded(self) -> Recorded:
-        possible = (
-            self.device.type == "cuda"
-            and self.engine.num_processes == 1
-            and self.config.accumulate == 1
-        )
-        if not possible:
-            raise ValueError(
-                "cuda_graph needs one process on a GPU without accumulation, not "
-                f"{self.engine.num_processes} on {self.device.type} with "
-                f"accumulate={self.config.accumulate}"
-            )
         if isinstance(self.compute, Recorded) and not self._freezes():
             return self.compute
         return Recorded(self.gradients, self.model)
@@ -165,12 +154,28 @@ class Run:
         self.step = state.step
 
 
+def checked_length(
+    batches: Batches, config: TrainConfig, processes: int, device: torch.device
+) -> int:
+    """Return how many batches each process gets in an epoch, if it can train at all.
+
+    Raises:
+        TypeError, DataError: As :func:`batches_per_epoch`.
+        ValueError: The settings do not suit the batches, or the device.
+    """
+    alone = processes == config.accumulate == 1
+    if config.cuda_graph and not (alone and device.type == "cuda"):
+        raise ValueError(
+            "cuda_graph needs one process on a GPU without accumulation, not "
+            f"{processes} on {device.type} with accumulate={config.accumulate}"
+        )
+    return batches_per_epoch(batches, config, processes)
+
+
 def _ready(
     teacher: nn.Module | None, device: torch.device, config: TrainConfig
 ) -> nn.Module:
     """Return a copy of the float network that only answers."""
     assert teacher is not None  # asked for before
     copied = copy.deepcopy(teacher).to(device).eval()
-    if config.channels_last:
-        copied.to(memory_format=torch.channels_last)
-    return copied
+    return copied.to(memory_format=memory_layout(config, device))

@@ -1,9 +1,10 @@
 """How a quantized network is trained."""
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,8 +35,8 @@ class TrainConfig:
         gradient_norm: Longer gradients are cut to this length; 0 never cuts.
         accumulate: Batches whose gradients are added up to one step.
         precision: ``float32``, or ``bfloat16`` for what autocast computes in it.
-        channels_last: Whether images and weights lie in memory channel by channel of
-            a pixel, as GPUs like it.
+        channels_last: Whether on a GPU images and weights lie in memory channel by
+            channel of a pixel, as GPUs like it.
         compile: Whether ``torch.compile`` fuses the network.
         cuda_graph: Whether one process on a GPU records a step once and replays it,
             which pays for small networks.
@@ -77,20 +78,11 @@ class TrainConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("epochs", "batch_size", "accumulate", "report_steps"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
-        for name in ("learning_rate", "temperature"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name}={getattr(self, name)} must be above 0")
-        if not 0 <= self.distill <= 1:
-            raise ValueError(f"distill={self.distill} must be from 0 to 1")
-        for name, allowed in _WORDS.items():
-            if getattr(self, name) not in allowed:
-                raise ValueError(
-                    f"{name}={getattr(self, name)!r} must be one of "
-                    f"{', '.join(allowed)}"
-                )
+        for field in fields(self):
+            name, value = field.name, getattr(self, field.name)
+            needed = _needed(name, value, type(field.default))
+            if needed:
+                raise ValueError(f"{name}={value!r} must be {needed}")
 
 
 _WORDS = {
@@ -99,6 +91,34 @@ _WORDS = {
     "precision": ("float32", "bfloat16"),
     "keep": ("best", "last"),
 }
+_POSITIVE = ("learning_rate", "temperature")
+_SHARES = ("momentum", "distill", "label_smoothing")
+_LEAST = {"epochs": 1, "batch_size": 1, "accumulate": 1, "report_steps": 1}
+
+
+def _needed(name: str, value: Any, kind: type) -> str:
+    """Return what a field must be, if it is not; values may come from a file."""
+    if name in _WORDS:
+        words = _WORDS[name]
+        return "" if value in words else f"one of {', '.join(words)}"
+    if kind is bool:
+        return "" if isinstance(value, bool) else "true or false"
+    if kind not in (int, float):
+        return "" if value is None or isinstance(value, str) else "a folder's name"
+    return _needed_number(name, value, kind)
+
+
+def _needed_number(name: str, value: Any, kind: type) -> str:
+    number = isinstance(value, int if kind is int else int | float)
+    if not number or isinstance(value, bool):
+        return "a whole number" if kind is int else "a number"
+    if name in _SHARES:
+        return "" if 0 <= value <= 1 else "from 0 to 1"
+    if name in _POSITIVE:
+        return "" if 0 < value < math.inf else "above 0, and finite"
+    least = _LEAST.get(name, 0)
+    return "" if least <= value < math.inf else f"at least {least}"
+
 
 # The settings of published work, by name.
 TRAIN_PROTOCOLS: Mapping[str, TrainConfig] = MappingProxyType(

@@ -66,10 +66,21 @@ class Gradients:
     def placed(self, inputs: Batch) -> Batch:
         """Return inputs where, and in the form in which, the network takes them."""
         moved = to_device(inputs, self.device)
-        image = isinstance(moved, Tensor) and moved.dim() == 4
-        if image and self.config.channels_last:
-            return moved.contiguous(memory_format=torch.channels_last)  # type: ignore[union-attr]
+        if isinstance(moved, Tensor) and moved.dim() == 4:
+            layout = memory_layout(self.config, self.device)
+            return moved.contiguous(memory_format=layout)
         return moved
+
+
+def memory_layout(config: TrainConfig, device: torch.device) -> torch.memory_format:
+    """Return how images and weights lie in memory.
+
+    CPUs never get channels last: there PyTorch crashes in the backward pass of some
+    convolutions, 1 x 1 with stride 2 of 4 channels among them.
+    """
+    if config.channels_last and device.type != "cpu":
+        return torch.channels_last
+    return torch.contiguous_format
 
 
 def training_loss(
