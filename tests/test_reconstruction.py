@@ -1,4 +1,5 @@
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -283,3 +284,17 @@ def test_captured_steps_do_what_plain_steps_do():
     for other in (results[0], hosted):
         ours = logit_error(there, other, unseen.cuda())
         assert ours == pytest.approx(logit_error(model, plain, unseen), rel=0.5)
+
+
+def test_a_block_gets_its_moments_back_before_it_learns():
+    model = seeded(TinyResNet())
+    quantized = quantized_at(model, 3, scenes(64))
+    first, *_ = trace(model, scenes()).blocks
+    with torch.no_grad():  # what the blocks before a block do to it, only more so
+        for layer in quantized_layers(quantized).values():
+            layer.bias += 0.5
+    plain = replace(QUICK, rounding=replace(QUICK.rounding, iterations=1))
+    result = reconstruct(quantized, model, scenes(64), plain)
+    found = {e.block: e for e in quantization_of(result).errors}[first]
+    # One step learns next to nothing: it is the moments that lower the error.
+    assert found.after < 0.2 * found.before

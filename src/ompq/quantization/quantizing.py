@@ -1,5 +1,6 @@
 """quantize(): a working quantized network at once: fold, swap, calibrate, correct."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
@@ -15,7 +16,7 @@ from ompq.graph.units import LayerGraph, Skipped, Unit
 from ompq.plans import Plan
 from ompq.quantization.assembly import WeightGrid, assemble
 from ompq.quantization.layers import quantized_layers
-from ompq.quantization.moments import output_moments, restore_moments
+from ompq.quantization.moments import Moments, output_moments, restore_moments
 from ompq.quantization.placement import Link, Point, find_points
 from ompq.quantizers.calibration import (
     Observed,
@@ -37,7 +38,7 @@ from ompq.samples import (
     to_device,
 )
 
-_CORRECTING = 256  # samples suffice for the mean of a channel
+FOR_MOMENTS = 256  # samples suffice for the moments of a channel
 _RECORD = "ompq_quantization"  # the attribute that says how a network was quantized
 
 
@@ -249,10 +250,17 @@ def _restore_moments(quantized: nn.Module, model: nn.Module, samples: Samples) -
     """Give each unit the mean and the spread that it has in the float network."""
     layers = quantized_layers(quantized)
     units = [u for u in quantization_of(quantized).graph.units if u.name in layers]
-    batch = to_device(first_samples(samples, _CORRECTING), model_device(model))
-    floats = {
-        unit.name: model.get_submodule(normalised_by(model, unit)) for unit in units
-    }
-    with evaluating(model), evaluating(quantized):
-        moments = output_moments(floats, lambda: call(model, batch))
+    moments = float_moments(model, units, samples)
+    batch = to_device(first_samples(samples, FOR_MOMENTS), model_device(model))
+    with evaluating(quantized):
         restore_moments(layers, moments, lambda: call(quantized, batch))
+
+
+def float_moments(
+    model: nn.Module, units: Sequence[Unit], samples: Samples
+) -> dict[str, Moments]:
+    """Return the moments of what units give after their batch norms, by name."""
+    batch = to_device(first_samples(samples, FOR_MOMENTS), model_device(model))
+    modules = {u.name: model.get_submodule(normalised_by(model, u)) for u in units}
+    with evaluating(model):
+        return output_moments(modules, lambda: call(model, batch))

@@ -18,9 +18,11 @@ from ompq.files import replacing
 from ompq.graph.folding import normalised_by
 from ompq.graph.observation import tensors_in
 from ompq.quantization.layers import QuantizedLayer
+from ompq.quantization.moments import Moments
 from ompq.quantization.quantizing import (
     BlockError,
     Quantization,
+    float_moments,
     quantization_of,
     with_quantization,
 )
@@ -92,7 +94,11 @@ def reconstruct(
         report = _within(progress, number, len(blocks), name)
         rounding = replace(config.rounding, seed=config.seed + 7919 * number)
         before, after = learn_rounding(
-            result.get_submodule(name), cache, rounding, progress=report
+            result.get_submodule(name),
+            cache,
+            rounding,
+            moments=_moments(model, record, name, samples),
+            progress=report,
         )
         improved = after < before
         done[name] = BlockError(name, before, min(before, after), improved)
@@ -125,6 +131,16 @@ def _module(model: nn.Module, name: str) -> nn.Module | None:
         return model.get_submodule(name)
     except AttributeError:  # a projection inside an attention has no module
         return None
+
+
+def _moments(
+    model: nn.Module, record: Quantization, block: str, samples: Samples
+) -> dict[str, Moments]:
+    """Return the float moments of a block's units, by their names in the block."""
+    units = [record.graph.units[i] for i in record.graph.blocks[block]]
+    units = [unit for unit in units if _module(model, unit.name) is not None]
+    found = float_moments(model, units, samples)
+    return {n.removeprefix(block).removeprefix("."): m for n, m in found.items()}
 
 
 def _cache(

@@ -1,7 +1,7 @@
 """Learning the rounding of one block (AdaRound), steps of activations with it (LSQ)."""
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ompq.quantization.layers import activation_quantizers, quantized_layers
+from ompq.quantization.moments import Moments, restore_moments
 from ompq.quantizers.grids import LARGEST_BITS
 from ompq.reconstruction.blocks import BlockCache
 from ompq.reconstruction.settings import (
@@ -29,6 +30,7 @@ def learn_rounding(
     cache: BlockCache,
     config: RoundingConfig,
     *,
+    moments: Mapping[str, Moments] | None = None,
     progress: Progress | None = None,
 ) -> tuple[float, float]:
     """Learn the rounding of a block's weights; keep it only where it helps.
@@ -37,6 +39,9 @@ def learn_rounding(
         block: A block of a quantized network; its weights are changed.
         cache: What it gets and should return.
         config: Steps and rates.
+        moments: Names of layers in the block → what their outputs should have. They are
+            restored first: the blocks before this one have changed since it got its
+            biases.
         progress: Called now and then.
 
     Returns:
@@ -44,6 +49,7 @@ def learn_rounding(
     """
     before = block_error(block, cache, config.batch_size)
     state = copy.deepcopy(block.state_dict())
+    _restore(block, cache, moments or {})
     with _optimising(block, config.seed):
         step = _Step(block, cache, config, before)
         step.run(progress)
@@ -52,6 +58,20 @@ def learn_rounding(
     if after >= before:
         block.load_state_dict(state)
     return before, after
+
+
+def _restore(
+    block: nn.Module, cache: BlockCache, moments: Mapping[str, Moments]
+) -> None:
+    layers = {n: m for n, m in quantized_layers(block).items() if m.bias is not None}
+    known = {name: wanted for name, wanted in moments.items() if name in layers}
+    with evaluating(block):
+        restore_moments(layers, known, lambda: _run_some(block, cache))
+
+
+def _run_some(block: nn.Module, cache: BlockCache) -> None:
+    inputs, _, _ = cache.pick(next(cache.batches(_FOR_MEANS)))
+    cache.call(block, [t.to(model_device(block)) for t in inputs])
 
 
 def block_error(block: nn.Module, cache: BlockCache, batch_size: int) -> float:
@@ -110,7 +130,9 @@ class _Step:
         self.usual = max(before * energy, torch.finfo(torch.float32).tiny)
         self.device = model_device(block)
         self.quantizers = list(activation_quantizers(block).values())
-        self.soft = SoftRounding(list(quantized_layers(block).values()), self._run_some)
+        self.soft = SoftRounding(
+            list(quantized_layers(block).values()), lambda: _run_some(block, cache)
+        )
         for quantizer in self.quantizers:
             quantizer.keep = 1.0 - config.drop
         self.schedule = schedule(config).to(self.device)  # (iterations, 6)
@@ -127,10 +149,6 @@ class _Step:
         self.on_device = cache.targets.device == self.device
         self.order = sample_order(cache.targets, config).to(cache.targets.device)
         self.places = [] if self.on_device else self._to_device(self.order[0])
-
-    def _run_some(self) -> None:
-        inputs, _, _ = self.cache.pick(next(self.cache.batches(_FOR_MEANS)))
-        self.cache.call(self.block, [t.to(self.device) for t in inputs])
 
     def _learned(self) -> list[tuple[list[Tensor], Tensor]]:
         """Return what is learned, with the places from which its rates are read."""
