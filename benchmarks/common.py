@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import re
 import statistics
 import sys
 import time
@@ -78,7 +79,7 @@ def save(name: str, rows: Any, folder: Path = RESULTS, **more: Any) -> None:
     """Write a result with the command and the machine that produced it."""
     folder.mkdir(parents=True, exist_ok=True)
     words = [w for w in sys.argv[1:] if w not in ("--out", str(folder))]
-    words = ["FOLDER" if w.startswith("/") else w for w in words]
+    words = [re.sub(r"(^|=)/.*", r"\1FOLDER", word) for word in words]
     command = " ".join(["python", Path(sys.argv[0]).name, *words])
     data = {"command": command, "machine": machine(), **more, "rows": rows}
     (folder / f"{name}.json").write_text(json.dumps(data, indent=1) + "\n")

@@ -3,36 +3,31 @@
 python benchmarks/qat.py --data FOLDER --network resnet20 --only float a b c speed
 python benchmarks/qat.py --data FOLDER --network resnet20 --only engine  # on the CPU
 
-FOLDER holds ``cifar10`` (train and test folders) and ``weights``. Every piece writes
-its own JSON as it goes; float networks, decoded images and trained networks are kept
-in ``--work``, so that pieces can be run one by one, in any number of calls.
+FOLDER holds ``cifar10`` (train and test folders) and ``weights``. Every row is written
+when it is there, and not made again; float networks, decoded images, checkpoints and
+trained networks are kept in ``--work``. So a call that was cut is just repeated, and
+pieces can be run one by one or, after ``float``, side by side with one ``--work``.
 """
 
 import argparse
+import copy
 import math
+import shutil
 import time
+import zlib
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 from common import RESULTS, alternating, median_ratio, save, synchronise
-from safetensors.torch import load_file, save_file
+from qat_setup import NETWORKS, Bench, Rows, once
 from torch import nn
 from torch.nn import functional as F
 
 import ompq
-from ompq.datasets.naming import load_data
-from ompq.datasets.training_sets import HeldSet, training_data
 from ompq.integer.network import IntegerNetwork
-from ompq.models.naming import load_model
 from ompq.training.runs import Run
 
-NETWORKS = {
-    "resnet20": ("cifar:resnet20", "cifar_resnet20"),
-    "resnet18": ("cifar:resnet18", None),
-}
-# Float training: epochs, batch size, highest rate.
-FLOAT = {"resnet20": (40, 256, 0.1), "resnet18": (30, 512, 0.4)}
 # Choices of weights, activations, uniform bits of the same size.
 ROWS = {
     "a": ((4, 5, 6, 7, 8), 8, 5),
@@ -41,106 +36,6 @@ ROWS = {
 }
 LIMITS = {"a": 0.2, "b": 0.4, "c": 1.0}
 ENDS = {"@first": (8, 8), "@last": (8, 8)}
-
-
-class Bench:
-    """Network, data and options, on the device."""
-
-    def __init__(self, options) -> None:
-        self.options = options
-        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.name, weights = NETWORKS[options.network]
-        file = "none"
-        if weights is not None:
-            file = str(options.data / "weights" / f"{weights}.safetensors")
-        self.named = load_model(self.name, file)
-        options.work.mkdir(parents=True, exist_ok=True)
-        self.train = self._train_set()
-        test = load_data(options.data / "cifar10", self.named, split="test")
-        found = list(test.batches(batch_size=500, limit=options.test_limit))
-        self.test = [(x.to(self.device), y.to(self.device)) for x, y in found]
-
-    def _train_set(self) -> HeldSet:
-        cache = self.options.work / "cifar10-train.safetensors"
-        if not cache.exists():
-            start = time.perf_counter()
-            data = load_data(self.options.data / "cifar10", self.named, split="train")
-            held = training_data(data)
-            save_file({"inputs": held.inputs, "targets": held.targets}, cache)
-            print(f"decoded images in {time.perf_counter() - start:.1f} s", flush=True)
-        stored = load_file(cache, device=str(self.device))
-        inputs, targets = stored["inputs"], stored["targets"]
-        if self.options.limit:
-            order = torch.randperm(
-                len(targets), generator=torch.Generator().manual_seed(0)
-            )
-            picked = order[: self.options.limit].to(self.device)
-            inputs, targets = inputs[picked], targets[picked]
-        mean = 255 * torch.tensor(self.named.mean, device=self.device)
-        std = 255 * torch.tensor(self.named.std, device=self.device)
-        return HeldSet(inputs, targets, 4, mean, std)
-
-    def samples(self) -> torch.Tensor:
-        """Return calibration images as they are, without augmentation."""
-        count = min(self.options.samples, len(self.train))
-        held = replace(self.train, inputs=self.train.inputs[:, 4:-4, 4:-4], padding=0)
-        found, _ = next(held.epoch(0, batch_size=count, seed=1))
-        return found.contiguous()
-
-    def float_network(self) -> nn.Module:
-        """Return the float network, trained on these images now or before."""
-        path = self.options.work / f"{self.options.network}.safetensors"
-        if not path.exists():
-            train_float(self, path)
-        self.named.module.load_state_dict(load_file(path))
-        return self.named.module.to(self.device).eval()
-
-
-def train_float(bench: Bench, path: Path) -> None:
-    """Train the float network: SGD, a rise and a linear fall, bfloat16."""
-    epochs, batch, highest = FLOAT[bench.options.network]
-    epochs = bench.options.float_epochs or epochs
-    batch = min(batch, len(bench.train))
-    model = bench.named.module.to(bench.device, memory_format=torch.channels_last)
-    before = ompq.evaluate(model.eval(), bench.test).top1
-    decayed = [p for p in model.parameters() if p.dim() > 1]
-    others = [p for p in model.parameters() if p.dim() <= 1]
-    groups = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
-    cuda = bench.device.type == "cuda"
-    optimizer = torch.optim.SGD(
-        groups, lr=highest, momentum=0.9, nesterov=True, weight_decay=5e-4
-    )
-    steps = epochs * (len(bench.train) // batch)
-    rate = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, highest, total_steps=steps, pct_start=0.2, anneal_strategy="linear"
-    )
-    torch.backends.cudnn.benchmark = True
-    start = time.perf_counter()
-    for epoch in range(epochs):
-        model.train()
-        for x, y in bench.train.epoch(epoch, batch_size=batch):
-            with torch.autocast("cuda", torch.bfloat16, enabled=cuda):
-                loss = F.cross_entropy(model(x).float(), y, label_smoothing=0.05)
-            optimizer.zero_grad(set_to_none=True)
-            loss.backward()
-            optimizer.step()
-            rate.step()
-    synchronise()
-    seconds = time.perf_counter() - start
-    torch.backends.cudnn.benchmark = False
-    after = ompq.evaluate(model.eval(), bench.test)
-    print(f"float {before:.4f} -> {after.top1:.4f} in {seconds:.1f} s", flush=True)
-    save_file({k: v.contiguous() for k, v in model.state_dict().items()}, path)
-    row = {
-        "network": bench.options.network,
-        "before": before,
-        "top1": after.top1,
-        "interval": after.interval,
-        "images": after.count,
-        "epochs": epochs,
-        "seconds": seconds,
-    }
-    save(f"qat-{bench.options.network}-float", [row], bench.options.out)
 
 
 def allocations(model, samples, row: str):
@@ -161,14 +56,17 @@ def run_row(bench: Bench, row: str) -> None:
     options, model, samples = bench.options, bench.float_network(), bench.samples()
     reference = ompq.evaluate(model, bench.test)
     print(f"float {reference.top1:.4f}", flush=True)
-    rows = []
+    settings = train_config(options, 0, bench).__dict__
+    rows = Rows(
+        bench,
+        f"qat-{options.network}-{row}",
+        ("bits", "method", "seed"),
+        training={k: v for k, v in settings.items() if k != "seed"},
+        float=reference.top1,
+        iterations=options.iterations,
+        samples=len(samples),
+    )
     for bits, plan in allocations(model, samples, row).items():
-        start = time.perf_counter()
-        rounding = ompq.RoundingConfig(iterations=options.iterations)
-        config = ompq.ReconstructConfig(rounding=rounding)
-        first = ompq.quantize(model, plan, samples)
-        first = ompq.reconstruct(first, model, samples, config)
-        synchronise()
         about = {
             "row": row,
             "bits": bits,
@@ -178,25 +76,54 @@ def run_row(bench: Bench, row: str) -> None:
             "float": reference.top1,
             "limit": LIMITS[row],
         }
-        measured = measure(bench, first, reference, start)
-        rows.append({**about, "method": "ptq", "seed": 0, **measured})
-        show(rows[-1])
+        first = start_from(bench, plan, samples, rows, about)
         for seed in options.seeds:
-            start = time.perf_counter()
-            trained = ompq.train(first, bench.train, train_config(options, seed, bench),
-                                 teacher=model)  # fmt: skip
-            synchronise()
-            seconds = time.perf_counter() - start
-            settled = ompq.settle(trained, samples[:2])
-            measured = measure(bench, settled, reference, time.perf_counter())
-            unsettled = ompq.evaluate(trained, bench.test).top1
-            more = {"seconds": seconds, "unsettled": unsettled}
-            rows.append({**about, "method": "qat", "seed": seed, **measured, **more})
-            show(rows[-1])
-            file = f"{options.network}-{row}-{bits}-{seed}.ompq.safetensors"
-            ompq.save(settled, options.work / file, network=bench.name)
-            settings = {"training": train_config(options, seed, bench).__dict__}
-            save(f"qat-{options.network}-{row}", rows, options.out, **settings)
+            if rows.find(bits, "qat", seed) is None:
+                measured = train_once(bench, first, samples, about, seed)
+                rows.add({**about, "method": "qat", "seed": seed, **measured})
+            show(rows.find(bits, "qat", seed))
+
+
+def start_from(bench: Bench, plan, samples, rows: Rows, about: dict) -> nn.Module:
+    """Return the reconstructed network, made now or before, and record it."""
+    options, model = bench.options, bench.named.module
+    # Whatever decides on the result, weights among it, is in the name.
+    weights = (options.work / f"{options.network}.safetensors").read_bytes()
+    made_from = f"{zlib.crc32(weights):08x}-{len(samples)}-{options.iterations}"
+    name = f"ptq-{options.network}-{about['row']}-{about['bits']}-{made_from}"
+    start = time.perf_counter()
+
+    def make(path: Path) -> None:
+        rounding = ompq.RoundingConfig(iterations=options.iterations)
+        config = ompq.ReconstructConfig(rounding=rounding)
+        made = ompq.quantize(model, plan, samples)
+        ompq.save(ompq.reconstruct(made, model, samples, config), path)
+
+    path = once(options.work / f"{name}.ompq.safetensors", make)
+    first = ompq.load(path, model)
+    synchronise()
+    if rows.find(about["bits"], "ptq", 0) is None:
+        measured = measure(bench, first, time.perf_counter() - start)
+        rows.add({**about, "method": "ptq", "seed": 0, **measured})
+    show(rows.find(about["bits"], "ptq", 0))
+    return first
+
+
+def train_once(bench: Bench, first: nn.Module, samples, about: dict, seed: int) -> dict:
+    """Train, settle, keep and measure; a run that was cut goes on where it was."""
+    options, model = bench.options, bench.named.module
+    name = f"{options.network}-{about['row']}-{about['bits']}-{seed}"
+    start, folder = time.perf_counter(), options.work / f"run-{name}"
+    config = train_config(options, seed, bench)
+    trained = ompq.train(first, bench.train, config, teacher=model, checkpoint=folder)
+    synchronise()
+    seconds = time.perf_counter() - start
+    settled = ompq.settle(trained, samples[:2])
+    ompq.save(settled, options.work / f"{name}.ompq.safetensors", network=bench.name)
+    unsettled = ompq.evaluate(trained, bench.test).top1
+    measured = measure(bench, settled, seconds)
+    shutil.rmtree(folder)
+    return {**measured, "unsettled": unsettled}
 
 
 def train_config(options, seed: int, bench: Bench) -> ompq.TrainConfig:
@@ -218,10 +145,9 @@ def train_config(options, seed: int, bench: Bench) -> ompq.TrainConfig:
     )
 
 
-def measure(bench: Bench, network, reference, start: float) -> dict:
-    seconds = time.perf_counter() - start
+def measure(bench: Bench, network, seconds: float) -> dict:
     found = ompq.evaluate(network, bench.test)
-    drop, error = found.drop_from(reference)
+    drop, error = found.drop_from(ompq.evaluate(bench.named.module, bench.test))
     return {
         "top1": found.top1,
         "drop": 100 * drop,
@@ -244,28 +170,27 @@ def run_engine(bench: Bench) -> None:
     options, model = bench.options, bench.float_network().cpu()
     x = torch.cat([x for x, _ in bench.test])[: options.engine_images].cpu()
     y = torch.cat([y for _, y in bench.test])[: options.engine_images].cpu()
-    rows = []
+    rows = Rows(bench, f"qat-{options.network}-engine", ("file",), images=len(x))
     for path in sorted(options.work.glob(f"{options.network}-*.ompq.safetensors")):
+        name = path.name.removesuffix(".ompq.safetensors")
+        if rows.find(name) is not None:
+            continue
         settled = ompq.settle(ompq.load(path, model), x[:2])
         engine = IntegerNetwork.from_quantized(settled, x[:2])
         engine.assert_integer_only(x[:2])
         with torch.no_grad():
             simulated, integers = settled(x), engine(x)
-        rows.append(
-            {
-                "file": path.name.removesuffix(".ompq.safetensors"),
-                "images": len(x),
-                "simulated": (simulated.argmax(1) == y).float().mean().item(),
-                "integer": (integers.argmax(1) == y).float().mean().item(),
-                "same": (simulated.argmax(1) == integers.argmax(1))
-                .float()
-                .mean()
-                .item(),
-                "largest": (simulated - integers).abs().max().item(),
-            }
-        )
-        print(rows[-1], flush=True)
-        save(f"qat-{options.network}-engine", rows, options.out)
+        answers = simulated.argmax(1), integers.argmax(1)
+        row = {
+            "file": name,
+            "images": len(x),
+            "simulated": (answers[0] == y).float().mean().item(),
+            "integer": (answers[1] == y).float().mean().item(),
+            "same": (answers[0] == answers[1]).float().mean().item(),
+            "largest": (simulated - integers).abs().max().item(),
+        }
+        print(row, flush=True)
+        rows.add(row)
 
 
 def run_speed(bench: Bench) -> None:
@@ -315,8 +240,6 @@ def repeated(step):
 
 def float_step(model: nn.Module, batch, *, compiled: bool):
     """Return what trains the float network for some steps."""
-    import copy
-
     own = copy.deepcopy(model).train().to(memory_format=torch.channels_last)
     optimizer = torch.optim.SGD(own.parameters(), lr=1e-6, momentum=0.9)
     called = torch.compile(own) if compiled else own
