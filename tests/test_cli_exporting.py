@@ -5,8 +5,11 @@ import json
 import pytest
 
 from cli_tools import network_file, run, run_json
+from ompq.errors import ModelError
 from ompq.packing.accounts import inspect_file
+from ompq.packing.checkpoint import load, save
 from ompq.plans import Plan
+from ompq.userfiles import call_user_function
 
 pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")
@@ -122,3 +125,15 @@ def test_files_without_a_name_need_one(out, tmp_path, monkeypatch):
     result = run("bench", path)
     assert result.exit_code == 2
     assert "does not name its network; give --float NETWORK" in result.stderr
+
+
+def test_a_packed_file_without_a_network_s_name_asks_for_it(out, tmp_path):
+    nameless = tmp_path / "net.ompq.safetensors"
+    made = call_user_function(network_file(tmp_path), ModelError)
+    save(load(out / "network.ompq.safetensors", made), nameless)
+    result = run("export", nameless, "-o", tmp_path / "net.onnx")
+    assert result.exit_code == 2
+    assert "does not name its network; give --network" in " ".join(
+        result.stderr.split()
+    )
+    assert not (tmp_path / "net.onnx").exists()

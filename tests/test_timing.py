@@ -1,5 +1,6 @@
 import sys
 from statistics import median
+from types import SimpleNamespace
 
 import pytest
 
@@ -99,3 +100,26 @@ def test_what_gains_nothing_is_told(files, tmp_path):
     export_onnx(network, tmp_path / "net.onnx", images(4))
     assert "smaller and not faster" in without_gain(tmp_path / "net.onnx")[0]
     assert network_name(tmp_path / "net.onnx") == ""
+
+
+def test_what_openvino_refuses_is_told_in_one_line(monkeypatch, tmp_path):
+    class Core:
+        def compile_model(self, path, device, settings):
+            assert settings["INFERENCE_NUM_THREADS"] == 2 and device == "CPU"
+            raise RuntimeError(f"no such operator in {path}\nand a long trace")
+
+    library = SimpleNamespace(Core=Core)
+    monkeypatch.setattr(timing, "load_runtime", lambda _: library)
+    path = tmp_path / "net.onnx"
+    with pytest.raises(ExportError, match="openvino cannot load .* no such operator"):
+        timing.runner(path, (1, 3, 8, 8), 2, "openvino")
+
+
+def test_openvino_runs_what_it_has_compiled(monkeypatch):
+    class Core:
+        def compile_model(self, path, _device, _settings):
+            return lambda images: [image.shape for image in images]
+
+    library = SimpleNamespace(Core=Core)
+    monkeypatch.setattr(timing, "load_runtime", lambda _: library)
+    assert timing.runner("net.onnx", (1, 3, 8, 8), 1, "openvino")() == [(1, 3, 8, 8)]
