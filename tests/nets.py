@@ -127,6 +127,17 @@ class TinyMobileNet(nn.Module):
         return self.head(self.pool(self.blocks(self.stem(x))).flatten(1))
 
 
+class TwoInputs(nn.Module):
+    """(N, 3) and (N, 2) in, (N, 2) out."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+
+    def forward(self, x, y):
+        return self.layer(x) + y
+
+
 class Chain(nn.Module):
     """Convolution, ReLU, linear: the smallest network with two units."""
 

@@ -151,7 +151,7 @@ def test_ctrl_c_before_the_first_block_leaves_nothing_to_resume(
     def stop(*_args, **_settings):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("ompq.cli.quantizing.round_weights", stop)
+    monkeypatch.setattr("ompq.cli.making.round_weights", stop)
     result = run("quantize", *net, *FAST, "--budget", "40%", "-o", tmp_path / "out")
     assert result.exit_code == 130
     assert result.stderr.endswith("stopped\n")

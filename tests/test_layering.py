@@ -13,6 +13,7 @@ ORDER = {
     "versions": "",
     "errors": "",
     "files": "",
+    "checkpoints": "",
     "samples": "",
     "userfiles": "",
     "quantizers": "spans grids rounding ranges noise calibration",

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from nets import Chain, TinyMobileNet, TinyResNet, images, seeded
+from nets import Chain, TinyMobileNet, TinyResNet, TwoInputs, images, seeded
 from ompq.errors import QuantizationError
 from ompq.integer.lowering import lower
 from ompq.integer.steps import (
@@ -110,17 +110,9 @@ def test_layers_of_other_kinds_are_refused():
 
 
 def test_several_inputs_and_strange_outputs_are_refused():
-    class Two(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(3, 2)
-
-        def forward(self, x, y):
-            return self.layer(x) + y
-
     pair = (torch.ones(4, 3), torch.ones(4, 2))
     with pytest.raises(QuantizationError, match="takes 2 inputs: .* covers one"):
-        lower(quantized(seeded(Two()), pair, 8), pair)
+        lower(quantized(seeded(TwoInputs()), pair, 8), pair)
 
     class Blind(nn.Module):
         def __init__(self):

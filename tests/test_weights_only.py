@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from nets import TinyResNet, images, seeded
+from nets import TinyResNet, TwoInputs, images, seeded
 from ompq.errors import ExportError, QuantizationError
 from ompq.export.exporting import export_onnx
 from ompq.export.onnx_account import inspect_onnx
@@ -122,16 +122,8 @@ def test_what_pytorch_cannot_write_and_several_inputs_are_told():
     with pytest.raises(ExportError, match="PyTorch cannot write the network as ONNX"):
         weights_only_model(network, rows, 21)
 
-    class Two(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(3, 2)
-
-        def forward(self, x, y):
-            return self.layer(x) + y
-
     pair = (torch.ones(4, 3), torch.ones(4, 2))
-    network = quantized(seeded(Two()), pair, weight=8, activation=32)
+    network = quantized(seeded(TwoInputs()), pair, weight=8, activation=32)
     with pytest.raises(QuantizationError, match="takes 2 inputs: export covers one"):
         weights_only_model(network, pair, 21)
 

@@ -13,6 +13,7 @@ import typer
 from ompq.cli.evaluating import LimitOption
 from ompq.cli.options import option
 from ompq.cli.screen import Screen, say
+from ompq.datasets.inputs import Data
 from ompq.errors import CheckpointError
 from ompq.reconstruction.settings import RoundingConfig
 
@@ -117,6 +118,11 @@ def run_folder(run: RunOptions, screen: Screen) -> Iterator[None]:
         if new:
             with suppress(OSError):  # it holds something
                 run.folder.rmdir()
+
+
+def calibration_count(run: RunOptions, inputs: Data) -> int:
+    """Return how many inputs calibrate."""
+    return run.samples or min(CALIBRATION, len(inputs))
 
 
 def check_unfinished(run: RunOptions) -> None:

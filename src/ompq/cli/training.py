@@ -10,6 +10,15 @@ from typing import Annotated, Any
 import torch
 from torch import nn
 
+from ompq.cli.making import (
+    Given,
+    bits_source,
+    finish,
+    labelled_batches,
+    plan_for,
+    quantized_network,
+    read_bits,
+)
 from ompq.cli.options import (
     DataOptions,
     NetworkOptions,
@@ -17,16 +26,12 @@ from ompq.cli.options import (
     PlanOptions,
     option,
 )
-from ompq.cli.quantizing import (
-    bits_source,
-    evaluated,
-    labelled_batches,
-    plan_for,
-    quantized_network,
-    read_bits,
+from ompq.cli.runs import (
+    RunOptions,
+    calibration_count,
+    check_unfinished,
+    run_folder,
 )
-from ompq.cli.results import Outcome, show_outcome, write_files
-from ompq.cli.runs import CALIBRATION, RunOptions, check_unfinished, run_folder
 from ompq.cli.screen import Screen, opened
 from ompq.cli.settings import (
     check_folder,
@@ -36,7 +41,6 @@ from ompq.cli.settings import (
     read_samples,
     sample_count,
 )
-from ompq.cli.settling import settled
 from ompq.datasets.inputs import Batches, Data
 from ompq.datasets.training_sets import training_data
 from ompq.errors import PlanError
@@ -44,7 +48,6 @@ from ompq.models.naming import NamedModel
 from ompq.packing.checkpoint import load, save
 from ompq.plans import Plan
 from ompq.quantization.quantizing import quantization_of
-from ompq.report import worst_histograms
 from ompq.samples import model_device
 from ompq.training.batches import TrainingData
 from ompq.training.looping import train as learn
@@ -148,7 +151,7 @@ def train(
         inputs = load_inputs(data, model, "train")
         # Before the work: what cannot be trained with should not cost an hour.
         images = _images(inputs, config, screen)
-        samples = read_samples(inputs, min(256, _calibration(run, inputs)), screen)
+        samples = read_samples(inputs, min(256, calibration_count(run, inputs)), screen)
         judged = labelled_batches(run, data, model)
         validation = _validation(training, data, model)
         if main and training.start is None:
@@ -166,27 +169,8 @@ def train(
             )
         if not main:
             return
-        made, arithmetic = settled(made, samples, screen)
-        outcome = Outcome(
-            about={
-                "network": model.name,
-                "weights": model.weights,
-                "data": inputs.name,
-                "eval_data": run.eval_data,
-                "epochs": config.epochs,
-                "seed": data.seed,
-                "device": str(model_device(model.module)),
-                "arithmetic": arithmetic,
-            },
-            plan=plan,
-            network=made,
-            evaluation=evaluated(made, model.module, judged, screen),
-            seconds=screen.seconds,
-            histograms=worst_histograms(made, model.module, plan, samples),
-        )
-        with screen.stage("writing files"):
-            written = write_files(run.folder, outcome)
-        show_outcome(outcome, screen, run.folder, written)
+        given = Given(model, inputs, samples, judged)
+        finish(made, plan, given, run, screen, epochs=config.epochs)
 
 
 def train_config(options: TrainOptions, protocol: str | None, seed: int) -> TrainConfig:
@@ -232,10 +216,6 @@ def _validation(
     return load_inputs(options, model, "test").batches(batch_size=256)
 
 
-def _calibration(run: RunOptions, inputs: Data) -> int:
-    return run.samples or min(CALIBRATION, len(inputs))
-
-
 def _images(inputs: Data, config: TrainConfig, screen: Screen) -> TrainingData:
     """Return what is trained with, once it is sure that it can be."""
     device = model_device(inputs.model.module)
@@ -257,7 +237,7 @@ def _prepare(
     source, config = bits_source(run), plan_config(planning)
     if run.start.exists():
         return
-    samples = read_samples(inputs, _calibration(run, inputs), screen)
+    samples = read_samples(inputs, calibration_count(run, inputs), screen)
     few = samples[: sample_count(model.name, None, planning.protocol)]
     plan = plan_for(model.module, few, source, config, screen)
     made = quantized_network(model.module, plan, samples, run, inputs.seed, screen)

@@ -21,7 +21,7 @@ from ompq.datasets.inputs import Data
 from ompq.errors import DataError
 from ompq.models.naming import NamedModel, output_count
 from ompq.samples import Progress
-from ompq.training.batches import Shard, TrainingData, mixed_seed
+from ompq.training.batches import Shard, TrainingData, dealt, mixed_seed
 
 Cutting: TypeAlias = tuple[Tensor, int]
 
@@ -105,10 +105,7 @@ class HeldSet:
             2 * self.padding + 1, (len(self), 2), generator=generator
         ).to(device)
         flips = torch.randint(2, (len(self),), generator=generator).bool().to(device)
-        process, processes = shard
-        for batch in range(start, len(self) // batch_size):
-            picked = order[batch * batch_size : (batch + 1) * batch_size]
-            picked = picked[process::processes]
+        for picked in dealt(order, batch_size=batch_size, start=start, shard=shard):
             yield self._inputs(picked, shifts, flips), self.targets[picked]
 
     def _inputs(self, picked: Tensor, shifts: Tensor, flips: Tensor) -> Tensor:
@@ -215,15 +212,11 @@ class ImageSet:
         """Yield inputs (N, C, H, W) and targets (N,), N = batch size / processes."""
         generator = torch.Generator().manual_seed(mixed_seed(seed, number))
         order = torch.randperm(len(self), generator=generator)
-        process, processes = shard
-        batches = [
-            order[at * batch_size : (at + 1) * batch_size][process::processes].tolist()
-            for at in range(start, len(self) // batch_size)
-        ]
+        parts = dealt(order, batch_size=batch_size, start=start, shard=shard)
         cuda = self.device.type == "cuda"
         loader = DataLoader(
             _Cuttings(self, (seed, number)),
-            batch_sampler=batches,
+            batch_sampler=[part.tolist() for part in parts],
             num_workers=self.workers,
             pin_memory=cuda,
             generator=generator,  # or it would draw from the global one

@@ -9,12 +9,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from ompq.errors import CheckpointError
-from ompq.files import replacing
+from ompq.checkpoints import read_checkpoint, write_checkpoint
 from ompq.graph.folding import normalised_by
 from ompq.graph.observation import tensors_in
 from ompq.quantization.layers import QuantizedLayer
@@ -32,6 +29,7 @@ from ompq.reconstruction.settings import RoundingConfig
 from ompq.samples import Progress, Samples, first_samples, first_tensor
 
 logger = logging.getLogger(__name__)
+_KIND = "reconstruction"  # of checkpoint
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,14 +208,8 @@ def _save(
     identity: str,
     done: Mapping[str, BlockError],
 ) -> None:
-    tensors = {k: v.detach().cpu().contiguous() for k, v in model.state_dict().items()}
-    metadata = {
-        "ompq": "reconstruction/1",
-        "identity": identity,
-        "done": json.dumps([asdict(error) for error in done.values()]),
-    }
-    with replacing(path) as temporary:
-        save_file(tensors, temporary, metadata)
+    text = {"done": json.dumps([asdict(error) for error in done.values()])}
+    write_checkpoint(path, model.state_dict(), text, kind=_KIND, identity=identity)
 
 
 def _resume(
@@ -225,19 +217,7 @@ def _resume(
 ) -> dict[str, BlockError]:
     if path is None or not Path(path).exists():
         return {}
-    try:
-        with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{path} is no checkpoint: {error}") from error
-    if metadata.get("ompq") != "reconstruction/1":
-        raise CheckpointError(f"{path} is no checkpoint of a reconstruction")
-    if metadata["identity"] != identity:
-        raise CheckpointError(
-            f"{path} belongs to another run (other network, samples or settings); "
-            "remove it or choose another file"
-        )
+    tensors, text = read_checkpoint(path, kind=_KIND, identity=identity)
     model.load_state_dict(tensors)
-    done = [BlockError(**entry) for entry in json.loads(metadata["done"])]
+    done = [BlockError(**entry) for entry in json.loads(text["done"])]
     return {error.block: error for error in done}

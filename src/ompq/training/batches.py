@@ -128,6 +128,22 @@ def epoch_batches(
             yield _pair(batch)
 
 
+def dealt(
+    order: Tensor, *, batch_size: int, start: int, shard: Shard
+) -> Iterator[Tensor]:
+    """Yield the part of each whole batch that a process gets.
+
+    Args:
+        order: Numbers of the images of an epoch, (N,).
+        batch_size: Images of a batch over all processes.
+        start: Number of the first batch that is wanted.
+        shard: Process, and number of processes.
+    """
+    process, processes = shard
+    for batch in range(start, len(order) // batch_size):
+        yield order[batch * batch_size : (batch + 1) * batch_size][process::processes]
+
+
 def seed_generators(*numbers: int) -> None:
     """Set the global generators as numbers say."""
     torch.manual_seed(mixed_seed(*numbers))

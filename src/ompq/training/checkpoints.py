@@ -1,4 +1,4 @@
-"""Where a training stands, in files: safetensors with JSON, nothing that is executed.
+"""Where a training stands, in files.
 
 Order of images, augmentation and dropout follow from the seed and the number of the
 step, so that there is no generator whose state would have to be kept.
@@ -12,15 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from ompq.errors import CheckpointError
-from ompq.files import replacing
+from ompq.checkpoints import read_checkpoint, write_checkpoint
 from ompq.training.settings import TrainConfig
 
-_FORMAT = "training/1"
+_KIND = "training"
 _MODEL, _MOMENTUM = "model/", "momentum/"
 LAST, BEST = "last.safetensors", "best.safetensors"
 # What may differ between a run and its continuation: it changes no result.
@@ -65,19 +62,16 @@ def write_state(path: Path, state: State, identity: str) -> None:
     """Write a checkpoint, whole or not at all."""
     parts = ((_MODEL, state.model), (_MOMENTUM, state.momentum))
     tensors = {
-        prefix + name: tensor.detach().cpu().contiguous().clone()
+        prefix + name: tensor
         for prefix, named in parts
         for name, tensor in named.items()
     }
-    metadata = {
-        "ompq": _FORMAT,
-        "identity": identity,
+    text = {
         "step": str(state.step),
         "best": json.dumps(state.best),
         "history": json.dumps(state.history),
     }
-    with replacing(path) as temporary:
-        save_file(tensors, temporary, metadata)
+    write_checkpoint(path, tensors, text, kind=_KIND, identity=identity)
 
 
 def read_state(path: Path, identity: str) -> State:
@@ -86,25 +80,13 @@ def read_state(path: Path, identity: str) -> State:
     Raises:
         CheckpointError: It is none, or of another run.
     """
-    try:
-        with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{path} is no checkpoint: {error}") from error
-    if metadata.get("ompq") != _FORMAT:
-        raise CheckpointError(f"{path} is no checkpoint of a training")
-    if metadata["identity"] != identity:
-        raise CheckpointError(
-            f"{path} belongs to another run (other network, data or settings); "
-            "remove it or choose another folder"
-        )
+    tensors, text = read_checkpoint(path, kind=_KIND, identity=identity)
     return State(
-        step=int(metadata["step"]),
-        best=json.loads(metadata["best"]),
+        step=int(text["step"]),
+        best=json.loads(text["best"]),
         model=_under(tensors, _MODEL),
         momentum=_under(tensors, _MOMENTUM),
-        history=tuple(json.loads(metadata["history"])),
+        history=tuple(json.loads(text["history"])),
     )
 
 
