@@ -4,16 +4,22 @@ python benchmarks/ptq.py --data FOLDER --network mobilenet_v2 --budgets 1.5 1.3
 
 FOLDER holds ``imagenet-calib``, ``imagenet-val`` (ImageFolders), ``cifar10`` and
 ``weights``. Sizes are MiB in the paper's accounting, or average bits for CIFAR.
+
+A row is written when it is there, and not made again. The same command may run several
+times at once with one ``--work``: each process takes what none has taken.
 """
 
 import argparse
 import json
 import time
+import zlib
 from collections.abc import Mapping
+from itertools import product
 from pathlib import Path
 
 import torch
-from common import RESULTS, machine, synchronise
+from common import RESULTS, synchronise
+from sharing import Rows, claimed
 
 from ompq.allocation.solving import Allocation
 from ompq.datasets.naming import load_data
@@ -60,20 +66,22 @@ def published(network: str, size: float, names, activation: int) -> Allocation |
     return None
 
 
-def allocations(options, model, samples, budget: float) -> Mapping[str, Allocation]:
+def allocations(
+    options, model, samples, budget: float, activation: int
+) -> Mapping[str, Allocation]:
     """Return the bits that each way of choosing gives for one budget."""
     paper = options.network != "resnet20"
     text = f"{budget}MiB" if paper else f"{budget}bits"
     config = PlanConfig(
         choices=tuple(options.choices),
-        activation_choices=(options.activation_bits,),
+        activation_choices=(activation,),
         accounting="paper" if paper else "packed",
     )
     names = trace(model, samples[:1]).names
     found = {}
     for score in options.scores:
         if score == "published":
-            bits = published(options.network, budget, names, options.activation_bits)
+            bits = published(options.network, budget, names, activation)
         elif score == "uniform":
             bits = uniform(config, model, samples, text)
         else:
@@ -96,26 +104,48 @@ def uniform(config, model, samples, budget: str) -> Allocation | None:
     return None
 
 
-def run_one(options, model, samples, batches, bits, seed):
+def run_one(options, network, bits, seed: int, iterations: int) -> dict:
     """Quantize, reconstruct and evaluate once."""
+    model, samples, batches, reference = network
     start = time.perf_counter()
     quantized = quantize(model, bits, samples, QuantizeConfig())
     synchronise()
     between = time.perf_counter()
-    rounding = RoundingConfig(
-        iterations=options.iterations, **json.loads(options.rounding)
-    )
+    rounding = RoundingConfig(iterations=iterations, **json.loads(options.rounding))
     config = ReconstructConfig(rounding=rounding, seed=seed, loss=options.loss)
     result = reconstruct(quantized, model, samples, config)
     synchronise()
     end = time.perf_counter()
-    errors = [vars(error) for error in quantization_of(result).errors]
+    found = evaluate(result, batches)
+    drop, error = found.drop_from(reference)
+    kept = [e.block for e in quantization_of(result).errors if not e.improved]
     return {
+        "seed": seed,
+        "iterations": iterations,
+        "activation_bits": next(iter(bits.values())).activation,
+        "float": reference.top1,
         "nearest": evaluate(quantized, batches).top1 if seed == 0 else None,
+        "top1": found.top1,
+        "drop": 100 * drop,
+        "drop_error": 100 * error,
+        "not_improved": kept,
         "quantize_s": between - start,
         "reconstruct_s": end - between,
-        "errors": errors,
-    }, evaluate(result, batches)
+    }
+
+
+KEY = ("activation_bits", "budget", "score", "iterations", "seed")
+
+
+def show(row: dict) -> None:
+    nearest = "" if row["nearest"] is None else f"nearest {row['nearest']:.4f} "
+    print(
+        f"A{row['activation_bits']} {row['budget']} {row['score']:18s} "
+        f"{row['iterations']} iterations seed {row['seed']} {nearest}"
+        f"top1 {row['top1']:.4f} drop {row['drop']:.2f} +- {row['drop_error']:.2f} "
+        f"in {row['reconstruct_s']:.1f} s",
+        flush=True,
+    )
 
 
 def main() -> None:
@@ -124,61 +154,61 @@ def main() -> None:
     parser.add_argument("--network", choices=NETWORKS, required=True)
     parser.add_argument("--budgets", type=float, nargs="+", required=True)
     parser.add_argument("--choices", type=int, nargs="+", default=[2, 3, 4])
-    parser.add_argument("--activation-bits", type=int, default=8)
+    parser.add_argument("--activation-bits", type=int, nargs="+", default=[8])
     parser.add_argument("--scores", nargs="+", default=["orm_distortion"])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--samples", type=int, default=64, help="for the scores")
-    parser.add_argument("--iterations", type=int, default=RoundingConfig().iterations)
+    default = RoundingConfig().iterations
+    parser.add_argument("--iterations", type=int, nargs="+", default=[default])
     parser.add_argument("--rounding", default="{}", help="JSON of other settings")
     parser.add_argument("--loss", default="squared")
     parser.add_argument("--name", default="ptq")
+    parser.add_argument("--work", type=Path, default=Path("out/ptq"))
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model, samples, batches = load(options.network, options.data, device)
     reference = evaluate(model, batches)
     print(f"{options.network} float {reference.top1:.4f}", flush=True)
-    rows = []
-    finished: dict[tuple, tuple] = {}  # equal bits are run once
-    chosen = [
-        (budget, score, bits)
-        for budget in options.budgets
-        for score, bits in allocations(options, model, samples, budget).items()
-    ]
-    for seed in options.seeds:
-        for budget, score, bits in chosen:
-            key = (tuple(bits.items()), seed)
-            if key not in finished:
-                finished[key] = run_one(options, model, samples, batches, bits, seed)
-            row, evaluation = finished[key]
-            drop, error = evaluation.drop_from(reference)
-            widths = [choice.weight for choice in bits.values()]
-            rows.append(
-                {
-                    "budget": budget,
-                    "score": score,
-                    "seed": seed,
-                    "float": reference.top1,
-                    "top1": evaluation.top1,
-                    "drop": drop,
-                    "drop_error": error,
-                    "bits": widths,
-                    **row,
-                }
-            )
-            print(
-                f"{budget} {score:18s} seed {seed} nearest {row['nearest']} "
-                f"top1 {evaluation.top1:.4f} drop {100 * drop:.2f} +- "
-                f"{100 * error:.2f} in {row['reconstruct_s']:.1f} s",
-                flush=True,
-            )
-            settings = {
-                k: str(v) for k, v in vars(options).items() if k not in ("data", "out")
-            }
-            options.out.mkdir(parents=True, exist_ok=True)
-            target = options.out / f"{options.name}-{options.network}.json"
-            data = {"settings": settings, "machine": machine(), "rows": rows}
-            target.write_text(json.dumps(data, indent=1) + "\n")
+    name = f"{options.name}-{options.network}"
+    rows = Rows(
+        name,
+        KEY,
+        out=options.out,
+        work=options.work,
+        choices=options.choices,
+        rounding=options.rounding,
+        loss=options.loss,
+    )
+    chosen = {
+        activation: [
+            (budget, score, bits)
+            for budget in options.budgets
+            for score, bits in allocations(
+                options, model, samples, budget, activation
+            ).items()
+        ]
+        for activation in options.activation_bits
+    }
+    network = (model, samples, batches, reference)
+    # The first seed of everything comes first.
+    for iterations, seed in product(options.iterations, options.seeds):
+        for activation, found in chosen.items():
+            for bits in dict.fromkeys(tuple(bits.items()) for *_, bits in found):
+                same = [(b, s) for b, s, other in found if tuple(other.items()) == bits]
+                keys = [(activation, b, s, iterations, seed) for b, s in same]
+                digest = zlib.crc32(repr((bits, iterations, seed)).encode())
+                with claimed(options.work / f"{name}-{digest:08x}") as mine:
+                    if not mine or all(rows.find(*key) for key in keys):
+                        continue
+                    row = run_one(
+                        options, network, Allocation(dict(bits)), seed, iterations
+                    )
+                    widths = [choice.weight for _, choice in bits]
+                    new = [{"budget": b, "score": s, **row} for b, s in same]
+                    rows.add(*({**one, "bits": widths} for one in new))
+                    for one in new:
+                        show(one)
 
 
 if __name__ == "__main__":

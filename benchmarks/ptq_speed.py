@@ -17,12 +17,11 @@ from ptq import load
 from torch.nn import functional as F
 
 import ompq
-from ompq.quantization.layers import linear_map, quantized_layers
+from ompq.quantization.layers import quantized_layers
 from ompq.reconstruction import rounding
 from ompq.reconstruction.reconstructing import _cache, _learnable
 
 BATCH = 32
-STEPS = 200
 
 
 class PlainStep:
@@ -33,13 +32,13 @@ class PlainStep:
         self.layers = list(quantized_layers(block).values())
         self.logits, self.bases = [], []
         for layer in self.layers:
-            grid = layer.grid_like_weight()
-            position = layer.weight / grid.scale + grid.zero
-            share = position - position.floor()
-            logits = -torch.log(1.2 / (share + 0.1) - 1)
+            with torch.no_grad():
+                grid = layer.grid_like_weight()
+                position = layer.weight / grid.scale + grid.zero
+                share = position - position.floor()
+                logits = -torch.log(1.2 / (share + 0.1) - 1)
             self.bases.append((grid, position.floor()))
-            self.logits.append(logits.detach().requires_grad_())
-            layer.register_forward_hook(self._soft(len(self.logits) - 1))
+            self.logits.append(logits.requires_grad_())
         self.optimizer = torch.optim.Adam(self.logits, lr=1e-3)
         self.done = 0
 
@@ -47,17 +46,15 @@ class PlainStep:
         return (torch.sigmoid(self.logits[number]) * 1.2 - 0.1).clamp(0, 1)
 
     def _soft(self, number: int):
-        def hook(layer, args, _output):
-            grid, base = self.bases[number]
-            codes = (base + self._share(number)).clamp(0, grid.top)
-            weight = grid.scale * (codes - grid.zero)
-            return linear_map(layer, args[0], weight, layer.bias)
-
-        return hook
+        grid, base = self.bases[number]
+        codes = (base + self._share(number)).clamp(0, grid.top)
+        return grid.scale * (codes - grid.zero)
 
     def advance(self) -> None:
         index = torch.randperm(len(self.cache.targets))[:BATCH]
         inputs, target, _ = self.cache.pick(index.to(self.cache.targets.device))
+        for number, layer in enumerate(self.layers):
+            layer.learning = (self._soft(number), layer.bias)
         output = self.cache.call(self.block, inputs)
         loss = F.mse_loss(output, target)
         beta = 20 - 18 * self.done / 20_000
@@ -70,27 +67,30 @@ class PlainStep:
         self.done += 1
 
 
-def milliseconds(advance) -> float:
+def milliseconds(advance, count: int) -> float:
     def steps() -> None:
-        for _ in range(STEPS):
+        for _ in range(count):
             advance()
 
     steps()
-    return 1e3 * statistics.median(seconds(steps) for _ in range(3)) / STEPS
+    return 1e3 * statistics.median(seconds(steps) for _ in range(3)) / count
 
 
-def time_block(block, cache) -> dict[str, float]:
+def time_block(block, cache, steps: int) -> dict[str, float]:
     """Return milliseconds a step."""
     config = ompq.RoundingConfig(
-        iterations=100 * STEPS, batch_size=BATCH, step_elements=1 << 40
+        iterations=100 * steps, batch_size=BATCH, step_elements=1 << 40
     )
     found = {}
     with rounding._optimising(block, 0):
         step = rounding._Step(copy.deepcopy(block), cache, config, 0.03)
-        found["eager"] = milliseconds(step._advance)
-        step = rounding._Step(copy.deepcopy(block), cache, config, 0.03)
-        found["captured"] = milliseconds(step._capture())
-        found["plain"] = milliseconds(PlainStep(copy.deepcopy(block), cache).advance)
+        found["eager"] = milliseconds(step._advance, steps)
+        if torch.cuda.is_available():
+            step = rounding._Step(copy.deepcopy(block), cache, config, 0.03)
+            found["captured"] = milliseconds(step._capture(), steps)
+        found["plain"] = milliseconds(
+            PlainStep(copy.deepcopy(block), cache).advance, steps
+        )
     return found
 
 
@@ -98,23 +98,26 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--network", default="mobilenet_v2")
+    parser.add_argument("--samples", type=int, default=256)
+    parser.add_argument("--steps", type=int, default=100, help="timed at a time")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
-    model, samples, _ = load(options.network, options.data, torch.device("cuda"))
-    samples = samples[:256]
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model, samples, _ = load(options.network, options.data, device)
+    samples = samples[: options.samples]
     config = ompq.PlanConfig(choices=(4,), score="random")
     plan = ompq.plan(model, samples[:32], "32bits", config)
     quantized = ompq.quantize(model, plan, samples)
     rows = []
     for name in _learnable(quantized, ompq.quantization_of(quantized)):
         cache = _cache(quantized, model, name, samples, ompq.ReconstructConfig())
-        times = time_block(quantized.get_submodule(name), cache)
+        block = quantized.get_submodule(name)
+        times = time_block(block, cache, options.steps)
         rows.append({"block": name, **times})
         print(rows[-1], flush=True)
-    total = {
-        key: sum(row[key] for row in rows) for key in ("captured", "eager", "plain")
-    }
-    over = {f"{key} / captured": total[key] / total["captured"] for key in total}
+    total = {key: sum(row[key] for row in rows) for key in times}
+    ours = total.get("captured", total["eager"])
+    over = {f"{key} / ours": value / ours for key, value in total.items()}
     print(total, over)
     save(f"ptq-speed-{options.network}", rows, options.out, total=total, over=over)
 

@@ -20,7 +20,8 @@ from pathlib import Path
 
 import torch
 from common import RESULTS, alternating, median_ratio, save, synchronise
-from qat_setup import NETWORKS, Bench, Rows, once
+from qat_setup import NETWORKS, Bench
+from sharing import Rows, once
 from torch import nn
 from torch.nn import functional as F
 
@@ -58,9 +59,10 @@ def run_row(bench: Bench, row: str) -> None:
     print(f"float {reference.top1:.4f}", flush=True)
     settings = train_config(options, 0, bench).__dict__
     rows = Rows(
-        bench,
         f"qat-{options.network}-{row}",
         ("bits", "method", "seed"),
+        out=options.out,
+        work=options.work,
         training={k: v for k, v in settings.items() if k != "seed"},
         float=reference.top1,
         iterations=options.iterations,
@@ -170,7 +172,13 @@ def run_engine(bench: Bench) -> None:
     options, model = bench.options, bench.float_network().cpu()
     x = torch.cat([x for x, _ in bench.test])[: options.engine_images].cpu()
     y = torch.cat([y for _, y in bench.test])[: options.engine_images].cpu()
-    rows = Rows(bench, f"qat-{options.network}-engine", ("file",), images=len(x))
+    rows = Rows(
+        f"qat-{options.network}-engine",
+        ("file",),
+        out=options.out,
+        work=options.work,
+        images=len(x),
+    )
     for path in sorted(options.work.glob(f"{options.network}-*.ompq.safetensors")):
         name = path.name.removesuffix(".ompq.safetensors")
         if rows.find(name) is not None:

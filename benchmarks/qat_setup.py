@@ -4,17 +4,14 @@ What takes long is made once and kept in ``--work``; a lock lets several process
 that folder, so that rows can run side by side, and a run that was cut goes on.
 """
 
-import fcntl
-import json
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from common import save, synchronise
 from safetensors.torch import load_file, save_file
+from sharing import once
 from torch import Tensor, nn
 
 import ompq
@@ -107,58 +104,6 @@ class Bench:
         once(path, lambda temporary: train_float(self, temporary))
         self.named.module.load_state_dict(load_file(path))
         return self.named.module.to(self.device).eval()
-
-
-def once(path: Path, make: Callable[[Path], None]) -> Path:
-    """Make a file unless it is there; one process does, the others wait."""
-    with locked(path):
-        if not path.exists():
-            temporary = path.with_name(f"new-{path.name}")
-            make(temporary)
-            temporary.replace(path)
-    return path
-
-
-@contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Keep other processes that want the same file waiting."""
-    with path.with_name(f"{path.name}.lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
-class Rows:
-    """The rows of one result, written one by one; those written before are kept.
-
-    Rows of other settings are dropped. Processes may add to one file at once.
-    """
-
-    def __init__(self, bench: Bench, name: str, key: tuple[str, ...], **more) -> None:
-        self.out, self.name, self.key = bench.options.out, name, key
-        # As JSON gives them back.
-        self.more = json.loads(json.dumps(more))
-        self.lock = bench.options.work / name
-
-    def known(self) -> list[dict]:
-        """Return the rows that are there, with these settings."""
-        path = self.out / f"{self.name}.json"
-        if not path.exists():
-            return []
-        data = json.loads(path.read_text())
-        same = all(data.get(key) == value for key, value in self.more.items())
-        return data["rows"] if same else []
-
-    def find(self, *key) -> dict | None:
-        """Return the row with these values, if it is there."""
-        rows = {tuple(row[name] for name in self.key): row for row in self.known()}
-        return rows.get(key)
-
-    def add(self, row: dict) -> None:
-        """Write a row, sorted in with the others."""
-        with locked(self.lock):
-            rows = [*self.known(), row]
-            rows.sort(key=lambda one: tuple(one[name] for name in self.key))
-            save(self.name, rows, self.out, **self.more)
 
 
 def train_float(bench: Bench, path: Path) -> None:

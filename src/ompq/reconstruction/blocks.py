@@ -1,7 +1,7 @@
 """Inputs and outputs of one block, gathered batch by batch and kept where they fit."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ class BlockCache:
         targets: What the float block returns, (N, ...).
         arguments: The block's arguments as nested tuples, lists and dicts, with the
             positions of ``inputs`` in place of the tensors.
+        float_inputs: What the float block gets in their place, or none.
         weights: Importance of each element of the targets, or None.
         clip: Range to which an activation after the block cuts its output, or None.
     """
@@ -39,6 +40,7 @@ class BlockCache:
     inputs: list[Tensor]
     targets: Tensor
     arguments: Any
+    float_inputs: list[Tensor] = field(default_factory=list)
     weights: Tensor | None = None
     clip: tuple[float, float | None] | None = None
 
@@ -77,59 +79,77 @@ def gather(
     Args:
         quantized: Its blocks before this one are done; the inputs come from it.
         model: The float network; the targets come from it.
-        names: The block in the quantized network, and in the float one.
+        names: The block, and the module of the float network that ends it.
         samples: Inputs of the networks.
         batch_size: How many samples run at a time.
         limit: Bytes up to which the cache stays on the network's device.
     """
     keep_on = model_device(model)
-    inputs: list[list[Tensor]] = []
-    targets: list[Tensor] = []
+    # For each batch: inputs, float inputs, targets.
+    rows: list[tuple[list[Tensor], list[Tensor], list[Tensor]]] = []
     arguments: Any = None
     for batch in sample_batches(samples, batch_size=batch_size):
-        args, kwargs = _until(quantized, names[0], batch, output=False)
-        inputs.append([t.to(keep_on) for t in tensors_in((args, kwargs))])
-        arguments = arguments or _emptied((args, kwargs))
-        target = next(tensors_in(_until(model, names[1], batch, output=True)))
-        targets.append(target.to(keep_on))
-        if sum(_bytes(t) for t in (*tensors_in(inputs), *targets)) > limit:
+        given, _ = _run_to(quantized, names[0], None, batch)
+        plain, output = _run_to(model, *names, batch)
+        arguments = arguments or _emptied(given)
+        target = next(tensors_in(output))
+        row = (list(tensors_in(given)), list(tensors_in(plain)), [target])
+        rows.append(_moved(row, keep_on))
+        if sum(_bytes(t) for t in tensors_in(rows)) > limit:
             keep_on = torch.device("cpu")
-            inputs = [[t.cpu() for t in row] for row in inputs]
-            targets = [t.cpu() for t in targets]
-    columns = [torch.cat(parts) for parts in zip(*inputs, strict=True)]
-    return BlockCache(columns, torch.cat(targets), arguments)
+            rows = [_moved(row, keep_on) for row in rows]
+    inputs, others, (targets,) = (
+        [torch.cat(parts) for parts in zip(*column, strict=True)]
+        for column in zip(*rows, strict=True)
+    )
+    return BlockCache(inputs, targets, arguments, others)
+
+
+def _moved(
+    row: tuple[list[Tensor], list[Tensor], list[Tensor]], device: torch.device
+) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    inputs, others, targets = ([t.to(device) for t in part] for part in row)
+    return inputs, others, targets
 
 
 def _bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _until(model: nn.Module, name: str, batch: Batch, *, output: bool) -> Any:
-    """Run the network until the block; return its arguments or its output."""
-    found: list[Any] = []
+def _run_to(
+    model: nn.Module, start: str, end: str | None, batch: Batch
+) -> tuple[Any, Any]:
+    """Run a network as far as needed.
+
+    Returns:
+        The arguments of module ``start``, and what ``end`` returns, unless it is None.
+    """
+    arguments: list[Any] = []
+    outputs: list[Any] = []
 
     def before(_module: nn.Module, args: Any, kwargs: Any) -> None:
-        found.append((args, kwargs))
-        raise _BlockReached
+        arguments.append((args, kwargs))
+        if end is None:
+            raise _BlockReached
 
     def after(_module: nn.Module, _args: Any, result: Any) -> None:
-        found.append(result)
+        outputs.append(result)
         raise _BlockReached
 
-    block = model.get_submodule(name)
-    handle = (
-        block.register_forward_hook(after, prepend=True)
-        if output
-        else block.register_forward_pre_hook(before, with_kwargs=True)
-    )
+    first = model.get_submodule(start)
+    handles = [first.register_forward_pre_hook(before, with_kwargs=True)]
+    if end is not None:
+        last = model.get_submodule(end)
+        handles.append(last.register_forward_hook(after, prepend=True))
     try:
         with evaluating(model):
             call(model, to_device(batch, model_device(model)))
     except _BlockReached:
         pass
     finally:
-        handle.remove()
-    return found[0]
+        for handle in handles:
+            handle.remove()
+    return arguments[0], outputs[0] if outputs else None
 
 
 def _emptied(value: Any, count: list[int] | None = None) -> Any:

@@ -160,6 +160,8 @@ def _cache(
         batch_size=config.batch_size,
         limit=config.device_bytes,
     )
+    if config.rounding.float_inputs == 0:
+        cache.float_inputs = []
     cache.clip = _CLIPS.get(unit.activation) if unit else None
     if config.loss == "fisher":
         cache.weights = fisher_weights(

@@ -217,15 +217,30 @@ class _Step:
         self.number += 1
 
     def _batch(self) -> tuple[list[Tensor], Tensor, Tensor | None]:
-        if not self.on_device:
-            *inputs, target = self.places[: len(self.cache.inputs) + 1]
-            return inputs, target, next(iter(self.places[len(inputs) + 1 :]), None)
-        return self.cache.pick(self.order.index_select(0, self.number).squeeze(0))
+        """Return inputs, targets and weights of this step's samples."""
+        found = self.places
+        if self.on_device:
+            found = self._pick(self.order.index_select(0, self.number).squeeze(0))
+        count, others = len(self.cache.inputs), len(self.cache.float_inputs)
+        inputs, target, *weights = found[:count], *found[count + others :]
+        pairs = zip(inputs, found[count : count + others], strict=False)
+        mixed = [self._mixed(*pair) for pair in pairs]
+        return mixed or inputs, target, next(iter(weights), None)
+
+    def _mixed(self, rounded: Tensor, plain: Tensor) -> Tensor:
+        if not rounded.is_floating_point():
+            return rounded
+        taken = torch.rand_like(rounded) < self.config.float_inputs
+        return torch.where(taken, plain, rounded)
+
+    def _pick(self, index: Tensor) -> list[Tensor]:
+        """Return inputs, those of the float network, targets and weights."""
+        inputs, target, weights = self.cache.pick(index)
+        others = [t.index_select(0, index) for t in self.cache.float_inputs]
+        return [*inputs, *others, target, *([] if weights is None else [weights])]
 
     def _to_device(self, index: Tensor) -> list[Tensor]:
-        inputs, target, weights = self.cache.pick(index)
-        extra = [] if weights is None else [weights]
-        return [t.to(self.device) for t in (*inputs, target, *extra)]
+        return [t.to(self.device) for t in self._pick(index)]
 
     def _refill(self, index: Tensor) -> None:
         for place, tensor in zip(self.places, self._to_device(index), strict=True):

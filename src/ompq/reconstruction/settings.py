@@ -33,6 +33,9 @@ class RoundingConfig:
         exponent: The middle is driven less the higher this is; after the warm-up, and
             at the end.
         drop: Probability with which an activation passes unrounded (QDrop); 0 is off.
+        float_inputs: Probability with which an element of the block's input is the one
+            that the float network has, while learning. The errors of the blocks before
+            on these few samples are then not learned by heart.
         seed: Seed of the order of samples.
     """
 
@@ -48,6 +51,7 @@ class RoundingConfig:
     drive: float = 20.0
     exponent: tuple[float, float] = (8.0, 2.0)
     drop: float = 0.0
+    float_inputs: float = 0.5
     seed: int = 0
 
 
