@@ -13,13 +13,13 @@ import argparse
 import json
 import time
 import zlib
-from collections.abc import Mapping
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
 import torch
 from common import RESULTS, synchronise
-from sharing import Rows, claimed
+from sharing import Rows, claimed, once
 
 from ompq.allocation.solving import Allocation
 from ompq.datasets.naming import load_data
@@ -28,6 +28,7 @@ from ompq.graph.tracing import trace
 from ompq.graph.units import Choice
 from ompq.models.naming import load_model
 from ompq.pipeline import PlanConfig, plan
+from ompq.plans import Plan
 from ompq.quantization.quantizing import QuantizeConfig, quantization_of, quantize
 from ompq.reconstruction.reconstructing import ReconstructConfig, reconstruct
 from ompq.reconstruction.settings import RoundingConfig
@@ -66,41 +67,54 @@ def published(network: str, size: float, names, activation: int) -> Allocation |
     return None
 
 
-def allocations(
-    options, model, samples, budget: float, activation: int
-) -> Mapping[str, Allocation]:
-    """Return the bits that each way of choosing gives for one budget."""
-    paper = options.network != "resnet20"
-    text = f"{budget}MiB" if paper else f"{budget}bits"
-    config = PlanConfig(
-        choices=tuple(options.choices),
-        activation_choices=(activation,),
-        accounting="paper" if paper else "packed",
-    )
-    names = trace(model, samples[:1]).names
-    found = {}
+def allocations(options, model, samples, activation: int) -> list[tuple]:
+    """Return budget, score and the bits that this score gives for it."""
+    found = []
     for score in options.scores:
-        if score == "published":
-            bits = published(options.network, budget, names, activation)
-        elif score == "uniform":
-            bits = uniform(config, model, samples, text)
-        else:
-            chosen = PlanConfig(**{**vars(config), "score": score})
-            bits = plan(model, samples[: options.samples], text, chosen).allocation
-        if bits is not None:
-            found[score] = bits
+        known = score != "published"
+        made = scored(options, model, samples, score) if known else None
+        for budget in options.budgets:
+            if made is None:
+                names = trace(model, samples[:1]).names
+                bits = published(options.network, budget, names, activation)
+            elif score == "uniform":
+                bits = uniform(options, made, budget)
+            else:
+                bits = made.with_budget(budget_text(options, budget)).allocation
+            if bits is not None:
+                each = {n: Choice(c.weight, activation) for n, c in bits.items()}
+                found.append((budget, score, Allocation(each)))
     return found
 
 
-def uniform(config, model, samples, budget: str) -> Allocation | None:
+def scored(options, model, samples, score: str) -> Plan:
+    """Return a plan without limits, whose score is measured once for all budgets."""
+    config = PlanConfig(
+        choices=tuple(options.choices),
+        accounting="packed" if options.network == "resnet20" else "paper",
+        score="random" if score == "uniform" else score,
+    )
+    count = options.samples
+    of = "-".join([options.network, score, *map(str, options.choices), str(count)])
+
+    def make(path: Path) -> None:
+        plan(model, samples[:count], "32bits", config).save(path)
+
+    return Plan.load(once(options.work / f"plan-{of}.json", make))
+
+
+def budget_text(options, budget: float) -> str:
+    return f"{budget}{'bits' if options.network == 'resnet20' else 'MiB'}"
+
+
+def uniform(options, plan: Plan, budget: float) -> Allocation | None:
     """Return the largest width that fits everywhere."""
-    for width in sorted(config.choices, reverse=True):
-        alone = PlanConfig(**{**vars(config), "choices": (width,), "score": "random"})
-        try:
-            return plan(model, samples[:1], budget, alone).allocation
-        except Exception as error:  # the next width may fit
-            if "Infeasible" not in type(error).__name__:
-                raise
+    for choice in sorted(plan.choices, key=lambda c: -c.weight):
+        everywhere = Allocation(dict.fromkeys(plan.graph.names, choice))
+        totals = replace(plan, allocation=everywhere).totals
+        sizes = {"bits": totals["average_bits"], "MiB": totals["bytes"] / 2**20}
+        if sizes["bits" if options.network == "resnet20" else "MiB"] <= budget:
+            return everywhere
     return None
 
 
@@ -181,13 +195,7 @@ def main() -> None:
         loss=options.loss,
     )
     chosen = {
-        activation: [
-            (budget, score, bits)
-            for budget in options.budgets
-            for score, bits in allocations(
-                options, model, samples, budget, activation
-            ).items()
-        ]
+        activation: allocations(options, model, samples, activation)
         for activation in options.activation_bits
     }
     network = (model, samples, batches, reference)
