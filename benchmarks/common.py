@@ -82,5 +82,8 @@ def save(name: str, rows: Any, folder: Path = RESULTS, **more: Any) -> None:
     words = [re.sub(r"(^|=)/.*", r"\1FOLDER", word) for word in words]
     command = " ".join(["python", Path(sys.argv[0]).name, *words])
     data = {"command": command, "machine": machine(), **more, "rows": rows}
-    (folder / f"{name}.json").write_text(json.dumps(data, indent=1) + "\n")
+    # Others may read it meanwhile.
+    new = folder / f".{name}-{os.getpid()}.json"
+    new.write_text(json.dumps(data, indent=1) + "\n")
+    new.replace(folder / f"{name}.json")
     print(f"wrote {name}.json")

@@ -3,7 +3,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import nn
 
 from nets import Chain, TinyMobileNet, TinyResNet, scenes, seeded
 from ompq.allocation.solving import Allocation
@@ -12,10 +11,8 @@ from ompq.graph.tracing import trace
 from ompq.graph.units import Choice
 from ompq.quantization.layers import activation_quantizers, quantized_layers
 from ompq.quantization.quantizing import QuantizeConfig, quantization_of, quantize
-from ompq.reconstruction.blocks import fisher_weights, gather
 from ompq.reconstruction.reconstructing import ReconstructConfig, reconstruct
 from ompq.reconstruction.settings import RoundingConfig
-from ompq.samples import first_tensor
 
 QUICK = ReconstructConfig(rounding=RoundingConfig(iterations=200, batch_size=16))
 
@@ -196,74 +193,6 @@ def test_unknown_loss_is_refused():
     quantized = quantized_at(model, 4, scenes())
     with pytest.raises(ValueError, match="loss='odd' is unknown; use squared or"):
         reconstruct(quantized, model, scenes(), ReconstructConfig(loss="odd"))
-
-
-def test_gathered_inputs_and_targets_equal_those_of_hooks():
-    model = seeded(TinyMobileNet())
-    quantized = quantized_at(model, 4, scenes(10))
-    cache = gather(
-        quantized, model, ("blocks.1",) * 2, scenes(10), batch_size=4, limit=1 << 30
-    )
-    seen = {}
-    handles = [
-        quantized.blocks[1].register_forward_pre_hook(
-            lambda m, args: seen.update(given=args[0])
-        ),
-        model.blocks[1].register_forward_hook(
-            lambda m, a, out: seen.update(wanted=out)
-        ),
-    ]
-    with torch.no_grad():
-        quantized(scenes(10)), model(scenes(10))
-    for handle in handles:
-        handle.remove()
-    torch.testing.assert_close(cache.inputs[0], seen["given"])
-    torch.testing.assert_close(cache.targets, seen["wanted"])
-    picked, target, _ = cache.pick(torch.tensor([3, 1]))
-    torch.testing.assert_close(picked[0], seen["given"][[3, 1]])
-    torch.testing.assert_close(target, seen["wanted"][[3, 1]])
-
-
-def test_blocks_with_structured_arguments():
-    class Adds(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(4, 4)
-
-        def forward(self, pair, *, scale, flag):
-            return self.linear(pair[0]) * scale + pair[1] if flag else pair[0]
-
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.block = Adds()
-
-        def forward(self, x):
-            return self.block([x, 2 * x], scale=0.5, flag=True)
-
-    model = seeded(Net())
-    samples = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
-    quantized = quantized_at(model, 3, samples)
-    result = reconstruct(quantized, model, samples, QUICK)
-    (error,) = quantization_of(result).errors
-    assert error.block == "block"
-    assert error.after <= error.before
-
-
-def test_fisher_weights_are_squared_gradients():
-    model = seeded(Chain())
-    weights = fisher_weights(
-        model,
-        "conv",
-        scenes(6),
-        lambda out: first_tensor(out).square().sum(),
-        batch_size=4,
-    )
-    hidden = model.conv(scenes(6)).detach().requires_grad_()
-    model.head(torch.relu(hidden).mean((2, 3))).square().sum().backward()
-    wanted = hidden.grad.square()
-    torch.testing.assert_close(weights, wanted / wanted.mean(), rtol=1e-4, atol=1e-5)
-    assert all(p.grad is None for p in model.conv.parameters())
 
 
 @pytest.mark.cuda

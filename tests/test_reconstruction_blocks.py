@@ -1,0 +1,143 @@
+"""What a block gets and should return, and what it makes of both."""
+
+import pytest
+import torch
+from torch import nn
+
+from nets import Chain, TinyMobileNet, scenes, seeded
+from ompq.allocation.solving import Allocation
+from ompq.graph.tracing import trace
+from ompq.graph.units import Choice
+from ompq.quantization.quantizing import QuantizeConfig, quantization_of, quantize
+from ompq.reconstruction.blocks import (
+    BlockCache,
+    _emptied,
+    fisher_weights,
+    gather,
+)
+from ompq.reconstruction.reconstructing import ReconstructConfig, reconstruct
+from ompq.reconstruction.rounding import learn_rounding
+from ompq.reconstruction.settings import RoundingConfig
+from ompq.samples import first_tensor
+
+QUICK = ReconstructConfig(rounding=RoundingConfig(iterations=200, batch_size=16))
+
+
+def quantized_at(network, bits, samples):
+    names = trace(network, samples).names
+    allocation = Allocation({name: Choice(bits, 8) for name in names})
+    return quantize(network, allocation, samples, QuantizeConfig())
+
+
+def test_gathered_inputs_and_targets_equal_those_of_hooks():
+    model = seeded(TinyMobileNet())
+    quantized = quantized_at(model, 4, scenes(10))
+    cache = gather(
+        quantized, model, ("blocks.1",) * 2, scenes(10), batch_size=4, limit=1 << 30
+    )
+    seen = {}
+    handles = [
+        quantized.blocks[1].register_forward_pre_hook(
+            lambda m, args: seen.update(given=args[0])
+        ),
+        model.blocks[1].register_forward_hook(
+            lambda m, args, out: seen.update(plain=args[0], wanted=out)
+        ),
+    ]
+    with torch.no_grad():
+        quantized(scenes(10)), model(scenes(10))
+    for handle in handles:
+        handle.remove()
+    torch.testing.assert_close(cache.inputs[0], seen["given"])
+    torch.testing.assert_close(cache.float_inputs[0], seen["plain"])
+    torch.testing.assert_close(cache.targets, seen["wanted"])
+    picked, target, _ = cache.pick(torch.tensor([3, 1]))
+    torch.testing.assert_close(picked[0], seen["given"][[3, 1]])
+    torch.testing.assert_close(target, seen["wanted"][[3, 1]])
+
+
+@pytest.mark.parametrize("share", [0.0, 0.25, 1.0])
+def test_a_block_learns_from_inputs_of_both_networks(share):
+    model = seeded(Chain())
+    block = quantized_at(model, 4, scenes(32)).conv
+    kinds = torch.zeros(32, 3, 8, 8), torch.ones(32, 3, 8, 8)
+    with torch.no_grad():
+        target = block(kinds[1])
+    cache = BlockCache([kinds[0]], target, _emptied(((kinds[0],), {})), [kinds[1]])
+    seen = []
+    block.register_forward_pre_hook(
+        lambda m, args: seen.append(args[0]) if torch.is_grad_enabled() else None
+    )
+    config = RoundingConfig(iterations=20, batch_size=16, float_inputs=share)
+    learn_rounding(block, cache, config)
+    values = torch.cat(seen)
+    assert len(values) == 20 * 16
+    assert values.unique().tolist() == ([0.0, 1.0] if 0 < share < 1 else [share])
+    spread = (share * (1 - share) / values.numel()) ** 0.5
+    assert values.mean().item() == pytest.approx(share, abs=5 * spread + 1e-9)
+
+
+def test_inputs_that_are_no_floats_are_never_mixed():
+    class Looks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x, rows):
+            assert rows.dtype == torch.long
+            return self.linear(x) + x[torch.arange(len(x)), rows][:, None]
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.block = Looks()
+
+        def forward(self, x):
+            return self.block(x, (x.argmax(1)))
+
+    model = seeded(Net())
+    samples = torch.randn(16, 4, generator=torch.Generator().manual_seed(0))
+    result = reconstruct(quantized_at(model, 3, samples), model, samples, QUICK)
+    assert [e.block for e in quantization_of(result).errors] == ["block"]
+
+
+def test_blocks_with_structured_arguments():
+    class Adds(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, pair, *, scale, flag):
+            return self.linear(pair[0]) * scale + pair[1] if flag else pair[0]
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.block = Adds()
+
+        def forward(self, x):
+            return self.block([x, 2 * x], scale=0.5, flag=True)
+
+    model = seeded(Net())
+    samples = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
+    quantized = quantized_at(model, 3, samples)
+    result = reconstruct(quantized, model, samples, QUICK)
+    (error,) = quantization_of(result).errors
+    assert error.block == "block"
+    assert error.after <= error.before
+
+
+def test_fisher_weights_are_squared_gradients():
+    model = seeded(Chain())
+    weights = fisher_weights(
+        model,
+        "conv",
+        scenes(6),
+        lambda out: first_tensor(out).square().sum(),
+        batch_size=4,
+    )
+    hidden = model.conv(scenes(6)).detach().requires_grad_()
+    model.head(torch.relu(hidden).mean((2, 3))).square().sum().backward()
+    wanted = hidden.grad.square()
+    torch.testing.assert_close(weights, wanted / wanted.mean(), rtol=1e-4, atol=1e-5)
+    assert all(p.grad is None for p in model.conv.parameters())
