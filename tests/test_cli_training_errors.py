@@ -148,7 +148,7 @@ def test_budgets_that_cannot_be_are_refused(place, tmp_path, budget, told):
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        ("", "training is left from a run that was stopped; add --resume"),
+        ("", "training is there from an earlier run; add --resume"),
         ("--resume --learning-rate 0.5", "belongs to another run (other network, dat"),
         ("--resume --budget 6bits", "was begun with the budget 5bits, not 6bits"),
         ("PLACE/wider.py:make --resume", "was made for another network"),

@@ -138,6 +138,6 @@ def check_unfinished(run: RunOptions) -> None:
         )
     if run.started and not run.resume:
         raise CheckpointError(
-            f"{run.started} is left from a run that was stopped; "
-            "add --resume to continue it, or remove it"
+            f"{run.started} is there from an earlier run; "
+            "add --resume to continue it, or remove it to begin anew"
         )
