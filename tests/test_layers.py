@@ -1,4 +1,6 @@
 import copy
+from collections import OrderedDict
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -99,7 +101,7 @@ def test_activation_quantizer_rounds_where_it_is_attached():
     assert module(x).tolist() == [-0.5, 0.0, 0.5, 1.0]
     whole = torch.tensor([1, 2])
     assert quantizer.after(module, (), (x, whole))[0].tolist() == [-0.5, 0.0, 0.5, 1.0]
-    assert quantizer.before(module, (whole, x))[0] is whole
+    assert quantizer.before(module, (whole, x), {})[0][0] is whole
     assert quantizer.after(module, (), "text") == "text"
     quantizer.enabled = False
     assert module(x) is x
@@ -139,3 +141,38 @@ def test_modules_are_found_and_replaced_by_name():
     assert list(quantized_layers(network)) == ["0.0"]
     assert isinstance(network[0][0], QuantizedConv2d)
     assert len(network[0]) == 1
+
+
+def test_layers_take_what_the_replaced_ones_take():
+    x, up = random(2, 4, 5, 5), nn.ConvTranspose2d(4, 6, 3, stride=2)
+    grown = quantized_layer(
+        up, search_weight(up.weight.detach(), 8, channel_dim=1).grid
+    )
+    assert torch.equal(grown(input=x), grown(x))
+    for size in (None, (11, 12), [2, 6, 12, 11]):
+        wanted = up(x, output_size=size)
+        found = grown(x, output_size=size)
+        assert found.shape == wanted.shape
+        torch.testing.assert_close(found, wanted, atol=0.05, rtol=0)
+
+
+def test_activation_quantizer_keeps_what_holds_the_tensor():
+    class Pair(NamedTuple):
+        first: torch.Tensor
+        name: str
+
+    class Named(OrderedDict):
+        pass
+
+    quantizer = ActivationQuantizer(Grid(torch.tensor(0.5), torch.tensor(1.0), bits=2))
+    x, rounded = torch.tensor([-9.0, 0.2, 0.3, 9.0]), [-0.5, 0.0, 0.5, 1.0]
+    module = nn.Identity()
+    pair = quantizer.after(module, (), Pair(x, "x"))
+    assert isinstance(pair, Pair)
+    assert (pair.first.tolist(), pair.name) == (rounded, "x")
+    named = quantizer.after(module, (), Named(x=x, more=[x]))
+    assert isinstance(named, Named)
+    assert (named["x"].tolist(), named["more"][0] is x) == (rounded, True)
+    assert quantizer.after(module, (), [x, None])[0].tolist() == rounded
+    args, kwargs = quantizer.before(module, (), {"input": x})
+    assert (args, kwargs["input"].tolist()) == ((), rounded)

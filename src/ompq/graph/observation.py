@@ -6,7 +6,8 @@ module it happened. So any Python in ``forward`` works, and positions of calls a
 same from one pass to the next as long as ``forward`` takes the same path.
 """
 
-from collections.abc import Callable, Iterator
+import copy
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -194,6 +195,26 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, dict):
         for item in value.values():
             yield from tensors_in(item)
+
+
+def with_tensors(value: Any, tensors: Iterable[Tensor]) -> Any:
+    """Return a value nested alike with other tensors, in the order of tensors_in."""
+    return _nested_alike(value, iter(tensors))
+
+
+def _nested_alike(value: Any, tensors: Iterator[Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        return next(tensors)
+    if isinstance(value, tuple | list):
+        items = [_nested_alike(item, tensors) for item in value]
+        named = hasattr(value, "_fields")
+        return type(value)(*items) if named else type(value)(items)
+    if isinstance(value, dict):
+        made = copy.copy(value)  # a subclass stays one
+        for key, item in value.items():
+            made[key] = _nested_alike(item, tensors)
+        return made
+    return value
 
 
 _ALIASES = {

@@ -76,11 +76,11 @@ class _Lowering:
         self.inside += isinstance(module, QuantizedLayer | ActivationQuantizer)
 
     def leave(
-        self, name: str, module: nn.Module, args: Any, _kwargs: Any, output: Any
+        self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any
     ) -> None:
         """Give the output of a quantized layer or a quantizer its value."""
         if isinstance(module, QuantizedLayer):
-            self._layer(name, module, args[0], output)
+            self._layer(name, module, next(tensors_in((args, kwargs))), output)
         elif isinstance(module, ActivationQuantizer):
             self._quantizer(name, module, args[0], output)
         self.inside -= isinstance(module, QuantizedLayer | ActivationQuantizer)

@@ -146,6 +146,8 @@ def _attach(
     for place in point.after:
         model.get_submodule(place).register_forward_hook(quantizer.after)
     for place in point.before:
-        model.get_submodule(place).register_forward_pre_hook(quantizer.before)
+        model.get_submodule(place).register_forward_pre_hook(
+            quantizer.before, with_kwargs=True
+        )
     owner, _, leaf = name.rpartition(".")
     model.get_submodule(owner).add_module(leaf, quantizer)

@@ -7,9 +7,9 @@ leaves it as it is.
 """
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import prod
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +18,11 @@ from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 from ompq.errors import QuantizationError
 from ompq.graph.folding import channel_axis
+from ompq.graph.observation import tensors_in, with_tensors
 from ompq.quantizers.grids import Grid, learned_clip
 from ompq.quantizers.rounding import deployed, rounded_to
+
+Size: TypeAlias = Sequence[int] | None
 
 
 class ActivationQuantizer(nn.Module):
@@ -78,9 +81,9 @@ class ActivationQuantizer(nn.Module):
         """Forward hook: round what a module returns."""
         return _first_rounded(self, output)
 
-    def before(self, _module: nn.Module, args: Any) -> Any:
-        """Forward pre-hook: round what a module gets."""
-        return _first_rounded(self, args)
+    def before(self, _module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Forward pre-hook: round what a module gets, by position or by name."""
+        return _first_rounded(self, (args, kwargs))
 
     def extra_repr(self) -> str:
         """Tell the width and the grid."""
@@ -88,11 +91,10 @@ class ActivationQuantizer(nn.Module):
 
 
 def _first_rounded(quantizer: ActivationQuantizer, value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return quantizer(value) if value.is_floating_point() else value
-    if isinstance(value, tuple) and value:
-        return (_first_rounded(quantizer, value[0]), *value[1:])
-    return value
+    tensors = list(tensors_in(value))
+    if not tensors or not tensors[0].is_floating_point():
+        return value
+    return with_tensors(value, [quantizer(tensors[0]), *tensors[1:]])
 
 
 class QuantizedLayer(nn.Module):
@@ -121,15 +123,20 @@ class QuantizedLayer(nn.Module):
     learning: tuple[Tensor, Tensor | None] | None = None
     integers: Callable[["QuantizedLayer", Tensor], Tensor] | None = None
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Compute the layer with its rounded weight."""
+    def forward(self, input: Tensor, output_size: Size = None) -> Tensor:
+        """Compute the layer with its rounded weight.
+
+        Args:
+            input: Named as in the layers that are replaced, (N, C, ...).
+            output_size: Of a transposed convolution, where its stride leaves a choice.
+        """
         if self.norm is not None:
-            return cast(Tensor, self.norm(self, x))
+            return cast(Tensor, self.norm(self, input, output_size))
         if self.learning is not None:
-            return linear_map(self, x, *self.learning)
+            return linear_map(self, input, *self.learning, output_size)
         if self.integers is not None and not torch.is_grad_enabled():
-            return self.integers(self, x)
-        return linear_map(self, x, self.rounded_weight(), self.bias)
+            return self.integers(self, input)
+        return linear_map(self, input, self.rounded_weight(), self.bias, output_size)
 
     def rounded_weight(self) -> Tensor:
         """Return the weight on its grid, shaped as the weight."""
@@ -157,28 +164,35 @@ class QuantizedLayer(nn.Module):
 
 
 def linear_map(
-    layer: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None
+    layer: nn.Module,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    output_size: Size = None,
 ) -> Tensor:
     """Apply a layer's convolution or product with another weight and bias."""
     if isinstance(layer, nn.Linear):
         return F.linear(x, weight, bias)
     if isinstance(layer, _ConvTransposeNd):
-        function = getattr(F, f"conv_transpose{weight.dim() - 2}d")
-        return cast(
-            Tensor,
-            function(
-                x,
-                weight,
-                bias,
-                layer.stride,
-                layer.padding,
-                layer.output_padding,
-                layer.groups,
-                layer.dilation,
-            ),
-        )
+        return _transposed_map(layer, x, weight, bias, output_size)
     assert isinstance(layer, _ConvNd)
     return layer._conv_forward(x, weight, bias)
+
+
+def _transposed_map(
+    layer: _ConvTransposeNd,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    output_size: Size,
+) -> Tensor:
+    dims = weight.dim() - 2
+    size = None if output_size is None else list(output_size)
+    place = (layer.stride, layer.padding, layer.kernel_size, dims, layer.dilation)
+    padding = layer._output_padding(x, size, *place)  # type: ignore[arg-type]
+    function = getattr(F, f"conv_transpose{dims}d")
+    more = (layer.stride, layer.padding, padding, layer.groups, layer.dilation)
+    return cast(Tensor, function(x, weight, bias, *more))
 
 
 class QuantizedLinear(QuantizedLayer, nn.Linear):  # type: ignore[misc]

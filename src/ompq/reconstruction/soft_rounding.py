@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvTransposeNd
 
-from ompq.quantization.layers import QuantizedLayer, linear_map
+from ompq.quantization.layers import QuantizedLayer, Size, linear_map
 from ompq.quantization.moments import channel_mean
 
 
@@ -191,6 +191,13 @@ def _row_numbers(shapes: Sequence[torch.Size], device: torch.device) -> Tensor:
     return numbers.repeat_interleave(torch.tensor(widths, device=device))
 
 
+def _mapped(
+    layer: QuantizedLayer, weight: Tensor, input: Tensor, output_size: Size = None
+) -> Tensor:
+    """Return what a layer gives for its arguments with this weight and no bias."""
+    return linear_map(layer, input.detach(), weight, None, output_size)
+
+
 def mean_inputs(
     layers: Sequence[QuantizedLayer], run: Callable[[], Any]
 ) -> list[Tensor]:
@@ -204,16 +211,16 @@ def mean_inputs(
     """
     found: dict[nn.Module, Tensor] = {}
 
-    def hook(module: nn.Module, args: Any, _output: Any) -> None:
+    def hook(module: nn.Module, args: Any, kwargs: Any, _output: Any) -> None:
         layer = cast(QuantizedLayer, module)
         # Each weight belongs to one channel and enters linearly: a gradient will do.
         weight = layer.weight.detach().requires_grad_()
         with torch.enable_grad():
-            output = linear_map(layer, args[0].detach(), weight, None)
+            output = _mapped(layer, weight, *args, **kwargs)
             total = channel_mean(layer, output).sum()
         (found[layer],) = torch.autograd.grad(total, weight)
 
-    handles = [layer.register_forward_hook(hook) for layer in layers]
+    handles = [layer.register_forward_hook(hook, with_kwargs=True) for layer in layers]
     try:
         with torch.no_grad():
             run()

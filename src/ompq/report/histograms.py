@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ompq.graph.folding import folded
+from ompq.graph.observation import tensors_in
 from ompq.graph.units import Unit
 from ompq.plans import Plan
 from ompq.quantization.layers import QuantizedLayer, quantized_layers
@@ -97,14 +98,16 @@ def _inputs(
     found: dict[str, Tensor] = {}
 
     def remember(name: str) -> Any:
-        def hook(_module: nn.Module, args: tuple[Any, ...]) -> None:
-            if args and isinstance(args[0], Tensor):
-                found.setdefault(name, args[0].detach())
+        def hook(_module: nn.Module, args: Any, kwargs: Any) -> None:
+            for tensor in tensors_in((args, kwargs)):
+                found.setdefault(name, tensor.detach())
 
         return hook
 
     handles = [
-        network.get_submodule(name).register_forward_pre_hook(remember(name))
+        network.get_submodule(name).register_forward_pre_hook(
+            remember(name), with_kwargs=True
+        )
         for name in names
     ]
     try:

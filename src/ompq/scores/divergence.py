@@ -10,6 +10,7 @@ from torch.func import functional_call
 
 from ompq.costs import FLOAT_BITS
 from ompq.graph.folding import channel_axis
+from ompq.graph.observation import tensors_in, with_tensors
 from ompq.graph.units import Choice, LayerGraph, Unit
 from ompq.quantizers.calibration import fake_quantize_tensor
 from ompq.quantizers.ranges import search_weight
@@ -102,10 +103,12 @@ def _input_divergence(
     found = {}
     for bits in widths:
 
-        def quantize(_module: nn.Module, args: Any, bits: int = bits) -> Any:
-            return (fake_quantize_tensor(args[0], bits), *args[1:])
+        def quantize(_m: nn.Module, args: Any, kwargs: Any, bits: int = bits) -> Any:
+            first, *others = tensors_in((args, kwargs))
+            rounded = fake_quantize_tensor(first, bits)
+            return with_tensors((args, kwargs), [rounded, *others])
 
-        handle = module.register_forward_pre_hook(quantize)
+        handle = module.register_forward_pre_hook(quantize, with_kwargs=True)
         try:
             output = _log_probabilities(model, batch, {})
         finally:

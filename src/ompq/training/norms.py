@@ -18,7 +18,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ompq.errors import TrainingError
 from ompq.graph.folding import norm_affine, scaled_channels
-from ompq.quantization.layers import QuantizedLayer, linear_map, quantized_layers
+from ompq.quantization.layers import (
+    QuantizedLayer,
+    Size,
+    linear_map,
+    quantized_layers,
+)
 from ompq.quantization.quantizing import quantization_of
 from ompq.quantizers.rounding import rounded_to
 
@@ -37,14 +42,16 @@ class KeptNorm(nn.Module):
         super().__init__()
         self.norm = norm
 
-    def forward(self, layer: QuantizedLayer, x: Tensor) -> Tensor:
+    def forward(
+        self, layer: QuantizedLayer, x: Tensor, output_size: Size = None
+    ) -> Tensor:
         """Return what the layer and its norm give for x (N, C, ...)."""
         factor, shift = norm_affine(self.norm)
         scaled = scaled_channels(layer.weight, factor, layer)
         weight = rounded_to(layer.grid_like_weight(), scaled)
         if not self.norm.training:
-            return linear_map(layer, x, weight, shift)
-        y = linear_map(layer, x, weight, None)
+            return linear_map(layer, x, weight, shift, output_size)
+        y = linear_map(layer, x, weight, None, output_size)
         shape = [1] * y.dim()
         shape[1] = -1
         # Nothing is learned from the divisor: norms undo whatever scales a channel.
