@@ -145,6 +145,17 @@ def test_block_that_cannot_be_improved_keeps_its_rounding():
         assert torch.equal(result.state_dict()[key], value)
 
 
+def test_what_learning_broke_is_put_back():
+    model = seeded(Chain())
+    quantized = quantized_at(model, 3, scenes(16))
+    rounding = RoundingConfig(iterations=30, batch_size=8, scale_learning_rate=1e9)
+    config = ReconstructConfig(rounding=rounding)
+    result = reconstruct(quantized, model, scenes(16), config)
+    assert not any(e.improved for e in quantization_of(result).errors)
+    for key, value in quantized.state_dict().items():
+        assert torch.equal(result.state_dict()[key], value)
+
+
 def test_float_network_is_refused():
     model = seeded(Chain())
     with pytest.raises(QuantizationError, match="Chain is not quantized; call ompq"):

@@ -55,7 +55,7 @@ def learn_rounding(
         step.run(progress)
         step.finish()
     after = block_error(block, cache, config.batch_size)
-    if after >= before:
+    if not after < before:  # nor is what is no number an improvement
         block.load_state_dict(state)
     return before, after
 
