@@ -1,20 +1,18 @@
 """What a block gets and should return, and what it makes of both."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from torch import nn
 
-from nets import Chain, TinyMobileNet, scenes, seeded
+from nets import Chain, TinyMobileNet, TinyResNet, scenes, seeded
 from ompq.allocation.solving import Allocation
 from ompq.graph.tracing import trace
 from ompq.graph.units import Choice
 from ompq.quantization.quantizing import QuantizeConfig, quantization_of, quantize
-from ompq.reconstruction.blocks import (
-    BlockCache,
-    _emptied,
-    fisher_weights,
-    gather,
-)
+from ompq.reconstruction.blocks import BlockCache, emptied, fisher_weights
+from ompq.reconstruction.gathering import gather, gather_next
 from ompq.reconstruction.reconstructing import ReconstructConfig, reconstruct
 from ompq.reconstruction.rounding import learn_rounding
 from ompq.reconstruction.settings import RoundingConfig
@@ -56,6 +54,55 @@ def test_gathered_inputs_and_targets_equal_those_of_hooks():
     torch.testing.assert_close(target, seen["wanted"][[3, 1]])
 
 
+@pytest.mark.parametrize("net", [TinyResNet, TinyMobileNet])
+@pytest.mark.parametrize("limit", [0, 1 << 30])
+def test_the_next_block_gathers_the_same_from_the_one_before(net, limit):
+    model = seeded(net())
+    quantized = quantized_at(model, 4, scenes(10))
+    graph = trace(model, scenes())
+    blocks = [name for name in graph.blocks if name not in graph.names]
+    assert len(blocks) > 1
+    for names in pairwise(blocks):
+        last, wanted = (
+            gather(quantized, model, (n, n), scenes(10), batch_size=4, limit=limit)
+            for n in names
+        )
+        cache = gather_next(last, names, quantized, model, scenes(10), limit=limit)
+        assert cache is not None
+        assert cache.sizes == wanted.sizes == [4, 4, 2]
+        assert cache.arguments == wanted.arguments
+        for one in ("inputs", "float_inputs"):
+            assert torch.equal(getattr(cache, one)[0], getattr(wanted, one)[0])
+        assert torch.equal(cache.targets, wanted.targets)
+
+
+def test_a_block_that_gets_something_else_is_not_gathered_from_the_one_before():
+    class Apart(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.two, self.pair = nn.Linear(4, 4), nn.Linear(4, 4), Both()
+
+        def forward(self, x):
+            return self.pair(self.two(self.one(x).relu()), x)
+
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x, y):
+            return self.linear(x) + y
+
+    model = seeded(Apart())
+    samples = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
+    quantized = quantized_at(model, 4, samples)
+    for names in (("one", "two"), ("two", "pair"), ("pair", "one")):
+        start = (names[0], names[0])
+        last = gather(quantized, model, start, samples, batch_size=4, limit=1 << 30)
+        found = gather_next(last, names, quantized, model, samples, limit=1 << 30)
+        assert found is None
+
+
 @pytest.mark.parametrize("share", [0.0, 0.25, 1.0])
 def test_a_block_learns_from_inputs_of_both_networks(share):
     model = seeded(Chain())
@@ -63,7 +110,7 @@ def test_a_block_learns_from_inputs_of_both_networks(share):
     kinds = torch.zeros(32, 3, 8, 8), torch.ones(32, 3, 8, 8)
     with torch.no_grad():
         target = block(kinds[1])
-    cache = BlockCache([kinds[0]], target, _emptied(((kinds[0],), {})), [kinds[1]])
+    cache = BlockCache([kinds[0]], target, emptied(((kinds[0],), {})), [kinds[1]])
     seen = []
     block.register_forward_pre_hook(
         lambda m, args: seen.append(args[0]) if torch.is_grad_enabled() else None

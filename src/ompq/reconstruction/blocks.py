@@ -1,4 +1,4 @@
-"""Inputs and outputs of one block, gathered batch by batch and kept where they fit."""
+"""What a block gets, what it should return, and which of it matters."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from ompq.graph.observation import tensors_in
 from ompq.samples import (
-    Batch,
     Samples,
     call,
     evaluating,
@@ -17,10 +16,6 @@ from ompq.samples import (
     sample_batches,
     to_device,
 )
-
-
-class _BlockReached(Exception):  # noqa: N818  (a signal, not an error)
-    """Stops a forward pass once the block has what was wanted."""
 
 
 @dataclass
@@ -33,6 +28,7 @@ class BlockCache:
         arguments: The block's arguments as nested tuples, lists and dicts, with the
             positions of ``inputs`` in place of the tensors.
         float_inputs: What the float block gets in their place, or none.
+        sizes: How many samples the networks ran at a time.
         weights: Importance of each element of the targets, or None.
         clip: Range to which an activation after the block cuts its output, or None.
     """
@@ -41,6 +37,7 @@ class BlockCache:
     targets: Tensor
     arguments: Any
     float_inputs: list[Tensor] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
     weights: Tensor | None = None
     clip: tuple[float, float | None] | None = None
 
@@ -65,103 +62,16 @@ class BlockCache:
         yield from torch.split(torch.arange(len(self.targets), device=device), size)
 
 
-def gather(
-    quantized: nn.Module,
-    model: nn.Module,
-    names: tuple[str, str],
-    samples: Samples,
-    *,
-    batch_size: int,
-    limit: int,
-) -> BlockCache:
-    """Run both networks up to a block and keep its inputs and targets.
-
-    Args:
-        quantized: Its blocks before this one are done; the inputs come from it.
-        model: The float network; the targets come from it.
-        names: The block, and the module of the float network that ends it.
-        samples: Inputs of the networks.
-        batch_size: How many samples run at a time.
-        limit: Bytes up to which the cache stays on the network's device.
-    """
-    keep_on = model_device(model)
-    # For each batch: inputs, float inputs, targets.
-    rows: list[tuple[list[Tensor], list[Tensor], list[Tensor]]] = []
-    arguments: Any = None
-    for batch in sample_batches(samples, batch_size=batch_size):
-        given, _ = _run_to(quantized, names[0], None, batch)
-        plain, output = _run_to(model, *names, batch)
-        arguments = arguments or _emptied(given)
-        target = next(tensors_in(output))
-        row = (list(tensors_in(given)), list(tensors_in(plain)), [target])
-        rows.append(_moved(row, keep_on))
-        if sum(_bytes(t) for t in tensors_in(rows)) > limit:
-            keep_on = torch.device("cpu")
-            rows = [_moved(row, keep_on) for row in rows]
-    inputs, others, (targets,) = (
-        [torch.cat(parts) for parts in zip(*column, strict=True)]
-        for column in zip(*rows, strict=True)
-    )
-    return BlockCache(inputs, targets, arguments, others)
-
-
-def _moved(
-    row: tuple[list[Tensor], list[Tensor], list[Tensor]], device: torch.device
-) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    inputs, others, targets = ([t.to(device) for t in part] for part in row)
-    return inputs, others, targets
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
-def _run_to(
-    model: nn.Module, start: str, end: str | None, batch: Batch
-) -> tuple[Any, Any]:
-    """Run a network as far as needed.
-
-    Returns:
-        The arguments of module ``start``, and what ``end`` returns, unless it is None.
-    """
-    arguments: list[Any] = []
-    outputs: list[Any] = []
-
-    def before(_module: nn.Module, args: Any, kwargs: Any) -> None:
-        arguments.append((args, kwargs))
-        if end is None:
-            raise _BlockReached
-
-    def after(_module: nn.Module, _args: Any, result: Any) -> None:
-        outputs.append(result)
-        raise _BlockReached
-
-    first = model.get_submodule(start)
-    handles = [first.register_forward_pre_hook(before, with_kwargs=True)]
-    if end is not None:
-        last = model.get_submodule(end)
-        handles.append(last.register_forward_hook(after, prepend=True))
-    try:
-        with evaluating(model):
-            call(model, to_device(batch, model_device(model)))
-    except _BlockReached:
-        pass
-    finally:
-        for handle in handles:
-            handle.remove()
-    return arguments[0], outputs[0] if outputs else None
-
-
-def _emptied(value: Any, count: list[int] | None = None) -> Any:
+def emptied(value: Any, count: list[int] | None = None) -> Any:
     """Replace each tensor by its number in the order of :func:`tensors_in`."""
     count = [0] if count is None else count
     if isinstance(value, Tensor):
         count[0] += 1
         return _Slot(count[0] - 1)
     if isinstance(value, tuple | list):
-        return type(value)(_emptied(item, count) for item in value)
+        return type(value)(emptied(item, count) for item in value)
     if isinstance(value, dict):
-        return {key: _emptied(item, count) for key, item in value.items()}
+        return {key: emptied(item, count) for key, item in value.items()}
     return value
 
 

@@ -4,7 +4,7 @@ import copy
 import hashlib
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -23,7 +23,8 @@ from ompq.quantization.quantizing import (
     quantization_of,
     with_quantization,
 )
-from ompq.reconstruction.blocks import BlockCache, fisher_weights, gather
+from ompq.reconstruction.blocks import BlockCache, fisher_weights
+from ompq.reconstruction.gathering import gather, gather_next
 from ompq.reconstruction.rounding import learn_rounding
 from ompq.reconstruction.settings import RoundingConfig
 from ompq.samples import Progress, Samples, first_samples, first_tensor
@@ -85,17 +86,20 @@ def reconstruct(
     blocks = _learnable(result, record)
     identity = _identity(quantized, samples, config)
     done = _resume(result, checkpoint, identity)
+    moments = _moments(model, record, blocks, samples)
+    cache: BlockCache | None = None
     for number, name in enumerate(blocks):
         if name in done:
             continue
-        cache = _cache(result, model, name, samples, config)
+        last = (blocks[number - 1], cache) if cache else None
+        cache = _cache(result, model, name, samples, config, last=last)
         report = _within(progress, number, len(blocks), name)
         rounding = replace(config.rounding, seed=config.seed + 7919 * number)
         before, after = learn_rounding(
             result.get_submodule(name),
             cache,
             rounding,
-            moments=_moments(model, record, name, samples),
+            moments=moments[name],
             progress=report,
         )
         improved = after < before
@@ -132,13 +136,23 @@ def _module(model: nn.Module, name: str) -> nn.Module | None:
 
 
 def _moments(
-    model: nn.Module, record: Quantization, block: str, samples: Samples
-) -> dict[str, Moments]:
-    """Return the float moments of a block's units, by their names in the block."""
-    units = [record.graph.units[i] for i in record.graph.blocks[block]]
-    units = [unit for unit in units if _module(model, unit.name) is not None]
-    found = float_moments(model, units, samples)
-    return {n.removeprefix(block).removeprefix("."): m for n, m in found.items()}
+    model: nn.Module, record: Quantization, blocks: Sequence[str], samples: Samples
+) -> dict[str, dict[str, Moments]]:
+    """Return, for each block, the float moments of its units by their names in it."""
+    units = {
+        block: [record.graph.units[i] for i in record.graph.blocks[block]]
+        for block in blocks
+    }
+    known = [u for of in units.values() for u in of if _module(model, u.name)]
+    found = float_moments(model, known, samples)
+    return {
+        block: {
+            unit.name.removeprefix(block).removeprefix("."): found[unit.name]
+            for unit in of
+            if unit.name in found
+        }
+        for block, of in units.items()
+    }
 
 
 def _cache(
@@ -147,19 +161,23 @@ def _cache(
     name: str,
     samples: Samples,
     config: ReconstructConfig,
+    *,
+    last: tuple[str, BlockCache] | None = None,
 ) -> BlockCache:
-    # A unit that stands alone ends after its norm, which the quantized one has folded.
-    unit = next(
-        (u for u in quantization_of(quantized).graph.units if u.name == name), None
-    )
-    cache = gather(
-        quantized,
-        model,
-        (name, normalised_by(model, unit) if unit else name),
-        samples,
-        batch_size=config.batch_size,
-        limit=config.device_bytes,
-    )
+    graph, limit = quantization_of(quantized).graph, config.device_bytes
+    unit = next((u for u in graph.units if u.name == name), None)
+    cache = None
+    if last and not unit:
+        names = (last[0], name)
+        cache = gather_next(last[1], names, quantized, model, samples, limit=limit)
+    if cache is None:
+        # A unit that stands alone ends after its norm, which the quantized one has
+        # folded.
+        end = normalised_by(model, unit) if unit else name
+        size = config.batch_size
+        cache = gather(
+            quantized, model, (name, end), samples, batch_size=size, limit=limit
+        )
     if config.rounding.float_inputs == 0:
         cache.float_inputs = []
     cache.clip = _CLIPS.get(unit.activation) if unit else None
