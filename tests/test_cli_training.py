@@ -98,6 +98,12 @@ def test_a_stopped_run_says_how_to_continue_and_does(net, tmp_path, monkeypatch)
     stopped = run(*words, "-o", folder)
     assert stopped.exit_code == 130
     assert "--resume" in stopped.output and "training" in stopped.output
+    for rank, told in (("0", "the command that started all processes"), ("1", "")):
+        monkeypatch.setenv("RANK", rank)  # of many, the first says how to continue
+        many = run(*words, "-o", folder, "--resume")
+        assert many.exit_code == 130
+        assert told in many.output and ("stopped" in many.output) == bool(told)
+    monkeypatch.delenv("RANK")
     monkeypatch.setattr(looping.Keeper, "after_step", real)
     refused = run(*words, "-o", folder)
     assert refused.exit_code == 2 and "add --resume to continue it" in refused.output

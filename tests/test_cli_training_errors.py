@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 
 import pytest
 from PIL import Image
@@ -112,6 +113,11 @@ def contents(folder):
         ("--plan PLACE/file", "is neither a plan nor bits"),
         ("--plan PLACE/none", "there is no such file"),
         ("--from PLACE/none", "there is no file"),
+        ("--from PLACE/run-net", "is a folder; give the packed network in it"),
+        (
+            "--from PLACE/run-net/network.ompq.safetensors --budget 6bits",
+            "was begun with the budget 5bits, not 6bits; give that one, or begin anew",
+        ),
         ("--from PLACE/file", "is damaged, cut short, or no safetensors file"),
         ("--from PLACE/run-wider/network.ompq.safetensors", "for another network"),
         (
@@ -122,6 +128,7 @@ def contents(folder):
         ("--set cuda_graph=true", "cuda_graph needs one process on a GPU"),
         ("--set accumulate=3", "batch_size=8 cannot be shared evenly by 1 processes"),
         ("--set seed=3", "the seed is --seed"),
+        ("--set distill", "a field of ompq.TrainConfig; the seed"),
         ("--resume", "holds no run that was stopped; leave --resume away"),
         ("PLACE/none.py:make", "there is no file"),
     ],
@@ -186,6 +193,22 @@ def test_an_output_that_is_no_folder_is_refused(place):
     assert "is a file; name a folder" in told
     told = refused(place, place / "file" / "below", "")
     assert "is no folder one may write to" in told
+
+
+@pytest.mark.parametrize(
+    ("module", "setting", "extra"),
+    [
+        ("torch.utils.tensorboard", "tensorboard=scalars", "tensorboard"),
+        ("accelerate", "accumulate=2", "train"),
+    ],
+)
+def test_what_is_not_installed_is_told_before_the_work(
+    place, tmp_path, monkeypatch, module, setting, extra
+):
+    monkeypatch.setitem(sys.modules, module, None)
+    told = refused(place, tmp_path / "out", f"--set {setting}")
+    assert f"is not installed. Run: pip install 'ompq[{extra}]'" in told
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_run_that_fails_can_be_continued_with_a_lower_rate(place, tmp_path):

@@ -25,7 +25,9 @@ from ompq.quantization.layers import (
     quantized_layers,
 )
 from ompq.quantizers.grids import Grid
+from ompq.training import runs
 from ompq.training.checkpoints import read_state
+from ompq.training.engines import Alone
 from ompq.training.norms import fold_norms, keep_norms
 from ompq.training.runs import Run
 from ompq.training.steps import memory_layout, training_loss
@@ -312,6 +314,41 @@ def test_gradients_are_cut_to_length(toys):
     assert moved.item() == pytest.approx(0.05 * 1e-3, rel=1e-3)
 
 
+class ScalingEngine(Alone):
+    """Multiplies the loss before the backward pass, as Accelerate does for fp16."""
+
+    def __init__(self):
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+
+    def prepare(self, model, optimizer):
+        self.optimizer = optimizer
+        return model, self
+
+    def backward(self, loss):
+        self.scaler.scale(loss).backward()
+
+    def clip_grad_norm_(self, parameters, longest):
+        self.scaler.unscale_(self.optimizer)
+        return super().clip_grad_norm_(parameters, longest)
+
+    def step(self):
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+
+    def zero_grad(self):
+        self.optimizer.zero_grad()
+
+
+def test_gradients_of_a_scaled_loss_are_cut_to_the_same_length(toys, monkeypatch):
+    _, network, data = toys
+    config = replace(QUICK, gradient_norm=0.1)
+    expected = state(ompq.train(network, data, config))
+    monkeypatch.setattr(runs, "make_engine", lambda *_, **__: ScalingEngine())
+    found = state(ompq.train(network, data, config))
+    for key, value in expected.items():
+        assert torch.allclose(value, found[key], rtol=1e-6), key
+
+
 def test_a_trained_network_is_saved_loaded_and_exported(tmp_path):
     inputs = scenes(32)
     model = seeded(TinyResNet())
@@ -400,19 +437,24 @@ def test_broken_weights_are_never_written(toys, tmp_path, monkeypatch):
         ompq.train(network, data, QUICK, checkpoint=tmp_path)
 
 
-def test_the_best_epoch_is_returned(toys, tmp_path):
+def test_the_best_epoch_is_returned(toys, tmp_path, caplog):
     _, network, data = toys
     batches = made(data)
     wild = replace(QUICK, learning_rate=1e3, gradient_norm=1.0)
     kept = ompq.train(network, data, wild, validation=batches, checkpoint=tmp_path)
     assert equal(kept, network)  # nothing was better than the start
+    top1 = ompq.evaluate(network, batches).top1
+    told = f"no epoch does better on the validation data than the start, {top1:.2%}"
+    assert told.replace("%", " %") in caplog.text
+    caplog.clear()
     last = ompq.train(network, data, replace(wild, keep="last"), validation=batches)
     assert not equal(last, network)
     # Also when the run is resumed.
     again = ompq.train(network, data, wild, validation=batches, checkpoint=tmp_path)
     assert equal(again, network)
     good = ompq.train(network, data, replace(QUICK, epochs=6), validation=batches)
-    assert ompq.evaluate(good, batches).top1 > ompq.evaluate(network, batches).top1
+    assert ompq.evaluate(good, batches).top1 > top1
+    assert caplog.text.count("no epoch does better") == 1  # when it was resumed
 
 
 def test_progress_tells_loss_accuracy_and_speed(toys, tmp_path):

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 import ompq
-from training_script import CONFIG, made, state, toy
+from training_script import CONFIG, kept, made, state, toy
 
 HERE = Path(__file__).parent
 SCRIPT = HERE / "training_script.py"
@@ -56,6 +56,11 @@ def test_two_processes_give_what_one_gives(tmp_path):
     ]
     found = load_file(tmp_path / "made.safetensors")
     assert close(found, state(ompq.train(network, doubled, CONFIG)))
+    # Norms that stand in for biases, and a parameter that nothing reaches.
+    model, network, data, config = kept()
+    expected = state(ompq.train(network, data, config, teacher=model))
+    assert close(load_file(tmp_path / "kept.safetensors"), expected)
+    assert not close(expected, state(network))
 
 
 @pytest.mark.slow

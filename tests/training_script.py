@@ -6,7 +6,7 @@ python training_script.py FOLDER [--kill-at STEP]
 import argparse
 import os
 import signal
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -65,6 +65,16 @@ def made(data: ToyData):
     return [(data.inputs[i::8], data.targets[i::8]) for i in range(8)]
 
 
+def kept():
+    """Return the toy with a parameter that no pass reaches, and settings that keep
+    norms, frozen from the start so that processes need not share statistics.
+    """
+    model, network, data = toy()
+    network.spare = nn.Parameter(torch.ones(2, 2).double())
+    config = replace(CONFIG, batch_norm="fold-and-train", freeze_norm_epoch=0)
+    return model, network, data, config
+
+
 def state(network: nn.Module):
     return {key: value.contiguous() for key, value in network.state_dict().items()}
 
@@ -89,8 +99,15 @@ def main() -> None:
             checkpoint=options.folder / name,
             progress=progress,
         )
-        if os.environ.get("RANK", "0") == "0":
-            save_file(state(trained), options.folder / f"{name}.safetensors")
+        keep(trained, options.folder / f"{name}.safetensors")
+    model, network, data, config = kept()
+    trained = ompq.train(network, data, config, teacher=model)
+    keep(trained, options.folder / "kept.safetensors")
+
+
+def keep(trained: nn.Module, path: Path) -> None:
+    if os.environ.get("RANK", "0") == "0":
+        save_file(state(trained), path)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from ompq.cli.settings import (
 )
 from ompq.cli.settling import settled
 from ompq.datasets.inputs import Batches, Data
-from ompq.errors import BudgetError, CheckpointError, PlanError
+from ompq.errors import BudgetError, PlanError
 from ompq.evaluation import Evaluation
 from ompq.evaluation import evaluate as measure
 from ompq.files import read_json
@@ -40,17 +40,34 @@ def bits_source(run: RunOptions) -> Plan | Allocation | Budget:
     wanted = None if run.budget is None else Budget.of(run.budget)
     if run.started and run.plan is None:
         plan = Plan.load(run.folder / "plan.json")
-        if wanted is not None and str(wanted) != str(plan.budget):
-            raise CheckpointError(
-                f"{run.folder} was begun with the budget {plan.budget}, not {wanted}; "
-                "give that one, or another folder"
-            )
+        check_budget(plan, run, run.folder)
         return plan
     if run.plan is not None:
         return read_bits(run.plan)
     if wanted is None:
         raise BudgetError("no budget: give --budget, for example 4.0MiB, or --plan")
     return wanted
+
+
+def check_budget(plan: Plan, run: RunOptions, begun: Path) -> None:
+    """Make sure that the budget typed, if any, is that of the bits that are there.
+
+    Args:
+        plan: Says which budget the bits were chosen for.
+        run: The options.
+        begun: What has these bits.
+
+    Raises:
+        BudgetError: It is another.
+    """
+    if run.budget is None or run.plan is not None:
+        return
+    wanted = Budget.of(run.budget)
+    if str(wanted) != str(plan.budget):
+        raise BudgetError(
+            f"{begun} was begun with the budget {plan.budget}, not {wanted}; "
+            "give that one, or begin anew in another folder"
+        )
 
 
 def read_bits(path: Path) -> Plan | Allocation:

@@ -1,5 +1,6 @@
 """A run that makes a network: its folder, and what a stopped one continues from."""
 
+import os
 import shlex
 import sys
 from collections.abc import Iterator
@@ -109,15 +110,22 @@ def run_folder(run: RunOptions, screen: Screen) -> Iterator[None]:
     except KeyboardInterrupt:
         if run.started is None:
             raise
-        typed = [word for word in sys.argv[1:] if word != "--resume"]
-        again = shlex.join(["ompq", *typed, "--resume"])
-        say(screen.err, f"stopped; what is done is kept in {run.started}")
-        say(screen.err, f"continue with: {again}")
+        if os.environ.get("RANK", "0") == "0":  # of many processes one says it
+            say(screen.err, f"stopped; what is done is kept in {run.started}")
+            say(screen.err, f"continue with: {_again()}")
         raise typer.Exit(130) from None
     finally:
         if new:
             with suppress(OSError):  # it holds something
                 run.folder.rmdir()
+
+
+def _again() -> str:
+    """Return the command that continues this one."""
+    if "RANK" in os.environ:  # this process does not know what started it
+        return "the command that started all processes, and --resume"
+    typed = [word for word in sys.argv[1:] if word != "--resume"]
+    return shlex.join(["ompq", *typed, "--resume"])
 
 
 def calibration_count(run: RunOptions, inputs: Data) -> int:

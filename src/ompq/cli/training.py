@@ -13,6 +13,7 @@ from torch import nn
 from ompq.cli.making import (
     Given,
     bits_source,
+    check_budget,
     finish,
     labelled_batches,
     plan_for,
@@ -50,6 +51,7 @@ from ompq.plans import Plan
 from ompq.quantization.quantizing import quantization_of
 from ompq.samples import model_device
 from ompq.training.batches import TrainingData
+from ompq.training.engines import check_installed
 from ompq.training.looping import train as learn
 from ompq.training.runs import checked_length
 from ompq.training.settings import TRAIN_PROTOCOLS, TrainConfig
@@ -190,9 +192,10 @@ def train_config(options: TrainOptions, protocol: str | None, seed: int) -> Trai
     for text in options.settings or ():
         name, equals, value = text.partition("=")
         if not equals or name not in known:
+            meant = "" if name in known else suggestion(name, known)
             raise ValueError(
                 f"--set {text}: write NAME=VALUE with a field of ompq.TrainConfig"
-                f"{suggestion(name, known)}; the seed is --seed"
+                f"{meant}; the seed is --seed"
             )
         try:
             given[name] = json.loads(value)
@@ -223,6 +226,7 @@ def _images(inputs: Data, config: TrainConfig, screen: Screen) -> TrainingData:
         images = training_data(inputs, device=device, progress=progress)
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     checked_length(images, config, processes, device)
+    check_installed(config)
     return images
 
 
@@ -262,6 +266,7 @@ def _begin(
         )
     found = read_bits(run.plan or beside)
     plan = found if isinstance(found, Plan) else Plan.load(beside)
+    check_budget(plan, run, path)
     plan.check_network(record.graph)
     bits = found.allocation if isinstance(found, Plan) else found
     if dict(bits) != dict(record.allocation):

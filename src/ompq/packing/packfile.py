@@ -65,6 +65,11 @@ def _opened(path: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     except FileNotFoundError as error:
         raise PackedFileError(f"there is no file {path}") from error
     except (OSError, SafetensorError) as error:
+        if Path(path).is_dir():
+            raise PackedFileError(
+                f"{path} is a folder; give the packed network in it, for example "
+                f"{Path(path) / 'network.ompq.safetensors'}"
+            ) from error
         raise PackedFileError(
             f"{path} cannot be read ({error}): it is damaged, cut short, or no "
             "safetensors file"

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ompq.errors import MissingExtraError, TrainingError, shortened
+from ompq.errors import TrainingError, shortened
 from ompq.files import write_text
 from ompq.samples import Progress
 from ompq.training.batches import LabelledBatch
@@ -155,7 +155,19 @@ class Keeper:
 
     def chosen(self) -> Mapping[str, Tensor]:
         """Return the state of the network to return."""
+        main = self.run.engine.is_main_process
+        if main and self.best is not None and self._no_epoch_was_better():
+            logger.warning(
+                "no epoch does better on the validation data than the start, %.2f %%; "
+                "the start is kept. Train longer, lower learning_rate=%g, or set "
+                "keep=last",
+                100 * self.best,
+                self.run.config.learning_rate,
+            )
         return self.best_model or self.run.model.state_dict()
+
+    def _no_epoch_was_better(self) -> bool:
+        return all(entry["validation"] != self.best for entry in self.history)
 
 
 @contextmanager
@@ -165,10 +177,8 @@ def _scalars(run: Run) -> Iterator[Callable[..., Any]]:
     if folder is None or not run.engine.is_main_process:
         yield lambda *_: None
         return
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise MissingExtraError("tensorboard", "tensorboard") from error
+    from torch.utils.tensorboard import SummaryWriter  # the engine made sure of it
+
     writer = SummaryWriter(folder)
     try:
         yield writer.add_scalar

@@ -1,6 +1,7 @@
 """train(): the quantized network learns from labelled images."""
 
 import copy
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -97,7 +98,10 @@ def _generators(run: Run) -> Iterator[None]:
             allow_tf32=cudnn.allow_tf32,
         ),
         torch.enable_grad(),
+        warnings.catch_warnings(),
     ):
+        # Told where parameters could have been unused, and none were.
+        warnings.filterwarnings("ignore", "find_unused_parameters=True was specified")
         yield
 
 

@@ -100,9 +100,24 @@ def _scales(model: nn.Module, config: TrainConfig) -> dict[str, nn.Parameter]:
     return found
 
 
+def may_leave_unused(model: nn.Module) -> bool:
+    """Return whether a pass may not reach all parameters of a quantized network.
+
+    Quantized layers were seen to run; of what stayed float nobody knows.
+    """
+    parts = (*quantized_layers(model).values(), *activation_quantizers(model).values())
+    reached = {id(parameter) for part in parts for parameter in part.parameters()}
+    return any(id(parameter) not in reached for parameter in model.parameters())
+
+
 def _untouched(model: nn.Module) -> set[int]:
-    """Return the ids of scales, and of weights that were rounded where they are."""
-    found = {id(layer.weight_scale) for layer in quantized_layers(model).values()}
+    """Return the ids of scales, and of weights that were rounded where they are.
+
+    And of biases of layers that keep their norm, whose shift stands in for them.
+    """
+    layers = quantized_layers(model).values()
+    found = {id(layer.weight_scale) for layer in layers}
+    found |= {id(layer.bias) for layer in layers if layer.norm is not None}
     found |= {
         id(quantizer.scale) for quantizer in activation_quantizers(model).values()
     }

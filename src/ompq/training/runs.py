@@ -14,7 +14,7 @@ from ompq.training.batches import Batches, batches_per_epoch
 from ompq.training.checkpoints import State, momentum_of, restore_momentum
 from ompq.training.engines import make_engine
 from ompq.training.norms import Variances, keep_norms
-from ompq.training.parameters import make_trainable
+from ompq.training.parameters import make_trainable, may_leave_unused
 from ompq.training.settings import TrainConfig
 from ompq.training.steps import Gradients, Recorded, memory_layout
 
@@ -38,7 +38,8 @@ class Run:
     ) -> None:
         self.config = config
         self.device = model_device(quantized)
-        self.engine = make_engine(config, self.device)
+        unused = may_leave_unused(quantized)
+        self.engine = make_engine(config, self.device, unused=unused)
         if self.engine.num_processes > 1:
             self.device = self.engine.device
         processes = self.engine.num_processes
@@ -105,7 +106,8 @@ class Run:
             group["lr"] = rate * group["ratio"]
         if self.config.gradient_norm:
             parameters = [*self.trainable.named.values()]
-            nn.utils.clip_grad_norm_(parameters, self.config.gradient_norm)
+            # The engine's: under fp16 it takes the scale of the loss out first.
+            self.engine.clip_grad_norm_(parameters, self.config.gradient_norm)
         self.stepping.step()
         if not isinstance(self.compute, Recorded):
             self.stepping.zero_grad()
