@@ -27,7 +27,8 @@ ORDER = {
     "plans": "",
     "pipeline": "",
     "quantization": "placement layers moments assembly quantizing",
-    "reconstruction": "blocks gathering settings soft_rounding rounding reconstructing",
+    "reconstruction": "layouts blocks gathering settings soft_rounding rounding "
+    "reconstructing",
     "evaluation": "",
     "training": "settings norms parameters engines batches checkpoints steps runs "
     "keeping looping",

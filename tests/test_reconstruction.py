@@ -6,7 +6,12 @@ import torch
 
 from nets import Chain, TinyMobileNet, TinyResNet, scenes, seeded
 from ompq.allocation.solving import Allocation
-from ompq.errors import CheckpointError, QuantizationError
+from ompq.errors import (
+    CheckpointError,
+    QuantizationError,
+    SampleError,
+    TraceError,
+)
 from ompq.graph.tracing import trace
 from ompq.graph.units import Choice
 from ompq.quantization.layers import activation_quantizers, quantized_layers
@@ -200,10 +205,31 @@ def test_host_memory_changes_nothing():
 
 
 def test_unknown_loss_is_refused():
+    with pytest.raises(ValueError, match="loss='odd' is unknown; use squared or"):
+        ReconstructConfig(loss="odd")
+
+
+def test_what_does_not_belong_together_is_refused_before_the_work():
     model = seeded(Chain())
     quantized = quantized_at(model, 4, scenes())
-    with pytest.raises(ValueError, match="loss='odd' is unknown; use squared or"):
-        reconstruct(quantized, model, scenes(), ReconstructConfig(loss="odd"))
+    with pytest.raises(
+        QuantizationError, match=r"from another one: \d+ units differ \("
+    ):
+        reconstruct(quantized, seeded(TinyResNet()), scenes())
+    with pytest.raises(TraceError, match="network failed on the samples: RuntimeError"):
+        reconstruct(quantized, model, torch.zeros(4, 2, 8, 8))
+    with torch.no_grad():
+        model.head.bias[0] = torch.inf
+    with pytest.raises(TraceError, match=r"NaN or infinity in head\.bias; repair them"):
+        reconstruct(quantized, model, scenes())
+
+
+def test_samples_of_several_sizes_are_refused():
+    model = seeded(Chain())
+    quantized = quantized_at(model, 4, scenes())
+    samples = [torch.rand(4, 3, 8, 8), torch.rand(4, 3, 9, 9)]
+    with pytest.raises(SampleError, match=r"\(3, 8, 8\) and \(3, 9, 9\); give samples"):
+        reconstruct(quantized, model, samples)
 
 
 @pytest.mark.cuda

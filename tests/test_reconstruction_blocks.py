@@ -11,9 +11,10 @@ from ompq.allocation.solving import Allocation
 from ompq.graph.tracing import trace
 from ompq.graph.units import Choice
 from ompq.quantization.quantizing import QuantizeConfig, quantization_of, quantize
-from ompq.reconstruction.blocks import BlockCache, emptied, fisher_weights
+from ompq.reconstruction.blocks import BlockCache, fisher_weights
 from ompq.reconstruction.gathering import gather, gather_next
-from ompq.reconstruction.reconstructing import ReconstructConfig, reconstruct
+from ompq.reconstruction.layouts import Arguments, Layout
+from ompq.reconstruction.reconstructing import ReconstructConfig, _cache, reconstruct
 from ompq.reconstruction.rounding import learn_rounding
 from ompq.reconstruction.settings import RoundingConfig
 from ompq.samples import first_tensor
@@ -70,7 +71,7 @@ def test_the_next_block_gathers_the_same_from_the_one_before(net, limit):
         cache = gather_next(last, names, quantized, model, scenes(10), limit=limit)
         assert cache is not None
         assert cache.sizes == wanted.sizes == [4, 4, 2]
-        assert cache.arguments == wanted.arguments
+        assert cache.arguments.layouts == wanted.arguments.layouts
         for one in ("inputs", "float_inputs"):
             assert torch.equal(getattr(cache, one)[0], getattr(wanted, one)[0])
         assert torch.equal(cache.targets, wanted.targets)
@@ -110,7 +111,8 @@ def test_a_block_learns_from_inputs_of_both_networks(share):
     kinds = torch.zeros(32, 3, 8, 8), torch.ones(32, 3, 8, 8)
     with torch.no_grad():
         target = block(kinds[1])
-    cache = BlockCache([kinds[0]], target, emptied(((kinds[0],), {})), [kinds[1]])
+    arguments = Arguments(((kinds[0],), {}), [Layout()])
+    cache = BlockCache([kinds[0]], target, arguments, [kinds[1]])
     seen = []
     block.register_forward_pre_hook(
         lambda m, args: seen.append(args[0]) if torch.is_grad_enabled() else None
@@ -176,15 +178,36 @@ def test_blocks_with_structured_arguments():
 
 def test_fisher_weights_are_squared_gradients():
     model = seeded(Chain())
-    weights = fisher_weights(
-        model,
-        "conv",
-        scenes(6),
-        lambda out: first_tensor(out).square().sum(),
-        batch_size=4,
+    weights = torch.cat(
+        list(
+            fisher_weights(
+                model,
+                "conv",
+                scenes(6),
+                lambda out: first_tensor(out).square().sum(),
+                batch_size=4,
+            )
+        )
     )
     hidden = model.conv(scenes(6)).detach().requires_grad_()
     model.head(torch.relu(hidden).mean((2, 3))).square().sum().backward()
-    wanted = hidden.grad.square()
-    torch.testing.assert_close(weights, wanted / wanted.mean(), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(weights, hidden.grad.square(), rtol=1e-4, atol=1e-8)
     assert all(p.grad is None for p in model.conv.parameters())
+
+
+def test_fisher_weights_are_taken_where_the_target_is():
+    """After the norm that is folded, and before an activation that works in place."""
+    layers = (nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True))
+    model = seeded(nn.Sequential(*layers, nn.Flatten(), nn.Linear(4 * 36, 5)))
+    model[1].running_var.copy_(torch.tensor([0.1, 1.0, 10.0, 100.0]))
+    quantized = quantized_at(model, 3, scenes(12))
+    config = ReconstructConfig(loss="fisher", batch_size=5)
+    cache = _cache(quantized, model, "0", scenes(12), config)
+    hidden = model[1](model[0](scenes(12))).detach().requires_grad_()
+    logits = model[4](torch.relu(hidden).flatten(1)).log_softmax(1)
+    (-logits.amax(1)).sum().backward()
+    wanted = hidden.grad.square()
+    torch.testing.assert_close(
+        cache.weights, wanted / wanted.mean(), rtol=1e-3, atol=1e-5
+    )
+    torch.testing.assert_close(cache.targets, hidden.detach())

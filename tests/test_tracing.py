@@ -275,3 +275,26 @@ def test_broken_weights_are_named():
 def test_empty_samples_are_refused():
     with pytest.raises(SampleError, match="samples are empty"):
         trace(seeded(Chain()), images()[:0])
+
+
+@pytest.mark.parametrize(
+    "key", ["stem.0.weight", "stem.1.bias", "stem.1.running_var", "head.bias"]
+)
+def test_whatever_is_not_finite_is_named(key):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.stem = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
+            self.head, self.unused = nn.Linear(4, 2), nn.Linear(4, 2)
+            self.register_buffer("mask", torch.tensor(-torch.inf))
+
+        def forward(self, x):
+            return self.head(self.stem(x).mean((2, 3)).maximum(self.mask))
+
+    network = seeded(Net())
+    with torch.no_grad():
+        network.unused.weight.fill_(torch.nan)  # nothing computes with it
+    assert trace(network, images()).names == ["stem.0", "head"]
+    network.state_dict()[key].view(-1)[0] = torch.nan
+    with pytest.raises(TraceError, match=f"^weights hold NaN or infinity in {key};"):
+        trace(network, images())

@@ -174,10 +174,7 @@ class Plan:
         Raises:
             PlanError: It was not; says which units differ.
         """
-        ours = {u.name: u.weight_shape for u in self.graph.units}
-        theirs = {u.name: u.weight_shape for u in graph.units}
-        differing = [n for n in ours if ours[n] != theirs.get(n)]
-        differing += [n for n in theirs if n not in ours]
+        differing = self.graph.differing(graph)
         if differing:
             raise PlanError(
                 f"the plan was made for another network: {len(differing)} units differ "

@@ -6,6 +6,7 @@ from math import prod
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 from ompq.errors import OmpqError, TraceError, shortened
@@ -64,7 +65,7 @@ def trace(model: nn.Module, samples: Samples, *, tie: bool = True) -> LayerGraph
             "no convolution or linear layer was called, so there is nothing to plan"
             + (f"; skipped: {shortened([s.name for s in skipped])}" if skipped else "")
         )
-    _check_weights(layers)
+    _check_weights(model, recording)
     graph = _assemble(model, recording, layers, skipped)
     return graph if tie else graph.untie()
 
@@ -199,12 +200,25 @@ def _macs(module: _ConvNd | nn.Linear, call: ModuleCall) -> int:
     return int(prod(call.output_shape) * per_output)
 
 
-def _check_weights(layers: list[_Layer]) -> None:
-    broken = [
-        layer.name for layer in layers if not torch.isfinite(layer.weight.sum()).item()
-    ]
+def _check_weights(model: nn.Module, recording: Recording) -> None:
+    """Make sure that what the network computes with is finite."""
+    read = {key for call in recording.calls for key in call.parameters}
+    tensors: dict[str, torch.Tensor] = {
+        key: weight for key, weight in model.named_parameters() if key in read
+    }
+    called = {call.name for call in recording.module_calls}
+    for name, module in model.named_modules():
+        if name in called and isinstance(module, _BatchNorm):
+            statistics = module.named_buffers(prefix=name)
+            tensors.update((k, b) for k, b in statistics if b.is_floating_point())
+    finite = torch.stack([torch.isfinite(t.detach().sum()) for t in tensors.values()])
+    pairs = zip(tensors, finite.tolist(), strict=True)
+    broken = [key for key, good in pairs if not good]
     if broken:
-        raise TraceError(f"weights hold NaN or infinity in {shortened(broken)}")
+        raise TraceError(
+            f"weights hold NaN or infinity in {shortened(broken)}; "
+            "repair them, or load other weights"
+        )
 
 
 def _assemble(

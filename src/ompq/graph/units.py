@@ -148,6 +148,15 @@ class LayerGraph:
         """Return a graph in which every unit is free."""
         return replace(self, units=tuple(replace(u, group=u.name) for u in self.units))
 
+    def differing(self, other: "LayerGraph") -> list[str]:
+        """Return the units that only one of two graphs has, or with another shape."""
+        ours, theirs = (
+            {unit.name: unit.weight_shape for unit in graph.units}
+            for graph in (self, other)
+        )
+        changed = [name for name in ours if ours[name] != theirs.get(name)]
+        return changed + [name for name in theirs if name not in ours]
+
     def to_json(self) -> dict[str, Any]:
         """Return plain data for JSON."""
         return asdict(self)

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ompq.graph.observation import tensors_in
+from ompq.graph.observation import tensors_in, with_tensors
+from ompq.reconstruction.layouts import Arguments, Layout
 from ompq.samples import (
     Samples,
     call,
@@ -23,28 +24,30 @@ class BlockCache:
     """What a block gets and what it should return, for all samples.
 
     Attributes:
-        inputs: The block's tensor arguments, each (N, ...).
+        inputs: The block's tensor arguments that samples do not share, each (N, ...).
         targets: What the float block returns, (N, ...).
-        arguments: The block's arguments as nested tuples, lists and dicts, with the
-            positions of ``inputs`` in place of the tensors.
+        arguments: How the block is called with them.
         float_inputs: What the float block gets in their place, or none.
         sizes: How many samples the networks ran at a time.
         weights: Importance of each element of the targets, or None.
         clip: Range to which an activation after the block cuts its output, or None.
+        layout: Where the samples are in what the block returns.
     """
 
     inputs: list[Tensor]
     targets: Tensor
-    arguments: Any
+    arguments: Arguments
     float_inputs: list[Tensor] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
     weights: Tensor | None = None
     clip: tuple[float, float | None] | None = None
+    layout: Layout = Layout()
 
     def call(self, block: nn.Module, tensors: list[Tensor]) -> Tensor:
         """Call the block with these tensors in the places of its inputs."""
-        args, kwargs = _filled(self.arguments, tensors)
-        return self.clipped(next(tensors_in(block(*args, **kwargs))))
+        args, kwargs = self.arguments.filled(tensors)
+        output = next(tensors_in(block(*args, **kwargs)))
+        return self.clipped(self.layout.sorted(output))
 
     def clipped(self, output: Tensor) -> Tensor:
         """Return what the activation after the block leaves of its output."""
@@ -62,34 +65,6 @@ class BlockCache:
         yield from torch.split(torch.arange(len(self.targets), device=device), size)
 
 
-def emptied(value: Any, count: list[int] | None = None) -> Any:
-    """Replace each tensor by its number in the order of :func:`tensors_in`."""
-    count = [0] if count is None else count
-    if isinstance(value, Tensor):
-        count[0] += 1
-        return _Slot(count[0] - 1)
-    if isinstance(value, tuple | list):
-        return type(value)(emptied(item, count) for item in value)
-    if isinstance(value, dict):
-        return {key: emptied(item, count) for key, item in value.items()}
-    return value
-
-
-def _filled(value: Any, tensors: list[Tensor]) -> Any:
-    if isinstance(value, _Slot):
-        return tensors[value.number]
-    if isinstance(value, tuple | list):
-        return type(value)(_filled(item, tensors) for item in value)
-    if isinstance(value, dict):
-        return {key: _filled(item, tensors) for key, item in value.items()}
-    return value
-
-
-@dataclass(frozen=True)
-class _Slot:
-    number: int
-
-
 def fisher_weights(
     model: nn.Module,
     name: str,
@@ -97,26 +72,28 @@ def fisher_weights(
     loss: Callable[[Any], Tensor],
     *,
     batch_size: int,
-) -> Tensor:
-    """Return squared gradients of a loss at the block's output, mean 1, (N, ...).
+    layout: Layout = Layout(),
+) -> Iterator[Tensor]:
+    """Yield squared gradients of a loss at the block's output, (N, ...) a batch.
 
     Args:
         model: The float network.
-        name: The block.
+        name: The module that ends the block.
         samples: Inputs.
         loss: From the network's output to the loss, summed over samples.
         batch_size: How many samples run at a time.
+        layout: Where the samples are in the block's output.
     """
     block = model.get_submodule(name)
-    found: list[Tensor] = []
     for batch in sample_batches(samples, batch_size=batch_size):
         seen: list[Tensor] = []
 
         def leaf(_module: nn.Module, _args: Any, result: Any, seen: Any = seen) -> Any:
             # Cut here: what is before the block needs no gradient.
-            tensor = next(tensors_in(result)).detach().requires_grad_()
-            seen.append(tensor)
-            return tensor if isinstance(result, Tensor) else (tensor, *result[1:])
+            first, *others = tensors_in(result)
+            seen.append(first.detach().requires_grad_())
+            # What follows may work in place, which a leaf does not allow.
+            return with_tensors(result, [seen[0].clone(), *others])
 
         handle = block.register_forward_hook(leaf)
         try:
@@ -125,6 +102,4 @@ def fisher_weights(
                 (gradient,) = torch.autograd.grad(loss(output), seen[0])
         finally:
             handle.remove()
-        found.append(gradient.square())
-    weights = torch.cat(found)
-    return weights / weights.mean().clamp_min(torch.finfo(weights.dtype).tiny)
+        yield layout.sorted(gradient.square())

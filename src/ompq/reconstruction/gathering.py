@@ -1,16 +1,19 @@
 """Inputs and targets of one block after the other, kept where they fit."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ompq.graph.observation import tensors_in
-from ompq.reconstruction.blocks import BlockCache, emptied
+from ompq.errors import SampleError
+from ompq.graph.observation import tensors_in, with_tensors
+from ompq.reconstruction.blocks import BlockCache
+from ompq.reconstruction.layouts import Arguments, Layout, layout_of
 from ompq.samples import (
     Batch,
     Samples,
+    batch_length,
     call,
     evaluating,
     first_samples,
@@ -27,14 +30,12 @@ class _BlockReached(Exception):  # noqa: N818  (a signal, not an error)
 class _Row(NamedTuple):
     """What one batch gives: inputs of both blocks, and what the float one returns."""
 
-    arguments: Any
     inputs: list[Tensor]
     float_inputs: list[Tensor]
     targets: list[Tensor]
 
     def on(self, device: torch.device) -> "_Row":
-        moved = ([t.to(device) for t in part] for part in self[1:])
-        return _Row(self.arguments, *moved)
+        return _Row(*([t.to(device) for t in part] for part in self))
 
 
 def gather(
@@ -56,15 +57,32 @@ def gather(
         batch_size: How many samples run at a time.
         limit: Bytes up to which the cache stays on the network's device.
     """
+    arguments, layout = _layouts(quantized, model, names, samples)
 
     def rows() -> Iterator[_Row]:
         for batch in sample_batches(samples, batch_size=batch_size):
             given, _ = _run_to(quantized, names[0], None, batch)
             plain, output = _run_to(model, *names, batch)
-            tensors = list(tensors_in(given)), list(tensors_in(plain))
-            yield _Row(emptied(given), *tensors, [next(tensors_in(output))])
+            target = layout.sorted(next(tensors_in(output)))
+            yield _Row(arguments.own(given), arguments.own(plain), [target])
 
-    return _collected(rows(), model_device(model), limit)
+    return _collected(rows(), arguments, layout, model_device(model), limit)
+
+
+def _layouts(
+    quantized: nn.Module, model: nn.Module, names: tuple[str, str], samples: Samples
+) -> tuple[Arguments, Layout]:
+    """Return how a block is called, and where the samples are in what it returns."""
+    one, two = first_samples(samples, 1), first_samples(samples, 2)
+    if batch_length(two) == 1:
+        two = with_tensors(one, [torch.cat([t, t]) for t in tensors_in(one)])
+    example, _ = _run_to(quantized, names[0], None, one)
+    runs = [_run_to(model, *names, batch) for batch in (one, two)]
+    (given, output), (given_two, output_two) = runs
+    pairs = zip(tensors_in(given), tensors_in(given_two), strict=True)
+    layouts = [layout_of(a.shape, b.shape) for a, b in pairs]
+    returned = (next(tensors_in(each)).shape for each in (output, output_two))
+    return Arguments(example, layouts), layout_of(*returned)
 
 
 def gather_next(
@@ -94,14 +112,12 @@ def gather_next(
     """
     device = model_device(model)
     before, block = quantized.get_submodule(names[0]), model.get_submodule(names[1])
-    alone = emptied(((torch.empty(0),), {}))  # one tensor and nothing else
-    if last.arguments != alone:
+    arguments, layout = _layouts(quantized, model, (names[1],) * 2, samples)
+    if not last.arguments.single or last.layout != Layout() or not arguments.single:
         return None
     first = first_samples(samples, last.sizes[0])
     given, _ = _run_to(quantized, names[1], None, first)
     plain, _ = _run_to(model, names[1], None, first)
-    if emptied(given) != alone:
-        return None
     pieces = zip(
         torch.split(last.inputs[0], last.sizes),
         torch.split(last.targets, last.sizes),
@@ -112,15 +128,15 @@ def gather_next(
         with evaluating(before), evaluating(block):
             for inputs, outputs in pieces:
                 made, plain = before(inputs.to(device)), outputs.to(device)
-                target = next(tensors_in(block(plain)))
-                yield _Row(alone, list(tensors_in(made)), [plain], [target])
+                target = layout.sorted(next(tensors_in(block(plain))))
+                yield _Row(list(tensors_in(made)), [plain], [target])
 
     found = rows()
     row = next(found)
     same = zip((given, plain), (row.inputs, row.float_inputs), strict=True)
     if not all(_equal(list(tensors_in(one)), other) for one, other in same):
         return None
-    return _collected(_chained(row, found), device, limit)
+    return _collected(_chained(row, found), arguments, layout, device, limit)
 
 
 def _equal(one: list[Tensor], other: list[Tensor]) -> bool:
@@ -132,20 +148,37 @@ def _chained(first: _Row, rest: Iterable[_Row]) -> Iterator[_Row]:
     yield from rest
 
 
-def _collected(rows: Iterable[_Row], device: torch.device, limit: int) -> BlockCache:
+def _collected(
+    rows: Iterable[_Row],
+    arguments: Arguments,
+    layout: Layout,
+    device: torch.device,
+    limit: int,
+) -> BlockCache:
     """Put the rows of all batches together, in host memory beyond the limit."""
     kept: list[_Row] = []
     for row in rows:
         kept.append(row.on(device))
-        if sum(_bytes(t) for one in kept for t in tensors_in(one[1:])) > limit:
+        if sum(_bytes(t) for one in kept for t in tensors_in(one)) > limit:
             device = torch.device("cpu")
             kept = [one.on(device) for one in kept]
     inputs, others, (targets,) = (
-        [torch.cat(parts) for parts in zip(*column, strict=True)]
-        for column in list(zip(*kept, strict=True))[1:]
+        [_together(parts) for parts in zip(*column, strict=True)]
+        for column in zip(*kept, strict=True)
     )
     sizes = [len(row.targets[0]) for row in kept]
-    return BlockCache(inputs, targets, kept[0].arguments, others, sizes)
+    return BlockCache(inputs, targets, arguments, others, sizes, layout=layout)
+
+
+def _together(parts: Sequence[Tensor]) -> Tensor:
+    shapes = {tuple(part.shape[1:]) for part in parts}
+    if len(shapes) > 1:
+        found = " and ".join(str(shape) for shape in sorted(shapes)[:2])
+        raise SampleError(
+            f"a block's tensors differ in shape from batch to batch, {found}; "
+            "give samples of one size"
+        )
+    return torch.cat(list(parts))
 
 
 def _bytes(tensor: Tensor) -> int:

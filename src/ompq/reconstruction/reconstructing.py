@@ -9,11 +9,14 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 
 from ompq.checkpoints import read_checkpoint, write_checkpoint
+from ompq.errors import QuantizationError, shortened
 from ompq.graph.folding import normalised_by
 from ompq.graph.observation import tensors_in
+from ompq.graph.tracing import trace
 from ompq.quantization.layers import QuantizedLayer
 from ompq.quantization.moments import Moments
 from ompq.quantization.quantizing import (
@@ -52,6 +55,15 @@ class ReconstructConfig:
     device_bytes: int = 16 << 30
     seed: int = 0
 
+    def __post_init__(self) -> None:
+        """Refuse what cannot be meant.
+
+        Raises:
+            ValueError: The loss is unknown.
+        """
+        if self.loss not in ("squared", "fisher"):
+            raise ValueError(f"loss={self.loss!r} is unknown; use squared or fisher")
+
 
 def reconstruct(
     quantized: nn.Module,
@@ -78,10 +90,12 @@ def reconstruct(
         progress: Called after each block and now and then within one.
 
     Raises:
-        QuantizationError: ``quantized`` is not quantized.
+        QuantizationError: ``quantized`` is not quantized, or made from another network.
+        TraceError: The float network fails on the samples, or is broken.
         CheckpointError: The checkpoint belongs to another run.
     """
     record = quantization_of(quantized)
+    _check_network(record, model, samples)
     result = copy.deepcopy(quantized).eval()
     blocks = _learnable(result, record)
     identity = _identity(quantized, samples, config)
@@ -114,6 +128,15 @@ def reconstruct(
     return with_quantization(result, replace(record, errors=errors)).train(
         quantized.training
     )
+
+
+def _check_network(record: Quantization, model: nn.Module, samples: Samples) -> None:
+    differing = record.graph.differing(trace(model, samples))
+    if differing:
+        raise QuantizationError(
+            f"the quantized network was made from another one: {len(differing)} units "
+            f"differ ({shortened(differing)}); give the float network it was made from"
+        )
 
 
 def _learnable(model: nn.Module, record: Quantization) -> list[str]:
@@ -166,14 +189,13 @@ def _cache(
 ) -> BlockCache:
     graph, limit = quantization_of(quantized).graph, config.device_bytes
     unit = next((u for u in graph.units if u.name == name), None)
+    # A unit that stands alone ends after its norm, which the quantized one has folded.
+    end = normalised_by(model, unit) if unit else name
     cache = None
     if last and not unit:
         names = (last[0], name)
         cache = gather_next(last[1], names, quantized, model, samples, limit=limit)
     if cache is None:
-        # A unit that stands alone ends after its norm, which the quantized one has
-        # folded.
-        end = normalised_by(model, unit) if unit else name
         size = config.batch_size
         cache = gather(
             quantized, model, (name, end), samples, batch_size=size, limit=limit
@@ -182,12 +204,19 @@ def _cache(
         cache.float_inputs = []
     cache.clip = _CLIPS.get(unit.activation) if unit else None
     if config.loss == "fisher":
-        cache.weights = fisher_weights(
-            model, name, samples, _likelihood, batch_size=config.batch_size
-        ).to(cache.targets.device)
-    elif config.loss != "squared":
-        raise ValueError(f"loss={config.loss!r} is unknown; use squared or fisher")
+        cache.weights = _fisher(model, end, samples, cache, config.batch_size)
     return cache
+
+
+def _fisher(
+    model: nn.Module, end: str, samples: Samples, cache: BlockCache, batch_size: int
+) -> Tensor:
+    """Return the weights of the targets' elements, mean 1, where the targets are."""
+    found = fisher_weights(
+        model, end, samples, _likelihood, batch_size=batch_size, layout=cache.layout
+    )
+    weights = torch.cat([part.to(cache.targets.device) for part in found])
+    return weights / weights.mean().clamp_min(torch.finfo(weights.dtype).tiny)
 
 
 # Activations that cut off what reconstruction then need not care for.
