@@ -210,7 +210,8 @@ def _nested_alike(value: Any, tensors: Iterator[Tensor]) -> Any:
         named = hasattr(value, "_fields")
         return type(value)(*items) if named else type(value)(items)
     if isinstance(value, dict):
-        made = copy.copy(value)  # a subclass stays one
+        # A subclass stays one; torch.compile knows no copy of a plain dict.
+        made = {} if type(value) is dict else copy.copy(value)
         for key, item in value.items():
             made[key] = _nested_alike(item, tensors)
         return made
