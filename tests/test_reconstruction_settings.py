@@ -60,3 +60,19 @@ def test_large_outputs_take_fewer_samples_a_step(shape, size):
     assert torch.equal(order, sample_order(torch.zeros(shape), config))
     other = sample_order(torch.zeros(shape), RoundingConfig(iterations=7, seed=1))
     assert not torch.equal(order[:, :8], other[:, :8])
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ({"iterations": 0}, "iterations=0 must be at least 1"),
+        ({"batch_size": 0}, "batch_size=0 must be at least 1"),
+        ({"drop": 2.0}, "drop=2.0 must be from 0 to 1"),
+        ({"float_inputs": -0.5}, "float_inputs=-0.5 must be from 0 to 1"),
+        ({"tail": 1.5}, "tail=1.5 must be from 0 to 1"),
+        ({"warmup": -1}, "warmup=-1 must be from 0 to 1"),
+    ],
+)
+def test_settings_out_of_range_are_refused(setting, words):
+    with pytest.raises(ValueError, match=words):
+        RoundingConfig(**setting)

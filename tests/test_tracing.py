@@ -294,7 +294,7 @@ def test_whatever_is_not_finite_is_named(key):
     network = seeded(Net())
     with torch.no_grad():
         network.unused.weight.fill_(torch.nan)  # nothing computes with it
-    assert trace(network, images()).names == ["stem.0", "head"]
+    assert trace(network, images()).names == ("stem.0", "head")
     network.state_dict()[key].view(-1)[0] = torch.nan
     with pytest.raises(TraceError, match=f"^weights hold NaN or infinity in {key};"):
         trace(network, images())

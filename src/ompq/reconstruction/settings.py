@@ -54,6 +54,19 @@ class RoundingConfig:
     float_inputs: float = 0.5
     seed: int = 0
 
+    def __post_init__(self) -> None:
+        """Refuse what cannot be meant.
+
+        Raises:
+            ValueError: A count or a fraction is out of its range.
+        """
+        for name in ("iterations", "batch_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        for name in ("warmup", "tail", "drop", "float_inputs"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be from 0 to 1")
+
 
 def first_decided(config: RoundingConfig) -> int:
     """Return the step from which on each weight is at its side."""
@@ -66,7 +79,7 @@ def schedule(config: RoundingConfig) -> Tensor:
     The columns are the rates of weights, steps of activations, scales and biases, and
     exponent and size of what drives weights to their sides.
     """
-    count = max(config.iterations, 1)
+    count = config.iterations
     step = torch.arange(count, dtype=torch.float32)
     left = 1 - step / count
     soft = (step < first_decided(config)).float()
