@@ -104,6 +104,34 @@ def test_a_block_that_gets_something_else_is_not_gathered_from_the_one_before():
         assert found is None
 
 
+def test_a_block_is_never_run_on_what_does_not_fit_it():
+    class Patches(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.proj, self.block, self.head = (
+                nn.Conv2d(3, 8, 4, stride=4),
+                Tokens(),
+                nn.Linear(8, 5),
+            )
+
+        def forward(self, x):
+            tokens = self.proj(x).flatten(2).transpose(1, 2)
+            return self.head(self.block(tokens).mean(1))
+
+    class Tokens(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.linear = nn.LayerNorm(8), nn.Linear(8, 8)
+
+        def forward(self, x):
+            return x + self.linear(self.norm(x))
+
+    model = seeded(Patches())
+    result = reconstruct(quantized_at(model, 3, scenes(16)), model, scenes(16), QUICK)
+    blocks = [e.block for e in quantization_of(result).errors]
+    assert blocks == ["proj", "block", "head"]
+
+
 @pytest.mark.parametrize("share", [0.0, 0.25, 1.0])
 def test_a_block_learns_from_inputs_of_both_networks(share):
     model = seeded(Chain())

@@ -115,37 +115,39 @@ def gather_next(
     arguments, layout = _layouts(quantized, model, (names[1],) * 2, samples)
     if not last.arguments.single or last.layout != Layout() or not arguments.single:
         return None
-    first = first_samples(samples, last.sizes[0])
-    given, _ = _run_to(quantized, names[1], None, first)
-    plain, _ = _run_to(model, names[1], None, first)
-    pieces = zip(
-        torch.split(last.inputs[0], last.sizes),
-        torch.split(last.targets, last.sizes),
-        strict=True,
+    pieces = list(
+        zip(
+            torch.split(last.inputs[0], last.sizes),
+            torch.split(last.targets, last.sizes),
+            strict=True,
+        )
     )
 
-    def rows() -> Iterator[_Row]:
-        with evaluating(before), evaluating(block):
-            for inputs, outputs in pieces:
-                made, plain = before(inputs.to(device)), outputs.to(device)
-                target = layout.sorted(next(tensors_in(block(plain))))
-                yield _Row(list(tensors_in(made)), [plain], [target])
+    def handed_on(piece: tuple[Tensor, Tensor]) -> tuple[list[Tensor], Tensor]:
+        with evaluating(before):
+            return list(tensors_in(before(piece[0].to(device)))), piece[1].to(device)
 
-    found = rows()
-    row = next(found)
-    same = zip((given, plain), (row.inputs, row.float_inputs), strict=True)
-    if not all(_equal(list(tensors_in(one)), other) for one, other in same):
+    # Before the block runs: what it does not get may not fit it at all.
+    first = first_samples(samples, last.sizes[0])
+    given, _ = _run_to(quantized, names[1], None, first)
+    wanted, _ = _run_to(model, names[1], None, first)
+    made, plain = handed_on(pieces[0])
+    if not (_equal(given, made) and _equal(wanted, [plain])):
         return None
-    return _collected(_chained(row, found), arguments, layout, device, limit)
+
+    def rows() -> Iterator[_Row]:
+        with evaluating(block):
+            for piece in pieces:
+                made, plain = handed_on(piece)
+                target = layout.sorted(next(tensors_in(block(plain))))
+                yield _Row(made, [plain], [target])
+
+    return _collected(rows(), arguments, layout, device, limit)
 
 
-def _equal(one: list[Tensor], other: list[Tensor]) -> bool:
-    return len(one) == len(other) and all(map(torch.equal, one, other))
-
-
-def _chained(first: _Row, rest: Iterable[_Row]) -> Iterator[_Row]:
-    yield first
-    yield from rest
+def _equal(given: Any, made: list[Tensor]) -> bool:
+    tensors = list(tensors_in(given))
+    return len(tensors) == len(made) and all(map(torch.equal, tensors, made))
 
 
 def _collected(
