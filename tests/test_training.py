@@ -530,6 +530,29 @@ def test_wrong_settings_are_refused(wrong, words):
         ompq.TrainConfig(**wrong)
 
 
+@pytest.mark.parametrize("targets", [torch.zeros(5), torch.zeros(4).long(), [0] * 5])
+def test_targets_that_are_no_classes_are_refused(toys, targets):
+    _, network, data = toys
+    words = r"targets are .* for 5 inputs; training needs whole numbers of shape \(5,\)"
+    with pytest.raises(DataError, match=words):
+        ompq.train(network, [(data.inputs[:5], targets)], QUICK)
+
+
+def test_classes_may_be_whole_numbers_of_any_width(toys):
+    _, network, data = toys
+    wide, short = made(data), [(inputs, t.int()) for inputs, t in made(data)]
+    assert equal(ompq.train(network, short, QUICK), ompq.train(network, wide, QUICK))
+
+
+@pytest.mark.parametrize("read", [lambda _: [], iter])
+def test_validation_that_gives_nothing_is_refused(toys, read):
+    _, network, data = toys
+    with pytest.raises(
+        DataError, match=r"validation gave no images; it is read once b"
+    ):
+        ompq.train(network, data, QUICK, validation=read(made(data)))
+
+
 def test_wrong_batches_are_refused(toys):
     model, network, data = toys
     with pytest.raises(TypeError, match=r"batches is generator without a length; tr"):

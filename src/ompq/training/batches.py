@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ompq.errors import DataError
+from ompq.graph.observation import tensors_in
 from ompq.samples import Batch
 from ompq.training.settings import TrainConfig
 
@@ -99,7 +100,8 @@ def epoch_batches(
         shard: Process, and number of processes.
 
     Raises:
-        DataError: There are fewer than in the epoch before, or they have no targets.
+        DataError: There are fewer than in the epoch before, or they have no targets,
+            or targets that are no classes.
     """
     seed_generators(config.seed, epoch, 0)
     if isinstance(batches, TrainingData):
@@ -161,4 +163,16 @@ def _pair(batch: Any) -> LabelledBatch:
             f"a batch is {type(batch).__name__}; training needs (inputs, targets)"
         )
     inputs, targets = batch
-    return inputs, targets
+    count = next((len(tensor) for tensor in tensors_in(inputs) if tensor.dim()), 0)
+    if not isinstance(targets, Tensor) or targets.shape != (count,) or _real(targets):
+        found = getattr(targets, "dtype", type(targets).__name__)
+        shape = tuple(getattr(targets, "shape", ()))
+        raise DataError(
+            f"targets are {found} of shape {shape} for {count} inputs; training needs "
+            f"whole numbers of shape ({count},), the classes"
+        )
+    return inputs, targets.long()
+
+
+def _real(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()

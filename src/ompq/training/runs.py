@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from ompq.errors import DataError
 from ompq.samples import Batch, call, evaluating, first_tensor, model_device
 from ompq.training.batches import Batches, batches_per_epoch
 from ompq.training.checkpoints import State, momentum_of, restore_momentum
@@ -130,7 +131,11 @@ class Run:
         return loss / max(count, 1), right / max(count, 1), int(count)
 
     def accuracy(self, batches: Any) -> float:
-        """Return the share of images that the network gets right, all processes."""
+        """Return the share of images that the network gets right, all processes.
+
+        Raises:
+            DataError: There are none.
+        """
         process, processes = self.shard
         counts = torch.zeros(2, device=self.device)
         with evaluating(self.model):
@@ -141,7 +146,12 @@ class Run:
                     counts[0] += (answers == targets.to(self.device)).sum()
                     counts[1] += len(targets)
         right, count = self.engine.reduce(counts).tolist()
-        return float(right / max(count, 1))
+        if not count:
+            raise DataError(
+                "validation gave no images; it is read once before training and once "
+                "an epoch: pass a list or a DataLoader that is not empty"
+            )
+        return float(right / count)
 
     def state(self, best: float | None, history: Sequence[Mapping[str, Any]]) -> State:
         """Return where the training stands."""
