@@ -195,6 +195,25 @@ def test_windows_and_sequence_first_features_are_sorted_by_sample():
     np.testing.assert_allclose(result.matrix, orm_matrix([first, second]), atol=1e-6)
 
 
+def test_stacked_projections_in_windows_are_sorted_by_sample():
+    class Stacked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.qkv, self.head = nn.Linear(4, 6), nn.Linear(2, 3)
+
+        def forward(self, x):  # (N, 6, 4)
+            x = self.qkv(x.reshape(-1, 3, 4))  # two windows: (2N, 3, 6)
+            x = x.reshape(-1, 3, 3, 2).permute(2, 0, 1, 3)  # (3, 2N, 3, 2)
+            return self.head(x.sum((0, 2)).reshape(-1, 2, 2).sum(1))
+
+    network = seeded(Stacked())
+    samples = torch.randn(5, 6, 4, generator=torch.Generator().manual_seed(0))
+    result = measure_orm(trace(network, samples), network, samples)
+    with torch.no_grad():
+        wanted = orm_matrix([network.qkv(samples), network(samples)])
+    np.testing.assert_allclose(result.matrix, wanted, atol=1e-6)
+
+
 def test_feature_without_samples_is_refused():
     class Pooled(nn.Module):
         def __init__(self):

@@ -226,8 +226,11 @@ def _rows(feature: Tensor, count: int) -> Tensor:
     feature = feature.float() if feature.element_size() < 4 else feature
     if feature.dim() and feature.shape[0] % count == 0:  # windows: several rows each
         return feature.reshape(count, -1)
-    if count in feature.shape:  # sequence first
-        return feature.movedim(feature.shape.index(count), 0).reshape(count, -1)
+    # Sequence first; or the three projections of an attention, stacked, in windows.
+    places = [i for i, size in enumerate(feature.shape) if size and size % count == 0]
+    if places:
+        axis = next((i for i in places if feature.shape[i] == count), places[0])
+        return feature.movedim(axis, 0).reshape(count, -1)
     raise TraceError(
         f"a layer's output of shape {tuple(feature.shape)} has no dimension of "
         f"{count} samples, so ORM cannot be taken"
