@@ -15,6 +15,7 @@ from rich.console import Console
 from typer.core import TyperCommand, TyperGroup
 
 from ompq.cli.arguments import spread
+from ompq.cli.memory import keep_freed_memory
 from ompq.errors import OmpqError
 from ompq.versions import library_version
 
@@ -249,3 +250,4 @@ def ompq(
     """
     if ctx.invoked_subcommand is None:
         typer.echo(ctx.get_help())
+    keep_freed_memory()
