@@ -25,6 +25,9 @@ CONFIG = ompq.TrainConfig(
     report_steps=1,
     seed=5,
 )
+QUICK = ompq.TrainConfig(
+    epochs=2, batch_size=8, learning_rate=0.05, step_rate=1.0, report_steps=1
+)
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,12 @@ def kept():
 
 def state(network: nn.Module):
     return {key: value.contiguous() for key, value in network.state_dict().items()}
+
+
+def equal(one, other):
+    """Whether two networks hold the same bits."""
+    first, second = state(one), state(other)
+    return all(torch.equal(first[key], second[key]) for key in second)
 
 
 def main() -> None:
