@@ -6,12 +6,7 @@ import torch
 
 from nets import Chain, TinyMobileNet, TinyResNet, scenes, seeded
 from ompq.allocation.solving import Allocation
-from ompq.errors import (
-    CheckpointError,
-    QuantizationError,
-    SampleError,
-    TraceError,
-)
+from ompq.errors import CheckpointError, QuantizationError, SampleError, TraceError
 from ompq.graph.tracing import trace
 from ompq.graph.units import Choice
 from ompq.quantization.layers import activation_quantizers, quantized_layers

@@ -11,13 +11,8 @@ import torch
 from torch.nn import functional as F
 
 import ompq
-from ompq.errors import (
-    MissingExtraError,
-)
-from ompq.quantization.layers import (
-    ActivationQuantizer,
-    activation_quantizers,
-)
+from ompq.errors import MissingExtraError
+from ompq.quantization.layers import ActivationQuantizer, activation_quantizers
 from ompq.quantizers.grids import Grid
 from ompq.training import runs
 from ompq.training.engines import Alone

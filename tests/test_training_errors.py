@@ -6,10 +6,7 @@ import pytest
 import torch
 
 import ompq
-from ompq.errors import (
-    DataError,
-    QuantizationError,
-)
+from ompq.errors import DataError, QuantizationError
 from training_script import QUICK, equal, made, toy
 
 

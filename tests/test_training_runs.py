@@ -10,11 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import ompq
 from nets import TinyResNet, scenes, seeded
-from ompq.errors import (
-    CheckpointError,
-    MissingExtraError,
-    TrainingError,
-)
+from ompq.errors import CheckpointError, MissingExtraError, TrainingError
 from ompq.training.checkpoints import read_state
 from ompq.training.runs import Run
 from quantized import quantized
