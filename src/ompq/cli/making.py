@@ -6,16 +6,12 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from ompq.allocation.solving import Allocation, Budget
-from ompq.cli.options import (
-    DataOptions,
-)
+from ompq.cli.options import DataOptions
 from ompq.cli.planning import planned
 from ompq.cli.results import Outcome, show_outcome, write_files
 from ompq.cli.runs import RunOptions, check_unfinished
 from ompq.cli.screen import Screen
-from ompq.cli.settings import (
-    load_inputs,
-)
+from ompq.cli.settings import load_inputs
 from ompq.cli.settling import settled
 from ompq.datasets.inputs import Batches, Data
 from ompq.errors import BudgetError, PlanError
@@ -108,13 +104,24 @@ def plan_for(
 
 
 def labelled_batches(
-    run: RunOptions, data: DataOptions, model: NamedModel
+    source: str | None,
+    data: DataOptions,
+    model: NamedModel,
+    *,
+    limit: int | None = None,
 ) -> Batches | None:
-    """Return the images that accuracy is measured on, if there are any."""
-    if run.eval_data is None:
+    """Return the images that accuracy is measured on, if there are any.
+
+    Args:
+        source: Where they are.
+        data: How they are read.
+        model: What they are read for.
+        limit: Take only so many.
+    """
+    if source is None:
         return None
-    options = replace(data, data=run.eval_data)
-    return load_inputs(options, model, "test").batches(limit=run.limit)
+    options = replace(data, data=source)
+    return load_inputs(options, model, "test").batches(limit=limit)
 
 
 def quantized_network(

@@ -51,7 +51,7 @@ def quantize(
         model = load_network(network, screen)
         inputs = load_inputs(data, model, "train")
         # Before the work: labels that do not fit should not cost an hour.
-        judged = labelled_batches(run, data, model)
+        judged = labelled_batches(run.eval_data, data, model, limit=run.limit)
         count = calibration_count(run, inputs)
         samples = read_samples(inputs, count, screen)
         few = samples[: sample_count(network.network, None, planning.protocol)]

@@ -42,7 +42,7 @@ from ompq.cli.settings import (
     read_samples,
     sample_count,
 )
-from ompq.datasets.inputs import Batches, Data
+from ompq.datasets.inputs import Data
 from ompq.datasets.training_sets import training_data
 from ompq.errors import PlanError
 from ompq.models.naming import NamedModel
@@ -154,8 +154,8 @@ def train(
         # Before the work: what cannot be trained with should not cost an hour.
         images = _images(inputs, config, screen)
         samples = read_samples(inputs, min(256, calibration_count(run, inputs)), screen)
-        judged = labelled_batches(run, data, model)
-        validation = _validation(training, data, model)
+        judged = labelled_batches(run.eval_data, data, model, limit=run.limit)
+        validation = labelled_batches(training.validation, data, model)
         if main and training.start is None:
             _prepare(model, inputs, run, planning, screen)
         plan, start = _begin(training, run, model)
@@ -208,15 +208,6 @@ def _take_gpu() -> None:
     """Let each process of a machine use a GPU of its own."""
     if "LOCAL_RANK" in os.environ and torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-
-
-def _validation(
-    training: TrainOptions, data: DataOptions, model: NamedModel
-) -> Batches | None:
-    if training.validation is None:
-        return None
-    options = replace(data, data=training.validation)
-    return load_inputs(options, model, "test").batches(batch_size=256)
 
 
 def _images(inputs: Data, config: TrainConfig, screen: Screen) -> TrainingData:

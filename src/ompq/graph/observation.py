@@ -202,6 +202,12 @@ def with_tensors(value: Any, tensors: Iterable[Tensor]) -> Any:
     return _nested_alike(value, iter(tensors))
 
 
+def with_first_tensor(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Return a value nested alike, its first tensor changed."""
+    first, *others = tensors_in(value)
+    return with_tensors(value, [change(first), *others])
+
+
 def _nested_alike(value: Any, tensors: Iterator[Tensor]) -> Any:
     if isinstance(value, Tensor):
         return next(tensors)

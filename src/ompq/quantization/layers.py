@@ -18,7 +18,7 @@ from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 from ompq.errors import QuantizationError
 from ompq.graph.folding import channel_axis
-from ompq.graph.observation import tensors_in, with_tensors
+from ompq.graph.observation import tensors_in, with_first_tensor
 from ompq.quantizers.grids import Grid, learned_clip
 from ompq.quantizers.rounding import deployed, rounded_to
 
@@ -91,10 +91,10 @@ class ActivationQuantizer(nn.Module):
 
 
 def _first_rounded(quantizer: ActivationQuantizer, value: Any) -> Any:
-    tensors = list(tensors_in(value))
-    if not tensors or not tensors[0].is_floating_point():
+    first = next(tensors_in(value), None)
+    if first is None or not first.is_floating_point():
         return value
-    return with_tensors(value, [quantizer(tensors[0]), *tensors[1:]])
+    return with_first_tensor(value, quantizer)
 
 
 class QuantizedLayer(nn.Module):

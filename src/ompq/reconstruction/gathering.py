@@ -110,10 +110,12 @@ def gather_next(
     Returns:
         What :func:`gather` would return, or None where only that can tell.
     """
+    if not last.arguments.single or last.layout != Layout():
+        return None
     device = model_device(model)
     before, block = quantized.get_submodule(names[0]), model.get_submodule(names[1])
     arguments, layout = _layouts(quantized, model, (names[1],) * 2, samples)
-    if not last.arguments.single or last.layout != Layout() or not arguments.single:
+    if not arguments.single:
         return None
     pieces = list(
         zip(

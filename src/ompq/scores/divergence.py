@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ from torch.func import functional_call
 
 from ompq.costs import FLOAT_BITS
 from ompq.graph.folding import channel_axis
-from ompq.graph.observation import tensors_in, with_tensors
+from ompq.graph.observation import with_first_tensor
 from ompq.graph.units import Choice, LayerGraph, Unit
 from ompq.quantizers.calibration import fake_quantize_tensor
 from ompq.quantizers.ranges import search_weight
@@ -104,9 +105,8 @@ def _input_divergence(
     for bits in widths:
 
         def quantize(_m: nn.Module, args: Any, kwargs: Any, bits: int = bits) -> Any:
-            first, *others = tensors_in((args, kwargs))
-            rounded = fake_quantize_tensor(first, bits)
-            return with_tensors((args, kwargs), [rounded, *others])
+            rounded = partial(fake_quantize_tensor, bits=bits)
+            return with_first_tensor((args, kwargs), rounded)
 
         handle = module.register_forward_pre_hook(quantize, with_kwargs=True)
         try:

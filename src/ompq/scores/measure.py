@@ -224,17 +224,17 @@ def _grams(
 def _rows(feature: Tensor, count: int) -> Tensor:
     """Return the feature with one row a sample, (count, D), at least float32."""
     feature = feature.float() if feature.element_size() < 4 else feature
-    if feature.dim() and feature.shape[0] % count == 0:  # windows: several rows each
-        return feature.reshape(count, -1)
-    # Sequence first; or the three projections of an attention, stacked, in windows.
+    # Windows have several rows a sample; sequences come first; attentions stack their
+    # projections before either.
     places = [i for i, size in enumerate(feature.shape) if size and size % count == 0]
-    if places:
-        axis = next((i for i in places if feature.shape[i] == count), places[0])
-        return feature.movedim(axis, 0).reshape(count, -1)
-    raise TraceError(
-        f"a layer's output of shape {tuple(feature.shape)} has no dimension of "
-        f"{count} samples, so ORM cannot be taken"
-    )
+    if not places:
+        raise TraceError(
+            f"a layer's output of shape {tuple(feature.shape)} has no dimension of "
+            f"{count} samples, so ORM cannot be taken"
+        )
+    exact = [i for i in places if feature.shape[i] == count]
+    axis = 0 if places[0] == 0 else (exact or places)[0]
+    return feature.movedim(axis, 0).reshape(count, -1)
 
 
 def _check_finite(grams: Sequence[Tensor], labels: Sequence[str]) -> None:
