@@ -75,12 +75,17 @@ def median_ratio(times: dict[str, list[float]], one: str, other: str) -> float:
     return statistics.median(a / b for a, b in pairs)
 
 
+def command_line(folder: Path) -> str:
+    """Return the command that is running, without the folders of this machine."""
+    words = [w for w in sys.argv[1:] if w not in ("--out", str(folder))]
+    words = [re.sub(r"(^|=)/.*", r"\1FOLDER", word) for word in words]
+    return " ".join(["python", Path(sys.argv[0]).name, *words])
+
+
 def save(name: str, rows: Any, folder: Path = RESULTS, **more: Any) -> None:
     """Write a result with the command and the machine that produced it."""
     folder.mkdir(parents=True, exist_ok=True)
-    words = [w for w in sys.argv[1:] if w not in ("--out", str(folder))]
-    words = [re.sub(r"(^|=)/.*", r"\1FOLDER", word) for word in words]
-    command = " ".join(["python", Path(sys.argv[0]).name, *words])
+    command = command_line(folder)
     data = {"command": command, "machine": machine(), **more, "rows": rows}
     # Others may read it meanwhile.
     new = folder / f".{name}-{os.getpid()}.json"

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from common import save
+from common import command_line, save
 
 
 def once(path: Path, make: Callable[[Path], None]) -> Path:
@@ -64,12 +64,15 @@ class Rows:
 
     def known(self) -> list[dict[str, Any]]:
         """Return the rows that are there, with these settings."""
+        return self._written().get("rows", [])
+
+    def _written(self) -> dict[str, Any]:
         path = self.out / f"{self.name}.json"
         if not path.exists():
-            return []
+            return {}
         data = json.loads(path.read_text())
         same = all(data.get(key) == value for key, value in self.more.items())
-        return data["rows"] if same else []
+        return data if same else {}
 
     def find(self, *key: Any) -> dict[str, Any] | None:
         """Return the row with these values, if it is there."""
@@ -79,6 +82,10 @@ class Rows:
     def add(self, *new: dict[str, Any]) -> None:
         """Write rows, sorted in with the others."""
         with locked(self.work / self.name):
-            rows = [*self.known(), *new]
+            written = self._written()
+            rows = [*written.get("rows", []), *new]
             rows.sort(key=lambda one: tuple(one[name] for name in self.key))
-            save(self.name, rows, self.out, **self.more)
+            # Several commands may have made what is in one file.
+            commands = {*written.get("commands", []), command_line(self.out)}
+            more = {"commands": sorted(commands), **self.more}
+            save(self.name, rows, self.out, **more)
