@@ -26,7 +26,7 @@ ORDER = {
     "explanations solving",
     "plans": "",
     "pipeline": "",
-    "quantization": "placement layers moments assembly quantizing",
+    "quantization": "placement ranges layers moments assembly quantizing",
     "reconstruction": "layouts blocks gathering settings soft_rounding rounding "
     "reconstructing",
     "evaluation": "",

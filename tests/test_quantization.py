@@ -93,7 +93,7 @@ def test_bias_correction_makes_means_equal():
     with torch.no_grad():
         wanted = model(SAMPLES).mean(0)
         gaps = [(q(SAMPLES).mean(0) - wanted).abs().max().item() for q in results]
-    assert gaps[1] < 1e-4 < gaps[0]
+    assert gaps[1] < 5e-4 < gaps[0]
 
 
 def test_layer_without_a_bias_gets_one():

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -102,18 +103,21 @@ class _Watch(TorchFunctionMode):
         return output
 
 
-def watch(model: nn.Module, batch: Batch, visit: Visit) -> Any:
+def watch(
+    model: nn.Module, batch: Batch, visit: Visit, *, gradients: bool = False
+) -> Any:
     """Run the network in eval mode and show every call to ``visit``.
 
     Args:
         model: The network.
         batch: What one call of it takes.
         visit: Called with position, function, args, kwargs and output.
+        gradients: Whether the output can be differentiated.
 
     Returns:
         The network's output.
     """
-    with evaluating(model), _Watch(visit):
+    with evaluating(model), torch.set_grad_enabled(gradients), _Watch(visit):
         return call(model, batch)
 
 

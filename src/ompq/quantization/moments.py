@@ -4,6 +4,10 @@ Rounding shrinks weights a little, and with them the spread of what a layer retu
 bias that restores the mean alone makes that worse: before a ReLU the mean is mostly
 negative, the shrunken rest falls below zero, and the signal dies out with depth. So
 both moments are restored, as a batch norm that is estimated anew would do.
+
+The spread is the mean distance from the mean, not the standard deviation: a few large
+values are most of that, and where a grid cuts them off, which it may do with good
+reason, channels would be stretched to make up for them.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -23,7 +27,7 @@ _LARGEST_RATIO = 2.0
 
 
 class Moments(NamedTuple):
-    """Mean and standard deviation of each channel, (C,) each."""
+    """Mean of each channel and mean distance from it, (C,) each."""
 
     mean: Tensor
     spread: Tensor
@@ -105,8 +109,8 @@ def channel_mean(module: nn.Module, output: Tensor) -> Tensor:
 def channel_moments(module: nn.Module, output: Tensor) -> Moments:
     """Return the moments of each channel of what a layer returned."""
     axes = _other_axes(module, output)
-    spread, mean = torch.std_mean(output, axes, correction=0)
-    return Moments(mean, spread)
+    mean = output.mean(axes, keepdim=True)
+    return Moments(mean.flatten(), (output - mean).abs().mean(axes))
 
 
 def _channel_axis(module: nn.Module, output: Tensor) -> int:

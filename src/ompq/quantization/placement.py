@@ -125,9 +125,17 @@ class _Finder:
             for source in found[1:]:
                 self.parent[self._root(source)] = self._root(found[0])
             return found
-        if call.function in _PASSIVE and len(call.inputs) == 1:
+        if len(call.inputs) == 1 and self._hands_on(call):
             return self._sources(call.inputs[0])
         return [at] if call.inputs else []  # made from parameters alone: a constant
+
+    def _hands_on(self, call: Call) -> bool:
+        """Whether a call of one input returns the values it gets."""
+        if call.function in _PASSIVE:
+            return True
+        (source,) = call.inputs
+        same = source >= 0 and self.calls[source].shape == call.shape
+        return same and call.function.startswith("adaptive_avg_pool")  # of one value
 
     def _root(self, source: int) -> int:
         while (parent := self.parent.get(source, source)) != source:

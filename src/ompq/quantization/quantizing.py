@@ -3,14 +3,13 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import Any
 
 from torch import Tensor, nn
 
 from ompq.allocation.solving import Allocation
 from ompq.errors import QuantizationError, shortened
 from ompq.graph.folding import normalised_by
-from ompq.graph.observation import record, tensors_in, watch
+from ompq.graph.observation import record
 from ompq.graph.tracing import trace
 from ompq.graph.units import LayerGraph, Skipped, Unit
 from ompq.plans import Plan
@@ -18,23 +17,17 @@ from ompq.quantization.assembly import WeightGrid, assemble
 from ompq.quantization.layers import quantized_layers
 from ompq.quantization.moments import Moments, output_moments, restore_moments
 from ompq.quantization.placement import Link, Point, find_points
-from ompq.quantizers.calibration import (
-    Observed,
-    RangeMethod,
-    activation_grid,
-    observe_range,
-)
+from ompq.quantization.ranges import read_ranges, weigh_ranges
+from ompq.quantizers.calibration import RangeMethod, activation_grid
 from ompq.quantizers.grids import Grid
 from ompq.quantizers.ranges import DEFAULT_KIND, Kind, search_weight
 from ompq.samples import (
     Progress,
     Samples,
-    batch_length,
     call,
     evaluating,
     first_samples,
     model_device,
-    sample_batches,
     to_device,
 )
 
@@ -49,7 +42,9 @@ class QuantizeConfig:
     Attributes:
         weight_grid: Kind of grid for the weights.
         weight_power: Ranges of weights minimise the sum of |error| to this power.
-        activation_range: How ranges of activations are found.
+        activation_range: How ranges of activations are found: ``fisher`` costs the
+            network's output least, ``mse`` the tensor itself; ``minmax`` and
+            ``percentile`` hold all or nearly all of its values.
         restore_moments: Whether scales and biases make up for what rounding does to the
             mean and the spread of each channel.
         batch_size: How many samples run at a time.
@@ -57,7 +52,7 @@ class QuantizeConfig:
 
     weight_grid: Kind = DEFAULT_KIND
     weight_power: float = 2.0
-    activation_range: RangeMethod = "mse"
+    activation_range: RangeMethod = "fisher"
     restore_moments: bool = True
     batch_size: int = 64
 
@@ -155,7 +150,10 @@ def quantize(
     recording = record(model, to_device(first_samples(samples, 1), device))
     points, lost = find_points(model, recording, graph, allocation)
     report(1, 4, "reading ranges of activations")
-    ranges = _ranges(model, samples, points, config, report)
+    size = config.batch_size
+    ranges = read_ranges(model, samples, points, batch_size=size, report=report)
+    if config.activation_range == "fisher":
+        ranges = weigh_ranges(model, samples, points, ranges)
     report(2, 4, "rounding weights")
     quantized = assemble(
         model,
@@ -187,44 +185,6 @@ def _allocation(plan: Plan | Allocation, graph: LayerGraph) -> Allocation:
     if missing:
         raise QuantizationError(f"the allocation has no bits for {shortened(missing)}")
     return plan
-
-
-def _ranges(
-    model: nn.Module,
-    samples: Samples,
-    points: list[Point],
-    config: QuantizeConfig,
-    report: Progress,
-) -> list[Observed]:
-    """Run the float network and gather what each point's range is found from."""
-    found: list[Observed | None] = [None] * len(points)
-    point_at = {at: i for i, point in enumerate(points) for at in point.positions}
-    device = model_device(model)
-
-    def see(at: int, value: Any) -> None:
-        index = point_at[at]
-        found[index] = observe_range(next(tensors_in(value)), found[index])
-
-    def visit(at: int, _function: Any, _args: Any, _kwargs: Any, output: Any) -> None:
-        if at in point_at:
-            see(at, output)
-
-    total = _batch_count(samples, config.batch_size)
-    batches = sample_batches(samples, batch_size=config.batch_size)
-    for done, batch in enumerate(batches, 1):
-        moved = to_device(batch, device)
-        if -1 in point_at:
-            see(-1, moved)
-        watch(model, moved, visit)
-        report(done, total, "reading ranges of activations")
-    return [statistics for statistics in found if statistics is not None]
-
-
-def _batch_count(samples: Samples, batch_size: int) -> int | None:
-    """Return how many batches there will be, if that can be told beforehand."""
-    if not isinstance(samples, Tensor | tuple | dict):
-        return None
-    return -(-batch_length(samples) // batch_size)
 
 
 def _searching(

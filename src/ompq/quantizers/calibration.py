@@ -4,10 +4,14 @@
 power of two wide and meet at 0, so that a wider range merges them two by two and the
 result does not depend on how the values came in batches. Nothing in it waits for the
 device. A grid of activations has one scale, and an integer zero: 0 is exact.
+
+What a value is worth differs: the largest of a tensor are few and often matter little.
+:func:`importance` gathers squared gradients in the same bins, and a range that
+``fisher`` finds costs the network's output least, not the tensor.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -16,13 +20,16 @@ from torch import Tensor
 from ompq.quantizers.grids import Grid, check_bits
 from ompq.quantizers.spans import TINY, elements_at_once, thinned
 
-RangeMethod = Literal["minmax", "percentile", "mse"]
-_METHODS = ("minmax", "percentile", "mse")
+RangeMethod = Literal["minmax", "percentile", "mse", "fisher"]
+_METHODS = ("minmax", "percentile", "mse", "fisher")
 
 _BINS = 4096
 # Values of one batch that enter the histogram; the extremes are those of all values.
 _COUNTED = 1 << 17
 _SMALLEST_EXPONENT = -100
+# Share of the importance that all values get alike: gradients say what a small error
+# costs, and a value that is cut off has a large one.
+_EVEN = 0.1
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,12 +42,15 @@ class Observed:
         exponent: int32 of shape ().
         low: The least value, shape ().
         high: The largest value, shape ().
+        importance: Squared gradients of the values in each bin, summed, float64 of
+            shape (4096,); None where they are not known.
     """
 
     counts: Tensor
     exponent: Tensor
     low: Tensor
     high: Tensor
+    importance: Tensor | None = None
 
     @property
     def values(self) -> Tensor:
@@ -75,13 +85,36 @@ def observe_range(x: Tensor, seen: Observed | None = None) -> Observed:
     if seen is not None:
         exponent = torch.maximum(exponent, seen.exponent)
         low, high = torch.minimum(low, seen.low), torch.maximum(high, seen.high)
-    values = thinned(values[None], _COUNTED)[0]
-    places = torch.ldexp(values * (_BINS // 2), -exponent).floor().long() + _BINS // 2
-    # Only NaN and infinity fall outside; they are reported when a grid is asked for.
-    counts = _counted(places.clamp(0, _BINS - 1), torch.ones_like(places))
+    places = _places(values, exponent)
+    counts = _counted(places, torch.ones_like(places))
     if seen is not None:
         counts = counts + _merged(seen.counts, exponent - seen.exponent)
     return Observed(counts, exponent, low, high)
+
+
+def value_bins(seen: Observed, x: Tensor) -> Tensor:
+    """Return the bins that values of a batch are in, those of them that are counted.
+
+    Args:
+        seen: What is known of the tensor, this batch included.
+        x: Values of any shape.
+    """
+    return _places(x.detach().float().flatten(), seen.exponent)
+
+
+def with_importance(seen: Observed, bins: Tensor, gradient: Tensor) -> Observed:
+    """Return what is known once the gradients of one more batch are.
+
+    Args:
+        seen: What was known before.
+        bins: From :func:`value_bins`, of the batch.
+        gradient: Gradient of a loss at each value, shaped as the values.
+    """
+    squares = thinned(gradient.detach().flatten()[None], _COUNTED)[0].double().square()
+    # On the CPU: sums of floats on a GPU differ from one run to the next.
+    found = torch.bincount(bins.cpu(), squares.cpu(), minlength=_BINS)
+    known = found if seen.importance is None else seen.importance + found
+    return replace(seen, importance=known)
 
 
 def activation_grid(
@@ -98,8 +131,9 @@ def activation_grid(
         seen: From :func:`observe_range`.
         bits: 2 to 8.
         method: ``minmax`` holds every value, ``percentile`` the middle ``fraction`` of
-            them, and ``mse`` looks for the least sum of |error|^power.
-        power: For ``mse``.
+            them, ``mse`` looks for the least sum of |error|^power, and ``fisher`` for
+            the least such sum weighed by importance, where that is known.
+        power: For ``mse`` and ``fisher``.
         fraction: For ``percentile``.
 
     Raises:
@@ -113,8 +147,9 @@ def activation_grid(
     low, high = seen.low.clamp(max=0), seen.high.clamp(min=0)
     if method == "percentile":
         low, high = _percentiles(seen, fraction)
-    if method == "mse":
-        low, high = _least_error(seen, low, high, bits, power)
+    if method in ("mse", "fisher"):
+        weights = _weights(seen, method)
+        low, high = _least_error(seen.values, weights, low, high, bits, power)
     scale, zero = _span_grid(low, high, bits)
     nothing = scale <= TINY
     return Grid(torch.where(nothing, 1.0, scale), zero, bits)
@@ -137,6 +172,25 @@ def tensor_noise(x: Tensor, bits: Sequence[int]) -> Tensor:
     errors = [values - activation_grid(seen, width).fake(values) for width in bits]
     energy = values.square().sum().clamp(min=TINY)
     return torch.stack([error.square().sum() for error in errors]) / energy
+
+
+def _places(values: Tensor, exponent: Tensor) -> Tensor:
+    values = thinned(values[None], _COUNTED)[0]
+    places = torch.ldexp(values * (_BINS // 2), -exponent).floor().long() + _BINS // 2
+    # Only NaN and infinity fall outside; they are reported when a grid is asked for.
+    return places.clamp(0, _BINS - 1)
+
+
+def _weights(seen: Observed, method: RangeMethod) -> Tensor:
+    """Return what an error in each bin counts, (bins,); the sum is 1."""
+    counts = seen.counts.float() / seen.counts.sum()
+    if method == "mse" or seen.importance is None:
+        return counts
+    total = seen.importance.sum()
+    if not (torch.isfinite(total) and total > 0):  # no gradient got there
+        return counts
+    important = (seen.importance / total).to(counts)
+    return torch.lerp(important, counts, _EVEN)
 
 
 def _counted(places: Tensor, counts: Tensor) -> Tensor:
@@ -171,7 +225,7 @@ def _span_grid(low: Tensor, high: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 
 
 def _least_error(
-    seen: Observed, low: Tensor, high: Tensor, bits: int, power: float
+    values: Tensor, weights: Tensor, low: Tensor, high: Tensor, bits: int, power: float
 ) -> tuple[Tensor, Tensor]:
     # Both ends shrink on their own: first in wide steps, then around the best.
     for parts in (torch.logspace(0, -1.2, 16), torch.logspace(0.08, -0.08, 11)):
@@ -180,7 +234,7 @@ def _least_error(
         scale, zero = _span_grid(lows, highs, bits)
         count = max(1, elements_at_once(low.device) // _BINS)
         errors = [
-            _histogram_error(seen, Grid(s, z, bits), power)
+            _histogram_error(values, weights, Grid(s, z, bits), power)
             for s, z in zip(
                 torch.split(scale, count), torch.split(zero, count), strict=True
             )
@@ -190,6 +244,8 @@ def _least_error(
     return low, high
 
 
-def _histogram_error(seen: Observed, grid: Grid, power: float) -> Tensor:
-    error = (grid.fake(seen.values) - seen.values).abs().pow(power)  # (A, bins)
-    return error @ seen.counts.float()
+def _histogram_error(
+    values: Tensor, weights: Tensor, grid: Grid, power: float
+) -> Tensor:
+    error = (grid.fake(values) - values).abs().pow(power)  # (A, bins)
+    return error @ weights

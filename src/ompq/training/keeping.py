@@ -42,6 +42,7 @@ class Keeper:
         self.validation, self.progress = validation, progress
         self.best: float | None = None
         self.best_model: Mapping[str, Tensor] | None = None
+        self.best_step: int | None = None
         self.history: list[Mapping[str, Any]] = []
         self.saved: int | None = None
         self.sums, self.since = (0.0, 0.0, 0), time.perf_counter()
@@ -66,7 +67,8 @@ class Keeper:
         self.history = list(state.history)
         if self.best is not None:
             assert self.folder is not None
-            self.best_model = read_state(self.folder / BEST, self.identity).model
+            best = read_state(self.folder / BEST, self.identity)
+            self.best_model, self.best_step = best.model, best.step
         logger.info("continuing after step %d of %d", state.step, self.run.steps)
 
     def after_step(self) -> None:
@@ -97,7 +99,7 @@ class Keeper:
     def _judge(self, accuracy: float) -> None:
         if self.best is not None and accuracy <= self.best:
             return
-        self.best = accuracy
+        self.best, self.best_step = accuracy, self.run.step
         model = self.run.model.state_dict()
         self.best_model = {key: value.detach().clone() for key, value in model.items()}
         self._write(BEST)
@@ -156,7 +158,7 @@ class Keeper:
     def chosen(self) -> Mapping[str, Tensor]:
         """Return the state of the network to return."""
         main = self.run.engine.is_main_process
-        if main and self.best is not None and self._no_epoch_was_better():
+        if main and self.best is not None and self.best_step == 0:
             logger.warning(
                 "no epoch does better on the validation data than the start, %.2f %%; "
                 "the start is kept. Train longer, lower learning_rate=%g, or set "
@@ -165,9 +167,6 @@ class Keeper:
                 self.run.config.learning_rate,
             )
         return self.best_model or self.run.model.state_dict()
-
-    def _no_epoch_was_better(self) -> bool:
-        return all(entry["validation"] != self.best for entry in self.history)
 
 
 @contextmanager
