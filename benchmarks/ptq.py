@@ -23,6 +23,7 @@ from sharing import Rows, claimed, once
 
 from ompq.allocation.solving import Allocation
 from ompq.datasets.naming import load_data
+from ompq.datasets.views import image_views
 from ompq.evaluation import evaluate
 from ompq.graph.tracing import trace
 from ompq.graph.units import Choice
@@ -174,6 +175,8 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=64, help="for the scores")
     default = RoundingConfig().iterations
     parser.add_argument("--iterations", type=int, nargs="+", default=[default])
+    parser.add_argument("--images", type=int, default=1000, help="to calibrate with")
+    parser.add_argument("--views", type=int, default=1, help="of each image")
     parser.add_argument("--rounding", default="{}", help="JSON of other settings")
     parser.add_argument("--loss", default="squared")
     parser.add_argument("--name", default="ptq")
@@ -182,6 +185,7 @@ def main() -> None:
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model, samples, batches = load(options.network, options.data, device)
+    seen = image_views(samples[: options.images], options.views)
     reference = evaluate(model, batches)
     print(f"{options.network} float {reference.top1:.4f}", flush=True)
     name = f"{options.name}-{options.network}"
@@ -198,7 +202,7 @@ def main() -> None:
         activation: allocations(options, model, samples, activation)
         for activation in options.activation_bits
     }
-    network = (model, samples, batches, reference)
+    network = (model, seen, batches, reference)
     # The first seed of everything comes first.
     for iterations, seed in product(options.iterations, options.seeds):
         for activation, found in chosen.items():

@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
+import ompq
 from cli_tools import network_file, run, run_json
+from ompq.cli import making
 from ompq.datasets.naming import load_data
 from ompq.evaluation import evaluate
 from ompq.models.naming import load_model
@@ -247,3 +249,20 @@ def test_what_integers_cannot_do_stays_and_is_named(tmp_path):
     result = run("quantize", *words, "--no-reconstruct", "--budget", "50%", "-o", out)
     assert result.exit_code == 0, result.output
     assert "arithmetic  float: gelu in 1 has no integer form" in result.stdout
+
+
+def test_views_are_what_is_learned_from(net, tmp_path, monkeypatch):
+    seen = []
+    whole = making.round_weights
+
+    def rounded(module, plan, samples, **more):
+        seen.append(samples)
+        return whole(module, plan, samples, **more)
+
+    monkeypatch.setattr(making, "round_weights", rounded)
+    words = ("quantize", *net, "--samples", "8", "--budget", "40%", "--no-reconstruct")
+    for number, more in enumerate([(), ("--views", "3")]):
+        assert run(*words, *more, "-o", tmp_path / str(number)).exit_code == 0
+    plain, views = seen
+    assert len(plain) == 8
+    assert torch.equal(views, ompq.image_views(plain, 3))

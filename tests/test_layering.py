@@ -39,7 +39,7 @@ ORDER = {
     "verification exporting timing",
     "latency": "",
     "models": "cifar weights demo_network naming",
-    "datasets": "images inputs naming training_sets",
+    "datasets": "images views inputs naming training_sets",
     "report": "...",
     "demo": "contest results running",
     "cli": "...",

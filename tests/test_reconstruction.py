@@ -116,6 +116,10 @@ def test_checkpoint_of_another_run_is_refused(pair, tmp_path):
     other = ReconstructConfig(rounding=RoundingConfig(iterations=61))
     with pytest.raises(CheckpointError, match="belongs to another run"):
         reconstruct(quantized, model, scenes(32), other, checkpoint=path)
+    changed = scenes(32)
+    changed[-1] += 1  # the first is the same
+    with pytest.raises(CheckpointError, match="belongs to another run"):
+        reconstruct(quantized, model, changed, QUICK, checkpoint=path)
     path.write_bytes(b"nonsense")
     with pytest.raises(CheckpointError, match="is no checkpoint: "):
         reconstruct(quantized, model, scenes(32), QUICK, checkpoint=path)

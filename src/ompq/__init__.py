@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ompq.allocation.solving import Allocation, Budget
+    from ompq.datasets.views import image_views
     from ompq.errors import OmpqError
     from ompq.evaluation import Evaluation, evaluate
     from ompq.export.exporting import export_onnx
@@ -46,6 +47,7 @@ _HOMES = {
     "ompq.packing.accounts": ("inspect_file",),
     "ompq.allocation.solving": ("Allocation", "Budget"),
     "ompq.errors": ("OmpqError",),
+    "ompq.datasets.views": ("image_views",),
     "ompq.evaluation": ("Evaluation", "evaluate"),
     "ompq.export.exporting": ("export_onnx",),
     "ompq.graph.units": ("Choice", "LayerGraph", "Unit"),
@@ -100,6 +102,7 @@ __all__ = [
     "WeightNoise",
     "evaluate",
     "export_onnx",
+    "image_views",
     "inspect_file",
     "load",
     "measure_latency",

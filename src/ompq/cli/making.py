@@ -14,6 +14,7 @@ from ompq.cli.screen import Screen
 from ompq.cli.settings import load_inputs
 from ompq.cli.settling import settled
 from ompq.datasets.inputs import Batches, Data
+from ompq.datasets.views import image_views
 from ompq.errors import BudgetError, PlanError
 from ompq.evaluation import Evaluation
 from ompq.evaluation import evaluate as measure
@@ -133,6 +134,7 @@ def quantized_network(
     screen: Screen,
 ) -> nn.Module:
     """Quantize and, unless the options say otherwise, reconstruct."""
+    samples = image_views(samples, run.views, seed=seed)
     with screen.stages("quantizing") as (progress, _):
         rounded = round_weights(module, plan, samples, progress=progress)
     if run.no_reconstruct:
