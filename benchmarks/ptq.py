@@ -197,6 +197,8 @@ def main() -> None:
         choices=options.choices,
         rounding=options.rounding,
         loss=options.loss,
+        images=options.images,
+        views=options.views,
     )
     chosen = {
         activation: allocations(options, model, samples, activation)

@@ -31,7 +31,7 @@ def weighed(model, samples):
     bits = {name: Choice(8, 8) for name in graph.names}
     points, _ = find_points(model, record(model, samples[:1]), graph, bits)
     seen = read_ranges(model, samples, points, batch_size=64, report=silent)
-    return points, seen, weigh_ranges(model, samples, points, seen)
+    return points, seen, weigh_ranges(model, samples, points, seen, report=silent)
 
 
 def quantize(model, samples, bits=8, **more):

@@ -189,7 +189,9 @@ def test_progress_is_told():
     assert seen[-1] == (4, 4, "done")
     batches = -(-len(SAMPLES) // 3)
     ranges = [step[:2] for step in seen if step[2] == "reading ranges of activations"]
-    assert ranges == [(1, 4), *((n, batches) for n in range(1, batches + 1))]
+    read = [(n, batches) for n in range(1, batches + 1)]
+    weighed = [(1, 3), (2, 3), (3, 3)]  # 48 samples, 16 at a time
+    assert ranges == [(1, 4), *read, *weighed]
     units = len(ompq.trace(model, SAMPLES))
     rounding = [step[:2] for step in seen if step[2] == "rounding weights"]
     assert rounding == [(2, 4), *((n, units) for n in range(1, units + 1))]

@@ -6,7 +6,7 @@ batch or an iterable of batches.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from itertools import chain
 from typing import Any, TypeAlias
 
@@ -62,7 +62,7 @@ def batch_length(batch: Batch) -> int:
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
     """Return the batch on the device."""
-    return _map(batch, lambda t: t.to(device, non_blocking=True))
+    return map_batch(batch, lambda t: t.to(device, non_blocking=True))
 
 
 def call(model: nn.Module, batch: Batch) -> Any:
@@ -117,15 +117,27 @@ def evaluating(model: nn.Module) -> Iterator[nn.Module]:
             module.training = mode
 
 
+def cudnn_kernels(*, repeatable: bool) -> AbstractContextManager[None]:
+    """Let cuDNN take kernels that give the same bits every time, or the fastest."""
+    cudnn = torch.backends.cudnn
+    return cudnn.flags(
+        enabled=cudnn.enabled,
+        benchmark=not repeatable,
+        deterministic=repeatable,
+        allow_tf32=cudnn.allow_tf32,
+    )
+
+
 def _tensors(batch: Batch) -> list[Tensor]:
     if isinstance(batch, Tensor):
         return [batch]
     return list(batch.values() if isinstance(batch, dict) else batch)
 
 
-def _map(batch: Batch, function: Any) -> Batch:
+def map_batch(batch: Batch, function: Callable[[Tensor], Tensor]) -> Batch:
+    """Return a batch of the same form, of what the function makes of its tensors."""
     if isinstance(batch, Tensor):
-        return function(batch)  # type: ignore[no-any-return]
+        return function(batch)
     if isinstance(batch, dict):
         return {key: function(value) for key, value in batch.items()}
     return tuple(function(value) for value in batch)
@@ -133,7 +145,7 @@ def _map(batch: Batch, function: Any) -> Batch:
 
 def _cut(batch: Batch, count: int, start: int, stop: int) -> Batch:
     # A tensor without the batch dimension (a shared mask, say) is passed whole.
-    return _map(
+    return map_batch(
         batch, lambda t: t[start:stop] if t.dim() and t.shape[0] == count else t
     )
 

@@ -153,7 +153,7 @@ def quantize(
     size = config.batch_size
     ranges = read_ranges(model, samples, points, batch_size=size, report=report)
     if config.activation_range == "fisher":
-        ranges = weigh_ranges(model, samples, points, ranges)
+        ranges = weigh_ranges(model, samples, points, ranges, report=report)
     report(2, 4, "rounding weights")
     quantized = assemble(
         model,

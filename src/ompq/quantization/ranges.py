@@ -17,12 +17,13 @@ from ompq.quantizers.calibration import (
     with_importance,
 )
 from ompq.samples import (
-    Batch,
     Progress,
     Samples,
     batch_length,
+    cudnn_kernels,
     first_samples,
     first_tensor,
+    map_batch,
     model_device,
     sample_batches,
     to_device,
@@ -78,6 +79,8 @@ def weigh_ranges(
     samples: Samples,
     points: Sequence[Point],
     seen: Sequence[Observed],
+    *,
+    report: Progress,
 ) -> list[Observed]:
     """Add how much the values of each point matter to what the network returns.
 
@@ -91,18 +94,23 @@ def weigh_ranges(
         samples: Unlabelled inputs; the first 64 are used.
         points: Where activations will be quantized.
         seen: What :func:`read_ranges` found with these samples.
+        report: Called after each batch.
     """
     weighing = _Weighing(points, seen)
     generator = torch.Generator().manual_seed(0)
     first = to_device(first_samples(samples, _FOR_IMPORTANCE), model_device(model))
     try:
-        for batch in sample_batches(first, batch_size=_AT_ONCE):
-            leaves, inputs = _leaves(batch)
-            with _differentiating(model, parameters=not leaves) as parameters:
+        for done, batch in enumerate(sample_batches(first, batch_size=_AT_ONCE), 1):
+            leaf = map_batch(batch, _leaf)
+            ends = [t for t in tensors_in(leaf) if t.requires_grad]
+            with _differentiating(model, parameters=not ends) as parameters:
+                # The network may work on its input in place, which no leaf allows.
+                inputs = map_batch(leaf, torch.clone)
                 weighing.await_gradient(-1, inputs)
                 output = watch(model, inputs, weighing.visit, gradients=True)
                 loss = _loss(first_tensor(output), generator)
-                torch.autograd.grad(loss, leaves or parameters, allow_unused=True)
+                torch.autograd.grad(loss, ends or parameters, allow_unused=True)
+            report(done, _batch_count(first, _AT_ONCE), _MESSAGE)
     except RuntimeError as error:
         logger.warning(
             "ranges of activations weigh all values alike: the network cannot be "
@@ -160,51 +168,29 @@ def _batch_count(samples: Samples, batch_size: int) -> int | None:
 
 @contextmanager
 def _differentiating(model: nn.Module, *, parameters: bool) -> Iterator[list[Tensor]]:
-    """Yield the network's parameters, and make kernels repeatable meanwhile.
+    """Yield the network's parameters, and make gradients repeatable meanwhile.
 
     Args:
         model: The network.
         parameters: Whether gradients flow to them. They need not where they flow to the
             input, and what a layer got need not be kept then.
     """
-    each = [p for p in model.parameters() if p.is_floating_point()]
+    each: list[Tensor] = [p for p in model.parameters() if p.is_floating_point()]
     flags = [p.requires_grad for p in each]
-    cudnn = torch.backends.cudnn
     try:
-        with (
-            torch.enable_grad(),
-            cudnn.flags(
-                enabled=cudnn.enabled,
-                benchmark=False,
-                deterministic=True,
-                allow_tf32=cudnn.allow_tf32,
-            ),
-        ):
-            for parameter in each:
-                parameter.requires_grad_(parameters)
-            yield list(each)
+        for parameter in each:
+            parameter.requires_grad_(parameters)
+        with torch.enable_grad(), cudnn_kernels(repeatable=True):
+            yield each
     finally:
         for parameter, flag in zip(each, flags, strict=True):
             parameter.requires_grad_(flag)
 
 
-def _leaves(batch: Batch) -> tuple[list[Tensor], Batch]:
-    """Return what gradients may flow to in a batch, and the batch made of it."""
-    leaves: list[Tensor] = []
-
-    def leaf(tensor: Tensor) -> Tensor:
-        if not tensor.is_floating_point():
-            return tensor
-        leaves.append(tensor.detach().clone().requires_grad_())
-        # The network may work on its input in place, which a leaf does not allow.
-        with torch.enable_grad():
-            return leaves[-1].clone()
-
-    if isinstance(batch, Tensor):
-        return leaves, leaf(batch)
-    if isinstance(batch, dict):
-        return leaves, {name: leaf(tensor) for name, tensor in batch.items()}
-    return leaves, tuple(leaf(tensor) for tensor in batch)
+def _leaf(tensor: Tensor) -> Tensor:
+    """Return a copy that gradients flow to, if it can be one."""
+    tensor = tensor.detach().clone()
+    return tensor.requires_grad_(tensor.is_floating_point())
 
 
 def _loss(output: Tensor, generator: torch.Generator) -> Tensor:

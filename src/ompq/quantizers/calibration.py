@@ -6,7 +6,7 @@ result does not depend on how the values came in batches. Nothing in it waits fo
 device. A grid of activations has one scale, and an integer zero: 0 is exact.
 
 What a value is worth differs: the largest of a tensor are few and often matter little.
-:func:`importance` gathers squared gradients in the same bins, and a range that
+:func:`with_importance` gathers squared gradients in the same bins, and a range that
 ``fisher`` finds costs the network's output least, not the tensor.
 """
 

@@ -19,7 +19,7 @@ from ompq.reconstruction.settings import (
     schedule,
 )
 from ompq.reconstruction.soft_rounding import SoftRounding
-from ompq.samples import Progress, evaluating, model_device
+from ompq.samples import Progress, cudnn_kernels, evaluating, model_device
 
 _FOR_MEANS = 128  # samples suffice for the mean of a channel
 _REPORT_EVERY = 50  # on a CPU fifty steps can take seconds
@@ -94,15 +94,9 @@ def _optimising(block: nn.Module, seed: int) -> Iterator[None]:
     """Make the arithmetic repeatable, and leave the global generators as they were."""
     device = model_device(block)
     devices = [device] if device.type == "cuda" else []
-    cudnn = torch.backends.cudnn
     with (
         torch.random.fork_rng(devices=devices),
-        cudnn.flags(
-            enabled=cudnn.enabled,
-            benchmark=False,
-            deterministic=True,
-            allow_tf32=cudnn.allow_tf32,
-        ),
+        cudnn_kernels(repeatable=True),
         evaluating(block),
         torch.enable_grad(),
     ):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ompq.quantization.quantizing import quantization_of
-from ompq.samples import Progress
+from ompq.samples import Progress, cudnn_kernels
 from ompq.training.batches import Batches, LabelledBatch, epoch_batches
 from ompq.training.checkpoints import run_identity
 from ompq.training.keeping import Keeper
@@ -88,15 +88,9 @@ def _batches_done(run: Run, epoch: int) -> int:
 @contextmanager
 def _generators(run: Run) -> Iterator[None]:
     """Leave the global generators, and how GPUs compute, as they were."""
-    cudnn, chosen = torch.backends.cudnn, run.config.deterministic
     with (
         torch.random.fork_rng([run.device] if run.device.type == "cuda" else []),
-        cudnn.flags(
-            enabled=cudnn.enabled,
-            benchmark=not chosen,
-            deterministic=chosen,
-            allow_tf32=cudnn.allow_tf32,
-        ),
+        cudnn_kernels(repeatable=run.config.deterministic),
         torch.enable_grad(),
         warnings.catch_warnings(),
     ):
