@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -75,6 +76,18 @@ def test_help_of_each_command_has_examples_before_its_options(name):
     assert examples < result.stdout.index("Options")
     assert max(map(len, result.stdout.splitlines())) <= 80
     assert COMMANDS[name].summary.split(",")[0].rstrip(".")[:30] in result.stdout
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_breaks_its_lines_where_the_terminal_ends(name):
+    shown = run(name, "--help", env={"COLUMNS": "80"}).stdout.partition("╭")[0]
+    paragraphs = re.split(r"\n *\n", shown)
+    for part in paragraphs:
+        lines = [line.strip() for line in part.strip().splitlines()]
+        if "Examples:" in lines:
+            assert all(re.match(r"ompq |--", line) for line in lines[1:]), lines
+        else:
+            assert lines == textwrap.wrap(" ".join(lines), 78)
 
 
 @pytest.mark.parametrize("name", COMMANDS)

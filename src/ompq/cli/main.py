@@ -8,6 +8,7 @@ import sys
 import traceback
 from dataclasses import dataclass
 from importlib import import_module
+from inspect import cleandoc
 from typing import Annotated, Any
 
 import typer
@@ -33,9 +34,18 @@ class Command:
     def load(self, name: str) -> Any:
         """Import the command's module and return the command."""
         module, _, function = self.function.partition(":")
+        command = getattr(import_module(module), function)
         alone = typer.Typer(add_completion=False, rich_markup_mode="rich")
-        alone.command(name)(spread(getattr(import_module(module), function)))
+        alone.command(name, help=_flowing(command.__doc__))(spread(command))
         return typer.main.get_command(alone)
+
+
+def _flowing(text: str) -> str:
+    """Return a docstring whose prose fits any terminal; examples keep their lines."""
+    paragraphs = cleandoc(text).split("\n\n")
+    return "\n\n".join(
+        part if "\n  " in part else part.replace("\n", " ") for part in paragraphs
+    )
 
 
 COMMANDS = {

@@ -40,7 +40,7 @@ def quantize(
       ompq quantize timm:resnet18 --data train/ --eval-data val/ --budget 3.2bits
         --iterations 2000 -o out/
       ompq quantize net.py:make --data digits --plan plan.json -o out/
-      ompq quantize ompq:demo --data digits --eval-data digits --budget 36KiB -o out/
+      ompq quantize ompq:demo --data digits --budget 36KiB -o out/
 
     Ctrl-C keeps what is done: the same command with --resume continues.
     """
