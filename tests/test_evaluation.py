@@ -139,6 +139,19 @@ def test_users_metrics_are_averaged_over_images_not_batches() -> None:
     assert result.metrics["mean target"] == pytest.approx(targets.float().mean().item())
 
 
+@pytest.mark.parametrize(
+    ("value", "what"),
+    [
+        (torch.ones(2, 3), r"a tensor of shape \(2, 3\)"),
+        (None, "NoneType"),
+        ("good", "str"),
+    ],
+)
+def test_metric_that_is_no_number_is_named(value, what) -> None:
+    with pytest.raises(ValueError, match=f"metric 'mine' returned {what}, not one"):
+        evaluate(Table(), [labelled()], metrics={"mine": lambda *_: value})
+
+
 def test_json_round_trip_is_lossless() -> None:
     result = evaluate(
         Table(scale=0.5),

@@ -1,18 +1,15 @@
 import copy
 import random
 from dataclasses import replace
-from itertools import cycle
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 from torchvision import models
 
 from nets import Chain, TinyMobileNet, TinyResNet, images, seeded
-from ompq.allocation.solving import Allocation, Budget
-from ompq.errors import PackedFileError, PlanError, QuantizationError
+from ompq.allocation.solving import Allocation
+from ompq.errors import PackedFileError
 from ompq.graph.observation import record
 from ompq.graph.tracing import trace
 from ompq.graph.units import Choice
@@ -21,13 +18,11 @@ from ompq.models.demo_network import DemoNetwork
 from ompq.packing.bitstream import unpack_bits
 from ompq.packing.checkpoint import load, save
 from ompq.packing.contents import read_contents
-from ompq.plans import Plan
 from ompq.quantization.assembly import assemble
 from ompq.quantization.layers import quantized_layers
 from ompq.quantization.placement import find_points
 from ompq.quantization.quantizing import (
     Quantization,
-    QuantizeConfig,
     quantization_of,
     quantize,
     with_quantization,
@@ -36,59 +31,9 @@ from ompq.quantizers.grids import Grid
 from ompq.quantizers.ranges import minmax_weight
 from ompq.reconstruction.reconstructing import ReconstructConfig, reconstruct
 from ompq.reconstruction.settings import RoundingConfig
-from ompq.scores import ScoreTable
-
-
-class Attention(nn.Module):
-    """Attention, whose projections have no module of their own, and a norm."""
-
-    def __init__(self, **settings):
-        super().__init__()
-        self.embed = nn.Linear(3, 12)
-        self.attention = nn.MultiheadAttention(12, 2, batch_first=True, **settings)
-        self.norm = nn.LayerNorm(12)
-        self.head = nn.Linear(12, 4, bias=False)
-
-    def forward(self, x):
-        x = self.embed(x.flatten(2).transpose(1, 2))
-        return self.head(self.norm(x + self.attention(x, x, x)[0]).mean(1))
-
-
-class Odd(nn.Module):
-    """Transposed and shared layers, a weight handed to a function, odd buffers."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.BatchNorm2d(3)
-        self.up = nn.ConvTranspose2d(3, 5, 3, 2, bias=False)
-        self.mix = nn.Conv2d(5, 5, 1)
-        self.functional = nn.Linear(5, 7)
-        self.again = nn.Linear(7, 7)
-        self.tied = nn.Linear(7, 7)
-        self.tied.weight = self.again.weight
-        self.register_buffer("order", torch.tensor([2, 0, 1, 4, 3, 6, 5]))
-        self.register_buffer("wide", torch.tensor([3.5], dtype=torch.float64))
-        self.register_buffer("mask", torch.tensor([True, False]))
-        self.register_buffer("huge", torch.tensor(1 << 40))
-
-    def forward(self, x):
-        x = F.relu(self.mix(F.relu(self.up(self.norm(x))))).mean((2, 3))
-        x = F.relu(F.linear(x, self.functional.weight, self.functional.bias))
-        return self.tied(F.relu(self.again(x[:, self.order]))) * self.wide.float()
-
+from packing_tools import Attention, Odd, fake_plan, mixed, quantized
 
 NETWORKS = [Chain, TinyResNet, TinyMobileNet, Attention, Odd]
-
-
-def mixed(names, widths=(2, 3, 4, 5, 6, 7, 8)):
-    pairs = zip(names, cycle(widths), strict=False)
-    return Allocation({name: Choice(bits, 8) for name, bits in pairs})
-
-
-def quantized(network, widths=(2, 3, 4, 5, 6, 7, 8), **config):
-    samples = images(16)
-    bits = mixed(trace(network, samples).names, widths)
-    return quantize(network, bits, samples, QuantizeConfig(**config)).eval()
 
 
 def assert_same_outputs(one, other, batch=None):
@@ -261,20 +206,6 @@ def test_same_network_gives_the_same_bytes(tmp_path):
     assert len({one.read_bytes() for one in files}) == 1
 
 
-def fake_plan(graph, allocation):
-    choices = tuple(sorted(set(allocation.values())))
-    shape = (len(graph), len(choices))
-    return Plan(
-        graph=graph,
-        choices=choices,
-        scores=ScoreTable(damage=np.zeros(shape)),
-        allowed=np.ones(shape, dtype=bool),
-        budget=Budget.of("32bits"),
-        allocation=allocation,
-        score_name="nothing",
-    )
-
-
 def quickly_quantized(network, samples, widths):
     """As quantize() does, with ranges that need no search."""
     graph = trace(network, samples)
@@ -324,147 +255,6 @@ def test_plan_and_network_are_written_down(file):
     assert set(about["versions"]) == {"ompq", "torch"}
     assert about["plan"]["hash"] == plan.hash
     assert about["plan"]["bytes"] == plan.totals["bytes"]
-
-
-def test_plan_of_other_bits_is_refused(file):
-    saved = quantized(seeded(Chain()), (3,))
-    graph = quantization_of(saved).graph
-    with pytest.raises(PlanError, match=r"other bits than the plan in 2 units \(conv,"):
-        save(saved, file, plan=fake_plan(graph, mixed(graph.names, (4,))))
-    assert not file.exists()
-
-
-def test_float_network_is_refused(file):
-    with pytest.raises(QuantizationError, match="Chain is not quantized"):
-        save(Chain(), file)
-
-
-def scale_of(network):
-    return network.conv.weight_scale
-
-
-def zero_of(network):
-    return network.conv.weight_zero
-
-
-@pytest.mark.parametrize(
-    ("tensor", "value", "message"),
-    [
-        (scale_of, 1e-40, r"conv: scales must be within 1e-36 and 1e\+36, not 9.99"),
-        (scale_of, float("inf"), "conv: scales must be within .* to inf; quantize"),
-        (zero_of, 0.25, r"conv: zero / 0.5 cannot be stored as uint8: \[0.5\]"),
-        (zero_of, -1.0, r"conv: zero / 0.5 cannot be stored as uint8: \[-2.0\]"),
-        (lambda n: n.conv.bias, float("nan"), "conv: bias cannot .* float32: .nan"),
-    ],
-)
-def test_numbers_that_a_file_cannot_hold_are_refused(tensor, value, message, file):
-    saved = quantized(seeded(Chain()), (3,))
-    with torch.no_grad():
-        tensor(saved)[0] = value
-    with pytest.raises(QuantizationError, match=message):
-        save(saved, file)
-    assert not file.exists()
-
-
-def test_weight_that_left_its_grid_is_refused(file):
-    saved = quantized(seeded(Attention()), (4,))
-    with torch.no_grad():
-        saved.attention.in_proj_weight.add_(0.001)
-    with pytest.raises(QuantizationError, match="attention.in_proj: its weight was"):
-        save(saved, file)
-
-
-def test_state_that_is_no_tensor_is_refused(file):
-    class Stateful(nn.Conv2d):
-        def get_extra_state(self):
-            return {"steps": 3}
-
-    saved = quantized(seeded(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU())))
-    saved.append(Stateful(4, 4, 1))
-    with pytest.raises(QuantizationError, match=r"2._extra_state .* is dict, not a"):
-        save(saved, file)
-
-
-OTHERS = [
-    (Chain, r"15 units .* \(stem is missing, block1.conv1 is missing"),
-    (
-        lambda: TinyResNet(width=6),
-        r"7 .* \(stem is \(6, 3, 3, 3\) instead of \(8, 3, 3, 3\)",
-    ),
-    (lambda: TinyResNet(classes=3), r"1 units .* \(head is \(3, 16\) instead of \(5,"),
-]
-
-
-@pytest.mark.parametrize(("model", "message"), OTHERS)
-def test_another_network_says_which_units_differ(model, message, file):
-    save(quantized(seeded(TinyResNet())), file)
-    with pytest.raises(PackedFileError, match=f"made for another network: {message}"):
-        load(file, model)
-
-
-def without_norm():
-    network = TinyResNet()
-    network.norm = nn.Identity()
-    return network
-
-
-def with_more():
-    network = TinyResNet()
-    network.more = nn.Linear(2, 2)
-    return network
-
-
-@pytest.mark.parametrize(
-    ("model", "message"),
-    [
-        (without_norm, "norm is no batch norm"),
-        (with_more, "more.weight is not in the file, more.bias is not in the file"),
-    ],
-)
-def test_smaller_differences_are_named(model, message, file):
-    save(quantized(seeded(TinyResNet())), file)
-    with pytest.raises(PackedFileError, match=message):
-        load(file, model)
-
-
-def test_other_float_parts_are_named(file):
-    network = seeded(nn.Sequential(nn.Conv2d(3, 4, 1), nn.LayerNorm(8)))
-    save(quantized(network), file)
-    other = nn.Sequential(nn.Conv2d(3, 4, 1), nn.LayerNorm(7))
-    with pytest.raises(PackedFileError, match=r"1.weight is \(7,\) instead of \(8,\)"):
-        load(file, other)
-    other = nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU())
-    with pytest.raises(PackedFileError, match="1.weight is missing, 1.bias is missing"):
-        load(file, other)
-
-
-def test_bias_that_the_file_lacks_is_named(file):
-    save(
-        quantized(nn.Sequential(nn.Conv2d(3, 4, 3, bias=False)), restore_moments=False),
-        file,
-    )
-    with pytest.raises(PackedFileError, match="0 has a bias"):
-        load(file, nn.Sequential(nn.Conv2d(3, 4, 3)))
-
-
-def test_layer_that_cannot_be_replaced_is_named(file):
-    class Special(nn.Conv2d):
-        pass
-
-    save(quantized(seeded(Chain())), file)
-    other = Chain()
-    other.conv = Special(3, 6, 3)
-    with pytest.raises(QuantizationError, match="conv: Special has a forward"):
-        load(file, other)
-
-
-def test_what_is_no_float_network_is_refused(file):
-    saved = quantized(seeded(Chain()))
-    save(saved, file)
-    with pytest.raises(ValueError, match="quantized already; pass the float network"):
-        load(file, saved)
-    with pytest.raises(TypeError, match="returns one, not str"):
-        load(file, lambda: "resnet18")
 
 
 @pytest.mark.cuda

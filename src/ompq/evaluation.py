@@ -117,6 +117,7 @@ def evaluate(
     Raises:
         DataError: There is no batch, or targets do not fit the inputs or outputs.
         ModelError: The outputs are no logits, or not finite.
+        ValueError: A metric returns something else than one number.
     """
     total = len(batches) if isinstance(batches, Sized) else None
     seen: list[_Seen] = []
@@ -151,6 +152,19 @@ class _Seen:
         return len(self.targets)
 
 
+def _measured(name: str, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        what = type(value).__name__
+        if isinstance(value, Tensor):
+            what = f"a tensor of shape {tuple(value.shape)}"
+        raise ValueError(
+            f"metric {name!r} returned {what}, not one number: let it return the mean "
+            "over the batch"
+        ) from error
+
+
 def _observe(
     model: nn.Module,
     batch: tuple[Batch, Tensor],
@@ -170,7 +184,7 @@ def _observe(
         right=(top1 == targets).cpu().numpy(),
         among_five=among_five,
         seconds=seconds,
-        metrics={name: float(one(logits, targets)) for name, one in metrics.items()},
+        metrics={n: _measured(n, one(logits, targets)) for n, one in metrics.items()},
     )
     if reference is None:
         return seen

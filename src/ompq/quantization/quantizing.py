@@ -17,7 +17,7 @@ from ompq.quantization.assembly import WeightGrid, assemble
 from ompq.quantization.layers import quantized_layers
 from ompq.quantization.moments import Moments, output_moments, restore_moments
 from ompq.quantization.placement import Link, Point, find_points
-from ompq.quantization.ranges import read_ranges, weigh_ranges
+from ompq.quantization.ranges import READING, read_ranges, weigh_ranges
 from ompq.quantizers.calibration import RangeMethod, activation_grid
 from ompq.quantizers.grids import Grid
 from ompq.quantizers.ranges import DEFAULT_KIND, Kind, search_weight
@@ -149,7 +149,7 @@ def quantize(
     device = model_device(model)
     recording = record(model, to_device(first_samples(samples, 1), device))
     points, lost = find_points(model, recording, graph, allocation)
-    report(1, 4, "reading ranges of activations")
+    report(1, 4, READING)
     size = config.batch_size
     ranges = read_ranges(model, samples, points, batch_size=size, report=report)
     if config.activation_range == "fisher":

@@ -32,7 +32,7 @@ from ompq.samples import (
 logger = logging.getLogger(__name__)
 _FOR_IMPORTANCE = 64  # samples suffice to tell what matters
 _AT_ONCE = 16  # of them: a backward pass needs what the forward pass computed
-_MESSAGE = "reading ranges of activations"
+READING = "reading ranges of activations"
 
 
 def read_ranges(
@@ -70,7 +70,7 @@ def read_ranges(
         if -1 in point_at:
             see(-1, moved)
         watch(model, moved, visit)
-        report(done, total, _MESSAGE)
+        report(done, total, READING)
     return [statistics for statistics in found if statistics is not None]
 
 
@@ -110,7 +110,7 @@ def weigh_ranges(
                 output = watch(model, inputs, weighing.visit, gradients=True)
                 loss = _loss(first_tensor(output), generator)
                 torch.autograd.grad(loss, ends or parameters, allow_unused=True)
-            report(done, _batch_count(first, _AT_ONCE), _MESSAGE)
+            report(done, _batch_count(first, _AT_ONCE), READING)
     except RuntimeError as error:
         logger.warning(
             "ranges of activations weigh all values alike: the network cannot be "

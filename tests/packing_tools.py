@@ -1,0 +1,82 @@
+"""Odd networks and quick plans that tests of packed files share."""
+
+from itertools import cycle
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from nets import images
+from ompq.allocation.solving import Allocation, Budget
+from ompq.graph.tracing import trace
+from ompq.graph.units import Choice
+from ompq.plans import Plan
+from ompq.quantization.quantizing import (
+    QuantizeConfig,
+    quantize,
+)
+from ompq.scores import ScoreTable
+
+
+class Attention(nn.Module):
+    """Attention, whose projections have no module of their own, and a norm."""
+
+    def __init__(self, **settings):
+        super().__init__()
+        self.embed = nn.Linear(3, 12)
+        self.attention = nn.MultiheadAttention(12, 2, batch_first=True, **settings)
+        self.norm = nn.LayerNorm(12)
+        self.head = nn.Linear(12, 4, bias=False)
+
+    def forward(self, x):
+        x = self.embed(x.flatten(2).transpose(1, 2))
+        return self.head(self.norm(x + self.attention(x, x, x)[0]).mean(1))
+
+
+class Odd(nn.Module):
+    """Transposed and shared layers, a weight handed to a function, odd buffers."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm2d(3)
+        self.up = nn.ConvTranspose2d(3, 5, 3, 2, bias=False)
+        self.mix = nn.Conv2d(5, 5, 1)
+        self.functional = nn.Linear(5, 7)
+        self.again = nn.Linear(7, 7)
+        self.tied = nn.Linear(7, 7)
+        self.tied.weight = self.again.weight
+        self.register_buffer("order", torch.tensor([2, 0, 1, 4, 3, 6, 5]))
+        self.register_buffer("wide", torch.tensor([3.5], dtype=torch.float64))
+        self.register_buffer("mask", torch.tensor([True, False]))
+        self.register_buffer("huge", torch.tensor(1 << 40))
+
+    def forward(self, x):
+        x = F.relu(self.mix(F.relu(self.up(self.norm(x))))).mean((2, 3))
+        x = F.relu(F.linear(x, self.functional.weight, self.functional.bias))
+        return self.tied(F.relu(self.again(x[:, self.order]))) * self.wide.float()
+
+
+def mixed(names, widths=(2, 3, 4, 5, 6, 7, 8)):
+    pairs = zip(names, cycle(widths), strict=False)
+    return Allocation({name: Choice(bits, 8) for name, bits in pairs})
+
+
+def quantized(network, widths=(2, 3, 4, 5, 6, 7, 8), **config):
+    samples = images(16)
+    bits = mixed(trace(network, samples).names, widths)
+    return quantize(network, bits, samples, QuantizeConfig(**config)).eval()
+
+
+def fake_plan(graph, allocation):
+    choices = tuple(sorted(set(allocation.values())))
+    shape = (len(graph), len(choices))
+    return Plan(
+        graph=graph,
+        choices=choices,
+        scores=ScoreTable(damage=np.zeros(shape)),
+        allowed=np.ones(shape, dtype=bool),
+        budget=Budget.of("32bits"),
+        allocation=allocation,
+        score_name="nothing",
+    )
