@@ -10,7 +10,12 @@ from nets import Chain, TinyMobileNet, TinyResNet, scenes, seeded
 from ompq.allocation.solving import Allocation
 from ompq.graph.tracing import trace
 from ompq.graph.units import Choice
-from ompq.quantization.quantizing import QuantizeConfig, quantization_of, quantize
+from ompq.quantization.quantizing import (
+    QuantizeConfig,
+    float_moments,
+    quantization_of,
+    quantize,
+)
 from ompq.reconstruction.blocks import BlockCache, fisher_weights
 from ompq.reconstruction.gathering import gather, gather_next
 from ompq.reconstruction.layouts import Arguments, Layout
@@ -239,3 +244,25 @@ def test_fisher_weights_are_taken_where_the_target_is():
         cache.weights, wanted / wanted.mean(), rtol=1e-3, atol=1e-5
     )
     torch.testing.assert_close(cache.targets, hidden.detach())
+
+
+def test_moments_are_compared_on_the_same_samples():
+    model = seeded(TinyResNet())
+    # Had one network read them from all and the other from the first half, what differs
+    # between the halves would be taken for what rounding did.
+    samples = torch.cat([3 * scenes(128), scenes(128, seed=1)])
+    quantized = quantized_at(model, 8, samples)
+    graph = trace(model, samples)
+    name = next(block for block in graph.blocks if block not in graph.names)
+    members = [graph.units[i] for i in graph.blocks[name]]
+    found = float_moments(model, members, samples)
+    cache = gather(
+        quantized, model, (name, name), samples, batch_size=64, limit=1 << 30
+    )
+    before, after = learn_rounding(
+        quantized.get_submodule(name),
+        cache,
+        RoundingConfig(iterations=1),
+        moments={unit: found[f"{name}.{unit}"] for unit in ("conv1", "conv2")},
+    )
+    assert after < 2 * before

@@ -22,6 +22,10 @@ from ompq.quantization.layers import QuantizedLayer
 
 Run = Callable[[], Any]
 
+# Samples that moments are read from; the float and the quantized network see the same,
+# so that what differs is what rounding did.
+FOR_MOMENTS = 256
+
 # Channels that rounding has all but emptied are not blown up to what they were.
 _LARGEST_RATIO = 2.0
 

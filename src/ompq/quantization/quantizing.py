@@ -15,7 +15,12 @@ from ompq.graph.units import LayerGraph, Skipped, Unit
 from ompq.plans import Plan
 from ompq.quantization.assembly import WeightGrid, assemble
 from ompq.quantization.layers import quantized_layers
-from ompq.quantization.moments import Moments, output_moments, restore_moments
+from ompq.quantization.moments import (
+    FOR_MOMENTS,
+    Moments,
+    output_moments,
+    restore_moments,
+)
 from ompq.quantization.placement import Link, Point, find_points
 from ompq.quantization.ranges import READING, read_ranges, weigh_ranges
 from ompq.quantizers.calibration import RangeMethod, activation_grid
@@ -31,7 +36,6 @@ from ompq.samples import (
     to_device,
 )
 
-FOR_MOMENTS = 256  # samples suffice for the moments of a channel
 _RECORD = "ompq_quantization"  # the attribute that says how a network was quantized
 
 

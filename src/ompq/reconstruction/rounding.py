@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ompq.quantization.layers import activation_quantizers, quantized_layers
-from ompq.quantization.moments import Moments, restore_moments
+from ompq.quantization.moments import FOR_MOMENTS, Moments, restore_moments
 from ompq.quantizers.grids import LARGEST_BITS
 from ompq.reconstruction.blocks import BlockCache
 from ompq.reconstruction.settings import (
@@ -21,7 +21,6 @@ from ompq.reconstruction.settings import (
 from ompq.reconstruction.soft_rounding import SoftRounding
 from ompq.samples import Progress, cudnn_kernels, evaluating, model_device
 
-_FOR_MEANS = 128  # samples suffice for the mean of a channel
 _REPORT_EVERY = 50  # on a CPU fifty steps can take seconds
 
 
@@ -70,7 +69,7 @@ def _restore(
 
 
 def _run_some(block: nn.Module, cache: BlockCache) -> None:
-    inputs, _, _ = cache.pick(next(cache.batches(_FOR_MEANS)))
+    inputs, _, _ = cache.pick(next(cache.batches(FOR_MOMENTS)))
     cache.call(block, [t.to(model_device(block)) for t in inputs])
 
 
