@@ -8,6 +8,9 @@ both moments are restored, as a batch norm that is estimated anew would do.
 The spread is the mean distance from the mean, not the standard deviation: a few large
 values are most of that, and where a grid cuts them off, which it may do with good
 reason, channels would be stretched to make up for them.
+
+Both are read from a few samples, with and without rounding. What these differ by is
+restored only as far as the samples agree on it.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -28,10 +31,11 @@ FOR_MOMENTS = 256
 
 # Channels that rounding has all but emptied are not blown up to what they were.
 _LARGEST_RATIO = 2.0
+_LEAST_UNIT = 1e-3  # of a layer's mean spread
 
 
 class Moments(NamedTuple):
-    """Mean of each channel and mean distance from it, (C,) each."""
+    """Mean of each channel and mean distance from it, sample by sample, (N, C) each."""
 
     mean: Tensor
     spread: Tensor
@@ -76,17 +80,17 @@ def restore_moments(
     def restore(name: str) -> Any:
         def hook(module: nn.Module, _args: Any, output: Tensor) -> Tensor:
             assert isinstance(module, QuantizedLayer)
-            found, wanted = channel_moments(module, output), moments[name]
-            ratio = _ratio(module, found, wanted)
+            found = channel_moments(module, output)
+            mean, ratio = _corrections(module, found, moments[name])
             bias = torch.zeros_like(ratio) if module.bias is None else module.bias
-            bias = (bias - found.mean) * ratio + wanted.mean
+            bias = (bias - found.mean.mean(0)) * ratio + mean
             module.bias = nn.Parameter(bias, requires_grad=False)
             module.weight.copy_(scaled_channels(module.weight, ratio, module))
             module.weight_scale.mul_(ratio[: len(module.weight_scale)])
             shape = [1] * output.dim()
             shape[_channel_axis(module, output)] = -1
-            centred = output - found.mean.reshape(shape)
-            return centred * ratio.reshape(shape) + wanted.mean.reshape(shape)
+            centred = output - found.mean.mean(0).reshape(shape)
+            return centred * ratio.reshape(shape) + mean.reshape(shape)
 
         return hook
 
@@ -94,15 +98,38 @@ def restore_moments(
         run()
 
 
-def _ratio(layer: QuantizedLayer, found: Moments, wanted: Moments) -> Tensor:
-    """Return what each channel is multiplied by, (C,)."""
-    tiny = torch.finfo(found.spread.dtype).tiny
-    ratio = wanted.spread / found.spread.clamp_min(tiny)
+def _corrections(
+    layer: QuantizedLayer, found: Moments, wanted: Moments
+) -> tuple[Tensor, Tensor]:
+    """Return each channel's mean to be, and what it is multiplied by, (C,) each."""
+    spread = found.spread.mean(0)
+    unit = torch.maximum(spread, wanted.spread.mean(0))
+    tiny = torch.finfo(unit.dtype).tiny
+    # In units of the channel's spread; one that hardly varies must not speak for all.
+    unit = unit.clamp_min(_LEAST_UNIT * unit.mean()).clamp_min(tiny)
+    mean = found.mean.mean(0) + unit * _certain((wanted.mean - found.mean) / unit)
+    change = unit * _certain((wanted.spread - found.spread) / unit)
+    ratio = 1 + change / spread.clamp_min(tiny)
     ratio = ratio.clamp(1 / _LARGEST_RATIO, _LARGEST_RATIO)
     # A channel that is constant stays so; groups of a transposed convolution share
     # their scales.
     own = len(layer.weight_scale) == len(ratio)
-    return torch.where((found.spread > tiny) & own, ratio, 1.0)
+    return mean, torch.where((spread > tiny) & own, ratio, 1.0)
+
+
+def _certain(changes: Tensor) -> Tensor:
+    """Return the mean of what samples say, shrunk by what may be chance, (C,).
+
+    Where rounding does little, a few samples tell more of themselves than of rounding.
+    One factor for all channels, as James and Stein have it, errs less than none does.
+
+    Args:
+        changes: What each sample says, (N, C).
+    """
+    mean, count = changes.mean(0), len(changes)
+    chance = changes.var(0, correction=min(1, count - 1)).sum() / count
+    total = mean.square().sum().clamp_min(torch.finfo(mean.dtype).tiny)
+    return mean * (1 - chance / total).clamp_min(0)
 
 
 def channel_mean(module: nn.Module, output: Tensor) -> Tensor:
@@ -112,9 +139,11 @@ def channel_mean(module: nn.Module, output: Tensor) -> Tensor:
 
 def channel_moments(module: nn.Module, output: Tensor) -> Moments:
     """Return the moments of each channel of what a layer returned."""
-    axes = _other_axes(module, output)
-    mean = output.mean(axes, keepdim=True)
-    return Moments(mean.flatten(), (output - mean).abs().mean(axes))
+    by_channel = output.movedim(_channel_axis(module, output), -1)
+    count, channels = by_channel.shape[0], by_channel.shape[-1]
+    values = by_channel.reshape(count, -1, channels)
+    mean = values.mean(1)
+    return Moments(mean, (values - mean.mean(0)).abs().mean(1))
 
 
 def _channel_axis(module: nn.Module, output: Tensor) -> int:

@@ -1,0 +1,73 @@
+"""Moments that channels get back after rounding: none, as read, or shrunk (default).
+
+python benchmarks/moments.py --data FOLDER --network mobilenet_v2
+
+Weights of the same bits everywhere, rounded to nearest; activations of 8 bits. FOLDER
+is as for ptq.py.
+"""
+
+import argparse
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+from common import RESULTS, save
+from ptq import NETWORKS, load
+
+from ompq.allocation.solving import Allocation
+from ompq.evaluation import evaluate
+from ompq.graph.tracing import trace
+from ompq.graph.units import Choice
+from ompq.quantization import moments
+from ompq.quantization.quantizing import QuantizeConfig, quantize
+
+WAYS = ("none", "as read", "shrunk")
+
+
+def quantized(model, samples, bits: int, way: str):
+    """Round to nearest and restore moments in one of the ways."""
+    names = trace(model, samples[:1]).names
+    allocation = Allocation({name: Choice(bits, 8) for name in names})
+    config = QuantizeConfig(restore_moments=way != "none")
+    trusting = patch.object(moments, "_certain", lambda changes: changes.mean(0))
+    if way != "as read":
+        return quantize(model, allocation, samples, config)
+    with trusting:
+        return quantize(model, allocation, samples, config)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--network", choices=NETWORKS, required=True)
+    parser.add_argument("--bits", type=int, nargs="+", default=[8, 4])
+    parser.add_argument("--samples", type=int, nargs="+", default=[64, 256])
+    parser.add_argument("--images", type=int, default=500, help="to judge by")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model, calibration, batches = load(options.network, options.data, device)
+    # Classes come in order: every so many images are of all of them.
+    every = max(1, sum(len(x) for x, _ in batches) // options.images)
+    judged = [(x[::every], y[::every]) for x, y in batches]
+    rows = []
+    for bits in options.bits:
+        for count in options.samples:
+            for way in WAYS:
+                made = quantized(model, calibration[:count], bits, way)
+                found = evaluate(made, judged, reference=model)
+                row = {
+                    "bits": bits,
+                    "samples": count,
+                    "moments": way,
+                    "images": sum(len(x) for x, _ in judged),
+                    "divergence": found.divergence,
+                    "agreement": found.agreement,
+                }
+                rows.append(row)
+                print(row, flush=True)
+                save(f"moments-{options.network}", rows, options.out)
+
+
+if __name__ == "__main__":
+    main()
