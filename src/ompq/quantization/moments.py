@@ -138,12 +138,13 @@ def channel_mean(module: nn.Module, output: Tensor) -> Tensor:
 
 
 def channel_moments(module: nn.Module, output: Tensor) -> Moments:
-    """Return the moments of each channel of what a layer returned."""
-    by_channel = output.movedim(_channel_axis(module, output), -1)
-    count, channels = by_channel.shape[0], by_channel.shape[-1]
-    values = by_channel.reshape(count, -1, channels)
-    mean = values.mean(1)
-    return Moments(mean, (values - mean.mean(0)).abs().mean(1))
+    """Return the moments of each channel of what a layer returned, by sample."""
+    axes = [axis for axis in _other_axes(module, output) if axis != 0]
+    shape = [1] * output.dim()
+    shape[_channel_axis(module, output)] = -1
+    mean = output.mean(axes) if axes else output
+    distance = (output - mean.mean(0).reshape(shape)).abs_()
+    return Moments(mean, distance.mean(axes) if axes else distance)
 
 
 def _channel_axis(module: nn.Module, output: Tensor) -> int:
