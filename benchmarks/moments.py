@@ -7,6 +7,7 @@ is as for ptq.py.
 """
 
 import argparse
+from contextlib import nullcontext
 from pathlib import Path
 from unittest.mock import patch
 
@@ -30,9 +31,7 @@ def quantized(model, samples, bits: int, way: str):
     allocation = Allocation({name: Choice(bits, 8) for name in names})
     config = QuantizeConfig(restore_moments=way != "none")
     trusting = patch.object(moments, "_certain", lambda changes: changes.mean(0))
-    if way != "as read":
-        return quantize(model, allocation, samples, config)
-    with trusting:
+    with trusting if way == "as read" else nullcontext():
         return quantize(model, allocation, samples, config)
 
 

@@ -73,7 +73,8 @@ def evaluate(
     Examples:
       ompq evaluate torchvision:resnet18 --data imagenet/val
       ompq evaluate torchvision:resnet18 --weights r18.pth --data imagenet/val
-      ompq evaluate cifar:resnet20 --weights r20.pt --data cifar --limit 1000
+      ompq evaluate cifar:resnet20 --weights r20.safetensors --data cifar
+        --limit 1000
       ompq evaluate ompq:demo --data digits --json
       ompq evaluate ompq:demo --packed out/network.ompq.safetensors --data digits
         --engine integer --limit 100

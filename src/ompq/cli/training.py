@@ -136,7 +136,8 @@ def train(
         --protocol paper-qat --budget 6.7MiB -o out/
       ompq train cifar:resnet20 --weights r20.safetensors --data cifar10/
         --budget 3bits --epochs 20 --set batch_norm=fold-and-train -o out/
-      ompq train ompq:demo --data digits --from out/net.ompq.safetensors -o more/
+      ompq train ompq:demo --data digits --from out/network.ompq.safetensors
+        -o more/
 
     Ctrl-C, or whatever stops it, keeps what is done: the same command with --resume
     continues. torchrun and accelerate launch run it on several GPUs and machines.

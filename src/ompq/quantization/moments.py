@@ -81,16 +81,17 @@ def restore_moments(
         def hook(module: nn.Module, _args: Any, output: Tensor) -> Tensor:
             assert isinstance(module, QuantizedLayer)
             found = channel_moments(module, output)
+            had = found.mean.mean(0)
             mean, ratio = _corrections(module, found, moments[name])
             bias = torch.zeros_like(ratio) if module.bias is None else module.bias
-            bias = (bias - found.mean.mean(0)) * ratio + mean
+            bias = (bias - had) * ratio + mean
             module.bias = nn.Parameter(bias, requires_grad=False)
             module.weight.copy_(scaled_channels(module.weight, ratio, module))
             module.weight_scale.mul_(ratio[: len(module.weight_scale)])
-            shape = [1] * output.dim()
-            shape[_channel_axis(module, output)] = -1
-            centred = output - found.mean.mean(0).reshape(shape)
-            return centred * ratio.reshape(shape) + mean.reshape(shape)
+            had, ratio, mean = (
+                _like_channels(each, module, output) for each in (had, ratio, mean)
+            )
+            return (output - had) * ratio + mean
 
         return hook
 
@@ -140,11 +141,16 @@ def channel_mean(module: nn.Module, output: Tensor) -> Tensor:
 def channel_moments(module: nn.Module, output: Tensor) -> Moments:
     """Return the moments of each channel of what a layer returned, by sample."""
     axes = [axis for axis in _other_axes(module, output) if axis != 0]
+    mean = output.mean(axes) if axes else output
+    distance = (output - _like_channels(mean.mean(0), module, output)).abs_()
+    return Moments(mean, distance.mean(axes) if axes else distance)
+
+
+def _like_channels(values: Tensor, module: nn.Module, output: Tensor) -> Tensor:
+    """Return one value a channel, (C,), shaped to go with what a layer returned."""
     shape = [1] * output.dim()
     shape[_channel_axis(module, output)] = -1
-    mean = output.mean(axes) if axes else output
-    distance = (output - mean.mean(0).reshape(shape)).abs_()
-    return Moments(mean, distance.mean(axes) if axes else distance)
+    return values.reshape(shape)
 
 
 def _channel_axis(module: nn.Module, output: Tensor) -> int:
