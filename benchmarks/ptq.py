@@ -213,14 +213,21 @@ def main() -> None:
                 keys = [(activation, b, s, iterations, seed) for b, s in same]
                 digest = zlib.crc32(repr((bits, iterations, seed)).encode())
                 with claimed(options.work / f"{name}-{digest:08x}") as mine:
-                    if not mine or all(rows.find(*key) for key in keys):
+                    written = [rows.find(*key) for key in keys]
+                    if not mine or all(written):
                         continue
-                    row = run_one(
+                    # Another score may have found the same bits in an earlier run.
+                    row = next(filter(None, written), None) or run_one(
                         options, network, Allocation(dict(bits)), seed, iterations
                     )
-                    widths = [choice.weight for _, choice in bits]
-                    new = [{"budget": b, "score": s, **row} for b, s in same]
-                    rows.add(*({**one, "bits": widths} for one in new))
+                    row = {**row, "bits": [choice.weight for _, choice in bits]}
+                    missing = [
+                        pair
+                        for pair, known in zip(same, written, strict=True)
+                        if not known
+                    ]
+                    new = [{**row, "budget": b, "score": s} for b, s in missing]
+                    rows.add(*new)
                     for one in new:
                         show(one)
 

@@ -12,14 +12,15 @@ from ompq.graph.units import Choice
 from ompq.quantization.assembly import assemble, bias_key, quantizer_names
 from ompq.quantization.layers import QuantizedConv2d, activation_quantizers
 from ompq.quantization.placement import Point
-from ompq.quantization.quantizing import quantization_of, quantize
+from ompq.quantization.quantizing import QuantizeConfig, quantization_of, quantize
 from ompq.quantizers.grids import Grid
 from ompq.quantizers.ranges import search_weight
 
 
 def quantized_at(network, samples, bits=3):
-    names = trace(network, samples).names
-    return quantize(network, Allocation(dict.fromkeys(names, Choice(bits, 8))), samples)
+    bits = dict.fromkeys(trace(network, samples).names, Choice(bits, 8))
+    config = QuantizeConfig(output_error=False)
+    return quantize(network, Allocation(bits), samples, config)
 
 
 def by_hand(network, samples, bits=3):

@@ -16,7 +16,7 @@ ORDER = {
     "checkpoints": "",
     "samples": "",
     "userfiles": "",
-    "quantizers": "spans grids rounding ranges noise calibration",
+    "quantizers": "spans grids rounding search ranges noise calibration",
     "orthogonality": "",
     "graph": "observation units structure leftovers tracing folding",
     "costs": "",
@@ -26,7 +26,7 @@ ORDER = {
     "explanations solving",
     "plans": "",
     "pipeline": "",
-    "quantization": "placement ranges layers moments assembly quantizing",
+    "quantization": "placement ranges layers moments grams assembly quantizing",
     "reconstruction": "layouts blocks gathering settings soft_rounding rounding "
     "reconstructing",
     "evaluation": "",

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-import ompq.quantizers.ranges
+import ompq.quantizers.search
 from ompq.quantizers.ranges import (
     DEFAULT_KIND,
     kind_rule,
@@ -73,6 +73,58 @@ def test_search_at_eight_bits_is_near_brute_force():
     errors = (weight - fit.grid.fake(weight)).double().square().sum(1).numpy()
     least = [least_error(row, 8, "affine", 2) for row in weight.double().numpy()]
     assert (errors / least).max() < 1.1
+
+
+def grams(channels: int, width: int, seed: int = 0) -> torch.Tensor:
+    """Inputs that vary together, as neighbours in an image do, channel by channel."""
+    generator = torch.Generator().manual_seed(seed)
+    inputs = torch.randn(channels, width, 3 * width, generator=generator)
+    inputs = inputs + 2 * torch.randn(channels, 1, 3 * width, generator=generator)
+    return inputs @ inputs.transpose(1, 2) / (3 * width)
+
+
+def output_errors(weight: torch.Tensor, fake: torch.Tensor, gram: torch.Tensor):
+    """Errors of outputs, channel by channel: each pair of weights in a loop."""
+    error = (fake - weight).double()
+    width = range(weight.shape[1])
+    pairs = ((j, k) for j in width for k in width)
+    return sum(error[:, j] * gram[:, j, k] * error[:, k] for j, k in pairs)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("bits", [2, 4])
+def test_search_with_a_gram_equals_brute_force(bits, kind):
+    weight, gram = weights(8, 9, seed=bits), grams(8, 9)
+    fit = search_weight(weight, bits, kind=kind, gram=gram)
+    errors = output_errors(weight, fit.grid.fake(weight), gram).numpy()
+    top = 2**bits - 1 - (kind == "symmetric" and bits <= 6)
+    least = np.full(8, np.inf)
+    for zero in zeros_of(kind, bits):
+        for part in np.geomspace(0.2 / top, 2.2, 400):
+            scale = part * weight.abs().amax(1, keepdim=True)
+            codes = (weight / scale + zero).round().clamp(0, top)
+            fake = scale * (codes - zero)
+            least = np.minimum(least, output_errors(weight, fake, gram).numpy())
+    ratio = errors / least
+    assert ratio.mean() < 1.35  # a jagged function of the range: luck counts
+    plain = search_weight(weight, bits, kind=kind).grid.fake(weight)
+    assert errors.sum() < 0.9 * output_errors(weight, plain, gram).sum()
+
+
+def test_a_gram_of_independent_inputs_changes_nothing():
+    weight = weights(6, 20)
+    plain, same = search_weight(weight, 3), search_weight(weight, 3, gram=torch.eye(20))
+    torch.testing.assert_close(same.grid.scale, plain.grid.scale)
+    assert torch.equal(same.grid.zero, plain.grid.zero)
+
+
+def test_pieces_do_not_change_the_grid_of_a_gram(monkeypatch):
+    weight, gram = weights(10, 60), grams(10, 60)
+    whole = search_weight(weight, 3, gram=gram).grid
+    monkeypatch.setattr(ompq.quantizers.search, "elements_at_once", lambda _device: 200)
+    pieces = search_weight(weight, 3, gram=gram).grid
+    torch.testing.assert_close(pieces.scale, whole.scale)
+    assert torch.equal(pieces.zero, whole.zero)
 
 
 @pytest.mark.parametrize("bits", range(2, 9))
@@ -186,7 +238,7 @@ def test_pieces_and_half_precision_do_not_change_the_grid(monkeypatch):
     weight = weights(10, 60).half()
     whole = search_weight(weight, 3)
     monkeypatch.setattr(
-        ompq.quantizers.ranges, "elements_at_once", lambda _device: 3000
+        ompq.quantizers.search, "elements_at_once", lambda _device: 3000
     )
     pieces = search_weight(weight.float(), 3)
     assert torch.equal(whole.grid.scale, pieces.grid.scale)

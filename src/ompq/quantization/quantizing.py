@@ -1,12 +1,13 @@
 """quantize(): a working quantized network at once: fold, swap, calibrate, correct."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 
 from torch import Tensor, nn
 
 from ompq.allocation.solving import Allocation
+from ompq.costs import FLOAT_BITS
 from ompq.errors import QuantizationError, shortened
 from ompq.graph.folding import normalised_by
 from ompq.graph.observation import record
@@ -14,6 +15,7 @@ from ompq.graph.tracing import trace
 from ompq.graph.units import LayerGraph, Skipped, Unit
 from ompq.plans import Plan
 from ompq.quantization.assembly import WeightGrid, assemble
+from ompq.quantization.grams import input_grams
 from ompq.quantization.layers import quantized_layers
 from ompq.quantization.moments import (
     FOR_MOMENTS,
@@ -36,6 +38,7 @@ from ompq.samples import (
     to_device,
 )
 
+_ROUNDING = "rounding weights"
 _RECORD = "ompq_quantization"  # the attribute that says how a network was quantized
 
 
@@ -46,6 +49,8 @@ class QuantizeConfig:
     Attributes:
         weight_grid: Kind of grid for the weights.
         weight_power: Ranges of weights minimise the sum of |error| to this power.
+        output_error: Whether the ranges of channels of few weights minimise the squared
+            error of their outputs on some samples instead; only where the power is 2.
         activation_range: How ranges of activations are found: ``fisher`` costs the
             network's output least, ``mse`` the tensor itself; ``minmax`` and
             ``percentile`` hold all or nearly all of its values.
@@ -56,6 +61,7 @@ class QuantizeConfig:
 
     weight_grid: Kind = DEFAULT_KIND
     weight_power: float = 2.0
+    output_error: bool = True
     activation_range: RangeMethod = "fisher"
     restore_moments: bool = True
     batch_size: int = 64
@@ -158,13 +164,14 @@ def quantize(
     ranges = read_ranges(model, samples, points, batch_size=size, report=report)
     if config.activation_range == "fisher":
         ranges = weigh_ranges(model, samples, points, ranges, report=report)
-    report(2, 4, "rounding weights")
+    report(2, 4, _ROUNDING)
+    grams = _grams(model, graph, allocation, samples, config, report)
     quantized = assemble(
         model,
         graph,
         allocation,
         points,
-        weight_grid=_searching(allocation, config, report),
+        weight_grid=_searching(allocation, config, grams, report),
         activation_grids=[
             activation_grid(statistics, point.bits, config.activation_range)
             for point, statistics in zip(points, ranges, strict=True)
@@ -191,8 +198,31 @@ def _allocation(plan: Plan | Allocation, graph: LayerGraph) -> Allocation:
     return plan
 
 
+def _grams(
+    model: nn.Module,
+    graph: LayerGraph,
+    allocation: Allocation,
+    samples: Samples,
+    config: QuantizeConfig,
+    report: Progress,
+) -> dict[str, Tensor]:
+    if not config.output_error or config.weight_power != 2:
+        return {}
+    rounded = [u for u in graph.units if allocation[u.name].weight < FLOAT_BITS]
+    return input_grams(
+        model,
+        rounded,
+        samples,
+        centred=config.restore_moments,
+        report=lambda done, total: report(done, total, _ROUNDING),
+    )
+
+
 def _searching(
-    allocation: Allocation, config: QuantizeConfig, report: Progress
+    allocation: Allocation,
+    config: QuantizeConfig,
+    grams: Mapping[str, Tensor],
+    report: Progress,
 ) -> WeightGrid:
     done = count(1)
 
@@ -203,8 +233,9 @@ def _searching(
             channel_dim=axis,
             kind=config.weight_grid,
             power=config.weight_power,
+            gram=grams.get(unit.name),
         )
-        report(next(done), len(allocation), "rounding weights")
+        report(next(done), len(allocation), _ROUNDING)
         return found.grid
 
     return weight_grid
