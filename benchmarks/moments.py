@@ -25,10 +25,21 @@ from ompq.quantization.quantizing import QuantizeConfig, quantize
 WAYS = ("none", "as read", "shrunk")
 
 
+def everywhere(model, samples, bits: int) -> Allocation:
+    """Return the same bits for all units, and 8 for activations."""
+    names = trace(model, samples[:1]).names
+    return Allocation(dict.fromkeys(names, Choice(bits, 8)))
+
+
+def some_of(batches, images: int) -> list[tuple]:
+    """Return about so many images, of all classes: these come in order."""
+    every = max(1, sum(len(x) for x, _ in batches) // images)
+    return [(x[::every], y[::every]) for x, y in batches]
+
+
 def quantized(model, samples, bits: int, way: str):
     """Round to nearest and restore moments in one of the ways."""
-    names = trace(model, samples[:1]).names
-    allocation = Allocation({name: Choice(bits, 8) for name in names})
+    allocation = everywhere(model, samples, bits)
     config = QuantizeConfig(restore_moments=way != "none")
     trusting = patch.object(moments, "_certain", lambda changes: changes.mean(0))
     with trusting if way == "as read" else nullcontext():
@@ -46,9 +57,7 @@ def main() -> None:
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model, calibration, batches = load(options.network, options.data, device)
-    # Classes come in order: every so many images are of all of them.
-    every = max(1, sum(len(x) for x, _ in batches) // options.images)
-    judged = [(x[::every], y[::every]) for x, y in batches]
+    judged = some_of(batches, options.images)
     rows = []
     for bits in options.bits:
         for count in options.samples:

@@ -1,4 +1,5 @@
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -102,10 +103,32 @@ def test_projections_inside_an_attention_are_left_out():
     assert all(kinds[name] != "attention" for name in grams(model, samples))
 
 
-def test_inputs_that_never_vary_leave_all_errors_alike():
+@pytest.mark.parametrize("value", [0.0, 0.1, 1.0, 1234.567])
+def test_inputs_that_never_vary_leave_all_errors_alike(value):
     model = seeded(nn.Sequential(nn.Linear(3, 2)))
-    (gram,) = grams(model, torch.ones(6, 3)).values()
+    (gram,) = grams(model, torch.full((6, 3), value)).values()
     torch.testing.assert_close(gram[0], torch.eye(3))
+
+
+class OneByOne(nn.Module):
+    """Convolves images one at a time, without an axis for samples."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+
+    def forward(self, x):
+        return torch.stack([self.conv(one) for one in x])
+
+
+def test_an_axis_for_samples_is_not_needed():
+    model, samples = seeded(OneByOne()), scenes(4)
+    alone = nn.Sequential(copy.deepcopy(model.conv))
+    units = ompq.trace(alone, samples).units
+    (gram,) = input_grams(alone, units, samples).values()
+    unit = replace(units[0], name="conv")
+    found = input_grams(model, [unit], samples)
+    torch.testing.assert_close(found["conv"], gram)
 
 
 def test_the_network_is_left_as_it_was_and_batches_are_told():

@@ -29,7 +29,8 @@ from ompq.samples import (
 # Weights of a channel, at most: with more, one grid is nearly as good as the next.
 MOST_WEIGHTS = 64
 _SAMPLES = 32
-_AT_ONCE = 8  # a convolution's patches are its input many times over
+_AT_ONCE = 8
+_LEAST_VARIANCE = 1e-9  # of the mean square; what is less is rounding
 
 
 def input_grams(
@@ -104,23 +105,27 @@ class _Sums:
 
     def add(self, layer: nn.Module, args: Any, kwargs: Any, _output: Any) -> None:
         """Forward hook: add what the layer gets."""
-        # Double: means are taken off in the end, and may be nearly all there is.
-        columns = _columns(layer, next(tensors_in((args, kwargs)))).double()
-        self.count += columns.shape[-1]
-        self._sum = self._sum + columns.sum(-1, keepdim=True)
-        self._products = self._products + columns @ columns.transpose(1, 2)
+        # A convolution's patches are its input many times over: a sample at a time.
+        for sample in _samples(layer, next(tensors_in((args, kwargs)))):
+            # Double: means are taken off in the end, and may be nearly all there is.
+            columns = _columns(layer, sample).double()
+            self.count += columns.shape[-1]
+            self._sum = self._sum + columns.sum(-1, keepdim=True)
+            self._products = self._products + columns @ columns.transpose(1, 2)
 
     def gram(self, *, centred: bool) -> Tensor:
         """Return the Gram matrix of each output channel's inputs, or the only one."""
         gram = torch.as_tensor(self._products) / self.count
+        square = usual = _mean_diagonal(gram)
         if centred:
             mean = torch.as_tensor(self._sum) / self.count
             gram = gram - mean @ mean.transpose(1, 2)
+            usual = _mean_diagonal(gram)
         # Fewer positions than weights say little of how inputs vary together, and
         # inputs that are always the same say nothing: all errors count there.
         width = gram.shape[-1]
-        usual = gram.diagonal(dim1=1, dim2=2).mean(1).clamp_min(0)
-        ridge = torch.where(usual > 0, usual * width / self.count, 1.0)
+        varying = usual > _LEAST_VARIANCE * square
+        ridge = torch.where(varying, usual * width / self.count, 1.0)
         gram = gram + ridge[:, None, None] * torch.eye(width).to(gram)
         if len(gram) > 1:
             channels = len(cast(Tensor, self.layer.weight))
@@ -128,13 +133,22 @@ class _Sums:
         return gram.float()
 
 
+def _mean_diagonal(gram: Tensor) -> Tensor:
+    return gram.diagonal(dim1=1, dim2=2).mean(1)
+
+
+def _samples(layer: nn.Module, x: Tensor) -> Sequence[Tensor]:
+    """Return the samples of what a layer gets, each with an axis for samples."""
+    if isinstance(layer, _ConvNd) and x.dim() == len(layer.kernel_size) + 1:
+        return [x[None]]
+    return torch.split(x, 1)
+
+
 def _columns(layer: nn.Module, x: Tensor) -> Tensor:
     """Return what each weight of a channel is multiplied by, (groups, K, positions)."""
     if not isinstance(layer, _ConvNd):
         return x.reshape(-1, x.shape[-1]).T[None]
     dims = len(layer.kernel_size)
-    if x.dim() == dims + 1:  # one sample without an axis for samples
-        x = x[None]
     mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
     x = F.pad(x, layer._reversed_padding_repeated_twice, mode=mode)
     sizes = zip(layer.kernel_size, layer.stride, layer.dilation, strict=True)
