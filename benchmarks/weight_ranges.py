@@ -23,7 +23,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--network", choices=NETWORKS, required=True)
-    parser.add_argument("--bits", type=int, nargs="+", default=[4, 3, 8])
+    parser.add_argument("--bits", type=int, nargs="+", default=[6, 4, 3])
     parser.add_argument("--samples", type=int, default=128)
     parser.add_argument("--images", type=int, default=500, help="to judge by")
     parser.add_argument("--out", type=Path, default=RESULTS)

@@ -154,23 +154,19 @@ def test_ranges_by_outputs_lower_the_error_of_outputs():
     assert errors[1] < 0.9 * errors[0]
 
 
-def test_other_powers_keep_the_error_of_weights():
+@pytest.mark.parametrize(
+    ("bits", "power", "same"), [(3, 2.0, False), (3, 2.4, True), (8, 2.0, True)]
+)
+def test_other_powers_and_fine_grids_keep_the_error_of_weights(bits, power, same):
     model, samples = seeded(TinyMobileNet()), scenes(16)
-    bits = uniform(model, 3, samples)
-    first, second = (
-        quantized_layers(
-            ompq.quantize(
-                model,
-                bits,
-                samples,
-                ompq.QuantizeConfig(weight_power=2.4, output_error=output_error),
-            )
-        )
-        for output_error in (False, True)
-    )
-    assert first
-    for name, layer in first.items():
-        assert torch.equal(layer.weight_scale, second[name].weight_scale)
+    scales = []
+    for output_error in (False, True):
+        config = ompq.QuantizeConfig(weight_power=power, output_error=output_error)
+        allocation = uniform(model, bits, samples)
+        quantized = ompq.quantize(model, allocation, samples, config)
+        layers = quantized_layers(quantized).values()
+        scales.append(torch.cat([layer.weight_scale for layer in layers]))
+    assert torch.equal(*scales) == same
 
 
 @pytest.mark.cuda

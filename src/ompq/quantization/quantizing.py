@@ -7,7 +7,6 @@ from itertools import count
 from torch import Tensor, nn
 
 from ompq.allocation.solving import Allocation
-from ompq.costs import FLOAT_BITS
 from ompq.errors import QuantizationError, shortened
 from ompq.graph.folding import normalised_by
 from ompq.graph.observation import record
@@ -26,7 +25,7 @@ from ompq.quantization.moments import (
 from ompq.quantization.placement import Link, Point, find_points
 from ompq.quantization.ranges import READING, read_ranges, weigh_ranges
 from ompq.quantizers.calibration import RangeMethod, activation_grid
-from ompq.quantizers.grids import Grid
+from ompq.quantizers.grids import LARGEST_HALF_BITS, Grid
 from ompq.quantizers.ranges import DEFAULT_KIND, Kind, search_weight
 from ompq.samples import (
     Progress,
@@ -50,7 +49,8 @@ class QuantizeConfig:
         weight_grid: Kind of grid for the weights.
         weight_power: Ranges of weights minimise the sum of |error| to this power.
         output_error: Whether the ranges of channels of few weights minimise the squared
-            error of their outputs on some samples instead; only where the power is 2.
+            error of their outputs on some samples instead. Only up to 6 bits, above
+            which nothing is gained, and where the power is 2.
         activation_range: How ranges of activations are found: ``fisher`` costs the
             network's output least, ``mse`` the tensor itself; ``minmax`` and
             ``percentile`` hold all or nearly all of its values.
@@ -208,10 +208,10 @@ def _grams(
 ) -> dict[str, Tensor]:
     if not config.output_error or config.weight_power != 2:
         return {}
-    rounded = [u for u in graph.units if allocation[u.name].weight < FLOAT_BITS]
+    coarse = [u for u in graph.units if allocation[u.name].weight <= LARGEST_HALF_BITS]
     return input_grams(
         model,
-        rounded,
+        coarse,
         samples,
         centred=config.restore_moments,
         report=lambda done, total: report(done, total, _ROUNDING),
