@@ -118,8 +118,17 @@ def test_a_gram_of_independent_inputs_changes_nothing():
     assert torch.equal(same.grid.zero, plain.grid.zero)
 
 
-def test_pieces_do_not_change_the_grid_of_a_gram(monkeypatch):
-    weight, gram = weights(10, 60), grams(10, 60)
+def test_a_gram_may_be_shared_by_all_channels():
+    weight, gram = weights(10, 20), grams(1, 20)
+    shared = search_weight(weight, 3, gram=gram[0]).grid
+    each = search_weight(weight, 3, gram=gram.expand(10, -1, -1)).grid
+    torch.testing.assert_close(shared.scale, each.scale)
+    assert torch.equal(shared.zero, each.zero)
+
+
+@pytest.mark.parametrize("channels", [1, 10])
+def test_pieces_do_not_change_the_grid_of_a_gram(channels, monkeypatch):
+    weight, gram = weights(10, 60), grams(channels, 60)
     whole = search_weight(weight, 3, gram=gram).grid
     monkeypatch.setattr(ompq.quantizers.search, "elements_at_once", lambda _device: 200)
     pieces = search_weight(weight, 3, gram=gram).grid

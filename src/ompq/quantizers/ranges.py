@@ -133,7 +133,7 @@ def search_weight(
         raise ValueError(f"power={power} must be at least 2, which is least squares")
     rows = _finite_rows(weight, channel_dim)
     if gram is not None:
-        gram = gram.to(rows).expand(len(rows), -1, -1)
+        gram = gram.to(rows).reshape(-1, *gram.shape[-2:])
     scale, zero = least_error(rows, rule, Measure(power, gram))
     return _fit(weight, channel_dim, rule, scale, zero)
 

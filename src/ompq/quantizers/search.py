@@ -29,7 +29,8 @@ class Measure(NamedTuple):
 
     Attributes:
         power: The sum of |error| to this power, where there is no Gram matrix.
-        gram: Else errorᵀ · gram · error, (C, K, K); positive definite.
+        gram: Else errorᵀ · gram · error; positive definite, (C, K, K), or (1, K, K) where
+            all channels have the same.
     """
 
     power: float = 2.0
@@ -37,7 +38,7 @@ class Measure(NamedTuple):
 
     def split(self, channels: int, count: int) -> "list[Measure]":
         """Return the measures of so many channels at a time, of ``count`` in all."""
-        if self.gram is None:
+        if self.gram is None or len(self.gram) == 1:
             return [self] * math.ceil(count / channels)
         return [Measure(self.power, part) for part in torch.split(self.gram, channels)]
 
@@ -66,6 +67,8 @@ class Measure(NamedTuple):
 
     @staticmethod
     def _mapped(values: Tensor, gram: Tensor) -> Tensor:
+        if len(gram) == 1:
+            return values @ gram[0]
         return torch.einsum("...ck,ckl->...cl", values, gram)
 
 
