@@ -29,8 +29,8 @@ class Measure(NamedTuple):
 
     Attributes:
         power: The sum of |error| to this power, where there is no Gram matrix.
-        gram: Else errorᵀ · gram · error, (C, K, K), or (1, K, K) where all channels have
-            the same; positive definite.
+        gram: Else errorᵀ · gram · error, (C, K, K), or (1, K, K) where all channels
+            have the same; positive definite.
     """
 
     power: float = 2.0
