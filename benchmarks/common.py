@@ -1,4 +1,4 @@
-"""What benchmarks share: versions, machine, timing, results as JSON."""
+"""What benchmarks share: versions, machine, timing, bits, results as JSON."""
 
 import json
 import os
@@ -12,6 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from ompq.allocation.solving import Allocation
+from ompq.graph.tracing import trace
+from ompq.graph.units import Choice
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -30,6 +34,11 @@ def machine() -> dict[str, Any]:
         "torchvision": torchvision.__version__,
         "scipy": scipy.__version__,
     }
+
+
+def everywhere(model, samples, choice: Choice) -> Allocation:
+    """Return the same bits for all units of a network."""
+    return Allocation(dict.fromkeys(trace(model, samples[:1]).names, choice))
 
 
 def _cpu() -> str:

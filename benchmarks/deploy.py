@@ -14,17 +14,15 @@ import time
 from pathlib import Path
 
 import torch
-from common import RESULTS, alternating, median_ratio, save
+from common import RESULTS, alternating, everywhere, median_ratio, save
 from torch import nn
 
 import ompq
-from ompq.allocation.solving import Allocation
 from ompq.datasets.naming import load_data
 from ompq.export.exporting import export_onnx
 from ompq.export.timing import load_seconds, peak_memory, runner
 from ompq.export.verification import against_simulated, open_session
 from ompq.export.weights_only import float_model
-from ompq.graph.tracing import trace
 from ompq.graph.units import Choice
 from ompq.models.naming import load_model
 
@@ -49,8 +47,7 @@ def file_of(work: Path, network: str, scheme: str, kind: str) -> Path:
 def planned(model: nn.Module, samples, scheme: str):
     """Return the plan of a scheme, or the bits without one."""
     if SCHEMES[scheme] is None:
-        names = trace(model, samples).names
-        return None, Allocation(dict.fromkeys(names, Choice(8, 8)))
+        return None, everywhere(model, samples, Choice(8, 8))
     budget, choices = SCHEMES[scheme]
     plan = ompq.plan(model, samples, budget, ompq.PlanConfig(choices=choices))
     return plan, plan.allocation

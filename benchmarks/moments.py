@@ -12,23 +12,15 @@ from pathlib import Path
 from unittest.mock import patch
 
 import torch
-from common import RESULTS, save
+from common import RESULTS, everywhere, save
 from ptq import NETWORKS, load
 
-from ompq.allocation.solving import Allocation
 from ompq.evaluation import evaluate
-from ompq.graph.tracing import trace
 from ompq.graph.units import Choice
 from ompq.quantization import moments
 from ompq.quantization.quantizing import QuantizeConfig, quantize
 
 WAYS = ("none", "as read", "shrunk")
-
-
-def everywhere(model, samples, bits: int) -> Allocation:
-    """Return the same bits for all units, and 8 for activations."""
-    names = trace(model, samples[:1]).names
-    return Allocation(dict.fromkeys(names, Choice(bits, 8)))
 
 
 def some_of(batches, images: int) -> list[tuple]:
@@ -39,7 +31,7 @@ def some_of(batches, images: int) -> list[tuple]:
 
 def quantized(model, samples, bits: int, way: str):
     """Round to nearest and restore moments in one of the ways."""
-    allocation = everywhere(model, samples, bits)
+    allocation = everywhere(model, samples, Choice(bits, 8))
     config = QuantizeConfig(restore_moments=way != "none")
     trusting = patch.object(moments, "_certain", lambda changes: changes.mean(0))
     with trusting if way == "as read" else nullcontext():

@@ -221,12 +221,11 @@ def main() -> None:
                         options, network, Allocation(dict(bits)), seed, iterations
                     )
                     row = {**row, "bits": [choice.weight for _, choice in bits]}
-                    missing = [
-                        pair
-                        for pair, known in zip(same, written, strict=True)
+                    new = [
+                        {**row, "budget": budget, "score": score}
+                        for (budget, score), known in zip(same, written, strict=True)
                         if not known
                     ]
-                    new = [{**row, "budget": b, "score": s} for b, s in missing]
                     rows.add(*new)
                     for one in new:
                         show(one)

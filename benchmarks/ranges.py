@@ -10,12 +10,10 @@ import argparse
 from pathlib import Path
 
 import torch
-from common import RESULTS, save
+from common import RESULTS, everywhere, save
 from ptq import NETWORKS, load
 
-from ompq.allocation.solving import Allocation
 from ompq.evaluation import evaluate
-from ompq.graph.tracing import trace
 from ompq.graph.units import Choice
 from ompq.quantization.quantizing import QuantizeConfig, quantize
 
@@ -24,8 +22,7 @@ METHODS = ("fisher", "mse", "percentile", "minmax")
 
 def measure(model, samples, batches, *, bits: int, method: str) -> dict:
     """Quantize to nearest and evaluate."""
-    names = trace(model, samples[:1]).names
-    allocation = Allocation({name: Choice(8, bits) for name in names})
+    allocation = everywhere(model, samples, Choice(8, bits))
     config = QuantizeConfig(activation_range=method)
     quantized = quantize(model, allocation, samples, config)
     found = evaluate(quantized, batches, reference=model)

@@ -11,11 +11,12 @@ import time
 from pathlib import Path
 
 import torch
-from common import RESULTS, save, synchronise
-from moments import everywhere, some_of
+from common import RESULTS, everywhere, save, synchronise
+from moments import some_of
 from ptq import NETWORKS, load
 
 from ompq.evaluation import evaluate
+from ompq.graph.units import Choice
 from ompq.quantization.quantizing import QuantizeConfig, quantize
 
 
@@ -35,8 +36,9 @@ def main() -> None:
     for bits in options.bits:
         for by in ("weights", "outputs"):
             config = QuantizeConfig(output_error=by == "outputs")
+            allocation = everywhere(model, samples, Choice(bits, 8))
             start = time.perf_counter()
-            made = quantize(model, everywhere(model, samples, bits), samples, config)
+            made = quantize(model, allocation, samples, config)
             synchronise()
             seconds = time.perf_counter() - start
             found = evaluate(made, judged, reference=model)

@@ -9,8 +9,9 @@ import ompq
 from nets import TinyMobileNet, scenes, seeded
 from ompq.allocation.solving import Allocation
 from ompq.graph.units import Choice
-from ompq.quantization.grams import MOST_WEIGHTS, input_grams
+from ompq.quantization.grams import input_grams
 from ompq.quantization.layers import quantized_layers
+from ompq.quantizers.search import FEW_WEIGHTS
 
 LAYERS = {
     "convolution": (lambda: nn.Conv2d(4, 6, 3, stride=2, padding=1), (8, 4, 9, 7)),
@@ -75,15 +76,15 @@ def test_a_gram_tells_what_an_error_does_to_outputs(kind, centred):
 
 def test_channels_of_many_weights_and_transposed_ones_are_left_out():
     model = nn.Sequential(
-        nn.Conv2d(3, MOST_WEIGHTS, 1),
-        nn.Conv2d(MOST_WEIGHTS, MOST_WEIGHTS + 1, 1),
-        nn.Conv2d(MOST_WEIGHTS + 1, 4, 1),
+        nn.Conv2d(3, FEW_WEIGHTS, 1),
+        nn.Conv2d(FEW_WEIGHTS, FEW_WEIGHTS + 1, 1),
+        nn.Conv2d(FEW_WEIGHTS + 1, 4, 1),
         nn.ConvTranspose2d(4, 4, 2),
     )
     found = grams(seeded(model), values(4, 3, 4, 4))
     assert {name: g.shape for name, g in found.items()} == {
         "0": (1, 3, 3),
-        "1": (1, MOST_WEIGHTS, MOST_WEIGHTS),
+        "1": (1, FEW_WEIGHTS, FEW_WEIGHTS),
     }
     assert grams(seeded(nn.Sequential(nn.Linear(80, 3))), values(4, 80)) == {}
 

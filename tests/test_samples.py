@@ -5,6 +5,7 @@ from torch import nn
 from nets import Chain, images, seeded
 from ompq.errors import SampleError
 from ompq.samples import (
+    batch_count,
     batch_length,
     call,
     evaluating,
@@ -19,6 +20,14 @@ def test_one_tensor_is_cut_into_batches():
     parts = list(sample_batches(torch.arange(10.0), batch_size=4))
     assert [len(part) for part in parts] == [4, 4, 2]
     assert torch.equal(torch.cat(parts), torch.arange(10.0))
+
+
+@pytest.mark.parametrize("size", [1, 3, 4, 10, 11])
+def test_batches_are_counted_beforehand_where_they_can_be(size):
+    for samples in (torch.ones(10, 2), {"x": torch.ones(10, 2)}):
+        made = len(list(sample_batches(samples, batch_size=size)))
+        assert batch_count(samples, size) == made
+    assert batch_count(iter([torch.ones(10, 2)]), size) is None
 
 
 def test_dict_and_tuple_are_one_batch_each():

@@ -60,6 +60,13 @@ def batch_length(batch: Batch) -> int:
     return max(sizes, default=0)
 
 
+def batch_count(samples: Samples, batch_size: int) -> int | None:
+    """Return how many batches there will be, if that can be told beforehand."""
+    if not isinstance(samples, Tensor | tuple | dict):
+        return None
+    return -(-batch_length(samples) // batch_size)
+
+
 def to_device(batch: Batch, device: torch.device) -> Batch:
     """Return the batch on the device."""
     return map_batch(batch, lambda t: t.to(device, non_blocking=True))

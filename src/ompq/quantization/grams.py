@@ -15,9 +15,10 @@ from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 from ompq.graph.observation import tensors_in
 from ompq.graph.units import Unit
+from ompq.quantizers.search import FEW_WEIGHTS
 from ompq.samples import (
     Samples,
-    batch_length,
+    batch_count,
     call,
     evaluating,
     first_samples,
@@ -26,8 +27,6 @@ from ompq.samples import (
     to_device,
 )
 
-# Weights of a channel, at most: with more, one grid is nearly as good as the next.
-MOST_WEIGHTS = 64
 _SAMPLES = 32
 _AT_ONCE = 8
 _LEAST_VARIANCE = 1e-9  # of the mean square; what is less is rounding
@@ -39,7 +38,7 @@ def input_grams(
     samples: Samples,
     *,
     centred: bool = True,
-    report: Callable[[int, int], None] = lambda _done, _total: None,
+    report: Callable[[int, int | None], None] = lambda _done, _total: None,
 ) -> dict[str, Tensor]:
     """Return the Gram matrices of the inputs of units with few weights a channel.
 
@@ -65,7 +64,7 @@ def input_grams(
         for each in sums.values()
     ]
     some = to_device(first_samples(samples, _SAMPLES), model_device(model))
-    total = -(-batch_length(some) // _AT_ONCE)
+    total = batch_count(some, _AT_ONCE)
     try:
         with evaluating(model):
             for done, batch in enumerate(sample_batches(some, batch_size=_AT_ONCE), 1):
@@ -86,7 +85,7 @@ def _layer(model: nn.Module, unit: Unit) -> nn.Module | None:
     plain = isinstance(layer, nn.Linear | _ConvNd)
     if not plain or isinstance(layer, _ConvTransposeNd):
         return None
-    return layer if unit.weights <= MOST_WEIGHTS * unit.out_channels else None
+    return layer if unit.weights <= FEW_WEIGHTS * unit.out_channels else None
 
 
 class _Sums:

@@ -19,7 +19,7 @@ from ompq.quantizers.calibration import (
 from ompq.samples import (
     Progress,
     Samples,
-    batch_length,
+    batch_count,
     cudnn_kernels,
     first_samples,
     first_tensor,
@@ -64,7 +64,7 @@ def read_ranges(
         if at in point_at:
             see(at, output)
 
-    total = _batch_count(samples, batch_size)
+    total = batch_count(samples, batch_size)
     for done, batch in enumerate(sample_batches(samples, batch_size=batch_size), 1):
         moved = to_device(batch, device)
         if -1 in point_at:
@@ -110,7 +110,7 @@ def weigh_ranges(
                 output = watch(model, inputs, weighing.visit, gradients=True)
                 loss = _loss(first_tensor(output), generator)
                 torch.autograd.grad(loss, ends or parameters, allow_unused=True)
-            report(done, _batch_count(first, _AT_ONCE), READING)
+            report(done, batch_count(first, _AT_ONCE), READING)
     except RuntimeError as error:
         logger.warning(
             "ranges of activations weigh all values alike: the network cannot be "
@@ -157,13 +157,6 @@ class _Weighing:
 
 def _points_by_position(points: Sequence[Point]) -> dict[int, int]:
     return {at: i for i, point in enumerate(points) for at in point.positions}
-
-
-def _batch_count(samples: Samples, batch_size: int) -> int | None:
-    """Return how many batches there will be, if that can be told beforehand."""
-    if not isinstance(samples, Tensor | tuple | dict):
-        return None
-    return -(-batch_length(samples) // batch_size)
 
 
 @contextmanager

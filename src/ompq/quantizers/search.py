@@ -17,6 +17,9 @@ from ompq.quantizers.spans import (
     span_grid,
 )
 
+# Up to so many weights of a channel leave the error a jagged function of the range;
+# with more, one good range is nearly as good as the next.
+FEW_WEIGHTS = 64
 # The least part of a channel's range worth trying: fewer bits clip more.
 _SMALLEST_PART = {2: 0.15, 3: 0.25, 4: 0.35, 5: 0.45, 6: 0.55, 7: 0.6, 8: 0.65}
 # Where weights are few, a range beyond the extremes can suit them better.
@@ -33,8 +36,8 @@ class Measure(NamedTuple):
             have the same; positive definite.
     """
 
-    power: float = 2.0
-    gram: Tensor | None = None
+    power: float
+    gram: Tensor | None
 
     def split(self, channels: int, count: int) -> "list[Measure]":
         """Return the measures of so many channels at a time, of ``count`` in all."""
@@ -116,8 +119,7 @@ def _search(rows: Tensor, measure: Measure, rule: Rule) -> _Best:
 
 def _parts(rule: Rule, rows: Tensor) -> tuple[Tensor, Tensor]:
     """Return the parts, each (A, 1, 1), of the lower and upper end to try."""
-    # Few weights leave the error a jagged function of the range, and cost little.
-    count = 24 if rows.shape[1] <= 64 else 12
+    count = 24 if rows.shape[1] <= FEW_WEIGHTS else 12
     ends = math.log10(_LARGEST_PART), math.log10(_SMALLEST_PART[rule.bits])
     parts = torch.logspace(*ends, count if rule.free else 4 * count)
     parts = torch.cat([torch.ones(1), parts])
