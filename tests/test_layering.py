@@ -26,7 +26,8 @@ ORDER = {
     "explanations solving",
     "plans": "",
     "pipeline": "",
-    "quantization": "placement ranges layers moments grams assembly quantizing",
+    "quantization": "placement ranges layers moments grams equalizing assembly "
+    "quantizing",
     "reconstruction": "layouts blocks gathering settings soft_rounding rounding "
     "reconstructing",
     "evaluation": "",

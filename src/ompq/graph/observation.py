@@ -66,10 +66,17 @@ class ModuleCall:
 
 @dataclass
 class Recording:
-    """What one forward pass did."""
+    """What one forward pass did.
+
+    Attributes:
+        calls: Calls of torch functions, in order.
+        module_calls: Calls of modules, in the order in which they returned.
+        returned: Positions of the calls whose outputs the network returned.
+    """
 
     calls: list[Call] = field(default_factory=list)
     module_calls: list[ModuleCall] = field(default_factory=list)
+    returned: set[int] = field(default_factory=set)
 
     def consumers(self) -> dict[int, list[int]]:
         """Return, for each call, the positions of the calls that read its output."""
@@ -127,7 +134,9 @@ def record(model: nn.Module, batch: Batch) -> Recording:
     for tensor in tensors_in(batch):
         recorder.producer[id(tensor)] = -1
     with watched_modules(model, recorder.enter, recorder.leave):
-        watch(model, batch, recorder.visit)
+        output = watch(model, batch, recorder.visit)
+    made = (recorder.producer.get(id(tensor), -1) for tensor in tensors_in(output))
+    recorder.recording.returned.update(made)
     return recorder.recording
 
 

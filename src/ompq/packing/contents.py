@@ -33,6 +33,7 @@ from ompq.errors import OmpqError, PackedFileError
 from ompq.graph.units import LayerGraph, Skipped, Unit
 from ompq.packing.bitstream import stream_length
 from ompq.packing.packfile import read_file, write_file
+from ompq.quantization.equalizing import Equalized
 from ompq.quantization.placement import Link, Point
 from ompq.quantization.quantizing import BlockError, Quantization
 from ompq.quantizers.grids import LARGEST_HALF_BITS, Grid
@@ -164,6 +165,7 @@ def _structure(contents: Contents, floats: Mapping[str, Tensor]) -> Tensor:
         "skipped": [asdict(entry) for entry in record.skipped],
         "errors": [asdict(error) for error in record.errors],
         "links": [list(link) for link in record.links],
+        "equalized": [list(one) for one in record.equalized],
         "narrow": [one.unit.name for one in units if one.grid.narrow],
         "unbiased": [one.unit.name for one in units if one.bias is None],
         "floats": {key: list(tensor.shape) for key, tensor in floats.items()},
@@ -214,6 +216,10 @@ def _record(data: Mapping[str, Any], allocation: Mapping[str, Any]) -> Quantizat
         skipped=tuple(Skipped(**entry) for entry in data["skipped"]),
         errors=tuple(BlockError(**entry) for entry in data["errors"]),
         links=tuple(Link(*entry) for entry in data["links"]),
+        equalized=tuple(
+            Equalized(maker, reader, tuple(exponents))
+            for maker, reader, exponents in data.get("equalized", ())
+        ),
     )
 
 

@@ -14,6 +14,7 @@ from ompq.graph.tracing import trace
 from ompq.graph.units import LayerGraph, Skipped, Unit
 from ompq.plans import Plan
 from ompq.quantization.assembly import WeightGrid, assemble
+from ompq.quantization.equalizing import Equalized, equalized, find_factors
 from ompq.quantization.grams import input_grams
 from ompq.quantization.layers import quantized_layers
 from ompq.quantization.moments import (
@@ -51,6 +52,8 @@ class QuantizeConfig:
         output_error: Whether the ranges of channels of few weights minimise the squared
             error of their outputs on some samples instead. Only up to 6 bits, above
             which nothing is gained, and where the power is 2.
+        equalize: Whether channels that only a depthwise convolution reads are brought
+            nearer to one size, so that one step fits them all better.
         activation_range: How ranges of activations are found: ``fisher`` costs the
             network's output least, ``mse`` the tensor itself; ``minmax`` and
             ``percentile`` hold all or nearly all of its values.
@@ -62,6 +65,7 @@ class QuantizeConfig:
     weight_grid: Kind = DEFAULT_KIND
     weight_power: float = 2.0
     output_error: bool = True
+    equalize: bool = True
     activation_range: RangeMethod = "fisher"
     restore_moments: bool = True
     batch_size: int = 64
@@ -97,6 +101,7 @@ class Quantization:
         errors: What reconstruction did, block by block.
         links: Layers that compute with whole numbers; none before the network is
             settled.
+        equalized: Channels whose sizes are not those of the float network.
     """
 
     graph: LayerGraph
@@ -105,6 +110,7 @@ class Quantization:
     skipped: tuple[Skipped, ...]
     errors: tuple[BlockError, ...] = ()
     links: tuple[Link, ...] = ()
+    equalized: tuple[Equalized, ...] = ()
 
 
 def quantization_of(model: nn.Module) -> Quantization:
@@ -137,8 +143,9 @@ def quantize(
 ) -> nn.Module:
     """Return a quantized copy of a network that works at once.
 
-    Batch norms are folded, weights rounded to nearest, ranges of activations read off
-    the samples, and each channel given the mean and the spread it had before rounding.
+    Batch norms are folded, channels brought to sizes that suit one step, weights
+    rounded to nearest, ranges of activations read off the samples, and each channel
+    given the mean and the spread it had before rounding.
 
     Args:
         model: The float network.
@@ -160,6 +167,9 @@ def quantize(
     recording = record(model, to_device(first_samples(samples, 1), device))
     points, lost = find_points(model, recording, graph, allocation)
     report(1, 4, READING)
+    fitted = config.equalize and bool(points)
+    factors = find_factors(model, recording, graph, samples) if fitted else ()
+    model = equalized(model, factors)
     size = config.batch_size
     ranges = read_ranges(model, samples, points, batch_size=size, report=report)
     if config.activation_range == "fisher":
@@ -179,7 +189,8 @@ def quantize(
     )
     skipped = (*graph.skipped, *lost)
     with_quantization(
-        quantized, Quantization(graph, allocation, tuple(points), skipped)
+        quantized,
+        Quantization(graph, allocation, tuple(points), skipped, equalized=factors),
     )
     report(3, 4, "restoring moments")
     if config.restore_moments:

@@ -17,6 +17,7 @@ from ompq.errors import QuantizationError, shortened
 from ompq.graph.folding import normalised_by
 from ompq.graph.observation import tensors_in
 from ompq.graph.tracing import trace
+from ompq.quantization.equalizing import equalized
 from ompq.quantization.layers import QuantizedLayer
 from ompq.quantization.moments import Moments
 from ompq.quantization.quantizing import (
@@ -97,6 +98,7 @@ def reconstruct(
     """
     record = quantization_of(quantized)
     _check_network(record, model, samples)
+    model = equalized(model, record.equalized)
     result = copy.deepcopy(quantized).eval()
     blocks = _learnable(result, record)
     identity = _identity(quantized, samples, config)

@@ -18,6 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ompq.errors import TrainingError
 from ompq.graph.folding import norm_affine, scaled_channels
+from ompq.quantization.equalizing import enlarge
 from ompq.quantization.layers import (
     QuantizedLayer,
     Size,
@@ -90,8 +91,9 @@ def keep_norms(quantized: nn.Module, model: nn.Module) -> None:
     Raises:
         TrainingError: The float network has no such norms.
     """
-    layers = quantized_layers(quantized)
-    for unit in quantization_of(quantized).graph.units:
+    layers, record = quantized_layers(quantized), quantization_of(quantized)
+    sizes = {one.maker: one.exponents for one in record.equalized}
+    for unit in record.graph.units:
         if not unit.norm or unit.name not in layers:
             continue
         layer = layers[unit.name]
@@ -103,6 +105,9 @@ def keep_norms(quantized: nn.Module, model: nn.Module) -> None:
                 f"{unit.norm} is no batch norm of {len(layer.weight_scale)} channels "
                 "in the float network; give the network that was quantized"
             )
+        norm = copy.deepcopy(norm).to(layer.weight)
+        if unit.norm in sizes:
+            enlarge(norm, sizes[unit.norm])
         layer.norm = _unfolded(layer, norm)
 
 
@@ -121,8 +126,7 @@ def fold_norms(quantized: nn.Module) -> None:
 
 
 @torch.no_grad()
-def _unfolded(layer: QuantizedLayer, norm: _BatchNorm) -> KeptNorm:
-    kept = copy.deepcopy(norm).to(layer.weight)
+def _unfolded(layer: QuantizedLayer, kept: _BatchNorm) -> KeptNorm:
     if not kept.affine:
         kept.affine = True
         kept.weight = nn.Parameter(torch.ones_like(layer.weight_scale))

@@ -1,0 +1,204 @@
+"""Channels that a depthwise convolution reads, brought nearer to one size.
+
+A tensor of activations has one step for all its channels, and those of small values
+lose most by it. A depthwise convolution has weights of their own for each channel: what
+the layer before makes larger they can make smaller. Weights have a scale for each
+channel, so that their rounding stays the same, and so do the network, its file and its
+arithmetic; only the step of the tensor in between fits all its channels better.
+
+Factors are powers of two: floats that are multiplied by them keep all their digits.
+"""
+
+import copy
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
+
+from ompq.graph.folding import scaled_channels
+from ompq.graph.observation import Call, Recording, is_linear_map, tensors_in
+from ompq.graph.units import LayerGraph, Unit
+from ompq.samples import (
+    Samples,
+    call,
+    evaluating,
+    first_samples,
+    model_device,
+    sample_batches,
+    to_device,
+)
+
+_SAMPLES = 64
+_AT_ONCE = 16
+# Of the way to one size, as exponents. What goes all of it leaves a clip at 6 no room
+# above the largest value seen.
+_PART = 0.75
+_LARGEST_EXPONENT = 6
+# They give a times as much for a times as much; relu6 as far as it does not clip.
+_SCALING = {"relu", "relu6", "leaky_relu"}
+_MAKERS = {"conv", "depthwise", "pointwise", "grouped"}
+
+
+class Equalized(NamedTuple):
+    """A tensor whose channels got factors.
+
+    Attributes:
+        maker: Name of the unit, or of the batch norm after it, that makes it.
+        reader: Name of the depthwise unit that reads it.
+        exponents: Each channel of it is multiplied by two to this power.
+    """
+
+    maker: str
+    reader: str
+    exponents: tuple[int, ...]
+
+
+def find_factors(
+    model: nn.Module, recording: Recording, graph: LayerGraph, samples: Samples
+) -> tuple[Equalized, ...]:
+    """Return what brings channels nearer to one size, wherever nothing else changes.
+
+    Args:
+        model: The float network.
+        recording: A forward pass of it.
+        graph: Its units.
+        samples: Inputs; the first 64 tell how large channels are.
+    """
+    pairs = list(_pairs(model, recording, graph))
+    largest = _largest_inputs(model, [reader for _, reader in pairs], samples)
+    found = (
+        Equalized(unit.norm or unit.name, reader.name, _exponents(largest[reader.name]))
+        for unit, reader in pairs
+    )
+    return tuple(one for one in found if any(one.exponents))
+
+
+def equalized(model: nn.Module, factors: Iterable[Equalized]) -> nn.Module:
+    """Return a network that computes the same, its channels of other sizes.
+
+    Args:
+        model: The float network; left as it is, and returned where there is nothing
+            to change.
+        factors: From :func:`find_factors`.
+    """
+    factors = tuple(factors)
+    if not factors:
+        return model
+    result = copy.deepcopy(model)
+    for maker, reader, exponents in factors:
+        enlarge(result.get_submodule(maker), exponents)
+        layer = result.get_submodule(reader)
+        # A channel may be read by several, which give one channel each.
+        each = len(cast(Tensor, layer.weight)) // len(exponents)
+        opposite = [-exponent for exponent in exponents for _ in range(each)]
+        enlarge(layer, opposite, bias=False)
+    return result
+
+
+@torch.no_grad()
+def enlarge(module: nn.Module, exponents: Sequence[int], *, bias: bool = True) -> None:
+    """Multiply each channel that a layer or batch norm gives by a power of two.
+
+    Args:
+        module: It is changed.
+        exponents: One for each output channel.
+        bias: Whether the bias is part of what is multiplied.
+    """
+    weight = cast(Tensor, module.weight)
+    factor = torch.tensor(exponents).to(weight).exp2()
+    weight.copy_(scaled_channels(weight, factor, module))
+    if bias and isinstance(module.bias, Tensor):
+        module.bias.mul_(factor)
+
+
+def _pairs(
+    model: nn.Module, recording: Recording, graph: LayerGraph
+) -> Iterator[tuple[Unit, Unit]]:
+    """Yield the depthwise units, each after the one whose output it alone reads."""
+    readers = recording.consumers()
+    for at in recording.returned:  # whoever called the network reads that too
+        readers.setdefault(at, []).append(-1)
+    times = Counter(key for call in recording.calls for key in call.parameters)
+    unit_of = {
+        call.position: unit
+        for call in recording.calls
+        if is_linear_map(call.function)
+        for unit in graph.units
+        if unit.parameter in call.parameters and times[unit.parameter] == 1
+    }
+    for position, reader in unit_of.items():
+        if reader.kind != "depthwise":
+            continue
+        made_at, norm = _made_at(recording.calls, readers, position)
+        maker = unit_of.get(made_at)
+        if maker is None or maker.kind not in _MAKERS or maker.norm != norm:
+            continue
+        if isinstance(model.get_submodule(norm or maker.name).weight, Tensor):
+            yield maker, reader
+
+
+def _made_at(
+    calls: Sequence[Call], readers: Mapping[int, list[int]], position: int
+) -> tuple[int, str]:
+    """Go back from a call to what made the tensor that it alone reads.
+
+    Returns:
+        The position of the call that made it, before activation and batch norm, and the
+        name of the norm; the position is -1 where factors would not pass through.
+    """
+    at, norm = position, ""
+    while len(calls[at].inputs) == 1:
+        (source,) = calls[at].inputs
+        if source < 0 or readers[source] != [at]:
+            return -1, norm
+        at, function = source, calls[source].function
+        if function == "batch_norm" and not norm:
+            norm = calls[at].module
+        elif norm or function not in _SCALING:
+            break
+    return at, norm
+
+
+def _largest_inputs(
+    model: nn.Module, units: list[Unit], samples: Samples
+) -> dict[str, Tensor]:
+    """Return the largest magnitude in each channel that units read, (C,) each."""
+    if not units:
+        return {}
+    found: dict[str, Tensor] = {}
+
+    def remember(name: str) -> Any:
+        def hook(layer: nn.Module, args: Any, kwargs: Any) -> None:
+            x = next(tensors_in((args, kwargs)))
+            axis = x.dim() - 1 - len(cast(_ConvNd, layer).kernel_size)
+            largest = x.abs().movedim(axis, 0).flatten(1).amax(1)
+            found[name] = torch.maximum(found.get(name, largest), largest)
+
+        return hook
+
+    handles = [
+        model.get_submodule(unit.name).register_forward_pre_hook(
+            remember(unit.name), with_kwargs=True
+        )
+        for unit in units
+    ]
+    some = to_device(first_samples(samples, _SAMPLES), model_device(model))
+    try:
+        with evaluating(model):
+            for batch in sample_batches(some, batch_size=_AT_ONCE):
+                call(model, batch)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found
+
+
+def _exponents(largest: Tensor) -> tuple[int, ...]:
+    """Return the exponent of each channel's factor from how large it gets, (C,)."""
+    below = (largest.max() / largest).log2() * _PART
+    # A channel that is always 0, of which nothing is known, stays as it is.
+    whole = below.floor().clamp(max=_LARGEST_EXPONENT).where(largest > 0, 0)
+    return tuple(int(exponent) for exponent in whole.tolist())

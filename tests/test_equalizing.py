@@ -1,0 +1,302 @@
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import ompq
+from nets import TinyMobileNet, TinyResNet, scenes, seeded
+from ompq.allocation.solving import Allocation
+from ompq.graph.observation import record
+from ompq.graph.units import Choice
+from ompq.quantization.equalizing import Equalized, equalized, find_factors
+from ompq.quantization.layers import activation_quantizers, quantized_layers
+from ompq.quantization.quantizing import quantization_of
+from ompq.training.norms import fold_norms, keep_norms
+
+cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+
+
+def factors(model, samples):
+    graph = ompq.trace(model, samples)
+    return find_factors(model, record(model, samples[:1]), graph, samples)
+
+
+def uneven(seed=0):
+    """Return a network some of whose hidden channels are far smaller than others."""
+    model = seeded(TinyMobileNet(width=16), seed)
+    with torch.no_grad():
+        for block in model.blocks:
+            norm = block.body[1]
+            sizes = torch.linspace(0, -7, norm.num_features).exp2()
+            norm.weight.mul_(sizes)
+            norm.bias.mul_(sizes)
+            depthwise = block.body[3]
+            depthwise.weight.div_(sizes.reshape(-1, 1, 1, 1))
+    return model
+
+
+def uniform(model, samples, weight=8, activation=8):
+    names = ompq.trace(model, samples).names
+    return Allocation(dict.fromkeys(names, Choice(weight, activation)))
+
+
+def made(model, samples, *, weight=8, activation=8, **config):
+    bits = uniform(model, samples, weight, activation)
+    return ompq.quantize(model, bits, samples, ompq.QuantizeConfig(**config))
+
+
+def error(network, model, samples):
+    with torch.no_grad():
+        wanted = model(samples)
+        return (
+            (network(samples) - wanted).square().sum() / wanted.square().sum()
+        ).item()
+
+
+class Two(nn.Module):
+    """A layer, and a depthwise one that reads what it gives, by way of something."""
+
+    def __init__(self, way=None, *, channels=6, multiplier=1, norm=None, bias=True):
+        super().__init__()
+        self.first = nn.Conv2d(3, channels, 1, bias=bias)
+        self.norm = norm
+        self.way = way or nn.Identity()
+        self.second = nn.Conv2d(
+            channels, multiplier * channels, 3, padding=1, groups=channels
+        )
+
+    def forward(self, x):
+        x = self.first(x)
+        if self.norm is not None:
+            x = self.norm(x)
+        return self.second(self.way(x))
+
+
+class Elsewhere(Two):
+    """What the first layer gives is read by something else as well."""
+
+    def forward(self, x):
+        x = F.relu(self.first(x))
+        return self.second(x) + x
+
+
+class Returned(Two):
+    """What the first layer gives is returned as well."""
+
+    def forward(self, x):
+        x = F.relu(self.first(x))
+        return self.second(x), x
+
+
+class Again(Two):
+    """The first layer runs twice."""
+
+    def forward(self, x):
+        return self.second(F.relu(self.first(x))) + self.first(x)
+
+
+class Late(Two):
+    """The norm stands after the activation."""
+
+    def forward(self, x):
+        return self.second(self.norm(F.relu(self.first(x))))
+
+
+class Alone(nn.Sequential):
+    """A depthwise layer reads what the network gets."""
+
+    def __init__(self):
+        super().__init__(nn.Conv2d(3, 3, 3, groups=3))
+
+
+def of_many_sizes(model):
+    """Give the channels of a first layer, which has no norm, different sizes."""
+    seeded(model)
+    first = getattr(model, "first", None)
+    if first is not None:
+        with torch.no_grad():
+            first.weight.mul_(
+                torch.linspace(0, -9, len(first.weight)).exp2()[:, None, None, None]
+            )
+            if first.bias is not None:
+                first.bias.zero_()
+    return model.eval()
+
+
+WAYS = {
+    "nothing": Two(),
+    "relu": Two(nn.ReLU(inplace=True)),
+    "relu6": Two(nn.ReLU6()),
+    "leaky": Two(nn.LeakyReLU(0.1)),
+    "several": Two(nn.ReLU(), multiplier=3),
+    "unbiased": Two(nn.ReLU(), bias=False),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_network_computes_the_same_to_the_last_bit(way):
+    model, samples = of_many_sizes(copy.deepcopy(WAYS[way])), scenes(16)
+    (found,) = factors(model, samples)
+    assert found[:2] == ("first", "second") and max(found.exponents) > 3
+    other = equalized(model, [found])
+    with torch.no_grad():
+        assert torch.equal(other(samples), model(samples))
+        channels = other.first(samples) / model.first(samples)
+    for channel, exponent in enumerate(found.exponents):
+        assert torch.all(channels[:, channel] == 2.0**exponent)
+
+
+def test_norms_take_the_factors_of_the_layers_before_them():
+    model, samples = uneven(), scenes(32)
+    found = factors(model, samples)
+    names = [f"blocks.{number}.body" for number in range(3)]
+    assert [(f"{name}.1", f"{name}.3") for name in names] == [one[:2] for one in found]
+    other = equalized(model, found)
+    with torch.no_grad():
+        assert torch.equal(other(samples), model(samples))
+    assert torch.equal(other.blocks[0].body[0].weight, model.blocks[0].body[0].weight)
+
+
+def test_channels_go_three_quarters_of_the_way_to_one_size():
+    model, samples = of_many_sizes(Two(nn.ReLU())), scenes(16)
+    with torch.no_grad():
+        model.first.weight[2] = 0  # a channel that is always 0
+        model.first.weight[5] *= 2**-20  # and one of next to nothing
+        sizes = F.relu(model.first(samples)).amax((0, 2, 3))
+    (found,) = factors(model, samples)
+    for size, exponent in zip(sizes, found.exponents, strict=True):
+        ratio = (sizes.max() / size).item() if size else 1.0
+        fitting = [power for power in range(7) if 2.0**power <= ratio**0.75]
+        assert exponent == max(fitting)
+
+
+REFUSED = {
+    "read elsewhere": Elsewhere(),
+    "returned": Returned(),
+    "run again": Again(),
+    "curved": Two(nn.SiLU()),
+    "clipped otherwise": Two(nn.Hardtanh(-1, 1)),
+    "norm after the activation": Late(norm=nn.BatchNorm2d(6)),
+    "norm without sizes": Two(nn.ReLU(), norm=nn.BatchNorm2d(6, affine=False)),
+    "the network's input": Alone(),
+}
+
+
+@pytest.mark.parametrize("why", REFUSED)
+def test_what_would_change_the_network_is_left(why):
+    model, samples = copy.deepcopy(REFUSED[why]), scenes(8)
+    if "without" not in why:
+        of_many_sizes(model)
+    assert factors(model.eval(), samples) == ()
+
+
+def test_two_layers_with_one_weight_are_left():
+    model, samples = of_many_sizes(Two(nn.ReLU())), scenes(8)
+    both = nn.Sequential(model, nn.Conv2d(6, 3, 1), copy.deepcopy(model))
+    both[2].first.weight = both[0].first.weight
+    assert [one.reader for one in factors(both, samples)] == []
+
+
+def test_a_network_without_depthwise_layers_is_returned_as_it_is():
+    model, samples = seeded(TinyResNet()), scenes(8)
+    assert factors(model, samples) == () and equalized(model, ()) is model
+
+
+def test_samples_without_a_batch_axis_and_other_dimensions():
+    model = seeded(
+        nn.Sequential(
+            nn.Conv1d(2, 4, 1, bias=False), nn.ReLU(), nn.Conv1d(4, 4, 3, groups=4)
+        )
+    )
+    with torch.no_grad():
+        model[0].weight[0] *= 64
+    x = torch.randn(16, 2, 9, generator=torch.Generator().manual_seed(3))
+    (found,) = factors(model, x)
+    assert found.exponents[0] == 0 and min(found.exponents[1:]) >= 3
+    with torch.no_grad():
+        assert torch.equal(equalized(model, [found])(x), model(x))
+
+
+def test_one_step_fits_all_channels_better_and_weights_are_rounded_alike():
+    model, samples = uneven(), scenes(64)
+    plain = {"restore_moments": False, "output_error": False}
+    without, given = (
+        made(model, samples, equalize=equalize, **plain) for equalize in (False, True)
+    )
+    assert quantization_of(without).equalized == ()
+    assert len(quantization_of(given).equalized) == 3
+    pairs = zip(
+        quantized_layers(without).values(),
+        quantized_layers(given).values(),
+        strict=True,
+    )
+    assert all(torch.equal(one.codes(), other.codes()) for one, other in pairs)
+    assert error(given, model, samples) < 0.5 * error(without, model, samples)
+
+
+def test_float_activations_need_no_factors():
+    network = made(uneven(), scenes(16), activation=32)
+    assert quantization_of(network).equalized == ()
+
+
+def test_blocks_are_reconstructed_to_channels_of_the_new_sizes():
+    model, samples = uneven(), scenes(64)
+    network = made(model, samples, weight=4)
+    config = ompq.ReconstructConfig(rounding=ompq.RoundingConfig(iterations=60))
+    better = ompq.reconstruct(network, model, samples, config)
+    # The channels of the stem are not compared with those of another size.
+    assert all(one.before < 0.5 for one in quantization_of(better).errors)
+    assert error(better, model, samples) < error(network, model, samples)
+
+
+def test_a_depthwise_layer_that_stands_alone_is_reconstructed():
+    model, samples = of_many_sizes(Two(nn.ReLU())), scenes(64)
+    network = made(model, samples, weight=4)
+    config = ompq.ReconstructConfig(rounding=ompq.RoundingConfig(iterations=20))
+    first, second = quantization_of(
+        ompq.reconstruct(network, model, samples, config)
+    ).errors
+    assert first.block == "first" and first.before < 0.1 and second.before < 0.1
+
+
+def test_kept_norms_have_the_new_sizes():
+    model, samples = uneven(), scenes(64)
+    network = made(model, samples)
+    kept = copy.deepcopy(network)
+    keep_norms(kept, model)
+    with torch.no_grad():
+        assert torch.allclose(kept(samples), network(samples), atol=1e-4)
+    # With the statistics of the batch too they give what the float network's give.
+    for quantizer in activation_quantizers(kept).values():
+        quantizer.enabled = False
+    for layer in quantized_layers(kept).values():
+        if layer.norm is not None:
+            layer.norm.norm.train()
+    assert error(kept, copy.deepcopy(model).train(), samples) < 0.01
+    fold_norms(kept)
+    assert all(layer.norm is None for layer in quantized_layers(kept).values())
+
+
+def test_a_file_remembers_the_factors(tmp_path):
+    model, samples = uneven(), scenes(16)
+    network = made(model, samples, weight=4)
+    ompq.save(network, tmp_path / "n.ompq.safetensors")
+    loaded = ompq.load(tmp_path / "n.ompq.safetensors", model)
+    assert quantization_of(loaded).equalized == quantization_of(network).equalized
+    assert all(isinstance(one, Equalized) for one in quantization_of(loaded).equalized)
+    with torch.no_grad():
+        assert torch.equal(loaded(samples), network(samples))
+
+
+@cuda
+def test_factors_are_the_same_on_cuda():
+    model, samples = uneven(), scenes(32)
+    there = copy.deepcopy(model).cuda()
+    graph = ompq.trace(there, samples.cuda())
+    found = find_factors(there, record(there, samples[:1].cuda()), graph, samples)
+    assert found == factors(model, samples)
+    with torch.no_grad():
+        x = samples.cuda()
+        assert torch.allclose(equalized(there, found)(x), there(x), atol=1e-5)
