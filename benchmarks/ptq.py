@@ -131,7 +131,7 @@ def run_one(options, network, bits, seed: int, iterations: int) -> dict:
     result = reconstruct(quantized, model, samples, config)
     synchronise()
     end = time.perf_counter()
-    found = evaluate(result, batches)
+    found = evaluate(result, batches, reference=model)
     drop, error = found.drop_from(reference)
     kept = [e.block for e in quantization_of(result).errors if not e.improved]
     return {
@@ -143,6 +143,8 @@ def run_one(options, network, bits, seed: int, iterations: int) -> dict:
         "top1": found.top1,
         "drop": 100 * drop,
         "drop_error": 100 * error,
+        "divergence": found.divergence,
+        "agreement": found.agreement,
         "not_improved": kept,
         "quantize_s": between - start,
         "reconstruct_s": end - between,

@@ -290,6 +290,7 @@ def test_a_file_remembers_the_factors(tmp_path):
         assert torch.equal(loaded(samples), network(samples))
 
 
+@pytest.mark.cuda
 @cuda
 def test_factors_are_the_same_on_cuda():
     model, samples = uneven(), scenes(32)
