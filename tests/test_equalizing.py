@@ -2,6 +2,7 @@ import copy
 
 import pytest
 import torch
+import torchvision
 from torch import nn
 from torch.nn import functional as F
 
@@ -10,11 +11,13 @@ from nets import TinyMobileNet, TinyResNet, scenes, seeded
 from ompq.allocation.solving import Allocation
 from ompq.graph.observation import record
 from ompq.graph.units import Choice
+from ompq.packing.contents import _record
 from ompq.quantization.equalizing import Equalized, equalized, find_factors
 from ompq.quantization.layers import activation_quantizers, quantized_layers
 from ompq.quantization.quantizing import quantization_of
 from ompq.training.norms import fold_norms, keep_norms
 
+EMPTY = {"units": (), "skipped": (), "float_parameters": 0}
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 
 
@@ -219,6 +222,28 @@ def test_samples_without_a_batch_axis_and_other_dimensions():
         assert torch.equal(equalized(model, [found])(x), model(x))
 
 
+@pytest.mark.parametrize(
+    ("name", "count"), [("mobilenet_v2", 17), ("shufflenet_v2_x0_5", 16)]
+)
+def test_real_networks_compute_the_same_to_the_last_bit(name, count):
+    torch.manual_seed(0)
+    model = torchvision.models.get_model(name).eval()
+    with torch.no_grad():
+        for module in model.modules():
+            if isinstance(module, nn.BatchNorm2d):
+                module.weight.uniform_(0.01, 2)
+                module.bias.uniform_(-0.3, 0.3)
+    samples, seen = scenes(4, size=64), []
+    graph = ompq.trace(model, samples)
+    recording = record(model, samples[:1])
+    found = find_factors(
+        model, recording, graph, samples, report=lambda *done: seen.append(done)
+    )
+    assert len(found) == count and seen == [(1, 1)]
+    with torch.no_grad():
+        assert torch.equal(equalized(model, found)(samples), model(samples))
+
+
 def test_one_step_fits_all_channels_better_and_weights_are_rounded_alike():
     model, samples = uneven(), scenes(64)
     plain = {"restore_moments": False, "output_error": False}
@@ -288,6 +313,14 @@ def test_a_file_remembers_the_factors(tmp_path):
     assert all(isinstance(one, Equalized) for one in quantization_of(loaded).equalized)
     with torch.no_grad():
         assert torch.equal(loaded(samples), network(samples))
+
+
+def test_files_of_before_have_no_factors():
+    record_ = _record(
+        {**dict.fromkeys(("points", "skipped", "errors", "links"), ()), "graph": EMPTY},
+        {},
+    )
+    assert record_.equalized == ()
 
 
 @pytest.mark.cuda

@@ -11,8 +11,8 @@ Factors are powers of two: floats that are multiplied by them keep all their dig
 
 import copy
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from ompq.graph.observation import Call, Recording, is_linear_map, tensors_in
 from ompq.graph.units import LayerGraph, Unit
 from ompq.samples import (
     Samples,
+    batch_count,
     call,
     evaluating,
     first_samples,
@@ -30,6 +31,8 @@ from ompq.samples import (
     sample_batches,
     to_device,
 )
+
+Report: TypeAlias = Callable[[int, int | None], None]
 
 _SAMPLES = 64
 _AT_ONCE = 16
@@ -57,7 +60,12 @@ class Equalized(NamedTuple):
 
 
 def find_factors(
-    model: nn.Module, recording: Recording, graph: LayerGraph, samples: Samples
+    model: nn.Module,
+    recording: Recording,
+    graph: LayerGraph,
+    samples: Samples,
+    *,
+    report: Report = lambda _done, _total: None,
 ) -> tuple[Equalized, ...]:
     """Return what brings channels nearer to one size, wherever nothing else changes.
 
@@ -66,9 +74,10 @@ def find_factors(
         recording: A forward pass of it.
         graph: Its units.
         samples: Inputs; the first 64 tell how large channels are.
+        report: Called after each batch, with the number of batches done and of all.
     """
     pairs = list(_pairs(model, recording, graph))
-    largest = _largest_inputs(model, [reader for _, reader in pairs], samples)
+    largest = _largest_inputs(model, [reader for _, reader in pairs], samples, report)
     found = (
         Equalized(unit.norm or unit.name, reader.name, _exponents(largest[reader.name]))
         for unit, reader in pairs
@@ -163,7 +172,7 @@ def _made_at(
 
 
 def _largest_inputs(
-    model: nn.Module, units: list[Unit], samples: Samples
+    model: nn.Module, units: list[Unit], samples: Samples, report: Report
 ) -> dict[str, Tensor]:
     """Return the largest magnitude in each channel that units read, (C,) each."""
     if not units:
@@ -186,10 +195,12 @@ def _largest_inputs(
         for unit in units
     ]
     some = to_device(first_samples(samples, _SAMPLES), model_device(model))
+    total = batch_count(some, _AT_ONCE)
     try:
         with evaluating(model):
-            for batch in sample_batches(some, batch_size=_AT_ONCE):
+            for done, batch in enumerate(sample_batches(some, batch_size=_AT_ONCE), 1):
                 call(model, batch)
+                report(done, total)
     finally:
         for handle in handles:
             handle.remove()

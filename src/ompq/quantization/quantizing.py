@@ -167,8 +167,15 @@ def quantize(
     recording = record(model, to_device(first_samples(samples, 1), device))
     points, lost = find_points(model, recording, graph, allocation)
     report(1, 4, READING)
-    fitted = config.equalize and bool(points)
-    factors = find_factors(model, recording, graph, samples) if fitted else ()
+    factors: tuple[Equalized, ...] = ()
+    if config.equalize and points:
+        factors = find_factors(
+            model,
+            recording,
+            graph,
+            samples,
+            report=lambda done, total: report(done, total, READING),
+        )
     model = equalized(model, factors)
     size = config.batch_size
     ranges = read_ranges(model, samples, points, batch_size=size, report=report)
