@@ -14,6 +14,7 @@ from unittest.mock import patch
 import torch
 from common import RESULTS, everywhere, save
 from ptq import NETWORKS, load
+from rounded import some_of
 
 from ompq.evaluation import evaluate
 from ompq.graph.units import Choice
@@ -21,12 +22,6 @@ from ompq.quantization import moments
 from ompq.quantization.quantizing import QuantizeConfig, quantize
 
 WAYS = ("none", "as read", "shrunk")
-
-
-def some_of(batches, images: int) -> list[tuple]:
-    """Return about so many images, of all classes: these come in order."""
-    every = max(1, sum(len(x) for x, _ in batches) // images)
-    return [(x[::every], y[::every]) for x, y in batches]
 
 
 def quantized(model, samples, bits: int, way: str):

@@ -5,6 +5,7 @@ from torch import nn
 from nets import Chain, images, seeded
 from ompq.errors import SampleError
 from ompq.samples import (
+    attached,
     batch_count,
     batch_length,
     call,
@@ -12,6 +13,7 @@ from ompq.samples import (
     first_samples,
     first_tensor,
     model_device,
+    run_first,
     sample_batches,
 )
 
@@ -112,3 +114,33 @@ def test_model_device():
     assert model_device(nn.Identity()) == torch.device("cpu")
     assert model_device(nn.BatchNorm1d(2, affine=False)).type == "cpu"
     assert images().shape == (8, 3, 8, 8)
+
+
+def test_hooks_are_removed_whatever_happens():
+    layer, seen = nn.Linear(2, 2), []
+    hooks = [layer.register_forward_hook(lambda *_: seen.append(1)) for _ in range(2)]
+    with pytest.raises(ZeroDivisionError), attached(hooks):
+        layer(torch.ones(1, 2))
+        raise ZeroDivisionError
+    layer(torch.ones(1, 2))
+    assert len(seen) == 2
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "sizes"), [(None, [10]), (4, [4, 4, 2]), (16, [10])]
+)
+def test_the_first_samples_run_a_few_at_a_time(batch_size, sizes):
+    model, inputs = nn.Sequential(nn.Dropout(), nn.Flatten()).train(), images(12)
+    seen, reported = [], []
+    with attached([model.register_forward_hook(lambda _m, _a, out: seen.append(out))]):
+        run_first(
+            model,
+            inputs,
+            10,
+            batch_size=batch_size,
+            report=lambda *n: reported.append(n),
+        )
+    assert [len(out) for out in seen] == sizes
+    assert torch.equal(torch.cat(seen), inputs[:10].flatten(1))  # nothing was dropped
+    assert reported == [(n + 1, len(sizes)) for n in range(len(sizes))]
+    assert model.training

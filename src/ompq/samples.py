@@ -6,12 +6,13 @@ batch or an iterable of batches.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from itertools import chain
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from ompq.errors import SampleError
 
@@ -19,6 +20,7 @@ Batch: TypeAlias = Tensor | tuple[Tensor, ...] | dict[str, Tensor]
 Samples: TypeAlias = Batch | Iterable[Batch]
 # Called as progress(done, total, message); total is None where it is not known.
 Progress: TypeAlias = Callable[[int, int | None, str], None]
+Report: TypeAlias = Callable[[int, int | None], None]  # the same without a message
 
 
 def sample_batches(samples: Samples, *, batch_size: int = 256) -> Iterator[Batch]:
@@ -122,6 +124,41 @@ def evaluating(model: nn.Module) -> Iterator[nn.Module]:
     finally:
         for module, mode in modes:
             module.training = mode
+
+
+@contextmanager
+def attached(hooks: Iterable[RemovableHandle]) -> Iterator[None]:
+    """Remove hooks in the end, whatever happens."""
+    with ExitStack() as stack:
+        for hook in hooks:
+            stack.enter_context(hook)
+        yield
+
+
+def run_first(
+    model: nn.Module,
+    samples: Samples,
+    count: int,
+    *,
+    batch_size: int | None = None,
+    report: Report = lambda _done, _total: None,
+) -> None:
+    """Run the network, in eval mode, on the first samples, for what its hooks see.
+
+    Args:
+        model: The network.
+        samples: Inputs.
+        count: How many of them.
+        batch_size: How many at a time; all, unless given.
+        report: Called after each batch, with the number of batches done and of all.
+    """
+    size = batch_size or count
+    some = to_device(first_samples(samples, count), model_device(model))
+    total = batch_count(some, size)
+    with evaluating(model):
+        for done, batch in enumerate(sample_batches(some, batch_size=size), 1):
+            call(model, batch)
+            report(done, total)
 
 
 def cudnn_kernels(*, repeatable: bool) -> AbstractContextManager[None]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ompq.samples import Batch, call, evaluating
+from ompq.samples import Batch, attached, call, evaluating
 
 Visit = Callable[[int, Any, tuple[Any, ...], dict[str, Any], Any], None]
 Enter = Callable[[str, nn.Module], None]
@@ -161,11 +161,8 @@ def watched_modules(
         handles.append(
             module.register_forward_hook(after, prepend=first, with_kwargs=True)
         )
-    try:
+    with attached(handles):
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _bound(name: str, enter: Enter, leave: Leave) -> tuple[Any, Any]:

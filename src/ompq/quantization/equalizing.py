@@ -11,8 +11,8 @@ Factors are powers of two: floats that are multiplied by them keep all their dig
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias, cast
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,18 +21,7 @@ from torch.nn.modules.conv import _ConvNd
 from ompq.graph.folding import scaled_channels
 from ompq.graph.observation import Call, Recording, is_linear_map, tensors_in
 from ompq.graph.units import LayerGraph, Unit
-from ompq.samples import (
-    Samples,
-    batch_count,
-    call,
-    evaluating,
-    first_samples,
-    model_device,
-    sample_batches,
-    to_device,
-)
-
-Report: TypeAlias = Callable[[int, int | None], None]
+from ompq.samples import Report, Samples, attached, run_first
 
 _SAMPLES = 64
 _AT_ONCE = 16
@@ -194,16 +183,8 @@ def _largest_inputs(
         )
         for unit in units
     ]
-    some = to_device(first_samples(samples, _SAMPLES), model_device(model))
-    total = batch_count(some, _AT_ONCE)
-    try:
-        with evaluating(model):
-            for done, batch in enumerate(sample_batches(some, batch_size=_AT_ONCE), 1):
-                call(model, batch)
-                report(done, total)
-    finally:
-        for handle in handles:
-            handle.remove()
+    with attached(handles):
+        run_first(model, samples, _SAMPLES, batch_size=_AT_ONCE, report=report)
     return found
 
 

@@ -5,7 +5,7 @@ weights, as in a depthwise convolution, errors do not average out, and of many g
 with about the same error in the weights some are by chance much better at the output.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -16,16 +16,7 @@ from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from ompq.graph.observation import tensors_in
 from ompq.graph.units import Unit
 from ompq.quantizers.search import FEW_WEIGHTS
-from ompq.samples import (
-    Samples,
-    batch_count,
-    call,
-    evaluating,
-    first_samples,
-    model_device,
-    sample_batches,
-    to_device,
-)
+from ompq.samples import Report, Samples, attached, run_first
 
 _SAMPLES = 32
 _AT_ONCE = 8
@@ -38,7 +29,7 @@ def input_grams(
     samples: Samples,
     *,
     centred: bool = True,
-    report: Callable[[int, int | None], None] = lambda _done, _total: None,
+    report: Report = lambda _done, _total: None,
 ) -> dict[str, Tensor]:
     """Return the Gram matrices of the inputs of units with few weights a channel.
 
@@ -63,16 +54,8 @@ def input_grams(
         each.layer.register_forward_hook(each.add, with_kwargs=True)
         for each in sums.values()
     ]
-    some = to_device(first_samples(samples, _SAMPLES), model_device(model))
-    total = batch_count(some, _AT_ONCE)
-    try:
-        with evaluating(model):
-            for done, batch in enumerate(sample_batches(some, batch_size=_AT_ONCE), 1):
-                call(model, batch)
-                report(done, total)
-    finally:
-        for handle in handles:
-            handle.remove()
+    with attached(handles):
+        run_first(model, samples, _SAMPLES, batch_size=_AT_ONCE, report=report)
     return {
         name: each.gram(centred=centred) for name, each in sums.items() if each.count
     }

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from ompq.graph.folding import scaled_channels
 from ompq.quantization.layers import QuantizedLayer
+from ompq.samples import attached
 
 Run = Callable[[], Any]
 
@@ -171,8 +172,5 @@ def _hooks(
         module.register_forward_hook(hook(name), prepend=True)
         for name, module in modules.items()
     ]
-    try:
+    with attached(handles):
         yield
-    finally:
-        for handle in handles:
-            handle.remove()

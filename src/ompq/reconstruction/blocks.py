@@ -95,11 +95,8 @@ def fisher_weights(
             # What follows may work in place, which a leaf does not allow.
             return with_tensors(result, [seen[0].clone(), *others])
 
-        handle = block.register_forward_hook(leaf)
-        try:
-            with evaluating(model), torch.enable_grad():
-                output = call(model, to_device(batch, model_device(model)))
-                (gradient,) = torch.autograd.grad(loss(output), seen[0])
-        finally:
-            handle.remove()
+        hook = block.register_forward_hook(leaf)
+        with hook, evaluating(model), torch.enable_grad():
+            output = call(model, to_device(batch, model_device(model)))
+            (gradient,) = torch.autograd.grad(loss(output), seen[0])
         yield layout.sorted(gradient.square())

@@ -1,6 +1,7 @@
 """Inputs and targets of one block after the other, kept where they fit."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +14,7 @@ from ompq.reconstruction.layouts import Arguments, Layout, layout_of
 from ompq.samples import (
     Batch,
     Samples,
+    attached,
     batch_length,
     call,
     evaluating,
@@ -214,12 +216,6 @@ def _run_to(
     if end is not None:
         last = model.get_submodule(end)
         handles.append(last.register_forward_hook(after, prepend=True))
-    try:
-        with evaluating(model):
-            call(model, to_device(batch, model_device(model)))
-    except _BlockReached:
-        pass
-    finally:
-        for handle in handles:
-            handle.remove()
+    with suppress(_BlockReached), attached(handles), evaluating(model):
+        call(model, to_device(batch, model_device(model)))
     return arguments[0], outputs[0] if outputs else None

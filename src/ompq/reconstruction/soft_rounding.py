@@ -10,6 +10,7 @@ from torch.nn.modules.conv import _ConvTransposeNd
 
 from ompq.quantization.layers import QuantizedLayer, Size, linear_map
 from ompq.quantization.moments import channel_mean
+from ompq.samples import attached
 
 
 class SoftRounding:
@@ -221,10 +222,6 @@ def mean_inputs(
         (found[layer],) = torch.autograd.grad(total, weight)
 
     handles = [layer.register_forward_hook(hook, with_kwargs=True) for layer in layers]
-    try:
-        with torch.no_grad():
-            run()
-    finally:
-        for handle in handles:
-            handle.remove()
+    with attached(handles), torch.no_grad():
+        run()
     return [found[layer] for layer in layers]

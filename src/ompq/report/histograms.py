@@ -13,14 +13,7 @@ from ompq.graph.units import Unit
 from ompq.plans import Plan
 from ompq.quantization.layers import QuantizedLayer, quantized_layers
 from ompq.report.sections import Histogram
-from ompq.samples import (
-    Samples,
-    call,
-    evaluating,
-    first_samples,
-    model_device,
-    to_device,
-)
+from ompq.samples import Samples, attached, run_first
 
 _BINS = 64
 _SAMPLES = 32
@@ -110,15 +103,8 @@ def _inputs(
         )
         for name in names
     ]
-    try:
-        with evaluating(network):
-            call(
-                network,
-                to_device(first_samples(samples, _SAMPLES), model_device(network)),
-            )
-    finally:
-        for handle in handles:
-            handle.remove()
+    with attached(handles):
+        run_first(network, samples, _SAMPLES)
     return found
 
 

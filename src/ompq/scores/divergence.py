@@ -108,11 +108,8 @@ def _input_divergence(
             rounded = partial(fake_quantize_tensor, bits=bits)
             return with_first_tensor((args, kwargs), rounded)
 
-        handle = module.register_forward_pre_hook(quantize, with_kwargs=True)
-        try:
+        with module.register_forward_pre_hook(quantize, with_kwargs=True):
             output = _log_probabilities(model, batch, {})
-        finally:
-            handle.remove()
         found[bits] = _divergence(reference, output)
     return found
 

@@ -14,14 +14,7 @@ from ompq.graph.folding import channel_axis, norm_affine, scaled_channels
 from ompq.graph.units import Choice, LayerGraph, Unit
 from ompq.quantizers.calibration import tensor_noise
 from ompq.quantizers.noise import weight_noises
-from ompq.samples import (
-    Samples,
-    call,
-    evaluating,
-    first_samples,
-    model_device,
-    to_device,
-)
+from ompq.samples import Samples, attached, run_first
 from ompq.scores.table import ScoreTable, Table
 
 _SAMPLES = 32  # inputs from which activation noise is read
@@ -115,12 +108,7 @@ def _input_table(
         )
         for unit in graph.units
     ]
-    batch = to_device(first_samples(samples, _SAMPLES), model_device(model))
-    try:
-        with evaluating(model):
-            call(model, batch)
-    finally:
-        for handle in handles:
-            handle.remove()
+    with attached(handles):
+        run_first(model, samples, _SAMPLES)
     table = torch.stack([rows[name] for name in graph.names]).double().cpu().numpy()
     return table[:, [widths.index(choice.activation) for choice in choices]]
