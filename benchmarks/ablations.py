@@ -21,12 +21,11 @@ from common import RESULTS, save
 from ptq import NETWORKS
 from torch import Tensor, nn
 
-from ompq.datasets.naming import load_data
+from ompq.datasets.sources import load_data
 from ompq.evaluation import evaluate
-from ompq.models.naming import load_model
-from ompq.pipeline import PLAN_PROTOCOLS, PlanConfig, plan
-from ompq.plans import Plan
-from ompq.quantization.quantizing import quantize
+from ompq.models import load_model
+from ompq.plans import PLAN_PROTOCOLS, Plan, PlanConfig, plan
+from ompq.quantization import quantize
 from ompq.scores import Orm, OrmDistortion, OrmSettings, ScoreTable
 
 FUNCTIONS = ("exp(-x)", "-log(x)", "-x", "-x^3", "-exp(x)")

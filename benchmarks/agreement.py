@@ -15,15 +15,14 @@ from pathlib import Path
 import torch
 from common import RESULTS, save
 
-from ompq.allocation.solving import Allocation
-from ompq.datasets.naming import load_data
-from ompq.export.exporting import export_onnx
-from ompq.graph.tracing import trace
-from ompq.graph.units import Choice
-from ompq.integer.agreement import Agreement, compare_outputs
-from ompq.integer.settling import settle
-from ompq.models.naming import load_model
-from ompq.quantization.quantizing import quantize
+from ompq.allocation.solver import Allocation
+from ompq.datasets.sources import load_data
+from ompq.graph import Choice, trace
+from ompq.integer.finalization import finalize
+from ompq.models import load_model
+from ompq.onnx.export import export_onnx
+from ompq.onnx.verification import Agreement, compare_outputs
+from ompq.quantization import quantize
 
 NETWORKS = {
     "mobilenet_v2": ("torchvision:mobilenet_v2", "imagenet_mobilenet_v2", "imagenet"),
@@ -67,17 +66,17 @@ def row(network, samples, images, targets, scheme: str, engine_images: int):
     }
     given = quantize(network, Allocation(bits), samples)
     start = time.perf_counter()
-    settled = settle(given, samples)
-    settling = time.perf_counter() - start
+    finalized = finalize(given, samples)
+    finalizing = time.perf_counter() - start
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "net.onnx"
         result = export_onnx(given, path, images, engine_images=engine_images)
-    before, after = outputs(given, images), outputs(settled, images)
+    before, after = outputs(given, images), outputs(finalized, images)
     double = outputs(copy.deepcopy(given).double(), images.double()).float()
     return {
         "scheme": scheme,
         "bytes": result.bytes,
-        "settle_seconds": round(settling, 2),
+        "settle_seconds": round(finalizing, 2),
         "top1_given": accuracy(before, targets),
         "top1_settled": accuracy(after, targets),
         "runtime_and_settled": told(result.simulated),

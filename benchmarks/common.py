@@ -13,9 +13,8 @@ from typing import Any
 
 import torch
 
-from ompq.allocation.solving import Allocation
-from ompq.graph.tracing import trace
-from ompq.graph.units import Choice
+from ompq.allocation.solver import Allocation
+from ompq.graph import Choice, trace
 
 RESULTS = Path(__file__).parent / "results"
 

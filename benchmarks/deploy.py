@@ -18,13 +18,13 @@ from common import RESULTS, alternating, everywhere, median_ratio, save
 from torch import nn
 
 import ompq
-from ompq.datasets.naming import load_data
-from ompq.export.exporting import export_onnx
-from ompq.export.timing import load_seconds, peak_memory, runner
-from ompq.export.verification import against_simulated, open_session
-from ompq.export.weights_only import float_model
-from ompq.graph.units import Choice
-from ompq.models.naming import load_model
+from ompq.datasets.sources import load_data
+from ompq.graph import Choice
+from ompq.models import load_model
+from ompq.onnx.export import export_onnx
+from ompq.onnx.inspection import load_seconds, peak_memory, runner
+from ompq.onnx.model import float_model
+from ompq.onnx.verification import against_simulated, open_session
 
 NETWORKS = {
     "resnet18": ("torchvision:resnet18", "imagenet_resnet18"),
@@ -66,14 +66,14 @@ def agreement(given) -> None:
         plan, bits = planned(model.module, samples, scheme)
         quantized = ompq.quantize(model.module, bits, samples)
         start = time.perf_counter()
-        settled = ompq.settle(quantized, samples)
-        settling = time.perf_counter() - start
+        finalized = ompq.finalize(quantized, samples)
+        finalizing = time.perf_counter() - start
         packed = file_of(given.work, given.network, scheme, "ompq.safetensors")
-        ompq.save(settled, packed, plan=plan, network=network)
+        ompq.save(finalized, packed, plan=plan, network=network)
         onnx = file_of(given.work, given.network, scheme, "onnx")
-        verified = export_onnx(settled, onnx, samples, engine_images=given.engine)
+        verified = export_onnx(finalized, onnx, samples, engine_images=given.engine)
         account = ompq.inspect_file(packed)
-        images, found = compared(settled, onnx, given, model)
+        images, found = compared(finalized, onnx, given, model)
         row = {
             "scheme": scheme,
             "average_bits": account.average_bits,
@@ -81,7 +81,7 @@ def agreement(given) -> None:
             "planned_bytes": account.planned_bytes,
             "packed_bytes": account.file_bytes,
             "onnx_bytes": verified.bytes,
-            "settle_seconds": round(settling, 2),
+            "settle_seconds": round(finalizing, 2),
             "images": images,
             "runtime_and_simulated": found,
             "engine_images": verified.engine.images,
@@ -95,13 +95,13 @@ def agreement(given) -> None:
         save(name, [row], given.out)
 
 
-def compared(settled: nn.Module, onnx: Path, given, model):
+def compared(finalized: nn.Module, onnx: Path, given, model):
     """Return how nearly ONNX Runtime and PyTorch agree, batch by batch."""
     session = open_session(onnx)
     data = load_data(given.data / "imagenet-val", model)
     count, equal, right, furthest = 0, 0.0, 0, 0.0
     for images, targets in data.batches(batch_size=25, limit=given.images):
-        found = against_simulated(settled, session, images)
+        found = against_simulated(finalized, session, images)
         logits = session.run(None, {"input": images.numpy()})[0]
         count += len(images)
         equal += found.top1 * len(images)

@@ -17,9 +17,8 @@ from ptq import NETWORKS, load
 from rounded import some_of
 
 from ompq.evaluation import evaluate
-from ompq.graph.units import Choice
-from ompq.quantization import moments
-from ompq.quantization.quantizing import QuantizeConfig, quantize
+from ompq.graph import Choice
+from ompq.quantization import QuantizeConfig, moments, quantize
 
 WAYS = ("none", "as read", "shrunk")
 

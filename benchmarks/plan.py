@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torchvision import models
 
 import ompq
-from ompq.graph.observation import watch
-from ompq.graph.tracing import trace
+from ompq.graph import trace
+from ompq.recording import watch
 from ompq.scores import OrmSettings, measure_orm
 
 NETWORKS = {"resnet18": 64, "resnet50": 64, "mobilenet_v2": 32}

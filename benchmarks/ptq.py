@@ -21,18 +21,16 @@ import torch
 from common import RESULTS, synchronise
 from sharing import Rows, claimed, once
 
-from ompq.allocation.solving import Allocation
-from ompq.datasets.naming import load_data
-from ompq.datasets.views import image_views
+from ompq.allocation.solver import Allocation
+from ompq.datasets.images import image_views
+from ompq.datasets.sources import load_data
 from ompq.evaluation import evaluate
-from ompq.graph.tracing import trace
-from ompq.graph.units import Choice
-from ompq.models.naming import load_model
-from ompq.pipeline import PlanConfig, plan
-from ompq.plans import Plan
-from ompq.quantization.quantizing import QuantizeConfig, quantization_of, quantize
-from ompq.reconstruction.reconstructing import ReconstructConfig, reconstruct
-from ompq.reconstruction.settings import RoundingConfig
+from ompq.graph import Choice, trace
+from ompq.models import load_model
+from ompq.plans import Plan, PlanConfig, plan
+from ompq.quantization import QuantizeConfig, quantization_of, quantize
+from ompq.reconstruction import ReconstructConfig, reconstruct
+from ompq.reconstruction.rounding import RoundingConfig
 
 PUBLISHED = Path(__file__).parent.parent / "tests/fixtures/published_bit_configs.json"
 NETWORKS = {

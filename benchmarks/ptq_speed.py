@@ -17,9 +17,8 @@ from ptq import load
 from torch.nn import functional as F
 
 import ompq
-from ompq.quantization.layers import quantized_layers
-from ompq.reconstruction import rounding
-from ompq.reconstruction.reconstructing import _cache, _learnable
+from ompq.layers import quantized_layers
+from ompq.reconstruction import _cache, _learnable, rounding
 
 BATCH = 32
 
@@ -34,7 +33,7 @@ class PlainStep:
         for layer in self.layers:
             with torch.no_grad():
                 grid = layer.grid_like_weight()
-                position = layer.weight / grid.scale + grid.zero
+                position = layer.weight / grid.scale + grid.zero_point
                 share = position - position.floor()
                 logits = -torch.log(1.2 / (share + 0.1) - 1)
             self.bases.append((grid, position.floor()))
@@ -47,8 +46,8 @@ class PlainStep:
 
     def _soft(self, number: int):
         grid, base = self.bases[number]
-        codes = (base + self._share(number)).clamp(0, grid.top)
-        return grid.scale * (codes - grid.zero)
+        codes = (base + self._share(number)).clamp(0, grid.qmax)
+        return grid.scale * (codes - grid.zero_point)
 
     def advance(self) -> None:
         index = torch.randperm(len(self.cache.targets))[:BATCH]

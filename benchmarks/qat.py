@@ -26,8 +26,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import ompq
-from ompq.integer.network import IntegerNetwork
-from ompq.training.runs import Run
+from ompq.integer.engine import IntegerNetwork
+from ompq.training.run import Run
 
 # Choices of weights, activations, uniform bits of the same size.
 ROWS = {
@@ -120,10 +120,10 @@ def train_once(bench: Bench, first: nn.Module, samples, about: dict, seed: int) 
     trained = ompq.train(first, bench.train, config, teacher=model, checkpoint=folder)
     synchronise()
     seconds = time.perf_counter() - start
-    settled = ompq.settle(trained, samples[:2])
-    ompq.save(settled, options.work / f"{name}.ompq.safetensors", network=bench.name)
+    finalized = ompq.finalize(trained, samples[:2])
+    ompq.save(finalized, options.work / f"{name}.ompq.safetensors", network=bench.name)
     unsettled = ompq.evaluate(trained, bench.test).top1
-    measured = measure(bench, settled, seconds)
+    measured = measure(bench, finalized, seconds)
     shutil.rmtree(folder)
     return {**measured, "unsettled": unsettled}
 
@@ -183,11 +183,11 @@ def run_engine(bench: Bench) -> None:
         name = path.name.removesuffix(".ompq.safetensors")
         if rows.find(name) is not None:
             continue
-        settled = ompq.settle(ompq.load(path, model), x[:2])
-        engine = IntegerNetwork.from_quantized(settled, x[:2])
+        finalized = ompq.finalize(ompq.load(path, model), x[:2])
+        engine = IntegerNetwork.from_quantized(finalized, x[:2])
         engine.assert_integer_only(x[:2])
         with torch.no_grad():
-            simulated, integers = settled(x), engine(x)
+            simulated, integers = finalized(x), engine(x)
         answers = simulated.argmax(1), integers.argmax(1)
         row = {
             "file": name,

@@ -15,11 +15,11 @@ from sharing import once
 from torch import Tensor, nn
 
 import ompq
-from ompq.datasets.naming import load_data
+from ompq.datasets.sources import load_data
 from ompq.datasets.training_sets import HeldSet, training_data
-from ompq.models.naming import load_model
-from ompq.training.engines import Alone
-from ompq.training.steps import Gradients, Recorded
+from ompq.models import load_model
+from ompq.training.run import Alone
+from ompq.training.step import Gradients, Recorded
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,8 +10,8 @@ from common import RESULTS, everywhere, save, synchronise
 from ptq import NETWORKS, load
 
 from ompq.evaluation import evaluate
-from ompq.graph.units import Choice
-from ompq.quantization.quantizing import QuantizeConfig, quantize
+from ompq.graph import Choice
+from ompq.quantization import QuantizeConfig, quantize
 
 
 def some_of(batches, images: int) -> list[tuple]:

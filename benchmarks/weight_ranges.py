@@ -8,7 +8,7 @@ is as for ptq.py.
 
 from rounded import compare
 
-from ompq.quantization.quantizing import QuantizeConfig
+from ompq.quantization import QuantizeConfig
 
 SETTINGS = {
     "weights": QuantizeConfig(output_error=False),

@@ -8,14 +8,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from nets import images
-from ompq.allocation.solving import Allocation, Budget
-from ompq.graph.tracing import trace
-from ompq.graph.units import Choice
+from ompq.allocation.solver import Allocation, Budget
+from ompq.graph import Choice, trace
 from ompq.plans import Plan
-from ompq.quantization.quantizing import (
-    QuantizeConfig,
-    quantize,
-)
+from ompq.quantization import QuantizeConfig, quantize
 from ompq.scores import ScoreTable
 
 

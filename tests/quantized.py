@@ -3,11 +3,10 @@
 import torch
 from torch import nn
 
-from ompq.allocation.solving import Allocation
-from ompq.graph.tracing import trace
-from ompq.graph.units import Choice
-from ompq.quantization.layers import activation_quantizers
-from ompq.quantization.quantizing import quantize
+from ompq.allocation.solver import Allocation
+from ompq.graph import Choice, trace
+from ompq.layers import activation_quantizers
+from ompq.quantization import quantize
 
 
 def quantized(network, samples, weight=(2, 3, 4, 5, 6, 7, 8), activation=8):
@@ -27,7 +26,7 @@ def simulated_codes(network: nn.Module, images):
 
     def remember(name):
         def hook(module, _args, output):
-            codes = (output / module.scale).round() + module.zero
+            codes = (output / module.scale).round() + module.zero_point
             found.setdefault(name, []).append(codes.int())
 
         return hook

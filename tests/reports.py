@@ -6,10 +6,9 @@ import numpy as np
 from torch import nn
 
 from nets import TinyMobileNet, images, seeded
-from ompq.allocation.solving import Allocation, Budget
-from ompq.graph.units import Choice, LayerGraph, Unit
-from ompq.pipeline import PlanConfig, plan
-from ompq.plans import Plan
+from ompq.allocation.solver import Allocation, Budget
+from ompq.graph import Choice, LayerGraph, Unit
+from ompq.plans import Plan, PlanConfig, plan
 from ompq.report import (
     Accuracy,
     Agreement,

@@ -8,10 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
-from ompq.allocation.problems import Problem
-from ompq.allocation.programs import Program
+from ompq.allocation.program import Problem, Program
 from ompq.costs import Cost
-from ompq.graph.units import Choice
+from ompq.graph import Choice
 
 FIXTURES = Path(__file__).parent / "fixtures"
 

@@ -4,15 +4,13 @@ from math import ceil
 import pytest
 
 from nets import TinyResNet, images, seeded
-from ompq.allocation.solving import Allocation
-from ompq.graph.tracing import trace
-from ompq.graph.units import Choice
-from ompq.packing.accounts import inspect_file
-from ompq.packing.checkpoint import save
-from ompq.packing.contents import read_contents
-from ompq.pipeline import plan as make_plan
+from ompq.allocation.solver import Allocation
+from ompq.graph import Choice, trace
+from ompq.packing import inspect_file, save
+from ompq.packing.format import read_contents
 from ompq.plans import Plan
-from ompq.quantization.quantizing import quantize
+from ompq.plans import plan as make_plan
+from ompq.quantization import quantize
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +31,7 @@ def test_items_are_the_plans_and_sum_up_to_the_file(planned):
     assert account.planned_bytes == plan.totals["bytes"]
     for name in ("weights", "scales", "zero_points", "biases", "float"):
         assert account.items[name] == plan.bytes_by_item[name]
-    assert account.items["activations"] == 8 * len(read_contents(path).record.points)
+    assert account.items["activations"] == 8 * len(read_contents(path).record.sites)
     assert 0 < account.items["metadata"] < 4096
     assert account.file_bytes <= account.promised_bytes
     assert account.promised_bytes == int(1.01 * plan.totals["bytes"]) + 16384

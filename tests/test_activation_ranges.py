@@ -6,19 +6,13 @@ from torch import nn
 
 import ompq
 from nets import TinyMobileNet, TinyResNet, images, seeded
-from ompq.allocation.solving import Allocation
-from ompq.graph.observation import record
-from ompq.graph.tracing import trace
-from ompq.graph.units import Choice
-from ompq.quantization.layers import activation_quantizers
-from ompq.quantization.placement import find_points
-from ompq.quantization.ranges import _loss, read_ranges, weigh_ranges
-from ompq.quantizers.calibration import (
-    activation_grid,
-    observe_range,
-    value_bins,
-    with_importance,
-)
+from ompq.allocation.solver import Allocation
+from ompq.graph import Choice, trace
+from ompq.layers import activation_quantizers
+from ompq.quantization.calibration import _loss, read_ranges, weigh_ranges
+from ompq.quantization.sites import find_sites
+from ompq.ranges import activation_grid, observe_range, value_bins, with_importance
+from ompq.recording import record
 
 
 def silent(*_):
@@ -29,9 +23,9 @@ def weighed(model, samples):
     """Return the points of a network and what is known of each."""
     graph = trace(model, samples)
     bits = {name: Choice(8, 8) for name in graph.names}
-    points, _ = find_points(model, record(model, samples[:1]), graph, bits)
-    seen = read_ranges(model, samples, points, batch_size=64, report=silent)
-    return points, seen, weigh_ranges(model, samples, points, seen, report=silent)
+    sites, _ = find_sites(model, record(model, samples[:1]), graph, bits)
+    seen = read_ranges(model, samples, sites, batch_size=64, report=silent)
+    return sites, seen, weigh_ranges(model, samples, sites, seen, report=silent)
 
 
 def quantize(model, samples, bits=8, **more):
@@ -73,8 +67,8 @@ def test_importance_is_the_sum_of_squared_gradients_in_each_bin():
 
 def test_importance_of_a_network_is_that_of_autograd():
     model, samples = seeded(TinyMobileNet()), images(8)
-    points, seen, found = weighed(model, samples)
-    (at,) = (i for i, p in enumerate(points) if p.after == ("blocks.1",))
+    sites, seen, found = weighed(model, samples)
+    (at,) = (i for i, p in enumerate(sites) if p.after == ("blocks.1",))
     kept = {}
 
     def keep(_module, _args, output):
@@ -97,10 +91,10 @@ def test_values_that_do_not_matter_are_cut_off():
     model = Deaf(loud=4.0)
     heard, unheard = model.first(samples).detach().unbind(1)
 
-    def cost(scale, zero):
+    def cost(scale, zero_point):
         values = torch.stack([heard, unheard])
-        codes = ((values / scale).round() + zero).clamp(0, 15)
-        errors = ((codes - zero) * scale - values).square().mean(1)
+        codes = ((values / scale).round() + zero_point).clamp(0, 15)
+        errors = ((codes - zero_point) * scale - values).square().mean(1)
         return (0.9 * errors[0] + 0.1 * errors.mean()).item()
 
     found, plain = (
@@ -109,8 +103,10 @@ def test_values_that_do_not_matter_are_cut_off():
         ]
         for method in ("fisher", "mse")
     )
-    best = min(cost(0.02 * k, zero) for k in range(1, 100) for zero in range(16))
-    assert cost(found.scale, found.zero) < 1.05 * best
+    best = min(
+        cost(0.02 * k, zero_point) for k in range(1, 100) for zero_point in range(16)
+    )
+    assert cost(found.scale, found.zero_point) < 1.05 * best
     assert found.scale < 0.8 * plain.scale
 
 

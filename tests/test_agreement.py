@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from ompq.integer.agreement import compare_outputs
+from ompq.onnx.verification import compare_outputs
 
 
 def test_agreement_counts_images_and_codes():

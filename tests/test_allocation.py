@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from ompq.allocation import search
-from ompq.allocation.solving import Budget, Problem, allocate, pareto, reachable
+from ompq.allocation.solver import Budget, Problem, allocate, pareto, reachable
 from ompq.costs import Cost
 from ompq.errors import BudgetError, InfeasibleBudgetError
-from ompq.graph.units import Choice
+from ompq.graph import Choice
 from tables import exhaustive, fixture, network, problem
 
 METHODS = ("exact", "relax-round", "relax-dfs")
@@ -203,11 +203,11 @@ def test_wrong_arguments_say_what_would_be_right():
 
 
 def test_a_proof_given_up_is_logged(monkeypatch, caplog):
-    monkeypatch.setattr("ompq.allocation.solving.PASSES", 1)
+    monkeypatch.setattr("ompq.allocation.solver.PASSES", 1)
     monkeypatch.setattr(search, "LABELS", 1)
     monkeypatch.setattr(search, "NARROWEST", 2)
     it = network(30)
-    with caplog.at_level(logging.INFO, logger="ompq.allocation.solving"):
+    with caplog.at_level(logging.INFO, logger="ompq.allocation.solver"):
         allocation = allocate(it, "3bits")
     assert "not proved optimal: at most" in caplog.text
     assert it.total("weight_bits", allocation) <= 3 * it.costs["weight_bits"].reference
@@ -277,7 +277,7 @@ def test_pareto_gives_a_limit_the_last_bit_that_rounding_took(monkeypatch):
         calls.append(args)
         return None if len(calls) == 1 else search.minimum(*args, **options)
 
-    monkeypatch.setattr("ompq.allocation.solving.minimum", fails_at_first)
+    monkeypatch.setattr("ompq.allocation.solver.minimum", fails_at_first)
     curve = pareto(it, points=3)
     assert [point.allocation for point in curve] == expected
     assert curve[-1].limit == np.nextafter(4.0, 5.0)

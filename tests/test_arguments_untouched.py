@@ -48,7 +48,7 @@ VERBS = {
     "plan": lambda m, p, q: ompq.plan(m, SAMPLES, "4bits"),
     "quantize": lambda m, p, q: ompq.quantize(m, p, SAMPLES),
     "reconstruct": lambda m, p, q: ompq.reconstruct(q, m, SAMPLES, QUICK),
-    "settle": lambda m, p, q: ompq.settle(q, SAMPLES),
+    "finalize": lambda m, p, q: ompq.finalize(q, SAMPLES),
     "evaluate": lambda m, p, q: ompq.evaluate(q, BATCHES, reference=m),
     "train": lambda m, p, q: ompq.train(q, BATCHES, TRAINING, teacher=m),
 }

@@ -6,15 +6,20 @@ from torch import nn
 from torch.nn import functional as F
 
 from nets import Chain, images, seeded
-from ompq.allocation.solving import Allocation
-from ompq.graph.tracing import trace
-from ompq.graph.units import Choice
-from ompq.quantization.assembly import assemble, bias_key, quantizer_names
-from ompq.quantization.layers import QuantizedConv2d, activation_quantizers
-from ompq.quantization.placement import Point
-from ompq.quantization.quantizing import QuantizeConfig, quantization_of, quantize
-from ompq.quantizers.grids import Grid
-from ompq.quantizers.ranges import search_weight
+from ompq.allocation.solver import Allocation
+from ompq.graph import Choice, trace
+from ompq.layers import QuantizedConv2d, activation_quantizers
+from ompq.quantization import (
+    QuantizeConfig,
+    assemble,
+    bias_key,
+    quantization_of,
+    quantize,
+    quantizer_names,
+)
+from ompq.quantization.sites import ActivationSite
+from ompq.quantizers import Grid
+from ompq.ranges import search_weight
 
 
 def quantized_at(network, samples, bits=3):
@@ -88,7 +93,7 @@ def test_weights_that_others_read_are_rounded_where_they_are(kind, parameter):
     assert torch.equal(weight, grid.fake(network.get_parameter(parameter).detach()))
     state = made.state_dict()
     assert torch.equal(state[f"{parameter}_scale"], grid.scale.flatten())
-    assert torch.equal(state[f"{parameter}_zero"], grid.zero.flatten())
+    assert torch.equal(state[f"{parameter}_zero_point"], grid.zero_point.flatten())
 
 
 def test_tied_weights_stay_tied():
@@ -101,7 +106,7 @@ def test_a_sequential_does_not_run_the_quantizer_of_its_input():
     made = quantized_at(seeded(layers), images(16))
     assert [len(made), len(made[0])] == [2, 2]
     assert list(activation_quantizers(made)) == ["0.0.input_quantizer"]
-    (first, *_) = quantization_of(made).points
+    (first, *_) = quantization_of(made).sites
     assert first.before == ("",)
     layer = made[0][0]
     with torch.no_grad():
@@ -112,9 +117,13 @@ def test_a_sequential_does_not_run_the_quantizer_of_its_input():
 
 def test_quantizers_of_one_place_have_different_names():
     network = nn.ModuleDict({"a": nn.Identity()})
-    before = [Point((at,), 8, (), ("a",)) for at in (1, 2, 3)]
-    points = [*before, Point((4,), 8, ("a",), ()), Point((-1,), 8, (), ("",))]
-    assert quantizer_names(network, points) == [
+    before = [ActivationSite((at,), 8, (), ("a",)) for at in (1, 2, 3)]
+    sites = [
+        *before,
+        ActivationSite((4,), 8, ("a",), ()),
+        ActivationSite((-1,), 8, (), ("",)),
+    ]
+    assert quantizer_names(network, sites) == [
         "a.input_quantizer",
         "a.input_quantizer_2",
         "a.input_quantizer_3",
@@ -126,12 +135,12 @@ def test_quantizers_of_one_place_have_different_names():
 def test_every_point_gets_its_own_quantizer():
     network = nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU())
     graph = trace(network, images())
-    points = [Point((0,), 8, ("1",), ()), Point((1,), 4, ("1",), ())]
+    sites = [ActivationSite((0,), 8, ("1",), ()), ActivationSite((1,), 4, ("1",), ())]
     made = assemble(
         network,
         graph,
         {"0": Choice(32, 32)},
-        points,
+        sites,
         weight_grid=lambda *_: pytest.fail("the unit stays float"),
         activation_grids=[
             Grid(torch.tensor(step), torch.tensor(0.0), bits)

@@ -1,8 +1,7 @@
 import numpy as np
 import pytest
 
-from ompq.allocation.budgets import Budget, enough, readable
-from ompq.costs import Cost
+from ompq.costs import Budget, Cost, enough, readable
 from ompq.errors import BudgetError
 
 COSTS = {
@@ -142,7 +141,7 @@ def test_a_limit_on_an_unknown_cost_says_what_to_do():
     with pytest.raises(
         BudgetError,
         match="latency_ms=5 limits milliseconds, which are "
-        "not known here; measure a latency table",
+        "not known here; give a latency table",
     ):
         Budget(latency_ms=5).limits(known)
     with pytest.raises(

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from ompq.quantizers.calibration import (
+from ompq.ranges import (
     activation_grid,
     fake_quantize_tensor,
     observe_range,
@@ -63,8 +63,8 @@ def test_minmax_reaches_both_ends():
     seen = observe(torch.tensor([-1.0, 0.3]), torch.tensor([2.0]))
     grid = activation_grid(seen, 8, "minmax")
     assert grid.scale.item() == pytest.approx(3 / 255)
-    assert grid.zero.item() == round(255 / 3)
-    assert grid.scale.shape == grid.zero.shape == ()
+    assert grid.zero_point.item() == round(255 / 3)
+    assert grid.scale.shape == grid.zero_point.shape == ()
 
 
 @pytest.mark.parametrize("method", ["minmax", "percentile", "mse"])
@@ -72,11 +72,13 @@ def test_minmax_reaches_both_ends():
 def test_zero_is_a_code_and_zero_itself_is_exact(bits, method):
     for x in (activations(3000), activations(3000).relu(), -activations(3000).relu()):
         grid = activation_grid(observe(x), bits, method)
-        zero = grid.zero.item()
-        assert zero == round(zero)
-        assert 0 <= zero <= 2**bits - 1
+        zero_point = grid.zero_point.item()
+        assert zero_point == round(zero_point)
+        assert 0 <= zero_point <= 2**bits - 1
         assert grid.fake(torch.zeros(1)).item() == 0
-    assert activation_grid(observe(activations(99).relu()), bits, method).zero == 0
+    assert (
+        activation_grid(observe(activations(99).relu()), bits, method).zero_point == 0
+    )
 
 
 def test_percentile_is_that_of_the_values():
@@ -86,18 +88,20 @@ def test_percentile_is_that_of_the_values():
     low, high = np.quantile(x.double().numpy(), [0.01, 0.99])
     two_bins = 4 * 2.0 ** seen.exponent.item() / 4096
     assert grid.scale.item() * 255 == pytest.approx(high - low, abs=two_bins)
-    assert grid.zero.item() == pytest.approx(-low / grid.scale.item(), abs=1.5)
+    assert grid.zero_point.item() == pytest.approx(-low / grid.scale.item(), abs=1.5)
     whole = activation_grid(seen, 8, "percentile", fraction=1.0)
     assert whole.scale == activation_grid(seen, 8, "minmax").scale
 
 
 def least_error(x: np.ndarray, bits: int, power: float) -> float:
     """The least error over every zero and 500 scales of each."""
-    top = 2**bits - 1
+    qmax = 2**bits - 1
     best = np.inf
-    for zero in range(top + 1) if x.min() < 0 else [0]:
-        for scale in np.abs(x).max() * np.geomspace(0.02 / top, 1, 500):
-            fake = scale * (np.clip(np.round(x / scale + zero), 0, top) - zero)
+    for zero_point in range(qmax + 1) if x.min() < 0 else [0]:
+        for scale in np.abs(x).max() * np.geomspace(0.02 / qmax, 1, 500):
+            fake = scale * (
+                np.clip(np.round(x / scale + zero_point), 0, qmax) - zero_point
+            )
             best = min(best, (np.abs(fake - x) ** power).mean())
     return best
 

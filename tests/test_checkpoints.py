@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from ompq.checkpoints import read_checkpoint, write_checkpoint
 from ompq.errors import CheckpointError
+from ompq.files import read_checkpoint, write_checkpoint
 
 
 def test_what_is_written_is_read(tmp_path):

@@ -6,8 +6,7 @@ import pytest
 
 from cli_tools import network_file, run, run_json
 from ompq.errors import ModelError
-from ompq.packing.accounts import inspect_file
-from ompq.packing.checkpoint import load, save
+from ompq.packing import inspect_file, load, save
 from ompq.plans import Plan
 from ompq.userfiles import call_user_function
 

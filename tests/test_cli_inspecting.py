@@ -2,11 +2,10 @@ import pytest
 
 from cli_tools import run, run_json
 from nets import TinyMobileNet, images, seeded
-from ompq.export.exporting import export_onnx
-from ompq.packing.accounts import inspect_file
-from ompq.packing.checkpoint import save
-from ompq.pipeline import plan as make_plan
-from ompq.quantization.quantizing import quantize
+from ompq.onnx.export import export_onnx
+from ompq.packing import inspect_file, save
+from ompq.plans import plan as make_plan
+from ompq.quantization import quantize
 
 
 @pytest.fixture(scope="module")

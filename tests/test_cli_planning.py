@@ -11,11 +11,10 @@ import torch
 from cli_tools import network_file, run, run_json
 from ompq.cli.screen import Screen
 from ompq.cli.settings import sample_count
-from ompq.datasets.naming import load_data
-from ompq.models.naming import load_model
-from ompq.pipeline import PLAN_PROTOCOLS, PlanConfig
-from ompq.pipeline import plan as make_plan
-from ompq.plans import Plan
+from ompq.datasets.sources import load_data
+from ompq.models import load_model
+from ompq.plans import PLAN_PROTOCOLS, Plan, PlanConfig
+from ompq.plans import plan as make_plan
 
 NAMES = ["stem", "block.conv1", "block.conv2", "block.shortcut", "fc"]
 MACS = {

@@ -8,14 +8,14 @@ import torch
 
 import ompq
 from cli_tools import network_file, run, run_json
+from ompq import reconstruction
 from ompq.cli import making
-from ompq.datasets.naming import load_data
+from ompq.datasets.sources import load_data
 from ompq.evaluation import evaluate
-from ompq.models.naming import load_model
-from ompq.packing.checkpoint import load
+from ompq.models import load_model
+from ompq.packing import load
 from ompq.plans import Plan
-from ompq.quantization.quantizing import quantization_of
-from ompq.reconstruction import reconstructing as reconstruction
+from ompq.quantization import quantization_of
 
 FAST = ("--samples", "16", "--iterations", "3")
 

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from ompq.allocation.solving import Budget, Problem
+from ompq.allocation.solver import Budget, Problem
 from ompq.cli.ranges import as_budget, operation_budgets, range_rows, size_budgets
 from ompq.cli.shown import skipped_lines
 from ompq.cli.tables import Column, facts, fitted, middle_cut
 from ompq.costs import Cost
-from ompq.graph.units import Choice, Skipped
+from ompq.graph import Choice, Skipped
 
 LONG = "encoder.layers.encoder_layer_11.self_attention.out_proj"
 

@@ -8,10 +8,10 @@ from PIL import Image
 from safetensors import safe_open
 
 from cli_tools import network_file, run, run_json
+from ompq import training as looping
 from ompq.evaluation import evaluate
-from ompq.models.naming import load_model
-from ompq.packing.checkpoint import load
-from ompq.training import looping
+from ompq.models import load_model
+from ompq.packing import load
 
 FAST = ("--no-reconstruct", "--samples", "16", "--epochs", "2", "--batch-size", "8")
 
@@ -71,7 +71,7 @@ def test_what_was_trained_can_be_evaluated_by_both_engines(net, finished):
     assert "simulated" in shown.stdout and "mean nothing" not in shown.stdout
     # Another way: the library loads the file and evaluates it.
     model = load_model(net[0])
-    from ompq.datasets.naming import load_data
+    from ompq.datasets.sources import load_data
 
     batches = load_data(net[2], model, split="test").batches()
     found = evaluate(load(packed, model.module), batches)

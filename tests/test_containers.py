@@ -2,10 +2,10 @@ import numpy as np
 import pytest
 import torch
 
-from ompq.export.containers import pack_plane, plane_parts, planes, unpack_function
-from ompq.integer.steps import CodeGrid
-from ompq.integer.weights import whole_numbers
-from ompq.quantizers.ranges import search_weight
+from ompq.integer.arithmetic import whole_numbers
+from ompq.integer.operators import CodeGrid
+from ompq.onnx.containers import pack_plane, plane_parts, planes, unpack_function
+from ompq.ranges import search_weight
 
 onnx = pytest.importorskip("onnx")
 
@@ -13,9 +13,9 @@ onnx = pytest.importorskip("onnx")
 def weight_of(bits, shape=(5, 3, 3, 3)):
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(bits))
     grid = search_weight(weight, bits).grid
-    zero, scale = grid.zero.flatten(), grid.scale.flatten()
+    zero_point, scale = grid.zero_point.flatten(), grid.scale.flatten()
     source = CodeGrid(0.02, 0, 8)
-    return whole_numbers(grid.quantize(weight), zero, scale, bits, None, source)
+    return whole_numbers(grid.quantize(weight), zero_point, scale, bits, None, source)
 
 
 @pytest.mark.parametrize("bits", [1, 2, 4])

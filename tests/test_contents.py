@@ -5,18 +5,19 @@ import pytest
 import torch
 
 from nets import Chain, images, seeded
-from ompq.allocation.solving import Allocation
+from ompq.allocation.solver import Allocation
 from ompq.errors import PackedFileError
-from ompq.graph.units import Choice
-from ompq.packing.checkpoint import load, save
-from ompq.packing.contents import (
+from ompq.graph import Choice
+from ompq.packing import load, save
+from ompq.packing.format import (
     quantized_units,
     read_contents,
+    read_file,
     write_contents,
+    write_file,
     zero_step,
 )
-from ompq.packing.packfile import read_file, write_file
-from ompq.quantization.quantizing import quantization_of, quantize
+from ompq.quantization import quantization_of, quantize
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +41,7 @@ def test_contents_come_back(saved, file, tmp_path):
     for one in contents.units:
         layer = saved.get_submodule(one.unit.name)
         assert torch.equal(one.grid.scale, layer.weight_scale)
-        assert torch.equal(one.grid.zero, layer.weight_zero)
+        assert torch.equal(one.grid.zero_point, layer.weight_zero_point)
         assert torch.equal(one.bias, layer.bias)
     again = tmp_path / "again"
     write_contents(again, contents)
@@ -56,7 +57,7 @@ def test_zero_points_fit_into_a_byte():
 def test_float_units_are_no_quantized_units(saved):
     record = quantization_of(saved)
     bits = Allocation({"conv": Choice(32, 32), "head": Choice(8, 8)})
-    changed = type(record)(record.graph, bits, record.points, record.skipped)
+    changed = type(record)(record.graph, bits, record.sites, record.skipped)
     assert [unit.name for unit in quantized_units(changed)] == ["head"]
 
 
@@ -134,6 +135,6 @@ def test_files_made_wrong_are_refused(case, file):
 
 
 def test_deflated_structure_cannot_fill_the_memory(file, monkeypatch):
-    monkeypatch.setattr("ompq.packing.contents._LARGEST_STRUCTURE", 100)
+    monkeypatch.setattr("ompq.packing.format._LARGEST_STRUCTURE", 100)
     with pytest.raises(PackedFileError, match="broken packed file"):
         read_contents(file)

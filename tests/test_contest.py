@@ -7,7 +7,7 @@ import torch
 
 import ompq
 from nets import TinyMobileNet, scenes, seeded
-from ompq.demo.contest import Contest, contend, keeps, line_up
+from ompq.demo import Contest, contend, keeps, line_up
 
 SAMPLES = scenes(32)
 MODEL = seeded(TinyMobileNet())
@@ -68,7 +68,7 @@ def test_contenders_are_measured_rounded_and_reconstructed(plan):
             same = one.network(SAMPLES).argmax(1) == MODEL(SAMPLES).argmax(1)
         assert one.final["same"].agreement == pytest.approx(same.double().mean())
     rounded = ompq.evaluate(
-        ompq.settle(ompq.quantize(MODEL, plan, SAMPLES), SAMPLES),
+        ompq.finalize(ompq.quantize(MODEL, plan, SAMPLES), SAMPLES),
         contest.tests["same"],
         reference=MODEL,
     )

@@ -10,8 +10,7 @@ from torchvision import models
 from nets import Chain, TinyResNet, images, seeded
 from ompq.costs import cost_tables, load_latency, unit_bytes
 from ompq.errors import BudgetError
-from ompq.graph.tracing import trace
-from ompq.graph.units import Choice
+from ompq.graph import Choice, trace
 
 FIXTURES = Path(__file__).parent / "fixtures"
 

@@ -9,9 +9,9 @@ import torch
 from PIL import Image
 from torch import nn
 
-from ompq.datasets.naming import load_data
+from ompq.datasets.sources import load_data
 from ompq.errors import DataError, MissingExtraError, ModelError
-from ompq.models.naming import NamedModel
+from ompq.models import NamedModel
 
 USER_FILE = """
 import torch

@@ -10,10 +10,9 @@ import torch
 
 import ompq
 from cli_tools import run, run_json
+from ompq import demo as job
 from ompq.cli import demonstrating
-from ompq.demo import running as job
-from ompq.demo.results import COPIES, DIGITS, NOISE, NOISY, DemoConfig
-from ompq.demo.running import run_demo
+from ompq.demo import COPIES, DIGITS, NOISE, NOISY, DemoConfig, run_demo
 from ompq.errors import ExportError
 from ompq.models.demo_network import DemoNetwork, demo_data, demo_network
 from ompq.report import sections_from_json

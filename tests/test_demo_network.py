@@ -10,9 +10,10 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from ompq.datasets.naming import load_data
+from ompq.datasets.sources import load_data
 from ompq.errors import MissingExtraError
-from ompq.graph.tracing import trace
+from ompq.graph import trace
+from ompq.models import load_model
 from ompq.models.demo_network import (
     DEMO_WEIGHTS,
     DemoNetwork,
@@ -20,7 +21,6 @@ from ompq.models.demo_network import (
     demo_data,
     demo_network,
 )
-from ompq.models.naming import load_model
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "train_demo.py"
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from ompq.integer.dyadic import dyadic, float_dyadic, float_rescaled, rescaled
+from ompq.integer.arithmetic import dyadic, float_dyadic, float_rescaled, rescaled
 
 
 def integers(count, bound, seed=0):
@@ -15,10 +15,10 @@ def integers(count, bound, seed=0):
 @pytest.mark.parametrize("shift", [0, 1, 5, 40])
 def test_shifts_round_half_to_even(shift):
     products = torch.cat([torch.arange(-70, 70), integers(200, 1 << 50)])
-    for zero in (0, 3):
-        found = rescaled(products, torch.tensor(shift), zero)
+    for zero_point in (0, 3):
+        found = rescaled(products, torch.tensor(shift), zero_point)
         # Python rounds fractions exactly, half to even.
-        expected = [round(Fraction(int(p), 2**shift) + zero) for p in products]
+        expected = [round(Fraction(int(p), 2**shift) + zero_point) for p in products]
         assert found.tolist() == expected
 
 
@@ -48,7 +48,9 @@ def test_integers_round_as_float32_arithmetic():
     ratios = np.float32([0.0013, 0.37, 1.0, 5.4e-7, 2.0**-20, 1e-13])
     for values in (sums, small):
         for ratio in ratios:
-            found = float_rescaled(values, float_dyadic(torch.tensor(ratio)), zero=7)
+            found = float_rescaled(
+                values, float_dyadic(torch.tensor(ratio)), zero_point=7
+            )
             product = values.numpy().astype(np.float32) * ratio
             expected = np.rint(product).astype(np.int64) + 7
             assert np.array_equal(found.numpy(), expected)

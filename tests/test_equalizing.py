@@ -8,13 +8,13 @@ from torch.nn import functional as F
 
 import ompq
 from nets import TinyMobileNet, TinyResNet, scenes, seeded
-from ompq.allocation.solving import Allocation
-from ompq.graph.observation import record
-from ompq.graph.units import Choice
-from ompq.packing.contents import _record
-from ompq.quantization.equalizing import Equalized, equalized, find_factors
-from ompq.quantization.layers import activation_quantizers, quantized_layers
-from ompq.quantization.quantizing import quantization_of
+from ompq.allocation.solver import Allocation
+from ompq.graph import Choice
+from ompq.layers import activation_quantizers, quantized_layers
+from ompq.packing.format import _record
+from ompq.quantization import quantization_of
+from ompq.quantization.equalization import Equalized, equalized, find_factors
+from ompq.recording import record
 from ompq.training.norms import fold_norms, keep_norms
 
 EMPTY = {"units": (), "skipped": (), "float_parameters": 0}

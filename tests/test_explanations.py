@@ -1,11 +1,11 @@
 import numpy as np
 import pytest
 
-from ompq.allocation.explanations import explain
-from ompq.allocation.solving import allocate
+from ompq.allocation.explanation import explain
+from ompq.allocation.solver import allocate
 from ompq.costs import Cost
 from ompq.errors import PatternError, PlanError
-from ompq.graph.units import Choice
+from ompq.graph import Choice
 from tables import network, problem
 
 

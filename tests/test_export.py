@@ -6,11 +6,11 @@ import torch
 
 from nets import TinyMobileNet, TinyResNet, images, seeded
 from ompq.errors import ExportError, MissingExtraError, QuantizationError
-from ompq.export.exporting import export_onnx
-from ompq.integer.settling import settle
+from ompq.integer.finalization import finalize
+from ompq.layers import quantized_layers
 from ompq.models.cifar import CifarResNet
 from ompq.models.demo_network import demo_data, demo_network
-from ompq.quantization.layers import quantized_layers
+from ompq.onnx.export import export_onnx
 from quantized import quantized
 from test_integer import Fire, Shared, Vgg
 
@@ -54,7 +54,7 @@ def test_file_equals_the_settled_network_to_the_last_code(tmp_path, name, activa
     other = images(5, size, seed=9)
     (logits,) = session(result.path).run(None, {"input": other.numpy()})
     with torch.no_grad():
-        expected = settle(network, samples)(other)
+        expected = finalize(network, samples)(other)
     torch.testing.assert_close(torch.tensor(logits), expected, rtol=1e-5, atol=1e-5)
 
 
@@ -158,7 +158,7 @@ def test_wrong_file_is_not_left_behind(tmp_path, monkeypatch):
             return codes
         return self._node("Clip", [codes, "zero/0", "zero/0"], f"{step.name}/clip")
 
-    monkeypatch.setattr("ompq.export.onnx_graph.OnnxGraph._clipped", wrong)
+    monkeypatch.setattr("ompq.onnx.model.OnnxGraph._clipped", wrong)
     with pytest.raises(
         ExportError,
         match="disagrees with the simulated network: top-1 .* at least 99.5%.*Nothing",
@@ -170,7 +170,7 @@ def test_wrong_file_is_not_left_behind(tmp_path, monkeypatch):
 def test_engine_that_disagrees_stops_the_export(tmp_path, monkeypatch):
     network = quantized(seeded(TinyResNet()), images(8), weight=8)
     monkeypatch.setattr(
-        "ompq.integer.network.IntegerNetwork.run",
+        "ompq.integer.engine.IntegerNetwork.run",
         lambda self, x: -torch.eye(len(x), 5),
     )
     with pytest.raises(ExportError, match="disagrees with the integer engine"):
@@ -180,7 +180,7 @@ def test_engine_that_disagrees_stops_the_export(tmp_path, monkeypatch):
 
 def test_one_image_of_many_may_differ(tmp_path, monkeypatch):
     network = quantized(seeded(TinyResNet()), images(8), weight=8)
-    from ompq.export import verification
+    from ompq.onnx import verification
 
     def nearly(first, second, codes=()):
         second = second.clone()
@@ -188,7 +188,7 @@ def test_one_image_of_many_may_differ(tmp_path, monkeypatch):
         return original(first, second, codes)
 
     original = verification.compare_outputs
-    monkeypatch.setattr("ompq.export.verification.compare_outputs", nearly)
+    monkeypatch.setattr("ompq.onnx.verification.compare_outputs", nearly)
     result = export_onnx(network, tmp_path / "net.onnx", images(40), engine_images=40)
     assert result.simulated.top1 == pytest.approx(39 / 40)
     with pytest.raises(ExportError, match="equal on 95.00% of 20 images"):

@@ -7,10 +7,10 @@ from torchvision import models
 
 from nets import seeded
 from ompq.errors import QuantizationError
-from ompq.export.exporting import export_onnx
-from ompq.integer.settling import settle
+from ompq.integer.finalization import finalize
+from ompq.models import load_model
 from ompq.models.demo_network import DemoNetwork
-from ompq.models.naming import load_model
+from ompq.onnx.export import export_onnx
 from quantized import quantized
 
 pytest.importorskip("onnx")
@@ -47,7 +47,7 @@ NETWORKS = {
 def test_network_computes_the_same_in_all_forms(name, tmp_path):
     make, size = NETWORKS[name]
     samples = torch.randn(4, 3, size, size, generator=torch.Generator().manual_seed(0))
-    network = settle(quantized(seeded(make()), samples), samples)
+    network = finalize(quantized(seeded(make()), samples), samples)
     result = export_onnx(network, tmp_path / "net.onnx", samples, engine_images=1)
     assert result.given == result.simulated
     assert (result.simulated.top1, result.simulated.logits < 1e-6) == (1, True)
@@ -56,7 +56,7 @@ def test_network_computes_the_same_in_all_forms(name, tmp_path):
 
 def test_demo_network_computes_the_same_in_all_forms(tmp_path):
     samples = torch.rand(4, 1, 8, 8, generator=torch.Generator().manual_seed(0))
-    network = settle(quantized(seeded(DemoNetwork()), samples), samples)
+    network = finalize(quantized(seeded(DemoNetwork()), samples), samples)
     result = export_onnx(network, tmp_path / "net.onnx", samples, engine_images=2)
     assert result.engine.codes_equal == 1
 

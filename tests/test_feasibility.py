@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from ompq.allocation.feasibility import check_budget, conflict, reachable
+from ompq.allocation.explanation import check_budget, conflict, reachable
 from ompq.costs import Cost
 from ompq.errors import BudgetError, InfeasibleBudgetError
 from tables import network, problem

@@ -5,20 +5,22 @@ from torch.nn import functional as F
 
 from nets import images, seeded
 from ompq.errors import QuantizationError
-from ompq.integer.forms import FORMS, Codes, Observed
 from ompq.integer.lowering import lower
-from ompq.integer.steps import (
+from ompq.integer.operators import (
+    FORMS,
     Average,
     CodeGrid,
+    Codes,
     Concatenate,
     Convolution,
     MaxPool,
+    Observed,
     Pad,
     Requantize,
     Slice,
     Sum,
 )
-from ompq.quantization.layers import activation_quantizers
+from ompq.layers import activation_quantizers
 from quantized import quantized
 
 

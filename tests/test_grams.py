@@ -7,11 +7,11 @@ from torch import nn
 
 import ompq
 from nets import TinyMobileNet, scenes, seeded
-from ompq.allocation.solving import Allocation
-from ompq.graph.units import Choice
-from ompq.quantization.grams import input_grams
-from ompq.quantization.layers import quantized_layers
-from ompq.quantizers.search import FEW_WEIGHTS
+from ompq.allocation.solver import Allocation
+from ompq.graph import Choice
+from ompq.layers import quantized_layers
+from ompq.quantization.calibration import input_grams
+from ompq.ranges import FEW_WEIGHTS
 
 LAYERS = {
     "convolution": (lambda: nn.Conv2d(4, 6, 3, stride=2, padding=1), (8, 4, 9, 7)),

@@ -4,8 +4,7 @@ import pytest
 
 from nets import TinyResNet, images, seeded
 from ompq.errors import PatternError
-from ompq.graph.tracing import trace
-from ompq.graph.units import Choice, LayerGraph, select
+from ompq.graph import Choice, LayerGraph, select, trace
 
 NAMES = ("stem", "layer1.conv1", "layer1.conv2", "layer2.conv1", "head")
 

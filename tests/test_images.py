@@ -9,7 +9,7 @@ from torch import nn
 
 from ompq.datasets.images import decode, find_images, normalise
 from ompq.errors import DataError
-from ompq.models.naming import NamedModel
+from ompq.models import NamedModel
 
 
 def takes(

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from ompq.datasets.inputs import Data, Item
+from ompq.datasets.sources import Data, Item
 from ompq.errors import DataError
-from ompq.models.naming import NamedModel
+from ompq.models import NamedModel
 
 MODEL = NamedModel(nn.Identity(), "net", (1, 1, 1), (0.5,), (0.5,), 1)
 TARGETS = tuple([0] * 40 + [1] * 10 + [2] * 5)

@@ -6,10 +6,10 @@ from torch.nn import functional as F
 from nets import TinyMobileNet, TinyResNet, images, seeded
 from ompq.errors import QuantizationError
 from ompq.evaluation import evaluate
+from ompq.integer.engine import IntegerNetwork
+from ompq.integer.finalization import finalize
 from ompq.integer.lowering import lower
-from ompq.integer.network import IntegerNetwork
-from ompq.integer.settling import settle
-from ompq.integer.steps import Steps
+from ompq.integer.operators import Steps
 from ompq.models.cifar import CifarResNet
 from ompq.models.demo_network import demo_data, demo_network
 from quantized import quantized
@@ -81,7 +81,7 @@ def test_integers_agree_with_the_simulated_network(name, activation):
     size = 32 if name == "cifar" else 8
     samples = images(8, size)
     network = quantized(NETWORKS[name](), samples, activation=activation)
-    network = settle(network, samples)
+    network = finalize(network, samples)
     engine = IntegerNetwork.from_quantized(network, samples)
     engine.assert_integer_only(samples[:2])
     found = engine.run(images(6, size, seed=3))
@@ -92,7 +92,7 @@ def test_integers_agree_with_the_simulated_network(name, activation):
 
 def test_demo_network_keeps_its_accuracy():
     data = demo_data()
-    network = settle(
+    network = finalize(
         quantized(demo_network(), data.train_images[:64], weight=8),
         data.train_images,
     )
@@ -122,7 +122,7 @@ def test_many_images_run_in_parts(monkeypatch):
         quantized(NETWORKS["resnet"](), samples), samples
     )
     whole = engine.run(samples)
-    monkeypatch.setattr("ompq.integer.network._ELEMENTS", 1)
+    monkeypatch.setattr("ompq.integer.engine._ELEMENTS", 1)
     assert torch.equal(engine.run(samples), whole)
 
 
@@ -138,7 +138,7 @@ def test_network_may_end_in_a_clipped_sum():
             return self.function(self.last(F.relu(self.conv(x)).mean((2, 3))))
 
     for function in (F.relu, lambda x: x.clamp(-0.1, 0.2)):
-        network = settle(
+        network = finalize(
             quantized(seeded(Ending(function)), images(), weight=8), images()
         )
         engine = IntegerNetwork.from_quantized(network, images())
@@ -154,7 +154,7 @@ def test_network_may_end_in_codes():
     engine = IntegerNetwork(Steps(steps.steps[:5], steps.input_shape))
     grid = steps.steps[4].grid
     expected = grid.scale * (
-        IntegerNetwork(steps).codes(samples)[4].float() - grid.zero
+        IntegerNetwork(steps).codes(samples)[4].float() - grid.zero_point
     )
     torch.testing.assert_close(engine.run(samples), expected)
 
@@ -177,7 +177,7 @@ def test_a_float_inside_is_found(monkeypatch):
     def cheat(x, operation):
         return x.float().sum((2, 3), keepdim=True).long()
 
-    monkeypatch.setattr("ompq.integer.network.window_sums", cheat)
+    monkeypatch.setattr("ompq.integer.engine.window_sums", cheat)
     with pytest.raises(QuantizationError, match="computes with floats: .* not integer"):
         engine.assert_integer_only(samples)
 
@@ -188,7 +188,7 @@ def test_float_numbers_are_found_as_well(monkeypatch):
         quantized(NETWORKS["resnet"](), samples), samples
     )
     monkeypatch.setattr(
-        "ompq.integer.network.window_sums",
+        "ompq.integer.engine.window_sums",
         lambda x, _: torch.pow(x.sum((2, 3), True), 1.0),
     )
     with pytest.raises(QuantizationError, match="computes with floats"):

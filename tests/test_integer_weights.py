@@ -2,12 +2,12 @@ import pytest
 import torch
 
 from ompq.errors import QuantizationError
-from ompq.integer.steps import CodeGrid
-from ompq.integer.weights import STRETCHED, largest_sum, whole_numbers
-from ompq.quantizers.grids import Grid
-from ompq.quantizers.ranges import search_weight
+from ompq.integer.arithmetic import STRETCHED, largest_sum, whole_numbers
+from ompq.integer.operators import CodeGrid
+from ompq.quantizers import Grid
+from ompq.ranges import search_weight
 
-INPUT = CodeGrid(scale=0.02, zero=3, bits=8)
+INPUT = CodeGrid(scale=0.02, zero_point=3, bits=8)
 
 
 def weight_and_grid(bits, shape=(5, 4, 3, 3)):
@@ -18,7 +18,7 @@ def weight_and_grid(bits, shape=(5, 4, 3, 3)):
 def numbers(weight, grid, bias=None):
     return whole_numbers(
         grid.quantize(weight),
-        grid.zero.flatten(),
+        grid.zero_point.flatten(),
         grid.scale.flatten(),
         grid.bits,
         bias,
@@ -79,7 +79,7 @@ def test_channel_that_must_be_coarser_is_no_longer_affine():
     grid = Grid(torch.tensor([[2e-8]]), torch.tensor([[128.0]]), bits=8)
     bias = torch.tensor([2.0])
     found = whole_numbers(
-        codes, grid.zero.flatten(), grid.scale.flatten(), 8, bias, INPUT
+        codes, grid.zero_point.flatten(), grid.scale.flatten(), 8, bias, INPUT
     )
     assert not found.affine
     assert found.values.any()

@@ -2,8 +2,16 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from ompq.integer.kernels import convolve, largest, padded, window_sums
-from ompq.integer.steps import Average, Convolution, IntegerWeight, MaxPool
+from ompq.integer.operators import (
+    Average,
+    Convolution,
+    IntegerWeight,
+    MaxPool,
+    convolve,
+    largest,
+    padded,
+    window_sums,
+)
 
 
 def integers(*shape, low=-20, high=20, seed=0):
@@ -42,9 +50,9 @@ def test_convolution_equals_that_of_torch(shape, groups, stride, padding, dilati
     weight = weight_of(integers(*shape, seed=1))
     operation = Convolution(weight, stride, padding, dilation, groups)
     found = convolve(x, operation)
-    top, left, bottom, right = padding
+    qmax, left, bottom, right = padding
     expected = F.conv2d(
-        F.pad(x.double(), (left, right, top, bottom)),
+        F.pad(x.double(), (left, right, qmax, bottom)),
         weight.values.double(),
         weight.bias.double(),
         stride,

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from ompq.errors import QuantizationError
-from ompq.quantization.layers import (
+from ompq.layers import (
     ActivationQuantizer,
     QuantizedConv2d,
     activation_quantizers,
@@ -17,8 +17,8 @@ from ompq.quantization.layers import (
     replace_module,
     rounded_to,
 )
-from ompq.quantizers.grids import Grid, learned_step
-from ompq.quantizers.ranges import search_weight
+from ompq.quantizers import Grid, learned_step
+from ompq.ranges import search_weight
 
 LAYERS = [
     (nn.Linear(6, 4), (3, 6)),
@@ -66,13 +66,13 @@ def test_layer_with_its_own_forward_is_refused():
         quantized_layer(layer, search_weight(layer.weight.detach(), 4).grid)
 
 
-@pytest.mark.parametrize("zero", [0.0, 3.0, 7.5])
-def test_fast_rounding_has_the_gradients_of_the_plain_one(zero):
+@pytest.mark.parametrize("zero_point", [0.0, 3.0, 7.5])
+def test_fast_rounding_has_the_gradients_of_the_plain_one(zero_point):
     results = []
     for function in (rounded_to, lambda grid, x: learned_step(x, grid)):
         x = random(4, 50).requires_grad_()
         scale = torch.tensor(0.2, requires_grad=True)
-        grid = Grid(scale, torch.tensor(zero), bits=4)
+        grid = Grid(scale, torch.tensor(zero_point), bits=4)
         out = function(grid, x)
         (out * random(4, 50, seed=1)).sum().backward()
         results.append((out.detach(), x.grad, scale.grad))

@@ -7,15 +7,13 @@ import torch
 from torch import nn
 
 from nets import seeded
-from ompq.allocation.solving import Allocation
+from ompq.allocation.solver import Allocation
 from ompq.errors import QuantizationError
-from ompq.graph.tracing import trace
-from ompq.graph.units import Choice
-from ompq.quantization.quantizing import quantization_of, quantize
-from ompq.reconstruction.gathering import gather
-from ompq.reconstruction.layouts import Arguments, Layout, layout_of
-from ompq.reconstruction.reconstructing import ReconstructConfig, reconstruct
-from ompq.reconstruction.settings import RoundingConfig
+from ompq.graph import Choice, trace
+from ompq.quantization import quantization_of, quantize
+from ompq.reconstruction import ReconstructConfig, reconstruct
+from ompq.reconstruction.blocks import Arguments, Layout, gather, layout_of
+from ompq.reconstruction.rounding import RoundingConfig
 
 Pair = namedtuple("Pair", "x mask")
 

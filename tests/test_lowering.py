@@ -7,7 +7,7 @@ from torch import nn
 from nets import Chain, TinyMobileNet, TinyResNet, TwoInputs, images, seeded
 from ompq.errors import QuantizationError
 from ompq.integer.lowering import lower
-from ompq.integer.steps import (
+from ompq.integer.operators import (
     Average,
     CodeGrid,
     Convolution,
@@ -16,7 +16,7 @@ from ompq.integer.steps import (
     Quantize,
     Sum,
 )
-from ompq.quantization.layers import activation_quantizers, quantized_layers
+from ompq.layers import activation_quantizers, quantized_layers
 from quantized import quantized
 
 
@@ -46,11 +46,11 @@ def test_clipping_goes_into_the_codes():
     steps = lower(quantized(seeded(TinyMobileNet()), images()), images())
     stem = steps.steps[1]
     assert (stem.low, stem.high) == (0.0, 6.0)
-    assert stem.grid.zero == 0
-    grid = CodeGrid(scale=0.03, zero=0, bits=8)
+    assert stem.grid.zero_point == 0
+    grid = CodeGrid(scale=0.03, zero_point=0, bits=8)
     assert grid.limits(0.0, 6.0) == (0, 200)
-    assert CodeGrid(scale=0.1, zero=10, bits=4).limits(-0.5, 9.0) == (5, 15)
-    assert CodeGrid(scale=0.1, zero=10, bits=4).reach == 10
+    assert CodeGrid(scale=0.1, zero_point=10, bits=4).limits(-0.5, 9.0) == (5, 15)
+    assert CodeGrid(scale=0.1, zero_point=10, bits=4).reach == 10
 
 
 def test_lowering_leaves_the_network_as_it_was():

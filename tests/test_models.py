@@ -9,10 +9,10 @@ import torch
 import torchvision
 from safetensors.torch import save_file
 
+from ompq import models
 from ompq.errors import MissingExtraError, ModelError
-from ompq.models import naming as models
+from ompq.models import load_model, output_count
 from ompq.models.cifar import CifarResNet
-from ompq.models.naming import load_model, output_count
 
 USER_FILE = """
 import torch

@@ -2,9 +2,9 @@ import pytest
 import torch
 from torch import nn
 
-from ompq.quantization.layers import quantized_layer
+from ompq.layers import quantized_layer
 from ompq.quantization.moments import Moments, output_moments, restore_moments
-from ompq.quantizers.ranges import search_weight
+from ompq.ranges import search_weight
 
 
 def values(*shape, seed=0):

@@ -5,12 +5,12 @@ import torch
 from torch import nn
 
 from nets import scenes, seeded
-from ompq.integer.settling import settle
-from ompq.pipeline import PlanConfig, plan
-from ompq.quantization.quantizing import quantize
-from ompq.reconstruction.reconstructing import ReconstructConfig, reconstruct
-from ompq.reconstruction.settings import RoundingConfig
-from ompq.report.histograms import worst_histograms
+from ompq.integer.finalization import finalize
+from ompq.plans import PlanConfig, plan
+from ompq.quantization import quantize
+from ompq.reconstruction import ReconstructConfig, reconstruct
+from ompq.reconstruction.rounding import RoundingConfig
+from ompq.report.charts import worst_histograms
 
 
 class ByPosition(nn.Module):
@@ -44,7 +44,7 @@ def made(network, samples):
     better = reconstruct(
         rounded, network, samples, ReconstructConfig(rounding=learning)
     )
-    stages = (rounded, better, settle(better, samples))
+    stages = (rounded, better, finalize(better, samples))
     with torch.no_grad():
         logits = [stage(samples) for stage in stages]
     return bits, logits, worst_histograms(better, network, bits, samples)

@@ -3,9 +3,8 @@ from itertools import pairwise
 import pytest
 import torch
 
-import ompq.quantizers.noise
-from ompq.quantizers.noise import weight_noise, weight_noises
-from ompq.quantizers.ranges import search_weight
+import ompq.ranges
+from ompq.ranges import search_weight, weight_noise, weight_noises
 
 BITS = (2, 3, 4, 5, 6, 8)
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
@@ -77,7 +76,7 @@ def test_size_and_order_of_channels_do_not_matter(monkeypatch):
     assert weight_noises(weight * 1e-4, BITS) == pytest.approx(noise, rel=1e-3)
     moved = weight_noises(weight.movedim(0, 2), BITS, channel_dim=2)
     assert moved == pytest.approx(noise, rel=1e-5)
-    monkeypatch.setattr(ompq.quantizers.noise, "elements_at_once", lambda _device: 1000)
+    monkeypatch.setattr(ompq.ranges, "elements_at_once", lambda _device: 1000)
     assert weight_noises(weight, BITS) == pytest.approx(noise, rel=1e-5)
 
 

@@ -2,7 +2,7 @@ import torch
 from torch import nn
 
 from nets import TinyResNet, images, seeded
-from ompq.graph.observation import function_name, record, watch
+from ompq.recording import function_name, record, watch
 
 
 def test_positions_do_not_depend_on_the_batch():

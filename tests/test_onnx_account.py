@@ -4,9 +4,9 @@ import pytest
 
 from nets import TinyResNet, images, seeded
 from ompq.errors import ExportError, MissingExtraError
-from ompq.export.exporting import export_onnx
-from ompq.export.onnx_account import inspect_onnx
-from ompq.quantization.layers import quantized_layers
+from ompq.layers import quantized_layers
+from ompq.onnx.export import export_onnx
+from ompq.onnx.inspection import inspect_onnx
 from quantized import quantized
 
 onnx = pytest.importorskip("onnx")

@@ -6,7 +6,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ompq.errors import PackedFileError
-from ompq.packing.packfile import FORMAT, read_file, write_file
+from ompq.packing.format import FORMAT, read_file, write_file
 
 HEADER = {"network": "net", "allocation": {"fc": [3, 8]}, "share": 0.1, "plan": None}
 

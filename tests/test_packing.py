@@ -8,29 +8,28 @@ from torch import nn
 from torchvision import models
 
 from nets import Chain, TinyMobileNet, TinyResNet, images, seeded
-from ompq.allocation.solving import Allocation
+from ompq.allocation.solver import Allocation
 from ompq.errors import PackedFileError
-from ompq.graph.observation import record
-from ompq.graph.tracing import trace
-from ompq.graph.units import Choice
-from ompq.integer.settling import settle
+from ompq.graph import Choice, trace
+from ompq.integer.finalization import finalize
+from ompq.layers import quantized_layers
 from ompq.models.demo_network import DemoNetwork
+from ompq.packing import load, save
 from ompq.packing.bitstream import unpack_bits
-from ompq.packing.checkpoint import load, save
-from ompq.packing.contents import read_contents
-from ompq.quantization.assembly import assemble
-from ompq.quantization.layers import quantized_layers
-from ompq.quantization.placement import find_points
-from ompq.quantization.quantizing import (
+from ompq.packing.format import read_contents
+from ompq.quantization import (
     Quantization,
+    assemble,
     quantization_of,
     quantize,
     with_quantization,
 )
-from ompq.quantizers.grids import Grid
-from ompq.quantizers.ranges import minmax_weight
-from ompq.reconstruction.reconstructing import ReconstructConfig, reconstruct
-from ompq.reconstruction.settings import RoundingConfig
+from ompq.quantization.sites import find_sites
+from ompq.quantizers import Grid
+from ompq.ranges import minmax_weight
+from ompq.reconstruction import ReconstructConfig, reconstruct
+from ompq.reconstruction.rounding import RoundingConfig
+from ompq.recording import record
 from packing_tools import Attention, Odd, fake_plan, mixed, quantized
 
 NETWORKS = [Chain, TinyResNet, TinyMobileNet, Attention, Odd]
@@ -73,7 +72,7 @@ def test_every_width_comes_back_to_the_bit(bits, grid, file):
             assert torch.equal(loaded[name].rounded_weight(), layer.rounded_weight())
         assert torch.equal(loaded[name].codes(), layer.codes())
         assert torch.equal(loaded[name].weight_scale, layer.weight_scale)
-        assert torch.equal(loaded[name].weight_zero, layer.weight_zero)
+        assert torch.equal(loaded[name].weight_zero_point, layer.weight_zero_point)
         assert torch.equal(loaded[name].bias, layer.bias)
         assert (loaded[name].bits, loaded[name].narrow) == (bits, layer.narrow)
 
@@ -144,7 +143,7 @@ def test_what_is_shared_or_rounded_in_place_is_stored_once(file):
 @pytest.mark.parametrize("kind", [Chain, TinyResNet, TinyMobileNet])
 def test_settled_network_comes_back_settled(kind, file):
     given = quantized(seeded(kind()))
-    saved = settle(given, images(4))
+    saved = finalize(given, images(4))
     save(saved, file)
     loaded = load(file, kind)
     links = quantization_of(loaded).links
@@ -153,7 +152,7 @@ def test_settled_network_comes_back_settled(kind, file):
         name for name, one in quantized_layers(loaded).items() if one.integers
     }
     assert_same_outputs(saved, loaded)
-    assert_same_outputs(settle(loaded, images(4)), saved)
+    assert_same_outputs(finalize(loaded, images(4)), saved)
     # Whole numbers do not depend on the size of a batch; floats would.
     with torch.no_grad():
         alone = torch.cat([loaded(one[None]) for one in images(8, seed=5)])
@@ -161,7 +160,7 @@ def test_settled_network_comes_back_settled(kind, file):
 
 
 def test_links_to_what_the_network_lacks_are_refused(file):
-    saved = settle(quantized(seeded(Chain())), images(4))
+    saved = finalize(quantized(seeded(Chain())), images(4))
     record = quantization_of(saved)
     wrong = replace(record, links=(record.links[0]._replace(source="nowhere"),))
     save(with_quantization(saved, wrong), file)
@@ -211,7 +210,7 @@ def quickly_quantized(network, samples, widths):
     graph = trace(network, samples)
     order = random.Random(0)
     bits = Allocation({n: Choice(order.choice(widths), 8) for n in graph.names})
-    points, lost = find_points(network, record(network, samples), graph, bits)
+    sites, lost = find_sites(network, record(network, samples), graph, bits)
 
     def weight_grid(unit, weight, axis):
         return minmax_weight(weight, bits[unit.name].weight, channel_dim=axis).grid
@@ -220,14 +219,14 @@ def quickly_quantized(network, samples, widths):
         network,
         graph,
         bits,
-        points,
+        sites,
         weight_grid=weight_grid,
         activation_grids=[
-            Grid(torch.tensor(0.05), torch.tensor(3.0), point.bits) for point in points
+            Grid(torch.tensor(0.05), torch.tensor(3.0), site.bits) for site in sites
         ],
     )
     return with_quantization(
-        made, Quantization(graph, bits, tuple(points), (*graph.skipped, *lost))
+        made, Quantization(graph, bits, tuple(sites), (*graph.skipped, *lost))
     )
 
 

@@ -6,10 +6,8 @@ from torch import nn
 
 from nets import Chain, TinyResNet, seeded
 from ompq.errors import PackedFileError, PlanError, QuantizationError
-from ompq.packing.checkpoint import load, save
-from ompq.quantization.quantizing import (
-    quantization_of,
-)
+from ompq.packing import load, save
+from ompq.quantization import quantization_of
 from packing_tools import Attention, fake_plan, mixed, quantized
 
 
@@ -36,7 +34,7 @@ def scale_of(network):
 
 
 def zero_of(network):
-    return network.conv.weight_zero
+    return network.conv.weight_zero_point
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from torch import nn
 
 import ompq
 from nets import TinyMobileNet, TinyResNet, images, seeded
-from ompq.allocation.solving import reachable
+from ompq.allocation.solver import reachable
 from ompq.costs import unit_bytes
 from ompq.errors import (
     BudgetError,
@@ -18,7 +18,7 @@ from ompq.errors import (
     ScoreError,
     TraceError,
 )
-from ompq.graph.units import Choice
+from ompq.graph import Choice
 
 
 @pytest.fixture(scope="module")

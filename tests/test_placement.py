@@ -4,26 +4,25 @@ from torch.nn import functional as F
 from torchvision import models
 
 from nets import Chain, TinyMobileNet, TinyResNet, images, seeded
-from ompq.graph.observation import record
-from ompq.graph.tracing import trace
-from ompq.graph.units import Choice
-from ompq.quantization.placement import find_points
+from ompq.graph import Choice, trace
+from ompq.quantization.sites import find_sites
+from ompq.recording import record
 
 
 def points_of(network, samples, bits=8, **more):
     graph = trace(network, samples)
     chosen = {name: Choice(4, more.get(name, bits)) for name in graph.names}
-    return find_points(network, record(network, samples[:1]), graph, chosen)
+    return find_sites(network, record(network, samples[:1]), graph, chosen)
 
 
-def places(points):
-    return {name: point.bits for point in points for name in point.after}
+def places(sites):
+    return {name: site.bits for site in sites for name in site.after}
 
 
 def test_points_of_a_residual_network():
-    points, lost = points_of(seeded(TinyResNet()), images(), bits=4)
+    sites, lost = points_of(seeded(TinyResNet()), images(), bits=4)
     assert lost == []
-    assert places(points) == {
+    assert places(sites) == {
         "norm": 4,  # the stem's ReLU is a function: a grid from 0 up does its work
         "block1.bn1": 4,
         "block1.bn2": 8,  # only the sum reads it
@@ -33,12 +32,12 @@ def test_points_of_a_residual_network():
         "block2.bn2": 8,
         "block2": 8,  # only the average reads it
     }
-    assert [p.before for p in points if p.before] == [("",), ("head",)]
+    assert [p.before for p in sites if p.before] == [("",), ("head",)]
 
 
 def test_points_of_a_mobile_network():
-    points, _ = points_of(seeded(TinyMobileNet()), images())
-    assert set(places(points)) == {
+    sites, _ = points_of(seeded(TinyMobileNet()), images())
+    assert set(places(sites)) == {
         "stem.2",
         *(f"blocks.{b}.body.{i}" for b in (0, 1, 2) for i in (2, 5, 7)),
         "blocks.0",
@@ -48,8 +47,8 @@ def test_points_of_a_mobile_network():
 
 
 def test_concatenated_tensors_share_a_grid():
-    points, _ = points_of(models.squeezenet1_1(weights=None), torch.zeros(1, 3, 64, 64))
-    shared = [p for p in points if len(p.positions) > 1]
+    sites, _ = points_of(models.squeezenet1_1(weights=None), torch.zeros(1, 3, 64, 64))
+    shared = [p for p in sites if len(p.positions) > 1]
     assert len(shared) == 8
     assert shared[0].after == (
         "features.3.expand1x1_activation",
@@ -67,13 +66,13 @@ def test_tensor_takes_the_widest_of_its_readers():
             x = self.stem(x)
             return self.a(x) * self.b(x)
 
-    points, _ = points_of(seeded(Fork()), torch.ones(2, 4), bits=4, b=6)
-    assert places(points) == {"stem": 6}
+    sites, _ = points_of(seeded(Fork()), torch.ones(2, 4), bits=4, b=6)
+    assert places(sites) == {"stem": 6}
 
 
 def test_float_activations_get_no_point():
-    points, lost = points_of(seeded(Chain()), images(), bits=32)
-    assert points == []
+    sites, lost = points_of(seeded(Chain()), images(), bits=32)
+    assert sites == []
     assert lost == []
 
 
@@ -87,7 +86,7 @@ def test_tensor_between_functions_is_listed():
             y = torch.sigmoid(self.conv(x) * 2) + x  # no module makes the left operand
             return F.relu(y)
 
-    points, lost = points_of(seeded(Functional()), images())
+    sites, lost = points_of(seeded(Functional()), images())
     assert [entry.name for entry in lost] == ["(network).sigmoid()"]
     assert lost[0].reason.endswith("it stays float")
-    assert [p.before for p in points] == [("",)]
+    assert [p.before for p in sites] == [("",)]

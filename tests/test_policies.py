@@ -6,10 +6,9 @@ import torch
 from torch import nn
 
 from nets import TinyMobileNet, images, seeded
-from ompq.allocation.solving import Allocation
-from ompq.export.policies import modelopt_policy, plain_policy, torchao_policy
-from ompq.graph.tracing import trace
-from ompq.graph.units import Choice
+from ompq.allocation.solver import Allocation
+from ompq.graph import Choice, trace
+from ompq.onnx.policies import modelopt_policy, plain_policy, torchao_policy
 
 
 def decided(network, *choices):

@@ -5,10 +5,10 @@ import pickle
 import numpy as np
 import pytest
 
-from ompq.allocation.problems import Allocation, Problem
+from ompq.allocation.program import Allocation, Problem
 from ompq.costs import Cost
 from ompq.errors import PlanError, ScoreError
-from ompq.graph.units import Choice
+from ompq.graph import Choice
 from tables import problem
 
 BITS = {"stem": Choice(8, 8), "a.conv1": Choice(4, 8), "fc": Choice(4, 6)}

@@ -3,7 +3,7 @@ from math import fsum
 import numpy as np
 import pytest
 
-from ompq.allocation.programs import Core
+from ompq.allocation.program import Core
 from ompq.allocation.relaxations import (
     Relaxation,
     bracket,

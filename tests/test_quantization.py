@@ -7,11 +7,10 @@ from torchvision import models
 
 import ompq
 from nets import Chain, TinyMobileNet, TinyResNet, scenes, seeded
-from ompq.allocation.solving import Allocation
+from ompq.allocation.solver import Allocation
 from ompq.errors import PlanError, QuantizationError
-from ompq.graph.folding import folded, norm_affine
-from ompq.graph.units import Choice
-from ompq.quantization.layers import activation_quantizers, quantized_layers
+from ompq.graph import Choice, folded, norm_affine
+from ompq.layers import activation_quantizers, quantized_layers
 
 SAMPLES = scenes(48)
 
@@ -121,7 +120,7 @@ def test_residual_operands_lie_on_grids():
     )
     quantized(SAMPLES)
     quantizer = quantized.block1.output_quantizer
-    codes = seen["x"] / quantizer.scale + quantizer.zero
+    codes = seen["x"] / quantizer.scale + quantizer.zero_point
     torch.testing.assert_close(codes, codes.round(), atol=1e-3, rtol=0)
     assert codes.min() >= 0
     assert codes.max() <= 15

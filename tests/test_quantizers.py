@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from ompq.quantizers.grids import (
+from ompq.quantizers import (
     Grid,
     check_bits,
     integer_weight,
@@ -22,22 +22,22 @@ def values(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def code_of(x: float, scale: float, zero: float, top: int) -> int:
+def code_of(x: float, scale: float, zero_point: float, qmax: int) -> int:
     """The formula for one number, in single precision; Python rounds half to even."""
-    position = np.float32(x) / np.float32(scale) + np.float32(zero)
-    return min(max(round(float(position)), 0), top)
+    position = np.float32(x) / np.float32(scale) + np.float32(zero_point)
+    return min(max(round(float(position)), 0), qmax)
 
 
 @pytest.mark.parametrize("bits", WIDTHS)
 def test_fake_quantization_is_the_formula_for_each_number(bits):
     x = values(3, 5)
     scale = torch.tensor([[0.3], [0.07], [1.9]])
-    zero = torch.tensor([[0.0], [1.5], [2.0]])
-    grid = Grid(scale, zero, bits)
-    top = 2**bits - 1
+    zero_point = torch.tensor([[0.0], [1.5], [2.0]])
+    grid = Grid(scale, zero_point, bits)
+    qmax = 2**bits - 1
     for row in range(3):
-        s, z = scale[row].item(), zero[row].item()
-        codes = [code_of(v, s, z, top) for v in x[row].tolist()]
+        s, z = scale[row].item(), zero_point[row].item()
+        codes = [code_of(v, s, z, qmax) for v in x[row].tolist()]
         assert grid.quantize(x)[row].tolist() == codes
         expected = [np.float32(s) * np.float32(c - z) for c in codes]
         assert grid.fake(x)[row].tolist() == expected
@@ -65,32 +65,34 @@ def test_two_bits_have_the_levels_the_zero_says():
     assert Grid(one, torch.tensor(2.0), 2).fake(far).tolist() == [-2, 0, 0, 1]
     narrow = Grid(one, torch.tensor(1.0), 2, narrow=True)
     assert narrow.fake(far).tolist() == [-1, 0, 0, 1]
-    assert narrow.top == 2
+    assert narrow.qmax == 2
 
 
 @pytest.mark.parametrize("bits", WIDTHS)
 def test_every_zero_is_exact_in_signed_bytes(bits):
-    top = 2**bits - 1
+    qmax = 2**bits - 1
     zeros = (
-        torch.arange(2 * top + 1) / 2 if bits <= 6 else torch.tensor([2.0**bits / 2])
+        torch.arange(2 * qmax + 1) / 2 if bits <= 6 else torch.tensor([2.0**bits / 2])
     )
-    codes = torch.arange(top + 1)[:, None]
+    codes = torch.arange(qmax + 1)[:, None]
     grid = Grid(torch.tensor(0.1234), zeros, bits)
     integers, factor = integer_weight(codes, zeros, bits)
     assert integers.dtype == torch.int8
     assert factor == (0.5 if bits <= 6 else 1)
     expected = [
-        [round((c - z) / factor) for z in zeros.tolist()] for c in range(top + 1)
+        [round((c - z) / factor) for z in zeros.tolist()] for c in range(qmax + 1)
     ]
     assert integers.tolist() == expected
     assert torch.equal(integers * (grid.scale * factor), grid.dequantize(codes))
 
 
-@pytest.mark.parametrize(("zero", "bits"), [(0.25, 2), (80.0, 6), (1.5, 8), (0.0, 8)])
-def test_zeros_that_no_byte_holds_are_refused(zero, bits):
+@pytest.mark.parametrize(
+    ("zero_point", "bits"), [(0.25, 2), (80.0, 6), (1.5, 8), (0.0, 8)]
+)
+def test_zeros_that_no_byte_holds_are_refused(zero_point, bits):
     codes = torch.arange(2**bits)
-    with pytest.raises(ValueError, match=r"zero=\[.*\] at \d bits gives .* no signed"):
-        integer_weight(codes, torch.tensor(zero), bits)
+    with pytest.raises(ValueError, match="zero_point=.* does not fit signed"):
+        integer_weight(codes, torch.tensor(zero_point), bits)
 
 
 @pytest.mark.parametrize("bits", [1, 9, 0, -2, 2.5])
@@ -110,14 +112,14 @@ def test_rounding_passes_the_gradient():
     assert torch.equal(x.grad, factors)
 
 
-@pytest.mark.parametrize("zero", [0.0, 1.5, 2.0])
-def test_straight_through_stops_the_gradient_outside_the_range(zero):
+@pytest.mark.parametrize("zero_point", [0.0, 1.5, 2.0])
+def test_straight_through_stops_the_gradient_outside_the_range(zero_point):
     x = (values(200) * 3).requires_grad_()
-    grid = Grid(torch.tensor(0.7), torch.tensor(zero), 2)
+    grid = Grid(torch.tensor(0.7), torch.tensor(zero_point), 2)
     out = straight_through(x, grid)
     assert torch.equal(out, grid.fake(x))
     out.sum().backward()
-    low, high = -zero * 0.7, (3 - zero) * 0.7
+    low, high = -zero_point * 0.7, (3 - zero_point) * 0.7
     inside = [float(low < v < high) for v in x.tolist()]
     assert x.grad.tolist() == inside
     assert 0 < sum(inside) < 200
@@ -154,28 +156,28 @@ def test_learned_step_has_the_gradient_of_the_paper(negative, positive):
 def test_learned_step_counts_the_weights_of_each_channel():
     x = values(4, 3, 3)
     scale = torch.full((4, 1, 1), 0.3, requires_grad=True)
-    zero = torch.tensor([0.0, 1.5, 2.0, 3.0])[:, None, None]
-    learned_step(x, Grid(scale, zero, 2)).sum().backward()
+    zero_point = torch.tensor([0.0, 1.5, 2.0, 3.0])[:, None, None]
+    learned_step(x, Grid(scale, zero_point, 2)).sum().backward()
     plain = scale.detach().clone().requires_grad_()
-    straight_through(x, Grid(plain, zero, 2)).sum().backward()
+    straight_through(x, Grid(plain, zero_point, 2)).sum().backward()
     for channel, level in enumerate([3, 1.5, 1, 1]):
         factor = 1 / math.sqrt(9 * level)
         expected = plain.grad[channel].item() * factor
         assert scale.grad[channel].item() == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize("zero", [0, 5])
-def test_learned_clip_has_the_gradient_of_the_paper(zero):
+@pytest.mark.parametrize("zero_point", [0, 5])
+def test_learned_clip_has_the_gradient_of_the_paper(zero_point):
     # Choi et al. 2018, equation 3: 1 above the limit, 0 inside. A range with a lower
     # end, which moves with the limit, adds the end's slope below it.
     x = (values(300) * 2).requires_grad_()
     limit = torch.tensor(1.3, requires_grad=True)
-    out = learned_clip(x, limit, torch.tensor(float(zero)), bits=4)
-    scale = limit.detach() / (15 - zero)
-    assert torch.equal(out, Grid(scale, torch.tensor(float(zero)), 4).fake(x))
+    out = learned_clip(x, limit, torch.tensor(float(zero_point)), bits=4)
+    scale = limit.detach() / (15 - zero_point)
+    assert torch.equal(out, Grid(scale, torch.tensor(float(zero_point)), 4).fake(x))
     upstream = values(300, seed=1)
     (out * upstream).sum().backward()
-    low = -1.3 * zero / (15 - zero)
+    low = -1.3 * zero_point / (15 - zero_point)
     pairs = list(zip(x.tolist(), upstream.tolist(), strict=True))
     expected = sum(g for v, g in pairs if v >= 1.3)
     expected += sum(g * low / 1.3 for v, g in pairs if v <= low)
@@ -184,10 +186,10 @@ def test_learned_clip_has_the_gradient_of_the_paper(zero):
 
 
 def gradients(x, scale, limit):
-    zero = torch.zeros((), device=x.device)
-    grid = Grid(scale, zero + 1.5, 2)
+    zero_point = torch.zeros((), device=x.device)
+    grid = Grid(scale, zero_point + 1.5, 2)
     total = learned_step(x, grid).square().sum()
-    return total + learned_clip(x, limit, zero, 4).square().sum()
+    return total + learned_clip(x, limit, zero_point, 4).square().sum()
 
 
 def inputs(device="cpu"):
@@ -212,7 +214,7 @@ def test_all_of_it_compiles_in_one_graph():
 def test_cuda_gives_the_same_codes_and_gradients():
     x = values(64, 99)
     grid = Grid(torch.full((64, 1), 0.1), torch.full((64, 1), 7.5), 4)
-    there = Grid(grid.scale.cuda(), grid.zero.cuda(), 4)
+    there = Grid(grid.scale.cuda(), grid.zero_point.cuda(), 4)
     assert torch.equal(there.quantize(x.cuda()).cpu(), grid.quantize(x))
     here, away = inputs(), inputs("cuda")
     gradients(*here).backward()

@@ -2,8 +2,8 @@ import numpy as np
 import pytest
 import torch
 
-import ompq.quantizers.search
-from ompq.quantizers.ranges import (
+import ompq.ranges
+from ompq.ranges import (
     DEFAULT_KIND,
     kind_rule,
     minmax_weight,
@@ -29,12 +29,12 @@ def noise_of(weight: torch.Tensor, fake: torch.Tensor) -> float:
 
 
 def zeros_of(kind: str, bits: int) -> list[float]:
-    top = 2**bits - 1
+    qmax = 2**bits - 1
     if bits > 6:
         return [2 ** (bits - 1)]
     return {
-        "affine": [z / 2 for z in range(2 * top + 1)],
-        "midrise": [top / 2],
+        "affine": [z / 2 for z in range(2 * qmax + 1)],
+        "midrise": [qmax / 2],
         "midtread": [2 ** (bits - 1)],
         "symmetric": [2 ** (bits - 1) - 1],
     }[kind]
@@ -42,13 +42,13 @@ def zeros_of(kind: str, bits: int) -> list[float]:
 
 def least_error(row: np.ndarray, bits: int, kind: str, power: float) -> float:
     """The least error of one channel over every zero and 400 scales of each."""
-    top = 2**bits - 1 - (kind == "symmetric" and bits <= 6)
+    qmax = 2**bits - 1 - (kind == "symmetric" and bits <= 6)
     best = np.inf
     peak = np.abs(row).max()
-    for zero in zeros_of(kind, bits):
-        scales = peak * np.geomspace(0.2 / top, 2.2, 400)[:, None]
-        codes = np.clip(np.round(row / scales + zero), 0, top)
-        errors = np.abs(scales * (codes - zero) - row) ** power
+    for zero_point in zeros_of(kind, bits):
+        scales = peak * np.geomspace(0.2 / qmax, 2.2, 400)[:, None]
+        codes = np.clip(np.round(row / scales + zero_point), 0, qmax)
+        errors = np.abs(scales * (codes - zero_point) - row) ** power
         best = min(best, errors.sum(1).min())
     return best
 
@@ -97,13 +97,13 @@ def test_search_with_a_gram_equals_brute_force(bits, kind):
     weight, gram = weights(8, 9, seed=bits), grams(8, 9)
     fit = search_weight(weight, bits, kind=kind, gram=gram)
     errors = output_errors(weight, fit.grid.fake(weight), gram).numpy()
-    top = 2**bits - 1 - (kind == "symmetric" and bits <= 6)
+    qmax = 2**bits - 1 - (kind == "symmetric" and bits <= 6)
     least = np.full(8, np.inf)
-    for zero in zeros_of(kind, bits):
-        for part in np.geomspace(0.2 / top, 2.2, 400):
+    for zero_point in zeros_of(kind, bits):
+        for part in np.geomspace(0.2 / qmax, 2.2, 400):
             scale = part * weight.abs().amax(1, keepdim=True)
-            codes = (weight / scale + zero).round().clamp(0, top)
-            fake = scale * (codes - zero)
+            codes = (weight / scale + zero_point).round().clamp(0, qmax)
+            fake = scale * (codes - zero_point)
             least = np.minimum(least, output_errors(weight, fake, gram).numpy())
     ratio = errors / least
     assert ratio.mean() < 1.35  # a jagged function of the range: luck counts
@@ -115,7 +115,7 @@ def test_a_gram_of_independent_inputs_changes_nothing():
     weight = weights(6, 20)
     plain, same = search_weight(weight, 3), search_weight(weight, 3, gram=torch.eye(20))
     torch.testing.assert_close(same.grid.scale, plain.grid.scale)
-    assert torch.equal(same.grid.zero, plain.grid.zero)
+    assert torch.equal(same.grid.zero_point, plain.grid.zero_point)
 
 
 def test_a_gram_may_be_shared_by_all_channels():
@@ -123,17 +123,17 @@ def test_a_gram_may_be_shared_by_all_channels():
     shared = search_weight(weight, 3, gram=gram[0]).grid
     each = search_weight(weight, 3, gram=gram.expand(10, -1, -1)).grid
     torch.testing.assert_close(shared.scale, each.scale)
-    assert torch.equal(shared.zero, each.zero)
+    assert torch.equal(shared.zero_point, each.zero_point)
 
 
 @pytest.mark.parametrize("channels", [1, 10])
 def test_pieces_do_not_change_the_grid_of_a_gram(channels, monkeypatch):
     weight, gram = weights(10, 60), grams(channels, 60)
     whole = search_weight(weight, 3, gram=gram).grid
-    monkeypatch.setattr(ompq.quantizers.search, "elements_at_once", lambda _device: 200)
+    monkeypatch.setattr(ompq.ranges, "elements_at_once", lambda _device: 200)
     pieces = search_weight(weight, 3, gram=gram).grid
     torch.testing.assert_close(pieces.scale, whole.scale)
-    assert torch.equal(pieces.zero, whole.zero)
+    assert torch.equal(pieces.zero_point, whole.zero_point)
 
 
 @pytest.mark.parametrize("bits", range(2, 9))
@@ -154,9 +154,9 @@ def test_grids_have_the_zeros_of_their_kind(bits, kind, fit):
     found = fit(weights(5, 20), bits, kind=kind)
     assert found.grid.bits == bits
     assert found.grid.narrow == (kind == "symmetric" and bits <= 6)
-    assert set(found.grid.zero.flatten().tolist()) <= set(zeros_of(kind, bits))
+    assert set(found.grid.zero_point.flatten().tolist()) <= set(zeros_of(kind, bits))
     assert (found.grid.scale > 0).all()
-    assert found.grid.scale.shape == found.grid.zero.shape == (5, 1)
+    assert found.grid.scale.shape == found.grid.zero_point.shape == (5, 1)
 
 
 @pytest.mark.parametrize("fit", FITS)
@@ -217,7 +217,9 @@ def test_channels_may_be_any_dimension(fit):
     found = fit(weight.transpose(0, 1), 3, channel_dim=1)
     assert found.grid.scale.shape == (1, 6, 1)
     assert torch.equal(found.grid.scale.flatten(), expected.grid.scale.flatten())
-    assert torch.equal(found.grid.zero.flatten(), expected.grid.zero.flatten())
+    assert torch.equal(
+        found.grid.zero_point.flatten(), expected.grid.zero_point.flatten()
+    )
     backwards = fit(weight.movedim(0, -1), 3, channel_dim=-1)
     assert torch.equal(backwards.grid.scale.flatten(), expected.grid.scale.flatten())
 
@@ -246,12 +248,10 @@ def test_equal_and_single_weights_are_exact(value):
 def test_pieces_and_half_precision_do_not_change_the_grid(monkeypatch):
     weight = weights(10, 60).half()
     whole = search_weight(weight, 3)
-    monkeypatch.setattr(
-        ompq.quantizers.search, "elements_at_once", lambda _device: 3000
-    )
+    monkeypatch.setattr(ompq.ranges, "elements_at_once", lambda _device: 3000)
     pieces = search_weight(weight.float(), 3)
     assert torch.equal(whole.grid.scale, pieces.grid.scale)
-    assert torch.equal(whole.grid.zero, pieces.grid.zero)
+    assert torch.equal(whole.grid.zero_point, pieces.grid.zero_point)
 
 
 def test_the_weight_is_left_alone():

@@ -5,14 +5,13 @@ import pytest
 import torch
 
 from nets import Chain, TinyMobileNet, TinyResNet, scenes, seeded
-from ompq.allocation.solving import Allocation
+from ompq.allocation.solver import Allocation
 from ompq.errors import CheckpointError, QuantizationError, SampleError, TraceError
-from ompq.graph.tracing import trace
-from ompq.graph.units import Choice
-from ompq.quantization.layers import activation_quantizers, quantized_layers
-from ompq.quantization.quantizing import QuantizeConfig, quantization_of, quantize
-from ompq.reconstruction.reconstructing import ReconstructConfig, reconstruct
-from ompq.reconstruction.settings import RoundingConfig
+from ompq.graph import Choice, trace
+from ompq.layers import activation_quantizers, quantized_layers
+from ompq.quantization import QuantizeConfig, quantization_of, quantize
+from ompq.reconstruction import ReconstructConfig, reconstruct
+from ompq.reconstruction.rounding import RoundingConfig
 
 QUICK = ReconstructConfig(rounding=RoundingConfig(iterations=200, batch_size=16))
 

@@ -7,21 +7,19 @@ import torch
 from torch import nn
 
 from nets import Chain, TinyMobileNet, TinyResNet, scenes, seeded
-from ompq.allocation.solving import Allocation
-from ompq.graph.tracing import trace
-from ompq.graph.units import Choice
-from ompq.quantization.quantizing import (
-    QuantizeConfig,
-    float_moments,
-    quantization_of,
-    quantize,
+from ompq.allocation.solver import Allocation
+from ompq.graph import Choice, trace
+from ompq.quantization import QuantizeConfig, float_moments, quantization_of, quantize
+from ompq.reconstruction import ReconstructConfig, _cache, reconstruct
+from ompq.reconstruction.blocks import (
+    Arguments,
+    BlockCache,
+    Layout,
+    fisher_weights,
+    gather,
+    gather_next,
 )
-from ompq.reconstruction.blocks import BlockCache, fisher_weights
-from ompq.reconstruction.gathering import gather, gather_next
-from ompq.reconstruction.layouts import Arguments, Layout
-from ompq.reconstruction.reconstructing import ReconstructConfig, _cache, reconstruct
-from ompq.reconstruction.rounding import learn_rounding
-from ompq.reconstruction.settings import RoundingConfig
+from ompq.reconstruction.rounding import RoundingConfig, learn_rounding
 from ompq.samples import first_tensor
 
 QUICK = ReconstructConfig(rounding=RoundingConfig(iterations=200, batch_size=16))

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from ompq.reconstruction.settings import (
+from ompq.reconstruction.rounding import (
     RoundingConfig,
     first_decided,
     sample_order,

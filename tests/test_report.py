@@ -8,16 +8,12 @@ from html.parser import HTMLParser
 import numpy as np
 import pytest
 
-from ompq.allocation.solving import Allocation, Budget, ParetoPoint
-from ompq.graph.units import Choice, Skipped
+from ompq.allocation.solver import Allocation, Budget, ParetoPoint
+from ompq.costs import in_bytes
+from ompq.graph import Choice, Skipped
 from ompq.plans import Plan
-from ompq.report import (
-    Agreement,
-    render_report,
-    write_report,
-)
-from ompq.report import data as report_data
-from ompq.report.numbers import in_bytes
+from ompq.report import Agreement, render_report, write_report
+from ompq.report import explorer as report_data
 from ompq.scores import ScoreTable
 from reports import (
     CLOSING,

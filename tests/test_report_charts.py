@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from ompq.costs import counted, in_bytes, seconds, short, ticks
 from ompq.errors import MissingExtraError
 from ompq.report import (
     Accuracy,
@@ -26,7 +27,6 @@ from ompq.report.charts import (
     heat_map,
     histogram_chart,
 )
-from ompq.report.numbers import counted, in_bytes, seconds, short, ticks
 from ompq.scores import ScoreTable
 from reports import every_section, toy_plan
 

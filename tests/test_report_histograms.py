@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 from nets import TinyMobileNet, images, seeded
-from ompq.pipeline import PlanConfig, plan
-from ompq.quantization.quantizing import quantize
+from ompq.plans import PlanConfig, plan
+from ompq.quantization import quantize
 from ompq.report import worst_histograms
 
 
@@ -42,7 +42,7 @@ def test_every_weight_is_counted_as_a_code_of_its_channel(found):
     codes = [
         value.item() / scale.item() + zero.item()
         for row, scale, zero in zip(
-            weight, layer.weight_scale, layer.weight_zero, strict=True
+            weight, layer.weight_scale, layer.weight_zero_point, strict=True
         )
         for value in row.flatten()
     ]

@@ -6,15 +6,9 @@ from torch.nn import functional as F
 
 from nets import Chain, TinyMobileNet, TinyResNet, images, seeded
 from ompq.errors import SampleError, ScoreError, TraceError
-from ompq.graph.observation import watch
-from ompq.graph.tracing import trace
-from ompq.graph.units import Choice
-from ompq.orthogonality import (
-    debiased_products,
-    gram_matrix,
-    normalised,
-    orm_matrix,
-)
+from ompq.graph import Choice, trace
+from ompq.orthogonality import debiased_products, gram_matrix, normalised, orm_matrix
+from ompq.recording import watch
 from ompq.scores import (
     SCORES,
     Orm,
@@ -267,7 +261,7 @@ def test_activation_noise_counts_only_when_activations_are_chosen(network, graph
 def test_divergence_equals_a_copy_with_one_rounded_weight(network, graph):
     import copy
 
-    from ompq.quantizers.ranges import search_weight
+    from ompq.ranges import search_weight
 
     choices = (Choice(3, 8), Choice(32, 8))
     table = OutputDivergence()(graph, network, images(), choices).damage

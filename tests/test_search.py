@@ -175,8 +175,8 @@ def test_a_thousand_units_are_proved_in_about_a_second(kind):
 
 def test_identical_units_and_equal_damage_do_not_blow_up():
     ones, bits = np.ones((100, 1)), np.arange(2.0, 9.0)
-    zero = program(0 * ones * bits, [ones * bits, ones * bits**2], [500.0, 2e4])
-    assert minimum(zero).columns.tolist() == [0] * 100  # fewest bytes
+    zero_point = program(0 * ones * bits, [ones * bits, ones * bits**2], [500.0, 2e4])
+    assert minimum(zero_point).columns.tolist() == [0] * 100  # fewest bytes
     same = program(-ones * bits, [ones * bits], [437.0])
     found = minimum(same)
     assert found.gap == 0

@@ -6,28 +6,28 @@ from torch import nn
 
 from nets import TinyMobileNet, TinyResNet, images, seeded
 from ompq.errors import QuantizationError
+from ompq.integer.engine import IntegerNetwork
+from ompq.integer.finalization import clear_scale, finalize, possible_results
 from ompq.integer.lowering import lower
-from ompq.integer.network import IntegerNetwork
-from ompq.integer.settling import clear_scale, possible_results, settle
-from ompq.integer.steps import Average, CodeGrid, Requantize, Step, Sum
-from ompq.quantization.layers import activation_quantizers, quantized_layers
-from ompq.quantization.quantizing import quantization_of
-from ompq.reconstruction.reconstructing import ReconstructConfig, reconstruct
-from ompq.reconstruction.settings import RoundingConfig
+from ompq.integer.operators import Average, CodeGrid, Requantize, Step, Sum
+from ompq.layers import activation_quantizers, quantized_layers
+from ompq.quantization import quantization_of
+from ompq.reconstruction import ReconstructConfig, reconstruct
+from ompq.reconstruction.rounding import RoundingConfig
 from quantized import quantized, simulated_codes
 
 NETWORKS = {"resnet": TinyResNet, "mobilenet": TinyMobileNet}
 
 
-def settled(name="resnet", **given):
+def finalized(name="resnet", **given):
     network = quantized(seeded(NETWORKS[name]()), images(16), **given)
-    return settle(network, images())
+    return finalize(network, images())
 
 
 @pytest.mark.parametrize("activation", [4, 8])
 @pytest.mark.parametrize("name", NETWORKS)
 def test_simulated_codes_equal_those_of_integers(name, activation):
-    network = settled(name, activation=activation)
+    network = finalized(name, activation=activation)
     engine = IntegerNetwork.from_quantized(network, images())
     found = engine.codes(images(8, seed=7))
     expected, logits = simulated_codes(network, images(8, seed=7))
@@ -43,7 +43,7 @@ def test_simulated_codes_equal_those_of_integers(name, activation):
 
 
 def test_settled_network_gives_the_same_for_any_batch():
-    network = settled("mobilenet")
+    network = finalized("mobilenet")
     with torch.no_grad():
         together = network(images(8))
         alone = torch.cat([network(image[None]) for image in images(8)])
@@ -55,7 +55,7 @@ def test_settled_network_gives_the_same_for_any_batch():
 def test_settling_changes_little_and_only_a_copy():
     given = quantized(seeded(TinyResNet()), images(16), weight=8)
     before = {key: value.clone() for key, value in given.state_dict().items()}
-    network = settle(given, images())
+    network = finalize(given, images())
     assert all(torch.equal(before[k], v) for k, v in given.state_dict().items())
     assert all(layer.integers is None for layer in quantized_layers(given).values())
     assert set(network.state_dict()) == set(before)
@@ -68,8 +68,8 @@ def test_settling_changes_little_and_only_a_copy():
 
 
 def test_settling_twice_is_settling_once():
-    once = settled()
-    twice = settle(once, images())
+    once = finalized()
+    twice = finalize(once, images())
     assert all(
         torch.equal(value, twice.state_dict()[key])
         for key, value in once.state_dict().items()
@@ -102,22 +102,24 @@ def test_steps_that_share_a_grid_are_cleared_together():
             )
             return self.last(joined).flatten(1)
 
-    once = settle(quantized(seeded(Joined()), images(), weight=8), images())
+    once = finalize(quantized(seeded(Joined()), images(), weight=8), images())
     steps = lower(once, images()).steps
     pools = [step for step in steps if isinstance(step.operation, Average)]
     assert len(pools) == 2 and pools[0].quantizer == pools[1].quantizer
     for step in pools:
         results = possible_results(step, [steps[step.inputs[0]].grid])
-        assert margin(results.tolist(), step.grid.scale, step.grid.zero, 255) >= 4e-5
-    twice = settle(once, images()).state_dict()
+        assert (
+            margin(results.tolist(), step.grid.scale, step.grid.zero_point, 255) >= 4e-5
+        )
+    twice = finalize(once, images()).state_dict()
     assert all(torch.equal(v, twice[k]) for k, v in once.state_dict().items())
 
 
 def test_settled_network_can_be_reconstructed_and_settled_again():
     model = seeded(TinyResNet())
-    given = settle(quantized(model, images(16), weight=3), images())
+    given = finalize(quantized(model, images(16), weight=3), images())
     config = ReconstructConfig(rounding=RoundingConfig(iterations=5))
-    better = settle(reconstruct(given, model, images(16), config), images())
+    better = finalize(reconstruct(given, model, images(16), config), images())
     record = quantization_of(better)
     assert record.errors and len(record.links) == len(quantized_layers(better))
     with torch.no_grad():
@@ -129,11 +131,11 @@ def test_settled_network_can_be_reconstructed_and_settled_again():
 
 def test_what_is_not_quantized_cannot_be_settled():
     with pytest.raises(QuantizationError, match="TinyResNet is not quantized"):
-        settle(TinyResNet(), images())
+        finalize(TinyResNet(), images())
 
 
 def test_settled_network_still_learns():
-    network = settled(weight=8)
+    network = finalized(weight=8)
     for quantizer in activation_quantizers(network).values():
         quantizer.scale.requires_grad_()
     network(images(4)).square().sum().backward()
@@ -144,7 +146,7 @@ def test_settled_network_still_learns():
 
 
 def test_a_copy_of_a_settled_network_has_its_own_grids():
-    network = settled(weight=8)
+    network = finalized(weight=8)
     other = copy.deepcopy(network)
     layer = quantized_layers(other)["stem"]
     own = {id(module) for module in other.modules()}
@@ -165,7 +167,7 @@ def test_layer_that_is_called_twice_keeps_its_float_arithmetic():
             return self.head(x.mean((2, 3)))
 
     layers = quantized_layers(
-        settle(quantized(seeded(Twice()), images(), weight=8), images())
+        finalize(quantized(seeded(Twice()), images(), weight=8), images())
     )
     assert layers["conv"].integers is None
     assert layers["head"].integers is not None
@@ -174,15 +176,15 @@ def test_layer_that_is_called_twice_keeps_its_float_arithmetic():
 def test_what_integers_cannot_do_cannot_be_settled():
     network = nn.Sequential(nn.Conv2d(3, 4, 1), nn.GELU(), nn.Conv2d(4, 2, 1))
     with pytest.raises(QuantizationError, match="gelu in 1 has no integer form"):
-        settle(quantized(seeded(network), images(), weight=8), images())
+        finalize(quantized(seeded(network), images(), weight=8), images())
 
 
-def margin(values, scale, zero, top):
+def margin(values, scale, zero_point, qmax):
     """Return the least distance from a half, result by result."""
     distances = [
-        abs(value / scale + zero - int(value / scale + zero) - 0.5)
+        abs(value / scale + zero_point - int(value / scale + zero_point) - 0.5)
         for value in values
-        if -1 < value / scale + zero < top + 1
+        if -1 < value / scale + zero_point < qmax + 1
     ]
     return min(distances)
 
@@ -192,7 +194,7 @@ def test_no_sum_lies_halfway():
     target = CodeGrid(0.04, 5, 4)  # (0.02 * 3) / 0.04 is a half
     step = Step("sum", Sum(), (0, 1), (1,), target)
     values = [
-        first.scale * (a - first.zero) + second.scale * (b - second.zero)
+        first.scale * (a - first.zero_point) + second.scale * (b - second.zero_point)
         for a in range(16)
         for b in range(16)
     ]

@@ -5,14 +5,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from ompq.quantization.layers import quantized_layer
-from ompq.quantizers.grids import Grid
-from ompq.reconstruction.soft_rounding import (
-    SoftRounding,
-    mean_inputs,
-    rows_of,
-    weight_of,
-)
+from ompq.layers import quantized_layer
+from ompq.quantizers import Grid
+from ompq.reconstruction.rounding import SoftRounding, mean_inputs, rows_of, weight_of
 
 
 def values(*shape, seed=0):
@@ -27,8 +22,8 @@ def quantized(layer, bits=3, step=0.1):
     shape = [1] * layer.weight.dim()
     shape[axis] = layer.weight.shape[axis]
     scale = step * (1 + torch.arange(shape[axis]) / 10).reshape(shape)
-    zero = torch.full(shape, (2**bits - 1) / 2)
-    return quantized_layer(layer, Grid(scale, zero, bits)).requires_grad_(False)
+    zero_point = torch.full(shape, (2**bits - 1) / 2)
+    return quantized_layer(layer, Grid(scale, zero_point, bits)).requires_grad_(False)
 
 
 LAYERS = {
@@ -66,7 +61,10 @@ def test_the_soft_weight_starts_at_the_weight_within_the_grid(layer_and_input):
     layer, x = layer_and_input
     soft = soft_of(layer, x)
     grid = layer.grid_like_weight()
-    low, high = grid.scale * -grid.zero, grid.scale * (grid.top - grid.zero)
+    low, high = (
+        grid.scale * -grid.zero_point,
+        grid.scale * (grid.qmax - grid.zero_point),
+    )
     wanted = layer.weight.clamp(low, high)
     with soft.used():
         torch.testing.assert_close(layer.learning[0], wanted, atol=1e-6, rtol=0)
@@ -130,15 +128,15 @@ def test_gradients_are_those_of_the_written_out_formula():
         output = layer(x)
     output.square().mean().backward()
 
-    position = layer.weight / grid.scale + grid.zero
+    position = layer.weight / grid.scale + grid.zero_point
     up = (position - position.floor()).requires_grad_()
     stretch = torch.zeros(6, 1, 1, 1, requires_grad=True)
     free = bias.clone().requires_grad_()
-    code = (position.floor() + up).clamp(0, grid.top)
-    weight = grid.scale * stretch.exp() * (code - grid.zero)
+    code = (position.floor() + up).clamp(0, grid.qmax)
+    weight = grid.scale * stretch.exp() * (code - grid.zero_point)
     moved = ((start - weight) * patches).sum((1, 2, 3))
     F.conv2d(x, weight, free + moved, padding=1).square().mean().backward()
-    inside = (position > 0) & (position < grid.top)
+    inside = (position > 0) & (position < grid.qmax)
     close = {"atol": 1e-6, "rtol": 1e-4}
     torch.testing.assert_close(
         soft.up.grad.reshape(6, 4, 3, 3)[inside], up.grad[inside], **close

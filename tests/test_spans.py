@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from ompq.quantizers.spans import (
+from ompq.ranges import (
     Rule,
     channel_rows,
     elements_at_once,
@@ -36,13 +36,13 @@ def test_spans_contain_zero():
 
 def test_an_even_span_has_the_zero_of_its_rule():
     low, high = torch.tensor([-1.0, -6.0]), torch.tensor([4.0, 1.0])
-    for zero in (1.0, 1.5, 2.0):
-        ends = even_span(low, high, Rule(2, 3, zero))
+    for zero_point in (1.0, 1.5, 2.0):
+        ends = even_span(low, high, Rule(2, 3, zero_point))
         scale, found = span_grid(*ends, 3)
-        assert found.tolist() == [zero, zero]
+        assert found.tolist() == [zero_point, zero_point]
         # The least scale whose first and last levels reach both ends.
         for i in range(2):
-            needed = max(high[i].item() / (3 - zero), -low[i].item() / zero)
+            needed = max(high[i].item() / (3 - zero_point), -low[i].item() / zero_point)
             assert scale[i].item() == pytest.approx(needed)
     free = Rule(2, 3, math.nan)
     assert even_span(low, high, free) == (low, high)

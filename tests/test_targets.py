@@ -8,8 +8,8 @@ import ompq
 from cli_tools import network_file, run, run_json
 from nets import TinyMobileNet, images, seeded
 from ompq.errors import PlanError, TargetError
-from ompq.graph.units import Choice
-from ompq.pipeline import PlanConfig
+from ompq.graph import Choice
+from ompq.plans import PlanConfig
 from ompq.targets import KINDS, Target, included_targets, load_target
 
 OPERATOR = {

@@ -6,17 +6,19 @@ import pytest
 
 from nets import TinyMobileNet, TinyResNet, images, seeded
 from ompq.errors import ExportError, MissingExtraError
-from ompq.export import timing
-from ompq.export.exporting import export_onnx
-from ompq.export.gains import input_shape, network_name, without_gain
-from ompq.export.timing import (
+from ompq.onnx import inspection as timing
+from ompq.onnx.export import export_onnx
+from ompq.onnx.inspection import (
+    input_shape,
     installed_runtimes,
     load_runtime,
+    network_name,
     peak_memory,
     runner,
     time_files,
+    without_gain,
 )
-from ompq.export.weights_only import float_model
+from ompq.onnx.model import float_model
 from quantized import quantized
 
 pytest.importorskip("onnxruntime")

@@ -9,7 +9,7 @@ from torchvision import models
 
 from nets import Chain, TinyMobileNet, TinyResNet, images, seeded
 from ompq.errors import SampleError, TraceError
-from ompq.graph.tracing import trace
+from ompq.graph import trace
 
 FIXTURES = Path(__file__).parent / "fixtures"
 
@@ -59,7 +59,7 @@ def test_features_follow_norm_activation_and_residual_sum():
 
 def features_of(network, batch):
     """The tensors that represent the units, by name."""
-    from ompq.graph.observation import watch
+    from ompq.recording import watch
 
     graph = trace(network, batch)
     found = {}

@@ -12,12 +12,11 @@ from torch.nn import functional as F
 
 import ompq
 from ompq.errors import MissingExtraError
-from ompq.quantization.layers import ActivationQuantizer, activation_quantizers
-from ompq.quantizers.grids import Grid
-from ompq.training import runs
-from ompq.training.engines import Alone
-from ompq.training.runs import Run
-from ompq.training.steps import memory_layout, training_loss
+from ompq.layers import ActivationQuantizer, activation_quantizers
+from ompq.quantizers import Grid
+from ompq.training import run as runs
+from ompq.training.run import Alone, Run
+from ompq.training.step import memory_layout, training_loss
 from quantized import quantized
 from training_script import QUICK, equal, made, state, toy
 
@@ -68,10 +67,10 @@ def test_the_rate_falls_as_a_cosine_after_a_rise(toys):
 
 def test_what_is_fixed_stays(toys):
     _, network, data = toys
-    config = replace(QUICK, weight_steps=False, activations="fixed")
+    config = replace(QUICK, learn_weight_scales=False, activations="fixed")
     before, after = state(network), state(ompq.train(network, data, config))
     for key in before:
-        fixed = key.endswith(("scale", "zero"))
+        fixed = key.endswith(("scale", "zero_point"))
         assert torch.equal(before[key], after[key]) == fixed, key
 
 
@@ -80,7 +79,7 @@ def test_zeros_stay_and_scales_stay_positive_whatever_the_rate(toys):
     config = replace(QUICK, step_rate=1e4)
     before, after = state(network), state(ompq.train(network, data, config))
     for key, value in before.items():
-        if key.endswith("zero"):
+        if key.endswith("zero_point"):
             assert torch.equal(value, after[key])
         if key.endswith("scale"):
             assert (after[key] >= value / 16).all()

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 import ompq
 from nets import TinyMobileNet, TinyResNet, scenes, seeded
 from ompq.errors import TrainingError
-from ompq.quantization.layers import quantized_layers
+from ompq.layers import quantized_layers
 from ompq.training.norms import Variances, fold_norms, keep_norms
 from quantized import quantized
 from training_script import QUICK, toy

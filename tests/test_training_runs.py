@@ -11,8 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import ompq
 from nets import TinyResNet, scenes, seeded
 from ompq.errors import CheckpointError, MissingExtraError, TrainingError
-from ompq.training.checkpoints import read_state
-from ompq.training.runs import Run
+from ompq.training.run import Run, read_state
 from quantized import quantized
 from training_script import QUICK, equal, made, toy
 
@@ -183,7 +182,7 @@ def test_scalars_go_to_tensorboard(toys, monkeypatch, tmp_path):
 def test_checkpoints_hold_what_a_run_needs(toys, tmp_path):
     _, network, data = toys
     ompq.train(network, data, QUICK, checkpoint=tmp_path)
-    from ompq.training.checkpoints import run_identity
+    from ompq.training.run import run_identity
 
     found = read_state(tmp_path / "last.safetensors", run_identity(network, 4, QUICK))
     assert found.step == 8 and found.best is None and len(found.history) == 2

@@ -6,10 +6,10 @@ from PIL import Image
 from torch import nn
 
 import ompq
-from ompq.datasets.naming import load_data
+from ompq.datasets.sources import load_data
 from ompq.datasets.training_sets import HeldSet, ImageSet, training_data
 from ompq.errors import DataError
-from ompq.models.naming import NamedModel
+from ompq.models import NamedModel
 from ompq.training.batches import TrainingData
 
 

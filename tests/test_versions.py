@@ -2,7 +2,7 @@ import tomllib
 from importlib import metadata
 from pathlib import Path
 
-from ompq.versions import library_version
+from ompq.files import library_version
 
 PROJECT = Path(__file__).parent.parent / "pyproject.toml"
 

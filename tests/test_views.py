@@ -18,11 +18,11 @@ def test_images_come_first_and_views_are_windows_of_them():
     seen = set()
     for number, view in enumerate(found[6:]):
         windows = {
-            (top, left, flip): window.flip(-1) if flip else window
-            for top in steps
+            (qmax, left, flip): window.flip(-1) if flip else window
+            for qmax in steps
             for left in steps
             for flip in (False, True)
-            for window in [wide[number % 6, :, top : top + side, left : left + side]]
+            for window in [wide[number % 6, :, qmax : qmax + side, left : left + side]]
         }
         matches = [key for key, window in windows.items() if torch.equal(window, view)]
         assert matches

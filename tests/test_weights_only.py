@@ -7,11 +7,11 @@ from torch import nn
 
 from nets import TinyResNet, TwoInputs, images, seeded
 from ompq.errors import ExportError, QuantizationError
-from ompq.export.exporting import export_onnx
-from ompq.export.onnx_account import inspect_onnx
-from ompq.export.verification import open_session, run_session
-from ompq.export.weights_only import float_model, weights_only_model
-from ompq.quantization.layers import quantized_layers
+from ompq.layers import quantized_layers
+from ompq.onnx.export import export_onnx
+from ompq.onnx.inspection import inspect_onnx
+from ompq.onnx.model import float_model, weights_only_model
+from ompq.onnx.verification import open_session, run_session
 from quantized import quantized
 
 onnx = pytest.importorskip("onnx")
@@ -100,7 +100,7 @@ def test_float_network_is_written_as_it_is():
 
 def test_weight_that_is_not_in_the_graph_is_named(monkeypatch):
     network = quantized(seeded(Mixer()), images(8), weight=4, activation=32)
-    monkeypatch.setattr("ompq.export.weights_only._places", lambda *_: iter(()))
+    monkeypatch.setattr("ompq.onnx.model._places", lambda *_: iter(()))
     with pytest.raises(
         ExportError, match=r"embed: its weight \(12, 3, 4, 4\) is not among the const"
     ):

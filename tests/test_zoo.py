@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torchvision import models
 
-from ompq.graph.tracing import trace
+from ompq.graph import trace
 
 # name, input size, expected: units, tied groups of more than one, blocks of more than
 # one unit. The expectations were counted from the architectures' definitions.

@@ -13,22 +13,18 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ompq.allocation.solving import Allocation, Budget
-    from ompq.datasets.views import image_views
+    from ompq.allocation.solver import Allocation, Budget
+    from ompq.datasets.images import image_views
     from ompq.errors import OmpqError
     from ompq.evaluation import Evaluation, evaluate
-    from ompq.export.exporting import export_onnx
-    from ompq.graph.tracing import trace
-    from ompq.graph.units import Choice, LayerGraph, Unit
-    from ompq.integer.settling import settle
-    from ompq.latency import measure_latency
-    from ompq.packing.accounts import inspect_file
-    from ompq.packing.checkpoint import load, save
-    from ompq.pipeline import PLAN_PROTOCOLS, PlanConfig, plan
-    from ompq.plans import Plan
-    from ompq.quantization.quantizing import QuantizeConfig, quantization_of, quantize
-    from ompq.reconstruction.reconstructing import ReconstructConfig, reconstruct
-    from ompq.reconstruction.settings import RoundingConfig
+    from ompq.graph import Choice, LayerGraph, Unit, trace
+    from ompq.integer.finalization import finalize
+    from ompq.onnx.export import export_onnx
+    from ompq.packing import inspect_file, load, save
+    from ompq.plans import PLAN_PROTOCOLS, Plan, PlanConfig, plan
+    from ompq.quantization import QuantizeConfig, quantization_of, quantize
+    from ompq.reconstruction import ReconstructConfig, reconstruct
+    from ompq.reconstruction.rounding import RoundingConfig
     from ompq.report import write_figures, write_report
     from ompq.scores import (
         Orm,
@@ -40,41 +36,29 @@ if TYPE_CHECKING:
         SmallestFirst,
         WeightNoise,
     )
-    from ompq.training.looping import train
-    from ompq.training.settings import TRAIN_PROTOCOLS, TrainConfig
+    from ompq.training import train
+    from ompq.training.config import TRAIN_PROTOCOLS, TrainConfig
 
 _HOMES = {
-    "ompq.packing.accounts": ("inspect_file",),
-    "ompq.allocation.solving": ("Allocation", "Budget"),
-    "ompq.errors": ("OmpqError",),
-    "ompq.datasets.views": ("image_views",),
-    "ompq.evaluation": ("Evaluation", "evaluate"),
-    "ompq.export.exporting": ("export_onnx",),
-    "ompq.graph.units": ("Choice", "LayerGraph", "Unit"),
-    "ompq.integer.settling": ("settle",),
-    "ompq.latency": ("measure_latency",),
-    "ompq.packing.checkpoint": ("load", "save"),
-    "ompq.pipeline": ("PLAN_PROTOCOLS", "PlanConfig", "plan"),
-    "ompq.plans": ("Plan",),
-    "ompq.quantization.quantizing": ("QuantizeConfig", "quantization_of", "quantize"),
-    "ompq.reconstruction.reconstructing": ("ReconstructConfig", "reconstruct"),
-    "ompq.report": ("write_figures", "write_report"),
-    "ompq.reconstruction.settings": ("RoundingConfig",),
-    "ompq.scores": (
-        "Orm",
-        "OrmDistortion",
-        "OrmSettings",
-        "OutputDivergence",
-        "Random",
-        "ScoreTable",
-        "SmallestFirst",
-        "WeightNoise",
-    ),
-    "ompq.graph.tracing": ("trace",),
-    "ompq.training.looping": ("train",),
-    "ompq.training.settings": ("TRAIN_PROTOCOLS", "TrainConfig"),
+    "ompq.allocation.solver": "Allocation Budget",
+    "ompq.datasets.images": "image_views",
+    "ompq.errors": "OmpqError",
+    "ompq.evaluation": "Evaluation evaluate",
+    "ompq.graph": "Choice LayerGraph Unit trace",
+    "ompq.integer.finalization": "finalize",
+    "ompq.onnx.export": "export_onnx",
+    "ompq.packing": "inspect_file load save",
+    "ompq.plans": "PLAN_PROTOCOLS Plan PlanConfig plan",
+    "ompq.quantization": "QuantizeConfig quantization_of quantize",
+    "ompq.reconstruction": "ReconstructConfig reconstruct",
+    "ompq.reconstruction.rounding": "RoundingConfig",
+    "ompq.report": "write_figures write_report",
+    "ompq.scores": "Orm OrmDistortion OrmSettings OutputDivergence Random ScoreTable "
+    "SmallestFirst WeightNoise",
+    "ompq.training": "train",
+    "ompq.training.config": "TRAIN_PROTOCOLS TrainConfig",
 }
-_HOME = {name: module for module, names in _HOMES.items() for name in names}
+_HOME = {name: module for module, names in _HOMES.items() for name in names.split()}
 
 __all__ = [
     "PLAN_PROTOCOLS",
@@ -102,16 +86,15 @@ __all__ = [
     "WeightNoise",
     "evaluate",
     "export_onnx",
+    "finalize",
     "image_views",
     "inspect_file",
     "load",
-    "measure_latency",
     "plan",
     "quantization_of",
     "quantize",
     "reconstruct",
     "save",
-    "settle",
     "trace",
     "train",
     "write_figures",

@@ -1,12 +1,28 @@
-"""Files that are either whole or not there; and JSON, read with a clear answer."""
+"""Files that are either whole or not there: text, JSON, checkpoints."""
 
 import json
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from safetensors import SafetensorError, safe_open
+
+from ompq.errors import CheckpointError
+
+if TYPE_CHECKING:  # commands that only read JSON need not wait for torch
+    from torch import Tensor
+
+
+def library_version() -> str:
+    """Return the installed version, or ``source`` where nothing was installed."""
+    try:
+        return metadata.version("ompq")
+    except metadata.PackageNotFoundError:
+        return "source"
 
 
 @contextmanager
@@ -54,3 +70,52 @@ def read_json(path: str | Path) -> Any:
     except json.JSONDecodeError as error:
         where = f"line {error.lineno}, column {error.colno}"
         raise ValueError(f"it is no JSON ({error.msg} at {where})") from error
+
+
+def write_checkpoint(
+    path: str | Path,
+    tensors: "Mapping[str, Tensor]",
+    text: Mapping[str, str],
+    *,
+    kind: str,
+    identity: str,
+) -> None:
+    """Write a checkpoint, whole or not at all.
+
+    Args:
+        path: Where.
+        tensors: Tensors of any shapes, on any device.
+        text: What else belongs to it, by name.
+        kind: What it is a checkpoint of, for example ``training``.
+        identity: What must be equal for it to continue a run.
+    """
+    from safetensors.torch import save_file
+
+    # Cloned: two names may share memory, which the format refuses.
+    kept = {k: t.detach().cpu().contiguous().clone() for k, t in tensors.items()}
+    with replacing(path) as temporary:
+        save_file(kept, temporary, {**text, "ompq": f"{kind}/1", "identity": identity})
+
+
+def read_checkpoint(
+    path: str | Path, *, kind: str, identity: str
+) -> "tuple[dict[str, Tensor], dict[str, str]]":
+    """Return tensors and text of a checkpoint.
+
+    Raises:
+        CheckpointError: It is none, one of another kind, or of another run.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            text = file.metadata() or {}
+            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path} is no checkpoint: {error}") from error
+    if text.get("ompq") != f"{kind}/1":
+        raise CheckpointError(f"{path} is no checkpoint of a {kind}")
+    if text["identity"] != identity:
+        raise CheckpointError(
+            f"{path} belongs to another run (other network, data or settings); "
+            "remove it, or choose another place"
+        )
+    return tensors, text

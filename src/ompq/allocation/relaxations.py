@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ompq.allocation.programs import Columns, Floats, Program, least_allowed
+from ompq.allocation.program import Columns, Floats, Program, least_allowed
 
 SHARE_TOLERANCE = 1e-6  # shares of the relaxation are as exact as the solver
 MOVE_TOLERANCE = 1e-12  # a move that removes less of the excess may be rounding

@@ -19,14 +19,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ompq.allocation.programs import (
-    EPSILON,
-    Columns,
-    Core,
-    Flags,
-    Floats,
-    Program,
-)
+from ompq.allocation.program import EPSILON, Columns, Core, Flags, Floats, Program
 from ompq.allocation.relaxations import relaxation
 
 NEAR = 128  # choices that the first pass tries besides each unit's best

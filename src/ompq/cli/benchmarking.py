@@ -10,12 +10,18 @@ import typer
 from ompq.cli.options import OutputOptions, option
 from ompq.cli.screen import Screen, muted, opened
 from ompq.cli.tables import Column, facts, fitted
+from ompq.costs import in_bytes
 from ompq.errors import ModelError
-from ompq.export.gains import input_shape, network_name, without_gain
-from ompq.export.timing import Timing, installed_runtimes, time_files
-from ompq.export.weights_only import float_model
-from ompq.models.naming import load_model
-from ompq.report.numbers import in_bytes
+from ompq.models import load_model
+from ompq.onnx.inspection import (
+    Timing,
+    input_shape,
+    installed_runtimes,
+    network_name,
+    time_files,
+    without_gain,
+)
+from ompq.onnx.model import float_model
 
 OnnxFile = Annotated[
     Path, typer.Argument(metavar="FILE", help="An ONNX file of ompq export.")

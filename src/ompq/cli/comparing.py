@@ -14,12 +14,12 @@ from ompq.cli.options import OutputOptions, option
 from ompq.cli.screen import Screen, opened
 from ompq.cli.settings import check_writable
 from ompq.cli.tables import Column, fitted
+from ompq.costs import counted, digits, in_bytes
 from ompq.errors import PlanError
 from ompq.evaluation import Evaluation
 from ompq.files import read_json
 from ompq.plans import Plan
 from ompq.report import Accuracy, write_report
-from ompq.report.numbers import counted, digits, in_bytes
 from ompq.samples import Progress
 
 Sources = Annotated[

@@ -14,12 +14,19 @@ from ompq.cli.screen import Screen, opened
 from ompq.cli.settings import check_folder
 from ompq.cli.shown import time_line
 from ompq.cli.tables import Column, facts, fitted
-from ompq.demo.contest import Contender, Measured
-from ompq.demo.results import DIGITS, NOISY, REPORT, Demo, DemoConfig
-from ompq.demo.running import run_demo
+from ompq.costs import in_bytes, percent
+from ompq.demo import (
+    DIGITS,
+    NOISY,
+    REPORT,
+    Contender,
+    Demo,
+    DemoConfig,
+    Measured,
+    run_demo,
+)
 from ompq.evaluation import Evaluation
 from ompq.plans import Plan
-from ompq.report.numbers import in_bytes, percent
 
 FOLDER = Path("ompq-demo")
 

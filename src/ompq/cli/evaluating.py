@@ -6,13 +6,7 @@ from typing import Annotated, Any
 
 from torch import nn
 
-from ompq.cli.options import (
-    DataOptions,
-    NetworkOptions,
-    OutputOptions,
-    one_of,
-    option,
-)
+from ompq.cli.options import DataOptions, NetworkOptions, OutputOptions, one_of, option
 from ompq.cli.screen import Screen, muted, opened
 from ompq.cli.settings import load_inputs, load_network
 from ompq.cli.shown import (
@@ -25,9 +19,9 @@ from ompq.cli.shown import (
 from ompq.cli.tables import facts
 from ompq.evaluation import Evaluation
 from ompq.evaluation import evaluate as measure
-from ompq.integer.network import IntegerNetwork
-from ompq.models.naming import NamedModel
-from ompq.packing.checkpoint import load
+from ompq.integer.engine import IntegerNetwork
+from ompq.models import NamedModel
+from ompq.packing import load
 from ompq.samples import Samples
 
 LimitOption = Annotated[

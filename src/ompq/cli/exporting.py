@@ -14,16 +14,15 @@ from ompq.cli.options import OutputOptions, one_of, option
 from ompq.cli.screen import Screen, muted, opened
 from ompq.cli.settings import check_writable, read_samples
 from ompq.cli.tables import facts
-from ompq.datasets.naming import load_data
+from ompq.costs import in_bytes
+from ompq.datasets.sources import load_data
 from ompq.errors import ModelError, PackedFileError
-from ompq.export.exporting import ExportResult, export_onnx
-from ompq.export.policies import Policy, modelopt_policy, plain_policy, torchao_policy
 from ompq.files import replacing, write_text
-from ompq.models.naming import NamedModel, load_model
-from ompq.packing.accounts import inspect_file
-from ompq.packing.checkpoint import load
-from ompq.packing.contents import read_contents
-from ompq.report.numbers import in_bytes
+from ompq.models import NamedModel, load_model
+from ompq.onnx.export import ExportResult, export_onnx
+from ompq.onnx.policies import Policy, modelopt_policy, plain_policy, torchao_policy
+from ompq.packing import inspect_file, load
+from ompq.packing.format import read_contents
 
 FORMATS = ("onnx", "packed", "policy")
 PACKED, RESULT = "network.ompq.safetensors", "result.json"

@@ -9,9 +9,9 @@ from rich.console import RenderableType
 from ompq.cli.options import OutputOptions
 from ompq.cli.screen import Screen, opened
 from ompq.cli.tables import Column, facts, fitted
-from ompq.export.onnx_account import OnnxAccount, inspect_onnx
-from ompq.packing.accounts import PROMISED_BYTES, PROMISED_SHARE, Account, inspect_file
-from ompq.report.numbers import in_bytes
+from ompq.costs import in_bytes
+from ompq.onnx.inspection import OnnxAccount, inspect_onnx
+from ompq.packing import PROMISED_BYTES, PROMISED_SHARE, Account, inspect_file
 
 PackedFile = Annotated[
     Path,

@@ -9,18 +9,18 @@ from typing import Annotated, Any
 import typer
 from rich.console import RenderableType
 
-from ompq.allocation.solving import Explanation
+from ompq.allocation.solver import Explanation
 from ompq.cli.options import OutputOptions, PlanFile, one_of, option
 from ompq.cli.ranges import as_budget, operation_budgets, size_budgets
 from ompq.cli.screen import opened
 from ompq.cli.settings import check_folder, check_writable
 from ompq.cli.tables import Column, fitted
+from ompq.costs import digits
 from ompq.errors import PlanError
 from ompq.files import read_json
-from ompq.graph.units import Choice, select
+from ompq.graph import Choice, select
 from ompq.plans import Plan
 from ompq.report import Section, sections_from_json, write_figures, write_report
-from ompq.report.numbers import digits
 from ompq.samples import Progress
 
 # A cost → what it is sorted by; average bits follow the sum of bits.

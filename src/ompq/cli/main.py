@@ -18,7 +18,7 @@ from typer.core import TyperCommand, TyperGroup
 from ompq.cli.arguments import spread
 from ompq.cli.memory import keep_freed_memory
 from ompq.errors import OmpqError
-from ompq.versions import library_version
+from ompq.files import library_version
 
 _BEGIN, _DECIDE, _DO, _LOOK = "Begin", "Decide", "Do", "Look"
 
@@ -67,11 +67,6 @@ COMMANDS = {
     "replan": Command(
         "ompq.cli.planning:replan",
         "Solve a saved plan again for another budget; needs no network.",
-        _DECIDE,
-    ),
-    "latency": Command(
-        "ompq.cli.timing:latency",
-        "Measure each layer on this CPU, for budgets in milliseconds.",
         _DECIDE,
     ),
     "quantize": Command(

@@ -5,26 +5,25 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from ompq.allocation.solving import Allocation, Budget
+from ompq.allocation.solver import Allocation, Budget
+from ompq.cli.finalizing import finalized
 from ompq.cli.options import DataOptions
 from ompq.cli.planning import planned
 from ompq.cli.results import Outcome, show_outcome, write_files
 from ompq.cli.runs import RunOptions, check_unfinished
 from ompq.cli.screen import Screen
 from ompq.cli.settings import load_inputs
-from ompq.cli.settling import settled
-from ompq.datasets.inputs import Batches, Data
-from ompq.datasets.views import image_views
+from ompq.datasets.images import image_views
+from ompq.datasets.sources import Batches, Data
 from ompq.errors import BudgetError, PlanError
 from ompq.evaluation import Evaluation
 from ompq.evaluation import evaluate as measure
 from ompq.files import read_json
-from ompq.models.naming import NamedModel
-from ompq.pipeline import Pin, PlanConfig
-from ompq.plans import Plan
-from ompq.quantization.quantizing import quantize as round_weights
-from ompq.reconstruction.reconstructing import ReconstructConfig, reconstruct
-from ompq.reconstruction.settings import RoundingConfig
+from ompq.models import NamedModel
+from ompq.plans import Pin, Plan, PlanConfig
+from ompq.quantization import quantize as round_weights
+from ompq.reconstruction import ReconstructConfig, reconstruct
+from ompq.reconstruction.rounding import RoundingConfig
 from ompq.report import worst_histograms
 from ompq.samples import model_device
 
@@ -190,7 +189,7 @@ def finish(
         more: Numbers that the result names besides.
     """
     model = given.model
-    made, arithmetic = settled(made, given.samples, screen)
+    made, arithmetic = finalized(made, given.samples, screen)
     outcome = Outcome(
         about={
             "network": model.name,

@@ -12,9 +12,9 @@ from typing import Annotated, Any, get_args
 import torch
 import typer
 
-from ompq.allocation.solving import Method
+from ompq.allocation.solver import Method
 from ompq.costs import Accounting
-from ompq.pipeline import PLAN_PROTOCOLS, PlanConfig
+from ompq.plans import PLAN_PROTOCOLS, PlanConfig
 from ompq.scores import SCORES, score_name
 from ompq.targets import included_targets
 from ompq.userfiles import is_user_function, suggestion

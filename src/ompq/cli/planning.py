@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import torch
 
-from ompq.allocation.solving import Budget, reachable
+from ompq.allocation.solver import Budget, reachable
 from ompq.cli.options import (
     SAMPLES,
     BudgetOption,
@@ -40,10 +40,9 @@ from ompq.cli.shown import (
     warning_text,
 )
 from ompq.cli.tables import facts
-from ompq.pipeline import PlanConfig
-from ompq.pipeline import plan as make_plan
-from ompq.plans import Plan
-from ompq.report.numbers import in_bytes
+from ompq.costs import in_bytes
+from ompq.plans import Plan, PlanConfig
+from ompq.plans import plan as make_plan
 from ompq.samples import Samples
 from ompq.scores import score_name
 

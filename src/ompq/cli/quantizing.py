@@ -8,12 +8,7 @@ from ompq.cli.making import (
     plan_for,
     quantized_network,
 )
-from ompq.cli.options import (
-    DataOptions,
-    NetworkOptions,
-    OutputOptions,
-    PlanOptions,
-)
+from ompq.cli.options import DataOptions, NetworkOptions, OutputOptions, PlanOptions
 from ompq.cli.runs import RunOptions, calibration_count, run_folder
 from ompq.cli.screen import opened
 from ompq.cli.settings import (

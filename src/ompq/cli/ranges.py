@@ -9,13 +9,11 @@ from numpy.typing import NDArray
 from rich.console import RenderableType
 from torch import nn
 
-from ompq.allocation.solving import Problem, reachable
+from ompq.allocation.solver import Problem, reachable
 from ompq.cli.tables import Column, fitted
 from ompq.costs import FLOAT_BITS, cost_tables
-from ompq.graph.tracing import trace
-from ompq.graph.units import Choice
-from ompq.pipeline import PlanConfig, choice_table
-from ompq.plans import make_problem
+from ompq.graph import Choice, trace
+from ompq.plans import PlanConfig, choice_table, make_problem
 from ompq.samples import Samples
 
 

@@ -22,11 +22,12 @@ from ompq.cli.shown import (
     warning_text,
 )
 from ompq.cli.tables import facts
+from ompq.costs import digits
 from ompq.evaluation import Evaluation, wilson_interval
-from ompq.files import write_text
-from ompq.packing.checkpoint import save as save_packed
+from ompq.files import library_version, write_text
+from ompq.packing import save as save_packed
 from ompq.plans import Plan
-from ompq.quantization.quantizing import BlockError, quantization_of
+from ompq.quantization import BlockError, quantization_of
 from ompq.report import (
     Accuracy,
     Histogram,
@@ -37,9 +38,7 @@ from ompq.report import (
     write_report,
 )
 from ompq.report import BlockError as BlockSection
-from ompq.report.numbers import digits
 from ompq.samples import Progress
-from ompq.versions import library_version
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,9 @@ import typer
 from ompq.cli.evaluating import LimitOption
 from ompq.cli.options import option
 from ompq.cli.screen import Screen, say
-from ompq.datasets.inputs import Data
+from ompq.datasets.sources import Data
 from ompq.errors import CheckpointError
-from ompq.reconstruction.settings import RoundingConfig
+from ompq.reconstruction.rounding import RoundingConfig
 
 CALIBRATION = 1024
 

@@ -16,7 +16,7 @@ from rich.console import Console, RenderableType
 from rich.table import Column
 
 from ompq.cli.options import OutputOptions
-from ompq.report.numbers import seconds
+from ompq.costs import seconds
 from ompq.samples import Progress
 
 _LINE_SECONDS = 30.0  # how often progress is told where there is no terminal

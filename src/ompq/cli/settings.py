@@ -18,11 +18,10 @@ from ompq.cli.options import (
 )
 from ompq.cli.screen import Screen
 from ompq.costs import FLOAT_BITS, load_latency
-from ompq.datasets.inputs import Data
-from ompq.datasets.naming import Split, load_data
+from ompq.datasets.sources import Data, Split, load_data
 from ompq.errors import ScoreError
-from ompq.models.naming import NamedModel, load_model
-from ompq.pipeline import PLAN_PROTOCOLS, Pin, PlanConfig
+from ompq.models import NamedModel, load_model
+from ompq.plans import PLAN_PROTOCOLS, Pin, PlanConfig
 from ompq.samples import Progress
 from ompq.scores import SCORES, Score
 from ompq.userfiles import call_user_function, is_user_function

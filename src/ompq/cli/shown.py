@@ -9,15 +9,13 @@ from numpy.typing import NDArray
 from rich.console import RenderableType
 from rich.text import Text
 
-from ompq.allocation.budgets import readable
 from ompq.cli.tables import Column, fitted
-from ompq.costs import paper_bytes, unit_bytes
+from ompq.costs import counted, in_bytes, paper_bytes, readable, unit_bytes
+from ompq.costs import seconds as duration
 from ompq.errors import shortened
 from ompq.evaluation import Evaluation
-from ompq.graph.units import Choice, Skipped, Unit
+from ompq.graph import Choice, Skipped, Unit
 from ompq.plans import Plan
-from ompq.report.numbers import counted, in_bytes
-from ompq.report.numbers import seconds as duration
 
 MEANS_NOTHING = "mean nothing; only sizes are real"
 _STAYS_FLOAT = re.compile(r"(?P<kind>\w+) stays float: (?P<count>[\d,]+) parameters")

@@ -27,12 +27,7 @@ from ompq.cli.options import (
     PlanOptions,
     option,
 )
-from ompq.cli.runs import (
-    RunOptions,
-    calibration_count,
-    check_unfinished,
-    run_folder,
-)
+from ompq.cli.runs import RunOptions, calibration_count, check_unfinished, run_folder
 from ompq.cli.screen import Screen, opened
 from ompq.cli.settings import (
     check_folder,
@@ -42,19 +37,18 @@ from ompq.cli.settings import (
     read_samples,
     sample_count,
 )
-from ompq.datasets.inputs import Data
+from ompq.datasets.sources import Data
 from ompq.datasets.training_sets import training_data
 from ompq.errors import PlanError
-from ompq.models.naming import NamedModel
-from ompq.packing.checkpoint import load, save
+from ompq.models import NamedModel
+from ompq.packing import load, save
 from ompq.plans import Plan
-from ompq.quantization.quantizing import quantization_of
+from ompq.quantization import quantization_of
 from ompq.samples import model_device
+from ompq.training import train as learn
 from ompq.training.batches import TrainingData
-from ompq.training.engines import check_installed
-from ompq.training.looping import train as learn
-from ompq.training.runs import checked_length
-from ompq.training.settings import TRAIN_PROTOCOLS, TrainConfig
+from ompq.training.config import TRAIN_PROTOCOLS, TrainConfig
+from ompq.training.run import check_installed, checked_length
 from ompq.userfiles import suggestion
 
 _TRAINING = "How it is trained"

@@ -1,1 +1,1 @@
-"""Names of data sets, and the images in them."""
+"""Data sets by name, and the images in them."""

@@ -1,4 +1,4 @@
-"""Image files: found in folders, decoded, brought to a network's input size."""
+"""Image files: found, decoded, resized; and augmented views of them."""
 
 import logging
 import os
@@ -8,11 +8,11 @@ from pathlib import Path
 import torch
 from PIL import Image
 from torch import Tensor
+from torch.nn import functional as F
 from torchvision.transforms import v2
-from torchvision.transforms.v2 import functional as F
 
-from ompq.errors import DataError, shortened
-from ompq.models.naming import NamedModel
+from ompq.errors import DataError, SampleError, shortened
+from ompq.models import NamedModel
 from ompq.userfiles import reason
 
 _LOG = logging.getLogger(__name__)
@@ -89,8 +89,10 @@ def decode(path: Path, model: NamedModel) -> Tensor:
     if image.size != (width, height):
         interpolation = v2.InterpolationMode(model.interpolation)
         size = [model.resize] if isinstance(model.resize, int) else list(model.resize)
-        image = F.center_crop(F.resize(image, size, interpolation), [height, width])
-    pixels: Tensor = F.pil_to_tensor(image)
+        image = v2.functional.center_crop(
+            v2.functional.resize(image, size, interpolation), [height, width]
+        )
+    pixels: Tensor = v2.functional.pil_to_tensor(image)
     return pixels
 
 
@@ -183,3 +185,52 @@ def _images_below(folder: Path) -> list[Path]:
 
 def _has_suffix(name: str) -> bool:
     return not name.startswith(".") and Path(name).suffix.lower() in _SUFFIXES
+
+
+_SHIFT = 8  # images move by at most this part of their sides
+
+
+def image_views(images: Tensor, views: int, *, seed: int = 0) -> Tensor:
+    """Return the images, followed by mirrored and shifted copies of them.
+
+    With fewer than some 200 images reconstruction learns them by heart; what the float
+    network does with such copies is as good a lesson as what it does with more images.
+
+    Args:
+        images: Inputs of a network, (N, C, H, W).
+        views: How many of each image there will be, the image itself included.
+        seed: Seed of shifts and mirroring.
+
+    Returns:
+        (views · N, C, H, W); the images themselves first.
+
+    Raises:
+        ValueError: There would be no views.
+        SampleError: These are no images.
+    """
+    if views < 1:
+        raise ValueError(f"views={views} must be at least 1")
+    if views == 1:
+        return images
+    if images.dim() != 4 or not images.is_floating_point():
+        raise SampleError(
+            f"samples of shape {tuple(images.shape)} and {images.dtype} are no images: "
+            "views need floats of shape (N, C, H, W)"
+        )
+    generator = torch.Generator().manual_seed(seed)
+    return torch.cat([images, *(_view(images, generator) for _ in range(views - 1))])
+
+
+def _view(images: Tensor, generator: torch.Generator) -> Tensor:
+    count, _, height, width = images.shape
+    down, right = height // _SHIFT, width // _SHIFT
+    wide = F.pad(images, (right, right, down, down), mode="reflect")
+    tops = torch.randint(2 * down + 1, (count,), generator=generator).tolist()
+    lefts = torch.randint(2 * right + 1, (count,), generator=generator).tolist()
+    mirrored = torch.randint(2, (count,), generator=generator).tolist()
+    cut = [
+        image[:, qmax : qmax + height, left : left + width]
+        for image, qmax, left in zip(wide, tops, lefts, strict=True)
+    ]
+    pairs = zip(cut, mirrored, strict=True)
+    return torch.stack([view.flip(-1) if flip else view for view, flip in pairs])

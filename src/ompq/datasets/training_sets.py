@@ -17,9 +17,9 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 from torchvision.transforms import v2
 
 from ompq.datasets.images import ImageFiles, decode, find_images, open_image
-from ompq.datasets.inputs import Data
+from ompq.datasets.sources import Data
 from ompq.errors import DataError
-from ompq.models.naming import NamedModel, output_count
+from ompq.models import NamedModel, output_count
 from ompq.samples import Progress
 from ompq.training.batches import Shard, TrainingData, dealt, mixed_seed
 

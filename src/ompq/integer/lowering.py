@@ -9,27 +9,33 @@ from typing import Any
 from torch import Tensor, nn
 
 from ompq.errors import QuantizationError
-from ompq.graph.observation import function_name, tensors_in, watch, watched_modules
-from ompq.integer.forms import FORMS, Observed, pair
-from ompq.integer.layer_numbers import code_grid, layer_weight
-from ompq.integer.steps import (
+from ompq.integer.arithmetic import code_grid, layer_weight
+from ompq.integer.operators import (
+    FORMS,
     CodeGrid,
+    Codes,
     Convolution,
+    Moved,
+    Observed,
     Operation,
+    Pending,
     Product,
     Quantize,
     Requantize,
     Sides,
     Step,
     Steps,
+    Value,
+    as_codes,
+    pair,
 )
-from ompq.integer.values import Codes, Moved, Pending, Value, as_codes
-from ompq.quantization.layers import (
+from ompq.layers import (
     ActivationQuantizer,
     QuantizedConv2d,
     QuantizedLayer,
     QuantizedLinear,
 )
+from ompq.recording import function_name, tensors_in, watch, watched_modules
 from ompq.samples import Samples, first_samples, model_device, to_device
 
 
@@ -224,5 +230,5 @@ def _layer_operation(layer: QuantizedLayer, x: Tensor, grid: CodeGrid) -> Operat
 
 def _sides(layer: nn.Conv2d) -> Sides:
     # torch keeps what any spelling of the padding comes to, last dimension first.
-    left, right, top, bottom = layer._reversed_padding_repeated_twice
-    return top, left, bottom, right
+    left, right, qmax, bottom = layer._reversed_padding_repeated_twice
+    return qmax, left, bottom, right

@@ -1,1 +1,275 @@
-"""Names of networks, and the weights that go with them."""
+"""Networks by name: their module, weights and preprocessing."""
+
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torchvision
+from torch import nn
+
+from ompq.errors import MissingExtraError, ModelError
+from ompq.models.cifar import CifarResNet, cifar_resnet18
+from ompq.models.demo_network import DEMO_WEIGHTS, DemoNetwork
+from ompq.models.weights import INSTEAD, check_weights, downloading, load_weights
+from ompq.samples import evaluating, first_tensor, model_device
+from ompq.userfiles import call_user_function, is_user_function, reason, suggestion
+
+_LOG = logging.getLogger(__name__)
+_IMAGENET_MEAN = (0.485, 0.456, 0.406)
+_IMAGENET_STD = (0.229, 0.224, 0.225)
+_PREPROCESSING = ("input_shape", "mean", "std", "resize", "interpolation")
+# What the pretrained builders of these two set, for weights from a file as well.
+_TRANSFORMING = {"aux_logits": False, "init_weights": False, "transform_input": True}
+_TORCHVISION_OPTIONS = {"googlenet": _TRANSFORMING, "inception_v3": _TRANSFORMING}
+
+
+@dataclass(frozen=True)
+class NamedModel:
+    """A network, and how its images are prepared.
+
+    Attributes:
+        module: The network, in eval mode.
+        name: The name it was loaded by.
+        input_shape: Channels, height and width of one input.
+        mean: Subtracted from each channel of an image in [0, 1].
+        std: Each channel is then divided by it.
+        resize: What an image's shorter side becomes before the centre crop, or the
+            height and width when the picture is squashed instead.
+        interpolation: ``bilinear`` or ``bicubic``.
+        weights: Where the weights came from, in words.
+    """
+
+    module: nn.Module
+    name: str
+    input_shape: tuple[int, int, int]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    resize: int | tuple[int, int]
+    interpolation: str = "bilinear"
+    weights: str = "as built"
+
+
+@dataclass(frozen=True)
+class _Builtin:
+    build: Callable[[], nn.Module]
+    weights: Path | None = None  # the file shipped with the package, if there is one
+
+
+_BUILTIN: dict[str, _Builtin] = {
+    "cifar:resnet18": _Builtin(cifar_resnet18),
+    "cifar:resnet20": _Builtin(partial(CifarResNet, 20)),
+    "cifar:resnet56": _Builtin(partial(CifarResNet, 56)),
+    "ompq:demo": _Builtin(DemoNetwork, DEMO_WEIGHTS),
+}
+
+
+def load_model(name: str, weights: str | os.PathLike[str] | None = None) -> NamedModel:
+    """Load a network by name.
+
+    Args:
+        name: ``torchvision:...``, ``timm:...``, ``cifar:...`` or ``file.py:function``,
+            a function of the user's own file (which is executed) that takes no
+            argument and returns the network.
+        weights: A .safetensors, .pt or .pth file; ``"none"`` for random weights from
+            a fixed seed; None for the library's own pretrained weights, which may be
+            downloaded. A user's function brings its own weights.
+
+    Raises:
+        ModelError: The network is not known, or its weights cannot be loaded.
+        MissingExtraError: timm is not installed.
+    """
+    pretrained = weights is None
+    with _seeded():
+        model = _build(name, pretrained=pretrained)
+    if weights == "none":
+        _LOG.warning(
+            "%s has random weights (--weights none): the results mean nothing", name
+        )
+        model = replace(model, weights="none (random)")
+    elif weights is not None:
+        load_weights(model.module, Path(weights), name)
+        model = replace(model, weights=os.fspath(weights))
+    check_weights(model.module, name)
+    model.module.eval()
+    return model
+
+
+def output_count(model: NamedModel) -> int:
+    """Return the number of outputs (logits), found by one pass of a zero image.
+
+    Raises:
+        ModelError: The network does not take its input shape.
+    """
+    zeros = torch.zeros(1, *model.input_shape, device=model_device(model.module))
+    try:
+        with evaluating(model.module):
+            return first_tensor(model.module(zeros)).shape[-1]
+    except Exception as error:
+        raise ModelError(
+            f"{model.name} does not take an input of shape {model.input_shape}: "
+            f"{reason(error)}. Set preprocessing['input_shape'] on the network"
+        ) from error
+
+
+def _build(name: str, *, pretrained: bool) -> NamedModel:
+    source, _, short = name.partition(":")
+    if is_user_function(name):
+        return _from_user(name)
+    if name in _BUILTIN:
+        return _from_package(name, pretrained=pretrained)
+    if source == "torchvision":
+        return _from_torchvision(name, short, pretrained=pretrained)
+    if source == "timm":
+        return _from_timm(name, short, pretrained=pretrained)
+    known = list(_BUILTIN)
+    if source not in ("cifar", "ompq"):
+        known = [f"torchvision:{one}" for one in _torchvision_names()]
+    raise ModelError(
+        f"{name!r} is not the name of a network{suggestion(name, known)}. "
+        "Use torchvision:NAME, timm:NAME, cifar:NAME or FILE.py:FUNCTION"
+    )
+
+
+def _from_user(name: str) -> NamedModel:
+    module = call_user_function(name, ModelError)
+    if not isinstance(module, nn.Module):
+        raise ModelError(
+            f"{name} returned {type(module).__name__}; it must return an nn.Module"
+        )
+    return _described(module, name)
+
+
+def _from_package(name: str, *, pretrained: bool) -> NamedModel:
+    builtin = _BUILTIN[name]
+    model = _described(builtin.build(), name)
+    if not pretrained:
+        return model
+    if builtin.weights is None:
+        raise ModelError(f"{name} has no weights of its own. {INSTEAD}")
+    load_weights(model.module, builtin.weights, name)
+    return replace(model, weights="of the package")
+
+
+def _from_torchvision(name: str, short: str, *, pretrained: bool) -> NamedModel:
+    names = _torchvision_names()
+    if short not in names:
+        raise ModelError(
+            f"torchvision has no classification network {short!r}"
+            f"{suggestion(short, names)}; it has resnet18, mobilenet_v2 and "
+            f"{len(names) - 2} more: torchvision.models.list_models()"
+        )
+    entries = torchvision.models.get_model_weights(short)
+    # A file most often holds the first weights that were published.
+    entry = entries.DEFAULT if pretrained else next(iter(entries))
+    if pretrained:
+        with downloading("torchvision", name):
+            module = torchvision.models.get_model(short, weights=entry)
+    else:
+        options = _TORCHVISION_OPTIONS.get(short, {})
+        module = torchvision.models.get_model(short, weights=None, **options)
+    preset = entry.transforms()
+    # vit_h_14 was published at 518 pixels only, but is built for 224 without weights.
+    side = getattr(module, "image_size", preset.crop_size[0])
+    return NamedModel(
+        module=module,
+        name=name,
+        input_shape=(3, side, side),
+        mean=tuple(preset.mean),
+        std=tuple(preset.std),
+        resize=max(side, preset.resize_size[0] * side // preset.crop_size[0]),
+        interpolation=preset.interpolation.value,
+        weights=f"torchvision {entry.name}",
+    )
+
+
+def _from_timm(name: str, short: str, *, pretrained: bool) -> NamedModel:
+    try:
+        import timm
+    except ImportError as error:
+        raise MissingExtraError("timm", "timm") from error
+    names = [*timm.list_models(), *timm.list_pretrained()]
+    if short not in names:
+        raise ModelError(f"timm has no network {short!r}{suggestion(short, names)}")
+    if pretrained and not timm.models.is_model_pretrained(short):
+        raise ModelError(f"timm has no pretrained weights of {name}. {INSTEAD}")
+    if pretrained:
+        with downloading("timm", name):
+            module = timm.create_model(short, pretrained=True)
+    else:
+        module = timm.create_model(short, pretrained=False)
+    tag = module.pretrained_cfg.get("tag") or "pretrained"
+    return NamedModel(
+        module=module, name=name, weights=f"timm {tag}", **_timm_preprocessing(module)
+    )
+
+
+def _timm_preprocessing(module: nn.Module) -> dict[str, Any]:
+    from timm.data import resolve_model_data_config
+
+    config = resolve_model_data_config(module)
+    _, height, width = config["input_size"]
+    scaled = [int(side / config["crop_pct"]) for side in (height, width)]
+    return {
+        "input_shape": tuple(config["input_size"]),
+        "mean": tuple(config["mean"]),
+        "std": tuple(config["std"]),
+        "resize": tuple(scaled) if config["crop_mode"] == "squash" else min(scaled),
+        "interpolation": config["interpolation"],
+    }
+
+
+def _described(module: nn.Module, name: str) -> NamedModel:
+    if isinstance(getattr(module, "pretrained_cfg", None), dict):
+        return NamedModel(module=module, name=name, **_timm_preprocessing(module))
+    given = getattr(module, "preprocessing", {})
+    if not isinstance(given, Mapping) or not set(given) <= set(_PREPROCESSING):
+        raise ModelError(
+            f"{name}: preprocessing is {given!r}; it must be a dict with keys among "
+            f"{', '.join(_PREPROCESSING)}"
+        )
+    shape = tuple(given.get("input_shape", (3, 224, 224)))
+    if len(shape) != 3 or not all(isinstance(n, int) and n > 0 for n in shape):
+        raise ModelError(
+            f"{name}: input_shape is {shape}; it must be (channels, height, width)"
+        )
+    # Without a word on normalisation: ImageNet's for colour, none for other images.
+    colour = shape[0] == 3
+    mean = given.get("mean", _IMAGENET_MEAN if colour else (0.0,) * shape[0])
+    std = given.get("std", _IMAGENET_STD if colour else (1.0,) * shape[0])
+    if len(mean) != shape[0] or len(std) != shape[0]:
+        raise ModelError(
+            f"{name}: mean has {len(mean)} and std {len(std)} values; "
+            f"there are {shape[0]} channels"
+        )
+    interpolation = given.get("interpolation", "bilinear")
+    if interpolation not in ("bilinear", "bicubic"):
+        raise ModelError(
+            f"{name}: interpolation is {interpolation!r}; use 'bilinear' or 'bicubic'"
+        )
+    return NamedModel(
+        module=module,
+        name=name,
+        input_shape=(shape[0], shape[1], shape[2]),
+        mean=tuple(mean),
+        std=tuple(std),
+        resize=given.get("resize", min(shape[1:])),
+        interpolation=interpolation,
+    )
+
+
+def _torchvision_names() -> list[str]:
+    return list(torchvision.models.list_models(module=torchvision.models))
+
+
+@contextmanager
+def _seeded() -> Iterator[None]:
+    # manual_seed of the generator, not of torch: that one would seed CUDA as well.
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)
+        yield

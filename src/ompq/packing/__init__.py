@@ -1,1 +1,450 @@
-"""Packed files: each weight at its own width, every byte accounted for."""
+"""save(), load() and inspect_file(): a network in a file as small as promised."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from ompq.costs import Bytes, unit_bytes
+from ompq.errors import PackedFileError, PlanError, QuantizationError, shortened
+from ompq.files import library_version
+from ompq.graph import Choice, Unit
+from ompq.integer.arithmetic import link_layers
+from ompq.layers import QuantizedLayer, quantized_layers
+from ompq.packing.bitstream import pack_bits, unpack_bits
+from ompq.packing.format import (
+    Contents,
+    PackedUnit,
+    broadcast_grid,
+    quantized_units,
+    read_contents,
+    write_contents,
+    zero_step,
+)
+from ompq.plans import Plan
+from ompq.quantization import (
+    Quantization,
+    assemble,
+    bias_key,
+    quantization_of,
+    quantizer_names,
+    with_quantization,
+)
+from ompq.quantizers import Grid
+
+# Batch norm's counter plays no part in what a network computes.
+_COUNTER = "num_batches_tracked"
+# Between these, scale * (code - zero) is rounded back to the very same code.
+_SCALES = (1e-36, 1e36)
+
+
+def save(
+    quantized: nn.Module,
+    path: str | Path,
+    *,
+    plan: Plan | None = None,
+    network: str = "",
+) -> None:
+    """Write a quantized network, each weight at its true width.
+
+    Args:
+        quantized: From :func:`ompq.quantize` or what came after it.
+        path: A file, by custom ``*.ompq.safetensors``.
+        plan: The plan; its figures are written down next to the network.
+        network: The network's name, for example ``torchvision:resnet18``.
+
+    Raises:
+        QuantizationError: The network is not quantized, or its numbers are not.
+        PlanError: The network has other bits than the plan.
+    """
+    record = quantization_of(quantized)
+    about = {
+        "network": network,
+        "versions": {"ompq": library_version(), "torch": torch.__version__},
+        "plan": None if plan is None else _figures(plan, record),
+    }
+    write_contents(path, _packed(quantized, record, about))
+
+
+def load(path: str | Path, model: nn.Module | Callable[[], nn.Module]) -> nn.Module:
+    """Return the quantized network of a file, in eval mode.
+
+    On the CPU it gives what the network that was saved gave, to the last bit, and it
+    is settled if that was.
+
+    Args:
+        path: A file that :func:`save` wrote.
+        model: The float network with any weights, or what constructs it: only its
+            structure is used, and it is left as it is.
+
+    Raises:
+        PackedFileError: The file is damaged, or of another network.
+        QuantizationError: A layer cannot be replaced.
+    """
+    contents = read_contents(path)
+    network = _float_network(model)
+    _check(path, _differing(network, contents))
+    units = {one.unit.name: one for one in contents.units}
+
+    def weight_grid(unit: Unit, weight: Tensor, _axis: int) -> Grid:
+        return broadcast_grid(units[unit.name].grid, unit, weight.device)
+
+    record = contents.record
+    quantized = assemble(
+        network,
+        record.graph,
+        record.allocation,
+        record.sites,
+        weight_grid=weight_grid,
+        activation_grids=contents.activations,
+    )
+    _check(path, _unlike(quantized, contents))
+    _fill(quantized, contents)
+    link_layers(quantized, record.links)
+    return with_quantization(quantized, record)
+
+
+def _figures(plan: Plan, record: Quantization) -> dict[str, Any]:
+    bits = record.allocation
+    other = [n for n in plan.allocation if plan.allocation[n] != bits.get(n)]
+    other += [name for name in bits if name not in plan.allocation]
+    if other:
+        raise PlanError(
+            f"the network has other bits than the plan in {len(other)} units "
+            f"({shortened(other)}); pass the plan that it was quantized by"
+        )
+    return {
+        "hash": plan.hash,
+        "budget": str(plan.budget),
+        "score": plan.score_name,
+        "method": plan.method,
+        "accounting": plan.accounting,
+        "bytes": plan.totals["bytes"],
+    }
+
+
+def _packed(
+    quantized: nn.Module, record: Quantization, about: Mapping[str, Any]
+) -> Contents:
+    state = quantized.state_dict(keep_vars=True)
+    names = quantizer_names(quantized, record.sites)
+    grids = []
+    for name, site in zip(names, record.sites, strict=True):
+        scale = _exactly(state[f"{name}.scale"], torch.float32, f"{name}.scale")
+        zero_point = _exactly(
+            state[f"{name}.zero_point"], torch.int32, f"{name}.zero_point"
+        )
+        grids.append(Grid(scale, zero_point, site.bits))
+    units = []
+    for unit in quantized_units(record):
+        owner = quantized.get_submodule(unit.parameter.rpartition(".")[0])
+        bits = record.allocation[unit.name].weight
+        units.append(_packed_unit(state, unit, bits, owner))
+    rest = {key: tensor.detach().cpu() for key, tensor in _rest(quantized, record)}
+    return Contents(record, tuple(units), tuple(grids), rest, about)
+
+
+def _packed_unit(
+    state: Mapping[str, Tensor], unit: Unit, bits: int, owner: nn.Module
+) -> PackedUnit:
+    weight = state[unit.parameter].detach().cpu()
+    swapped = isinstance(owner, QuantizedLayer)
+    flat = _flat_grid(state, unit, bits, narrow=swapped and bool(owner.narrow))
+    grid = broadcast_grid(flat, unit, weight.device)
+    if not swapped and not weight.equal(grid.fake(weight)):
+        raise QuantizationError(
+            f"{unit.name}: its weight was changed after it was rounded to {bits} bits; "
+            "quantize the network again"
+        )
+    bias = state.get(bias_key(unit))
+    if bias is not None:
+        bias = _exactly(bias, torch.float32, f"{unit.name}: bias")
+    return PackedUnit(unit, flat, pack_bits(grid.quantize(weight), bits), bias)
+
+
+def _flat_grid(
+    state: Mapping[str, Tensor], unit: Unit, bits: int, *, narrow: bool
+) -> Grid:
+    """Return the grid of a unit's weight as the file will hold it, (C,)."""
+    step = zero_step(bits)
+    zero_point = state[f"{unit.parameter}_zero_point"].detach() / step
+    zero_point = _exactly(zero_point, torch.uint8, f"{unit.name}: zero / {step:g}")
+    scale = state[f"{unit.parameter}_scale"]
+    scale = _exactly(scale, torch.float32, f"{unit.name}: scale")
+    if not ((scale >= _SCALES[0]) & (scale <= _SCALES[1])).all():
+        raise QuantizationError(
+            f"{unit.name}: scales must be within {_SCALES[0]:g} and {_SCALES[1]:g}, "
+            f"not {scale.min():g} to {scale.max():g}; quantize the network again"
+        )
+    return Grid(scale, zero_point.to(torch.float32) * step, bits, narrow)
+
+
+def _exactly(values: Tensor, kind: torch.dtype, what: str) -> Tensor:
+    values = values.detach().cpu()
+    stored = values.to(kind)
+    if not torch.equal(stored.to(values.dtype), values):
+        lost = values[stored.to(values.dtype) != values][:5].tolist()
+        raise QuantizationError(
+            f"{what} cannot be stored as {str(kind).removeprefix('torch.')}: {lost}; "
+            "quantize the network again"
+        )
+    return stored
+
+
+def _rest(quantized: nn.Module, record: Quantization) -> Iterator[tuple[str, Tensor]]:
+    """Yield what units and points do not hold; what is shared once."""
+    state = quantized.state_dict(keep_vars=True)
+    held = {
+        key
+        for unit in quantized_units(record)
+        for key in (
+            *(unit.parameter + end for end in ("", "_scale", "_zero_point")),
+            bias_key(unit),
+        )
+    }
+    for name in quantizer_names(quantized, record.sites):
+        held |= {f"{name}.scale", f"{name}.zero_point"}
+    seen = {id(state[key]) for key in held if key in state}
+    for key, value in state.items():
+        if id(value) in seen or key.endswith(_COUNTER):
+            continue
+        if not isinstance(value, Tensor):
+            raise QuantizationError(
+                f"{key} in the state_dict is {type(value).__name__}, not a tensor: "
+                "a packed file cannot hold it"
+            )
+        seen.add(id(value))
+        yield key, value
+
+
+def _float_network(model: nn.Module | Callable[[], nn.Module]) -> nn.Module:
+    if not isinstance(model, nn.Module):
+        # Its random weights are thrown away; they should cost the caller nothing.
+        with torch.random.fork_rng(devices=[]):
+            model = model()
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"model must be a network or a function that returns one, "
+            f"not {type(model).__name__}"
+        )
+    if quantized_layers(model):
+        raise ValueError("model is quantized already; pass the float network")
+    return model
+
+
+def _check(path: str | Path, differing: list[str]) -> None:
+    if differing:
+        raise PackedFileError(
+            f"{path} was made for another network: {len(differing)} units or layers "
+            f"differ ({shortened(differing)})"
+        )
+
+
+def _differing(model: nn.Module, contents: Contents) -> list[str]:
+    """Name what of the file's units and points the float network does not have."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    modules = dict(model.named_modules(remove_duplicate=False))
+    unbiased = {one.unit.name for one in contents.units if one.bias is None}
+    found = []
+    for unit in contents.record.graph.units:
+        weight = parameters.get(unit.parameter)
+        if weight is None:
+            found.append(f"{unit.name} is missing")
+        elif tuple(weight.shape) != unit.weight_shape:
+            shapes = f"{tuple(weight.shape)} instead of {unit.weight_shape}"
+            found.append(f"{unit.name} is {shapes}")
+        elif unit.norm and not isinstance(modules.get(unit.norm), _BatchNorm):
+            found.append(f"{unit.norm} is no batch norm")
+        elif unit.name in unbiased and bias_key(unit) in parameters:
+            found.append(f"{unit.name} has a bias")
+    places = {place for p in contents.record.sites for place in p.after + p.before}
+    return found + [f"{name} is missing" for name in sorted(places - set(modules))]
+
+
+def _unlike(quantized: nn.Module, contents: Contents) -> list[str]:
+    """Name what is not quantized and differs between the network and the file."""
+    own = dict(_rest(quantized, contents.record))
+    given = contents.state
+    shapes = [
+        f"{key} is {tuple(own[key].shape)} instead of {tuple(given[key].shape)}"
+        for key in given
+        if key in own and own[key].shape != given[key].shape
+    ]
+    unexpected = [f"{key} is not in the file" for key in own if key not in given]
+    known = {*own, *dict(quantized.named_modules()), ""}
+    wanted = dict.fromkeys([*given, *chain(*contents.record.links)])
+    return [f"{k} is missing" for k in wanted if k not in known] + unexpected + shapes
+
+
+@torch.no_grad()
+def _fill(quantized: nn.Module, contents: Contents) -> None:
+    state = quantized.state_dict()
+    for one in contents.units:
+        unit, weight = one.unit, state[one.unit.parameter]
+        codes = unpack_bits(one.stream, one.grid.bits, unit.weights)
+        grid = broadcast_grid(one.grid, unit, weight.device)
+        # Grid.dequantize without its copies, which would take as long as the rest.
+        weight.copy_(codes.reshape(unit.weight_shape)).sub_(grid.zero_point).mul_(
+            grid.scale
+        )
+        if one.bias is None:
+            continue
+        key = bias_key(unit)
+        if key not in state:  # the correction of rounding gave it one
+            owner, _, leaf = key.rpartition(".")
+            bias = nn.Parameter(one.bias.to(weight), requires_grad=False)
+            setattr(quantized.get_submodule(owner), leaf, bias)
+        else:
+            state[key].copy_(one.bias)
+    for key, tensor in contents.state.items():
+        state[key].copy_(tensor)
+
+
+# A file may take this much more than its plan: metadata, mostly.
+PROMISED_SHARE = 0.01
+PROMISED_BYTES = 16 << 10
+
+
+@dataclass(frozen=True)
+class UnitAccount:
+    """What one unit takes.
+
+    Attributes:
+        unit: The unit.
+        bits: Of its weight and its input.
+        bytes: What it takes in the file. Activations are shared between units, so
+            they are counted for the whole network only.
+        planned: What it takes in the plan.
+    """
+
+    unit: Unit
+    bits: Choice
+    bytes: Bytes
+    planned: Bytes
+
+
+@dataclass(frozen=True)
+class Account:
+    """What a file takes.
+
+    Attributes:
+        path: The file.
+        file_bytes: Its size on disk.
+        items: Bytes by item; they sum up to the file.
+        planned: Bytes by item as the plan counts them.
+        units: The same for each unit.
+        about: ``network``, ``versions`` and ``plan``, as saved.
+    """
+
+    path: Path
+    file_bytes: int
+    items: Mapping[str, int]
+    planned: Mapping[str, int]
+    units: tuple[UnitAccount, ...]
+    about: Mapping[str, Any]
+
+    @property
+    def planned_bytes(self) -> int:
+        """What the plan promised, scales and all, whatever its own accounting."""
+        return sum(self.planned.values())
+
+    @property
+    def promised_bytes(self) -> int:
+        """What the file may take at most: the plan, 1 % and 16 KiB."""
+        return int(self.planned_bytes * (1 + PROMISED_SHARE)) + PROMISED_BYTES
+
+    @property
+    def average_bits(self) -> float:
+        """Bits a weight, averaged over all weights."""
+        total = sum(one.bits.weight * one.unit.weights for one in self.units)
+        return total / sum(one.unit.weights for one in self.units)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data for JSON."""
+        return {
+            "path": str(self.path),
+            **self.about,
+            "file_bytes": self.file_bytes,
+            "planned_bytes": self.planned_bytes,
+            "promised_bytes": self.promised_bytes,
+            "average_bits": self.average_bits,
+            "items": dict(self.items),
+            "planned": dict(self.planned),
+            "units": [_unit_json(one) for one in self.units],
+        }
+
+
+def inspect_file(path: str | Path) -> Account:
+    """Return what a packed file takes; needs no network.
+
+    Raises:
+        PackedFileError: It is missing, damaged, something else, or of a newer format.
+    """
+    contents = read_contents(path)
+    size = Path(path).stat().st_size
+    units = tuple(_unit_accounts(contents))
+    items = {
+        name: sum(getattr(one.bytes, name) for one in units)
+        for name in Bytes.__dataclass_fields__
+    }
+    items["activations"] = 8 * len(contents.activations)
+    held = sum(_size(tensor) for tensor in contents.state.values())
+    floats = [one for one in units if one.bytes.scales == 0]
+    items["float"] = held - sum(one.bytes.total for one in floats)
+    items["metadata"] = size - sum(items.values())
+    planned = {
+        name: sum(getattr(one.planned, name) for one in units)
+        for name in Bytes.__dataclass_fields__
+    }
+    planned["float"] = 4 * contents.record.graph.float_parameters
+    planned["metadata"] = 0
+    return Account(Path(path), size, items, planned, units, contents.about)
+
+
+def _unit_accounts(contents: Contents) -> list[UnitAccount]:
+    packed = {one.unit.name: one for one in contents.units}
+    bits = contents.record.allocation
+    return [
+        UnitAccount(
+            unit,
+            bits[unit.name],
+            _taken(unit, packed.get(unit.name), contents.state),
+            unit_bytes(unit, bits[unit.name]),
+        )
+        for unit in contents.record.graph.units
+    ]
+
+
+def _taken(unit: Unit, packed: PackedUnit | None, state: Mapping[str, Tensor]) -> Bytes:
+    if packed is None:  # it stays float
+        return Bytes(
+            weights=_size(state.get(unit.parameter)),
+            biases=_size(state.get(bias_key(unit))),
+        )
+    return Bytes(
+        weights=_size(packed.stream),
+        scales=_size(packed.grid.scale),
+        zero_points=packed.grid.zero_point.numel(),
+        biases=_size(packed.bias),
+    )
+
+
+def _size(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.numel() * tensor.element_size()
+
+
+def _unit_json(one: UnitAccount) -> dict[str, Any]:
+    return {
+        "name": one.unit.name,
+        "kind": one.unit.kind,
+        "shape": list(one.unit.weight_shape),
+        "weight_bits": one.bits.weight,
+        "activation_bits": one.bits.activation,
+        "bytes": {**asdict(one.bytes), "total": one.bytes.total},
+        "planned": {**asdict(one.planned), "total": one.planned.total},
+    }

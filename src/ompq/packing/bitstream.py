@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ompq.quantizers.grids import check_bits
+from ompq.quantizers import check_bits
 
 _CODES = 8  # in one word
 _WORD = np.dtype("<u8")  # the stream is the same whatever the machine's byte order

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ompq.graph.folding import scaled_channels
-from ompq.quantization.layers import QuantizedLayer
+from ompq.graph import scaled_channels
+from ompq.layers import QuantizedLayer
 from ompq.samples import attached
 
 Run = Callable[[], Any]

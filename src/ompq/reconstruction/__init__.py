@@ -1,1 +1,275 @@
-"""Post-training repair: each block learns its rounding."""
+"""reconstruct(): learn the rounding block by block so that outputs stay the same."""
+
+import copy
+import hashlib
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from ompq.errors import QuantizationError, shortened
+from ompq.files import read_checkpoint, write_checkpoint
+from ompq.graph import normalised_by, trace
+from ompq.layers import QuantizedLayer
+from ompq.quantization import (
+    BlockError,
+    Quantization,
+    float_moments,
+    quantization_of,
+    with_quantization,
+)
+from ompq.quantization.equalization import equalized
+from ompq.quantization.moments import Moments
+from ompq.reconstruction.blocks import BlockCache, fisher_weights, gather, gather_next
+from ompq.reconstruction.rounding import RoundingConfig, learn_rounding
+from ompq.recording import tensors_in
+from ompq.samples import Progress, Samples, first_samples, first_tensor
+
+logger = logging.getLogger(__name__)
+_KIND = "reconstruction"  # of checkpoint
+_READ_EVERY = 499  # values of a sample
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReconstructConfig:
+    """How blocks are reconstructed.
+
+    Attributes:
+        rounding: The optimisation of one block.
+        loss: ``squared`` error of the block's output, or ``fisher``: each element
+            weighted by the squared gradient of the network's loss.
+        batch_size: How many samples run at a time while inputs are gathered.
+        device_bytes: Inputs and targets of a block that take more stay in host memory.
+        seed: Seed of the order of samples.
+    """
+
+    rounding: RoundingConfig = RoundingConfig()
+    loss: Literal["squared", "fisher"] = "squared"
+    batch_size: int = 64
+    device_bytes: int = 16 << 30
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be meant.
+
+        Raises:
+            ValueError: The loss is unknown.
+        """
+        if self.loss not in ("squared", "fisher"):
+            raise ValueError(f"loss={self.loss!r} is unknown; use squared or fisher")
+
+
+def reconstruct(
+    quantized: nn.Module,
+    model: nn.Module,
+    samples: Samples,
+    config: ReconstructConfig = ReconstructConfig(),
+    *,
+    checkpoint: str | Path | None = None,
+    progress: Progress | None = None,
+) -> nn.Module:
+    """Return a quantized network whose blocks give nearly what the float ones give.
+
+    Blocks are taken in order of execution. Each sees what the quantized blocks before
+    it return and learns to return what the float block returns. A block that learning
+    does not improve keeps the rounding it had.
+
+    Args:
+        quantized: From :func:`ompq.quantize`; left as it is.
+        model: The float network.
+        samples: Unlabelled inputs, 32 to 1,024.
+        config: Iterations, losses, memory.
+        checkpoint: File that is written after each block; if it is there already,
+            the run continues from it and gives the same result.
+        progress: Called after each block and now and then within one.
+
+    Raises:
+        QuantizationError: ``quantized`` is not quantized, or made from another network.
+        TraceError: The float network fails on the samples, or is broken.
+        CheckpointError: The checkpoint belongs to another run.
+    """
+    record = quantization_of(quantized)
+    _check_network(record, model, samples)
+    model = equalized(model, record.equalized)
+    result = copy.deepcopy(quantized).eval()
+    blocks = _learnable(result, record)
+    identity = _identity(quantized, samples, config)
+    done = _resume(result, checkpoint, identity)
+    moments = _moments(model, record, blocks, samples)
+    cache: BlockCache | None = None
+    for number, name in enumerate(blocks):
+        if name in done:
+            continue
+        last = (blocks[number - 1], cache) if cache else None
+        cache = _cache(result, model, name, samples, config, last=last)
+        report = _within(progress, number, len(blocks), name)
+        rounding = replace(config.rounding, seed=config.seed + 7919 * number)
+        before, after = learn_rounding(
+            result.get_submodule(name),
+            cache,
+            rounding,
+            moments=moments[name],
+            progress=report,
+        )
+        improved = after < before
+        done[name] = BlockError(name, before, min(before, after), improved)
+        logger.info("block %s: error %.3g -> %.3g", name, before, done[name].after)
+        if checkpoint is not None:
+            _save(result, checkpoint, identity, done)
+    if progress:
+        total = len(blocks) * config.rounding.iterations
+        progress(total, total, "reconstructed")
+    errors = tuple(done[name] for name in blocks)
+    return with_quantization(result, replace(record, errors=errors)).train(
+        quantized.training
+    )
+
+
+def _check_network(record: Quantization, model: nn.Module, samples: Samples) -> None:
+    differing = record.graph.differing(trace(model, samples))
+    if differing:
+        raise QuantizationError(
+            f"the quantized network was made from another one: {len(differing)} units "
+            f"differ ({shortened(differing)}); give the float network it was made from"
+        )
+
+
+def _learnable(model: nn.Module, record: Quantization) -> list[str]:
+    """Return the blocks that hold quantized layers, in order of execution."""
+    return [
+        name
+        for name, members in record.graph.blocks.items()
+        if any(
+            isinstance(_module(model, record.graph.units[i].name), QuantizedLayer)
+            for i in members
+        )
+    ]
+
+
+def _module(model: nn.Module, name: str) -> nn.Module | None:
+    try:
+        return model.get_submodule(name)
+    except AttributeError:  # a projection inside an attention has no module
+        return None
+
+
+def _moments(
+    model: nn.Module, record: Quantization, blocks: Sequence[str], samples: Samples
+) -> dict[str, dict[str, Moments]]:
+    """Return, for each block, the float moments of its units by their names in it."""
+    units = {
+        block: [record.graph.units[i] for i in record.graph.blocks[block]]
+        for block in blocks
+    }
+    known = [u for of in units.values() for u in of if _module(model, u.name)]
+    found = float_moments(model, known, samples)
+    return {
+        block: {
+            unit.name.removeprefix(block).removeprefix("."): found[unit.name]
+            for unit in of
+            if unit.name in found
+        }
+        for block, of in units.items()
+    }
+
+
+def _cache(
+    quantized: nn.Module,
+    model: nn.Module,
+    name: str,
+    samples: Samples,
+    config: ReconstructConfig,
+    *,
+    last: tuple[str, BlockCache] | None = None,
+) -> BlockCache:
+    graph, limit = quantization_of(quantized).graph, config.device_bytes
+    unit = next((u for u in graph.units if u.name == name), None)
+    # A unit that stands alone ends after its norm, which the quantized one has folded.
+    end = normalised_by(model, unit) if unit else name
+    cache = None
+    if last and not unit:
+        names = (last[0], name)
+        cache = gather_next(last[1], names, quantized, model, samples, limit=limit)
+    if cache is None:
+        size = config.batch_size
+        cache = gather(
+            quantized, model, (name, end), samples, batch_size=size, limit=limit
+        )
+    if config.rounding.float_inputs == 0:
+        cache.float_inputs = []
+    cache.clip = _CLIPS.get(unit.activation) if unit else None
+    if config.loss == "fisher":
+        cache.weights = _fisher(model, end, samples, cache, config.batch_size)
+    return cache
+
+
+def _fisher(
+    model: nn.Module, end: str, samples: Samples, cache: BlockCache, batch_size: int
+) -> Tensor:
+    """Return the weights of the targets' elements, mean 1, where the targets are."""
+    found = fisher_weights(
+        model, end, samples, _likelihood, batch_size=batch_size, layout=cache.layout
+    )
+    weights = torch.cat([part.to(cache.targets.device) for part in found])
+    return weights / weights.mean().clamp_min(torch.finfo(weights.dtype).tiny)
+
+
+# Activations that cut off what reconstruction then need not care for.
+_CLIPS = {"relu": (0.0, None), "relu6": (0.0, 6.0)}
+
+
+def _likelihood(output: Any) -> Tensor:
+    """Return −log p of the network's own most likely class, summed over samples."""
+    logits = first_tensor(output).flatten(1).log_softmax(1)
+    return -logits.amax(1).sum()
+
+
+def _within(
+    progress: Progress | None, number: int, total: int, name: str
+) -> Progress | None:
+    if progress is None:
+        return None
+
+    def report(done: int, of: int | None, message: str) -> None:
+        steps = of or 1
+        progress(number * steps + done, total * steps, f"{name} {message}")
+
+    return report
+
+
+def _identity(quantized: nn.Module, samples: Samples, config: ReconstructConfig) -> str:
+    """Return what must be equal for a checkpoint to continue a run."""
+    digest = hashlib.sha256(json.dumps(asdict(config)).encode())
+    whole = isinstance(samples, Tensor | tuple | dict)
+    seen = tensors_in(samples if whole else first_samples(samples, 1))
+    # Some values of each sample tell it from others; all would take seconds to read.
+    some = [t.reshape(len(t), -1)[:, ::_READ_EVERY] for t in seen if t.dim()]
+    for tensor in (*quantized.state_dict().values(), *some):
+        digest.update(tensor.detach().cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _save(
+    model: nn.Module,
+    path: str | Path,
+    identity: str,
+    done: Mapping[str, BlockError],
+) -> None:
+    text = {"done": json.dumps([asdict(error) for error in done.values()])}
+    write_checkpoint(path, model.state_dict(), text, kind=_KIND, identity=identity)
+
+
+def _resume(
+    model: nn.Module, path: str | Path | None, identity: str
+) -> dict[str, BlockError]:
+    if path is None or not Path(path).exists():
+        return {}
+    tensors, text = read_checkpoint(path, kind=_KIND, identity=identity)
+    model.load_state_dict(tensors)
+    done = [BlockError(**entry) for entry in json.loads(text["done"])]
+    return {error.block: error for error in done}

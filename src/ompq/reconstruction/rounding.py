@@ -1,25 +1,348 @@
-"""Learning the rounding of one block (AdaRound), steps of activations with it (LSQ)."""
+"""Learning the rounding of one block (AdaRound), and activation scales (LSQ)."""
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.modules.conv import _ConvTransposeNd
 
-from ompq.quantization.layers import activation_quantizers, quantized_layers
-from ompq.quantization.moments import FOR_MOMENTS, Moments, restore_moments
-from ompq.quantizers.grids import LARGEST_BITS
-from ompq.reconstruction.blocks import BlockCache
-from ompq.reconstruction.settings import (
-    RoundingConfig,
-    first_decided,
-    sample_order,
-    schedule,
+from ompq.layers import (
+    QuantizedLayer,
+    Size,
+    activation_quantizers,
+    linear_map,
+    quantized_layers,
 )
-from ompq.reconstruction.soft_rounding import SoftRounding
-from ompq.samples import Progress, cudnn_kernels, evaluating, model_device
+from ompq.quantization.moments import (
+    FOR_MOMENTS,
+    Moments,
+    channel_mean,
+    restore_moments,
+)
+from ompq.quantizers import LARGEST_BITS
+from ompq.reconstruction.blocks import BlockCache
+from ompq.samples import Progress, attached, cudnn_kernels, evaluating, model_device
+
+_FASTEST = 0.005  # of a grid's step, in one step of learning
+_FEWEST_SAMPLES = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundingConfig:
+    """How the rounding of one block is learned.
+
+    Attributes:
+        iterations: Steps of Adam.
+        batch_size: Samples a step, at most.
+        step_elements: Elements of the block's output a step, about: where outputs are
+            large, fewer samples will do, but never fewer than eight.
+        travel: How far a weight may move in all, in steps of its grid; the learning
+            rate is this over the iterations, so that fewer iterations still decide.
+        activation_learning_rate: Of the steps of activations below 8 bits; 0 keeps
+            them.
+        scale_learning_rate: Of the logarithm of the weights' scales; 0 keeps them.
+        bias_learning_rate: Of the biases; 0 keeps them.
+        warmup: Fraction of the iterations before weights are driven to a side.
+        tail: Fraction of the iterations, at the end, in which each weight is at its
+            side and only scales, steps and biases still learn.
+        drive: How much faster than by its learning rate a weight is driven to its side
+            at the end. It grows from 0, apart from Adam, as weight decay does in AdamW:
+            weights that matter much and weights that matter little decide alike.
+        exponent: The middle is driven less the higher this is; after the warm-up, and
+            at the end.
+        drop: Probability with which an activation passes unrounded (QDrop); 0 is off.
+        float_inputs: Probability with which an element of the block's input is the one
+            that the float network has, while learning. The errors of the blocks before
+            on these few samples are then not learned by heart.
+        seed: Seed of the order of samples.
+    """
+
+    iterations: int = 1_000
+    batch_size: int = 64
+    step_elements: int = 1 << 19
+    travel: float = 5.0
+    activation_learning_rate: float = 4e-5
+    scale_learning_rate: float = 2e-3
+    bias_learning_rate: float = 3e-3
+    warmup: float = 0.2
+    tail: float = 0.1
+    drive: float = 20.0
+    exponent: tuple[float, float] = (8.0, 2.0)
+    drop: float = 0.0
+    float_inputs: float = 0.5
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be meant.
+
+        Raises:
+            ValueError: A count or a fraction is out of its range.
+        """
+        for name in ("iterations", "batch_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        for name in ("warmup", "tail", "drop", "float_inputs"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be from 0 to 1")
+
+
+def first_decided(config: RoundingConfig) -> int:
+    """Return the step from which on each weight is at its side."""
+    return int(config.iterations * (1 - config.tail))
+
+
+def schedule(config: RoundingConfig) -> Tensor:
+    """Return what each step reads, (iterations, 6).
+
+    The columns are the rates of weights, steps of activations, scales and biases, and
+    exponent and size of what drives weights to their sides.
+    """
+    count = config.iterations
+    step = torch.arange(count, dtype=torch.float32)
+    left = 1 - step / count
+    soft = (step < first_decided(config)).float()
+    learning = max(1 - config.warmup - config.tail, 1 / count)
+    phase = ((1 - left - config.warmup) / learning).clamp(0, 1)
+    rate = min(config.travel / count, _FASTEST) * soft
+    start, end = config.exponent
+    columns = (
+        rate,
+        config.activation_learning_rate * left,
+        config.scale_learning_rate * left,
+        config.bias_learning_rate * left,
+        start + (end - start) * phase,
+        config.drive * phase * rate,
+    )
+    return torch.stack(columns, dim=1)
+
+
+def sample_order(targets: Tensor, config: RoundingConfig) -> Tensor:
+    """Return which samples each step sees, (iterations, batch size)."""
+    count = len(targets)
+    fitting = config.step_elements // targets[0].numel()
+    size = min(max(fitting, _FEWEST_SAMPLES), config.batch_size, count)
+    generator = torch.Generator().manual_seed(config.seed)
+    return torch.randint(count, (config.iterations, size), generator=generator)
+
+
+class SoftRounding:
+    """The weights of a block, each between two neighbours on its grid.
+
+    All weights lie in one tensor, (W,), and all channels in another, (C,): a step of
+    learning is bound by the number of its kernels, not by their work.
+
+    Biases follow the weights: whatever side a weight takes, the mean output of its
+    channel stays what it was, and only the rest has to be learned.
+
+    Attributes:
+        up: How far above its lower neighbour each weight is, 0 to 1, (W,); learned.
+        stretch: Logarithm of what each channel's scale is multiplied by, (C,); learned.
+        bias: Bias of each channel, (C,); learned.
+    """
+
+    def __init__(
+        self, layers: Sequence[QuantizedLayer], run: Callable[[], Any]
+    ) -> None:
+        """Start from the layers' weights before rounding.
+
+        Args:
+            layers: The layers of a block.
+            run: Runs the block on some samples.
+        """
+        self._layers = layers
+        parts = [_rows(layer) for layer in layers]
+        self._shapes = [part.up.shape for part in parts]
+        self._low = _flat([part.low for part in parts])
+        self._free = _flat([part.free for part in parts])
+        self._scale = _flat([part.scale for part in parts])
+        self._own = _flat([part.own for part in parts])
+        self._row = _row_numbers(self._shapes, self._low.device)
+        self.up = _flat([part.up for part in parts])
+        self.stretch = torch.zeros_like(self._scale)
+        self.bias = _flat([part.bias for part in parts])
+        pairs = zip(layers, mean_inputs(layers, run), strict=True)
+        self._inputs = _flat([rows_of(layer, mean) for layer, mean in pairs])
+        with torch.no_grad():
+            rounded = [rows_of(layer, layer.rounded_weight()) for layer in layers]
+            self._means = self._row_sums(_flat(rounded) * self._inputs)
+
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        """Let the layers compute with their soft weights, and biases to match."""
+        for layer, weight, bias in self._given():
+            layer.learning = (weight, None if layer.bias is None else bias)
+        try:
+            yield
+        finally:
+            # What is kept from one step to the next keeps that step's graph alive.
+            for layer in self._layers:
+                layer.learning = None
+
+    def decide(self, exponent: Tensor, step: Tensor) -> None:
+        """Move each weight towards its nearer side, by at most a step.
+
+        Args:
+            exponent: The larger, the less those in the middle move, ().
+            step: Largest move, ().
+        """
+        side = (2 * self.up).sub_(1)  # -1 to 1
+        self.up.addcmul_(side.abs().pow_(exponent - 1).copysign_(side), step)
+        self.up.clamp_(0, 1)
+
+    def harden(self) -> None:
+        """Put each weight at its nearer neighbour."""
+        self.up.round_()
+
+    def finish(self) -> None:
+        """Write weights, scales and biases into the layers, for good."""
+        self.harden()
+        scales = torch.split(self._stretched(), [rows for rows, _ in self._shapes])
+        for (layer, weight, bias), scale in zip(self._given(), scales, strict=True):
+            layer.weight.copy_(weight)
+            layer.weight_scale.copy_(scale[: len(layer.weight_scale)])
+            if layer.bias is not None:
+                layer.bias.copy_(bias)
+
+    def _given(self) -> list[tuple[QuantizedLayer, Tensor, Tensor]]:
+        weight, bias = _Weights.apply(self.up, self.stretch, self.bias, self)
+        weights = torch.split(weight, [rows * width for rows, width in self._shapes])
+        biases = torch.split(bias, [rows for rows, _ in self._shapes])
+        found = zip(self._layers, weights, biases, strict=True)
+        return [(layer, weight_of(layer, w), b) for layer, w, b in found]
+
+    def _stretched(self) -> Tensor:
+        return self._scale * self.stretch.exp()
+
+    def _row_sums(self, flat: Tensor) -> Tensor:
+        parts = torch.split(flat, [rows * width for rows, width in self._shapes])
+        pairs = zip(parts, self._shapes, strict=True)
+        return torch.cat([part.view(shape).sum(1) for part, shape in pairs])
+
+
+class _Weights(torch.autograd.Function):
+    """Weights and biases from what is learned, in few kernels both ways."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, up: Tensor, stretch: Tensor, bias: Tensor, soft: SoftRounding
+    ) -> tuple[Tensor, Tensor]:
+        levels = torch.addcmul(soft._low, up, soft._free)
+        scale = soft._scale * stretch.exp()
+        spread = scale.index_select(0, soft._row)
+        weight = levels * spread
+        moved = soft._row_sums(weight * soft._inputs)
+        ctx.save_for_backward(levels, scale, spread)
+        ctx.soft = soft
+        return weight, bias + (soft._means - moved)
+
+    @staticmethod
+    def backward(ctx: Any, of_weight: Tensor, of_bias: Tensor) -> Any:
+        levels, scale, spread = ctx.saved_tensors
+        soft = ctx.soft
+        through_bias = of_bias.index_select(0, soft._row)
+        total = torch.addcmul(of_weight, through_bias, soft._inputs, value=-1)
+        of_stretch = soft._row_sums(total * levels).mul_(scale * soft._own)
+        of_up = (total * spread).mul_(soft._free)
+        return of_up, of_stretch, of_bias, None
+
+
+class _Rows(NamedTuple):
+    """A layer's weight as one row for each output channel."""
+
+    low: Tensor  # code of the lower neighbour, less the zero, (C, K)
+    free: Tensor  # 0 beyond the ends of the grid, where there is but one, (C, K)
+    up: Tensor  # how far above it the weight is, (C, K)
+    scale: Tensor  # (C,)
+    own: Tensor  # 0 where groups of a transposed convolution share scales, (C,)
+    bias: Tensor  # (C,)
+
+
+def _rows(layer: QuantizedLayer) -> _Rows:
+    grid = layer.grid_like_weight()
+    weight = layer.weight.detach()
+    code = rows_of(layer, (weight / grid.scale + grid.zero_point).detach())
+    zero_point = rows_of(layer, grid.zero_point.expand_as(weight))
+    scale = rows_of(layer, grid.scale.detach().expand_as(weight))[:, 0]
+    floor = code.floor()
+    own = float(len(layer.weight_scale) == len(scale))
+    return _Rows(
+        low=floor.clamp(0, grid.qmax) - zero_point,
+        free=((floor >= 0) & (floor < grid.qmax)).to(weight.dtype),
+        up=code - floor,
+        scale=scale,
+        own=torch.full_like(scale, own),
+        bias=torch.zeros_like(scale) if layer.bias is None else layer.bias.detach(),
+    )
+
+
+def rows_of(layer: nn.Module, weight: Tensor) -> Tensor:
+    """Return a layer's weight as one row for each output channel, (C, K)."""
+    if not isinstance(layer, _ConvTransposeNd):
+        return weight.flatten(1)
+    groups, shape = layer.groups, weight.shape
+    parts = weight.reshape(groups, -1, *shape[1:])  # (groups, in/groups, C/groups, ...)
+    return parts.movedim(2, 1).reshape(groups * shape[1], -1)
+
+
+def weight_of(layer: nn.Module, rows: Tensor) -> Tensor:
+    """Return the weight, in the layer's shape, whose rows these are, flat or not."""
+    shape = cast(Tensor, layer.weight).shape
+    if not isinstance(layer, _ConvTransposeNd):
+        return rows.reshape(shape)
+    inner = (layer.groups, shape[1], shape[0] // layer.groups, *shape[2:])
+    return rows.reshape(inner).movedim(1, 2).reshape(shape)
+
+
+def _flat(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat([tensor.flatten() for tensor in tensors])
+
+
+def _row_numbers(shapes: Sequence[torch.Size], device: torch.device) -> Tensor:
+    """Return the number of each weight's channel among all channels, (W,)."""
+    widths = [width for rows, width in shapes for _ in range(rows)]
+    numbers = torch.arange(len(widths), device=device)
+    return numbers.repeat_interleave(torch.tensor(widths, device=device))
+
+
+def _mapped(
+    layer: QuantizedLayer, weight: Tensor, input: Tensor, output_size: Size = None
+) -> Tensor:
+    """Return what a layer gives for its arguments with this weight and no bias."""
+    return linear_map(layer, input.detach(), weight, None, output_size)
+
+
+def mean_inputs(
+    layers: Sequence[QuantizedLayer], run: Callable[[], Any]
+) -> list[Tensor]:
+    """Return what each weight is multiplied by on average, shaped as the weights.
+
+    The mean output of a channel, less its bias, is the sum of its weights times these.
+
+    Args:
+        layers: Layers that run once each.
+        run: Runs them on some samples.
+    """
+    found: dict[nn.Module, Tensor] = {}
+
+    def hook(module: nn.Module, args: Any, kwargs: Any, _output: Any) -> None:
+        layer = cast(QuantizedLayer, module)
+        # Each weight belongs to one channel and enters linearly: a gradient will do.
+        weight = layer.weight.detach().requires_grad_()
+        with torch.enable_grad():
+            output = _mapped(layer, weight, *args, **kwargs)
+            total = channel_mean(layer, output).sum()
+        (found[layer],) = torch.autograd.grad(total, weight)
+
+    handles = [layer.register_forward_hook(hook, with_kwargs=True) for layer in layers]
+    with attached(handles), torch.no_grad():
+        run()
+    return [found[layer] for layer in layers]
+
 
 _REPORT_EVERY = 50  # on a CPU fifty steps can take seconds
 

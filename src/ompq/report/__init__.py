@@ -1,7 +1,7 @@
 """The report: one HTML page that needs no network, and the paper's figures."""
 
+from ompq.report.charts import worst_histograms
 from ompq.report.figures import write_figures
-from ompq.report.histograms import worst_histograms
 from ompq.report.page import render_report, write_report
 from ompq.report.sections import (
     Accuracy,

@@ -11,7 +11,8 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from jinja2.utils import htmlsafe_json_dumps
 from markupsafe import Markup
 
-from ompq.files import write_text
+from ompq.costs import counted, digits, in_bytes, percent, seconds, short
+from ompq.files import library_version, write_text
 from ompq.plans import Plan
 from ompq.report.charts import (
     accuracy_chart,
@@ -20,8 +21,7 @@ from ompq.report.charts import (
     heat_map,
     histogram_chart,
 )
-from ompq.report.data import explorer_data, limits, solution
-from ompq.report.numbers import counted, digits, in_bytes, percent, seconds, short
+from ompq.report.explorer import explorer_data, limits, solution
 from ompq.report.sections import (
     Accuracy,
     Agreement,
@@ -33,7 +33,6 @@ from ompq.report.sections import (
     Versions,
 )
 from ompq.samples import Progress
-from ompq.versions import library_version
 
 _FOLDER = Path(__file__).parent
 STEPS = 128  # budgets on each of the explorer's curves

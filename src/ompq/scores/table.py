@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from ompq.errors import ScoreError, shortened
-from ompq.graph.units import Choice, LayerGraph
+from ompq.graph import Choice, LayerGraph
 from ompq.samples import Samples
 
 Table = NDArray[np.float64]

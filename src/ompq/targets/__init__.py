@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from ompq.errors import TargetError
-from ompq.graph.units import Choice, Unit
+from ompq.graph import Choice, Unit
 
 FORMAT = "ompq-target/1"
 KINDS = (

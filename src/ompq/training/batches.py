@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from ompq.errors import DataError
-from ompq.graph.observation import tensors_in
+from ompq.recording import tensors_in
 from ompq.samples import Batch
-from ompq.training.settings import TrainConfig
+from ompq.training.config import TrainConfig
 
 LabelledBatch: TypeAlias = tuple[Batch, Tensor]
 Shard: TypeAlias = tuple[int, int]  # a process, and the number of processes

@@ -17,16 +17,11 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ompq.errors import TrainingError
-from ompq.graph.folding import norm_affine, scaled_channels
-from ompq.quantization.equalizing import enlarge
-from ompq.quantization.layers import (
-    QuantizedLayer,
-    Size,
-    linear_map,
-    quantized_layers,
-)
-from ompq.quantization.quantizing import quantization_of
-from ompq.quantizers.rounding import rounded_to
+from ompq.graph import norm_affine, scaled_channels
+from ompq.layers import QuantizedLayer, Size, linear_map, quantized_layers
+from ompq.quantization import quantization_of
+from ompq.quantization.equalization import enlarge
+from ompq.quantizers import rounded_to
 
 # Running deviations may grow, or shrink, to so many times what they began as.
 _MOST = 16.0
@@ -92,7 +87,7 @@ def keep_norms(quantized: nn.Module, model: nn.Module) -> None:
         TrainingError: The float network has no such norms.
     """
     layers, record = quantized_layers(quantized), quantization_of(quantized)
-    sizes = {one.maker: one.exponents for one in record.equalized}
+    sizes = {one.producer: one.exponents for one in record.equalized}
     for unit in record.graph.units:
         if not unit.norm or unit.name not in layers:
             continue

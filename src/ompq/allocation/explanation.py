@@ -1,0 +1,364 @@
+"""Why a unit got its bits, and why a budget cannot be met."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from ompq.allocation.program import Columns, Problem, Program
+from ompq.allocation.relaxations import relaxation
+from ompq.allocation.search import minimum
+from ompq.costs import Budget, Cost, enough, readable
+from ompq.errors import InfeasibleBudgetError, PatternError, shortened
+from ompq.graph import Choice
+
+WORST = 5  # units named as standing in the way, besides pinned ones
+
+
+def reachable(problem: Problem, cost: str) -> tuple[float, float]:
+    """Return the least and the most that any allocation costs.
+
+    Raises:
+        ValueError: The cost is unknown.
+    """
+    if cost not in problem.costs:
+        raise ValueError(
+            f"cost={cost!r} is unknown; the costs are {', '.join(problem.costs)}"
+        )
+    table = problem.by_group(problem.costs[cost].table)
+    least = np.where(problem.group_allowed, table, np.inf).argmin(1)
+    most = np.where(problem.group_allowed, table, -np.inf).argmax(1)
+    return (
+        problem.total(cost, problem.allocation(least)),
+        problem.total(cost, problem.allocation(most)),
+    )
+
+
+def check_budget(problem: Problem, budget: Budget | str) -> None:
+    """Make sure that a budget can be met, whatever the damage.
+
+    Raises:
+        BudgetError: The budget cannot be read, or limits a cost that is not there.
+        InfeasibleBudgetError: No allocation meets it.
+    """
+    limits = Budget.of(budget).limits(problem.costs)
+    check_each(problem, limits)
+    program = problem.program(limits)
+    if len(limits) > 1:
+        free = replace(program, damage=np.zeros_like(program.damage))
+        if minimum(free) is None:
+            raise conflict(problem, limits)
+
+
+def check_each(problem: Problem, limits: Mapping[str, float]) -> None:
+    """Make sure that each limit can be met if the others are ignored.
+
+    Raises:
+        InfeasibleBudgetError: One cannot.
+    """
+    for name, limit in limits.items():
+        smallest, _ = reachable(problem, name)
+        if smallest > limit:
+            raise _infeasible(problem, name, limit, smallest, "")
+
+
+def conflict(problem: Problem, limits: Mapping[str, float]) -> InfeasibleBudgetError:
+    """Return the error that says how limits are in each other's way.
+
+    It names one cost and the least of it that the other limits leave.
+    """
+    for name, limit in reversed([*limits.items()]):
+        others = {key: value for key, value in limits.items() if key != name}
+        if not others:
+            break
+        table = problem.by_group(problem.costs[name].table)
+        least = minimum(replace(problem.program(others), damage=table))
+        if least is not None:
+            smallest = problem.total(name, problem.allocation(least.columns))
+            texts = [readable(problem.costs[k], v)[0] for k, v in others.items()]
+            together = f" with {' and '.join(texts)}"
+            return _infeasible(problem, name, limit, smallest, together)
+    name, limit = next(iter(limits.items()))
+    together = " with the other limits" if len(limits) > 1 else ""
+    return _infeasible(problem, name, limit, reachable(problem, name)[0], together)
+
+
+def _infeasible(
+    problem: Problem, name: str, limit: float, smallest: float, together: str
+) -> InfeasibleBudgetError:
+    largest = reachable(problem, name)[1]
+    texts = readable(problem.costs[name], limit, smallest, largest)
+    units, described = _in_the_way(problem, name)
+    return InfeasibleBudgetError(
+        f"a budget of {texts[0]} cannot be met{together}: allocations take from "
+        f"{texts[1]} to {texts[2]}. Most is taken by {described}. "
+        f"Raise it to {enough(problem.costs[name], smallest)} or more, allow fewer "
+        "bits or remove pins",
+        cost=name,
+        limit=limit,
+        smallest=smallest,
+        largest=largest,
+        units=units,
+    )
+
+
+def _in_the_way(problem: Problem, name: str) -> tuple[tuple[str, ...], str]:
+    """Return the units that cost most at their least, and pins, most first."""
+    cost = problem.costs[name]
+    table = np.where(problem.group_allowed, problem.by_group(cost.table), np.inf)
+    least: dict[int, float] = {}
+    pinned: dict[int, str] = {}
+    for members, group in zip(problem.members, table, strict=True):
+        column = int(group.argmin())
+        for unit in members:
+            least[unit] = float(cost.table[unit, column])
+            if np.isfinite(group).sum() == 1 and least[unit] > cost.table[unit].min():
+                pinned[unit] = f", pinned to {problem.choices[column]}"
+    ordered = sorted(least, key=lambda unit: -least[unit])
+    shown = [u for place, u in enumerate(ordered) if place < WORST or u in pinned]
+    texts = [
+        f"{problem.names[u]} ({readable(cost, least[u])[0]}{pinned.get(u, '')})"
+        for u in shown
+    ]
+    return tuple(problem.names[u] for u in shown), shortened(texts)
+
+
+@dataclass(frozen=True)
+class Option:
+    """One choice of the unit, together with the units tied to it.
+
+    Attributes:
+        choice: The bits.
+        damage: The expected damage.
+        costs: What it costs, by the costs that the budget limits.
+        over: By how much limits would be exceeded if all other units kept their bits.
+        allowed: Whether the unit may get it.
+    """
+
+    choice: Choice
+    damage: float
+    costs: Mapping[str, float]
+    over: Mapping[str, float]
+    allowed: bool
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Another choice of this unit together with another choice of one other unit.
+
+    Attributes:
+        choice: What this unit would get.
+        unit: The other unit.
+        before: What the other unit has.
+        after: What it would get.
+        damage: What both would change; an optimal allocation leaves none below 0.
+    """
+
+    choice: Choice
+    unit: str
+    before: Choice
+    after: Choice
+    damage: float
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Why a unit got its bits; ``str`` tells it in words.
+
+    Attributes:
+        unit: The unit.
+        tied: Units that share its bits.
+        choice: What it got.
+        options: Every choice, in the order of the columns.
+        limits: The budget, by cost.
+        used: What the allocation uses of it.
+        prices: Damage that one more unit of each limit would save, at the margin: the
+            dual prices of the linear relaxation.
+        better: The next allowed choice of less damage, if there is one.
+        worse: The next allowed choice of more damage, if there is one.
+        exchange: The best exchange with one other unit within the budget: the one
+            that was refused most narrowly.
+        text: All of it in words.
+    """
+
+    unit: str
+    tied: tuple[str, ...]
+    choice: Choice
+    options: tuple[Option, ...]
+    limits: Mapping[str, float]
+    used: Mapping[str, float]
+    prices: Mapping[str, float]
+    better: Option | None
+    worse: Option | None
+    exchange: Exchange | None
+    text: str = field(default="", repr=False)
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def explain(
+    problem: Problem,
+    budget: Budget | str,
+    allocation: Mapping[str, Choice],
+    unit: str,
+) -> Explanation:
+    """Tell why a unit got its bits.
+
+    Args:
+        problem: What the allocation was decided from.
+        budget: What it had to keep to.
+        allocation: The bits.
+        unit: The unit's name.
+
+    Raises:
+        PatternError: There is no such unit.
+        PlanError: The allocation does not belong to the problem.
+    """
+    if unit not in problem.names:
+        raise PatternError(
+            f"{unit!r} is no unit; the {len(problem.names)} units are "
+            f"{shortened(problem.names)}"
+        )
+    limits = Budget.of(budget).limits(problem.costs)
+    program = problem.program(limits)
+    columns = problem.columns(allocation)[[units[0] for units in problem.members]]
+    position = problem.names.index(unit)
+    group = next(g for g, units in enumerate(problem.members) if position in units)
+    options = _options(problem, program, columns, group, tuple(limits))
+    now = options[columns[group]]
+    allowed = [option for option in options if option.allowed]
+    found = Explanation(
+        unit=unit,
+        tied=tuple(problem.names[u] for u in problem.members[group] if u != position),
+        choice=now.choice,
+        options=options,
+        limits=limits,
+        used=dict(zip(limits, program.used(columns).tolist(), strict=True)),
+        prices=dict(zip(limits, relaxation(program).prices.tolist(), strict=True)),
+        better=max(
+            (o for o in allowed if o.damage < now.damage),
+            key=lambda o: o.damage,
+            default=None,
+        ),
+        worse=min(
+            (o for o in allowed if o.damage > now.damage),
+            key=lambda o: o.damage,
+            default=None,
+        ),
+        exchange=_best_exchange(problem, program, columns, group),
+    )
+    return replace(found, text="\n".join(_lines(found, now, problem.costs)))
+
+
+def _options(
+    problem: Problem,
+    program: Program,
+    columns: Columns,
+    group: int,
+    names: tuple[str, ...],
+) -> tuple[Option, ...]:
+    tables = {name: problem.by_group(problem.costs[name].table) for name in names}
+    found = []
+    for column, choice in enumerate(problem.choices):
+        changed = columns.copy()
+        changed[group] = column
+        over = program.used(changed) - program.limits
+        found.append(
+            Option(
+                choice=choice,
+                damage=float(program.damage[group, column]),
+                costs={n: float(t[group, column]) for n, t in tables.items()},
+                over={n: float(o) for n, o in zip(names, over, strict=True) if o > 0},
+                allowed=bool(program.allowed[group, column]),
+            )
+        )
+    return tuple(found)
+
+
+def _best_exchange(
+    problem: Problem, program: Program, columns: Columns, group: int
+) -> Exchange | None:
+    groups = np.arange(len(columns))
+    harm = program.damage - program.damage[groups, columns][:, None]
+    change = program.rows - program.rows[:, groups, columns][:, :, None]
+    others = program.allowed.copy()
+    others[group] = False
+    others[groups, columns] = False
+    room = (program.limits - program.used(columns))[:, None, None]
+    best: tuple[float, int, int, int] | None = None
+    for column in np.flatnonzero(program.allowed[group]).tolist():
+        after = change + change[:, group, column][:, None, None]
+        fits = others & (after <= room).all(0)
+        if column == columns[group] or not fits.any():
+            continue
+        net = np.where(fits, harm + harm[group, column], np.inf)
+        other, target = divmod(int(net.argmin()), net.shape[1])
+        candidate = (float(net[other, target]), column, other, target)
+        best = candidate if best is None else min(best, candidate)
+    if best is None:
+        return None
+    damage, column, other, target = best
+    return Exchange(
+        choice=problem.choices[column],
+        unit=problem.names[problem.members[other][0]],
+        before=problem.choices[columns[other]],
+        after=problem.choices[target],
+        damage=damage,
+    )
+
+
+def _lines(found: Explanation, now: Option, costs: Mapping[str, Cost]) -> list[str]:
+    tied = f", shared with {shortened(found.tied)}" if found.tied else ""
+    lines = [f"{found.unit}: {found.choice}{tied}", ""]
+    amounts = [
+        readable(costs[name], *(option.costs[name] for option in found.options))
+        for name in found.limits
+    ]
+    for option, *cells in zip(found.options, *amounts, strict=True):
+        mark = ">" if option is now else " "
+        spent = "".join(f"{cell:>16}" for cell in cells)
+        note = "" if option.allowed else "   not allowed"
+        lines.append(
+            f"{mark} {option.choice!s:<7} damage {option.damage:<12.5g}{spent}{note}"
+        )
+    lines.append("")
+    for name, limit in found.limits.items():
+        used, most = readable(costs[name], found.used[name], limit)
+        lines.append(f"{name}: {used} of {most} used; {_price(found, costs[name])}.")
+    if found.better:
+        over = [readable(costs[n], v)[0] for n, v in found.better.over.items()]
+        fits = f", {' and '.join(over)} too much" if over else ", and it would fit"
+        lines.append(f"Next better: {_step(found.better, now, costs)}{fits}.")
+    if found.worse:
+        lines.append(f"Next worse: {_step(found.worse, now, costs)}.")
+    if found.exchange:
+        e = found.exchange
+        verdict = "refused" if e.damage >= 0 else "that would help"
+        lines.append(
+            f"Exchange {verdict}: {e.choice} here and {e.after} instead of {e.before} "
+            f"for {e.unit}: damage {e.damage:+.4g}."
+        )
+    return lines
+
+
+def _step(option: Option, now: Option, costs: Mapping[str, Cost]) -> str:
+    parts = [f"damage {option.damage - now.damage:+.4g}"]
+    for name, value in option.costs.items():
+        change = value - now.costs[name]
+        sign = "-" if change < 0 else "+"
+        parts.append(f"{sign}{readable(costs[name], abs(change))[0]}")
+    return f"{option.choice} ({', '.join(parts)})"
+
+
+def _price(found: Explanation, cost: Cost) -> str:
+    price = found.prices[cost.name]
+    if price <= 0:
+        return "it does not bind"
+    amount, words = {
+        "bytes": (1024.0, "KiB"),
+        "bit_ops": (1e9, "GBOP"),
+        "weight_bits": (cost.reference / 100 or 1.0, "hundredth of a bit"),
+        "milliseconds": (1.0, "ms"),
+    }.get(cost.name, (1.0, "unit"))
+    return f"one {words} more would save about {price * amount:.3g} damage"

@@ -1,0 +1,368 @@
+"""Data by name: samples and labelled batches for a network."""
+
+import logging
+import os
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ompq.datasets.images import ImageFiles, decode, find_images, normalise
+from ompq.errors import DataError, shortened
+from ompq.models import NamedModel, output_count
+from ompq.models.demo_network import demo_data
+from ompq.samples import Progress
+from ompq.userfiles import call_user_function, is_user_function, reason
+
+_LOG = logging.getLogger(__name__)
+
+Item: TypeAlias = tuple[Tensor, int]
+
+
+@dataclass(frozen=True)
+class Data:
+    """Inputs for one network, read when they are needed.
+
+    Attributes:
+        name: The name they were loaded by.
+        model: The network that takes them.
+        length: How many there are.
+        read: Position → input (C, H, W) and target. An uint8 input is an image that
+            is still to be normalised.
+        targets: Class of each input, where known without reading it.
+        label_problem: Why there are no usable labels; None when there are.
+        workers: Threads that read.
+        seed: What the choice of a part of the inputs follows.
+        skip_unreadable: Whether unreadable images are left out instead of an error.
+    """
+
+    name: str
+    model: NamedModel
+    length: int
+    read: Callable[[int], Item]
+    targets: tuple[int, ...] | None = None
+    label_problem: str | None = None
+    workers: int = 1
+    seed: int = 0
+    skip_unreadable: bool = False
+
+    def __len__(self) -> int:
+        return self.length
+
+    def samples(self, count: int, *, progress: Progress | None = None) -> Tensor:
+        """Return inputs spread over the classes, (count, C, H, W).
+
+        The choice follows the seed; fewer samples are a prefix of more.
+
+        Raises:
+            DataError: There are fewer inputs, or one cannot be read.
+        """
+        order = self._order(count)
+        # Unreadable images are made up for by those that would come next.
+        wanted = order if self.skip_unreadable else order[:count]
+        inputs: list[Tensor] = []
+        with closing(self.items(wanted, ahead=2 * self.workers)) as items:
+            for value, _ in islice(items, count):
+                inputs.append(value)
+                if progress is not None:
+                    progress(len(inputs), count, "reading images")
+        if len(inputs) < count:
+            raise DataError(
+                f"{self.name}: asked for {count} samples, "
+                f"found {len(inputs)} that can be read; ask for fewer or add images"
+            )
+        return self.stack(inputs)
+
+    def batches(self, *, batch_size: int = 64, limit: int | None = None) -> "Batches":
+        """Return the inputs with their targets, to be iterated any number of times.
+
+        Args:
+            batch_size: Inputs a batch; the last batch may have fewer.
+            limit: Take only so many, spread over the classes. None takes all, in
+                their own order.
+
+        Raises:
+            DataError: There are no usable labels, or fewer inputs than asked for.
+        """
+        if batch_size < 1:
+            raise ValueError(f"batch_size={batch_size} must be at least 1")
+        if self.label_problem is not None:
+            raise DataError(f"{self.name}: {self.label_problem}")
+        order = range(self.length) if limit is None else self._order(limit)[:limit]
+        return Batches(self, tuple(order), batch_size)
+
+    def _order(self, count: int) -> list[int]:
+        """Return all positions: one of each class in turn, shuffled within."""
+        if count < 1:
+            raise ValueError(f"count={count} must be at least 1")
+        if count > self.length:
+            raise DataError(
+                f"{self.name}: asked for {count} samples, found {self.length}; "
+                "ask for fewer (--samples, --limit) or add some"
+            )
+        generator = torch.Generator().manual_seed(self.seed)
+        shuffled = torch.randperm(self.length, generator=generator).tolist()
+        if self.targets is None:
+            return shuffled
+        seen: dict[int, int] = {}
+        rounds = {}
+        for position in shuffled:
+            target = self.targets[position]
+            rounds[position] = seen.get(target, 0)
+            seen[target] = rounds[position] + 1
+        return sorted(shuffled, key=lambda position: rounds[position])
+
+    def items(self, order: Sequence[int], *, ahead: int) -> Generator[Item, None, None]:
+        """Yield the inputs at these positions and their targets, read in advance."""
+        skipped: list[str] = []
+        results = _in_threads(self._read, order, self.workers, ahead)
+        try:
+            for result in results:
+                if isinstance(result, DataError):
+                    skipped.append(str(result))
+                else:
+                    yield result
+        finally:
+            results.close()
+            if skipped:
+                _LOG.warning(
+                    "%s: skipped %d unreadable images: %s",
+                    self.name,
+                    len(skipped),
+                    shortened(skipped),
+                )
+
+    def _read(self, position: int) -> Item | DataError:
+        try:
+            return self.read(position)
+        except DataError as error:
+            if self.skip_unreadable:
+                return error
+            raise
+
+    def stack(self, inputs: Sequence[Tensor]) -> Tensor:
+        """Return inputs as one tensor (N, C, H, W), images normalised."""
+        stacked = torch.stack(tuple(inputs))
+        if stacked.dtype == torch.uint8:
+            return normalise(stacked, self.model)
+        return stacked
+
+
+@dataclass(frozen=True)
+class Batches:
+    """Labelled batches: pairs of inputs (N, C, H, W) and targets (N,)."""
+
+    data: Data
+    order: tuple[int, ...]
+    batch_size: int
+
+    def __len__(self) -> int:
+        return -(-len(self.order) // self.batch_size)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        held: list[Item] = []
+        # Images are read ahead while the network works on the batch before.
+        for item in self.data.items(self.order, ahead=2 * self.batch_size):
+            held.append(item)
+            if len(held) == self.batch_size:
+                yield self._batch(held)
+                held = []
+        if held:
+            yield self._batch(held)
+
+    def _batch(self, held: Sequence[Item]) -> tuple[Tensor, Tensor]:
+        inputs = self.data.stack([value for value, _ in held])
+        return inputs, torch.tensor([target for _, target in held])
+
+
+def _in_threads(
+    read: Callable[[int], Item | DataError],
+    order: Sequence[int],
+    workers: int,
+    ahead: int,
+) -> Generator[Item | DataError, None, None]:
+    """Yield what ``read`` returns, in order, reading at most ``ahead`` in advance."""
+    waiting: deque[Future[Item | DataError]] = deque()
+    positions = iter(order)
+    with ThreadPoolExecutor(workers) as pool:
+        try:
+            waiting.extend(pool.submit(read, p) for p in islice(positions, ahead))
+            while waiting:
+                result = waiting.popleft().result()
+                waiting.extend(pool.submit(read, p) for p in islice(positions, 1))
+                yield result
+        finally:  # an error, Ctrl-C or a caller that has enough
+            for future in waiting:
+                future.cancel()
+
+
+_LOG = logging.getLogger(__name__)
+_RANDOM_LENGTH = 1024
+
+Split: TypeAlias = Literal["train", "test"]
+
+
+def load_data(
+    name: str | os.PathLike[str],
+    model: NamedModel,
+    *,
+    split: Split = "test",
+    seed: int = 0,
+    workers: int | None = None,
+    skip_unreadable: bool = False,
+) -> Data:
+    """Find data by name; images are read later, when samples or batches are asked for.
+
+    Args:
+        name: A folder of images (class folders, or images alone: unlabelled),
+            ``digits``, ``random`` or ``file.py:function`` (which is executed).
+        model: The network whose preprocessing applies.
+        split: Which part to take where the data has two: ``digits``, or a folder that
+            holds ``train`` and ``test`` (or ``val``).
+        seed: What the choice of samples follows; for ``random``, also the noise.
+        workers: Threads that decode; None for one a CPU core, at most 16.
+        skip_unreadable: Leave unreadable images out, with a logged count.
+
+    Raises:
+        DataError: There is no such data, or it holds nothing that can be used.
+        MissingExtraError: ``digits`` without scikit-learn.
+    """
+    name = os.fspath(name)
+    if split not in ("train", "test"):
+        raise ValueError(f"split={split!r} must be 'train' or 'test'")
+    if workers is not None and workers < 1:
+        raise ValueError(f"workers={workers} must be at least 1")
+    if name == "random":
+        return _random(model, seed)
+    if name == "digits":
+        return replace(_digits(model, split), seed=seed)
+    if is_user_function(name):
+        return replace(_from_user(name, model), seed=seed)
+    return replace(
+        _from_folder(Path(name), model, split),
+        seed=seed,
+        workers=workers or min(16, os.cpu_count() or 1),
+        skip_unreadable=skip_unreadable,
+    )
+
+
+def _from_folder(folder: Path, model: NamedModel, split: str) -> Data:
+    images = find_images(folder, split)
+    targets = images.targets
+
+    def read(position: int) -> Item:
+        target = -1 if targets is None else targets[position]
+        return decode(images.files[position], model), target
+
+    problem = _class_problem(images, model)
+    return Data(str(folder), model, len(images.files), read, targets, problem)
+
+
+def _class_problem(images: ImageFiles, model: NamedModel) -> str | None:
+    if images.targets is None:
+        return "the images have no labels; sort them into one folder a class"
+    found, outputs = len(images.classes), output_count(model)
+    if images.numbered and found > outputs:
+        return (
+            f"class folder {found - 1} is beyond {model.name}'s {outputs} outputs; "
+            f"numbered folders are class indices, 0 to {outputs - 1}"
+        )
+    if not images.numbered and found != outputs:
+        return (
+            f"there are {found} class folders ({shortened(images.classes)}), "
+            f"but {model.name} has {outputs} outputs"
+        )
+    return None
+
+
+def _random(model: NamedModel, seed: int) -> Data:
+    _LOG.warning("--data random is noise with random labels: the results mean nothing")
+    generator = torch.Generator().manual_seed(seed)
+    outputs = output_count(model)
+    targets = torch.randint(outputs, (_RANDOM_LENGTH,), generator=generator).tolist()
+
+    def read(position: int) -> Item:
+        own = torch.Generator().manual_seed(seed * _RANDOM_LENGTH + position)
+        return torch.randn(model.input_shape, generator=own), targets[position]
+
+    return Data("random", model, _RANDOM_LENGTH, read, tuple(targets), seed=seed)
+
+
+def _digits(model: NamedModel, split: str) -> Data:
+    # One split for both, so that ompq:demo has never seen the test images.
+    data = demo_data()
+    images, labels = data.test_images, data.test_targets
+    if split == "train":
+        images, labels = data.train_images, data.train_targets
+    targets = tuple(labels.tolist())
+    channels, height, width = model.input_shape
+    mean = torch.tensor(model.mean).view(-1, 1, 1)
+    std = torch.tensor(model.std).view(-1, 1, 1)
+
+    def read(position: int) -> Item:
+        image = images[position : position + 1]
+        image = F.interpolate(image, (height, width), mode=model.interpolation)[0]
+        return (image.expand(channels, -1, -1) - mean) / std, targets[position]
+
+    outputs = output_count(model)
+    problem = None
+    if outputs != 10:
+        problem = f"there are 10 digits, but {model.name} has {outputs} outputs"
+    return Data("digits", model, len(targets), read, targets, problem)
+
+
+def _from_user(name: str, model: NamedModel) -> Data:
+    given = call_user_function(name, DataError)
+    get, length, targets = _opened(name, given)
+    if length == 0:
+        raise DataError(f"{name} returned no inputs; give at least one")
+
+    def read(position: int) -> Item:
+        try:
+            item = get(position)
+            value, target = item if isinstance(item, tuple | list) else (item, -1)
+            found = tuple(value.shape)
+        except Exception as error:  # whatever the user's code raises
+            raise DataError(f"{name}: item {position}: {reason(error)}") from error
+        if found != model.input_shape:
+            raise DataError(
+                f"{name}: item {position} has shape {found}; "
+                f"{model.name} takes {model.input_shape}"
+            )
+        return value, int(target)
+
+    problem = None
+    if read(0)[1] < 0:
+        problem = "the inputs have no labels; return (inputs, targets)"
+    return Data(name, model, length, read, targets, problem)
+
+
+def _opened(
+    name: str, given: Any
+) -> tuple[Callable[[int], Any], int, tuple[int, ...] | None]:
+    """Return access by position, the length, and the targets where they are known."""
+    if isinstance(given, tuple) and len(given) == 2 and isinstance(given[0], Tensor):
+        inputs, targets = given
+        if len(inputs) != len(targets):
+            raise DataError(
+                f"{name} returned {len(inputs)} inputs and {len(targets)} targets"
+            )
+        known = tuple(int(target) for target in targets)
+        return lambda position: (inputs[position], known[position]), len(inputs), known
+    if not hasattr(given, "__len__") or not hasattr(given, "__getitem__"):
+        raise DataError(
+            f"{name} returned {type(given).__name__}; it must return a tensor, "
+            "(inputs, targets) or a dataset with a length and indices"
+        )
+    targets = getattr(given, "targets", None)
+    if targets is None or len(targets) != len(given):
+        return given.__getitem__, len(given), None
+    return given.__getitem__, len(given), tuple(int(target) for target in targets)

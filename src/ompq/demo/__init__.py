@@ -1,1 +1,0 @@
-"""The whole idea on a small network, in one command."""

@@ -1,1 +1,0 @@
-"""From a network to its units: what runs, in which order, on which shapes."""

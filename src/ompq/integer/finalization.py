@@ -1,0 +1,161 @@
+"""finalize(): a simulated network that computes what integers compute, to the bit."""
+
+import copy
+from collections import Counter
+from dataclasses import replace
+from math import frexp, prod
+
+import torch
+from torch import Tensor, nn
+
+from ompq.integer.arithmetic import code_grid, link_layers
+from ompq.integer.lowering import lower
+from ompq.integer.operators import Average, CodeGrid, Requantize, Step, Steps, Sum
+from ompq.layers import activation_quantizers, quantized_layers
+from ompq.quantization import quantization_of, with_quantization
+from ompq.quantization.sites import Link
+from ompq.samples import Samples
+
+# How far from the middle between two codes every result shall be, in steps: about what
+# float32 arithmetic errs near code 255.
+_MARGIN = 4e-5
+# Scales are moved within intervals, this many in each factor of two ...
+_INTERVALS = 128
+# ... among so many scales in each interval.
+_CANDIDATES = 512
+_AT_ONCE = 1 << 22
+# Averages with more possible results than this cannot all be kept off the middle.
+_MOST_RESULTS = 1 << 18
+# Moving one scale may make it necessary to move another; twice is enough as a rule.
+_ROUNDS = 8
+
+
+def finalize(quantized: nn.Module, samples: Samples) -> nn.Module:
+    """Return a copy that computes exactly what its integer and ONNX forms compute.
+
+    It trains and reconstructs as before: only passes without gradients are exact.
+    Settle it again after that; a settled network stays as it is.
+
+    Args:
+        quantized: From :func:`ompq.quantize`, perhaps reconstructed or trained.
+        samples: Inputs; one or two are run.
+
+    Raises:
+        QuantizationError: An operation has no integer form; it is named.
+    """
+    record = quantization_of(quantized)
+    result = copy.deepcopy(quantized)
+    steps = lower(result, samples)
+    for _ in range(_ROUNDS):
+        if not _clear_scales(result, steps):
+            break
+        # Tensors that shared a grid by chance may do so no longer.
+        steps = lower(result, samples)
+    links = _links(result, steps)
+    link_layers(result, links)
+    return with_quantization(result, replace(record, links=links))
+
+
+def _clear_scales(model: nn.Module, steps: Steps) -> bool:
+    """Move scales of sums, averages and changes of grid; return whether any did."""
+    quantizers = activation_quantizers(model)
+    meeting: dict[str, list[Step]] = {}
+    for step in steps.steps:
+        if isinstance(step.operation, Sum | Average | Requantize) and step.grid:
+            meeting.setdefault(step.quantizer, []).append(step)
+    moved = False
+    for name, several in meeting.items():
+        results = []
+        for step in several:
+            sources = [steps.steps[i].quantizer for i in step.inputs]
+            grids = [code_grid(quantizers[source]) for source in sources]
+            results.append(possible_results(step, grids))
+        before = code_grid(quantizers[name])
+        scale = clear_scale(torch.cat(results), before)
+        with torch.no_grad():
+            quantizers[name].scale.fill_(scale)
+        moved |= scale != before.scale
+    return moved
+
+
+def _links(model: nn.Module, steps: Steps) -> tuple[Link, ...]:
+    """Return each layer with the quantizers of its input and output."""
+    layers = quantized_layers(model)
+    found = [step for step in steps.steps if step.module in layers]
+    times = Counter(step.module for step in found)
+    return tuple(
+        Link(step.module, steps.steps[step.inputs[0]].quantizer, step.quantizer)
+        for step in found
+        # A layer that serves two grids would have to round to both.
+        if times[step.module] == 1
+    )
+
+
+def clear_scale(results: Tensor, target: CodeGrid) -> float:
+    """Return a scale near the target's that keeps results off the middle of codes.
+
+    A scale that does so already is returned as it is. Otherwise the nearest one that
+    does in an interval less than 0.8 % wide, or the best one there: so that what is
+    returned for it is the same again.
+
+    Args:
+        results: Values that are rounded to the grid, float64, (R,).
+        target: The grid.
+    """
+    if results.numel() > _MOST_RESULTS:
+        return target.scale
+    own = torch.tensor([target.scale], dtype=torch.float64)
+    if float(_margins(results, own, target)) >= _MARGIN:
+        return target.scale
+    best, widest = target.scale, -1.0
+    count = max(1, _AT_ONCE // results.numel())
+    for scales in torch.split(_candidates(target.scale), count):
+        margins = _margins(results, scales, target)
+        clear = (margins >= _MARGIN).nonzero()
+        if len(clear):
+            return float(scales[clear[0]])
+        at = int(margins.argmax())
+        if float(margins[at]) > widest:
+            best, widest = float(scales[at]), float(margins[at])
+    return best
+
+
+def _candidates(scale: float) -> Tensor:
+    """Return the scales of an interval, which float32 holds exactly, nearest first."""
+    mantissa, exponent = frexp(scale)  # 0.5 to 1
+    interval = int(mantissa * 2 * _INTERVALS)
+    places = interval + torch.arange(_CANDIDATES).double() / _CANDIDATES
+    scales = places / (2 * _INTERVALS) * 2.0**exponent
+    return scales[(scales - scale).abs().argsort()]
+
+
+def possible_results(step: Step, grids: list[CodeGrid]) -> Tensor:
+    """Return every value that a step can have before it is rounded, float64.
+
+    Args:
+        step: A sum, an average or a change of grid.
+        grids: Grids of what it reads.
+    """
+    levels = [
+        grid.scale
+        * torch.arange(-grid.zero_point, grid.qmax + 1 - grid.zero_point).double()
+        for grid in grids
+    ]
+    if isinstance(step.operation, Sum):
+        return (levels[0][:, None] + levels[1]).flatten()
+    (grid,) = grids
+    if isinstance(step.operation, Average):
+        size = prod(step.operation.window)
+        sums = torch.arange(
+            -grid.zero_point * size, (grid.qmax - grid.zero_point) * size + 1
+        )
+        return grid.scale * sums.double() / size
+    return levels[0]
+
+
+def _margins(values: Tensor, scales: Tensor, target: CodeGrid) -> Tensor:
+    """Return the least distance of a result from the middle of two codes, (S,)."""
+    codes = values / scales[:, None] + target.zero_point  # (S, results)
+    inside = (codes > -1) & (codes < target.qmax + 1)
+    distance = (codes - codes.floor() - 0.5).abs()
+    return distance.masked_fill(~inside, 0.5).amin(1)

@@ -1,0 +1,1 @@
+"""ONNX files that are small, run anywhere, and were verified before being written."""

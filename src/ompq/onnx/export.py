@@ -1,0 +1,142 @@
+"""export_onnx(): a file that is small, runs with int8 kernels, and is verified."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from ompq.files import replacing
+from ompq.integer.engine import IntegerNetwork
+from ompq.integer.finalization import finalize
+from ompq.integer.lowering import lower
+from ompq.integer.operators import Steps
+from ompq.onnx.containers import StoredWeight
+from ompq.onnx.inspection import NETWORK
+from ompq.onnx.model import OnnxGraph, weights_only_model
+from ompq.onnx.verification import (
+    Agreement,
+    against_engine,
+    against_simulated,
+    libraries,
+    open_session,
+    require,
+)
+from ompq.quantization import quantization_of
+from ompq.samples import Samples, first_samples, first_tensor
+
+SMALLEST_OPSET = 18  # the first with a mask of bits
+SMALLEST_AGREEMENT = 0.995
+
+
+@dataclass(frozen=True)
+class ExportResult:
+    """A verified file.
+
+    Attributes:
+        path: The file.
+        bytes: Its size.
+        opset: Version of the standard operators in it.
+        weights: How each weight is stored.
+        simulated: Agreement of ONNX Runtime with the settled network.
+        engine: Agreement of ONNX Runtime with the integer engine, codes included; None
+            where activations are float, which integers do not cover.
+        given: Agreement of ONNX Runtime with the network as it was given. It equals
+            ``simulated`` if that was settled already.
+        runtime: What it was verified with, for example ``onnxruntime 1.31.1``.
+    """
+
+    path: Path
+    bytes: int
+    opset: int
+    weights: tuple[StoredWeight, ...]
+    simulated: Agreement
+    engine: Agreement | None
+    given: Agreement
+    runtime: str
+
+
+def export_onnx(
+    quantized: nn.Module,
+    path: str | Path,
+    samples: Samples,
+    *,
+    opset: int = 21,
+    engine_images: int = 8,
+    network: str = "",
+) -> ExportResult:
+    """Write a quantized network as ONNX and verify that it computes the same.
+
+    Args:
+        quantized: From :func:`ompq.quantize`, perhaps reconstructed or trained. What
+            is written is its settled form; see :func:`ompq.finalize`. Where activations
+            are all float, only weights are stored in fewer bits.
+        path: The file to write; nothing is left there when verification fails.
+        samples: Inputs to verify with; all are run. At least 99.5 % must have the same
+            top-1; one sample of 32 or more may always differ.
+        opset: Version of the standard operators.
+        engine_images: How many samples the integer engine, which is slower, runs.
+        network: The network's name, for example ``torchvision:resnet18``.
+
+    Returns:
+        Where the file is, how large, and how nearly it agrees.
+
+    Raises:
+        MissingExtraError: onnx or onnxruntime is not installed.
+        QuantizationError: An operation has no integer form; it is named.
+        ExportError: The file does not compute what the network computes, or PyTorch
+            cannot write its graph.
+        ValueError: The opset is too old.
+    """
+    onnx, runtime = libraries()
+    if opset < SMALLEST_OPSET:
+        raise ValueError(f"opset={opset} is too old: use {SMALLEST_OPSET} or later")
+    made = _made(quantized, samples, opset)
+    if network:
+        made.model.metadata_props.add(key=NETWORK, value=network)
+    onnx.checker.check_model(made.model, full_check=True)
+    with replacing(path) as temporary:
+        temporary.write_bytes(made.model.SerializeToString())
+        session = open_session(temporary)
+        simulated = against_simulated(made.network, session, samples)
+        given = against_simulated(quantized, session, samples)
+        require(simulated, SMALLEST_AGREEMENT, "simulated network")
+        engine = None
+        if made.steps is not None:
+            images = first_tensor(first_samples(samples, engine_images)).cpu()
+            integers = IntegerNetwork(made.steps)
+            engine = against_engine(integers, made.model, made.codes, images)
+            require(engine, SMALLEST_AGREEMENT, "integer engine")
+        size = temporary.stat().st_size
+    return ExportResult(
+        path=Path(path),
+        bytes=size,
+        opset=opset,
+        weights=tuple(made.weights),
+        simulated=simulated,
+        engine=engine,
+        given=given,
+        runtime=f"onnxruntime {runtime.__version__}",
+    )
+
+
+@dataclass(frozen=True)
+class _Made:
+    """What will be a file: its content, and the network that it must agree with."""
+
+    model: Any
+    weights: Sequence[StoredWeight]
+    network: nn.Module
+    steps: Steps | None = None
+    codes: Mapping[int, str] = field(default_factory=dict)
+
+
+def _made(quantized: nn.Module, samples: Samples, opset: int) -> _Made:
+    if not quantization_of(quantized).sites:  # all activations are float
+        model, weights = weights_only_model(quantized, samples, opset)
+        return _Made(model, weights, quantized)
+    finalized = finalize(quantized, samples)
+    steps = lower(finalized, samples)
+    graph = OnnxGraph(steps, opset)
+    return _Made(graph.model(), graph.weights, finalized, steps, graph.codes)

@@ -1,0 +1,421 @@
+"""What an exported ONNX file takes, byte by byte, and how fast it runs."""
+
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+from ompq.errors import ExportError, MissingExtraError, shortened
+from ompq.onnx.containers import DOMAIN
+
+# What a constant is, by the last part of its name.
+_ITEMS = {
+    "bytes": "weights",
+    "plane": "weights",
+    "offset": "zero points",
+    "stretch": "zero points",
+    "zeros": "zero points",
+    "scale": "scales",
+    "bias": "biases",
+}
+
+
+@dataclass(frozen=True)
+class OnnxAccount:
+    """What a file takes.
+
+    Attributes:
+        path: The file.
+        bytes: Its size on disk.
+        items: Bytes by item; they sum up to the file. ``float`` is what is stored as
+            it was, ``graph`` all that is no constant: nodes, names, the functions that
+            unpack weights.
+        layers: Layer → bytes of its constants.
+        bits: Layer → width of its weight's codes; 8 for one that is stored as bytes.
+    """
+
+    path: Path
+    bytes: int
+    items: Mapping[str, int]
+    layers: Mapping[str, int]
+    bits: Mapping[str, int]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data for JSON."""
+        return {
+            "path": str(self.path),
+            "file_bytes": self.bytes,
+            "items": dict(self.items),
+            "units": [
+                {"name": name, "weight_bits": self.bits[name], "bytes": size}
+                for name, size in self.layers.items()
+            ],
+        }
+
+
+def inspect_onnx(path: str | Path) -> OnnxAccount:
+    """Read the account of a file that :func:`ompq.export_onnx` wrote.
+
+    Raises:
+        MissingExtraError: onnx is not installed.
+        ExportError: The file cannot be read, or another program wrote it.
+    """
+    model = load_exported(Path(path))
+    items: dict[str, int] = {}
+    layers: dict[str, int] = {}
+    for tensor in model.graph.initializer:
+        layer, _, kind = tensor.name.rpartition("/")
+        size = len(tensor.raw_data)
+        item = _item(layer, kind)
+        items[item] = items.get(item, 0) + size
+        if item not in ("activations", "float"):
+            layers[layer] = layers.get(layer, 0) + size
+    total = Path(path).stat().st_size
+    items["graph"] = total - sum(items.values())
+    unpacked = {
+        node.output[0].rpartition("/")[0]: int(node.op_type.removeprefix("Weight"))
+        for node in model.graph.node
+        if node.domain == DOMAIN
+    }
+    bits = {layer: unpacked.get(layer, 8) for layer in layers}
+    return OnnxAccount(Path(path), total, items, layers, bits)
+
+
+def _item(layer: str, kind: str) -> str:
+    if layer in ("scale", "zero", "code"):  # of a tensor's grid; layers share them
+        return "activations"
+    if not layer:  # named as in the network: what stays float
+        return "float"
+    return "weights" if kind.startswith("plane") else _ITEMS.get(kind, "activations")
+
+
+def load_exported(path: Path) -> Any:
+    """Return the content of a file that :func:`ompq.export_onnx` wrote.
+
+    Raises:
+        MissingExtraError: onnx is not installed.
+        ExportError: The file cannot be read, or another program wrote it.
+    """
+    try:
+        import onnx
+        from google.protobuf.message import (  # type: ignore[import-untyped]
+            DecodeError,
+        )
+    except ImportError as error:
+        raise MissingExtraError(error.name or "onnx", "onnx") from error
+    try:
+        model = onnx.load(path)
+    except (OSError, DecodeError) as error:
+        raise ExportError(f"{path} cannot be read as ONNX: {error}") from error
+    if model.producer_name != "ompq":
+        raise ExportError(
+            f"{path} was written by {model.producer_name or 'another program'}, not by "
+            "ompq; there is no account of it"
+        )
+    return model
+
+
+_THIN = 4
+NETWORK = "network"  # the entry of a file's metadata that names the network
+
+
+def without_gain(path: str | Path) -> list[str]:
+    """Return what brings no speed, a sentence each; needs no runtime.
+
+    Raises:
+        MissingExtraError: onnx is not installed.
+        ExportError: The file cannot be read, or another program wrote it.
+    """
+    model = load_exported(Path(path))
+    graph, bits = model.graph, inspect_onnx(path).bits
+    if not any(node.op_type == "QuantizeLinear" for node in graph.node):
+        return [
+            "activations are float: weights become floats when the file is loaded, so "
+            "that it is smaller and not faster"
+        ]
+    found = []
+    narrow = [name for name, width in bits.items() if width < 8]
+    if narrow:
+        found.append(
+            f"{len(narrow)} of {len(bits)} layers below 8 bits ({shortened(narrow, 3)})"
+            ": they save size, not time; a CPU computes them in 8 bits"
+        )
+    depthwise = [_layer(n) for n in graph.node if _groups(n) > 1]
+    if depthwise:
+        found.append(
+            f"{len(depthwise)} depthwise or grouped convolutions "
+            f"({shortened(depthwise, 3)}): 8 bits gain less there than elsewhere"
+        )
+    thin = [layer for layer in bits if 0 < _channels(model, layer) < _THIN]
+    if thin:
+        found.append(
+            f"convolutions of fewer than {_THIN} channels ({shortened(thin, 3)}): "
+            "8 bits gain nothing there, and may cost"
+        )
+    clips = [n for n in graph.node if n.op_type == "Clip" and "codes" in n.input[0]]
+    if clips:
+        found.append(
+            f"{len(clips)} tensors below 8 bits, or clipped: a Clip of codes each, "
+            "which takes time that 8 bits would not"
+        )
+    return found
+
+
+def network_name(path: str | Path) -> str:
+    """Return the name of the network that a file was made of, or ""."""
+    entries = load_exported(Path(path)).metadata_props
+    return next((str(one.value) for one in entries if one.key == NETWORK), "")
+
+
+def input_shape(path: str | Path) -> tuple[int, ...]:
+    """Return the shape of one input, without the batch dimension."""
+    sizes = load_exported(Path(path)).graph.input[0].type.tensor_type.shape.dim
+    return tuple(int(size.dim_value) for size in sizes)[1:]
+
+
+def _groups(node: Any) -> int:
+    if node.op_type != "Conv" or node.domain == DOMAIN:
+        return 1
+    return next((int(one.i) for one in node.attribute if one.name == "group"), 1)
+
+
+def _channels(model: Any, layer: str) -> int:
+    """Return the channels that a convolution reads; 0 for others."""
+    for node in model.graph.node:
+        if node.op_type == "Conv" and _layer(node) == layer and _groups(node) == 1:
+            return _weight_shape(model, layer)[1]
+    return 0
+
+
+def _weight_shape(model: Any, layer: str) -> tuple[int, ...]:
+    for node in model.graph.node:
+        if node.domain == DOMAIN and node.output[0] == f"{layer}/bytes":
+            return next(tuple(a.ints) for a in node.attribute if a.name == "shape")
+    tensors = model.graph.initializer
+    return next(tuple(t.dims) for t in tensors if t.name == f"{layer}/bytes")
+
+
+def _layer(node: Any) -> str:
+    return str(node.output[0].rpartition("/")[0])
+
+
+RUNTIMES = ("onnxruntime", "openvino")
+_WARM_UP = 3
+_LOADS = 3
+
+# Run in a process of its own: memory with the runtime alone, and the most there was.
+_WEIGH = """
+import sys
+from ompq.onnx.inspection import load_runtime, most_memory, runner
+path, threads, runtime, *shape = sys.argv[1:]
+load_runtime(runtime)
+start = most_memory()
+run = runner(path, [int(size) for size in shape], int(threads), runtime)
+for _ in range(3):
+    run()
+print(start, most_memory())
+"""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Memory of a process that loads and runs a file, in bytes.
+
+    Attributes:
+        start: What it holds before the file is loaded: Python and the runtime.
+        peak: The most that it ever holds.
+    """
+
+    start: int
+    peak: int
+
+
+@dataclass(frozen=True)
+class Timing:
+    """What a file takes in a runtime.
+
+    Attributes:
+        name: Of the file among those that are compared.
+        runtime: For example ``onnxruntime 1.31.1``.
+        milliseconds: Median of a run.
+        ratio: Median, run by run, of the first file's time to this one's.
+        load_seconds: Median of a load.
+        memory: Of a process of its own.
+    """
+
+    name: str
+    runtime: str
+    milliseconds: float
+    ratio: float
+    load_seconds: float
+    memory: Memory
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data for JSON."""
+        return asdict(self)
+
+
+def installed_runtimes() -> tuple[str, ...]:
+    """Return the runtimes that can be measured here."""
+    return tuple(name for name in RUNTIMES if find_spec(name) is not None)
+
+
+def load_runtime(name: str) -> Any:
+    """Import a runtime.
+
+    Raises:
+        MissingExtraError: It is not installed.
+    """
+    try:
+        return import_module(name)
+    except ImportError as error:
+        raise MissingExtraError(name, "onnx") from error
+
+
+def time_files(
+    files: Mapping[str, Path],
+    shape: Sequence[int],
+    *,
+    repeats: int = 50,
+    threads: int = 1,
+    runtime: str = "onnxruntime",
+) -> list[Timing]:
+    """Measure several files; runs take turns, so that a slow moment hits all alike.
+
+    Args:
+        files: Name → ONNX file; the first one is what the others are compared with.
+        shape: Of the input, batch included.
+        repeats: How many runs the medians are taken of.
+        threads: How many threads a run may use.
+        runtime: ``onnxruntime`` or ``openvino``.
+
+    Raises:
+        MissingExtraError: The runtime is not installed.
+        ExportError: It cannot run a file.
+        ValueError: repeats or threads are below 1.
+    """
+    for name, value in (("repeats", repeats), ("threads", threads)):
+        if value < 1:
+            raise ValueError(f"{name}={value} is too small; use 1 or more")
+    version = load_runtime(runtime).__version__
+    runs = {name: runner(file, shape, threads, runtime) for name, file in files.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    for number in range(_WARM_UP + repeats):
+        for name, run in runs.items():
+            start = perf_counter()
+            run()
+            if number >= _WARM_UP:
+                seconds[name].append(perf_counter() - start)
+    first = seconds[next(iter(files))]
+    return [
+        Timing(
+            name=name,
+            runtime=f"{runtime} {version.partition('-')[0]}",
+            milliseconds=1000 * median(own),
+            ratio=median(a / b for a, b in zip(first, own, strict=True)),
+            load_seconds=load_seconds(files[name], shape, threads, runtime),
+            memory=peak_memory(files[name], shape, threads, runtime),
+        )
+        for name, own in seconds.items()
+    ]
+
+
+def runner(
+    path: str | Path,
+    shape: Sequence[int],
+    threads: int = 1,
+    runtime: str = "onnxruntime",
+) -> Callable[[], Any]:
+    """Load a file and return what runs it once, on noise of a shape.
+
+    Raises:
+        ExportError: The runtime cannot load it.
+    """
+    image = np.random.default_rng(0).normal(size=tuple(shape)).astype(np.float32)
+    load = {"onnxruntime": _onnxruntime, "openvino": _openvino}[runtime]
+    try:
+        return load(load_runtime(runtime), str(path), threads, image)
+    except RuntimeError as error:
+        raise ExportError(_refused(path, runtime, error)) from error
+    except Exception as error:
+        # ONNX Runtime's own errors derive from nothing more particular.
+        if type(error).__module__.startswith("onnxruntime"):
+            raise ExportError(_refused(path, runtime, error)) from error
+        raise
+
+
+def _refused(path: str | Path, runtime: str, error: Exception) -> str:
+    return f"{runtime} cannot load {path}: {str(error).strip().splitlines()[0]}"
+
+
+def _onnxruntime(
+    library: Any, path: str, threads: int, image: Any
+) -> Callable[[], Any]:
+    options = library.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.log_severity_level = 3
+    session = library.InferenceSession(
+        path, options, providers=["CPUExecutionProvider"]
+    )
+    given = {session.get_inputs()[0].name: image}
+    return lambda: session.run(None, given)
+
+
+def _openvino(library: Any, path: str, threads: int, image: Any) -> Callable[[], Any]:
+    settings = {"INFERENCE_NUM_THREADS": threads, "PERFORMANCE_HINT": "LATENCY"}
+    compiled = library.Core().compile_model(path, "CPU", settings)
+    return lambda: compiled([image])
+
+
+def most_memory() -> int:
+    """Return the most memory that this process ever held, in bytes."""
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        (held,) = (line.split()[1] for line in lines if line.startswith("VmHWM"))
+        return 1024 * int(held)
+    except (OSError, ValueError):  # no Linux: what started this process counts, too
+        import resource
+
+        unit = 1 if sys.platform == "darwin" else 1024
+        return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def load_seconds(
+    path: str | Path,
+    shape: Sequence[int],
+    threads: int = 1,
+    runtime: str = "onnxruntime",
+) -> float:
+    """Return the median time that a runtime takes to load a file."""
+    seconds = []
+    for _ in range(_LOADS):
+        start = perf_counter()
+        runner(path, shape, threads, runtime)
+        seconds.append(perf_counter() - start)
+    return median(seconds)
+
+
+def peak_memory(
+    path: str | Path,
+    shape: Sequence[int],
+    threads: int = 1,
+    runtime: str = "onnxruntime",
+) -> Memory:
+    """Return the memory of a process that loads a file and runs it."""
+    words = [str(path), str(threads), runtime, *map(str, shape)]
+    done = subprocess.run(
+        [sys.executable, "-c", _WEIGH, *words],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    start, peak = done.stdout.split()
+    return Memory(int(start), int(peak))

@@ -1,0 +1,336 @@
+"""What calibration reads: activation ranges, importance, input Gram matrices."""
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+
+from ompq.graph import Unit
+from ompq.quantization.sites import ActivationSite
+from ompq.ranges import (
+    FEW_WEIGHTS,
+    Observed,
+    observe_range,
+    value_bins,
+    with_importance,
+)
+from ompq.recording import tensors_in, watch
+from ompq.samples import (
+    Progress,
+    Report,
+    Samples,
+    attached,
+    batch_count,
+    cudnn_kernels,
+    first_samples,
+    first_tensor,
+    map_batch,
+    model_device,
+    run_first,
+    sample_batches,
+    to_device,
+)
+
+logger = logging.getLogger(__name__)
+_FOR_IMPORTANCE = 64  # samples suffice to tell what matters
+_AT_ONCE = 16  # of them: a backward pass needs what the forward pass computed
+READING = "reading ranges of activations"
+
+
+def read_ranges(
+    model: nn.Module,
+    samples: Samples,
+    sites: Sequence[ActivationSite],
+    *,
+    batch_size: int,
+    report: Progress,
+) -> list[Observed]:
+    """Run the float network and gather what each point's range is found from.
+
+    Args:
+        model: The float network.
+        samples: Unlabelled inputs.
+        sites: Where activations will be quantized.
+        batch_size: How many samples run at a time.
+        report: Called after each batch.
+    """
+    found: list[Observed | None] = [None] * len(sites)
+    site_at = _sites_by_position(sites)
+    device = model_device(model)
+
+    def see(at: int, value: Any) -> None:
+        index = site_at[at]
+        found[index] = observe_range(next(tensors_in(value)), found[index])
+
+    def visit(at: int, _function: Any, _args: Any, _kwargs: Any, output: Any) -> None:
+        if at in site_at:
+            see(at, output)
+
+    total = batch_count(samples, batch_size)
+    for done, batch in enumerate(sample_batches(samples, batch_size=batch_size), 1):
+        moved = to_device(batch, device)
+        if -1 in site_at:
+            see(-1, moved)
+        watch(model, moved, visit)
+        report(done, total, READING)
+    return [statistics for statistics in found if statistics is not None]
+
+
+def weigh_ranges(
+    model: nn.Module,
+    samples: Samples,
+    sites: Sequence[ActivationSite],
+    seen: Sequence[Observed],
+    *,
+    report: Progress,
+) -> list[Observed]:
+    """Add how much the values of each point matter to what the network returns.
+
+    To second order, an error changes the divergence between the network's answers by
+    half its square times the squared gradient of the network's own likelihood (its
+    Fisher information). Where the network cannot be differentiated, all values count
+    alike, and a warning says so.
+
+    Args:
+        model: The float network; neither its gradients nor its flags are changed.
+        samples: Unlabelled inputs; the first 64 are used.
+        sites: Where activations will be quantized.
+        seen: What :func:`read_ranges` found with these samples.
+        report: Called after each batch.
+    """
+    weighing = _Weighing(sites, seen)
+    generator = torch.Generator().manual_seed(0)
+    first = to_device(first_samples(samples, _FOR_IMPORTANCE), model_device(model))
+    try:
+        for done, batch in enumerate(sample_batches(first, batch_size=_AT_ONCE), 1):
+            leaf = map_batch(batch, _leaf)
+            ends = [t for t in tensors_in(leaf) if t.requires_grad]
+            with _differentiating(model, parameters=not ends) as parameters:
+                # The network may work on its input in place, which no leaf allows.
+                inputs = map_batch(leaf, torch.clone)
+                weighing.await_gradient(-1, inputs)
+                output = watch(model, inputs, weighing.visit, gradients=True)
+                loss = _loss(first_tensor(output), generator)
+                torch.autograd.grad(loss, ends or parameters, allow_unused=True)
+            report(done, batch_count(first, _AT_ONCE), READING)
+    except RuntimeError as error:
+        logger.warning(
+            "ranges of activations weigh all values alike: the network cannot be "
+            "differentiated (%s)",
+            str(error).splitlines()[0],
+        )
+        return list(seen)
+    return weighing.found
+
+
+class _Weighing:
+    """Adds the importance of values to what is known of each point, as gradients come.
+
+    Attributes:
+        found: What is known of each point.
+    """
+
+    def __init__(
+        self, sites: Sequence[ActivationSite], seen: Sequence[Observed]
+    ) -> None:
+        self.found = list(seen)
+        self._site_at = _sites_by_position(sites)
+
+    def visit(
+        self, at: int, _function: Any, _args: Any, _kwargs: Any, output: Any
+    ) -> None:
+        """See a call's output while the network runs."""
+        self.await_gradient(at, output)
+
+    def await_gradient(self, at: int, value: Any) -> None:
+        """Have a tensor's gradient counted once it comes, if it is a point's."""
+        index = self._site_at.get(at)
+        if index is None:
+            return
+        tensor = next(tensors_in(value))
+        if not tensor.requires_grad:
+            return
+        # Now: the network may change the tensor in place.
+        bins = value_bins(self.found[index], tensor)
+
+        def add(gradient: Tensor) -> None:
+            self.found[index] = with_importance(self.found[index], bins, gradient)
+
+        tensor.register_hook(add)  # type: ignore[no-untyped-call]
+
+
+def _sites_by_position(sites: Sequence[ActivationSite]) -> dict[int, int]:
+    return {at: i for i, site in enumerate(sites) for at in site.positions}
+
+
+@contextmanager
+def _differentiating(model: nn.Module, *, parameters: bool) -> Iterator[list[Tensor]]:
+    """Yield the network's parameters, and make gradients repeatable meanwhile.
+
+    Args:
+        model: The network.
+        parameters: Whether gradients flow to them. They need not where they flow to the
+            input, and what a layer got need not be kept then.
+    """
+    each: list[Tensor] = [p for p in model.parameters() if p.is_floating_point()]
+    flags = [p.requires_grad for p in each]
+    try:
+        for parameter in each:
+            parameter.requires_grad_(parameters)
+        with torch.enable_grad(), cudnn_kernels(repeatable=True):
+            yield each
+    finally:
+        for parameter, flag in zip(each, flags, strict=True):
+            parameter.requires_grad_(flag)
+
+
+def _leaf(tensor: Tensor) -> Tensor:
+    """Return a copy that gradients flow to, if it can be one."""
+    tensor = tensor.detach().clone()
+    return tensor.requires_grad_(tensor.is_floating_point())
+
+
+def _loss(output: Tensor, generator: torch.Generator) -> Tensor:
+    """Return a loss whose squared gradients are the output's Fisher information.
+
+    For logits, −log p of classes drawn from p itself; else the output's elements with
+    signs drawn at random, as for a squared error.
+    """
+    if output.dim() == 2 and output.shape[1] > 1:
+        log_p = output.float().log_softmax(1)
+        # The largest of log p + Gumbel noise is a class drawn from p.
+        noise = -torch.empty(log_p.shape).exponential_(generator=generator).log()
+        drawn = (log_p.detach() + noise.to(log_p.device)).argmax(1, keepdim=True)
+        return -log_p.gather(1, drawn).sum()
+    signs = torch.randint(2, output.shape, generator=generator) * 2 - 1
+    return (output * signs.to(output.device)).sum()
+
+
+_SAMPLES = 32
+_AT_ONCE_GRAMS = 8
+_LEAST_VARIANCE = 1e-9  # of the mean square; what is less is rounding
+
+
+def input_grams(
+    model: nn.Module,
+    units: Sequence[Unit],
+    samples: Samples,
+    *,
+    centred: bool = True,
+    report: Report = lambda _done, _total: None,
+) -> dict[str, Tensor]:
+    """Return the Gram matrices of the inputs of units with few weights a channel.
+
+    Args:
+        model: The float network.
+        units: Its units; transposed convolutions and projections inside an attention
+            are left out.
+        samples: Inputs; the first 32 are used.
+        centred: Whether to take inputs as distances from their means, since biases
+            make up for the errors of means.
+        report: Called after each batch, with the number of batches done and of all.
+
+    Returns:
+        Unit name → (C, K, K) or, where all channels have the same inputs, (1, K, K);
+        positive definite.
+    """
+    layers = {unit.name: _layer(model, unit) for unit in units}
+    sums = {n: _Sums(layer) for n, layer in layers.items() if layer is not None}
+    if not sums:
+        return {}
+    handles = [
+        each.layer.register_forward_hook(each.add, with_kwargs=True)
+        for each in sums.values()
+    ]
+    with attached(handles):
+        run_first(model, samples, _SAMPLES, batch_size=_AT_ONCE_GRAMS, report=report)
+    return {
+        name: each.gram(centred=centred) for name, each in sums.items() if each.count
+    }
+
+
+def _layer(model: nn.Module, unit: Unit) -> nn.Module | None:
+    if unit.kind == "attention":  # its projections have no module of their own
+        return None
+    layer = model.get_submodule(unit.name)
+    plain = isinstance(layer, nn.Linear | _ConvNd)
+    if not plain or isinstance(layer, _ConvTransposeNd):
+        return None
+    return layer if unit.weights <= FEW_WEIGHTS * unit.out_channels else None
+
+
+class _Sums:
+    """What a layer's inputs add up to, while the network runs.
+
+    Attributes:
+        layer: The layer.
+        count: How many positions have been seen.
+    """
+
+    def __init__(self, layer: nn.Module) -> None:
+        self.layer = layer
+        self.count = 0
+        self._sum: Tensor | float = 0.0  # (groups, K, 1)
+        self._products: Tensor | float = 0.0  # (groups, K, K)
+
+    def add(self, layer: nn.Module, args: Any, kwargs: Any, _output: Any) -> None:
+        """Forward hook: add what the layer gets."""
+        # A convolution's patches are its input many times over: a sample at a time.
+        for sample in _samples(layer, next(tensors_in((args, kwargs)))):
+            # Double: means are taken off in the end, and may be nearly all there is.
+            columns = _columns(layer, sample).double()
+            self.count += columns.shape[-1]
+            self._sum = self._sum + columns.sum(-1, keepdim=True)
+            self._products = self._products + columns @ columns.transpose(1, 2)
+
+    def gram(self, *, centred: bool) -> Tensor:
+        """Return the Gram matrix of each output channel's inputs, or the only one."""
+        gram = torch.as_tensor(self._products) / self.count
+        square = usual = _mean_diagonal(gram)
+        if centred:
+            mean = torch.as_tensor(self._sum) / self.count
+            gram = gram - mean @ mean.transpose(1, 2)
+            usual = _mean_diagonal(gram)
+        # Fewer positions than weights say little of how inputs vary together, and
+        # inputs that are always the same say nothing: all errors count there.
+        width = gram.shape[-1]
+        varying = usual > _LEAST_VARIANCE * square
+        ridge = torch.where(varying, usual * width / self.count, 1.0)
+        gram = gram + ridge[:, None, None] * torch.eye(width).to(gram)
+        if len(gram) > 1:
+            channels = len(cast(Tensor, self.layer.weight))
+            gram = gram.repeat_interleave(channels // len(gram), dim=0)
+        return gram.float()
+
+
+def _mean_diagonal(gram: Tensor) -> Tensor:
+    return gram.diagonal(dim1=1, dim2=2).mean(1)
+
+
+def _samples(layer: nn.Module, x: Tensor) -> Sequence[Tensor]:
+    """Return the samples of what a layer gets, each with an axis for samples."""
+    if isinstance(layer, _ConvNd) and x.dim() == len(layer.kernel_size) + 1:
+        return [x[None]]
+    return torch.split(x, 1)
+
+
+def _columns(layer: nn.Module, x: Tensor) -> Tensor:
+    """Return what each weight of a channel is multiplied by, (groups, K, positions)."""
+    if not isinstance(layer, _ConvNd):
+        return x.reshape(-1, x.shape[-1]).T[None]
+    dims = len(layer.kernel_size)
+    mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
+    x = F.pad(x, layer._reversed_padding_repeated_twice, mode=mode)
+    sizes = zip(layer.kernel_size, layer.stride, layer.dilation, strict=True)
+    for axis, (size, stride, gap) in enumerate(sizes, start=2):
+        x = x.unfold(axis, gap * (size - 1) + 1, stride)[..., ::gap]
+    # (N, C, positions..., kernel...)
+    x = x.reshape(len(x), layer.groups, -1, *x.shape[2:])
+    x = x.movedim(tuple(range(-dims, 0)), tuple(range(3, 3 + dims)))
+    x = x.flatten(2, 2 + dims).flatten(3)  # (N, groups, K, positions)
+    return x.permute(1, 2, 0, 3).flatten(2)

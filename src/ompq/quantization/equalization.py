@@ -1,0 +1,190 @@
+"""Cross-layer equalization of the channels that a depthwise convolution reads."""
+
+import copy
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
+
+from ompq.graph import LayerGraph, Unit, scaled_channels
+from ompq.recording import Call, Recording, is_linear_map, tensors_in
+from ompq.samples import Report, Samples, attached, run_first
+
+_SAMPLES = 64
+_AT_ONCE = 16
+# Of the way to one size, as exponents. What goes all of it leaves a clip at 6 no room
+# above the largest value seen.
+_PART = 0.75
+_LARGEST_EXPONENT = 6
+# They give a times as much for a times as much; relu6 as far as it does not clip.
+_SCALING = {"relu", "relu6", "leaky_relu"}
+_PRODUCERS = {"conv", "depthwise", "pointwise", "grouped"}
+
+
+class Equalized(NamedTuple):
+    """A tensor whose channels got factors.
+
+    Attributes:
+        maker: Name of the unit, or of the batch norm after it, that makes it.
+        reader: Name of the depthwise unit that reads it.
+        exponents: Each channel of it is multiplied by two to this power.
+    """
+
+    producer: str
+    consumer: str
+    exponents: tuple[int, ...]
+
+
+def find_factors(
+    model: nn.Module,
+    recording: Recording,
+    graph: LayerGraph,
+    samples: Samples,
+    *,
+    report: Report = lambda _done, _total: None,
+) -> tuple[Equalized, ...]:
+    """Return what brings channels nearer to one size, wherever nothing else changes.
+
+    Args:
+        model: The float network.
+        recording: A forward pass of it.
+        graph: Its units.
+        samples: Inputs; the first 64 tell how large channels are.
+        report: Called after each batch, with the number of batches done and of all.
+    """
+    pairs = list(_pairs(model, recording, graph))
+    largest = _largest_inputs(
+        model, [consumer for _, consumer in pairs], samples, report
+    )
+    found = (
+        Equalized(
+            unit.norm or unit.name, consumer.name, _exponents(largest[consumer.name])
+        )
+        for unit, consumer in pairs
+    )
+    return tuple(one for one in found if any(one.exponents))
+
+
+def equalized(model: nn.Module, factors: Iterable[Equalized]) -> nn.Module:
+    """Return a network that computes the same, its channels of other sizes.
+
+    Args:
+        model: The float network; left as it is, and returned where there is nothing
+            to change.
+        factors: From :func:`find_factors`.
+    """
+    factors = tuple(factors)
+    if not factors:
+        return model
+    result = copy.deepcopy(model)
+    for producer, consumer, exponents in factors:
+        enlarge(result.get_submodule(producer), exponents)
+        layer = result.get_submodule(consumer)
+        # A channel may be read by several, which give one channel each.
+        each = len(cast(Tensor, layer.weight)) // len(exponents)
+        opposite = [-exponent for exponent in exponents for _ in range(each)]
+        enlarge(layer, opposite, bias=False)
+    return result
+
+
+@torch.no_grad()
+def enlarge(module: nn.Module, exponents: Sequence[int], *, bias: bool = True) -> None:
+    """Multiply each channel that a layer or batch norm gives by a power of two.
+
+    Args:
+        module: It is changed.
+        exponents: One for each output channel.
+        bias: Whether the bias is part of what is multiplied.
+    """
+    weight = cast(Tensor, module.weight)
+    factor = torch.tensor(exponents).to(weight).exp2()
+    weight.copy_(scaled_channels(weight, factor, module))
+    if bias and isinstance(module.bias, Tensor):
+        module.bias.mul_(factor)
+
+
+def _pairs(
+    model: nn.Module, recording: Recording, graph: LayerGraph
+) -> Iterator[tuple[Unit, Unit]]:
+    """Yield the depthwise units, each after the one whose output it alone reads."""
+    consumers = recording.consumers()
+    for at in recording.returned:  # whoever called the network reads that too
+        consumers.setdefault(at, []).append(-1)
+    times = Counter(key for call in recording.calls for key in call.parameters)
+    unit_of = {
+        call.position: unit
+        for call in recording.calls
+        if is_linear_map(call.function)
+        for unit in graph.units
+        if unit.parameter in call.parameters and times[unit.parameter] == 1
+    }
+    for position, consumer in unit_of.items():
+        if consumer.kind != "depthwise":
+            continue
+        made_at, norm = _made_at(recording.calls, consumers, position)
+        producer = unit_of.get(made_at)
+        if producer is None or producer.kind not in _PRODUCERS or producer.norm != norm:
+            continue
+        if isinstance(model.get_submodule(norm or producer.name).weight, Tensor):
+            yield producer, consumer
+
+
+def _made_at(
+    calls: Sequence[Call], consumers: Mapping[int, list[int]], position: int
+) -> tuple[int, str]:
+    """Go back from a call to what made the tensor that it alone reads.
+
+    Returns:
+        The position of the call that made it, before activation and batch norm, and the
+        name of the norm; the position is -1 where factors would not pass through.
+    """
+    at, norm = position, ""
+    while len(calls[at].inputs) == 1:
+        (source,) = calls[at].inputs
+        if source < 0 or consumers[source] != [at]:
+            return -1, norm
+        at, function = source, calls[source].function
+        if function == "batch_norm" and not norm:
+            norm = calls[at].module
+        elif norm or function not in _SCALING:
+            break
+    return at, norm
+
+
+def _largest_inputs(
+    model: nn.Module, units: list[Unit], samples: Samples, report: Report
+) -> dict[str, Tensor]:
+    """Return the largest magnitude in each channel that units read, (C,) each."""
+    if not units:
+        return {}
+    found: dict[str, Tensor] = {}
+
+    def remember(name: str) -> Any:
+        def hook(layer: nn.Module, args: Any, kwargs: Any) -> None:
+            x = next(tensors_in((args, kwargs)))
+            axis = x.dim() - 1 - len(cast(_ConvNd, layer).kernel_size)
+            largest = x.abs().movedim(axis, 0).flatten(1).amax(1)
+            found[name] = torch.maximum(found.get(name, largest), largest)
+
+        return hook
+
+    handles = [
+        model.get_submodule(unit.name).register_forward_pre_hook(
+            remember(unit.name), with_kwargs=True
+        )
+        for unit in units
+    ]
+    with attached(handles):
+        run_first(model, samples, _SAMPLES, batch_size=_AT_ONCE, report=report)
+    return found
+
+
+def _exponents(largest: Tensor) -> tuple[int, ...]:
+    """Return the exponent of each channel's factor from how large it gets, (C,)."""
+    below = (largest.max() / largest).log2() * _PART
+    # A channel that is always 0, of which nothing is known, stays as it is.
+    whole = below.floor().clamp(max=_LARGEST_EXPONENT).where(largest > 0, 0)
+    return tuple(int(exponent) for exponent in whole.tolist())

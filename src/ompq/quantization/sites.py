@@ -1,0 +1,198 @@
+"""Where activations are quantized: found from the observed flow of data."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import nn
+
+from ompq.costs import FLOAT_BITS
+from ompq.graph import Choice, LayerGraph, Skipped, is_sum
+from ompq.recording import Call, Recording, is_linear_map
+
+# These hand on the values they get: their output is on the grid of their input.
+_PASSIVE = {
+    "max_pool1d", "max_pool2d", "max_pool3d", "adaptive_max_pool2d", "flatten",
+    "unflatten", "view", "reshape", "permute", "transpose", "movedim", "contiguous",
+    "clone", "detach", "to", "dropout", "dropout1d", "dropout2d", "dropout3d",
+    "squeeze", "unsqueeze", "chunk", "split", "getitem", "channel_shuffle",
+    "boolean_dispatch", "pad", "pixel_shuffle",
+}  # fmt: skip
+_AVERAGES = {"avg_pool1d", "avg_pool2d", "adaptive_avg_pool1d", "adaptive_avg_pool2d",
+             "mean"}  # fmt: skip
+_CLIPS = {"relu", "relu6", "clamp_min"}
+SUM_BITS = 8  # operands that only a sum reads: what an int8 runtime adds
+
+
+@dataclass(frozen=True)
+class ActivationSite:
+    """A quantized tensor, or several that share a grid.
+
+    Attributes:
+        positions: Calls whose outputs it stands for; -1 is the network's input.
+        bits: Width of its codes.
+        after: Modules after which it is applied.
+        before: Modules before which it is applied; "" is the network.
+    """
+
+    positions: tuple[int, ...]
+    bits: int
+    after: tuple[str, ...]
+    before: tuple[str, ...]
+
+
+class Link(NamedTuple):
+    """A layer that computes with whole numbers: :func:`ompq.finalize` made it so.
+
+    Attributes:
+        layer: Its name.
+        source: Name of the quantizer of its input.
+        target: Name of the quantizer of its output; "" for logits.
+    """
+
+    layer: str
+    source: str
+    target: str
+
+
+def find_sites(
+    model: nn.Module,
+    recording: Recording,
+    graph: LayerGraph,
+    bits: Mapping[str, Choice],
+) -> tuple[list[ActivationSite], list[Skipped]]:
+    """Return the points of a network, and the tensors that stay float.
+
+    Args:
+        model: The float network.
+        recording: A forward pass of it.
+        graph: Its units.
+        bits: Unit name → bits.
+    """
+    finder = _Finder(model, recording, graph)
+    widths: dict[int, int] = {}  # source → bits
+    for call in recording.calls:
+        unit = finder.unit_of.get(call.position)
+        if unit is None and not (is_sum(call) or call.function in _AVERAGES):
+            continue
+        width = bits[unit].activation if unit else 0
+        for source in finder.read_by(call):
+            widths[source] = max(widths.get(source, 0), width)
+    # With float activations everywhere there is no integer arithmetic to prepare.
+    integer = any(choice.activation < FLOAT_BITS for choice in bits.values())
+    return finder.sites(widths) if integer else ([], [])
+
+
+class _Finder:
+    def __init__(
+        self, model: nn.Module, recording: Recording, graph: LayerGraph
+    ) -> None:
+        self.model = model
+        self.calls = recording.calls
+        self.consumers = recording.consumers()
+        self.times: dict[str, int] = {}
+        self.producers: dict[int, list[str]] = {}  # position → modules that return it
+        for call in recording.module_calls:
+            self.times[call.name] = self.times.get(call.name, 0) + 1
+            if call.output is not None:
+                self.producers.setdefault(call.output, []).append(call.name)
+        owner = {unit.parameter: unit.name for unit in graph.units}
+        self.unit_of = {
+            call.position: owner[key]
+            for call in recording.calls
+            if is_linear_map(call.function) or "attention" in call.function
+            for key in call.parameters
+            if key in owner
+        }
+        self.parent: dict[int, int] = {}  # concatenated sources share a grid
+
+    def read_by(self, call: Call) -> list[int]:
+        """Return the sources that a call reads, through passive calls."""
+        return [source for at in call.inputs for source in self._sources(at)]
+
+    def _sources(self, at: int) -> list[int]:
+        if at < 0:
+            return [-1]
+        call = self.calls[at]
+        if call.function == "cat":
+            found = [source for i in call.inputs for source in self._sources(i)]
+            for source in found[1:]:
+                self.parent[self._root(source)] = self._root(found[0])
+            return found
+        if len(call.inputs) == 1 and self._hands_on(call):
+            return self._sources(call.inputs[0])
+        return [at] if call.inputs else []  # made from parameters alone: a constant
+
+    def _hands_on(self, call: Call) -> bool:
+        """Whether a call of one input returns the values it gets."""
+        if call.function in _PASSIVE:
+            return True
+        (source,) = call.inputs
+        same = source >= 0 and self.calls[source].shape == call.shape
+        return same and call.function.startswith("adaptive_avg_pool")  # of one value
+
+    def _root(self, source: int) -> int:
+        while (parent := self.parent.get(source, source)) != source:
+            source = parent
+        return source
+
+    def sites(
+        self, widths: Mapping[int, int]
+    ) -> tuple[list[ActivationSite], list[Skipped]]:
+        groups: dict[int, list[int]] = {}
+        for source in sorted(widths):
+            groups.setdefault(self._root(source), []).append(source)
+        sites, skipped = [], []
+        for members in groups.values():
+            bits = max(widths[source] for source in members) or SUM_BITS
+            if bits >= FLOAT_BITS:
+                continue
+            placed = [s for s in members if self._after(s) or self._before(s)]
+            skipped += [self._lost(s) for s in members if s not in placed]
+            if placed:
+                sites.append(self._site(placed, bits))
+        return sites, skipped
+
+    def _site(self, members: Sequence[int], bits: int) -> ActivationSite:
+        after = [site for s in members for site in self._after(s)]
+        before = [s for m in members if not self._after(m) for s in self._before(m)]
+        return ActivationSite(
+            tuple(members),
+            bits,
+            tuple(dict.fromkeys(after)),
+            tuple(dict.fromkeys(before)),
+        )
+
+    def _after(self, at: int) -> list[str]:
+        """Return the innermost module, called once, that returns this tensor."""
+        for name in self.producers.get(at, ()):
+            module = self.model.get_submodule(name)
+            if self.times[name] == 1 and not isinstance(module, nn.Sequential):
+                return [name]
+        # A clip without a module of its own: a grid that ends where it clips does
+        # the clipping, so the quantizer may stand before it.
+        if at >= 0 and self.calls[at].function in _CLIPS:
+            (before, *_) = self.calls[at].inputs
+            if self.consumers.get(before) == [at]:
+                return self._after(before)
+        return []
+
+    def _before(self, at: int) -> list[str]:
+        """Return the modules of the units that read this tensor."""
+        if at < 0:
+            return [""]
+        found = []
+        for consumer in self.consumers.get(at, ()):
+            call = self.calls[consumer]
+            if consumer in self.unit_of:
+                found.append(call.module)
+            elif call.function in _PASSIVE:
+                found += self._before(consumer)
+        return [name for name in found if self.times.get(name) == 1]
+
+    def _lost(self, at: int) -> Skipped:
+        call = self.calls[at]
+        return Skipped(
+            f"{call.module or '(network)'}.{call.function}()",
+            "no module makes or reads this tensor alone: it stays float",
+        )

@@ -1,1 +1,0 @@
-"""The arithmetic of uniform quantization: grids, ranges, noise, calibration."""

@@ -1,0 +1,300 @@
+"""One observed forward pass: which calls it makes, and what flows between them."""
+
+import copy
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from ompq.samples import Batch, attached, call, evaluating
+
+Visit = Callable[[int, Any, tuple[Any, ...], dict[str, Any], Any], None]
+Enter = Callable[[str, nn.Module], None]
+Leave = Callable[[str, nn.Module, Any, Any, Any], None]
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a torch function that returned a tensor.
+
+    Attributes:
+        position: Number of the call within the forward pass.
+        function: The function's name without underscores: ``conv2d``, ``add``.
+        module: Name of the innermost module it happened in; "" is the network.
+        inputs: Positions of the calls whose outputs it read; -1 is the input.
+        parameters: Keys of the parameters it read.
+        shape: Shape of its first output tensor.
+    """
+
+    position: int
+    function: str
+    module: str
+    inputs: tuple[int, ...]
+    parameters: tuple[str, ...]
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ModuleCall:
+    """One call of a module: what it read and what it returned.
+
+    Attributes:
+        name: Name of the module.
+        input_shape: Shape of its first tensor argument; () without one.
+        output_shape: Shape of its first output tensor; () without one.
+        output: Position of the call that made its output; -1 when it returned its
+            input, None when it returned no tensor.
+        weight_used: Whether a linear map received its weight as it is stored.
+    """
+
+    name: str
+    input_shape: tuple[int, ...]
+    output_shape: tuple[int, ...]
+    output: int | None
+    weight_used: bool
+
+
+@dataclass
+class Recording:
+    """What one forward pass did.
+
+    Attributes:
+        calls: Calls of torch functions, in order.
+        module_calls: Calls of modules, in the order in which they returned.
+        returned: Positions of the calls whose outputs the network returned.
+    """
+
+    calls: list[Call] = field(default_factory=list)
+    module_calls: list[ModuleCall] = field(default_factory=list)
+    returned: set[int] = field(default_factory=set)
+
+    def consumers(self) -> dict[int, list[int]]:
+        """Return, for each call, the positions of the calls that read its output."""
+        found: dict[int, list[int]] = {}
+        for each in self.calls:
+            for source in each.inputs:
+                found.setdefault(source, []).append(each.position)
+        return found
+
+
+class _Watch(TorchFunctionMode):
+    """Numbers the calls that return tensors and shows each to ``visit``."""
+
+    def __init__(self, visit: Visit) -> None:
+        super().__init__()
+        self.visit = visit
+        self.position = 0
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        output = func(*args, **kwargs)
+        if any(True for _ in tensors_in(output)):
+            self.visit(self.position, func, args, kwargs, output)
+            self.position += 1
+        return output
+
+
+def watch(
+    model: nn.Module, batch: Batch, visit: Visit, *, gradients: bool = False
+) -> Any:
+    """Run the network in eval mode and show every call to ``visit``.
+
+    Args:
+        model: The network.
+        batch: What one call of it takes.
+        visit: Called with position, function, args, kwargs and output.
+        gradients: Whether the output can be differentiated.
+
+    Returns:
+        The network's output.
+    """
+    with evaluating(model), torch.set_grad_enabled(gradients), _Watch(visit):
+        return call(model, batch)
+
+
+def record(model: nn.Module, batch: Batch) -> Recording:
+    """Run the network once and return what it did."""
+    recorder = _Recorder(model)
+    for tensor in tensors_in(batch):
+        recorder.producer[id(tensor)] = -1
+    with watched_modules(model, recorder.enter, recorder.leave):
+        output = watch(model, batch, recorder.visit)
+    made = (recorder.producer.get(id(tensor), -1) for tensor in tensors_in(output))
+    recorder.recording.returned.update(made)
+    return recorder.recording
+
+
+@contextmanager
+def watched_modules(
+    model: nn.Module, enter: Enter, leave: Leave, *, first: bool = False
+) -> Iterator[None]:
+    """Show every call of a module, the network's own aside.
+
+    Args:
+        model: The network.
+        enter: Called with name and module before a module runs.
+        leave: Called with name, module, args, kwargs and output after it.
+        first: Whether ``leave`` sees the output before the hooks that a module has.
+    """
+    handles = []
+    for name, module in model.named_modules():
+        if not name:
+            continue
+        before, after = _bound(name, enter, leave)
+        handles.append(module.register_forward_pre_hook(before))
+        handles.append(
+            module.register_forward_hook(after, prepend=first, with_kwargs=True)
+        )
+    with attached(handles):
+        yield
+
+
+def _bound(name: str, enter: Enter, leave: Leave) -> tuple[Any, Any]:
+    """Return hooks, which return nothing, that tell the module's name."""
+
+    def before(module: nn.Module, _args: Any) -> None:
+        enter(name, module)
+
+    def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        leave(name, module, args, kwargs, output)
+
+    return before, after
+
+
+def function_name(function: Any) -> str:
+    """Return a function's plain name: ``__iadd__`` and ``add_`` are ``add``."""
+    name = str(getattr(function, "__name__", function)).strip("_")
+    return _ALIASES.get(name, name)
+
+
+def _called(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    name = function_name(function)
+    bounds = (*args[1:3], kwargs.get("min_val"), kwargs.get("max_val"))
+    # nn.ReLU6 calls hardtanh(x, 0, 6); its bounds are what matters to a grid.
+    return "relu6" if name == "hardtanh" and bounds[:2] == (0, 6) else name
+
+
+def is_linear_map(function: str) -> bool:
+    """Whether a function multiplies its input by a weight: a convolution or linear."""
+    return function == "linear" or function.startswith("conv")
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors in nested tuples, lists and dicts."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from tensors_in(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors_in(item)
+
+
+def with_tensors(value: Any, tensors: Iterable[Tensor]) -> Any:
+    """Return a value nested alike with other tensors, in the order of tensors_in."""
+    return _nested_alike(value, iter(tensors))
+
+
+def with_first_tensor(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Return a value nested alike, its first tensor changed."""
+    first, *others = tensors_in(value)
+    return with_tensors(value, [change(first), *others])
+
+
+def _nested_alike(value: Any, tensors: Iterator[Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        return next(tensors)
+    if isinstance(value, tuple | list):
+        items = [_nested_alike(item, tensors) for item in value]
+        named = hasattr(value, "_fields")
+        return type(value)(*items) if named else type(value)(items)
+    if isinstance(value, dict):
+        # A subclass stays one; torch.compile knows no copy of a plain dict.
+        made = {} if type(value) is dict else copy.copy(value)
+        for key, item in value.items():
+            made[key] = _nested_alike(item, tensors)
+        return made
+    return value
+
+
+_ALIASES = {
+    **{f"{prefix}{name}": name for prefix in "ir" for name in ("add", "mul", "sub")},
+    "concat": "cat",
+    "concatenate": "cat",
+    "rsub": "sub",
+    "truediv": "div",
+    "itruediv": "div",
+}
+
+
+class _Recorder:
+    """Builds a Recording from the calls and the module hooks of one pass."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.recording = Recording()
+        self.producer: dict[int, int] = {}  # id of a tensor → position of its call
+        self.parameters = {id(p): key for key, p in model.named_parameters()}
+        self.alive: list[Any] = []  # so that no id is used twice
+        self.scopes = [""]
+        # For each open scope, the ids of the tensors that linear maps read in it.
+        self.multiplied: list[set[int]] = [set()]
+
+    def visit(
+        self,
+        position: int,
+        function: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        output: Any,
+    ) -> None:
+        read = [id(tensor) for tensor in tensors_in((args, kwargs))]
+        if is_linear_map(function_name(function)):
+            self.multiplied[-1].update(read)
+        made = list(tensors_in(output))
+        sources = [self.producer[key] for key in read if key in self.producer]
+        keys = [self.parameters[key] for key in read if key in self.parameters]
+        self.recording.calls.append(
+            Call(
+                position=position,
+                function=_called(function, args, kwargs),
+                module=self.scopes[-1],
+                inputs=tuple(dict.fromkeys(sources)),
+                parameters=tuple(keys),
+                shape=tuple(made[0].shape),
+            )
+        )
+        self.alive.append(output)
+        self.producer.update({id(tensor): position for tensor in made})
+
+    def enter(self, name: str, _module: nn.Module) -> None:
+        self.scopes.append(name)
+        self.multiplied.append(set())
+
+    def leave(
+        self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any
+    ) -> None:
+        self.scopes.pop()
+        read = self.multiplied.pop()
+        given = next(tensors_in((args, kwargs)), None)
+        made = next(tensors_in(output), None)
+        weight = module._parameters.get("weight")
+        self.recording.module_calls.append(
+            ModuleCall(
+                name=name,
+                input_shape=() if given is None else tuple(given.shape),
+                output_shape=() if made is None else tuple(made.shape),
+                output=None if made is None else self.producer.get(id(made)),
+                weight_used=weight is not None and id(weight) in read,
+            )
+        )

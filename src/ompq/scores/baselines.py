@@ -1,0 +1,53 @@
+"""Baselines: what a score has to beat."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from torch import nn
+
+from ompq.graph import Choice, LayerGraph
+from ompq.samples import Samples
+from ompq.scores.table import ScoreTable
+
+
+@dataclass(frozen=True)
+class SmallestFirst:
+    """Gives bits to small layers first: they cost least.
+
+    A bit is worth the same everywhere, so a budget goes where bits are cheap.
+    """
+
+    def __call__(
+        self,
+        graph: LayerGraph,
+        model: nn.Module,  # noqa: ARG002
+        samples: Samples,  # noqa: ARG002
+        choices: Sequence[Choice],
+    ) -> ScoreTable:
+        """Return −bits for every unit, (units, choices)."""
+        bits = [float(c.weight + c.activation) for c in choices]
+        return ScoreTable(-np.tile(np.array(bits), (len(graph), 1)))
+
+
+@dataclass(frozen=True)
+class Random:
+    """Gives each unit a random worth; distortion falls fourfold a bit.
+
+    Attributes:
+        seed: Seed of the draw.
+    """
+
+    seed: int = 0
+
+    def __call__(
+        self,
+        graph: LayerGraph,
+        model: nn.Module,  # noqa: ARG002
+        samples: Samples,  # noqa: ARG002
+        choices: Sequence[Choice],
+    ) -> ScoreTable:
+        """Return worth · 4^−bits, (units, choices)."""
+        worth = np.random.default_rng(self.seed).lognormal(sigma=2.0, size=len(graph))
+        fall = np.array([4.0**-c.weight + 4.0**-c.activation for c in choices])
+        return ScoreTable(worth[:, None] * fall)

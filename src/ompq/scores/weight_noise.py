@@ -1,0 +1,119 @@
+"""Weight noise: the noise-to-signal ratio of rounding, from the weights alone."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from ompq.costs import FLOAT_BITS
+from ompq.graph import (
+    Choice,
+    LayerGraph,
+    Unit,
+    channel_axis,
+    norm_affine,
+    scaled_channels,
+)
+from ompq.ranges import tensor_noise, weight_noises
+from ompq.samples import Samples, attached, run_first
+from ompq.scores.table import ScoreTable, Table
+
+_SAMPLES = 32  # inputs from which activation noise is read
+
+
+@dataclass(frozen=True)
+class WeightNoise:
+    """||W − Q_b(W)||² / ||W||² of each unit, batch norm folded in.
+
+    When several activation widths are allowed, the same ratio of the unit's input is
+    added.
+    """
+
+    def __call__(
+        self,
+        graph: LayerGraph,
+        model: nn.Module,
+        samples: Samples,
+        choices: Sequence[Choice],
+    ) -> ScoreTable:
+        """Return noise-to-signal ratios, (units, choices)."""
+        return ScoreTable(noise_table(graph, model, samples, choices))
+
+
+def noise_table(
+    graph: LayerGraph, model: nn.Module, samples: Samples, choices: Sequence[Choice]
+) -> Table:
+    """Return noise-to-signal of weights, and of inputs where their bits are chosen."""
+    table = _weight_table(graph, model, choices)
+    if len({choice.activation for choice in choices}) > 1:
+        table = table + _input_table(graph, model, samples, choices)
+    return table
+
+
+def unit_weight(model: nn.Module, unit: Unit) -> tuple[Tensor, nn.Module]:
+    """Return the unit's weight with its batch norm folded in, and its module."""
+    owner, _, _ = unit.parameter.rpartition(".")
+    module = model.get_submodule(owner)
+    weight = model.get_parameter(unit.parameter).detach()
+    if unit.norm:
+        norm = model.get_submodule(unit.norm)
+        assert isinstance(norm, _BatchNorm)  # the trace found it to be one
+        weight = scaled_channels(weight, norm_affine(norm)[0].detach(), module)
+    return weight, module
+
+
+def called_module(model: nn.Module, unit: Unit) -> nn.Module:
+    """Return the module that is called for the unit, whose input is the unit's."""
+    owner, _, _ = unit.parameter.rpartition(".")
+    if unit.kind == "attention" and owner.endswith("out_proj"):
+        # It is never called itself: its input stands inside the attention.
+        owner, _, _ = owner.rpartition(".")
+    return model.get_submodule(owner)
+
+
+def _weight_table(
+    graph: LayerGraph, model: nn.Module, choices: Sequence[Choice]
+) -> Table:
+    widths = sorted({c.weight for c in choices if c.weight < FLOAT_BITS})
+    columns = [
+        widths.index(c.weight) if c.weight < FLOAT_BITS else len(widths)
+        for c in choices
+    ]
+    rows = []
+    for unit in graph.units:
+        weight, module = unit_weight(model, unit)
+        axis = channel_axis(module)
+        rows.append(weight_noises(weight.float(), widths, channel_dim=axis))
+    table = np.array(rows)  # (units, widths)
+    padded = np.concatenate([table, np.zeros((len(graph), 1))], axis=1)
+    return padded[:, columns]
+
+
+def _input_table(
+    graph: LayerGraph, model: nn.Module, samples: Samples, choices: Sequence[Choice]
+) -> Table:
+    widths = sorted({choice.activation for choice in choices})
+    rows: dict[str, Tensor] = {}
+
+    def watch(name: str) -> Any:
+        def hook(_module: nn.Module, args: Any, kwargs: Any) -> None:
+            given = next(iter(args), None)
+            given = next(iter(kwargs.values())) if given is None else given
+            rows[name] = tensor_noise(given.float(), widths)
+
+        return hook
+
+    handles = [
+        called_module(model, unit).register_forward_pre_hook(
+            watch(unit.name), with_kwargs=True
+        )
+        for unit in graph.units
+    ]
+    with attached(handles):
+        run_first(model, samples, _SAMPLES)
+    table = torch.stack([rows[name] for name in graph.names]).double().cpu().numpy()
+    return table[:, [widths.index(choice.activation) for choice in choices]]

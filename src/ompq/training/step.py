@@ -1,0 +1,274 @@
+"""What is trained, and one step: the loss of a batch and its gradients."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ompq.costs import FLOAT_BITS
+from ompq.layers import QuantizedLayer, activation_quantizers, quantized_layers
+from ompq.quantization import quantization_of
+from ompq.samples import Batch, call, first_tensor, to_device
+from ompq.training.config import TrainConfig
+
+# A scale may shrink to this share of where it began: it must stay positive, and one
+# that falls further has lost its tensor anyway.
+_SMALLEST = 1 / 16
+
+
+@dataclass(frozen=True, eq=False)
+class Trainable:
+    """The parameters of a network that are trained, by name.
+
+    Attributes:
+        weights: Those with weight decay.
+        others: Biases, norms.
+        scales: Steps of weights and activations.
+        floors: The smallest value of each scale.
+    """
+
+    weights: dict[str, nn.Parameter]
+    others: dict[str, nn.Parameter]
+    scales: dict[str, nn.Parameter]
+    floors: list[Tensor]
+
+    @property
+    def named(self) -> dict[str, nn.Parameter]:
+        """All of them."""
+        return {**self.weights, **self.others, **self.scales}
+
+    def optimizer(self, config: TrainConfig) -> torch.optim.SGD:
+        """Return the optimizer; each group says its multiple of the learning rate."""
+        groups: list[dict[str, Any]] = [
+            {"params": [*self.weights.values()], "ratio": 1.0},
+            {"params": [*self.others.values()], "ratio": 1.0, "weight_decay": 0.0},
+            {
+                "params": [*self.scales.values()],
+                "ratio": config.step_rate,
+                "weight_decay": 0.0,
+            },
+        ]
+        return torch.optim.SGD(
+            [group for group in groups if group["params"]],
+            lr=config.learning_rate,
+            momentum=config.momentum,
+            weight_decay=config.weight_decay,
+        )
+
+    @torch.no_grad()
+    def keep_positive(self) -> None:
+        """Raise the scales that a step took too low."""
+        if self.scales:
+            torch._foreach_maximum_([*self.scales.values()], self.floors)
+
+
+def make_trainable(model: nn.Module, config: TrainConfig) -> Trainable:
+    """Let gradients reach what the settings say is trained, and nothing else.
+
+    Args:
+        model: A quantized network; flags of its parameters are changed.
+        config: Says which scales are learned.
+    """
+    scales = _scales(model, config)
+    known = {id(p) for p in scales.values()} | _untouched(model)
+    rest = {n: p for n, p in model.named_parameters() if id(p) not in known}
+    for parameter in model.parameters():
+        parameter.requires_grad = False
+    for parameter in (*scales.values(), *rest.values()):
+        parameter.requires_grad_()
+    return Trainable(
+        weights={name: p for name, p in rest.items() if p.dim() > 1},
+        others={name: p for name, p in rest.items() if p.dim() <= 1},
+        scales=scales,
+        floors=[_SMALLEST * scale.detach().clone() for scale in scales.values()],
+    )
+
+
+def _scales(model: nn.Module, config: TrainConfig) -> dict[str, nn.Parameter]:
+    found: dict[str, nn.Parameter] = {}
+    if config.learn_weight_scales:
+        for name, layer in quantized_layers(model).items():
+            found[f"{name}.weight_scale".removeprefix(".")] = layer.weight_scale
+    for name, quantizer in activation_quantizers(model).items():
+        quantizer.clips = config.activations == "clip"
+        if config.activations != "fixed":
+            found[f"{name}.scale"] = quantizer.scale
+    return found
+
+
+def may_leave_unused(model: nn.Module) -> bool:
+    """Return whether a pass may not reach all parameters of a quantized network.
+
+    Quantized layers were seen to run; of what stayed float nobody knows.
+    """
+    parts = (*quantized_layers(model).values(), *activation_quantizers(model).values())
+    reached = {id(parameter) for part in parts for parameter in part.parameters()}
+    return any(id(parameter) not in reached for parameter in model.parameters())
+
+
+def _untouched(model: nn.Module) -> set[int]:
+    """Return the ids of scales, and of weights that were rounded where they are.
+
+    And of biases of layers that keep their norm, whose shift stands in for them.
+    """
+    layers = quantized_layers(model).values()
+    found = {id(layer.weight_scale) for layer in layers}
+    found |= {id(layer.bias) for layer in layers if layer.norm is not None}
+    found |= {
+        id(quantizer.scale) for quantizer in activation_quantizers(model).values()
+    }
+    record = quantization_of(model)
+    for unit in record.graph.units:
+        owner = model.get_submodule(unit.parameter.rpartition(".")[0])
+        rounded = record.allocation[unit.name].weight < FLOAT_BITS
+        if rounded and not isinstance(owner, QuantizedLayer):
+            found.add(id(model.get_parameter(unit.parameter)))
+    return found
+
+
+_WARM_UP = 3  # passes before a step is recorded, so that libraries have set up
+
+
+class Gradients:
+    """Computes gradients of batches, and counts how the network does.
+
+    Attributes:
+        counts: Sum of losses, right answers, images, on the device; (3,).
+    """
+
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        teacher: nn.Module | None,
+        config: TrainConfig,
+        *,
+        engine: Any,
+        device: torch.device,
+    ) -> None:
+        self.model, self.teacher, self.config = model, teacher, config
+        self.engine, self.device = engine, device
+        self.counts = torch.zeros(3, device=device)
+
+    def __call__(self, inputs: Batch, targets: Tensor) -> None:
+        """Add the gradients of a batch to those of the parameters."""
+        taught = self._taught(inputs)
+        with self._autocast():
+            logits = first_tensor(call(self.model, inputs)).float()  # type: ignore[arg-type]
+            loss = training_loss(logits, targets, taught, self.config)
+        self.engine.backward(loss)
+        with torch.no_grad():
+            right = (logits.argmax(1) == targets).sum()
+            self.counts[0] += loss.detach() * len(targets)
+            self.counts[1] += right
+            self.counts[2] += len(targets)
+
+    @torch.no_grad()
+    def _taught(self, inputs: Batch) -> Tensor | None:
+        if self.teacher is None:
+            return None
+        with self._autocast():
+            return first_tensor(call(self.teacher, inputs)).float()
+
+    def _autocast(self) -> torch.autocast:
+        # Every weight is used once, so that a cache of cast weights gains nothing;
+        # and what it holds would be lost to a recorded step.
+        return torch.autocast(
+            self.device.type,
+            torch.bfloat16,
+            enabled=self.config.precision == "bfloat16",
+            cache_enabled=False,
+        )
+
+    def placed(self, inputs: Batch) -> Batch:
+        """Return inputs where, and in the form in which, the network takes them."""
+        moved = to_device(inputs, self.device)
+        if isinstance(moved, Tensor) and moved.dim() == 4:
+            layout = memory_layout(self.config, self.device)
+            return moved.contiguous(memory_format=layout)
+        return moved
+
+
+def memory_layout(config: TrainConfig, device: torch.device) -> torch.memory_format:
+    """Return how images and weights lie in memory.
+
+    CPUs never get channels last: there PyTorch crashes in the backward pass of some
+    convolutions, 1 x 1 with stride 2 of 4 channels among them.
+    """
+    if config.channels_last and device.type != "cpu":
+        return torch.channels_last
+    return torch.contiguous_format
+
+
+def training_loss(
+    logits: Tensor, targets: Tensor, taught: Tensor | None, config: TrainConfig
+) -> Tensor:
+    """Return the mean loss of a batch: the labels' and the teacher's.
+
+    Args:
+        logits: The network's, (N, classes).
+        targets: Classes, (N,).
+        taught: The float network's logits, (N, classes); None without a teacher.
+        config: How the two are weighed.
+    """
+    loss = F.cross_entropy(logits, targets, label_smoothing=config.label_smoothing)
+    if taught is None:
+        return loss
+    heat = config.temperature
+    divergence = F.kl_div(
+        (logits / heat).log_softmax(1),
+        (taught / heat).log_softmax(1),
+        reduction="batchmean",
+        log_target=True,
+    )
+    # The square keeps the gradient's size, whatever the temperature.
+    return (1 - config.distill) * loss + config.distill * heat**2 * divergence
+
+
+class Recorded:
+    """Replays the gradients of a batch as one CUDA graph.
+
+    Gradients are written to the same places every time, so that they must neither be
+    cleared nor added up between batches.
+    """
+
+    def __init__(self, gradients: Gradients, model: nn.Module) -> None:
+        self.gradients, self.model = gradients, model
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.inputs: Tensor = torch.empty(0)
+        self.targets: Tensor = torch.empty(0)
+
+    def __call__(self, inputs: Tensor, targets: Tensor) -> None:
+        """Compute the gradients of a batch of the same size as the first one."""
+        if self.graph is None:
+            self._record(inputs, targets)
+        self.inputs.copy_(inputs)
+        self.targets.copy_(targets)
+        assert self.graph is not None
+        self.graph.replay()
+
+    def _record(self, inputs: Tensor, targets: Tensor) -> None:
+        self.inputs, self.targets = inputs.clone(), targets.clone()
+        # Passes that only warm up should leave no statistics behind.
+        held = [self.gradients.counts, *self.model.buffers()]
+        before = [tensor.clone() for tensor in held]
+        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(_WARM_UP):
+                self._clear()
+                self.gradients(self.inputs, self.targets)
+        torch.cuda.current_stream().wait_stream(side)
+        self._clear()
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self.gradients(self.inputs, self.targets)
+        with torch.no_grad():
+            for tensor, value in zip(held, before, strict=True):
+                tensor.copy_(value)
+
+    def _clear(self) -> None:
+        for parameter in self.model.parameters():
+            parameter.grad = None
