@@ -2,12 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ompq.integer.operators import IntegerWeight
+if TYPE_CHECKING:  # a process that only times a file need not hold torch
+    from ompq.integer.operators import IntegerWeight
 
 DOMAIN = "ompq"  # of the functions, which travel inside the file
 _PARTS = {2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 7: (4, 2, 1)}
@@ -32,7 +33,7 @@ class StoredWeight:
     bytes: int
 
 
-def plane_parts(weight: IntegerWeight) -> tuple[int, ...]:
+def plane_parts(weight: "IntegerWeight") -> tuple[int, ...]:
     """Return the widths of a weight's planes, highest part first; () for bytes."""
     return _PARTS.get(weight.bits, ()) if weight.affine else ()
 
@@ -60,7 +61,7 @@ def pack_plane(codes: Array, bits: int) -> Array:
     return packed
 
 
-def planes(weight: IntegerWeight) -> list[Array]:
+def planes(weight: "IntegerWeight") -> list[Array]:
     """Return the packed planes of a weight, highest part first."""
     codes = weight.codes.numpy().reshape(-1)
     found, rest = [], weight.bits
