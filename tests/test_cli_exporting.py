@@ -1,13 +1,10 @@
 """export and bench, run as the program runs them."""
 
-import json
-
 import pytest
 
 from cli_tools import network_file, run, run_json
 from ompq.errors import ModelError
 from ompq.packing import inspect_file, load, save
-from ompq.plans import Plan
 from ompq.userfiles import call_user_function
 
 pytest.importorskip("onnxruntime")
@@ -70,30 +67,12 @@ def test_packed_network_is_copied_when_it_is_whole(out, tmp_path):
     assert not (tmp_path / "x").exists()
 
 
-def test_policy_has_the_bits_and_says_what_others_lose(out, tmp_path):
-    path = tmp_path / "policy.json"
-    result = run("export", out, "--format", "policy", "-o", path)
-    assert result.exit_code == 0, result.output
-    assert "layers that are not linear: stem (conv)" in " ".join(result.stdout.split())
-    bits = json.loads(path.read_text())["bits"]
-    plan = Plan.load(out / "plan.json")
-    assert {n: (b["weight"], b["activation"]) for n, b in bits.items()} == {
-        n: tuple(c) for n, c in plan.allocation.items()
-    }
-    for name in ("policy.torchao.json", "policy.modelopt.json"):
-        json.loads((tmp_path / name).read_text())
-    data = run_json("export", out, "--format", "policy", "-o", path)
-    assert len(data) == 3
-    quiet = run("export", out, "--format", "policy", "-o", path, "--quiet").stdout
-    assert quiet.count("\n") == 1
-
-
 def test_what_cannot_be_exported_is_told(out, tmp_path):
     result = run("export", tmp_path, "-o", tmp_path / "net.onnx")
     assert result.exit_code == 2
     assert "error: there is no packed network" in result.stderr
     result = run("export", out, "--format", "tflite", "-o", tmp_path / "net")
-    assert "'tflite' is none of onnx, packed, policy" in result.stderr
+    assert "'tflite' is none of onnx, packed" in result.stderr
 
 
 def test_bench_shows_both_networks_and_what_gains_nothing(onnx_file):

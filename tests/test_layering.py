@@ -31,7 +31,7 @@ ORDER = {
     "training": "config norms step batches run",
     "integer": "operators arithmetic lowering finalization engine",
     "packing": "bitstream format",
-    "onnx": "policies containers inspection model verification export",
+    "onnx": "containers inspection model verification export",
     "models": "cifar weights demo_network",
     "datasets": "images sources training_sets",
     "report": "...",

@@ -17,14 +17,13 @@ from ompq.cli.tables import facts
 from ompq.costs import in_bytes
 from ompq.datasets.sources import load_data
 from ompq.errors import ModelError, PackedFileError
-from ompq.files import replacing, write_text
+from ompq.files import replacing
 from ompq.models import NamedModel, load_model
 from ompq.onnx.export import ExportResult, export_onnx
-from ompq.onnx.policies import Policy, modelopt_policy, plain_policy, torchao_policy
 from ompq.packing import inspect_file, load
 from ompq.packing.format import read_contents
 
-FORMATS = ("onnx", "packed", "policy")
+FORMATS = ("onnx", "packed")
 PACKED, RESULT = "network.ompq.safetensors", "result.json"
 _SAMPLES = 64
 
@@ -81,23 +80,19 @@ def export(source: Source, options: ExportOptions, output: OutputOptions) -> Non
       ompq export out/ -o net.onnx
       ompq export out/ --data images/ --samples 500 -o net.onnx
       ompq export out/network.ompq.safetensors --format packed -o net.safetensors
-      ompq export out/ --format policy -o policy.json
 
-    A policy is the bits of each layer as JSON, with configs of torchao and ModelOpt
-    beside it.
+    The bits of each layer, as JSON for other tools, are in the plan: out/plan.json.
     """
     with opened(output) as screen:
         check_writable(options.file)
         packed = _packed(source)
         if options.format == "onnx":
             _export_onnx(packed, source, options, screen)
-        elif options.format == "packed":
+        else:
             account = inspect_file(packed)  # a broken file should not be handed on
             with replacing(options.file) as temporary:
                 shutil.copyfile(packed, temporary)
             _show({"file": str(options.file), "bytes": account.file_bytes}, screen)
-        else:
-            _export_policy(packed, options.file, screen)
 
 
 def _packed(source: Path) -> Path:
@@ -170,34 +165,6 @@ def _facts(result: ExportResult, about: Mapping[str, Any]) -> list[tuple[str, st
     if result.engine is not None:
         return [*rows, ("integers", str(result.engine))]
     return [*rows, ("", "activations are float: smaller, not faster")]
-
-
-def _export_policy(packed: Path, file: Path, screen: Screen) -> None:
-    contents = read_contents(packed)
-    graph, bits = contents.record.graph, contents.record.allocation
-    name = str(contents.about.get("network") or "")
-    policies = {
-        file: plain_policy(bits, name),
-        file.with_suffix(".torchao.json"): torchao_policy(graph, bits),
-        file.with_suffix(".modelopt.json"): modelopt_policy(graph, bits),
-    }
-    for path, policy in policies.items():
-        write_text(path, f"{json.dumps(policy.config, indent=1)}\n")
-    if screen.json:
-        screen.show_json(
-            {str(path): {"lost": one.lost} for path, one in policies.items()}
-        )
-    elif screen.quiet:
-        screen.show(", ".join(map(str, policies)))
-    else:
-        screen.show(facts([row for item in policies.items() for row in _lost(*item)]))
-
-
-def _lost(path: Path, policy: Policy) -> list[tuple[str, str]]:
-    if not policy.lost:
-        return [(str(path), "the bits of each layer")]
-    first, *more = policy.lost
-    return [(str(path), f"cannot say: {first}"), *(("", text) for text in more)]
 
 
 def _show(data: Mapping[str, Any], screen: Screen) -> None:
