@@ -25,6 +25,7 @@ from ompq.onnx.export import export_onnx
 from ompq.onnx.inspection import load_seconds, peak_memory, runner
 from ompq.onnx.model import float_model
 from ompq.onnx.verification import against_simulated, open_session
+from ompq.samples import Samples
 
 NETWORKS = {
     "resnet18": ("torchvision:resnet18", "imagenet_resnet18"),
@@ -101,7 +102,7 @@ def compared(finalized: nn.Module, onnx: Path, given, model):
     data = load_data(given.data / "imagenet-val", model)
     count, equal, right, furthest = 0, 0.0, 0, 0.0
     for images, targets in data.batches(batch_size=25, limit=given.images):
-        found = against_simulated(finalized, session, images)
+        found = against_simulated(finalized, session, Samples.of(images))
         logits = session.run(None, {"input": images.numpy()})[0]
         count += len(images)
         equal += found.top1 * len(images)

@@ -13,6 +13,7 @@ from ompq.quantization.calibration import _loss, read_ranges, weigh_ranges
 from ompq.quantization.sites import find_sites
 from ompq.ranges import activation_grid, observe_range, value_bins, with_importance
 from ompq.recording import record
+from ompq.samples import Samples
 
 
 def silent(*_):
@@ -24,6 +25,7 @@ def weighed(model, samples):
     graph = trace(model, samples)
     bits = {name: Choice(8, 8) for name in graph.names}
     sites, _ = find_sites(model, record(model, samples[:1]), graph, bits)
+    samples = Samples.of(samples)
     seen = read_ranges(model, samples, sites, batch_size=64, report=silent)
     return sites, seen, weigh_ranges(model, samples, sites, seen, report=silent)
 

@@ -15,6 +15,7 @@ from ompq.packing.format import _record
 from ompq.quantization import quantization_of
 from ompq.quantization.equalization import Equalized, equalized, find_factors
 from ompq.recording import record
+from ompq.samples import Samples
 from ompq.training.norms import fold_norms, keep_norms
 
 EMPTY = {"units": (), "skipped": (), "float_parameters": 0}
@@ -23,7 +24,8 @@ cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 
 def factors(model, samples):
     graph = ompq.trace(model, samples)
-    return find_factors(model, record(model, samples[:1]), graph, samples)
+    recording = record(model, samples[:1])
+    return find_factors(model, recording, graph, Samples.of(samples))
 
 
 def uneven(seed=0):
@@ -237,7 +239,11 @@ def test_real_networks_compute_the_same_to_the_last_bit(name, count):
     graph = ompq.trace(model, samples)
     recording = record(model, samples[:1])
     found = find_factors(
-        model, recording, graph, samples, report=lambda *done: seen.append(done)
+        model,
+        recording,
+        graph,
+        Samples.of(samples),
+        report=lambda *done: seen.append(done),
     )
     assert len(found) == count and seen == [(1, 1)]
     with torch.no_grad():
@@ -329,7 +335,8 @@ def test_factors_are_the_same_on_cuda():
     model, samples = uneven(), scenes(32)
     there = copy.deepcopy(model).cuda()
     graph = ompq.trace(there, samples.cuda())
-    found = find_factors(there, record(there, samples[:1].cuda()), graph, samples)
+    recording = record(there, samples[:1].cuda())
+    found = find_factors(there, recording, graph, Samples.of(samples))
     assert found == factors(model, samples)
     with torch.no_grad():
         x = samples.cuda()

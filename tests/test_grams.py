@@ -12,6 +12,7 @@ from ompq.graph import Choice
 from ompq.layers import quantized_layers
 from ompq.quantization.calibration import input_grams
 from ompq.ranges import FEW_WEIGHTS
+from ompq.samples import Samples
 
 LAYERS = {
     "convolution": (lambda: nn.Conv2d(4, 6, 3, stride=2, padding=1), (8, 4, 9, 7)),
@@ -37,7 +38,7 @@ def network(kind):
 
 def grams(model, samples, **more):
     units = ompq.trace(model, samples).units
-    return input_grams(model, units, samples, **more)
+    return input_grams(model, units, Samples.of(samples), **more)
 
 
 def uniform(model, bits, samples):
@@ -126,9 +127,9 @@ def test_an_axis_for_samples_is_not_needed():
     model, samples = seeded(OneByOne()), scenes(4)
     alone = nn.Sequential(copy.deepcopy(model.conv))
     units = ompq.trace(alone, samples).units
-    (gram,) = input_grams(alone, units, samples).values()
+    (gram,) = input_grams(alone, units, Samples.of(samples)).values()
     unit = replace(units[0], name="conv")
-    found = input_grams(model, [unit], samples)
+    found = input_grams(model, [unit], Samples.of(samples))
     torch.testing.assert_close(found["conv"], gram)
 
 

@@ -14,6 +14,7 @@ from ompq.quantization import quantization_of, quantize
 from ompq.reconstruction import ReconstructConfig, reconstruct
 from ompq.reconstruction.blocks import Arguments, Layout, gather, layout_of
 from ompq.reconstruction.rounding import RoundingConfig
+from ompq.samples import Samples
 
 Pair = namedtuple("Pair", "x mask")
 
@@ -93,8 +94,9 @@ def test_blocks_with_shared_arguments_are_reconstructed(first, loss, count):
     samples = torch.randn(count, 6, 8, generator=torch.Generator().manual_seed(0))
     bits = {name: Choice(3, 8) for name in trace(model, samples).names}
     quantized = quantize(model, Allocation(bits), samples)
+    given = Samples.of(samples)
     cache = gather(
-        quantized, model, ("block", "block"), samples, batch_size=6, limit=1 << 30
+        quantized, model, ("block", "block"), given, batch_size=6, limit=1 << 30
     )
     assert [tuple(t.shape) for t in cache.inputs] == [(count, 6, 8)]
     with torch.no_grad():

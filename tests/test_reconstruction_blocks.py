@@ -20,7 +20,7 @@ from ompq.reconstruction.blocks import (
     gather_next,
 )
 from ompq.reconstruction.rounding import RoundingConfig, learn_rounding
-from ompq.samples import first_tensor
+from ompq.samples import Samples, first_tensor
 
 QUICK = ReconstructConfig(rounding=RoundingConfig(iterations=200, batch_size=16))
 
@@ -35,7 +35,12 @@ def test_gathered_inputs_and_targets_equal_those_of_hooks():
     model = seeded(TinyMobileNet())
     quantized = quantized_at(model, 4, scenes(10))
     cache = gather(
-        quantized, model, ("blocks.1",) * 2, scenes(10), batch_size=4, limit=1 << 30
+        quantized,
+        model,
+        ("blocks.1",) * 2,
+        Samples.of(scenes(10)),
+        batch_size=4,
+        limit=1 << 30,
     )
     seen = {}
     handles = [
@@ -62,16 +67,17 @@ def test_gathered_inputs_and_targets_equal_those_of_hooks():
 @pytest.mark.parametrize("limit", [0, 1 << 30])
 def test_the_next_block_gathers_the_same_from_the_one_before(net, limit):
     model = seeded(net())
-    quantized = quantized_at(model, 4, scenes(10))
+    given = Samples.of(scenes(10))
+    quantized = quantized_at(model, 4, given)
     graph = trace(model, scenes())
     blocks = [name for name in graph.blocks if name not in graph.names]
     assert len(blocks) > 1
     for names in pairwise(blocks):
         last, wanted = (
-            gather(quantized, model, (n, n), scenes(10), batch_size=4, limit=limit)
+            gather(quantized, model, (n, n), given, batch_size=4, limit=limit)
             for n in names
         )
-        cache = gather_next(last, names, quantized, model, scenes(10), limit=limit)
+        cache = gather_next(last, names, quantized, model, given, limit=limit)
         assert cache is not None
         assert cache.sizes == wanted.sizes == [4, 4, 2]
         assert cache.arguments.layouts == wanted.arguments.layouts
@@ -99,11 +105,11 @@ def test_a_block_that_gets_something_else_is_not_gathered_from_the_one_before():
 
     model = seeded(Apart())
     samples = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
-    quantized = quantized_at(model, 4, samples)
+    quantized, given = quantized_at(model, 4, samples), Samples.of(samples)
     for names in (("one", "two"), ("two", "pair"), ("pair", "one")):
         start = (names[0], names[0])
-        last = gather(quantized, model, start, samples, batch_size=4, limit=1 << 30)
-        found = gather_next(last, names, quantized, model, samples, limit=1 << 30)
+        last = gather(quantized, model, start, given, batch_size=4, limit=1 << 30)
+        found = gather_next(last, names, quantized, model, given, limit=1 << 30)
         assert found is None
 
 
@@ -214,7 +220,7 @@ def test_fisher_weights_are_squared_gradients():
             fisher_weights(
                 model,
                 "conv",
-                scenes(6),
+                Samples.of(scenes(6)),
                 lambda out: first_tensor(out).square().sum(),
                 batch_size=4,
             )
@@ -233,7 +239,7 @@ def test_fisher_weights_are_taken_where_the_target_is():
     model[1].running_var.copy_(torch.tensor([0.1, 1.0, 10.0, 100.0]))
     quantized = quantized_at(model, 3, scenes(12))
     config = ReconstructConfig(loss="fisher", batch_size=5)
-    cache = _cache(quantized, model, "0", scenes(12), config)
+    cache = _cache(quantized, model, "0", Samples.of(scenes(12)), config)
     hidden = model[1](model[0](scenes(12))).detach().requires_grad_()
     logits = model[4](torch.relu(hidden).flatten(1)).log_softmax(1)
     (-logits.amax(1)).sum().backward()
@@ -248,7 +254,7 @@ def test_moments_are_compared_on_the_same_samples():
     model = seeded(TinyResNet())
     # Had one network read them from all and the other from the first half, what differs
     # between the halves would be taken for what rounding did.
-    samples = torch.cat([3 * scenes(128), scenes(128, seed=1)])
+    samples = Samples.of(torch.cat([3 * scenes(128), scenes(128, seed=1)]))
     quantized = quantized_at(model, 8, samples)
     graph = trace(model, samples)
     name = next(block for block in graph.blocks if block not in graph.names)

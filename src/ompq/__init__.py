@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from ompq.reconstruction import ReconstructConfig, reconstruct
     from ompq.reconstruction.rounding import RoundingConfig
     from ompq.report import write_figures, write_report
+    from ompq.samples import Samples
     from ompq.scores import (
         Orm,
         OrmDistortion,
@@ -53,6 +54,7 @@ _HOMES = {
     "ompq.reconstruction": "ReconstructConfig reconstruct",
     "ompq.reconstruction.rounding": "RoundingConfig",
     "ompq.report": "write_figures write_report",
+    "ompq.samples": "Samples",
     "ompq.scores": "Orm OrmDistortion OrmSettings OutputDivergence Random ScoreTable "
     "SmallestFirst WeightNoise",
     "ompq.training": "train",
@@ -79,6 +81,7 @@ __all__ = [
     "Random",
     "ReconstructConfig",
     "RoundingConfig",
+    "Samples",
     "ScoreTable",
     "SmallestFirst",
     "TrainConfig",

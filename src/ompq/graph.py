@@ -16,7 +16,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from ompq.errors import OmpqError, PatternError, TraceError, shortened
 from ompq.recording import Call, ModuleCall, Recording, is_linear_map, record
-from ompq.samples import Samples, first_samples, model_device, to_device
+from ompq.samples import Samples, SamplesLike, model_device, to_device
 
 
 class Choice(NamedTuple):
@@ -522,7 +522,7 @@ class _Layer:
     output: int
 
 
-def trace(model: nn.Module, samples: Samples, *, tie: bool = True) -> LayerGraph:
+def trace(model: nn.Module, samples: SamplesLike, *, tie: bool = True) -> LayerGraph:
     """Observe one forward pass and return the network's units.
 
     Args:
@@ -534,7 +534,7 @@ def trace(model: nn.Module, samples: Samples, *, tie: bool = True) -> LayerGraph
     Raises:
         TraceError: The network fails on the samples or has no layer to quantize.
     """
-    batch = to_device(first_samples(samples, 1), model_device(model))
+    batch = to_device(Samples.of(samples).first_batch(1), model_device(model))
     try:
         recording = record(model, batch)
     except OmpqError:

@@ -37,7 +37,7 @@ from ompq.costs import (
 from ompq.errors import PlanError, TargetError, TraceError, shortened
 from ompq.files import read_json, write_text
 from ompq.graph import Choice, LayerGraph, Skipped, select, trace
-from ompq.samples import Progress, Samples
+from ompq.samples import Progress, Samples, SamplesLike
 from ompq.scores import (
     Orm,
     OrmDistortion,
@@ -327,7 +327,7 @@ class PlanConfig:
 
 def plan(
     model: nn.Module,
-    samples: Samples,
+    samples: SamplesLike,
     budget: Budget | str,
     config: PlanConfig = PlanConfig(),
     *,
@@ -349,7 +349,7 @@ def plan(
         TargetError: The target takes none of a unit's choices.
         TraceError: The network cannot be observed; or, if strict, stays partly float.
     """
-    budget = Budget.of(budget)
+    budget, samples = Budget.of(budget), Samples.of(samples)
     report = progress or (lambda _done, _total, _message: None)
     report(0, 3, "observing the network")
     graph = trace(model, samples, tie=config.tie).tie(config.tied)

@@ -1,12 +1,12 @@
-"""Samples: unlabelled inputs, brought into one form and fed to a network.
+"""Samples: unlabelled inputs, read once, and the ways to run a network on them.
 
 A *batch* is what one call of the network takes: a tensor, a tuple of tensors
-(positional arguments) or a dict of tensors (keyword arguments). *Samples* are one
-batch or an iterable of batches.
+(positional arguments) or a dict of tensors (keyword arguments).
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any, TypeAlias
 
@@ -17,56 +17,102 @@ from torch.utils.hooks import RemovableHandle
 from ompq.errors import SampleError
 
 Batch: TypeAlias = Tensor | tuple[Tensor, ...] | dict[str, Tensor]
-Samples: TypeAlias = Batch | Iterable[Batch]
 # Called as progress(done, total, message); total is None where it is not known.
 Progress: TypeAlias = Callable[[int, int | None, str], None]
 Report: TypeAlias = Callable[[int, int | None], None]  # the same without a message
+# A forward hook with keyword arguments: called with module, args, kwargs and output.
+Collector: TypeAlias = Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any], None]
 
 
-def sample_batches(samples: Samples, *, batch_size: int = 256) -> Iterator[Batch]:
-    """Yield the batches of the samples; one large batch is cut into several.
+@dataclass(frozen=True)
+class Samples:
+    """Unlabelled inputs in host memory, in the order in which they were read.
 
-    Raises:
-        SampleError: The samples are empty, hold NaN or infinity, or are labelled.
+    Every verb that takes samples reads them with :meth:`of`. Do that yourself to read a
+    generator or a shuffled DataLoader once and give the same inputs to several verbs.
+
+    Attributes:
+        runs: Successive inputs of one shape, each run as one large batch.
     """
-    batches = [samples] if isinstance(samples, Tensor | tuple | dict) else samples
-    found = False
-    for batch in batches:
-        _check(batch)
-        count = batch_length(batch)
-        found = found or count > 0
-        for start in range(0, count, batch_size):
-            yield _cut(batch, count, start, start + batch_size)
-    if not found:
-        raise SampleError("samples are empty: give at least one input")
+
+    runs: tuple[Batch, ...]
+
+    @classmethod
+    def of(cls, given: "SamplesLike") -> "Samples":
+        """Read samples, all of them, once.
+
+        Args:
+            given: A batch, or an iterable of batches, which may differ in shape: a
+                list, a DataLoader, a generator. A tuple is several inputs of one call.
+                Of a list ``[inputs, targets]``, which a DataLoader of labelled images
+                yields, the targets (class numbers) are left out.
+
+        Raises:
+            SampleError: There are none, or they hold NaN or infinity, or something that
+                is neither a tensor nor a class number.
+        """
+        if isinstance(given, Samples):
+            return given
+        single = isinstance(given, Tensor | tuple | Mapping) or _is_labelled(given)
+        batches: Iterable[Any] = [given] if single else given
+        # A loader's workers lend their memory, and a generator may reuse its own.
+        lent = not single and not isinstance(given, list)
+        runs: list[list[Batch]] = []
+        for batch in map(_inputs, batches):
+            if batch_length(batch) == 0:
+                continue
+            kept = map_batch(batch, torch.clone) if lent else batch
+            if runs and _alike(runs[-1][0], kept):
+                runs[-1].append(kept)
+            else:
+                runs.append([kept])
+        if not runs:
+            hint = "; an iterator can be read only once" * isinstance(given, Iterator)
+            raise SampleError(f"samples are empty: give at least one input{hint}")
+        return cls(tuple(map(_joined, runs)))
+
+    def __len__(self) -> int:
+        return sum(map(batch_length, self.runs))
+
+    def first(self, count: int) -> "Samples":
+        """Return the first inputs, at most ``count``."""
+        kept = []
+        for run in self.runs:
+            if count > 0:
+                kept.append(_cut(run, 0, count))
+            count -= batch_length(run)
+        return Samples(tuple(kept))
+
+    def first_batch(self, count: int) -> Batch:
+        """Return the first inputs as one batch: at most ``count``, all of one shape."""
+        return _cut(self.runs[0], 0, count)
+
+    def batches(self, size: int) -> Iterator[Batch]:
+        """Yield all inputs in order, at most ``size`` at a time, of one shape each."""
+        for run in self.runs:
+            for start in range(0, batch_length(run), size):
+                yield _cut(run, start, start + size)
+
+    def batch_count(self, size: int) -> int:
+        """Return how many batches of at most ``size`` there are."""
+        return sum(-(-batch_length(run) // size) for run in self.runs)
 
 
-def first_samples(samples: Samples, count: int) -> Batch:
-    """Return the first inputs, at most ``count``, without exhausting a list.
-
-    Raises:
-        SampleError: As :func:`sample_batches`.
-        TypeError: The samples are an iterator, which can be read only once.
-    """
-    if isinstance(samples, Iterator):
-        raise TypeError(
-            "samples is an iterator that can be read only once; "
-            "pass a list, a DataLoader or a tensor"
-        )
-    return next(sample_batches(samples, batch_size=count))
+SamplesLike: TypeAlias = Samples | Batch | Iterable[Batch]
 
 
 def batch_length(batch: Batch) -> int:
-    """Return the number of inputs in the batch: its tensors' leading dimension."""
-    sizes = [t.shape[0] for t in _tensors(batch) if t.dim() > 0]
-    return max(sizes, default=0)
+    """Return the number of inputs in a batch: its first tensor's leading dimension."""
+    return next((len(t) for t in _tensors(batch) if t.dim() > 0), 0)
 
 
-def batch_count(samples: Samples, batch_size: int) -> int | None:
-    """Return how many batches there will be, if that can be told beforehand."""
-    if not isinstance(samples, Tensor | tuple | dict):
-        return None
-    return -(-batch_length(samples) // batch_size)
+def map_batch(batch: Batch, function: Callable[[Tensor], Tensor]) -> Batch:
+    """Return a batch of the same form with the function applied to its tensors."""
+    if isinstance(batch, Tensor):
+        return function(batch)
+    if isinstance(batch, dict):
+        return {key: function(value) for key, value in batch.items()}
+    return tuple(function(value) for value in batch)
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
@@ -135,29 +181,31 @@ def attached(hooks: Iterable[RemovableHandle]) -> Iterator[None]:
         yield
 
 
-def run_first(
+def collect(
     model: nn.Module,
     samples: Samples,
-    count: int,
+    collectors: Iterable[tuple[nn.Module, Collector]],
     *,
-    batch_size: int | None = None,
+    batch_size: int = 256,
     report: Report = lambda _done, _total: None,
 ) -> None:
-    """Run the network, in eval mode, on the first samples, for what its hooks see.
+    """Run the network once over samples, in eval mode, for what modules get and give.
 
     Args:
-        model: The network.
-        samples: Inputs.
-        count: How many of them.
-        batch_size: How many at a time; all, unless given.
+        model: The network; it is left without the hooks.
+        samples: Inputs; all are run.
+        collectors: A module, and what to call after each of its calls.
+        batch_size: How many samples run at a time.
         report: Called after each batch, with the number of batches done and of all.
     """
-    size = batch_size or count
-    some = to_device(first_samples(samples, count), model_device(model))
-    total = batch_count(some, size)
-    with evaluating(model):
-        for done, batch in enumerate(sample_batches(some, batch_size=size), 1):
-            call(model, batch)
+    device, total = model_device(model), samples.batch_count(batch_size)
+    hooks = (
+        module.register_forward_hook(collector, with_kwargs=True)
+        for module, collector in collectors
+    )
+    with attached(hooks), evaluating(model):
+        for done, batch in enumerate(samples.batches(batch_size), 1):
+            call(model, to_device(batch, device))
             report(done, total)
 
 
@@ -178,35 +226,74 @@ def _tensors(batch: Batch) -> list[Tensor]:
     return list(batch.values() if isinstance(batch, dict) else batch)
 
 
-def map_batch(batch: Batch, function: Callable[[Tensor], Tensor]) -> Batch:
-    """Return a batch of the same form, of what the function makes of its tensors."""
-    if isinstance(batch, Tensor):
-        return function(batch)
-    if isinstance(batch, dict):
-        return {key: function(value) for key, value in batch.items()}
-    return tuple(function(value) for value in batch)
-
-
-def _cut(batch: Batch, count: int, start: int, stop: int) -> Batch:
+def _cut(batch: Batch, start: int, stop: int) -> Batch:
     # A tensor without the batch dimension (a shared mask, say) is passed whole.
+    count = batch_length(batch)
     return map_batch(
-        batch, lambda t: t[start:stop] if t.dim() and t.shape[0] == count else t
+        batch, lambda t: t[start:stop] if t.dim() and len(t) == count else t
     )
 
 
-def _check(batch: Any) -> None:
+def _is_labelled(given: Any) -> bool:
+    """Whether this is a list of inputs and their class numbers."""
+    if not isinstance(given, list) or len(given) != 2:
+        return False
+    inputs, targets = given
+    if not isinstance(targets, Tensor) or targets.is_floating_point():
+        return False
+    if not isinstance(inputs, Tensor) or inputs.dim() < 2:
+        return False
+    return targets.shape == inputs.shape[:1]
+
+
+def _inputs(batch: Any) -> Batch:
+    """Return the inputs of a batch in host memory, checked."""
+    if _is_labelled(batch) or (isinstance(batch, list) and len(batch) == 1):
+        batch = batch[0]
     if isinstance(batch, list):
         raise SampleError(
-            "samples yield lists, as a labelled DataLoader does; "
-            "pass the inputs alone, for example [x for x, _ in loader]"
+            f"samples yield lists of {len(batch)}; pass the inputs alone, for example "
+            "[x for x, _ in loader], or tuples if the network takes several"
         )
-    if not isinstance(batch, Tensor | tuple | dict) or not all(
-        isinstance(value, Tensor) for value in _tensors(batch)
+    form = dict(batch) if isinstance(batch, Mapping) else batch
+    if not isinstance(form, Tensor | tuple | dict) or not all(
+        isinstance(value, Tensor) for value in _tensors(form)
     ):
         raise SampleError(
             f"a batch must be a tensor, a tuple or a dict of tensors, "
             f"not {type(batch).__name__}"
         )
-    for value in _tensors(batch):
+    for value in _tensors(form):
         if value.is_floating_point() and not torch.isfinite(value).all():
             raise SampleError("samples hold NaN or infinity; check the preprocessing")
+    return map_batch(form, lambda t: t.detach().cpu())
+
+
+def _alike(one: Batch, other: Batch) -> bool:
+    """Whether two batches can be joined into one."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, dict) and isinstance(other, dict) and [*one] != [*other]:
+        return False
+    ours, theirs = _tensors(one), _tensors(other)
+    sizes = batch_length(one), batch_length(other)
+    return len(ours) == len(theirs) and all(
+        a.dtype == b.dtype
+        and a.shape[1:] == b.shape[1:]
+        and ((*a.shape[:1], *b.shape[:1]) == sizes or torch.equal(a, b))
+        for a, b in zip(ours, theirs, strict=True)
+    )
+
+
+def _joined(run: list[Batch]) -> Batch:
+    if len(run) == 1:
+        return run[0]
+    counts = [batch_length(batch) for batch in run]
+    columns = zip(*map(_tensors, run), strict=True)
+    tensors = iter([_joined_tensors(column, counts) for column in columns])
+    return map_batch(run[0], lambda _: next(tensors))
+
+
+def _joined_tensors(column: tuple[Tensor, ...], counts: list[int]) -> Tensor:
+    own = all(t.dim() and len(t) == n for t, n in zip(column, counts, strict=True))
+    return torch.cat(column) if own else column[0]

@@ -22,7 +22,7 @@ from ompq.evaluation import evaluate as measure
 from ompq.integer.engine import IntegerNetwork
 from ompq.models import NamedModel
 from ompq.packing import load
-from ompq.samples import Samples
+from ompq.samples import SamplesLike
 
 LimitOption = Annotated[
     int | None,
@@ -112,7 +112,7 @@ def _loaded(options: NetworkOptions, packed: Path | None, screen: Screen) -> Nam
     return replace(model, module=load(packed, model.module), weights=str(packed))
 
 
-def _integers(quantized: nn.Module, samples: Samples) -> nn.Module:
+def _integers(quantized: nn.Module, samples: SamplesLike) -> nn.Module:
     return IntegerNetwork.from_quantized(quantized.cpu(), samples)
 
 

@@ -5,13 +5,13 @@ from torch import nn
 from ompq.cli.screen import Screen
 from ompq.errors import QuantizationError
 from ompq.integer.finalization import finalize
-from ompq.samples import Samples
+from ompq.samples import SamplesLike
 
 WHOLE_NUMBERS = "whole numbers: integers and ONNX compute the same"
 
 
 def finalized(
-    network: nn.Module, samples: Samples, screen: Screen
+    network: nn.Module, samples: SamplesLike, screen: Screen
 ) -> tuple[nn.Module, str]:
     """Settle a quantized network, unless something in it has no integer form.
 

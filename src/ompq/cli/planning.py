@@ -43,7 +43,7 @@ from ompq.cli.tables import facts
 from ompq.costs import in_bytes
 from ompq.plans import Plan, PlanConfig
 from ompq.plans import plan as make_plan
-from ompq.samples import Samples
+from ompq.samples import SamplesLike
 from ompq.scores import score_name
 
 PlanOutput = Annotated[
@@ -106,7 +106,7 @@ def plan(
 
 def planned(
     module: torch.nn.Module,
-    samples: Samples,
+    samples: SamplesLike,
     budget: Budget,
     config: PlanConfig,
     screen: Screen,

@@ -14,10 +14,12 @@ from ompq.cli.tables import Column, fitted
 from ompq.costs import FLOAT_BITS, cost_tables
 from ompq.graph import Choice, trace
 from ompq.plans import PlanConfig, choice_table, make_problem
-from ompq.samples import Samples
+from ompq.samples import SamplesLike
 
 
-def shape_problem(model: nn.Module, samples: Samples, config: PlanConfig) -> Problem:
+def shape_problem(
+    model: nn.Module, samples: SamplesLike, config: PlanConfig
+) -> Problem:
     """Return the integer program of a network without any score."""
     graph = trace(model, samples, tie=config.tie).tie(config.tied)
     choices, allowed = choice_table(graph, config)

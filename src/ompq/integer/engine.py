@@ -35,7 +35,7 @@ from ompq.integer.operators import (
     window_sums,
 )
 from ompq.recording import tensors_in
-from ompq.samples import Samples
+from ompq.samples import SamplesLike
 
 # Logits use 30 bits: finer than any difference that could decide between two classes.
 _LOGIT_BITS = 30
@@ -61,7 +61,9 @@ class IntegerNetwork(nn.Module):
         self._ratios = [self._ratio(step) for step in steps.steps]
 
     @classmethod
-    def from_quantized(cls, quantized: nn.Module, samples: Samples) -> "IntegerNetwork":
+    def from_quantized(
+        cls, quantized: nn.Module, samples: SamplesLike
+    ) -> "IntegerNetwork":
         """Return the integer form of a quantized network.
 
         Args:

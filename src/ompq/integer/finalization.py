@@ -14,7 +14,7 @@ from ompq.integer.operators import Average, CodeGrid, Requantize, Step, Steps, S
 from ompq.layers import activation_quantizers, quantized_layers
 from ompq.quantization import quantization_of, with_quantization
 from ompq.quantization.sites import Link
-from ompq.samples import Samples
+from ompq.samples import Samples, SamplesLike
 
 # How far from the middle between two codes every result shall be, in steps: about what
 # float32 arithmetic errs near code 255.
@@ -30,7 +30,7 @@ _MOST_RESULTS = 1 << 18
 _ROUNDS = 8
 
 
-def finalize(quantized: nn.Module, samples: Samples) -> nn.Module:
+def finalize(quantized: nn.Module, samples: SamplesLike) -> nn.Module:
     """Return a copy that computes exactly what its integer and ONNX forms compute.
 
     It trains and reconstructs as before: only passes without gradients are exact.
@@ -43,7 +43,7 @@ def finalize(quantized: nn.Module, samples: Samples) -> nn.Module:
     Raises:
         QuantizationError: An operation has no integer form; it is named.
     """
-    record = quantization_of(quantized)
+    record, samples = quantization_of(quantized), Samples.of(samples)
     result = copy.deepcopy(quantized)
     steps = lower(result, samples)
     for _ in range(_ROUNDS):

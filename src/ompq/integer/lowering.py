@@ -36,10 +36,10 @@ from ompq.layers import (
     QuantizedLinear,
 )
 from ompq.recording import function_name, tensors_in, watch, watched_modules
-from ompq.samples import Samples, first_samples, model_device, to_device
+from ompq.samples import Samples, SamplesLike, model_device, to_device
 
 
-def lower(quantized: nn.Module, samples: Samples) -> Steps:
+def lower(quantized: nn.Module, samples: SamplesLike) -> Steps:
     """Return the steps of a quantized network.
 
     Args:
@@ -49,7 +49,7 @@ def lower(quantized: nn.Module, samples: Samples) -> Steps:
     Raises:
         QuantizationError: An operation has no integer form, or a layer stays float.
     """
-    batch = to_device(first_samples(samples, 2), model_device(quantized))
+    batch = to_device(Samples.of(samples).first_batch(2), model_device(quantized))
     images, *more = tensors_in(batch)
     if more:
         raise QuantizationError(

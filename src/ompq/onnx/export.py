@@ -24,7 +24,7 @@ from ompq.onnx.verification import (
     require,
 )
 from ompq.quantization import quantization_of
-from ompq.samples import Samples, first_samples, first_tensor
+from ompq.samples import Samples, SamplesLike, first_tensor
 
 SMALLEST_OPSET = 18  # the first with a mask of bits
 SMALLEST_AGREEMENT = 0.995
@@ -60,7 +60,7 @@ class ExportResult:
 def export_onnx(
     quantized: nn.Module,
     path: str | Path,
-    samples: Samples,
+    samples: SamplesLike,
     *,
     opset: int = 21,
     engine_images: int = 8,
@@ -92,6 +92,7 @@ def export_onnx(
     onnx, runtime = libraries()
     if opset < SMALLEST_OPSET:
         raise ValueError(f"opset={opset} is too old: use {SMALLEST_OPSET} or later")
+    samples = Samples.of(samples)
     made = _made(quantized, samples, opset)
     if network:
         made.model.metadata_props.add(key=NETWORK, value=network)
@@ -104,7 +105,7 @@ def export_onnx(
         require(simulated, SMALLEST_AGREEMENT, "simulated network")
         engine = None
         if made.steps is not None:
-            images = first_tensor(first_samples(samples, engine_images)).cpu()
+            images = first_tensor(samples.first_batch(engine_images))
             integers = IntegerNetwork(made.steps)
             engine = against_engine(integers, made.model, made.codes, images)
             require(engine, SMALLEST_AGREEMENT, "integer engine")

@@ -44,7 +44,7 @@ from ompq.packing.format import broadcast_grid
 from ompq.quantization import quantization_of
 from ompq.quantizers import Grid, integer_weight
 from ompq.recording import tensors_in
-from ompq.samples import Samples, evaluating, first_samples, to_device
+from ompq.samples import Samples, SamplesLike, evaluating, to_device
 
 INPUT, OUTPUT = "input", "logits"
 _LARGEST_CODE = 255
@@ -311,7 +311,7 @@ _CPU = torch.device("cpu")
 
 
 def weights_only_model(
-    quantized: nn.Module, samples: Samples, opset: int
+    quantized: nn.Module, samples: SamplesLike, opset: int
 ) -> tuple[Any, list[StoredWeight]]:
     """Return the content of a file, and how it stores each weight.
 
@@ -342,7 +342,7 @@ def weights_only_model(
     return model, stored
 
 
-def float_model(model: nn.Module, samples: Samples, opset: int = 21) -> Any:
+def float_model(model: nn.Module, samples: SamplesLike, opset: int = 21) -> Any:
     """Return the content of an ONNX file of a float network, as PyTorch writes it.
 
     Args:
@@ -373,8 +373,8 @@ def _replaced_class(layer: QuantizedLayer) -> type[Any]:
     return type(layer).__mro__[2]
 
 
-def _written(network: nn.Module, samples: Samples, opset: int) -> Any:
-    images, *more = tensors_in(to_device(first_samples(samples, 2), _CPU))
+def _written(network: nn.Module, samples: SamplesLike, opset: int) -> Any:
+    images, *more = tensors_in(to_device(Samples.of(samples).first_batch(2), _CPU))
     if more:
         raise QuantizationError(
             f"the network takes {1 + len(more)} inputs: export covers one"

@@ -18,7 +18,6 @@ from ompq.samples import (
     evaluating,
     first_tensor,
     model_device,
-    sample_batches,
     to_device,
 )
 
@@ -140,7 +139,7 @@ def against_simulated(
     """Compare the logits of a file with those of a network in PyTorch."""
     ours, theirs = [], []
     device = model_device(quantized)
-    for batch in sample_batches(samples, batch_size=_BATCH):
+    for batch in samples.batches(_BATCH):
         with evaluating(quantized):
             logits = first_tensor(call(quantized, to_device(batch, device)))
         ours.append(logits.float().cpu())

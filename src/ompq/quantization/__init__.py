@@ -51,9 +51,9 @@ from ompq.recording import record
 from ompq.samples import (
     Progress,
     Samples,
+    SamplesLike,
     call,
     evaluating,
-    first_samples,
     model_device,
     to_device,
 )
@@ -283,7 +283,7 @@ def with_quantization(model: nn.Module, record: Quantization) -> nn.Module:
 def quantize(
     model: nn.Module,
     plan: Plan | Allocation,
-    samples: Samples,
+    samples: SamplesLike,
     config: QuantizeConfig = QuantizeConfig(),
     *,
     progress: Progress | None = None,
@@ -308,10 +308,11 @@ def quantize(
     """
     report = progress or (lambda _done, _total, _message: None)
     report(0, 4, "observing the network")
+    samples = Samples.of(samples)
     graph = trace(model, samples)
     allocation = _allocation(plan, graph)
     device = model_device(model)
-    recording = record(model, to_device(first_samples(samples, 1), device))
+    recording = record(model, to_device(samples.first_batch(1), device))
     sites, lost = find_sites(model, recording, graph, allocation)
     report(1, 4, READING)
     factors: tuple[Equalized, ...] = ()
@@ -411,7 +412,7 @@ def _restore_moments(quantized: nn.Module, model: nn.Module, samples: Samples) -
     layers = quantized_layers(quantized)
     units = [u for u in quantization_of(quantized).graph.units if u.name in layers]
     moments = float_moments(model, units, samples)
-    batch = to_device(first_samples(samples, FOR_MOMENTS), model_device(model))
+    batch = to_device(samples.first_batch(FOR_MOMENTS), model_device(model))
     with evaluating(quantized):
         restore_moments(layers, moments, lambda: call(quantized, batch))
 
@@ -420,7 +421,7 @@ def float_moments(
     model: nn.Module, units: Sequence[Unit], samples: Samples
 ) -> dict[str, Moments]:
     """Return the moments of what units give after their batch norms, by name."""
-    batch = to_device(first_samples(samples, FOR_MOMENTS), model_device(model))
+    batch = to_device(samples.first_batch(FOR_MOMENTS), model_device(model))
     modules = {u.name: model.get_submodule(normalised_by(model, u)) for u in units}
     with evaluating(model):
         return output_moments(modules, lambda: call(model, batch))

@@ -24,15 +24,11 @@ from ompq.samples import (
     Progress,
     Report,
     Samples,
-    attached,
-    batch_count,
+    collect,
     cudnn_kernels,
-    first_samples,
     first_tensor,
     map_batch,
     model_device,
-    run_first,
-    sample_batches,
     to_device,
 )
 
@@ -71,8 +67,8 @@ def read_ranges(
         if at in site_at:
             see(at, output)
 
-    total = batch_count(samples, batch_size)
-    for done, batch in enumerate(sample_batches(samples, batch_size=batch_size), 1):
+    total = samples.batch_count(batch_size)
+    for done, batch in enumerate(samples.batches(batch_size), 1):
         moved = to_device(batch, device)
         if -1 in site_at:
             see(-1, moved)
@@ -105,10 +101,10 @@ def weigh_ranges(
     """
     weighing = _Weighing(sites, seen)
     generator = torch.Generator().manual_seed(0)
-    first = to_device(first_samples(samples, _FOR_IMPORTANCE), model_device(model))
+    first, device = samples.first(_FOR_IMPORTANCE), model_device(model)
     try:
-        for done, batch in enumerate(sample_batches(first, batch_size=_AT_ONCE), 1):
-            leaf = map_batch(batch, _leaf)
+        for done, batch in enumerate(first.batches(_AT_ONCE), 1):
+            leaf = map_batch(to_device(batch, device), _leaf)
             ends = [t for t in tensors_in(leaf) if t.requires_grad]
             with _differentiating(model, parameters=not ends) as parameters:
                 # The network may work on its input in place, which no leaf allows.
@@ -117,7 +113,7 @@ def weigh_ranges(
                 output = watch(model, inputs, weighing.visit, gradients=True)
                 loss = _loss(first_tensor(output), generator)
                 torch.autograd.grad(loss, ends or parameters, allow_unused=True)
-            report(done, batch_count(first, _AT_ONCE), READING)
+            report(done, first.batch_count(_AT_ONCE), READING)
     except RuntimeError as error:
         logger.warning(
             "ranges of activations weigh all values alike: the network cannot be "
@@ -243,12 +239,8 @@ def input_grams(
     sums = {n: _Sums(layer) for n, layer in layers.items() if layer is not None}
     if not sums:
         return {}
-    handles = [
-        each.layer.register_forward_hook(each.add, with_kwargs=True)
-        for each in sums.values()
-    ]
-    with attached(handles):
-        run_first(model, samples, _SAMPLES, batch_size=_AT_ONCE_GRAMS, report=report)
+    first, watched = samples.first(_SAMPLES), [(s.layer, s.add) for s in sums.values()]
+    collect(model, first, watched, batch_size=_AT_ONCE_GRAMS, report=report)
     return {
         name: each.gram(centred=centred) for name, each in sums.items() if each.count
     }

@@ -11,7 +11,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from ompq.graph import LayerGraph, Unit, scaled_channels
 from ompq.recording import Call, Recording, is_linear_map, tensors_in
-from ompq.samples import Report, Samples, attached, run_first
+from ompq.samples import Report, Samples, collect
 
 _SAMPLES = 64
 _AT_ONCE = 16
@@ -163,7 +163,7 @@ def _largest_inputs(
     found: dict[str, Tensor] = {}
 
     def remember(name: str) -> Any:
-        def hook(layer: nn.Module, args: Any, kwargs: Any) -> None:
+        def hook(layer: nn.Module, args: Any, kwargs: Any, _output: Any) -> None:
             x = next(tensors_in((args, kwargs)))
             axis = x.dim() - 1 - len(cast(_ConvNd, layer).kernel_size)
             largest = x.abs().movedim(axis, 0).flatten(1).amax(1)
@@ -171,14 +171,9 @@ def _largest_inputs(
 
         return hook
 
-    handles = [
-        model.get_submodule(unit.name).register_forward_pre_hook(
-            remember(unit.name), with_kwargs=True
-        )
-        for unit in units
-    ]
-    with attached(handles):
-        run_first(model, samples, _SAMPLES, batch_size=_AT_ONCE, report=report)
+    watched = [(model.get_submodule(u.name), remember(u.name)) for u in units]
+    first = samples.first(_SAMPLES)
+    collect(model, first, watched, batch_size=_AT_ONCE, report=report)
     return found
 
 

@@ -28,7 +28,7 @@ from ompq.quantization.moments import Moments
 from ompq.reconstruction.blocks import BlockCache, fisher_weights, gather, gather_next
 from ompq.reconstruction.rounding import RoundingConfig, learn_rounding
 from ompq.recording import tensors_in
-from ompq.samples import Progress, Samples, first_samples, first_tensor
+from ompq.samples import Progress, Samples, SamplesLike, first_tensor
 
 logger = logging.getLogger(__name__)
 _KIND = "reconstruction"  # of checkpoint
@@ -67,7 +67,7 @@ class ReconstructConfig:
 def reconstruct(
     quantized: nn.Module,
     model: nn.Module,
-    samples: Samples,
+    samples: SamplesLike,
     config: ReconstructConfig = ReconstructConfig(),
     *,
     checkpoint: str | Path | None = None,
@@ -93,7 +93,7 @@ def reconstruct(
         TraceError: The float network fails on the samples, or is broken.
         CheckpointError: The checkpoint belongs to another run.
     """
-    record = quantization_of(quantized)
+    record, samples = quantization_of(quantized), Samples.of(samples)
     _check_network(record, model, samples)
     model = equalized(model, record.equalized)
     result = copy.deepcopy(quantized).eval()
@@ -245,8 +245,7 @@ def _within(
 def _identity(quantized: nn.Module, samples: Samples, config: ReconstructConfig) -> str:
     """Return what must be equal for a checkpoint to continue a run."""
     digest = hashlib.sha256(json.dumps(asdict(config)).encode())
-    whole = isinstance(samples, Tensor | tuple | dict)
-    seen = tensors_in(samples if whole else first_samples(samples, 1))
+    seen = tensors_in(samples.runs)
     # Some values of each sample tell it from others; all would take seconds to read.
     some = [t.reshape(len(t), -1)[:, ::_READ_EVERY] for t in seen if t.dim()]
     for tensor in (*quantized.state_dict().values(), *some):

@@ -17,9 +17,7 @@ from ompq.samples import (
     batch_length,
     call,
     evaluating,
-    first_samples,
     model_device,
-    sample_batches,
     to_device,
 )
 
@@ -174,7 +172,7 @@ def fisher_weights(
         layout: Where the samples are in the block's output.
     """
     block = model.get_submodule(name)
-    for batch in sample_batches(samples, batch_size=batch_size):
+    for batch in samples.batches(batch_size):
         seen: list[Tensor] = []
 
         def leaf(_module: nn.Module, _args: Any, result: Any, seen: Any = seen) -> Any:
@@ -228,7 +226,7 @@ def gather(
     arguments, layout = _layouts(quantized, model, names, samples)
 
     def rows() -> Iterator[_Row]:
-        for batch in sample_batches(samples, batch_size=batch_size):
+        for batch in samples.batches(batch_size):
             given, _ = _run_to(quantized, names[0], None, batch)
             plain, output = _run_to(model, *names, batch)
             target = layout.sorted(next(tensors_in(output)))
@@ -241,7 +239,7 @@ def _layouts(
     quantized: nn.Module, model: nn.Module, names: tuple[str, str], samples: Samples
 ) -> tuple[Arguments, Layout]:
     """Return how a block is called, and where the samples are in what it returns."""
-    one, two = first_samples(samples, 1), first_samples(samples, 2)
+    one, two = samples.first_batch(1), samples.first_batch(2)
     if batch_length(two) == 1:
         two = with_tensors(one, [torch.cat([t, t]) for t in tensors_in(one)])
     example, _ = _run_to(quantized, names[0], None, one)
@@ -298,7 +296,7 @@ def gather_next(
             return list(tensors_in(before(piece[0].to(device)))), piece[1].to(device)
 
     # Before the block runs: what it does not get may not fit it at all.
-    first = first_samples(samples, last.sizes[0])
+    first = samples.first_batch(last.sizes[0])
     given, _ = _run_to(quantized, names[1], None, first)
     wanted, _ = _run_to(model, names[1], None, first)
     made, plain = handed_on(pieces[0])

@@ -20,7 +20,7 @@ from ompq.layers import QuantizedLayer, quantized_layers
 from ompq.plans import Plan
 from ompq.recording import tensors_in
 from ompq.report.sections import Accuracy, BlockError, Histogram
-from ompq.samples import Samples, attached, run_first
+from ompq.samples import Samples, SamplesLike, collect
 
 # From paper to ink; the style sheet inverts the picture in the dark.
 _HEAT_AT = (0.0, 0.45, 1.0)
@@ -195,7 +195,7 @@ def worst_histograms(
     quantized: nn.Module,
     model: nn.Module,
     plan: Plan,
-    samples: Samples,
+    samples: SamplesLike,
     *,
     count: int = 3,
 ) -> list[Histogram]:
@@ -214,7 +214,7 @@ def worst_histograms(
         samples: Inputs; the first 32 are used.
         count: How many layers.
     """
-    layers = quantized_layers(quantized)
+    layers, samples = quantized_layers(quantized), Samples.of(samples)
     damage = plan.scores.damage[range(len(plan.columns)), plan.columns]
     ranked = sorted(zip(damage, plan.graph.units, strict=True), key=lambda one: -one[0])
     worst = [unit for _, unit in ranked if unit.name in layers][:count]
@@ -263,20 +263,14 @@ def _inputs(
     found: dict[str, Tensor] = {}
 
     def remember(name: str) -> Any:
-        def hook(_module: nn.Module, args: Any, kwargs: Any) -> None:
+        def hook(_module: nn.Module, args: Any, kwargs: Any, _output: Any) -> None:
             for tensor in tensors_in((args, kwargs)):
                 found.setdefault(name, tensor.detach())
 
         return hook
 
-    handles = [
-        network.get_submodule(name).register_forward_pre_hook(
-            remember(name), with_kwargs=True
-        )
-        for name in names
-    ]
-    with attached(handles):
-        run_first(network, samples, _SAMPLES)
+    watched = [(network.get_submodule(name), remember(name)) for name in names]
+    collect(network, samples.first(_SAMPLES), watched, batch_size=_SAMPLES)
     return found
 
 

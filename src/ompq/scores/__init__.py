@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from ompq.graph import Choice, LayerGraph
-from ompq.samples import Samples
+from ompq.samples import Samples, SamplesLike
 from ompq.scores.baselines import Random, SmallestFirst
 from ompq.scores.orm import Orm, OrmDistortion, OrmSettings, measure_orm
 from ompq.scores.output_divergence import OutputDivergence
@@ -51,7 +51,7 @@ def score_table(
     score: Score | str,
     graph: LayerGraph,
     model: nn.Module,
-    samples: Samples,
+    samples: SamplesLike,
     choices: Sequence[Choice],
 ) -> ScoreTable:
     """Compute a score, given as a callable or by name.
@@ -66,4 +66,4 @@ def score_table(
                 f"score={score!r} is unknown; use {', '.join(SCORES)} or a callable"
             )
         score = SCORES[score]
-    return checked(score(graph, model, samples, choices), graph, choices)
+    return checked(score(graph, model, Samples.of(samples), choices), graph, choices)

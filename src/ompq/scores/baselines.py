@@ -7,7 +7,7 @@ import numpy as np
 from torch import nn
 
 from ompq.graph import Choice, LayerGraph
-from ompq.samples import Samples
+from ompq.samples import SamplesLike
 from ompq.scores.table import ScoreTable
 
 
@@ -22,7 +22,7 @@ class SmallestFirst:
         self,
         graph: LayerGraph,
         model: nn.Module,  # noqa: ARG002
-        samples: Samples,  # noqa: ARG002
+        samples: SamplesLike,  # noqa: ARG002
         choices: Sequence[Choice],
     ) -> ScoreTable:
         """Return −bits for every unit, (units, choices)."""
@@ -44,7 +44,7 @@ class Random:
         self,
         graph: LayerGraph,
         model: nn.Module,  # noqa: ARG002
-        samples: Samples,  # noqa: ARG002
+        samples: SamplesLike,  # noqa: ARG002
         choices: Sequence[Choice],
     ) -> ScoreTable:
         """Return worth · 4^−bits, (units, choices)."""

@@ -25,15 +25,16 @@ from ompq.samples import (
     Batch,
     Progress,
     Samples,
+    SamplesLike,
     batch_length,
     model_device,
-    sample_batches,
     to_device,
 )
 from ompq.scores.table import ScoreTable, Table
 from ompq.scores.weight_noise import noise_table
 
 Granularity = Literal["layer", "block", "stage", "net"]
+_BATCH = 256  # samples whose Gram matrices, 256 × 256 a layer, are held at a time
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ class OrmResult:
 def measure_orm(
     graph: LayerGraph,
     model: nn.Module,
-    samples: Samples,
+    samples: SamplesLike,
     settings: OrmSettings | None = None,
     *,
     progress: Progress | None = None,
@@ -123,7 +124,7 @@ def measure_orm(
         _check_finite(found, labels)
         return found
 
-    products = _products(grams, samples, centred=settings.centred)
+    products = _products(grams, Samples.of(samples), centred=settings.centred)
     matrix = normalised(products)
     gamma = layer_gamma(matrix)
     layers = sorted(function_of)  # each layer's feature, in order of execution
@@ -171,7 +172,7 @@ def _products(
     grams: Callable[..., list[Tensor]], samples: Samples, *, centred: bool
 ) -> Tensor:
     """Return <K_i, K_j> of the functions whose Gram matrices are taken, (L, L)."""
-    batches = sample_batches(samples)
+    batches = samples.batches(_BATCH)
     first = next(batches)
     second = next(batches, None)
     alone = second is None
@@ -268,7 +269,7 @@ class Orm:
         self,
         graph: LayerGraph,
         model: nn.Module,
-        samples: Samples,
+        samples: SamplesLike,
         choices: Sequence[Choice],
     ) -> ScoreTable:
         """Return −bits × coefficient, (units, choices)."""
@@ -301,7 +302,7 @@ class OrmDistortion:
         self,
         graph: LayerGraph,
         model: nn.Module,
-        samples: Samples,
+        samples: SamplesLike,
         choices: Sequence[Choice],
     ) -> ScoreTable:
         """Return coefficient × noise-to-signal, (units, choices)."""

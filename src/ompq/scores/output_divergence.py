@@ -17,8 +17,8 @@ from ompq.samples import (
     Batch,
     Progress,
     Samples,
+    SamplesLike,
     evaluating,
-    first_samples,
     first_tensor,
     model_device,
     to_device,
@@ -45,11 +45,13 @@ class OutputDivergence:
         self,
         graph: LayerGraph,
         model: nn.Module,
-        samples: Samples,
+        samples: SamplesLike,
         choices: Sequence[Choice],
     ) -> ScoreTable:
         """Return mean divergences, (units, choices)."""
-        batch = to_device(first_samples(samples, self.samples), model_device(model))
+        batch = to_device(
+            Samples.of(samples).first_batch(self.samples), model_device(model)
+        )
         weights = sorted({c.weight for c in choices if c.weight < FLOAT_BITS})
         inputs = sorted({c.activation for c in choices})
         searched = len(inputs) > 1

@@ -19,7 +19,7 @@ from ompq.graph import (
     scaled_channels,
 )
 from ompq.ranges import tensor_noise, weight_noises
-from ompq.samples import Samples, attached, run_first
+from ompq.samples import Samples, SamplesLike, collect
 from ompq.scores.table import ScoreTable, Table
 
 _SAMPLES = 32  # inputs from which activation noise is read
@@ -37,7 +37,7 @@ class WeightNoise:
         self,
         graph: LayerGraph,
         model: nn.Module,
-        samples: Samples,
+        samples: SamplesLike,
         choices: Sequence[Choice],
     ) -> ScoreTable:
         """Return noise-to-signal ratios, (units, choices)."""
@@ -45,7 +45,7 @@ class WeightNoise:
 
 
 def noise_table(
-    graph: LayerGraph, model: nn.Module, samples: Samples, choices: Sequence[Choice]
+    graph: LayerGraph, model: nn.Module, samples: SamplesLike, choices: Sequence[Choice]
 ) -> Table:
     """Return noise-to-signal of weights, and of inputs where their bits are chosen."""
     table = _weight_table(graph, model, choices)
@@ -94,26 +94,20 @@ def _weight_table(
 
 
 def _input_table(
-    graph: LayerGraph, model: nn.Module, samples: Samples, choices: Sequence[Choice]
+    graph: LayerGraph, model: nn.Module, samples: SamplesLike, choices: Sequence[Choice]
 ) -> Table:
     widths = sorted({choice.activation for choice in choices})
     rows: dict[str, Tensor] = {}
 
     def watch(name: str) -> Any:
-        def hook(_module: nn.Module, args: Any, kwargs: Any) -> None:
+        def hook(_module: nn.Module, args: Any, kwargs: Any, _output: Any) -> None:
             given = next(iter(args), None)
             given = next(iter(kwargs.values())) if given is None else given
             rows[name] = tensor_noise(given.float(), widths)
 
         return hook
 
-    handles = [
-        called_module(model, unit).register_forward_pre_hook(
-            watch(unit.name), with_kwargs=True
-        )
-        for unit in graph.units
-    ]
-    with attached(handles):
-        run_first(model, samples, _SAMPLES)
+    watched = [(called_module(model, unit), watch(unit.name)) for unit in graph.units]
+    collect(model, Samples.of(samples).first(_SAMPLES), watched, batch_size=_SAMPLES)
     table = torch.stack([rows[name] for name in graph.names]).double().cpu().numpy()
     return table[:, [widths.index(choice.activation) for choice in choices]]
