@@ -18,7 +18,6 @@ import ompq
 from ompq.datasets.sources import load_data
 from ompq.datasets.training_sets import HeldSet, training_data
 from ompq.models import load_model
-from ompq.training.run import Alone
 from ompq.training.step import Gradients, Recorded
 
 
@@ -119,7 +118,9 @@ def train_float(bench: Bench, path: Path) -> None:
     settings = ompq.TrainConfig(
         label_smoothing=plan.smoothing, precision="bfloat16" if cuda else "float32"
     )
-    gradients = Gradients(model, None, settings, engine=Alone(), device=bench.device)
+    gradients = Gradients(
+        model, None, settings, backward=Tensor.backward, device=bench.device
+    )
     compute = Recorded(gradients, model) if cuda else gradients
     optimizer = sgd(model, plan)
     steps = epochs * (len(bench.train) // batch)

@@ -93,8 +93,11 @@ def write_checkpoint(
 
     # Cloned: two names may share memory, which the format refuses.
     kept = {k: t.detach().cpu().contiguous().clone() for k, t in tensors.items()}
+    about = {**text, "ompq": f"{kind}/1", "identity": identity}
     with replacing(path) as temporary:
-        save_file(kept, temporary, {**text, "ompq": f"{kind}/1", "identity": identity})
+        # One entry: the format writes several in a random order, and a run should
+        # write the same bytes every time.
+        save_file(kept, temporary, {"about": json.dumps(about, sort_keys=True)})
 
 
 def read_checkpoint(
@@ -107,9 +110,9 @@ def read_checkpoint(
     """
     try:
         with safe_open(path, framework="pt") as file:
-            text = file.metadata() or {}
+            text = json.loads((file.metadata() or {}).get("about", "{}"))
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-    except (OSError, SafetensorError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise CheckpointError(f"{path} is no checkpoint: {error}") from error
     if text.get("ompq") != f"{kind}/1":
         raise CheckpointError(f"{path} is no checkpoint of a {kind}")

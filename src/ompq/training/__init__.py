@@ -2,19 +2,19 @@
 
 import copy
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ompq.quantization import quantization_of
 from ompq.samples import Progress, cudnn_kernels
 from ompq.training.batches import Batches, LabelledBatch, epoch_batches
 from ompq.training.config import TrainConfig
 from ompq.training.norms import fold_norms
-from ompq.training.run import Keeper, Run, run_identity
+from ompq.training.run import Run, Tracker, run_identity
 
 
 def train(  # noqa: PLR0913
@@ -27,30 +27,28 @@ def train(  # noqa: PLR0913
     checkpoint: str | Path | None = None,
     progress: Progress | None = None,
 ) -> nn.Module:
-    """Return a quantized network that has learned from labelled images.
+    """Return a quantized network that was trained on labelled images.
 
     Weights are rounded in every pass and gradients go straight through; scales are
     learned with them. Started by ``torchrun`` or ``accelerate launch``, the processes
     share every step, and all return the same network.
 
     Args:
-        quantized: From :func:`ompq.quantize` or, better, :func:`ompq.reconstruct`;
-            left as it is.
+        quantized: From :func:`ompq.quantize` or, better, :func:`ompq.reconstruct`.
         batches: Training data (:func:`ompq.training_data`), or an iterable of inputs
             and targets that can be read once an epoch, a ``DataLoader`` for example.
-        config: Epochs, rates, what is learned.
-        teacher: The float network, to learn from its answers or to keep its norms.
+        teacher: The float network, for distillation or to keep its norms.
         validation: Labelled batches; accuracy on them decides which epoch is kept.
-        checkpoint: Folder that gets ``last.safetensors`` and, with validation,
-            ``best.safetensors``. If they are there already, the run continues from
-            them and gives the same result.
-        progress: Called now and then with the steps done.
+        checkpoint: Folder for ``last.safetensors`` and, with validation data,
+            ``best.safetensors``. If they exist, the run resumes from them and gives
+            the same network and the same files as one that was never interrupted.
+        progress: Called with the steps done, the steps in all and a message.
 
     Raises:
         QuantizationError: ``quantized`` is not quantized.
         TrainingError: The loss is not finite.
         CheckpointError: The checkpoint belongs to another run.
-        MissingExtraError: Several processes without Accelerate.
+        MissingExtraError: Accelerate is not installed.
     """
     quantization_of(quantized)
     if teacher is None and (config.distill or config.batch_norm == "fold-and-train"):
@@ -59,47 +57,41 @@ def train(  # noqa: PLR0913
             "float network; pass teacher=model"
         )
     run = Run(quantized, batches, config, teacher=teacher)
-    keeper = Keeper(
+    tracker = Tracker(
         run,
         run_identity(quantized, run.length, config),
         None if checkpoint is None else Path(checkpoint),
         validation=validation,
         progress=progress,
     )
-    with _generators(run), keeper.watching():
+    with _isolated(run), tracker.following():
         for epoch in range(run.step // run.epoch_steps, config.epochs):
-            run.begin_epoch(epoch)
-            numbers = range(_batches_done(run, epoch), run.length)
-            for inputs, targets in epoch_batches(
-                batches, epoch, config, numbers=numbers, shard=run.shard
-            ):
-                if run.advance(inputs, targets):
-                    keeper.after_step()
-            keeper.end_epoch(epoch)
-    return _result(quantized, run, keeper.chosen())
-
-
-def _batches_done(run: Run, epoch: int) -> int:
-    return (run.step - epoch * run.epoch_steps) * run.config.accumulate
+            numbers = run.begin_epoch(epoch)
+            found = epoch_batches(batches, epoch, config, numbers, run.shard)
+            for inputs, targets in found:
+                with run.engine.accumulate(run.prepared):
+                    placed = run.gradients.placed(inputs)
+                    run.compute(placed, targets.to(run.device, non_blocking=True))
+                    if run.engine.sync_gradients:
+                        run.update()
+                        tracker.after_step()
+            tracker.end_epoch(epoch)
+    run.model.load_state_dict(tracker.chosen())
+    fold_norms(run.model)
+    result = copy.deepcopy(quantized)
+    result.load_state_dict(run.model.state_dict())
+    return result
 
 
 @contextmanager
-def _generators(run: Run) -> Iterator[None]:
-    """Leave the global generators, and how GPUs compute, as they were."""
+def _isolated(run: Run) -> Iterator[None]:
+    """Restore the global generators, and the settings of GPUs, afterwards."""
     with (
         torch.random.fork_rng([run.device] if run.device.type == "cuda" else []),
         cudnn_kernels(repeatable=run.config.deterministic),
         torch.enable_grad(),
         warnings.catch_warnings(),
     ):
-        # Told where parameters could have been unused, and none were.
+        # Shown where parameters could have been unused, and none were.
         warnings.filterwarnings("ignore", "find_unused_parameters=True was specified")
         yield
-
-
-def _result(quantized: nn.Module, run: Run, state: Mapping[str, Tensor]) -> nn.Module:
-    run.model.load_state_dict(state)
-    fold_norms(run.model)
-    result = copy.deepcopy(quantized)
-    result.load_state_dict(run.model.state_dict())
-    return result

@@ -19,7 +19,7 @@ Shard: TypeAlias = tuple[int, int]  # a process, and the number of processes
 
 @runtime_checkable
 class TrainingData(Protocol):
-    """Labelled images that are shuffled, augmented and cut into batches by epoch."""
+    """Labelled images that are shuffled, augmented and batched epoch by epoch."""
 
     def __len__(self) -> int:
         """Return the number of images."""
@@ -36,10 +36,8 @@ class TrainingData(Protocol):
         """Yield the batches of an epoch, all of one size.
 
         Args:
-            number: Number of the epoch, which with the seed decides order and
-                augmentation.
+            number: With the seed it decides order and augmentation.
             batch_size: Images of a batch over all processes.
-            seed: The run's.
             start: Number of the first batch that is wanted.
             shard: Process, and number of processes: each gets its part of every batch.
         """
@@ -52,9 +50,9 @@ def batches_per_epoch(batches: Batches, config: TrainConfig, processes: int) -> 
     """Return how many batches each process gets in an epoch: whole steps only.
 
     Raises:
-        TypeError: They can be read only once, or have no length.
-        ValueError: A batch cannot be shared out evenly.
-        DataError: They do not suffice for one step.
+        TypeError: The batches can be read only once, or have no length.
+        ValueError: A batch cannot be split evenly.
+        DataError: There are too few for one step.
     """
     if not isinstance(batches, Sized):
         raise TypeError(
@@ -62,58 +60,44 @@ def batches_per_epoch(batches: Batches, config: TrainConfig, processes: int) -> 
             "them once an epoch: pass a list, a DataLoader or training data"
         )
     parts, count = processes * config.accumulate, len(batches)
-    steps, found = count // parts, f"{count} batches for {parts} a step"
+    steps, found = count // parts, f"{count} batches, but a step takes {parts}"
     if isinstance(batches, TrainingData):
         if config.batch_size % parts:
             raise ValueError(
-                f"batch_size={config.batch_size} cannot be shared evenly by "
-                f"{processes} processes in {config.accumulate} parts; "
-                f"take a multiple of {parts}"
+                f"batch_size={config.batch_size} cannot be split evenly over "
+                f"{processes} processes and accumulate={config.accumulate}; "
+                f"use a multiple of {parts}"
             )
         steps = count // config.batch_size
         found = f"{count} images, fewer than batch_size={config.batch_size}"
     if not steps:
-        raise DataError(f"there is no step in an epoch: {found}")
+        raise DataError(f"an epoch has no step: {found}")
     return steps * config.accumulate
 
 
 def epoch_batches(
-    batches: Batches,
-    epoch: int,
-    config: TrainConfig,
-    *,
-    numbers: range,
-    shard: Shard = (0, 1),
+    batches: Batches, epoch: int, config: TrainConfig, numbers: range, shard: Shard
 ) -> Iterator[LabelledBatch]:
-    """Yield the batches of one process in an epoch.
+    """Yield one process's batches of an epoch, those of the given numbers.
 
-    Batches that are made already are dealt out in turn; images are shared out so that
-    a step sees the same ones however many processes there are. The global generator
-    is set before every batch, so that what a loader shuffles and a network drops
-    follows the number of the batch alone.
-
-    Args:
-        batches: What to yield.
-        epoch: Its number.
-        config: Batch size and seed.
-        numbers: Those that are wanted, to the end of the epoch.
-        shard: Process, and number of processes.
+    Ready-made batches are dealt to the processes in turn; training data splits each
+    batch, so that a step sees the same images however many processes there are. The
+    global generator is seeded before every batch: what a loader shuffles and a network
+    drops then depends on the number of the batch alone, also in a resumed run.
 
     Raises:
-        DataError: There are fewer than in the epoch before, or they have no targets,
-            or targets that are no classes.
+        DataError: There are fewer batches than their length says, or they have no
+            targets, or targets that are not classes.
     """
     seed_generators(config.seed, epoch, 0)
     if isinstance(batches, TrainingData):
-        first, found = (
-            numbers.start,
-            batches.epoch(
-                epoch,
-                batch_size=config.batch_size // config.accumulate,
-                seed=config.seed,
-                start=numbers.start,
-                shard=shard,
-            ),
+        first = numbers.start
+        found = batches.epoch(
+            epoch,
+            batch_size=config.batch_size // config.accumulate,
+            seed=config.seed,
+            start=first,
+            shard=shard,
         )
     else:
         process, processes = shard
@@ -124,22 +108,19 @@ def epoch_batches(
         if batch is None:
             raise DataError(
                 f"epoch {epoch + 1} ended after {number} of {numbers.stop} batches; "
-                "batches must give as many every time as their length says"
+                "batches must yield as many every time as their length says"
             )
         if number in numbers:
-            yield _pair(batch)
+            yield _labelled(batch)
 
 
 def dealt(
     order: Tensor, *, batch_size: int, start: int, shard: Shard
 ) -> Iterator[Tensor]:
-    """Yield the part of each whole batch that a process gets.
+    """Yield a process's part of each whole batch, from batch ``start`` on.
 
     Args:
         order: Numbers of the images of an epoch, (N,).
-        batch_size: Images of a batch over all processes.
-        start: Number of the first batch that is wanted.
-        shard: Process, and number of processes.
     """
     process, processes = shard
     for batch in range(start, len(order) // batch_size):
@@ -147,7 +128,7 @@ def dealt(
 
 
 def seed_generators(*numbers: int) -> None:
-    """Set the global generators as numbers say."""
+    """Seed the global generators with several numbers."""
     torch.manual_seed(mixed_seed(*numbers))
 
 
@@ -157,14 +138,17 @@ def mixed_seed(*numbers: int) -> int:
     return int.from_bytes(digest, "big")
 
 
-def _pair(batch: Any) -> LabelledBatch:
+def _labelled(batch: Any) -> LabelledBatch:
     if not isinstance(batch, tuple | list) or len(batch) != 2:
         raise DataError(
             f"a batch is {type(batch).__name__}; training needs (inputs, targets)"
         )
     inputs, targets = batch
     count = next((len(tensor) for tensor in tensors_in(inputs) if tensor.dim()), 0)
-    if not isinstance(targets, Tensor) or targets.shape != (count,) or _real(targets):
+    whole = isinstance(targets, Tensor) and not (
+        targets.is_floating_point() or targets.is_complex()
+    )
+    if not whole or targets.shape != (count,):
         found = getattr(targets, "dtype", type(targets).__name__)
         shape = tuple(getattr(targets, "shape", ()))
         raise DataError(
@@ -172,7 +156,3 @@ def _pair(batch: Any) -> LabelledBatch:
             f"whole numbers of shape ({count},), the classes"
         )
     return inputs, targets.long()
-
-
-def _real(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_type_hints
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -13,40 +13,39 @@ class TrainConfig:
 
     Attributes:
         epochs: Passes over the training data.
-        batch_size: Images a step, over all processes. Batches that are made already
-            keep the size they have.
-        learning_rate: Of weights and biases at the start; it falls to 0 as a cosine.
-        warmup: Steps in which the rate rises to where the cosine begins.
+        batch_size: Images per step, over all processes. Ready-made batches keep
+            their own size.
+        learning_rate: Initial rate of weights and biases; it decays to 0 as a cosine.
+        warmup: Steps of linear warm-up.
         momentum: Of stochastic gradient descent.
         weight_decay: Of weights; scales, biases and norms have none.
-        weight_steps: Whether the scales of weights are learned (LSQ) or stay.
+        learn_weight_scales: Whether the scales of weights are learned (LSQ) or fixed.
         activations: What is learned of activations: their ``step`` (LSQ), the end of
             their range (``clip``, PACT), or nothing (``fixed``).
         step_rate: Learning rate of scales, as a multiple of that of weights.
         batch_norm: ``folded`` trains the weight and bias that the norm was folded
-            into; ``fold-and-train`` (HAWQ-V3) keeps the norm and folds it anew at
-            each step, and needs the float network.
+            into; ``fold-and-train`` (HAWQ-V3) keeps the norm, folds it anew at each
+            step, and needs the float network.
         freeze_norm_epoch: From this epoch on norms use, and keep, their running
             statistics; before it they use those of the batch.
-        distill: Weight of the float network's answers against the labels, 0 to 1;
+        distill: Weight of the float network's outputs against the labels, 0 to 1;
             above 0 it needs the float network.
-        temperature: Of the softmax that the answers are compared after.
+        temperature: Of the softmax in the distillation loss.
         label_smoothing: Probability that the labels leave to other classes.
-        gradient_norm: Longer gradients are cut to this length; 0 never cuts.
-        accumulate: Batches whose gradients are added up to one step.
-        precision: ``float32``, or ``bfloat16`` for what autocast computes in it.
-        channels_last: Whether on a GPU images and weights lie in memory channel by
-            channel of a pixel, as GPUs like it.
-        compile: Whether ``torch.compile`` fuses the network.
-        cuda_graph: Whether one process on a GPU records a step once and replays it,
-            which pays for small networks.
-        checkpoint_steps: Steps between checkpoints; 0 writes one an epoch.
-        keep: With validation: ``best`` returns the epoch (or the start) with the best
-            accuracy, ``last`` the last one.
-        report_steps: Steps between reports of progress; the loss is looked at then.
+        gradient_norm: Gradients are clipped to this norm; 0 never clips.
+        accumulate: Batches whose gradients are accumulated into one step.
+        precision: ``float32``, or ``bfloat16`` for autocast.
+        channels_last: Whether images and weights are stored channels-last on a GPU.
+        compile: Whether the network is compiled by ``torch.compile``.
+        cuda_graph: Whether a single process on a GPU records a step as a CUDA graph
+            and replays it, which pays for small networks.
+        checkpoint_steps: Steps between checkpoints; 0 writes one per epoch.
+        keep: With validation data: ``best`` returns the epoch (or the start) with the
+            best accuracy, ``last`` the last one.
+        report_steps: Steps between progress reports; the loss is checked then.
         tensorboard: Folder for TensorBoard's scalars; None writes none.
         deterministic: Whether a GPU computes the same bits in every run; otherwise it
-            takes the fastest algorithms.
+            uses the fastest algorithms.
         seed: Decides the order of images, augmentation and dropout.
     """
 
@@ -78,45 +77,40 @@ class TrainConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        hints = get_type_hints(type(self))
         for field in fields(self):
             name, value = field.name, getattr(self, field.name)
-            needed = _needed(name, value, type(field.default))
-            if needed:
-                raise ValueError(f"{name}={value!r} must be {needed}")
+            problem = _problem(name, value, hints[name])
+            if problem:
+                raise ValueError(f"{name}={value!r} must be {problem}")
 
 
-_WORDS = {
-    "activations": ("step", "clip", "fixed"),
-    "batch_norm": ("folded", "fold-and-train"),
-    "precision": ("float32", "bfloat16"),
-    "keep": ("best", "last"),
-}
 _POSITIVE = ("learning_rate", "temperature")
-_SHARES = ("momentum", "distill", "label_smoothing")
-_LEAST = {"epochs": 1, "batch_size": 1, "accumulate": 1, "report_steps": 1}
+_FRACTIONS = ("momentum", "distill", "label_smoothing")
+_AT_LEAST_ONE = ("epochs", "batch_size", "accumulate", "report_steps")
 
 
-def _needed(name: str, value: Any, kind: type) -> str:
-    """Return what a field must be, if it is not; values may come from a file."""
-    if name in _WORDS:
-        words = _WORDS[name]
-        return "" if value in words else f"one of {', '.join(words)}"
+def _problem(name: str, value: Any, kind: Any) -> str:
+    """Return what a field must be if it is not; values may come from a file."""
     if kind is bool:
         return "" if isinstance(value, bool) else "true or false"
-    if kind not in (int, float):
+    if kind is int or kind is float:
+        return _number_problem(name, value, kind)
+    if kind == str | None:
         return "" if value is None or isinstance(value, str) else "a folder's name"
-    return _needed_number(name, value, kind)
+    words = get_args(kind)
+    return "" if value in words else f"one of {', '.join(words)}"
 
 
-def _needed_number(name: str, value: Any, kind: type) -> str:
+def _number_problem(name: str, value: Any, kind: type) -> str:
     number = isinstance(value, int if kind is int else int | float)
     if not number or isinstance(value, bool):
         return "a whole number" if kind is int else "a number"
-    if name in _SHARES:
+    if name in _FRACTIONS:
         return "" if 0 <= value <= 1 else "from 0 to 1"
     if name in _POSITIVE:
         return "" if 0 < value < math.inf else "above 0, and finite"
-    least = _LEAST.get(name, 0)
+    least = 1 if name in _AT_LEAST_ONE else 0
     return "" if least <= value < math.inf else f"at least {least}"
 
 

@@ -1,4 +1,4 @@
-"""A training run: its network, optimizer, checkpoints and history."""
+"""A training run: its network and optimizer, its reports and its files."""
 
 import copy
 import hashlib
@@ -7,9 +7,9 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ompq.errors import DataError, MissingExtraError, TrainingError, shortened
 from ompq.files import read_checkpoint, write_checkpoint, write_text
-from ompq.samples import Batch, Progress, call, evaluating, first_tensor, model_device
+from ompq.samples import Progress, call, evaluating, first_tensor, model_device
 from ompq.training.batches import Batches, LabelledBatch, batches_per_epoch
 from ompq.training.config import TrainConfig
 from ompq.training.norms import Variances, keep_norms
@@ -32,348 +32,33 @@ from ompq.training.step import (
     memory_layout,
 )
 
-
-class Alone:
-    """What training needs of an ``Accelerator``, for one process without Accelerate."""
-
-    num_processes = 1
-    process_index = 0
-    is_main_process = True
-    sync_gradients = True
-
-    def prepare(self, *objects: Any) -> Any:
-        """Return the objects as they are."""
-        return objects
-
-    def accumulate(self, _model: Any) -> AbstractContextManager[None]:
-        """Do nothing: every batch is a step."""
-        return nullcontext()
-
-    def backward(self, loss: Tensor) -> None:
-        """Compute the gradients."""
-        loss.backward()  # type: ignore[no-untyped-call]
-
-    def clip_grad_norm_(self, parameters: Iterable[Tensor], longest: float) -> Tensor:
-        """Cut the gradients to a length; return the one that they had."""
-        return nn.utils.clip_grad_norm_(parameters, longest)
-
-    def reduce(self, tensor: Tensor) -> Tensor:
-        """Return the sum over all processes: the tensor."""
-        return tensor
-
-    def wait_for_everyone(self) -> None:
-        """Return at once."""
-
-
-def make_engine(
-    config: TrainConfig, device: torch.device, *, unused: bool = False
-) -> Any:
-    """Return an ``Accelerator``, or :class:`Alone` where one process can do without.
-
-    Args:
-        config: Says how many batches make a step.
-        device: Where the network is.
-        unused: Whether a pass may not reach all parameters: several processes must
-            then look for those that get no gradient, or wait for it in vain.
-
-    Raises:
-        MissingExtraError: As :func:`check_installed`.
-    """
-    check_installed(config)
-    try:
-        from accelerate import Accelerator, DistributedDataParallelKwargs
-    except ImportError:
-        return Alone()
-    # Networks and batches are placed here: they follow the network that was given.
-    return Accelerator(
-        gradient_accumulation_steps=config.accumulate,
-        device_placement=False,
-        kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=unused)],
-        # Without it processes on CPUs would not find each other. For one process it
-        # would only forbid a later run on another device.
-        cpu=_processes() > 1 and device.type == "cpu",
-    )
-
-
-def check_installed(config: TrainConfig) -> None:
-    """Make sure that what the settings need besides PyTorch is there.
-
-    Raises:
-        MissingExtraError: Several processes, or gradients of several batches, need
-            Accelerate; scalars need TensorBoard.
-    """
-    wanted = {
-        "accelerate": ("train", _processes() > 1 or config.accumulate > 1),
-        "torch.utils.tensorboard": ("tensorboard", config.tensorboard is not None),
-    }
-    for module, (extra, needed) in wanted.items():
-        if needed:
-            try:
-                import_module(module)
-            except ImportError as error:
-                name = module.rpartition(".")[2]
-                raise MissingExtraError(name, extra) from error
-
-
-def _processes() -> int:
-    return int(os.environ.get("WORLD_SIZE", "1"))
-
-
-_KIND = "training"
-_MODEL, _MOMENTUM = "model/", "momentum/"
+_LOG = logging.getLogger(__name__)
 LAST, BEST = "last.safetensors", "best.safetensors"
-# What may differ between a run and its continuation: it changes no result.
+_MODEL, _MOMENTUM, _COUNTS = "model/", "momentum/", "counts"
+# Settings that may differ between a run and its continuation: they change no result.
 _FREE = {"checkpoint_steps", "report_steps", "tensorboard"}
 
 
-@dataclass(frozen=True, eq=False)
-class State:
-    """Where a training stands.
-
-    Attributes:
-        step: How many steps are done.
-        best: Accuracy of the best epoch so far; None before the first.
-        model: The network's ``state_dict``.
-        momentum: Parameter's name → momentum.
-        history: What was measured, epoch by epoch.
-    """
-
-    step: int
-    best: float | None
-    model: Mapping[str, Tensor]
-    momentum: Mapping[str, Tensor]
-    history: tuple[Mapping[str, Any], ...] = ()
-
-
-def run_identity(quantized: nn.Module, length: int, config: TrainConfig) -> str:
-    """Return what must be equal for a checkpoint to continue a run.
-
-    Args:
-        quantized: The network that training starts from.
-        length: Batches an epoch.
-        config: The settings.
-    """
-    settings = {k: v for k, v in asdict(config).items() if k not in _FREE}
-    digest = hashlib.sha256(json.dumps([settings, length]).encode())
-    for tensor in quantized.state_dict().values():
-        digest.update(tensor.detach().cpu().contiguous().numpy().tobytes())
-    return digest.hexdigest()
-
-
-def write_state(path: Path, state: State, identity: str) -> None:
-    """Write a checkpoint, whole or not at all."""
-    parts = ((_MODEL, state.model), (_MOMENTUM, state.momentum))
-    tensors = {
-        prefix + name: tensor
-        for prefix, named in parts
-        for name, tensor in named.items()
-    }
-    text = {
-        "step": str(state.step),
-        "best": json.dumps(state.best),
-        "history": json.dumps(state.history),
-    }
-    write_checkpoint(path, tensors, text, kind=_KIND, identity=identity)
-
-
-def read_state(path: Path, identity: str) -> State:
-    """Read a checkpoint.
+def check_installed(config: TrainConfig) -> None:
+    """Check that the packages that training needs are installed.
 
     Raises:
-        CheckpointError: It is none, or of another run.
+        MissingExtraError: Accelerate is missing; or TensorBoard, where it is asked for.
     """
-    tensors, text = read_checkpoint(path, kind=_KIND, identity=identity)
-    return State(
-        step=int(text["step"]),
-        best=json.loads(text["best"]),
-        model=_under(tensors, _MODEL),
-        momentum=_under(tensors, _MOMENTUM),
-        history=tuple(json.loads(text["history"])),
-    )
-
-
-def momentum_of(
-    optimizer: torch.optim.Optimizer, named: Mapping[str, nn.Parameter]
-) -> dict[str, Tensor]:
-    """Return parameter's name → momentum, for those that have one by now."""
-    buffers = {name: optimizer.state.get(p, {}) for name, p in named.items()}
-    return {
-        name: state["momentum_buffer"]
-        for name, state in buffers.items()
-        if state.get("momentum_buffer") is not None
-    }
-
-
-def restore_momentum(
-    optimizer: torch.optim.Optimizer,
-    named: Mapping[str, nn.Parameter],
-    momentum: Mapping[str, Tensor],
-) -> None:
-    """Give the optimizer the momentum that a checkpoint holds."""
-    for name, tensor in momentum.items():
-        parameter = named[name]
-        buffer = torch.empty_like(parameter).copy_(tensor)
-        optimizer.state[parameter]["momentum_buffer"] = buffer
-
-
-def _under(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    return {
-        name.removeprefix(prefix): tensor
-        for name, tensor in tensors.items()
-        if name.startswith(prefix)
-    }
-
-
-class Run:
-    """A training that is under way.
-
-    Attributes:
-        step: How many steps are done.
-        steps: How many there are.
-        epoch_steps: How many an epoch has.
-    """
-
-    def __init__(
-        self,
-        quantized: nn.Module,
-        batches: Batches,
-        config: TrainConfig,
-        *,
-        teacher: nn.Module | None,
-    ) -> None:
-        self.config = config
-        self.device = model_device(quantized)
-        unused = may_leave_unused(quantized)
-        self.engine = make_engine(config, self.device, unused=unused)
-        if self.engine.num_processes > 1:
-            self.device = self.engine.device
-        processes = self.engine.num_processes
-        self.length = checked_length(batches, config, processes, self.device)
-        self.step, self.epoch_steps = 0, self.length // config.accumulate
-        self.steps = self.epoch_steps * config.epochs
-        self.model = copy.deepcopy(quantized).to(self.device)
-        if config.batch_norm == "fold-and-train":
-            assert teacher is not None  # asked for before
-            keep_norms(self.model, teacher)
-        self.trainable = make_trainable(self.model, config)
-        self.model.to(memory_format=memory_layout(config, self.device))
-        self.optimizer = self.trainable.optimizer(config)
-        self.prepared, self.stepping = self.engine.prepare(self.model, self.optimizer)
-        self.variances = Variances(self.model)
-        called = torch.compile(self.prepared) if config.compile else self.prepared
-        self.gradients = Gradients(
-            called,
-            _ready(teacher, self.device, config) if config.distill else None,
-            config,
-            engine=self.engine,
-            device=self.device,
-        )
-        self.compute: Callable[..., None] = self.gradients
-
-    @property
-    def shard(self) -> tuple[int, int]:
-        """This process, and how many there are."""
-        return self.engine.process_index, self.engine.num_processes
-
-    def begin_epoch(self, number: int) -> None:
-        """Set the network's modes: norms are frozen from some epoch on."""
-        self.model.train()
-        frozen = number >= self.config.freeze_norm_epoch
-        for module in self.model.modules():
-            if isinstance(module, _BatchNorm) and frozen:
-                module.eval()
-        # What was recorded is the step with norms as they were.
-        self.compute = self._recorded() if self.config.cuda_graph else self.gradients
-
-    def _recorded(self) -> Recorded:
-        if isinstance(self.compute, Recorded) and not self._freezes():
-            return self.compute
-        return Recorded(self.gradients, self.model)
-
-    def _freezes(self) -> bool:
-        return self.step == self.config.freeze_norm_epoch * self.epoch_steps
-
-    def advance(self, inputs: Batch, targets: Tensor) -> bool:
-        """Learn from one batch; say whether it completed a step."""
-        inputs = self.gradients.placed(inputs)
-        targets = targets.to(self.device, non_blocking=True)
-        with self.engine.accumulate(self.prepared):
-            self.compute(inputs, targets)
-            if not self.engine.sync_gradients:
-                return False
-            self._move()
-        self.step += 1
-        return True
-
-    def _move(self) -> None:
-        rate = self.rate()
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate * group["ratio"]
-        if self.config.gradient_norm:
-            parameters = [*self.trainable.named.values()]
-            # The engine's: under fp16 it takes the scale of the loss out first.
-            self.engine.clip_grad_norm_(parameters, self.config.gradient_norm)
-        self.stepping.step()
-        if not isinstance(self.compute, Recorded):
-            self.stepping.zero_grad()
-        self.trainable.keep_positive()
-        self.variances.limit()
-
-    def rate(self) -> float:
-        """Return the learning rate of the next step: a cosine after a linear rise."""
-        done, warmup = self.step, self.config.warmup
-        if done < warmup:
-            return self.config.learning_rate * (done + 1) / warmup
-        share = (done - warmup) / max(1, self.steps - warmup)
-        return self.config.learning_rate * 0.5 * (1 + math.cos(math.pi * share))
-
-    def taken_counts(self) -> tuple[float, float, int]:
-        """Return mean loss, share of right answers and images since the last call."""
-        total: Tensor = self.engine.reduce(self.gradients.counts.clone())
-        self.gradients.counts.zero_()
-        loss, right, count = total.tolist()
-        return loss / max(count, 1), right / max(count, 1), int(count)
-
-    def accuracy(self, batches: Any) -> float:
-        """Return the share of images that the network gets right, all processes.
-
-        Raises:
-            DataError: There are none.
-        """
-        process, processes = self.shard
-        counts = torch.zeros(2, device=self.device)
-        with evaluating(self.model):
-            for number, (inputs, targets) in enumerate(batches):
-                if number % processes == process:
-                    logits = call(self.model, self.gradients.placed(inputs))
-                    answers = first_tensor(logits).argmax(1)
-                    counts[0] += (answers == targets.to(self.device)).sum()
-                    counts[1] += len(targets)
-        right, count = self.engine.reduce(counts).tolist()
-        if not count:
-            raise DataError(
-                "validation gave no images; it is read once before training and once "
-                "an epoch: pass a list or a DataLoader that is not empty"
-            )
-        return float(right / count)
-
-    def state(self, best: float | None, history: Sequence[Mapping[str, Any]]) -> State:
-        """Return where the training stands."""
-        momentum = momentum_of(self.optimizer, self.trainable.named)
-        model = self.model.state_dict()
-        return State(self.step, best, model, momentum, tuple(history))
-
-    def restore(self, state: State) -> None:
-        """Go to where a checkpoint stands."""
-        self.model.load_state_dict(state.model)
-        restore_momentum(self.optimizer, self.trainable.named, state.momentum)
-        self.step = state.step
+    needed = {"accelerate": "train"}
+    if config.tensorboard is not None:
+        needed["torch.utils.tensorboard"] = "tensorboard"
+    for module, extra in needed.items():
+        try:
+            import_module(module)
+        except ImportError as error:
+            raise MissingExtraError(module.rpartition(".")[2], extra) from error
 
 
 def checked_length(
     batches: Batches, config: TrainConfig, processes: int, device: torch.device
 ) -> int:
-    """Return how many batches each process gets in an epoch, if it can train at all.
+    """Return how many batches each process gets in an epoch.
 
     Raises:
         TypeError, DataError: As :func:`batches_per_epoch`.
@@ -388,24 +73,195 @@ def checked_length(
     return batches_per_epoch(batches, config, processes)
 
 
-def _ready(
-    teacher: nn.Module | None, device: torch.device, config: TrainConfig
-) -> nn.Module:
-    """Return a copy of the float network that only answers."""
-    assert teacher is not None  # asked for before
-    copied = copy.deepcopy(teacher).to(device).eval()
-    return copied.to(memory_format=memory_layout(config, device))
-
-
-logger = logging.getLogger(__name__)
-
-
-class Keeper:
-    """Watches a run, reports on it, and keeps it in files.
+class Run:
+    """A training in progress.
 
     Attributes:
-        best: The best accuracy so far; None without validation.
-        history: What was measured, epoch by epoch.
+        step: How many steps are done.
+        steps: How many there are in all.
+        epoch_steps: How many there are in an epoch.
+        length: Batches that each process gets in an epoch.
+        compute: Adds the gradients of a batch to those of the parameters.
+    """
+
+    def __init__(
+        self,
+        quantized: nn.Module,
+        batches: Batches,
+        config: TrainConfig,
+        *,
+        teacher: nn.Module | None,
+    ) -> None:
+        self.config, self.device = config, model_device(quantized)
+        self.engine = _accelerator(quantized, config)
+        processes = self.engine.num_processes
+        if processes > 1:
+            self.device = self.engine.device
+        self.length = checked_length(batches, config, processes, self.device)
+        self.step, self.epoch_steps = 0, self.length // config.accumulate
+        self.steps = self.epoch_steps * config.epochs
+        self.model = copy.deepcopy(quantized).to(self.device)
+        if config.batch_norm == "fold-and-train":
+            assert teacher is not None  # checked by train()
+            keep_norms(self.model, teacher)
+        self.trainable = make_trainable(self.model, config)
+        layout = memory_layout(config, self.device)
+        self.model.to(memory_format=layout)
+        self.optimizer = self.trainable.optimizer(config)
+        self.prepared, self.stepping = self.engine.prepare(self.model, self.optimizer)
+        self.variances = Variances(self.model)
+        if teacher is not None and config.distill:
+            teacher = copy.deepcopy(teacher).to(self.device).eval()
+            teacher.to(memory_format=layout)
+        self.gradients = Gradients(
+            torch.compile(self.prepared) if config.compile else self.prepared,
+            teacher if config.distill else None,
+            config,
+            backward=self.engine.backward,
+            device=self.device,
+        )
+        self.compute: Callable[..., None] = self.gradients
+
+    @property
+    def shard(self) -> tuple[int, int]:
+        """This process, and how many there are."""
+        return self.engine.process_index, self.engine.num_processes
+
+    def begin_epoch(self, number: int) -> range:
+        """Set the modes of the network; return the numbers of the batches to come."""
+        self.model.train()
+        if number >= self.config.freeze_norm_epoch:
+            for module in self.model.modules():
+                if isinstance(module, _BatchNorm):
+                    module.eval()
+        if self.config.cuda_graph:
+            # A recorded step holds the norms' modes: frozen ones need another.
+            freezes = self.step == self.config.freeze_norm_epoch * self.epoch_steps
+            if freezes or not isinstance(self.compute, Recorded):
+                self.compute = Recorded(self.gradients, self.model)
+        done = (self.step - number * self.epoch_steps) * self.config.accumulate
+        return range(done, self.length)
+
+    def update(self) -> None:
+        """Take a step of the optimizer with the gradients that were computed."""
+        rate = self.rate()
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate * group["ratio"]
+        if self.config.gradient_norm:
+            parameters = [*self.trainable.named.values()]
+            # Accelerate's own: under fp16 it takes the scale of the loss out first.
+            self.engine.clip_grad_norm_(parameters, self.config.gradient_norm)
+        self.stepping.step()
+        if not isinstance(self.compute, Recorded):
+            self.stepping.zero_grad()
+        self.trainable.keep_positive()
+        self.variances.limit()
+        self.step += 1
+
+    def rate(self) -> float:
+        """Return the learning rate of the next step: linear warm-up, then a cosine."""
+        done, warmup = self.step, self.config.warmup
+        if done < warmup:
+            return self.config.learning_rate * (done + 1) / warmup
+        share = (done - warmup) / max(1, self.steps - warmup)
+        return self.config.learning_rate * 0.5 * (1 + math.cos(math.pi * share))
+
+    def counts(self) -> Tensor:
+        """Return sums of the epoch so far: loss, correct, images; (processes, 3)."""
+        gathered: Tensor = self.engine.gather(self.gradients.counts[None])
+        return gathered.cpu()
+
+    def accuracy(self, batches: Iterable[LabelledBatch]) -> float:
+        """Return the share of images that the network gets right, all processes.
+
+        Raises:
+            DataError: There are none.
+        """
+        process, processes = self.shard
+        counts = torch.zeros(2, device=self.device)
+        with evaluating(self.model):
+            for number, (inputs, targets) in enumerate(batches):
+                if number % processes == process:
+                    output = call(self.model, self.gradients.placed(inputs))
+                    answers = first_tensor(output).argmax(1)
+                    counts[0] += (answers == targets.to(self.device)).sum()
+                    counts[1] += len(targets)
+        correct, count = self.engine.reduce(counts).tolist()
+        if not count:
+            raise DataError(
+                "validation gave no images; it is read once before training and once "
+                "an epoch: pass a list or a DataLoader that is not empty"
+            )
+        return float(correct / count)
+
+    def state(self) -> dict[str, Tensor]:
+        """Return what a checkpoint holds: network, momentum, sums of the epoch."""
+        found = {_MODEL + key: value for key, value in self.model.state_dict().items()}
+        for name, parameter in self.trainable.named.items():
+            buffer = self.optimizer.state[parameter].get("momentum_buffer")
+            if buffer is not None:
+                found[_MOMENTUM + name] = buffer
+        return {**found, _COUNTS: self.counts()}
+
+    def restore(self, state: Mapping[str, Tensor], step: int) -> None:
+        """Continue from where a checkpoint was written."""
+        self.model.load_state_dict(_under(state, _MODEL))
+        for name, tensor in _under(state, _MOMENTUM).items():
+            parameter = self.trainable.named[name]
+            buffer = torch.empty_like(parameter).copy_(tensor)
+            self.optimizer.state[parameter]["momentum_buffer"] = buffer
+        counts, (process, processes) = state[_COUNTS], self.shard
+        if len(counts) != processes:  # the sums are right, if not to the last digit
+            counts = counts.sum(0) * torch.eye(processes, 1, dtype=counts.dtype)
+        self.gradients.counts.copy_(counts[process])
+        self.step = step
+
+
+def _accelerator(quantized: nn.Module, config: TrainConfig) -> Any:
+    check_installed(config)
+    from accelerate import Accelerator, DistributedDataParallelKwargs
+
+    # Parameters that get no gradient: several processes would wait for it in vain.
+    unused = may_leave_unused(quantized)
+    several = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    return Accelerator(
+        gradient_accumulation_steps=config.accumulate,
+        device_placement=False,  # training runs where the network is
+        kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=unused)],
+        # Without it processes on CPUs would not find each other. For one process it
+        # would only forbid a later run on another device.
+        cpu=several and model_device(quantized).type == "cpu",
+    )
+
+
+def _under(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {
+        name.removeprefix(prefix): tensor
+        for name, tensor in tensors.items()
+        if name.startswith(prefix)
+    }
+
+
+def run_identity(quantized: nn.Module, length: int, config: TrainConfig) -> str:
+    """Return a digest of what must be equal for a checkpoint to continue a run.
+
+    Args:
+        quantized: The network that training starts from.
+        length: Batches per epoch.
+    """
+    settings = {k: v for k, v in asdict(config).items() if k not in _FREE}
+    digest = hashlib.sha256(json.dumps([settings, length]).encode())
+    for tensor in quantized.state_dict().values():
+        digest.update(tensor.detach().cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+class Tracker:
+    """Follows a run: reports its progress, finds the best epoch, writes checkpoints.
+
+    Attributes:
+        best: The best accuracy so far; None without validation data.
+        history: Loss and accuracy, epoch by epoch.
     """
 
     def __init__(
@@ -424,31 +280,30 @@ class Keeper:
         self.best_step: int | None = None
         self.history: list[Mapping[str, Any]] = []
         self.saved: int | None = None
-        self.sums, self.since = (0.0, 0.0, 0), time.perf_counter()
+        self.reported, self.since = torch.zeros(3).double(), time.perf_counter()
         self.write: Callable[..., Any] = lambda *_: None
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Begin, or continue from the checkpoint; end what is written meanwhile."""
+    def following(self) -> Iterator[None]:
+        """Start, or resume from the checkpoint; close what is written meanwhile."""
         with _scalars(self.run) as self.write:
-            last = None if self.folder is None else self.folder / LAST
-            if last is not None and last.exists():
-                self._resume(last)
+            if self.folder is not None and (self.folder / LAST).exists():
+                self._resume(self.folder)
             elif self.validation is not None and self.run.config.keep == "best":
                 self._judge(self.run.accuracy(self.validation))
             self.since = time.perf_counter()
             yield
 
-    def _resume(self, last: Path) -> None:
-        state = read_state(last, self.identity)
-        self.run.restore(state)
-        self.best, self.saved = state.best, state.step
-        self.history = list(state.history)
+    def _resume(self, folder: Path) -> None:
+        state, text = self._read(folder / LAST)
+        self.saved = int(text["step"])
+        self.run.restore(state, self.saved)
+        self.reported = self.run.counts().sum(0)
+        self.best, self.history = json.loads(text["best"]), json.loads(text["history"])
         if self.best is not None:
-            assert self.folder is not None
-            best = read_state(self.folder / BEST, self.identity)
-            self.best_model, self.best_step = best.model, best.step
-        logger.info("continuing after step %d of %d", state.step, self.run.steps)
+            best, text = self._read(folder / BEST)
+            self.best_model, self.best_step = _under(best, _MODEL), int(text["step"])
+        _LOG.info("resuming after step %d of %d", self.saved, self.run.steps)
 
     def after_step(self) -> None:
         """Report and write checkpoints, as often as the settings say."""
@@ -462,15 +317,17 @@ class Keeper:
 
     def end_epoch(self, epoch: int) -> None:
         """Measure the accuracy, remember the best, write a checkpoint."""
-        loss, right, count = self.sums
-        self.sums = (0.0, 0.0, 0)
-        entry = {"epoch": epoch + 1, "loss": loss / count, "top1": right / count}
+        run = self.run
+        loss, correct, count = run.counts().sum(0).tolist()
+        entry = {"epoch": epoch + 1, "loss": loss / count, "top1": correct / count}
+        run.gradients.counts.zero_()
+        self.reported.zero_()
         if self.validation is not None:
-            entry["validation"] = self.run.accuracy(self.validation)
-            self.write("validation top-1", entry["validation"], self.run.step)
+            entry["validation"] = run.accuracy(self.validation)
+            self.write("validation top-1", entry["validation"], run.step)
         self.history.append(entry)
-        logger.info("epoch %s", ", ".join(f"{k} {v:.4g}" for k, v in entry.items()))
-        if "validation" in entry and self.run.config.keep == "best":
+        _LOG.info("epoch %s", ", ".join(f"{k} {v:.4g}" for k, v in entry.items()))
+        if "validation" in entry and run.config.keep == "best":
             self._judge(entry["validation"])
         self._save()
         self.since = time.perf_counter()
@@ -484,20 +341,19 @@ class Keeper:
         self._write(BEST)
 
     def _report(self) -> None:
-        run = self.run
-        loss, right, count = run.taken_counts()
+        run, sums = self.run, self.run.counts().sum(0)
+        new, self.reported = sums - self.reported, sums
+        loss, correct, count = new.tolist()
+        loss, correct = loss / count, correct / count
         now = time.perf_counter()
-        speed = count / max(now - self.since, 1e-9)
-        self.since = now
+        speed, self.since = count / max(now - self.since, 1e-9), now
         if not math.isfinite(loss):
             raise TrainingError(
                 f"the loss is {loss} by step {run.step} of {run.steps}; "
-                f"{self._good()}. Lower "
-                f"learning_rate={run.config.learning_rate:g}, or set gradient_norm"
+                f"{self._kept()}. Lower learning_rate={run.config.learning_rate:g}, "
+                "or set gradient_norm"
             )
-        old = self.sums
-        self.sums = (old[0] + loss * count, old[1] + right * count, old[2] + count)
-        for name, value in (("loss", loss), ("top-1", right), ("rate", run.rate())):
+        for name, value in (("loss", loss), ("top-1", correct), ("rate", run.rate())):
             self.write(name, value, run.step)
         if self.progress is not None:
             epoch = -(-run.step // run.epoch_steps)
@@ -505,40 +361,47 @@ class Keeper:
                 run.step,
                 run.steps,
                 f"epoch {epoch}/{run.config.epochs}: loss {loss:.3f}, "
-                f"top-1 {right:.1%}, {speed:,.0f} images/s",
+                f"top-1 {correct:.1%}, {speed:,.0f} images/s",
             )
 
-    def _good(self) -> str:
-        if self.saved is None:
+    def _kept(self) -> str:
+        if self.folder is None or self.saved is None:
             return "no checkpoint was written"
-        assert self.folder is not None
         return f"{self.folder / LAST} holds the network after step {self.saved}"
 
     def _save(self) -> None:
-        state = self.run.model.state_dict()
-        broken = [k for k, v in state.items() if not v.isfinite().all()]
+        model = self.run.model.state_dict()
+        broken = [key for key, value in model.items() if not value.isfinite().all()]
         if broken:
             raise TrainingError(
                 f"{shortened(broken)} are not finite after step {self.run.step}; "
-                f"{self._good()}. Lower "
+                f"{self._kept()}. Lower "
                 f"learning_rate={self.run.config.learning_rate:g}"
             )
         self._write(LAST)
-        self.saved = None if self.folder is None else self.run.step
+        self.saved = self.run.step
 
     def _write(self, name: str) -> None:
+        state = self.run.state()  # of all processes, so all must ask for it
         if self.folder is not None and self.run.engine.is_main_process:
-            state: State = self.run.state(self.best, self.history)
-            write_state(self.folder / name, state, self.identity)
-            text = json.dumps(self.history, indent=1)
-            write_text(self.folder / "history.json", f"{text}\n")
+            text = {
+                "step": str(self.run.step),
+                "best": json.dumps(self.best),
+                "history": json.dumps(self.history),
+            }
+            file = self.folder / name
+            write_checkpoint(file, state, text, kind="training", identity=self.identity)
+            lines = json.dumps(self.history, indent=1)
+            write_text(self.folder / "history.json", f"{lines}\n")
         self.run.engine.wait_for_everyone()
+
+    def _read(self, path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+        return read_checkpoint(path, kind="training", identity=self.identity)
 
     def chosen(self) -> Mapping[str, Tensor]:
         """Return the state of the network to return."""
-        main = self.run.engine.is_main_process
-        if main and self.best is not None and self.best_step == 0:
-            logger.warning(
+        if self.best is not None and self.best_step == 0 and self.run.shard[0] == 0:
+            _LOG.warning(
                 "no epoch does better on the validation data than the start, %.2f %%; "
                 "the start is kept. Train longer, lower learning_rate=%g, or set "
                 "keep=last",
@@ -551,13 +414,12 @@ class Keeper:
 @contextmanager
 def _scalars(run: Run) -> Iterator[Callable[..., Any]]:
     """Yield a function that writes a scalar for TensorBoard: name, value, step."""
-    folder = run.config.tensorboard
-    if folder is None or not run.engine.is_main_process:
+    if run.config.tensorboard is None or not run.engine.is_main_process:
         yield lambda *_: None
         return
-    from torch.utils.tensorboard import SummaryWriter  # the engine made sure of it
+    from torch.utils.tensorboard import SummaryWriter
 
-    writer = SummaryWriter(folder)
+    writer = SummaryWriter(run.config.tensorboard)
     try:
         yield writer.add_scalar
     finally:

@@ -14,9 +14,10 @@ from ompq.quantization import quantization_of
 from ompq.samples import Batch, call, first_tensor, to_device
 from ompq.training.config import TrainConfig
 
-# A scale may shrink to this share of where it began: it must stay positive, and one
-# that falls further has lost its tensor anyway.
+# A scale may shrink to this fraction of its initial value: it must stay positive, and
+# one that falls further has lost its tensor anyway.
 _SMALLEST = 1 / 16
+_WARM_UP = 3  # passes before a CUDA graph is recorded; PyTorch's documentation has 3
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,7 +26,7 @@ class Trainable:
 
     Attributes:
         weights: Those with weight decay.
-        others: Biases, norms.
+        others: Biases and norms.
         scales: Steps of weights and activations.
         floors: The smallest value of each scale.
     """
@@ -41,7 +42,7 @@ class Trainable:
         return {**self.weights, **self.others, **self.scales}
 
     def optimizer(self, config: TrainConfig) -> torch.optim.SGD:
-        """Return the optimizer; each group says its multiple of the learning rate."""
+        """Return the optimizer; ``ratio`` is a group's multiple of the rate."""
         groups: list[dict[str, Any]] = [
             {"params": [*self.weights.values()], "ratio": 1.0},
             {"params": [*self.others.values()], "ratio": 1.0, "weight_decay": 0.0},
@@ -66,14 +67,9 @@ class Trainable:
 
 
 def make_trainable(model: nn.Module, config: TrainConfig) -> Trainable:
-    """Let gradients reach what the settings say is trained, and nothing else.
-
-    Args:
-        model: A quantized network; flags of its parameters are changed.
-        config: Says which scales are learned.
-    """
+    """Require gradients of what the settings train, and of nothing else."""
     scales = _scales(model, config)
-    known = {id(p) for p in scales.values()} | _untouched(model)
+    known = {id(p) for p in scales.values()} | _fixed(model)
     rest = {n: p for n, p in model.named_parameters() if id(p) not in known}
     for parameter in model.parameters():
         parameter.requires_grad = False
@@ -99,27 +95,16 @@ def _scales(model: nn.Module, config: TrainConfig) -> dict[str, nn.Parameter]:
     return found
 
 
-def may_leave_unused(model: nn.Module) -> bool:
-    """Return whether a pass may not reach all parameters of a quantized network.
+def _fixed(model: nn.Module) -> set[int]:
+    """Return the ids of parameters that are not trained, or only as scales.
 
-    Quantized layers were seen to run; of what stayed float nobody knows.
-    """
-    parts = (*quantized_layers(model).values(), *activation_quantizers(model).values())
-    reached = {id(parameter) for part in parts for parameter in part.parameters()}
-    return any(id(parameter) not in reached for parameter in model.parameters())
-
-
-def _untouched(model: nn.Module) -> set[int]:
-    """Return the ids of scales, and of weights that were rounded where they are.
-
-    And of biases of layers that keep their norm, whose shift stands in for them.
+    Scales; weights that were rounded in place, in modules that are not quantized
+    layers; biases of layers that keep their norm, whose shift replaces them.
     """
     layers = quantized_layers(model).values()
     found = {id(layer.weight_scale) for layer in layers}
     found |= {id(layer.bias) for layer in layers if layer.norm is not None}
-    found |= {
-        id(quantizer.scale) for quantizer in activation_quantizers(model).values()
-    }
+    found |= {id(one.scale) for one in activation_quantizers(model).values()}
     record = quantization_of(model)
     for unit in record.graph.units:
         owner = model.get_submodule(unit.parameter.rpartition(".")[0])
@@ -129,14 +114,22 @@ def _untouched(model: nn.Module) -> set[int]:
     return found
 
 
-_WARM_UP = 3  # passes before a step is recorded, so that libraries have set up
+def may_leave_unused(model: nn.Module) -> bool:
+    """Return whether a pass may leave parameters of a quantized network unused.
+
+    Quantized layers were observed to run; layers that stayed float may not.
+    """
+    parts = (*quantized_layers(model).values(), *activation_quantizers(model).values())
+    used = {id(parameter) for part in parts for parameter in part.parameters()}
+    return any(id(parameter) not in used for parameter in model.parameters())
 
 
 class Gradients:
-    """Computes gradients of batches, and counts how the network does.
+    """Computes gradients of batches, and sums up loss and accuracy.
 
     Attributes:
-        counts: Sum of losses, right answers, images, on the device; (3,).
+        counts: Sum of losses, correct answers, images; (3,), float64 so that a sum
+            over an epoch depends on nothing but the order of its batches.
     """
 
     def __init__(
@@ -145,36 +138,31 @@ class Gradients:
         teacher: nn.Module | None,
         config: TrainConfig,
         *,
-        engine: Any,
+        backward: Callable[[Tensor], Any],
         device: torch.device,
     ) -> None:
         self.model, self.teacher, self.config = model, teacher, config
-        self.engine, self.device = engine, device
-        self.counts = torch.zeros(3, device=device)
+        self.backward, self.device = backward, device
+        self.counts = torch.zeros(3, dtype=torch.float64, device=device)
 
     def __call__(self, inputs: Batch, targets: Tensor) -> None:
         """Add the gradients of a batch to those of the parameters."""
-        taught = self._taught(inputs)
+        expected = None
+        if self.teacher is not None:
+            with torch.no_grad(), self._autocast():
+                expected = first_tensor(call(self.teacher, inputs)).float()
         with self._autocast():
             logits = first_tensor(call(self.model, inputs)).float()  # type: ignore[arg-type]
-            loss = training_loss(logits, targets, taught, self.config)
-        self.engine.backward(loss)
+            loss = training_loss(logits, targets, expected, self.config)
+        self.backward(loss)
         with torch.no_grad():
-            right = (logits.argmax(1) == targets).sum()
             self.counts[0] += loss.detach() * len(targets)
-            self.counts[1] += right
+            self.counts[1] += (logits.argmax(1) == targets).sum()
             self.counts[2] += len(targets)
 
-    @torch.no_grad()
-    def _taught(self, inputs: Batch) -> Tensor | None:
-        if self.teacher is None:
-            return None
-        with self._autocast():
-            return first_tensor(call(self.teacher, inputs)).float()
-
     def _autocast(self) -> torch.autocast:
-        # Every weight is used once, so that a cache of cast weights gains nothing;
-        # and what it holds would be lost to a recorded step.
+        # Every weight is used once, so a cache of cast weights gains nothing; and
+        # what it holds would be lost to a recorded step.
         return torch.autocast(
             self.device.type,
             torch.bfloat16,
@@ -183,7 +171,7 @@ class Gradients:
         )
 
     def placed(self, inputs: Batch) -> Batch:
-        """Return inputs where, and in the form in which, the network takes them."""
+        """Return inputs on the network's device, in its memory format."""
         moved = to_device(inputs, self.device)
         if isinstance(moved, Tensor) and moved.dim() == 4:
             layout = memory_layout(self.config, self.device)
@@ -192,10 +180,10 @@ class Gradients:
 
 
 def memory_layout(config: TrainConfig, device: torch.device) -> torch.memory_format:
-    """Return how images and weights lie in memory.
+    """Return the memory format of images and weights.
 
-    CPUs never get channels last: there PyTorch crashes in the backward pass of some
-    convolutions, 1 x 1 with stride 2 of 4 channels among them.
+    CPUs never get channels-last: there PyTorch crashes in the backward pass of some
+    convolutions, 1 × 1 with stride 2 of 4 channels among them.
     """
     if config.channels_last and device.type != "cpu":
         return torch.channels_last
@@ -203,35 +191,34 @@ def memory_layout(config: TrainConfig, device: torch.device) -> torch.memory_for
 
 
 def training_loss(
-    logits: Tensor, targets: Tensor, taught: Tensor | None, config: TrainConfig
+    logits: Tensor, targets: Tensor, expected: Tensor | None, config: TrainConfig
 ) -> Tensor:
-    """Return the mean loss of a batch: the labels' and the teacher's.
+    """Return the mean loss of a batch: cross entropy, and distillation if asked for.
 
     Args:
-        logits: The network's, (N, classes).
+        logits: Of the quantized network, (N, classes).
         targets: Classes, (N,).
-        taught: The float network's logits, (N, classes); None without a teacher.
-        config: How the two are weighed.
+        expected: Logits of the float network, (N, classes); None without a teacher.
     """
     loss = F.cross_entropy(logits, targets, label_smoothing=config.label_smoothing)
-    if taught is None:
+    if expected is None:
         return loss
-    heat = config.temperature
     divergence = F.kl_div(
-        (logits / heat).log_softmax(1),
-        (taught / heat).log_softmax(1),
+        (logits / config.temperature).log_softmax(1),
+        (expected / config.temperature).log_softmax(1),
         reduction="batchmean",
         log_target=True,
     )
     # The square keeps the gradient's size, whatever the temperature.
-    return (1 - config.distill) * loss + config.distill * heat**2 * divergence
+    heat = config.temperature**2
+    return (1 - config.distill) * loss + config.distill * heat * divergence
 
 
 class Recorded:
     """Replays the gradients of a batch as one CUDA graph.
 
-    Gradients are written to the same places every time, so that they must neither be
-    cleared nor added up between batches.
+    Gradients are written to the same memory every time, so they must neither be
+    cleared nor accumulated between batches.
     """
 
     def __init__(self, gradients: Gradients, model: nn.Module) -> None:
@@ -243,15 +230,14 @@ class Recorded:
     def __call__(self, inputs: Tensor, targets: Tensor) -> None:
         """Compute the gradients of a batch of the same size as the first one."""
         if self.graph is None:
-            self._record(inputs, targets)
+            self.graph = self._record(inputs, targets)
         self.inputs.copy_(inputs)
         self.targets.copy_(targets)
-        assert self.graph is not None
         self.graph.replay()
 
-    def _record(self, inputs: Tensor, targets: Tensor) -> None:
+    def _record(self, inputs: Tensor, targets: Tensor) -> torch.cuda.CUDAGraph:
         self.inputs, self.targets = inputs.clone(), targets.clone()
-        # Passes that only warm up should leave no statistics behind.
+        # The warm-up passes should leave no statistics behind.
         held = [self.gradients.counts, *self.model.buffers()]
         before = [tensor.clone() for tensor in held]
         side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -262,12 +248,13 @@ class Recorded:
                 self.gradients(self.inputs, self.targets)
         torch.cuda.current_stream().wait_stream(side)
         self._clear()
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
             self.gradients(self.inputs, self.targets)
         with torch.no_grad():
             for tensor, value in zip(held, before, strict=True):
                 tensor.copy_(value)
+        return graph
 
     def _clear(self) -> None:
         for parameter in self.model.parameters():

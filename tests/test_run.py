@@ -1,0 +1,388 @@
+"""A run of training: its rate, checkpoints, best epoch, progress, processes."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import types
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+import ompq
+from ompq.errors import CheckpointError, DataError, MissingExtraError, TrainingError
+from ompq.files import read_checkpoint
+from ompq.training import run as runs
+from ompq.training.run import Run, run_identity
+from training_script import CONFIG, QUICK, equal, kept, made, state, toy
+
+HERE = Path(__file__).parent
+SCRIPT = HERE / "training_script.py"
+
+
+@pytest.fixture(scope="module")
+def toys():
+    return toy()
+
+
+def test_the_rate_falls_as_a_cosine_after_a_rise(toys):
+    _, network, data = toys
+    run = Run(network, data, replace(QUICK, warmup=4), teacher=None)
+    rates = []
+    for step in range(run.steps + 1):
+        run.step = step
+        rates.append(run.rate())
+    assert rates[:4] == pytest.approx([0.0125, 0.025, 0.0375, 0.05])
+    cosine = [0.05 * (1 + np.cos(np.pi * i / 4)) / 2 for i in range(5)]
+    assert rates[4:] == pytest.approx(cosine)
+
+
+def test_a_graph_of_a_step_needs_a_gpu(toys):
+    _, network, data = toys
+    words = r"cuda_graph needs one process on a GPU without accumulation, not 1 on cpu"
+    with pytest.raises(ValueError, match=words):
+        ompq.train(network, data, replace(QUICK, cuda_graph=True))
+
+
+def test_training_without_accelerate_says_what_to_install(toys, monkeypatch):
+    _, network, data = toys
+    monkeypatch.setitem(sys.modules, "accelerate", None)
+    needed = r"accelerate is not installed. Run: pip install 'ompq\[train\]'"
+    with pytest.raises(MissingExtraError, match=needed):
+        ompq.train(network, data, QUICK)
+
+
+@pytest.mark.parametrize("read", [lambda _: [], iter])
+def test_validation_that_gives_nothing_is_refused(toys, read):
+    _, network, data = toys
+    with pytest.raises(
+        DataError, match=r"validation gave no images; it is read once b"
+    ):
+        ompq.train(network, data, QUICK, validation=read(made(data)))
+
+
+class ScalingEngine:
+    """Multiplies the loss before the backward pass, as Accelerate does for fp16."""
+
+    def __init__(self, engine):
+        self.engine = engine
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+
+    def __getattr__(self, name):
+        return getattr(self.engine, name)
+
+    def prepare(self, model, optimizer):
+        self.optimizer = optimizer
+        return model, self
+
+    def backward(self, loss):
+        self.scaler.scale(loss).backward()
+
+    def clip_grad_norm_(self, parameters, longest):
+        self.scaler.unscale_(self.optimizer)
+        return torch.nn.utils.clip_grad_norm_(parameters, longest)
+
+    def step(self):
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+
+    def zero_grad(self):
+        self.optimizer.zero_grad()
+
+
+def test_gradients_of_a_scaled_loss_are_cut_to_the_same_length(toys, monkeypatch):
+    _, network, data = toys
+    config = replace(QUICK, gradient_norm=0.1)
+    expected = state(ompq.train(network, data, config))
+    make = runs._accelerator
+    monkeypatch.setattr(runs, "_accelerator", lambda *a: ScalingEngine(make(*a)))
+    found = state(ompq.train(network, data, config))
+    for key, value in expected.items():
+        assert torch.allclose(value, found[key], rtol=1e-6), key
+
+
+def test_a_shuffling_loader_gives_the_same_order_when_resumed(toys, tmp_path):
+    _, network, data = toys
+    inner = TensorDataset(data.inputs, data.targets)
+    loader = DataLoader(inner, batch_size=8, shuffle=True)
+    config = replace(QUICK, checkpoint_steps=1)
+
+    def stop(done, _total, _message):
+        if done == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        ompq.train(network, loader, config, checkpoint=tmp_path, progress=stop)
+    resumed = ompq.train(network, loader, config, checkpoint=tmp_path)
+    assert equal(resumed, ompq.train(network, loader, config))
+
+
+def test_a_finished_run_is_not_run_again(toys, tmp_path):
+    _, network, data = toys
+    first = ompq.train(network, data, QUICK, checkpoint=tmp_path)
+    seen = []
+    again = ompq.train(
+        network, data, QUICK, checkpoint=tmp_path, progress=lambda *a: seen.append(a)
+    )
+    assert equal(first, again)
+    assert not seen
+
+
+def test_checkpoints_of_other_runs_and_files_are_refused(toys, tmp_path):
+    _, network, data = toys
+    ompq.train(network, data, QUICK, checkpoint=tmp_path)
+    with pytest.raises(CheckpointError, match=r"belongs to another run \(other netw"):
+        ompq.train(network, data, replace(QUICK, seed=1), checkpoint=tmp_path)
+    (tmp_path / "last.safetensors").write_bytes(b"nothing")
+    with pytest.raises(CheckpointError, match=r"last.safetensors is no checkpoint: "):
+        ompq.train(network, data, QUICK, checkpoint=tmp_path)
+
+    save_file({"x": torch.zeros(1)}, tmp_path / "last.safetensors")
+    with pytest.raises(CheckpointError, match=r"is no checkpoint of a training"):
+        ompq.train(network, data, QUICK, checkpoint=tmp_path)
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(toys, tmp_path):
+    _, network, data = toys
+    broken = replace(data, inputs=data.inputs.clone())
+
+    def poison(done, _total, _message):
+        if done == 5:
+            broken.inputs.fill_(float("nan"))
+
+    words = r"the loss is nan by step 6 of 8; .*last.safetensors holds the network "
+    words += r"after step 4. Lower learning_rate=0.05, or set gradient_norm"
+    with pytest.raises(TrainingError, match=words):
+        ompq.train(network, broken, QUICK, checkpoint=tmp_path, progress=poison)
+    assert (tmp_path / "last.safetensors").exists()
+    with pytest.raises(TrainingError, match=r"no checkpoint was written"):
+        ompq.train(network, broken, QUICK)
+
+
+def test_broken_weights_are_never_written(toys, tmp_path, monkeypatch):
+    _, network, data = toys
+    update = Run.update
+
+    def broken(run):
+        update(run)
+        if run.step == 8:
+            run.model.stem.weight.data.fill_(float("inf"))
+
+    monkeypatch.setattr(Run, "update", broken)
+    words = r"stem.weight are not finite after step 8; .*after step 4"
+    with pytest.raises(TrainingError, match=words):
+        ompq.train(network, data, QUICK, checkpoint=tmp_path)
+
+
+def test_the_best_epoch_is_returned(toys, tmp_path, caplog):
+    _, network, data = toys
+    batches = made(data)
+    wild = replace(QUICK, learning_rate=1e3, gradient_norm=1.0)
+    kept = ompq.train(network, data, wild, validation=batches, checkpoint=tmp_path)
+    assert equal(kept, network)  # nothing was better than the start
+    top1 = ompq.evaluate(network, batches).top1
+    told = f"no epoch does better on the validation data than the start, {top1:.2%}"
+    assert told.replace("%", " %") in caplog.text
+    caplog.clear()
+    last = ompq.train(network, data, replace(wild, keep="last"), validation=batches)
+    assert not equal(last, network)
+    # Also when the run is resumed.
+    again = ompq.train(network, data, wild, validation=batches, checkpoint=tmp_path)
+    assert equal(again, network)
+    good = ompq.train(network, data, replace(QUICK, epochs=6), validation=batches)
+    assert ompq.evaluate(good, batches).top1 > top1
+    assert caplog.text.count("no epoch does better") == 1  # when it was resumed
+
+
+def test_progress_tells_loss_accuracy_and_speed(toys, tmp_path):
+    _, network, data = toys
+    seen = []
+    ompq.train(
+        network,
+        data,
+        replace(QUICK, report_steps=3),
+        validation=made(data),
+        checkpoint=tmp_path,
+        progress=lambda *told: seen.append(told),
+    )
+    assert [(done, total) for done, total, _ in seen] == [
+        (3, 8),
+        (4, 8),
+        (6, 8),
+        (8, 8),
+    ]
+    assert seen[-1][2].startswith("epoch 2/2: loss ")
+    assert "images/s" in seen[-1][2] and "top-1" in seen[-1][2]
+    history = (tmp_path / "history.json").read_text()
+    assert history.count('"validation"') == 2
+
+
+def test_scalars_go_to_tensorboard(toys, monkeypatch, tmp_path):
+    _, network, data = toys
+    config = replace(QUICK, tensorboard=str(tmp_path))
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    words = r"tensorboard is not installed. Run: pip install 'ompq\[tensorboard\]'"
+    with pytest.raises(MissingExtraError, match=words):
+        ompq.train(network, data, config)
+    written = []
+
+    class Writer:
+        def __init__(self, folder):
+            assert folder == str(tmp_path)
+
+        def add_scalar(self, name, value, step):
+            written.append((name, step))
+
+        def close(self):
+            written.append("closed")
+
+    fake = types.ModuleType("torch.utils.tensorboard")
+    fake.SummaryWriter = Writer
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", fake)
+    ompq.train(network, data, config, validation=made(data))
+    assert ("loss", 1) in written and ("rate", 8) in written
+    assert ("validation top-1", 8) in written and written[-1] == "closed"
+
+
+def test_checkpoints_hold_what_a_run_needs(toys, tmp_path):
+    _, network, data = toys
+    ompq.train(network, data, QUICK, checkpoint=tmp_path)
+    identity = run_identity(network, 4, QUICK)
+    last = tmp_path / "last.safetensors"
+    found, text = read_checkpoint(last, kind="training", identity=identity)
+    assert text["step"] == "8" and text["best"] == "null"
+    assert len(json.loads(text["history"])) == 2
+    expected = {f"model/{key}" for key in network.state_dict()} | {"counts"}
+    expected |= {f"momentum/{name}" for name, _ in network.named_parameters()}
+    assert found.keys() == expected
+
+
+def files(folder):
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+@pytest.mark.parametrize("stop_at", [2, 3, 5, 7])
+@pytest.mark.parametrize("other", [{}, {"checkpoint_steps": 2, "report_steps": 3}])
+def test_a_resumed_run_writes_the_same_history_and_files(
+    toys, tmp_path, stop_at, other
+):
+    _, network, data = toys
+    config = replace(QUICK, checkpoint_steps=1)
+
+    def stop(done, _total, _message):
+        if done == stop_at:
+            raise KeyboardInterrupt
+
+    def train(folder, config=config, progress=None):
+        return ompq.train(
+            network,
+            data,
+            config,
+            validation=made(data),
+            checkpoint=tmp_path / folder,
+            progress=progress,
+        )
+
+    whole = train("whole")
+    with pytest.raises(KeyboardInterrupt):
+        train("cut", progress=stop)
+    # How often it reports and writes may change from one part to the next.
+    assert equal(train("cut", replace(config, **other)), whole)
+    assert files(tmp_path / "cut") == files(tmp_path / "whole")
+    last = json.loads((tmp_path / "cut" / "history.json").read_text())[-1]
+    assert last["top1"] * 32 == round(last["top1"] * 32)  # of all 32 images
+
+
+def test_a_history_counts_every_image_once(toys, tmp_path):
+    _, network, data = toys
+    config = replace(QUICK, epochs=1, batch_size=32, report_steps=5)
+    ompq.train(network, data, config, checkpoint=tmp_path)
+    (entry,) = json.loads((tmp_path / "history.json").read_text())
+    with torch.no_grad():
+        logits = network(data.inputs)
+    assert entry["loss"] == pytest.approx(F.cross_entropy(logits, data.targets).item())
+    assert entry["top1"] == (logits.argmax(1) == data.targets).double().mean().item()
+
+
+def test_sums_survive_another_number_of_processes(toys):
+    _, network, data = toys
+    run = Run(network, data, QUICK, teacher=None)
+    run.gradients.counts.copy_(torch.tensor([1.0, 2.0, 3.0]))
+    state = run.state()
+    state["counts"] = torch.tensor([[1.0, 2.0, 8.0], [2.0, 3.0, 8.0]]).double()
+    run.restore(state, 3)
+    assert run.step == 3
+    assert run.counts().tolist() == [[3.0, 5.0, 16.0]]
+
+
+def run(*words, **more):
+    paths = [str(Path(ompq.__file__).parent.parent), str(HERE)]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(paths),
+        "OMP_NUM_THREADS": "1",
+    }
+    return subprocess.run(
+        [sys.executable, *map(str, words)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        **more,
+    )
+
+
+def close(one, other):
+    return all(torch.allclose(one[key], other[key], rtol=1e-9) for key in other)
+
+
+@pytest.mark.slow
+def test_two_processes_give_what_one_gives(tmp_path):
+    start = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    done = run(*start, SCRIPT, tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    _, network, data = toy()
+    # Training data shares the images of each step out: the very same steps.
+    shared = load_file(tmp_path / "shared.safetensors")
+    assert close(shared, state(ompq.train(network, data, CONFIG)))
+    assert not close(shared, state(network))
+    # Batches are dealt out in turn: one process with the double batch does the same.
+    batches = made(data)
+    doubled = [
+        tuple(torch.cat(parts) for parts in zip(*batches[i : i + 2], strict=True))
+        for i in range(0, 8, 2)
+    ]
+    found = load_file(tmp_path / "made.safetensors")
+    assert close(found, state(ompq.train(network, doubled, CONFIG)))
+    # Norms that stand in for biases, and a parameter that nothing reaches.
+    model, network, data, config = kept()
+    expected = state(ompq.train(network, data, config, teacher=model))
+    assert close(load_file(tmp_path / "kept.safetensors"), expected)
+    assert not close(expected, state(network))
+
+
+@pytest.mark.slow
+def test_a_killed_run_continues_to_the_same_bits(tmp_path):
+    killed = run(SCRIPT, tmp_path, "--kill-at", 7)
+    assert killed.returncode == -signal.SIGKILL
+    assert not (tmp_path / "shared.safetensors").exists()
+    _, network, data = toy()
+    seen = []
+    resumed = ompq.train(
+        network,
+        data,
+        CONFIG,
+        checkpoint=tmp_path / "shared",
+        progress=lambda done, *_: seen.append(done),
+    )
+    assert seen == [7, 8]  # the last checkpoint before the kill was that of step 6
+    whole = ompq.train(network, data, CONFIG, checkpoint=tmp_path / "whole")
+    assert equal(resumed, whole)
+    assert files(tmp_path / "shared") == files(tmp_path / "whole")

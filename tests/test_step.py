@@ -1,0 +1,92 @@
+"""One step: losses, gradients of scales, memory formats, CUDA graphs."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import ompq
+from ompq.layers import ActivationQuantizer
+from ompq.quantizers import Grid
+from ompq.training.step import memory_layout, training_loss
+from quantized import quantized
+from training_script import QUICK, state, toy
+
+
+def test_clipping_moves_the_limit_by_the_gradient_beyond_it():
+    quantizer = ActivationQuantizer(Grid(torch.tensor(0.5), torch.tensor(2.0), 3))
+    quantizer.clips = True
+    quantizer.scale.requires_grad = True
+    x = torch.tensor([[-9.0, -0.3, 0.4, 9.0, 7.0]])
+    gradient = torch.tensor([[1.0, 10.0, 100.0, 1000.0, 2000.0]])
+    (quantizer(x) * gradient).sum().backward()
+    # Codes 0 to 7, zero 2: the range is -2/5 of the limit to the limit, 5 steps up.
+    of_limit = 3000.0 - 2 / 5 * 1.0
+    before = quantizer.scale.item() * 5
+    with torch.no_grad():
+        quantizer.scale -= 1e-3 * quantizer.scale.grad
+    assert quantizer.scale.item() * 5 == pytest.approx(before - 1e-3 * of_limit)
+
+
+def test_steps_learn_alike_from_batches_that_are_cut():
+    grid = Grid(torch.tensor(0.3), torch.tensor(0.0), 4)
+    x = torch.rand(8, 5, generator=torch.Generator().manual_seed(0))
+
+    def gradient(part):
+        quantizer = ActivationQuantizer(grid)
+        quantizer.scale.requires_grad = True
+        quantizer(part).square().sum(1).mean().backward()
+        return quantizer.scale.grad
+
+    halves = (gradient(x[:4]) + gradient(x[4:])) / 2
+    assert torch.allclose(gradient(x), halves)
+
+
+def test_distillation_weighs_labels_and_the_teachers_answers():
+    generator = torch.Generator().manual_seed(0)
+    logits, taught = torch.randn(2, 6, 4, generator=generator).double()
+    targets = torch.tensor([0, 1, 2, 3, 0, 1])
+    config = ompq.TrainConfig(distill=0.3, temperature=2.0)
+    p, q = (taught / 2).softmax(1), (logits / 2).softmax(1)
+    divergence = (p * (p / q).log()).sum(1).mean()
+    labels = -logits.softmax(1)[range(6), targets].log().mean()
+    loss = training_loss(logits, targets, taught, config)
+    assert torch.allclose(loss, 0.7 * labels + 0.3 * 4 * divergence)
+    assert torch.allclose(training_loss(logits, targets, None, config), labels)
+
+
+def test_images_lie_channel_by_channel_of_a_pixel_on_gpus_alone():
+    for device, wanted, layout in (
+        ("cuda", True, torch.channels_last),
+        ("cuda", False, torch.contiguous_format),
+        ("cpu", True, torch.contiguous_format),
+    ):
+        config = ompq.TrainConfig(channels_last=wanted)
+        assert memory_layout(config, torch.device(device)) is layout
+
+
+def test_convolutions_of_few_channels_train_on_a_cpu():
+    # In channels_last PyTorch crashes in the backward pass of this shortcut.
+    model = torch.nn.Sequential(
+        torch.nn.Conv2d(3, 4, 1), torch.nn.Conv2d(4, 8, 1, 2), torch.nn.Flatten()
+    ).eval()
+    inputs = torch.rand(8, 3, 72, 72, generator=torch.Generator().manual_seed(0))
+    network = quantized(model, inputs, weight=4)
+    batch = inputs.contiguous(memory_format=torch.channels_last), torch.arange(8)
+    trained = ompq.train(network, [batch], QUICK)
+    assert not torch.equal(trained[1].weight, network[1].weight)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("norms", ["folded", "fold-and-train"])
+def test_a_recorded_step_learns_the_same(norms):
+    model, network, data = toy()
+    model, network = model.cuda(), network.cuda()
+    data = replace(data, inputs=data.inputs.cuda(), targets=data.targets.cuda())
+    config = replace(QUICK, batch_norm=norms)
+    expected = state(ompq.train(network, data, config, teacher=model))
+    recorded = replace(config, cuda_graph=True)
+    found = state(ompq.train(network, data, recorded, teacher=model))
+    for key, value in expected.items():
+        assert torch.allclose(value, found[key], rtol=1e-6), key
