@@ -82,7 +82,7 @@ def row(network, samples, images, targets, scheme: str, engine_images: int):
         "runtime_and_settled": told(result.simulated),
         "runtime_and_engine": told(result.engine),
         "runtime_and_given": told(result.given),
-        "float32_and_float64": told(compare_outputs(double, before)),
+        "float32_and_float64": told(compare_outputs([double], [before])),
         "runtime": result.runtime,
     }
 

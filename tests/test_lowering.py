@@ -1,5 +1,6 @@
 import re
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -136,3 +137,70 @@ def test_too_large_sums_name_their_layer():
         layer.weight_scale.fill_(1 / 128)
     with pytest.raises(QuantizationError, match="0 sums of 70000 products"):
         lower(network, torch.ones(2, 70_000))
+
+
+def assigned(x):
+    x[:, 0] = 1.0
+    return x
+
+
+def through_numpy(x):
+    x.numpy()[:, 0] = 1.0
+    return x
+
+
+def through_array(x):
+    np.asarray(x)[:, 0] = 1.0
+    return x
+
+
+def through_data(x):
+    x.data[:, 0] = 1.0
+    return x
+
+
+def through_a_view(x):
+    x[:, :2].relu_()
+    return x
+
+
+def into_another(x):
+    return torch.zeros_like(x).copy_(x)
+
+
+def out_argument(x):
+    return torch.add(x, x, out=torch.empty_like(x))
+
+
+@pytest.mark.parametrize(
+    ("write", "words"),
+    [
+        (assigned, "setitem in the network reads or writes a tensor out of sight"),
+        (through_numpy, "numpy in the network reads or writes a tensor out of sight"),
+        (through_array, "array in the network reads or writes a tensor out of sight"),
+        (through_data, "data in the network has no integer form"),
+        (through_a_view, "reads a tensor that was written in place through a view"),
+        (into_another, "zeros_like in the network has no integer form"),
+        (out_argument, "empty_like in the network has no integer form"),
+    ],
+)
+def test_writes_that_a_file_would_lose_are_refused(write, words):
+    class Writing(Chain):
+        def forward(self, x):
+            x = write(self.conv(x))
+            return self.head(torch.relu(x).mean((2, 3)))
+
+    network = quantized(seeded(Writing()), images(), 8)
+    with pytest.raises(QuantizationError, match=words):
+        lower(network, images())
+
+
+def test_what_tells_only_of_a_tensors_form_is_no_write():
+    class Asking(Chain):
+        def forward(self, x):
+            x = torch.relu(self.conv(x))
+            assert len(x) == x.size(0) == x.shape[0] and x.dim() == x.ndim
+            assert x.is_contiguous() and x.dtype == torch.float32 and x.numel()
+            return self.head(x.mean((2, 3)))
+
+    assert lower(quantized(seeded(Asking()), images(), 8), images()).steps

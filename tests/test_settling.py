@@ -1,11 +1,13 @@
 import copy
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from nets import TinyMobileNet, TinyResNet, images, seeded
 from ompq.errors import QuantizationError
+from ompq.integer import arithmetic
 from ompq.integer.engine import IntegerNetwork
 from ompq.integer.finalization import clear_scale, finalize, possible_results
 from ompq.integer.lowering import lower
@@ -55,7 +57,7 @@ def test_settled_network_gives_the_same_for_any_batch():
 def test_settling_changes_little_and_only_a_copy():
     given = quantized(seeded(TinyResNet()), images(16), weight=8)
     before = {key: value.clone() for key, value in given.state_dict().items()}
-    network = finalize(given, images())
+    network = finalize(given, images(), saturation_safe=False)
     assert all(torch.equal(before[k], v) for k, v in given.state_dict().items())
     assert all(layer.integers is None for layer in quantized_layers(given).values())
     assert set(network.state_dict()) == set(before)
@@ -220,3 +222,63 @@ def test_scales_that_are_clear_stay_and_huge_averages_too():
     other = CodeGrid(float(torch.tensor(0.0231)), 0, 8)
     step = Step("shortcut", Requantize(), (0,), (1,), other)
     assert clear_scale(possible_results(step, [source]), other) == other.scale
+
+
+def saturated(values, codes):
+    """Sum products as AVX2 does: pairs in 16 bits, which saturate."""
+    products = values.astype(np.int64) * codes.astype(np.int64)
+    pairs = products[..., 0::2] + products[..., 1::2]
+    return np.clip(pairs, -(1 << 15), (1 << 15) - 1).sum(-1)
+
+
+@pytest.mark.parametrize("safe", [False, True])
+def test_no_order_of_products_saturates(safe):
+    network = finalize(
+        quantized(seeded(TinyResNet()), images(16), weight=8),
+        images(),
+        saturation_safe=safe,
+    )
+    steps = lower(network, images())
+    wrong = 0
+    for step in steps.steps:
+        if not hasattr(step.operation, "weight"):
+            continue
+        rows = step.operation.weight.values.flatten(1).numpy()
+        # The two largest weights of one sign side by side, and the brightest input.
+        rows = np.pad(np.sort(rows, axis=1), ((0, 0), (0, rows.shape[1] % 2)))
+        codes = np.full_like(rows, 255, dtype=np.int64)
+        exact = (rows.astype(np.int64) * codes).sum(-1)
+        wrong += int((saturated(rows, codes) != exact).sum())
+        assert np.abs(rows.astype(int)).max() > 50  # not more than needed
+    assert (wrong == 0) == safe
+    assert (steps.saturating() == []) == safe
+
+
+def test_what_a_grid_clips_stays_clipped_where_it_is_made_coarser():
+    given = quantized(seeded(TinyResNet()), images(16), weight=8)
+    layer = quantized_layers(given)["stem"]
+    with torch.no_grad():
+        layer.weight[0, 0, 0, :2] = 100.0
+    expected = layer.rounded_weight().amax()
+    network = finalize(given, images())
+    found = quantized_layers(network)["stem"].rounded_weight().amax()
+    assert found.item() == pytest.approx(expected.item(), rel=0.02)
+
+
+def test_weights_are_quantized_once_until_they_change(monkeypatch):
+    network = finalized(weight=8)
+    calls = []
+    original = arithmetic.layer_weight
+    monkeypatch.setattr(
+        arithmetic, "layer_weight", lambda *a: calls.append(a) or original(*a)
+    )
+    with torch.no_grad():
+        first = network(images(4))
+        assert torch.equal(network(images(4)), first)
+        assert len(calls) == len(quantized_layers(network))
+        network.head.bias += 1.0
+        torch.testing.assert_close(network(images(4)), first + 1.0, rtol=0, atol=1e-4)
+        assert len(calls) == len(quantized_layers(network)) + 1
+        network.block1.conv1.weight_scale.mul_(1.1)
+        assert not torch.equal(network(images(4)), first + 1.0)
+        assert len(calls) == len(quantized_layers(network)) + 2

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -222,39 +223,61 @@ def layer_weight(layer: QuantizedLayer, grid: CodeGrid) -> IntegerWeight:
     )
 
 
-@dataclass(frozen=True, eq=False)
 class IntegerMap:
     """Computes a layer as 8-bit kernels do, to the last bit, with whole floats.
 
     The sum of products is exact. Its scale is applied as ONNX Runtime does it: one
     product in float32, rounded to a step of the output's grid.
 
+    The weight is quantized once, and again when a tensor it depends on has changed
+    (which torch counts; a write through ``.data`` is not counted).
+
     Attributes:
         source: Quantizer of the layer's input.
         target: Quantizer of its output; None for logits.
     """
 
-    source: ActivationQuantizer
-    target: ActivationQuantizer | None
+    def __init__(
+        self, source: ActivationQuantizer, target: ActivationQuantizer | None
+    ) -> None:
+        self.source, self.target = source, target
+        self._key: tuple[Any, ...] = ()
+        self._prepared: tuple[Tensor, Tensor, Tensor] | None = None
 
     def __call__(self, layer: QuantizedLayer, x: Tensor) -> Tensor:
         """Return the layer's output for x (N, C, ...), which lies on its grid."""
-        grid = code_grid(self.source)
-        weight = layer_weight(layer, grid)
-        kind = torch.float32
-        if int(largest_sum(weight, grid).max()) >= _WHOLE_FLOATS:
-            kind = torch.float64
+        weight, bias, ratio = self._weight(layer)
         # In place where it can be: these tensors are large, and no gradient is kept.
-        levels = (x / self.source.scale).round_().to(kind)
-        sums = linear_map(layer, levels, weight.values.to(kind), None)
+        levels = (x / self.source.scale).round_().to(weight.dtype)
+        sums = linear_map(layer, levels, weight, None)
         # A fast algorithm of convolution may leave a sum near its whole number.
-        sums = sums.round_().add_(_like(layer, weight.bias.to(kind), sums)).float()
-        ratio = self.source.scale.float() * weight.scale.float()
+        sums = sums.round_().add_(_like(layer, bias, sums)).float()
         if self.target is None:
             return sums.mul_(_like(layer, ratio, sums)).to(x.dtype)
-        ratio = ratio / self.target.scale.float()
         steps = sums.mul_(_like(layer, ratio, sums)).round_()
         return steps.to(x.dtype).mul_(self.target.scale)
+
+    def _weight(self, layer: QuantizedLayer) -> tuple[Tensor, Tensor, Tensor]:
+        """Return weight (O, ...) and bias (O,) in whole floats, and the ratio (O,)."""
+        target = self.target
+        read = [layer.weight, layer.weight_scale, layer.weight_zero_point, layer.bias]
+        read += [self.source.scale, self.source.zero_point]
+        read += [] if target is None else [target.scale]
+        key = tuple(
+            (t.data_ptr(), t._version, t.dtype, t.device) for t in read if t is not None
+        )
+        if self._prepared is None or key != self._key:
+            grid = code_grid(self.source)
+            found = layer_weight(layer, grid)
+            kind = torch.float32
+            if int(largest_sum(found, grid).max()) >= _WHOLE_FLOATS:
+                kind = torch.float64
+            ratio = self.source.scale.detach().float() * found.scale.float()
+            if target is not None:
+                ratio = ratio / target.scale.detach().float()
+            self._prepared = found.values.to(kind), found.bias.to(kind), ratio
+            self._key = key
+        return self._prepared
 
 
 def link_layers(model: nn.Module, links: Iterable[Link]) -> None:

@@ -8,7 +8,7 @@ from math import frexp, prod
 import torch
 from torch import Tensor, nn
 
-from ompq.integer.arithmetic import code_grid, link_layers
+from ompq.integer.arithmetic import code_grid, layer_weight, link_layers
 from ompq.integer.lowering import lower
 from ompq.integer.operators import Average, CodeGrid, Requantize, Step, Steps, Sum
 from ompq.layers import activation_quantizers, quantized_layers
@@ -30,15 +30,20 @@ _MOST_RESULTS = 1 << 18
 _ROUNDS = 8
 
 
-def finalize(quantized: nn.Module, samples: SamplesLike) -> nn.Module:
+def finalize(
+    quantized: nn.Module, samples: SamplesLike, *, saturation_safe: bool = True
+) -> nn.Module:
     """Return a copy that computes exactly what its integer and ONNX forms compute.
 
     It trains and reconstructs as before: only passes without gradients are exact.
-    Settle it again after that; a settled network stays as it is.
+    Finalize it again after that; a finalized network stays as it is.
 
     Args:
         quantized: From :func:`ompq.quantize`, perhaps reconstructed or trained.
         samples: Inputs; one or two are run.
+        saturation_safe: Whether weights are rounded on a coarser grid where the kernels
+            of processors without VNNI would saturate: up to one bit of a channel's
+            eight. Without it the ONNX file is right only on other processors.
 
     Raises:
         QuantizationError: An operation has no integer form; it is named.
@@ -46,6 +51,8 @@ def finalize(quantized: nn.Module, samples: SamplesLike) -> nn.Module:
     record, samples = quantization_of(quantized), Samples.of(samples)
     result = copy.deepcopy(quantized)
     steps = lower(result, samples)
+    if saturation_safe:
+        _avoid_saturation(result, steps)
     for _ in range(_ROUNDS):
         if not _clear_scales(result, steps):
             break
@@ -54,6 +61,23 @@ def finalize(quantized: nn.Module, samples: SamplesLike) -> nn.Module:
     links = _links(result, steps)
     link_layers(result, links)
     return with_quantization(result, replace(record, links=links))
+
+
+def _avoid_saturation(model: nn.Module, steps: Steps) -> None:
+    """Make channels coarser until no two of their products can exceed 16 bits."""
+    layers = quantized_layers(model)
+    for step in steps.steps:
+        if step.module not in layers:
+            continue
+        layer, grid = layers[step.module], steps.grid(step.inputs[0])
+        own = layer.grid_like_weight()
+        low, high = -own.zero_point * own.scale, (own.qmax - own.zero_point) * own.scale
+        with torch.no_grad():
+            # Rounding may lift a weight by half a step, so once may not do.
+            while (excess := layer_weight(layer, grid).pair_excess(grid)).max() > 1:
+                # What the grid clips shall not come back on a wider one.
+                layer.weight.clamp_(low, high)
+                layer.weight_scale.mul_(excess.clamp(min=1).to(layer.weight_scale))
 
 
 def _clear_scales(model: nn.Module, steps: Steps) -> bool:

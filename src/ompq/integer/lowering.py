@@ -7,6 +7,7 @@ torch function that reads a quantized tensor must be one that has an integer for
 from typing import Any
 
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from ompq.errors import QuantizationError
 from ompq.integer.arithmetic import code_grid, layer_weight
@@ -35,8 +36,29 @@ from ompq.layers import (
     QuantizedLayer,
     QuantizedLinear,
 )
-from ompq.recording import function_name, tensors_in, watch, watched_modules
-from ompq.samples import Samples, SamplesLike, model_device, to_device
+from ompq.recording import function_name, tensors_in, watched_modules
+from ompq.samples import (
+    Samples,
+    SamplesLike,
+    call,
+    evaluating,
+    model_device,
+    to_device,
+)
+
+# Functions and properties that tell of a tensor without its values.
+_HARMLESS = {
+    *("device", "dim", "dtype", "get_device", "grad_fn", "hash", "is_complex"),
+    *(
+        "is_contiguous",
+        "is_cuda",
+        "is_floating_point",
+        "is_leaf",
+        "is_sparse",
+        "layout",
+    ),
+    *("len", "ndim", "nelement", "numel", "requires_grad", "shape", "size", "stride"),
+}
 
 
 def lower(quantized: nn.Module, samples: SamplesLike) -> Steps:
@@ -58,9 +80,29 @@ def lower(quantized: nn.Module, samples: SamplesLike) -> Steps:
     lowering = _Lowering(images)
     # Before all other hooks: a quantizer that stands after a module sees what the
     # module gives.
-    with watched_modules(quantized, lowering.enter, lowering.leave, first=True):
-        output = watch(quantized, batch, lowering.visit)
-    return Steps(lowering.finished(output), tuple(images.shape[1:]))
+    modules = watched_modules(quantized, lowering.enter, lowering.leave, first=True)
+    with evaluating(quantized), modules, _Watch(lowering):
+        output = call(quantized, batch)
+    steps, shape = lowering.finished(output), tuple(images.shape[1:])
+    return Steps(steps, shape, tuple(lowering.sites))
+
+
+class _Watch(TorchFunctionMode):
+    """Shows every torch function that is called, also those that return no tensor."""
+
+    def __init__(self, lowering: "_Lowering") -> None:
+        super().__init__()
+        self.lowering = lowering
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        for tensor in tensors_in((args, kwargs)):
+            self.lowering.refuse_written(tensor)
+        output = func(*args, **kwargs)
+        self.lowering.visit(func, args, kwargs, output)
+        return output
 
 
 class _Lowering:
@@ -71,8 +113,10 @@ class _Lowering:
         self.count = images.shape[0]
         self.values: dict[int, Value] = {id(images): source}
         self.alive: list[Any] = [images]  # so that no id is used twice
+        self.versions = {id(images): _version(images)}
         self.steps: list[Step] = []
         self.made: dict[tuple[int, CodeGrid | None, float, float], int] = {}
+        self.sites: list[int | None] = []
         self.scopes = [""]
         self.inside = 0  # depth of modules that are seen as wholes
 
@@ -93,19 +137,21 @@ class _Lowering:
         self.scopes.pop()
 
     def visit(
-        self,
-        _position: int,
-        function: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        output: Any,
+        self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
         """Give the output of a torch function its value."""
         read = list(tensors_in((args, kwargs)))
         if self.inside or not any(id(tensor) in self.values for tensor in read):
             return
-        name, where = function_name(function), self.scopes[-1] or "the network"
-        if name not in FORMS or not isinstance(output, Tensor):
+        name, where = _called(function), self.scopes[-1] or "the network"
+        if name in _HARMLESS:
+            return
+        if not any(True for _ in tensors_in(output)):
+            raise QuantizationError(
+                f"{name} in {where} reads or writes a tensor out of sight of the "
+                "export; use functions that return a new tensor"
+            )
+        if name not in FORMS or "out" in kwargs or not isinstance(output, Tensor):
             raise QuantizationError(
                 f"{name} in {where} has no integer form; integers cover convolutions, "
                 "linear layers, ReLU and clipping, residual sums, pooling, "
@@ -127,6 +173,14 @@ class _Lowering:
             found = self._moved(found, call)
         self._set(output, found)
 
+    def refuse_written(self, tensor: Tensor) -> None:
+        """Refuse a tensor that was written in place since its value was noted."""
+        if _version(tensor) != self.versions.get(id(tensor), _version(tensor)):
+            raise QuantizationError(
+                f"{self.scopes[-1] or 'the network'} reads a tensor that was written "
+                "in place through a view of it; use functions that return a new tensor"
+            )
+
     def _moved(self, moved: Moved, call: Observed) -> Codes:
         step = Step(
             name=self._unique(call.module),
@@ -143,6 +197,7 @@ class _Lowering:
     def _set(self, output: Tensor, value: Value) -> None:
         self.alive.append(output)
         self.values[id(output)] = value
+        self.versions[id(output)] = _version(output)
 
     def _layer(
         self, name: str, layer: QuantizedLayer, x: Tensor, output: Tensor
@@ -159,7 +214,10 @@ class _Lowering:
         self, name: str, quantizer: ActivationQuantizer, x: Tensor, output: Tensor
     ) -> None:
         value = self.values.get(id(x))
-        if not quantizer.enabled or value is None:
+        if not quantizer.enabled:
+            return
+        if value is None:
+            self.sites.append(None)
             return
         grid = code_grid(quantizer)
         shape = tuple(output.shape[1:])
@@ -167,6 +225,7 @@ class _Lowering:
             value = Pending(Requantize(), (value.step,), name, shape)
         if isinstance(value, Pending):
             value = Codes(self._finish(value, grid, name), grid, shape)
+        self.sites.append(value.step)
         self._set(output, value)
 
     def _finish(self, value: Pending, grid: CodeGrid | None, quantizer: str) -> int:
@@ -203,11 +262,25 @@ class _Lowering:
 
     def finished(self, output: Any) -> tuple[Step, ...]:
         """Return the steps, the last of which gives the output."""
-        value = self.values.get(id(next(tensors_in(output), None)))
+        first = next(tensors_in(output), None)
+        if first is not None:
+            self.refuse_written(first)
+        value = self.values.get(id(first))
         if value is None:
             raise QuantizationError("the network's output does not come from its input")
         last = value.step if isinstance(value, Codes) else self._finish(value, None, "")
         return tuple(self.steps[: last + 1])
+
+
+def _version(tensor: Tensor) -> int:
+    """Return how often a tensor, or what it is a view of, was written in place."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _called(function: Any) -> str:
+    """Return a function's plain name; of a property such as ``x.data``, its own."""
+    name = function_name(function)
+    return function_name(function.__self__) if name == "get" else name
 
 
 def _layer_operation(layer: QuantizedLayer, x: Tensor, grid: CodeGrid) -> Operation:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ompq.errors import QuantizationError
 
+_LARGEST_PAIR = (1 << 15) - 1
 Pair: TypeAlias = tuple[int, int]
 Sides: TypeAlias = tuple[int, int, int, int]  # top, left, bottom, right
 
@@ -85,6 +86,18 @@ class IntegerWeight:
         shape = (-1, *[1] * (self.codes.dim() - 1))
         halves = self.codes.int() * self.unit - self.offset.view(shape)
         return torch.equal(halves * self.stretch.view(shape), self.values.int())
+
+    def pair_excess(self, grid: CodeGrid) -> Tensor:
+        """Return how far two products may exceed 16 bits, as a ratio; (O,), 1 is safe.
+
+        Processors with AVX2 or AVX-512 but without VNNI add products of unsigned and
+        signed bytes in pairs, in 16 bits, and saturate. Which weights meet in a pair is
+        the runtime's choice, so the two largest of one sign count.
+        """
+        rows = self.values.flatten(1).int()
+        both = torch.stack([rows, -rows]).clamp(min=0)
+        pairs = both.topk(min(2, rows.shape[1]), dim=2).values.sum(2)  # (2, O)
+        return pairs.amax(0).double() * grid.qmax / _LARGEST_PAIR
 
     def cpu(self) -> "IntegerWeight":
         """Return it in host memory."""
@@ -226,16 +239,28 @@ class Steps:
     Attributes:
         steps: In order of execution; the first is ``Quantize``.
         input_shape: Shape of one input, (C, H, W) or (I,).
+        sites: For each call of an activation quantizer, the step that gives its codes;
+            None where it does not depend on the input.
     """
 
     steps: tuple[Step, ...]
     input_shape: tuple[int, ...]
+    sites: tuple[int | None, ...] = ()
 
     def grid(self, position: int) -> CodeGrid:
         """Return the grid of a step that another one reads."""
         grid = self.steps[position].grid
         assert grid is not None  # only the last step may lack one
         return grid
+
+    def saturating(self) -> list[str]:
+        """Return the layers in which two products may exceed 16 bits."""
+        return [
+            step.name
+            for step in self.steps
+            if isinstance(step.operation, Convolution | Product)
+            and step.operation.weight.pair_excess(self.grid(step.inputs[0])).max() > 1
+        ]
 
     def last_use(self) -> dict[int, int]:
         """Return, for each step, the position of the last step that reads it."""

@@ -1,7 +1,8 @@
 """export_onnx(): a file that is small, runs with int8 kernels, and is verified."""
 
+import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +18,17 @@ from ompq.onnx.inspection import NETWORK
 from ompq.onnx.model import OnnxGraph, weights_only_model
 from ompq.onnx.verification import (
     Agreement,
-    against_engine,
+    Tolerance,
+    against_codes,
     against_simulated,
     libraries,
     open_session,
-    require,
 )
 from ompq.quantization import quantization_of
 from ompq.samples import Samples, SamplesLike, first_tensor
 
 SMALLEST_OPSET = 18  # the first with a mask of bits
-SMALLEST_AGREEMENT = 0.995
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,10 @@ class ExportResult:
         given: Agreement of ONNX Runtime with the network as it was given. It equals
             ``simulated`` if that was settled already.
         runtime: What it was verified with, for example ``onnxruntime 1.31.1``.
+        saturation_safe: Whether no processor's 8-bit kernels can saturate. False only
+            where ``saturation_safe=False`` was asked for: then processors without VNNI
+            compute something else, unless a session's option
+            ``session.x64quantprecision`` is "1".
     """
 
     path: Path
@@ -55,9 +60,10 @@ class ExportResult:
     engine: Agreement | None
     given: Agreement
     runtime: str
+    saturation_safe: bool
 
 
-def export_onnx(
+def export_onnx(  # noqa: PLR0913
     quantized: nn.Module,
     path: str | Path,
     samples: SamplesLike,
@@ -65,6 +71,7 @@ def export_onnx(
     opset: int = 21,
     engine_images: int = 8,
     network: str = "",
+    saturation_safe: bool = True,
 ) -> ExportResult:
     """Write a quantized network as ONNX and verify that it computes the same.
 
@@ -73,14 +80,18 @@ def export_onnx(
             is written is its settled form; see :func:`ompq.finalize`. Where activations
             are all float, only weights are stored in fewer bits.
         path: The file to write; nothing is left there when verification fails.
-        samples: Inputs to verify with; all are run. At least 99.5 % must have the same
-            top-1; one sample of 32 or more may always differ.
+        samples: Inputs to verify with; all are run. The file must agree with the
+            network in its outputs and its codes; see :class:`Tolerance`.
         opset: Version of the standard operators.
         engine_images: How many samples the integer engine, which is slower, runs.
         network: The network's name, for example ``torchvision:resnet18``.
+        saturation_safe: Whether weights of 8 bits are restricted to about 7 where the
+            kernels of processors without VNNI would saturate; see
+            :func:`ompq.finalize`.
 
     Returns:
-        Where the file is, how large, and how nearly it agrees.
+        Where the file is, how large, and how nearly it agrees. An input that holds NaN
+        gives numbers in the file, since no integer stands for it, and NaN in PyTorch.
 
     Raises:
         MissingExtraError: onnx or onnxruntime is not installed.
@@ -93,7 +104,7 @@ def export_onnx(
     if opset < SMALLEST_OPSET:
         raise ValueError(f"opset={opset} is too old: use {SMALLEST_OPSET} or later")
     samples = Samples.of(samples)
-    made = _made(quantized, samples, opset)
+    made = _made(quantized, samples, opset, saturation_safe=saturation_safe)
     if network:
         made.model.metadata_props.add(key=NETWORK, value=network)
     onnx.checker.check_model(made.model, full_check=True)
@@ -101,14 +112,23 @@ def export_onnx(
         temporary.write_bytes(made.model.SerializeToString())
         session = open_session(temporary)
         simulated = against_simulated(made.network, session, samples)
-        given = against_simulated(quantized, session, samples)
-        require(simulated, SMALLEST_AGREEMENT, "simulated network")
+        made.tolerance.require(simulated, "simulated network")
         engine = None
         if made.steps is not None:
             images = first_tensor(samples.first_batch(engine_images))
             integers = IntegerNetwork(made.steps)
-            engine = against_engine(integers, made.model, made.codes, images)
-            require(engine, SMALLEST_AGREEMENT, "integer engine")
+            codes, engine = against_codes(
+                made.model, made.codes, made.network, integers, images
+            )
+            made.tolerance.require(codes, "simulated network")
+            made.tolerance.require(engine, "integer engine")
+            simulated = replace(
+                simulated,
+                codes=codes.codes,
+                codes_equal=codes.codes_equal,
+                codes_furthest=codes.codes_furthest,
+            )
+        given = against_simulated(quantized, session, samples)
         size = temporary.stat().st_size
     return ExportResult(
         path=Path(path),
@@ -119,6 +139,7 @@ def export_onnx(
         engine=engine,
         given=given,
         runtime=f"onnxruntime {runtime.__version__}",
+        saturation_safe=made.safe,
     )
 
 
@@ -129,15 +150,31 @@ class _Made:
     model: Any
     weights: Sequence[StoredWeight]
     network: nn.Module
+    tolerance: Tolerance
     steps: Steps | None = None
     codes: Mapping[int, str] = field(default_factory=dict)
+    safe: bool = True
 
 
-def _made(quantized: nn.Module, samples: Samples, opset: int) -> _Made:
+def _made(
+    quantized: nn.Module, samples: Samples, opset: int, *, saturation_safe: bool
+) -> _Made:
     if not quantization_of(quantized).sites:  # all activations are float
         model, weights = weights_only_model(quantized, samples, opset)
-        return _Made(model, weights, quantized)
-    finalized = finalize(quantized, samples)
+        return _Made(model, weights, quantized, Tolerance())
+    finalized = finalize(quantized, samples, saturation_safe=saturation_safe)
     steps = lower(finalized, samples)
     graph = OnnxGraph(steps, opset)
-    return _Made(graph.model(), graph.weights, finalized, steps, graph.codes)
+    safe = not steps.saturating()
+    if not safe:
+        _logger.warning(
+            "%s saturate on processors without VNNI: their results differ there, "
+            "unless the session's option session.x64quantprecision is 1",
+            ", ".join(steps.saturating()[:5]),
+        )
+    # A code that is one step off may move logits by about as much of their range.
+    coarsest = min(step.grid.qmax for step in steps.steps if step.grid)
+    tolerance = Tolerance(logits=2 / coarsest)
+    return _Made(
+        graph.model(), graph.weights, finalized, tolerance, steps, graph.codes, safe
+    )

@@ -1,8 +1,8 @@
 """Agreement between an exported file and the network it came from."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from math import floor
+from math import floor, inf
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +11,12 @@ from torch import Tensor, nn
 
 from ompq.errors import ExportError, MissingExtraError
 from ompq.integer.engine import IntegerNetwork
+from ompq.layers import activation_quantizers
 from ompq.onnx.model import INPUT
+from ompq.recording import tensors_in
 from ompq.samples import (
     Samples,
+    attached,
     call,
     evaluating,
     first_tensor,
@@ -28,8 +31,9 @@ class Agreement:
 
     Attributes:
         images: Number of images.
-        top1: Fraction of images with the same largest logit.
-        logits: Largest difference of two logits, over the root mean square of all.
+        top1: Fraction of images with the same largest logit, in the first output.
+        logits: Largest difference of two logits, over the root mean square of all of
+            that output; the largest of all outputs.
         codes: Number of activation codes compared; 0 where none were.
         codes_equal: Fraction of them that are equal.
         codes_furthest: Largest difference of two codes, in steps.
@@ -56,27 +60,30 @@ class Agreement:
 
 
 def compare_outputs(
-    first: Tensor, second: Tensor, codes: Iterable[tuple[Tensor, Tensor]] = ()
+    first: Sequence[Tensor],
+    second: Sequence[Tensor],
+    codes: Iterable[tuple[Tensor, Tensor]] = (),
 ) -> Agreement:
-    """Compare logits, and codes if there are any.
+    """Compare outputs, and codes if there are any.
 
     Args:
-        first: Logits of one form, (N, classes, ...); differences are measured by it.
-        second: Logits of the other, of the same shape.
+        first: Outputs of one form, (N, classes, ...); differences are measured by them.
+        second: Outputs of the other, of the same shapes.
         codes: Pairs of integer tensors of one shape each.
 
     Raises:
-        ValueError: There is no image.
+        ValueError: There is no image, or outputs differ in number or shape.
 
     Example:
         >>> logits = torch.tensor([[0.0, 2.0], [2.0, 0.0]])
-        >>> print(compare_outputs(logits, logits + 0.001))
+        >>> print(compare_outputs([logits], [logits + 0.001]))
         top-1 equal on 100.00% of 2 images, logits within 7.1e-04
     """
-    if not len(first):
+    shapes = [[tuple(output.shape) for output in form] for form in (first, second)]
+    if shapes[0] != shapes[1]:
+        raise ValueError(f"outputs of shapes {shapes[0]} and {shapes[1]} do not match")
+    if not len(first[0]):
         raise ValueError("there is no image to compare outputs on")
-    first, second = first.double(), second.double()
-    size = first.square().mean().sqrt().clamp(min=torch.finfo(torch.float32).tiny)
     count, equal, furthest = 0, 0, 0
     for one, other in codes:
         apart = (one.int() - other.int()).abs()
@@ -84,18 +91,72 @@ def compare_outputs(
         equal += int((apart == 0).sum())
         furthest = max(furthest, int(apart.max()))
     return Agreement(
-        images=len(first),
-        top1=float((first.argmax(1) == second.argmax(1)).double().mean()),
-        logits=float((first - second).abs().max() / size),
+        images=len(first[0]),
+        top1=float((first[0].argmax(1) == second[0].argmax(1)).double().mean()),
+        logits=max(map(_furthest, first, second)),
         codes=count,
         codes_equal=equal / count if count else 1.0,
         codes_furthest=furthest,
     )
 
 
+def _furthest(first: Tensor, second: Tensor) -> float:
+    """Return the largest difference over the root mean square; NaN differs wholly."""
+    size = first.double().square().mean().sqrt().clamp(min=_TINY)
+    return float(
+        ((first.double() - second.double()).abs().max() / size).nan_to_num(inf)
+    )
+
+
+_TINY = torch.finfo(torch.float32).tiny
 # From so many images on, a single one that differs cannot be told from a tie.
 _ENOUGH_IMAGES = 32
 _BATCH = 64
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """How far an exported file may be from the network.
+
+    Attributes:
+        logits: Largest difference of two logits, over their root mean square.
+        exact_logits: The same where all codes are equal: float rounding.
+        top1: Smallest fraction of images with the same largest logit. One image of 32
+            or more may always differ.
+        codes_equal: Smallest fraction of codes that are equal.
+        codes_furthest: Largest difference of two codes, in steps.
+    """
+
+    logits: float = 1e-3
+    exact_logits: float = 1e-4
+    top1: float = 0.995
+    codes_equal: float = 0.999
+    codes_furthest: int = 1
+
+    def require(self, found: Agreement, against: str) -> None:
+        """Make sure that a file computes what it should.
+
+        Raises:
+            ExportError: It does not.
+        """
+        allowed = floor(found.images * (1 - self.top1) + 1e-9)
+        if found.images >= _ENOUGH_IMAGES:
+            allowed = max(1, allowed)
+        exact = found.codes and found.codes_equal == 1
+        logits = self.exact_logits if exact else self.logits
+        if (
+            round(found.images * (1 - found.top1)) > allowed
+            or found.logits > logits
+            or found.codes_equal < self.codes_equal
+            or found.codes_furthest > self.codes_furthest
+        ):
+            raise ExportError(
+                f"the file disagrees with the {against}: {found}. At least "
+                f"{self.top1:.1%} of top-1 and {self.codes_equal:.1%} of codes must be "
+                f"equal, codes within {self.codes_furthest} and logits within "
+                f"{logits:.1e}. Nothing was written; please report this with the "
+                "network and the versions of onnxruntime and the processor"
+            )
 
 
 def libraries() -> tuple[Any, Any]:
@@ -113,14 +174,12 @@ def libraries() -> tuple[Any, Any]:
 
 
 def open_session(model: Path | bytes) -> Any:
-    """Load a file, or its content, for this machine's CPU."""
+    """Load a file, or its content, for this machine's CPU, as users do."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
     options.log_severity_level = 3
-    # Without it processors that lack VNNI saturate sums of 8-bit products.
-    options.add_session_config_entry("session.x64quantprecision", "1")
     source = model if isinstance(model, bytes) else str(model)
     return onnxruntime.InferenceSession(
         source, options, providers=["CPUExecutionProvider"]
@@ -136,54 +195,74 @@ def run_session(session: Any, images: Tensor) -> list[Tensor]:
 def against_simulated(
     quantized: nn.Module, session: Any, samples: Samples
 ) -> Agreement:
-    """Compare the logits of a file with those of a network in PyTorch."""
-    ours, theirs = [], []
+    """Compare the outputs of a file with those of a network in PyTorch."""
+    ours: list[list[Tensor]] = []
+    theirs: list[list[Tensor]] = []
     device = model_device(quantized)
     for batch in samples.batches(_BATCH):
         with evaluating(quantized):
-            logits = first_tensor(call(quantized, to_device(batch, device)))
-        ours.append(logits.float().cpu())
-        theirs.append(run_session(session, first_tensor(batch).cpu())[0])
-    return compare_outputs(torch.cat(ours), torch.cat(theirs))
+            outputs = tensors_in(call(quantized, to_device(batch, device)))
+        ours.append([output.float().cpu() for output in outputs])
+        theirs.append(run_session(session, first_tensor(batch).cpu()))
+    first, second = (
+        [torch.cat(parts) for parts in zip(*form, strict=True)]
+        for form in (ours, theirs)
+    )
+    return compare_outputs(first, second)
 
 
-def against_engine(
-    engine: IntegerNetwork, model: Any, codes: Mapping[int, str], images: Tensor
-) -> Agreement:
-    """Compare logits and all codes, which a copy of the file gives out.
+def against_codes(
+    model: Any,
+    names: Mapping[int, str],
+    network: nn.Module,
+    engine: IntegerNetwork,
+    images: Tensor,
+) -> tuple[Agreement, Agreement]:
+    """Compare outputs and all codes, which a copy of the file gives out.
 
     Args:
-        engine: The network in integers.
         model: Content of the file.
-        codes: Position of a step → name of the tensor of its codes.
+        names: Position of a step → name of the tensor of its codes.
+        network: The finalized network.
+        engine: The network in integers.
         images: Inputs, (N, ...).
+
+    Returns:
+        Agreement of the file with the finalized network, and with the engine.
     """
     from onnx import ModelProto, helper
 
     watched = ModelProto()
     watched.CopyFrom(model)
+    count = len(watched.graph.output)
     watched.graph.output.extend(
-        helper.make_empty_tensor_value_info(name) for name in codes.values()
+        helper.make_empty_tensor_value_info(name) for name in names.values()
     )
-    logits, *found = run_session(open_session(watched.SerializeToString()), images)
-    expected = engine.codes(images)
-    pairs = [(expected[at], c) for at, c in zip(codes, found, strict=True)]
-    return compare_outputs(engine.run(images), logits, pairs)
+    results = run_session(open_session(watched.SerializeToString()), images)
+    outputs, found = results[:count], dict(zip(names, results[count:], strict=True))
+    codes, expected = _simulated_codes(network, engine.steps.sites, images)
+    pairs = [(one, found[at]) for at, one in codes]
+    simulated = compare_outputs(expected, outputs, pairs)
+    own = engine.codes(images)
+    pairs = [(own[at], one) for at, one in found.items()]
+    return simulated, compare_outputs([engine.run(images)], outputs, pairs)
 
 
-def require(found: Agreement, smallest: float, against: str) -> None:
-    """Make sure that a file computes what it should.
+def _simulated_codes(
+    network: nn.Module, sites: Sequence[int | None], images: Tensor
+) -> tuple[list[tuple[int, Tensor]], list[Tensor]]:
+    """Return steps with the codes that the network's quantizers give; its outputs."""
+    codes: list[Tensor] = []
 
-    Raises:
-        ExportError: It does not.
-    """
-    allowed = floor(found.images * (1 - smallest) + 1e-9)
-    if found.images >= _ENOUGH_IMAGES:
-        allowed = max(1, allowed)
-    differing = round(found.images * (1 - found.top1))
-    if differing > allowed:
-        raise ExportError(
-            f"the file disagrees with the {against}: {found}, but at least "
-            f"{smallest:.1%} must be equal. Nothing was written; please report this "
-            "with the network and the versions of onnxruntime and the processor"
-        )
+    def note(quantizer: Any, _args: Any, output: Tensor) -> None:
+        if quantizer.enabled:
+            levels = (output / quantizer.scale).round() + quantizer.zero_point
+            codes.append(levels.int().cpu())
+
+    quantizers = activation_quantizers(network).values()
+    hooks = [quantizer.register_forward_hook(note) for quantizer in quantizers]
+    with attached(hooks), evaluating(network):
+        output = call(network, images.to(model_device(network)))
+    outputs = [tensor.float().cpu() for tensor in tensors_in(output)]
+    pairs = zip(sites, codes, strict=True)
+    return [(at, one) for at, one in pairs if at is not None], outputs
