@@ -1,4 +1,7 @@
-"""The report in a real browser; skipped where there is no Chromium with its driver."""
+"""The report in a real browser.
+
+Without Chromium and its driver these tests are skipped, except in CI, where they fail.
+"""
 
 import json
 import math
@@ -30,8 +33,19 @@ _NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable
 def _program(variable, names):
     found = os.environ.get(variable) or next(filter(None, map(shutil.which, names)), "")
     if not found:
-        pytest.skip(f"no {names[0]} found; install it or set {variable}")
+        stop = pytest.fail if os.environ.get("CI") == "true" else pytest.skip
+        stop(f"no {names[0]} found; run scripts/install or set {variable}")
     return found
+
+
+@pytest.mark.parametrize(
+    ("ci", "outcome"), [("true", pytest.fail.Exception), ("", pytest.skip.Exception)]
+)
+def test_a_missing_browser_fails_in_ci_and_skips_elsewhere(monkeypatch, ci, outcome):
+    monkeypatch.setenv("CI", ci)
+    monkeypatch.delenv("OMPQ_CHROMIUM", raising=False)
+    with pytest.raises(outcome, match="no such-browser found; run scripts/install"):
+        _program("OMPQ_CHROMIUM", ("such-browser",))
 
 
 @pytest.fixture(scope="module")
