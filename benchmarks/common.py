@@ -1,10 +1,11 @@
-"""What benchmarks share: versions, machine, timing, bits, results as JSON."""
+"""What benchmarks share: commit, versions, machine, timing, results as JSON."""
 
 import json
 import os
 import platform
 import re
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -17,6 +18,26 @@ from ompq.allocation.solver import Allocation
 from ompq.graph import Choice, trace
 
 RESULTS = Path(__file__).parent / "results"
+CODE = ("src", "benchmarks/*.py")  # what a result depends on
+
+
+def commit() -> str:
+    """Return the commit of the code that runs, marked where files differ from it.
+
+    A copy without its repository says which commit it is in ``OMPQ_COMMIT``.
+    """
+    if "OMPQ_COMMIT" in os.environ:
+        return os.environ["OMPQ_COMMIT"]
+
+    def git(*words: str) -> str:
+        root = Path(__file__).parent.parent
+        command = ["git", "-C", str(root), *words]
+        return subprocess.run(
+            command, capture_output=True, text=True, check=True
+        ).stdout.strip()
+
+    changed = git("status", "--porcelain", "--", *CODE)
+    return git("log", "-1", "--format=%h", "--", *CODE) + ("+" if changed else "")
 
 
 def machine() -> dict[str, Any]:
@@ -91,10 +112,11 @@ def command_line(folder: Path) -> str:
 
 
 def save(name: str, rows: Any, folder: Path = RESULTS, **more: Any) -> None:
-    """Write a result with the command and the machine that produced it."""
+    """Write a result with the command, commit and machine that produced it."""
     folder.mkdir(parents=True, exist_ok=True)
     command = command_line(folder)
-    data = {"command": command, "machine": machine(), **more, "rows": rows}
+    about = {"command": command, "commit": commit(), "machine": machine()}
+    data = {**about, **more, "rows": rows}
     # Others may read it meanwhile.
     new = folder / f".{name}-{os.getpid()}.json"
     new.write_text(json.dumps(data, indent=1) + "\n")

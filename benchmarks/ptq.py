@@ -1,12 +1,18 @@
-"""Post-training quantization on real images: which bits, how many iterations.
+"""Which bits decide well: post-training quantization on real images.
 
 python benchmarks/ptq.py --data FOLDER --network mobilenet_v2 --budgets 1.5 1.3
 
 FOLDER holds ``imagenet-calib``, ``imagenet-val`` (ImageFolders), ``cifar10`` and
 ``weights``. Sizes are MiB in the paper's accounting, or average bits for CIFAR.
 
-A row is written when it is there, and not made again. The same command may run several
-times at once with one ``--work``: each process takes what none has taken.
+Beside the product's scores stand ``published`` (the OMPQ authors' bit lists),
+``uniform`` (the largest width that fits everywhere, often far below the budget) and
+``filled`` (the list nearest to uniform that fills the budget). Every row says how many
+bits and bytes it has. Networks are judged by divergence from float, with top-1 beside.
+
+A row is written when it is there, and not made again by the same commit. The same
+command may run several times at once with one ``--work``: each process takes what none
+has taken.
 """
 
 import argparse
@@ -17,34 +23,37 @@ from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
+import numpy as np
 import torch
 from common import RESULTS, synchronise
 from sharing import Rows, claimed, once
 
-from ompq.allocation.solver import Allocation
-from ompq.datasets.images import image_views
+import ompq
+from ompq import Allocation, Choice, Plan
 from ompq.datasets.sources import load_data
-from ompq.evaluation import evaluate
-from ompq.graph import Choice, trace
 from ompq.models import load_model
-from ompq.plans import Plan, PlanConfig, plan
-from ompq.quantization import QuantizeConfig, quantization_of, quantize
-from ompq.reconstruction import ReconstructConfig, reconstruct
-from ompq.reconstruction.rounding import RoundingConfig
 
 PUBLISHED = Path(__file__).parent.parent / "tests/fixtures/published_bit_configs.json"
+# Name → the network, its weights, its images, and the unit of its budgets.
 NETWORKS = {
-    "mobilenet_v2": ("torchvision:mobilenet_v2", "imagenet_mobilenet_v2", "imagenet"),
-    "resnet18": ("torchvision:resnet18", "imagenet_resnet18", "imagenet"),
-    "resnet20": ("cifar:resnet20", "cifar_resnet20", "cifar10"),
+    "mobilenet_v2": ("torchvision:mobilenet_v2", "imagenet_mobilenet_v2", "MiB"),
+    "resnet18": ("torchvision:resnet18", "imagenet_resnet18", "MiB"),
+    "squeezenet": ("torchvision:squeezenet1_1", "imagenet_squeezenet1_1", "MiB"),
+    "deit_tiny": (
+        "timm:deit_tiny_patch16_224",
+        "imagenet_deit_tiny_patch16_224",
+        "MiB",
+    ),
+    "resnet20": ("cifar:resnet20", "cifar_resnet20", "bits"),
+    "resnet56": ("cifar:resnet56", "cifar_resnet56", "bits"),
 }
 
 
 def load(name: str, folder: Path, device: torch.device):
     """Return the network, calibration samples and test batches, all on the device."""
-    network, weights, kind = NETWORKS[name]
+    network, weights, unit = NETWORKS[name]
     model = load_model(network, str(folder / "weights" / f"{weights}.safetensors"))
-    if kind == "imagenet":
+    if unit == "MiB":
         calibration = load_data(str(folder / "imagenet-calib"), model)
         test = load_data(str(folder / "imagenet-val"), model)
     else:
@@ -66,78 +75,92 @@ def published(network: str, size: float, names, activation: int) -> Allocation |
     return None
 
 
+def filled(graph, _model, _samples, choices) -> np.ndarray:
+    """Score that keeps all widths alike: the least sum of squared missing bits."""
+    widest = max(choice.weight for choice in choices)
+    missing = np.array([(widest - choice.weight) ** 2 for choice in choices], float)
+    return np.array([unit.weights * missing for unit in graph.units])
+
+
 def allocations(options, model, samples, activation: int) -> list[tuple]:
-    """Return budget, score and the bits that this score gives for it."""
+    """Return budget, score, bits and size of what each score gives for each budget."""
     found = []
     for score in options.scores:
-        known = score != "published"
-        made = scored(options, model, samples, score) if known else None
+        plan = scored(options, model, samples, score)
         for budget in options.budgets:
-            if made is None:
-                names = trace(model, samples[:1]).names
-                bits = published(options.network, budget, names, activation)
-            elif score == "uniform":
-                bits = uniform(options, made, budget)
-            else:
-                bits = made.with_budget(budget_text(options, budget)).allocation
-            if bits is not None:
-                each = {n: Choice(c.weight, activation) for n, c in bits.items()}
-                found.append((budget, score, Allocation(each)))
+            bits = chosen_bits(options, plan, score, budget)
+            if bits is None:
+                continue
+            totals = replace(plan, allocation=bits).totals
+            size = {
+                "mib": totals["bytes"] / 2**20,
+                "average_bits": totals["average_bits"],
+            }
+            each = {n: Choice(c.weight, activation) for n, c in bits.items()}
+            found.append((budget, score, Allocation(each), size))
     return found
+
+
+def chosen_bits(options, plan: Plan, score: str, budget: float) -> Allocation | None:
+    """Return what a score, or a list without one, gives for a budget."""
+    unit = NETWORKS[options.network][2]
+    if score == "published":
+        activation = plan.choices[0].activation
+        return published(options.network, budget, plan.graph.names, activation)
+    if score != "uniform":
+        return plan.with_budget(f"{budget}{unit}").allocation
+    for choice in sorted(plan.choices, key=lambda c: -c.weight):
+        everywhere = Allocation(dict.fromkeys(plan.graph.names, choice))
+        totals = replace(plan, allocation=everywhere).totals
+        sizes = {"bits": totals["average_bits"], "MiB": totals["bytes"] / 2**20}
+        if sizes[unit] <= budget:
+            return everywhere
+    return None
 
 
 def scored(options, model, samples, score: str) -> Plan:
     """Return a plan without limits, whose score is measured once for all budgets."""
-    config = PlanConfig(
+    own = {"filled": filled, "uniform": "random", "published": "random"}
+    config = ompq.PlanConfig(
         choices=tuple(options.choices),
-        accounting="packed" if options.network == "resnet20" else "paper",
-        score="random" if score == "uniform" else score,
+        activation_choices=(options.activation_bits[0],),
+        accounting="packed" if NETWORKS[options.network][2] == "bits" else "paper",
+        score=own.get(score, score),
     )
     count = options.samples
     of = "-".join([options.network, score, *map(str, options.choices), str(count)])
 
     def make(path: Path) -> None:
-        plan(model, samples[:count], "32bits", config).save(path)
+        ompq.plan(model, samples[:count], "32bits", config).save(path)
 
     return Plan.load(once(options.work / f"plan-{of}.json", make))
-
-
-def budget_text(options, budget: float) -> str:
-    return f"{budget}{'bits' if options.network == 'resnet20' else 'MiB'}"
-
-
-def uniform(options, plan: Plan, budget: float) -> Allocation | None:
-    """Return the largest width that fits everywhere."""
-    for choice in sorted(plan.choices, key=lambda c: -c.weight):
-        everywhere = Allocation(dict.fromkeys(plan.graph.names, choice))
-        totals = replace(plan, allocation=everywhere).totals
-        sizes = {"bits": totals["average_bits"], "MiB": totals["bytes"] / 2**20}
-        if sizes["bits" if options.network == "resnet20" else "MiB"] <= budget:
-            return everywhere
-    return None
 
 
 def run_one(options, network, bits, seed: int, iterations: int) -> dict:
     """Quantize, reconstruct and evaluate once."""
     model, samples, batches, reference = network
     start = time.perf_counter()
-    quantized = quantize(model, bits, samples, QuantizeConfig())
+    quantized = ompq.quantize(model, bits, samples)
     synchronise()
     between = time.perf_counter()
-    rounding = RoundingConfig(iterations=iterations, **json.loads(options.rounding))
-    config = ReconstructConfig(rounding=rounding, seed=seed, loss=options.loss)
-    result = reconstruct(quantized, model, samples, config)
+    rounding = ompq.RoundingConfig(
+        iterations=iterations, **json.loads(options.rounding)
+    )
+    config = ompq.ReconstructConfig(rounding=rounding, seed=seed, loss=options.loss)
+    result = ompq.reconstruct(quantized, model, samples, config)
     synchronise()
     end = time.perf_counter()
-    found = evaluate(result, batches, reference=model)
+    found = ompq.evaluate(result, batches, reference=model)
+    nearest = ompq.evaluate(quantized, batches, reference=model)
     drop, error = found.drop_from(reference)
-    kept = [e.block for e in quantization_of(result).errors if not e.improved]
+    kept = [e.block for e in ompq.quantization_of(result).errors if not e.improved]
     return {
         "seed": seed,
         "iterations": iterations,
         "activation_bits": next(iter(bits.values())).activation,
         "float": reference.top1,
-        "nearest": evaluate(quantized, batches).top1 if seed == 0 else None,
+        "nearest": nearest.top1,
+        "nearest_divergence": nearest.divergence,
         "top1": found.top1,
         "drop": 100 * drop,
         "drop_error": 100 * error,
@@ -153,10 +176,10 @@ KEY = ("activation_bits", "budget", "score", "iterations", "seed")
 
 
 def show(row: dict) -> None:
-    nearest = "" if row["nearest"] is None else f"nearest {row['nearest']:.4f} "
     print(
         f"A{row['activation_bits']} {row['budget']} {row['score']:18s} "
-        f"{row['iterations']} iterations seed {row['seed']} {nearest}"
+        f"{row['iterations']} iterations seed {row['seed']} "
+        f"divergence {row['divergence']:.4f} (nearest {row['nearest_divergence']:.4f}) "
         f"top1 {row['top1']:.4f} drop {row['drop']:.2f} +- {row['drop_error']:.2f} "
         f"in {row['reconstruct_s']:.1f} s",
         flush=True,
@@ -173,7 +196,7 @@ def main() -> None:
     parser.add_argument("--scores", nargs="+", default=["orm_distortion"])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--samples", type=int, default=64, help="for the scores")
-    default = RoundingConfig().iterations
+    default = ompq.RoundingConfig().iterations
     parser.add_argument("--iterations", type=int, nargs="+", default=[default])
     parser.add_argument("--images", type=int, default=1000, help="to calibrate with")
     parser.add_argument("--views", type=int, default=1, help="of each image")
@@ -185,8 +208,8 @@ def main() -> None:
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model, samples, batches = load(options.network, options.data, device)
-    seen = image_views(samples[: options.images], options.views)
-    reference = evaluate(model, batches)
+    seen = ompq.image_views(samples[: options.images], options.views)
+    reference = ompq.evaluate(model, batches)
     print(f"{options.network} float {reference.top1:.4f}", flush=True)
     name = f"{options.name}-{options.network}"
     rows = Rows(
@@ -208,9 +231,13 @@ def main() -> None:
     # The first seed of everything comes first.
     for iterations, seed in product(options.iterations, options.seeds):
         for activation, found in chosen.items():
-            for bits in dict.fromkeys(tuple(bits.items()) for *_, bits in found):
-                same = [(b, s) for b, s, other in found if tuple(other.items()) == bits]
-                keys = [(activation, b, s, iterations, seed) for b, s in same]
+            for bits in dict.fromkeys(tuple(bits.items()) for _, _, bits, _ in found):
+                same = [
+                    (b, s, size)
+                    for b, s, other, size in found
+                    if tuple(other.items()) == bits
+                ]
+                keys = [(activation, b, s, iterations, seed) for b, s, _ in same]
                 digest = zlib.crc32(repr((bits, iterations, seed)).encode())
                 with claimed(options.work / f"{name}-{digest:08x}") as mine:
                     written = [rows.find(*key) for key in keys]
@@ -222,8 +249,10 @@ def main() -> None:
                     )
                     row = {**row, "bits": [choice.weight for _, choice in bits]}
                     new = [
-                        {**row, "budget": budget, "score": score}
-                        for (budget, score), known in zip(same, written, strict=True)
+                        {**row, "budget": budget, "score": score, **size}
+                        for (budget, score, size), known in zip(
+                            same, written, strict=True
+                        )
                         if not known
                     ]
                     rows.add(*new)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from common import command_line, save
+from common import command_line, commit, save
 
 
 def once(path: Path, make: Callable[[Path], None]) -> Path:
@@ -50,9 +50,10 @@ def _lock_file(path: Path) -> Any:
 
 
 class Rows:
-    """The rows of one result, written one by one; those written before are kept.
+    """The rows of one result, written one by one; a run that was cut goes on.
 
-    Rows of other settings are dropped. Processes may add to one file at once.
+    Rows of other settings, or of another commit, are dropped: a table is the work of
+    one version of the code. Processes may add to one file at once.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class Rows:
     ) -> None:
         self.name, self.key, self.out, self.work = name, key, out, work
         # As JSON gives them back.
-        self.more = json.loads(json.dumps(more))
+        self.more = json.loads(json.dumps({"commit": commit(), **more}))
 
     def known(self) -> list[dict[str, Any]]:
         """Return the rows that are there, with these settings."""
