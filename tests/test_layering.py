@@ -91,3 +91,9 @@ def test_modules_import_only_upward():
         if place(used) > place(name)
     ]
     assert wrong == []
+
+
+def test_no_two_modules_share_a_name():
+    names = [p.stem for p in SOURCE.rglob("*.py") if p.stem != "__init__"]
+    names += [p.parent.name for p in SOURCE.rglob("__init__.py") if p.parent != SOURCE]
+    assert sorted(names) == sorted(set(names))
