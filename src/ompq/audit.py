@@ -1,0 +1,461 @@
+"""audit(): does a score choose well on this network? Measured, with its null."""
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from scipy.stats import kendalltau, spearmanr
+from torch import Tensor, nn
+
+from ompq.allocation.program import Allocation
+from ompq.costs import FLOAT_BITS, Budget, digits
+from ompq.errors import CheckpointError
+from ompq.evaluation import evaluate, kl_divergence, logits_of
+from ompq.files import read_json, write_text
+from ompq.graph import channel_axis
+from ompq.plans import Plan, PlanConfig, plan
+from ompq.quantization import QuantizeConfig, quantize
+from ompq.ranges import search_weight
+from ompq.reconstruction import ReconstructConfig, reconstruct
+from ompq.reconstruction.rounding import RoundingConfig
+from ompq.samples import Batch, Progress, Samples, SampleSource
+from ompq.scores import SCORES, Score, measure_orm, score_name
+
+Floats = NDArray[np.float64]
+FORMAT = "ompq-audit/1"
+
+
+@dataclass(frozen=True, kw_only=True)
+class AuditConfig:
+    """How a budget's allocations are sampled and measured.
+
+    Attributes:
+        allocations: Random allocations that meet the budget.
+        null_scores: Random scores, whose correlations are what chance gives.
+        resamples: Bootstrap resamples behind each 95 % interval.
+        iterations: Reconstruction steps a block for each allocation; 0 rounds to
+            nearest, which is quick.
+        orm_samples: Samples for the orthogonality of each quantized network; 0 skips it.
+        seed: Of allocations, null scores and resamples.
+    """
+
+    allocations: int = 60
+    null_scores: int = 20
+    resamples: int = 1000
+    iterations: int = 0
+    orm_samples: int = 64
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One allocation and its true damage.
+
+    Attributes:
+        name: ``random 7``, the score that chose it, ``uniform`` or the caller's name.
+        bits: Weight and activation bits of each unit, in the graph's order.
+        size_bytes: As the plan counts them.
+        divergence: Mean KL from the float network on held-out samples, in nats.
+        top1: With labelled batches.
+        orthogonality: Mean ORM between the layers of the quantized network.
+    """
+
+    name: str
+    bits: tuple[tuple[int, int], ...]
+    size_bytes: float
+    divergence: float
+    top1: float | None = None
+    orthogonality: float | None = None
+
+
+@dataclass(frozen=True)
+class Correlation:
+    """A rank correlation with its bootstrap interval of 95 %."""
+
+    value: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class ScoreAudit:
+    """How well a score predicts, and how well it chooses.
+
+    Attributes:
+        name: The score.
+        spearman: Of its predicted damage with the true divergence of the random
+            allocations.
+        kendall: Likewise, Kendall's tau-b.
+        divergence: True divergence of the allocation that the score chooses.
+        regret: How much larger that is than the smallest divergence seen, relative.
+        seconds: What computing the score took.
+    """
+
+    name: str
+    spearman: Correlation
+    kendall: Correlation
+    divergence: float
+    regret: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Audit:
+    """What :func:`audit` found.
+
+    Attributes:
+        budget: The budget, as text.
+        units: Names of the units, in the order of ``Measured.bits``.
+        measured: Every allocation with its true damage.
+        scores: One entry a score, smallest divergence first.
+        null_spearman: Spearman of each of the random scores. It is not zero on average:
+            any score that falls with bits correlates with damage.
+        orthogonality: The paper's claim: Spearman of the mean ORM of the quantized
+            network with its divergence; positive if less orthogonal networks are worse.
+    """
+
+    budget: str
+    units: tuple[str, ...]
+    measured: tuple[Measured, ...]
+    scores: tuple[ScoreAudit, ...]
+    null_spearman: tuple[float, ...]
+    orthogonality: Correlation | None = None
+
+    @property
+    def best(self) -> Measured:
+        """The allocation of least divergence."""
+        return min(self.measured, key=lambda one: one.divergence)
+
+    def allocation(self, measured: Measured) -> Allocation:
+        """Return a measured allocation as ``quantize`` takes it."""
+        return Allocation.from_json(
+            {n: list(b) for n, b in zip(self.units, measured.bits, strict=True)}
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data for JSON."""
+        return {"format": FORMAT, **asdict(self)}
+
+    def __str__(self) -> str:
+        null = np.array(self.null_spearman)
+        rows = [f"{'score':<18} spearman         divergence  regret  seconds"]
+        for one in self.scores:
+            rho = one.spearman
+            rows.append(
+                f"{one.name:<18} {rho.value:.2f} ({rho.low:.2f}-{rho.high:.2f}) "
+                f"{digits(one.divergence):>10} {one.regret:>7.1%} {one.seconds:>8.1f}"
+            )
+        if len(null):
+            rows.append(f"{'chance':<18} {null.mean():.2f} ± {null.std():.2f}")
+        return "\n".join(rows)
+
+
+def audit(
+    model: nn.Module,
+    samples: SampleSource,
+    budget: Budget | str,
+    held_out: SampleSource,
+    *,
+    scores: Iterable[Score | str] = tuple(SCORES),
+    others: Mapping[str, Allocation] | None = None,
+    batches: Sequence[tuple[Batch, Tensor]] = (),
+    plan_config: PlanConfig = PlanConfig(),
+    config: AuditConfig = AuditConfig(),
+    checkpoint: str | Path | None = None,
+    progress: Progress | None = None,
+) -> Audit:
+    """Measure how well scores choose bits for a network at one budget.
+
+    Random allocations at the budget, every score's own allocation, uniform bits and
+    ``others`` are quantized and compared with the float network on held-out samples.
+
+    Args:
+        samples: Calibration samples; scores see the first 64.
+        held_out: Samples that neither scores nor calibration see.
+        others: Further allocations by name, such as published bits.
+        batches: Labelled batches, for top-1 beside the divergence.
+        plan_config: Choices, pins and so on; its score is not used.
+        checkpoint: A JSON file that keeps what was measured; a run with the same
+            arguments continues from it.
+
+    Raises:
+        CheckpointError: The checkpoint belongs to another audit.
+        InfeasibleBudgetError: No allocation meets the budget.
+    """
+    calibration, judges = Samples.of(samples), Samples.of(held_out)
+    report = progress or (lambda _done, _total, _message: None)
+    plans, seconds = _plans(model, calibration, budget, scores, plan_config, report)
+    first = next(iter(plans.values()))
+    rng = np.random.default_rng(config.seed)
+    candidates = {
+        **{name: one.allocation for name, one in plans.items()},
+        **{f"random {i}": random_allocation(first, rng) for i in range(config.allocations)},
+        **_uniform(first),
+        **(others or {}),
+    }
+    meter = _Meter(model, calibration, judges, first, batches, config)
+    kept = _Checkpoint(checkpoint, _identity(first, candidates, config))
+    measured = []
+    for done, (name, bits) in enumerate(candidates.items()):
+        measured.append(kept.measured(name, lambda n=name, b=bits: meter.measure(n, b)))
+        least = min(one.divergence for one in measured)
+        message = f"measuring allocations: best divergence {digits(least)}"
+        report(done + 1, len(candidates), message)
+    return _summary(plans, seconds, measured, config)
+
+
+def random_allocation(plan: Plan, rng: np.random.Generator) -> Allocation:
+    """Return random bits that meet the plan's budget, and use it up by single steps.
+
+    Groups share their bits and pins hold. From a random start, random groups lose a
+    step until every limit is met; then random groups gain one while it still is.
+    """
+    costs = plan.problem.costs
+    limits = plan.budget.limits(costs)
+    names = list(plan.graph.names)
+    groups = [[names.index(n) for n in members] for members in _members(plan)]
+    allowed = [np.flatnonzero(plan.allowed[rows].all(0)) for rows in groups]
+    at = [int(rng.integers(len(options))) for options in allowed]
+
+    def columns() -> NDArray[np.int64]:
+        found = np.zeros(len(names), np.int64)
+        for rows, options, place in zip(groups, allowed, at, strict=True):
+            found[rows] = options[place]
+        return found
+
+    def fits() -> bool:
+        chosen = columns()
+        rows = np.arange(len(names))
+        return all(
+            costs[name].constant + costs[name].table[rows, chosen].sum() <= limit
+            for name, limit in limits.items()
+        )
+
+    while not fits():
+        # The least allocation meets the budget, or there would be no plan.
+        group = int(rng.choice([g for g, place in enumerate(at) if place > 0]))
+        at[group] -= 1
+    open_groups = list(range(len(groups)))
+    while open_groups:
+        group = int(rng.choice(open_groups))
+        at[group] += 1
+        if at[group] == len(allowed[group]) or not fits():
+            at[group] -= 1
+            open_groups.remove(group)
+    chosen = columns()
+    return Allocation({n: plan.choices[c] for n, c in zip(names, chosen, strict=True)})
+
+
+def _members(plan: Plan) -> list[list[str]]:
+    found: dict[str, list[str]] = {}
+    for unit in plan.graph.units:
+        found.setdefault(unit.group, []).append(unit.name)
+    return list(found.values())
+
+
+def _plans(
+    model: nn.Module,
+    samples: Samples,
+    budget: Budget | str,
+    scores: Iterable[Score | str],
+    config: PlanConfig,
+    report: Progress,
+) -> tuple[dict[str, Plan], dict[str, float]]:
+    plans, seconds = {}, {}
+    listed = list(scores)
+    for done, score in enumerate(listed):
+        name = score_name(score)
+        report(done, len(listed), f"planning by {name}")
+        start = time.perf_counter()
+        plans[name] = plan(model, samples.first(64), budget, replace(config, score=score))
+        seconds[name] = time.perf_counter() - start
+    return plans, seconds
+
+
+def _uniform(plan: Plan) -> dict[str, Allocation]:
+    """Return the most bits that meet the budget everywhere, if any do."""
+    limits = plan.budget.limits(plan.problem.costs)
+    for choice in sorted(plan.choices, reverse=True):
+        if not plan.allowed[:, plan.choices.index(choice)].all():
+            continue
+        everywhere = Allocation(dict.fromkeys(plan.graph.names, choice))
+        totals = replace(plan, allocation=everywhere).totals
+        if all(totals[name] <= limit for name, limit in limits.items()):
+            return {f"uniform {choice}": everywhere}
+    return {}
+
+
+class _Meter:
+    """Measures allocations against the float network, which runs once."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        samples: Samples,
+        judges: Samples,
+        plan: Plan,
+        batches: Sequence[tuple[Batch, Tensor]],
+        config: AuditConfig,
+    ) -> None:
+        self.model, self.samples, self.judges = model, samples, judges
+        self.plan, self.batches, self.config = plan, batches, config
+        self.expected = logits_of(model, judges)
+
+    def measure(self, name: str, bits: Allocation) -> Measured:
+        """Quantize, reconstruct if asked to, and compare."""
+        network = quantize(self.model, bits, self.samples, QuantizeConfig())
+        if self.config.iterations:
+            rounding = RoundingConfig(iterations=self.config.iterations)
+            settings = ReconstructConfig(rounding=rounding, seed=self.config.seed)
+            network = reconstruct(network, self.model, self.samples, settings)
+        logits = logits_of(network, self.judges)
+        return Measured(
+            name=name,
+            bits=tuple((c.weight, c.activation) for c in bits.values()),
+            size_bytes=replace(self.plan, allocation=bits).totals["bytes"],
+            divergence=float(kl_divergence(self.expected, logits).mean()),
+            top1=evaluate(network, self.batches).top1 if self.batches else None,
+            orthogonality=self._orthogonality(bits),
+        )
+
+    def _orthogonality(self, bits: Allocation) -> float | None:
+        """Return the mean ORM of the network with weights rounded to nearest.
+
+        Nothing else is changed, as in the paper's experiment: no folding, no restored
+        moments, float activations.
+        """
+        if not self.config.orm_samples:
+            return None
+        rounded = deepcopy(self.model)
+        with torch.no_grad():
+            for unit in self.plan.graph.units:
+                width = bits[unit.name].weight
+                weight = rounded.get_parameter(unit.parameter)
+                if width < FLOAT_BITS:
+                    owner = rounded.get_submodule(unit.parameter.rpartition(".")[0])
+                    fit = search_weight(weight, width, channel_dim=channel_axis(owner))
+                    weight.copy_(fit.grid.fake(weight))
+        samples = self.samples.first(self.config.orm_samples)
+        found = measure_orm(self.plan.graph, rounded, samples)
+        return float(np.mean(found.orm))
+
+
+def _identity(
+    plan: Plan, candidates: Mapping[str, Allocation], config: AuditConfig
+) -> str:
+    bits = {name: one.to_json() for name, one in candidates.items()}
+    text = json.dumps([plan.graph.to_json(), bits, config.iterations], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+class _Checkpoint:
+    """What was measured already, in a JSON file."""
+
+    def __init__(self, path: str | Path | None, identity: str) -> None:
+        self.path = None if path is None else Path(path)
+        self.data: dict[str, Any] = {"format": FORMAT, "identity": identity}
+        self.data["measured"] = {}
+        if self.path is None or not self.path.exists():
+            return
+        try:
+            found = read_json(self.path)
+        except ValueError as error:
+            raise CheckpointError(f"{path} cannot be resumed: {error}") from error
+        if not isinstance(found, dict) or found.get("identity") != identity:
+            raise CheckpointError(
+                f"{path} belongs to another audit: other arguments, or another network. "
+                "Remove it or name another file"
+            )
+        self.data = found
+
+    def measured(self, name: str, measure: Callable[[], Measured]) -> Measured:
+        """Return what is known of an allocation, or measure and keep it."""
+        known = self.data["measured"].get(name)
+        if known is not None:
+            bits = tuple((w, a) for w, a in known["bits"])
+            return Measured(**{**known, "bits": bits})
+        found = measure()
+        self.data["measured"][name] = asdict(found)
+        if self.path is not None:
+            write_text(self.path, json.dumps(self.data, indent=1) + "\n")
+        return found
+
+
+def _summary(
+    plans: Mapping[str, Plan],
+    seconds: Mapping[str, float],
+    measured: Sequence[Measured],
+    config: AuditConfig,
+) -> Audit:
+    first = next(iter(plans.values()))
+    random = [one for one in measured if one.name.startswith("random ")]
+    truth = np.array([one.divergence for one in random])
+    rng = np.random.default_rng(config.seed)
+    choices = {tuple(choice): column for column, choice in enumerate(first.choices)}
+    columns = np.array([[choices[b] for b in one.bits] for one in random])
+
+    def predicted(damage: Floats) -> Floats:
+        found: Floats = np.take_along_axis(damage[None], columns[..., None], 2)
+        return found[..., 0].sum(1)
+
+    best = min(one.divergence for one in measured)
+    own = {one.name: one.divergence for one in measured}
+    entries = [
+        ScoreAudit(
+            name=name,
+            spearman=_correlation(spearmanr, damages, truth, config, rng),
+            kendall=_correlation(kendalltau, damages, truth, config, rng),
+            divergence=own[name],
+            regret=own[name] / best - 1,
+            seconds=seconds[name],
+        )
+        for name, one in plans.items()
+        for damages in [predicted(one.scores.damage)]
+    ]
+    null = []
+    if len(random) > 2:
+        for seed in range(config.null_scores):
+            worth = np.random.default_rng([config.seed, seed]).random(len(first.graph))
+            fall = np.array([4.0**-choice.weight for choice in first.choices])
+            null.append(float(spearmanr(predicted(worth[:, None] * fall), truth)[0]))
+    orthogonal = [one.orthogonality for one in random if one.orthogonality is not None]
+    claim = None
+    if len(orthogonal) == len(random) > 2:
+        claim = _correlation(spearmanr, np.array(orthogonal), truth, config, rng)
+    return Audit(
+        budget=str(first.budget),
+        units=tuple(first.graph.names),
+        measured=tuple(measured),
+        scores=tuple(sorted(entries, key=lambda one: one.divergence)),
+        null_spearman=tuple(null),
+        orthogonality=claim,
+    )
+
+
+def _correlation(
+    statistic: Callable[[Floats, Floats], Any],
+    predicted: Floats,
+    truth: Floats,
+    config: AuditConfig,
+    rng: np.random.Generator,
+) -> Correlation:
+    """Return a rank correlation and the percentiles of its bootstrap."""
+    nothing = Correlation(float("nan"), float("nan"), float("nan"))
+    if len(truth) < 3 or np.ptp(predicted) == 0 or np.ptp(truth) == 0:
+        return nothing
+    found = []
+    for _ in range(config.resamples):
+        rows = rng.integers(len(truth), size=len(truth))
+        if np.ptp(predicted[rows]) and np.ptp(truth[rows]):
+            found.append(float(statistic(predicted[rows], truth[rows])[0]))
+    low, high = np.percentile(found, [2.5, 97.5]) if found else (np.nan, np.nan)
+    value = float(statistic(predicted, truth)[0])
+    return Correlation(value, float(low), float(high))
