@@ -28,6 +28,7 @@ ORDER = {
     "quantization": "sites calibration moments equalization",
     "reconstruction": "blocks rounding",
     "evaluation": "",
+    "audits": "",
     "training": "config norms step batches run",
     "integer": "operators arithmetic lowering finalization engine",
     "packing": "bitstream format",

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ompq.allocation.solver import Allocation, Budget
+    from ompq.audits import Audit, AuditConfig, audit
     from ompq.datasets.images import image_views
     from ompq.errors import OmpqError
     from ompq.evaluation import Evaluation, evaluate
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from ompq.training.config import TRAIN_PROTOCOLS, TrainConfig
 
 _HOMES = {
+    "ompq.audits": "Audit AuditConfig audit",
     "ompq.allocation.solver": "Allocation Budget",
     "ompq.datasets.images": "image_views",
     "ompq.errors": "OmpqError",
@@ -66,6 +68,8 @@ __all__ = [
     "PLAN_PROTOCOLS",
     "TRAIN_PROTOCOLS",
     "Allocation",
+    "Audit",
+    "AuditConfig",
     "Budget",
     "Choice",
     "Evaluation",
@@ -87,6 +91,7 @@ __all__ = [
     "TrainConfig",
     "Unit",
     "WeightNoise",
+    "audit",
     "evaluate",
     "export_onnx",
     "finalize",

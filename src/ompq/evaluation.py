@@ -18,6 +18,7 @@ from ompq.errors import DataError, ModelError
 from ompq.samples import (
     Batch,
     Progress,
+    Samples,
     batch_length,
     call,
     evaluating,
@@ -193,7 +194,7 @@ def _observe(
         seen,
         reference_right=(expected.argmax(1) == targets).cpu().numpy(),
         agrees=(expected.argmax(1) == top1).cpu().numpy(),
-        divergence=_divergence(expected, logits).cpu().numpy(),
+        divergence=kl_divergence(expected, logits).cpu().numpy(),
     )
 
 
@@ -221,7 +222,18 @@ def _timed_logits(model: nn.Module, inputs: Batch) -> tuple[Tensor, float]:
     return logits, seconds
 
 
-def _divergence(expected: Tensor, logits: Tensor) -> Tensor:
+def logits_of(model: nn.Module, samples: Samples, *, batch_size: int = 64) -> Tensor:
+    """Return the network's logits for all samples, (N, classes), on the CPU."""
+    device = model_device(model)
+    with evaluating(model):
+        found = [
+            first_tensor(call(model, to_device(batch, device))).float().cpu()
+            for batch in samples.batches(batch_size)
+        ]
+    return torch.cat([logits.flatten(1) for logits in found])
+
+
+def kl_divergence(expected: Tensor, logits: Tensor) -> Tensor:
     """Return KL(softmax(expected) || softmax(logits)) of each row, (N,)."""
     log_p = expected.double().log_softmax(1)
     log_q = logits.double().log_softmax(1)

@@ -8,7 +8,7 @@ from torch import nn
 
 from ompq.graph import Choice, LayerGraph
 from ompq.samples import SamplesLike
-from ompq.scores.table import ScoreTable
+from ompq.scores.table import ScoreTable, Table
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,11 @@ class Random:
         choices: Sequence[Choice],
     ) -> ScoreTable:
         """Return worth · 4^−bits, (units, choices)."""
+        return ScoreTable(self.worth(graph, choices))
+
+    def worth(self, graph: LayerGraph, choices: Sequence[Choice]) -> Table:
+        """Return the table itself, for which no network is needed."""
         worth = np.random.default_rng(self.seed).lognormal(sigma=2.0, size=len(graph))
         fall = np.array([4.0**-c.weight + 4.0**-c.activation for c in choices])
-        return ScoreTable(worth[:, None] * fall)
+        table: Table = worth[:, None] * fall
+        return table

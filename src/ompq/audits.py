@@ -3,9 +3,9 @@
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +20,15 @@ from ompq.costs import FLOAT_BITS, Budget, digits
 from ompq.errors import CheckpointError
 from ompq.evaluation import evaluate, kl_divergence, logits_of
 from ompq.files import read_json, write_text
-from ompq.graph import channel_axis
+from ompq.graph import Choice, channel_axis
 from ompq.plans import Plan, PlanConfig, plan
 from ompq.quantization import QuantizeConfig, quantize
 from ompq.ranges import search_weight
 from ompq.reconstruction import ReconstructConfig, reconstruct
 from ompq.reconstruction.rounding import RoundingConfig
-from ompq.samples import Batch, Progress, Samples, SampleSource
+from ompq.samples import Batch, Progress, Samples, SamplesLike
 from ompq.scores import SCORES, Score, measure_orm, score_name
+from ompq.scores.baselines import Random
 
 Floats = NDArray[np.float64]
 FORMAT = "ompq-audit/1"
@@ -43,7 +44,9 @@ class AuditConfig:
         resamples: Bootstrap resamples behind each 95 % interval.
         iterations: Reconstruction steps a block for each allocation; 0 rounds to
             nearest, which is quick.
-        orm_samples: Samples for the orthogonality of each quantized network; 0 skips it.
+        orm_samples: Samples for the orthogonality of quantized networks; 0 skips it.
+        scores: What is audited: names or scores.
+        plan: Choices, pins and so on; its own score is not used.
         seed: Of allocations, null scores and resamples.
     """
 
@@ -52,6 +55,8 @@ class AuditConfig:
     resamples: int = 1000
     iterations: int = 0
     orm_samples: int = 64
+    scores: tuple[Score | str, ...] = tuple(SCORES)
+    plan: PlanConfig = PlanConfig()
     seed: int = 0
 
 
@@ -92,7 +97,7 @@ class ScoreAudit:
     Attributes:
         name: The score.
         spearman: Of its predicted damage with the true divergence of the random
-            allocations.
+            allocations; None for fewer than three, or if all are predicted equal.
         kendall: Likewise, Kendall's tau-b.
         divergence: True divergence of the allocation that the score chooses.
         regret: How much larger that is than the smallest divergence seen, relative.
@@ -100,8 +105,8 @@ class ScoreAudit:
     """
 
     name: str
-    spearman: Correlation
-    kendall: Correlation
+    spearman: Correlation | None
+    kendall: Correlation | None
     divergence: float
     regret: float
     seconds: float
@@ -136,9 +141,8 @@ class Audit:
 
     def allocation(self, measured: Measured) -> Allocation:
         """Return a measured allocation as ``quantize`` takes it."""
-        return Allocation.from_json(
-            {n: list(b) for n, b in zip(self.units, measured.bits, strict=True)}
-        )
+        pairs = zip(self.units, measured.bits, strict=True)
+        return Allocation({name: Choice(*bits) for name, bits in pairs})
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data for JSON."""
@@ -149,8 +153,9 @@ class Audit:
         rows = [f"{'score':<18} spearman         divergence  regret  seconds"]
         for one in self.scores:
             rho = one.spearman
+            shown = f"{rho.value:.2f} ({rho.low:.2f}-{rho.high:.2f})" if rho else "-"
             rows.append(
-                f"{one.name:<18} {rho.value:.2f} ({rho.low:.2f}-{rho.high:.2f}) "
+                f"{one.name:<18} {shown:<16} "
                 f"{digits(one.divergence):>10} {one.regret:>7.1%} {one.seconds:>8.1f}"
             )
         if len(null):
@@ -158,17 +163,15 @@ class Audit:
         return "\n".join(rows)
 
 
-def audit(
+def audit(  # noqa: PLR0913 - the last four are optional
     model: nn.Module,
-    samples: SampleSource,
+    samples: SamplesLike,
     budget: Budget | str,
-    held_out: SampleSource,
+    held_out: SamplesLike,
+    config: AuditConfig = AuditConfig(),
     *,
-    scores: Iterable[Score | str] = tuple(SCORES),
     others: Mapping[str, Allocation] | None = None,
     batches: Sequence[tuple[Batch, Tensor]] = (),
-    plan_config: PlanConfig = PlanConfig(),
-    config: AuditConfig = AuditConfig(),
     checkpoint: str | Path | None = None,
     progress: Progress | None = None,
 ) -> Audit:
@@ -182,7 +185,6 @@ def audit(
         held_out: Samples that neither scores nor calibration see.
         others: Further allocations by name, such as published bits.
         batches: Labelled batches, for top-1 beside the divergence.
-        plan_config: Choices, pins and so on; its score is not used.
         checkpoint: A JSON file that keeps what was measured; a run with the same
             arguments continues from it.
 
@@ -192,12 +194,15 @@ def audit(
     """
     calibration, judges = Samples.of(samples), Samples.of(held_out)
     report = progress or (lambda _done, _total, _message: None)
-    plans, seconds = _plans(model, calibration, budget, scores, plan_config, report)
+    plans, seconds = _plans(model, calibration, budget, config, report)
     first = next(iter(plans.values()))
     rng = np.random.default_rng(config.seed)
     candidates = {
         **{name: one.allocation for name, one in plans.items()},
-        **{f"random {i}": random_allocation(first, rng) for i in range(config.allocations)},
+        **{
+            f"random {i}": random_allocation(first, rng)
+            for i in range(config.allocations)
+        },
         **_uniform(first),
         **(others or {}),
     }
@@ -205,7 +210,7 @@ def audit(
     kept = _Checkpoint(checkpoint, _identity(first, candidates, config))
     measured = []
     for done, (name, bits) in enumerate(candidates.items()):
-        measured.append(kept.measured(name, lambda n=name, b=bits: meter.measure(n, b)))
+        measured.append(kept.find(name) or kept.add(meter.measure(name, bits)))
         least = min(one.divergence for one in measured)
         message = f"measuring allocations: best divergence {digits(least)}"
         report(done + 1, len(candidates), message)
@@ -221,7 +226,7 @@ def random_allocation(plan: Plan, rng: np.random.Generator) -> Allocation:
     costs = plan.problem.costs
     limits = plan.budget.limits(costs)
     names = list(plan.graph.names)
-    groups = [[names.index(n) for n in members] for members in _members(plan)]
+    groups = [list(rows) for rows in plan.graph.groups.values()]
     allowed = [np.flatnonzero(plan.allowed[rows].all(0)) for rows in groups]
     at = [int(rng.integers(len(options))) for options in allowed]
 
@@ -254,28 +259,20 @@ def random_allocation(plan: Plan, rng: np.random.Generator) -> Allocation:
     return Allocation({n: plan.choices[c] for n, c in zip(names, chosen, strict=True)})
 
 
-def _members(plan: Plan) -> list[list[str]]:
-    found: dict[str, list[str]] = {}
-    for unit in plan.graph.units:
-        found.setdefault(unit.group, []).append(unit.name)
-    return list(found.values())
-
-
 def _plans(
     model: nn.Module,
     samples: Samples,
     budget: Budget | str,
-    scores: Iterable[Score | str],
-    config: PlanConfig,
+    config: AuditConfig,
     report: Progress,
 ) -> tuple[dict[str, Plan], dict[str, float]]:
     plans, seconds = {}, {}
-    listed = list(scores)
-    for done, score in enumerate(listed):
+    for done, score in enumerate(config.scores):
         name = score_name(score)
-        report(done, len(listed), f"planning by {name}")
+        report(done, len(config.scores), f"planning by {name}")
         start = time.perf_counter()
-        plans[name] = plan(model, samples.first(64), budget, replace(config, score=score))
+        settings = replace(config.plan, score=score)
+        plans[name] = plan(model, samples.first(64), budget, settings)
         seconds[name] = time.perf_counter() - start
     return plans, seconds
 
@@ -345,7 +342,7 @@ class _Meter:
                     weight.copy_(fit.grid.fake(weight))
         samples = self.samples.first(self.config.orm_samples)
         found = measure_orm(self.plan.graph, rounded, samples)
-        return float(np.mean(found.orm))
+        return float(np.mean(found.matrix))
 
 
 def _identity(
@@ -371,19 +368,21 @@ class _Checkpoint:
             raise CheckpointError(f"{path} cannot be resumed: {error}") from error
         if not isinstance(found, dict) or found.get("identity") != identity:
             raise CheckpointError(
-                f"{path} belongs to another audit: other arguments, or another network. "
-                "Remove it or name another file"
+                f"{path} belongs to another audit: another network, or other "
+                "arguments. Remove it or name another file"
             )
         self.data = found
 
-    def measured(self, name: str, measure: Callable[[], Measured]) -> Measured:
-        """Return what is known of an allocation, or measure and keep it."""
+    def find(self, name: str) -> Measured | None:
+        """Return what is known of an allocation."""
         known = self.data["measured"].get(name)
-        if known is not None:
-            bits = tuple((w, a) for w, a in known["bits"])
-            return Measured(**{**known, "bits": bits})
-        found = measure()
-        self.data["measured"][name] = asdict(found)
+        if known is None:
+            return None
+        return Measured(**{**known, "bits": tuple((w, a) for w, a in known["bits"])})
+
+    def add(self, found: Measured) -> Measured:
+        """Keep what was measured."""
+        self.data["measured"][found.name] = asdict(found)
         if self.path is not None:
             write_text(self.path, json.dumps(self.data, indent=1) + "\n")
         return found
@@ -403,8 +402,8 @@ def _summary(
     columns = np.array([[choices[b] for b in one.bits] for one in random])
 
     def predicted(damage: Floats) -> Floats:
-        found: Floats = np.take_along_axis(damage[None], columns[..., None], 2)
-        return found[..., 0].sum(1)
+        found: Floats = damage[np.arange(len(damage)), columns].sum(1)
+        return found
 
     best = min(one.divergence for one in measured)
     own = {one.name: one.divergence for one in measured}
@@ -423,9 +422,8 @@ def _summary(
     null = []
     if len(random) > 2:
         for seed in range(config.null_scores):
-            worth = np.random.default_rng([config.seed, seed]).random(len(first.graph))
-            fall = np.array([4.0**-choice.weight for choice in first.choices])
-            null.append(float(spearmanr(predicted(worth[:, None] * fall), truth)[0]))
+            chance = Random(seed).worth(first.graph, first.choices)
+            null.append(float(spearmanr(predicted(chance), truth)[0]))
     orthogonal = [one.orthogonality for one in random if one.orthogonality is not None]
     claim = None
     if len(orthogonal) == len(random) > 2:
@@ -446,16 +444,15 @@ def _correlation(
     truth: Floats,
     config: AuditConfig,
     rng: np.random.Generator,
-) -> Correlation:
+) -> Correlation | None:
     """Return a rank correlation and the percentiles of its bootstrap."""
-    nothing = Correlation(float("nan"), float("nan"), float("nan"))
     if len(truth) < 3 or np.ptp(predicted) == 0 or np.ptp(truth) == 0:
-        return nothing
+        return None
     found = []
     for _ in range(config.resamples):
         rows = rng.integers(len(truth), size=len(truth))
         if np.ptp(predicted[rows]) and np.ptp(truth[rows]):
             found.append(float(statistic(predicted[rows], truth[rows])[0]))
-    low, high = np.percentile(found, [2.5, 97.5]) if found else (np.nan, np.nan)
     value = float(statistic(predicted, truth)[0])
+    low, high = np.percentile(found or [value], [2.5, 97.5])
     return Correlation(value, float(low), float(high))
