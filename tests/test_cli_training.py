@@ -87,14 +87,14 @@ def test_integers_need_a_packed_network(net):
 def test_a_stopped_run_says_how_to_continue_and_does(net, tmp_path, monkeypatch):
     folder = tmp_path / "out"
     words = ("train", *net, *FAST, "--budget", "5bits", "--set", "report_steps=1")
-    real = looping.Keeper.after_step
+    real = looping.Tracker.after_step
 
-    def stopping(keeper):
-        real(keeper)
-        if keeper.run.step == 6:
+    def stopping(tracker):
+        real(tracker)
+        if tracker.run.step == 6:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(looping.Keeper, "after_step", stopping)
+    monkeypatch.setattr(looping.Tracker, "after_step", stopping)
     stopped = run(*words, "-o", folder)
     assert stopped.exit_code == 130
     assert "--resume" in stopped.output and "training" in stopped.output
@@ -104,7 +104,7 @@ def test_a_stopped_run_says_how_to_continue_and_does(net, tmp_path, monkeypatch)
         assert many.exit_code == 130
         assert told in many.output and ("stopped" in many.output) == bool(told)
     monkeypatch.delenv("RANK")
-    monkeypatch.setattr(looping.Keeper, "after_step", real)
+    monkeypatch.setattr(looping.Tracker, "after_step", real)
     refused = run(*words, "-o", folder)
     assert refused.exit_code == 2 and "add --resume to continue it" in refused.output
     resumed = run(*words, "-o", folder, "--resume")
@@ -217,4 +217,4 @@ def test_the_recipes_for_imagenet_run_on_photographs(tmp_path, network, budget, 
     limit = float(budget.removesuffix("MiB")) * 2**20
     assert result["plan"]["totals"]["bytes"] <= limit
     with safe_open(folder / "training" / "last.safetensors", "pt") as file:
-        assert file.metadata()["step"] == "2"
+        assert json.loads(file.metadata()["about"])["step"] == "2"

@@ -126,7 +126,7 @@ def contents(folder):
             "the plan was made for another network: 3 units differ",
         ),
         ("--set cuda_graph=true", "cuda_graph needs one process on a GPU"),
-        ("--set accumulate=3", "batch_size=8 cannot be shared evenly by 1 processes"),
+        ("--set accumulate=3", "batch_size=8 cannot be split evenly over 1 processes"),
         ("--set seed=3", "the seed is --seed"),
         ("--set distill", "a field of ompq.TrainConfig; the seed"),
         ("--resume", "holds no run that was stopped; leave --resume away"),
