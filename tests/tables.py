@@ -28,6 +28,7 @@ def program(damage, rows, limits, *, ties=None, allowed=None):
         limits=np.asarray(limits, dtype=float),
         ties=rows[0] if ties is None else np.asarray(ties, dtype=float),
         allowed=np.ones(damage.shape, dtype=bool) if allowed is None else allowed,
+        scales=np.ones(len(rows)),
     )
 
 

@@ -4,7 +4,8 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from decimal import Decimal
-from math import ceil, floor, isfinite, log10
+from functools import cached_property
+from math import ceil, floor, fsum, isfinite, log10
 from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
@@ -97,6 +98,7 @@ Accounting = Literal["packed", "paper"]
 LatencyTable = Mapping[str, Mapping[str, float]]  # unit → "W4A8" → milliseconds
 
 FLOAT_BITS = 32  # the width of a unit that stays float
+_PLACES = 13  # decimals that a cost may have and still be summed exactly
 
 
 @dataclass(frozen=True)
@@ -115,6 +117,29 @@ class Cost:
     table: Table
     constant: float = 0.0
     reference: float = 0.0
+
+    @cached_property
+    def scale(self) -> float | None:
+        """The power of ten that makes every number whole; None if there is none.
+
+        Then sums are exact: three times 0.1 ms is 0.3 ms. 15 digits are what float64
+        holds of any decimal.
+        """
+        numbers = np.append(self.table, self.constant)
+        for places in range(_PLACES):
+            steps = np.rint(numbers * 10.0**places)
+            if (steps / 10.0**places == numbers).all():
+                most = np.abs(steps[:-1].reshape(self.table.shape)).max(1).sum()
+                return 10.0**places if most + abs(steps[-1]) < 1e15 else None
+        return None
+
+    def total(self, columns: NDArray[np.intp]) -> float:
+        """Return what an allocation costs, the constant included, correctly rounded."""
+        chosen = self.table[np.arange(len(columns)), columns]
+        if self.scale is None:
+            return fsum([*chosen, self.constant])
+        steps = np.rint(chosen * self.scale).sum() + round(self.constant * self.scale)
+        return float(steps / self.scale)
 
 
 @dataclass(frozen=True)

@@ -43,11 +43,11 @@ def check_budget(problem: Problem, budget: Budget | str) -> None:
     """
     limits = Budget.of(budget).limits(problem.costs)
     check_each(problem, limits)
-    program = problem.program(limits)
     if len(limits) > 1:
-        free = replace(program, damage=np.zeros_like(program.damage))
-        if minimum(free) is None:
-            raise conflict(problem, limits)
+        program = problem.program(limits, slack=0.5)
+        free = minimum(replace(program, damage=np.zeros_like(program.damage)))
+        if free.columns is None:
+            raise conflict(problem, limits, proved=free.gap == 0)
 
 
 def check_each(problem: Problem, limits: Mapping[str, float]) -> None:
@@ -59,10 +59,12 @@ def check_each(problem: Problem, limits: Mapping[str, float]) -> None:
     for name, limit in limits.items():
         smallest, _ = reachable(problem, name)
         if smallest > limit:
-            raise _infeasible(problem, name, limit, smallest, "")
+            raise _infeasible(problem, name, limit, smallest)
 
 
-def conflict(problem: Problem, limits: Mapping[str, float]) -> InfeasibleBudgetError:
+def conflict(
+    problem: Problem, limits: Mapping[str, float], *, proved: bool = True
+) -> InfeasibleBudgetError:
     """Return the error that says how limits are in each other's way.
 
     It names one cost and the least of it that the other limits leave.
@@ -72,25 +74,33 @@ def conflict(problem: Problem, limits: Mapping[str, float]) -> InfeasibleBudgetE
         if not others:
             break
         table = problem.by_group(problem.costs[name].table)
-        least = minimum(replace(problem.program(others), damage=table))
-        if least is not None:
+        least = minimum(replace(problem.program(others), damage=table), nodes=0)
+        if least.columns is not None:
             smallest = problem.total(name, problem.allocation(least.columns))
             texts = [readable(problem.costs[k], v)[0] for k, v in others.items()]
             together = f" with {' and '.join(texts)}"
-            return _infeasible(problem, name, limit, smallest, together)
+            return _infeasible(problem, name, limit, smallest, together, proved=proved)
     name, limit = next(iter(limits.items()))
     together = " with the other limits" if len(limits) > 1 else ""
-    return _infeasible(problem, name, limit, reachable(problem, name)[0], together)
+    smallest, _ = reachable(problem, name)
+    return _infeasible(problem, name, limit, smallest, together, proved=proved)
 
 
 def _infeasible(
-    problem: Problem, name: str, limit: float, smallest: float, together: str
+    problem: Problem,
+    name: str,
+    limit: float,
+    smallest: float,
+    together: str = "",
+    *,
+    proved: bool = True,
 ) -> InfeasibleBudgetError:
     largest = reachable(problem, name)[1]
     texts = readable(problem.costs[name], limit, smallest, largest)
     units, described = _in_the_way(problem, name)
+    verdict = "cannot be met" if proved else "was not met within the search's limit"
     return InfeasibleBudgetError(
-        f"a budget of {texts[0]} cannot be met{together}: allocations take from "
+        f"a budget of {texts[0]} {verdict}{together}: allocations take from "
         f"{texts[1]} to {texts[2]}. Most is taken by {described}. "
         f"Raise it to {enough(problem.costs[name], smallest)} or more, allow fewer "
         "bits or remove pins",
@@ -228,14 +238,15 @@ def explain(
     options = _options(problem, program, columns, group, tuple(limits))
     now = options[columns[group]]
     allowed = [option for option in options if option.allowed]
+    prices = relaxation(program).prices * program.scales
     found = Explanation(
         unit=unit,
         tied=tuple(problem.names[u] for u in problem.members[group] if u != position),
         choice=now.choice,
         options=options,
         limits=limits,
-        used=dict(zip(limits, program.used(columns).tolist(), strict=True)),
-        prices=dict(zip(limits, relaxation(program).prices.tolist(), strict=True)),
+        used={name: problem.total(name, allocation) for name in limits},
+        prices=dict(zip(limits, prices.tolist(), strict=True)),
         better=max(
             (o for o in allowed if o.damage < now.damage),
             key=lambda o: o.damage,
@@ -263,7 +274,7 @@ def _options(
     for column, choice in enumerate(problem.choices):
         changed = columns.copy()
         changed[group] = column
-        over = program.used(changed) - program.limits
+        over = (program.used(changed) - program.limits) / program.scales
         found.append(
             Option(
                 choice=choice,

@@ -3,11 +3,12 @@
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from decimal import Decimal
 from functools import cached_property
-from math import frexp, fsum
+from math import floor, frexp, fsum
 from operator import index
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,8 +22,6 @@ Floats = NDArray[np.float64]
 Flags = NDArray[np.bool_]
 Columns = NDArray[np.intp]
 
-EPSILON = float(np.finfo(np.float64).eps)
-
 
 @dataclass(frozen=True, eq=False)
 class Program:
@@ -30,10 +29,11 @@ class Program:
 
     Attributes:
         damage: What each choice does, (U, C).
-        rows: What each choice costs, one table for each budget, (K, U, C).
-        limits: The most that each row may sum to, (K,).
+        rows: What each choice costs in whole steps, a table for each budget, (K, U, C).
+        limits: The most steps that each row may sum to, (K,).
         ties: Of equally good allocations the one with the least sum wins, (U, C).
         allowed: Choices that may be taken, (U, C).
+        scales: Steps in one unit of each cost, (K,).
     """
 
     damage: Floats
@@ -41,12 +41,12 @@ class Program:
     limits: Floats
     ties: Floats
     allowed: Flags
+    scales: Floats
 
     def used(self, columns: Columns) -> Floats:
-        """Return what an allocation costs, correctly rounded, (K,)."""
-        return np.array(
-            [fsum(row[np.arange(len(columns)), columns]) for row in self.rows]
-        )
+        """Return the steps that an allocation takes, (K,); exact below 2**53."""
+        used: Floats = self.rows[:, np.arange(len(columns)), columns].sum(1)
+        return used
 
     def value(self, columns: Columns) -> float:
         """Return the damage of an allocation, correctly rounded."""
@@ -57,74 +57,17 @@ class Program:
         """The least that each unit costs, (K, U)."""
         return least_allowed(self.rows, self.allowed)
 
-    @property
-    def open(self) -> bool:
-        """Whether every unit has an allowed choice."""
-        return bool(self.allowed.any(1).all())
+    def affordable(self) -> "Program | None":
+        """Return the program without choices that fit in no allocation.
 
-    def affordable(self) -> "Program":
-        """Return the program without choices that fit in no allocation."""
-        total = np.array([fsum(row) for row in self.least])
-        # Slack for rounding; what is left of it the exact search decides.
-        room = self.limits - total + 4 * EPSILON * np.abs(total)
+        None if that leaves a unit no choice: nothing meets the limits.
+        """
+        if not self.allowed.any(1).all():
+            return None
+        room = self.limits - self.least.sum(1)
         extra = self.rows - self.least[:, :, None]
         fits = self.allowed & (extra <= room[:, None, None]).all(0)
-        return replace(self, allowed=fits)
-
-
-class Core(NamedTuple):
-    """A program in whole steps above each unit's least; float64 sums them exactly.
-
-    A step of damage is ``2**exponent``.
-    """
-
-    program: Program
-    exponent: int
-
-    @classmethod
-    def of(cls, program: Program, *, cautious: bool) -> "Core":
-        """Round a program to steps of one part in 2**52 of what is undecided.
-
-        Args:
-            program: With an allowed choice for each unit.
-            cautious: Whether costs are rounded up. Otherwise those that are no whole
-                steps (milliseconds, say) are rounded to the nearest, and the limits
-                leave room for that: check the sums afterwards.
-        """
-        allowed = program.allowed
-        low = least_allowed(program.damage, allowed)
-        damage, exponent = _in_steps(program.damage - low[:, None], allowed)
-        ties, _ = _in_steps(program.ties, allowed)
-        rows = np.empty_like(program.rows)
-        limits = np.empty_like(program.limits)
-        for k, (table, limit) in enumerate(
-            zip(program.rows, program.limits, strict=True)
-        ):
-            row, size = _in_steps(table, allowed, up=cautious)
-            exact = cautious or (np.ldexp(row, size) == table)[allowed].all()
-            room = np.floor(np.ldexp(limit, -size)) + (0 if exact else len(allowed))
-            least = least_allowed(row, allowed)
-            rows[k] = np.where(allowed, row - least[:, None], 0.0)
-            # Room beyond what can be spent is worth nothing and would blur the bounds.
-            limits[k] = min(room - least.sum(), rows[k].max(1).sum())
-        ties = np.where(allowed, ties - least_allowed(ties, allowed)[:, None], 0.0)
-        return cls(Program(damage, rows, limits, ties, allowed), exponent)
-
-    @property
-    def grain(self) -> int:
-        """Every sum of damage is a multiple of this many steps."""
-        return max(int(np.gcd.reduce(self.program.damage.astype(np.int64), None)), 1)
-
-    def gap(self, value: float, bound: float) -> float:
-        """Return by how many steps an allocation could be better than a value."""
-        return 0.0 if bound > value - self.grain else value - bound
-
-
-def _in_steps(table: Floats, allowed: Flags, *, up: bool = False) -> tuple[Floats, int]:
-    """Return a table in whole steps, and the step's exponent: 2**52 reach any sum."""
-    table = np.where(allowed, table, 0.0)
-    exponent = frexp(np.abs(table).max(1).sum())[1] - 52
-    return (np.ceil if up else np.rint)(np.ldexp(table, -exponent)), exponent
+        return replace(self, allowed=fits) if fits.any(1).all() else None
 
 
 def least_allowed(table: Floats, allowed: Flags) -> Floats:
@@ -141,12 +84,18 @@ MOST_CHOICES = 256
 class Allocation(Mapping[str, Choice]):
     """Bits for every unit: a mapping, unit name → Choice, that cannot be changed.
 
+    Attributes:
+        bits: Unit name → bits.
+        gap: How much less damage another allocation within the budget could at most
+            do; 0 if it is proved that none does less. Equality ignores it.
+
     Example:
         >>> Allocation({"stem": Choice(8, 8), "fc": Choice(4, 8)})
         Allocation(2 units: 1 × W4A8, 1 × W8A8)
     """
 
     bits: Mapping[str, Choice]
+    gap: float = 0.0
 
     def __post_init__(self) -> None:
         bits = {n: Choice(*map(index, choice)) for n, choice in self.bits.items()}
@@ -170,7 +119,8 @@ class Allocation(Mapping[str, Choice]):
     def __repr__(self) -> str:
         values = list(self.bits.values())
         counts = ", ".join(f"{values.count(c)} × {c}" for c in sorted(set(values)))
-        return f"Allocation({len(values)} units: {counts})"
+        gap = f"; within {self.gap:.2g} of the least damage" if self.gap else ""
+        return f"Allocation({len(values)} units: {counts}{gap})"
 
     def to_json(self) -> dict[str, dict[str, int]]:
         """Return plain data: ``{"fc": {"weight": 4, "activation": 8}, ...}``."""
@@ -287,38 +237,67 @@ class Problem:
         return tuple(tuple(units) for units in found.values())
 
     @cached_property
+    def group_of(self) -> Columns:
+        """The position of each unit's group in ``members``, (U,)."""
+        positions = np.empty(len(self.names), dtype=np.intp)
+        for group, units in enumerate(self.members):
+            positions[list(units)] = group
+        return positions
+
+    @cached_property
     def group_allowed(self) -> Flags:
         """Choices that all units of a group may get, (groups, C)."""
         return np.array([self.allowed[list(units)].all(0) for units in self.members])
 
     def by_group(self, table: Floats) -> Floats:
         """Return the sums of a table over groups, (groups, C)."""
-        return np.array([table[list(units)].sum(0) for units in self.members])
+        sums = np.zeros((len(self.members), len(self.choices)))
+        np.add.at(sums, self.group_of, table)
+        return sums
 
-    def program(self, limits: Mapping[str, float]) -> Program:
-        """Return the integer program of the groups under limits on some costs."""
-        rows = []
-        for name in limits:
-            row = self.by_group(self.costs[name].table)
-            row[0] += self.costs[name].constant  # so that rows sum to what is limited
+    def program(self, limits: Mapping[str, float], slack: float = 0.0) -> Program:
+        """Return the integer program of the groups under limits on some costs.
+
+        Args:
+            limits: Cost name → the most that it may sum to.
+            slack: Steps a unit by which limits are raised for costs that are no short
+                decimals: half a step is what rounding them to steps may take away.
+        """
+        rows, whole, scales = [], [], []
+        for name, limit in limits.items():
+            cost = self.costs[name]
+            scale = cost.scale or self._fine_scale(cost, limit)
+            row = self.by_group(np.rint(cost.table * scale))
+            row[0] += round(
+                cost.constant * scale
+            )  # so that rows sum to what is limited
             rows.append(row)
+            scales.append(scale)
+            whole.append(floor(Decimal(repr(float(limit))) * Decimal(scale)))
+            if cost.scale is None:
+                whole[-1] += floor(slack * (len(self.names) + 1))
         size = self.costs.get("bytes", self.costs[next(iter(limits))])
         return Program(
             damage=self.by_group(self.damage),
             rows=np.array(rows),
-            limits=np.array([*limits.values()], dtype=np.float64),
+            limits=np.array(whole, dtype=np.float64),
             ties=self.by_group(size.table),
             allowed=self.group_allowed,
+            scales=np.array(scales),
         )
+
+    def _fine_scale(self, cost: Cost, limit: float) -> float:
+        """Return the power of 2 that makes sums up to a limit use 52 bits."""
+        least = least_allowed(cost.table, self.allowed)
+        room = limit - cost.constant - least.sum()
+        affordable = self.allowed & (cost.table - least[:, None] <= max(room, 0.0))
+        most = np.where(affordable, np.abs(cost.table), 0.0).max(1).sum()
+        return float(np.ldexp(1.0, 52 - frexp(max(most, abs(limit), 1e-290))[1]))
 
     def allocation(self, columns: Columns) -> Allocation:
         """Return the allocation in which each group has its column, (groups,)."""
-        column_of = np.empty(len(self.names), dtype=np.intp)
-        for units, column in zip(self.members, columns, strict=True):
-            column_of[list(units)] = column
-        return Allocation(
-            {n: self.choices[c] for n, c in zip(self.names, column_of, strict=True)}
-        )
+        chosen = (self.choices[column] for column in columns[self.group_of])
+        return Allocation(dict(zip(self.names, chosen, strict=True)))
 
     def columns(self, allocation: Mapping[str, Choice]) -> Columns:
         """Return the column of each unit, (U,).
@@ -326,19 +305,18 @@ class Problem:
         Raises:
             PlanError: A unit has no bits, or bits that are none of the choices.
         """
-        wrong = [n for n in self.names if allocation.get(n) not in self.choices]
+        column_of = {choice: column for column, choice in enumerate(self.choices)}
+        wrong = [n for n in self.names if allocation.get(n) not in column_of]
         if wrong:
             raise PlanError(
                 f"the allocation gives {shortened(wrong)} none of the "
                 f"{len(self.choices)} choices; it may belong to another plan"
             )
-        return np.array([self.choices.index(allocation[n]) for n in self.names])
+        return np.array([column_of[allocation[n]] for n in self.names], dtype=np.intp)
 
     def total(self, cost: str, allocation: Mapping[str, Choice]) -> float:
         """Return what an allocation costs, its constant included."""
-        columns = self.columns(allocation)
-        chosen = self.costs[cost].table[np.arange(len(columns)), columns]
-        return fsum([*chosen, self.costs[cost].constant])
+        return self.costs[cost].total(self.columns(allocation))
 
     def damage_of(self, allocation: Mapping[str, Choice]) -> float:
         """Return the expected damage of an allocation."""

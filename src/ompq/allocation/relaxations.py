@@ -1,7 +1,6 @@
 """The linear relaxation of the allocation program, and the paper's rounding of it."""
 
 from dataclasses import replace
-from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -15,8 +14,8 @@ MOVE_TOLERANCE = 1e-12  # a move that removes less of the excess may be rounding
 class Relaxation(NamedTuple):
     """The linear relaxation: a mixture of choices for each unit, and what limits cost.
 
-    ``shares`` is (U, C), or None if the solver finds the limits too tight; ``prices``
-    (K,) is the damage that one more unit of each limit would save.
+    ``shares`` is (U, C), or None if it is proved that nothing meets the limits;
+    ``prices`` (K,) is the damage that one more step of each limit would save.
     """
 
     shares: Floats | None
@@ -25,81 +24,68 @@ class Relaxation(NamedTuple):
 
 def relaxation(program: Program) -> Relaxation:
     """Solve the linear relaxation, in which a unit may mix its choices."""
-    if not program.open:
+    if (
+        not program.allowed.any(1).all()
+        or (program.least.sum(1) > program.limits).any()
+    ):
         return Relaxation(None, np.zeros(len(program.limits)))
+    if not len(program.damage):
+        return Relaxation(program.damage, np.zeros(len(program.limits)))
     return _one_limit(program) if len(program.limits) == 1 else _any_limits(program)
-
-
-class _Step(NamedTuple):
-    """From one choice of a unit to a costlier one, on the unit's convex hull."""
-
-    saved: float  # damage saved for each unit of cost
-    cost: float
-    unit: int
-    start: int
-    end: int
 
 
 def _one_limit(program: Program) -> Relaxation:
     """Take the steps that save most for what they cost, until the limit is reached."""
-    room = float(program.limits[0] - program.least[0].sum())
-    if room < 0:
-        return Relaxation(None, np.zeros(1))
+    units = np.arange(len(program.damage))
+    cheapest = program.rows[0] == program.least[0][:, None]
+    cheapest &= program.allowed
+    column = np.where(cheapest, program.damage, np.inf).argmin(1)
+    rate, cost, unit, start, end = _hull_steps(program, column)
+    room = program.limits[0] - program.least[0].sum()
+    taken = int(np.searchsorted(np.cumsum(cost), room, side="right"))
+    column[unit[:taken]] = end[:taken]  # in order: a unit's last step is what stays
     shares = np.zeros(program.damage.shape)
-    steps: list[_Step] = []
-    for unit in range(len(shares)):
-        corners = _corners(program, unit)
-        shares[unit, corners[0]] = 1
-        steps += _steps(program, unit, corners)
-    steps.sort(key=lambda step: -step.saved)  # stable: a unit's steps stay in order
-    for step in steps:
-        part = min(1.0, room / step.cost)
-        shares[step.unit, step.start] = 1 - part
-        shares[step.unit, step.end] = part
-        room -= step.cost
-        if part < 1:
-            return Relaxation(shares, np.array([step.saved]))
-    return Relaxation(shares, np.zeros(1))
+    shares[units, column] = 1.0
+    if taken == len(unit):
+        return Relaxation(shares, np.zeros(1))
+    part = (room - cost[:taken].sum()) / cost[taken]
+    shares[unit[taken], start[taken]] = 1 - part
+    shares[unit[taken], end[taken]] = part
+    return Relaxation(shares, rate[taken : taken + 1])
 
 
-def _corners(program: Program, unit: int) -> list[int]:
-    """Return the choices on the lower hull of damage over cost, from the cheapest."""
-    cost, damage = program.rows[0, unit], program.damage[unit]
-    choices = np.flatnonzero(program.allowed[unit])
-    corners: list[int] = []
-    for choice in choices[np.lexsort((damage[choices], cost[choices]))].tolist():
-        if corners and damage[choice] >= damage[corners[-1]]:
-            continue  # costs as much or more and is no better
-        while len(corners) > 1 and _above(cost, damage, (*corners[-2:], choice)):
-            corners.pop()
-        corners.append(choice)
-    return corners
+def _hull_steps(
+    program: Program, at: Columns
+) -> tuple[Floats, Floats, Columns, Columns, Columns]:
+    """Return the steps along the lower convex hulls of damage over cost, best first.
 
-
-def _above(cost: Floats, damage: Floats, three: tuple[int, int, int]) -> bool:
-    """Whether the middle one lies on or above the line through the others."""
-    first, middle, last = three
-    early = (damage[first] - damage[middle]) * (cost[last] - cost[middle])
-    late = (damage[middle] - damage[last]) * (cost[middle] - cost[first])
-    return bool(early <= late)
-
-
-def _steps(program: Program, unit: int, corners: list[int]) -> list[_Step]:
-    cost, damage = program.rows[0, unit], program.damage[unit]
-    found = []
-    for start, end in pairwise(corners):
-        more = float(cost[end] - cost[start])
-        found.append(
-            _Step(float(damage[start] - damage[end]) / more, more, unit, start, end)
-        )
-    return found
+    They are damage saved for each step of cost, cost, unit, and the columns from which
+    and to which it leads, (S,) each. ``at`` holds the columns where hulls begin.
+    """
+    units = np.arange(len(at))
+    cost = np.where(program.allowed, program.rows[0], -np.inf)
+    steps, rate = [np.zeros((5, 0))], np.full(len(at), np.inf)
+    while True:
+        more = cost - cost[units, at][:, None]
+        saved = program.damage[units, at][:, None] - program.damage
+        useful = (more > 0) & (saved > 0)
+        rates = np.where(useful, saved / np.where(useful, more, 1.0), 0.0)
+        rate = np.minimum(rate, rates.max(1))  # rounding must not turn a hull around
+        going = np.flatnonzero(rates.max(1) > 0)
+        if not len(going):
+            break
+        best = useful & (rates == rates.max(1)[:, None])
+        end = np.where(best, more, 0.0).argmax(1)
+        spent = more[going, end[going]]
+        steps.append(np.stack([rate[going], spent, going, at[going], end[going]]))
+        at = np.where(rates.max(1) > 0, end, at)
+    found = np.concatenate(steps, 1)
+    found = found[:, np.argsort(-found[0], kind="stable")]
+    unit, start, to = found[2:].astype(np.intp)
+    return found[0], found[1], unit, start, to
 
 
 def _any_limits(program: Program) -> Relaxation:
-    # Imported here: it takes longer than most plans with a single limit.
-    from scipy import sparse
-    from scipy.optimize import linprog
-
     units, choices = np.nonzero(program.allowed)
     low = least_allowed(program.damage, program.allowed)
     damage = (program.damage - low[:, None])[units, choices]
@@ -107,24 +93,55 @@ def _any_limits(program: Program) -> Relaxation:
     # The solver's tolerances are absolute: every row and the objective get range 1.
     unit_damage = damage.max() or 1.0
     unit_rows = np.where(rows.max(1) > 0, rows.max(1), 1.0)
+    room = (program.limits - program.least.sum(1)) / unit_rows
+    rows = rows / unit_rows[:, None]
+    x, prices = _linear_program(damage / unit_damage, rows, room, units)
+    if x is None:
+        # How far must all limits rise together? Its prices prove that they are too low.
+        raised = np.append(rows, -np.ones((len(rows), 1)), axis=1)
+        objective = np.append(np.zeros(len(units)), 1.0)
+        x, prices = _linear_program(objective, raised, room, units)
+        if x is None or _too_low(prices, rows, room, units):
+            return Relaxation(None, np.zeros(len(rows)))
+    shares = np.zeros(program.damage.shape)
+    shares[units, choices] = x[: len(units)]
+    return Relaxation(shares, prices * unit_damage / unit_rows)
+
+
+def _linear_program(
+    objective: Floats, rows: Floats, room: Floats, units: Columns
+) -> tuple[Floats | None, Floats]:
+    """Return the solution, if there is one, and the prices of the rows.
+
+    Each entry of ``units`` says whose choice a variable is; further variables are free.
+    """
+    # Imported here: it takes longer than most plans with a single limit.
+    from scipy import sparse
+    from scipy.optimize import linprog
+
     one_each = sparse.csr_array(
         (np.ones(len(units)), (units, np.arange(len(units)))),
-        shape=(len(program.damage), len(units)),
+        shape=(units.max() + 1, len(objective)),
     )
     result = linprog(
-        damage / unit_damage,
-        A_ub=rows / unit_rows[:, None],
-        b_ub=(program.limits - program.least.sum(1)) / unit_rows,
+        objective,
+        A_ub=rows,
+        b_ub=room,
         A_eq=one_each,
-        b_eq=np.ones(len(program.damage)),
+        b_eq=np.ones(units.max() + 1),
         method="highs",
     )
     if result.x is None:
-        return Relaxation(None, np.zeros(len(rows)))
-    shares = np.zeros(program.damage.shape)
-    shares[units, choices] = result.x
-    prices = np.maximum(-result.ineqlin.marginals, 0) * unit_damage / unit_rows
-    return Relaxation(shares, prices)
+        return None, np.zeros(len(rows))
+    return result.x, np.maximum(-result.ineqlin.marginals, 0)
+
+
+def _too_low(prices: Floats, rows: Floats, room: Floats, units: Columns) -> bool:
+    """Whether even the cheapest choices at these prices cost more than the limits."""
+    priced = np.full(units.max() + 1, np.inf)
+    np.minimum.at(priced, units, prices @ rows)
+    allowance = 1e-14 * (len(priced) + 4) * (priced.sum() + prices @ room)
+    return bool(priced.sum() - prices @ room > allowance)
 
 
 def bracket(program: Program, relaxed: Relaxation) -> tuple[Columns, Columns]:

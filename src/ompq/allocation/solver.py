@@ -1,9 +1,8 @@
 """allocate(): the bits of least damage within a budget, and the Pareto curve."""
 
-import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
+from math import inf
 from typing import Literal, get_args
 
 import numpy as np
@@ -16,9 +15,9 @@ from ompq.allocation.explanation import (
     explain,
     reachable,
 )
-from ompq.allocation.program import EPSILON, Allocation, Columns, Problem, Program
-from ompq.allocation.relaxations import floor_or_ceiling, rounded
-from ompq.allocation.search import PASSES, minimum
+from ompq.allocation.program import Allocation, Problem, Program
+from ompq.allocation.relaxations import floor_or_ceiling, relaxation, rounded
+from ompq.allocation.search import NODES, Optimum, minimum
 from ompq.costs import Budget
 from ompq.samples import Progress
 
@@ -37,10 +36,6 @@ __all__ = [
 ]
 
 Method = Literal["exact", "relax-round", "relax-dfs"]
-
-CURVE_PASSES = 3  # a curve of many points does without the search's last, long pass
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -98,7 +93,7 @@ def allocate(
         raise ValueError(f"method={method!r} is unknown; use one of {known}")
     limits = Budget.of(budget).limits(problem.costs)
     check_each(problem, limits)
-    allocation = _within(problem, limits, partial(_solve, method=method))
+    allocation = _within(problem, limits, method)
     if allocation is None:
         raise conflict(problem, limits)
     return allocation
@@ -107,38 +102,36 @@ def allocate(
 def _within(
     problem: Problem,
     limits: Mapping[str, float],
-    solve: Callable[[Program], Columns | None],
+    method: Method = "exact",
+    nodes: int = NODES,
 ) -> Allocation | None:
-    """Solve; the sums over all units, correctly rounded, are within the limits."""
-    program = problem.program(limits)
-    # A sum over groups may differ in the last bits from the sum over units, which
-    # counts: begin with that much more room, and take it back if it is used.
-    room = program.limits + 4 * EPSILON * np.abs(program.limits)
-    while (columns := solve(replace(program, limits=room))) is not None:
-        allocation = problem.allocation(columns)
-        used = np.array([problem.total(name, allocation) for name in limits])
-        over = used - program.limits
-        if (over <= 0).all():
+    """Return the best allocation whose totals keep to the limits."""
+    # Costs that are no short decimals are rounded to steps. Begin with the room that
+    # this may take away, and take it back where it was used.
+    exact = all(problem.costs[name].scale is not None for name in limits)
+    for slack in (0.0,) if exact else (0.5, 0.0, -0.5):
+        found = _solve(problem.program(limits, slack), method, nodes)
+        if found.columns is None:
+            if found.gap > 0:
+                raise conflict(problem, limits, proved=False)
+            return None
+        allocation = replace(problem.allocation(found.columns), gap=found.gap)
+        if all(problem.total(name, allocation) <= limits[name] for name in limits):
             return allocation
-        room = np.where(over > 0, np.nextafter(room - over, -np.inf), room)
     return None
 
 
-def _solve(program: Program, method: Method) -> Columns | None:
-    if method == "relax-round" and (columns := rounded(program)) is not None:
-        return columns
-    if method == "relax-dfs" and (found := minimum(floor_or_ceiling(program))):
-        return found.columns
-    return _exact(program, PASSES)
-
-
-def _exact(program: Program, passes: int) -> Columns | None:
-    optimum = minimum(program, passes=passes)
-    if optimum is None:
-        return None
-    if optimum.gap > 0:
-        logger.info("not proved optimal: at most %g less damage", optimum.gap)
-    return optimum.columns
+def _solve(program: Program, method: Method, nodes: int) -> Optimum:
+    columns = None
+    if method == "relax-round":
+        columns = rounded(program)
+    elif method == "relax-dfs":
+        columns = minimum(floor_or_ceiling(program)).columns
+    if columns is not None:
+        shares = relaxation(program).shares
+        bound = -inf if shares is None else float((shares * program.damage).sum())
+        return Optimum(columns, max(program.value(columns) - bound, 0.0))
+    return minimum(program, nodes=nodes)
 
 
 def pareto(
@@ -176,8 +169,7 @@ def pareto(
 
 
 def _best_under(problem: Problem, cost: str, limit: float) -> ParetoPoint:
-    exact = partial(_exact, passes=CURVE_PASSES)
-    while (allocation := _within(problem, {cost: limit}, exact)) is None:
+    while (allocation := _within(problem, {cost: limit}, nodes=0)) is None:
         limit = float(np.nextafter(limit, np.inf))  # the least cost, less a last bit
     used = problem.total(cost, allocation)
     return ParetoPoint(limit, used, problem.damage_of(allocation), allocation)
