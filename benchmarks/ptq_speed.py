@@ -18,7 +18,8 @@ from torch.nn import functional as F
 
 import ompq
 from ompq.layers import quantized_layers
-from ompq.reconstruction import _cache, _learnable, rounding
+from ompq.reconstruction import _learnable, rounding
+from ompq.reconstruction.blocks import BlockRunner
 
 BATCH = 32
 
@@ -108,12 +109,17 @@ def main() -> None:
     plan = ompq.plan(model, samples[:32], "32bits", config)
     quantized = ompq.quantize(model, plan, samples)
     rows = []
+    size, limit = ompq.ReconstructConfig().batch_size, 16 << 30
+    runner = BlockRunner(
+        quantized, model, ompq.Samples.of(samples), batch_size=size, limit=limit
+    )
     for name in _learnable(quantized, ompq.quantization_of(quantized)):
-        cache = _cache(quantized, model, name, samples, ompq.ReconstructConfig())
+        cache = runner.gather(name)
         block = quantized.get_submodule(name)
         times = time_block(block, cache, options.steps)
         rows.append({"block": name, **times})
         print(rows[-1], flush=True)
+    runner.close()
     total = {key: sum(row[key] for row in rows) for key in times}
     ours = total.get("captured", total["eager"])
     over = {f"{key} / ours": value / ours for key, value in total.items()}

@@ -5,16 +5,16 @@ import hashlib
 import json
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ompq.errors import QuantizationError, shortened
 from ompq.files import read_checkpoint, write_checkpoint
-from ompq.graph import normalised_by, trace
+from ompq.graph import trace
 from ompq.layers import QuantizedLayer
 from ompq.quantization import (
     BlockError,
@@ -25,10 +25,10 @@ from ompq.quantization import (
 )
 from ompq.quantization.equalization import equalized
 from ompq.quantization.moments import Moments
-from ompq.reconstruction.blocks import BlockCache, fisher_weights, gather, gather_next
+from ompq.reconstruction.blocks import BlockRunner
 from ompq.reconstruction.rounding import RoundingConfig, learn_rounding
 from ompq.recording import tensors_in
-from ompq.samples import Progress, Samples, SamplesLike, first_tensor
+from ompq.samples import Progress, Samples, SamplesLike
 
 logger = logging.getLogger(__name__)
 _KIND = "reconstruction"  # of checkpoint
@@ -101,26 +101,31 @@ def reconstruct(
     identity = _identity(quantized, samples, config)
     done = _resume(result, checkpoint, identity)
     moments = _moments(model, record, blocks, samples)
-    cache: BlockCache | None = None
-    for number, name in enumerate(blocks):
-        if name in done:
-            continue
-        last = (blocks[number - 1], cache) if cache else None
-        cache = _cache(result, model, name, samples, config, last=last)
-        report = _within(progress, number, len(blocks), name)
-        rounding = replace(config.rounding, seed=config.seed + 7919 * number)
-        before, after = learn_rounding(
-            result.get_submodule(name),
-            cache,
-            rounding,
-            moments=moments[name],
-            progress=report,
-        )
-        improved = after < before
-        done[name] = BlockError(name, before, min(before, after), improved)
-        logger.info("block %s: error %.3g -> %.3g", name, before, done[name].after)
-        if checkpoint is not None:
-            _save(result, checkpoint, identity, done)
+    runner = BlockRunner(
+        result,
+        model,
+        samples,
+        batch_size=config.batch_size,
+        limit=config.device_bytes,
+    )
+    with closing(runner):
+        for number, name in enumerate(blocks):
+            if name in done:
+                continue
+            cache = runner.gather(name, fisher=config.loss == "fisher")
+            if config.rounding.float_inputs == 0:
+                cache.float_inputs = []
+            before, after = learn_rounding(
+                result.get_submodule(name),
+                cache,
+                replace(config.rounding, seed=config.seed + 7919 * number),
+                moments=moments[name],
+                progress=_within(progress, number, len(blocks), name),
+            )
+            done[name] = BlockError(name, before, min(before, after), after < before)
+            logger.info("block %s: error %.3g -> %.3g", name, before, done[name].after)
+            if checkpoint is not None:
+                _save(result, checkpoint, identity, done)
     if progress:
         total = len(blocks) * config.rounding.iterations
         progress(total, total, "reconstructed")
@@ -176,57 +181,6 @@ def _moments(
         }
         for block, of in units.items()
     }
-
-
-def _cache(
-    quantized: nn.Module,
-    model: nn.Module,
-    name: str,
-    samples: Samples,
-    config: ReconstructConfig,
-    *,
-    last: tuple[str, BlockCache] | None = None,
-) -> BlockCache:
-    graph, limit = quantization_of(quantized).graph, config.device_bytes
-    unit = next((u for u in graph.units if u.name == name), None)
-    # A unit that stands alone ends after its norm, which the quantized one has folded.
-    end = normalised_by(model, unit) if unit else name
-    cache = None
-    if last and not unit:
-        names = (last[0], name)
-        cache = gather_next(last[1], names, quantized, model, samples, limit=limit)
-    if cache is None:
-        size = config.batch_size
-        cache = gather(
-            quantized, model, (name, end), samples, batch_size=size, limit=limit
-        )
-    if config.rounding.float_inputs == 0:
-        cache.float_inputs = []
-    cache.clip = _CLIPS.get(unit.activation) if unit else None
-    if config.loss == "fisher":
-        cache.weights = _fisher(model, end, samples, cache, config.batch_size)
-    return cache
-
-
-def _fisher(
-    model: nn.Module, end: str, samples: Samples, cache: BlockCache, batch_size: int
-) -> Tensor:
-    """Return the weights of the targets' elements, mean 1, where the targets are."""
-    found = fisher_weights(
-        model, end, samples, _likelihood, batch_size=batch_size, layout=cache.layout
-    )
-    weights = torch.cat([part.to(cache.targets.device) for part in found])
-    return weights / weights.mean().clamp_min(torch.finfo(weights.dtype).tiny)
-
-
-# Activations that cut off what reconstruction then need not care for.
-_CLIPS = {"relu": (0.0, None), "relu6": (0.0, 6.0)}
-
-
-def _likelihood(output: Any) -> Tensor:
-    """Return −log p of the network's own most likely class, summed over samples."""
-    logits = first_tensor(output).flatten(1).log_softmax(1)
-    return -logits.amax(1).sum()
 
 
 def _within(

@@ -1,14 +1,16 @@
 """Inputs and targets of one block after another."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from threading import Semaphore, Thread
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ompq.errors import QuantizationError, SampleError
+from ompq.graph import normalised_by
+from ompq.quantization import quantization_of
 from ompq.recording import tensors_in, with_tensors
 from ompq.samples import (
     Batch,
@@ -17,6 +19,7 @@ from ompq.samples import (
     batch_length,
     call,
     evaluating,
+    first_tensor,
     model_device,
     to_device,
 )
@@ -82,13 +85,6 @@ class Arguments:
     example: Any
     layouts: Sequence[Layout]
 
-    @property
-    def single(self) -> bool:
-        """Whether it gets one tensor, its samples first, and nothing else."""
-        args, kwargs = self.example
-        alone = len(args) == 1 and isinstance(args[0], Tensor) and not kwargs
-        return alone and self.layouts[0] == Layout()
-
     def own(self, given: Any) -> list[Tensor]:
         """Return the tensors of such arguments that samples do not share, (N, ...)."""
         pairs = zip(self.layouts, tensors_in(given), strict=True)
@@ -115,7 +111,6 @@ class BlockCache:
         targets: What the float block returns, (N, ...).
         arguments: How the block is called with them.
         float_inputs: What the float block gets in their place, or none.
-        sizes: How many samples the networks ran at a time.
         weights: Importance of each element of the targets, or None.
         clip: Range to which an activation after the block cuts its output, or None.
         layout: Where the samples are in what the block returns.
@@ -125,7 +120,6 @@ class BlockCache:
     targets: Tensor
     arguments: Arguments
     float_inputs: list[Tensor] = field(default_factory=list)
-    sizes: list[int] = field(default_factory=list)
     weights: Tensor | None = None
     clip: tuple[float, float | None] | None = None
     layout: Layout = Layout()
@@ -153,26 +147,19 @@ class BlockCache:
 
 
 def fisher_weights(
-    model: nn.Module,
-    name: str,
-    samples: Samples,
-    loss: Callable[[Any], Tensor],
-    *,
-    batch_size: int,
-    layout: Layout = Layout(),
+    model: nn.Module, end: str, batches: Iterable[Batch], *, layout: Layout = Layout()
 ) -> Iterator[Tensor]:
-    """Yield squared gradients of a loss at the block's output, (N, ...) a batch.
+    """Yield squared gradients of the network's loss at a block's output, (N, ...).
+
+    The loss is −log p of the network's own most likely class.
 
     Args:
         model: The float network.
-        name: The module that ends the block.
-        samples: Inputs.
-        loss: From the network's output to the loss, summed over samples.
-        batch_size: How many samples run at a time.
+        end: The module that ends the block.
+        batches: Inputs.
         layout: Where the samples are in the block's output.
     """
-    block = model.get_submodule(name)
-    for batch in samples.batches(batch_size):
+    for batch in batches:
         seen: list[Tensor] = []
 
         def leaf(_module: nn.Module, _args: Any, result: Any, seen: Any = seen) -> Any:
@@ -182,15 +169,134 @@ def fisher_weights(
             # What follows may work in place, which a leaf does not allow.
             return with_tensors(result, [seen[0].clone(), *others])
 
-        hook = block.register_forward_hook(leaf)
+        hook = model.get_submodule(end).register_forward_hook(leaf)
         with hook, evaluating(model), torch.enable_grad():
             output = call(model, to_device(batch, model_device(model)))
-            (gradient,) = torch.autograd.grad(loss(output), seen[0])
+            log_p = first_tensor(output).flatten(1).log_softmax(1)
+            (gradient,) = torch.autograd.grad(-log_p.amax(1).sum(), seen[0])
         yield layout.sorted(gradient.square())
 
 
-class _BlockReached(Exception):  # noqa: N818  (a signal, not an error)
-    """Stops a forward pass once the block has what was wanted."""
+class _Abandoned(BaseException):
+    """Ends a forward pass that is not needed any more."""
+
+
+class ForwardPass:
+    """A forward pass that pauses at a block and later continues from there.
+
+    It runs in a thread of its own, which works only while :meth:`run_to` waits for it.
+    While it is paused, its stack holds exactly the tensors that the rest of the network
+    will read, so that it continues correctly whatever the network's graph is.
+    """
+
+    def __init__(self, model: nn.Module, batch: Batch) -> None:
+        self._model = model
+        self._batch = batch
+        self._thread: Thread | None = None
+        self._resumed, self._stopped = Semaphore(0), Semaphore(0)
+        self._abandoned = False
+        self._error: BaseException | None = None
+
+    def run_to(self, start: str, end: str | None = None) -> tuple[Any, Any]:
+        """Run until a block is reached, and through it if its end is given.
+
+        Both networks must be in eval mode. A pass that has left the block behind starts
+        again from the input.
+
+        Args:
+            start: Name of the block.
+            end: Name of the module whose output ends it.
+
+        Returns:
+            The block's arguments and keyword arguments, and what ``end`` returns.
+
+        Raises:
+            QuantizationError: The block does not run.
+        """
+        paused = self._thread is not None
+        found = self._advance(start, end)
+        if found is None and paused:
+            found = self._advance(start, end)
+        if found is None:
+            raise QuantizationError(
+                f"block {start} runs for some samples and not for others; "
+                "reconstruction needs a network that runs every block each time"
+            )
+        return found
+
+    def close(self) -> None:
+        """Give up the pass and free what it holds."""
+        if self._thread is not None:
+            self._abandoned = True
+            self._resumed.release()
+            self._thread.join()
+            self._thread = None
+
+    def _advance(self, start: str, end: str | None) -> tuple[Any, Any] | None:
+        """Run to the block; None if the pass ended without reaching it."""
+        arguments: list[Any] = []
+        outputs: list[Any] = []
+
+        def before(_module: nn.Module, args: Any, kwargs: Any) -> None:
+            if end is None:
+                arguments.append((args, kwargs))
+                self._pause()
+            elif not arguments:  # copied: the block may change its input in place
+                copies = [t.clone() for t in tensors_in((args, kwargs))]
+                arguments.append(with_tensors((args, kwargs), copies))
+
+        def after(_module: nn.Module, _args: Any, output: Any) -> None:
+            if arguments:
+                outputs.append(output)
+                self._pause()
+
+        # First among the hooks: quantizers round the input when the block runs.
+        first = self._model.get_submodule(start)
+        hooks = [
+            first.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+        ]
+        if end is not None:
+            last = self._model.get_submodule(end)
+            hooks.append(last.register_forward_hook(after, prepend=True))
+        with attached(hooks):
+            self._resume()
+        if end is None:
+            outputs = [None] * len(arguments)
+        return (arguments[0], outputs[0]) if outputs else None
+
+    def _resume(self) -> None:
+        """Let the thread run until it pauses or ends."""
+        if self._thread is None:
+            self._abandoned, self._error = False, None
+            self._thread = Thread(target=self._run, daemon=True)
+            self._thread.start()
+        self._resumed.release()
+        try:
+            self._stopped.acquire()
+        except KeyboardInterrupt:
+            self._stopped.acquire()  # the network must not run on in another mode
+            raise
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        """Run the network; this is what the thread does."""
+        self._resumed.acquire()
+        try:
+            with torch.no_grad():
+                call(self._model, to_device(self._batch, model_device(self._model)))
+        except _Abandoned:
+            return
+        except BaseException as error:
+            self._error = error
+        self._thread = None
+        self._stopped.release()
+
+    def _pause(self) -> None:
+        self._stopped.release()
+        self._resumed.acquire()
+        if self._abandoned:
+            raise _Abandoned
 
 
 class _Row(NamedTuple):
@@ -200,144 +306,116 @@ class _Row(NamedTuple):
     float_inputs: list[Tensor]
     targets: list[Tensor]
 
-    def on(self, device: torch.device) -> "_Row":
+    def to(self, device: torch.device) -> "_Row":
         return _Row(*([t.to(device) for t in part] for part in self))
 
-
-def gather(
-    quantized: nn.Module,
-    model: nn.Module,
-    names: tuple[str, str],
-    samples: Samples,
-    *,
-    batch_size: int,
-    limit: int,
-) -> BlockCache:
-    """Run both networks up to a block and keep its inputs and targets.
-
-    Args:
-        quantized: Its blocks before this one are done; the inputs come from it.
-        model: The float network; the targets come from it.
-        names: The block, and the module of the float network that ends it.
-        samples: Inputs of the networks.
-        batch_size: How many samples run at a time.
-        limit: Bytes up to which the cache stays on the network's device.
-    """
-    arguments, layout = _layouts(quantized, model, names, samples)
-
-    def rows() -> Iterator[_Row]:
-        for batch in samples.batches(batch_size):
-            given, _ = _run_to(quantized, names[0], None, batch)
-            plain, output = _run_to(model, *names, batch)
-            target = layout.sorted(next(tensors_in(output)))
-            yield _Row(arguments.own(given), arguments.own(plain), [target])
-
-    return _collected(rows(), arguments, layout, model_device(model), limit)
+    def bytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in tensors_in(self))
 
 
-def _layouts(
-    quantized: nn.Module, model: nn.Module, names: tuple[str, str], samples: Samples
-) -> tuple[Arguments, Layout]:
-    """Return how a block is called, and where the samples are in what it returns."""
-    one, two = samples.first_batch(1), samples.first_batch(2)
-    if batch_length(two) == 1:
-        two = with_tensors(one, [torch.cat([t, t]) for t in tensors_in(one)])
-    example, _ = _run_to(quantized, names[0], None, one)
-    runs = [_run_to(model, *names, batch) for batch in (one, two)]
-    (given, output), (given_two, output_two) = runs
-    pairs = zip(tensors_in(given), tensors_in(given_two), strict=True)
-    layouts = [layout_of(a.shape, b.shape) for a, b in pairs]
-    returned = (next(tensors_in(each)).shape for each in (output, output_two))
-    return Arguments(example, layouts), layout_of(*returned)
+# Activations cut off parts of the output that then need not be reconstructed.
+_CLIPS = {"relu": (0.0, None), "relu6": (0.0, 6.0)}
 
 
-def gather_next(
-    last: BlockCache,
-    names: tuple[str, str],
-    quantized: nn.Module,
-    model: nn.Module,
-    samples: Samples,
-    *,
-    limit: int,
-) -> BlockCache | None:
-    """Return the cache of a block that gets what the block before it returns.
+class BlockRunner:
+    """Runs the quantized and the float network side by side, block by block."""
 
-    Only these two blocks run, and not all that is before them. Whether the one gets
-    just what the other returns is tried with the first samples.
+    def __init__(
+        self,
+        quantized: nn.Module,
+        model: nn.Module,
+        samples: Samples,
+        *,
+        batch_size: int,
+        limit: int,
+    ) -> None:
+        """Prepare the passes; nothing runs yet.
 
-    Args:
-        last: The cache of the block before.
-        names: The block before, and this one.
-        quantized: The block before is done.
-        model: The float network.
-        samples: Inputs of the networks.
-        limit: Bytes up to which the cache stays on the network's device.
+        Args:
+            quantized: The inputs of blocks come from it.
+            model: The float network; the targets come from it.
+            samples: Inputs of the networks.
+            batch_size: How many samples run at a time.
+            limit: Bytes up to which inputs and targets stay on the network's device.
+                Passes hold about as much again: they pause up to half of the limit,
+                and start from the input for each block beyond it.
+        """
+        self._networks = quantized, model
+        self._graph = quantization_of(quantized).graph
+        self._limit = limit
+        one, two = samples.first_batch(1), samples.first_batch(2)
+        if batch_length(two) == 1:
+            two = with_tensors(one, [torch.cat([t, t]) for t in tensors_in(one)])
+        # These show which dimension of a block's tensors grows with the samples.
+        self._probes = [ForwardPass(model, batch) for batch in (one, two)]
+        self._example = ForwardPass(quantized, one)
+        self._batches = list(samples.batches(batch_size))
+        self._passes = [
+            (ForwardPass(quantized, batch), ForwardPass(model, batch))
+            for batch in self._batches
+        ]
 
-    Returns:
-        What :func:`gather` would return, or None where only that can tell.
-    """
-    if not last.arguments.single or last.layout != Layout():
-        return None
-    device = model_device(model)
-    before, block = quantized.get_submodule(names[0]), model.get_submodule(names[1])
-    arguments, layout = _layouts(quantized, model, (names[1],) * 2, samples)
-    if not arguments.single:
-        return None
-    pieces = list(
-        zip(
-            torch.split(last.inputs[0], last.sizes),
-            torch.split(last.targets, last.sizes),
-            strict=True,
+    def gather(self, block: str, *, fisher: bool = False) -> BlockCache:
+        """Run both networks to a block and return its inputs and targets.
+
+        Args:
+            block: Its name; the blocks before it are done.
+            fisher: Whether to weight elements of the targets by their importance.
+
+        Raises:
+            QuantizationError: No single dimension of a tensor grows with the samples.
+            SampleError: Tensors differ in shape from batch to batch.
+        """
+        quantized, model = self._networks
+        units = {unit.name: unit for unit in self._graph.units}
+        if any(unit.calls != 1 for unit in units.values() if unit.block == block):
+            self.close()  # a later call is not the first one
+        # A unit that stands alone ends after its norm, which the quantized one folded.
+        end = normalised_by(model, units[block]) if block in units else block
+        with evaluating(quantized), evaluating(model):
+            arguments, layout = self._layouts(block, end)
+            device = model_device(model)
+            rows: list[_Row] = []
+            for rounded, plain in self._passes:
+                given, _ = rounded.run_to(block)
+                wanted, output = plain.run_to(block, end)
+                target = layout.sorted(next(tensors_in(output)))
+                row = _Row(arguments.own(given), arguments.own(wanted), [target])
+                rows.append(row.to(device))
+                size = sum(one.bytes() for one in rows)
+                if 2 * size > self._limit:
+                    self.close()
+                if size > self._limit:
+                    device = torch.device("cpu")
+                    rows = [one.to(device) for one in rows]
+        inputs, others, (targets,) = (
+            [_together(parts) for parts in zip(*column, strict=True)]
+            for column in zip(*rows, strict=True)
         )
-    )
+        cache = BlockCache(inputs, targets, arguments, others, layout=layout)
+        if block in units:
+            cache.clip = _CLIPS.get(units[block].activation)
+        if fisher:
+            found = fisher_weights(model, end, self._batches, layout=layout)
+            weights = torch.cat([part.to(targets.device) for part in found])
+            tiny = torch.finfo(weights.dtype).tiny
+            cache.weights = weights / weights.mean().clamp_min(tiny)
+        return cache
 
-    def handed_on(piece: tuple[Tensor, Tensor]) -> tuple[list[Tensor], Tensor]:
-        with evaluating(before):
-            return list(tensors_in(before(piece[0].to(device)))), piece[1].to(device)
+    def close(self) -> None:
+        """Give up all passes; those for the next block start from the input."""
+        for each in (*self._probes, self._example, *sum(self._passes, ())):
+            each.close()
 
-    # Before the block runs: what it does not get may not fit it at all.
-    first = samples.first_batch(last.sizes[0])
-    given, _ = _run_to(quantized, names[1], None, first)
-    wanted, _ = _run_to(model, names[1], None, first)
-    made, plain = handed_on(pieces[0])
-    if not (_equal(given, made) and _equal(wanted, [plain])):
-        return None
-
-    def rows() -> Iterator[_Row]:
-        with evaluating(block):
-            for piece in pieces:
-                made, plain = handed_on(piece)
-                target = layout.sorted(next(tensors_in(block(plain))))
-                yield _Row(made, [plain], [target])
-
-    return _collected(rows(), arguments, layout, device, limit)
-
-
-def _equal(given: Any, made: list[Tensor]) -> bool:
-    tensors = list(tensors_in(given))
-    return len(tensors) == len(made) and all(map(torch.equal, tensors, made))
-
-
-def _collected(
-    rows: Iterable[_Row],
-    arguments: Arguments,
-    layout: Layout,
-    device: torch.device,
-    limit: int,
-) -> BlockCache:
-    """Put the rows of all batches together, in host memory beyond the limit."""
-    kept: list[_Row] = []
-    for row in rows:
-        kept.append(row.on(device))
-        if sum(_bytes(t) for one in kept for t in tensors_in(one)) > limit:
-            device = torch.device("cpu")
-            kept = [one.on(device) for one in kept]
-    inputs, others, (targets,) = (
-        [_together(parts) for parts in zip(*column, strict=True)]
-        for column in zip(*kept, strict=True)
-    )
-    sizes = [len(row.targets[0]) for row in kept]
-    return BlockCache(inputs, targets, arguments, others, sizes, layout=layout)
+    def _layouts(self, block: str, end: str) -> tuple[Arguments, Layout]:
+        """Return how a block is called, and where the samples are in its output."""
+        example, _ = self._example.run_to(block)
+        probes = [probe.run_to(block, end) for probe in self._probes]
+        (given, output), (given_two, output_two) = probes
+        pairs = zip(tensors_in(given), tensors_in(given_two), strict=True)
+        layouts = [layout_of(a.shape, b.shape) for a, b in pairs]
+        returned = (next(tensors_in(each)).shape for each in (output, output_two))
+        return Arguments(example, layouts), layout_of(*returned)
 
 
 def _together(parts: Sequence[Tensor]) -> Tensor:
@@ -349,37 +427,3 @@ def _together(parts: Sequence[Tensor]) -> Tensor:
             "give samples of one size"
         )
     return torch.cat(list(parts))
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
-def _run_to(
-    model: nn.Module, start: str, end: str | None, batch: Batch
-) -> tuple[Any, Any]:
-    """Run a network as far as needed.
-
-    Returns:
-        The arguments of module ``start``, and what ``end`` returns, unless it is None.
-    """
-    arguments: list[Any] = []
-    outputs: list[Any] = []
-
-    def before(_module: nn.Module, args: Any, kwargs: Any) -> None:
-        arguments.append((args, kwargs))
-        if end is None:
-            raise _BlockReached
-
-    def after(_module: nn.Module, _args: Any, result: Any) -> None:
-        outputs.append(result)
-        raise _BlockReached
-
-    first = model.get_submodule(start)
-    handles = [first.register_forward_pre_hook(before, with_kwargs=True)]
-    if end is not None:
-        last = model.get_submodule(end)
-        handles.append(last.register_forward_hook(after, prepend=True))
-    with suppress(_BlockReached), attached(handles), evaluating(model):
-        call(model, to_device(batch, model_device(model)))
-    return arguments[0], outputs[0] if outputs else None
