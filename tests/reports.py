@@ -7,6 +7,7 @@ from torch import nn
 
 from nets import TinyMobileNet, images, seeded
 from ompq.allocation.solver import Allocation, Budget
+from ompq.audits import RANDOM, Audit, Correlation, Measured, ScoreAudit
 from ompq.graph import Choice, LayerGraph, Unit
 from ompq.plans import Plan, PlanConfig, plan
 from ompq.report import (
@@ -94,3 +95,20 @@ def every_section(name: str = "conv1") -> list[Section]:
         Remark(f"layer {name}", f"runs as int8 {name}"),
         Versions({f"torch {name}": "2.15", "seed": "0"}),
     ]
+
+
+def toy_audit() -> Audit:
+    """Two random allocations, and a score that has them the wrong way round."""
+    rho = Correlation(-1.0, -1.0, -1.0)
+    bits = ((2, 8), (4, 8))
+    return Audit(
+        budget="3bits",
+        units=("a", "b"),
+        measured=(
+            Measured("wrong", bits, 10.0, 0.3),
+            Measured(f"{RANDOM}0", bits, 10.0, 0.3),
+            Measured(f"{RANDOM}1", bits[::-1], 10.0, 0.1),
+        ),
+        scores=(ScoreAudit("wrong", rho, rho, 0.3, 2.0, 0.5, (1.0, 2.0)),),
+        null_spearman=(0.3, 0.5),
+    )

@@ -62,7 +62,7 @@ def test_divergence_is_that_of_the_quantized_network(network, found):
 
 
 def test_spearman_is_the_correlation_of_ranks(network, found):
-    random = [one for one in found.measured if one.name.startswith("random")]
+    random = found.random
     assert len(random) == 8
     config = replace(QUICK.plan, score="weight_noise")
     plan = ompq.plan(network, images(16), BUDGET, config)
@@ -72,6 +72,7 @@ def test_spearman_is_the_correlation_of_ranks(network, found):
         np.argsort(np.argsort([one.divergence for one in random])),
     )
     entry = next(one for one in found.scores if one.name == "weight_noise")
+    assert entry.predicted == pytest.approx(damage)
     assert entry.spearman.value == pytest.approx(np.corrcoef(*ranks)[0, 1])
     assert entry.spearman.low <= entry.spearman.value <= entry.spearman.high
 

@@ -7,10 +7,12 @@ from ompq.report import (
     Accuracy,
     BlockError,
     Histogram,
+    audit_sections,
+    render_report,
     sections_from_json,
     sections_to_json,
 )
-from reports import every_section
+from reports import every_section, toy_audit, toy_plan
 
 
 def test_sections_survive_json():
@@ -44,3 +46,16 @@ def test_numbers_that_cannot_be_are_refused():
         Histogram("w", (0.0, 1.0), (1, 2))
     with pytest.raises(ValueError, match="w: the edges must rise"):
         Histogram("w", (0.0, 1.0, 1.0), (1, 2))
+
+
+def test_an_audit_shows_its_scores_and_what_chance_gives():
+    found = audit_sections(toy_audit())
+    assert [type(one).__name__ for one in found] == ["AuditedScore", "Remark"]
+    assert found[0].points == ((1.0, 0.3), (2.0, 0.1))
+    assert found[0].spearman == (-1.0, -1.0, -1.0)
+    assert found[1].text == "random scores: Spearman 0.40 ± 0.10"
+    assert sections_from_json(sections_to_json(found)) == found
+    page = render_report(toy_plan(), found)
+    assert "Audit of scores" in page
+    assert '<circle cx="0.0" cy="0.0" r="2"/>' in page  # least predicted, worst true
+    assert '<circle cx="100.0" cy="100.0" r="2"/>' in page

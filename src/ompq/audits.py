@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -32,6 +32,7 @@ from ompq.scores.baselines import Random
 
 Floats = NDArray[np.float64]
 FORMAT = "ompq-audit/1"
+RANDOM = "random allocation "  # what the names of random allocations begin with
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +66,7 @@ class Measured:
     """One allocation and its true damage.
 
     Attributes:
-        name: ``random 7``, the score that chose it, ``uniform`` or the caller's name.
+        name: ``random allocation 7``, the score that chose it, or the caller's name.
         bits: Weight and activation bits of each unit, in the graph's order.
         size_bytes: As the plan counts them.
         divergence: Mean KL from the float network on held-out samples, in nats.
@@ -81,8 +82,7 @@ class Measured:
     orthogonality: float | None = None
 
 
-@dataclass(frozen=True)
-class Correlation:
+class Correlation(NamedTuple):
     """A rank correlation with its bootstrap interval of 95 %."""
 
     value: float
@@ -101,7 +101,8 @@ class ScoreAudit:
         kendall: Likewise, Kendall's tau-b.
         divergence: True divergence of the allocation that the score chooses.
         regret: How much larger that is than the smallest divergence seen, relative.
-        seconds: What computing the score took.
+        seconds: What planning with the score took.
+        predicted: Its damage for each random allocation, in the order of measuring.
     """
 
     name: str
@@ -110,6 +111,7 @@ class ScoreAudit:
     divergence: float
     regret: float
     seconds: float
+    predicted: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -138,6 +140,11 @@ class Audit:
     def best(self) -> Measured:
         """The allocation of least divergence."""
         return min(self.measured, key=lambda one: one.divergence)
+
+    @property
+    def random(self) -> tuple[Measured, ...]:
+        """The random allocations, which correlations are computed from."""
+        return tuple(one for one in self.measured if one.name.startswith(RANDOM))
 
     def allocation(self, measured: Measured) -> Allocation:
         """Return a measured allocation as ``quantize`` takes it."""
@@ -200,7 +207,7 @@ def audit(  # noqa: PLR0913 - the last four are optional
     candidates = {
         **{name: one.allocation for name, one in plans.items()},
         **{
-            f"random {i}": random_allocation(first, rng)
+            f"{RANDOM}{i}": random_allocation(first, rng)
             for i in range(config.allocations)
         },
         **_uniform(first),
@@ -395,7 +402,7 @@ def _summary(
     config: AuditConfig,
 ) -> Audit:
     first = next(iter(plans.values()))
-    random = [one for one in measured if one.name.startswith("random ")]
+    random = [one for one in measured if one.name.startswith(RANDOM)]
     truth = np.array([one.divergence for one in random])
     rng = np.random.default_rng(config.seed)
     choices = {tuple(choice): column for column, choice in enumerate(first.choices)}
@@ -415,6 +422,7 @@ def _summary(
             divergence=own[name],
             regret=own[name] / best - 1,
             seconds=seconds[name],
+            predicted=tuple(damages.tolist()),
         )
         for name, one in plans.items()
         for damages in [predicted(one.scores.damage)]

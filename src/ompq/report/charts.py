@@ -1,8 +1,7 @@
 """Geometry of the charts: positions in percent, drawn by the template."""
 
 import base64
-import struct
-import zlib
+import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import log10
@@ -11,15 +10,16 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from PIL import Image
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ompq.costs import decades, digits, in_bytes, percent, ticks
+from ompq.costs import decades, digits, in_bytes, percent, seconds, ticks
 from ompq.graph import Unit, folded
 from ompq.layers import QuantizedLayer, quantized_layers
 from ompq.plans import Plan
 from ompq.recording import tensors_in
-from ompq.report.sections import Accuracy, BlockError, Histogram
+from ompq.report.sections import Accuracy, AuditedScore, BlockError, Histogram
 from ompq.samples import Samples, SamplesLike, collect
 
 # From paper to ink; the style sheet inverts the picture in the dark.
@@ -128,6 +128,25 @@ def histogram_chart(histogram: Histogram) -> dict[str, Any]:
     }
 
 
+def scatter_chart(score: AuditedScore) -> dict[str, Any]:
+    """Place the points of an audited score in a box of 100 × 100, both axes by rank.
+
+    Ranks are what the correlation sees; damages of two scores have no common unit.
+    """
+    table = np.array(score.points or [(0.0, 0.0)])
+    ranks = table.argsort(0).argsort(0) / max(len(table) - 1, 1)
+    rho = score.spearman
+    return {
+        "name": score.name,
+        "points": [(100 * x, 100 - 100 * y) for x, y in ranks.tolist()],
+        "spearman": f"{rho[0]:.2f}" if rho else "",
+        "interval": f"{rho[1]:.2f} to {rho[2]:.2f}" if rho else "",
+        "divergence": digits(score.divergence),
+        "regret": percent(score.regret),
+        "seconds": seconds(score.seconds),
+    }
+
+
 def heat_map(matrix: NDArray[np.float64], labels: Sequence[str]) -> Heat:
     """Make a picture of a symmetric matrix of values from 0 to 1, (L, L)."""
     pooled = -(-len(labels) // _HEAT_LIMIT)
@@ -167,24 +186,13 @@ def _encoded(data: bytes) -> str:
 
 def _png(levels: NDArray[np.uint8]) -> bytes:
     """Return a PNG with our palette, one pixel a level, (height, width)."""
-    height, width = levels.shape
     at = np.linspace(0, 1, 256)
     palette = np.stack([np.interp(at, _HEAT_AT, colour) for colour in _HEAT.T], 1)
-    rows = np.concatenate([np.zeros((height, 1), np.uint8), levels], 1)
-    parts = [
-        (b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 3, 0, 0, 0)),
-        (b"PLTE", palette.round().astype(np.uint8).tobytes()),
-        (b"IDAT", zlib.compress(rows.tobytes(), 9)),
-        (b"IEND", b""),
-    ]
-    chunks = [
-        struct.pack(">I", len(body))
-        + kind
-        + body
-        + struct.pack(">I", zlib.crc32(kind + body))
-        for kind, body in parts
-    ]
-    return b"\x89PNG\r\n\x1a\n" + b"".join(chunks)
+    image = Image.fromarray(levels, mode="P")
+    image.putpalette(palette.round().astype(np.uint8).tobytes())
+    with io.BytesIO() as file:
+        image.save(file, "PNG", optimize=True)
+        return file.getvalue()
 
 
 _BINS = 64

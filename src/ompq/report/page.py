@@ -20,11 +20,13 @@ from ompq.report.charts import (
     error_chart,
     heat_map,
     histogram_chart,
+    scatter_chart,
 )
 from ompq.report.explorer import explorer_data, limits, solution
 from ompq.report.sections import (
     Accuracy,
     Agreement,
+    AuditedScore,
     BlockError,
     Histogram,
     Remark,
@@ -260,6 +262,7 @@ def _results(results: Sequence[Section]) -> dict[str, Any]:
         "accuracy": accuracy_chart(accuracies) if accuracies else None,
         "errors": error_chart(errors) if errors else None,
         "histograms": [histogram_chart(one) for one in _of(results, Histogram)],
+        "audited": [scatter_chart(one) for one in _of(results, AuditedScore)],
         "times": [
             (t.name, seconds(t.seconds), 100 * t.seconds / max(total, 1e-12))
             for t in times

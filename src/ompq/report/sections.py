@@ -3,7 +3,10 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from math import isfinite
-from typing import Any, TypeAlias
+from statistics import fmean, pstdev
+from typing import Any, TypeAlias, get_args
+
+from ompq.audits import Audit
 
 
 @dataclass(frozen=True)
@@ -87,6 +90,25 @@ class Histogram:
 
 
 @dataclass(frozen=True)
+class AuditedScore:
+    """How well a score predicts and chooses, from :func:`ompq.audit`.
+
+    Attributes:
+        divergence: True divergence of the allocation that the score chooses.
+        regret: How much larger that is than the least divergence seen, relative.
+        spearman: Rank correlation with its 95 % interval: value, low, high.
+        points: Predicted damage and true divergence of random allocations.
+    """
+
+    name: str
+    divergence: float
+    regret: float
+    seconds: float
+    spearman: tuple[float, float, float] | None = None
+    points: tuple[tuple[float, float], ...] = ()
+
+
+@dataclass(frozen=True)
 class StageTime:
     """How long a stage took."""
 
@@ -131,20 +153,38 @@ class Versions:
 
 
 Section: TypeAlias = (
-    Accuracy | BlockError | Histogram | StageTime | Agreement | Remark | Versions
+    Accuracy
+    | BlockError
+    | Histogram
+    | AuditedScore
+    | StageTime
+    | Agreement
+    | Remark
+    | Versions
 )
-_KINDS: dict[str, type[Any]] = {
-    kind.__name__: kind
-    for kind in (
-        Accuracy,
-        BlockError,
-        Histogram,
-        StageTime,
-        Agreement,
-        Remark,
-        Versions,
-    )
-}
+_KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in get_args(Section)}
+
+
+def audit_sections(audit: Audit) -> list[Section]:
+    """Return an audit as a report shows it: the scores, and what chance gives."""
+    truth = [one.divergence for one in audit.random]
+    found: list[Section] = [
+        AuditedScore(
+            name=one.name,
+            divergence=one.divergence,
+            regret=one.regret,
+            seconds=one.seconds,
+            spearman=one.spearman,
+            points=tuple(zip(one.predicted, truth, strict=True)),
+        )
+        for one in audit.scores
+    ]
+    if audit.null_spearman:
+        chance = fmean(audit.null_spearman), pstdev(audit.null_spearman)
+        found.append(
+            Remark("audit", "random scores: Spearman {:.2f} ± {:.2f}".format(*chance))
+        )
+    return found
 
 
 def sections_to_json(sections: Iterable[Section]) -> list[dict[str, Any]]:
