@@ -1,12 +1,17 @@
+import argparse
 import logging
 import pickle
+import random
 import socket
 import sys
 import urllib.request
+import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+import torchvision
 from huggingface_hub import constants
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -60,15 +65,152 @@ def test_counters_of_batch_norm_may_be_absent(tmp_path: Path) -> None:
     assert same(source, target)
 
 
-@pytest.mark.parametrize("wrapper", ["state_dict", "model"])
+@pytest.mark.parametrize("wrapper", ["state_dict", "model", "model_state_dict", "net"])
+@pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.", "module._orig_mod."])
 def test_checkpoints_of_training_scripts_are_unwrapped(
-    tmp_path: Path, wrapper: str
+    tmp_path: Path, wrapper: str, prefix: str
 ) -> None:
     source, target = network(1), network(2)
-    state = {f"module.{key}": value for key, value in source.state_dict().items()}
-    torch.save({wrapper: state, "epoch": 3}, tmp_path / "w.pt")
-    load_weights(target, tmp_path / "w.pt", "net")
+    state = {f"{prefix}{key}": value for key, value in source.state_dict().items()}
+    options = argparse.Namespace(lr=0.1, arch="resnet18")
+    torch.save(
+        {wrapper: state, "epoch": 3, "args": options, "best": torch.tensor(0.7)},
+        tmp_path / "w.pth.tar",
+    )
+    load_weights(target, tmp_path / "w.pth.tar", "net")
     assert same(source, target)
+
+
+# How pytorchcv and BRECQ name the parts of torchvision's networks, part by part in
+# torchvision's own order: a second account of the mapping, written as a table.
+def pytorchcv_resnet(depths: list[int], convolutions: int) -> list[str]:
+    names = ["features.init_block.conv.conv", "features.init_block.conv.bn"]
+    for stage, depth in enumerate(depths, 1):
+        for unit in range(1, depth + 1):
+            at = f"features.stage{stage}.unit{unit}"
+            for number in range(1, convolutions + 1):
+                names += [f"{at}.body.conv{number}.{part}" for part in ("conv", "bn")]
+            if unit == 1 and (stage > 1 or convolutions == 3):
+                names += [f"{at}.identity_conv.{part}" for part in ("conv", "bn")]
+    return [*names, "output"]
+
+
+def pytorchcv_mobilenet() -> list[str]:
+    names = ["features.init_block.conv", "features.init_block.bn"]
+    for stage, depth in enumerate([1, 2, 3, 7, 4], 1):
+        for unit in range(1, depth + 1):
+            for number in (2, 3) if stage == 1 else (1, 2, 3):
+                at = f"features.stage{stage}.unit{unit}.conv{number}"
+                names += [f"{at}.conv", f"{at}.bn"]
+    return [*names, "features.final_block.conv", "features.final_block.bn", "output"]
+
+
+def brecq_mobilenet() -> list[str]:
+    names = ["features.0.0", "features.0.1"]
+    for block in range(1, 18):
+        places = (0, 1, 3, 4) if block == 1 else (0, 1, 3, 4, 6, 7)
+        names += [f"features.{block}.conv.{place}" for place in places]
+    return [*names, "features.18.0", "features.18.1", "classifier.1"]
+
+
+def renamed(net: nn.Module, names: list[str]) -> dict[str, Tensor]:
+    """Return the state under other names, shuffled: the order should not matter."""
+    own = [
+        name
+        for name, module in net.named_modules()
+        if isinstance(module, nn.Conv2d | nn.BatchNorm2d | nn.Linear)
+    ]
+    table = dict(zip(own, names, strict=True))
+    state = {
+        f"{table[key.rpartition('.')[0]]}.{key.rpartition('.')[2]}": value
+        for key, value in net.state_dict().items()
+    }
+    return dict(sorted(state.items(), key=lambda item: item[0][::-1]))
+
+
+@pytest.mark.parametrize(
+    ("build", "names"),
+    [
+        (torchvision.models.resnet18, pytorchcv_resnet([2, 2, 2, 2], 2)),
+        (torchvision.models.resnet50, pytorchcv_resnet([3, 4, 6, 3], 3)),
+        (torchvision.models.mobilenet_v2, brecq_mobilenet()),
+    ],
+)
+def test_names_of_other_libraries_are_mapped(
+    tmp_path: Path,
+    build: Callable[[], nn.Module],
+    names: list[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    source, target = build(), build()
+    path = saved(tmp_path / "w.pth", renamed(source, names))
+    load_weights(target, path, "net")
+    assert same(source, target)
+    assert ("should be those of one with it (resnet50b)" in caplog.text) == (
+        build is torchvision.models.resnet50
+    )
+
+
+def test_pytorchcvs_classifier_of_mobilenet_becomes_a_linear_layer(
+    tmp_path: Path,
+) -> None:
+    source, target = (torchvision.models.mobilenet_v2() for _ in range(2))
+    nn.init.zeros_(source.classifier[1].bias)
+    state = renamed(source, pytorchcv_mobilenet())
+    del state["output.bias"]
+    state["output.weight"] = state["output.weight"][:, :, None, None]
+    load_weights(target, saved(tmp_path / "w.pth", state), "net")
+    assert same(source, target)
+    # With an expansion in the first block it is another network.
+    state["features.stage1.unit1.conv1.conv.weight"] = torch.zeros(32, 32, 1, 1)
+    words = r"does not fit net: .*unexpected features.1.conv1.conv.weight"
+    with pytest.raises(ModelError, match=words):
+        load_weights(target, saved(tmp_path / "w.pth", state), "net")
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        lambda: torch.eye(4).to_sparse(),
+        lambda: torch.empty(4, device="meta"),
+        lambda: torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint8),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::UserWarning")  # PyTorch's, on kinds of tensors
+def test_tensors_without_dense_values_are_named(
+    tmp_path: Path, odd: Callable[[], Tensor]
+) -> None:
+    path = saved(tmp_path / "w.pt", {**network().state_dict(), "0.bias": odd()})
+    words = r"w.pt: 0.bias are sparse, quantized or without values; save dense"
+    with pytest.raises(ModelError, match=words):
+        load_weights(network(), path, "net")
+
+
+def test_an_archive_larger_than_its_file_is_not_opened(tmp_path: Path) -> None:
+    path = saved(tmp_path / "w.pt", {"0.weight": torch.zeros(1 << 18)})
+    with (
+        zipfile.ZipFile(path) as plain,
+        zipfile.ZipFile(tmp_path / "c.pt", "w", zipfile.ZIP_DEFLATED) as packed,
+    ):
+        for entry in plain.infolist():
+            packed.writestr(entry.filename, plain.read(entry))
+    with pytest.raises(ModelError, match=r"it is compressed, as torch.save never doe"):
+        load_weights(network(), tmp_path / "c.pt", "net")
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_whatever_is_damaged_is_one_clear_error(tmp_path: Path, seed: int) -> None:
+    path = saved(tmp_path / "w.pt", network(1).state_dict())
+    content, chance = bytearray(path.read_bytes()), random.Random(seed)
+    for _ in range(8):
+        content[chance.randrange(len(content))] = chance.randrange(256)
+    path.write_bytes(content)
+    target = network(2)
+    try:  # what is not noticed are other weights, never another error
+        load_weights(target, path, "net")
+    except ModelError as error:
+        assert "w.pt" in str(error)
+        assert same(target, network(2))
 
 
 def test_auxiliary_classifiers_are_left_out_with_a_word(
@@ -138,7 +280,7 @@ def test_python_objects_in_a_file_are_not_executed(
     with pytest.raises(ModelError, match="holds Python objects, which are not loaded"):
         load_weights(network(), tmp_path / "w.pt", "net")
     (tmp_path / "w.pth").write_bytes(pickle.dumps(Malicious(), protocol=2))
-    with pytest.raises(ModelError, match="is no plain state dict"):
+    with pytest.raises(ModelError, match="is not a plain state dict"):
         load_weights(network(), tmp_path / "w.pth", "net")
     assert capsys.readouterr().out == ""
 

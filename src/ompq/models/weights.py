@@ -1,17 +1,19 @@
 """Float weights: read from a file, compared with the network, or downloaded."""
 
+import argparse
 import logging
 import pickle
+import re
 import socket
 import urllib.parse
 import urllib.request
+import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -21,26 +23,32 @@ from ompq.userfiles import reason
 INSTEAD = "Pass --weights FILE or --weights none"
 
 _LOG = logging.getLogger(__name__)
+_SUFFIXES = (".safetensors", ".pt", ".pth", ".tar")  # the last in checkpoint.pth.tar
 # Batch norm's counter plays no part in the network and is often left out of files.
 _COUNTER = "num_batches_tracked"
 # Auxiliary classifiers of GoogLeNet and Inception: used in training only.
 _AUXILIARY = ("aux1.", "aux2.", "AuxLogits.")
-_WRAPPERS = ("state_dict", "model_state_dict", "model")
+_WRAPPERS = ("state_dict", "model_state_dict", "model", "net")
+_PREFIXES = ("module.", "_orig_mod.")  # of DataParallel and torch.compile
+_PYTORCHCV = re.compile(r"features\.(init_block|stage\d+\.unit\d+|final_block)\.")
 
 
 def load_weights(module: nn.Module, path: Path, name: str) -> None:
-    """Load the weights into the network, in the network's own precision.
+    """Load weights into a network, in place, in the network's own precision.
+
+    A checkpoint of a training script may hold them under ``state_dict``, ``model``,
+    ``model_state_dict`` or ``net``, and with the prefix ``module.``. Names of
+    pytorchcv and of BRECQ are mapped onto torchvision's (:func:`torchvision_names`).
 
     Args:
-        module: The network; changed in place.
-        path: A .safetensors, .pt or .pth file of its state dict.
+        path: A .safetensors, .pt, .pth or .pth.tar file; code in it is never run.
         name: The network's name, for messages.
 
     Raises:
         ModelError: The file cannot be read, or its keys or shapes do not fit.
     """
     own = module.state_dict()
-    given = _read(path)
+    given = torchvision_names(_read(path), own)
     dropped = [k for k in given if k not in own and k.startswith(_AUXILIARY)]
     if dropped:
         _LOG.info("%s: %d auxiliary tensors are not used", path, len(dropped))
@@ -48,6 +56,91 @@ def load_weights(module: nn.Module, path: Path, name: str) -> None:
     _compare(own, given, f"{path} does not fit {name}")
     converted = {k: v.to(own[k].dtype) for k, v in given.items() if k in own}
     module.load_state_dict(converted, strict=False)
+
+
+def torchvision_names(
+    given: Mapping[str, Tensor], own: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Return weights under torchvision's names, where a file has other known ones.
+
+    Mapped are ResNets and MobileNetV2 of pytorchcv, and BRECQ's MobileNetV2, whose
+    blocks are flat sequences. pytorchcv has two of each: torchvision's networks are
+    its ``resnet50b`` (stride in the 3 × 3 convolution; ``resnet18`` has no other) and
+    ``mobilenetv2b_w1`` (no expansion in the first block). Its classifier of
+    MobileNetV2 is a convolution without bias: it is flattened, and the bias is 0.
+
+    Args:
+        given: A file's tensors.
+        own: The network's ``state_dict``.
+    """
+    named = dict(given)
+    parts = {found[1] for found in map(_PYTORCHCV.match, given) if found is not None}
+    if any(".body." in key for key in given):
+        named = {_resnet_name(key): value for key, value in given.items()}
+        if any(".body.conv3." in key for key in given):
+            _LOG.warning(
+                "pytorchcv's networks without a b (resnet50) compute otherwise than "
+                "torchvision's; these weights should be those of one with it "
+                "(resnet50b)"
+            )
+    elif parts:
+        order = sorted(parts, key=_position)
+        index = {part: number for number, part in enumerate(order)}
+        named = {_mobilenet_name(key, index): value for key, value in given.items()}
+    if "features.1.conv.4.weight" in named and "features.1.conv.4.weight" not in own:
+        named = {_block_name(key): value for key, value in named.items()}
+    weight, bias = named.get("classifier.1.weight"), own.get("classifier.1.bias")
+    if parts and weight is not None and bias is not None:
+        named["classifier.1.weight"] = weight.flatten(1)
+        named.setdefault("classifier.1.bias", torch.zeros_like(bias))
+    return named
+
+
+def _position(part: str) -> tuple[int, list[int]]:
+    """Return where a part of pytorchcv's ``features`` stands in their order."""
+    numbers = [int(number) for number in re.findall(r"\d+", part)]
+    return {"init_block": 0, "final_block": 2}.get(part, 1), numbers
+
+
+def _resnet_name(key: str) -> str:
+    """``features.stage1.unit2.body.conv1.bn.bias`` → ``layer1.1.bn1.bias``."""
+    key = re.sub(r"^features\.init_block\.conv\.(conv|bn)\.", r"\g<1>1.", key)
+    key = re.sub(
+        r"^features\.stage(\d+)\.unit(\d+)\.",
+        lambda found: f"layer{found[1]}.{int(found[2]) - 1}.",
+        key,
+    )
+    key = re.sub(r"\.body\.conv(\d)\.(conv|bn)\.", r".\2\1.", key)
+    key = key.replace(".identity_conv.conv.", ".downsample.0.")
+    key = key.replace(".identity_conv.bn.", ".downsample.1.")
+    return re.sub(r"^output\.", "fc.", key)
+
+
+def _mobilenet_name(key: str, index: Mapping[str, int]) -> str:
+    """``features.stage2.unit1.conv2.bn.bias`` → BRECQ's ``features.2.conv.4.bias``."""
+    key = _PYTORCHCV.sub(lambda found: f"features.{index[found[1]]}.", key)
+    # The first block begins with its second convolution.
+    found = re.fullmatch(
+        r"features\.(?!1\.conv1)(\d+)\.conv(\d)\.(conv|bn)\.(\w+)", key
+    )
+    if found is not None:
+        before = int(found[2]) - (2 if found[1] == "1" else 1)
+        place = 3 * before + (found[3] == "bn")
+        return f"features.{found[1]}.conv.{place}.{found[4]}"
+    key = re.sub(r"^(features\.\d+)\.conv\.", r"\1.0.", key)
+    key = re.sub(r"^(features\.\d+)\.bn\.", r"\1.1.", key)
+    return re.sub(r"^output\.", "classifier.1.", key)
+
+
+def _block_name(key: str) -> str:
+    """``features.2.conv.4.bias`` of BRECQ → ``features.2.conv.1.1.bias``."""
+    found = re.fullmatch(r"features\.(\d+)\.conv\.(\d)\.(\w+)", key)
+    if found is None:
+        return key
+    block, (number, part) = int(found[1]), divmod(int(found[2]), 3)
+    last = number == (1 if block == 1 else 2)  # without an activation, not nested
+    place = str(number + part) if last else f"{number}.{part}"
+    return f"features.{block}.conv.{place}.{found[3]}"
 
 
 def check_weights(module: nn.Module, name: str) -> None:
@@ -116,32 +209,43 @@ def _resolves(url: str) -> bool:
 def _read(path: Path) -> dict[str, Tensor]:
     if not path.is_file():
         raise ModelError(
-            f"there is no weights file {path}; give a .safetensors, .pt or .pth file, "
-            "or none for random weights"
+            f"there is no weights file {path}; give a .safetensors, .pt, .pth or "
+            ".pth.tar file, or none for random weights"
         )
     suffix = path.suffix.lower()
-    if suffix not in (".safetensors", ".pt", ".pth"):
+    if suffix not in _SUFFIXES:
         raise ModelError(
             f"weights file {path} ends in {suffix or 'nothing'}; "
-            "give a .safetensors, .pt or .pth file"
+            "give a .safetensors, .pt, .pth or .pth.tar file"
         )
     try:
         if suffix == ".safetensors":
             return load_file(path)
-        data = torch.load(path, map_location="cpu", weights_only=True)
+        data = _unpickled(path)
     except pickle.UnpicklingError as error:
         raise ModelError(
-            f"{path} is no plain state dict: it is damaged, or holds Python objects, "
-            "which are not loaded. Save model.state_dict() alone"
+            f"{path} is not a plain state dict: it is damaged, or holds Python "
+            "objects, which are not loaded. Save model.state_dict() alone"
         ) from error
-    except (SafetensorError, RuntimeError, OSError, EOFError, ValueError) as error:
+    except Exception as error:  # a damaged file makes the readers raise anything
         raise ModelError(
-            f"{path} cannot be read; it is damaged or cut short"
+            f"{path} cannot be read; it is damaged or cut short ({reason(error)})"
         ) from error
-    return _unwrap(data, path)
+    return _unwrapped(data, path)
 
 
-def _unwrap(data: Any, path: Path) -> dict[str, Tensor]:
+def _unpickled(path: Path) -> Any:
+    if zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as archive:
+            size = sum(entry.file_size for entry in archive.infolist())
+        if size > path.stat().st_size:
+            raise ValueError("it is compressed, as torch.save never does")
+    # Options of a training script, which many checkpoints hold: names and values.
+    with torch.serialization.safe_globals([argparse.Namespace]):
+        return torch.load(path, map_location="cpu", weights_only=True)
+
+
+def _unwrapped(data: Any, path: Path) -> dict[str, Tensor]:
     for key in _WRAPPERS:
         if isinstance(data, Mapping) and isinstance(data.get(key), Mapping):
             data = data[key]
@@ -150,9 +254,25 @@ def _unwrap(data: Any, path: Path) -> dict[str, Tensor]:
             f"{path} holds {type(data).__name__}, not a state dict of tensors"
         )
     tensors = {str(k): v for k, v in data.items() if isinstance(v, Tensor)}
-    if all(key.startswith("module.") for key in tensors):  # from DataParallel
-        tensors = {key.removeprefix("module."): v for key, v in tensors.items()}
+    odd = [k for k, v in tensors.items() if not _dense(v)]
+    if odd:
+        raise ModelError(
+            f"{path}: {shortened(odd)} are sparse, quantized or without values; "
+            "save dense float tensors"
+        )
+    for prefix in _PREFIXES:
+        if all(key.startswith(prefix) for key in tensors):
+            tensors = {key.removeprefix(prefix): v for key, v in tensors.items()}
     return tensors
+
+
+def _dense(tensor: Tensor) -> bool:
+    return (
+        tensor.layout == torch.strided
+        and tensor.device.type == "cpu"
+        and not tensor.is_quantized
+        and not tensor.is_nested
+    )
 
 
 def _compare(
