@@ -7,12 +7,11 @@ from torch.nn import functional as F
 
 from nets import Chain, images, seeded
 from ompq.allocation.solver import Allocation
-from ompq.graph import Choice, trace
+from ompq.graph import Choice, bias_key, trace
 from ompq.layers import QuantizedConv2d, activation_quantizers
 from ompq.quantization import (
     QuantizeConfig,
     assemble,
-    bias_key,
     quantization_of,
     quantize,
     quantizer_names,

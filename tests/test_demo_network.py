@@ -109,7 +109,7 @@ def test_trace_understands_every_part() -> None:
     network = demo_network()
     graph = trace(network, torch.zeros(2, 1, 8, 8))
     assert graph.skipped == ()
-    assert graph.float_parameters == 0
+    assert graph.float_bytes == 0
     layers = [m for m in network.modules() if isinstance(m, nn.Conv2d | nn.Linear)]
     assert len(graph) == len(layers)
     kinds = {unit.kind for unit in graph.units}

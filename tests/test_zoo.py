@@ -58,15 +58,19 @@ def check(network: nn.Module, size: int, units, tied, blocks) -> None:
         u.weights + u.bias_parameters + 2 * u.norm_parameters for u in graph.units
     )
     state = network.state_dict().items()
-    stored = {v.data_ptr(): v.numel() for k, v in state if v.is_floating_point()}
+    stored = {
+        v.data_ptr(): v.numel() * (4 if v.is_floating_point() else 1 + (v.max() > 255))
+        for k, v in state
+        if "num_batches" not in k
+    }
     unused = sum(
         p.numel()
         for entry in graph.skipped
         if entry.reason.startswith("never called")
         for p in network.get_submodule(entry.name).parameters()
     )
-    assert counted + graph.float_parameters == sum(stored.values())
-    assert unused <= graph.float_parameters
+    assert 4 * counted + graph.float_bytes == sum(stored.values())
+    assert 4 * unused <= graph.float_bytes
     assert all(unit.macs > 0 for unit in graph.units)
 
 

@@ -173,7 +173,8 @@ def unit_bytes(unit: Unit, choice: Choice) -> Bytes:
     """
     channels = unit.out_channels
     if choice.weight >= FLOAT_BITS:
-        return Bytes(weights=4 * unit.weights, biases=4 * channels)
+        size = unit.element_size
+        return Bytes(weights=size * unit.weights, biases=size * channels)
     return Bytes(
         weights=ceil(unit.weights * choice.weight / 8),
         scales=4 * channels,
@@ -208,16 +209,19 @@ def cost_tables(
             convention, for comparison with its tables.
         latency: Milliseconds of each unit at each choice, where known.
     """
-    floats = sum(u.weights + u.bias_parameters + u.norm_parameters for u in graph.units)
+    floats = sum(
+        u.element_size * (u.weights + u.bias_parameters + u.norm_parameters)
+        for u in graph.units
+    )
     if accounting == "paper":
         size, constant = _table(graph, choices, paper_bytes), 0.0
     elif accounting == "packed":
         size = _table(graph, choices, lambda u, c: unit_bytes(u, c).total)
-        constant = 4.0 * graph.float_parameters
+        constant = float(graph.float_bytes)
     else:
         raise ValueError(f"accounting={accounting!r} is unknown; use packed or paper")
     costs = [
-        Cost("bytes", size, constant, 4.0 * (floats + graph.float_parameters)),
+        Cost("bytes", size, constant, float(floats + graph.float_bytes)),
         Cost(
             "bit_ops",
             _table(graph, choices, lambda u, c: u.macs * c.weight * c.activation),

@@ -2,11 +2,12 @@
 
 import fnmatch
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import asdict, dataclass, replace
-from functools import cached_property
+from dataclasses import MISSING, asdict, dataclass, fields, replace
+from functools import cached_property, partial
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,25 @@ from torch.nn.modules.dropout import _DropoutNd
 from ompq.errors import OmpqError, PatternError, TraceError, shortened
 from ompq.recording import Call, ModuleCall, Recording, is_linear_map, record
 from ompq.samples import Samples, SamplesLike, model_device, to_device
+
+_NORMS = {"batch_norm", "layer_norm", "group_norm", "instance_norm", "rms_norm"}
+_ACTIVATIONS = {
+    "relu", "relu6", "hardtanh", "hardswish", "hardsigmoid", "silu", "gelu", "elu",
+    "selu", "celu", "leaky_relu", "prelu", "mish", "sigmoid", "tanh", "softplus",
+    "clamp", "clip", "clamp_min", "clamp_max", "threshold",
+}  # fmt: skip
+_LAYOUT = {
+    "dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "contiguous",
+    "clone", "detach", "to", "type_as", "permute", "transpose", "movedim", "view",
+    "reshape", "flatten", "unflatten", "squeeze", "unsqueeze",
+}  # fmt: skip
+_PASSED = _NORMS | _ACTIVATIONS | _LAYOUT
+_SCALINGS = {"add", "sub", "mul", "div"}  # by a constant or a parameter
+# Products of two activations: arithmetic that no weight's bits describe.
+_PRODUCTS = {"matmul", "bmm", "baddbmm", "einsum", "scaled_dot_product_attention"}
+_LARGEST = 1 << 53  # integers of a file beyond this are no sizes: float64 ends here
+_MOST_AXES = 8  # of a weight in a file: torch's largest, of Conv3d, has five
+_COUNTER = "num_batches_tracked"  # of batch norms: nothing is computed with it
 
 
 class Choice(NamedTuple):
@@ -51,6 +71,7 @@ class Unit:
         group: Units with the same group share their bits.
         feature: Position, among the observed calls, of the output that represents
             the unit (after batch norm and activation, after a residual sum).
+        element_size: Bytes of one weight in the float network.
     """
 
     name: str
@@ -68,6 +89,7 @@ class Unit:
     stage: int
     group: str
     feature: int
+    element_size: int = 4
 
     @property
     def weights(self) -> int:
@@ -90,13 +112,13 @@ class LayerGraph:
     Attributes:
         units: Units in execution order.
         skipped: Layers that are not units, with reasons.
-        float_parameters: Parameters and buffers that stay float once the batch norms
-            that follow a unit are folded into it.
+        float_bytes: Bytes, in a packed file, of the parameters and buffers that belong
+            to no unit once the batch norms that follow units are folded into them.
     """
 
     units: tuple[Unit, ...]
     skipped: tuple[Skipped, ...] = ()
-    float_parameters: int = 0
+    float_bytes: int = 0
 
     def __len__(self) -> int:
         return len(self.units)
@@ -119,18 +141,12 @@ class LayerGraph:
     @cached_property
     def groups(self) -> dict[str, tuple[int, ...]]:
         """Group name → positions of its units, in order of first execution."""
-        found: dict[str, list[int]] = {}
-        for position, unit in enumerate(self.units):
-            found.setdefault(unit.group, []).append(position)
-        return {name: tuple(members) for name, members in found.items()}
+        return _positions(unit.group for unit in self.units)
 
     @cached_property
     def blocks(self) -> dict[str, tuple[int, ...]]:
         """Block name → positions of its units, in order of first execution."""
-        found: dict[str, list[int]] = {}
-        for position, unit in enumerate(self.units):
-            found.setdefault(unit.block, []).append(position)
-        return {name: tuple(members) for name, members in found.items()}
+        return _positions(unit.block for unit in self.units)
 
     def tie(self, patterns: Iterable[str | Sequence[str]]) -> "LayerGraph":
         """Return a graph in which the units that match one pattern share their bits.
@@ -171,13 +187,82 @@ class LayerGraph:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "LayerGraph":
-        """Rebuild a graph from :meth:`to_json`."""
-        units = tuple(
-            Unit(**{**unit, "weight_shape": tuple(unit["weight_shape"])})
-            for unit in data["units"]
+        """Rebuild a graph from :meth:`to_json`, or from what version 0.1 wrote.
+
+        Raises:
+            ValueError: Something is missing, of another type, or out of range.
+        """
+        if not isinstance(data, Mapping):
+            raise ValueError(f"the graph is a {type(data).__name__}, not an object")
+        given = {**data}
+        if "float_parameters" in given:  # 0.1 took them all for float32
+            count = _whole_number("float_parameters", given.pop("float_parameters"))
+            given.setdefault("float_bytes", 4 * count)
+        units = tuple(_from_json(Unit, one) for one in _list("units", given))
+        twice = [name for name, n in Counter(u.name for u in units).items() if n > 1]
+        if twice:
+            raise ValueError(f"units are named twice: {shortened(twice)}")
+        skipped = tuple(_from_json(Skipped, one) for one in _list("skipped", given))
+        size = _whole_number("float_bytes", given.get("float_bytes"))
+        return cls(units, skipped, size)
+
+
+def _positions(names: Iterable[str]) -> dict[str, tuple[int, ...]]:
+    found: dict[str, list[int]] = {}
+    for position, name in enumerate(names):
+        found.setdefault(name, []).append(position)
+    return {name: tuple(members) for name, members in found.items()}
+
+
+_Value = TypeVar("_Value", Unit, Skipped)
+
+
+def _from_json(kind: type[_Value], data: Any) -> _Value:
+    """Return a value of a dataclass; its fields are numbers, text or a shape."""
+    if not isinstance(data, Mapping):
+        raise ValueError(f"a {kind.__name__.lower()} is a {type(data).__name__}")
+    known = {field.name: field for field in fields(kind)}
+    unknown = [str(key) for key in data if key not in known]
+    missing = [n for n, f in known.items() if n not in data and f.default is MISSING]
+    if unknown or missing:
+        raise ValueError(
+            f"a {kind.__name__.lower()} lacks {shortened(missing) or 'nothing'} "
+            f"and has {shortened(unknown) or 'nothing'} that is unknown"
         )
-        skipped = tuple(Skipped(**entry) for entry in data["skipped"])
-        return cls(units, skipped, data["float_parameters"])
+    found: dict[str, Any] = {}
+    for name, value in data.items():
+        if known[name].type is str:
+            if not isinstance(value, str):
+                raise ValueError(f"{name} must be text, not {value!r:.40}")
+            found[name] = value
+        elif known[name].type is int:
+            found[name] = _whole_number(name, value)
+        else:
+            found[name] = _shape(name, value)
+    return kind(**found)
+
+
+def _whole_number(name: str, value: Any) -> int:
+    # A feature is -1 where a layer returned the network's input.
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    if not whole or not -1 <= value < _LARGEST:
+        raise ValueError(f"{name} must be a whole number, not {value!r:.40}")
+    return int(value)
+
+
+def _list(name: str, data: Mapping[str, Any]) -> list[Any]:
+    if not isinstance(data.get(name), list | tuple):
+        raise ValueError(f"{name} must be a list")
+    return list(data[name])
+
+
+def _shape(name: str, value: Any) -> tuple[int, ...]:
+    if not isinstance(value, list | tuple) or not 1 <= len(value) <= _MOST_AXES:
+        raise ValueError(f"{name} must be a list of 1 to {_MOST_AXES} sizes")
+    sizes = tuple(_whole_number(name, size) for size in value)
+    if min(sizes) < 1 or prod(sizes) >= _LARGEST:
+        raise ValueError(f"{name}={list(sizes)} is no shape of a weight")
+    return sizes
 
 
 def select(names: Sequence[str], pattern: str) -> list[str]:
@@ -218,52 +303,271 @@ def _no_match(pattern: str, names: Sequence[str]) -> str:
     return f"{pattern!r} matches no unit; the {len(names)} units are {shortened(names)}"
 
 
-_NORMS = {"batch_norm", "layer_norm", "group_norm", "instance_norm", "rms_norm"}
-_ACTIVATIONS = {
-    "relu", "relu6", "hardtanh", "hardswish", "hardsigmoid", "silu", "gelu", "elu",
-    "selu", "celu", "leaky_relu", "prelu", "mish", "sigmoid", "tanh", "softplus",
-    "clamp", "clip", "clamp_min", "clamp_max", "threshold",
-}  # fmt: skip
-_LAYOUT = {
-    "dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "contiguous",
-    "clone", "detach", "to", "type_as", "permute", "transpose", "movedim", "view",
-    "reshape", "flatten", "unflatten", "squeeze", "unsqueeze",
-}  # fmt: skip
-_SCALINGS = {"add", "sub", "mul", "div"}
-
-
-def find_features(
-    recording: Recording, outputs: Mapping[str, int]
-) -> dict[str, tuple[int, bool]]:
-    """Follow each unit's output to the tensor that represents it.
-
-    The path goes through norms, activations and residual sums for as long as nothing
-    else reads the tensor: so an inner convolution is represented by what its
-    activation returns and a block's last convolution by what the block returns.
+def trace(model: nn.Module, samples: SamplesLike, *, tie: bool = True) -> LayerGraph:
+    """Observe one forward pass and return the network's units.
 
     Args:
-        recording: A forward pass.
-        outputs: Unit name → position of the call that made its output.
+        model: Any network; it may be in train mode, it is observed in eval mode.
+        samples: Inputs; the first one is enough.
+        tie: Whether units whose outputs meet in one addition share their bits, as a
+            ResNet's downsample convolution does with its block's last convolution.
 
-    Returns:
-        Unit name → (position of its feature, whether a residual sum was passed).
+    Raises:
+        TraceError: The network fails on the samples or has no layer to quantize.
     """
+    return find_units(model, observe(model, samples), tie=tie)
+
+
+def observe(model: nn.Module, samples: SamplesLike) -> Recording:
+    """Record one forward pass of the first sample.
+
+    Raises:
+        TraceError: The network fails on it.
+    """
+    batch = to_device(Samples.of(samples).first_batch(1), model_device(model))
+    try:
+        return record(model, batch)
+    except OmpqError:
+        raise
+    except Exception as error:
+        raise TraceError(
+            f"the network failed on the samples: {type(error).__name__}: {error}"
+        ) from error
+
+
+def find_units(
+    model: nn.Module, recording: Recording, *, tie: bool = True
+) -> LayerGraph:
+    """Return the units of a network of which a forward pass was recorded.
+
+    Args:
+        model: The network.
+        recording: From :func:`observe`.
+        tie: As for :func:`trace`.
+
+    Raises:
+        TraceError: It has no layer to quantize, or weights that are not finite.
+    """
+    units, skipped = _find_layers(model, recording)
+    if not units:
+        raise TraceError(
+            "no convolution or linear layer was called, so there is nothing to plan"
+            + (f"; skipped: {shortened([s.name for s in skipped])}" if skipped else "")
+        )
+    _check_weights(model, recording)
+    units = _placed(model, recording, units)
+    named = {entry.name for entry in skipped} | {u.norm for u in units if u.norm}
+    skipped += _float_layers(model, units, named)
+    skipped += _products(recording)
+    graph = LayerGraph(tuple(units), tuple(skipped), _float_bytes(model, units))
+    return graph if tie else graph.untie()
+
+
+def _find_layers(
+    model: nn.Module, recording: Recording
+) -> tuple[list[Unit], list[Skipped]]:
+    """Return the layers with a weight in order of execution, and those left out.
+
+    The feature of each is its plain output; nothing is known of what is around it.
+    """
+    calls: dict[str, list[ModuleCall]] = {}
+    for each in (*recording.module_calls, *_functional_calls(model, recording)):
+        calls.setdefault(each.name, []).append(each)
+    units: list[Unit] = []
+    skipped: list[Skipped] = []
+    owner: dict[int, str] = {}  # id of a weight → the unit that has it
+    inside_attention = tuple(
+        f"{name}." for name, m in model.named_modules() if _is_attention(m)
+    )
+    for name, module in model.named_modules():
+        if not _may_be_unit(module) or name.startswith(inside_attention):
+            continue
+        reason = _why_not(module, calls.get(name, []))
+        if reason:
+            skipped.append(Skipped(name, reason))
+            continue
+        for unit in _units_of(name, module, calls[name]):
+            weight = model.get_parameter(unit.parameter)
+            first = owner.setdefault(id(weight), unit.name)
+            if first == unit.name:
+                units.append(unit)
+            else:
+                reason = f"shares the weight of {first} and gets its bits"
+                skipped.append(Skipped(unit.name, reason))
+    return sorted(units, key=lambda unit: unit.feature), skipped
+
+
+def _functional_calls(model: nn.Module, recording: Recording) -> Iterator[ModuleCall]:
+    """Yield the uses of a layer's weight while the layer itself is never called.
+
+    Torchvision's Swin hands ``self.qkv.weight`` to a function, for example.
+    """
+    called = {call.name for call in recording.module_calls}
+    for call in recording.calls:
+        for key in call.parameters if is_linear_map(call.function) else ():
+            name = key.removesuffix(".weight")
+            if not key.endswith(".weight") or name in called:
+                continue
+            if isinstance(model.get_submodule(name), nn.Linear):
+                yield ModuleCall(name, (), call.shape, call.position, weight_used=True)
+
+
+def _may_be_unit(module: nn.Module) -> bool:
+    return isinstance(module, _ConvNd | nn.Linear | nn.MultiheadAttention)
+
+
+def _is_attention(module: nn.Module) -> bool:
+    return isinstance(module, nn.MultiheadAttention)
+
+
+def _why_not(module: nn.Module, calls: list[ModuleCall]) -> str:
+    if not calls:
+        return "never called in the forward pass"
+    if not _is_attention(module):
+        weight = module._parameters.get("weight")
+        if weight is None:
+            return "its weight is computed (a parametrization), not stored"
+        if not weight.is_floating_point():
+            return f"its weight is {weight.dtype}, not floating point"
+        if not any(call.weight_used for call in calls):
+            return f"{type(module).__name__} does not use its weight as it is stored"
+    return "returned no tensor" if calls[-1].output is None else ""
+
+
+def _units_of(name: str, module: nn.Module, calls: list[ModuleCall]) -> Iterator[Unit]:
+    """Yield the unit that a layer is, or those that an attention holds."""
+    output = calls[-1].output
+    assert output is not None  # _why_not has seen to it
+    unplaced = partial(
+        Unit, norm="", norm_parameters=0, activation="", stage=0, feature=output
+    )
+    if isinstance(module, nn.MultiheadAttention):
+        tokens = sum(prod(call.output_shape[:-1]) for call in calls)
+        biases = module.embed_dim if module.in_proj_bias is not None else 0
+        for key, weight in module.named_parameters():
+            if key.endswith("weight"):
+                inner = f"{name}.{key.removesuffix('weight').strip('._')}"
+                yield unplaced(
+                    name=inner,
+                    kind="attention",
+                    parameter=f"{name}.{key}",
+                    weight_shape=tuple(weight.shape),
+                    out_channels=weight.shape[0],
+                    bias_parameters=biases * weight.shape[0] // module.embed_dim,
+                    macs=tokens * weight.numel(),
+                    calls=len(calls),
+                    block=inner,
+                    group=inner,
+                    element_size=weight.element_size(),
+                )
+        return
+    assert isinstance(module, _ConvNd | nn.Linear)
+    yield unplaced(
+        name=name,
+        kind=_kind(module),
+        parameter=f"{name}.weight",
+        weight_shape=tuple(module.weight.shape),
+        out_channels=_out_channels(module),
+        bias_parameters=0 if module.bias is None else module.bias.numel(),
+        macs=sum(_macs(module, call) for call in calls),
+        # A function that is handed the weight is no call of the layer.
+        calls=sum(call.input_shape != () for call in calls),
+        block=name,
+        group=name,
+        element_size=module.weight.element_size(),
+    )
+
+
+def _kind(module: _ConvNd | nn.Linear) -> str:
+    if isinstance(module, nn.Linear):
+        return "linear"
+    if isinstance(module, _ConvTransposeNd):
+        return "transposed"
+    if module.groups > 1:
+        return "depthwise" if module.groups == module.in_channels else "grouped"
+    return "pointwise" if prod(module.kernel_size) == 1 else "conv"
+
+
+def _out_channels(module: _ConvNd | nn.Linear) -> int:
+    return module.out_features if isinstance(module, nn.Linear) else module.out_channels
+
+
+def _macs(module: _ConvNd | nn.Linear, call: ModuleCall) -> int:
+    if isinstance(module, _ConvTransposeNd):  # each input meets out/groups kernels
+        return int(prod(call.input_shape) * prod(module.weight.shape[1:]))
+    per_output = module.weight.numel() // _out_channels(module)
+    return int(prod(call.output_shape) * per_output)
+
+
+def _check_weights(model: nn.Module, recording: Recording) -> None:
+    """Make sure that what the network computes with is finite."""
+    read = {key for call in recording.calls for key in call.parameters}
+    tensors: dict[str, Tensor] = {
+        key: weight for key, weight in model.named_parameters() if key in read
+    }
+    called = {call.name for call in recording.module_calls}
+    for name, module in model.named_modules():
+        if name in called and isinstance(module, _BatchNorm):
+            statistics = module.named_buffers(prefix=name)
+            tensors.update((k, b) for k, b in statistics if b.is_floating_point())
+    finite = torch.stack([torch.isfinite(t.detach().sum()) for t in tensors.values()])
+    pairs = zip(tensors, finite.tolist(), strict=True)
+    broken = [key for key, good in pairs if not good]
+    if broken:
+        raise TraceError(
+            f"weights hold NaN or infinity in {shortened(broken)}; "
+            "repair them, or load other weights"
+        )
+
+
+def _placed(
+    model: nn.Module, recording: Recording, units: Sequence[Unit]
+) -> list[Unit]:
+    """Return the units with what is known from the calls around them."""
     consumers = recording.consumers()
-    return {name: _follow(recording, consumers, at) for name, at in outputs.items()}
+    times = Counter(call.name for call in recording.module_calls)
+    readers = {u.name: list(_sole_readers(recording, consumers, u)) for u in units}
+    blocks = _find_blocks(model, recording, [unit.name for unit in units])
+    features = {unit.name: _feature(unit, readers[unit.name]) for unit in units}
+    stages = _find_stages(recording, features, blocks)
+    groups = _find_groups(units, features)
+    placed = []
+    for unit in units:
+        norm = (
+            _find_norm(model, readers[unit.name][:1], times) if unit.calls == 1 else ""
+        )
+        held = model.get_submodule(norm).parameters() if norm else ()
+        placed.append(
+            replace(
+                unit,
+                norm=norm,
+                norm_parameters=sum(p.numel() for p in held),
+                activation=_find_activation(readers[unit.name]),
+                block=blocks[unit.name],
+                stage=stages[unit.name],
+                group=groups[unit.name],
+                feature=features[unit.name][0],
+            )
+        )
+    return placed
 
 
-def _follow(
-    recording: Recording, consumers: Mapping[int, list[int]], at: int
-) -> tuple[int, bool]:
-    joined = False
-    while len(readers := consumers.get(at, [])) == 1:
-        reader = recording.calls[readers[0]]
-        if is_sum(reader):
-            joined = True
-        elif not _passes_on(reader):
-            break
-        at = reader.position
-    return at, joined
+def _sole_readers(
+    recording: Recording, consumers: Mapping[int, list[int]], unit: Unit
+) -> Iterator[Call]:
+    """Yield the calls after a unit, each the only one that reads the one before.
+
+    They end before the first that does more than normalise, activate, scale, add or
+    lay out, so that each is seen from one unit, as a rule.
+    """
+    at = unit.feature
+    while len(found := consumers.get(at, [])) == 1:
+        call = recording.calls[found[0]]
+        scales = call.function in _SCALINGS and len(call.inputs) == 1
+        if not scales and not is_sum(call) and call.function not in _PASSED:
+            return
+        yield call
+        at = call.position
 
 
 def is_sum(call: Call) -> bool:
@@ -271,56 +575,41 @@ def is_sum(call: Call) -> bool:
     return call.function == "add" and len(call.inputs) == 2
 
 
-def _passes_on(call: Call) -> bool:
-    if call.function in _SCALINGS:  # by a constant or a parameter
-        return len(call.inputs) == 1
-    return call.function in _NORMS | _ACTIVATIONS | _LAYOUT
+def _feature(unit: Unit, readers: Sequence[Call]) -> tuple[int, bool]:
+    """Return where the tensor is made that represents a unit, and if it is a sum.
 
-
-def find_norms(
-    model: nn.Module, recording: Recording, outputs: Mapping[str, int]
-) -> dict[str, str]:
-    """Return, for each unit, the batch norm that alone reads its output.
-
-    Args:
-        model: The network.
-        recording: A forward pass of it.
-        outputs: Unit name → position of its output, for units called once.
+    An inner convolution is represented by what its activation returns, a block's last
+    convolution by what the block returns.
     """
-    consumers = recording.consumers()
-    calls_of: dict[str, int] = {}
-    for call in recording.module_calls:
-        calls_of[call.name] = calls_of.get(call.name, 0) + 1
-    found = {}
-    for name, at in outputs.items():
-        readers = consumers.get(at, [])
-        if len(readers) != 1:
-            continue
-        reader = recording.calls[readers[0]]
-        if reader.function != "batch_norm" or calls_of.get(reader.module) != 1:
-            continue
-        norm = model.get_submodule(reader.module)
-        # A subclass may do more than normalise (timm fuses the activation into it);
-        # its batch_norm call is still the plain one, so folding it stays right.
-        if isinstance(norm, _BatchNorm) and norm.running_mean is not None:
-            found[name] = reader.module
-    return found
+    last = readers[-1].position if readers else unit.feature
+    return last, any(is_sum(call) for call in readers)
 
 
-def find_activation(recording: Recording, at: int) -> str:
-    """Return the activation that alone reads a unit's output, past a norm, or ""."""
-    consumers = recording.consumers()
-    while len(readers := consumers.get(at, [])) == 1:
-        reader = recording.calls[readers[0]]
-        if reader.function in _ACTIVATIONS:
-            return reader.function
-        if reader.function not in _NORMS:
-            break
-        at = reader.position
+def _find_norm(
+    model: nn.Module, readers: Sequence[Call], times: Mapping[str, int]
+) -> str:
+    """Return the batch norm, called once, that comes first, or ""."""
+    for call in readers:
+        if call.function == "batch_norm" and times.get(call.module) == 1:
+            norm = model.get_submodule(call.module)
+            # A subclass may do more than normalise (timm fuses the activation into
+            # it); its batch_norm call is still the plain one, so folding stays right.
+            if isinstance(norm, _BatchNorm) and norm.running_mean is not None:
+                return call.module
     return ""
 
 
-def find_blocks(
+def _find_activation(readers: Iterable[Call]) -> str:
+    """Return the activation that comes first, past norms, or ""."""
+    for call in readers:
+        if call.function in _ACTIVATIONS:
+            return call.function
+        if call.function not in _NORMS:
+            break
+    return ""
+
+
+def _find_blocks(
     model: nn.Module, recording: Recording, units: Sequence[str]
 ) -> dict[str, str]:
     """Return the block of each unit: the module that reconstructs as one piece.
@@ -329,16 +618,15 @@ def find_blocks(
     does every other module of that class (a MobileNetV2 block without a shortcut). A
     unit belongs to its innermost such module, or stands alone.
     """
-    classes = {
-        type(model.get_submodule(call.module))
+    joining = {
+        call.module
         for call in recording.calls
-        if call.module and len(call.inputs) > 1 and (is_sum(call) or _joins(call))
+        if len(call.inputs) > 1 and (is_sum(call) or call.function == "cat")
     }
+    classes = {type(model.get_submodule(name)) for name in joining if name}
     blocks = {name for name, m in model.named_modules() if name and type(m) in classes}
     # A block that holds another is a container; its own units stand alone.
-    holders = {
-        outer for inner in blocks for outer in _ancestors(inner) if outer in blocks
-    }
+    holders = {outer for inner in blocks for outer in _ancestors(inner)} & blocks
     found = {}
     for unit in units:
         inside = [name for name in _ancestors(unit) if name in blocks]
@@ -347,17 +635,13 @@ def find_blocks(
     return found
 
 
-def _joins(call: Call) -> bool:
-    return call.function == "cat"
-
-
 def _ancestors(name: str) -> list[str]:
     """Return the modules that hold ``name``, outermost first."""
     parts = name.split(".")
     return [".".join(parts[:count]) for count in range(1, len(parts))]
 
 
-def find_stages(
+def _find_stages(
     recording: Recording,
     features: Mapping[str, tuple[int, bool]],
     blocks: Mapping[str, str],
@@ -367,17 +651,14 @@ def find_stages(
         blocks[unit]: _resolution(recording.calls[at].shape)
         for unit, (at, _) in features.items()
     }  # the block's last unit wins: it is the block's output
-    stages: dict[str, int] = {}
     numbers: dict[str, int] = {}
     stage, previous = -1, None
-    for unit in features:
-        block = blocks[unit]
+    for block in map(blocks.__getitem__, features):
         if block not in numbers:
             stage += resolution[block] != previous
             previous = resolution[block]
             numbers[block] = stage
-        stages[unit] = numbers[block]
-    return stages
+    return {unit: numbers[blocks[unit]] for unit in features}
 
 
 def _resolution(shape: tuple[int, ...]) -> int:
@@ -385,43 +666,41 @@ def _resolution(shape: tuple[int, ...]) -> int:
     return prod(shape[2:]) if len(shape) > 3 else 1
 
 
-# Products of two activations: arithmetic that no weight's bits describe.
-_PRODUCTS = ("matmul", "bmm", "baddbmm", "einsum", "scaled_dot_product_attention")
+def _find_groups(
+    units: Sequence[Unit], features: Mapping[str, tuple[int, bool]]
+) -> dict[str, str]:
+    """Name the group of each unit: the first whose output meets it in a sum."""
+    heads: dict[int, Unit] = {}
+    groups = {}
+    for unit in units:
+        feature, joined = features[unit.name]
+        head = heads.setdefault(feature, unit) if joined else unit
+        # Projections inside one attention call share its output, not its bits.
+        groups[unit.name] = (head if head.feature != unit.feature else unit).name
+    return groups
 
 
-def may_be_unit(module: nn.Module) -> bool:
-    """Whether a module's weight is one whose bits may be chosen."""
-    return isinstance(module, _ConvNd | nn.Linear | nn.MultiheadAttention)
-
-
-def float_layers(
-    model: nn.Module, planned: Set[int], named: Set[str]
+def _float_layers(
+    model: nn.Module, units: Sequence[Unit], named: Set[str]
 ) -> Iterator[Skipped]:
-    """Name the modules whose own parameters stay float.
-
-    Args:
-        model: The network.
-        planned: ids of the units' weights.
-        named: Modules that are accounted for already.
-    """
+    """Name the modules whose own parameters stay float, those already named aside."""
+    planned = {id(model.get_parameter(unit.parameter)) for unit in units}
     for name, module in model.named_modules():
         own = [p for p in module.parameters(recurse=False) if id(p) not in planned]
-        if not own or name in named or may_be_unit(module):
-            continue
-        count = sum(p.numel() for p in own)
-        yield Skipped(
-            name or "(network)",
-            f"{type(module).__name__} stays float: {count:,} parameters",
-        )
+        if own and name not in named and not _may_be_unit(module):
+            count = sum(p.numel() for p in own)
+            reason = f"{type(module).__name__} stays float: {count:,} parameters"
+            yield Skipped(name or "(network)", reason)
 
 
-def uncounted(recording: Recording) -> Iterator[Skipped]:
+def _products(recording: Recording) -> Iterator[Skipped]:
     """Name the operations that multiply two activations."""
-    found: dict[str, int] = {}
-    for call in recording.calls:
-        plain = call.function in _PRODUCTS and len(call.inputs) > 1
-        if plain or call.function == "multi_head_attention_forward":
-            found[call.function] = found.get(call.function, 0) + 1
+    found = Counter(
+        call.function
+        for call in recording.calls
+        if (call.function in _PRODUCTS and len(call.inputs) > 1)
+        or call.function == "multi_head_attention_forward"
+    )
     for function, count in found.items():
         yield Skipped(
             f"{function}()",
@@ -429,24 +708,45 @@ def uncounted(recording: Recording) -> Iterator[Skipped]:
         )
 
 
-def float_parameters(model: nn.Module, units: Sequence[Unit]) -> int:
-    """Count the numbers that stay float after folding, buffers included."""
-    gone = {unit.parameter for unit in units}
-    gone |= {f"{unit.parameter.removesuffix('weight')}bias" for unit in units}
-    folded = tuple(f"{unit.norm}." for unit in units if unit.norm)
-    state = dict((*model.named_parameters(), *_float_buffers(model)))
-    return sum(
-        tensor.numel()
-        for key, tensor in state.items()
-        if key not in gone and not key.startswith(folded)
-    )
+def _float_bytes(model: nn.Module, units: Sequence[Unit]) -> int:
+    """Return what a packed file needs for all that belongs to no unit."""
+    state = model.state_dict(keep_vars=True)
+    held = {key for unit in units for key in (unit.parameter, bias_key(unit))}
+    # Folding gives a layer a weight of its own; until then a tied one is stored once.
+    folded_into = {unit.parameter for unit in units if unit.norm}
+    seen = {id(state[key]) for key in held - folded_into if key in state}
+    norms = {unit.norm for unit in units if unit.norm}
+    size = 0
+    for key, value in state.items():
+        owner, _, leaf = key.rpartition(".")
+        if key in held or owner in norms or leaf == _COUNTER or id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, Tensor):
+            size += value.numel() * stored_dtype(value).itemsize
+    return size
 
 
-def _float_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    kept = model.state_dict()
-    for key, buffer in model.named_buffers():
-        if key in kept and buffer.is_floating_point():
-            yield key, buffer
+def bias_key(unit: Unit) -> str:
+    """Return what a unit's bias is called in the ``state_dict``, if it has one."""
+    return f"{unit.parameter.removesuffix('weight')}bias"
+
+
+def stored_dtype(tensor: Tensor) -> torch.dtype:
+    """Return the type that a packed file stores a tensor in.
+
+    It is its own, but for integers: those are stored in as few bytes as hold them.
+    """
+    kind = tensor.dtype
+    if kind.is_floating_point or kind.is_complex or kind == torch.bool:
+        return kind
+    values = tensor.detach().long() if tensor.numel() else torch.zeros(1)
+    low, high = int(values.min()), int(values.max())
+    for narrower in (torch.uint8, torch.int16, torch.int32):
+        limits = torch.iinfo(narrower)
+        if limits.min <= low and high <= limits.max:
+            return narrower if narrower.itemsize < kind.itemsize else kind
+    return kind
 
 
 def normalised_by(model: nn.Module, unit: Unit) -> str:
@@ -505,269 +805,3 @@ def folded(module: nn.Module, norm: _BatchNorm) -> tuple[Tensor, Tensor]:
     if isinstance(bias, Tensor):
         shift = shift + bias * scale
     return scaled_channels(weight, scale, module), shift
-
-
-@dataclass(frozen=True)
-class _Layer:
-    """A weight that may become a unit, before it is known where it stands."""
-
-    name: str
-    kind: str
-    parameter: str
-    bias: int
-    weight: torch.Tensor
-    out_channels: int
-    macs: int
-    calls: int
-    output: int
-
-
-def trace(model: nn.Module, samples: SamplesLike, *, tie: bool = True) -> LayerGraph:
-    """Observe one forward pass and return the network's units.
-
-    Args:
-        model: Any network; it may be in train mode, it is observed in eval mode.
-        samples: Inputs; the first one is enough.
-        tie: Whether units whose outputs meet in one addition share their bits, as a
-            ResNet's downsample convolution does with its block's last convolution.
-
-    Raises:
-        TraceError: The network fails on the samples or has no layer to quantize.
-    """
-    batch = to_device(Samples.of(samples).first_batch(1), model_device(model))
-    try:
-        recording = record(model, batch)
-    except OmpqError:
-        raise
-    except Exception as error:
-        raise TraceError(
-            f"the network failed on the samples: {type(error).__name__}: {error}"
-        ) from error
-    layers, skipped = _find_layers(model, recording)
-    if not layers:
-        raise TraceError(
-            "no convolution or linear layer was called, so there is nothing to plan"
-            + (f"; skipped: {shortened([s.name for s in skipped])}" if skipped else "")
-        )
-    _check_weights(model, recording)
-    graph = _assemble(model, recording, layers, skipped)
-    return graph if tie else graph.untie()
-
-
-def _find_layers(
-    model: nn.Module, recording: Recording
-) -> tuple[list[_Layer], list[Skipped]]:
-    calls: dict[str, list[ModuleCall]] = {}
-    for each in (*recording.module_calls, *_functional_calls(model, recording)):
-        calls.setdefault(each.name, []).append(each)
-    layers: list[_Layer] = []
-    skipped: list[Skipped] = []
-    owner: dict[int, str] = {}  # id of a weight → the unit that has it
-    inside_attention = tuple(
-        f"{name}." for name, m in model.named_modules() if _is_attention(m)
-    )
-    for name, module in model.named_modules():
-        if name.startswith(inside_attention) or not may_be_unit(module):
-            continue
-        reason = _why_not(module, calls.get(name, []))
-        if reason:
-            skipped.append(Skipped(name, reason))
-            continue
-        for layer in _layers_of(name, module, calls[name]):
-            first = owner.setdefault(id(layer.weight), layer.name)
-            if first == layer.name:
-                layers.append(layer)
-            else:
-                reason = f"shares the weight of {first} and gets its bits"
-                skipped.append(Skipped(layer.name, reason))
-    return sorted(layers, key=lambda layer: layer.output), skipped
-
-
-def _functional_calls(model: nn.Module, recording: Recording) -> Iterator[ModuleCall]:
-    """Yield the uses of a layer's weight while the layer itself is never called.
-
-    Torchvision's Swin hands ``self.qkv.weight`` to a function, for example.
-    """
-    called = {call.name for call in recording.module_calls}
-    for call in recording.calls:
-        for key in call.parameters if is_linear_map(call.function) else ():
-            name = key.removesuffix(".weight")
-            if key.endswith(".weight") and name not in called:
-                module = model.get_submodule(name)
-                if isinstance(module, nn.Linear):
-                    yield ModuleCall(
-                        name=name,
-                        input_shape=(),
-                        output_shape=call.shape,
-                        output=call.position,
-                        weight_used=True,
-                    )
-
-
-def _is_attention(module: nn.Module) -> bool:
-    return isinstance(module, nn.MultiheadAttention)
-
-
-def _why_not(module: nn.Module, calls: list[ModuleCall]) -> str:
-    if not calls:
-        return "never called in the forward pass"
-    if _is_attention(module):
-        return "" if calls[-1].output is not None else "returned no tensor"
-    weight = module._parameters.get("weight")
-    if weight is None:
-        return "its weight is computed (a parametrization), not stored"
-    if not weight.is_floating_point():
-        return f"its weight is {weight.dtype}, not floating point"
-    if not any(call.weight_used for call in calls):
-        return f"{type(module).__name__} does not use its weight as it is stored"
-    if calls[-1].output is None:
-        return "returned no tensor"
-    return ""
-
-
-def _layers_of(
-    name: str, module: nn.Module, calls: list[ModuleCall]
-) -> Iterator[_Layer]:
-    output = calls[-1].output
-    assert output is not None  # _why_not has seen to it
-    if isinstance(module, nn.MultiheadAttention):
-        tokens = sum(prod(call.output_shape[:-1]) for call in calls)
-        for key, weight in module.named_parameters():
-            if key.endswith("weight"):
-                inner = key.removesuffix("weight").strip("._")
-                biases = module.embed_dim if module.in_proj_bias is not None else 0
-                yield _Layer(
-                    name=f"{name}.{inner}",
-                    kind="attention",
-                    parameter=f"{name}.{key}",
-                    bias=biases * weight.shape[0] // module.embed_dim,
-                    weight=weight,
-                    out_channels=weight.shape[0],
-                    macs=tokens * weight.numel(),
-                    calls=len(calls),
-                    output=output,
-                )
-        return
-    assert isinstance(module, _ConvNd | nn.Linear)
-    yield _Layer(
-        name=name,
-        kind=_kind(module),
-        parameter=f"{name}.weight",
-        bias=0 if module.bias is None else module.bias.numel(),
-        weight=module.weight,
-        out_channels=_out_channels(module),
-        macs=sum(_macs(module, call) for call in calls),
-        # A function that is handed the weight is no call of the layer.
-        calls=sum(call.input_shape != () for call in calls),
-        output=output,
-    )
-
-
-def _kind(module: _ConvNd | nn.Linear) -> str:
-    if isinstance(module, nn.Linear):
-        return "linear"
-    if isinstance(module, _ConvTransposeNd):
-        return "transposed"
-    if module.groups > 1:
-        return "depthwise" if module.groups == module.in_channels else "grouped"
-    return "pointwise" if prod(module.kernel_size) == 1 else "conv"
-
-
-def _out_channels(module: _ConvNd | nn.Linear) -> int:
-    return module.out_features if isinstance(module, nn.Linear) else module.out_channels
-
-
-def _macs(module: _ConvNd | nn.Linear, call: ModuleCall) -> int:
-    if isinstance(module, _ConvTransposeNd):  # each input meets out/groups kernels
-        return int(prod(call.input_shape) * module.weight[0].numel())
-    per_output = module.weight.numel() // _out_channels(module)
-    return int(prod(call.output_shape) * per_output)
-
-
-def _check_weights(model: nn.Module, recording: Recording) -> None:
-    """Make sure that what the network computes with is finite."""
-    read = {key for call in recording.calls for key in call.parameters}
-    tensors: dict[str, torch.Tensor] = {
-        key: weight for key, weight in model.named_parameters() if key in read
-    }
-    called = {call.name for call in recording.module_calls}
-    for name, module in model.named_modules():
-        if name in called and isinstance(module, _BatchNorm):
-            statistics = module.named_buffers(prefix=name)
-            tensors.update((k, b) for k, b in statistics if b.is_floating_point())
-    finite = torch.stack([torch.isfinite(t.detach().sum()) for t in tensors.values()])
-    pairs = zip(tensors, finite.tolist(), strict=True)
-    broken = [key for key, good in pairs if not good]
-    if broken:
-        raise TraceError(
-            f"weights hold NaN or infinity in {shortened(broken)}; "
-            "repair them, or load other weights"
-        )
-
-
-def _assemble(
-    model: nn.Module,
-    recording: Recording,
-    layers: list[_Layer],
-    skipped: list[Skipped],
-) -> LayerGraph:
-    outputs = {layer.name: layer.output for layer in layers}
-    once = {layer.name for layer in layers if layer.calls == 1}
-    features = find_features(recording, outputs)
-    norms = find_norms(model, recording, {n: outputs[n] for n in once})
-    blocks = find_blocks(model, recording, [layer.name for layer in layers])
-    stages = find_stages(recording, features, blocks)
-    groups = _tied(layers, features)
-    units = []
-    for layer in layers:
-        norm = norms.get(layer.name, "")
-        units.append(
-            Unit(
-                name=layer.name,
-                kind=layer.kind,
-                parameter=layer.parameter,
-                weight_shape=tuple(layer.weight.shape),
-                out_channels=layer.out_channels,
-                bias_parameters=layer.bias,
-                norm=norm,
-                norm_parameters=_parameter_count(model, norm),
-                activation=find_activation(recording, layer.output),
-                macs=layer.macs,
-                calls=layer.calls,
-                block=blocks[layer.name],
-                stage=stages[layer.name],
-                group=groups[layer.name],
-                feature=features[layer.name][0],
-            )
-        )
-    planned = {id(layer.weight) for layer in layers}
-    named = {entry.name for entry in skipped} | set(norms.values())
-    return LayerGraph(
-        units=tuple(units),
-        skipped=(
-            *skipped,
-            *float_layers(model, planned, named),
-            *uncounted(recording),
-        ),
-        float_parameters=float_parameters(model, units),
-    )
-
-
-def _tied(
-    layers: list[_Layer], features: Mapping[str, tuple[int, bool]]
-) -> dict[str, str]:
-    """Name the group of each layer: the first whose output meets it in a sum."""
-    heads: dict[int, _Layer] = {}
-    groups = {}
-    for layer in layers:
-        feature, joined = features[layer.name]
-        head = heads.setdefault(feature, layer) if joined else layer
-        # Projections inside one attention call share its output, not its bits.
-        groups[layer.name] = (head if head.output != layer.output else layer).name
-    return groups
-
-
-def _parameter_count(model: nn.Module, name: str) -> int:
-    if not name:
-        return 0
-    return sum(p.numel() for p in model.get_submodule(name).parameters())

@@ -119,7 +119,7 @@ class Plan:
             name: sum(getattr(row, name) for row in rows)
             for name in Bytes.__dataclass_fields__
         }
-        return {**items, "float": 4 * self.graph.float_parameters}
+        return {**items, "float": self.graph.float_bytes}
 
     @property
     def no_speed_up(self) -> tuple[Skipped, ...]:

@@ -4,13 +4,15 @@ import copy
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
 
-from ompq.samples import Batch, attached, call, evaluating
+from ompq.samples import Batch, attached, call, evaluating, in_this_thread
 
 Visit = Callable[[int, Any, tuple[Any, ...], dict[str, Any], Any], None]
 Enter = Callable[[str, nn.Module], None]
@@ -146,29 +148,23 @@ def watched_modules(
         leave: Called with name, module, args, kwargs and output after it.
         first: Whether ``leave`` sees the output before the hooks that a module has.
     """
-    handles = []
-    for name, module in model.named_modules():
-        if not name:
-            continue
-        before, after = _bound(name, enter, leave)
-        handles.append(module.register_forward_pre_hook(before))
-        handles.append(
-            module.register_forward_hook(after, prepend=first, with_kwargs=True)
-        )
-    with attached(handles):
+
+    def hooks() -> Iterator[RemovableHandle]:
+        for name, module in model.named_modules():
+            if name:
+                before = in_this_thread(partial(_before, enter, name))
+                yield module.register_forward_pre_hook(before)
+                after = in_this_thread(partial(leave, name))
+                yield module.register_forward_hook(
+                    after, prepend=first, with_kwargs=True
+                )
+
+    with attached(hooks()):
         yield
 
 
-def _bound(name: str, enter: Enter, leave: Leave) -> tuple[Any, Any]:
-    """Return hooks, which return nothing, that tell the module's name."""
-
-    def before(module: nn.Module, _args: Any) -> None:
-        enter(name, module)
-
-    def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        leave(name, module, args, kwargs, output)
-
-    return before, after
+def _before(enter: Enter, name: str, module: nn.Module, _args: Any) -> None:
+    enter(name, module)
 
 
 def function_name(function: Any) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import chain
+from threading import RLock, get_ident
 from typing import Any, TypeAlias
 
 import torch
@@ -22,6 +23,8 @@ Progress: TypeAlias = Callable[[int, int | None, str], None]
 Report: TypeAlias = Callable[[int, int | None], None]  # the same without a message
 # A forward hook with keyword arguments: called with module, args, kwargs and output.
 Collector: TypeAlias = Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any], None]
+# Passes change a network for a while: its mode, its hooks. One thread at a time.
+_ONE_AT_A_TIME = RLock()
 
 
 @dataclass(frozen=True)
@@ -161,24 +164,42 @@ def model_device(model: nn.Module) -> torch.device:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[nn.Module]:
-    """Put the network into eval mode without gradients; restore every flag after."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        with torch.no_grad():
+    """Put the network into eval mode without gradients; restore every flag after.
+
+    Threads that want the same wait for each other.
+    """
+    with _ONE_AT_A_TIME, torch.no_grad():
+        modes = [(module, module.training) for module in model.modules()]
+        model.eval()
+        try:
             yield model
-    finally:
-        for module, mode in modes:
-            module.training = mode
+        finally:
+            for module, mode in modes:
+                module.training = mode
 
 
 @contextmanager
 def attached(hooks: Iterable[RemovableHandle]) -> Iterator[None]:
-    """Remove hooks in the end, whatever happens."""
-    with ExitStack() as stack:
+    """Remove hooks in the end, whatever happens.
+
+    Args:
+        hooks: A generator registers them only when no other thread runs a network.
+    """
+    with _ONE_AT_A_TIME, ExitStack() as stack:
         for hook in hooks:
             stack.enter_context(hook)
         yield
+
+
+def in_this_thread(hook: Callable[..., None]) -> Callable[..., None]:
+    """Return a hook that ignores calls of the network made by other threads."""
+    own = get_ident()
+
+    def wrapped(*args: Any) -> None:
+        if get_ident() == own:
+            hook(*args)
+
+    return wrapped
 
 
 def collect(
@@ -200,7 +221,7 @@ def collect(
     """
     device, total = model_device(model), samples.batch_count(batch_size)
     hooks = (
-        module.register_forward_hook(collector, with_kwargs=True)
+        module.register_forward_hook(in_this_thread(collector), with_kwargs=True)
         for module, collector in collectors
     )
     with attached(hooks), evaluating(model):

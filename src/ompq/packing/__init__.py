@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from ompq.costs import Bytes, unit_bytes
 from ompq.errors import PackedFileError, PlanError, QuantizationError, shortened
 from ompq.files import library_version
-from ompq.graph import Choice, Unit
+from ompq.graph import Choice, Unit, bias_key
 from ompq.integer.arithmetic import link_layers
 from ompq.layers import QuantizedLayer, quantized_layers
 from ompq.packing.bitstream import pack_bits, unpack_bits
@@ -30,7 +30,6 @@ from ompq.plans import Plan
 from ompq.quantization import (
     Quantization,
     assemble,
-    bias_key,
     quantization_of,
     quantizer_names,
     with_quantization,
@@ -401,7 +400,7 @@ def inspect_file(path: str | Path) -> Account:
         name: sum(getattr(one.planned, name) for one in units)
         for name in Bytes.__dataclass_fields__
     }
-    planned["float"] = 4 * contents.record.graph.float_parameters
+    planned["float"] = contents.record.graph.float_bytes
     planned["metadata"] = 0
     return Account(Path(path), size, items, planned, units, contents.about)
 

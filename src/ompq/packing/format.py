@@ -18,7 +18,7 @@ from ompq.allocation.solver import Allocation
 from ompq.costs import FLOAT_BITS
 from ompq.errors import OmpqError, PackedFileError
 from ompq.files import replacing
-from ompq.graph import LayerGraph, Skipped, Unit
+from ompq.graph import LayerGraph, Skipped, Unit, stored_dtype
 from ompq.packing.bitstream import stream_length
 from ompq.quantization import BlockError, Quantization
 from ompq.quantization.equalization import Equalized
@@ -128,7 +128,6 @@ _TYPES = {
     "structure": torch.uint8,
 }
 _LARGEST_STRUCTURE = 1 << 26  # a deflated file must not fill the memory
-_INTEGERS = (torch.uint8, torch.int16, torch.int32)
 # What plain data of the wrong kind makes the code that reads it raise.
 _BROKEN = (
     OmpqError,
@@ -233,7 +232,7 @@ def _to_tensors(contents: Contents) -> dict[str, Tensor]:
     }
     for key, tensor in contents.state.items():
         if key not in floats:
-            tensors[f"{_STATE}{key}"] = _smallest(tensor.contiguous())
+            tensors[f"{_STATE}{key}"] = tensor.to(stored_dtype(tensor)).contiguous()
     return tensors
 
 
@@ -252,16 +251,6 @@ def _structure(contents: Contents, floats: Mapping[str, Tensor]) -> Tensor:
     }
     deflated = zlib.compress(json.dumps(data).encode(), 9)
     return torch.frombuffer(bytearray(deflated), dtype=torch.uint8)
-
-
-def _smallest(tensor: Tensor) -> Tensor:
-    """Return integers in the narrowest type that holds them; others as they are."""
-    if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
-        return tensor
-    for kind in _INTEGERS:
-        if tensor.to(kind).to(tensor.dtype).equal(tensor):
-            return tensor.to(kind)
-    return tensor
 
 
 def _from_tensors(header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Contents:

@@ -20,9 +20,10 @@ from ompq.graph import (
     Skipped,
     Unit,
     channel_axis,
+    find_units,
     folded,
     normalised_by,
-    trace,
+    observe,
 )
 from ompq.layers import (
     ActivationQuantizer,
@@ -47,7 +48,6 @@ from ompq.quantization.moments import (
 from ompq.quantization.sites import ActivationSite, Link, find_sites
 from ompq.quantizers import LARGEST_HALF_BITS, Grid
 from ompq.ranges import DEFAULT_KIND, Kind, RangeMethod, activation_grid, search_weight
-from ompq.recording import record
 from ompq.samples import (
     Progress,
     Samples,
@@ -111,11 +111,6 @@ def quantizer_names(model: nn.Module, sites: Sequence[ActivationSite]) -> list[s
         same = sum(name.startswith(base) for name in found)
         found.append(f"{base}_{same + 1}" if same else base)
     return found
-
-
-def bias_key(unit: Unit) -> str:
-    """Return what a unit's bias is called in the ``state_dict``, if it has one."""
-    return f"{unit.parameter.removesuffix('weight')}bias"
 
 
 def _fold(model: nn.Module, unit: Unit) -> None:
@@ -309,10 +304,9 @@ def quantize(
     report = progress or (lambda _done, _total, _message: None)
     report(0, 4, "observing the network")
     samples = Samples.of(samples)
-    graph = trace(model, samples)
+    recording = observe(model, samples)
+    graph = find_units(model, recording)
     allocation = _allocation(plan, graph)
-    device = model_device(model)
-    recording = record(model, to_device(samples.first_batch(1), device))
     sites, lost = find_sites(model, recording, graph, allocation)
     report(1, 4, READING)
     factors: tuple[Equalized, ...] = ()
