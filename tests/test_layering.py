@@ -14,6 +14,7 @@ ORDER = {
     "files": "",
     "samples": "",
     "userfiles": "",
+    "stages": "",
     "quantizers": "",
     "ranges": "",
     "orthogonality": "",
@@ -24,6 +25,7 @@ ORDER = {
     "scores": "...",
     "allocation": "program relaxations search explanation solver",
     "plans": "",
+    "summaries": "",
     "layers": "",
     "quantization": "sites calibration moments equalization",
     "reconstruction": "blocks rounding",
@@ -36,6 +38,7 @@ ORDER = {
     "models": "cifar weights demo_network",
     "datasets": "images sources training_sets",
     "report": "...",
+    "workflow": "",
     "demo": "",
     "cli": "...",
 }

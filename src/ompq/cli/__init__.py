@@ -1,5 +1,5 @@
 """The command line: the library's verbs, in the library's words."""
 
-from ompq.cli.main import app
+from ompq.cli.app import app
 
 __all__ = ["app"]

@@ -1,24 +1,65 @@
-"""A run that makes a network: its folder, and what a stopped one continues from."""
+"""quantize, train and evaluate: runs that make a network, or measure one."""
 
+import json
 import os
 import shlex
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, ClassVar
 
+import torch
 import typer
+from rich.console import RenderableType
+from torch import nn
 
-from ompq.cli.evaluating import LimitOption
-from ompq.cli.options import option
-from ompq.cli.screen import Screen, say
+from ompq.allocation.solver import Allocation, Budget
+from ompq.cli.console import Console, muted, opened, render, say
+from ompq.cli.options import OutputOptions, check_folder, flag, one_of, option
+from ompq.cli.settings import (
+    DataOptions,
+    NetworkOptions,
+    PlanOptions,
+    read_samples,
+    sample_count,
+)
+from ompq.cli.views import facts, time_line, totals, used, warning
+from ompq.costs import digits
+from ompq.datasets.images import image_views
 from ompq.datasets.sources import Data
-from ompq.errors import CheckpointError
+from ompq.datasets.training_sets import training_data
+from ompq.errors import BudgetError, CheckpointError, PlanError
+from ompq.evaluation import Evaluation
+from ompq.evaluation import evaluate as measure
+from ompq.integer.engine import IntegerNetwork
+from ompq.models import NamedModel
+from ompq.packing import load, save
+from ompq.plans import Plan
+from ompq.quantization import BlockError, quantization_of
+from ompq.reconstruction import ReconstructConfig
 from ompq.reconstruction.rounding import RoundingConfig
+from ompq.samples import model_device
+from ompq.training import train as learn
+from ompq.training.batches import TrainingData
+from ompq.training.config import TRAIN_PROTOCOLS, TrainConfig
+from ompq.training.run import check_installed, checked_length
+from ompq.userfiles import suggestion
+from ompq.workflow import PLAN, Outcome, Workflow, read_bits
 
 CALIBRATION = 1024
+_ENGINES = ("simulated", "integer")
+
+LimitOption = Annotated[
+    int | None,
+    option(
+        "NUMBER",
+        "Use only this many images, spread over the classes. Default: all.",
+        min=1,
+    ),
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,64 +68,54 @@ class RunOptions:
 
     folder: Annotated[
         Path,
-        option(
-            "--output",
-            "-o",
-            metavar="DIR",
-            text="Where plan, network, result and report go.",
-        ),
+        option("DIR", "Where plan, network, result and report go.", "--output", "-o"),
     ]
     budget: Annotated[
-        str | None,
-        option(metavar="BUDGET", text="As for ompq plan; not needed with --plan."),
+        str | None, option("BUDGET", "As for ompq plan; not needed with --plan.")
     ] = None
     plan: Annotated[
         Path | None,
         option(
-            metavar="FILE",
-            text="Take this plan, or these bits copied from a report, instead of "
-            "making a plan.",
+            "FILE",
+            "Use this plan, or bits copied from a report, instead of a new plan.",
         ),
     ] = None
     samples: Annotated[
         int | None,
         option(
+            "NUMBER",
+            f"How many inputs calibrate. Default: {CALIBRATION}, or all.",
             min=2,
-            metavar="NUMBER",
-            text=f"How many inputs calibrate. Default: {CALIBRATION}, or all.",
         ),
     ] = None
     views: Annotated[
         int,
         option(
+            "NUMBER",
+            "Versions of each image to learn from: itself and mirrored, shifted "
+            "copies. 8 to 16 help with fewer than 200 images. Default: 1.",
             min=1,
-            metavar="NUMBER",
-            text="How many of each image to learn from: itself and copies, mirrored "
-            "and shifted. 8 to 16 help where there are fewer than 200. Default: 1.",
         ),
     ] = 1
     iterations: Annotated[
-        int,
+        int | None,
         option(
+            "NUMBER",
+            f"Learning steps per block. Default: {RoundingConfig.iterations}.",
             min=1,
-            metavar="NUMBER",
-            text=f"Steps a block learns. Default: {RoundingConfig.iterations}.",
         ),
-    ] = RoundingConfig.iterations
+    ] = None
     no_reconstruct: Annotated[
-        bool, option("--no-reconstruct", text="Round to nearest and learn nothing.")
+        bool, flag("Round to nearest; learn nothing.", "--no-reconstruct")
     ] = False
     eval_data: Annotated[
         str | None,
-        option(
-            metavar="SOURCE",
-            text="Labelled images to measure accuracy on, as for ompq evaluate.",
-        ),
+        option("SOURCE", "Labelled images to measure accuracy on, as ompq evaluate."),
     ] = None
     limit: LimitOption = None
-    resume: Annotated[
-        bool, option("--resume", text="Continue a run that was stopped.")
-    ] = False
+    resume: Annotated[bool, flag("Continue a run that was stopped.", "--resume")] = (
+        False
+    )
 
     @property
     def checkpoint(self) -> Path:
@@ -103,15 +134,78 @@ class RunOptions:
 
     @property
     def started(self) -> Path | None:
-        """What is there of a run that was stopped."""
+        """What there is of a run that was stopped."""
         kept = (self.training, self.start, self.checkpoint)
-        found = [path for path in kept if path.exists()]
-        return found[0] if found else None
+        return next((path for path in kept if path.exists()), None)
+
+    def calibration_count(self, inputs: Data) -> int:
+        """Return how many inputs calibrate."""
+        return self.samples or min(CALIBRATION, len(inputs))
+
+    def check(self, planning: PlanOptions) -> None:
+        """Refuse options that contradict each other.
+
+        Raises:
+            ValueError: Some do.
+        """
+        deciding = [*(["--budget"] if self.budget else []), *planning.typed()]
+        if self.plan is not None and deciding:
+            raise ValueError(
+                f"--plan already decides the bits; leave out {', '.join(deciding)}"
+            )
+        if self.no_reconstruct and self.iterations is not None:
+            raise ValueError(
+                "--no-reconstruct learns nothing; leave out it or --iterations"
+            )
+
+    def check_unfinished(self) -> None:
+        """Make sure that a stopped run is continued only if that is wanted.
+
+        Raises:
+            CheckpointError: There is one, and the options do not say to continue; or
+                they do, and there is none.
+        """
+        if self.resume and not self.started:
+            raise CheckpointError(
+                f"{self.folder} has no stopped run; omit --resume to begin one"
+            )
+        if self.started and not self.resume:
+            raise CheckpointError(
+                f"{self.started} is left from an earlier run; add --resume to continue "
+                "it, or remove it to begin again"
+            )
+
+    def check_budget(self, plan: Plan, begun: Path) -> None:
+        """Make sure that the budget typed, if any, is that of the bits in ``begun``.
+
+        Raises:
+            BudgetError: It is another.
+        """
+        wanted = None if self.budget is None else Budget.of(self.budget)
+        if wanted is not None and str(wanted) != str(plan.budget):
+            raise BudgetError(
+                f"{begun} was begun with the budget {plan.budget}, not {wanted}; "
+                "give that one, or begin again in another folder"
+            )
+
+    def bits_source(self) -> Plan | Allocation | Budget:
+        """Return what decides on the bits: a plan, bits, or a budget to plan for."""
+        self.check_unfinished()
+        wanted = None if self.budget is None else Budget.of(self.budget)
+        if self.plan is not None:
+            return read_bits(self.plan)
+        if self.started:
+            plan = Plan.load(self.folder / PLAN)
+            self.check_budget(plan, self.folder)
+            return plan
+        if wanted is None:
+            raise BudgetError("no budget: give --budget, for example 4.0MiB, or --plan")
+        return wanted
 
 
 @contextmanager
-def run_folder(run: RunOptions, screen: Screen) -> Iterator[None]:
-    """Make the folder at once; leave none behind if nothing was written to it."""
+def run_folder(run: RunOptions, console: Console) -> Iterator[None]:
+    """Make the folder at once; remove it if nothing was written to it."""
     new = not run.folder.exists()
     run.folder.mkdir(parents=True, exist_ok=True)
     try:
@@ -119,9 +213,9 @@ def run_folder(run: RunOptions, screen: Screen) -> Iterator[None]:
     except KeyboardInterrupt:
         if run.started is None:
             raise
-        if os.environ.get("RANK", "0") == "0":  # of many processes one says it
-            say(screen.err, f"stopped; what is done is kept in {run.started}")
-            say(screen.err, f"continue with: {_again()}")
+        if _is_main():
+            say(console.err, f"stopped; progress is kept in {run.started}")
+            say(console.err, f"continue with: {_again()}")
         raise typer.Exit(130) from None
     finally:
         if new:
@@ -132,29 +226,463 @@ def run_folder(run: RunOptions, screen: Screen) -> Iterator[None]:
 def _again() -> str:
     """Return the command that continues this one."""
     if "RANK" in os.environ:  # this process does not know what started it
-        return "the command that started all processes, and --resume"
+        return "the command that started all processes, with --resume added"
     typed = [word for word in sys.argv[1:] if word != "--resume"]
     return shlex.join(["ompq", *typed, "--resume"])
 
 
-def calibration_count(run: RunOptions, inputs: Data) -> int:
-    """Return how many inputs calibrate."""
-    return run.samples or min(CALIBRATION, len(inputs))
+def _is_main() -> bool:
+    """Return whether this is the first of the processes that torchrun started."""
+    return os.environ.get("RANK", "0") == "0"
 
 
-def check_unfinished(run: RunOptions) -> None:
-    """Make sure that a run that was stopped is continued only where one wants it.
+def quantize(
+    network: NetworkOptions,
+    data: DataOptions,
+    run: RunOptions,
+    planning: PlanOptions,
+    output: OutputOptions,
+) -> None:
+    """Plan, quantize, reconstruct, evaluate and save, in one command.
+
+    Examples:
+      ompq quantize torchvision:resnet18 --data train/ --budget 4.0MiB -o out/
+      ompq quantize timm:resnet18 --data train/ --eval-data val/ --budget 3.2bits
+        --iterations 2000 -o out/
+      ompq quantize net.py:make --data digits --plan plan.json -o out/
+      ompq quantize ompq:demo --data digits --budget 36KiB -o out/
+
+    Ctrl-C keeps what is done: the same command with --resume continues.
+    """
+    check_folder(run.folder)
+    with opened(output) as console, run_folder(run, console):
+        run.check(planning)
+        source = run.bits_source()
+        planning.config()  # wrong options should not wait for the network
+        model = network.load(console)
+        inputs = data.load(model, "train")
+        # Before the work: labels that do not fit should not cost an hour.
+        judged = data.labelled(run.eval_data, model, run.limit)
+        samples = read_samples(inputs, run.calibration_count(inputs), console)
+        work = Workflow(model.module, samples, console.stages)
+        plan, made = _quantized(work, source, model, run, planning, data.seed)
+        steps = 0 if run.no_reconstruct else _rounding(run).iterations
+        about = _about(model, inputs, run, samples=len(samples), iterations=steps)
+        outcome = work.outcome(made, plan, judged, about)
+        _finish(outcome, run, console)
+        run.checkpoint.unlink(missing_ok=True)
+
+
+def _quantized(
+    work: Workflow,
+    source: Plan | Allocation | Budget,
+    model: NamedModel,
+    run: RunOptions,
+    planning: PlanOptions,
+    seed: int,
+) -> tuple[Plan, nn.Module]:
+    """Plan, quantize and, unless the options say otherwise, reconstruct."""
+    count = sample_count(model.name, None, planning.protocol)
+    plan = work.plan(source, planning.config(), count=count)
+    views = image_views(work.samples, run.views, seed=seed)
+    work = replace(work, samples=views)
+    rounded = work.quantize(plan)
+    if run.no_reconstruct:
+        return plan, rounded
+    plan.save(run.folder / PLAN)  # a run that is stopped continues with it
+    config = ReconstructConfig(rounding=_rounding(run), seed=seed)
+    return plan, work.reconstruct(rounded, config, checkpoint=run.checkpoint)
+
+
+def _rounding(run: RunOptions) -> RoundingConfig:
+    if run.iterations is None:
+        return RoundingConfig()
+    return RoundingConfig(iterations=run.iterations)
+
+
+def _about(
+    model: NamedModel, inputs: Data, run: RunOptions, **numbers: int
+) -> dict[str, Any]:
+    """Return what a result says about how it came about."""
+    return {
+        "network": model.name,
+        "weights": model.weights,
+        "data": inputs.name,
+        "eval_data": run.eval_data,
+        **numbers,
+        "seed": inputs.seed,
+        "device": str(model_device(model.module)),
+    }
+
+
+def _finish(outcome: Outcome, run: RunOptions, console: Console) -> None:
+    with console.stage("writing files") as progress:
+        files = outcome.write(run.folder, progress)
+    render(OutcomeView(outcome, run.folder, files), console)
+
+
+@dataclass(frozen=True)
+class OutcomeView:
+    """A quantized network, how it does, and its files."""
+
+    outcome: Outcome
+    folder: Path
+    files: Sequence[str]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data."""
+        made = self.outcome.to_json()
+        return {**made, "folder": str(self.folder), "files": self.files}
+
+    def line(self) -> str:
+        """Return folder, budget and accuracy."""
+        found = self.outcome.evaluation
+        accuracy = "" if found is None else f", top-1 {accuracy_text(found)}"
+        return f"{self.folder}: {'; '.join(used(self.outcome.plan))}{accuracy}"
+
+    def tables(self, _width: int) -> list[RenderableType]:
+        """Return size, errors, accuracy, time and files."""
+        made = self.outcome
+        rows = [
+            *totals(made.plan),
+            *_error_rows(made.errors),
+            *_accuracy_rows(made.evaluation),
+            ("arithmetic", made.about["arithmetic"]),
+            ("time", time_line(made.seconds)),
+            ("files", ", ".join(str(self.folder / name) for name in self.files)),
+        ]
+        return [facts(rows), *warning(made.about, "the results")]
+
+
+def accuracy_text(found: Evaluation) -> str:
+    """Return top-1 with its interval.
+
+    Example:
+        ``71.39 % (69.58 to 73.13) of 2,500 images``
+    """
+    low, high = (100 * limit for limit in found.interval)
+    interval = f"({low:.2f} to {high:.2f})"
+    return f"{100 * found.top1:.2f} % {interval} of {found.count:,} images"
+
+
+def _error_rows(errors: Sequence[BlockError]) -> list[tuple[str, str]]:
+    if not errors:
+        return []
+    kept = [error.block for error in errors if not error.improved]
+    worst = sorted(errors, key=lambda error: -error.after)[:3]
+    texts = [f"{e.block} {digits(e.before)} → {digits(e.after)}" for e in worst]
+    better = f"{len(errors) - len(kept)} of {len(errors)} improved"
+    return [
+        ("blocks", f"{better}; the others keep their rounding" if kept else better),
+        ("worst", f"{', '.join(texts)} (relative squared error)"),
+    ]
+
+
+def _accuracy_rows(found: Evaluation | None) -> list[tuple[str, str]]:
+    if found is None:
+        return []
+    assert found.drop is not None and found.drop_error is not None
+    assert found.agreement is not None
+    return [
+        ("float", f"top-1 {100 * (found.top1 + found.drop):.2f} %"),
+        ("quantized", f"top-1 {accuracy_text(found)}"),
+        (
+            "drop",
+            f"{100 * found.drop:.2f} ± {100 * found.drop_error:.2f} points; "
+            f"the same answer on {100 * found.agreement:.1f} % of the images",
+        ),
+    ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainOptions:
+    """How the network is trained."""
+
+    PANEL: ClassVar[str] = "How it is trained"
+
+    start: Annotated[
+        Path | None,
+        option(
+            "FILE",
+            "Start from this packed network instead of quantizing one.",
+            "--from",
+        ),
+    ] = None
+    validation: Annotated[
+        str | None,
+        option(
+            "SOURCE",
+            "Labelled images that decide which epoch is kept. Default: keep the last.",
+        ),
+    ] = None
+    epochs: Annotated[
+        int | None,
+        option(
+            "NUMBER", f"Passes over the data. Default: {TrainConfig.epochs}.", min=1
+        ),
+    ] = None
+    batch_size: Annotated[
+        int | None,
+        option(
+            "NUMBER",
+            f"Images per step, over all processes. Default: {TrainConfig.batch_size}.",
+            min=1,
+        ),
+    ] = None
+    learning_rate: Annotated[
+        float | None,
+        option("NUMBER", f"At the start. Default: {TrainConfig.learning_rate:g}."),
+    ] = None
+    settings: Annotated[
+        list[str] | None,
+        option(
+            "NAME=VALUE",
+            "Any other field of ompq.TrainConfig: distill=0.5, compile=true, "
+            "activations=clip. Repeatable.",
+            "--set",
+        ),
+    ] = None
+
+    def config(self, protocol: str | None, seed: int) -> TrainConfig:
+        """Return the settings of a training: the protocol's, and what was typed.
+
+        Raises:
+            ValueError: There is no such setting, or it cannot have that value.
+        """
+        base = TRAIN_PROTOCOLS.get(protocol or "", TrainConfig())
+        names = ("epochs", "batch_size", "learning_rate")
+        typed = {name: getattr(self, name) for name in names}
+        given = {name: value for name, value in typed.items() if value is not None}
+        known = [field.name for field in fields(TrainConfig) if field.name != "seed"]
+        for text in self.settings or ():
+            name, equals, value = text.partition("=")
+            if not equals or name not in known:
+                meant = "" if name in known else suggestion(name, known)
+                raise ValueError(
+                    f"--set {text}: write NAME=VALUE with a field of ompq.TrainConfig"
+                    f"{meant}; the seed is --seed"
+                )
+            try:
+                given[name] = json.loads(value)
+            except ValueError:  # a word
+                given[name] = value
+        return replace(base, **given, seed=seed)
+
+
+def train(
+    network: NetworkOptions,
+    data: DataOptions,
+    run: RunOptions,
+    training: TrainOptions,
+    planning: PlanOptions,
+    output: OutputOptions,
+) -> None:
+    """Plan, quantize, reconstruct, train, evaluate and save, in one command.
+
+    Examples:
+      ompq train torchvision:resnet18 --data imagenet/ --eval-data imagenet/
+        --protocol paper-qat --budget 6.7MiB -o out/
+      ompq train cifar:resnet20 --weights r20.safetensors --data cifar10/
+        --budget 3bits --epochs 20 --set batch_norm=fold-and-train -o out/
+      ompq train ompq:demo --data digits --from out/network.ompq.safetensors
+        -o more/
+
+    Ctrl-C, or anything else that stops it, keeps what is done: the same command with
+    --resume continues. torchrun and accelerate launch run it on several GPUs and
+    machines.
+    """
+    check_folder(run.folder)
+    output = output if _is_main() else replace(output, json=False, quiet=True)
+    with opened(output) as console, run_folder(run, console):
+        run.check(planning)
+        config = training.config(planning.protocol, data.seed)
+        if _is_main():  # the others may come when there is something already
+            run.check_unfinished()
+        _take_gpu()
+        model = network.load(console)
+        inputs = data.load(model, "train")
+        # Before the work: what cannot be trained with should not cost an hour.
+        images = _images(inputs, config, console)
+        count = run.calibration_count(inputs)
+        samples = read_samples(inputs, min(256, count), console)
+        judged = data.labelled(run.eval_data, model, run.limit)
+        validation = data.labelled(training.validation, model)
+        if _is_main() and training.start is None:
+            _prepare(model, inputs, run, planning, console)
+        plan, start = _begin(training, run, model)
+        with console.stage("training") as progress:
+            made = learn(
+                start,
+                images,
+                config,
+                teacher=model.module,
+                validation=validation,
+                checkpoint=run.training,
+                progress=progress,
+            )
+        if _is_main():
+            work = Workflow(model.module, samples, console.stages)
+            about = _about(model, inputs, run, epochs=config.epochs)
+            _finish(work.outcome(made, plan, judged, about), run, console)
+
+
+def _take_gpu() -> None:
+    """Let each process of a machine use a GPU of its own."""
+    if "LOCAL_RANK" in os.environ and torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+
+
+def _images(inputs: Data, config: TrainConfig, console: Console) -> TrainingData:
+    """Return what is trained with, once it is sure that it can be."""
+    device = model_device(inputs.model.module)
+    with console.stage("reading images") as progress:
+        images = training_data(inputs, device=device, progress=progress)
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    checked_length(images, config, processes, device)
+    check_installed(config)
+    return images
+
+
+def _prepare(
+    model: NamedModel,
+    inputs: Data,
+    run: RunOptions,
+    planning: PlanOptions,
+    console: Console,
+) -> None:
+    """Quantize, and write what all processes, and a resumed run, start from."""
+    source = run.bits_source()
+    if run.start.exists():
+        return
+    samples = read_samples(inputs, run.calibration_count(inputs), console)
+    work = Workflow(model.module, samples, console.stages)
+    plan, made = _quantized(work, source, model, run, planning, inputs.seed)
+    plan.save(run.folder / PLAN)
+    save(made, run.start, plan=plan, network=model.name)
+    run.checkpoint.unlink(missing_ok=True)
+
+
+def _begin(
+    training: TrainOptions, run: RunOptions, model: NamedModel
+) -> tuple[Plan, nn.Module]:
+    """Return the plan and the network to start from, once they are there.
 
     Raises:
-        CheckpointError: There is one, and the options do not say to continue; or they
-            do, and there is none.
+        PlanError: There is no plan, or it is that of another network.
     """
-    if run.resume and not run.started:
-        raise CheckpointError(
-            f"{run.folder} holds no run that was stopped; leave --resume away to begin"
+    path = training.start or run.start
+    while path == run.start and not path.exists():
+        time.sleep(0.5)  # the first process is at it; if it fails, all are ended
+    network = load(path, model.module)
+    record, beside = quantization_of(network), path.parent / PLAN
+    given = run.plan or beside
+    if not given.exists():
+        raise PlanError(
+            f"there is no {given} with the plan of {path}; give it with --plan FILE"
         )
-    if run.started and not run.resume:
-        raise CheckpointError(
-            f"{run.started} is there from an earlier run; "
-            "add --resume to continue it, or remove it to begin anew"
+    found = read_bits(given)
+    plan = found if isinstance(found, Plan) else Plan.load(beside)
+    run.check_budget(plan, path)
+    plan.check_network(record.graph)
+    bits = found.allocation if isinstance(found, Plan) else found
+    if dict(bits) != dict(record.allocation):
+        raise PlanError(
+            f"{given} gives other bits than {path} has; give the plan of that network"
         )
+    return plan, network
+
+
+def evaluate(
+    network: NetworkOptions,
+    data: DataOptions,
+    output: OutputOptions,
+    packed: Annotated[
+        Path | None,
+        option("FILE", "Evaluate this packed network of ompq quantize or ompq train."),
+    ] = None,
+    engine: Annotated[
+        str,
+        one_of(
+            _ENGINES,
+            "what computes a packed network: PyTorch, or integers alone on the CPU, "
+            "which is slow. Default: simulated.",
+        ),
+    ] = _ENGINES[0],
+    limit: LimitOption = None,
+    batch_size: Annotated[
+        int, option("NUMBER", "Images per batch. Default: 64.", min=1)
+    ] = 64,
+) -> None:
+    """Measure a network's accuracy, with its 95 % interval.
+
+    Examples:
+      ompq evaluate torchvision:resnet18 --data imagenet/val
+      ompq evaluate torchvision:resnet18 --weights r18.pth --data imagenet/val
+      ompq evaluate cifar:resnet20 --weights r20.safetensors --data cifar
+        --limit 1000
+      ompq evaluate ompq:demo --data digits --json
+      ompq evaluate ompq:demo --packed out/network.ompq.safetensors --data digits
+        --engine integer --limit 100
+
+    The data has one folder per class; a folder with train and test (or val) inside is
+    evaluated on test.
+    """
+    if engine == "integer" and packed is None:
+        raise ValueError(
+            "--engine integer computes packed networks; give one with --packed FILE"
+        )
+    with opened(output) as console:
+        model = _loaded(network, packed, console)
+        inputs = data.load(model, "test")
+        batches = inputs.batches(batch_size=batch_size, limit=limit)
+        judged = model.module
+        if engine == "integer":
+            judged = IntegerNetwork.from_quantized(judged.cpu(), inputs.samples(1))
+        with console.stage("evaluating") as progress:
+            result = measure(judged, batches, progress=progress)
+        about = {"network": model.name, "weights": model.weights, "data": inputs.name}
+        if packed is not None:
+            about["engine"] = engine
+        render(EvaluationView(result, about, console.stages.seconds), console)
+
+
+def _loaded(
+    options: NetworkOptions, packed: Path | None, console: Console
+) -> NamedModel:
+    if packed is None:
+        return options.load(console)
+    # The file holds all weights; those of the network it was made from do not matter.
+    with muted():
+        model = replace(options, weights="none").load(console)
+    return replace(model, module=load(packed, model.module), weights=str(packed))
+
+
+@dataclass(frozen=True)
+class EvaluationView:
+    """How well a network does."""
+
+    result: Evaluation
+    about: Mapping[str, Any]
+    seconds: Mapping[str, float]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data."""
+        return {**self.about, **self.result.to_json(), "seconds": self.seconds}
+
+    def line(self) -> str:
+        """Return top-1 with its interval."""
+        return accuracy_text(self.result)
+
+    def tables(self, _width: int) -> list[RenderableType]:
+        """Return accuracy, speed and time."""
+        about, result = self.about, self.result
+        rows = [
+            ("network", f"{about['network']}, weights {about['weights']}"),
+            ("data", about["data"]),
+            *([("engine", about["engine"])] if "engine" in about else []),
+            ("top-1", self.line()),
+            *([] if result.top5 is None else [("top-5", f"{100 * result.top5:.2f} %")]),
+            ("speed", f"{result.images_per_second:,.0f} images a second"),
+            ("time", time_line(self.seconds)),
+        ]
+        return [facts(rows), *warning(about, "the numbers")]

@@ -1,91 +1,138 @@
-"""From what the user typed to what the library takes."""
+"""Network, data and plan: from what the user typed to what the library takes.
 
-import os
+Defaults are those of the library's own settings; the help reads them from there.
+"""
+
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, ClassVar, get_args
 
+import torch
+import typer
 from torch import Tensor
 
-from ompq.cli.options import (
-    FEWER_SAMPLES,
-    SAMPLES,
-    DataOptions,
-    NetworkOptions,
-    PlanOptions,
-)
-from ompq.cli.screen import Screen
-from ompq.costs import FLOAT_BITS, load_latency
-from ompq.datasets.sources import Data, Split, load_data
+from ompq.allocation.solver import Method
+from ompq.cli.console import Console
+from ompq.cli.options import argument, flag, one_of, option
+from ompq.costs import FLOAT_BITS, Accounting, load_latency
+from ompq.datasets.sources import Batches, Data, Split, load_data
 from ompq.errors import ScoreError
 from ompq.models import NamedModel, load_model
 from ompq.plans import PLAN_PROTOCOLS, Pin, PlanConfig
-from ompq.samples import Progress
-from ompq.scores import SCORES, Score
-from ompq.userfiles import call_user_function, is_user_function
+from ompq.scores import SCORES, Score, score_name
+from ompq.targets import included_targets
+from ompq.userfiles import call_user_function, is_user_function, suggestion
 
+SAMPLES = 64
+# The paper's numbers of samples: 64, but 32 for MobileNetV2.
+FEWER_SAMPLES = {"mobilenet_v2": 32, "mobilenetv2": 32}
+_DEVICES = ("auto", "cpu", "cuda")
+_SOURCES = "Network and data"
 _PIN = re.compile(
     r"(?P<pattern>.+)=(?:W?(?P<weight>\d+)(?:A(?P<activation>\d+))?|(?P<float>float))",
     re.IGNORECASE,
 )
 
 
-def check_writable(path: Path | None) -> None:
-    """Make sure, before the work, that a file can be written.
-
-    Raises:
-        ValueError: It cannot.
-    """
-    if path is None:
-        return
-    if path.is_dir():
-        raise ValueError(f"--output {path} is a folder; name a file in it")
-    above = next(one for one in path.absolute().parents if one.exists())
-    if not above.is_dir() or not os.access(above, os.W_OK):
-        raise ValueError(f"--output {path}: {above} is no folder one may write to")
-
-
-def check_folder(path: Path | None, option: str = "--output") -> None:
-    """Make sure, before the work, that files can be written into a folder.
-
-    Raises:
-        ValueError: They cannot.
-    """
-    if path is None:
-        return
-    if path.exists() and not path.is_dir():
-        raise ValueError(f"{option} {path} is a file; name a folder")
-    absolute = path.absolute()
-    there = next(one for one in (absolute, *absolute.parents) if one.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK):
-        raise ValueError(f"{option} {path}: {there} is no folder one may write to")
-
-
-def load_network(options: NetworkOptions, screen: Screen) -> NamedModel:
-    """Load the network and put it where it is to run."""
-    device = options.torch_device()
-    with screen.stage("loading the network"):
-        model = load_model(options.network, options.weights)
-        model.module.to(device)
-    return model
-
-
-def load_inputs(options: DataOptions, model: NamedModel, split: Split) -> Data:
-    """Find the data."""
-    return load_data(
-        options.data,
-        model,
-        split=split,
-        seed=options.seed,
-        skip_unreadable=options.skip_unreadable,
+def _known_score(value: str | None) -> str | None:
+    if value is None or value in SCORES or is_user_function(value):
+        return value
+    raise typer.BadParameter(
+        f"there is no score {value!r}{suggestion(value, SCORES)}; "
+        f"use {', '.join(SCORES)} or FILE.py:FUNCTION"
     )
 
 
-def read_samples(data: Data, count: int, screen: Screen) -> Tensor:
+def _joined(values: tuple[int, ...]) -> str:
+    return ",".join(str(value) for value in values)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NetworkOptions:
+    """Which network."""
+
+    PANEL: ClassVar[str] = _SOURCES
+
+    network: Annotated[
+        str,
+        argument(
+            "NETWORK",
+            "torchvision:NAME, timm:NAME, cifar:resnet20, ompq:demo, or "
+            "FILE.py:FUNCTION, a function of your own that returns the network.",
+        ),
+    ]
+    weights: Annotated[
+        str | None,
+        option(
+            "FILE",
+            "A .safetensors, .pt or .pth file; none: random weights, to try things "
+            "out. Default: the library's pretrained weights, downloaded if needed.",
+        ),
+    ] = None
+    device: Annotated[
+        str, one_of(_DEVICES, "where to run. Default: auto, a GPU if there is one.")
+    ] = _DEVICES[0]
+
+    def load(self, console: Console) -> NamedModel:
+        """Load the network onto its device.
+
+        Raises:
+            ValueError: A GPU is asked for and there is none.
+        """
+        available = torch.cuda.is_available()
+        if self.device == "cuda" and not available:
+            raise ValueError("--device cuda: PyTorch finds no GPU; use --device cpu")
+        gpu = available and self.device != "cpu"
+        with console.stage("loading the network"):
+            model = load_model(self.network, self.weights)
+            model.module.to("cuda" if gpu else "cpu")
+        return model
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataOptions:
+    """Which data."""
+
+    PANEL: ClassVar[str] = _SOURCES
+
+    data: Annotated[
+        str,
+        option(
+            "SOURCE",
+            "A folder of images, digits (scikit-learn's), FILE.py:FUNCTION, or "
+            "random: noise, to try things out.",
+        ),
+    ]
+    seed: Annotated[
+        int, option("NUMBER", "Decides which images are used. Default: 0.")
+    ] = 0
+    skip_unreadable: Annotated[
+        bool, flag("Skip broken images instead of stopping.", "--skip-unreadable")
+    ] = False
+
+    def load(self, model: NamedModel, split: Split) -> Data:
+        """Find the data."""
+        return load_data(
+            self.data,
+            model,
+            split=split,
+            seed=self.seed,
+            skip_unreadable=self.skip_unreadable,
+        )
+
+    def labelled(
+        self, source: str | None, model: NamedModel, limit: int | None = None
+    ) -> Batches | None:
+        """Return labelled batches of another source, if one is given."""
+        if source is None:
+            return None
+        return replace(self, data=source).load(model, "test").batches(limit=limit)
+
+
+def read_samples(data: Data, count: int, console: Console) -> Tensor:
     """Read unlabelled inputs, (count, C, H, W)."""
-    with screen.stage("reading samples") as progress:
+    with console.stage("reading samples") as progress:
         return data.samples(count, progress=progress)
 
 
@@ -100,39 +147,125 @@ def sample_count(network: str, asked: int | None, protocol: str | None) -> int:
     return SAMPLES
 
 
-def plan_config(options: PlanOptions) -> PlanConfig:
-    """Return the settings of a plan: the protocol's, and what was typed besides.
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions:
+    """How bits are chosen."""
 
-    Raises:
-        ValueError: An option cannot be read.
-        BudgetError: The latency table cannot be read.
-        ScoreError: The user's own score cannot be made.
-    """
-    base = PLAN_PROTOCOLS[options.protocol] if options.protocol else PlanConfig()
-    given: dict[str, Any] = {
-        "score": None if options.score is None else _score(options.score),
-        "choices": _bits("--choices", options.choices),
-        "activation_choices": _bits("--activation-bits", options.activation_bits),
-        "pinned": _pins(options.pin, base.pinned) if options.pin else None,
-        "tie": False if options.no_tie else None,
-        "tied": tuple(options.tie) if options.tie else None,
-        "accounting": options.accounting,
-        "method": options.method,
-        "latency": load_latency(options.latency) if options.latency else None,
-        "target": options.target,
-        "strict": options.strict or None,
-    }
-    return replace(base, **{k: v for k, v in given.items() if v is not None})
+    PANEL: ClassVar[str] = "How bits are chosen"
 
+    choices: Annotated[
+        str | None,
+        option(
+            "BITS",
+            "Widths that a layer's weights may get. "
+            f"Default: {_joined(PlanConfig.choices)}.",
+        ),
+    ] = None
+    activation_bits: Annotated[
+        str | None,
+        option(
+            "BITS",
+            "Widths that a layer's input may get; 32 leaves it float. "
+            f"Default: {_joined(PlanConfig.activation_choices)}.",
+        ),
+    ] = None
+    score: Annotated[
+        str | None,
+        option(
+            "NAME",
+            f"How damage is estimated: {', '.join(SCORES)}, or FILE.py:FUNCTION that "
+            f"returns a score. Default: {score_name(PlanConfig.score)}.",
+            callback=_known_score,
+            autocompletion=lambda: list(SCORES),
+        ),
+    ] = None
+    pin: Annotated[
+        list[str] | None,
+        option(
+            "PIN",
+            "PATTERN=BITS fixes bits: fc=8, 'layer4.*=4', @first=W8A8, fc=float. "
+            "Patterns: a name, a glob, re:REGEX, @first, @last. Repeatable.",
+        ),
+    ] = None
+    tie: Annotated[
+        list[str] | None,
+        option("PATTERN", "Layers that match share their bits. Repeatable."),
+    ] = None
+    no_tie: Annotated[
+        bool, flag("Let layers whose outputs are added differ in bits.", "--no-tie")
+    ] = False
+    accounting: Annotated[
+        str | None,
+        one_of(
+            get_args(Accounting),
+            "bytes as our files take them, or as the paper counts. "
+            f"Default: {PlanConfig.accounting}.",
+        ),
+    ] = None
+    method: Annotated[
+        str | None,
+        one_of(
+            get_args(Method),
+            "the optimum, or the paper's approximations. "
+            f"Default: {PlanConfig.method}.",
+        ),
+    ] = None
+    latency: Annotated[
+        Path | None,
+        option(
+            "FILE",
+            'Milliseconds for a budget in ms: JSON {"conv1": {"W4A8": 0.4}}.',
+        ),
+    ] = None
+    target: Annotated[
+        str | None,
+        option(
+            "NAME",
+            "Where the network will run: layers get only what works there, and what "
+            f"is no faster is listed. {', '.join(included_targets())}, or a JSON file.",
+            autocompletion=included_targets,
+        ),
+    ] = None
+    protocol: Annotated[
+        str | None,
+        one_of(
+            PLAN_PROTOCOLS, "settings of published work; other options override them."
+        ),
+    ] = None
+    strict: Annotated[
+        bool, flag("Make it an error if anything stays float.", "--strict")
+    ] = False
 
-def reporting(config: PlanConfig, progress: Progress) -> PlanConfig:
-    """Return settings whose score tells its progress, if it is one that can."""
-    score: Any = config.score
-    score = SCORES[score] if isinstance(score, str) else score
-    if not is_dataclass(score) or "progress" not in {f.name for f in fields(score)}:
-        return config
-    told: Any = replace(score, progress=progress)  # type: ignore[type-var]
-    return replace(config, score=told)
+    def config(self) -> PlanConfig:
+        """Return the settings of a plan: the protocol's, and what was typed besides.
+
+        Raises:
+            ValueError: An option cannot be read.
+            BudgetError: The latency table cannot be read.
+            ScoreError: The user's own score cannot be made.
+        """
+        base = PLAN_PROTOCOLS[self.protocol] if self.protocol else PlanConfig()
+        pins = dict(_pin(text) for text in self.pin or ())
+        given: dict[str, Any] = {
+            "score": None if self.score is None else _score(self.score),
+            "choices": _bits("--choices", self.choices),
+            "activation_choices": _bits("--activation-bits", self.activation_bits),
+            "pinned": {**base.pinned, **pins} if pins else None,
+            "tie": False if self.no_tie else None,
+            "tied": tuple(self.tie) if self.tie else None,
+            "accounting": self.accounting,
+            "method": self.method,
+            "latency": load_latency(self.latency) if self.latency else None,
+            "target": self.target,
+            "strict": self.strict or None,
+        }
+        return replace(base, **{k: v for k, v in given.items() if v is not None})
+
+    def typed(self) -> list[str]:
+        """Return the options that decide on bits and were given, as typed."""
+        settled = ("protocol", "strict")
+        names = [name for name, value in vars(self).items() if value]
+        return [f"--{name.replace('_', '-')}" for name in names if name not in settled]
 
 
 def _score(text: str) -> Score | str:
@@ -154,12 +287,8 @@ def _bits(option: str, text: str | None) -> tuple[int, ...] | None:
         return tuple(sorted({int(part) for part in text.split(",")}))
     except ValueError:
         raise ValueError(
-            f"{option} {text}: these are no bits; write for example {option} 2,4,8"
+            f"{option} {text} is not a list of bits; write for example {option} 2,4,8"
         ) from None
-
-
-def _pins(texts: Sequence[str], base: Mapping[str, Pin]) -> dict[str, Pin]:
-    return {**base, **dict(_pin(text) for text in texts)}
 
 
 def _pin(text: str) -> tuple[str, Pin]:

@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 from cli_tools import NETWORK, network_file, run
-from test_cli_training import FAST, write_images
+from test_runs_training import FAST, write_images
 
 WIDER = (
     ("nn.Conv2d(8, 8", "nn.Conv2d(8, 12"),
@@ -110,13 +110,13 @@ def contents(folder):
         ("--learning-rate inf", "learning_rate=inf must be above 0, and finite"),
         ("--protocol paper", "did you mean paper-"),
         ("--plan PLACE/run-wider/plan.json", "made for another network: 3 units"),
-        ("--plan PLACE/file", "is neither a plan nor bits"),
+        ("--plan PLACE/file", "is neither a plan nor an allocation"),
         ("--plan PLACE/none", "there is no such file"),
         ("--from PLACE/none", "there is no file"),
         ("--from PLACE/run-net", "is a folder; give the packed network in it"),
         (
             "--from PLACE/run-net/network.ompq.safetensors --budget 6bits",
-            "was begun with the budget 5bits, not 6bits; give that one, or begin anew",
+            "was begun with the budget 5bits, not 6bits; give that one, or begin again",
         ),
         ("--from PLACE/file", "is damaged, cut short, or no safetensors file"),
         ("--from PLACE/run-wider/network.ompq.safetensors", "for another network"),
@@ -129,7 +129,7 @@ def contents(folder):
         ("--set accumulate=3", "batch_size=8 cannot be split evenly over 1 processes"),
         ("--set seed=3", "the seed is --seed"),
         ("--set distill", "a field of ompq.TrainConfig; the seed"),
-        ("--resume", "holds no run that was stopped; leave --resume away"),
+        ("--resume", "has no stopped run; omit --resume"),
         ("PLACE/none.py:make", "there is no file"),
     ],
 )
@@ -155,7 +155,7 @@ def test_budgets_that_cannot_be_are_refused(place, tmp_path, budget, told):
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        ("", "training is there from an earlier run; add --resume"),
+        ("", "training is left from an earlier run; add --resume"),
         ("--resume --learning-rate 0.5", "belongs to another run (other network, dat"),
         ("--resume --budget 6bits", "was begun with the budget 5bits, not 6bits"),
         ("PLACE/wider.py:make --resume", "was made for another network"),
@@ -192,7 +192,7 @@ def test_an_output_that_is_no_folder_is_refused(place):
     told = refused(place, place / "file", "")
     assert "is a file; name a folder" in told
     told = refused(place, place / "file" / "below", "")
-    assert "is no folder one may write to" in told
+    assert "is not a writable folder" in told
 
 
 @pytest.mark.parametrize(

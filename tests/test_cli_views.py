@@ -7,9 +7,17 @@ import pytest
 from rich.console import Console
 
 from ompq.allocation.solver import Budget, Problem
-from ompq.cli.ranges import as_budget, operation_budgets, range_rows, size_budgets
-from ompq.cli.shown import skipped_lines
-from ompq.cli.tables import Column, facts, fitted, middle_cut
+from ompq.cli.decisions import BudgetView
+from ompq.cli.views import (
+    Column,
+    as_budget,
+    facts,
+    fitted,
+    middle_cut,
+    operation_budgets,
+    reasons,
+    size_budgets,
+)
 from ompq.costs import Cost
 from ompq.graph import Choice, Skipped
 
@@ -100,7 +108,7 @@ def test_uniform_bits_give_a_pinned_unit_what_it_may_get():
         allowed=np.array([[False, False, True], [True, True, False]]),
         groups=np.arange(2),
     )
-    rows = {row["mark"]: row for row in range_rows(problem)}
+    rows = {row["mark"]: row for row in BudgetView("net", problem).rows()}
     assert rows["all W2A8"]["bytes"] == 1 + 8 + 20
     assert rows["all W4A8"]["bytes"] == 1 + 8 + 40
     assert rows["all W8A8"]["bytes"] == 1 + 8 + 40  # the nearest that fc may get
@@ -109,7 +117,7 @@ def test_uniform_bits_give_a_pinned_unit_what_it_may_get():
 
 
 def test_what_stays_float_is_collapsed():
-    lines = skipped_lines(
+    lines = reasons(
         [
             Skipped("ln1", "LayerNorm stays float: 1,024 parameters"),
             Skipped("aux.conv", "never called in the forward pass"),

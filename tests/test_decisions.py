@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from cli_tools import network_file, run, run_json
-from ompq.cli.screen import Screen
 from ompq.cli.settings import sample_count
 from ompq.datasets.sources import load_data
 from ompq.models import load_model
 from ompq.plans import PLAN_PROTOCOLS, Plan, PlanConfig
 from ompq.plans import plan as make_plan
+from ompq.stages import Stages
 
 NAMES = ["stem", "block.conv1", "block.conv2", "block.shortcut", "fc"]
 MACS = {
@@ -68,7 +68,7 @@ def test_totals_are_those_of_the_plan(net, plan_file):
     assert f"{100 * used:.5g} of 30 % of float" in text
     weights = sum(u.weights * plan.allocation[u.name].weight for u in plan.graph.units)
     average = weights / sum(u.weights for u in plan.graph.units)
-    assert f"{average:.3f} a weight on average" in text
+    assert f"{average:.3f} per weight on average" in text
     assert plan.hash in text
     assert "scoring the choices" in text
 
@@ -217,16 +217,15 @@ def test_a_score_of_the_users_own(net, tmp_path):
 def test_scores_show_their_progress_but_not_in_the_plan(net, monkeypatch, score, steps):
     """Divergence goes by units; ORM by functions, of which two units share one."""
     seen: list[tuple[int, int | None, str]] = []
-    original = Screen.stages
 
     @contextmanager
-    def watched(self: Screen, name: str):
-        with original(self, name) as (progress, _):
-            yield progress, lambda *args: seen.append(args)
+    def watched(_self: Stages, _name: str):
+        yield lambda *args: seen.append(args)
 
-    monkeypatch.setattr(Screen, "stages", watched)
+    monkeypatch.setattr(Stages, "named_by_messages", watched)
     data = run_json("plan", *net, "--budget", "30%", "--score", score)
-    assert [step[:2] for step in seen] == [(n + 1, steps) for n in range(steps)]
+    scoring = [step[:2] for step in seen if step[2] == "scoring the choices"]
+    assert scoring[1:] == [(n + 1, steps) for n in range(steps)]
     assert data["score"] == score
 
 
@@ -248,7 +247,7 @@ def test_latency_is_a_budget(net, tmp_path):
     [
         (["--budget", "4 parsecs"], "4 parsecs"),
         (["--budget", "0.1%"], "cannot be met"),
-        (["--score", "orn"], "'orn' is no score (did you mean orm"),
+        (["--score", "orn"], "there is no score 'orn' (did you mean orm"),
         (["--choices", "2,x"], "write for example --choices 2,4,8"),
         (["--choices", "1,2"], "must be bits from 2 to 8"),
         (["--pin", "fc"], "--pin fc: write PATTERN=BITS"),
@@ -309,7 +308,7 @@ def test_a_file_that_cannot_be_written_is_told_before_the_work(tmp_path):
     words = ("plan", "no:network", "--data", "random", "--budget", "30%", "-o")
     below = run(*words, tmp_path / "file" / "plan.json")
     assert below.exit_code == 2
-    assert f"{tmp_path / 'file'} is no folder one may write to" in below.stderr
+    assert f"{tmp_path / 'file'} is not a writable folder" in below.stderr
     folder = run(*words, tmp_path)
     assert folder.exit_code == 2
     assert f"--output {tmp_path} is a folder; name a file in it" in folder.stderr

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import typer
 
+import ompq.cli.app
 from cli_tools import NETWORK, run
-from ompq.cli.main import COMMANDS, explained
+from ompq.cli.app import COMMANDS, explained, keep_freed_memory
 from ompq.errors import OmpqError
 
 DOCS = Path(__file__).parents[1] / "docs" / "cli.md"
@@ -49,8 +50,8 @@ def test_help_names_every_command_and_imports_none_of_them():
     )
     assert result.returncode == 0
     imported = result.stderr.split()
-    assert "ompq.cli.main" in imported
-    assert not {"torch", "ompq.cli.planning", "ompq.cli.options"} & set(imported)
+    assert "ompq.cli.app" in imported
+    assert not {"torch", "ompq.cli.decisions", "ompq.cli.options"} & set(imported)
     for name, entry in COMMANDS.items():
         assert re.search(rf"{name} +{re.escape(entry.summary[:40])}", result.stdout)
 
@@ -144,17 +145,17 @@ def test_a_missing_option_says_what_it_wants():
 
 
 def test_errors_of_ours_are_explained_with_code_2():
-    assert explained(OmpqError("no such\nthing")) == ("error: no such thing", 2)
-    assert explained(ValueError("bits=9")) == ("error: bits=9", 2)
+    assert explained(OmpqError("no such\nthing")) == ("no such thing", 2)
+    assert explained(ValueError("bits=9")) == ("bits=9", 2)
     missing = FileNotFoundError(2, "No such file or directory", "plan.json")
-    assert explained(missing) == ("error: plan.json: No such file or directory", 2)
-    assert explained(OSError(28, "No space left")) == ("error: No space left", 2)
+    assert explained(missing) == ("plan.json: No such file or directory", 2)
+    assert explained(OSError(28, "No space left")) == ("No space left", 2)
 
 
 def test_a_bug_says_so_with_code_1():
     text, code = explained(KeyError("conv1"))
     assert code == 1
-    assert text.startswith("error: unexpected KeyError: 'conv1' (--debug shows where")
+    assert text.startswith("unexpected KeyError: 'conv1' (this is a bug in ompq")
 
 
 def test_a_gpu_that_is_too_small_is_explained():
@@ -163,12 +164,12 @@ def test_a_gpu_that_is_too_small_is_explained():
 
     text, code = explained(OutOfMemoryError("CUDA out of memory. Tried to ..."))
     assert code == 2
-    assert "take fewer --samples or --device cpu" in text
+    assert "use fewer --samples or --device cpu" in text
 
 
 def test_usage_errors_of_typer_are_explained():
     assert explained(typer.BadParameter("bits")) == (
-        "error: invalid value: bits. See ompq --help",
+        "invalid value: bits. See ompq --help",
         2,
     )
 
@@ -205,7 +206,7 @@ def test_ctrl_c_gives_130(monkeypatch):
     def stop(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("ompq.cli.planning.Plan.load", stop)
+    monkeypatch.setattr("ompq.cli.saved_plans.Plan.load", stop)
     result = run("replan", "plan.json", "--budget", "50%")
     assert result.exit_code == 130
     assert result.stderr == "stopped\n"
@@ -231,3 +232,43 @@ def test_the_installed_program_explains_errors():
     assert result.stdout == ""
     assert result.stderr.startswith("error: no such command 'plna'")
     assert result.stderr.count("\n") == 1
+
+
+GNU = sys.platform == "linux" and "glibc" in os.confstr("CS_GNU_LIBC_VERSION")
+FAULTS = """
+import resource, sys
+from ompq.cli.app import keep_freed_memory
+if sys.argv[1] == "keep":
+    assert keep_freed_memory()
+import torch
+for _ in range(10):  # until pieces of this size are there
+    torch.empty(1 << 24).fill_(1.0)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(20):
+    torch.empty(1 << 24).fill_(1.0)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.skipif(not GNU, reason="needs the GNU C library")
+def test_large_pieces_are_cleared_by_the_system_only_once():
+    counts = {}
+    for what in ("keep", "leave"):
+        command = [sys.executable, "-c", FAULTS, what]
+        run = subprocess.run(command, capture_output=True, text=True, check=True)
+        counts[what] = int(run.stdout)
+    assert counts["keep"] < counts["leave"] / 4
+
+
+@pytest.mark.parametrize("name", ["MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"])
+def test_settings_of_the_user_are_left_alone(monkeypatch, name):
+    monkeypatch.setenv(name, "1")
+    assert not keep_freed_memory()
+
+
+def test_other_systems_and_libraries_are_left_alone(monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "platform", "darwin")
+        assert not keep_freed_memory()
+    monkeypatch.setattr(ompq.cli.app.ctypes, "CDLL", lambda _name: object())
+    assert not keep_freed_memory()

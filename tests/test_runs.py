@@ -8,8 +8,7 @@ import torch
 
 import ompq
 from cli_tools import network_file, run, run_json
-from ompq import reconstruction
-from ompq.cli import making
+from ompq import reconstruction, workflow
 from ompq.datasets.sources import load_data
 from ompq.evaluation import evaluate
 from ompq.models import load_model
@@ -129,7 +128,7 @@ def test_ctrl_c_keeps_what_is_done_and_resume_gives_the_same(
     assert stopped.stdout == ""
     checkpoint = tmp_path / "out" / "checkpoint.safetensors"
     assert checkpoint.exists()
-    assert f"what is done is kept in {checkpoint}" in stopped.stderr
+    assert f"progress is kept in {checkpoint}" in stopped.stderr
     assert "continue with: ompq quantize " in stopped.stderr
     assert stopped.stderr.endswith(" --resume\n")
     assert not (tmp_path / "out" / "result.json").exists()
@@ -153,7 +152,7 @@ def test_ctrl_c_before_the_first_block_leaves_nothing_to_resume(
     def stop(*_args, **_settings):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("ompq.cli.making.round_weights", stop)
+    monkeypatch.setattr("ompq.workflow.quantize", stop)
     result = run("quantize", *net, *FAST, "--budget", "40%", "-o", tmp_path / "out")
     assert result.exit_code == 130
     assert result.stderr.endswith("stopped\n")
@@ -166,7 +165,7 @@ def test_ctrl_c_before_the_first_block_leaves_nothing_to_resume(
         ([], "no budget: give --budget, for example 4.0MiB, or --plan"),
         (["--budget", "0.1%"], "cannot be met"),
         (["--budget", "40%", "--eval-data", "nowhere"], "nowhere"),
-        (["--plan", "no.json"], "no.json is neither a plan nor bits"),
+        (["--plan", "no.json"], "no.json is neither a plan nor an allocation"),
         (["--budget", "40%", "--iterations", "0"], "--iterations"),
     ],
 )
@@ -221,7 +220,7 @@ def test_evaluate_says_what_is_wrong(net, tmp_path):
 
 def test_what_is_measured_is_what_is_saved(net, finished):
     folder, result = finished
-    assert "arithmetic  whole numbers: integers and ONNX compute" in result.stdout
+    assert "arithmetic  integers; the integer engine and ONNX compute" in result.stdout
     data = json.loads((folder / "result.json").read_text())
     saved = load(folder / "network.ompq.safetensors", load_model(net[0]).module)
     assert len(quantization_of(saved).links) == len(data["plan"]["units"])
@@ -253,13 +252,13 @@ def test_what_integers_cannot_do_stays_and_is_named(tmp_path):
 
 def test_views_are_what_is_learned_from(net, tmp_path, monkeypatch):
     seen = []
-    whole = making.round_weights
+    whole = workflow.quantize
 
     def rounded(module, plan, samples, **more):
         seen.append(samples)
         return whole(module, plan, samples, **more)
 
-    monkeypatch.setattr(making, "round_weights", rounded)
+    monkeypatch.setattr(workflow, "quantize", rounded)
     words = ("quantize", *net, "--samples", "8", "--budget", "40%", "--no-reconstruct")
     for number, more in enumerate([(), ("--views", "3")]):
         assert run(*words, *more, "-o", tmp_path / str(number)).exit_code == 0

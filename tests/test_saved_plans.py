@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from cli_tools import network_file, run, run_json
-from ompq.cli.looking import pareto_table
+from ompq.cli.saved_plans import ParetoView
 from ompq.plans import Plan
 from ompq.report import StageTime, sections_to_json
 
@@ -89,7 +89,7 @@ def test_the_curve_is_one_line_if_quiet(plan_file):
 def test_a_score_that_is_negative_has_bars_too():
     row = {"bytes": 1024.0, "percent": 1.0, "average_bits": 2.0, "bit_ops": 1e9}
     rows = [{**row, "damage": d, "this": False} for d in (-1.0, -2.0, -3.0)]
-    table = pareto_table(rows, 200)
+    [table] = ParetoView("bytes", rows).tables(200)
     cells = [[str(cell) for cell in column.cells] for column in table.columns]
     # evenly spaced damage, evenly spaced bars of 1 to 20
     assert ["▬" * 20, "▬" * 11, "▬"] in cells
@@ -122,7 +122,7 @@ def test_report_says_what_is_wrong(plan_file, tmp_path):
     page = tmp_path / "net.html"
     wrong = run("report", plan_file, "-o", page, "--results", plan_file)
     assert wrong.exit_code == 2
-    assert "plan.json holds no results" in wrong.stderr
+    assert "plan.json is not a result" in wrong.stderr
     missing = run("report", tmp_path / "no.json", "-o", page)
     assert "no.json is no plan" in missing.stderr
     assert not page.exists()
@@ -135,4 +135,4 @@ def test_figures_need_a_folder(plan_file, tmp_path):
     expected = f"error: --figures {tmp_path / 'a.txt'} is a file; name a folder\n"
     assert result.stderr == expected
     below = run("report", plan_file, "--figures", tmp_path / "a.txt" / "b")
-    assert "a.txt is no folder one may write to" in below.stderr
+    assert "a.txt is not a writable folder" in below.stderr

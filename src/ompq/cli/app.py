@@ -4,39 +4,38 @@ A command is one line in :data:`COMMANDS` and one function in the module named t
 Modules are imported when their command is used: ``ompq --help`` needs no PyTorch.
 """
 
+import ctypes
+import os
 import sys
 import traceback
-from dataclasses import dataclass
 from importlib import import_module
 from inspect import cleandoc
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import typer
 from rich.console import Console
 from typer.core import TyperCommand, TyperGroup
 
-from ompq.cli.arguments import spread
-from ompq.cli.memory import keep_freed_memory
 from ompq.errors import OmpqError
 from ompq.files import library_version
 
-_BEGIN, _DECIDE, _DO, _LOOK = "Begin", "Decide", "Do", "Look"
+_START, _PLAN, _QUANTIZE, _INSPECT = "Get started", "Plan", "Quantize", "Inspect"
+_LONGEST = 200  # characters of a file's name in an error
 
 
-@dataclass(frozen=True)
-class Command:
-    """Where a command is: ``module:function``, a line of help, a part of the help."""
+class Command(NamedTuple):
+    """A command: its module, its part of the help, and a line of help."""
 
-    function: str
-    summary: str
+    module: str
     panel: str
+    summary: str
 
     def load(self, name: str) -> Any:
         """Import the command's module and return the command."""
-        module, _, function = self.function.partition(":")
-        command = getattr(import_module(module), function)
+        spread = import_module("ompq.cli.options").spread
+        function = getattr(import_module(f"ompq.cli.{self.module}"), name)
         alone = typer.Typer(add_completion=False, rich_markup_mode="rich")
-        alone.command(name, help=_flowing(command.__doc__))(spread(command))
+        alone.command(name, help=_flowing(function.__doc__))(spread(function))
         return typer.main.get_command(alone)
 
 
@@ -50,79 +49,55 @@ def _flowing(text: str) -> str:
 
 COMMANDS = {
     "demo": Command(
-        "ompq.cli.demonstrating:demo",
-        "Show the whole path at once, on a network that comes with ompq.",
-        _BEGIN,
+        "showcase",
+        _START,
+        "Run the whole path on a small network that comes with ompq.",
     ),
+    "budget": Command("decisions", _PLAN, "Show which budgets a network can meet."),
     "plan": Command(
-        "ompq.cli.planning:plan",
-        "Choose bits for every layer so that a budget is met.",
-        _DECIDE,
-    ),
-    "budget": Command(
-        "ompq.cli.planning:budget",
-        "Tell which budgets a network can meet, before one is chosen.",
-        _DECIDE,
+        "decisions", _PLAN, "Choose bits for every layer so that a budget is met."
     ),
     "replan": Command(
-        "ompq.cli.planning:replan",
-        "Solve a saved plan again for another budget; needs no network.",
-        _DECIDE,
+        "saved_plans",
+        _PLAN,
+        "Solve a saved plan for another budget, without the network.",
     ),
     "quantize": Command(
-        "ompq.cli.quantizing:quantize",
-        "Plan, quantize, reconstruct, evaluate and save, in one command.",
-        _DO,
+        "runs", _QUANTIZE, "Plan, quantize, reconstruct, evaluate and save."
     ),
     "train": Command(
-        "ompq.cli.training:train",
+        "runs",
+        _QUANTIZE,
         "Plan, quantize, train on labelled images, evaluate and save.",
-        _DO,
     ),
     "evaluate": Command(
-        "ompq.cli.evaluating:evaluate",
-        "Measure a network's accuracy, with an interval.",
-        _DO,
+        "runs", _QUANTIZE, "Measure a network's accuracy, with an interval."
     ),
     "export": Command(
-        "ompq.cli.exporting:export",
-        "Write a quantized network for other programs; ONNX is verified first.",
-        _DO,
+        "artifacts", _QUANTIZE, "Export a quantized network to ONNX, verified."
     ),
-    "bench": Command(
-        "ompq.cli.benchmarking:bench",
-        "Measure an exported network beside the float one, on this CPU.",
-        _LOOK,
-    ),
-    "explain": Command(
-        "ompq.cli.looking:explain",
-        "Tell why a layer of a plan got its bits.",
-        _LOOK,
-    ),
+    "explain": Command("saved_plans", _INSPECT, "Explain why a layer got its bits."),
     "pareto": Command(
-        "ompq.cli.looking:pareto",
-        "Show what each size costs: damage against bytes, step by step.",
-        _LOOK,
+        "saved_plans", _INSPECT, "Show damage against size, step by step."
     ),
     "compare": Command(
-        "ompq.cli.comparing:compare",
-        "Show plans or results side by side: size, damage, accuracy, bits.",
-        _LOOK,
+        "saved_plans",
+        _INSPECT,
+        "Compare plans or results: size, damage, accuracy, bits.",
     ),
     "report": Command(
-        "ompq.cli.looking:report",
-        "Write a plan as one HTML page that needs no network.",
-        _LOOK,
+        "saved_plans", _INSPECT, "Write a plan as one HTML page that works offline."
     ),
     "inspect": Command(
-        "ompq.cli.inspecting:inspect",
-        "Tell what a network takes on disk, item by item.",
-        _LOOK,
+        "artifacts", _INSPECT, "List what a packed network or ONNX file takes on disk."
+    ),
+    "bench": Command(
+        "artifacts", _INSPECT, "Time an exported network against the float one."
     ),
 }
 
 
-class _Later(TyperCommand):
+class _Lazy(TyperCommand):
     """A command whose module is imported only when the command is used."""
 
     def make_context(self, *args: Any, **extra: Any) -> Any:
@@ -141,7 +116,7 @@ class _Commands(TyperGroup):
         super().__init__(**settings)
         for name, entry in COMMANDS.items():
             self.add_command(
-                _Later(name=name, help=entry.summary, rich_help_panel=entry.panel)
+                _Lazy(name=name, help=entry.summary, rich_help_panel=entry.panel)
             )
 
     def list_commands(self, ctx: Any) -> list[str]:  # noqa: ARG002
@@ -166,29 +141,25 @@ class _Commands(TyperGroup):
             if "--debug" in (sys.argv if typed is None else typed):
                 traceback.print_exception(error)
             text, code = explained(error)
-            _say(text)
+            _say(f"error: {text}", style="red")
         sys.exit(code if isinstance(code, int) else 0)
 
 
 def explained(error: Exception) -> tuple[str, int]:
     """Return what to tell the user about an error, and the exit code."""
-    if hasattr(error, "format_message"):  # Typer's: an option that cannot be
-        return f"error: {_usage(error)}", 2
-    if isinstance(error, OSError) and error.strerror:
-        where = f"{error.filename}: " if error.filename else ""
-        return f"error: {where}{error.strerror}", 2
+    text = " ".join(str(error).split())
+    if hasattr(error, "format_message"):  # Typer's: a wrong option
+        return _usage(error), 2
+    if isinstance(error, OSError):
+        where = "" if error.filename is None else f"{_short(str(error.filename))}: "
+        return f"{where}{error.strerror or text or 'the system reports an error'}", 2
     if isinstance(error, OmpqError | ValueError):
-        return f"error: {_one_line(error)}", 2
+        return text, 2
     if type(error).__name__ == "OutOfMemoryError":
-        return (
-            "error: the GPU's memory does not suffice; "
-            "take fewer --samples or --device cpu",
-            2,
-        )
-    kind = type(error).__name__
+        return "the GPU is out of memory; use fewer --samples or --device cpu", 2
     return (
-        f"error: unexpected {kind}: {_one_line(error)} (--debug shows where; "
-        "this is a bug of ompq: please report it)",
+        f"unexpected {type(error).__name__}: {text} (this is a bug in ompq; please "
+        "report it with the output of --debug)",
         1,
     )
 
@@ -205,14 +176,15 @@ def _usage(error: Any) -> str:
     return f"{message}{end} See {command} --help"
 
 
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
+def _short(name: str) -> str:
+    half = _LONGEST // 2
+    return name if len(name) <= _LONGEST else f"{name[:half]}…{name[-half:]}"
 
 
-def _say(text: str) -> None:
-    console = Console(stderr=True, highlight=False)
-    style = "red" if text.startswith("error") else ""
-    console.print(text, style=style, markup=False, soft_wrap=not console.is_terminal)
+def _say(text: str, style: str = "") -> None:
+    from ompq.cli.console import say
+
+    say(Console(stderr=True, highlight=False), text, style)
 
 
 app = typer.Typer(
@@ -242,7 +214,7 @@ def ompq(
         bool, typer.Option("--debug", help="Show the traceback of an error.")
     ] = False,
 ) -> None:
-    """Decide how many bits each layer of a network needs; make the small network.
+    """Choose how many bits each layer of a network gets, and make the small network.
 
     Examples:
       ompq demo
@@ -250,9 +222,40 @@ def ompq(
       ompq plan torchvision:resnet18 --data images/ --budget 4.0MiB -o plan.json
       ompq quantize torchvision:resnet18 --data images/ --budget 4.0MiB -o out/
 
-    Each command teaches by example: ompq plan --help.
-    Exit codes: 0 done, 1 a bug, 2 an error that is explained, 130 Ctrl-C.
+    Each command has examples: ompq plan --help.
+    Exit codes: 0 success, 1 a bug in ompq, 2 an error it explains, 130 Ctrl-C.
     """
     if ctx.invoked_subcommand is None:
         typer.echo(ctx.get_help())
     keep_freed_memory()
+
+
+# As malloc.h of the GNU C library numbers them.
+_TRIM_THRESHOLD, _MMAP_THRESHOLD, _LARGEST = -1, -3, (1 << 31) - 1
+_MALLOC_SETTINGS = (
+    "MALLOC_TRIM_THRESHOLD_",
+    "MALLOC_MMAP_THRESHOLD_",
+    "GLIBC_TUNABLES",
+)
+
+
+def keep_freed_memory() -> bool:
+    """Have the C library keep the memory that tensors free, where it can.
+
+    By default it returns every large piece, and the next layer asks for it again: the
+    system then clears its pages once more, which on a virtual machine takes longer
+    than the layer (half of a forward pass of MobileNetV2). The price is a somewhat
+    larger process.
+
+    Returns:
+        Whether it will; not if the user has settings of their own.
+    """
+    own = any(name in os.environ for name in _MALLOC_SETTINGS)
+    if sys.platform != "linux" or own:
+        return False
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:  # another C library
+        return False
+    return bool(
+        mallopt(_MMAP_THRESHOLD, _LARGEST) and mallopt(_TRIM_THRESHOLD, _LARGEST)
+    )

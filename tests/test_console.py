@@ -1,4 +1,4 @@
-"""The screen: streams, progress, logging; and options that are dataclasses."""
+"""The console: streams, progress, logging; and options that are dataclasses."""
 
 import io
 import logging
@@ -8,17 +8,17 @@ from typing import Annotated
 
 import pytest
 import typer
-from rich.console import Console
+from rich.console import Console as RichConsole
 from typer.testing import CliRunner
 
-from ompq.cli import screen as screens
-from ompq.cli.arguments import spread
-from ompq.cli.options import OutputOptions
-from ompq.cli.screen import Screen, muted, opened
+from ompq import stages
+from ompq.cli import console as consoles
+from ompq.cli.console import Console, muted, opened
+from ompq.cli.options import OutputOptions, spread
 
 
-def console(*, terminal: bool) -> Console:
-    return Console(file=io.StringIO(), width=100, force_terminal=terminal)
+def stream(*, terminal: bool) -> RichConsole:
+    return RichConsole(file=io.StringIO(), width=100, force_terminal=terminal)
 
 
 class Clock:
@@ -34,54 +34,55 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch) -> Clock:
     found = Clock()
-    monkeypatch.setattr(screens, "perf_counter", found)
+    monkeypatch.setattr(consoles, "perf_counter", found)
+    monkeypatch.setattr(stages, "perf_counter", found)
     return found
 
 
 def test_stages_are_timed(clock):
-    screen = Screen(console(terminal=False), console(terminal=False))
-    with screen.stage("reading"):
+    console = Console(stream(terminal=False), stream(terminal=False))
+    with console.stage("reading"):
         clock.now += 2
-    with screen.stage("reading"):
+    with console.stage("reading"):
         clock.now += 3
-    assert screen.seconds == {"reading": 5}
+    assert console.stages.seconds == {"reading": 5}
 
 
 def test_messages_can_be_stages(clock):
-    screen = Screen(console(terminal=False), console(terminal=False))
-    with screen.stages("planning") as (progress, within):
+    console = Console(stream(terminal=False), stream(terminal=False))
+    with console.stages.named_by_messages("planning") as progress:
         clock.now += 7  # before the first message: nobody's time
         progress(0, 2, "tracing")
         clock.now += 1
-        within(1, 10, "unit")
+        progress(1, 10, "tracing")
         progress(1, 2, "scoring")
         clock.now += 4
         progress(2, 2, "done")
-    assert screen.seconds == {"tracing": 1, "scoring": 4}
+    assert console.stages.seconds == {"tracing": 1, "scoring": 4}
 
 
 def test_a_message_that_comes_again_tells_how_far_its_stage_is(clock):
-    screen = Screen(console(terminal=False), console(terminal=False))
-    with screen.stages("quantizing") as (progress, _):
+    console = Console(stream(terminal=False), stream(terminal=False))
+    with console.stages.named_by_messages("quantizing") as progress:
         progress(1, 4, "reading ranges")
         for batch in range(1, 4):
             clock.now += 40
             progress(batch, 8, "reading ranges")
         progress(2, 4, "rounding")
-    assert screen.seconds == {"reading ranges": 120}
-    assert screen.err.file.getvalue().splitlines()[-1] == (
+    assert console.stages.seconds == {"reading ranges": 120}
+    assert console.err.file.getvalue().splitlines()[-1] == (
         "quantizing: reading ranges, 3/8, 3 min 20 s left"
     )
 
 
 def test_a_log_gets_a_line_every_half_minute_with_the_time_left(clock):
-    screen = Screen(console(terminal=False), console(terminal=False))
-    with screen.stage("learning") as progress:
+    console = Console(stream(terminal=False), stream(terminal=False))
+    with console.stage("learning") as progress:
         for step in range(1, 8):
             progress(step, 8, f"block {step}")
             clock.now += 20
         progress(8, 8, "done")
-    lines = screen.err.file.getvalue().splitlines()
+    lines = console.err.file.getvalue().splitlines()
     # at 40, 80 and 120 seconds; two, four and six steps after the first
     assert lines == [
         "learning: block 3, 3/8, 1 min 40 s left",
@@ -91,44 +92,44 @@ def test_a_log_gets_a_line_every_half_minute_with_the_time_left(clock):
 
 
 def test_a_resumed_run_estimates_from_where_it_began(clock):
-    screen = Screen(console(terminal=False), console(terminal=False))
-    with screen.stage("learning") as progress:
+    console = Console(stream(terminal=False), stream(terminal=False))
+    with console.stage("learning") as progress:
         progress(90, 100, "block")
         clock.now += 50
         progress(95, 100, "block")
-    assert screen.err.file.getvalue() == "learning: block, 95/100, 50.0 s left\n"
+    assert console.err.file.getvalue() == "learning: block, 95/100, 50.0 s left\n"
 
 
 def test_a_terminal_gets_a_bar_that_goes_away():
-    screen = Screen(console(terminal=True), console(terminal=True))
-    with screen.stage("learning") as progress:
+    console = Console(stream(terminal=True), stream(terminal=True))
+    with console.stage("learning") as progress:
         progress(3, 8, "block three")
-    shown = screen.err.file.getvalue()
+    shown = console.err.file.getvalue()
     assert "learning" in shown or "block three" in shown
     assert shown.endswith("\x1b[2K")  # the last thing is to clear the line
-    assert screen.out.file.getvalue() == ""
+    assert console.out.file.getvalue() == ""
 
 
 def test_quiet_shows_no_progress(clock):
-    screen = Screen(console(terminal=True), console(terminal=True), quiet=True)
-    with screen.stage("learning") as progress:
+    console = Console(stream(terminal=True), stream(terminal=True), quiet=True)
+    with console.stage("learning") as progress:
         clock.now += 100
         progress(3, 8, "block three")
-    assert screen.err.file.getvalue() == ""
+    assert console.err.file.getvalue() == ""
 
 
 def test_results_have_no_trailing_blanks():
-    screen = Screen(console(terminal=False), console(terminal=False))
-    screen.show("one   ", "two")
-    assert screen.out.file.getvalue() == "one\ntwo\n"
+    console = Console(stream(terminal=False), stream(terminal=False))
+    console.show("one   ", "two")
+    assert console.out.file.getvalue() == "one\ntwo\n"
 
 
 def test_json_keeps_brackets_and_refuses_what_is_no_json():
-    screen = Screen(console(terminal=False), console(terminal=False))
-    screen.show_json({"a": "[red]é"})
-    assert screen.out.file.getvalue() == '{\n  "a": "[red]é"\n}\n'
+    console = Console(stream(terminal=False), stream(terminal=False))
+    console.show_json({"a": "[red]é"})
+    assert console.out.file.getvalue() == '{\n  "a": "[red]é"\n}\n'
     with pytest.raises(ValueError, match="not JSON compliant"):
-        screen.show_json(float("nan"))
+        console.show_json(float("nan"))
 
 
 def test_warnings_of_the_library_are_told_and_the_log_on_demand(capsys):
@@ -147,9 +148,9 @@ def test_warnings_of_the_library_are_told_and_the_log_on_demand(capsys):
 
 
 def test_what_others_print_is_no_result(capfd):
-    with opened(OutputOptions()) as screen:
+    with opened(OutputOptions()) as console:
         sys.stdout.write("noise\n")
-        screen.show("result")
+        console.show("result")
     sys.stdout.write("afterwards\n")
     out, err = capfd.readouterr()
     assert out == "result\nafterwards\n"
@@ -159,11 +160,11 @@ def test_what_others_print_is_no_result(capfd):
 def test_a_pipe_has_no_width_unless_it_is_given(monkeypatch):
     monkeypatch.delenv("COLUMNS", raising=False)
     monkeypatch.setattr(sys, "stdout", io.StringIO())
-    with opened(OutputOptions()) as screen:
-        assert screen.out.width > 1000
+    with opened(OutputOptions()) as console:
+        assert console.out.width > 1000
     monkeypatch.setenv("COLUMNS", "80")
-    with opened(OutputOptions()) as screen:
-        assert screen.out.width == 80
+    with opened(OutputOptions()) as console:
+        assert console.out.width == 80
 
 
 @dataclass(frozen=True, kw_only=True)

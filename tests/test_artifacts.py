@@ -72,7 +72,7 @@ def test_what_cannot_be_exported_is_told(out, tmp_path):
     assert result.exit_code == 2
     assert "error: there is no packed network" in result.stderr
     result = run("export", out, "--format", "tflite", "-o", tmp_path / "net")
-    assert "'tflite' is none of onnx, packed" in result.stderr
+    assert "'tflite' is not one of onnx, packed" in result.stderr
 
 
 def test_bench_shows_both_networks_and_what_gains_nothing(onnx_file):
@@ -97,7 +97,7 @@ def test_bench_takes_a_float_file_and_gives_json(onnx_file):
 
 
 def test_files_without_a_name_need_one(out, tmp_path, monkeypatch):
-    monkeypatch.setattr("ompq.cli.benchmarking.network_name", lambda _path: "")
+    monkeypatch.setattr("ompq.cli.artifacts.network_name", lambda _path: "")
     path = tmp_path / "net.onnx"
     assert run("export", out, "-o", path).exit_code == 0
     result = run("bench", path)

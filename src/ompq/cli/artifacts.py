@@ -1,0 +1,468 @@
+"""export, inspect and bench: the files that a quantized network becomes."""
+
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Annotated, Any
+
+import torch
+from rich.console import RenderableType
+from torch import Tensor
+
+from ompq.cli.console import Console, muted, opened, render
+from ompq.cli.options import OutputOptions, argument, check_writable, one_of, option
+from ompq.cli.settings import read_samples
+from ompq.cli.views import Column, facts, fitted
+from ompq.costs import in_bytes
+from ompq.datasets.sources import load_data
+from ompq.errors import ExportError, ModelError, PackedFileError
+from ompq.files import read_json, replacing
+from ompq.models import NamedModel, load_model
+from ompq.onnx.export import ExportResult, export_onnx
+from ompq.onnx.inspection import (
+    OnnxAccount,
+    Timing,
+    input_shape,
+    inspect_onnx,
+    installed_runtimes,
+    network_name,
+    time_files,
+    without_gain,
+)
+from ompq.onnx.model import float_model
+from ompq.packing import PROMISED_BYTES, PROMISED_SHARE, Account, inspect_file, load
+from ompq.packing.format import read_contents
+from ompq.workflow import ONNX, PACKED, RESULT
+
+_FORMATS = ("onnx", "packed")
+_SAMPLES = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportOptions:
+    """What is written, and what it is verified with."""
+
+    file: Annotated[
+        Path | None,
+        option(
+            "FILE",
+            f"The file to write. Default: {ONNX} in the folder.",
+            "--output",
+            "-o",
+        ),
+    ] = None
+    format: Annotated[str, one_of(_FORMATS, "what to write. Default: onnx.")] = (
+        _FORMATS[0]
+    )
+    network: Annotated[
+        str | None, option("NETWORK", "The network, if the packed file has no name.")
+    ] = None
+    data: Annotated[
+        str | None,
+        option(
+            "SOURCE", "Inputs to verify with. Default: those of the folder, or noise."
+        ),
+    ] = None
+    samples: Annotated[
+        int,
+        option("NUMBER", f"How many inputs verify. Default: {_SAMPLES}.", min=1),
+    ] = _SAMPLES
+    opset: Annotated[
+        int, option("NUMBER", "Version of ONNX's operators. Default: 21.")
+    ] = 21
+
+    def target(self, packed: Path) -> Path:
+        """Return the file to write.
+
+        Raises:
+            ValueError: A copy of the packed network has no place.
+        """
+        if self.file is not None:
+            return self.file
+        if self.format == "packed":
+            raise ValueError(
+                "--format packed copies a file: name the copy with -o FILE"
+            )
+        if packed.name == PACKED:
+            return packed.with_name(ONNX)
+        return packed.with_name(f"{packed.name.partition('.')[0]}.onnx")
+
+
+def export(
+    source: Annotated[
+        Path, argument("SOURCE", "A folder of ompq quantize, or a packed network.")
+    ],
+    options: ExportOptions,
+    output: OutputOptions,
+) -> None:
+    """Export a quantized network to ONNX, verified before the file is kept.
+
+    Examples:
+      ompq export out/
+      ompq export out/ --data images/ --samples 500 -o net.onnx
+      ompq export out/network.ompq.safetensors --format packed -o net.safetensors
+
+    The bits of each layer, for other tools, are in plan.json under "allocation".
+    """
+    with opened(output) as console:
+        packed = source / PACKED if source.is_dir() else source
+        if not packed.exists():
+            raise PackedFileError(
+                f"there is no packed network {packed}; give a folder of ompq quantize, "
+                "or a packed file"
+            )
+        file = options.target(packed)
+        check_writable(file)
+        if options.format == "packed":
+            account = inspect_file(packed)  # a broken file should not be handed on
+            with replacing(file) as temporary:
+                shutil.copyfile(packed, temporary)
+            render(CopyView(file, account.file_bytes), console)
+            return
+        name = options.network or str(read_contents(packed).about.get("network") or "")
+        if not name:
+            raise ModelError(f"{packed} does not name its network; give --network")
+        with console.stage("loading the network"), muted():
+            model = load_model(name, "none")  # only the structure is used
+            network = load(packed, model.module)
+        samples, data = _inputs(model, source, options, console)
+        with console.stage("exporting and verifying"):
+            result = export_onnx(
+                network, file, samples, opset=options.opset, network=name
+            )
+        about = {"network": name, "data": data, "packed_bytes": packed.stat().st_size}
+        render(ExportView(result, about), console)
+
+
+def _inputs(
+    model: NamedModel, source: Path, options: ExportOptions, console: Console
+) -> tuple[Tensor, str]:
+    """Return the inputs to verify with, and the name of their source."""
+    name = options.data
+    if name is None and (source / RESULT).is_file():
+        name = read_json(source / RESULT).get("data")
+    with muted():  # noise verifies as well as images do
+        data = load_data(name or "random", model, split="train")
+    return read_samples(data, min(options.samples, len(data)), console), data.name
+
+
+@dataclass(frozen=True)
+class CopyView:
+    """A packed network that was copied."""
+
+    file: Path
+    size: int
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data."""
+        return {"file": str(self.file), "bytes": self.size}
+
+    def line(self) -> str:
+        """Return file and size."""
+        return f"{self.file}: {in_bytes(self.size)}"
+
+    def tables(self, _width: int) -> list[RenderableType]:
+        """Return the same."""
+        return [self.line()]
+
+
+@dataclass(frozen=True)
+class ExportView:
+    """An exported file, and how it was verified."""
+
+    result: ExportResult
+    about: Mapping[str, Any]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data."""
+        return {**self.about, **asdict(self.result), "path": str(self.result.path)}
+
+    def line(self) -> str:
+        """Return size and agreement."""
+        result = self.result
+        return f"{result.path}: {in_bytes(result.bytes)}, {result.simulated}"
+
+    def tables(self, _width: int) -> list[RenderableType]:
+        """Return file, layers and agreement."""
+        result, containers = self.result, dict[str, int]()
+        for one in result.weights:
+            key = f"{one.bits} bits as {one.container}"
+            containers[key] = containers.get(key, 0) + 1
+        layers = ", ".join(f"{n} × {key}" for key, n in sorted(containers.items()))
+        packed = in_bytes(self.about["packed_bytes"])
+        rows = [
+            ("network", str(self.about["network"])),
+            (
+                "file",
+                f"{result.path}: {in_bytes(result.bytes)}, opset {result.opset}; "
+                f"packed it takes {packed}",
+            ),
+            ("layers", layers),
+            ("verified", f"{result.runtime} on {self.about['data']}"),
+            ("PyTorch", str(result.simulated)),
+        ]
+        if result.engine is None:
+            rows.append(("", "activations are float: smaller, not faster"))
+        else:
+            rows.append(("integers", str(result.engine)))
+        return [facts(rows)]
+
+
+def inspect(
+    file: Annotated[
+        Path,
+        argument(
+            "FILE", "A packed network of ompq quantize, or an ONNX file of ompq export."
+        ),
+    ],
+    output: OutputOptions,
+) -> None:
+    """List what a packed network or an ONNX file takes on disk, item by item.
+
+    Examples:
+      ompq inspect out/network.ompq.safetensors
+      ompq inspect out/network.ompq.safetensors --json
+      ompq inspect net.onnx
+
+    For a packed network the plan's figures are shown as well. A damaged file is an
+    error.
+    """
+    if file.is_dir():
+        raise ValueError(f"{file} is a folder; name the file in it")
+    with opened(output) as console:
+        if file.suffix == ".onnx":
+            render(OnnxView(inspect_onnx(file)), console)
+        else:
+            render(PackedView(file, inspect_file(file)), console)
+
+
+@dataclass(frozen=True)
+class OnnxView:
+    """What an ONNX file takes."""
+
+    account: OnnxAccount
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data."""
+        return self.account.to_json()
+
+    def line(self) -> str:
+        """Return file and size."""
+        return f"{self.account.path}: {in_bytes(self.account.bytes)}"
+
+    def tables(self, width: int) -> list[RenderableType]:
+        """Return the layers, then the items."""
+        account = self.account
+        layers = account.layers
+        columns = [
+            Column("layer", list(layers), "left", shorten=True),
+            Column("bits", [str(account.bits[name]) for name in layers]),
+            Column("bytes", [in_bytes(count) for count in layers.values()]),
+        ]
+        rows = [*account.items.items(), ("file", account.bytes)]
+        sums = [
+            Column("item", [name for name, _ in rows], "left"),
+            Column("bytes", [f"{count:,}" for _, count in rows]),
+        ]
+        return [fitted(columns, width), "", fitted(sums, width), "", self.line()]
+
+
+@dataclass(frozen=True)
+class PackedView:
+    """What a packed file takes, next to its plan."""
+
+    file: Path
+    account: Account
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data."""
+        return self.account.to_json()
+
+    def line(self) -> str:
+        """Return the size, and how far it is from the plan."""
+        return f"{self.file}: {self._size()}"
+
+    def _size(self) -> str:
+        size, planned = self.account.file_bytes, self.account.planned_bytes
+        more = f"{size / planned - 1:+.2%}"
+        return f"{in_bytes(size)}, {more} of the plan's {in_bytes(planned)}"
+
+    def tables(self, width: int) -> list[RenderableType]:
+        """Return the layers, the items, and what the file says of itself."""
+        account, about = self.account, self.account.about
+        versions = [f"{name} {number}" for name, number in about["versions"].items()]
+        plan, promise = about["plan"], f"{PROMISED_SHARE:.0%} + "
+        promise += in_bytes(PROMISED_BYTES)
+        within = account.file_bytes <= account.promised_bytes
+        rows = [
+            ("network", about["network"] or "not named"),
+            ("by", ", ".join(versions)),
+            ("bits", f"{account.average_bits:.3f} per weight on average"),
+            (
+                "size",
+                f"{self._size()}: {'within' if within else 'beyond'} the {promise} "
+                "that are promised",
+            ),
+        ]
+        if plan is not None:
+            text = f"{plan['budget']} by {plan['score']}, {plan['hash']}"
+            rows.insert(2, ("plan", text))
+        return [self._units(width), "", self._items(width), "", facts(rows)]
+
+    def _units(self, width: int) -> RenderableType:
+        units = self.account.units
+        rows = [one.bytes for one in units]
+        columns = [
+            Column("layer", [one.unit.name for one in units], "left", shorten=True),
+            Column("kind", [one.unit.kind for one in units], "left", rank=4),
+            Column("bits", [str(one.bits) for one in units]),
+            Column("weights", [in_bytes(row.weights) for row in rows], rank=1),
+            Column("scales", [in_bytes(row.scales) for row in rows], rank=2),
+            Column("zeros", [in_bytes(row.zero_points) for row in rows], rank=3),
+            Column("biases", [in_bytes(row.biases) for row in rows], rank=2),
+            Column("all", [in_bytes(row.total) for row in rows]),
+        ]
+        return fitted(columns, width)
+
+    def _items(self, width: int) -> RenderableType:
+        account = self.account
+        rows = [
+            (name.replace("_", " "), account.items[name], account.planned[name])
+            for name in account.items
+        ]
+        rows.append(("file", account.file_bytes, account.planned_bytes))
+        more = [
+            f"{found - plan:+,}" if found != plan else "" for _, found, plan in rows
+        ]
+        columns = [
+            Column("item", [name for name, _, _ in rows], "left"),
+            Column("bytes", [f"{found:,}" for _, found, _ in rows]),
+            Column("plan", [f"{planned:,}" for _, _, planned in rows]),
+            Column("more", more, rank=1),
+        ]
+        return fitted(columns, width)
+
+
+def bench(
+    source: Annotated[
+        Path,
+        argument("FILE", "An ONNX file of ompq export, or the folder that holds it."),
+    ],
+    output: OutputOptions,
+    reference: Annotated[
+        str | None,
+        option(
+            "NETWORK",
+            "The float network, by name or as an ONNX file. Default: the one that "
+            "the file names.",
+            "--float",
+        ),
+    ] = None,
+    threads: Annotated[
+        int, option("NUMBER", "Threads per run. Default: 1.", min=1)
+    ] = 1,
+    repeats: Annotated[
+        int, option("NUMBER", "Runs of each, in turn. Default: 50.", min=1)
+    ] = 50,
+    batch: Annotated[int, option("NUMBER", "Images per run. Default: 1.", min=1)] = 1,
+) -> None:
+    """Time an exported network against the float one, on this machine's CPU.
+
+    Examples:
+      ompq bench net.onnx
+      ompq bench net.onnx --float torchvision:resnet18 --threads 4
+      ompq bench net.onnx --float float.onnx --repeats 200 --json
+
+    Runs take turns; medians are shown. Memory is that of a process of its own. Other
+    work on the machine disturbs the times. OpenVINO is timed too, if installed.
+    """
+    file = source / ONNX if source.is_dir() else source
+    if file.suffix != ".onnx":
+        raise ExportError(
+            f"{file} is not an ONNX file; run ompq export first and give its output"
+        )
+    with opened(output) as console, TemporaryDirectory() as work:
+        remarks = without_gain(file)
+        shape = (batch, *input_shape(file))
+        with console.stage("writing the float network"), muted():
+            floats = _float(file, reference, shape[1:], Path(work))
+        timings: list[Timing] = []
+        for runtime in installed_runtimes():
+            with console.stage(f"timing {runtime}"):
+                timings += time_files(
+                    {"float": floats, "quantized": file},
+                    shape,
+                    repeats=repeats,
+                    threads=threads,
+                    runtime=runtime,
+                )
+        sizes = {"float": floats.stat().st_size, "quantized": file.stat().st_size}
+        render(BenchView(timings, sizes, remarks), console)
+
+
+def _float(
+    file: Path, reference: str | None, shape: tuple[int, ...], work: Path
+) -> Path:
+    name = reference or network_name(file)
+    if not name:
+        raise ModelError(
+            f"{file} does not name its network; give --float NETWORK, or an ONNX file"
+        )
+    if name.endswith(".onnx"):
+        return Path(name)
+    model = load_model(name, "none").module  # any weights take the same time
+    path = work / "float.onnx"
+    content = float_model(model, torch.zeros(2, *shape))
+    path.write_bytes(content.SerializeToString())
+    return path
+
+
+@dataclass(frozen=True)
+class BenchView:
+    """How fast two files run.
+
+    Attributes:
+        timings: Of each file in each runtime.
+        sizes: File → bytes.
+        remarks: What gains little or no time.
+    """
+
+    timings: Sequence[Timing]
+    sizes: Mapping[str, int]
+    remarks: Sequence[str]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data."""
+        rows = [
+            {**one.to_json(), "file_bytes": self.sizes[one.name]}
+            for one in self.timings
+        ]
+        return {"rows": rows, "without_gain": self.remarks}
+
+    def line(self) -> str:
+        """Return a line for each file."""
+        return "\n".join(
+            f"{one.runtime}, {one.name}: {one.milliseconds:.3g} ms, "
+            f"{one.ratio:.2f} times as fast as float"
+            for one in self.timings
+        )
+
+    def tables(self, width: int) -> list[RenderableType]:
+        """Return times, sizes and memory, then what gains no time."""
+        rows = self.timings
+        memory = [in_bytes(one.memory.peak - one.memory.start) for one in rows]
+        columns = [
+            Column("runtime", [one.runtime for one in rows], "left"),
+            Column("network", [one.name for one in rows], "left"),
+            Column("ms", [f"{one.milliseconds:.2f}" for one in rows]),
+            Column("speed-up", [f"{one.ratio:.2f} ×" for one in rows]),
+            Column("load, s", [f"{one.load_seconds:.3f}" for one in rows]),
+            Column("file", [in_bytes(self.sizes[one.name]) for one in rows]),
+            Column("memory", memory),
+        ]
+        titles = ["gains no time", *[""] * len(self.remarks)]
+        slow = list(zip(titles, self.remarks, strict=False))
+        table = fitted(columns, width)
+        return [table, "", facts(slow)] if slow else [table]

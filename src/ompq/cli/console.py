@@ -1,0 +1,261 @@
+"""Where a command writes: results to stdout, progress and warnings to stderr."""
+
+import ctypes
+import json
+import logging
+import os
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, redirect_stdout, suppress
+from dataclasses import dataclass
+from functools import cached_property, partial
+from time import perf_counter
+from typing import Any, Protocol, TextIO
+
+from rich import progress as bars
+from rich.console import Console as RichConsole
+from rich.console import RenderableType
+from rich.table import Column
+from rich.text import Text
+
+from ompq.cli.options import OutputOptions
+from ompq.stages import Progress, Stages, silent
+
+_LINE_SECONDS = 30.0  # how often progress is printed where there is no terminal
+_UNBOUNDED = 10_000  # columns of a pipe: whoever reads it cuts lines, or does not
+
+
+class View(Protocol):
+    """A result that can show itself: to programs, in one line, or in tables."""
+
+    def to_json(self) -> Any:
+        """Return plain data."""
+
+    def line(self) -> str:
+        """Return the result in one line."""
+
+    def tables(self, width: int) -> Iterable[RenderableType]:
+        """Return what a terminal of this width shows."""
+
+
+@dataclass(frozen=True)
+class Console:
+    """The two streams of a command, and the stages of its work.
+
+    Attributes:
+        out: Standard output, for results.
+        err: Standard error, for everything else.
+        json: Whether results are printed as JSON.
+        quiet: Whether progress is left out, and results are one line.
+    """
+
+    out: RichConsole
+    err: RichConsole
+    json: bool = False
+    quiet: bool = False
+
+    @cached_property
+    def stages(self) -> Stages:
+        """The stages of the command: shown on stderr, and timed."""
+        if self.quiet:
+            return Stages(silent)
+        shown = _bar if self.err.is_terminal else _lines
+        return Stages(partial(shown, self.err))
+
+    def stage(self, name: str) -> AbstractContextManager[Progress]:
+        """Show the progress of a stage and keep its time."""
+        return self.stages.stage(name)
+
+    def show(self, *items: RenderableType) -> None:
+        """Print results; strings are printed as they are."""
+        for item in items:
+            with self.out.capture() as captured:
+                self.out.print(Text(plain(item)) if isinstance(item, str) else item)
+            # Tables are padded to their width, which is of no use to a reader.
+            text = "\n".join(line.rstrip() for line in captured.get().split("\n"))
+            self.out.file.write(text)
+
+    def show_json(self, data: Any) -> None:
+        """Print results as JSON, bare of any markup."""
+        text = json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False)
+        # JSON lets these through, and some terminals obey them.
+        text = re.sub(r"[\x7f-\x9f]", lambda one: f"\\u{ord(one[0]):04x}", text)
+        self.out.file.write(f"{text}\n")
+
+
+def render(view: View, console: Console) -> None:
+    """Print a result as the options ask: as JSON, as one line, or as tables."""
+    if console.json:
+        console.show_json(view.to_json())
+    elif console.quiet:
+        console.show(view.line())
+    else:
+        console.show(*view.tables(console.out.width))
+
+
+def plain(text: str) -> str:
+    r"""Return text in which control characters are written out, line ends apart.
+
+    Names of layers and files may hold what a terminal would obey.
+
+    Example:
+        >>> plain("conv\x1b[31m1")
+        'conv\\x1b[31m1'
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        one if one.isprintable() or one == "\n" else repr(one)[1:-1] for one in text
+    )
+
+
+def say(console: RichConsole, text: str, style: str = "") -> None:
+    """Print one line of text, wrapped between words only on a terminal."""
+    console.print(Text(plain(text), style), soft_wrap=not console.is_terminal)
+
+
+@contextmanager
+def opened(options: OutputOptions) -> Iterator[Console]:
+    """Yield the console of a command; the library's warnings go there meanwhile."""
+    with _results_alone() as results:
+        # A pipe has no width to keep to, so nothing is left out or cut there.
+        piped = not results.isatty() and "COLUMNS" not in os.environ
+        width = _UNBOUNDED if piped else None
+        console = Console(
+            out=RichConsole(file=results, highlight=False, width=width),
+            err=RichConsole(stderr=True, highlight=False),
+            json=options.json,
+            quiet=options.quiet,
+        )
+        with _logging(console, debug=options.debug):
+            yield console
+
+
+@contextmanager
+def _results_alone() -> Iterator[TextIO]:
+    """Yield stdout for the results; what others print meanwhile goes to stderr.
+
+    A solver in C and a user's own file print when they like; results are parsed.
+    """
+    stdout = sys.stdout
+    try:
+        number = stdout.fileno()
+    except OSError:  # no real file, as in tests
+        with redirect_stdout(sys.stderr):
+            yield stdout
+        return
+    stdout.flush()
+    copy = os.dup(number)
+    with os.fdopen(copy, "w", encoding=stdout.encoding, errors="replace") as results:
+        os.dup2(sys.stderr.fileno(), number)
+        try:
+            yield results
+        finally:
+            stdout.flush()
+            with suppress(OSError, TypeError, AttributeError):
+                ctypes.CDLL(None).fflush(None)  # what C holds back
+            results.flush()
+            os.dup2(results.fileno(), number)
+
+
+@contextmanager
+def _logging(console: Console, *, debug: bool) -> Iterator[None]:
+    def emit(record: logging.LogRecord) -> None:
+        warning = record.levelno >= logging.WARNING
+        kind, style = ("warning", "yellow") if warning else ("info", "dim")
+        say(console.err, f"{kind}: {record.getMessage()}", style)
+
+    handler = logging.Handler(logging.INFO if debug else logging.WARNING)
+    handler.emit = emit  # type: ignore[method-assign]
+    logger = logging.getLogger("ompq")
+    level = logger.level
+    logger.addHandler(handler)
+    if debug:
+        logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+
+
+@contextmanager
+def muted() -> Iterator[None]:
+    """Hold the library's warnings back."""
+    logger = logging.getLogger("ompq")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+@contextmanager
+def _bar(console: RichConsole, name: str) -> Iterator[Progress]:
+    columns = (
+        bars.TextColumn(
+            "{task.description}",
+            markup=False,
+            table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis"),
+        ),
+        bars.BarColumn(bar_width=20),
+        bars.TextColumn("{task.fields[count]}", style="dim"),
+        bars.TimeElapsedColumn(),
+        bars.TextColumn("{task.fields[left]}", style="dim"),
+    )
+    with bars.Progress(
+        *columns, console=console, transient=True, expand=True
+    ) as display:
+        task = display.add_task(name, total=None, count="", left="")
+        estimate = _estimator()
+
+        def progress(done: int, total: int | None, message: str) -> None:
+            left = estimate(done, total)
+            count = f"{done}/{total}" if total else ""
+            display.update(
+                task, completed=done, description=plain(message), count=count
+            )
+            display.update(task, total=total, left=left)
+
+        yield progress
+
+
+@contextmanager
+def _lines(console: RichConsole, name: str) -> Iterator[Progress]:
+    """Report progress in lines, for logs: one every half minute."""
+    last = perf_counter()
+    estimate = _estimator()
+
+    def progress(done: int, total: int | None, message: str) -> None:
+        nonlocal last
+        left = estimate(done, total)
+        now = perf_counter()
+        if now - last < _LINE_SECONDS or done == total:
+            return
+        last = now
+        parts = [message, f"{done}/{total}" if total else "", left]
+        say(console, f"{name}: {', '.join(part for part in parts if part)}")
+
+    yield progress
+
+
+def _estimator() -> Callable[[int, int | None], str]:
+    """Return a function that predicts the time left from the progress so far."""
+    from ompq.costs import seconds  # brings PyTorch, which errors need not wait for
+
+    begun, first, last = perf_counter(), -1, 0
+
+    def left(done: int, total: int | None) -> str:
+        nonlocal begun, first, last
+        now = perf_counter()
+        if first < 0 or not total or done < last:  # a stage begins, or is resumed
+            begun, first = now, done
+        last = done
+        if not total or done <= first:
+            return ""
+        rest = (now - begun) * (total - done) / (done - first)
+        return f"{seconds(rest)} left" if rest >= 1 else ""
+
+    return left

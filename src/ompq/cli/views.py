@@ -1,0 +1,302 @@
+"""What people read: tables no wider than the terminal, and plans as text."""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import ceil, floor, log10
+from pathlib import Path
+from typing import Any, Literal
+
+from rich import box
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from ompq.cli.console import plain
+from ompq.costs import counted, in_bytes, readable
+from ompq.costs import seconds as duration
+from ompq.errors import shortened
+from ompq.graph import Skipped
+from ompq.plans import Plan
+from ompq.summaries import plan_summary, unit_rows
+
+_GAP = 2  # blanks between columns: one of padding, one of the box
+_NAME_LEAST = 24  # columns go before names are cut shorter than this
+_STAYS_FLOAT = re.compile(r"(?P<kind>\w+) stays float: (?P<count>[\d,]+) parameters")
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column of a table.
+
+    Attributes:
+        title: Its heading.
+        cells: Its text, row by row.
+        justify: ``left`` or ``right``.
+        rank: 0 is never left out; of the others the highest goes first.
+        shorten: Whether its cells may be cut in the middle: names.
+    """
+
+    title: str
+    cells: Sequence[str]
+    justify: Literal["left", "right"] = "right"
+    rank: int = 0
+    shorten: bool = False
+
+    @property
+    def width(self) -> int:
+        """Width of its widest cell."""
+        return max(len(self.title), *(len(plain(cell)) for cell in self.cells), 0)
+
+    @property
+    def least(self) -> int:
+        """Width that it can be cut to."""
+        return min(self.width, _NAME_LEAST) if self.shorten else self.width
+
+
+def fitted(columns: Sequence[Column], width: int) -> Table:
+    """Return a table that fits the width: columns are left out, then names are cut."""
+    kept = list(columns)
+    while (spare := width - _least_width(kept)) < 0 and any(c.rank for c in kept):
+        kept.remove(max(kept, key=lambda column: column.rank))
+    table = Table(
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        padding=(0, _GAP - 1, 0, 0),
+        show_edge=False,
+    )
+    rows = []
+    for column in kept:
+        table.add_column(Text(column.title), justify=column.justify, no_wrap=True)
+        room = column.least + max(spare, 0) if column.shorten else column.width
+        rows.append([middle_cut(plain(cell), room) for cell in column.cells])
+    for row in zip(*rows, strict=True):
+        table.add_row(*(Text(cell) for cell in row))
+    return table
+
+
+def _least_width(columns: Sequence[Column]) -> int:
+    return sum(column.least + _GAP for column in columns) - _GAP
+
+
+def middle_cut(text: str, width: int) -> str:
+    """Return the text, cut in the middle where it is longer than the width.
+
+    Example:
+        >>> middle_cut("features.12.block.3.1", 12)
+        'featur…k.3.1'
+    """
+    if len(text) <= width:
+        return text
+    tail = (width - 1) // 2
+    return f"{text[: width - 1 - tail]}…{text[len(text) - tail :]}"
+
+
+def facts(rows: Iterable[tuple[str, str]]) -> Table:
+    """Return a table of names and what there is to say about them."""
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column()
+    for name, text in rows:
+        table.add_row(Text(plain(name)), Text(plain(text)))
+    return table
+
+
+def size_budgets(sizes: Sequence[float]) -> list[str]:
+    """Return sizes as budgets in one unit that suits them all."""
+    unit, factor = ("MiB", 2**20) if max(sizes) >= 2**20 else ("KiB", 2**10)
+    return [as_budget(size / factor, unit) for size in sizes]
+
+
+def operation_budgets(numbers: Sequence[float]) -> list[str]:
+    """Return bit operations as budgets in one unit that suits them all."""
+    unit, factor = ("GBOPs", 1e9) if max(numbers) >= 1e9 else ("MBOPs", 1e6)
+    return [as_budget(number / factor, unit) for number in numbers]
+
+
+def as_budget(value: float, unit: str) -> str:
+    """Return a budget of four digits, rounded up so that it can be met."""
+    if value <= 0:
+        return f"0{unit}"
+    digits = max(0, 3 - floor(log10(value)))
+    scaled = value * 10**digits
+    return f"{ceil(scaled - 1e-9) / 10**digits:.{digits}f}{unit}"
+
+
+def time_line(seconds: Mapping[str, float]) -> str:
+    """Return the time of each stage, and of all."""
+    stages = ", ".join(f"{name} {duration(value)}" for name, value in seconds.items())
+    return f"{duration(sum(seconds.values()))} ({stages})"
+
+
+def warning(about: Mapping[str, Any], what: str) -> list[RenderableType]:
+    """Return a warning that cannot be overlooked where nothing real was used."""
+    options = [
+        option
+        for option, given in (
+            ("--weights none", about.get("weights") == "none (random)"),
+            ("--data random", about.get("data") == "random"),
+        )
+        if given
+    ]
+    text = f"{' and '.join(options)}: {what} mean nothing; only sizes are real"
+    return [Text(text, style="bold yellow")] if options else []
+
+
+@dataclass(frozen=True)
+class PlanView:
+    """A plan, as ``ompq plan`` and ``ompq replan`` show it.
+
+    Attributes:
+        plan: The plan.
+        about: Network, weights, data and so on, by name.
+        seconds: Stage → seconds it took.
+        file: Where it was saved.
+    """
+
+    plan: Plan
+    about: Mapping[str, Any]
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    file: Path | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data."""
+        saved = None if self.file is None else str(self.file)
+        seconds = {name: round(value, 4) for name, value in self.seconds.items()}
+        return {
+            **self.about,
+            "plan": saved,
+            "seconds": seconds,
+            **plan_summary(self.plan),
+        }
+
+    def line(self) -> str:
+        """Return budget, hash and file."""
+        return f"{'; '.join(used(self.plan))}, {self._identity()}"
+
+    def tables(self, width: int) -> list[RenderableType]:
+        """Return the layers, then what they come to."""
+        rows = [
+            *totals(self.plan),
+            ("plan", self._identity()),
+            *(("stays float", text) for text in reasons(self.plan.graph.skipped)),
+            ("time", time_line(self.seconds)),
+        ]
+        table = plan_table(self.plan, width)
+        return [table, "", facts(rows), *warning(self.about, "these bits")]
+
+    def _identity(self) -> str:
+        where = "" if self.file is None else f", saved to {self.file}"
+        return f"{self.plan.hash}{where}"
+
+
+def plan_table(plan: Plan, width: int) -> Table:
+    """Return the units and their bits as a table no wider than ``width``."""
+    units, gamma = plan.graph.units, plan.scores.gamma
+    several = len({choice.activation for choice in plan.allocation.values()}) > 1
+    bits = [plan.allocation[unit.name] for unit in units]
+    rows = unit_rows(plan)
+    columns = [
+        Column("layer", [unit.name for unit in units], "left", shorten=True),
+        Column("kind", [unit.kind for unit in units], "left", rank=4),
+        Column("weight", ["×".join(map(str, u.weight_shape)) for u in units], rank=6),
+        Column("params", [counted(unit.weights) for unit in units], rank=2),
+        Column("MACs", [counted(unit.macs) for unit in units], rank=3),
+        Column("score", [f"{row['damage']:.2e}" for row in rows], rank=1),
+        Column("bits", [str(b) if several else str(b.weight) for b in bits]),
+        Column("bytes", [in_bytes(row["bytes"]) for row in rows]),
+        Column("", ["▬" * b.weight for b in bits], "left", rank=8),
+        Column("", [_remark(plan, row) for row in rows], "left", rank=7),
+    ]
+    if gamma is not None:
+        cells = [f"{value:.2f}" for value in gamma]
+        columns.insert(5, Column("gamma", cells, rank=5))
+    return fitted(columns, width)
+
+
+def _remark(plan: Plan, row: Mapping[str, Any]) -> str:
+    if row["pinned"]:
+        return "pinned"
+    if len(plan.graph.groups[row["group"]]) > 1:
+        return f"tied to {row['group']}" if row["group"] != row["name"] else "tied"
+    return ""
+
+
+def totals(plan: Plan) -> list[tuple[str, str]]:
+    """Return what the plan comes to, as names and texts."""
+    found, reference = plan.totals, plan.problem.costs["bytes"].reference
+    items = [
+        f"{name.replace('_', ' ')} {in_bytes(value)}"
+        for name, value in plan.bytes_by_item.items()
+        if value
+    ]
+    if plan.accounting == "paper":
+        items = ["counted as in the paper, without scales"]
+    widths = sorted({choice.activation for choice in plan.allocation.values()})
+    rows = [
+        ("budget", "; ".join(used(plan))),
+        (
+            "size",
+            f"{in_bytes(found['bytes'])}, {reference / found['bytes']:.1f} times "
+            f"smaller than float ({in_bytes(reference)})",
+        ),
+        ("", ", ".join(items)),
+        (
+            "bits",
+            f"{found['average_bits']:.3f} per weight on average, "
+            f"activations {', '.join(map(str, widths))}",
+        ),
+        ("BOPs", counted(found["bit_ops"])),
+        ("damage", f"{plan.damage:.4g} by {plan.score_name}"),
+    ]
+    if "milliseconds" in found:
+        rows.append(("latency", f"{found['milliseconds']:.3g} ms"))
+    if plan.target is not None:
+        rows.append(("target", plan.target.name))
+        rows += [("no faster", text) for text in reasons(plan.no_speed_up)]
+    return rows
+
+
+def used(plan: Plan) -> list[str]:
+    """Return what is used of each limit, in the budget's own unit."""
+    found, costs, budget = plan.totals, plan.problem.costs, plan.budget
+    size = found["bytes"]
+    texts = []
+    for part, amount, unit in (
+        (budget.size_mb, size / 1e6, "MB"),
+        (budget.percent, 100 * size / costs["bytes"].reference, "% of float"),
+        (budget.average_bits, found["average_bits"], "bits"),
+        (budget.latency_ms, found.get("milliseconds", 0.0), "ms"),
+    ):
+        if part is not None:
+            texts.append(f"{amount:.5g} of {part:g} {unit} ({amount / part:.1%})")
+    for part, name, scale in (
+        (budget.size_mib, "bytes", 2**20),
+        (budget.bit_ops, "bit_ops", 1),
+    ):
+        if part is not None:
+            limit = part * scale
+            amount_text, limit_text = readable(costs[name], found[name], limit)
+            share = found[name] / limit
+            texts.append(f"{amount_text} of {limit_text} ({share:.1%})")
+    return texts
+
+
+def reasons(skipped: Sequence[Skipped]) -> list[str]:
+    """Return what is left out and why, one line a reason."""
+    floats: dict[str, list[tuple[str, int]]] = {}
+    others: dict[str, list[str]] = {}
+    for entry in skipped:
+        match = _STAYS_FLOAT.fullmatch(entry.reason)
+        if match:
+            number = int(match["count"].replace(",", ""))
+            floats.setdefault(match["kind"], []).append((entry.name, number))
+        else:
+            others.setdefault(entry.reason, []).append(entry.name)
+    lines = [
+        f"{len(found)} {kind} {'stay' if len(found) > 1 else 'stays'} float: "
+        f"{sum(number for _, number in found):,} parameters "
+        f"({shortened([name for name, _ in found], 2)})"
+        for kind, found in floats.items()
+    ]
+    return lines + [f"{shortened(names, 3)}: {why}" for why, names in others.items()]

@@ -1,0 +1,317 @@
+"""The whole path: plan, quantize, reconstruct, finalize, evaluate, write the files."""
+
+import json
+import platform
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ompq.allocation.solver import Allocation, Budget
+from ompq.errors import PlanError, QuantizationError, shortened
+from ompq.evaluation import Evaluation, evaluate, wilson_interval
+from ompq.files import library_version, read_json, write_text
+from ompq.integer.finalization import finalize
+from ompq.packing import save
+from ompq.plans import Pin, Plan, PlanConfig, plan
+from ompq.quantization import BlockError, quantization_of, quantize
+from ompq.reconstruction import ReconstructConfig, reconstruct
+from ompq.report import (
+    Accuracy,
+    Histogram,
+    Section,
+    StageTime,
+    Versions,
+    sections_to_json,
+    worst_histograms,
+    write_report,
+)
+from ompq.report import BlockError as BlockSection
+from ompq.scores import SCORES, score_name
+from ompq.stages import Progress, Stages
+from ompq.summaries import plan_summary
+
+PLAN, PACKED, ONNX = "plan.json", "network.ompq.safetensors", "network.onnx"
+REPORT, RESULT = "report.html", "result.json"
+PLAN_SAMPLES = 64
+INTEGERS = "integers; the integer engine and ONNX compute the same"
+_SCORING = "scoring the choices"  # as plan() calls this stage
+_ANYTHING = "32bits"  # a budget that bits fixed beforehand always meet
+
+
+@dataclass(frozen=True, eq=False)
+class Workflow:
+    """A float network, the samples it is quantized with, and the stages of the work.
+
+    Attributes:
+        model: The float network.
+        samples: Unlabelled inputs, (N, ...).
+        stages: Show progress and keep times.
+    """
+
+    model: nn.Module
+    samples: Tensor
+    stages: Stages = field(default_factory=Stages)
+
+    def plan(
+        self,
+        source: Plan | Allocation | Budget | str,
+        config: PlanConfig = PlanConfig(),
+        *,
+        count: int = PLAN_SAMPLES,
+    ) -> Plan:
+        """Return a plan for a budget or for given bits; a plan is returned as it is.
+
+        Args:
+            source: What decides on the bits.
+            config: Choices, score, pins and so on.
+            count: How many of the samples are used.
+
+        Raises:
+            PlanError: The bits do not name every unit.
+        """
+        if isinstance(source, Plan):
+            return source
+        budget: Any = source
+        if isinstance(source, Allocation):
+            pins: dict[str, Pin] = {
+                name: (bits.weight, bits.activation) for name, bits in source.items()
+            }
+            budget, config = _ANYTHING, replace(config, pinned=pins)
+        with self.stages.named_by_messages("planning") as progress:
+            score = _reporting(config.score, progress)
+            told = replace(config, score=score)
+            made = plan(
+                self.model, self.samples[:count], budget, told, progress=progress
+            )
+        if isinstance(source, Allocation):
+            _check_complete(source, made)
+        return replace(made, score_name=score_name(config.score))
+
+    def quantize(self, bits: Plan) -> nn.Module:
+        """Return the network rounded to nearest and calibrated."""
+        with self.stages.named_by_messages("quantizing") as progress:
+            return quantize(self.model, bits, self.samples, progress=progress)
+
+    def reconstruct(
+        self,
+        quantized: nn.Module,
+        config: ReconstructConfig,
+        *,
+        checkpoint: Path | None = None,
+    ) -> nn.Module:
+        """Return the network with its rounding learned, block by block."""
+        with self.stages.stage("reconstructing") as progress:
+            return reconstruct(
+                quantized,
+                self.model,
+                self.samples,
+                config,
+                checkpoint=checkpoint,
+                progress=progress,
+            )
+
+    def finalize(self, network: nn.Module) -> tuple[nn.Module, str]:
+        """Return the network as its files compute it, and what it computes with.
+
+        A network in which something has no integer form is returned as it is, with a
+        text such as ``float: hardswish in features.0.2 has no integer form``.
+        """
+        with self.stages.stage("finalizing integers"):
+            try:
+                return finalize(network, self.samples), INTEGERS
+            except QuantizationError as error:
+                return network, f"float: {error}"
+
+    def evaluate(self, network: nn.Module, batches: Iterable[Any]) -> Evaluation:
+        """Measure a network against the float one."""
+        with self.stages.stage("evaluating") as progress:
+            return evaluate(network, batches, reference=self.model, progress=progress)
+
+    def outcome(
+        self,
+        network: nn.Module,
+        bits: Plan,
+        batches: Iterable[Any] | None,
+        about: Mapping[str, Any],
+    ) -> "Outcome":
+        """Finalize and evaluate a network.
+
+        Args:
+            network: The quantized network.
+            bits: Its plan.
+            batches: Labelled batches; without them accuracy is not measured.
+            about: Network, weights, data and so on, by name.
+        """
+        final, arithmetic = self.finalize(network)
+        found = None if batches is None else self.evaluate(final, batches)
+        return Outcome(
+            about={**about, "arithmetic": arithmetic},
+            plan=bits,
+            network=final,
+            evaluation=found,
+            seconds=self.stages.seconds,
+            accuracies=() if found is None else _accuracies(found, bits),
+            histograms=worst_histograms(final, self.model, bits, self.samples),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Outcome:
+    """A quantized network and how it came about.
+
+    Attributes:
+        about: Network, weights, data and so on, by name.
+        plan: Its bits.
+        network: The quantized network.
+        evaluation: How it does beside the float network; None if not measured.
+        seconds: Stage → seconds it took.
+        accuracies: What the report compares it with.
+        histograms: Weights and inputs of its worst layers.
+        remarks: What else the report says.
+    """
+
+    about: Mapping[str, Any]
+    plan: Plan
+    network: nn.Module
+    evaluation: Evaluation | None
+    seconds: Mapping[str, float]
+    accuracies: Sequence[Section] = ()
+    histograms: Sequence[Histogram] = ()
+    remarks: Sequence[Section] = ()
+
+    @property
+    def errors(self) -> tuple[BlockError, ...]:
+        """What reconstruction did, block by block."""
+        return quantization_of(self.network).errors
+
+    @property
+    def sections(self) -> list[Section]:
+        """What the report shows besides the plan."""
+        versions = {
+            "ompq": library_version(),
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            **{name: str(value) for name, value in self.about.items()},
+        }
+        return [
+            *self.accuracies,
+            *(
+                BlockSection(one.block, one.before, one.after, kept=one.improved)
+                for one in self.errors
+            ),
+            *self.histograms,
+            *(StageTime(name, value) for name, value in self.seconds.items()),
+            *self.remarks,
+            Versions(versions),
+        ]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data for JSON."""
+        found = self.evaluation
+        return {
+            **self.about,
+            "evaluation": None if found is None else found.to_json(),
+            "seconds": dict(self.seconds),
+            "sections": sections_to_json(self.sections),
+            "plan": plan_summary(self.plan),
+        }
+
+    def write(self, folder: Path, progress: Progress | None = None) -> list[str]:
+        """Write plan, network, report and result, all of them or none."""
+        with whole_folder(folder) as work:
+            self.plan.save(work / PLAN)
+            name = self.about["network"]
+            save(self.network, work / PACKED, plan=self.plan, network=name)
+            self.write_report(work / REPORT, name, progress)
+            write_result(work / RESULT, self.to_json())
+        return [PLAN, PACKED, REPORT, RESULT]
+
+    def write_report(
+        self, path: Path, title: str, progress: Progress | None = None
+    ) -> None:
+        """Write the page that shows plan and results."""
+        write_report(
+            path, self.plan, results=self.sections, title=title, progress=progress
+        )
+
+
+def write_result(path: Path, data: Mapping[str, Any]) -> None:
+    """Write everything measured, for other programs."""
+    write_text(path, f"{json.dumps(data, indent=1, ensure_ascii=False)}\n")
+
+
+def read_bits(path: Path) -> Plan | Allocation:
+    """Read a plan, or an allocation alone: unit → bits.
+
+    Raises:
+        PlanError: The file is neither.
+    """
+    try:
+        data = read_json(path)
+        if isinstance(data, dict) and "format" not in data:
+            return Allocation.from_json(data)
+    except (ValueError, TypeError, AttributeError) as error:
+        raise PlanError(
+            f"{path} is neither a plan nor an allocation: {error}. Give a file that "
+            "ompq plan wrote, or bits copied from a report"
+        ) from error
+    return Plan.load(path)
+
+
+@contextmanager
+def whole_folder(folder: Path) -> Iterator[Path]:
+    """Yield a folder whose files are moved to ``folder`` if the block succeeds."""
+    new = not folder.exists()
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        with TemporaryDirectory(dir=folder, prefix=".unfinished.") as work:
+            yield Path(work)
+            # The result is the last to appear: where it is, all the others are.
+            done = sorted(Path(work).iterdir(), key=lambda path: path.name == RESULT)
+            for path in done:
+                path.replace(folder / path.name)
+    finally:
+        if new:
+            with suppress(OSError):  # it holds something
+                folder.rmdir()
+
+
+def _reporting(score: Any, progress: Progress) -> Any:
+    """Return a score that reports its progress, if it is one that can."""
+
+    def within(done: int, total: int | None, _message: str) -> None:
+        progress(done, total, _SCORING)
+
+    known = SCORES.get(score, score) if isinstance(score, str) else score
+    if not is_dataclass(known) or "progress" not in {f.name for f in fields(known)}:
+        return score
+    return replace(known, progress=within)  # type: ignore[type-var]
+
+
+def _check_complete(bits: Allocation, made: Plan) -> None:
+    missing = [name for name in made.graph.names if name not in bits]
+    if missing:
+        raise PlanError(
+            f"the allocation gives bits to {len(bits)} of {len(made.graph)} layers; "
+            f"add bits for {shortened(missing)}"
+        )
+
+
+def _accuracies(found: Evaluation, bits: Plan) -> list[Section]:
+    """Return the float network and the quantized one, on the same images."""
+    if found.drop is None:
+        return []
+    count, size = found.count, bits.problem.costs["bytes"].reference
+    right = round((found.top1 + found.drop) * count)
+    interval = wilson_interval(right, count)
+    name, quantized = f"quantized, {bits.budget}", bits.totals["bytes"]
+    return [
+        Accuracy("float", right / count, *interval, count, size),
+        Accuracy(name, found.top1, *found.interval, count, quantized),
+    ]
