@@ -69,7 +69,7 @@ def test_a_message_that_comes_again_tells_how_far_its_stage_is(clock):
             clock.now += 40
             progress(batch, 8, "reading ranges")
         progress(2, 4, "rounding")
-    assert console.stages.seconds == {"reading ranges": 120}
+    assert console.stages.seconds == {"reading ranges": 120, "rounding": 0}
     assert console.err.file.getvalue().splitlines()[-1] == (
         "quantizing: reading ranges, 3/8, 3 min 20 s left"
     )

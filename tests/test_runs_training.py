@@ -129,7 +129,7 @@ def test_training_goes_on_from_a_packed_network(net, finished, tmp_path):
     alone.write_bytes(packed.read_bytes())
     refused = run(*words[:-1], alone, "-o", tmp_path / "no")
     assert refused.exit_code == 2
-    assert "give the plan of that network with --plan FILE" in refused.output
+    assert "give it with --plan FILE" in refused.output
     told = run(*words[:-1], alone, "--plan", folder / "plan.json", "-o", tmp_path / "n")
     assert told.exit_code == 0, told.output
 

@@ -65,6 +65,8 @@ def refused(place, folder, words, *, budget="--budget 5bits"):
         network, *given = given
     if "--data" in given:
         data = ()
+    if "--plan" in given:  # which decides the bits itself
+        budget = ""
     settings = (*FAST, *budget.split(), *given)
     result = run("train", network, *data, *settings, "-o", folder)
     errors = [line for line in result.stderr.splitlines() if "error" in line]

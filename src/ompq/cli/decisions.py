@@ -37,7 +37,7 @@ from ompq.cli.views import (
 from ompq.costs import FLOAT_BITS, cost_tables, in_bytes
 from ompq.graph import Choice, trace
 from ompq.plans import PlanConfig, choice_table, make_problem
-from ompq.samples import Samples
+from ompq.samples import SamplesLike
 from ompq.workflow import Workflow
 
 
@@ -123,7 +123,9 @@ def budget(
         render(BudgetView(model.name, problem), console)
 
 
-def shape_problem(model: nn.Module, samples: Samples, config: PlanConfig) -> Problem:
+def shape_problem(
+    model: nn.Module, samples: SamplesLike, config: PlanConfig
+) -> Problem:
     """Return the integer program of a network without any score."""
     graph = trace(model, samples, tie=config.tie).tie(config.tied)
     choices, allowed = choice_table(graph, config)
