@@ -1,3 +1,5 @@
+"""Image files, and augmented views of images."""
+
 import logging
 from pathlib import Path
 
@@ -7,8 +9,9 @@ import torch
 from PIL import Image
 from torch import nn
 
-from ompq.datasets.images import decode, find_images, normalise
-from ompq.errors import DataError
+from nets import images as pictures
+from ompq.datasets.images import decode, find_images, image_views, normalise
+from ompq.errors import DataError, SampleError
 from ompq.models import NamedModel
 
 
@@ -184,3 +187,47 @@ def test_normalisation_is_that_of_the_network() -> None:
         expected, abs=1e-6
     )
     assert pixels[0, 0, 0, 1] == 255
+
+
+def test_images_come_first_and_views_are_windows_of_them():
+    given = pictures(6)
+    found = image_views(given, 4)
+    assert found.shape == (24, *given.shape[1:])
+    assert torch.equal(found[:6], given)
+    side = given.shape[-1]
+    shift = side // 8
+    wide = torch.nn.ReflectionPad2d(shift)(given)
+    steps = range(2 * shift + 1)
+    seen = set()
+    for number, view in enumerate(found[6:]):
+        windows = {
+            (top, left, flip): window.flip(-1) if flip else window
+            for top in steps
+            for left in steps
+            for flip in (False, True)
+            for window in [wide[number % 6, :, top : top + side, left : left + side]]
+        }
+        matches = [key for key, window in windows.items() if torch.equal(window, view)]
+        assert matches
+        seen.add(matches[0])
+    assert len(seen) > 4  # not always the same
+    assert not torch.equal(found[6:12], found[12:18])
+
+
+def test_views_follow_the_seed_and_one_view_changes_nothing():
+    given = pictures(4)
+    assert torch.equal(image_views(given, 3), image_views(given, 3))
+    other = image_views(given, 3, seed=1)
+    assert not torch.equal(image_views(given, 3), other)
+    assert torch.equal(image_views(given, 1), given)
+
+
+def test_what_is_no_image_is_refused():
+    with pytest.raises(ValueError, match="views=0 must be at least 1"):
+        image_views(pictures(2), 0)
+    words = r"samples of shape \(3, 4\) and torch.float32 are not images"
+    with pytest.raises(SampleError, match=words):
+        image_views(torch.zeros(3, 4), 2)
+    words = "torch.int64 are not images: views need floats"
+    with pytest.raises(SampleError, match=words):
+        image_views(torch.zeros(1, 1, 4, 4, dtype=torch.int64), 2)

@@ -1,4 +1,4 @@
-"""Image files: found, decoded, resized; and augmented views of them."""
+"""Image files: found, decoded, resized; and augmented views of images."""
 
 import logging
 import os
@@ -19,6 +19,7 @@ _LOG = logging.getLogger(__name__)
 _SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".ppm", ".pgm", ".tif", ".tiff", ".webp"}
 _SPLITS = {"train": ("train",), "test": ("test", "val", "valid", "validation")}
 _MODES = {1: "L", 3: "RGB"}
+_SHIFT = 8  # views are shifted by at most this part of an image's sides
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class ImageFiles:
     Attributes:
         files: The files, sorted within their class.
         targets: Class index of each file; None when the images have no classes.
-        classes: Names of the classes; with numbered folders the missing numbers, too.
+        classes: Names of the classes; of numbered folders, the missing numbers too.
         numbered: Whether the folders' names are the class indices.
     """
 
@@ -47,7 +48,7 @@ def find_images(folder: Path, split: str) -> ImageFiles:
     Args:
         folder: Class folders, images alone, or folders ``train`` and ``test`` (or
             ``val``) of either.
-        split: ``train`` or ``test``: which of those to take when they exist.
+        split: ``train`` or ``test``: which of those to use when they exist.
 
     Raises:
         DataError: The folder is missing, empty or mixed, or holds no image.
@@ -55,8 +56,7 @@ def find_images(folder: Path, split: str) -> ImageFiles:
     folder = _split_folder(folder, split)
     entries = _listing(folder)
     images = [p for p in entries if p.is_file() and _has_suffix(p.name)]
-    folders = [path for path in entries if path.is_dir()]
-    nested = {path.name: _images_below(path) for path in folders}
+    nested = {path.name: _images_below(path) for path in entries if path.is_dir()}
     if images and any(nested.values()):
         raise DataError(
             f"{folder} holds {len(images)} images beside class folders; "
@@ -72,68 +72,6 @@ def find_images(folder: Path, split: str) -> ImageFiles:
     return _classified(nested)
 
 
-def decode(path: Path, model: NamedModel) -> Tensor:
-    """Read one image as the network takes it, but for the normalisation.
-
-    An image of the network's input size is taken as it is. Any other is resized and
-    its centre cropped.
-
-    Returns:
-        An uint8 tensor (C, H, W).
-
-    Raises:
-        DataError: As :func:`open_image`.
-    """
-    image = open_image(path, model)
-    _, height, width = model.input_shape
-    if image.size != (width, height):
-        interpolation = v2.InterpolationMode(model.interpolation)
-        size = [model.resize] if isinstance(model.resize, int) else list(model.resize)
-        image = v2.functional.center_crop(
-            v2.functional.resize(image, size, interpolation), [height, width]
-        )
-    pixels: Tensor = v2.functional.pil_to_tensor(image)
-    return pixels
-
-
-def open_image(path: Path, model: NamedModel) -> Image.Image:
-    """Read one image in the colours that a network takes, at its own size.
-
-    Grey, palette and transparent images become RGB, or all of them grey for a network
-    with one input channel.
-
-    Raises:
-        DataError: The file cannot be read; or the network takes neither one channel
-            nor three.
-    """
-    channels, _, _ = model.input_shape
-    if channels not in _MODES:
-        raise DataError(
-            f"{model.name} takes {channels} channels; images have 1 or 3. "
-            "Use FILE.py:FUNCTION for its data"
-        )
-    try:
-        with Image.open(path) as opened:
-            return _eight_bits(opened).convert(_MODES[channels])
-    except Exception as error:  # each format's decoder has its own errors
-        raise DataError(f"{path} is no readable image ({reason(error)})") from error
-
-
-def normalise(pixels: Tensor, model: NamedModel) -> Tensor:
-    """Return uint8 images (N, C, H, W) as float32, normalised as the network wants."""
-    mean = torch.tensor(model.mean).view(-1, 1, 1)
-    std = torch.tensor(model.std).view(-1, 1, 1)
-    return pixels.float().div_(255).sub_(mean).div_(std)
-
-
-def _eight_bits(image: Image.Image) -> Image.Image:
-    if image.mode == "P":  # transparent entries give a warning otherwise
-        return image.convert("RGBA")
-    if image.mode.startswith("I"):  # 16 bits a pixel, which Pillow would clip at 255
-        return image.point(lambda value: value * (1 / 256)).convert("L")
-    return image
-
-
 def _split_folder(folder: Path, split: str) -> Path:
     if not folder.exists():
         raise DataError(
@@ -143,7 +81,7 @@ def _split_folder(folder: Path, split: str) -> Path:
     if not folder.is_dir():
         raise DataError(f"{folder} is a file; unpack it and give the folder")
     names = {path.name for path in _listing(folder) if path.is_dir()}
-    if not names or not names <= {name for all_ in _SPLITS.values() for name in all_}:
+    if not names or not names <= {*_SPLITS["train"], *_SPLITS["test"]}:
         return folder
     for name in _SPLITS[split]:
         if name in names:
@@ -187,14 +125,70 @@ def _has_suffix(name: str) -> bool:
     return not name.startswith(".") and Path(name).suffix.lower() in _SUFFIXES
 
 
-_SHIFT = 8  # images move by at most this part of their sides
+def decode(path: Path, model: NamedModel) -> Tensor:
+    """Read an image as the network takes it, not yet normalised; uint8 (C, H, W).
+
+    An image of the network's input size is left as it is; any other is resized and
+    its centre cropped.
+
+    Raises:
+        DataError: As :func:`open_image`.
+    """
+    image = open_image(path, model)
+    _, height, width = model.input_shape
+    if image.size != (width, height):
+        interpolation = v2.InterpolationMode(model.interpolation)
+        size = [model.resize] if isinstance(model.resize, int) else list(model.resize)
+        image = v2.functional.center_crop(
+            v2.functional.resize(image, size, interpolation), [height, width]
+        )
+    pixels: Tensor = v2.functional.pil_to_tensor(image)
+    return pixels
+
+
+def open_image(path: Path, model: NamedModel) -> Image.Image:
+    """Read an image in the colours that the network takes, at its own size.
+
+    Grey, palette and transparent images become RGB, or all of them grey for a network
+    with one input channel.
+
+    Raises:
+        DataError: The file cannot be read; or the network takes neither one channel
+            nor three.
+    """
+    channels = model.input_shape[0]
+    if channels not in _MODES:
+        raise DataError(
+            f"{model.name} takes {channels} channels; images have 1 or 3. "
+            "Use FILE.py:FUNCTION for its data"
+        )
+    try:
+        with Image.open(path) as opened:
+            return _eight_bits(opened).convert(_MODES[channels])
+    except Exception as error:  # each format's decoder has its own errors
+        raise DataError(f"{path} is no readable image ({reason(error)})") from error
+
+
+def _eight_bits(image: Image.Image) -> Image.Image:
+    if image.mode == "P":  # transparent entries give a warning otherwise
+        return image.convert("RGBA")
+    if image.mode.startswith("I"):  # 16 bits a pixel, which Pillow would clip at 255
+        return image.point(lambda value: value * (1 / 256)).convert("L")
+    return image
+
+
+def normalise(pixels: Tensor, model: NamedModel) -> Tensor:
+    """Return uint8 images (N, C, H, W) as float32, normalised as the network wants."""
+    mean = torch.tensor(model.mean).view(-1, 1, 1)
+    std = torch.tensor(model.std).view(-1, 1, 1)
+    return pixels.float().div_(255).sub_(mean).div_(std)
 
 
 def image_views(images: Tensor, views: int, *, seed: int = 0) -> Tensor:
     """Return the images, followed by mirrored and shifted copies of them.
 
-    With fewer than some 200 images reconstruction learns them by heart; what the float
-    network does with such copies is as good a lesson as what it does with more images.
+    With fewer than some 200 images reconstruction overfits; such copies help about as
+    much as more images.
 
     Args:
         images: Inputs of a network, (N, C, H, W).
@@ -205,8 +199,8 @@ def image_views(images: Tensor, views: int, *, seed: int = 0) -> Tensor:
         (views · N, C, H, W); the images themselves first.
 
     Raises:
-        ValueError: There would be no views.
-        SampleError: These are no images.
+        ValueError: ``views`` is below 1.
+        SampleError: The tensor does not hold images.
     """
     if views < 1:
         raise ValueError(f"views={views} must be at least 1")
@@ -214,8 +208,8 @@ def image_views(images: Tensor, views: int, *, seed: int = 0) -> Tensor:
         return images
     if images.dim() != 4 or not images.is_floating_point():
         raise SampleError(
-            f"samples of shape {tuple(images.shape)} and {images.dtype} are no images: "
-            "views need floats of shape (N, C, H, W)"
+            f"samples of shape {tuple(images.shape)} and {images.dtype} are not "
+            "images: views need floats of shape (N, C, H, W)"
         )
     generator = torch.Generator().manual_seed(seed)
     return torch.cat([images, *(_view(images, generator) for _ in range(views - 1))])
@@ -228,9 +222,9 @@ def _view(images: Tensor, generator: torch.Generator) -> Tensor:
     tops = torch.randint(2 * down + 1, (count,), generator=generator).tolist()
     lefts = torch.randint(2 * right + 1, (count,), generator=generator).tolist()
     mirrored = torch.randint(2, (count,), generator=generator).tolist()
-    cut = [
-        image[:, qmax : qmax + height, left : left + width]
-        for image, qmax, left in zip(wide, tops, lefts, strict=True)
+    windows = [
+        image[:, top : top + height, left : left + width]
+        for image, top, left in zip(wide, tops, lefts, strict=True)
     ]
-    pairs = zip(cut, mirrored, strict=True)
+    pairs = zip(windows, mirrored, strict=True)
     return torch.stack([view.flip(-1) if flip else view for view, flip in pairs])

@@ -2,12 +2,11 @@
 
 import logging
 import os
-from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import chain, islice, pairwise
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -22,9 +21,12 @@ from ompq.models.demo_network import demo_data
 from ompq.samples import Progress
 from ompq.userfiles import call_user_function, is_user_function, reason
 
-_LOG = logging.getLogger(__name__)
-
 Item: TypeAlias = tuple[Tensor, int]
+Split: TypeAlias = Literal["train", "test"]
+
+_LOG = logging.getLogger(__name__)
+_RANDOM_LENGTH = 1024
+_AHEAD = 4  # inputs that each thread reads in advance
 
 
 @dataclass(frozen=True)
@@ -40,8 +42,8 @@ class Data:
         targets: Class of each input, where known without reading it.
         label_problem: Why there are no usable labels; None when there are.
         workers: Threads that read.
-        seed: What the choice of a part of the inputs follows.
-        skip_unreadable: Whether unreadable images are left out instead of an error.
+        seed: Decides the choice of samples.
+        skip_unreadable: Whether unreadable images are skipped instead of an error.
     """
 
     name: str
@@ -66,10 +68,10 @@ class Data:
             DataError: There are fewer inputs, or one cannot be read.
         """
         order = self._order(count)
-        # Unreadable images are made up for by those that would come next.
+        # Skipped images are replaced by those that would come next.
         wanted = order if self.skip_unreadable else order[:count]
         inputs: list[Tensor] = []
-        with closing(self.items(wanted, ahead=2 * self.workers)) as items:
+        with closing(self.items(wanted)) as items:
             for value, _ in islice(items, count):
                 inputs.append(value)
                 if progress is not None:
@@ -85,8 +87,7 @@ class Data:
         """Return the inputs with their targets, to be iterated any number of times.
 
         Args:
-            batch_size: Inputs a batch; the last batch may have fewer.
-            limit: Take only so many, spread over the classes. None takes all, in
+            limit: Use only so many, spread over the classes. None uses all, in
                 their own order.
 
         Raises:
@@ -116,22 +117,25 @@ class Data:
         rounds = {}
         for position in shuffled:
             target = self.targets[position]
-            rounds[position] = seen.get(target, 0)
-            seen[target] = rounds[position] + 1
+            rounds[position] = seen[target] = seen.get(target, -1) + 1
         return sorted(shuffled, key=lambda position: rounds[position])
 
-    def items(self, order: Sequence[int], *, ahead: int) -> Generator[Item, None, None]:
-        """Yield the inputs at these positions and their targets, read in advance."""
-        skipped: list[str] = []
-        results = _in_threads(self._read, order, self.workers, ahead)
+    def items(self, order: Sequence[int]) -> Generator[Item, None, None]:
+        """Yield the inputs at these positions and their targets, read by threads."""
+        ahead, skipped = _AHEAD * self.workers, []
+        pool = ThreadPoolExecutor(self.workers)
+        chunks = (order[i : i + ahead] for i in range(0, len(order), ahead))
+        reading = (pool.map(self._read, chunk) for chunk in chunks)
         try:
-            for result in results:
-                if isinstance(result, DataError):
-                    skipped.append(str(result))
-                else:
-                    yield result
-        finally:
-            results.close()
+            # Pairs: the next chunk is being read while this one is used.
+            for results, _ in pairwise(chain(reading, [None])):
+                for result in results or ():
+                    if isinstance(result, DataError):
+                        skipped.append(str(result))
+                    else:
+                        yield result
+        finally:  # an error, Ctrl-C or a caller that has enough
+            pool.shutdown(cancel_futures=True)
             if skipped:
                 _LOG.warning(
                     "%s: skipped %d unreadable images: %s",
@@ -151,9 +155,8 @@ class Data:
     def stack(self, inputs: Sequence[Tensor]) -> Tensor:
         """Return inputs as one tensor (N, C, H, W), images normalised."""
         stacked = torch.stack(tuple(inputs))
-        if stacked.dtype == torch.uint8:
-            return normalise(stacked, self.model)
-        return stacked
+        images = stacked.dtype == torch.uint8
+        return normalise(stacked, self.model) if images else stacked
 
 
 @dataclass(frozen=True)
@@ -168,46 +171,10 @@ class Batches:
         return -(-len(self.order) // self.batch_size)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        held: list[Item] = []
-        # Images are read ahead while the network works on the batch before.
-        for item in self.data.items(self.order, ahead=2 * self.batch_size):
-            held.append(item)
-            if len(held) == self.batch_size:
-                yield self._batch(held)
-                held = []
-        if held:
-            yield self._batch(held)
-
-    def _batch(self, held: Sequence[Item]) -> tuple[Tensor, Tensor]:
-        inputs = self.data.stack([value for value, _ in held])
-        return inputs, torch.tensor([target for _, target in held])
-
-
-def _in_threads(
-    read: Callable[[int], Item | DataError],
-    order: Sequence[int],
-    workers: int,
-    ahead: int,
-) -> Generator[Item | DataError, None, None]:
-    """Yield what ``read`` returns, in order, reading at most ``ahead`` in advance."""
-    waiting: deque[Future[Item | DataError]] = deque()
-    positions = iter(order)
-    with ThreadPoolExecutor(workers) as pool:
-        try:
-            waiting.extend(pool.submit(read, p) for p in islice(positions, ahead))
-            while waiting:
-                result = waiting.popleft().result()
-                waiting.extend(pool.submit(read, p) for p in islice(positions, 1))
-                yield result
-        finally:  # an error, Ctrl-C or a caller that has enough
-            for future in waiting:
-                future.cancel()
-
-
-_LOG = logging.getLogger(__name__)
-_RANDOM_LENGTH = 1024
-
-Split: TypeAlias = Literal["train", "test"]
+        with closing(self.data.items(self.order)) as items:
+            while held := list(islice(items, self.batch_size)):
+                inputs = self.data.stack([value for value, _ in held])
+                yield inputs, torch.tensor([target for _, target in held])
 
 
 def load_data(
@@ -225,11 +192,11 @@ def load_data(
         name: A folder of images (class folders, or images alone: unlabelled),
             ``digits``, ``random`` or ``file.py:function`` (which is executed).
         model: The network whose preprocessing applies.
-        split: Which part to take where the data has two: ``digits``, or a folder that
+        split: Which part to use where the data has two: ``digits``, or a folder that
             holds ``train`` and ``test`` (or ``val``).
-        seed: What the choice of samples follows; for ``random``, also the noise.
-        workers: Threads that decode; None for one a CPU core, at most 16.
-        skip_unreadable: Leave unreadable images out, with a logged count.
+        seed: Decides the choice of samples; for ``random``, also the noise.
+        workers: Threads that decode; None for one per CPU core, at most 16.
+        skip_unreadable: Skip unreadable images, with a logged count.
 
     Raises:
         DataError: There is no such data, or it holds nothing that can be used.
@@ -297,7 +264,7 @@ def _random(model: NamedModel, seed: int) -> Data:
 
 
 def _digits(model: NamedModel, split: str) -> Data:
-    # One split for both, so that ompq:demo has never seen the test images.
+    # The demo network was trained on the same split, so the test images are new to it.
     data = demo_data()
     images, labels = data.test_images, data.test_targets
     if split == "train":
@@ -312,16 +279,14 @@ def _digits(model: NamedModel, split: str) -> Data:
         image = F.interpolate(image, (height, width), mode=model.interpolation)[0]
         return (image.expand(channels, -1, -1) - mean) / std, targets[position]
 
-    outputs = output_count(model)
-    problem = None
+    outputs, problem = output_count(model), None
     if outputs != 10:
         problem = f"there are 10 digits, but {model.name} has {outputs} outputs"
     return Data("digits", model, len(targets), read, targets, problem)
 
 
 def _from_user(name: str, model: NamedModel) -> Data:
-    given = call_user_function(name, DataError)
-    get, length, targets = _opened(name, given)
+    get, length, targets = _opened(name, call_user_function(name, DataError))
     if length == 0:
         raise DataError(f"{name} returned no inputs; give at least one")
 

@@ -23,9 +23,9 @@ from ompq.models import NamedModel, output_count
 from ompq.samples import Progress
 from ompq.training.batches import Shard, TrainingData, dealt, mixed_seed
 
-Cutting: TypeAlias = tuple[Tensor, int]
+Crop: TypeAlias = tuple[Tensor, int]
 
-_SMALL = 64  # up to this side images are padded and shifted; above, cut out and resized
+_SMALL = 64  # up to this side images are shifted; above, cropped and resized
 _PADDING = 4
 
 
@@ -36,12 +36,12 @@ def training_data(
     augment: bool = True,
     progress: Progress | None = None,
 ) -> TrainingData:
-    """Return data in the form in which networks are trained with it.
+    """Return labelled data as training reads it: small images in memory.
 
     Args:
-        data: From :func:`load_data`, split ``train``; with labels.
+        data: From :func:`load_data`, split ``train``.
         device: Where the network is trained.
-        augment: Whether images are cropped and flipped at random; inputs that are no
+        augment: Whether images are cropped and flipped at random; inputs that are not
             images never are.
         progress: Called while images are read into memory.
 
@@ -71,7 +71,7 @@ class HeldSet:
 
     Attributes:
         inputs: Images (N, H, W, C) as uint8, padded on all sides, or other inputs
-            (N, ...) as floats, which are taken as they are.
+            (N, ...) as floats, which are left as they are.
         targets: Classes, (N,).
         padding: Pixels on each side; 0 for no augmentation.
         mean: Of the channels of an image in [0, 255], (C,).
@@ -111,31 +111,18 @@ class HeldSet:
     def _inputs(self, picked: Tensor, shifts: Tensor, flips: Tensor) -> Tensor:
         if self.inputs.dtype != torch.uint8:
             return self.inputs[picked]
-        if self.padding:
-            window = _window(self.inputs, self.padding, shifts[picked], flips[picked])
-            pixels = self.inputs[picked[:, None, None], *window]
-        else:
+        if not self.padding:
             pixels = self.inputs[picked]
+        else:  # windows, some of them mirrored
+            down, right = shifts[picked, :1], shifts[picked, 1:]  # (B, 1)
+            height, width = (side - 2 * self.padding for side in self.inputs.shape[1:3])
+            rows = torch.arange(height, device=picked.device) + down  # (B, H)
+            across = torch.arange(width, device=picked.device)
+            across = torch.where(flips[picked, None], width - 1 - across, across)
+            columns = (across + right)[:, None]  # (B, 1, W)
+            pixels = self.inputs[picked[:, None, None], rows[:, :, None], columns]
         values = (pixels.float() - self.mean) / self.std
-        return values.permute(0, 3, 1, 2)  # in memory it is channels_last
-
-
-def _window(
-    images: Tensor, padding: int, shifts: Tensor, flips: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Return rows (B, H, 1) and columns (B, 1, W) of windows, some of them mirrored.
-
-    Args:
-        images: Padded images, (N, H + 2 padding, W + 2 padding, C).
-        padding: Pixels on each side.
-        shifts: Row and column where each window begins, (B, 2).
-        flips: Whether each is mirrored, (B,).
-    """
-    height, width = (side - 2 * padding for side in images.shape[1:3])
-    rows = torch.arange(height, device=images.device) + shifts[:, :1]
-    across = torch.arange(width, device=images.device)
-    across = torch.where(flips[:, None], width - 1 - across, across)
-    return rows[:, :, None], (across + shifts[:, 1:])[:, None]
+        return values.permute(0, 3, 1, 2)  # in memory it is channels-last
 
 
 def _held(
@@ -145,7 +132,7 @@ def _held(
     inputs: Tensor | None = None
     targets = torch.zeros(len(data), dtype=torch.long)
     found = 0
-    for value, target in data.items(range(len(data)), ahead=8 * data.workers):
+    for value, target in data.items(range(len(data))):
         if inputs is None:
             inputs = torch.empty(len(data), *value.shape, dtype=value.dtype)
         inputs[found], targets[found] = value, target
@@ -154,40 +141,37 @@ def _held(
             progress(found, len(data), "reading images")
     if inputs is None:
         raise DataError(f"{data.name}: none of its {len(data)} inputs can be read")
-    _check_targets(data, targets[:found])
-    images = inputs.dtype == torch.uint8
-    padding = _PADDING if images and augment else 0
-    if images:
-        inputs = torch.nn.functional.pad(inputs, [padding] * 4).permute(0, 2, 3, 1)
-    return HeldSet(
-        inputs[:found].contiguous().to(device),
-        targets[:found].to(device),
-        padding,
-        255 * torch.tensor(data.model.mean, device=device),
-        255 * torch.tensor(data.model.std, device=device),
-    )
-
-
-def _check_targets(data: Data, targets: Tensor) -> None:
+    inputs, targets = inputs[:found], targets[:found]
     outputs, low, high = output_count(data.model), targets.min(), targets.max()
     if low < 0 or high >= outputs:
         raise DataError(
             f"{data.name}: targets go from {low} to {high}, but {data.model.name} has "
             f"{outputs} outputs; targets are class indices, 0 to {outputs - 1}"
         )
+    images = inputs.dtype == torch.uint8
+    padding = _PADDING if images and augment else 0
+    if images:
+        inputs = torch.nn.functional.pad(inputs, [padding] * 4).permute(0, 2, 3, 1)
+    return HeldSet(
+        inputs.contiguous().to(device),
+        targets.to(device),
+        padding,
+        255 * torch.tensor(data.model.mean, device=device),
+        255 * torch.tensor(data.model.std, device=device),
+    )
 
 
 @dataclass(frozen=True, eq=False)
 class ImageSet:
-    """Image files that worker processes read, cut out and flip.
+    """Image files that worker processes read, crop and flip.
 
     Attributes:
         images: The files and their classes.
         model: How images are prepared.
         workers: Processes that read; 0 reads in the process that trains.
         device: Where images are normalised.
-        augment: Whether a part of each image is cut out at random, and flipped.
-        skip_unreadable: Whether the next image takes the place of a broken one.
+        augment: Whether images are cropped and flipped at random.
+        skip_unreadable: Whether the next image replaces an unreadable one.
     """
 
     images: ImageFiles
@@ -215,7 +199,7 @@ class ImageSet:
         parts = dealt(order, batch_size=batch_size, start=start, shard=shard)
         cuda = self.device.type == "cuda"
         loader = DataLoader(
-            _Cuttings(self, (seed, number)),
+            _Crops(self, (seed, number)),
             batch_sampler=[part.tolist() for part in parts],
             num_workers=self.workers,
             pin_memory=cuda,
@@ -233,23 +217,23 @@ class ImageSet:
             yield (moved.float() - mean) / std, targets.to(self.device)
 
 
-def _batch(items: Sequence[Cutting | DataError]) -> Any:
+def _batch(items: Sequence[Crop | DataError]) -> Any:
     """Return pixels (N, C, H, W) and targets (N,), or the first error."""
     broken = [item for item in items if isinstance(item, DataError)]
     return broken[0] if broken else default_collate(list(items))
 
 
-class _Cuttings(Dataset[Cutting | DataError]):
-    """What is cut out of each image in one epoch, as uint8 (C, H, W)."""
+class _Crops(Dataset[Crop | DataError]):
+    """A crop of each image in one epoch, as uint8 (C, H, W)."""
 
     def __init__(self, owner: ImageSet, seeds: tuple[int, int]) -> None:
         self.images, self.model, self.seeds = owner.images, owner.model, seeds
         self.skip_unreadable = owner.skip_unreadable
-        self.cut: v2.Compose | None = None
+        self.augmented: v2.Compose | None = None
         if owner.augment:
             size = owner.model.input_shape[1:]
             interpolation = v2.InterpolationMode(owner.model.interpolation)
-            self.cut = v2.Compose(
+            self.augmented = v2.Compose(
                 [
                     v2.RandomResizedCrop(size, interpolation=interpolation),
                     v2.RandomHorizontalFlip(),
@@ -257,23 +241,23 @@ class _Cuttings(Dataset[Cutting | DataError]):
                 ]
             )
 
-    def __getitem__(self, position: int) -> Cutting | DataError:
+    def __getitem__(self, position: int) -> Crop | DataError:
         count = len(self.images.files)
         broken = DataError("there are no images")
         for further in range(count if self.skip_unreadable else 1):
             try:
-                return self._cut((position + further) % count)
+                return self._crop((position + further) % count)
             except DataError as error:
                 broken = error
         return broken  # raised here, it would bring a worker's traceback along
 
-    def _cut(self, position: int) -> Cutting:
+    def _crop(self, position: int) -> Crop:
         path = self.images.files[position]
-        assert self.images.targets is not None  # asked for before
+        assert self.images.targets is not None  # training_data() checked the labels
         target = self.images.targets[position]
-        if self.cut is None:
+        if self.augmented is None:
             return decode(path, self.model), target
         with torch.random.fork_rng(devices=[]):
             # Not torch.manual_seed, which would look for GPUs in every worker.
             torch.default_generator.manual_seed(mixed_seed(*self.seeds, position))
-            return self.cut(open_image(path, self.model)), target
+            return self.augmented(open_image(path, self.model)), target
