@@ -115,7 +115,10 @@ BROKEN = {
         lambda h, t: (h, unit_changed(t, weight_shape=[-6, 3, 3, 3])),
         "weight_shape must be a whole number",
     ),
-    "unit": (lambda h, t: (h, unit_changed(t, surprise=1)), "has surprise that is unknown"),
+    "unit": (
+        lambda h, t: (h, unit_changed(t, surprise=1)),
+        "has surprise that is unknown",
+    ),
     "no bits": (
         lambda h, t: ({k: v for k, v in h.items() if k != "allocation"}, t),
         "KeyError",

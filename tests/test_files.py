@@ -1,13 +1,37 @@
-import pytest
+import errno
+import json
+import os
+import subprocess
+import sys
 
-from ompq.files import read_json, replacing, write_text
+import pytest
+import torch
+from safetensors import SafetensorError
+
+from ompq.errors import CheckpointError, FileError
+from ompq.files import (
+    parse_json,
+    read_checkpoint,
+    read_json,
+    read_tensors,
+    replacing,
+    write_checkpoint,
+    write_tensors,
+    write_text,
+)
+
+KIND = "ompq-things/1"
+
+
+def names(folder):
+    return [path.name for path in folder.iterdir()]
 
 
 def test_text_arrives_whole_and_folders_are_made(tmp_path):
     path = tmp_path / "a" / "b.json"
     write_text(path, "käse")
     assert path.read_text(encoding="utf-8") == "käse"
-    assert [p.name for p in path.parent.iterdir()] == ["b.json"]
+    assert names(path.parent) == ["b.json"]
 
 
 def test_failure_leaves_the_old_file_and_nothing_else(tmp_path):
@@ -17,7 +41,74 @@ def test_failure_leaves_the_old_file_and_nothing_else(tmp_path):
         temporary.write_text("half")
         raise RuntimeError("stop")
     assert path.read_text() == "old"
-    assert len(list(tmp_path.iterdir())) == 1
+    assert names(tmp_path) == ["plan.json"]
+
+
+def test_a_full_disk_is_called_one_and_leaves_nothing(tmp_path, monkeypatch):
+    def fill(self, _text, **_settings):
+        self.write_bytes(b"half")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("pathlib.Path.write_text", fill)
+    with pytest.raises(
+        FileError, match="a.json cannot be written: the disk is full. Free some space"
+    ):
+        write_text(tmp_path / "a.json", "whole")
+    assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ("No space left on device (os error 28)", "the disk is full. Free some space"),
+        ("File too large (os error 27)", "File too large. Choose another place"),
+    ],
+)
+def test_tensors_that_the_disk_does_not_take(tmp_path, monkeypatch, said, words):
+    def fill(_tensors, _file, _metadata):  # as safetensors tells it
+        raise SafetensorError(f"Error while serializing: I/O error: {said}")
+
+    monkeypatch.setattr("safetensors.torch.save_file", fill)
+    with pytest.raises(FileError, match=f"cannot be written: {words}"):
+        write_tensors(tmp_path / "a", {"format": KIND}, {"a": torch.ones(3)})
+    assert names(tmp_path) == []
+
+
+def test_names_may_be_as_long_as_the_system_allows(tmp_path):
+    write_text(tmp_path / f"{'n' * 250}.json", "whole")
+    assert names(tmp_path) == [f"{'n' * 250}.json"]
+    write_text(tmp_path / f"x.{'n' * 250}", "whole")
+    for name in ("n" * 300, "ü" * 200):
+        began = []
+        with (
+            pytest.raises(FileError, match="cannot be written: File name too long. Ch"),
+            replacing(tmp_path / name),
+        ):
+            began.append(name)
+        assert not began  # it is told before the work is done
+    assert len(names(tmp_path)) == 2
+
+
+@pytest.mark.parametrize(
+    ("place", "words"),
+    [
+        ("file/a.json", "File exists"),
+        ("file/b/a.json", "Not a directory"),
+        ("folder", "Is a directory"),
+    ],
+)
+def test_places_that_cannot_be_written_are_named(tmp_path, place, words):
+    (tmp_path / "file").touch()
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(FileError, match=f"{place} cannot be written: {words}"):
+        write_text(tmp_path / place, "text")
+    assert sorted(names(tmp_path)) == ["file", "folder"]
+
+
+def test_errors_about_other_files_stay_what_they_are(tmp_path):
+    other = tmp_path / "elsewhere" / "x"
+    with pytest.raises(FileNotFoundError), replacing(tmp_path / "here" / "a"):
+        other.read_text()
 
 
 @pytest.mark.parametrize(
@@ -25,8 +116,17 @@ def test_failure_leaves_the_old_file_and_nothing_else(tmp_path):
     [
         (None, "there is no such file"),
         ("folder", "it is a folder"),
-        (b"{bad", r"it is no JSON \(Expecting property name .* at line 1, column 2\)"),
-        (b"\xff\xfe", "it is no text"),
+        (b"{bad", r"it is not JSON \(Expecting property name .* at line 1, column 2\)"),
+        (b"", r"it is not JSON \(Expecting value at line 1, column 1\)"),
+        (b"\xff\xfe", "it is not UTF-8 text"),
+        (b"[" * 100_000, "it is nested too deeply"),
+        (b'{"a":' * 100_000, "it is nested too deeply"),
+        (b"[" + b"9" * 400 + b"]", "it holds an integer of 400 digits"),
+        (b"[-" + b"9" * 5000 + b"]", "it holds an integer of 5000 digits"),
+        (b"[NaN]", "it holds the number NaN, which is not finite"),
+        (b"[-Infinity]", "it holds the number -Infinity, which is not finite"),
+        (b"[1e999]", "it holds the number 1e999, which is not finite"),
+        (b'["\\ud800"]', "it holds text that is not Unicode"),
     ],
 )
 def test_json_that_cannot_be_read_is_told_in_words(tmp_path, content, words):
@@ -46,8 +146,109 @@ def test_json_of_an_unreadable_file_says_why(tmp_path, monkeypatch):
     monkeypatch.setattr("pathlib.Path.read_text", refuse)
     with pytest.raises(ValueError, match=r"it cannot be read \(Permission denied\)"):
         read_json(tmp_path / "a.json")
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match=r"it cannot be read \(File name too long\)"):
+        read_json(tmp_path / ("n" * 300))
 
 
 def test_json_is_read_as_utf8(tmp_path):
-    write_text(tmp_path / "a.json", '{"käse": [1, 2]}')
-    assert read_json(tmp_path / "a.json") == {"käse": [1, 2]}
+    write_text(tmp_path / "a.json", '\ufeff{"käse": [1, 2.5, -3, "\\ud83d\\ude00"]}')
+    assert read_json(tmp_path / "a.json") == {"käse": [1, 2.5, -3, "😀"]}
+    assert parse_json(str(2**63 - 1)) == 2**63 - 1
+
+
+def test_reading_json_does_not_import_torch():
+    code = "import sys, ompq.files; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+TENSORS = {
+    "weight": torch.arange(6.0).reshape(2, 3),
+    "empty": torch.zeros(0, 3),
+    "scalar": torch.tensor(7),
+    "half": torch.ones(3, dtype=torch.bfloat16),
+    "flags": torch.tensor([True, False]),
+}
+
+
+def test_tensors_and_header_are_read_as_written(tmp_path):
+    first, second = tmp_path / "run" / "a.st", tmp_path / "b.st"
+    shared = torch.arange(6.0).reshape(2, 3)
+    tensors = {**TENSORS, "a": shared, "b": shared.T, "c": shared, "d": shared[1]}
+    header = {"format": KIND, "step": 7, "deep": {"x": [1.5, "ü"]}}
+    write_tensors(first, header, tensors)
+    write_tensors(second, header, tensors)
+    assert first.read_bytes() == second.read_bytes()
+    found, read = read_tensors(first, KIND)
+    assert found == header
+    assert read.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert read[name].dtype == tensor.dtype
+        assert torch.equal(read[name], tensor)
+    assert names(first.parent) == ["a.st"]
+
+
+def test_files_of_another_kind_are_told_apart(tmp_path):
+    path = tmp_path / "a.st"
+    for found, words in (
+        ("ompq-things/2", "its format is ompq-things/2; this version of ompq reads"),
+        (
+            "ompq-others/1",
+            "it is a safetensors file, but not of the kind ompq-things/1",
+        ),
+    ):
+        write_tensors(path, {"format": found}, {})
+        with pytest.raises(ValueError, match=words):
+            read_tensors(path, KIND)
+    for content in (b"", b"something else", b"\xff" * 100):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match="it is damaged, cut short, or not a safe"):
+            read_tensors(path, KIND)
+    with pytest.raises(ValueError, match="there is no such file"):
+        read_tensors(tmp_path / "none", KIND)
+    with pytest.raises(ValueError, match="it is a folder"):
+        read_tensors(tmp_path, KIND)
+
+
+def test_checkpoints_are_read_as_written(tmp_path):
+    path = tmp_path / "run" / "last.safetensors"
+    text = {"step": "7", "history": json.dumps([float("nan")])}
+    write_checkpoint(path, TENSORS, text, kind="walk", identity="me")
+    found, read = read_checkpoint(path, kind="walk", identity="me")
+    assert read == text
+    assert all(torch.equal(found[name], TENSORS[name]) for name in TENSORS)
+
+
+def test_other_checkpoints_are_refused(tmp_path):
+    path = tmp_path / "last.safetensors"
+    write_checkpoint(path, {"a": torch.ones(1)}, {}, kind="walk", identity="me")
+    with pytest.raises(CheckpointError, match="is not a checkpoint of run: .* Remove"):
+        read_checkpoint(path, kind="run", identity="me")
+    with pytest.raises(CheckpointError, match=r"another run \(other network, data or"):
+        read_checkpoint(path, kind="walk", identity="you")
+    path.write_bytes(b"something else")
+    with pytest.raises(CheckpointError, match="last.safetensors is not a checkpoint"):
+        read_checkpoint(path, kind="walk", identity="me")
+
+
+def test_damage_anywhere_in_a_checkpoint_is_noticed(tmp_path):
+    path = tmp_path / "last.safetensors"
+    text = {"step": "7", "best": "0.5"}
+    write_checkpoint(path, TENSORS, text, kind="walk", identity="me")
+    whole = path.read_bytes()
+    damaged = [whole[:size] for size in range(0, len(whole), 5)]
+    for at in range(len(whole)):
+        for flip in (0x01, 0x20, 0xFF):
+            changed = bytes([whole[at] ^ flip])
+            damaged.append(whole[:at] + changed + whole[at + 1 :])
+    silent = 0
+    for content in damaged:
+        path.write_bytes(content)
+        try:
+            tensors, read = read_checkpoint(path, kind="walk", identity="me")
+        except CheckpointError:
+            continue
+        # A space that pads the header may change: what it says is still the same.
+        same = all(torch.equal(tensors[n], TENSORS[n]) for n in TENSORS)
+        silent += not (same and read == text and tensors.keys() == TENSORS.keys())
+    assert silent == 0

@@ -141,11 +141,11 @@ def test_checkpoints_of_other_runs_and_files_are_refused(toys, tmp_path):
     with pytest.raises(CheckpointError, match=r"belongs to another run \(other netw"):
         ompq.train(network, data, replace(QUICK, seed=1), checkpoint=tmp_path)
     (tmp_path / "last.safetensors").write_bytes(b"nothing")
-    with pytest.raises(CheckpointError, match=r"last.safetensors is no checkpoint: "):
+    with pytest.raises(CheckpointError, match=r"last.safetensors is not a checkpoint"):
         ompq.train(network, data, QUICK, checkpoint=tmp_path)
 
     save_file({"x": torch.zeros(1)}, tmp_path / "last.safetensors")
-    with pytest.raises(CheckpointError, match=r"is no checkpoint of a training"):
+    with pytest.raises(CheckpointError, match=r"is not a checkpoint of training"):
         ompq.train(network, data, QUICK, checkpoint=tmp_path)
 
 

@@ -180,8 +180,8 @@ def test_other_runs_are_not_continued(place, tmp_path, words, told):
     ("name", "told"),
     [
         ("start.ompq.safetensors", "start.ompq.safetensors cannot be read"),
-        ("training/last.safetensors", "last.safetensors is no checkpoint"),
-        ("plan.json", "plan.json is no plan: it is no JSON"),
+        ("training/last.safetensors", "last.safetensors is not a checkpoint"),
+        ("plan.json", "plan.json is no plan: it is not JSON"),
     ],
 )
 def test_broken_files_of_a_run_are_named(place, tmp_path, name, told):

@@ -14,6 +14,7 @@ OmpqError
 ├── QuantizationError       a network that cannot be quantized as planned
 ├── TrainingError           a training that cannot go on: its loss is not finite
 ├── CheckpointError         a checkpoint that cannot be resumed
+├── FileError               a file that cannot be written: the disk is full, say
 ├── PackedFileError         a packed file that is broken or of another network
 ├── ExportError             a file that would not compute what the network does
 └── MissingExtraError       an optional dependency that is not installed
@@ -103,6 +104,10 @@ class TrainingError(OmpqError):
 
 class CheckpointError(OmpqError):
     """A checkpoint cannot be resumed."""
+
+
+class FileError(OmpqError):
+    """A file cannot be written."""
 
 
 class PackedFileError(OmpqError):

@@ -1,20 +1,31 @@
-"""Files that are either whole or not there: text, JSON, checkpoints."""
+"""Files that are either whole or not there: text, JSON, tensors, checkpoints.
 
+Nothing here imports torch before a tensor is read or written.
+"""
+
+import errno
+import hashlib
 import json
+import math
 import os
+import re
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from safetensors import SafetensorError, safe_open
-
-from ompq.errors import CheckpointError
+from ompq.errors import CheckpointError, FileError
 
 if TYPE_CHECKING:  # commands that only read JSON need not wait for torch
     from torch import Tensor
+
+_METADATA = "ompq"  # the entry of a safetensors file's metadata that holds our header
+_DIGEST = "sha256"
+_MOST_DIGITS = 19  # of an integer in JSON: what 64 bits hold
+# What reading a safetensors file with flipped bits makes the library raise.
+_DAMAGE = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError)
 
 
 def library_version() -> str:
@@ -27,26 +38,58 @@ def library_version() -> str:
 
 @contextmanager
 def replacing(path: str | Path) -> Iterator[Path]:
-    """Yield a temporary path that is moved to ``path`` if the block succeeds."""
-    target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(
-        dir=target.parent, prefix=f".{target.name}.", suffix=target.suffix
-    )
-    os.close(handle)
-    temporary = Path(name)
+    """Yield a temporary path that is moved to ``path`` if the block succeeds.
+
+    Raises:
+        FileError: The file cannot be written. Nothing is left of it, and what was
+            there before is untouched.
+    """
+    target, temporary = Path(path), None
     try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with suppress(FileNotFoundError):
+            target.lstat()  # a name that is too long fails before the work is done
+        suffix = target.suffix if len(target.suffix) < 20 else ""
+        handle, name = tempfile.mkstemp(
+            dir=target.parent, prefix=f".{target.name[:32]}.", suffix=suffix
+        )
+        os.close(handle)
+        temporary = Path(name)
         yield temporary
         umask = os.umask(0)
         os.umask(umask)
         temporary.chmod(0o666 & ~umask)  # mkstemp's 0600 is for secrets
         temporary.replace(target)
+    except Exception as error:
+        reason = _why_not_written(error, target)
+        if reason is None:
+            raise
+        raise FileError(f"{path} cannot be written: {reason}") from error
     finally:
-        temporary.unlink(missing_ok=True)
+        if temporary is not None:
+            temporary.unlink(missing_ok=True)
+
+
+def _why_not_written(error: Exception, target: Path) -> str | None:
+    """Return why a file cannot be written, or None if something else failed."""
+    # safetensors has errors of its own, which quote the number of the system's.
+    quoted = re.search(r"\(os error (\d+)\)", str(error))
+    number = int(quoted[1]) if quoted else getattr(error, "errno", None)
+    if number in (errno.ENOSPC, errno.EDQUOT):
+        return "the disk is full. Free some space, or choose another place"
+    if number is None or not (quoted or isinstance(error, OSError)):
+        return None
+    where = Path(getattr(error, "filename", None) or target)
+    ours = where.parent == target.parent or target.is_relative_to(where)
+    return f"{os.strerror(number)}. Choose another place" if ours else None
 
 
 def write_text(path: str | Path, text: str) -> None:
-    """Write a text file that appears only when it is complete."""
+    """Write a text file that appears only when it is complete.
+
+    Raises:
+        FileError: It cannot be written.
+    """
     with replacing(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
@@ -58,7 +101,7 @@ def read_json(path: str | Path) -> Any:
         ValueError: It cannot be read; says why in words that may follow a colon.
     """
     try:
-        return json.loads(Path(path).read_text(encoding="utf-8"))
+        return parse_json(Path(path).read_text(encoding="utf-8-sig"))
     except FileNotFoundError as error:
         raise ValueError("there is no such file") from error
     except IsADirectoryError as error:
@@ -66,10 +109,138 @@ def read_json(path: str | Path) -> Any:
     except OSError as error:
         raise ValueError(f"it cannot be read ({error.strerror})") from error
     except UnicodeDecodeError as error:
-        raise ValueError("it is no text") from error
+        raise ValueError("it is not UTF-8 text") from error
+
+
+def parse_json(text: str) -> Any:
+    """Return the data of a JSON text whose numbers are finite and fit 64 bits.
+
+    Raises:
+        ValueError: It is something else; says what in words that may follow a colon.
+    """
+    try:
+        data = json.loads(
+            text, parse_int=_integer, parse_float=_number, parse_constant=_number
+        )
+        if "\\ud" in text.lower():  # half a character, which no file can hold
+            json.dumps(data, ensure_ascii=False).encode()
     except json.JSONDecodeError as error:
         where = f"line {error.lineno}, column {error.colno}"
-        raise ValueError(f"it is no JSON ({error.msg} at {where})") from error
+        raise ValueError(f"it is not JSON ({error.msg} at {where})") from error
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+    except UnicodeEncodeError as error:
+        raise ValueError("it holds text that is not Unicode") from error
+    return data
+
+
+def _integer(digits: str) -> int:
+    if len(digits.lstrip("-")) > _MOST_DIGITS:
+        raise ValueError(f"it holds an integer of {len(digits.lstrip('-'))} digits")
+    return int(digits)
+
+
+def _number(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"it holds the number {text:.20}, which is not finite")
+    return value
+
+
+def write_tensors(
+    path: str | Path, header: Mapping[str, Any], tensors: "Mapping[str, Tensor]"
+) -> None:
+    """Write a safetensors file with a header, and a digest of everything in it.
+
+    The same header and tensors give the same bytes.
+
+    Args:
+        path: The file.
+        header: Plain data; its ``format`` is a name and a version: ``ompq-packed/1``.
+        tensors: Of any shapes, on any device.
+
+    Raises:
+        FileError: It cannot be written.
+    """
+    from safetensors.torch import save_file
+
+    kept, used = {}, set()
+    for name, given in tensors.items():
+        tensor = given.detach().cpu().contiguous()
+        memory = tensor.untyped_storage().data_ptr()
+        # The format refuses two names for the same memory.
+        kept[name] = tensor.clone() if memory in used else tensor
+        used.add(memory)
+    entries = {**header, _DIGEST: _digest(header, kept)}
+    with replacing(path) as temporary:
+        save_file(kept, temporary, {_METADATA: _compact(entries)})
+
+
+def read_tensors(
+    path: str | Path, kind: str
+) -> "tuple[dict[str, Any], dict[str, Tensor]]":
+    """Return the header and the tensors of a file that :func:`write_tensors` wrote.
+
+    Args:
+        path: The file.
+        kind: The ``format`` that it must have.
+
+    Raises:
+        ValueError: It is missing, damaged, of another kind or version; says which in
+            words that may follow a colon.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            text = (file.metadata() or {}).get(_METADATA, "")
+            header = _checked_header(text, kind)
+            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+        found = header.pop(_DIGEST, None)
+        damaged = found != _digest(header, tensors)
+    except FileNotFoundError as error:
+        raise ValueError("there is no such file") from error
+    except (OSError, SafetensorError, *_DAMAGE) as error:
+        if Path(path).is_dir():
+            raise ValueError("it is a folder") from error
+        raise ValueError(
+            f"it is damaged, cut short, or not a safetensors file ({error})"
+        ) from error
+    if damaged:
+        raise ValueError("it is damaged: its contents do not match its digest")
+    return header, tensors
+
+
+def _checked_header(text: str, kind: str) -> dict[str, Any]:
+    try:
+        header = parse_json(text)
+    except ValueError:
+        header = None
+    found = str(header.get("format")) if isinstance(header, dict) else ""
+    if found.partition("/")[0] != kind.partition("/")[0]:
+        raise ValueError(f"it is a safetensors file, but not of the kind {kind}")
+    if found != kind:
+        raise ValueError(
+            f"its format is {found:.40}; this version of ompq reads {kind}"
+        )
+    assert isinstance(header, dict)
+    return header
+
+
+def _compact(data: Any) -> str:
+    return json.dumps(data, separators=(",", ":"))
+
+
+def _digest(header: Mapping[str, Any], tensors: "Mapping[str, Tensor]") -> str:
+    """Return a digest of everything in the file that means something."""
+    import torch
+
+    digest = hashlib.sha256()
+    digest.update(_compact(header).encode())
+    for name, tensor in sorted(tensors.items()):
+        digest.update(_compact([name, str(tensor.dtype), list(tensor.shape)]).encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 def write_checkpoint(
@@ -83,21 +254,14 @@ def write_checkpoint(
     """Write a checkpoint, whole or not at all.
 
     Args:
-        path: Where.
-        tensors: Tensors of any shapes, on any device.
+        path: The file.
+        tensors: Of any shapes, on any device.
         text: What else belongs to it, by name.
         kind: What it is a checkpoint of, for example ``training``.
         identity: What must be equal for it to continue a run.
     """
-    from safetensors.torch import save_file
-
-    # Cloned: two names may share memory, which the format refuses.
-    kept = {k: t.detach().cpu().contiguous().clone() for k, t in tensors.items()}
-    about = {**text, "ompq": f"{kind}/1", "identity": identity}
-    with replacing(path) as temporary:
-        # One entry: the format writes several in a random order, and a run should
-        # write the same bytes every time.
-        save_file(kept, temporary, {"about": json.dumps(about, sort_keys=True)})
+    header = {"format": f"ompq-{kind}/2", "identity": identity, "text": dict(text)}
+    write_tensors(path, header, tensors)
 
 
 def read_checkpoint(
@@ -106,19 +270,17 @@ def read_checkpoint(
     """Return tensors and text of a checkpoint.
 
     Raises:
-        CheckpointError: It is none, one of another kind, or of another run.
+        CheckpointError: It is damaged, of another kind, or of another run.
     """
     try:
-        with safe_open(path, framework="pt") as file:
-            text = json.loads((file.metadata() or {}).get("about", "{}"))
-            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-    except (OSError, ValueError, SafetensorError) as error:
-        raise CheckpointError(f"{path} is no checkpoint: {error}") from error
-    if text.get("ompq") != f"{kind}/1":
-        raise CheckpointError(f"{path} is no checkpoint of a {kind}")
-    if text["identity"] != identity:
+        header, tensors = read_tensors(path, f"ompq-{kind}/2")
+    except ValueError as error:
+        raise CheckpointError(
+            f"{path} is not a checkpoint of {kind}: {error}. Remove it to begin anew"
+        ) from error
+    if header["identity"] != identity:
         raise CheckpointError(
             f"{path} belongs to another run (other network, data or settings); "
             "remove it, or choose another place"
         )
-    return tensors, text
+    return tensors, header["text"]
