@@ -1,7 +1,7 @@
 """A score of your own: what do few bits damage?
 
-Takes a second. A score is a function that returns a table, units × choices; lower is
-better. Anything that can be called will do: no class, nothing to register.
+Takes a second. A score is any callable that returns a table, units × choices; lower is
+better. There is nothing to subclass or register.
 """
 
 from collections.abc import Sequence
@@ -10,7 +10,6 @@ import numpy as np
 from torch import nn
 
 import ompq
-from ompq.models.demo_network import demo_data, demo_network
 
 
 def largest_step(
@@ -28,8 +27,10 @@ def largest_step(
 
 def main() -> None:
     """Plan with two scores; tell where they differ and what that does."""
-    model, data = demo_network(), demo_data()
-    samples, batches = data.train_images[:64], [(data.test_images, data.test_targets)]
+    demo = ompq.load_model("ompq:demo")
+    model = demo.module
+    samples = ompq.load_data("digits", demo, split="train").samples(64)
+    batches = list(ompq.load_data("digits", demo).batches(batch_size=150))
     scores = {"the default": ompq.OrmDistortion(), "our own": largest_step}
     plans = {}
     for name, score in scores.items():

@@ -4,12 +4,13 @@ Takes a second. Planning needs a few unlabelled inputs; another budget needs non
 """
 
 import ompq
-from ompq.models.demo_network import demo_data, demo_network
 
 
 def main() -> None:
     """Plan the network that comes with the package."""
-    model, samples = demo_network(), demo_data().train_images[:64]
+    demo = ompq.load_model("ompq:demo")
+    model = demo.module
+    samples = ompq.load_data("digits", demo, split="train").samples(64)
     plan = ompq.plan(model, samples, "34KiB")
 
     for name, choice in plan.allocation.items():

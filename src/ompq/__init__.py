@@ -16,17 +16,19 @@ if TYPE_CHECKING:
     from ompq.allocation.solver import Allocation, Budget
     from ompq.audits import Audit, AuditConfig, audit
     from ompq.datasets.images import image_views
+    from ompq.datasets.sources import load_data
     from ompq.errors import OmpqError
     from ompq.evaluation import Evaluation, evaluate
     from ompq.graph import Choice, LayerGraph, Unit, trace
     from ompq.integer.finalization import finalize
+    from ompq.models import load_model
     from ompq.onnx.export import export_onnx
     from ompq.packing import inspect_file, load, save
     from ompq.plans import PLAN_PROTOCOLS, Plan, PlanConfig, plan
     from ompq.quantization import QuantizeConfig, quantization_of, quantize
     from ompq.reconstruction import ReconstructConfig, reconstruct
     from ompq.reconstruction.rounding import RoundingConfig
-    from ompq.report import write_figures, write_report
+    from ompq.report import Accuracy, worst_histograms, write_figures, write_report
     from ompq.samples import Samples
     from ompq.scores import (
         Orm,
@@ -55,7 +57,9 @@ _HOMES = {
     "ompq.quantization": "QuantizeConfig quantization_of quantize",
     "ompq.reconstruction": "ReconstructConfig reconstruct",
     "ompq.reconstruction.rounding": "RoundingConfig",
-    "ompq.report": "write_figures write_report",
+    "ompq.report": "Accuracy worst_histograms write_figures write_report",
+    "ompq.models": "load_model",
+    "ompq.datasets.sources": "load_data",
     "ompq.samples": "Samples",
     "ompq.scores": "Orm OrmDistortion OrmSettings OutputDivergence Random ScoreTable "
     "SmallestFirst WeightNoise",
@@ -67,6 +71,7 @@ _HOME = {name: module for module, names in _HOMES.items() for name in names.spli
 __all__ = [
     "PLAN_PROTOCOLS",
     "TRAIN_PROTOCOLS",
+    "Accuracy",
     "Allocation",
     "Audit",
     "AuditConfig",
@@ -98,6 +103,8 @@ __all__ = [
     "image_views",
     "inspect_file",
     "load",
+    "load_data",
+    "load_model",
     "plan",
     "quantization_of",
     "quantize",
@@ -105,6 +112,7 @@ __all__ = [
     "save",
     "trace",
     "train",
+    "worst_histograms",
     "write_figures",
     "write_report",
 ]
