@@ -27,7 +27,11 @@ def weighed(model, samples):
     sites, _ = find_sites(model, record(model, samples[:1]), graph, bits)
     samples = Samples.of(samples)
     seen = read_ranges(model, samples, sites, batch_size=64, report=silent)
-    return sites, seen, weigh_ranges(model, samples, sites, seen, report=silent)
+    return (
+        sites,
+        seen,
+        weigh_ranges(model, samples, sites, seen, batch_size=16, report=silent),
+    )
 
 
 def quantize(model, samples, bits=8, **more):

@@ -213,8 +213,8 @@ def layer_calls(depth):
 
 
 def test_a_layer_runs_as_often_in_a_long_chain_as_in_a_short_one():
-    """One pass to trace, one for moments, one of each batch, and two for layouts."""
-    assert layer_calls(4) == layer_calls(32) == {1 + 1 + 3 + 2}
+    """Each of three batches for moments and for targets; to trace, and for layouts."""
+    assert layer_calls(4) == layer_calls(32) == {3 + 3 + 1 + 2}
 
 
 def test_no_thread_is_left_behind(monkeypatch):
@@ -420,7 +420,7 @@ def test_moments_are_compared_on_the_same_samples():
     graph = trace(model, samples)
     name = next(block for block in graph.blocks if block not in graph.names)
     members = [graph.units[i] for i in graph.blocks[name]]
-    found = float_moments(model, members, samples)
+    found = float_moments(model, members, samples, 64)
     cache = gather(quantized, model, name, samples, batch_size=64)
     before, after = learn_rounding(
         quantized.get_submodule(name),

@@ -25,7 +25,7 @@ cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 def factors(model, samples):
     graph = ompq.trace(model, samples)
     recording = record(model, samples[:1])
-    return find_factors(model, recording, graph, Samples.of(samples))
+    return find_factors(model, recording, graph, Samples.of(samples), batch_size=16)
 
 
 def uneven(seed=0):
@@ -243,6 +243,7 @@ def test_real_networks_compute_the_same_to_the_last_bit(name, count):
         recording,
         graph,
         Samples.of(samples),
+        batch_size=16,
         report=lambda *done: seen.append(done),
     )
     assert len(found) == count and seen == [(1, 1)]
@@ -336,7 +337,7 @@ def test_factors_are_the_same_on_cuda():
     there = copy.deepcopy(model).cuda()
     graph = ompq.trace(there, samples.cuda())
     recording = record(there, samples[:1].cuda())
-    found = find_factors(there, recording, graph, Samples.of(samples))
+    found = find_factors(there, recording, graph, Samples.of(samples), batch_size=16)
     assert found == factors(model, samples)
     with torch.no_grad():
         x = samples.cuda()

@@ -38,7 +38,7 @@ def network(kind):
 
 def grams(model, samples, **more):
     units = ompq.trace(model, samples).units
-    return input_grams(model, units, Samples.of(samples), **more)
+    return input_grams(model, units, Samples.of(samples), batch_size=8, **more)
 
 
 def uniform(model, bits, samples):
@@ -127,9 +127,9 @@ def test_an_axis_for_samples_is_not_needed():
     model, samples = seeded(OneByOne()), scenes(4)
     alone = nn.Sequential(copy.deepcopy(model.conv))
     units = ompq.trace(alone, samples).units
-    (gram,) = input_grams(alone, units, Samples.of(samples)).values()
+    (gram,) = input_grams(alone, units, Samples.of(samples), batch_size=8).values()
     unit = replace(units[0], name="conv")
-    found = input_grams(model, [unit], Samples.of(samples))
+    found = input_grams(model, [unit], Samples.of(samples), batch_size=8)
     torch.testing.assert_close(found["conv"], gram)
 
 

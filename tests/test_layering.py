@@ -19,6 +19,7 @@ ORDER = {
     "ranges": "",
     "orthogonality": "",
     "recording": "",
+    "passes": "",
     "graph": "",
     "costs": "",
     "targets": "",

@@ -69,7 +69,7 @@ def test_outputs_get_the_moments_and_codes_stay(kind):
     flat = start.movedim(axis, 0).flatten(1)
     spread = distances(flat) * torch.linspace(0.6, 1.9, channels)
     wanted = agreed(start, mean, spread, axis)
-    restore_moments({"a": layer}, {"a": wanted}, lambda: layer(x))
+    restore_moments({"a": layer}, {"a": wanted}, [lambda: layer(x)])
     out = layer(x).movedim(axis, 0).flatten(1)
     torch.testing.assert_close(out.mean(1), mean, atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(distances(out), spread, atol=1e-5, rtol=1e-4)
@@ -80,7 +80,7 @@ def test_outputs_get_the_moments_and_codes_stay(kind):
 def test_moments_are_those_of_each_sample(kind):
     make, shape = LAYERS[kind]
     layer, x = make(), values(*shape)
-    found = output_moments({"a": layer}, lambda: layer(x))["a"]
+    found = output_moments({"a": layer}, [lambda: layer(x)])["a"]
     axis = -1 if kind in ("linear", "tokens") else 1
     for one, other in zip(found, of_samples(layer(x), axis), strict=True):
         torch.testing.assert_close(one, other)
@@ -96,7 +96,7 @@ def test_what_may_be_chance_is_not_restored(size):
     expected = layer.bias + unit * torch.tensor(shrunk(noise / unit)).float()
     plain = noise.mean(0).norm()
     before, scale = layer.bias.clone(), layer.weight_scale.clone()
-    restore_moments({"a": layer}, {"a": wanted}, lambda: layer(x))
+    restore_moments({"a": layer}, {"a": wanted}, [lambda: layer(x)])
     torch.testing.assert_close(layer.bias, expected, atol=1e-5, rtol=1e-4)
     assert torch.equal(layer.weight_scale, scale)
     # Nearly nothing of what is chance alone, nearly all of what is sure.
@@ -108,7 +108,7 @@ def test_what_may_be_chance_is_not_restored(size):
 def test_a_single_sample_is_believed():
     layer, x = quantized(nn.Conv2d(4, 6, 3)), values(1, 4, 7, 7, seed=1)
     wanted = agreed(layer(x), values(6, seed=2), distances(layer(x)[0].flatten(1)))
-    restore_moments({"a": layer}, {"a": wanted}, lambda: layer(x))
+    restore_moments({"a": layer}, {"a": wanted}, [lambda: layer(x)])
     mean = layer(x).mean((0, 2, 3))
     torch.testing.assert_close(mean, values(6, seed=2), atol=1e-5, rtol=1e-4)
 
@@ -124,7 +124,7 @@ def test_later_layers_see_the_corrected_ones_before_them():
     inner = layers[2](torch.relu(1.3 * (out - out.mean(0)) + values(7, seed=2)))
     spread = 0.8 * distances(inner.T)
     wanted = {"0": first, "2": agreed(inner, values(3, seed=3), spread)}
-    restore_moments({"0": layers[0], "2": layers[2]}, wanted, lambda: layers(x))
+    restore_moments({"0": layers[0], "2": layers[2]}, wanted, [lambda: layers(x)])
     found = layers(x)
     torch.testing.assert_close(found.mean(0), values(3, seed=3), atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(distances(found.T), spread, atol=1e-5, rtol=1e-4)
@@ -138,7 +138,7 @@ def test_dead_and_exploding_channels_are_not_blown_up():
     before = layer.weight_scale.clone()
     spread = distances(layer(x).T)
     wanted = agreed(layer(x), torch.zeros(2), 100 * spread + 1)
-    restore_moments({"a": layer}, {"a": wanted}, lambda: layer(x))
+    restore_moments({"a": layer}, {"a": wanted}, [lambda: layer(x)])
     assert (layer.weight_scale <= 2.001 * before).all()
 
 
@@ -150,7 +150,7 @@ def test_channels_that_hardly_vary_do_not_speak_for_the_others():
     wanted.mean[:, 0] += 1e-6  # nothing to the others, much to this channel
     wanted.mean[:, 1:] += values(64, 5, seed=2)
     before = layer.bias.clone()
-    restore_moments({"a": layer}, {"a": wanted}, lambda: layer(x))
+    restore_moments({"a": layer}, {"a": wanted}, [lambda: layer(x)])
     plain = values(64, 5, seed=2).mean(0)
     assert (layer.bias - before)[1:].norm() < 0.7 * plain.norm()
     assert layer.bias.isfinite().all()
@@ -160,7 +160,7 @@ def test_groups_that_share_scales_get_means_only():
     layer = quantized(nn.ConvTranspose2d(4, 6, 2, stride=2, groups=2))
     x, scale = values(16, 4, 5, 5), layer.weight_scale.clone()
     wanted = agreed(layer(x), values(6, seed=4), torch.ones(6))
-    restore_moments({"a": layer}, {"a": wanted}, lambda: layer(x))
+    restore_moments({"a": layer}, {"a": wanted}, [lambda: layer(x)])
     assert torch.equal(layer.weight_scale, scale)
     torch.testing.assert_close(
         layer(x).mean((0, 2, 3)), values(6, seed=4), atol=1e-5, rtol=1e-4
@@ -169,5 +169,5 @@ def test_groups_that_share_scales_get_means_only():
 
 def test_modules_that_run_twice_are_left_out():
     layer = nn.Linear(3, 3)
-    found = output_moments({"a": layer}, lambda: layer(layer(values(4, 3))))
+    found = output_moments({"a": layer}, [lambda: layer(layer(values(4, 3)))])
     assert found == {}

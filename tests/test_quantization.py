@@ -193,11 +193,10 @@ def test_progress_is_told():
     batches = -(-len(SAMPLES) // 3)
     ranges = [step[:2] for step in seen if step[2] == "reading ranges of activations"]
     read = [(n, batches) for n in range(1, batches + 1)]
-    weighed = [(1, 3), (2, 3), (3, 3)]  # 48 samples, 16 at a time
-    assert ranges == [(1, 4), *read, *weighed]
+    assert ranges == [(1, 4), *read, *read]  # and again, to weigh them
     units = len(ompq.trace(model, SAMPLES))
     rounding = [step[:2] for step in seen if step[2] == "rounding weights"]
-    inputs = [(n, 4) for n in range(1, 5)]  # of few weights: 32 samples, 8 at a time
+    inputs = [(n, 11) for n in range(1, 12)]  # of few weights: 32 samples
     assert rounding == [(2, 4), *inputs, *((n, units) for n in range(1, units + 1))]
 
 
@@ -209,3 +208,35 @@ def test_progress_knows_how_many_batches_a_list_gives():
         model, uniform(model, 4), several, progress=lambda *step: seen.append(step)
     )
     assert (1, 1, "reading ranges of activations") in seen  # joined: 8 images
+
+
+class Meter(nn.Module):
+    """Writes down the largest batch that any copy of it gets."""
+
+    largest = 0
+
+    def forward(self, x):
+        Meter.largest = max(Meter.largest, len(x))
+        return x
+
+
+@pytest.mark.parametrize("size", [1, 5])
+def test_no_module_sees_more_samples_than_the_batch_size(size):
+    depthwise = nn.Sequential(nn.Conv2d(4, 4, 3, groups=4), nn.ReLU(), Meter())
+    model = seeded(
+        nn.Sequential(
+            nn.Sequential(Meter(), nn.Conv2d(3, 4, 3), nn.ReLU()),
+            depthwise,
+            nn.Sequential(nn.Flatten(), nn.Linear(64, 5), Meter()),
+        )
+    )
+    bits = {name: Choice(6, 8) for name in ompq.trace(model, scenes(4)).names}
+    Meter.largest = 0
+    config = ompq.QuantizeConfig(batch_size=size)
+    quantized = ompq.quantize(model, Allocation(bits), scenes(40), config)
+    assert Meter.largest == size
+    rounding = ompq.RoundingConfig(iterations=2, batch_size=size)
+    learn = ompq.ReconstructConfig(rounding=rounding, batch_size=size)
+    ompq.reconstruct(quantized, model, scenes(40), learn)
+    # Two samples show which dimension grows with the samples.
+    assert Meter.largest == max(size, 2)

@@ -49,7 +49,7 @@ def layer_and_input(request):
 
 
 def soft_of(layer, x):
-    return SoftRounding([layer], lambda: layer(x))
+    return SoftRounding([layer], [lambda: layer(x)])
 
 
 def channel_means(layer, output):
@@ -96,7 +96,7 @@ def test_means_stay_whatever_side_weights_take(layer_and_input):
 
 def test_mean_inputs_times_weights_are_mean_outputs(layer_and_input):
     layer, x = layer_and_input
-    (mean,) = mean_inputs([layer], lambda: layer(x))
+    (mean,) = mean_inputs([layer], [lambda: layer(x)])
     for seed in (1, 2):
         other = copy.deepcopy(layer)
         with torch.no_grad():
@@ -150,7 +150,7 @@ def test_several_layers_share_one_tensor_and_keep_apart():
     layers = [quantized(nn.Linear(5, 7)), quantized(nn.Linear(7, 3), bits=4)]
     alone = [copy.deepcopy(layer) for layer in layers]
     x = values(20, 5) + 0.5
-    soft = SoftRounding(layers, lambda: layers[1](layers[0](x)))
+    soft = SoftRounding(layers, [lambda: layers[1](layers[0](x))])
     assert soft.up.shape == (7 * 5 + 3 * 7,)
     with torch.no_grad():
         soft.stretch[7:] = 0.5

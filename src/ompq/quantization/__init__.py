@@ -4,6 +4,7 @@ import copy
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from typing import TypeAlias
 
@@ -42,6 +43,7 @@ from ompq.quantization.equalization import Equalized, equalized, find_factors
 from ompq.quantization.moments import (
     FOR_MOMENTS,
     Moments,
+    Runs,
     output_moments,
     restore_moments,
 )
@@ -316,13 +318,16 @@ def quantize(
             recording,
             graph,
             samples,
+            batch_size=config.batch_size,
             report=lambda done, total: report(done, total, READING),
         )
     model = equalized(model, factors)
     size = config.batch_size
     ranges = read_ranges(model, samples, sites, batch_size=size, report=report)
     if config.activation_range == "fisher":
-        ranges = weigh_ranges(model, samples, sites, ranges, report=report)
+        ranges = weigh_ranges(
+            model, samples, sites, ranges, batch_size=size, report=report
+        )
     report(2, 4, _ROUNDING)
     grams = _grams(model, graph, allocation, samples, config, report)
     quantized = assemble(
@@ -343,7 +348,7 @@ def quantize(
     )
     report(3, 4, "restoring moments")
     if config.restore_moments:
-        _restore_moments(quantized, model, samples)
+        _restore_moments(quantized, model, samples, config.batch_size)
     report(4, 4, "done")
     return quantized.train(model.training)
 
@@ -374,6 +379,7 @@ def _grams(
         coarse,
         samples,
         centred=config.restore_moments,
+        batch_size=config.batch_size,
         report=lambda done, total: report(done, total, _ROUNDING),
     )
 
@@ -401,21 +407,29 @@ def _searching(
     return weight_grid
 
 
-def _restore_moments(quantized: nn.Module, model: nn.Module, samples: Samples) -> None:
+def _restore_moments(
+    quantized: nn.Module, model: nn.Module, samples: Samples, batch_size: int
+) -> None:
     """Give each unit the mean and the spread that it has in the float network."""
     layers = quantized_layers(quantized)
     units = [u for u in quantization_of(quantized).graph.units if u.name in layers]
-    moments = float_moments(model, units, samples)
-    batch = to_device(samples.first_batch(FOR_MOMENTS), model_device(model))
+    moments = float_moments(model, units, samples, batch_size)
     with evaluating(quantized):
-        restore_moments(layers, moments, lambda: call(quantized, batch))
+        restore_moments(layers, moments, _runs(quantized, samples, batch_size))
 
 
 def float_moments(
-    model: nn.Module, units: Sequence[Unit], samples: Samples
+    model: nn.Module, units: Sequence[Unit], samples: Samples, batch_size: int
 ) -> dict[str, Moments]:
     """Return the moments of what units give after their batch norms, by name."""
-    batch = to_device(samples.first_batch(FOR_MOMENTS), model_device(model))
     modules = {u.name: model.get_submodule(normalised_by(model, u)) for u in units}
     with evaluating(model):
-        return output_moments(modules, lambda: call(model, batch))
+        return output_moments(modules, _runs(model, samples, batch_size))
+
+
+def _runs(model: nn.Module, samples: Samples, batch_size: int) -> Runs:
+    device = model_device(model)
+    return [
+        partial(call, model, to_device(batch, device))
+        for batch in Samples.of(samples.first_batch(FOR_MOMENTS)).batches(batch_size)
+    ]

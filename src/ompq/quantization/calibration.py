@@ -83,6 +83,7 @@ def weigh_ranges(
     sites: Sequence[ActivationSite],
     seen: Sequence[Observed],
     *,
+    batch_size: int,
     report: Progress,
 ) -> list[Observed]:
     """Add how much the values of each point matter to what the network returns.
@@ -97,13 +98,15 @@ def weigh_ranges(
         samples: Unlabelled inputs; the first 64 are used.
         sites: Where activations will be quantized.
         seen: What :func:`read_ranges` found with these samples.
+        batch_size: How many samples run at a time, at most.
         report: Called after each batch.
     """
     weighing = _Weighing(sites, seen)
     generator = torch.Generator().manual_seed(0)
     first, device = samples.first(_FOR_IMPORTANCE), model_device(model)
+    size = min(batch_size, _AT_ONCE)
     try:
-        for done, batch in enumerate(first.batches(_AT_ONCE), 1):
+        for done, batch in enumerate(first.batches(size), 1):
             leaf = map_batch(to_device(batch, device), _leaf)
             ends = [t for t in tensors_in(leaf) if t.requires_grad]
             with _differentiating(model, parameters=not ends) as parameters:
@@ -113,7 +116,7 @@ def weigh_ranges(
                 output = watch(model, inputs, weighing.visit, gradients=True)
                 loss = _loss(first_tensor(output), generator)
                 torch.autograd.grad(loss, ends or parameters, allow_unused=True)
-            report(done, first.batch_count(_AT_ONCE), READING)
+            report(done, first.batch_count(size), READING)
     except RuntimeError as error:
         logger.warning(
             "ranges of activations weigh all values alike: the network cannot be "
@@ -208,7 +211,6 @@ def _loss(output: Tensor, generator: torch.Generator) -> Tensor:
 
 
 _SAMPLES = 32
-_AT_ONCE_GRAMS = 8
 _LEAST_VARIANCE = 1e-9  # of the mean square; what is less is rounding
 
 
@@ -218,6 +220,7 @@ def input_grams(
     samples: Samples,
     *,
     centred: bool = True,
+    batch_size: int,
     report: Report = lambda _done, _total: None,
 ) -> dict[str, Tensor]:
     """Return the Gram matrices of the inputs of units with few weights a channel.
@@ -229,6 +232,7 @@ def input_grams(
         samples: Inputs; the first 32 are used.
         centred: Whether to take inputs as distances from their means, since biases
             make up for the errors of means.
+        batch_size: How many samples run at a time.
         report: Called after each batch, with the number of batches done and of all.
 
     Returns:
@@ -240,7 +244,7 @@ def input_grams(
     if not sums:
         return {}
     first, watched = samples.first(_SAMPLES), [(s.layer, s.add) for s in sums.values()]
-    collect(model, first, watched, batch_size=_AT_ONCE_GRAMS, report=report)
+    collect(model, first, watched, batch_size=batch_size, report=report)
     return {
         name: each.gram(centred=centred) for name, each in sums.items() if each.count
     }

@@ -14,7 +14,6 @@ from ompq.recording import Call, Recording, is_linear_map, tensors_in
 from ompq.samples import Report, Samples, collect
 
 _SAMPLES = 64
-_AT_ONCE = 16
 # Of the way to one size, as exponents. What goes all of it leaves a clip at 6 no room
 # above the largest value seen.
 _PART = 0.75
@@ -44,6 +43,7 @@ def find_factors(
     graph: LayerGraph,
     samples: Samples,
     *,
+    batch_size: int,
     report: Report = lambda _done, _total: None,
 ) -> tuple[Equalized, ...]:
     """Return what brings channels nearer to one size, wherever nothing else changes.
@@ -53,12 +53,12 @@ def find_factors(
         recording: A forward pass of it.
         graph: Its units.
         samples: Inputs; the first 64 tell how large channels are.
+        batch_size: How many samples run at a time.
         report: Called after each batch, with the number of batches done and of all.
     """
     pairs = list(_pairs(model, recording, graph))
-    largest = _largest_inputs(
-        model, [consumer for _, consumer in pairs], samples, report
-    )
+    consumers = [consumer for _, consumer in pairs]
+    largest = _largest_inputs(model, consumers, samples, batch_size, report)
     found = (
         Equalized(
             unit.norm or unit.name, consumer.name, _exponents(largest[consumer.name])
@@ -155,7 +155,11 @@ def _made_at(
 
 
 def _largest_inputs(
-    model: nn.Module, units: list[Unit], samples: Samples, report: Report
+    model: nn.Module,
+    units: list[Unit],
+    samples: Samples,
+    batch_size: int,
+    report: Report,
 ) -> dict[str, Tensor]:
     """Return the largest magnitude in each channel that units read, (C,) each."""
     if not units:
@@ -173,7 +177,7 @@ def _largest_inputs(
 
     watched = [(model.get_submodule(u.name), remember(u.name)) for u in units]
     first = samples.first(_SAMPLES)
-    collect(model, first, watched, batch_size=_AT_ONCE, report=report)
+    collect(model, first, watched, batch_size=batch_size, report=report)
     return found
 
 

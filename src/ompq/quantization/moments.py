@@ -13,18 +13,18 @@ Both are read from a few samples, with and without rounding. What these differ b
 restored only as far as the samples agree on it.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from ompq.graph import scaled_channels
 from ompq.layers import QuantizedLayer
-from ompq.samples import attached
+from ompq.passes import visit_outputs
 
-Run = Callable[[], Any]
+# Each runs the layers on one batch.
+Runs: TypeAlias = Sequence[Callable[[], Any]]
 
 # Samples that moments are read from; the float and the quantized network see the same,
 # so that what differs is what rounding did.
@@ -42,62 +42,57 @@ class Moments(NamedTuple):
     spread: Tensor
 
 
-def output_moments(modules: Mapping[str, nn.Module], run: Run) -> dict[str, Moments]:
+def output_moments(modules: Mapping[str, nn.Module], runs: Runs) -> dict[str, Moments]:
     """Return the moments of what each module returns, in one pass.
 
     A module that runs more than once has several, and is left out.
 
     Args:
         modules: Any name → a convolution, linear layer or batch norm.
-        run: Runs them.
+        runs: Run them, one batch each.
     """
-    moments: dict[str, list[Moments]] = {name: [] for name in modules}
-
-    def remember(name: str) -> Any:
-        def hook(module: nn.Module, _args: Any, output: Tensor) -> None:
-            moments[name].append(channel_moments(module, output))
-
-        return hook
-
-    with _hooks(modules, remember):
-        run()
-    return {name: found[0] for name, found in moments.items() if len(found) == 1}
+    found: dict[str, list[Moments]] = {name: [] for name in modules}
+    visit_outputs(
+        runs,
+        modules,
+        lambda name, outputs: found[name].append(
+            channel_moments(modules[name], outputs)
+        ),
+    )
+    return {name: each[0] for name, each in found.items() if len(each) == 1}
 
 
+@torch.no_grad()
 def restore_moments(
-    layers: Mapping[str, QuantizedLayer], moments: Mapping[str, Moments], run: Run
+    layers: Mapping[str, QuantizedLayer], moments: Mapping[str, Moments], runs: Runs
 ) -> None:
     """Change scales and biases so that outputs have the moments they should have.
 
     The codes of the weights stay. One pass suffices: each layer is corrected while the
-    pass goes through it, so that later ones see what the corrected ones before give.
+    pass goes through it, so that later layers see the corrected ones before them.
 
     Args:
         layers: Any name → a layer; it gets a bias if it has none.
         moments: Names → what its outputs should have. Only these layers are changed.
-        run: Runs them, once.
+        runs: Run them, one batch each, on the samples that the moments come from.
     """
 
-    def restore(name: str) -> Any:
-        def hook(module: nn.Module, _args: Any, output: Tensor) -> Tensor:
-            assert isinstance(module, QuantizedLayer)
-            found = channel_moments(module, output)
-            had = found.mean.mean(0)
-            mean, ratio = _corrections(module, found, moments[name])
-            bias = torch.zeros_like(ratio) if module.bias is None else module.bias
-            bias = (bias - had) * ratio + mean
-            module.bias = nn.Parameter(bias, requires_grad=False)
-            module.weight.copy_(scaled_channels(module.weight, ratio, module))
-            module.weight_scale.mul_(ratio[: len(module.weight_scale)])
-            had, ratio, mean = (
-                _like_channels(each, module, output) for each in (had, ratio, mean)
-            )
-            return (output - had) * ratio + mean
+    def correct(name: str, outputs: Sequence[Tensor]) -> list[Tensor]:
+        layer = layers[name]
+        found = channel_moments(layer, outputs)
+        had = found.mean.mean(0)
+        mean, ratio = _corrections(layer, found, moments[name])
+        bias = torch.zeros_like(ratio) if layer.bias is None else layer.bias
+        bias = (bias - had) * ratio + mean
+        layer.bias = nn.Parameter(bias, requires_grad=False)
+        layer.weight.copy_(scaled_channels(layer.weight, ratio, layer))
+        layer.weight_scale.mul_(ratio[: len(layer.weight_scale)])
+        had, ratio, mean = (
+            _like_channels(each, layer, outputs[0]) for each in (had, ratio, mean)
+        )
+        return [(output - had) * ratio + mean for output in outputs]
 
-        return hook
-
-    with torch.no_grad(), _hooks({name: layers[name] for name in moments}, restore):
-        run()
+    visit_outputs(runs, {name: layers[name] for name in moments}, correct)
 
 
 def _corrections(
@@ -139,12 +134,16 @@ def channel_mean(module: nn.Module, output: Tensor) -> Tensor:
     return output.mean(_other_axes(module, output))
 
 
-def channel_moments(module: nn.Module, output: Tensor) -> Moments:
-    """Return the moments of each channel of what a layer returned, by sample."""
-    axes = [axis for axis in _other_axes(module, output) if axis != 0]
-    mean = output.mean(axes) if axes else output
-    distance = (output - _like_channels(mean.mean(0), module, output)).abs_()
-    return Moments(mean, distance.mean(axes) if axes else distance)
+def channel_moments(module: nn.Module, outputs: Sequence[Tensor]) -> Moments:
+    """Return the moments of each channel of a layer's outputs, by sample."""
+    axes = [axis for axis in _other_axes(module, outputs[0]) if axis != 0]
+    mean = torch.cat([each.mean(axes) if axes else each for each in outputs])
+    centre = _like_channels(mean.mean(0), module, outputs[0])
+    spreads = []
+    for output in outputs:
+        distance = (output - centre).abs_()
+        spreads.append(distance.mean(axes) if axes else distance)
+    return Moments(mean, torch.cat(spreads))
 
 
 def _like_channels(values: Tensor, module: nn.Module, output: Tensor) -> Tensor:
@@ -161,16 +160,3 @@ def _channel_axis(module: nn.Module, output: Tensor) -> int:
 def _other_axes(module: nn.Module, output: Tensor) -> list[int]:
     axis = _channel_axis(module, output)
     return [d for d in range(output.dim()) if d != axis]
-
-
-@contextmanager
-def _hooks(
-    modules: Mapping[str, nn.Module], hook: Callable[[str], Any]
-) -> Iterator[None]:
-    # Before other hooks: those that round must see what has been corrected.
-    handles = [
-        module.register_forward_hook(hook(name), prepend=True)
-        for name, module in modules.items()
-    ]
-    with attached(handles):
-        yield

@@ -100,7 +100,7 @@ def reconstruct(
     blocks = _learnable(result, record)
     identity = _identity(quantized, samples, config)
     done = _resume(result, checkpoint, identity)
-    moments = _moments(model, record, blocks, samples)
+    moments = _moments(model, record, blocks, samples, config.batch_size)
     runner = BlockRunner(
         result,
         model,
@@ -164,7 +164,11 @@ def _module(model: nn.Module, name: str) -> nn.Module | None:
 
 
 def _moments(
-    model: nn.Module, record: Quantization, blocks: Sequence[str], samples: Samples
+    model: nn.Module,
+    record: Quantization,
+    blocks: Sequence[str],
+    samples: Samples,
+    batch_size: int,
 ) -> dict[str, dict[str, Moments]]:
     """Return, for each block, the float moments of its units by their names in it."""
     units = {
@@ -172,7 +176,7 @@ def _moments(
         for block in blocks
     }
     known = [u for of in units.values() for u in of if _module(model, u.name)]
-    found = float_moments(model, known, samples)
+    found = float_moments(model, known, samples, batch_size)
     return {
         block: {
             unit.name.removeprefix(block).removeprefix("."): found[unit.name]

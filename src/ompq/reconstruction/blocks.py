@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from threading import Semaphore, Thread
 from typing import Any, NamedTuple
 
 import torch
@@ -10,6 +9,7 @@ from torch import Tensor, nn
 
 from ompq.errors import QuantizationError, SampleError
 from ompq.graph import normalised_by
+from ompq.passes import ForwardPass
 from ompq.quantization import quantization_of
 from ompq.recording import tensors_in, with_tensors
 from ompq.samples import (
@@ -111,6 +111,7 @@ class BlockCache:
         targets: What the float block returns, (N, ...).
         arguments: How the block is called with them.
         float_inputs: What the float block gets in their place, or none.
+        batch_size: How many samples the networks ran at a time.
         weights: Importance of each element of the targets, or None.
         clip: Range to which an activation after the block cuts its output, or None.
         layout: Where the samples are in what the block returns.
@@ -120,6 +121,7 @@ class BlockCache:
     targets: Tensor
     arguments: Arguments
     float_inputs: list[Tensor] = field(default_factory=list)
+    batch_size: int = 64
     weights: Tensor | None = None
     clip: tuple[float, float | None] | None = None
     layout: Layout = Layout()
@@ -177,35 +179,18 @@ def fisher_weights(
         yield layout.sorted(gradient.square())
 
 
-class _Abandoned(BaseException):
-    """Ends a forward pass that is not needed any more."""
-
-
-class ForwardPass:
-    """A forward pass that pauses at a block and later continues from there.
-
-    It runs in a thread of its own, which works only while :meth:`run_to` waits for it.
-    While it is paused, its stack holds exactly the tensors that the rest of the network
-    will read, so that it continues correctly whatever the network's graph is.
-    """
+class _NetworkPass(ForwardPass):
+    """One batch on its way through a network, from block to block."""
 
     def __init__(self, model: nn.Module, batch: Batch) -> None:
+        device = model_device(model)
+        super().__init__(lambda: call(model, to_device(batch, device)))
         self._model = model
-        self._batch = batch
-        self._thread: Thread | None = None
-        self._resumed, self._stopped = Semaphore(0), Semaphore(0)
-        self._abandoned = False
-        self._error: BaseException | None = None
 
     def run_to(self, start: str, end: str | None = None) -> tuple[Any, Any]:
         """Run until a block is reached, and through it if its end is given.
 
-        Both networks must be in eval mode. A pass that has left the block behind starts
-        again from the input.
-
-        Args:
-            start: Name of the block.
-            end: Name of the module whose output ends it.
+        A pass that has left the block behind starts again from the input.
 
         Returns:
             The block's arguments and keyword arguments, and what ``end`` returns.
@@ -213,45 +198,33 @@ class ForwardPass:
         Raises:
             QuantizationError: The block does not run.
         """
-        paused = self._thread is not None
+        again = self.paused
         found = self._advance(start, end)
-        if found is None and paused:
+        if found is None and again:
             found = self._advance(start, end)
         if found is None:
             raise QuantizationError(
                 f"block {start} runs for some samples and not for others; "
                 "reconstruction needs a network that runs every block each time"
             )
-        return found
+        return found  # type: ignore[no-any-return]
 
-    def close(self) -> None:
-        """Give up the pass and free what it holds."""
-        if self._thread is not None:
-            self._abandoned = True
-            self._resumed.release()
-            self._thread.join()
-            self._thread = None
-
-    def _advance(self, start: str, end: str | None) -> tuple[Any, Any] | None:
-        """Run to the block; None if the pass ended without reaching it."""
+    def _advance(self, start: str, end: str | None) -> Any:
         arguments: list[Any] = []
-        outputs: list[Any] = []
 
         def before(_module: nn.Module, args: Any, kwargs: Any) -> None:
             if end is None:
-                arguments.append((args, kwargs))
-                self._pause()
+                self.pause(((args, kwargs), None))
             elif not arguments:  # copied: the block may change its input in place
                 copies = [t.clone() for t in tensors_in((args, kwargs))]
                 arguments.append(with_tensors((args, kwargs), copies))
 
         def after(_module: nn.Module, _args: Any, output: Any) -> None:
             if arguments:
-                outputs.append(output)
-                self._pause()
+                self.pause((arguments[0], output))
 
-        # First among the hooks: quantizers round the input when the block runs.
         first = self._model.get_submodule(start)
+        # First among the hooks: quantizers round the input when the block runs.
         hooks = [
             first.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
         ]
@@ -259,44 +232,7 @@ class ForwardPass:
             last = self._model.get_submodule(end)
             hooks.append(last.register_forward_hook(after, prepend=True))
         with attached(hooks):
-            self._resume()
-        if end is None:
-            outputs = [None] * len(arguments)
-        return (arguments[0], outputs[0]) if outputs else None
-
-    def _resume(self) -> None:
-        """Let the thread run until it pauses or ends."""
-        if self._thread is None:
-            self._abandoned, self._error = False, None
-            self._thread = Thread(target=self._run, daemon=True)
-            self._thread.start()
-        self._resumed.release()
-        try:
-            self._stopped.acquire()
-        except KeyboardInterrupt:
-            self._stopped.acquire()  # the network must not run on in another mode
-            raise
-        if self._error is not None:
-            raise self._error
-
-    def _run(self) -> None:
-        """Run the network; this is what the thread does."""
-        self._resumed.acquire()
-        try:
-            with torch.no_grad():
-                call(self._model, to_device(self._batch, model_device(self._model)))
-        except _Abandoned:
-            return
-        except BaseException as error:
-            self._error = error
-        self._thread = None
-        self._stopped.release()
-
-    def _pause(self) -> None:
-        self._stopped.release()
-        self._resumed.acquire()
-        if self._abandoned:
-            raise _Abandoned
+            return self.resume()
 
 
 class _Row(NamedTuple):
@@ -342,16 +278,16 @@ class BlockRunner:
         """
         self._networks = quantized, model
         self._graph = quantization_of(quantized).graph
-        self._limit = limit
+        self._batch_size, self._limit = batch_size, limit
         one, two = samples.first_batch(1), samples.first_batch(2)
         if batch_length(two) == 1:
             two = with_tensors(one, [torch.cat([t, t]) for t in tensors_in(one)])
         # These show which dimension of a block's tensors grows with the samples.
-        self._probes = [ForwardPass(model, batch) for batch in (one, two)]
-        self._example = ForwardPass(quantized, one)
+        self._probes = [_NetworkPass(model, batch) for batch in (one, two)]
+        self._example = _NetworkPass(quantized, one)
         self._batches = list(samples.batches(batch_size))
         self._passes = [
-            (ForwardPass(quantized, batch), ForwardPass(model, batch))
+            (_NetworkPass(quantized, batch), _NetworkPass(model, batch))
             for batch in self._batches
         ]
 
@@ -374,25 +310,13 @@ class BlockRunner:
         end = normalised_by(model, units[block]) if block in units else block
         with evaluating(quantized), evaluating(model):
             arguments, layout = self._layouts(block, end)
-            device = model_device(model)
-            rows: list[_Row] = []
-            for rounded, plain in self._passes:
-                given, _ = rounded.run_to(block)
-                wanted, output = plain.run_to(block, end)
-                target = layout.sorted(next(tensors_in(output)))
-                row = _Row(arguments.own(given), arguments.own(wanted), [target])
-                rows.append(row.to(device))
-                size = sum(one.bytes() for one in rows)
-                if 2 * size > self._limit:
-                    self.close()
-                if size > self._limit:
-                    device = torch.device("cpu")
-                    rows = [one.to(device) for one in rows]
+            rows = self._rows(block, end, arguments, layout)
         inputs, others, (targets,) = (
             [_together(parts) for parts in zip(*column, strict=True)]
             for column in zip(*rows, strict=True)
         )
-        cache = BlockCache(inputs, targets, arguments, others, layout=layout)
+        size = self._batch_size
+        cache = BlockCache(inputs, targets, arguments, others, size, layout=layout)
         if block in units:
             cache.clip = _CLIPS.get(units[block].activation)
         if fisher:
@@ -401,6 +325,25 @@ class BlockRunner:
             tiny = torch.finfo(weights.dtype).tiny
             cache.weights = weights / weights.mean().clamp_min(tiny)
         return cache
+
+    def _rows(
+        self, block: str, end: str, arguments: Arguments, layout: Layout
+    ) -> list[_Row]:
+        device = model_device(self._networks[1])
+        rows: list[_Row] = []
+        for rounded, plain in self._passes:
+            given, _ = rounded.run_to(block)
+            wanted, output = plain.run_to(block, end)
+            target = layout.sorted(next(tensors_in(output)))
+            row = _Row(arguments.own(given), arguments.own(wanted), [target])
+            rows.append(row.to(device))
+            size = sum(one.bytes() for one in rows)
+            if 2 * size > self._limit:
+                self.close()
+            if size > self._limit:
+                device = torch.device("cpu")
+                rows = [one.to(device) for one in rows]
+        return rows
 
     def close(self) -> None:
         """Give up all passes; those for the next block start from the input."""

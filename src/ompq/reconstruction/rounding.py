@@ -1,9 +1,11 @@
 """Learning the rounding of one block (AdaRound), and activation scales (LSQ)."""
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -21,6 +23,7 @@ from ompq.layers import (
 from ompq.quantization.moments import (
     FOR_MOMENTS,
     Moments,
+    Runs,
     channel_mean,
     restore_moments,
 )
@@ -145,14 +148,12 @@ class SoftRounding:
         bias: Bias of each channel, (C,); learned.
     """
 
-    def __init__(
-        self, layers: Sequence[QuantizedLayer], run: Callable[[], Any]
-    ) -> None:
+    def __init__(self, layers: Sequence[QuantizedLayer], runs: Runs) -> None:
         """Start from the layers' weights before rounding.
 
         Args:
             layers: The layers of a block.
-            run: Runs the block on some samples.
+            runs: Run the block, one batch each.
         """
         self._layers = layers
         parts = [_rows(layer) for layer in layers]
@@ -165,7 +166,7 @@ class SoftRounding:
         self.up = _flat([part.up for part in parts])
         self.stretch = torch.zeros_like(self._scale)
         self.bias = _flat([part.bias for part in parts])
-        pairs = zip(layers, mean_inputs(layers, run), strict=True)
+        pairs = zip(layers, mean_inputs(layers, runs), strict=True)
         self._inputs = _flat([rows_of(layer, mean) for layer, mean in pairs])
         with torch.no_grad():
             rounded = [rows_of(layer, layer.rounded_weight()) for layer in layers]
@@ -316,18 +317,17 @@ def _mapped(
     return linear_map(layer, input.detach(), weight, None, output_size)
 
 
-def mean_inputs(
-    layers: Sequence[QuantizedLayer], run: Callable[[], Any]
-) -> list[Tensor]:
+def mean_inputs(layers: Sequence[QuantizedLayer], runs: Runs) -> list[Tensor]:
     """Return what each weight is multiplied by on average, shaped as the weights.
 
     The mean output of a channel, less its bias, is the sum of its weights times these.
 
     Args:
         layers: Layers that run once each.
-        run: Runs them on some samples.
+        runs: Run them, one batch each.
     """
-    found: dict[nn.Module, Tensor] = {}
+    sums: dict[nn.Module, Tensor] = {}
+    counts: Counter[nn.Module] = Counter()
 
     def hook(module: nn.Module, args: Any, kwargs: Any, _output: Any) -> None:
         layer = cast(QuantizedLayer, module)
@@ -335,13 +335,16 @@ def mean_inputs(
         weight = layer.weight.detach().requires_grad_()
         with torch.enable_grad():
             output = _mapped(layer, weight, *args, **kwargs)
-            total = channel_mean(layer, output).sum()
-        (found[layer],) = torch.autograd.grad(total, weight)
+            total = channel_mean(layer, output).sum() * len(output)
+        (found,) = torch.autograd.grad(total, weight)
+        sums[layer] = sums[layer] + found if layer in sums else found
+        counts[layer] += len(output)
 
     handles = [layer.register_forward_hook(hook, with_kwargs=True) for layer in layers]
     with attached(handles), torch.no_grad():
-        run()
-    return [found[layer] for layer in layers]
+        for run in runs:
+            run()
+    return [sums[layer] / counts[layer] for layer in layers]
 
 
 _REPORT_EVERY = 50  # on a CPU fifty steps can take seconds
@@ -388,12 +391,18 @@ def _restore(
     layers = {n: m for n, m in quantized_layers(block).items() if m.bias is not None}
     known = {name: wanted for name, wanted in moments.items() if name in layers}
     with evaluating(block):
-        restore_moments(layers, known, lambda: _run_some(block, cache))
+        restore_moments(layers, known, _runs(block, cache))
 
 
-def _run_some(block: nn.Module, cache: BlockCache) -> None:
-    inputs, _, _ = cache.pick(next(cache.batches(FOR_MOMENTS)))
-    cache.call(block, [t.to(model_device(block)) for t in inputs])
+def _runs(block: nn.Module, cache: BlockCache) -> Runs:
+    """Return what runs a block on the samples that moments come from."""
+
+    def run(index: Tensor) -> None:
+        inputs, _, _ = cache.pick(index)
+        cache.call(block, [t.to(model_device(block)) for t in inputs])
+
+    first = next(cache.batches(FOR_MOMENTS))
+    return [partial(run, index) for index in torch.split(first, cache.batch_size)]
 
 
 def block_error(block: nn.Module, cache: BlockCache, batch_size: int) -> float:
@@ -446,9 +455,8 @@ class _Step:
         self.usual = max(before * energy, torch.finfo(torch.float32).tiny)
         self.device = model_device(block)
         self.quantizers = list(activation_quantizers(block).values())
-        self.soft = SoftRounding(
-            list(quantized_layers(block).values()), lambda: _run_some(block, cache)
-        )
+        layers = list(quantized_layers(block).values())
+        self.soft = SoftRounding(layers, _runs(block, cache))
         for quantizer in self.quantizers:
             quantizer.keep = 1.0 - config.drop
         self.schedule = schedule(config).to(self.device)  # (iterations, 6)
