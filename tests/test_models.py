@@ -122,8 +122,8 @@ def test_networks_of_the_package_may_ship_weights(
 ) -> None:
     source = CifarResNet(8)
     save_file(source.state_dict(), tmp_path / "w.safetensors")
-    entry = models._Builtin(lambda: CifarResNet(8), tmp_path / "w.safetensors")
-    monkeypatch.setitem(models._BUILTIN, "ompq:demo", entry)
+    monkeypatch.setitem(models._BUILTIN, "ompq:demo", lambda: CifarResNet(8))
+    monkeypatch.setitem(models._SHIPPED, "ompq:demo", tmp_path / "w.safetensors")
     model = load_model("ompq:demo")
     assert torch.equal(model.module.linear.weight, source.linear.weight)
     assert model.weights == "of the package"

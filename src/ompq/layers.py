@@ -13,7 +13,7 @@ from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from ompq.errors import QuantizationError
 from ompq.graph import channel_axis
 from ompq.quantizers import Grid, deployed, learned_clip, rounded_to
-from ompq.recording import tensors_in, with_first_tensor
+from ompq.recording import tensors_in, with_tensors
 
 Size: TypeAlias = Sequence[int] | None
 
@@ -51,32 +51,33 @@ class ActivationQuantizer(nn.Module):
             return x
         # Under autocast, half a precision would not hold 8 bits and their rounding.
         x = x.to(torch.promote_types(x.dtype, self.scale.dtype))
-        rounded = self._rounded(x)
+        grid = Grid(self.scale, self.zero_point, self.bits)
+        if not torch.is_grad_enabled():
+            rounded = deployed(grid, x)
+        elif self.clips:
+            # The optimizer moves the limit by what it would move it by if the limit,
+            # and not a step of it, were the parameter.
+            steps = grid.qmax - self.zero_point
+            limit = self.scale.detach() * steps
+            limit = limit + (self.scale - self.scale.detach()) / steps
+            rounded = learned_clip(x, limit, self.zero_point, self.bits)
+        else:  # the batch does not count
+            rounded = rounded_to(grid, x, prod(x.shape[1:]))
         if self.keep >= 1.0:
             return rounded
         kept = torch.rand_like(x) < self.keep
         return torch.where(kept, rounded, x)
 
-    def _rounded(self, x: Tensor) -> Tensor:
-        grid = Grid(self.scale, self.zero_point, self.bits)
-        if not torch.is_grad_enabled():
-            return deployed(grid, x)
-        if self.clips:
-            # The optimiser moves the limit by what it would move it by if the limit,
-            # and not a step of it, were the parameter.
-            steps = grid.qmax - self.zero_point
-            limit = self.scale.detach() * steps
-            limit = limit + (self.scale - self.scale.detach()) / steps
-            return learned_clip(x, limit, self.zero_point, self.bits)
-        return rounded_to(grid, x, prod(x.shape[1:]))  # the batch does not count
-
     def after(self, _module: nn.Module, _args: Any, output: Any) -> Any:
-        """Forward hook: round what a module returns."""
-        return _first_rounded(self, output)
+        """Forward hook: round the first tensor that a module returns."""
+        tensors = list(tensors_in(output))
+        if not tensors or not tensors[0].is_floating_point():
+            return output
+        return with_tensors(output, [self(tensors[0]), *tensors[1:]])
 
     def before(self, _module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Forward pre-hook: round what a module gets, by position or by name."""
-        return _first_rounded(self, (args, kwargs))
+        """Forward pre-hook: round the first tensor that a module gets."""
+        return self.after(_module, args, (args, kwargs))
 
     def extra_repr(self) -> str:
         """Tell the width and the grid."""
@@ -84,13 +85,6 @@ class ActivationQuantizer(nn.Module):
             f"bits={self.bits}, scale={self.scale.item():.4g}, "
             f"zero_point={self.zero_point:g}"
         )
-
-
-def _first_rounded(quantizer: ActivationQuantizer, value: Any) -> Any:
-    first = next(tensors_in(value), None)
-    if first is None or not first.is_floating_point():
-        return value
-    return with_first_tensor(value, quantizer)
 
 
 class QuantizedLayer(nn.Module):

@@ -2,8 +2,8 @@
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -24,9 +24,9 @@ _LOG = logging.getLogger(__name__)
 _IMAGENET_MEAN = (0.485, 0.456, 0.406)
 _IMAGENET_STD = (0.229, 0.224, 0.225)
 _PREPROCESSING = ("input_shape", "mean", "std", "resize", "interpolation")
-# What the pretrained builders of these two set, for weights from a file as well.
+# What torchvision's pretrained builders of two networks set, for a file's weights too.
+_TRANSFORMED = ("googlenet", "inception_v3")
 _TRANSFORMING = {"aux_logits": False, "init_weights": False, "transform_input": True}
-_TORCHVISION_OPTIONS = {"googlenet": _TRANSFORMING, "inception_v3": _TRANSFORMING}
 
 
 @dataclass(frozen=True)
@@ -39,10 +39,10 @@ class NamedModel:
         input_shape: Channels, height and width of one input.
         mean: Subtracted from each channel of an image in [0, 1].
         std: Each channel is then divided by it.
-        resize: What an image's shorter side becomes before the centre crop, or the
-            height and width when the picture is squashed instead.
+        resize: Length of an image's shorter side before the centre crop, or the height
+            and width when the image is squashed instead.
         interpolation: ``bilinear`` or ``bicubic``.
-        weights: Where the weights came from, in words.
+        weights: Where the weights came from, for people.
     """
 
     module: nn.Module
@@ -55,18 +55,13 @@ class NamedModel:
     weights: str = "as built"
 
 
-@dataclass(frozen=True)
-class _Builtin:
-    build: Callable[[], nn.Module]
-    weights: Path | None = None  # the file shipped with the package, if there is one
-
-
-_BUILTIN: dict[str, _Builtin] = {
-    "cifar:resnet18": _Builtin(cifar_resnet18),
-    "cifar:resnet20": _Builtin(partial(CifarResNet, 20)),
-    "cifar:resnet56": _Builtin(partial(CifarResNet, 56)),
-    "ompq:demo": _Builtin(DemoNetwork, DEMO_WEIGHTS),
+_BUILTIN: dict[str, Callable[[], nn.Module]] = {
+    "cifar:resnet18": cifar_resnet18,
+    "cifar:resnet20": partial(CifarResNet, 20),
+    "cifar:resnet56": partial(CifarResNet, 56),
+    "ompq:demo": DemoNetwork,
 }
+_SHIPPED = {"ompq:demo": DEMO_WEIGHTS}
 
 
 def load_model(name: str, weights: str | os.PathLike[str] | None = None) -> NamedModel:
@@ -76,17 +71,18 @@ def load_model(name: str, weights: str | os.PathLike[str] | None = None) -> Name
         name: ``torchvision:...``, ``timm:...``, ``cifar:...`` or ``file.py:function``,
             a function of the user's own file (which is executed) that takes no
             argument and returns the network.
-        weights: A .safetensors, .pt or .pth file; ``"none"`` for random weights from
-            a fixed seed; None for the library's own pretrained weights, which may be
-            downloaded. A user's function brings its own weights.
+        weights: A file, as :func:`load_weights` reads it; ``"none"`` for random
+            weights from a fixed seed; None for the library's own pretrained weights,
+            which may be downloaded. A user's function brings its own weights.
 
     Raises:
         ModelError: The network is not known, or its weights cannot be loaded.
         MissingExtraError: timm is not installed.
     """
-    pretrained = weights is None
-    with _seeded():
-        model = _build(name, pretrained=pretrained)
+    with torch.random.fork_rng(devices=[]):
+        # manual_seed of the generator, not of torch: that one would seed CUDA as well.
+        torch.default_generator.manual_seed(0)
+        model = _build(name, pretrained=weights is None)
     if weights == "none":
         _LOG.warning(
             "%s has random weights (--weights none): the results mean nothing", name
@@ -120,7 +116,12 @@ def output_count(model: NamedModel) -> int:
 def _build(name: str, *, pretrained: bool) -> NamedModel:
     source, _, short = name.partition(":")
     if is_user_function(name):
-        return _from_user(name)
+        module = call_user_function(name, ModelError)
+        if not isinstance(module, nn.Module):
+            raise ModelError(
+                f"{name} returned {type(module).__name__}; it must return an nn.Module"
+            )
+        return _described(module, name)
     if name in _BUILTIN:
         return _from_package(name, pretrained=pretrained)
     if source == "torchvision":
@@ -136,23 +137,13 @@ def _build(name: str, *, pretrained: bool) -> NamedModel:
     )
 
 
-def _from_user(name: str) -> NamedModel:
-    module = call_user_function(name, ModelError)
-    if not isinstance(module, nn.Module):
-        raise ModelError(
-            f"{name} returned {type(module).__name__}; it must return an nn.Module"
-        )
-    return _described(module, name)
-
-
 def _from_package(name: str, *, pretrained: bool) -> NamedModel:
-    builtin = _BUILTIN[name]
-    model = _described(builtin.build(), name)
+    model = _described(_BUILTIN[name](), name)
     if not pretrained:
         return model
-    if builtin.weights is None:
+    if name not in _SHIPPED:
         raise ModelError(f"{name} has no weights of its own. {INSTEAD}")
-    load_weights(model.module, builtin.weights, name)
+    load_weights(model.module, _SHIPPED[name], name)
     return replace(model, weights="of the package")
 
 
@@ -171,7 +162,7 @@ def _from_torchvision(name: str, short: str, *, pretrained: bool) -> NamedModel:
         with downloading("torchvision", name):
             module = torchvision.models.get_model(short, weights=entry)
     else:
-        options = _TORCHVISION_OPTIONS.get(short, {})
+        options = _TRANSFORMING if short in _TRANSFORMED else {}
         module = torchvision.models.get_model(short, weights=None, **options)
     preset = entry.transforms()
     # vit_h_14 was published at 518 pixels only, but is built for 224 without weights.
@@ -198,11 +189,8 @@ def _from_timm(name: str, short: str, *, pretrained: bool) -> NamedModel:
         raise ModelError(f"timm has no network {short!r}{suggestion(short, names)}")
     if pretrained and not timm.models.is_model_pretrained(short):
         raise ModelError(f"timm has no pretrained weights of {name}. {INSTEAD}")
-    if pretrained:
-        with downloading("timm", name):
-            module = timm.create_model(short, pretrained=True)
-    else:
-        module = timm.create_model(short, pretrained=False)
+    with downloading("timm", name) if pretrained else nullcontext():
+        module = timm.create_model(short, pretrained=pretrained)
     tag = module.pretrained_cfg.get("tag") or "pretrained"
     return NamedModel(
         module=module, name=name, weights=f"timm {tag}", **_timm_preprocessing(module)
@@ -265,11 +253,3 @@ def _described(module: nn.Module, name: str) -> NamedModel:
 
 def _torchvision_names() -> list[str]:
     return list(torchvision.models.list_models(module=torchvision.models))
-
-
-@contextmanager
-def _seeded() -> Iterator[None]:
-    # manual_seed of the generator, not of torch: that one would seed CUDA as well.
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(0)
-        yield

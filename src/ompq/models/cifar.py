@@ -6,8 +6,7 @@ import torchvision
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-# The published weights of these networks were trained on images normalised with
-# ImageNet's mean and standard deviation.
+# The published weights were trained with ImageNet's mean and standard deviation.
 PREPROCESSING: dict[str, Any] = {
     "input_shape": (3, 32, 32),
     "mean": (0.485, 0.456, 0.406),

@@ -26,10 +26,7 @@ class InvertedResidual(nn.Module):
     """MobileNetV2's block: widen, filter each channel alone, narrow.
 
     Args:
-        channels_in: Channels of the input.
-        channels: Channels of the output.
-        stride: 2 halves height and width; the shortcut exists where it is 1 and the
-            channels stay as they are.
+        stride: The shortcut exists where it is 1 and the channels stay the same.
         expansion: How many times wider the inside is than the input.
     """
 
@@ -56,12 +53,7 @@ class InvertedResidual(nn.Module):
 
 
 class Residual(nn.Module):
-    """ResNet's block where it halves the resolution: its shortcut is a convolution.
-
-    Args:
-        channels_in: Channels of the input.
-        channels: Channels of the output.
-    """
+    """ResNet's block where it halves the resolution: its shortcut is a convolution."""
 
     def __init__(self, channels_in: int, channels: int) -> None:
         super().__init__()
@@ -118,19 +110,12 @@ class DemoNetwork(nn.Module):
 
 @dataclass(frozen=True)
 class DemoData:
-    """Digits, split for good.
+    """Digits; the network was trained on the first part of a fixed split."""
 
-    Attributes:
-        train_images: What the network was trained on, (1347, 1, 8, 8), in [0, 1].
-        train_targets: Their digits, (1347,).
-        test_images: What it has never seen, (450, 1, 8, 8).
-        test_targets: Their digits, (450,).
-    """
-
-    train_images: Tensor
-    train_targets: Tensor
-    test_images: Tensor
-    test_targets: Tensor
+    train_images: Tensor  # (1347, 1, 8, 8), in [0, 1]
+    train_targets: Tensor  # (1347,)
+    test_images: Tensor  # (450, 1, 8, 8)
+    test_targets: Tensor  # (450,)
 
 
 def demo_network() -> DemoNetwork:
