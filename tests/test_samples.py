@@ -1,3 +1,5 @@
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from torch import nn
@@ -306,3 +308,22 @@ def test_sequences_of_different_lengths_can_be_samples():
     with_nines = ompq.quantize(network, plan, louder)
     without = ompq.quantize(network, plan, [louder[0], louder[2]])
     assert not same(with_nines, without)
+
+
+def test_threads_that_run_two_networks_do_not_wait_for_ever():
+    one, other = nn.Linear(1, 1), nn.Linear(1, 1).eval()
+    inside = []
+
+    def run(*networks):
+        for _ in range(300):
+            with evaluating(*networks):
+                inside.append(1)
+                assert len(inside) == 1
+                assert not (one.training or other.training)
+                inside.pop()
+
+    with ThreadPoolExecutor(2) as pool:
+        for done in [pool.submit(run, one, other), pool.submit(run, other, one)]:
+            done.result(timeout=60)
+    assert one.training
+    assert not other.training

@@ -5,7 +5,6 @@ import hashlib
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sized
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypeAlias
 
@@ -123,8 +122,7 @@ def evaluate(
     total = len(batches) if isinstance(batches, Sized) else None
     seen: list[_Seen] = []
     right = count = 0
-    still = nullcontext() if reference is None else evaluating(reference)
-    with evaluating(model), still:
+    with evaluating(model) if reference is None else evaluating(model, reference):
         for index, batch in enumerate(batches):
             seen.append(_observe(model, _pair(batch, index), reference, metrics or {}))
             right, count = right + int(seen[-1].right.sum()), count + len(seen[-1])

@@ -12,7 +12,14 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
-from ompq.samples import Batch, attached, call, evaluating, in_this_thread
+from ompq.samples import (
+    Batch,
+    attached,
+    call,
+    evaluating,
+    in_this_thread,
+    locked,
+)
 
 Visit = Callable[[int, Any, tuple[Any, ...], dict[str, Any], Any], None]
 Enter = Callable[[str, nn.Module], None]
@@ -159,7 +166,7 @@ def watched_modules(
                     after, prepend=first, with_kwargs=True
                 )
 
-    with attached(hooks()):
+    with locked(model), attached(hooks()):
         yield
 
 

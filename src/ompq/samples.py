@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import chain
-from threading import RLock, get_ident
+from threading import Lock, RLock, get_ident
 from typing import Any, TypeAlias
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -23,8 +24,9 @@ Progress: TypeAlias = Callable[[int, int | None, str], None]
 Report: TypeAlias = Callable[[int, int | None], None]  # the same without a message
 # A forward hook with keyword arguments: called with module, args, kwargs and output.
 Collector: TypeAlias = Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any], None]
-# Passes change a network for a while: its mode, its hooks. One thread at a time.
-_ONE_AT_A_TIME = RLock()
+# A pass changes a network for a while: its mode, its hooks. One thread at a time.
+_LOCKS: WeakKeyDictionary[nn.Module, RLock] = WeakKeyDictionary()
+_NEW_LOCK = Lock()
 
 
 @dataclass(frozen=True)
@@ -163,29 +165,35 @@ def model_device(model: nn.Module) -> torch.device:
 
 
 @contextmanager
-def evaluating(model: nn.Module) -> Iterator[nn.Module]:
-    """Put the network into eval mode without gradients; restore every flag after.
+def evaluating(*models: nn.Module) -> Iterator[None]:
+    """Put networks into eval mode without gradients; restore every flag after.
 
-    Threads that want the same wait for each other.
+    Another thread that wants to run one of them so waits until then.
     """
-    with _ONE_AT_A_TIME, torch.no_grad():
-        modes = [(module, module.training) for module in model.modules()]
-        model.eval()
+    with ExitStack() as stack:
+        for model in sorted(models, key=id):  # in one order: no two threads deadlock
+            stack.enter_context(locked(model))
+        modes = [(module, module.training) for m in models for module in m.modules()]
         try:
-            yield model
+            for model in models:
+                model.eval()
+            with torch.no_grad():
+                yield
         finally:
             for module, mode in modes:
                 module.training = mode
 
 
+def locked(model: nn.Module) -> AbstractContextManager[object]:
+    """Keep other threads from changing the mode or the hooks of a network."""
+    with _NEW_LOCK:
+        return _LOCKS.setdefault(model, RLock())
+
+
 @contextmanager
 def attached(hooks: Iterable[RemovableHandle]) -> Iterator[None]:
-    """Remove hooks in the end, whatever happens.
-
-    Args:
-        hooks: A generator registers them only when no other thread runs a network.
-    """
-    with _ONE_AT_A_TIME, ExitStack() as stack:
+    """Remove hooks in the end, whatever happens."""
+    with ExitStack() as stack:
         for hook in hooks:
             stack.enter_context(hook)
         yield
@@ -224,7 +232,7 @@ def collect(
         module.register_forward_hook(in_this_thread(collector), with_kwargs=True)
         for module, collector in collectors
     )
-    with attached(hooks), evaluating(model):
+    with evaluating(model), attached(hooks):
         for done, batch in enumerate(samples.batches(batch_size), 1):
             call(model, to_device(batch, device))
             report(done, total)

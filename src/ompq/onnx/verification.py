@@ -260,8 +260,8 @@ def _simulated_codes(
             codes.append(levels.int().cpu())
 
     quantizers = activation_quantizers(network).values()
-    hooks = [quantizer.register_forward_hook(note) for quantizer in quantizers]
-    with attached(hooks), evaluating(network):
+    hooks = (quantizer.register_forward_hook(note) for quantizer in quantizers)
+    with evaluating(network), attached(hooks):
         output = call(network, images.to(model_device(network)))
     outputs = [tensor.float().cpu() for tensor in tensors_in(output)]
     pairs = zip(sites, codes, strict=True)

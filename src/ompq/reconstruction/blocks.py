@@ -171,8 +171,8 @@ def fisher_weights(
             # What follows may work in place, which a leaf does not allow.
             return with_tensors(result, [seen[0].clone(), *others])
 
-        hook = model.get_submodule(end).register_forward_hook(leaf)
-        with hook, evaluating(model), torch.enable_grad():
+        block = model.get_submodule(end)
+        with evaluating(model), block.register_forward_hook(leaf), torch.enable_grad():
             output = call(model, to_device(batch, model_device(model)))
             log_p = first_tensor(output).flatten(1).log_softmax(1)
             (gradient,) = torch.autograd.grad(-log_p.amax(1).sum(), seen[0])
@@ -308,7 +308,7 @@ class BlockRunner:
             self.close()  # a later call is not the first one
         # A unit that stands alone ends after its norm, which the quantized one folded.
         end = normalised_by(model, units[block]) if block in units else block
-        with evaluating(quantized), evaluating(model):
+        with evaluating(quantized, model):
             arguments, layout = self._layouts(block, end)
             rows = self._rows(block, end, arguments, layout)
         inputs, others, (targets,) = (
