@@ -198,6 +198,8 @@ class QuantizeConfig:
             which nothing is gained, and where the power is 2.
         equalize: Whether channels that only a depthwise convolution reads are brought
             nearer to one size, so that one step fits them all better.
+        equalize_from: Fewest weight bits of both layers at which they are: with fewer
+            bits it costs more accuracy than it gains.
         activation_range: How ranges of activations are found: ``fisher`` costs the
             network's output least, ``mse`` the tensor itself; ``minmax`` and
             ``percentile`` hold all or nearly all of its values.
@@ -210,6 +212,7 @@ class QuantizeConfig:
     weight_power: float = 2.0
     output_error: bool = True
     equalize: bool = True
+    equalize_from: int = 6
     activation_range: RangeMethod = "fisher"
     restore_moments: bool = True
     batch_size: int = 64
@@ -313,10 +316,11 @@ def quantize(
     report(1, 4, READING)
     factors: tuple[Equalized, ...] = ()
     if config.equalize and sites:
+        wide = config.equalize_from
         factors = find_factors(
             model,
             recording,
-            graph,
+            [u for u in graph.units if allocation[u.name].weight >= wide],
             samples,
             batch_size=config.batch_size,
             report=lambda done, total: report(done, total, READING),

@@ -2,20 +2,20 @@
 
 import copy
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from ompq.graph import LayerGraph, Unit, scaled_channels
+from ompq.graph import Unit, scaled_channels
 from ompq.recording import Call, Recording, is_linear_map, tensors_in
-from ompq.samples import Report, Samples, collect
+from ompq.samples import Collector, Report, Samples, collect
 
-_SAMPLES = 64
-# Of the way to one size, as exponents. What goes all of it leaves a clip at 6 no room
-# above the largest value seen.
+_SAMPLES = 64  # tell the largest value of each channel well enough
+# How far channels go towards one size, as a part of the exponent. Going all the way
+# would leave a clip at 6 no room above the largest value seen.
 _PART = 0.75
 _LARGEST_EXPONENT = 6
 # They give a times as much for a times as much; relu6 as far as it does not clip.
@@ -27,8 +27,8 @@ class Equalized(NamedTuple):
     """A tensor whose channels got factors.
 
     Attributes:
-        maker: Name of the unit, or of the batch norm after it, that makes it.
-        reader: Name of the depthwise unit that reads it.
+        producer: Name of the unit, or of the batch norm after it, that makes it.
+        consumer: Name of the depthwise unit that reads it.
         exponents: Each channel of it is multiplied by two to this power.
     """
 
@@ -40,50 +40,66 @@ class Equalized(NamedTuple):
 def find_factors(
     model: nn.Module,
     recording: Recording,
-    graph: LayerGraph,
+    units: Collection[Unit],
     samples: Samples,
     *,
     batch_size: int,
     report: Report = lambda _done, _total: None,
 ) -> tuple[Equalized, ...]:
-    """Return what brings channels nearer to one size, wherever nothing else changes.
+    """Return factors that bring channels nearer to one size and change nothing else.
 
     Args:
         model: The float network.
         recording: A forward pass of it.
-        graph: Its units.
+        units: The units that may change.
         samples: Inputs; the first 64 tell how large channels are.
         batch_size: How many samples run at a time.
         report: Called after each batch, with the number of batches done and of all.
     """
-    pairs = list(_pairs(model, recording, graph))
-    consumers = [consumer for _, consumer in pairs]
-    largest = _largest_inputs(model, consumers, samples, batch_size, report)
+    pairs = list(_pairs(model, recording, units))
+    largest: dict[str, Tensor] = {}  # unit → largest magnitude in each channel, (C,)
+
+    def collector(name: str) -> Collector:
+        def keep_largest(
+            layer: nn.Module, args: Any, kwargs: Any, _output: Any
+        ) -> None:
+            x = next(tensors_in((args, kwargs)))
+            axis = x.dim() - 1 - len(cast(_ConvNd, layer).kernel_size)
+            found = x.abs().movedim(axis, 0).flatten(1).amax(1)
+            largest[name] = torch.maximum(largest.get(name, found), found)
+
+        return keep_largest
+
+    if pairs:
+        names = [consumer.name for _, consumer in pairs]
+        collectors = [(model.get_submodule(name), collector(name)) for name in names]
+        first = samples.first(_SAMPLES)
+        collect(model, first, collectors, batch_size=batch_size, report=report)
     found = (
         Equalized(
-            unit.norm or unit.name, consumer.name, _exponents(largest[consumer.name])
+            producer.norm or producer.name,
+            consumer.name,
+            _exponents(largest[consumer.name]),
         )
-        for unit, consumer in pairs
+        for producer, consumer in pairs
     )
     return tuple(one for one in found if any(one.exponents))
 
 
-def equalized(model: nn.Module, factors: Iterable[Equalized]) -> nn.Module:
+def equalized(model: nn.Module, factors: Sequence[Equalized]) -> nn.Module:
     """Return a network that computes the same, its channels of other sizes.
 
     Args:
-        model: The float network; left as it is, and returned where there is nothing
-            to change.
+        model: The float network; left as it is, and returned if there are no factors.
         factors: From :func:`find_factors`.
     """
-    factors = tuple(factors)
     if not factors:
         return model
     result = copy.deepcopy(model)
     for producer, consumer, exponents in factors:
         enlarge(result.get_submodule(producer), exponents)
         layer = result.get_submodule(consumer)
-        # A channel may be read by several, which give one channel each.
+        # Each input channel gives one output channel, or several next to each other.
         each = len(cast(Tensor, layer.weight)) // len(exponents)
         opposite = [-exponent for exponent in exponents for _ in range(each)]
         enlarge(layer, opposite, bias=False)
@@ -92,12 +108,12 @@ def equalized(model: nn.Module, factors: Iterable[Equalized]) -> nn.Module:
 
 @torch.no_grad()
 def enlarge(module: nn.Module, exponents: Sequence[int], *, bias: bool = True) -> None:
-    """Multiply each channel that a layer or batch norm gives by a power of two.
+    """Multiply each output channel of a layer or batch norm by a power of two.
 
     Args:
         module: It is changed.
         exponents: One for each output channel.
-        bias: Whether the bias is part of what is multiplied.
+        bias: Whether the bias is multiplied, too.
     """
     weight = cast(Tensor, module.weight)
     factor = torch.tensor(exponents).to(weight).exp2()
@@ -107,39 +123,40 @@ def enlarge(module: nn.Module, exponents: Sequence[int], *, bias: bool = True) -
 
 
 def _pairs(
-    model: nn.Module, recording: Recording, graph: LayerGraph
+    model: nn.Module, recording: Recording, units: Collection[Unit]
 ) -> Iterator[tuple[Unit, Unit]]:
     """Yield the depthwise units, each after the one whose output it alone reads."""
     consumers = recording.consumers()
     for at in recording.returned:  # whoever called the network reads that too
         consumers.setdefault(at, []).append(-1)
     times = Counter(key for call in recording.calls for key in call.parameters)
-    unit_of = {
-        call.position: unit
+    by_weight = {u.parameter: u for u in units if times[u.parameter] == 1}
+    unit_at = {
+        call.position: by_weight[key]
         for call in recording.calls
         if is_linear_map(call.function)
-        for unit in graph.units
-        if unit.parameter in call.parameters and times[unit.parameter] == 1
+        for key in call.parameters
+        if key in by_weight
     }
-    for position, consumer in unit_of.items():
+    for position, consumer in unit_at.items():
         if consumer.kind != "depthwise":
             continue
-        made_at, norm = _made_at(recording.calls, consumers, position)
-        producer = unit_of.get(made_at)
+        source, norm = _producer(recording.calls, consumers, position)
+        producer = unit_at.get(source)
         if producer is None or producer.kind not in _PRODUCERS or producer.norm != norm:
             continue
         if isinstance(model.get_submodule(norm or producer.name).weight, Tensor):
             yield producer, consumer
 
 
-def _made_at(
+def _producer(
     calls: Sequence[Call], consumers: Mapping[int, list[int]], position: int
 ) -> tuple[int, str]:
-    """Go back from a call to what made the tensor that it alone reads.
+    """Go back from a call to the one that made the tensor that it alone reads.
 
     Returns:
-        The position of the call that made it, before activation and batch norm, and the
-        name of the norm; the position is -1 where factors would not pass through.
+        The position of that call, before activation and batch norm, and the name of the
+        norm; the position is -1 where factors would not pass through.
     """
     at, norm = position, ""
     while len(calls[at].inputs) == 1:
@@ -154,35 +171,8 @@ def _made_at(
     return at, norm
 
 
-def _largest_inputs(
-    model: nn.Module,
-    units: list[Unit],
-    samples: Samples,
-    batch_size: int,
-    report: Report,
-) -> dict[str, Tensor]:
-    """Return the largest magnitude in each channel that units read, (C,) each."""
-    if not units:
-        return {}
-    found: dict[str, Tensor] = {}
-
-    def remember(name: str) -> Any:
-        def hook(layer: nn.Module, args: Any, kwargs: Any, _output: Any) -> None:
-            x = next(tensors_in((args, kwargs)))
-            axis = x.dim() - 1 - len(cast(_ConvNd, layer).kernel_size)
-            largest = x.abs().movedim(axis, 0).flatten(1).amax(1)
-            found[name] = torch.maximum(found.get(name, largest), largest)
-
-        return hook
-
-    watched = [(model.get_submodule(u.name), remember(u.name)) for u in units]
-    first = samples.first(_SAMPLES)
-    collect(model, first, watched, batch_size=batch_size, report=report)
-    return found
-
-
 def _exponents(largest: Tensor) -> tuple[int, ...]:
-    """Return the exponent of each channel's factor from how large it gets, (C,)."""
+    """Return the exponent of each channel's factor from its largest value, (C,)."""
     below = (largest.max() / largest).log2() * _PART
     # A channel that is always 0, of which nothing is known, stays as it is.
     whole = below.floor().clamp(max=_LARGEST_EXPONENT).where(largest > 0, 0)

@@ -25,7 +25,9 @@ cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 def factors(model, samples):
     graph = ompq.trace(model, samples)
     recording = record(model, samples[:1])
-    return find_factors(model, recording, graph, Samples.of(samples), batch_size=16)
+    return find_factors(
+        model, recording, graph.units, Samples.of(samples), batch_size=16
+    )
 
 
 def uneven(seed=0):
@@ -241,7 +243,7 @@ def test_real_networks_compute_the_same_to_the_last_bit(name, count):
     found = find_factors(
         model,
         recording,
-        graph,
+        graph.units,
         Samples.of(samples),
         batch_size=16,
         report=lambda *done: seen.append(done),
@@ -268,6 +270,26 @@ def test_one_step_fits_all_channels_better_and_weights_are_rounded_alike():
     assert error(given, model, samples) < 0.5 * error(without, model, samples)
 
 
+@pytest.mark.parametrize(
+    ("stem", "depthwise", "start", "count"),
+    [
+        (6, 6, 6, 1),
+        (6, 5, 6, 0),
+        (5, 6, 6, 0),
+        (8, 7, 6, 1),
+        (5, 5, 5, 1),
+        (6, 6, 7, 0),
+    ],
+)
+def test_pairs_of_few_bits_are_left_alone(stem, depthwise, start, count):
+    model, samples = of_many_sizes(Two(nn.ReLU())), scenes(16)
+    first, second = ompq.trace(model, samples).names
+    bits = {first: Choice(stem, 8), second: Choice(depthwise, 8)}
+    config = ompq.QuantizeConfig(equalize_from=start)
+    network = ompq.quantize(model, ompq.Allocation(bits), samples, config)
+    assert len(quantization_of(network).equalized) == count
+
+
 def test_float_activations_need_no_factors():
     network = made(uneven(), scenes(16), activation=32)
     assert quantization_of(network).equalized == ()
@@ -275,7 +297,7 @@ def test_float_activations_need_no_factors():
 
 def test_blocks_are_reconstructed_to_channels_of_the_new_sizes():
     model, samples = uneven(), scenes(64)
-    network = made(model, samples, weight=4)
+    network = made(model, samples, weight=4, equalize_from=4)
     config = ompq.ReconstructConfig(rounding=ompq.RoundingConfig(iterations=60))
     better = ompq.reconstruct(network, model, samples, config)
     # The channels of the stem are not compared with those of another size.
@@ -285,7 +307,7 @@ def test_blocks_are_reconstructed_to_channels_of_the_new_sizes():
 
 def test_a_depthwise_layer_that_stands_alone_is_reconstructed():
     model, samples = of_many_sizes(Two(nn.ReLU())), scenes(64)
-    network = made(model, samples, weight=4)
+    network = made(model, samples, weight=4, equalize_from=4)
     config = ompq.ReconstructConfig(rounding=ompq.RoundingConfig(iterations=20))
     first, second = quantization_of(
         ompq.reconstruct(network, model, samples, config)
@@ -313,7 +335,7 @@ def test_kept_norms_have_the_new_sizes():
 
 def test_a_file_remembers_the_factors(tmp_path):
     model, samples = uneven(), scenes(16)
-    network = made(model, samples, weight=4)
+    network = made(model, samples, weight=4, equalize_from=4)
     ompq.save(network, tmp_path / "n.ompq.safetensors")
     loaded = ompq.load(tmp_path / "n.ompq.safetensors", model)
     assert quantization_of(loaded).equalized == quantization_of(network).equalized
@@ -337,7 +359,9 @@ def test_factors_are_the_same_on_cuda():
     there = copy.deepcopy(model).cuda()
     graph = ompq.trace(there, samples.cuda())
     recording = record(there, samples[:1].cuda())
-    found = find_factors(there, recording, graph, Samples.of(samples), batch_size=16)
+    found = find_factors(
+        there, recording, graph.units, Samples.of(samples), batch_size=16
+    )
     assert found == factors(model, samples)
     with torch.no_grad():
         x = samples.cuda()
