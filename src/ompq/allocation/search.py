@@ -360,18 +360,13 @@ def _search(
     program: Program, bounds: _Bounds, ceiling: float, width: int
 ) -> tuple[Columns | None, bool]:
     """Return the best allocation up to the ceiling, and whether no label was cut."""
-    units = len(program.damage)
-    labels = _Labels(
-        np.zeros(1),
-        np.zeros((len(program.limits), 1)),
-        np.zeros(1),
-        np.zeros((1, units), dtype=np.uint8),
-    )
+    several = np.flatnonzero(program.allowed.sum(1) > 1)
+    labels = _first_label(program)
     # Units with much to spend come first: what follows fills the gaps they leave.
-    spend = np.tensordot(bounds.prices[0], program.rows, 1).max(1, initial=0.0)
-    rest = bounds.least.sum(1) + bounds.offset
+    spend = np.tensordot(bounds.prices[0], program.rows[:, several], 1)
+    rest = bounds.least[:, several].sum(1) + bounds.offset
     complete = True
-    for unit in np.argsort(-spend, kind="stable"):
+    for unit in several[np.argsort(-spend.max(1, initial=0.0), kind="stable")]:
         rest = rest - bounds.least[:, unit]
         labels = _branch(labels, program, unit)
         hopeful, bound = _hopeful(labels, bounds.prices, rest, ceiling)
@@ -384,6 +379,19 @@ def _search(
     if not len(labels.damage):
         return None, complete
     return labels.columns[labels.ranks().argmin()].astype(np.intp), complete
+
+
+def _first_label(program: Program) -> _Labels:
+    """Return the label of the units with one choice; none if they exceed a limit."""
+    units = np.flatnonzero(program.allowed.sum(1) == 1)
+    columns = program.allowed.argmax(1).astype(np.uint8)
+    label = _Labels(
+        program.damage[units, columns[units]].sum(keepdims=True),
+        program.rows[:, units, columns[units]].sum(1, keepdims=True),
+        program.ties[units, columns[units]].sum(keepdims=True),
+        columns[None],
+    )
+    return label.take(np.flatnonzero((label.used <= program.limits[:, None]).all(0)))
 
 
 def _branch(labels: _Labels, program: Program, unit: int) -> _Labels:
