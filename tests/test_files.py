@@ -10,6 +10,12 @@ from safetensors import SafetensorError
 
 from ompq.errors import CheckpointError, FileError
 from ompq.files import (
+    json_list,
+    json_number,
+    json_object,
+    json_table,
+    json_text,
+    json_whole,
     parse_json,
     read_checkpoint,
     read_json,
@@ -252,3 +258,28 @@ def test_damage_anywhere_in_a_checkpoint_is_noticed(tmp_path):
         same = all(torch.equal(tensors[n], TENSORS[n]) for n in TENSORS)
         silent += not (same and read == text and tensors.keys() == TENSORS.keys())
     assert silent == 0
+
+
+@pytest.mark.parametrize(
+    ("check", "value", "words"),
+    [
+        (json_object, [1, 2], "x must be an object, not a list of 2 entries"),
+        (json_list, {"a": 1}, "x must be a list .*, not an object of 1 entries"),
+        (json_text, 3, "x must be a text, not 3"),
+        (json_whole, True, "x must be a whole number from 0 to .*, not True"),
+        (json_whole, int("9" * 400), r"not 9{36}\.\.\."),
+        (json_number, "1", "x must be a finite number, not '1'"),
+        (json_number, float("inf"), "x must be a finite number, not inf"),
+        (lambda v, w: json_table(v, w, (2, 1)), [[1]], "x must have 2 entries, not 1"),
+        (lambda v, w: json_table(v, w, (1, 1)), [["1"]], "x must be a finite number"),
+    ],
+)
+def test_values_of_other_types_are_refused(check, value, words):
+    with pytest.raises(ValueError, match=words):
+        check(value, "x")
+
+
+def test_values_of_the_right_types_are_returned():
+    assert json_table([[1, 2.5]], "x", (1, 2)) == [[1.0, 2.5]]
+    assert json_whole(2**53, "x") == 2**53
+    assert json_object({"a": 1}, "x") == {"a": 1}

@@ -15,7 +15,6 @@ from ompq.targets import KINDS, Target, included_targets, load_target
 OPERATOR = {
     "weight_bits": [4, 8],
     "activation_bits": [8],
-    "symmetric": True,
     "per_channel": True,
     "accelerated": ["W4A8", "W8A8"],
     "otherwise": "no kernel",
@@ -131,12 +130,26 @@ def test_a_unit_without_a_choice_is_named():
         (
             ("operators", "default", "weight_bits"),
             [1],
-            r"weight_bits=\[1\] must be wid",
+            "weight_bits must be a list of wid",
         ),
-        (("operators", "default", "activation_bits"), 8, "activation_bits=8 must be"),
-        (("operators", "default", "symmetric"), "no", "symmetric must be true or"),
-        (("operators", "default", "per_channel"), False, "per_channel=false cannot be"),
-        (("operators", "default", "accelerated"), ["4"], "accelerated has '4'; write"),
+        (
+            ("operators", "default", "activation_bits"),
+            8,
+            "activation_bits must be a list",
+        ),
+        (("operators", "default", "weight_bits"), [[8]], "weight_bits must be a list"),
+        (("operators", "default", "weight_bits"), [True], "weight_bits must be a list"),
+        (("operators", "default", "otherwise"), 3, "otherwise must be a text, not 3"),
+        (
+            ("operators", "default", "per_channel"),
+            False,
+            "per_channel must be true: ompq",
+        ),
+        (
+            ("operators", "default", "accelerated"),
+            ["4"],
+            "accelerated must be a list such as",
+        ),
     ],
 )
 def test_broken_profiles_say_where(place, value, message, tmp_path):
@@ -151,9 +164,18 @@ def test_broken_profiles_say_where(place, value, message, tmp_path):
         load_target(path)
 
 
+def test_profiles_of_older_versions_are_read():
+    older = {**OPERATOR, "symmetric": True}
+    data = {**PROFILE, "operators": {"default": older}}
+    assert Target.from_json(data).operators["default"].weight_bits == (4, 8)
+
+
 def test_missing_profiles_and_other_files_are_told(tmp_path):
     with pytest.raises(TargetError, match="no target tpu; use onnxruntime-cpu, open"):
         load_target("tpu")
+    (tmp_path / "deep.json").write_text("[" * 100_000)
+    with pytest.raises(TargetError, match="broken .* it is nested too deeply"):
+        load_target(tmp_path / "deep.json")
     (tmp_path / "text.json").write_text("not json")
     with pytest.raises(TargetError, match="text.json is a broken target profile"):
         load_target(tmp_path / "text.json")

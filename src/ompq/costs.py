@@ -8,13 +8,13 @@ from functools import cached_property
 from math import ceil, floor, fsum, isfinite, log10
 from pathlib import Path
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ompq.errors import BudgetError, shortened
-from ompq.files import read_json
+from ompq.files import json_number, json_object, read_json
 from ompq.graph import Choice, LayerGraph, Unit
 
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB")
@@ -244,18 +244,32 @@ def load_latency(path: str | Path) -> LatencyTable:
         BudgetError: The file is missing or is no such table.
     """
     try:
-        table = read_json(path)
-        if not isinstance(table, dict):
-            raise ValueError(f"it is a {type(table).__name__}")
-        return {
-            str(unit): {str(key): float(ms) for key, ms in row.items()}
-            for unit, row in table.items()
-        }
-    except (OSError, ValueError, AttributeError, TypeError) as error:
+        return latency_table(read_json(path))
+    except ValueError as error:
         raise BudgetError(
             f"{path} is no latency table: {error}. "
             'Write JSON such as {"conv1": {"W8A8": 0.41, "W4A8": 0.40}}'
         ) from error
+
+
+def latency_table(data: Any) -> LatencyTable:
+    """Return a latency table from JSON.
+
+    Raises:
+        ValueError: The data is something else.
+    """
+    table = {
+        unit: {
+            choice: json_number(ms, f"{unit} {choice}")
+            for choice, ms in json_object(row, unit).items()
+        }
+        for unit, row in json_object(data, "a latency table").items()
+    }
+    for unit, row in table.items():
+        for choice, ms in row.items():
+            if ms < 0:
+                raise ValueError(f"{unit} {choice} takes {ms:g} ms: less than nothing")
+    return table
 
 
 def _table(

@@ -147,6 +147,66 @@ def _number(text: str) -> float:
     return value
 
 
+_LARGEST = 2**63 - 1  # of any count in a file
+
+
+def json_object(value: Any, what: str) -> dict[str, Any]:
+    """Return a JSON object; anything else is a ValueError, as in all that follow."""
+    if not isinstance(value, dict):
+        raise ValueError(f"{what} must be an object, not {_brief(value)}")
+    return value
+
+
+def json_list(value: Any, what: str, most: int = 2**20) -> list[Any]:
+    """Return a JSON list of at most so many entries."""
+    if not isinstance(value, list) or len(value) > most:
+        raise ValueError(
+            f"{what} must be a list of at most {most:,} entries, not {_brief(value)}"
+        )
+    return value
+
+
+def json_text(value: Any, what: str) -> str:
+    """Return a JSON string."""
+    if not isinstance(value, str):
+        raise ValueError(f"{what} must be a text, not {_brief(value)}")
+    return value
+
+
+def json_whole(value: Any, what: str, low: int = 0, high: int = _LARGEST) -> int:
+    """Return a whole number within limits."""
+    if type(value) is not int or not low <= value <= high:
+        raise ValueError(
+            f"{what} must be a whole number from {low} to {high}, not {_brief(value)}"
+        )
+    return value
+
+
+def json_number(value: Any, what: str) -> float:
+    """Return a finite number."""
+    if type(value) not in (int, float) or not -1e300 <= value <= 1e300:
+        raise ValueError(f"{what} must be a finite number, not {_brief(value)}")
+    return float(value)
+
+
+def json_table(value: Any, what: str, shape: tuple[int, ...]) -> list[Any]:
+    """Return nested lists of finite numbers, of a given shape."""
+    rows = json_list(value, what)
+    if len(rows) != shape[0]:
+        raise ValueError(f"{what} must have {shape[0]} entries, not {len(rows)}")
+    if len(shape) == 1:
+        return [json_number(entry, what) for entry in rows]
+    return [json_table(row, what, shape[1:]) for row in rows]
+
+
+def _brief(value: Any) -> str:
+    if isinstance(value, dict | list):
+        kind = "an object" if isinstance(value, dict) else "a list"
+        return f"{kind} of {len(value)} entries"
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:36]}..."
+
+
 def write_tensors(
     path: str | Path, header: Mapping[str, Any], tensors: "Mapping[str, Tensor]"
 ) -> None:

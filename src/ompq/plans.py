@@ -1,5 +1,6 @@
 """plan() and Plan: the bits of every unit, with everything they were decided from."""
 
+import base64
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
@@ -7,13 +8,14 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import nn
 
 from ompq.allocation.solver import (
+    METHODS,
     Allocation,
     Budget,
     Explanation,
@@ -32,10 +34,22 @@ from ompq.costs import (
     Cost,
     LatencyTable,
     cost_tables,
+    in_bytes,
+    latency_table,
     unit_bytes,
 )
-from ompq.errors import PlanError, TargetError, TraceError, shortened
-from ompq.files import read_json, write_text
+from ompq.errors import OmpqError, PlanError, TargetError, TraceError, shortened
+from ompq.files import (
+    json_list,
+    json_number,
+    json_object,
+    json_table,
+    json_text,
+    json_whole,
+    library_version,
+    read_json,
+    write_text,
+)
 from ompq.graph import Choice, LayerGraph, Skipped, select, trace
 from ompq.samples import Progress, Samples, SamplesLike
 from ompq.scores import (
@@ -49,11 +63,14 @@ from ompq.scores import (
 )
 from ompq.targets import Target, load_target
 
-FORMAT = "ompq-plan/1"
+FORMAT = "ompq-plan/2"
+FORMATS = ("ompq-plan/1", FORMAT)  # the first wrote the ORM as lists of numbers
 _ADVICE = "Give a file that ompq plan or Plan.save wrote"
+# A larger ORM is left out of the file: at 3,000 units it alone would take 24 MB.
+_LARGEST_ORM = 700
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan:
     """A decision with everything it was made from; needs no model to be re-solved.
 
@@ -94,22 +111,28 @@ class Plan:
         )
 
     @cached_property
-    def columns(self) -> NDArray[np.int64]:
+    def columns(self) -> NDArray[np.intp]:
         """The column of each unit's choice, (units,)."""
-        return np.array(
-            [self.choices.index(self.allocation[n]) for n in self.graph.names]
-        )
+        return self.problem.columns(self.allocation)
 
     @cached_property
     def totals(self) -> dict[str, float]:
-        """What the allocation costs, by cost; and its average weight bits."""
-        rows = np.arange(len(self.graph))
-        found = {
-            name: cost.constant + float(cost.table[rows, self.columns].sum())
-            for name, cost in self.problem.costs.items()
+        """What the allocation costs, by cost, and two averages.
+
+        ``average_bits`` is over the weights of all units, which a budget in bits
+        limits; ``bits_per_parameter`` over every parameter and buffer, with what stays
+        float, scales and zero points in the count.
+        """
+        costs = self.problem.costs
+        found = {name: cost.total(self.columns) for name, cost in costs.items()}
+        parameters = self.graph.float_bytes / 4 + sum(
+            u.weights + u.bias_parameters + u.norm_parameters for u in self.graph.units
+        )
+        return {
+            **found,
+            "average_bits": found["weight_bits"] / costs["weight_bits"].reference,
+            "bits_per_parameter": 8 * found["bytes"] / parameters,
         }
-        weights = self.problem.costs["weight_bits"].reference
-        return {**found, "average_bits": found["weight_bits"] / weights}
 
     @property
     def bytes_by_item(self) -> dict[str, int]:
@@ -135,13 +158,26 @@ class Plan:
     @property
     def damage(self) -> float:
         """The expected damage of the allocation, as scored."""
-        rows = np.arange(len(self.graph))
-        return float(self.scores.damage[rows, self.columns].sum())
+        return self.problem.damage_of(self.allocation)
+
+    @property
+    def gap(self) -> float:
+        """How much less damage another allocation could at most do; 0 is proved."""
+        return self.allocation.gap
 
     @cached_property
     def hash(self) -> str:
         """A short digest of the whole plan: equal plans have equal hashes."""
-        return hashlib.sha256(self._text().encode()).hexdigest()[:16]
+        text = json.dumps(_to_json(self), ensure_ascii=False)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def __repr__(self) -> str:
+        gap = f", damage within {self.gap:.2g} of the least" if self.gap else ""
+        return (
+            f"Plan({len(self.graph)} units, {self.budget}: "
+            f"{in_bytes(self.totals['bytes'])}, "
+            f"{self.totals['average_bits']:.2f} bits a weight{gap})"
+        )
 
     def with_budget(self, budget: Budget | str) -> "Plan":
         """Solve again for another budget; needs neither model nor samples."""
@@ -165,26 +201,40 @@ class Plan:
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON; the same plan gives the same bytes."""
-        write_text(path, self._text())
+        data = {"format": FORMAT, "written_by": library_version(), **_to_json(self)}
+        write_text(path, json.dumps(data, indent=1, ensure_ascii=False) + "\n")
 
     @classmethod
     def load(cls, path: str | Path) -> "Plan":
         """Read a plan.
 
         Raises:
-            PlanError: The file is missing, no plan, or of another version.
+            PlanError: The file is missing, no plan, broken, or of another version.
         """
         try:
             data = read_json(path)
         except ValueError as error:
             raise PlanError(f"{path} is no plan: {error}. {_ADVICE}") from error
-        if not isinstance(data, dict) or data.get("format") != FORMAT:
-            raise PlanError(f"{path} is no plan of format {FORMAT}. {_ADVICE}")
+        written = data.get("format") if isinstance(data, dict) else None
+        if not isinstance(written, str) or not written.startswith("ompq-plan/"):
+            raise PlanError(f"{path} is no plan. {_ADVICE}")
+        if written not in FORMATS:
+            raise PlanError(
+                f"{path} has the format {written[:40]}, written by ompq "
+                f"{str(data.get('written_by', 'of an unknown version'))[:40]}; this is "
+                f"ompq {library_version()}, which reads up to {FORMAT}. "
+                "Install that version, or plan anew"
+            )
         try:
             return _from_json(data)
-        except (KeyError, TypeError, ValueError, IndexError, TargetError) as error:
+        except KeyError as error:
             raise PlanError(
-                f"{path} is a broken plan: {error!r}. Undo your edits or plan anew"
+                f"{path} is a broken plan: it has no {error}. Undo your edits or plan "
+                "anew"
+            ) from error
+        except (ValueError, OmpqError) as error:
+            raise PlanError(
+                f"{path} is a broken plan: {error}. Undo your edits or plan anew"
             ) from error
 
     def check_network(self, graph: LayerGraph) -> None:
@@ -199,9 +249,6 @@ class Plan:
                 f"the plan was made for another network: {len(differing)} units differ "
                 f"({shortened(differing)})"
             )
-
-    def _text(self) -> str:
-        return json.dumps(_to_json(self), indent=1, ensure_ascii=False) + "\n"
 
 
 def make_problem(
@@ -226,61 +273,103 @@ def make_problem(
 def _to_json(plan: Plan) -> dict[str, Any]:
     scores = plan.scores
     return {
-        "format": FORMAT,
         "budget": str(plan.budget),
         "score": plan.score_name,
         "method": plan.method,
         "accounting": plan.accounting,
         "allocation": plan.allocation.to_json(),
+        "gap": plan.gap,
         "choices": [list(choice) for choice in plan.choices],
         "allowed": plan.allowed.astype(int).tolist(),
         "damage": scores.damage.tolist(),
-        "gamma": _list(scores.gamma),
-        "importance": _list(scores.importance),
-        "orm": _list(scores.orm),
+        "gamma": None if scores.gamma is None else scores.gamma.tolist(),
+        "importance": None if scores.importance is None else scores.importance.tolist(),
+        "orm": _packed_orm(scores.orm),
         "orm_labels": list(scores.orm_labels),
         "latency": plan.latency,
         "graph": plan.graph.to_json(),
-        # Plans without a target read, and hash, as they did before there were any.
         **({} if plan.target is None else {"target": plan.target.to_json()}),
     }
 
 
 def _from_json(data: Mapping[str, Any]) -> Plan:
-    scores = ScoreTable(
-        damage=np.array(data["damage"], dtype=np.float64),
-        orm=_array(data["orm"]),
-        orm_labels=tuple(data["orm_labels"]),
-        gamma=_array(data["gamma"]),
-        importance=_array(data["importance"]),
+    graph = LayerGraph.from_json(data["graph"])
+    pairs = [
+        json_list(pair, "choices")
+        for pair in json_list(data["choices"], "choices", 256)
+    ]
+    choices = tuple(
+        Choice(*(json_whole(bits, "choices", 1, FLOAT_BITS) for bits in pair))
+        for pair in pairs
+        if len(pair) == 2
     )
+    if len({*choices}) < max(len(pairs), 1):
+        raise ValueError("choices must be different pairs of bits")
+    shape = (len(graph), len(choices))
+    texts = {
+        name: json_text(data[name], name)
+        for name in ("budget", "accounting", "method", "score")
+    }
+    for name, known in (("accounting", get_args(Accounting)), ("method", METHODS)):
+        if texts[name] not in known:
+            raise ValueError(f"{name} must be one of {', '.join(known)}")
+    labels = json_list(data["orm_labels"], "orm_labels")
+    latency = data["latency"]
     loaded = Plan(
-        graph=LayerGraph.from_json(data["graph"]),
-        choices=tuple(Choice(*choice) for choice in data["choices"]),
-        scores=scores,
-        allowed=np.array(data["allowed"], dtype=bool),
-        budget=Budget.parse(data["budget"]),
-        allocation=Allocation.from_json(data["allocation"]),
-        accounting=data["accounting"],
-        method=data["method"],
-        score_name=data["score"],
-        latency=data["latency"],
+        graph=graph,
+        choices=choices,
+        scores=ScoreTable(
+            damage=np.array(json_table(data["damage"], "damage", shape)),
+            orm=_unpacked_orm(data["orm"], len(labels)),
+            orm_labels=tuple(json_text(label, "orm_labels") for label in labels),
+            gamma=_unit_values(data, "gamma", len(graph)),
+            importance=_unit_values(data, "importance", len(graph)),
+        ),
+        allowed=np.array(json_table(data["allowed"], "allowed", shape), dtype=bool),
+        budget=Budget.parse(texts["budget"]),
+        allocation=replace(
+            Allocation.from_json(data["allocation"]),
+            gap=json_number(data.get("gap", 0.0), "gap"),
+        ),
+        accounting=cast(Accounting, texts["accounting"]),
+        method=cast(Method, texts["method"]),
+        score_name=texts["score"],
+        latency=None if latency is None else latency_table(latency),
         target=Target.from_json(data["target"]) if "target" in data else None,
     )
     # The allocation may have been edited by hand: it must still be one of ours.
-    missing = [n for n in loaded.graph.names if n not in loaded.allocation]
-    if missing:
-        raise ValueError(f"no bits for {shortened(missing)}")
-    _ = loaded.columns, loaded.problem
+    loaded.allocation.check_units(graph.names)
+    _ = loaded.columns
     return loaded
 
 
-def _list(array: NDArray[np.float64] | None) -> Any:
-    return None if array is None else array.tolist()
+def _unit_values(
+    data: Mapping[str, Any], name: str, count: int
+) -> NDArray[np.float64] | None:
+    values = data[name]
+    return None if values is None else np.array(json_table(values, name, (count,)))
 
 
-def _array(values: Any) -> NDArray[np.float64] | None:
-    return None if values is None else np.array(values, dtype=np.float64)
+def _packed_orm(orm: NDArray[np.float64] | None) -> Any:
+    """Return the upper triangle, which says all, as base64 of little-endian float32."""
+    if orm is None or len(orm) > _LARGEST_ORM:
+        return None
+    triangle = orm[np.triu_indices(len(orm))].astype("<f4")
+    return {"float32": base64.b64encode(triangle.tobytes()).decode()}
+
+
+def _unpacked_orm(data: Any, count: int) -> NDArray[np.float64] | None:
+    if data is None:
+        return None
+    if isinstance(data, list):  # written by format 1
+        return np.array(json_table(data, "orm", (count, count)))
+    text = json_text(json_object(data, "orm").get("float32"), "orm")
+    numbers = np.frombuffer(base64.b64decode(text, validate=True), dtype="<f4")
+    if len(numbers) != count * (count + 1) // 2 or not np.isfinite(numbers).all():
+        raise ValueError(f"orm must be finite numbers for {count} labels")
+    orm = np.zeros((count, count))
+    orm[np.triu_indices(count)] = numbers
+    return orm + np.triu(orm, 1).T
 
 
 Pin = int | tuple[int, int]  # weight bits, or weight and activation bits
@@ -365,6 +454,9 @@ def plan(
     check_budget(make_problem(graph, choices, nothing, allowed, costs), budget)
     report(1, 3, "scoring the choices")
     scores = score_table(config.score, graph, model, samples, choices)
+    if scores.orm is not None and len(scores.orm) <= _LARGEST_ORM:  # as it is saved
+        orm = _unpacked_orm(_packed_orm(scores.orm), len(scores.orm))
+        scores = replace(scores, orm=orm)
     report(2, 3, "solving for the budget")
     problem = make_problem(graph, choices, scores.damage, allowed, costs)
     allocation = allocate(problem, budget, method=config.method)

@@ -1,7 +1,7 @@
 """The allocation problem: one choice for each unit, least damage within limits."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from decimal import Decimal
 from functools import cached_property
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from ompq.costs import Cost
 from ompq.errors import PlanError, ScoreError, shortened
-from ompq.files import read_json, write_text
+from ompq.files import json_object, json_whole, read_json, write_text
 from ompq.graph import Choice
 
 Floats = NDArray[np.float64]
@@ -78,6 +78,7 @@ def least_allowed(table: Floats, allowed: Flags) -> Floats:
 
 LARGEST_DAMAGE = 1e300  # sums of more would overflow
 MOST_CHOICES = 256
+MOST_BITS = 64
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -133,15 +134,49 @@ class Allocation(Mapping[str, Choice]):
         Raises:
             PlanError: The data is something else.
         """
-        if not isinstance(data, Mapping) or not data:
-            raise PlanError("an allocation must map unit names to bits")
         try:
-            return cls({str(name): Choice(**entry) for name, entry in data.items()})
-        except (TypeError, ValueError) as error:
+            entries = json_object(data, "an allocation")
+            if not entries:
+                raise ValueError("it must map unit names to bits")
+            bits = {}
+            for name, entry in entries.items():
+                given = json_object(entry, f"the bits of {name}")
+                if set(given) != {*Choice._fields}:
+                    raise ValueError(
+                        f"the bits of {name} must be weight and activation alone"
+                    )
+                widths = (
+                    json_whole(given[field], f"{field} of {name}", 1, MOST_BITS)
+                    for field in Choice._fields
+                )
+                bits[name] = Choice(*widths)
+        except ValueError as error:
             raise PlanError(
                 f"the allocation is broken: {error}. "
                 'Write {"conv1": {"weight": 4, "activation": 8}, ...}'
             ) from error
+        return cls(bits)
+
+    def check_units(self, names: Iterable[str]) -> None:
+        """Make sure that these are the units of a network.
+
+        Raises:
+            PlanError: Units of the network have no bits, or there are bits for others.
+        """
+        wanted = dict.fromkeys(names)
+        missing = [name for name in wanted if name not in self.bits]
+        if missing:
+            raise PlanError(
+                f"no bits for {len(missing)} of {len(wanted)} units: "
+                f"{shortened(missing)}. Give bits for every unit, or plan with these "
+                "pinned"
+            )
+        unknown = [name for name in self.bits if name not in wanted]
+        if unknown:
+            raise PlanError(
+                f"bits for {shortened(unknown)}, which the network does not have. "
+                "Remove them, or give the network that they are for"
+            )
 
     def save(self, path: str | Path) -> None:
         """Write the allocation as JSON; the file is either whole or not there."""

@@ -22,6 +22,7 @@ from ompq.costs import Budget
 from ompq.samples import Progress
 
 __all__ = [
+    "METHODS",
     "Allocation",
     "Budget",
     "Explanation",
@@ -36,6 +37,7 @@ __all__ = [
 ]
 
 Method = Literal["exact", "relax-round", "relax-dfs"]
+METHODS: tuple[str, ...] = get_args(Method)
 
 
 @dataclass(frozen=True)
@@ -88,8 +90,8 @@ def allocate(
         >>> dict(allocate(problem, "80B"))
         {'a': Choice(weight=2, activation=8), 'b': Choice(weight=4, activation=8)}
     """
-    if method not in get_args(Method):
-        known = ", ".join(get_args(Method))
+    if method not in METHODS:
+        known = ", ".join(METHODS)
         raise ValueError(f"method={method!r} is unknown; use one of {known}")
     limits = Budget.of(budget).limits(problem.costs)
     check_each(problem, limits)

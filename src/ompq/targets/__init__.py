@@ -4,16 +4,16 @@ A profile is a small JSON file::
 
     {"format": "ompq-target/1", "name": "my-chip",
      "operators": {
-      "default": {"weight_bits": [4, 8], "activation_bits": [8], "symmetric": true,
+      "default": {"weight_bits": [4, 8], "activation_bits": [8],
                   "per_channel": true, "accelerated": ["W4A8", "W8A8"],
                   "otherwise": "computed in 8 bits"},
       "depthwise": {"weight_bits": [8], "activation_bits": [8], ...}}}
 
 Operators are kinds of units (conv, depthwise, pointwise, grouped, transposed, linear,
-attention); ``default`` stands for those that are not named.
+attention); ``default`` stands for those that are not named. ``symmetric``, which older
+profiles have, is ignored: the weights in exported files always are.
 """
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from ompq.errors import TargetError
+from ompq.files import json_text, read_json
 from ompq.graph import Choice, Unit
 
 FORMAT = "ompq-target/1"
@@ -40,7 +41,6 @@ class Operator:
     Attributes:
         weight_bits: Widths of weights that it takes; 32 is float.
         activation_bits: Widths of inputs that it takes.
-        symmetric: Whether the zero point of weights must be 0. It is in ONNX files.
         per_channel: Whether it takes a scale for each channel, as ompq makes them.
         accelerated: Choices that run faster than wider ones, for example ``W8A8``.
         otherwise: Why the others do not.
@@ -48,7 +48,6 @@ class Operator:
 
     weight_bits: tuple[int, ...]
     activation_bits: tuple[int, ...]
-    symmetric: bool
     per_channel: bool
     accelerated: tuple[str, ...]
     otherwise: str
@@ -107,7 +106,10 @@ class Target:
         name = data.get("name")
         if not isinstance(name, str) or not name:
             raise TargetError('"name" must be a text')
-        return cls(name, {kind: _operator(kind, one) for kind, one in kinds.items()})
+        try:
+            return cls(name, {k: _operator(k, one) for k, one in kinds.items()})
+        except ValueError as error:
+            raise TargetError(str(error)) from error
 
 
 def included_targets() -> tuple[str, ...]:
@@ -122,56 +124,54 @@ def load_target(name: str | Path) -> Target:
         TargetError: There is no such target, or its profile is broken.
     """
     path = _FOLDER / f"{name}.json" if str(name) in included_targets() else Path(name)
-    try:
-        return Target.from_json(json.loads(path.read_text()))
-    except OSError as error:
+    if not path.exists():
         raise TargetError(
             f"there is no target {name}; use {', '.join(included_targets())} or the "
             "path of a JSON file"
-        ) from error
+        )
+    try:
+        return Target.from_json(read_json(path))
     except (ValueError, TargetError) as error:
         raise TargetError(f"{path} is a broken target profile: {error}") from error
 
 
 def _operator(kind: str, data: Any) -> Operator:
     fields = list(Operator.__dataclass_fields__)
-    given = data if isinstance(data, dict) else {}
+    given = dict(data) if isinstance(data, dict) else {}
+    given.pop("symmetric", None)
     if set(given) != set(fields):
         raise TargetError(
             f"operator {kind} must have exactly {', '.join(fields)}; "
             f"see {', '.join(sorted({*given} ^ {*fields}))}"
         )
-    for name in ("symmetric", "per_channel"):
-        if not isinstance(given[name], bool):
-            raise TargetError(f"operator {kind}: {name} must be true or false")
-    if not given["per_channel"]:
+    if given["per_channel"] is not True:
         raise TargetError(
-            f"operator {kind}: per_channel=false cannot be met: ompq rounds weights "
-            "with a scale a channel"
+            f"operator {kind}: per_channel must be true: ompq rounds weights with a "
+            "scale a channel"
         )
     return Operator(
         weight_bits=_widths(kind, "weight_bits", given),
         activation_bits=_widths(kind, "activation_bits", given),
-        symmetric=given["symmetric"],
-        per_channel=given["per_channel"],
+        per_channel=True,
         accelerated=_accelerated(kind, given["accelerated"]),
-        otherwise=str(given["otherwise"]),
+        otherwise=json_text(given["otherwise"], f"operator {kind}: otherwise"),
     )
 
 
 def _widths(kind: str, name: str, data: Mapping[str, Any]) -> tuple[int, ...]:
     bits = data[name]
-    if not isinstance(bits, list | tuple) or not bits or not {*bits} <= {*_WIDTHS}:
+    listed = isinstance(bits, list | tuple) and len(bits) > 0
+    if not listed or any(type(b) is not int or b not in _WIDTHS for b in bits):
         raise TargetError(
-            f"operator {kind}: {name}={bits} must be widths from 2 to 8, or 32"
+            f"operator {kind}: {name} must be a list of widths from 2 to 8, or 32"
         )
     return tuple(bits)
 
 
 def _accelerated(kind: str, names: Any) -> tuple[str, ...]:
     for name in names if isinstance(names, list | tuple) else (names,):
-        if not _CHOICE.fullmatch(str(name)):
+        if not isinstance(name, str) or not _CHOICE.fullmatch(name):
             raise TargetError(
-                f"operator {kind}: accelerated has {name!r}; write for example W8A8"
+                f"operator {kind}: accelerated must be a list such as W8A8, W4A8"
             )
     return tuple(names)

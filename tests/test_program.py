@@ -70,12 +70,18 @@ def test_bits_must_be_positive():
     ("text", "words"),
     [
         ("{", "is no allocation"),
-        ("[1, 2]", "must map unit names to bits"),
+        ("[1, 2]", "an allocation must be an object, not a list of 2 entries"),
         ("{}", "must map unit names to bits"),
-        ('{"fc": 4}', "the allocation is broken.*Write"),
-        ('{"fc": {"weight": 4}}', "the allocation is broken.*activation"),
+        ('{"fc": 4}', "broken: the bits of fc must be an object, not 4.*Write"),
+        ('{"fc": {"weight": true, "activation": 8}}', "weight of fc .*, not True"),
+        ('{"fc": {"weight": %s}}' % ("9" * 400), "it holds an integer of 400 digits"),
+        ("[" * 100_000, "is no allocation: it is nested too deeply"),
+        ('{"fc": {"weight": 4}}', "must be weight and activation alone"),
         ('{"fc": {"weight": 4.5, "activation": 8}}', "the allocation is broken"),
-        ('{"fc": {"weight": -4, "activation": 8}}', "must be positive, unlike fc"),
+        (
+            '{"fc": {"weight": -4, "activation": 8}}',
+            "a whole number from 1 to 64, not -4",
+        ),
     ],
 )
 def test_bad_files_are_refused(tmp_path, text, words):
@@ -84,6 +90,20 @@ def test_bad_files_are_refused(tmp_path, text, words):
     with pytest.raises(PlanError, match=words) as error:
         Allocation.load(path)
     assert str(path) in str(error.value)
+
+
+def test_bits_must_be_for_the_units_of_the_network():
+    allocation = Allocation(BITS)
+    allocation.check_units(["fc", "stem", "a.conv1"])
+    names = ["stem", "a.conv1", *(f"b{number}" for number in range(9)), "fc"]
+    with pytest.raises(
+        PlanError,
+        match=r"no bits for 9 of 12 units: b0, b1, b2, b3, b4 and 4 more\. "
+        "Give bits for every unit, or plan with these pinned",
+    ):
+        allocation.check_units(names)
+    with pytest.raises(PlanError, match="bits for fc, which the network does not have"):
+        allocation.check_units(["stem", "a.conv1"])
 
 
 def test_a_missing_file_is_refused(tmp_path):

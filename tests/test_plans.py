@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -218,28 +219,168 @@ def test_plan_of_another_network_says_what_differs(plan):
     plan.check_network(plan.graph)
 
 
-def test_broken_plan_files_are_refused(plan, tmp_path):
+def test_files_that_are_no_plans_are_refused(plan, tmp_path):
     path = tmp_path / "plan.json"
     with pytest.raises(PlanError, match="is no plan: there is no such file. Give"):
         ompq.Plan.load(path)
-    path.write_text("{")
-    with pytest.raises(PlanError, match="is no plan: "):
+    for text, words in [
+        ("{", "is no plan: it is not JSON"),
+        ("[" * 100_000, "is no plan: it is nested too deeply"),
+        ('{"format": "other"}', r"is no plan\. Give"),
+        ('{"format": ["ompq-plan/1"]}', r"is no plan\. Give"),
+        ('{"format": "ompq-plan/2"}', "is a broken plan: it has no 'graph'"),
+    ]:
+        path.write_text(text)
+        with pytest.raises(PlanError, match=words):
+            ompq.Plan.load(path)
+
+
+def test_a_plan_of_a_newer_version_says_which(tmp_path):
+    path = tmp_path / "plan.json"
+    path.write_text('{"format": "ompq-plan/7", "written_by": "3.1.4"}')
+    with pytest.raises(
+        PlanError,
+        match="has the format ompq-plan/7, written by ompq 3.1.4; this is ompq .*"
+        "reads up to ompq-plan/2. Install that version, or plan anew",
+    ):
         ompq.Plan.load(path)
-    path.write_text('{"format": "other"}')
-    with pytest.raises(PlanError, match="is no plan of format ompq-plan/1"):
+    path.write_text('{"format": "ompq-plan/0"}')
+    with pytest.raises(PlanError, match="written by ompq of an unknown version"):
         ompq.Plan.load(path)
+
+
+HUGE = int("9" * 400)
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "words"),
+    [
+        (("damage",), None, "damage must be a list"),
+        (("damage",), [[1.0]], "damage must have 7 entries, not 1"),
+        (("damage", 3), [1.0], "damage must have 6 entries, not 1"),
+        (("damage", 3, 2), "1", "damage must be a finite number, not '1'"),
+        (("damage", 3, 2), HUGE, "it holds an integer of 400 digits"),
+        (
+            ("damage", 3, 2),
+            float("nan"),
+            "it holds the number NaN, which is not finite",
+        ),
+        (("allowed", 0), [[1]] * 6, "allowed must be a finite number, not a list of 1"),
+        (("allowed", 0), [0] * 6, "contradictory pins"),
+        (("gamma",), [1.0] * 3, "gamma must have 7 entries, not 3"),
+        (("orm",), {"float32": "AAAA"}, "orm must be|buffer size"),
+        (("orm",), {"float32": 5}, "orm must be a text, not 5"),
+        (("orm",), [[0.5]], "orm must have"),
+        (("orm_labels",), "abc", "orm_labels must be a list"),
+        (("choices",), [], "choices must be different pairs"),
+        (("choices",), [[4, 8]] * 6, "choices must be different pairs"),
+        (("choices",), [[4]] * 6, "choices must be different pairs"),
+        (("choices", 0), [2**40, 8], "choices must be a whole number from 1 to 32"),
+        (("choices",), [[4, 8]] * 300, "choices must be a list of at most 256"),
+        (("budget",), 3, "budget must be a text, not 3"),
+        (("budget",), "3", "has no unit"),
+        (("method",), "greedy", "method must be one of exact"),
+        (("accounting",), "free", "accounting must be one of packed, paper"),
+        (("score",), [], "score must be a text"),
+        (("latency",), {"stem": 3}, "stem must be an object, not 3"),
+        (("latency",), {"stem": {"W2A8": -1}}, "stem W2A8 takes -1 ms"),
+        (("gap",), "none", "gap must be a finite number"),
+        (("target",), 4, "this is no target profile"),
+        (("graph",), [], "the graph is a list, not an object"),
+        (("graph", "units", 0, "macs"), 2.5, "macs must be a whole number, not 2.5"),
+        (("graph", "units", 0, "kind"), None, "kind must be text, not None"),
+        (
+            ("graph", "units", 0, "weight_shape"),
+            ["a" * 20_000, 6_000_000],
+            "weight_shape must be a whole number, not 'aaaa",
+        ),
+        (("allocation", "stem"), {"weight": 7, "activation": 8}, "stem none of the 6"),
+        (
+            ("allocation", "more"),
+            {"weight": 4, "activation": 8},
+            "bits for more",
+        ),
+        (("allocation",), {"stem": {"weight": 4, "activation": 8}}, "no bits for 6 of"),
+    ],
+)
+def test_hostile_plans_end_in_one_clear_error(plan, tmp_path, place, value, words):
+    path = tmp_path / "plan.json"
     plan.save(path)
     data = json.loads(path.read_text())
-    del data["damage"]
+    inner = data
+    for key in place[:-1]:
+        inner = inner[key]
+    inner[place[-1]] = value
     path.write_text(json.dumps(data))
-    with pytest.raises(PlanError, match="is a broken plan: KeyError"):
+    with pytest.raises(PlanError, match=f"is (a broken|no) plan: .*{words}") as caught:
         ompq.Plan.load(path)
+    assert len(str(caught.value)) < 600
+
+
+def test_plans_of_format_1_are_read(plan, tmp_path):
+    path = tmp_path / "plan.json"
     plan.save(path)
     data = json.loads(path.read_text())
-    del data["allocation"]["stem"]
-    path.write_text(json.dumps(data))
-    with pytest.raises(PlanError, match="no bits for stem"):
-        ompq.Plan.load(path)
+    for name in ("gap", "written_by"):
+        del data[name]
+    older = {**data, "format": "ompq-plan/1", "orm": plan.scores.orm.tolist()}
+    path.write_text(json.dumps(older))
+    loaded = ompq.Plan.load(path)
+    np.testing.assert_array_equal(loaded.scores.orm, plan.scores.orm)
+    assert loaded.hash == plan.hash
+
+
+def test_a_gap_is_saved_shown_and_read(plan, tmp_path):
+    open_plan = replace(plan, allocation=replace(plan.allocation, gap=0.25))
+    open_plan.save(tmp_path / "plan.json")
+    assert json.loads((tmp_path / "plan.json").read_text())["gap"] == 0.25
+    assert ompq.Plan.load(tmp_path / "plan.json").gap == 0.25
+    assert "damage within 0.25 of the least)" in repr(open_plan)
+    assert plan.gap == 0
+    size = f"{plan.totals['average_bits']:.2f} bits a weight)"
+    assert repr(plan).startswith(f"Plan({len(plan.graph)} units, 3.5bits: ")
+    assert repr(plan).endswith(size)
+
+
+def test_bits_are_told_over_weights_and_over_all_parameters():
+    layers = nn.Linear(4, 4, bias=False), nn.LayerNorm(4), nn.Linear(4, 2, bias=False)
+    made = ompq.plan(seeded(nn.Sequential(*layers)), torch.randn(8, 4), "4bits")
+    weights = 4 * 4 + 4 * 2
+    used = 16 * made.allocation["0"].weight + 8 * made.allocation["2"].weight
+    assert made.totals["average_bits"] == used / weights
+    norm = 8  # weight and bias, float
+    expected = 8 * made.totals["bytes"] / (weights + norm)
+    assert made.totals["bits_per_parameter"] == expected > made.totals["average_bits"]
+
+
+def chain(units):
+    """Return a plan like that of a chain of many small layers."""
+    one = ompq.trace(seeded(nn.Sequential(nn.Linear(4, 4))), torch.zeros(1, 4))["0"]
+    names = [f"layers.{number}.linear" for number in range(units)]
+    every = tuple(replace(one, name=name, group=name, block=name) for name in names)
+    generator = np.random.default_rng(0)
+    choices = tuple(Choice(bits, 8) for bits in (2, 3, 4, 5, 6, 8))
+    damage = generator.random((units, 1)) * 4.0 ** -np.arange(2.0, 8.0)
+    orm = generator.random((units, units))
+    return ompq.Plan(
+        graph=ompq.LayerGraph(every),
+        choices=choices,
+        scores=ompq.ScoreTable(damage, orm, tuple(names), damage[:, 0], damage[:, 0]),
+        allowed=np.ones(damage.shape, dtype=bool),
+        budget=ompq.Budget.parse("4bits"),
+        allocation=ompq.Allocation(dict.fromkeys(names, Choice(4, 8))),
+    )
+
+
+def test_three_thousand_units_are_planned_saved_and_read(tmp_path):
+    made = chain(3000).with_budget("3.9bits")
+    assert made.totals["average_bits"] <= 3.9
+    made.save(tmp_path / "plan.json")
+    assert (tmp_path / "plan.json").stat().st_size < 5e6
+    loaded = ompq.Plan.load(tmp_path / "plan.json")
+    assert loaded.allocation == made.allocation
+    assert loaded.scores.orm is None
+    assert len(loaded.pareto(points=4)) == 4
 
 
 def test_edited_allocation_is_taken(plan, tmp_path):
