@@ -2,8 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from ompq.integer.arithmetic import whole_numbers
-from ompq.integer.operators import CodeGrid
+from ompq.integer.arithmetic import CodeGrid, IntegerWeight
 from ompq.onnx.containers import pack_plane, plane_parts, planes, unpack_function
 from ompq.ranges import search_weight
 
@@ -13,9 +12,8 @@ onnx = pytest.importorskip("onnx")
 def weight_of(bits, shape=(5, 3, 3, 3)):
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(bits))
     grid = search_weight(weight, bits).grid
-    zero_point, scale = grid.zero_point.flatten(), grid.scale.flatten()
     source = CodeGrid(0.02, 0, 8)
-    return whole_numbers(grid.quantize(weight), zero_point, scale, bits, None, source)
+    return IntegerWeight.of(grid.quantize(weight), grid, None, source)
 
 
 @pytest.mark.parametrize("bits", [1, 2, 4])

@@ -3,17 +3,21 @@ import builtins
 import numpy as np
 import pytest
 import torch
+from torch import nn
+from torchvision import models
 
 from nets import TinyMobileNet, TinyResNet, images, seeded
 from ompq.errors import ExportError, MissingExtraError, QuantizationError
 from ompq.integer.finalization import finalize
 from ompq.layers import quantized_layers
+from ompq.models import load_model
 from ompq.models.cifar import CifarResNet
-from ompq.models.demo_network import demo_data, demo_network
+from ompq.models.demo_network import DemoNetwork, demo_data, demo_network
 from ompq.onnx.export import export_onnx
 from ompq.onnx.model import OnnxGraph
+from ompq.recording import tensors_in
 from quantized import quantized
-from test_integer import Fire, Shared, Vgg
+from test_engine import Fire, Shared, Vgg
 
 onnx = pytest.importorskip("onnx")
 runtime = pytest.importorskip("onnxruntime")
@@ -40,7 +44,7 @@ def session(path, optimized=None):
 
 @pytest.mark.parametrize("activation", [4, 8])
 @pytest.mark.parametrize("name", NETWORKS)
-def test_file_equals_the_settled_network_to_the_last_code(tmp_path, name, activation):
+def test_file_equals_the_finalized_network_to_the_last_code(tmp_path, name, activation):
     size = 32 if name == "cifar" else 8
     samples = images(16, size)
     network = quantized(seeded(NETWORKS[name]()), samples, activation=activation)
@@ -171,7 +175,7 @@ def test_engine_that_disagrees_stops_the_export(tmp_path, monkeypatch):
     network = quantized(seeded(TinyResNet()), images(8), weight=8)
     monkeypatch.setattr(
         "ompq.integer.engine.IntegerNetwork.run",
-        lambda self, x: -torch.eye(len(x), 5),
+        lambda self, x: {"logits": -torch.eye(len(x), 5)},
     )
     with pytest.raises(ExportError, match="disagrees with the integer engine"):
         export_onnx(network, tmp_path / "net.onnx", images(64), engine_images=5)
@@ -237,3 +241,134 @@ def test_export_leaves_its_arguments(tmp_path):
     assert all(torch.equal(before[k], v) for k, v in network.state_dict().items())
     assert network.training
     assert all(layer.integers is None for layer in quantized_layers(network).values())
+
+
+def vgg():
+    network = models.VGG(models.vgg.make_layers([8, "M", 8, "M"]), num_classes=5)
+    network.classifier = nn.Sequential(nn.Flatten(), nn.Linear(8 * 7 * 7, 5))
+    return network
+
+
+def resnet(block, layers):
+    return lambda: models.ResNet(block, layers, num_classes=7)
+
+
+def lite():
+    timm = pytest.importorskip("timm")
+    return timm.create_model("efficientnet_lite0", num_classes=7)
+
+
+FAMILIES = {
+    "resnet18": (resnet(models.resnet.BasicBlock, [1, 2, 1, 1]), 32),
+    "resnet50": (resnet(models.resnet.Bottleneck, [1, 1, 1, 1]), 32),
+    "mobilenet_v2": (lambda: models.mobilenet_v2(num_classes=7), 32),
+    "vgg": (vgg, 28),
+    "squeezenet": (lambda: models.squeezenet1_1(num_classes=7), 64),
+    "efficientnet_lite": (lite, 32),
+    "cifar_resnet": (lambda: load_model("cifar:resnet20", "none").module, 16),
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_network_computes_the_same_in_all_forms(name, tmp_path):
+    make, size = FAMILIES[name]
+    samples = torch.randn(4, 3, size, size, generator=torch.Generator().manual_seed(0))
+    network = finalize(quantized(seeded(make()), samples), samples)
+    result = export_onnx(network, tmp_path / "net.onnx", samples, engine_images=1)
+    assert result.given.logits == result.simulated.logits
+    assert (result.simulated.top1, result.simulated.logits < 1e-6) == (1, True)
+    assert (result.engine.codes_equal, result.engine.codes > 10_000) == (1, True)
+
+
+def test_demo_network_computes_the_same_in_all_forms(tmp_path):
+    samples = torch.rand(4, 1, 8, 8, generator=torch.Generator().manual_seed(0))
+    network = finalize(quantized(seeded(DemoNetwork()), samples), samples)
+    result = export_onnx(network, tmp_path / "net.onnx", samples, engine_images=2)
+    assert result.engine.codes_equal == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "operation"),
+    [("mobilenet_v3_small", "hardswish"), ("efficientnet_b0", "silu")],
+)
+def test_other_networks_name_their_operation(name, operation, tmp_path):
+    samples = torch.randn(2, 3, 32, 32)
+    network = quantized(models.get_model(name).eval(), samples, weight=8)
+    with pytest.raises(QuantizationError, match=rf"{operation} in features\.0\.2 has"):
+        export_onnx(network, tmp_path / "net.onnx", samples)
+
+
+class Dense(nn.Module):
+    """Ends in convolutions: a map of classes, and a second output beside it."""
+
+    def __init__(self, form):
+        super().__init__()
+        self.form = form
+        self.body = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU())
+        self.map, self.edges = nn.Conv2d(8, 4, 1), nn.Conv2d(8, 8, 3, groups=4)
+        self.head = nn.Linear(8, 9)
+
+    def forward(self, x):
+        x = self.body(x)
+        return self.form(self.map(x), self.edges(x), self.head(x.mean((2, 3))))
+
+
+FORMS = {
+    "map": lambda dense, edges, rows: dense,
+    "grouped": lambda dense, edges, rows: edges,
+    "clipped": lambda dense, edges, rows: torch.clamp(dense, -0.2, 0.3),
+    "cut": lambda dense, edges, rows: rows[:, :5],
+    "padded": lambda dense, edges, rows: nn.functional.pad(dense, (1, 0))[:, :, 1:],
+    "pooled": lambda dense, edges, rows: nn.functional.max_pool2d(edges, 3, 2, 1),
+    "row": lambda dense, edges, rows: edges.flatten(1),
+    "pair": lambda dense, edges, rows: (rows, dense),
+    "nested": lambda dense, edges, rows: [rows, (dense, edges)],
+    "dict": lambda dense, edges, rows: {"out": dense, "a/b": rows},
+    "twice": lambda dense, edges, rows: (rows, rows.relu(), rows[:, 1:]),
+}
+OUTPUTS = {
+    "pair": ["logits", "output_2"],
+    "nested": ["logits", "output_2", "output_3"],
+    "dict": ["out", "a_b"],
+    "twice": ["logits", "output_2", "output_3"],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "activation"), [*((name, 8) for name in FORMS), ("nested", 32)]
+)
+def test_every_output_is_exported_and_exact(name, activation, tmp_path):
+    network = quantized(
+        seeded(Dense(FORMS[name])), images(8), weight=(4, 8), activation=activation
+    )
+    result = export_onnx(network, tmp_path / "net.onnx", images(8), engine_images=2)
+    opened = session(result.path)
+    assert [one.name for one in opened.get_outputs()] == OUTPUTS.get(name, ["logits"])
+    found = opened.run(None, {"input": images(5, seed=9).numpy()})
+    if activation == 8:
+        network = finalize(network, images(8))
+    with torch.no_grad():
+        expected = list(tensors_in(network(images(5, seed=9))))
+    for one, other in zip(found, expected, strict=True):
+        difference = (torch.tensor(one) - other).abs().max()
+        assert difference <= (1e-5 if activation == 32 else 0)
+
+
+def test_linear_layer_of_sixteen_bits_of_sums_is_exact(tmp_path):
+    network = nn.Sequential(nn.Flatten(), nn.Linear(3 * 64, 7))
+    network = quantized(seeded(network), images(8), weight=8)
+    result = export_onnx(network, tmp_path / "net.onnx", images(40))
+    assert result.simulated.logits == 0.0
+
+
+def test_unsafe_weights_are_asked_for_and_told(tmp_path, caplog):
+    network = quantized(seeded(TinyResNet()), images(8), weight=8)
+    safe = export_onnx(network, tmp_path / "a.onnx", images(8), engine_images=2)
+    assert safe.saturation_safe and not caplog.records
+    unsafe = export_onnx(
+        network, tmp_path / "b.onnx", images(8), engine_images=2, saturation_safe=False
+    )
+    assert not unsafe.saturation_safe
+    assert (
+        "stem, " in caplog.text and "saturate on processors without VNNI" in caplog.text
+    )

@@ -33,7 +33,7 @@ ORDER = {
     "evaluation": "",
     "audits": "",
     "training": "config norms step batches run",
-    "integer": "operators arithmetic lowering finalization engine",
+    "integer": "arithmetic operators lowering finalization engine",
     "packing": "bitstream format",
     "onnx": "containers inspection model verification export",
     "models": "cifar weights demo_network",

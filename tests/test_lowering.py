@@ -7,10 +7,10 @@ from torch import nn
 
 from nets import Chain, TinyMobileNet, TinyResNet, TwoInputs, images, seeded
 from ompq.errors import QuantizationError
-from ompq.integer.lowering import lower
+from ompq.integer.arithmetic import CodeGrid
+from ompq.integer.lowering import lower, output_names
 from ompq.integer.operators import (
     Average,
-    CodeGrid,
     Convolution,
     Flatten,
     Product,
@@ -23,7 +23,7 @@ from quantized import quantized
 
 def test_residual_network_becomes_steps():
     steps = lower(quantized(seeded(TinyResNet()), images()), images())
-    assert [type(step.operation) for step in steps.steps] == [
+    assert [type(step.operator) for step in steps.steps] == [
         Quantize,
         *[Convolution] * 3,
         Sum,
@@ -40,7 +40,8 @@ def test_residual_network_becomes_steps():
     block = steps.steps[4]
     assert block.inputs == (3, 1)
     assert (block.low, block.shape) == (0.0, (8, 8, 8))
-    assert steps.steps[-1].grid is None
+    assert steps.steps[-1].grid.wide
+    assert steps.outputs == {"logits": len(names) - 1}
 
 
 def test_clipping_goes_into_the_codes():
@@ -72,8 +73,8 @@ def test_padding_by_name_and_dilation_are_understood():
     network.append(nn.AdaptiveAvgPool2d(1)).append(nn.Flatten())
     network.append(nn.Linear(4, 3))
     steps = lower(quantized(seeded(network), images()), images())
-    assert steps.steps[1].operation.padding == (1, 2, 1, 2)
-    assert steps.steps[1].operation.dilation == (1, 2)
+    assert steps.steps[1].operator.padding == (1, 2, 1, 2)
+    assert steps.steps[1].operator.dilation == (1, 2)
 
 
 def test_names_of_modules_are_told():
@@ -204,3 +205,29 @@ def test_what_tells_only_of_a_tensors_form_is_no_write():
             return self.head(x.mean((2, 3)))
 
     assert lower(quantized(seeded(Asking()), images(), 8), images()).steps
+
+
+def test_outputs_must_come_from_the_input_through_a_layer():
+    class Returning(Chain):
+        answer = staticmethod(lambda _x, logits: logits)
+
+        def forward(self, x):
+            return self.answer(x, super().forward(x))
+
+    network = quantized(seeded(Returning()), images(), 8)
+    network.answer = lambda x, logits: None
+    with pytest.raises(QuantizationError, match="the network returns no tensor"):
+        lower(network, images())
+    for quantizer in activation_quantizers(network).values():
+        quantizer.enabled = False
+    network.forward = lambda x: x
+    with pytest.raises(QuantizationError, match="output does not come from its input"):
+        lower(network, images())
+
+
+def test_outputs_are_named():
+    one, two = torch.zeros(1), torch.zeros(2)
+    assert output_names(one) == output_names({"out": one}) == ["logits"]
+    assert output_names([one, {"x": two}]) == ["logits", "output_2"]
+    assert output_names({"out": one, "aux/2": two}) == ["out", "aux_2"]
+    assert output_names({"input": one, "b": two}) == ["logits", "output_2"]

@@ -1,28 +1,81 @@
-"""Integer arithmetic: dyadic scales, integer weights and biases."""
+"""Integer arithmetic: grids of codes, scales as integers, weights as bytes."""
 
-from collections.abc import Iterable
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from math import isfinite, prod
+from typing import TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ompq.errors import QuantizationError
-from ompq.integer.operators import CodeGrid, IntegerWeight
-from ompq.layers import (
-    ActivationQuantizer,
-    QuantizedLayer,
-    activation_quantizers,
-    linear_map,
-    quantized_layers,
-)
-from ompq.quantization.sites import Link
-from ompq.quantizers import LARGEST_HALF_BITS, integer_weight
+from ompq.quantizers import LARGEST_HALF_BITS, Grid, integer_weight
 
+Pair: TypeAlias = tuple[int, int]
+
+WIDE = 32  # bits of an output that is not rounded to a grid
 _MULTIPLIER_BITS = 31
 _FLOAT_BITS = 24  # of a float32's significand
 # A product of 32 and 31 bits, and the half that rounds it, stay below 2^63.
 _LARGEST_SHIFT = 61
+# Bytes are stretched up to this magnitude: two products with codes of at most 255 fit
+# into 16 bits, as the 8-bit kernels of processors without VNNI need.
+STRETCHED = 64
+_LARGEST_PAIR = (1 << 15) - 1
+LARGEST_SUM = (1 << 31) - 1  # of all products and the bias, whatever the input
+
+
+@dataclass(frozen=True)
+class CodeGrid:
+    """What the codes of an activation stand for: ``scale * (code - zero_point)``.
+
+    Attributes:
+        scale: The step.
+        zero_point: The code of 0.
+        bits: Width of a code, 2 to 8, unsigned; or 32, signed, for outputs of the
+            network that no quantizer rounds.
+    """
+
+    scale: float
+    zero_point: int
+    bits: int
+
+    @property
+    def wide(self) -> bool:
+        """Whether codes are accumulators that were not rounded to a few bits."""
+        return self.bits == WIDE
+
+    @property
+    def qmin(self) -> int:
+        """The lowest code."""
+        return -(1 << 31) if self.wide else 0
+
+    @property
+    def qmax(self) -> int:
+        """The highest code."""
+        return (1 << 31) - 1 if self.wide else (1 << self.bits) - 1
+
+    @property
+    def reach(self) -> int:
+        """The largest magnitude of ``code - zero_point``."""
+        return max(self.zero_point - self.qmin, self.qmax - self.zero_point)
+
+    @property
+    def levels(self) -> Tensor:
+        """All values that codes can stand for, float64, (2^bits,)."""
+        codes = torch.arange(self.qmax + 1) - self.zero_point
+        return self.scale * codes.double()
+
+    def limits(self, low: float, high: float) -> tuple[int, int]:
+        """Return the codes between which values clipped to [low, high] lie."""
+        first, last = (
+            min(max(round(end / self.scale + self.zero_point), self.qmin), self.qmax)
+            if isfinite(end)
+            else default
+            for end, default in ((low, self.qmin), (high, self.qmax))
+        )
+        return first, last
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,6 +89,10 @@ class Dyadic:
 
     multiplier: Tensor
     shift: Tensor
+
+    def view(self, *shape: int) -> "Dyadic":
+        """Return the ratios in another shape."""
+        return Dyadic(self.multiplier.view(shape), self.shift.view(shape))
 
 
 def dyadic(ratio: Tensor, *, together: bool = False) -> Dyadic:
@@ -61,11 +118,7 @@ def dyadic(ratio: Tensor, *, together: bool = False) -> Dyadic:
 
 
 def float_dyadic(ratio: Tensor) -> Dyadic:
-    """Return float32 ratios exactly: 24 bits of each, and the shift.
-
-    Args:
-        ratio: Positive float32 of any shape.
-    """
+    """Return float32 ratios, positive and of any shape, exactly: 24 bits, a shift."""
     mantissa, exponent = torch.frexp(ratio)
     shift = _FLOAT_BITS - exponent.long()
     # Below 2^-38 a ratio takes every 32-bit sum to 0, as a multiplier of 0 does.
@@ -75,7 +128,7 @@ def float_dyadic(ratio: Tensor) -> Dyadic:
 
 
 def float_rescaled(sums: Tensor, ratio: Dyadic, zero_point: int = 0) -> Tensor:
-    """Return ``sums * ratio + zero`` as float32 arithmetic rounds it, int64.
+    """Return ``sums * ratio + zero_point`` as float32 arithmetic rounds it, int64.
 
     The sum becomes 24 bits wide, so does its product with the ratio, and that is
     rounded to a whole number: what 8-bit kernels do with floats, done with integers.
@@ -83,7 +136,7 @@ def float_rescaled(sums: Tensor, ratio: Dyadic, zero_point: int = 0) -> Tensor:
     Args:
         sums: Integers of any shape, below 2^31 in magnitude.
         ratio: From :func:`float_dyadic`; broadcasts against the sums.
-        zero_point: Whole number that is added at the end.
+        zero_point: Added at the end.
     """
     product = _narrowed(_narrowed(sums.long()) * ratio.multiplier)
     return rescaled(product, ratio.shift) + zero_point
@@ -98,12 +151,12 @@ def _narrowed(values: Tensor) -> Tensor:
 
 
 def rescaled(product: Tensor, shift: Tensor, zero_point: int = 0) -> Tensor:
-    """Return ``product / 2^shift + zero`` rounded half to even, int64.
+    """Return ``product / 2^shift + zero_point`` rounded half to even, int64.
 
     Args:
         product: int64 of any shape, below 2^62 in magnitude.
         shift: int64, not negative, that broadcasts against it.
-        zero_point: Whole number that is added before rounding, which decides on halves.
+        zero_point: Added before rounding, which decides on halves.
 
     Example:
         >>> rescaled(torch.tensor([1, 3, 5, 6]), torch.tensor(1))
@@ -117,74 +170,124 @@ def rescaled(product: Tensor, shift: Tensor, zero_point: int = 0) -> Tensor:
     return result - (halves & (result & 1).bool()).long()
 
 
-# Bytes are stretched up to this magnitude. Two products with codes of at most 255 then
-# fit into 16 bits, as the 8-bit kernels of processors without VNNI need.
-STRETCHED = 64
-# Limit of the sum of all products and the bias, whatever the input.
-LARGEST_SUM = (1 << 31) - 1
+@dataclass(frozen=True, eq=False)
+class IntegerWeight:
+    """A weight as signed bytes, and its bias in steps of the accumulator.
 
+    The value of a byte is ``scale * byte``, and the byte of a code is
+    ``(code * unit - offset) * stretch``: the distance from the zero point in halves of
+    a step, times a whole number that makes the accumulator's step, and with it the
+    bias, finer.
 
-def whole_numbers(
-    codes: Tensor,
-    zero_point: Tensor,
-    scale: Tensor,
-    bits: int,
-    bias: Tensor | None,
-    grid: CodeGrid,
-) -> IntegerWeight:
-    """Return a layer's weight and bias in whole numbers.
-
-    Args:
-        codes: The weight's codes, uint8, (O, ...).
-        zero_point: Their zeros, (O,).
-        scale: Their steps, (O,).
-        bits: Width of the codes.
-        bias: Float, (O,), or None.
-        grid: Grid of the layer's input.
-
-    Raises:
-        QuantizationError: The sum of products may exceed 32 bits.
+    Attributes:
+        codes: uint8 of the weight's shape, 0 to 2^bits - 1.
+        bits: Width of a code.
+        unit: 2 where zero points may lie halfway between codes, else 1.
+        offset: int32, (O,): the zero point, times the unit.
+        stretch: int32, (O,); 0 for a channel without weights.
+        values: The bytes, int8 of the weight's shape.
+        scale: float64, (O,).
+        bias: int32, (O,), in steps of the input's scale times ``scale``.
     """
-    like = (-1, *[1] * (codes.dim() - 1))
-    halves, part = integer_weight(codes, zero_point.view(like), bits)
-    stretch = 1
-    if bits <= LARGEST_HALF_BITS:
-        stretch = max(1, STRETCHED // max(1, int(halves.int().abs().max())))
-    rows = halves.int() * stretch
-    step = scale.double() * part / stretch
-    steps = torch.zeros_like(step)
-    if bias is not None:
-        steps = bias.double() / (grid.scale * step)
-    coarser = torch.pow(2.0, _coarsening(rows, steps, grid)).double()
-    rows = (rows / coarser.view(like)).round()
-    dead = rows.flatten(1).abs().amax(1) == 0
-    unit = round(1 / part)
-    return IntegerWeight(
-        codes=codes,
-        bits=bits,
-        unit=unit,
-        offset=(zero_point * unit).round().int(),
-        stretch=torch.full_like(zero_point, stretch).int().masked_fill(dead, 0),
-        values=rows.to(torch.int8),
-        scale=step * coarser,
-        bias=(steps / coarser).round().int(),
-    )
+
+    codes: Tensor
+    bits: int
+    unit: int
+    offset: Tensor
+    stretch: Tensor
+    values: Tensor
+    scale: Tensor
+    bias: Tensor
+
+    @classmethod
+    def of(
+        cls, codes: Tensor, grid: Grid, bias: Tensor | None, source: CodeGrid
+    ) -> "IntegerWeight":
+        """Return a layer's weight and bias in whole numbers.
+
+        Args:
+            codes: The weight's codes, uint8, (O, ...).
+            grid: Their grid, with a scale and zero point for each channel.
+            bias: Float, (O,), or None.
+            source: Grid of the layer's input.
+
+        Raises:
+            QuantizationError: The sum of products may exceed 32 bits.
+        """
+        like = (-1, *[1] * (codes.dim() - 1))
+        zero_point = grid.zero_point.flatten()
+        halves, part = integer_weight(codes, zero_point.view(like), grid.bits)
+        stretch = 1
+        if grid.bits <= LARGEST_HALF_BITS:
+            stretch = max(1, STRETCHED // max(1, int(halves.int().abs().max())))
+        rows = halves.int() * stretch
+        step = grid.scale.detach().flatten().double() * part / stretch
+        steps = torch.zeros_like(step)
+        if bias is not None:
+            steps = bias.detach().double() / (source.scale * step)
+        coarser = torch.pow(2.0, _coarsening(rows, steps, source)).double()
+        rows = (rows / coarser.view(like)).round()
+        dead = rows.flatten(1).abs().amax(1) == 0
+        unit = round(1 / part)
+        return cls(
+            codes=codes,
+            bits=grid.bits,
+            unit=unit,
+            offset=(zero_point * unit).round().int(),
+            stretch=torch.full_like(zero_point, stretch).int().masked_fill(dead, 0),
+            values=rows.to(torch.int8),
+            scale=step * coarser,
+            bias=(steps / coarser).round().int(),
+        )
+
+    @cached_property
+    def affine(self) -> bool:
+        """Whether the formula gives the bytes: not those of a coarsened channel."""
+        halves = self.codes.int() * self.unit - self.per_channel(self.offset)
+        made = halves * self.per_channel(self.stretch)
+        return torch.equal(made, self.values.int())
+
+    def per_channel(self, given: Tensor) -> Tensor:
+        """Return what each channel has, (O,), so that it broadcasts with the weight."""
+        if given.dim() == self.codes.dim():
+            return given
+        return given.view(-1, *[1] * (self.codes.dim() - 1))
+
+    def largest_sum(self, source: CodeGrid) -> Tensor:
+        """Return the largest magnitude of each channel's accumulator, int64, (O,)."""
+        products = self.values.flatten(1).long().abs().sum(1) * source.reach
+        return products + self.bias.long().abs()
+
+    def pair_excess(self, source: CodeGrid) -> Tensor:
+        """Return how far two products may exceed 16 bits, as a ratio; (O,), 1 is safe.
+
+        Processors with AVX2 or AVX-512 but without VNNI add products of unsigned and
+        signed bytes in pairs, in 16 bits, and saturate. Which weights meet in a pair is
+        the runtime's choice, so the two largest of one sign count.
+        """
+        rows = self.values.flatten(1).int()
+        both = torch.stack([rows, -rows]).clamp(min=0)
+        pairs = both.topk(min(2, rows.shape[1]), dim=2).values.sum(2)  # (2, O)
+        return pairs.amax(0).double() * source.qmax / _LARGEST_PAIR
+
+    def cpu(self) -> "IntegerWeight":
+        """Return it in host memory."""
+        found = {
+            name: value.cpu() if isinstance(value, Tensor) else value
+            for name, value in vars(self).items()
+            if name != "affine"
+        }
+        return IntegerWeight(**found)  # type: ignore[arg-type]
 
 
-def largest_sum(weight: IntegerWeight, grid: CodeGrid) -> Tensor:
-    """Return the largest magnitude that each channel's accumulator can have, (O,)."""
-    products = weight.values.flatten(1).long().abs().sum(1) * grid.reach
-    return products + weight.bias.long().abs()
-
-
-def _coarsening(rows: Tensor, bias: Tensor, grid: CodeGrid) -> Tensor:
+def _coarsening(rows: Tensor, bias: Tensor, source: CodeGrid) -> Tensor:
     """Return by which powers of two channels must be made coarser to fit, (O,).
 
     A channel that is nearly dead has tiny weights beside an ordinary bias, which in
     steps of the accumulator then exceeds 32 bits. Its weights lose bits until the bias
     fits: an error of about a millionth of the bias.
     """
-    products = rows.flatten(1).abs().sum(1).double() * grid.reach
+    products = rows.flatten(1).abs().sum(1).double() * source.reach
     if products.max() > LARGEST_SUM:
         raise QuantizationError(
             f"sums of {rows[0].numel()} products reach {products.max():.3g}, but "
@@ -194,110 +297,40 @@ def _coarsening(rows: Tensor, bias: Tensor, grid: CodeGrid) -> Tensor:
     return excess.log2().ceil().clamp(min=0)
 
 
-_WHOLE_FLOATS = 1 << 24  # up to here float32 holds every whole number
-
-
-def code_grid(quantizer: ActivationQuantizer) -> CodeGrid:
-    """Return the grid of a quantizer as plain numbers."""
-    zero_point = round(float(quantizer.zero_point))
-    return CodeGrid(float(quantizer.scale), zero_point, quantizer.bits)
-
-
-def layer_weight(layer: QuantizedLayer, grid: CodeGrid) -> IntegerWeight:
-    """Return a layer's weight and bias in whole numbers.
+def padded(x: Tensor, sides: Sequence[Pair], value: int = 0) -> Tensor:
+    """Return integers (N, ...) with a constant around them.
 
     Args:
-        layer: A convolution or linear layer with weight (O, ...).
-        grid: Grid of its input.
-
-    Raises:
-        QuantizationError: The sum of products may exceed 32 bits.
+        x: Integers of any shape.
+        sides: How many before and after in each dimension but the first.
+        value: What surrounds them.
     """
-    return whole_numbers(
-        layer.codes(),
-        layer.weight_zero_point,
-        layer.weight_scale.detach(),
-        layer.bits,
-        None if layer.bias is None else layer.bias.detach(),
-        grid,
-    )
+    if not any(before or after for before, after in sides):
+        return x
+    # torch's own padding turns the constant into a float.
+    sizes = [
+        size + before + after
+        for size, (before, after) in zip(x.shape[1:], sides, strict=True)
+    ]
+    whole = x.new_full((x.shape[0], *sizes), value)
+    inner = whole
+    for axis, (before, _) in enumerate(sides, start=1):
+        inner = inner.narrow(axis, before, x.shape[axis])
+    inner.copy_(x)
+    return whole
 
 
-class IntegerMap:
-    """Computes a layer as 8-bit kernels do, to the last bit, with whole floats.
-
-    The sum of products is exact. Its scale is applied as ONNX Runtime does it: one
-    product in float32, rounded to a step of the output's grid.
-
-    The weight is quantized once, and again when a tensor it depends on has changed
-    (which torch counts; a write through ``.data`` is not counted).
-
-    Attributes:
-        source: Quantizer of the layer's input.
-        target: Quantizer of its output; None for logits.
-    """
-
-    def __init__(
-        self, source: ActivationQuantizer, target: ActivationQuantizer | None
-    ) -> None:
-        self.source, self.target = source, target
-        self._key: tuple[Any, ...] = ()
-        self._prepared: tuple[Tensor, Tensor, Tensor] | None = None
-
-    def __call__(self, layer: QuantizedLayer, x: Tensor) -> Tensor:
-        """Return the layer's output for x (N, C, ...), which lies on its grid."""
-        weight, bias, ratio = self._weight(layer)
-        # In place where it can be: these tensors are large, and no gradient is kept.
-        levels = (x / self.source.scale).round_().to(weight.dtype)
-        sums = linear_map(layer, levels, weight, None)
-        # A fast algorithm of convolution may leave a sum near its whole number.
-        sums = sums.round_().add_(_like(layer, bias, sums)).float()
-        if self.target is None:
-            return sums.mul_(_like(layer, ratio, sums)).to(x.dtype)
-        steps = sums.mul_(_like(layer, ratio, sums)).round_()
-        return steps.to(x.dtype).mul_(self.target.scale)
-
-    def _weight(self, layer: QuantizedLayer) -> tuple[Tensor, Tensor, Tensor]:
-        """Return weight (O, ...) and bias (O,) in whole floats, and the ratio (O,)."""
-        target = self.target
-        read = [layer.weight, layer.weight_scale, layer.weight_zero_point, layer.bias]
-        read += [self.source.scale, self.source.zero_point]
-        read += [] if target is None else [target.scale]
-        key = tuple(
-            (t.data_ptr(), t._version, t.dtype, t.device) for t in read if t is not None
+def taps(x: Tensor, window: Pair, stride: Pair, dilation: Pair) -> Iterator[Tensor]:
+    """Yield what all windows of x have at each of their places, (N, C, H', W')."""
+    counts = [
+        (x.shape[axis + 2] - dilation[axis] * (window[axis] - 1) - 1) // stride[axis]
+        + 1
+        for axis in (0, 1)
+    ]
+    for place in range(prod(window)):
+        starts = (place // window[1] * dilation[0], place % window[1] * dilation[1])
+        rows, columns = (
+            slice(start, start + stride[axis] * (counts[axis] - 1) + 1, stride[axis])
+            for axis, start in enumerate(starts)
         )
-        if self._prepared is None or key != self._key:
-            grid = code_grid(self.source)
-            found = layer_weight(layer, grid)
-            kind = torch.float32
-            if int(largest_sum(found, grid).max()) >= _WHOLE_FLOATS:
-                kind = torch.float64
-            ratio = self.source.scale.detach().float() * found.scale.float()
-            if target is not None:
-                ratio = ratio / target.scale.detach().float()
-            self._prepared = found.values.to(kind), found.bias.to(kind), ratio
-            self._key = key
-        return self._prepared
-
-
-def link_layers(model: nn.Module, links: Iterable[Link]) -> None:
-    """Let layers compute with whole numbers; the others compute with floats.
-
-    Args:
-        model: The quantized network; changed in place.
-        links: Layers with the quantizers of their input and output.
-    """
-    layers, quantizers = quantized_layers(model), activation_quantizers(model)
-    for layer in layers.values():
-        layer.integers = None
-    for link in links:
-        layers[link.layer].integers = IntegerMap(
-            quantizers[link.source], quantizers[link.target] if link.target else None
-        )
-
-
-def _like(layer: nn.Module, values: Tensor, output: Tensor) -> Tensor:
-    """Return values (C,) in a shape that broadcasts with a layer's output."""
-    shape = [1] * output.dim()
-    shape[output.dim() - 1 if isinstance(layer, nn.Linear) else 1] = -1
-    return values.reshape(shape)
+        yield x[:, :, rows, columns]

@@ -2,20 +2,29 @@
 
 import copy
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import replace
-from math import frexp, prod
+from math import frexp
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ompq.integer.arithmetic import code_grid, layer_weight, link_layers
-from ompq.integer.lowering import lower
-from ompq.integer.operators import Average, CodeGrid, Requantize, Step, Steps, Sum
-from ompq.layers import activation_quantizers, quantized_layers
+from ompq.integer.arithmetic import CodeGrid
+from ompq.integer.lowering import Steps, code_grid, lower
+from ompq.integer.operators import Step, layer_weight
+from ompq.layers import (
+    ActivationQuantizer,
+    QuantizedLayer,
+    activation_quantizers,
+    linear_map,
+    quantized_layers,
+)
 from ompq.quantization import quantization_of, with_quantization
 from ompq.quantization.sites import Link
 from ompq.samples import Samples, SamplesLike
 
+_WHOLE_FLOATS = 1 << 24  # up to here float32 holds every whole number
 # How far from the middle between two codes every result shall be, in steps: about what
 # float32 arithmetic errs near code 255.
 _MARGIN = 4e-5
@@ -69,7 +78,7 @@ def _avoid_saturation(model: nn.Module, steps: Steps) -> None:
     for step in steps.steps:
         if step.module not in layers:
             continue
-        layer, grid = layers[step.module], steps.grid(step.inputs[0])
+        layer, (grid,) = layers[step.module], steps.sources(step)
         own = layer.grid_like_weight()
         low, high = -own.zero_point * own.scale, (own.qmax - own.zero_point) * own.scale
         with torch.no_grad():
@@ -85,7 +94,7 @@ def _clear_scales(model: nn.Module, steps: Steps) -> bool:
     quantizers = activation_quantizers(model)
     meeting: dict[str, list[Step]] = {}
     for step in steps.steps:
-        if isinstance(step.operation, Sum | Average | Requantize) and step.grid:
+        if step.quantizer and not step.operator.moves:
             meeting.setdefault(step.quantizer, []).append(step)
     moved = False
     for name, several in meeting.items():
@@ -93,7 +102,10 @@ def _clear_scales(model: nn.Module, steps: Steps) -> bool:
         for step in several:
             sources = [steps.steps[i].quantizer for i in step.inputs]
             grids = [code_grid(quantizers[source]) for source in sources]
-            results.append(possible_results(step, grids))
+            found = step.operator.possible_results(grids)
+            results += [] if found is None else [found]
+        if not results:
+            continue
         before = code_grid(quantizers[name])
         scale = clear_scale(torch.cat(results), before)
         with torch.no_grad():
@@ -105,14 +117,14 @@ def _clear_scales(model: nn.Module, steps: Steps) -> bool:
 def _links(model: nn.Module, steps: Steps) -> tuple[Link, ...]:
     """Return each layer with the quantizers of its input and output."""
     layers = quantized_layers(model)
-    found = [step for step in steps.steps if step.module in layers]
-    times = Counter(step.module for step in found)
-    return tuple(
+    found = dict.fromkeys(
         Link(step.module, steps.steps[step.inputs[0]].quantizer, step.quantizer)
-        for step in found
-        # A layer that serves two grids would have to round to both.
-        if times[step.module] == 1
+        for step in steps.steps
+        if step.module in layers
     )
+    times = Counter(link.layer for link in found)
+    # A layer that serves two grids would have to round to both.
+    return tuple(link for link in found if times[link.layer] == 1)
 
 
 def clear_scale(results: Tensor, target: CodeGrid) -> float:
@@ -153,33 +165,89 @@ def _candidates(scale: float) -> Tensor:
     return scales[(scales - scale).abs().argsort()]
 
 
-def possible_results(step: Step, grids: list[CodeGrid]) -> Tensor:
-    """Return every value that a step can have before it is rounded, float64.
-
-    Args:
-        step: A sum, an average or a change of grid.
-        grids: Grids of what it reads.
-    """
-    levels = [
-        grid.scale
-        * torch.arange(-grid.zero_point, grid.qmax + 1 - grid.zero_point).double()
-        for grid in grids
-    ]
-    if isinstance(step.operation, Sum):
-        return (levels[0][:, None] + levels[1]).flatten()
-    (grid,) = grids
-    if isinstance(step.operation, Average):
-        size = prod(step.operation.window)
-        sums = torch.arange(
-            -grid.zero_point * size, (grid.qmax - grid.zero_point) * size + 1
-        )
-        return grid.scale * sums.double() / size
-    return levels[0]
-
-
 def _margins(values: Tensor, scales: Tensor, target: CodeGrid) -> Tensor:
     """Return the least distance of a result from the middle of two codes, (S,)."""
     codes = values / scales[:, None] + target.zero_point  # (S, results)
     inside = (codes > -1) & (codes < target.qmax + 1)
     distance = (codes - codes.floor() - 0.5).abs()
     return distance.masked_fill(~inside, 0.5).amin(1)
+
+
+class IntegerMap:
+    """Computes a layer as 8-bit kernels do, to the last bit, with whole floats.
+
+    The sum of products is exact. Its scale is applied as ONNX Runtime does it: one
+    product in float32, rounded to a step of the output's grid.
+
+    The weight is quantized once, and again when a tensor it depends on has changed
+    (which torch counts; a write through ``.data`` is not counted).
+
+    Attributes:
+        source: Quantizer of the layer's input.
+        target: Quantizer of its output; None for logits.
+    """
+
+    def __init__(
+        self, source: ActivationQuantizer, target: ActivationQuantizer | None
+    ) -> None:
+        self.source, self.target = source, target
+        self._key: tuple[Any, ...] = ()
+        self._prepared: tuple[Tensor, Tensor, Tensor] | None = None
+
+    def __call__(self, layer: QuantizedLayer, x: Tensor) -> Tensor:
+        """Return the layer's output for x (N, C, ...), which lies on its grid."""
+        weight, bias, ratio = self._weight(layer)
+        # In place where it can be: these tensors are large, and no gradient is kept.
+        levels = (x / self.source.scale).round_().to(weight.dtype)
+        sums = linear_map(layer, levels, weight, None)
+        # A fast algorithm of convolution may leave a sum near its whole number.
+        sums = sums.round_().add_(_like(layer, bias, sums)).float()
+        if self.target is None:
+            return sums.mul_(_like(layer, ratio, sums)).to(x.dtype)
+        steps = sums.mul_(_like(layer, ratio, sums)).round_()
+        return steps.to(x.dtype).mul_(self.target.scale)
+
+    def _weight(self, layer: QuantizedLayer) -> tuple[Tensor, Tensor, Tensor]:
+        """Return weight (O, ...) and bias (O,) in whole floats, and the ratio (O,)."""
+        target = self.target
+        read = [layer.weight, layer.weight_scale, layer.weight_zero_point, layer.bias]
+        read += [self.source.scale, self.source.zero_point]
+        read += [] if target is None else [target.scale]
+        key = tuple(
+            (t.data_ptr(), t._version, t.dtype, t.device) for t in read if t is not None
+        )
+        if self._prepared is None or key != self._key:
+            grid = code_grid(self.source)
+            found = layer_weight(layer, grid)
+            kind = torch.float32
+            if int(found.largest_sum(grid).max()) >= _WHOLE_FLOATS:
+                kind = torch.float64
+            ratio = self.source.scale.detach().float() * found.scale.float()
+            if target is not None:
+                ratio = ratio / target.scale.detach().float()
+            self._prepared = found.values.to(kind), found.bias.to(kind), ratio
+            self._key = key
+        return self._prepared
+
+
+def link_layers(model: nn.Module, links: Iterable[Link]) -> None:
+    """Let layers compute with whole numbers; the others compute with floats.
+
+    Args:
+        model: The quantized network; changed in place.
+        links: Layers with the quantizers of their input and output.
+    """
+    layers, quantizers = quantized_layers(model), activation_quantizers(model)
+    for layer in layers.values():
+        layer.integers = None
+    for link in links:
+        layers[link.layer].integers = IntegerMap(
+            quantizers[link.source], quantizers[link.target] if link.target else None
+        )
+
+
+def _like(layer: nn.Module, values: Tensor, output: Tensor) -> Tensor:
+    """Return values (C,) in a shape that broadcasts with a layer's output."""
+    shape = [1] * output.dim()
+    shape[output.dim() - 1 if isinstance(layer, nn.Linear) else 1] = -1
+    return values.reshape(shape)

@@ -1,41 +1,32 @@
-"""From a quantized network to steps, by watching one forward pass of it.
+"""From a quantized network to integer steps, by watching one forward pass of it.
 
 Quantized layers and activation quantizers are seen as wholes; of everything else each
 torch function that reads a quantized tensor must be one that has an integer form.
 """
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ompq.errors import QuantizationError
-from ompq.integer.arithmetic import code_grid, layer_weight
+from ompq.integer.arithmetic import WIDE, CodeGrid
 from ompq.integer.operators import (
-    FORMS,
-    CodeGrid,
+    OPERATORS,
     Codes,
-    Convolution,
-    Moved,
-    Observed,
-    Operation,
+    FunctionCall,
+    Layer,
     Pending,
-    Product,
     Quantize,
     Requantize,
-    Sides,
     Step,
-    Steps,
     Value,
     as_codes,
-    pair,
+    layer_operator,
 )
-from ompq.layers import (
-    ActivationQuantizer,
-    QuantizedConv2d,
-    QuantizedLayer,
-    QuantizedLinear,
-)
+from ompq.layers import ActivationQuantizer, QuantizedLayer
 from ompq.recording import function_name, tensors_in, watched_modules
 from ompq.samples import (
     Samples,
@@ -46,19 +37,53 @@ from ompq.samples import (
     to_device,
 )
 
+INPUT, OUTPUT = "input", "logits"
+# Outputs use 30 bits: finer than any difference that could decide between two classes.
+_OUTPUT_BITS = 30
 # Functions and properties that tell of a tensor without its values.
 _HARMLESS = {
     *("device", "dim", "dtype", "get_device", "grad_fn", "hash", "is_complex"),
-    *(
-        "is_contiguous",
-        "is_cuda",
-        "is_floating_point",
-        "is_leaf",
-        "is_sparse",
-        "layout",
-    ),
-    *("len", "ndim", "nelement", "numel", "requires_grad", "shape", "size", "stride"),
+    *("is_contiguous", "is_cuda", "is_floating_point", "is_leaf", "is_sparse"),
+    *("layout", "len", "ndim", "nelement", "numel", "requires_grad", "shape"),
+    *("size", "stride"),
 }
+
+
+@dataclass(frozen=True, eq=False)
+class Steps:
+    """All of a network in integers.
+
+    Attributes:
+        steps: In order of execution; the first is ``Quantize``.
+        input_shape: Shape of one input, (C, H, W) or (I,).
+        outputs: Name of each output → the step that gives it.
+        sites: For each call of an activation quantizer, the step that gives its codes;
+            None where it does not depend on the input.
+    """
+
+    steps: tuple[Step, ...]
+    input_shape: tuple[int, ...]
+    outputs: Mapping[str, int]
+    sites: tuple[int | None, ...] = ()
+
+    def sources(self, step: Step) -> list[CodeGrid]:
+        """Return the grids of what a step reads."""
+        return [self.steps[source].grid for source in step.inputs]
+
+    def saturating(self) -> list[str]:
+        """Return the layers in which two products may exceed 16 bits."""
+        return [
+            step.name
+            for step in self.steps
+            if isinstance(step.operator, Layer)
+            and step.operator.weight.pair_excess(*self.sources(step)).max() > 1
+        ]
+
+
+def code_grid(quantizer: ActivationQuantizer) -> CodeGrid:
+    """Return the grid of a quantizer as plain numbers."""
+    zero_point = round(float(quantizer.zero_point))
+    return CodeGrid(float(quantizer.scale), zero_point, quantizer.bits)
 
 
 def lower(quantized: nn.Module, samples: SamplesLike) -> Steps:
@@ -81,44 +106,46 @@ def lower(quantized: nn.Module, samples: SamplesLike) -> Steps:
     # Before all other hooks: a quantizer that stands after a module sees what the
     # module gives.
     modules = watched_modules(quantized, lowering.enter, lowering.leave, first=True)
-    with evaluating(quantized), modules, _Watch(lowering):
+    with evaluating(quantized), modules, lowering:
         output = call(quantized, batch)
-    steps, shape = lowering.finished(output), tuple(images.shape[1:])
-    return Steps(steps, shape, tuple(lowering.sites))
+    outputs = lowering.finish_outputs(output)
+    shape = tuple(images.shape[1:])
+    return Steps(tuple(lowering.steps), shape, outputs, tuple(lowering.sites))
 
 
-class _Watch(TorchFunctionMode):
-    """Shows every torch function that is called, also those that return no tensor."""
+def output_names(output: Any) -> list[str]:
+    """Return a name for each tensor that a network returned.
 
-    def __init__(self, lowering: "_Lowering") -> None:
-        super().__init__()
-        self.lowering = lowering
+    A single one is ``logits``; those of a dict have its keys; others a number.
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        for tensor in tensors_in((args, kwargs)):
-            self.lowering.refuse_written(tensor)
-        output = func(*args, **kwargs)
-        self.lowering.visit(func, args, kwargs, output)
-        return output
+    Example:
+        >>> output_names((torch.zeros(1), [torch.zeros(1)]))
+        ['logits', 'output_2']
+    """
+    count = sum(1 for _ in tensors_in(output))
+    if count > 1 and isinstance(output, dict) and len(output) == count:
+        keys = [str(key).replace("/", "_") for key in output]
+        if len({INPUT, *keys}) == count + 1:
+            return keys
+    return [OUTPUT, *(f"output_{number}" for number in range(2, count + 1))][:count]
 
 
-class _Lowering:
+class _Lowering(TorchFunctionMode):
     """Gives every tensor of a forward pass its value, and collects the steps."""
 
     def __init__(self, images: Tensor) -> None:
-        source = Pending(Quantize(), (), "input", tuple(images.shape[1:]))
+        super().__init__()
         self.count = images.shape[0]
-        self.values: dict[int, Value] = {id(images): source}
-        self.alive: list[Any] = [images]  # so that no id is used twice
-        self.versions = {id(images): _version(images)}
+        self.values: dict[int, Value] = {}
+        self.versions: dict[int, int] = {}
+        self.alive: list[Tensor] = []  # so that no id is used twice
         self.steps: list[Step] = []
-        self.made: dict[tuple[int, CodeGrid | None, float, float], int] = {}
+        self.names: set[str] = set()
+        self.made: dict[tuple[int, CodeGrid, float, float], int] = {}
         self.sites: list[int | None] = []
         self.scopes = [""]
         self.inside = 0  # depth of modules that are seen as wholes
+        self._set(images, Pending(Quantize(), (), INPUT, tuple(images.shape[1:])))
 
     def enter(self, name: str, module: nn.Module) -> None:
         """Note that a module begins."""
@@ -131,19 +158,28 @@ class _Lowering:
         """Give the output of a quantized layer or a quantizer its value."""
         if isinstance(module, QuantizedLayer):
             self._layer(name, module, next(tensors_in((args, kwargs))), output)
-        elif isinstance(module, ActivationQuantizer):
+        elif isinstance(module, ActivationQuantizer) and module.enabled:
             self._quantizer(name, module, args[0], output)
         self.inside -= isinstance(module, QuantizedLayer | ActivationQuantizer)
         self.scopes.pop()
 
-    def visit(
-        self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-    ) -> None:
-        """Give the output of a torch function its value."""
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Call a torch function and give its output a value."""
+        kwargs = kwargs or {}
         read = list(tensors_in((args, kwargs)))
-        if self.inside or not any(id(tensor) in self.values for tensor in read):
-            return
-        name, where = _called(function), self.scopes[-1] or "the network"
+        for tensor in read:
+            self._refuse_written(tensor)
+        output = func(*args, **kwargs)
+        if not self.inside and any(id(tensor) in self.values for tensor in read):
+            self._function(func, args, kwargs, output)
+        return output
+
+    def _function(self, function: Any, args: Any, kwargs: Any, output: Any) -> None:
+        name, where = function_name(function), self.scopes[-1] or "the network"
+        if name == "get":  # a property, such as x.data
+            name = function_name(function.__self__)
         if name in _HARMLESS:
             return
         if not any(True for _ in tensors_in(output)):
@@ -151,48 +187,37 @@ class _Lowering:
                 f"{name} in {where} reads or writes a tensor out of sight of the "
                 "export; use functions that return a new tensor"
             )
-        if name not in FORMS or "out" in kwargs or not isinstance(output, Tensor):
+        if name not in OPERATORS or "out" in kwargs or not isinstance(output, Tensor):
             raise QuantizationError(
                 f"{name} in {where} has no integer form; integers cover convolutions, "
                 "linear layers, ReLU and clipping, residual sums, pooling, "
                 "concatenation, slices, padding with zeros and flattening"
             )
-        form, defaults = FORMS[name]
-        call = Observed(
+        recognized, defaults = OPERATORS[name]
+        given = defaults | dict(zip(defaults, args[1:], strict=False)) | kwargs
+        observed = FunctionCall(
             module=self.scopes[-1] or name,
-            values=tuple(self.values.get(id(tensor)) for tensor in read),
-            arguments=defaults | dict(zip(defaults, args[1:], strict=False)) | kwargs,
+            values=tuple(self.values.get(id(t)) for t in tensors_in((args, kwargs))),
+            arguments=given,
             shape=tuple(output.shape[1:]),
-            whole=output.dim() > 0 and output.shape[0] == self.count,
+            same_batch=output.dim() > 0 and output.shape[0] == self.count,
         )
         try:
-            found = form(call)
+            value = recognized(observed)
         except QuantizationError as error:
             raise QuantizationError(f"{name} in {where} {error}") from error
-        if isinstance(found, Moved):
-            found = self._moved(found, call)
-        self._set(output, found)
+        if isinstance(value, Pending) and value.grid is not None:
+            quantizer = self.steps[value.inputs[0]].quantizer
+            value = self._finish(value, value.grid, quantizer)
+        self._set(output, value)
 
-    def refuse_written(self, tensor: Tensor) -> None:
+    def _refuse_written(self, tensor: Tensor) -> None:
         """Refuse a tensor that was written in place since its value was noted."""
         if _version(tensor) != self.versions.get(id(tensor), _version(tensor)):
             raise QuantizationError(
                 f"{self.scopes[-1] or 'the network'} reads a tensor that was written "
                 "in place through a view of it; use functions that return a new tensor"
             )
-
-    def _moved(self, moved: Moved, call: Observed) -> Codes:
-        step = Step(
-            name=self._unique(call.module),
-            operation=moved.operation,
-            inputs=moved.inputs,
-            shape=call.shape,
-            grid=moved.grid,
-            low=moved.low,
-            high=moved.high,
-            quantizer=self.steps[moved.inputs[0]].quantizer,
-        )
-        return Codes(self._add(step), moved.grid, call.shape)
 
     def _set(self, output: Tensor, value: Value) -> None:
         self.alive.append(output)
@@ -204,37 +229,34 @@ class _Lowering:
     ) -> None:
         try:
             source = as_codes(self.values.get(id(x)))
-            operation = _layer_operation(layer, x, source.grid)
+            operator = layer_operator(layer, x.dim(), source.grid)
         except QuantizationError as error:
             raise QuantizationError(f"{name} {error}") from error
         shape = tuple(output.shape[1:])
-        self._set(output, Pending(operation, (source.step,), name, shape))
+        self._set(output, Pending(operator, (source.step,), name, shape))
 
     def _quantizer(
         self, name: str, quantizer: ActivationQuantizer, x: Tensor, output: Tensor
     ) -> None:
         value = self.values.get(id(x))
-        if not quantizer.enabled:
-            return
         if value is None:
             self.sites.append(None)
             return
         grid = code_grid(quantizer)
-        shape = tuple(output.shape[1:])
         if isinstance(value, Codes) and value.grid != grid:
-            value = Pending(Requantize(), (value.step,), name, shape)
+            value = Pending(Requantize(), (value.step,), name, value.shape)
         if isinstance(value, Pending):
-            value = Codes(self._finish(value, grid, name), grid, shape)
+            value = self._finish(value, grid, name)
         self.sites.append(value.step)
         self._set(output, value)
 
-    def _finish(self, value: Pending, grid: CodeGrid | None, quantizer: str) -> int:
-        """Make the step of a value whose grid is known now; return its position."""
-        key = (id(value.operation), grid, value.low, value.high)
+    def _finish(self, value: Pending, grid: CodeGrid, quantizer: str) -> Codes:
+        """Make the step of a value whose grid is known now."""
+        key = (id(value.operator), grid, value.low, value.high)
         if key not in self.made:
             step = Step(
                 name=self._unique(value.module),
-                operation=value.operation,
+                operator=value.operator,
                 inputs=value.inputs,
                 shape=value.shape,
                 grid=grid,
@@ -244,64 +266,45 @@ class _Lowering:
                 module=value.module,
             )
             self.made[key] = self._add(step)
-        at = self.made[key]
-        for operation, shape in value.moves:
+        at, shape = self.made[key], value.shape
+        for operator, shape in value.moves:
             name = self._unique(value.module)
-            step = Step(name, operation, (at,), shape, grid, quantizer=quantizer)
-            at = self._add(step)
-        return at
+            at = self._add(
+                Step(name, operator, (at,), shape, grid, quantizer=quantizer)
+            )
+        return Codes(at, grid, shape)
 
     def _unique(self, name: str) -> str:
-        taken = {step.name for step in self.steps}
-        again = (f"{name}.{number}" for number in range(2, len(taken) + 3))
-        return next(each for each in (name, *again) if each not in taken)
+        again = (f"{name}.{number}" for number in range(2, len(self.names) + 3))
+        found = next(each for each in (name, *again) if each not in self.names)
+        self.names.add(found)
+        return found
 
     def _add(self, step: Step) -> int:
         self.steps.append(step)
         return len(self.steps) - 1
 
-    def finished(self, output: Any) -> tuple[Step, ...]:
-        """Return the steps, the last of which gives the output."""
-        first = next(tensors_in(output), None)
-        if first is not None:
-            self.refuse_written(first)
-        value = self.values.get(id(first))
-        if value is None:
-            raise QuantizationError("the network's output does not come from its input")
-        last = value.step if isinstance(value, Codes) else self._finish(value, None, "")
-        return tuple(self.steps[: last + 1])
+    def finish_outputs(self, output: Any) -> dict[str, int]:
+        """Return the name of each output, and the step that gives it."""
+        found = {}
+        tensors = list(tensors_in(output))
+        for name, tensor in zip(output_names(output), tensors, strict=True):
+            self._refuse_written(tensor)
+            value = self.values.get(id(tensor))
+            if value is None or (isinstance(value, Pending) and not value.inputs):
+                raise QuantizationError(
+                    "the network's output does not come from its input through a layer"
+                )
+            if isinstance(value, Pending):
+                sources = [self.steps[source].grid for source in value.inputs]
+                scale = value.operator.largest(sources) / (1 << _OUTPUT_BITS)
+                value = self._finish(value, CodeGrid(scale, 0, WIDE), "")
+            found[name] = value.step
+        if not found:
+            raise QuantizationError("the network returns no tensor")
+        return found
 
 
 def _version(tensor: Tensor) -> int:
     """Return how often a tensor, or what it is a view of, was written in place."""
     return 0 if tensor.is_inference() else tensor._version
-
-
-def _called(function: Any) -> str:
-    """Return a function's plain name; of a property such as ``x.data``, its own."""
-    name = function_name(function)
-    return function_name(function.__self__) if name == "get" else name
-
-
-def _layer_operation(layer: QuantizedLayer, x: Tensor, grid: CodeGrid) -> Operation:
-    if isinstance(layer, QuantizedLinear) and x.dim() == 2:
-        return Product(layer_weight(layer, grid).cpu())
-    if isinstance(layer, QuantizedConv2d) and layer.padding_mode == "zeros":
-        return Convolution(
-            layer_weight(layer, grid).cpu(),
-            pair(layer.stride),
-            _sides(layer),
-            pair(layer.dilation),
-            layer.groups,
-        )
-    mode = getattr(layer, "padding_mode", "zeros")
-    raise QuantizationError(
-        f"({type(layer).__name__}, {x.dim()} dimensions, padding {mode}) has no "
-        "integer form; there is one for Conv2d with zeros and Linear on rows"
-    )
-
-
-def _sides(layer: nn.Conv2d) -> Sides:
-    # torch keeps what any spelling of the padding comes to, last dimension first.
-    left, right, qmax, bottom = layer._reversed_padding_repeated_twice
-    return qmax, left, bottom, right

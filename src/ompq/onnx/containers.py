@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:  # a process that only times a file need not hold torch
-    from ompq.integer.operators import IntegerWeight
+    from ompq.integer.arithmetic import IntegerWeight
 
 DOMAIN = "ompq"  # of the functions, which travel inside the file
 _PARTS = {2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 7: (4, 2, 1)}

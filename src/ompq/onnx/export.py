@@ -11,8 +11,7 @@ from torch import nn
 from ompq.files import replacing
 from ompq.integer.engine import IntegerNetwork
 from ompq.integer.finalization import finalize
-from ompq.integer.lowering import lower
-from ompq.integer.operators import Steps
+from ompq.integer.lowering import Steps, lower
 from ompq.onnx.containers import StoredWeight
 from ompq.onnx.inspection import NETWORK
 from ompq.onnx.model import OnnxGraph, weights_only_model
@@ -173,7 +172,7 @@ def _made(
             ", ".join(steps.saturating()[:5]),
         )
     # A code that is one step off may move logits by about as much of their range.
-    coarsest = min(step.grid.qmax for step in steps.steps if step.grid)
+    coarsest = min(step.grid.qmax for step in steps.steps)
     tolerance = Tolerance(logits=2 / coarsest)
     return _Made(
         graph.model(), graph.weights, finalized, tolerance, steps, graph.codes, safe

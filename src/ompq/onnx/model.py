@@ -3,7 +3,7 @@
 import copy
 import logging
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from math import inf, isfinite
 from typing import Any
@@ -15,23 +15,10 @@ from torch import Tensor, nn
 from ompq.costs import FLOAT_BITS
 from ompq.errors import ExportError, QuantizationError
 from ompq.graph import Unit
-from ompq.integer.operators import (
-    Average,
-    Concatenate,
-    Convolution,
-    Flatten,
-    IntegerWeight,
-    MaxPool,
-    Pad,
-    Product,
-    Quantize,
-    Requantize,
-    Slice,
-    Step,
-    Steps,
-    Sum,
-)
-from ompq.layers import QuantizedLayer, quantized_layers
+from ompq.integer.arithmetic import CodeGrid, IntegerWeight
+from ompq.integer.lowering import INPUT, Steps, output_names
+from ompq.integer.operators import Convolution, Layer, Node, Product, Step
+from ompq.layers import quantized_layers
 from ompq.onnx.containers import (
     DOMAIN,
     Array,
@@ -44,9 +31,8 @@ from ompq.packing.format import broadcast_grid
 from ompq.quantization import quantization_of
 from ompq.quantizers import Grid, integer_weight
 from ompq.recording import tensors_in
-from ompq.samples import Samples, SamplesLike, evaluating, to_device
+from ompq.samples import Samples, SamplesLike, call, evaluating
 
-INPUT, OUTPUT = "input", "logits"
 _LARGEST_CODE = 255
 
 
@@ -63,25 +49,26 @@ class OnnxGraph:
         self.opset = opset
         self.nodes: list[Any] = []
         self.constants: dict[str, Array] = {}
-        self.codes: dict[int, str] = {}
-        self.floats: dict[int, str] = {}
         self.weights: list[StoredWeight] = []
-        self.widths: set[int] = set()  # of weights in planes
+        self.codes: dict[int, str] = {}
+        self.values: dict[int, str] = {}
         for position, step in enumerate(steps.steps):
-            self._step(position, step)
+            found = self.values if step.grid.wide else self.codes
+            found[position] = self._step(step)
 
     def model(self) -> Any:
         """Return the whole file's content."""
         from onnx import helper, numpy_helper
 
-        last = self.steps.steps[-1]
-        final = self._float(len(self.steps.steps) - 1)
-        self.nodes.append(helper.make_node("Identity", [final], [OUTPUT]))
+        outputs = []
+        for name, position in self.steps.outputs.items():
+            self._node("Identity", [self._values(position)], name)
+            outputs.append(_described(name, self.steps.steps[position].shape))
         graph = helper.make_graph(
             self.nodes,
             "network",
             [_described(INPUT, self.steps.input_shape)],
-            [_described(OUTPUT, last.shape)],
+            outputs,
             [numpy_helper.from_array(a, name) for name, a in self.constants.items()],
         )
         opset = helper.make_opsetid("", self.opset)
@@ -90,75 +77,68 @@ class OnnxGraph:
             producer_name="ompq",
             ir_version=helper.find_min_ir_version_for([opset]),
             opset_imports=[opset, helper.make_opsetid(DOMAIN, 1)],
-            functions=[unpack_function(w, self.opset) for w in sorted(self.widths)],
+            functions=_functions(self.weights, self.opset),
         )
 
-    def _node(self, kind: str, inputs: Sequence[str], output: str, **given: Any) -> str:
+    def _node(self, kind: str, inputs: list[str], output: str, **given: Any) -> str:
         from onnx import helper
 
-        self.nodes.append(helper.make_node(kind, list(inputs), [output], **given))
+        self.nodes.append(helper.make_node(kind, inputs, [output], **given))
         return output
 
     def _constant(self, name: str, value: Any, kind: Any) -> str:
         self.constants[name] = np.array(value, dtype=kind)
         return name
 
-    def _step(self, position: int, step: Step) -> None:
-        operation = step.operation
-        if isinstance(operation, Slice | Pad):
-            self.codes[position] = self._moved(step)
-            return
-        if isinstance(operation, Requantize) and self._only_clips(step):
-            self.codes[position] = self._clipped(step, self.codes[step.inputs[0]])
-            return
-        if isinstance(operation, Quantize):
-            result = INPUT
-        elif isinstance(operation, Requantize):
-            result = self._float(step.inputs[0])
-        else:
-            result = self._computed(step)
-        if step.grid is None:
-            self.floats[position] = self._limited(step, result)
-        else:
-            self.codes[position] = self._quantized(step, result)
+    def _step(self, step: Step) -> str:
+        """Add a step; return the tensor of its codes, or of wide values."""
+        node = step.operator.node()
+        if node is None:
+            if not step.inputs:
+                return self._rounded(step, INPUT)
+            (source,) = step.inputs
+            if step.grid == self.steps.steps[source].grid:
+                return self._clipped(step, self.codes[source])
+            return self._rounded(step, self._values(source))
+        if node.on_codes:
+            return self._moved(step, node)
+        if isinstance(step.operator, Layer):
+            return self._rounded(step, self._layer(step, step.operator, node))
+        inputs = [self._values(source) for source in step.inputs]
+        name = f"{step.name}/values"
+        return self._rounded(
+            step, self._node(node.kind, inputs, name, **node.attributes)
+        )
 
-    def _only_clips(self, step: Step) -> bool:
-        return self.steps.steps[step.inputs[0]].grid == step.grid
+    def _moved(self, step: Step, node: Node) -> str:
+        (source,) = step.inputs
+        inputs = [self.values[source] if step.grid.wide else self.codes[source]]
+        for name, value in node.constants.items():
+            if value is not None:
+                inputs.append(self._constant(f"{step.name}/{name}", value, np.int64))
+            elif not step.grid.wide:
+                inputs.append(self._grid(step.grid)[1])
+        return self._node(node.kind, inputs, f"{step.name}/codes", **node.attributes)
 
-    def _float(self, position: int) -> str:
+    def _values(self, position: int) -> str:
         """Return the tensor of a step's values; dequantizes its codes once."""
-        if position not in self.floats:
+        if position not in self.values:
             codes = self.codes[position]
-            scale, zero_point = self._grid(self.steps.steps[position])
+            inputs = [codes, *self._grid(self.steps.steps[position].grid)]
             name = f"{codes}/values"
-            self._node("DequantizeLinear", [codes, scale, zero_point], name)
-            self.floats[position] = name
-        return self.floats[position]
+            self.values[position] = self._node("DequantizeLinear", inputs, name)
+        return self.values[position]
 
-    def _grid(self, step: Step) -> tuple[str, str]:
-        grid = step.grid
-        assert grid is not None  # asked for codes only
+    def _grid(self, grid: CodeGrid) -> tuple[str, str]:
         scale = self._constant(f"scale/{grid.scale:.9g}", grid.scale, np.float32)
-        return scale, self._constant(
-            f"zero/{grid.zero_point}", grid.zero_point, np.uint8
-        )
+        zero = self._constant(f"zero/{grid.zero_point}", grid.zero_point, np.uint8)
+        return scale, zero
 
-    def _quantized(self, step: Step, values: str) -> str:
-        scale, zero_point = self._grid(step)
-        codes = self._node(
-            "QuantizeLinear", [values, scale, zero_point], f"{step.name}/codes"
-        )
-        return self._clipped(step, codes)
-
-    def _clipped(self, step: Step, codes: str) -> str:
-        assert step.grid is not None
-        low, high = step.grid.limits(step.low, step.high)
-        if (low, high) == (0, _LARGEST_CODE):
-            return codes
-        ends = [self._constant(f"code/{end}", end, np.uint8) for end in (low, high)]
-        return self._node("Clip", [codes, *ends], f"{step.name}/clip")
-
-    def _limited(self, step: Step, values: str) -> str:
+    def _rounded(self, step: Step, values: str) -> str:
+        if not step.grid.wide:
+            inputs = [values, *self._grid(step.grid)]
+            codes = self._node("QuantizeLinear", inputs, f"{step.name}/codes")
+            return self._clipped(step, codes)
         if (step.low, step.high) == (-inf, inf):
             return values
         ends = [
@@ -169,109 +149,56 @@ class OnnxGraph:
         ]
         return self._node("Clip", [values, *ends], f"{step.name}/clip")
 
-    def _computed(self, step: Step) -> str:
-        """Add the node of a step that reads values and gives values."""
-        operation, name = step.operation, f"{step.name}/values"
-        inputs = [self._float(source) for source in step.inputs]
-        match operation:
-            case Convolution():
-                inputs += self._weight(step, operation.weight)
-                return self._node("Conv", inputs, name, **_conv_attributes(operation))
-            case Product():
-                inputs += self._weight(step, operation.weight)
-                return self._node("Gemm", inputs, name, transB=1)
-            case Sum():
-                return self._node("Add", inputs, name)
-            case Average(whole=True):
-                return self._node("GlobalAveragePool", inputs, name)
-            case Average():
-                given = _pool_attributes(operation)
-                return self._node(
-                    "AveragePool", inputs, name, count_include_pad=1, **given
-                )
-            case MaxPool():
-                ceil = int(operation.ceil)
-                given = {
-                    **_pool_attributes(operation),
-                    **_unusual(dilations=operation.dilation, ceil_mode=ceil),
-                }
-                return self._node("MaxPool", inputs, name, **given)
-            case Flatten():
-                return self._node("Flatten", inputs, name)
-            case _:
-                assert isinstance(operation, Concatenate)
-                return self._node("Concat", inputs, name, axis=1)
+    def _clipped(self, step: Step, codes: str) -> str:
+        low, high = step.grid.limits(step.low, step.high)
+        if (low, high) == (0, _LARGEST_CODE):
+            return codes
+        ends = [self._constant(f"code/{end}", end, np.uint8) for end in (low, high)]
+        return self._node("Clip", [codes, *ends], f"{step.name}/clip")
 
-    def _moved(self, step: Step) -> str:
-        """Add a node that moves codes as they are, whatever a runtime's kernels."""
-        codes, operation = self.codes[step.inputs[0]], step.operation
-        if isinstance(operation, Slice):
-            columns = list(zip(*operation.ranges, strict=True))
-            columns.insert(2, tuple(range(1, 1 + len(operation.ranges))))
-            given = [
-                self._constant(f"{step.name}/{kind}", column, np.int64)
-                for kind, column in zip(
-                    ("starts", "ends", "axes", "steps"), columns, strict=True
-                )
-            ]
-            return self._node("Slice", [codes, *given], f"{step.name}/codes")
-        assert isinstance(operation, Pad)
-        ends = [
-            0,
-            *(s[0] for s in operation.sides),
-            0,
-            *(s[1] for s in operation.sides),
-        ]
-        sides = self._constant(f"{step.name}/sides", ends, np.int64)
-        zero_point = self._grid(step)[1]
-        return self._node("Pad", [codes, sides, zero_point], f"{step.name}/codes")
-
-    def _weight(self, step: Step, weight: IntegerWeight) -> list[str]:
-        """Add the nodes of a weight and its bias; return both as values."""
-        before = sum(array.nbytes for array in self.constants.values())
-        name = step.name
-        values = self._bytes(name, weight)
+    def _layer(self, step: Step, layer: Layer, node: Node) -> str:
+        """Add a layer with its weight and bias; return the tensor of its values."""
+        name, weight, (source,) = step.name, layer.weight, step.inputs
+        before = set(self.constants)
+        arrays, nodes = _bytes(name, weight)
+        self.constants |= arrays
+        self.nodes += nodes
         scale = self._constant(f"{name}/scale", weight.scale.numpy(), np.float32)
-        inputs = [values, scale]
-        if isinstance(step.operation, Product):
+        bias = self._constant(f"{name}/bias", weight.bias.numpy(), np.int32)
+        given = self._grid(self.steps.steps[source].grid)[0]
+        unit = self._node("Mul", [given, scale], f"{name}/unit")
+        added = [array for key, array in self.constants.items() if key not in before]
+        self.weights.append(_stored(name, weight, added))
+        if isinstance(layer, Convolution) and step.grid.wide:
+            return self._integer_convolution(step, node)
+        inputs = [f"{name}/bytes", scale]
+        if isinstance(layer, Product):
             # ONNX Runtime fuses a Gemm only with the zeros written out.
             zeros = np.zeros(len(weight.scale))
             inputs.append(self._constant(f"{name}/zeros", zeros, np.int8))
-        result = self._node("DequantizeLinear", inputs, f"{name}/weight", axis=0)
-        bias = self._constant(f"{name}/bias", weight.bias.numpy(), np.int32)
-        given = self._grid(self.steps.steps[step.inputs[0]])[0]
-        unit = self._node("Mul", [scale, given], f"{name}/unit")
-        added = self._node("DequantizeLinear", [bias, unit], f"{name}/shift", axis=0)
-        parts = plane_parts(weight)
-        container = f"planes {'+'.join(map(str, parts))}" if parts else "int8"
-        size = sum(array.nbytes for array in self.constants.values()) - before
-        self.weights.append(StoredWeight(name, weight.bits, container, size))
-        return [result, added]
-
-    def _bytes(self, name: str, weight: IntegerWeight) -> str:
-        """Add a weight as signed bytes, unpacked from planes where it is narrower."""
-        if not plane_parts(weight):
-            return self._constant(f"{name}/bytes", weight.values.numpy(), np.int8)
-        self.widths.add(weight.bits)
-        like = (-1, *[1] * (weight.codes.dim() - 1))
-        stretch = weight.stretch.numpy()
-        inputs = [
-            self._constant(f"{name}/plane{number}", plane, np.uint8)
-            for number, plane in enumerate(planes(weight))
+        floats = [
+            self._values(source),
+            self._node("DequantizeLinear", inputs, f"{name}/weight", axis=0),
+            self._node("DequantizeLinear", [bias, unit], f"{name}/shift", axis=0),
         ]
-        offset = weight.offset.numpy().reshape(like)
-        inputs.append(self._constant(f"{name}/offset", offset, np.uint8))
-        same = (stretch == stretch[0]).all()
-        value = stretch[0] if same else stretch.reshape(like)
-        inputs.append(self._constant(f"{name}/stretch", value, np.uint8))
-        return self._node(
-            f"Weight{weight.bits}",
-            inputs,
-            f"{name}/bytes",
-            domain=DOMAIN,
-            count=[weight.codes.numel()],
-            shape=list(weight.codes.shape),
+        return self._node(node.kind, floats, f"{name}/values", **node.attributes)
+
+    def _integer_convolution(self, step: Step, node: Node) -> str:
+        """Add a convolution whose sums are not rounded: runtimes fuse no such Conv."""
+        from onnx import TensorProto
+
+        name, (source,) = step.name, step.inputs
+        zero = self._grid(self.steps.steps[source].grid)[1]
+        inputs = [self.codes[source], f"{name}/bytes", zero]
+        sums = self._node("ConvInteger", inputs, f"{name}/sums", **node.attributes)
+        shape = self._constant("channels", (1, -1, 1, 1), np.int64)
+        bias, unit = (
+            self._node("Reshape", [f"{name}/{part}", shape], f"{name}/{part}/shaped")
+            for part in ("bias", "unit")
         )
+        sums = self._node("Add", [sums, bias], f"{name}/total")
+        floats = self._node("Cast", [sums], f"{name}/floats", to=TensorProto.FLOAT)
+        return self._node("Mul", [floats, unit], f"{name}/values")
 
 
 def _described(name: str, shape: tuple[int, ...]) -> Any:
@@ -280,34 +207,43 @@ def _described(name: str, shape: tuple[int, ...]) -> Any:
     return helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", *shape])
 
 
-def _conv_attributes(operation: Convolution) -> dict[str, Any]:
-    return _unusual(
-        strides=operation.stride,
-        pads=operation.padding,
-        dilations=operation.dilation,
-        group=operation.groups,
+def _bytes(name: str, weight: IntegerWeight) -> tuple[dict[str, Array], list[Any]]:
+    """Return the constants and nodes that give a weight as signed bytes."""
+    from onnx import helper
+
+    if not plane_parts(weight):
+        return {f"{name}/bytes": weight.values.numpy()}, []
+    stretch = weight.stretch.numpy()
+    same = (stretch == stretch.flat[0]).all()
+    arrays: dict[str, Array] = {
+        f"{name}/plane{number}": plane for number, plane in enumerate(planes(weight))
+    }
+    value = stretch.flat[0] if same else weight.per_channel(weight.stretch).numpy()
+    offset = weight.per_channel(weight.offset)
+    arrays[f"{name}/offset"] = offset.numpy().astype(np.uint8)
+    arrays[f"{name}/stretch"] = np.array(value, np.uint8)
+    node = helper.make_node(
+        f"Weight{weight.bits}",
+        list(arrays),
+        [f"{name}/bytes"],
+        domain=DOMAIN,
+        count=[weight.codes.numel()],
+        shape=list(weight.codes.shape),
     )
+    return arrays, [node]
 
 
-def _pool_attributes(operation: Average | MaxPool) -> dict[str, Any]:
-    return {
-        "kernel_shape": operation.window,
-        **_unusual(strides=operation.stride, pads=operation.padding * 2),
-    }
+def _stored(name: str, weight: IntegerWeight, arrays: list[Array]) -> StoredWeight:
+    parts = plane_parts(weight)
+    container = f"planes {'+'.join(map(str, parts))}" if parts else "int8"
+    size = sum(array.nbytes for array in arrays)
+    return StoredWeight(name, weight.bits, container, size)
 
 
-def _unusual(**given: Any) -> dict[str, Any]:
-    """Return the attributes that are not what a node without them has."""
-    usual = {"strides": {1}, "dilations": {1}, "pads": {0}, "group": {1}}
-    usual["ceil_mode"] = {0}
-    return {
-        name: value
-        for name, value in given.items()
-        if {*np.atleast_1d(value).tolist()} != usual[name]
-    }
-
-
-_CPU = torch.device("cpu")
+def _functions(stored: list[StoredWeight], opset: int) -> list[Any]:
+    """Return the functions that unpack weights of the widths that are there."""
+    widths = {one.bits for one in stored if one.container != "int8"}
+    return [unpack_function(width, opset) for width in sorted(widths)]
 
 
 def weights_only_model(
@@ -335,9 +271,8 @@ def weights_only_model(
         if bits < FLOAT_BITS:
             weight, grid = _whole(state, unit, bits)
             stored.append(_replace(model, constants, unit, weight, grid))
-    widths = {one.bits for one in stored if one.container != "int8"}
-    model.functions.extend(unpack_function(width, opset) for width in sorted(widths))
-    if widths:
+    model.functions.extend(_functions(stored, opset))
+    if model.functions:
         model.opset_import.add(domain=DOMAIN, version=1)
     return model, stored
 
@@ -365,29 +300,27 @@ def _plain(quantized: nn.Module) -> nn.Module:
     with torch.no_grad():
         for layer in quantized_layers(result).values():
             layer.weight.copy_(layer.rounded_weight())
-            layer.__class__ = _replaced_class(layer)
+            replaced: Any = type(layer).__mro__[2]
+            layer.__class__ = replaced
     return result
 
 
-def _replaced_class(layer: QuantizedLayer) -> type[Any]:
-    return type(layer).__mro__[2]
-
-
 def _written(network: nn.Module, samples: SamplesLike, opset: int) -> Any:
-    images, *more = tensors_in(to_device(Samples.of(samples).first_batch(2), _CPU))
+    images, *more = tensors_in(Samples.of(samples).first_batch(2))
     if more:
         raise QuantizationError(
             f"the network takes {1 + len(more)} inputs: export covers one"
         )
     try:
         with evaluating(network), _quiet():
+            names = output_names(call(network, images))
             program: Any = torch.onnx.export(
                 network,
                 (images,),
                 None,
                 dynamo=True,
                 input_names=[INPUT],
-                output_names=[OUTPUT],
+                output_names=names,
                 dynamic_shapes=({0: torch.export.Dim("batch")},),
                 opset_version=opset,
                 verbose=False,
@@ -433,25 +366,24 @@ def _whole(
     state: Mapping[str, Tensor], unit: Unit, bits: int
 ) -> tuple[IntegerWeight, Grid]:
     """Return a unit's weight as whole numbers that give its very floats."""
-    scale, zero_point = (
-        state[f"{unit.parameter}_{name}"].detach().cpu()
-        for name in ("scale", "zero_point")
+    scale, zero_point, weight = (
+        state[f"{unit.parameter}{name}"].detach().cpu()
+        for name in ("_scale", "_zero_point", "")
     )
-    grid = broadcast_grid(Grid(scale, zero_point, bits), unit, _CPU)
-    codes = grid.quantize(state[unit.parameter].detach().cpu())
+    grid = broadcast_grid(Grid(scale, zero_point, bits), unit, weight.device)
+    codes = grid.quantize(weight)
     values, factor = integer_weight(codes, grid.zero_point, bits)
-    ones = torch.ones(len(zero_point), dtype=torch.int32)
-    weight = IntegerWeight(
+    found = IntegerWeight(
         codes=codes,
         bits=bits,
         unit=round(1 / factor),
         offset=(grid.zero_point / factor).int(),
-        stretch=ones,
+        stretch=torch.ones((), dtype=torch.int32),
         values=values,
         scale=grid.scale * factor,
-        bias=0 * ones,
+        bias=torch.zeros((), dtype=torch.int32),
     )
-    return weight, grid
+    return found, grid
 
 
 def _replace(
@@ -488,10 +420,7 @@ def _replace(
     everything = [*nodes, *model.graph.node]
     del model.graph.node[:]
     model.graph.node.extend(everything)
-    parts = plane_parts(weight)
-    container = f"planes {'+'.join(map(str, parts))}" if parts else "int8"
-    size = sum(array.nbytes for array in arrays.values())
-    return StoredWeight(name, weight.bits, container, size)
+    return _stored(name, weight, [*arrays.values()])
 
 
 def _places(constants: Mapping[str, Any], floats: Array) -> Iterator[tuple[str, bool]]:
@@ -506,25 +435,3 @@ def _places(constants: Mapping[str, Any], floats: Array) -> Iterator[tuple[str, 
             if np.array_equal(numpy_helper.to_array(tensor), array):
                 yield name, turned
                 break
-
-
-def _bytes(name: str, weight: IntegerWeight) -> tuple[dict[str, Array], list[Any]]:
-    """Return the constants and nodes that give a weight as signed bytes."""
-    from onnx import helper
-
-    if not plane_parts(weight):
-        return {f"{name}/bytes": weight.values.numpy()}, []
-    arrays: dict[str, Array] = {
-        f"{name}/plane{number}": plane for number, plane in enumerate(planes(weight))
-    }
-    arrays[f"{name}/offset"] = weight.offset.numpy().astype(np.uint8)
-    arrays[f"{name}/stretch"] = np.array(1, np.uint8)
-    node = helper.make_node(
-        f"Weight{weight.bits}",
-        list(arrays),
-        [f"{name}/bytes"],
-        domain=DOMAIN,
-        count=[weight.codes.numel()],
-        shape=list(weight.codes.shape),
-    )
-    return arrays, [node]

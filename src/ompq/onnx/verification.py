@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from ompq.errors import ExportError, MissingExtraError
 from ompq.integer.engine import IntegerNetwork
+from ompq.integer.lowering import INPUT
 from ompq.layers import activation_quantizers
-from ompq.onnx.model import INPUT
 from ompq.recording import tensors_in
 from ompq.samples import (
     Samples,
@@ -245,7 +245,7 @@ def against_codes(
     simulated = compare_outputs(expected, outputs, pairs)
     own = engine.codes(images)
     pairs = [(own[at], one) for at, one in found.items()]
-    return simulated, compare_outputs([engine.run(images)], outputs, pairs)
+    return simulated, compare_outputs([*engine.run(images).values()], outputs, pairs)
 
 
 def _simulated_codes(

@@ -14,7 +14,7 @@ from ompq.costs import Bytes, unit_bytes
 from ompq.errors import PackedFileError, PlanError, QuantizationError, shortened
 from ompq.files import library_version
 from ompq.graph import Choice, Unit, bias_key
-from ompq.integer.arithmetic import link_layers
+from ompq.integer.finalization import link_layers
 from ompq.layers import QuantizedLayer, quantized_layers
 from ompq.packing.bitstream import pack_bits, unpack_bits
 from ompq.packing.format import (

@@ -5,16 +5,16 @@ from torch.nn import functional as F
 
 from nets import images, seeded
 from ompq.errors import QuantizationError
+from ompq.integer.arithmetic import CodeGrid, IntegerWeight
 from ompq.integer.lowering import lower
 from ompq.integer.operators import (
-    FORMS,
+    OPERATORS,
     Average,
-    CodeGrid,
     Codes,
     Concatenate,
     Convolution,
+    FunctionCall,
     MaxPool,
-    Observed,
     Pad,
     Requantize,
     Slice,
@@ -39,7 +39,7 @@ class Body(nn.Module):
 
 
 def kinds(steps):
-    return [type(step.operation) for step in steps.steps]
+    return [type(step.operator) for step in steps.steps]
 
 
 def lowered(function, **given):
@@ -67,20 +67,18 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_every_form_is_found(name):
+def test_every_operator_is_found(name):
     function, kind = CASES[name]
     assert kind in kinds(lowered(function))
 
 
 def test_slices_and_sides_are_counted_without_the_batch():
     steps = lowered(CASES["slice"][0]).steps
-    (step,) = (s for s in steps if isinstance(s.operation, Slice))
-    assert step.operation.ranges == ((0, 6, 1), (0, 8, 2), (1, 8, 1))
+    (step,) = (s for s in steps if isinstance(s.operator, Slice))
+    assert step.operator.ranges == ((0, 6, 1), (0, 8, 2), (1, 8, 1))
     assert step.shape == (6, 4, 7)
-    (step,) = (
-        s for s in lowered(CASES["pad"][0]).steps if isinstance(s.operation, Pad)
-    )
-    assert step.operation.sides == ((0, 0), (2, 1), (1, 0))
+    (step,) = (s for s in lowered(CASES["pad"][0]).steps if isinstance(s.operator, Pad))
+    assert step.operator.sides == ((0, 0), (2, 1), (1, 0))
 
 
 REFUSED = {
@@ -152,16 +150,16 @@ def test_different_grids_cannot_be_joined():
         Codes(step, CodeGrid(scale, 0, 8), (2, 4, 4))
         for step, scale in enumerate((0.1, 0.2))
     )
-    call = Observed("cat", sources, {"dim": 1}, (4, 4, 4), whole=True)
-    join, _ = FORMS["cat"]
+    call = FunctionCall("cat", sources, {"dim": 1}, (4, 4, 4), same_batch=True)
+    join, _ = OPERATORS["cat"]
     with pytest.raises(QuantizationError, match="joins tensors on different grids"):
         join(call)
 
 
-def test_a_form_needs_a_tensor_of_the_network():
-    relu, _ = FORMS["relu"]
+def test_an_operator_needs_a_tensor_of_the_network():
+    relu, _ = OPERATORS["relu"]
     with pytest.raises(QuantizationError, match="does not come from the input"):
-        relu(Observed("relu", (None,), {}, (3,), whole=True))
+        relu(FunctionCall("relu", (None,), {}, (3,), same_batch=True))
 
 
 def test_moves_before_the_quantizer_come_after_it():
@@ -193,5 +191,81 @@ def test_clipping_after_the_quantizer_clips_codes():
     with torch.no_grad():
         quantizer.scale.fill_(0.04)
     steps = lower(network, images())
-    (step,) = (s for s in steps.steps if isinstance(s.operation, Requantize))
+    (step,) = (s for s in steps.steps if isinstance(s.operator, Requantize))
     assert step.grid.limits(step.low, step.high) == (0, 150)
+
+
+def integers(*shape, low=-20, high=20, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(low, high, shape, generator=generator, dtype=torch.int32)
+
+
+def weight_of(values):
+    channels = values.shape[0]
+    nothing = torch.zeros(channels, dtype=torch.int32)
+    return IntegerWeight(
+        codes=values.to(torch.uint8),
+        bits=8,
+        unit=1,
+        offset=nothing,
+        stretch=nothing,
+        values=values.to(torch.int8),
+        scale=torch.ones(channels, dtype=torch.float64),
+        bias=integers(channels, seed=9),
+    )
+
+
+@pytest.mark.parametrize(
+    ("shape", "groups", "stride", "padding", "dilation"),
+    [
+        ((6, 4, 3, 3), 1, (1, 1), (1, 1, 1, 1), (1, 1)),
+        ((6, 4, 1, 1), 1, (2, 2), (0, 0, 0, 0), (1, 1)),
+        ((4, 1, 3, 3), 4, (2, 1), (1, 1, 1, 1), (1, 1)),
+        ((8, 1, 3, 3), 4, (1, 1), (1, 1, 1, 1), (1, 1)),
+        ((6, 2, 3, 2), 2, (1, 2), (0, 1, 1, 2), (2, 1)),
+    ],
+    ids=["plain", "pointwise", "depthwise", "multiplied", "grouped"],
+)
+def test_convolution_equals_that_of_torch(shape, groups, stride, padding, dilation):
+    x = integers(3, 4, 9, 8)
+    weight = weight_of(integers(*shape, seed=1))
+    operator = Convolution(weight, stride, padding, dilation, groups)
+    found = operator.compute([x])
+    top, left, bottom, right = padding
+    expected = F.conv2d(
+        F.pad(x.double(), (left, right, top, bottom)),
+        weight.values.double(),
+        weight.bias.double(),
+        stride,
+        0,
+        dilation,
+        groups,
+    )
+    assert found.dtype == torch.int32
+    assert torch.equal(found.double(), expected)
+
+
+@pytest.mark.parametrize("ceil", [False, True])
+@pytest.mark.parametrize("size", [7, 8, 9, 11])
+@pytest.mark.parametrize(
+    ("window", "stride", "padding", "dilation"),
+    [(3, 2, 0, 1), (3, 2, 1, 1), (2, 3, 1, 1), (3, 1, 1, 2), (2, 2, 0, 1)],
+)
+def test_largest_codes_equal_max_pooling(size, window, stride, padding, dilation, ceil):
+    codes = integers(2, 3, size, size, low=-128, high=128)
+    operator = MaxPool(
+        (window, window), (stride, stride), (padding,) * 2, (dilation,) * 2, ceil
+    )
+    expected = F.max_pool2d(
+        codes.double(), window, stride, padding, dilation, ceil_mode=ceil
+    )
+    assert torch.equal(operator.compute([codes]).double(), expected)
+
+
+def test_window_sums_are_averages_times_their_size():
+    x = integers(2, 3, 8, 6)
+    whole = Average((8, 6), (8, 6), (0, 0), whole=True)
+    assert torch.equal(whole.compute([x])[:, :, 0, 0], x.sum((2, 3)))
+    part = Average((3, 2), (2, 2), (1, 1), whole=False)
+    expected = F.avg_pool2d(x.double(), (3, 2), (2, 2), (1, 1)) * 6
+    torch.testing.assert_close(part.compute([x]).double(), expected)

@@ -7,11 +7,12 @@ from torch import nn
 
 from nets import TinyMobileNet, TinyResNet, images, seeded
 from ompq.errors import QuantizationError
-from ompq.integer import arithmetic
+from ompq.integer import finalization
+from ompq.integer.arithmetic import CodeGrid
 from ompq.integer.engine import IntegerNetwork
-from ompq.integer.finalization import clear_scale, finalize, possible_results
+from ompq.integer.finalization import clear_scale, finalize
 from ompq.integer.lowering import lower
-from ompq.integer.operators import Average, CodeGrid, Requantize, Step, Sum
+from ompq.integer.operators import Average, Requantize, Sum
 from ompq.layers import activation_quantizers, quantized_layers
 from ompq.quantization import quantization_of
 from ompq.reconstruction import ReconstructConfig, reconstruct
@@ -35,16 +36,14 @@ def test_simulated_codes_equal_those_of_integers(name, activation):
     expected, logits = simulated_codes(network, images(8, seed=7))
     compared = 0
     for step, codes in zip(engine.steps.steps, found, strict=True):
-        if step.grid is not None and codes.shape == expected[step.quantizer][0].shape:
+        if not step.grid.wide and codes.shape == expected[step.quantizer][0].shape:
             assert torch.equal(codes.int(), expected[step.quantizer][0]), step.name
             compared += 1
     assert compared >= 9
-    torch.testing.assert_close(
-        engine.run(images(8, seed=7)), logits, rtol=1e-5, atol=1e-5
-    )
+    torch.testing.assert_close(engine(images(8, seed=7)), logits, rtol=1e-5, atol=1e-5)
 
 
-def test_settled_network_gives_the_same_for_any_batch():
+def test_finalized_network_gives_the_same_for_any_batch():
     network = finalized("mobilenet")
     with torch.no_grad():
         together = network(images(8))
@@ -54,7 +53,7 @@ def test_settled_network_gives_the_same_for_any_batch():
     torch.testing.assert_close(double.float(), together, rtol=1e-5, atol=1e-6)
 
 
-def test_settling_changes_little_and_only_a_copy():
+def test_finalizing_changes_little_and_only_a_copy():
     given = quantized(seeded(TinyResNet()), images(16), weight=8)
     before = {key: value.clone() for key, value in given.state_dict().items()}
     network = finalize(given, images(), saturation_safe=False)
@@ -69,7 +68,7 @@ def test_settling_changes_little_and_only_a_copy():
     assert error < 0.02
 
 
-def test_settling_twice_is_settling_once():
+def test_finalizing_twice_is_finalizing_once():
     once = finalized()
     twice = finalize(once, images())
     assert all(
@@ -84,7 +83,7 @@ def test_a_cleared_scale_is_cleared_for_good(scale, window):
     # With a window of 24 not all results can be kept off the middle.
     source = CodeGrid(0.02, 0, 8)
     pool = Average((window, window), (window, window), (0, 0), False)
-    results = possible_results(Step("mean", pool, (0,), (1,), source), [source])
+    results = pool.possible_results([source])
     once = clear_scale(results, CodeGrid(scale, 3, 4))
     assert once == pytest.approx(scale, rel=0.008)
     assert clear_scale(results, CodeGrid(once, 3, 4)) == once
@@ -106,10 +105,10 @@ def test_steps_that_share_a_grid_are_cleared_together():
 
     once = finalize(quantized(seeded(Joined()), images(), weight=8), images())
     steps = lower(once, images()).steps
-    pools = [step for step in steps if isinstance(step.operation, Average)]
+    pools = [step for step in steps if isinstance(step.operator, Average)]
     assert len(pools) == 2 and pools[0].quantizer == pools[1].quantizer
     for step in pools:
-        results = possible_results(step, [steps[step.inputs[0]].grid])
+        results = step.operator.possible_results([steps[step.inputs[0]].grid])
         assert (
             margin(results.tolist(), step.grid.scale, step.grid.zero_point, 255) >= 4e-5
         )
@@ -117,7 +116,7 @@ def test_steps_that_share_a_grid_are_cleared_together():
     assert all(torch.equal(v, twice[k]) for k, v in once.state_dict().items())
 
 
-def test_settled_network_can_be_reconstructed_and_settled_again():
+def test_finalized_network_can_be_reconstructed_and_finalized_again():
     model = seeded(TinyResNet())
     given = finalize(quantized(model, images(16), weight=3), images())
     config = ReconstructConfig(rounding=RoundingConfig(iterations=5))
@@ -127,16 +126,16 @@ def test_settled_network_can_be_reconstructed_and_settled_again():
     with torch.no_grad():
         engine = IntegerNetwork.from_quantized(better, images())
         torch.testing.assert_close(
-            better(images(8)), engine.run(images(8)), rtol=1e-5, atol=1e-5
+            better(images(8)), engine(images(8)), rtol=1e-5, atol=1e-5
         )
 
 
-def test_what_is_not_quantized_cannot_be_settled():
+def test_what_is_not_quantized_cannot_be_finalized():
     with pytest.raises(QuantizationError, match="TinyResNet is not quantized"):
         finalize(TinyResNet(), images())
 
 
-def test_settled_network_still_learns():
+def test_finalized_network_still_learns():
     network = finalized(weight=8)
     for quantizer in activation_quantizers(network).values():
         quantizer.scale.requires_grad_()
@@ -147,7 +146,7 @@ def test_settled_network_still_learns():
     )
 
 
-def test_a_copy_of_a_settled_network_has_its_own_grids():
+def test_a_copy_of_a_finalized_network_has_its_own_grids():
     network = finalized(weight=8)
     other = copy.deepcopy(network)
     layer = quantized_layers(other)["stem"]
@@ -175,7 +174,7 @@ def test_layer_that_is_called_twice_keeps_its_float_arithmetic():
     assert layers["head"].integers is not None
 
 
-def test_what_integers_cannot_do_cannot_be_settled():
+def test_what_integers_cannot_do_cannot_be_finalized():
     network = nn.Sequential(nn.Conv2d(3, 4, 1), nn.GELU(), nn.Conv2d(4, 2, 1))
     with pytest.raises(QuantizationError, match="gelu in 1 has no integer form"):
         finalize(quantized(seeded(network), images(), weight=8), images())
@@ -194,22 +193,21 @@ def margin(values, scale, zero_point, qmax):
 def test_no_sum_lies_halfway():
     first, second = CodeGrid(0.02, 3, 4), CodeGrid(0.03, 0, 4)
     target = CodeGrid(0.04, 5, 4)  # (0.02 * 3) / 0.04 is a half
-    step = Step("sum", Sum(), (0, 1), (1,), target)
     values = [
         first.scale * (a - first.zero_point) + second.scale * (b - second.zero_point)
         for a in range(16)
         for b in range(16)
     ]
     assert margin(values, target.scale, 5, 15) < 1e-9
-    scale = clear_scale(possible_results(step, [first, second]), target)
+    scale = clear_scale(Sum().possible_results([first, second]), target)
     assert scale == pytest.approx(target.scale, rel=0.008)
     assert margin(values, scale, 5, 15) >= 4e-5
 
 
 def test_no_average_lies_halfway():
     source = CodeGrid(0.02, 0, 8)
-    step = Step("mean", Average((2, 2), (2, 2), (0, 0), False), (0,), (1,), source)
-    scale = clear_scale(possible_results(step, [source]), source)
+    results = Average((2, 2), (2, 2)).possible_results([source])
+    scale = clear_scale(results, source)
     values = [source.scale * total / 4 for total in range(4 * 255 + 1)]
     assert margin(values, source.scale, 0, 255) < 1e-9
     assert margin(values, scale, 0, 255) >= 4e-5
@@ -217,11 +215,10 @@ def test_no_average_lies_halfway():
 
 def test_scales_that_are_clear_stay_and_huge_averages_too():
     source = CodeGrid(0.02, 0, 8)
-    whole = Step("mean", Average((64, 64), (64, 64), (0, 0), True), (0,), (1,), source)
-    assert clear_scale(possible_results(whole, [source]), source) == source.scale
+    whole = Average((64, 64), (64, 64), whole=True).possible_results([source])
+    assert clear_scale(whole, source) == source.scale
     other = CodeGrid(float(torch.tensor(0.0231)), 0, 8)
-    step = Step("shortcut", Requantize(), (0,), (1,), other)
-    assert clear_scale(possible_results(step, [source]), other) == other.scale
+    assert clear_scale(Requantize().possible_results([source]), other) == other.scale
 
 
 def saturated(values, codes):
@@ -241,9 +238,9 @@ def test_no_order_of_products_saturates(safe):
     steps = lower(network, images())
     wrong = 0
     for step in steps.steps:
-        if not hasattr(step.operation, "weight"):
+        if not hasattr(step.operator, "weight"):
             continue
-        rows = step.operation.weight.values.flatten(1).numpy()
+        rows = step.operator.weight.values.flatten(1).numpy()
         # The two largest weights of one sign side by side, and the brightest input.
         rows = np.pad(np.sort(rows, axis=1), ((0, 0), (0, rows.shape[1] % 2)))
         codes = np.full_like(rows, 255, dtype=np.int64)
@@ -268,9 +265,9 @@ def test_what_a_grid_clips_stays_clipped_where_it_is_made_coarser():
 def test_weights_are_quantized_once_until_they_change(monkeypatch):
     network = finalized(weight=8)
     calls = []
-    original = arithmetic.layer_weight
+    original = finalization.layer_weight
     monkeypatch.setattr(
-        arithmetic, "layer_weight", lambda *a: calls.append(a) or original(*a)
+        finalization, "layer_weight", lambda *a: calls.append(a) or original(*a)
     )
     with torch.no_grad():
         first = network(images(4))
