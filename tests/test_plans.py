@@ -1,6 +1,8 @@
 import json
+import sys
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,6 +11,8 @@ from torch import nn
 
 import ompq
 from nets import TinyMobileNet, TinyResNet, images, seeded
+from ompq import plans
+from ompq.allocation import search
 from ompq.allocation.solver import reachable
 from ompq.costs import unit_bytes
 from ompq.errors import (
@@ -401,3 +405,23 @@ def test_plan_on_cuda_equals_the_one_on_cpu(network, plan):
     first = ompq.plan(there, images(16), "3.5bits")
     assert first.allocation == plan.allocation
     assert ompq.plan(there, images(16), "3.5bits").hash == first.hash
+
+
+def test_few_frames_lie_between_plan_and_the_solvers_loop(network):
+    source = str(Path(ompq.__file__).parent)
+    between = []
+
+    def profiler(frame, event, _):
+        if event == "call" and frame.f_code is search._search.__code__:
+            count = -1  # the loop's own frame
+            while frame.f_code is not plans.plan.__code__:
+                count += frame.f_code.co_filename.startswith(source)
+                frame = frame.f_back
+            between.append(count)
+
+    sys.setprofile(profiler)
+    try:
+        ompq.plan(network, images(16), "3.5bits")
+    finally:
+        sys.setprofile(None)
+    assert 0 < max(between) <= 5

@@ -1,8 +1,8 @@
 """What bits cost: bytes, bit-operations, milliseconds; budgets and readable amounts."""
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, astuple, dataclass
 from decimal import Decimal
 from functools import cached_property
 from math import ceil, floor, fsum, isfinite, log10
@@ -155,13 +155,7 @@ class Bytes:
     @property
     def total(self) -> int:
         """All items together."""
-        return (
-            self.weights
-            + self.scales
-            + self.zero_points
-            + self.biases
-            + self.activations
-        )
+        return sum(astuple(self))
 
 
 def unit_bytes(unit: Unit, choice: Choice) -> Bytes:
@@ -203,11 +197,8 @@ def cost_tables(
     """Return every cost that a budget may limit, by name.
 
     Args:
-        graph: The network's units.
-        choices: Columns of the tables.
         accounting: ``packed`` is exact for our files; ``paper`` is the published
             convention, for comparison with its tables.
-        latency: Milliseconds of each unit at each choice, where known.
     """
     floats = sum(
         u.element_size * (u.weights + u.bias_parameters + u.norm_parameters)
@@ -273,14 +264,10 @@ def latency_table(data: Any) -> LatencyTable:
 
 
 def _table(
-    graph: LayerGraph,
-    choices: Sequence[Choice],
-    cost: Callable[[Unit, Choice], float],
+    graph: LayerGraph, choices: Sequence[Choice], cost: Callable[[Unit, Choice], float]
 ) -> Table:
-    return np.array(
-        [[cost(unit, choice) for choice in choices] for unit in graph.units],
-        dtype=np.float64,
-    )
+    rows = [[cost(unit, choice) for choice in choices] for unit in graph.units]
+    return np.array(rows, dtype=np.float64)
 
 
 def _latency(
@@ -401,9 +388,7 @@ percent=None, latency_ms=None)
 
     def __str__(self) -> str:
         given = self._given()
-        return ", ".join(
-            _best_read(name, given[name]) for name in _WRITTEN if name in given
-        )
+        return ", ".join(_best_read(n, given[n]) for n in _WRITTEN if n in given)
 
     def limits(self, costs: Mapping[str, Cost]) -> dict[str, float]:
         """Return cost name → the most that its constant and chosen entries may sum to.
@@ -424,8 +409,9 @@ percent=None, latency_ms=None)
         return found
 
     def _given(self) -> dict[str, float]:
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {name: value for name, value in values.items() if value is not None}
+        return {
+            name: value for name, value in asdict(self).items() if value is not None
+        }
 
 
 # Field → the cost it limits, the cost's units in one of the field's, and whether that
@@ -511,21 +497,18 @@ def _best_read(name: str, value: float) -> str:
         >>> _best_read("size_mib", 0.0703125)
         '72KiB'
     """
-    texts = [text for unit in _WRITTEN[name] for text in _written(value, unit)]
+    texts = []
+    for unit in _WRITTEN[name]:
+        _, scale = _UNITS[unit.lower()]
+        exact = Decimal(repr(value)) / scale
+        # Binary units leave long decimals behind; a rounded one is as good if it is
+        # read back as the same number. The field's own unit always has one.
+        for digits in range(1, 18):
+            text = _plain(Decimal(f"{exact:.{digits}g}"))
+            if float(Decimal(text) * scale) == value:
+                texts.append(f"{text}{unit}")
+                break
     return min(texts, key=len)
-
-
-def _written(value: float, unit: str) -> Iterator[str]:
-    _, scale = _UNITS[unit.lower()]
-    exact = Decimal(repr(value)) / scale
-    # Binary units leave long decimals behind; a rounded one is as good if it is read
-    # back as the same number.
-    for digits in range(1, 18):
-        text = _plain(Decimal(f"{exact:.{digits}g}"))
-        if float(Decimal(text) * scale) == value:
-            yield f"{text}{unit}"
-            return
-    # Not in this unit; the field's own unit always can.
 
 
 def _plain(value: Decimal) -> str:

@@ -425,7 +425,6 @@ def plan(
     """Choose bits for every unit of a network so that a budget is met.
 
     Args:
-        model: Any PyTorch network.
         samples: A few unlabelled inputs; 32 to 64 are enough.
         budget: For example ``"1.5MiB"``, ``"3.2bits"``, ``"75GBOPs"``, several joined
             by commas, or a Budget.
@@ -451,14 +450,15 @@ def plan(
     )
     # Before the samples are run: a budget that cannot be met should say so at once.
     nothing = np.zeros((len(graph), len(choices)))
-    check_budget(make_problem(graph, choices, nothing, allowed, costs), budget)
+    problem = make_problem(graph, choices, nothing, allowed, costs)
+    check_budget(problem, budget)
     report(1, 3, "scoring the choices")
     scores = score_table(config.score, graph, model, samples, choices)
     if scores.orm is not None and len(scores.orm) <= _LARGEST_ORM:  # as it is saved
         orm = _unpacked_orm(_packed_orm(scores.orm), len(scores.orm))
         scores = replace(scores, orm=orm)
     report(2, 3, "solving for the budget")
-    problem = make_problem(graph, choices, scores.damage, allowed, costs)
+    problem = replace(problem, damage=scores.damage)
     allocation = allocate(problem, budget, method=config.method)
     report(3, 3, "done")
     return Plan(

@@ -215,12 +215,6 @@ def explain(
 ) -> Explanation:
     """Tell why a unit got its bits.
 
-    Args:
-        problem: What the allocation was decided from.
-        budget: What it had to keep to.
-        allocation: The bits.
-        unit: The unit's name.
-
     Raises:
         PatternError: There is no such unit.
         PlanError: The allocation does not belong to the problem.
@@ -237,7 +231,7 @@ def explain(
     group = next(g for g, units in enumerate(problem.members) if position in units)
     options = _options(problem, program, columns, group, tuple(limits))
     now = options[columns[group]]
-    allowed = [option for option in options if option.allowed]
+    allowed = sorted((o for o in options if o.allowed), key=lambda o: o.damage)
     prices = relaxation(program).prices * program.scales
     found = Explanation(
         unit=unit,
@@ -247,16 +241,8 @@ def explain(
         limits=limits,
         used={name: problem.total(name, allocation) for name in limits},
         prices=dict(zip(limits, prices.tolist(), strict=True)),
-        better=max(
-            (o for o in allowed if o.damage < now.damage),
-            key=lambda o: o.damage,
-            default=None,
-        ),
-        worse=min(
-            (o for o in allowed if o.damage > now.damage),
-            key=lambda o: o.damage,
-            default=None,
-        ),
+        better=next((o for o in reversed(allowed) if o.damage < now.damage), None),
+        worse=next((o for o in allowed if o.damage > now.damage), None),
         exchange=_best_exchange(problem, program, columns, group),
     )
     return replace(found, text="\n".join(_lines(found, now, problem.costs)))

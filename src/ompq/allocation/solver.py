@@ -62,6 +62,8 @@ def allocate(
 ) -> Allocation:
     """Return the allocation of least damage that keeps to a budget.
 
+    Its ``gap`` tells what is not proved.
+
     Args:
         problem: Units, choices, damage and costs.
         budget: What may not be exceeded.
@@ -112,7 +114,8 @@ def _within(
     # this may take away, and take it back where it was used.
     exact = all(problem.costs[name].scale is not None for name in limits)
     for slack in (0.0,) if exact else (0.5, 0.0, -0.5):
-        found = _solve(problem.program(limits, slack), method, nodes)
+        program = problem.program(limits, slack)
+        found = _rough(program, method) or minimum(program, nodes=nodes)
         if found.columns is None:
             if found.gap > 0:
                 raise conflict(problem, limits, proved=False)
@@ -123,17 +126,18 @@ def _within(
     return None
 
 
-def _solve(program: Program, method: Method, nodes: int) -> Optimum:
+def _rough(program: Program, method: Method) -> Optimum | None:
+    """Solve by one of the paper's methods, if that is asked for and finds something."""
     columns = None
     if method == "relax-round":
         columns = rounded(program)
     elif method == "relax-dfs":
         columns = minimum(floor_or_ceiling(program)).columns
-    if columns is not None:
-        shares = relaxation(program).shares
-        bound = -inf if shares is None else float((shares * program.damage).sum())
-        return Optimum(columns, max(program.value(columns) - bound, 0.0))
-    return minimum(program, nodes=nodes)
+    if columns is None:
+        return None
+    shares = relaxation(program).shares
+    bound = -inf if shares is None else float((shares * program.damage).sum())
+    return Optimum(columns, max(program.value(columns) - bound, 0.0))
 
 
 def pareto(
@@ -146,7 +150,6 @@ def pareto(
     """Return the curve of damage against one cost, from the smallest to the largest.
 
     Args:
-        problem: Units, choices, damage and costs.
         cost: The cost that is limited; the others are free.
         points: Limits to try, evenly spaced from the least that any allocation costs
             to what the allocation of least damage costs. Limits with the same answer
