@@ -13,7 +13,8 @@ from ompq.allocation.solver import Allocation
 from ompq.errors import QuantizationError, SampleError
 from ompq.graph import Choice, trace
 from ompq.layers import quantized_layers
-from ompq.quantization import QuantizeConfig, float_moments, quantization_of, quantize
+from ompq.quantization import QuantizeConfig, quantization_of, quantize
+from ompq.quantization.moments import float_moments
 from ompq.reconstruction import ReconstructConfig, reconstruct
 from ompq.reconstruction.blocks import (
     Arguments,

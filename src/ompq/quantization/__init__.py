@@ -1,10 +1,9 @@
-"""quantize(): a working quantized network at once: fold, swap, calibrate, correct."""
+"""quantize(): fold, calibrate, round and correct, for a network that works at once."""
 
 import copy
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import count
 from typing import TypeAlias
 
@@ -23,7 +22,6 @@ from ompq.graph import (
     channel_axis,
     find_units,
     folded,
-    normalised_by,
     observe,
 )
 from ompq.layers import (
@@ -40,147 +38,14 @@ from ompq.quantization.calibration import (
     weigh_ranges,
 )
 from ompq.quantization.equalization import Equalized, equalized, find_factors
-from ompq.quantization.moments import (
-    FOR_MOMENTS,
-    Moments,
-    Runs,
-    output_moments,
-    restore_moments,
-)
+from ompq.quantization.moments import batch_runs, float_moments, restore_moments
 from ompq.quantization.sites import ActivationSite, Link, find_sites
 from ompq.quantizers import LARGEST_HALF_BITS, Grid
 from ompq.ranges import DEFAULT_KIND, Kind, RangeMethod, activation_grid, search_weight
-from ompq.samples import (
-    Progress,
-    Samples,
-    SamplesLike,
-    call,
-    evaluating,
-    model_device,
-    to_device,
-)
+from ompq.samples import Progress, Samples, SamplesLike, evaluating, model_device
 
 # Called as weight_grid(unit, weight, axis of the output channels).
 WeightGrid: TypeAlias = Callable[[Unit, Tensor, int], Grid]
-
-
-def assemble(
-    model: nn.Module,
-    graph: LayerGraph,
-    allocation: Mapping[str, Choice],
-    sites: Sequence[ActivationSite],
-    *,
-    weight_grid: WeightGrid,
-    activation_grids: Sequence[Grid],
-) -> nn.Module:
-    """Return a quantized copy of a float network, in eval mode.
-
-    Args:
-        model: The float network; left as it is.
-        graph: Its units.
-        allocation: Unit name → bits.
-        sites: Where activations are quantized.
-        weight_grid: Returns the grid of a unit's weight, which is folded already.
-        activation_grids: The grid of each point.
-
-    Raises:
-        QuantizationError: A layer cannot be replaced.
-    """
-    quantized = copy.deepcopy(model).eval()
-    tied = _shared(quantized)
-    for unit in graph.units:
-        _fold(quantized, unit)
-        if allocation[unit.name].weight < FLOAT_BITS:
-            shared = id(quantized.get_parameter(unit.parameter)) in tied
-            _swap(quantized, unit, weight_grid, shared=shared)
-    names = quantizer_names(quantized, sites)
-    device = model_device(model)
-    for name, site, grid in zip(names, sites, activation_grids, strict=True):
-        _attach(quantized, name, site, ActivationQuantizer(grid).to(device))
-    return quantized
-
-
-def quantizer_names(model: nn.Module, sites: Sequence[ActivationSite]) -> list[str]:
-    """Return the name of each point's quantizer among the network's modules."""
-    found: list[str] = []
-    for site in sites:
-        kind, places = ("output", site.after) if site.after else ("input", site.before)
-        owner = places[0]
-        # What is added to a Sequential would run as its last module.
-        while isinstance(inner := model.get_submodule(owner), nn.Sequential):
-            owner = f"{owner}.{next(iter(inner._modules))}".removeprefix(".")
-        base = f"{owner}.{kind}_quantizer".removeprefix(".")
-        same = sum(name.startswith(base) for name in found)
-        found.append(f"{base}_{same + 1}" if same else base)
-    return found
-
-
-def _fold(model: nn.Module, unit: Unit) -> None:
-    if not unit.norm:
-        return
-    module, norm = model.get_submodule(unit.name), model.get_submodule(unit.norm)
-    assert isinstance(norm, _BatchNorm)  # the trace found it to be one
-    with torch.no_grad():
-        weight, bias = folded(module, norm)
-        module.weight = nn.Parameter(weight.detach())
-        module.bias = nn.Parameter(bias.detach())
-    replace_module(model, unit.norm, _without_norm(norm))
-
-
-def _without_norm(norm: nn.Module) -> nn.Module:
-    """Return what is left of a batch norm that was folded.
-
-    Those of timm hold the activation that follows, and perhaps a dropout.
-    """
-    held = OrderedDict(norm.named_children())
-    return nn.Sequential(held).train(norm.training) if held else nn.Identity()
-
-
-def _swap(
-    model: nn.Module, unit: Unit, weight_grid: WeightGrid, *, shared: bool
-) -> None:
-    weight = model.get_parameter(unit.parameter).detach()
-    holder, _, leaf = unit.parameter.rpartition(".")
-    owner = model.get_submodule(holder)
-    grid = weight_grid(unit, weight, channel_axis(owner))
-    if unit.kind == "attention" or unit.calls == 0 or shared:
-        # Something else than the layer's own forward reads this weight, so it is
-        # rounded where it is; the grid stays next to it, for files and runtimes.
-        weight.copy_(grid.fake(weight))
-        owner.register_buffer(f"{leaf}_scale", grid.scale.detach().clone().flatten())
-        owner.register_buffer(
-            f"{leaf}_zero_point", grid.zero_point.detach().clone().flatten()
-        )
-        return
-    try:
-        replace_module(model, unit.name, quantized_layer(owner, grid))
-    except QuantizationError as error:
-        raise QuantizationError(f"{unit.name}: {error}") from error
-
-
-def _shared(model: nn.Module) -> set[int]:
-    """Return the ids of the parameters that several modules hold."""
-    holders = Counter(
-        id(parameter)
-        for module in model.modules()
-        for parameter in module.parameters(recurse=False)
-    )
-    return {one for one, count in holders.items() if count > 1}
-
-
-def _attach(
-    model: nn.Module, name: str, site: ActivationSite, quantizer: ActivationQuantizer
-) -> None:
-    """Hang one quantizer on all its places; the first one owns it."""
-    for place in site.after:
-        model.get_submodule(place).register_forward_hook(quantizer.after)
-    for place in site.before:
-        model.get_submodule(place).register_forward_pre_hook(
-            quantizer.before, with_kwargs=True
-        )
-    owner, _, leaf = name.rpartition(".")
-    model.get_submodule(owner).add_module(leaf, quantizer)
-
 
 _ROUNDING = "rounding weights"
 _RECORD = "ompq_quantization"  # the attribute that says how a network was quantized
@@ -194,8 +59,8 @@ class QuantizeConfig:
         weight_grid: Kind of grid for the weights.
         weight_power: Ranges of weights minimise the sum of |error| to this power.
         output_error: Whether the ranges of channels of few weights minimise the squared
-            error of their outputs on some samples instead. Only up to 6 bits, above
-            which nothing is gained, and where the power is 2.
+            error of their outputs instead. Only up to 6 bits, above which nothing is
+            gained, and where the power is 2.
         equalize: Whether channels that only a depthwise convolution reads are brought
             nearer to one size, so that one step fits them all better.
         equalize_from: Fewest weight bits of both layers at which they are: with fewer
@@ -205,7 +70,7 @@ class QuantizeConfig:
             ``percentile`` hold all or nearly all of its values.
         restore_moments: Whether scales and biases make up for what rounding does to the
             mean and the spread of each channel.
-        batch_size: How many samples run at a time.
+        batch_size: How many samples run at a time, at most.
     """
 
     weight_grid: Kind = DEFAULT_KIND
@@ -220,7 +85,7 @@ class QuantizeConfig:
 
 @dataclass(frozen=True)
 class BlockError:
-    """What reconstruction did to one block.
+    """How far reconstruction improved one block.
 
     Attributes:
         block: The block's name.
@@ -245,9 +110,8 @@ class Quantization:
         allocation: Unit name → bits.
         sites: Where activations are quantized.
         skipped: What stays float, with reasons.
-        errors: What reconstruction did, block by block.
-        links: Layers that compute with whole numbers; none before the network is
-            settled.
+        errors: How far reconstruction improved each block.
+        links: Layers that compute with integers; none before :func:`ompq.finalize`.
         equalized: Channels whose sizes are not those of the float network.
     """
 
@@ -264,7 +128,7 @@ def quantization_of(model: nn.Module) -> Quantization:
     """Return how a network was quantized.
 
     Raises:
-        QuantizationError: It was not.
+        QuantizationError: It is not quantized.
     """
     found = getattr(model, _RECORD, None)
     if not isinstance(found, Quantization):
@@ -275,7 +139,7 @@ def quantization_of(model: nn.Module) -> Quantization:
 
 
 def with_quantization(model: nn.Module, record: Quantization) -> nn.Module:
-    """Write down on a network how it was quantized; returns the network."""
+    """Store on a network how it was quantized; returns the network."""
     setattr(model, _RECORD, record)
     return model
 
@@ -290,14 +154,13 @@ def quantize(
 ) -> nn.Module:
     """Return a quantized copy of a network that works at once.
 
-    Batch norms are folded, channels brought to sizes that suit one step, weights
-    rounded to nearest, ranges of activations read off the samples, and each channel
-    given the mean and the spread it had before rounding.
+    Batch norms are folded, weights rounded to nearest, activation ranges calibrated on
+    the samples, and each channel given the mean and the spread it had before rounding.
 
     Args:
         model: The float network.
         plan: Which bits each unit gets.
-        samples: Unlabelled inputs for the ranges, 32 to 1,024.
+        samples: Unlabelled inputs for calibration, 32 to 1,024.
         config: Grids and ranges.
         progress: Called as stages begin, with their number and name; and with the
             same name, batch by batch or unit by unit, as they proceed.
@@ -316,45 +179,38 @@ def quantize(
     report(1, 4, READING)
     factors: tuple[Equalized, ...] = ()
     if config.equalize and sites:
-        wide = config.equalize_from
+        least = config.equalize_from
         factors = find_factors(
             model,
             recording,
-            [u for u in graph.units if allocation[u.name].weight >= wide],
+            [unit for unit in graph.units if allocation[unit.name].weight >= least],
             samples,
             batch_size=config.batch_size,
             report=lambda done, total: report(done, total, READING),
         )
     model = equalized(model, factors)
-    size = config.batch_size
-    ranges = read_ranges(model, samples, sites, batch_size=size, report=report)
-    if config.activation_range == "fisher":
-        ranges = weigh_ranges(
-            model, samples, sites, ranges, batch_size=size, report=report
-        )
+    activation_grids = _calibrate(model, samples, sites, config, report)
     report(2, 4, _ROUNDING)
-    grams = _grams(model, graph, allocation, samples, config, report)
     quantized = assemble(
         model,
         graph,
         allocation,
         sites,
-        weight_grid=_searching(allocation, config, grams, report),
-        activation_grids=[
-            activation_grid(statistics, site.bits, config.activation_range)
-            for site, statistics in zip(sites, ranges, strict=True)
-        ],
+        weight_grid=_range_search(model, graph, allocation, samples, config, report),
+        activation_grids=activation_grids,
     )
     skipped = (*graph.skipped, *lost)
-    with_quantization(
-        quantized,
-        Quantization(graph, allocation, tuple(sites), skipped, equalized=factors),
-    )
+    record = Quantization(graph, allocation, tuple(sites), skipped, equalized=factors)
     report(3, 4, "restoring moments")
     if config.restore_moments:
-        _restore_moments(quantized, model, samples, config.batch_size)
+        layers = quantized_layers(quantized)
+        units = [unit for unit in graph.units if unit.name in layers]
+        moments = float_moments(model, units, samples, config.batch_size)
+        runs = batch_runs(quantized, samples, config.batch_size)
+        with evaluating(quantized):
+            restore_moments(layers, moments, runs)
     report(4, 4, "done")
-    return quantized.train(model.training)
+    return with_quantization(quantized, record).train(model.training)
 
 
 def _allocation(plan: Plan | Allocation, graph: LayerGraph) -> Allocation:
@@ -367,33 +223,44 @@ def _allocation(plan: Plan | Allocation, graph: LayerGraph) -> Allocation:
     return plan
 
 
-def _grams(
+def _calibrate(
+    model: nn.Module,
+    samples: Samples,
+    sites: Sequence[ActivationSite],
+    config: QuantizeConfig,
+    report: Progress,
+) -> list[Grid]:
+    """Return the grid of each activation site."""
+    size, method = config.batch_size, config.activation_range
+    ranges = read_ranges(model, samples, sites, batch_size=size, report=report)
+    if method == "fisher":
+        ranges = weigh_ranges(
+            model, samples, sites, ranges, batch_size=size, report=report
+        )
+    pairs = zip(sites, ranges, strict=True)
+    return [activation_grid(observed, site.bits, method) for site, observed in pairs]
+
+
+def _range_search(
     model: nn.Module,
     graph: LayerGraph,
     allocation: Allocation,
     samples: Samples,
     config: QuantizeConfig,
     report: Progress,
-) -> dict[str, Tensor]:
-    if not config.output_error or config.weight_power != 2:
-        return {}
-    coarse = [u for u in graph.units if allocation[u.name].weight <= LARGEST_HALF_BITS]
-    return input_grams(
-        model,
-        coarse,
-        samples,
-        centred=config.restore_moments,
-        batch_size=config.batch_size,
-        report=lambda done, total: report(done, total, _ROUNDING),
-    )
-
-
-def _searching(
-    allocation: Allocation,
-    config: QuantizeConfig,
-    grams: Mapping[str, Tensor],
-    report: Progress,
 ) -> WeightGrid:
+    """Return the function that finds the grid of a unit's weight."""
+    grams: dict[str, Tensor] = {}
+    if config.output_error and config.weight_power == 2:
+        narrow = LARGEST_HALF_BITS
+        grams = input_grams(
+            model,
+            [unit for unit in graph.units if allocation[unit.name].weight <= narrow],
+            samples,
+            centred=config.restore_moments,
+            batch_size=config.batch_size,
+            report=lambda done, total: report(done, total, _ROUNDING),
+        )
     done = count(1)
 
     def weight_grid(unit: Unit, weight: Tensor, axis: int) -> Grid:
@@ -411,29 +278,102 @@ def _searching(
     return weight_grid
 
 
-def _restore_moments(
-    quantized: nn.Module, model: nn.Module, samples: Samples, batch_size: int
-) -> None:
-    """Give each unit the mean and the spread that it has in the float network."""
-    layers = quantized_layers(quantized)
-    units = [u for u in quantization_of(quantized).graph.units if u.name in layers]
-    moments = float_moments(model, units, samples, batch_size)
-    with evaluating(quantized):
-        restore_moments(layers, moments, _runs(quantized, samples, batch_size))
+def assemble(
+    model: nn.Module,
+    graph: LayerGraph,
+    allocation: Mapping[str, Choice],
+    sites: Sequence[ActivationSite],
+    *,
+    weight_grid: WeightGrid,
+    activation_grids: Sequence[Grid],
+) -> nn.Module:
+    """Return a quantized copy of a float network, in eval mode.
 
+    Args:
+        model: The float network; left as it is.
+        graph: Its units.
+        allocation: Unit name → bits.
+        sites: Where activations are quantized.
+        weight_grid: Returns the grid of a unit's weight, its batch norm folded.
+        activation_grids: The grid of each site.
 
-def float_moments(
-    model: nn.Module, units: Sequence[Unit], samples: Samples, batch_size: int
-) -> dict[str, Moments]:
-    """Return the moments of what units give after their batch norms, by name."""
-    modules = {u.name: model.get_submodule(normalised_by(model, u)) for u in units}
-    with evaluating(model):
-        return output_moments(modules, _runs(model, samples, batch_size))
-
-
-def _runs(model: nn.Module, samples: Samples, batch_size: int) -> Runs:
+    Raises:
+        QuantizationError: A layer cannot be replaced.
+    """
+    quantized = copy.deepcopy(model).eval()
+    modules = quantized.modules()
+    uses = Counter(id(p) for m in modules for p in m.parameters(recurse=False))
+    for unit in graph.units:
+        if unit.norm:
+            _fold(quantized, unit)
+        if allocation[unit.name].weight < FLOAT_BITS:
+            tied = uses[id(quantized.get_parameter(unit.parameter))] > 1
+            _replace(quantized, unit, weight_grid, tied=tied)
+    names = quantizer_names(quantized, sites)
     device = model_device(model)
-    return [
-        partial(call, model, to_device(batch, device))
-        for batch in Samples.of(samples.first_batch(FOR_MOMENTS)).batches(batch_size)
-    ]
+    for name, site, grid in zip(names, sites, activation_grids, strict=True):
+        _attach(quantized, name, site, ActivationQuantizer(grid).to(device))
+    return quantized
+
+
+def _fold(model: nn.Module, unit: Unit) -> None:
+    module, norm = model.get_submodule(unit.name), model.get_submodule(unit.norm)
+    assert isinstance(norm, _BatchNorm)  # the trace found it to be one
+    with torch.no_grad():
+        weight, bias = folded(module, norm)
+        module.weight = nn.Parameter(weight.detach())
+        module.bias = nn.Parameter(bias.detach())
+    # Batch norms of timm hold the activation that follows, and perhaps a dropout.
+    held = OrderedDict(norm.named_children())
+    rest = nn.Sequential(held).train(norm.training) if held else nn.Identity()
+    replace_module(model, unit.norm, rest)
+
+
+def _replace(
+    model: nn.Module, unit: Unit, weight_grid: WeightGrid, *, tied: bool
+) -> None:
+    """Round a unit's weight, in a quantized layer where that can be."""
+    weight = model.get_parameter(unit.parameter).detach()
+    holder, _, leaf = unit.parameter.rpartition(".")
+    owner = model.get_submodule(holder)
+    grid = weight_grid(unit, weight, channel_axis(owner))
+    if unit.kind == "attention" or unit.calls == 0 or tied:
+        # Something else than the layer's own forward reads this weight, so it is
+        # rounded where it is; the grid stays next to it, for files and runtimes.
+        weight.copy_(grid.fake(weight))
+        for name in ("scale", "zero_point"):
+            values = getattr(grid, name).detach().clone().flatten()
+            owner.register_buffer(f"{leaf}_{name}", values)
+        return
+    try:
+        replace_module(model, unit.name, quantized_layer(owner, grid))
+    except QuantizationError as error:
+        raise QuantizationError(f"{unit.name}: {error}") from error
+
+
+def quantizer_names(model: nn.Module, sites: Sequence[ActivationSite]) -> list[str]:
+    """Return the name of each site's quantizer among the network's modules."""
+    found: list[str] = []
+    for site in sites:
+        kind, places = ("output", site.after) if site.after else ("input", site.before)
+        owner = places[0]
+        # A module added to a Sequential would run as its last one.
+        while isinstance(inner := model.get_submodule(owner), nn.Sequential):
+            owner = f"{owner}.{next(iter(inner._modules))}".removeprefix(".")
+        base = f"{owner}.{kind}_quantizer".removeprefix(".")
+        same = sum(name.startswith(base) for name in found)
+        found.append(f"{base}_{same + 1}" if same else base)
+    return found
+
+
+def _attach(
+    model: nn.Module, name: str, site: ActivationSite, quantizer: ActivationQuantizer
+) -> None:
+    """Hook a quantizer to all its places; the first one owns it."""
+    for place in site.after:
+        model.get_submodule(place).register_forward_hook(quantizer.after)
+    for place in site.before:
+        module = model.get_submodule(place)
+        module.register_forward_pre_hook(quantizer.before, with_kwargs=True)
+    owner, _, leaf = name.rpartition(".")
+    model.get_submodule(owner).add_module(leaf, quantizer)

@@ -1,4 +1,4 @@
-"""What calibration reads: activation ranges, importance, input Gram matrices."""
+"""Calibration: activation ranges, the importance of values, Grams of layer inputs."""
 
 import logging
 from collections.abc import Iterator, Sequence
@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+from torch.nn.modules.conv import _ConvNd
 
 from ompq.graph import Unit
 from ompq.quantization.sites import ActivationSite
@@ -33,9 +33,13 @@ from ompq.samples import (
 )
 
 logger = logging.getLogger(__name__)
-_FOR_IMPORTANCE = 64  # samples suffice to tell what matters
-_AT_ONCE = 16  # of them: a backward pass needs what the forward pass computed
 READING = "reading ranges of activations"
+
+# Samples that suffice to tell which values matter, and how many of them run at a time
+# at most: a backward pass keeps what the forward pass computed.
+_FOR_IMPORTANCE, _BACKWARD_BATCH = 64, 16
+_FOR_GRAMS = 32  # samples; each has many positions
+_LEAST_VARIANCE = 1e-9  # of the mean square; what is less is rounding
 
 
 def read_ranges(
@@ -46,7 +50,7 @@ def read_ranges(
     batch_size: int,
     report: Progress,
 ) -> list[Observed]:
-    """Run the float network and gather what each point's range is found from.
+    """Run the float network and return a histogram of the values at each site.
 
     Args:
         model: The float network.
@@ -55,26 +59,23 @@ def read_ranges(
         batch_size: How many samples run at a time.
         report: Called after each batch.
     """
-    found: list[Observed | None] = [None] * len(sites)
+    found: dict[int, Observed] = {}
     site_at = _sites_by_position(sites)
-    device = model_device(model)
 
     def see(at: int, value: Any) -> None:
-        index = site_at[at]
-        found[index] = observe_range(next(tensors_in(value)), found[index])
+        if (site := site_at.get(at)) is not None:
+            found[site] = observe_range(next(tensors_in(value)), found.get(site))
 
     def visit(at: int, _function: Any, _args: Any, _kwargs: Any, output: Any) -> None:
-        if at in site_at:
-            see(at, output)
+        see(at, output)
 
-    total = samples.batch_count(batch_size)
+    total, device = samples.batch_count(batch_size), model_device(model)
     for done, batch in enumerate(samples.batches(batch_size), 1):
         moved = to_device(batch, device)
-        if -1 in site_at:
-            see(-1, moved)
+        see(-1, moved)
         watch(model, moved, visit)
         report(done, total, READING)
-    return [statistics for statistics in found if statistics is not None]
+    return [found[site] for site in sorted(found)]
 
 
 def weigh_ranges(
@@ -86,7 +87,7 @@ def weigh_ranges(
     batch_size: int,
     report: Progress,
 ) -> list[Observed]:
-    """Add how much the values of each point matter to what the network returns.
+    """Add how much the values at each site matter to the network's output.
 
     To second order, an error changes the divergence between the network's answers by
     half its square times the squared gradient of the network's own likelihood (its
@@ -101,10 +102,26 @@ def weigh_ranges(
         batch_size: How many samples run at a time, at most.
         report: Called after each batch.
     """
-    weighing = _Weighing(sites, seen)
+    found, site_at = list(seen), _sites_by_position(sites)
+
+    def await_gradient(at: int, value: Any) -> None:
+        """Have a tensor's gradient counted once it comes."""
+        site, tensor = site_at.get(at), next(tensors_in(value))
+        if site is None or not tensor.requires_grad:
+            return
+        bins = value_bins(found[site], tensor)  # now: it may be changed in place
+
+        def add(gradient: Tensor) -> None:
+            found[site] = with_importance(found[site], bins, gradient)
+
+        tensor.register_hook(add)  # type: ignore[no-untyped-call]
+
+    def visit(at: int, _function: Any, _args: Any, _kwargs: Any, output: Any) -> None:
+        await_gradient(at, output)
+
     generator = torch.Generator().manual_seed(0)
     first, device = samples.first(_FOR_IMPORTANCE), model_device(model)
-    size = min(batch_size, _AT_ONCE)
+    size = min(batch_size, _BACKWARD_BATCH)
     try:
         for done, batch in enumerate(first.batches(size), 1):
             leaf = map_batch(to_device(batch, device), _leaf)
@@ -112,8 +129,8 @@ def weigh_ranges(
             with _differentiating(model, parameters=not ends) as parameters:
                 # The network may work on its input in place, which no leaf allows.
                 inputs = map_batch(leaf, torch.clone)
-                weighing.await_gradient(-1, inputs)
-                output = watch(model, inputs, weighing.visit, gradients=True)
+                await_gradient(-1, inputs)
+                output = watch(model, inputs, visit, gradients=True)
                 loss = _loss(first_tensor(output), generator)
                 torch.autograd.grad(loss, ends or parameters, allow_unused=True)
             report(done, first.batch_count(size), READING)
@@ -124,43 +141,7 @@ def weigh_ranges(
             str(error).splitlines()[0],
         )
         return list(seen)
-    return weighing.found
-
-
-class _Weighing:
-    """Adds the importance of values to what is known of each point, as gradients come.
-
-    Attributes:
-        found: What is known of each point.
-    """
-
-    def __init__(
-        self, sites: Sequence[ActivationSite], seen: Sequence[Observed]
-    ) -> None:
-        self.found = list(seen)
-        self._site_at = _sites_by_position(sites)
-
-    def visit(
-        self, at: int, _function: Any, _args: Any, _kwargs: Any, output: Any
-    ) -> None:
-        """See a call's output while the network runs."""
-        self.await_gradient(at, output)
-
-    def await_gradient(self, at: int, value: Any) -> None:
-        """Have a tensor's gradient counted once it comes, if it is a point's."""
-        index = self._site_at.get(at)
-        if index is None:
-            return
-        tensor = next(tensors_in(value))
-        if not tensor.requires_grad:
-            return
-        # Now: the network may change the tensor in place.
-        bins = value_bins(self.found[index], tensor)
-
-        def add(gradient: Tensor) -> None:
-            self.found[index] = with_importance(self.found[index], bins, gradient)
-
-        tensor.register_hook(add)  # type: ignore[no-untyped-call]
+    return found
 
 
 def _sites_by_position(sites: Sequence[ActivationSite]) -> dict[int, int]:
@@ -173,8 +154,8 @@ def _differentiating(model: nn.Module, *, parameters: bool) -> Iterator[list[Ten
 
     Args:
         model: The network.
-        parameters: Whether gradients flow to them. They need not where they flow to the
-            input, and what a layer got need not be kept then.
+        parameters: Whether gradients flow to them. If they flow to the input, they need
+            not, and layers keep less for the backward pass.
     """
     each: list[Tensor] = [p for p in model.parameters() if p.is_floating_point()]
     flags = [p.requires_grad for p in each]
@@ -210,10 +191,6 @@ def _loss(output: Tensor, generator: torch.Generator) -> Tensor:
     return (output * signs.to(output.device)).sum()
 
 
-_SAMPLES = 32
-_LEAST_VARIANCE = 1e-9  # of the mean square; what is less is rounding
-
-
 def input_grams(
     model: nn.Module,
     units: Sequence[Unit],
@@ -239,29 +216,25 @@ def input_grams(
         Unit name → (C, K, K) or, where all channels have the same inputs, (1, K, K);
         positive definite.
     """
-    layers = {unit.name: _layer(model, unit) for unit in units}
-    sums = {n: _Sums(layer) for n, layer in layers.items() if layer is not None}
+    # The projections inside an attention have no module of their own.
+    sums = {
+        unit.name: _InputSums(model.get_submodule(unit.name))
+        for unit in units
+        if unit.kind not in ("attention", "transposed")
+        and unit.weights <= FEW_WEIGHTS * unit.out_channels
+    }
     if not sums:
         return {}
-    first, watched = samples.first(_SAMPLES), [(s.layer, s.add) for s in sums.values()]
-    collect(model, first, watched, batch_size=batch_size, report=report)
+    collectors = [(each.layer, each.add) for each in sums.values()]
+    first = samples.first(_FOR_GRAMS)
+    collect(model, first, collectors, batch_size=batch_size, report=report)
     return {
         name: each.gram(centred=centred) for name, each in sums.items() if each.count
     }
 
 
-def _layer(model: nn.Module, unit: Unit) -> nn.Module | None:
-    if unit.kind == "attention":  # its projections have no module of their own
-        return None
-    layer = model.get_submodule(unit.name)
-    plain = isinstance(layer, nn.Linear | _ConvNd)
-    if not plain or isinstance(layer, _ConvTransposeNd):
-        return None
-    return layer if unit.weights <= FEW_WEIGHTS * unit.out_channels else None
-
-
-class _Sums:
-    """What a layer's inputs add up to, while the network runs.
+class _InputSums:
+    """Sums over the inputs of a layer, while the network runs.
 
     Attributes:
         layer: The layer.
@@ -275,9 +248,12 @@ class _Sums:
         self._products: Tensor | float = 0.0  # (groups, K, K)
 
     def add(self, layer: nn.Module, args: Any, kwargs: Any, _output: Any) -> None:
-        """Forward hook: add what the layer gets."""
+        """Add what the layer gets: a collector."""
+        x = next(tensors_in((args, kwargs)))
+        if isinstance(layer, _ConvNd) and x.dim() == len(layer.kernel_size) + 1:
+            x = x[None]  # one sample without an axis for samples
         # A convolution's patches are its input many times over: a sample at a time.
-        for sample in _samples(layer, next(tensors_in((args, kwargs)))):
+        for sample in torch.split(x, 1):
             # Double: means are taken off in the end, and may be nearly all there is.
             columns = _columns(layer, sample).double()
             self.count += columns.shape[-1]
@@ -306,13 +282,6 @@ class _Sums:
 
 def _mean_diagonal(gram: Tensor) -> Tensor:
     return gram.diagonal(dim1=1, dim2=2).mean(1)
-
-
-def _samples(layer: nn.Module, x: Tensor) -> Sequence[Tensor]:
-    """Return the samples of what a layer gets, each with an axis for samples."""
-    if isinstance(layer, _ConvNd) and x.dim() == len(layer.kernel_size) + 1:
-        return [x[None]]
-    return torch.split(x, 1)
 
 
 def _columns(layer: nn.Module, x: Tensor) -> Tensor:

@@ -14,20 +14,22 @@ restored only as far as the samples agree on it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from ompq.graph import scaled_channels
+from ompq.graph import Unit, normalised_by, scaled_channels
 from ompq.layers import QuantizedLayer
 from ompq.passes import visit_outputs
+from ompq.samples import Samples, call, evaluating, model_device, to_device
 
 # Each runs the layers on one batch.
 Runs: TypeAlias = Sequence[Callable[[], Any]]
 
-# Samples that moments are read from; the float and the quantized network see the same,
-# so that what differs is what rounding did.
+# Samples that moments are read from. The float and the quantized network see the same,
+# so that only rounding makes them differ.
 FOR_MOMENTS = 256
 
 # Channels that rounding has all but emptied are not blown up to what they were.
@@ -42,23 +44,36 @@ class Moments(NamedTuple):
     spread: Tensor
 
 
+def batch_runs(model: nn.Module, samples: Samples, batch_size: int) -> Runs:
+    """Return functions that run a network on the samples that moments come from."""
+    device = model_device(model)
+    first = Samples((samples.first_batch(FOR_MOMENTS),))
+    return [
+        partial(call, model, to_device(batch, device))
+        for batch in first.batches(batch_size)
+    ]
+
+
+def float_moments(
+    model: nn.Module, units: Sequence[Unit], samples: Samples, batch_size: int
+) -> dict[str, Moments]:
+    """Return the moments of what units give after their batch norms, by name."""
+    modules = {u.name: model.get_submodule(normalised_by(model, u)) for u in units}
+    with evaluating(model):
+        return output_moments(modules, batch_runs(model, samples, batch_size))
+
+
 def output_moments(modules: Mapping[str, nn.Module], runs: Runs) -> dict[str, Moments]:
     """Return the moments of what each module returns, in one pass.
 
     A module that runs more than once has several, and is left out.
-
-    Args:
-        modules: Any name → a convolution, linear layer or batch norm.
-        runs: Run them, one batch each.
     """
     found: dict[str, list[Moments]] = {name: [] for name in modules}
-    visit_outputs(
-        runs,
-        modules,
-        lambda name, outputs: found[name].append(
-            channel_moments(modules[name], outputs)
-        ),
-    )
+
+    def read(name: str, outputs: Sequence[Tensor]) -> None:
+        found[name].append(channel_moments(modules[name], outputs))
+
+    visit_outputs(runs, modules, read)
     return {name: each[0] for name, each in found.items() if len(each) == 1}
 
 

@@ -10,7 +10,7 @@ from ompq.costs import FLOAT_BITS
 from ompq.graph import Choice, LayerGraph, Skipped, is_sum
 from ompq.recording import Call, Recording, is_linear_map
 
-# These hand on the values they get: their output is on the grid of their input.
+# These pass on the values they get: their output is on the grid of their input.
 _PASSIVE = {
     "max_pool1d", "max_pool2d", "max_pool3d", "adaptive_max_pool2d", "flatten",
     "unflatten", "view", "reshape", "permute", "transpose", "movedim", "contiguous",
@@ -42,7 +42,7 @@ class ActivationSite:
 
 
 class Link(NamedTuple):
-    """A layer that computes with whole numbers: :func:`ompq.finalize` made it so.
+    """A layer that computes with integers, made by :func:`ompq.finalize`.
 
     Attributes:
         layer: Its name.
@@ -61,7 +61,7 @@ def find_sites(
     graph: LayerGraph,
     bits: Mapping[str, Choice],
 ) -> tuple[list[ActivationSite], list[Skipped]]:
-    """Return the points of a network, and the tensors that stay float.
+    """Return the sites of a network, and the tensors that stay float.
 
     Args:
         model: The float network.
@@ -119,11 +119,11 @@ class _Finder:
             for source in found[1:]:
                 self.parent[self._root(source)] = self._root(found[0])
             return found
-        if len(call.inputs) == 1 and self._hands_on(call):
+        if len(call.inputs) == 1 and self._passes_on(call):
             return self._sources(call.inputs[0])
         return [at] if call.inputs else []  # made from parameters alone: a constant
 
-    def _hands_on(self, call: Call) -> bool:
+    def _passes_on(self, call: Call) -> bool:
         """Whether a call of one input returns the values it gets."""
         if call.function in _PASSIVE:
             return True

@@ -19,12 +19,11 @@ from ompq.layers import QuantizedLayer
 from ompq.quantization import (
     BlockError,
     Quantization,
-    float_moments,
     quantization_of,
     with_quantization,
 )
 from ompq.quantization.equalization import equalized
-from ompq.quantization.moments import Moments
+from ompq.quantization.moments import Moments, float_moments
 from ompq.reconstruction.blocks import BlockRunner
 from ompq.reconstruction.rounding import RoundingConfig, learn_rounding
 from ompq.recording import tensors_in
