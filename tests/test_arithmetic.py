@@ -23,7 +23,7 @@ INPUT = CodeGrid(scale=0.02, zero_point=3, bits=8)
 
 def weight_and_grid(bits, shape=(5, 4, 3, 3)):
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(bits))
-    return weight, search_weight(weight, bits).grid
+    return weight, search_weight(weight, bits)
 
 
 def numbers(weight, grid, bias=None):

@@ -34,7 +34,7 @@ def by_hand(network, samples, bits=3):
         graph,
         dict.fromkeys(graph.names, Choice(bits, 8)),
         (),
-        weight_grid=lambda _u, w, axis: search_weight(w, bits, channel_dim=axis).grid,
+        weight_grid=lambda _u, w, axis: search_weight(w, bits, channel_dim=axis),
         activation_grids=(),
     )
 
@@ -44,12 +44,12 @@ def test_assembled_network_has_rounded_weights_and_leaves_the_float_one():
     before = copy.deepcopy(network.state_dict())
     made = by_hand(network, images())
     assert isinstance(made.conv, QuantizedConv2d)
-    grid = search_weight(before["conv.weight"], 3).grid
+    grid = search_weight(before["conv.weight"], 3)
     plain = copy.deepcopy(network)
     with torch.no_grad():
         plain.conv.weight.copy_(grid.fake(before["conv.weight"]))
         plain.head.weight.copy_(
-            search_weight(before["head.weight"], 3).grid.fake(before["head.weight"])
+            search_weight(before["head.weight"], 3).fake(before["head.weight"])
         )
         torch.testing.assert_close(made(images()), plain(images()))
     assert all(torch.equal(network.state_dict()[k], v) for k, v in before.items())
@@ -88,7 +88,7 @@ def test_weights_that_others_read_are_rounded_where_they_are(kind, parameter):
     network = seeded(kind())
     made = quantized_at(network, images(16))
     weight = made.get_parameter(parameter).detach()
-    grid = search_weight(network.get_parameter(parameter).detach(), 3).grid
+    grid = search_weight(network.get_parameter(parameter).detach(), 3)
     assert torch.equal(weight, grid.fake(network.get_parameter(parameter).detach()))
     state = made.state_dict()
     assert torch.equal(state[f"{parameter}_scale"], grid.scale.flatten())

@@ -11,7 +11,7 @@ onnx = pytest.importorskip("onnx")
 
 def weight_of(bits, shape=(5, 3, 3, 3)):
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(bits))
-    grid = search_weight(weight, bits).grid
+    grid = search_weight(weight, bits)
     source = CodeGrid(0.02, 0, 8)
     return IntegerWeight.of(grid.quantize(weight), grid, None, source)
 

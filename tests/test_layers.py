@@ -39,7 +39,7 @@ def random(*shape, seed=0):
 @pytest.mark.parametrize(("layer", "shape"), LAYERS, ids=lambda v: str(v)[:22])
 def test_quantized_layer_is_the_layer_with_a_rounded_weight(layer, shape):
     axis = 1 if isinstance(layer, nn.modules.conv._ConvTransposeNd) else 0
-    grid = search_weight(layer.weight.detach(), 3, channel_dim=axis).grid
+    grid = search_weight(layer.weight.detach(), 3, channel_dim=axis)
     quantized = quantized_layer(layer, grid)
     plain = copy.deepcopy(layer)
     with torch.no_grad():
@@ -63,7 +63,7 @@ def test_layer_with_its_own_forward_is_refused():
     with pytest.raises(
         QuantizationError, match="Special has a forward of its own.*pin"
     ):
-        quantized_layer(layer, search_weight(layer.weight.detach(), 4).grid)
+        quantized_layer(layer, search_weight(layer.weight.detach(), 4))
 
 
 @pytest.mark.parametrize("zero_point", [0.0, 3.0, 7.5])
@@ -136,7 +136,7 @@ def test_hooks_survive_a_deep_copy():
 def test_modules_are_found_and_replaced_by_name():
     network = nn.Sequential(nn.Sequential(nn.Conv2d(1, 2, 1)), nn.ReLU())
     layer = network[0][0]
-    grid = search_weight(layer.weight.detach(), 4).grid
+    grid = search_weight(layer.weight.detach(), 4)
     replace_module(network, "0.0", quantized_layer(layer, grid))
     assert list(quantized_layers(network)) == ["0.0"]
     assert isinstance(network[0][0], QuantizedConv2d)
@@ -145,9 +145,7 @@ def test_modules_are_found_and_replaced_by_name():
 
 def test_layers_take_what_the_replaced_ones_take():
     x, up = random(2, 4, 5, 5), nn.ConvTranspose2d(4, 6, 3, stride=2)
-    grown = quantized_layer(
-        up, search_weight(up.weight.detach(), 8, channel_dim=1).grid
-    )
+    grown = quantized_layer(up, search_weight(up.weight.detach(), 8, channel_dim=1))
     assert torch.equal(grown(input=x), grown(x))
     for size in (None, (11, 12), [2, 6, 12, 11]):
         wanted = up(x, output_size=size)

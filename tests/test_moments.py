@@ -20,7 +20,7 @@ def quantized(layer, bits=2):
     with torch.no_grad():
         layer.weight.copy_(values(*layer.weight.shape))
     axis = 1 if isinstance(layer, nn.ConvTranspose2d) else 0
-    grid = search_weight(layer.weight.detach(), bits, channel_dim=axis).grid
+    grid = search_weight(layer.weight.detach(), bits, channel_dim=axis)
     return quantized_layer(layer, grid).requires_grad_(False)
 
 

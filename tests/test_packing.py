@@ -26,7 +26,7 @@ from ompq.quantization import (
 )
 from ompq.quantization.sites import find_sites
 from ompq.quantizers import Grid
-from ompq.ranges import minmax_weight
+from ompq.ranges import search_weight
 from ompq.reconstruction import ReconstructConfig, reconstruct
 from ompq.reconstruction.rounding import RoundingConfig
 from ompq.recording import record
@@ -213,7 +213,7 @@ def quickly_quantized(network, samples, widths):
     sites, lost = find_sites(network, record(network, samples), graph, bits)
 
     def weight_grid(unit, weight, axis):
-        return minmax_weight(weight, bits[unit.name].weight, channel_dim=axis).grid
+        return search_weight(weight, bits[unit.name].weight, channel_dim=axis)
 
     made = assemble(
         network,

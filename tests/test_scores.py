@@ -269,7 +269,7 @@ def test_divergence_equals_a_copy_with_one_rounded_weight(network, graph):
     other = copy.deepcopy(network)
     weight = other.block1.conv2.weight
     with torch.no_grad():
-        weight.copy_(search_weight(weight, 3).grid.fake(weight))
+        weight.copy_(search_weight(weight, 3).fake(weight))
         p = F.softmax(network(images()), 1)
         q = F.softmax(other(images()), 1)
         wanted = F.kl_div(q.log(), p, reduction="batchmean")

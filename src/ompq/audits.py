@@ -345,8 +345,9 @@ class _Meter:
                 weight = rounded.get_parameter(unit.parameter)
                 if width < FLOAT_BITS:
                     owner = rounded.get_submodule(unit.parameter.rpartition(".")[0])
-                    fit = search_weight(weight, width, channel_dim=channel_axis(owner))
-                    weight.copy_(fit.grid.fake(weight))
+                    axis = channel_axis(owner)
+                    grid = search_weight(weight, width, channel_dim=axis)
+                    weight.copy_(grid.fake(weight))
         samples = self.samples.first(self.config.orm_samples)
         found = measure_orm(self.plan.graph, rounded, samples)
         return float(np.mean(found.matrix))

@@ -273,7 +273,7 @@ def _range_search(
             gram=grams.get(unit.name),
         )
         report(next(done), len(allocation), _ROUNDING)
-        return found.grid
+        return found
 
     return weight_grid
 

@@ -85,9 +85,7 @@ def _weight_divergence(
     axis = channel_axis(model.get_submodule(unit.parameter.rpartition(".")[0]))
     found = {}
     for bits in widths:
-        rounded = search_weight(weight.float(), bits, channel_dim=axis).grid.fake(
-            weight
-        )
+        rounded = search_weight(weight.float(), bits, channel_dim=axis).fake(weight)
         output = _log_probabilities(model, batch, {unit.parameter: rounded})
         found[bits] = _divergence(reference, output)
     return found
