@@ -207,20 +207,11 @@ def worst_histograms(
     *,
     count: int = 3,
 ) -> list[Histogram]:
-    """Return how the weights and inputs of the worst layers are spread.
+    """Return histograms of the layers with the largest expected damage.
 
-    The worst are those with most expected damage at the bits they got. Weights are the
-    float network's, with the batch norm folded in, as codes of their channel's grid:
-    what is rounded to 0, 1, 2 and so on lies around these numbers. Inputs are the float
-    network's too; the lines tell the least and the greatest that the quantized layer
-    reads, and so where values are clipped.
-
-    Args:
-        quantized: The quantized network.
-        model: The float network.
-        plan: The plan, made for ``model``.
-        samples: Inputs; the first 32 are used.
-        count: How many layers.
+    Weights are the float network's, with the batch norm folded in, in units of codes:
+    what lies around 1 is rounded to 1. Inputs are the float network's too, of 32 samples;
+    the lines show what the quantized layer reads, and so where values are clipped.
     """
     layers, samples = quantized_layers(quantized), Samples.of(samples)
     damage = plan.scores.damage[range(len(plan.columns)), plan.columns]

@@ -41,16 +41,8 @@ def write_figures(
     """Write figures of a plan for a paper or a talk, each as PNG and as SVG.
 
     They are ``orm`` if ORM was measured, ``bits``, and ``accuracy`` if results hold
-    accuracies of at least two sizes. There, what stands before a name's first comma is
-    the name of its line: "mixed, 1.5 MiB" and "mixed, 1.3 MiB" are joined.
-
-    Args:
-        folder: Where the files go; it is made if missing.
-        plan: The plan.
-        results: As for ``write_report``; accuracies are used.
-
-    Returns:
-        The files written.
+    accuracies of at least two sizes. There, "mixed, 1.5 MiB" and "mixed, 1.3 MiB" are
+    joined to one line, named by what stands before the comma.
 
     Raises:
         MissingExtraError: matplotlib is not installed.

@@ -56,22 +56,18 @@ def write_report(
     others: Mapping[str, Plan] | None = None,
     progress: Progress | None = None,
 ) -> Path:
-    """Write a plan and what became of it as one HTML page.
+    """Write a plan and its results as one HTML page that needs no network.
 
-    The page needs no network and no server; the same arguments give the same bytes.
-    A part of the page appears only if its results are given.
+    The same arguments give the same bytes.
 
     Args:
-        path: The HTML file; folders on the way are made.
-        plan: The plan.
         results: Accuracies, errors, histograms and so on, in the order to be shown.
         title: The heading, for example the network's name.
-        others: Plans of the same network and choices, by name, that the explorer can
-            stand beside this one.
+        others: Plans of the same network and choices, by name, for comparison.
         progress: Called as the explorer's budgets are solved for.
 
     Raises:
-        TypeError: A result is none of the sections.
+        TypeError: A result is not one of the sections.
     """
     write_text(path, render_report(plan, results, title, others, progress))
     return Path(path)
@@ -183,7 +179,7 @@ def _cost_text(plan: Plan, cost: str, value: float) -> str:
 
 
 def _labels(plan: Plan) -> dict[str, Any]:
-    """Name choices by their weight bits alone where inputs have but one width."""
+    """Label choices by their weight bits if all activations have the same width."""
     widths = {choice.activation for choice in plan.choices}
     if len(widths) > 1:
         return {"choice_label": str, "inputs_note": ""}

@@ -11,16 +11,10 @@ from ompq.audits import Audit
 
 @dataclass(frozen=True)
 class Accuracy:
-    """Top-1 of one network, with its interval.
+    """Top-1 of one network, a fraction of ``count`` images, with its 95 % interval.
 
-    Attributes:
-        name: What was evaluated, for example ``float`` or ``mixed, 1.5 MiB``.
-        top1: Fraction of images that are right.
-        low: Lower end of the confidence interval.
-        high: Upper end of the confidence interval.
-        count: Number of images.
-        size_bytes: Size of the network, where known.
-        note: A remark shown beside it.
+    The name may be ``float`` or ``mixed, 1.5 MiB``: what stands before the first comma
+    joins the points of one line in a figure.
     """
 
     name: str
@@ -43,11 +37,7 @@ class Accuracy:
 class BlockError:
     """Error of a block's output before and after reconstruction.
 
-    Attributes:
-        name: The block.
-        before: Error with weights rounded to nearest.
-        after: Error after reconstruction.
-        kept: Whether the result was kept; one that is worse is not.
+    A result that is worse than before is not ``kept``.
     """
 
     name: str
@@ -65,12 +55,10 @@ class BlockError:
 
 @dataclass(frozen=True)
 class Histogram:
-    """How the values of a weight or an activation are spread.
+    """How the values of a weight or an activation are distributed.
 
     Attributes:
-        name: What is shown, for example ``conv1 weight``.
-        edges: Ends of the bins, rising, one more than bins.
-        counts: Values in each bin.
+        edges: Ends of the bins, rising; one more than ``counts``.
         lines: Label and position of vertical lines, such as a clipping range.
     """
 
@@ -118,15 +106,12 @@ class StageTime:
 
 @dataclass(frozen=True)
 class Agreement:
-    """How far an exported file agrees with the quantized network.
+    """How far an exported file agrees with the quantized network on ``count`` inputs.
 
     Attributes:
-        name: The file or the runtime.
         top1: Fraction of inputs with the same largest logit.
-        count: Number of inputs compared.
         codes_equal: Fraction of integer codes that are equal, where compared.
         largest_step: The largest difference of two codes, where compared.
-        note: A remark shown beside it.
     """
 
     name: str
@@ -139,7 +124,7 @@ class Agreement:
 
 @dataclass(frozen=True)
 class Remark:
-    """Something that the reader should know, about a layer or an operation."""
+    """A remark about a layer or an operation."""
 
     name: str
     text: str
@@ -201,21 +186,20 @@ def sections_from_json(data: Iterable[Mapping[str, Any]]) -> list[Section]:
     """Rebuild sections from :func:`sections_to_json`.
 
     Raises:
-        ValueError: An entry is no section, or lacks a field.
+        ValueError: An entry is not a section, or lacks a field.
     """
-    return [_section(entry) for entry in data]
-
-
-def _section(entry: Mapping[str, Any]) -> Section:
-    fields = {key: _tuples(value) for key, value in entry.items() if key != "section"}
-    kind = entry.get("section")
-    if kind not in _KINDS:
-        raise ValueError(f"section={kind!r} is unknown; use one of {', '.join(_KINDS)}")
-    try:
-        section: Section = _KINDS[kind](**fields)
-    except TypeError as error:
-        raise ValueError(f"a broken {kind} section: {error}") from error
-    return section
+    found: list[Section] = []
+    for entry in data:
+        fields = {key: _tuples(value) for key, value in entry.items()}
+        kind = fields.pop("section", None)
+        if kind not in _KINDS:
+            known = ", ".join(_KINDS)
+            raise ValueError(f"section={kind!r} is unknown; use one of {known}")
+        try:
+            found.append(_KINDS[kind](**fields))
+        except TypeError as error:
+            raise ValueError(f"a broken {kind} section: {error}") from error
+    return found
 
 
 def _tuples(value: Any) -> Any:
