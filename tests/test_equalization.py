@@ -18,7 +18,7 @@ from ompq.recording import record
 from ompq.samples import Samples
 from ompq.training.norms import fold_norms, keep_norms
 
-EMPTY = {"units": (), "skipped": (), "float_parameters": 0}
+EMPTY = {"units": [], "skipped": [], "float_bytes": 0}
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 
 

@@ -3,6 +3,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from ompq.files import (
     json_list,
     json_number,
     json_object,
+    json_record,
     json_table,
     json_text,
     json_whole,
@@ -283,3 +285,50 @@ def test_values_of_the_right_types_are_returned():
     assert json_table([[1, 2.5]], "x", (1, 2)) == [[1.0, 2.5]]
     assert json_whole(2**53, "x") == 2**53
     assert json_object({"a": 1}, "x") == {"a": 1}
+
+
+@dataclass(frozen=True)
+class Inner:
+    """A record inside another."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Outer:
+    """A record with fields of all kinds."""
+
+    count: int
+    share: float
+    flag: bool
+    sizes: tuple[int, ...]
+    inner: tuple[Inner, ...] = ()
+
+
+GOOD = {"count": 1, "share": 2, "flag": True, "sizes": [3, 4], "inner": [{"text": "x"}]}
+
+
+def test_records_are_made_of_plain_data():
+    assert json_record(Outer, GOOD) == Outer(1, 2, True, (3, 4), (Inner("x"),))
+    assert json_record(Outer, {**GOOD, "share": 0.5}).share == 0.5
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"count": 1.0}, "count must be a whole number from -1 to .*, not 1.0"),
+        ({"count": True}, "count must be a whole number from -1 to .*, not True"),
+        ({"share": "2"}, "share must be a finite number, not '2'"),
+        ({"flag": 1}, "flag must be true or false, not 1"),
+        ({"sizes": "34"}, "sizes must be a list of .*, not '34'"),
+        ({"sizes": [1, None]}, "sizes must be a whole number .*, not None"),
+        ({"inner": [{"text": 1}]}, "text must be a text, not 1"),
+        ({"inner": [[]]}, "Inner must be an object, not a list of 0 entries"),
+        ({"extra": 1}, "Outer does not know extra"),
+    ],
+)
+def test_other_data_is_refused(change, words):
+    with pytest.raises(ValueError, match=f"^{words}$"):
+        json_record(Outer, {**GOOD, **change})
+    with pytest.raises(ValueError, match="^Outer lacks flag, sizes$"):
+        json_record(Outer, {"count": 1, "share": 1.0})

@@ -12,11 +12,12 @@ import re
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import MISSING, fields, is_dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast, get_args, get_origin
 
-from ompq.errors import CheckpointError, FileError
+from ompq.errors import CheckpointError, FileError, shortened
 
 if TYPE_CHECKING:  # commands that only read JSON need not wait for torch
     from torch import Tensor
@@ -24,6 +25,7 @@ if TYPE_CHECKING:  # commands that only read JSON need not wait for torch
 _METADATA = "ompq"  # the entry of a safetensors file's metadata that holds our header
 _DIGEST = "sha256"
 _MOST_DIGITS = 19  # of an integer in JSON: what 64 bits hold
+_Record = TypeVar("_Record")  # a dataclass
 # What reading a safetensors file with flipped bits makes the library raise.
 _DAMAGE = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError)
 
@@ -205,6 +207,41 @@ def _brief(value: Any) -> str:
         return f"{kind} of {len(value)} entries"
     text = repr(value)
     return text if len(text) <= 40 else f"{text[:36]}..."
+
+
+def json_flag(value: Any, what: str) -> bool:
+    """Return true or false."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{what} must be true or false, not {_brief(value)}")
+    return value
+
+
+def json_record(kind: type[_Record], value: Any) -> _Record:
+    """Return a dataclass made of a JSON object whose keys and types are checked.
+
+    Its fields may be ``str``, ``int`` (from -1), ``float``, ``bool``, other such
+    dataclasses, or tuples of any length of one of these.
+    """
+    name = kind.__name__
+    given = json_object(value, name)
+    known = {field.name: field for field in fields(kind)}  # type: ignore[arg-type]
+    missing = [n for n, f in known.items() if f.default is MISSING and n not in given]
+    unknown = [key for key in given if key not in known]
+    if missing or unknown:
+        what, names = ("lacks", missing) if missing else ("does not know", unknown)
+        raise ValueError(f"{name} {what} {shortened(names):.200}")
+    return kind(**{n: _checked(one, n, known[n].type) for n, one in given.items()})
+
+
+def _checked(value: Any, what: str, kind: Any) -> Any:
+    if is_dataclass(kind):
+        return json_record(cast(type, kind), value)
+    if get_origin(kind) is tuple:
+        inner = get_args(kind)[0]
+        return tuple(_checked(one, what, inner) for one in json_list(value, what))
+    if kind is int:
+        return json_whole(value, what, -1)
+    return {str: json_text, float: json_number, bool: json_flag}[kind](value, what)
 
 
 def write_tensors(

@@ -4,10 +4,10 @@ import fnmatch
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import MISSING, asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from math import prod
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.nn.modules.dropout import _DropoutNd
 
 from ompq.errors import OmpqError, PatternError, TraceError, shortened
+from ompq.files import json_record
 from ompq.recording import Call, ModuleCall, Recording, is_linear_map, record
 from ompq.samples import Samples, SamplesLike, model_device, to_device
 
@@ -34,8 +35,8 @@ _PASSED = _NORMS | _ACTIVATIONS | _LAYOUT
 _SCALINGS = {"add", "sub", "mul", "div"}  # by a constant or a parameter
 # Products of two activations: arithmetic that no weight's bits describe.
 _PRODUCTS = {"matmul", "bmm", "baddbmm", "einsum", "scaled_dot_product_attention"}
-_LARGEST = 1 << 53  # integers of a file beyond this are no sizes: float64 ends here
-_MOST_AXES = 8  # of a weight in a file: torch's largest, of Conv3d, has five
+_MOST_WEIGHTS = 1 << 53  # of a unit in a file: what float64 counts exactly
+_MOST_AXES = 8  # of a weight in a file; that of a Conv3d has five
 _COUNTER = "num_batches_tracked"  # of batch norms: nothing is computed with it
 
 
@@ -192,19 +193,20 @@ class LayerGraph:
         Raises:
             ValueError: Something is missing, of another type, or out of range.
         """
-        if not isinstance(data, Mapping):
-            raise ValueError(f"the graph is a {type(data).__name__}, not an object")
-        given = {**data}
-        if "float_parameters" in given:  # 0.1 took them all for float32
-            count = _whole_number("float_parameters", given.pop("float_parameters"))
-            given.setdefault("float_bytes", 4 * count)
-        units = tuple(_from_json(Unit, one) for one in _list("units", given))
-        twice = [name for name, n in Counter(u.name for u in units).items() if n > 1]
-        if twice:
-            raise ValueError(f"units are named twice: {shortened(twice)}")
-        skipped = tuple(_from_json(Skipped, one) for one in _list("skipped", given))
-        size = _whole_number("float_bytes", given.get("float_bytes"))
-        return cls(units, skipped, size)
+        if isinstance(data, Mapping) and "float_parameters" in data:
+            # 0.1 took all that stays float for float32.
+            data = {**data, "float_bytes": 4 * data["float_parameters"]}
+            del data["float_parameters"]
+        graph = json_record(cls, data)
+        for unit in graph.units:
+            axes = unit.weight_shape
+            if not 1 <= len(axes) <= _MOST_AXES or min(axes) < 1:
+                raise ValueError(f"weight_shape={list(axes)[:9]} is not a shape")
+            if unit.weights > _MOST_WEIGHTS:
+                raise ValueError(f"unit {unit.name:.80} has {unit.weights:,} weights")
+        if len(graph._by_name) < len(graph):
+            raise ValueError("two units have the same name")
+        return graph
 
 
 def _positions(names: Iterable[str]) -> dict[str, tuple[int, ...]]:
@@ -212,57 +214,6 @@ def _positions(names: Iterable[str]) -> dict[str, tuple[int, ...]]:
     for position, name in enumerate(names):
         found.setdefault(name, []).append(position)
     return {name: tuple(members) for name, members in found.items()}
-
-
-_Value = TypeVar("_Value", Unit, Skipped)
-
-
-def _from_json(kind: type[_Value], data: Any) -> _Value:
-    """Return a value of a dataclass; its fields are numbers, text or a shape."""
-    if not isinstance(data, Mapping):
-        raise ValueError(f"a {kind.__name__.lower()} is a {type(data).__name__}")
-    known = {field.name: field for field in fields(kind)}
-    unknown = [str(key) for key in data if key not in known]
-    missing = [n for n, f in known.items() if n not in data and f.default is MISSING]
-    if unknown or missing:
-        raise ValueError(
-            f"a {kind.__name__.lower()} lacks {shortened(missing) or 'nothing'} "
-            f"and has {shortened(unknown) or 'nothing'} that is unknown"
-        )
-    found: dict[str, Any] = {}
-    for name, value in data.items():
-        if known[name].type is str:
-            if not isinstance(value, str):
-                raise ValueError(f"{name} must be text, not {value!r:.40}")
-            found[name] = value
-        elif known[name].type is int:
-            found[name] = _whole_number(name, value)
-        else:
-            found[name] = _shape(name, value)
-    return kind(**found)
-
-
-def _whole_number(name: str, value: Any) -> int:
-    # A feature is -1 where a layer returned the network's input.
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    if not whole or not -1 <= value < _LARGEST:
-        raise ValueError(f"{name} must be a whole number, not {value!r:.40}")
-    return int(value)
-
-
-def _list(name: str, data: Mapping[str, Any]) -> list[Any]:
-    if not isinstance(data.get(name), list | tuple):
-        raise ValueError(f"{name} must be a list")
-    return list(data[name])
-
-
-def _shape(name: str, value: Any) -> tuple[int, ...]:
-    if not isinstance(value, list | tuple) or not 1 <= len(value) <= _MOST_AXES:
-        raise ValueError(f"{name} must be a list of 1 to {_MOST_AXES} sizes")
-    sizes = tuple(_whole_number(name, size) for size in value)
-    if min(sizes) < 1 or prod(sizes) >= _LARGEST:
-        raise ValueError(f"{name}={list(sizes)} is no shape of a weight")
-    return sizes
 
 
 def select(names: Sequence[str], pattern: str) -> list[str]:
