@@ -54,7 +54,7 @@ class ReconstructConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be meant.
+        """Check the values.
 
         Raises:
             ValueError: The loss is unknown.

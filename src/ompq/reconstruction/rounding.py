@@ -31,8 +31,8 @@ from ompq.quantizers import LARGEST_BITS
 from ompq.reconstruction.blocks import BlockCache
 from ompq.samples import Progress, attached, cudnn_kernels, evaluating, model_device
 
-_FASTEST = 0.005  # of a grid's step, in one step of learning
-_FEWEST_SAMPLES = 8
+_FASTEST = 0.005  # steps of the grid per iteration; more overshoots in short runs
+_FEWEST_SAMPLES = 8  # an iteration with fewer is too noisy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +81,7 @@ class RoundingConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be meant.
+        """Check the values.
 
         Raises:
             ValueError: A count or a fraction is out of its range.
@@ -175,8 +175,9 @@ class SoftRounding:
     @contextmanager
     def used(self) -> Iterator[None]:
         """Let the layers compute with their soft weights, and biases to match."""
-        for layer, weight, bias in self._given():
-            layer.learning = (weight, None if layer.bias is None else bias)
+        weight, bias = _SoftWeights.apply(self.up, self.stretch, self.bias, self)
+        for layer, own, own_bias in self._by_layer(weight, bias):
+            layer.learning = (own, None if layer.bias is None else own_bias)
         try:
             yield
         finally:
@@ -202,22 +203,23 @@ class SoftRounding:
     def finish(self) -> None:
         """Write weights, scales and biases into the layers, for good."""
         self.harden()
-        scales = torch.split(self._stretched(), [rows for rows, _ in self._shapes])
-        for (layer, weight, bias), scale in zip(self._given(), scales, strict=True):
-            layer.weight.copy_(weight)
-            layer.weight_scale.copy_(scale[: len(layer.weight_scale)])
+        weight, bias = _SoftWeights.apply(self.up, self.stretch, self.bias, self)
+        scale = self._scale * self.stretch.exp()
+        scales = torch.split(scale, [rows for rows, _ in self._shapes])
+        found = zip(self._by_layer(weight, bias), scales, strict=True)
+        for (layer, own, own_bias), own_scale in found:
+            layer.weight.copy_(own)
+            layer.weight_scale.copy_(own_scale[: len(layer.weight_scale)])
             if layer.bias is not None:
-                layer.bias.copy_(bias)
+                layer.bias.copy_(own_bias)
 
-    def _given(self) -> list[tuple[QuantizedLayer, Tensor, Tensor]]:
-        weight, bias = _Weights.apply(self.up, self.stretch, self.bias, self)
+    def _by_layer(
+        self, weight: Tensor, bias: Tensor
+    ) -> list[tuple[QuantizedLayer, Tensor, Tensor]]:
         weights = torch.split(weight, [rows * width for rows, width in self._shapes])
         biases = torch.split(bias, [rows for rows, _ in self._shapes])
         found = zip(self._layers, weights, biases, strict=True)
         return [(layer, weight_of(layer, w), b) for layer, w, b in found]
-
-    def _stretched(self) -> Tensor:
-        return self._scale * self.stretch.exp()
 
     def _row_sums(self, flat: Tensor) -> Tensor:
         parts = torch.split(flat, [rows * width for rows, width in self._shapes])
@@ -225,7 +227,7 @@ class SoftRounding:
         return torch.cat([part.view(shape).sum(1) for part, shape in pairs])
 
 
-class _Weights(torch.autograd.Function):
+class _SoftWeights(torch.autograd.Function):
     """Weights and biases from what is learned, in few kernels both ways."""
 
     @staticmethod
@@ -347,7 +349,7 @@ def mean_inputs(layers: Sequence[QuantizedLayer], runs: Runs) -> list[Tensor]:
     return [sums[layer] / counts[layer] for layer in layers]
 
 
-_REPORT_EVERY = 50  # on a CPU fifty steps can take seconds
+_REPORT_EVERY = 50  # iterations; on a CPU these can take seconds
 
 
 def learn_rounding(
@@ -380,7 +382,7 @@ def learn_rounding(
         step.run(progress)
         step.finish()
     after = block_error(block, cache, config.batch_size)
-    if not after < before:  # nor is what is no number an improvement
+    if not after < before:  # NaN is no improvement either
         block.load_state_dict(state)
     return before, after
 
