@@ -1,5 +1,7 @@
 """export, bench and inspect, run as the program runs them."""
 
+import shutil
+
 import pytest
 
 from cli_tools import network_file, run, run_json
@@ -199,3 +201,31 @@ def test_a_folder_is_told_from_a_file(tmp_path):
     result = run("inspect", tmp_path)
     assert result.exit_code == 2
     assert result.stderr == f"error: {tmp_path} is a folder; name the file in it\n"
+
+
+def test_without_a_name_the_file_goes_into_the_run_s_folder(out, onnx_file, tmp_path):
+    folder = shutil.copytree(out, tmp_path / "run")
+    data = run_json("export", folder, "--samples", "8")
+    assert data["path"] == str(folder / "network.onnx")
+    assert (folder / "network.onnx").read_bytes() == onnx_file[0].read_bytes()
+    beside = tmp_path / "my.ompq.safetensors"
+    shutil.copyfile(out / "network.ompq.safetensors", beside)
+    assert run("export", beside, "--samples", "8").exit_code == 0
+    assert (tmp_path / "my.onnx").exists()
+    timed = run("bench", folder, "--float", folder / "network.onnx", "--repeats", "1")
+    assert timed.exit_code == 0, timed.output
+    copied = run("export", out, "--format", "packed")
+    assert copied.exit_code == 2
+    assert "name the copy with -o FILE" in copied.stderr
+
+
+def test_bench_of_another_file_says_what_to_do(out, tmp_path):
+    result = run("bench", out / "plan.json")
+    assert result.exit_code == 2
+    assert result.stderr == (
+        f"error: {out / 'plan.json'} is not an ONNX file; "
+        "run ompq export first and give its output\n"
+    )
+    missing = run("bench", tmp_path)
+    assert missing.exit_code == 2
+    assert "network.onnx" in missing.stderr and missing.stderr.count("\n") == 1

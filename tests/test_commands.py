@@ -272,3 +272,21 @@ def test_other_systems_and_libraries_are_left_alone(monkeypatch):
         assert not keep_freed_memory()
     monkeypatch.setattr(ompq.cli.commands.ctypes, "CDLL", lambda _name: object())
     assert not keep_freed_memory()
+
+
+def test_errors_of_the_system_are_one_line_whatever_they_carry():
+    assert explained(OSError("cannot allocate")) == ("cannot allocate", 2)
+    assert explained(OSError()) == ("the system reports an error", 2)
+
+
+def test_very_long_names_of_files_are_cut(tmp_path):
+    name = tmp_path / ("a" * 4000)
+    for words in (
+        ("plan", "ompq:demo", "--data", "random", "--budget", "3bits", "-o", name),
+        ("quantize", "ompq:demo", "--data", "random", "--budget", "3bits", "-o", name),
+        ("inspect", name),
+    ):
+        result = run(*words)
+        assert result.exit_code == 2
+        assert result.stderr.endswith(": File name too long\n")
+        assert result.stderr.count("\n") == 1 and len(result.stderr) < 300

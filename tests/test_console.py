@@ -3,18 +3,14 @@
 import io
 import logging
 import sys
-from dataclasses import dataclass
-from typing import Annotated
 
 import pytest
-import typer
 from rich.console import Console as RichConsole
-from typer.testing import CliRunner
 
 from ompq import stages
 from ompq.cli import console as consoles
-from ompq.cli.console import Console, muted, opened
-from ompq.cli.options import OutputOptions, spread
+from ompq.cli.console import Console, muted, opened, plain, render
+from ompq.cli.options import OutputOptions
 
 
 def stream(*, terminal: bool) -> RichConsole:
@@ -167,27 +163,36 @@ def test_a_pipe_has_no_width_unless_it_is_given(monkeypatch):
         assert console.out.width == 80
 
 
-@dataclass(frozen=True, kw_only=True)
-class Where:
-    place: Annotated[str, typer.Argument(metavar="PLACE")]
-    floor: Annotated[int, typer.Option("--floor", "-f")] = 3
+class Both:
+    def to_json(self):
+        return {"name": "[b]\x9b1m"}
+
+    def line(self):
+        return "[/x] one\x1b[31m"
+
+    def tables(self, width):
+        return [f"{width} columns", "[/x]"]
 
 
-def test_a_dataclass_stands_for_its_options():
-    seen = []
+@pytest.mark.parametrize(
+    ("settings", "shown"),
+    [
+        ({"json": True}, '{\n  "name": "[b]\\u009b1m"\n}\n'),
+        ({"quiet": True}, "[/x] one\\x1b[31m\n"),
+        ({"json": True, "quiet": True}, '{\n  "name": "[b]\\u009b1m"\n}\n'),
+        ({}, "100 columns\n[/x]\n"),
+    ],
+)
+def test_a_result_shows_itself_as_the_options_ask(settings, shown):
+    console = Console(stream(terminal=False), stream(terminal=False), **settings)
+    render(Both(), console)
+    assert console.out.file.getvalue() == shown
 
-    @spread
-    def go(where: Where, times: Annotated[int, typer.Option()] = 1) -> None:
-        """Go there."""
-        seen.append((where, times))
 
-    app = typer.Typer()
-    app.command()(go)
-    assert CliRunner().invoke(app, ["roof", "-f", "9"]).exit_code == 0
-    assert CliRunner().invoke(app, ["roof", "--times", "2"]).exit_code == 0
-    assert CliRunner().invoke(app, []).exit_code == 2
-    assert seen == [
-        (Where(place="roof", floor=9), 1),
-        (Where(place="roof", floor=3), 2),
-    ]
-    assert go.__doc__ == "Go there."
+def test_what_a_terminal_would_obey_is_written_out():
+    assert plain("conv\x1b[31m\u202e\r\n") == "conv\\x1b[31m\\u202e\\r\n"
+    assert plain("blöcke.1 × 2") == "blöcke.1 × 2"
+    console = Console(stream(terminal=True), stream(terminal=True))
+    with console.stage("learning") as progress:
+        progress(1, 2, "[/x]\x1b]0;title\x07")
+    assert "\x07" not in console.err.file.getvalue()

@@ -376,3 +376,73 @@ def test_paper_accounting_counts_as_the_paper(net):
     row = run_json("budget", net[0], "--choices", "8", "--accounting", "paper")["rows"]
     weights = np.array([4 * 27 + 4, 8 * 36 + 16, 8 * 72 + 16, 32 + 8, 80 + 10])
     assert row[0]["bytes"] == weights.sum()
+
+
+@pytest.mark.parametrize(
+    "score", ["orm_distortion", "weight_noise", "output_divergence", "orm"]
+)
+def test_inputs_may_stay_float_where_that_helps(net, score):
+    """32 beside 8 is a choice that damages nothing and costs bit operations."""
+    words = ("plan", *net, "--choices", "4", "--activation-bits", "8,32")
+    free = run_json(*words, "--score", score, "--budget", "8bits")
+    assert {unit["activation_bits"] for unit in free["units"]} <= {8, 32}
+    if score != "orm":  # which counts weight bits alone
+        assert {unit["activation_bits"] for unit in free["units"]} == {32}
+    operations = sum(MACS.values()) * 4
+    tight = run_json(*words, "--budget", f"{operations * 8 / 1e6 + 0.001:.4f}MBOPs")
+    assert {unit["activation_bits"] for unit in tight["units"]} == {8}
+
+
+HOSTILE = """
+from torch import nn
+
+class Net(nn.Module):
+    preprocessing = {"input_shape": (3, 8, 8)}
+
+    def __init__(self):
+        super().__init__()
+        self.add_module("[/x]", nn.Conv2d(3, 4, 3))
+        self.add_module("[red]\\x1b[31m", nn.Linear(4, 10))
+
+    def forward(self, x):
+        x = getattr(self, "[/x]")(x).relu().mean((2, 3))
+        return getattr(self, "[red]\\x1b[31m")(x)
+
+def make():
+    return Net()
+"""
+
+
+@pytest.fixture(scope="module")
+def hostile(tmp_path_factory):
+    """A plan whose layers have names that markup and terminals would obey."""
+    folder = tmp_path_factory.mktemp("hostile[x]")
+    (folder / "net.py").write_text(HOSTILE)
+    path = folder / "plan.json"
+    words = (f"{folder / 'net.py'}:make", "--data", "random", "--samples", "8")
+    result = run("plan", *words, "--budget", "4bits", "-o", path)
+    assert result.exit_code == 0, result.output
+    return path, result
+
+
+NAMES_AS_TEXT = ("[/x]", "[red]\\x1b[31m")
+
+
+def test_names_of_layers_are_printed_as_text(hostile):
+    path, result = hostile
+    rows = [line.split()[:1] for line in result.stdout.splitlines()]
+    assert all([name] in rows for name in NAMES_AS_TEXT)
+    assert f"saved to {path}" in result.stdout
+    for words in (
+        ("explain", path, "*"),
+        ("explain", path, "*", "--quiet"),
+        ("compare", path, path),
+        ("pareto", path, "--points", "3"),
+        ("explain", path, "[a]"),
+        ("replan", path.parent / "no\x1b[2J.json", "--budget", "3bits"),
+    ):
+        shown = run(*words)
+        assert shown.exit_code in (0, 2), shown.output
+        assert "unexpected" not in shown.output
+        assert "\x1b" not in shown.output
+    assert all(name in run("explain", path, "*").stdout for name in NAMES_AS_TEXT)

@@ -1,5 +1,6 @@
 """quantize and evaluate, run as the program runs them."""
 
+import errno
 import json
 from pathlib import Path
 
@@ -265,3 +266,56 @@ def test_views_are_what_is_learned_from(net, tmp_path, monkeypatch):
     plain, views = seen
     assert len(plain) == 8
     assert torch.equal(views, ompq.image_views(plain, 3))
+
+
+def test_bits_for_some_layers_only_are_refused(net, tmp_path):
+    (tmp_path / "bits.json").write_text('{"fc": {"weight": 4, "activation": 8}}')
+    words = ("quantize", *net, "--samples", "8", "--no-reconstruct")
+    result = run(*words, "--plan", tmp_path / "bits.json", "-o", tmp_path / "out")
+    assert result.exit_code == 2
+    assert "gives bits to 1 of 5 layers; add bits for stem, block.conv1" in (
+        result.stderr
+    )
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["--budget", "40%"], "--budget"),
+        (["--choices", "2,4"], "--choices"),
+        (["--pin", "fc=8", "--no-tie"], "--pin, --no-tie"),
+        (["--activation-bits", "4"], "--activation-bits"),
+    ],
+)
+def test_options_that_contradict_a_plan_are_refused(
+    net, finished, tmp_path, words, named
+):
+    given = ("--plan", finished[0] / "plan.json", "-o", tmp_path / "out")
+    result = run("quantize", *net, "--samples", "8", *given, *words)
+    assert result.exit_code == 2
+    assert result.stderr.endswith(f"already decides the bits; leave out {named}\n")
+    assert not (tmp_path / "out").exists()
+
+
+def test_learning_steps_need_learning(net, tmp_path):
+    words = ("--budget", "40%", "--no-reconstruct", "--iterations", "9")
+    result = run("quantize", *net, *words, "-o", tmp_path / "out")
+    assert result.exit_code == 2
+    assert "--no-reconstruct learns nothing" in result.stderr
+
+
+def test_a_full_disk_is_no_bug_and_leaves_nothing_half_written(
+    net, tmp_path, monkeypatch
+):
+    def full(path, *_args, **_settings):
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    monkeypatch.setattr(workflow, "write_report", full)
+    words = ("quantize", *net, "--samples", "8", "--budget", "40%", "--no-reconstruct")
+    result = run(*words, "-o", tmp_path / "out")
+    assert result.exit_code == 2
+    assert result.stderr.splitlines()[-1].startswith("error: ")
+    assert "No space left on device" in result.stderr
+    assert "a bug in ompq" not in result.stderr
+    assert not (tmp_path / "out").exists()

@@ -114,6 +114,7 @@ def contents(folder):
         ("--plan PLACE/run-wider/plan.json", "made for another network: 3 units"),
         ("--plan PLACE/file", "is neither a plan nor an allocation"),
         ("--plan PLACE/none", "there is no such file"),
+        ("--plan PLACE/run-net/plan.json --pin fc=8", "leave out --pin"),
         ("--from PLACE/none", "there is no file"),
         ("--from PLACE/run-net", "is a folder; give the packed network in it"),
         (

@@ -2,6 +2,7 @@ import tomllib
 from importlib import metadata
 from pathlib import Path
 
+import ompq
 from ompq.files import library_version
 
 PROJECT = Path(__file__).parent.parent / "pyproject.toml"
@@ -18,3 +19,7 @@ def test_a_source_folder_has_no_version(monkeypatch):
 
     monkeypatch.setattr(metadata, "version", missing)
     assert library_version() == "source"
+
+
+def test_the_package_knows_its_version():
+    assert ompq.__version__ == library_version()

@@ -119,6 +119,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return import_module("ompq.files").library_version()
     if name not in _HOME:
         raise AttributeError(f"module 'ompq' has no attribute {name!r}")
     value = getattr(import_module(_HOME[name]), name)

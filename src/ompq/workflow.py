@@ -256,7 +256,7 @@ def read_bits(path: Path) -> Plan | Allocation:
         data = read_json(path)
         if isinstance(data, dict) and "format" not in data:
             return Allocation.from_json(data)
-    except (ValueError, TypeError, AttributeError) as error:
+    except (ValueError, TypeError, AttributeError, PlanError) as error:
         raise PlanError(
             f"{path} is neither a plan nor an allocation: {error}. Give a file that "
             "ompq plan wrote, or bits copied from a report"

@@ -53,8 +53,9 @@ class OutputDivergence:
             Samples.of(samples).first_batch(self.samples), model_device(model)
         )
         weights = sorted({c.weight for c in choices if c.weight < FLOAT_BITS})
-        inputs = sorted({c.activation for c in choices})
-        searched = len(inputs) > 1
+        activations = {c.activation for c in choices}
+        searched = len(activations) > 1
+        inputs = sorted(activations - {FLOAT_BITS})
         table = np.zeros((len(graph), len(choices)))
         with evaluating(model):
             reference = _log_probabilities(model, batch, {})

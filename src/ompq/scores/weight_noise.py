@@ -96,7 +96,7 @@ def _weight_table(
 def _input_table(
     graph: LayerGraph, model: nn.Module, samples: SamplesLike, choices: Sequence[Choice]
 ) -> Table:
-    widths = sorted({choice.activation for choice in choices})
+    widths = sorted({c.activation for c in choices if c.activation < FLOAT_BITS})
     rows: dict[str, Tensor] = {}
 
     def watch(name: str) -> Any:
@@ -110,4 +110,6 @@ def _input_table(
     watched = [(called_module(model, unit), watch(unit.name)) for unit in graph.units]
     collect(model, Samples.of(samples).first(_SAMPLES), watched, batch_size=_SAMPLES)
     table = torch.stack([rows[name] for name in graph.names]).double().cpu().numpy()
-    return table[:, [widths.index(choice.activation) for choice in choices]]
+    noise = dict(zip(widths, table.T, strict=True))
+    noise[FLOAT_BITS] = np.zeros(len(graph))
+    return np.stack([noise[choice.activation] for choice in choices], axis=1)

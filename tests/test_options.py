@@ -1,0 +1,39 @@
+"""Options that are dataclasses."""
+
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+import typer
+from typer.testing import CliRunner
+
+from ompq.cli.options import option, spread
+
+
+@dataclass(frozen=True, kw_only=True)
+class Where:
+    PANEL: ClassVar[str] = "Where to go"
+
+    place: Annotated[str, typer.Argument(metavar="PLACE")]
+    floor: Annotated[int, option("FLOOR", "Which floor.", "--floor", "-f")] = 3
+
+
+def test_a_dataclass_stands_for_its_options():
+    seen = []
+
+    @spread
+    def go(where: Where, times: Annotated[int, typer.Option()] = 1) -> None:
+        """Go there."""
+        seen.append((where, times))
+
+    app = typer.Typer()
+    app.command()(go)
+    assert CliRunner().invoke(app, ["roof", "-f", "9"]).exit_code == 0
+    assert CliRunner().invoke(app, ["roof", "--times", "2"]).exit_code == 0
+    assert CliRunner().invoke(app, []).exit_code == 2
+    assert seen == [
+        (Where(place="roof", floor=9), 1),
+        (Where(place="roof", floor=3), 2),
+    ]
+    assert go.__doc__ == "Go there."
+    shown = CliRunner().invoke(app, ["--help"]).stdout
+    assert "Where to go" in shown and "Which floor." in shown

@@ -1,0 +1,91 @@
+"""The whole path, as the library offers it in one place."""
+
+import json
+
+import pytest
+import torch
+
+import ompq
+from nets import TinyMobileNet, scenes, seeded
+from ompq.errors import PlanError
+from ompq.report import sections_from_json
+from ompq.workflow import INTEGERS, Workflow, read_bits, whole_folder
+
+MODEL, SAMPLES = seeded(TinyMobileNet()), scenes(32)
+TARGETS = torch.zeros(len(SAMPLES), dtype=torch.long)
+QUICK = ompq.ReconstructConfig(rounding=ompq.RoundingConfig(iterations=2))
+
+
+@pytest.fixture(scope="module")
+def work():
+    return Workflow(MODEL, SAMPLES)
+
+
+@pytest.fixture(scope="module")
+def outcome(work):
+    plan = work.plan("4bits")
+    made = work.reconstruct(work.quantize(plan), QUICK)
+    return work.outcome(made, plan, [(SAMPLES, TARGETS)], {"network": "net"})
+
+
+def test_each_step_is_the_library_s_verb(work, outcome):
+    plan = ompq.plan(MODEL, SAMPLES, "4bits")
+    assert outcome.plan.hash == plan.hash
+    quantized = ompq.quantize(MODEL, plan, SAMPLES)
+    learned = ompq.reconstruct(quantized, MODEL, SAMPLES, QUICK)
+    final = ompq.finalize(learned, SAMPLES)
+    assert torch.equal(outcome.network(SAMPLES), final(SAMPLES))
+    found = ompq.evaluate(final, [(SAMPLES, TARGETS)], reference=MODEL)
+    assert outcome.evaluation.divergence == found.divergence
+    assert outcome.about["arithmetic"] == INTEGERS
+    assert set(work.stages.seconds) >= {"scoring the choices", "reconstructing"}
+
+
+def test_files_are_written_together_and_can_be_read_back(outcome, tmp_path):
+    folder = tmp_path / "out"
+    names = outcome.write(folder)
+    assert sorted(path.name for path in folder.iterdir()) == sorted(names)
+    assert ompq.Plan.load(folder / "plan.json").hash == outcome.plan.hash
+    loaded = ompq.load(folder / "network.ompq.safetensors", seeded(TinyMobileNet()))
+    assert torch.equal(loaded(SAMPLES), outcome.network(SAMPLES))
+    data = json.loads((folder / "result.json").read_text())
+    assert data["plan"]["totals"] == outcome.plan.totals
+    kinds = [type(one).__name__ for one in sections_from_json(data["sections"])]
+    assert kinds.count("Accuracy") == 2 and kinds.count("Versions") == 1
+
+
+def test_given_bits_become_a_plan(work, outcome, tmp_path):
+    bits = outcome.plan.allocation
+    (tmp_path / "bits.json").write_text(json.dumps(bits.to_json()))
+    assert work.plan(read_bits(tmp_path / "bits.json")).allocation == bits
+    assert work.plan(outcome.plan) is outcome.plan
+
+
+def test_bits_must_name_every_unit(work, outcome):
+    name, choice = next(iter(outcome.plan.allocation.items()))
+    with pytest.raises(PlanError, match=r"gives bits to 1 of \d+ layers; add bits"):
+        work.plan(ompq.Allocation({name: choice}))
+
+
+def test_files_that_hold_no_bits_are_named(tmp_path):
+    (tmp_path / "bits.json").write_text('{"fc": "four"}')
+    with pytest.raises(PlanError, match="is neither a plan nor an allocation"):
+        read_bits(tmp_path / "bits.json")
+
+
+def test_a_folder_appears_whole_or_not_at_all(tmp_path):
+    folder = tmp_path / "out"
+    with pytest.raises(OSError, match="full"), whole_folder(folder) as work:
+        (work / "plan.json").write_text("half")
+        raise OSError("full")
+    assert not folder.exists()
+    folder.mkdir()
+    (folder / "plan.json").write_text("old")
+    with pytest.raises(OSError, match="full"), whole_folder(folder) as work:
+        (work / "plan.json").write_text("half")
+        raise OSError("full")
+    assert [path.name for path in folder.iterdir()] == ["plan.json"]
+    assert (folder / "plan.json").read_text() == "old"
+    with whole_folder(folder) as work:
+        (work / "plan.json").write_text("new")
+    assert (folder / "plan.json").read_text() == "new"
