@@ -1,4 +1,6 @@
 import builtins
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -6,6 +8,7 @@ import torch
 from torch import nn
 from torchvision import models
 
+import ompq
 from nets import TinyMobileNet, TinyResNet, images, seeded
 from ompq.errors import ExportError, MissingExtraError, QuantizationError
 from ompq.integer.finalization import finalize
@@ -372,3 +375,28 @@ def test_unsafe_weights_are_asked_for_and_told(tmp_path, caplog):
     assert (
         "stem, " in caplog.text and "saturate on processors without VNNI" in caplog.text
     )
+
+
+def test_no_more_than_five_frames_to_a_node(tmp_path):
+    network = quantized(seeded(Dense(FORMS["nested"])), images(8), weight=(4, 8))
+    package, depths = Path(ompq.__file__).parent, []
+
+    def profile(frame, event, _arg):
+        if event != "call" or frame.f_code.co_name != "_node":
+            return
+        own = []
+        while frame is not None:
+            name = frame.f_code.co_name
+            inside = package in Path(frame.f_code.co_filename).parents
+            own += [name] if inside and not name.startswith("<") else []
+            frame = frame.f_back
+        depths.append(own)
+
+    sys.setprofile(profile)
+    try:
+        export_onnx(network, tmp_path / "net.onnx", images(8), engine_images=2)
+    finally:
+        sys.setprofile(None)
+    assert len(depths) > 20
+    assert max(depths, key=len)[-1] == "export_onnx"
+    assert max(map(len, depths)) <= 5, max(depths, key=len)

@@ -58,6 +58,11 @@ class Operator:
 
     moves: ClassVar[bool] = False
 
+    @property
+    def divisor(self) -> int:
+        """What sums are divided by."""
+        return 1
+
     def compute(self, values: list[Tensor]) -> Tensor:
         """Return sums of codes less their zero points, int32; or move them."""
         return values[0]
@@ -65,7 +70,7 @@ class Operator:
     def ratio(self, sources: Sequence[CodeGrid], target: CodeGrid) -> Dyadic:
         """Return by what sums are multiplied to become codes."""
         scales = torch.tensor([grid.scale for grid in sources], dtype=torch.float64)
-        return dyadic(scales / target.scale)
+        return dyadic(scales / target.scale / self.divisor, together=True)
 
     def rescale(self, sums: Tensor, ratio: Dyadic, target: CodeGrid) -> Tensor:
         """Return the codes of sums on the target, not clipped, int64."""
@@ -242,19 +247,16 @@ class Layer(Operator):
 
     weight: IntegerWeight
 
-    @property
-    def channels(self) -> Shape:
-        """Shape in which a value of each channel broadcasts with the output."""
-        return (-1,)
-
     def ratio(self, sources: Sequence[CodeGrid], target: CodeGrid) -> Dyadic:
         """Return a ratio for each channel: as float32 computes it for 8-bit codes."""
-        given = sources[0].scale
-        if target.wide:
-            return dyadic(given * self.weight.scale / target.scale).view(*self.channels)
+        given, scales = sources[0].scale, self.weight.scale
         exact = torch.tensor([given, target.scale], dtype=torch.float32)
-        ratio = float_dyadic(exact[0] * self.weight.scale.float() / exact[1])
-        return ratio.view(*self.channels)
+        ratio = (
+            dyadic(given * scales / target.scale)
+            if target.wide
+            else float_dyadic(exact[0] * scales.float() / exact[1])
+        )
+        return ratio.view(-1, *[1] * (self.weight.values.dim() - 2))
 
     def rescale(self, sums: Tensor, ratio: Dyadic, target: CodeGrid) -> Tensor:
         """Return codes as float32 arithmetic rounds them."""
@@ -276,11 +278,6 @@ class Convolution(Layer):
     padding: tuple[int, int, int, int]  # top, left, bottom, right
     dilation: Pair
     groups: int
-
-    @property
-    def channels(self) -> Shape:
-        """Channels come first, then height and width."""
-        return (-1, 1, 1)
 
     def compute(self, values: list[Tensor]) -> Tensor:
         """Return the sums of products with the bias, (N, O, H', W')."""
@@ -342,11 +339,6 @@ class Sum(Operator):
             raise QuantizationError(f"adds shapes {first.shape} and {second.shape}")
         return call.computed(Sum())
 
-    def ratio(self, sources: Sequence[CodeGrid], target: CodeGrid) -> Dyadic:
-        """Return two ratios with one shift."""
-        scales = torch.tensor([grid.scale for grid in sources], dtype=torch.float64)
-        return dyadic(scales / target.scale, together=True)
-
     def compute(self, values: list[Tensor]) -> Tensor:
         """Return both, side by side: each is multiplied before they are added."""
         return torch.stack(values, -1)
@@ -370,12 +362,16 @@ class Requantize(Operator):
     """Codes go to another grid, or are clipped."""
 
     @staticmethod
-    def clip(call: FunctionCall, low: Any, high: Any) -> Value:
+    def called(call: FunctionCall) -> Value:
         """Recognize clipping to an interval that holds 0."""
-        low, high = -inf if low is None else low, inf if high is None else high
-        if not all(isinstance(limit, int | float) for limit in (low, high)):
+        given = call.arguments
+        limits = [given.get(end, given.get(f"{end}_val")) for end in ("min", "max")]
+        if any(isinstance(limit, Tensor) for limit in limits):
             raise QuantizationError("clips to a tensor")
-        low, high = float(low), float(high)
+        low, high = (
+            default if limit is None else float(limit)
+            for limit, default in zip(limits, (-inf, inf), strict=True)
+        )
         if not low <= 0 <= high:
             raise QuantizationError(
                 f"clips to {low} and {high}, between which 0 is not"
@@ -442,10 +438,10 @@ class Average(Operator):
         shape = (source.shape[0], 1, 1)
         return replace(found, shape=shape, moves=((Flatten(), call.shape),))
 
-    def ratio(self, sources: Sequence[CodeGrid], target: CodeGrid) -> Dyadic:
-        """Return the ratio of scales over the size of a window."""
-        scale = torch.tensor(sources[0].scale, dtype=torch.float64)
-        return dyadic(scale / target.scale / prod(self.window))
+    @property
+    def divisor(self) -> int:
+        """The size of a window."""
+        return prod(self.window)
 
     def compute(self, values: list[Tensor]) -> Tensor:
         """Return the sum of each window, (N, C, H', W')."""
@@ -458,7 +454,7 @@ class Average(Operator):
 
     def possible_results(self, sources: Sequence[CodeGrid]) -> Tensor:
         """Return every sum of a window, over its size."""
-        (grid,), size = sources, prod(self.window)
+        (grid,), size = sources, self.divisor
         low, high = -grid.zero_point * size, (grid.qmax - grid.zero_point) * size
         return grid.scale * torch.arange(low, high + 1).double() / size
 
@@ -684,23 +680,15 @@ def layer_weight(layer: QuantizedLayer, grid: CodeGrid) -> IntegerWeight:
     return IntegerWeight.of(layer.codes(), layer.grid_like_weight(), layer.bias, grid)
 
 
-def _clamp(call: FunctionCall) -> Value:
-    return Requantize.clip(call, call.arguments["min"], call.arguments["max"])
-
-
-def _hardtanh(call: FunctionCall) -> Value:
-    return Requantize.clip(call, call.arguments["min_val"], call.arguments["max_val"])
-
-
 # Names of the arguments after the first, as torch spells them, and their defaults.
 _CLAMP = {"min": None, "max": None}
 _POOL = {"kernel_size": None, "stride": None, "padding": 0}
 _COUNTED = {"count_include_pad": True, "divisor_override": None}
 OPERATORS: dict[str, tuple[Callable[[FunctionCall], Value], dict[str, Any]]] = {
-    "relu": (lambda call: Requantize.clip(call, 0, inf), {}),
-    "relu6": (lambda call: Requantize.clip(call, 0, 6), {}),
-    "hardtanh": (_hardtanh, {"min_val": -1.0, "max_val": 1.0}),
-    **dict.fromkeys(("clamp", "clip", "clamp_min"), (_clamp, _CLAMP)),
+    "relu": (Requantize.called, {"inplace": False, "min": 0}),
+    "relu6": (Requantize.called, {"inplace": False, "min": 0, "max": 6}),
+    "hardtanh": (Requantize.called, {"min_val": -1, "max_val": 1}),
+    **dict.fromkeys(("clamp", "clip", "clamp_min"), (Requantize.called, _CLAMP)),
     "add": (Sum.called, {"other": None, "alpha": 1}),
     "adaptive_avg_pool2d": (Average.adaptive, {"output_size": None}),
     "avg_pool2d": (Average.pooled, {**_POOL, "ceil_mode": False, **_COUNTED}),

@@ -1,15 +1,13 @@
 """export_onnx(): a file that is small, runs with int8 kernels, and is verified."""
 
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from torch import nn
 
+from ompq.errors import shortened
 from ompq.files import replacing
-from ompq.integer.engine import IntegerNetwork
 from ompq.integer.finalization import finalize
 from ompq.integer.lowering import Steps, lower
 from ompq.onnx.containers import StoredWeight
@@ -22,6 +20,7 @@ from ompq.onnx.verification import (
     against_simulated,
     libraries,
     open_session,
+    steps_tolerance,
 )
 from ompq.quantization import quantization_of
 from ompq.samples import Samples, SamplesLike, first_tensor
@@ -102,78 +101,52 @@ def export_onnx(  # noqa: PLR0913
     onnx, runtime = libraries()
     if opset < SMALLEST_OPSET:
         raise ValueError(f"opset={opset} is too old: use {SMALLEST_OPSET} or later")
-    samples = Samples.of(samples)
-    made = _made(quantized, samples, opset, saturation_safe=saturation_safe)
+    samples, steps, safe = Samples.of(samples), None, True
+    finalized, codes, tolerance = quantized, {}, Tolerance()
+    if quantization_of(quantized).sites:
+        finalized = finalize(quantized, samples, saturation_safe=saturation_safe)
+        steps = lower(finalized, samples)
+        graph = OnnxGraph(steps, opset)
+        model, weights, codes = graph.model(), graph.weights, graph.codes
+        tolerance, safe = steps_tolerance(steps), not _warned(steps)
+    else:  # all activations are float
+        model, weights = weights_only_model(quantized, samples, opset)
     if network:
-        made.model.metadata_props.add(key=NETWORK, value=network)
-    onnx.checker.check_model(made.model, full_check=True)
+        model.metadata_props.add(key=NETWORK, value=network)
+    onnx.checker.check_model(model, full_check=True)
     with replacing(path) as temporary:
-        temporary.write_bytes(made.model.SerializeToString())
+        temporary.write_bytes(model.SerializeToString())
         session = open_session(temporary)
-        simulated = against_simulated(made.network, session, samples)
-        made.tolerance.require(simulated, "simulated network")
+        simulated = against_simulated(finalized, session, samples)
+        tolerance.require(simulated, "simulated network")
         engine = None
-        if made.steps is not None:
+        if steps is not None:
             images = first_tensor(samples.first_batch(engine_images))
-            integers = IntegerNetwork(made.steps)
-            codes, engine = against_codes(
-                made.model, made.codes, made.network, integers, images
-            )
-            made.tolerance.require(codes, "simulated network")
-            made.tolerance.require(engine, "integer engine")
-            simulated = replace(
-                simulated,
-                codes=codes.codes,
-                codes_equal=codes.codes_equal,
-                codes_furthest=codes.codes_furthest,
-            )
+            found = against_codes(model, codes, finalized, steps, images)
+            tolerance.require(found[0], "simulated network")
+            tolerance.require(found[1], "integer engine")
+            simulated, engine = simulated.with_codes(found[0]), found[1]
         given = against_simulated(quantized, session, samples)
-        size = temporary.stat().st_size
     return ExportResult(
         path=Path(path),
-        bytes=size,
+        bytes=Path(path).stat().st_size,
         opset=opset,
-        weights=tuple(made.weights),
+        weights=tuple(weights),
         simulated=simulated,
         engine=engine,
         given=given,
         runtime=f"onnxruntime {runtime.__version__}",
-        saturation_safe=made.safe,
+        saturation_safe=safe,
     )
 
 
-@dataclass(frozen=True)
-class _Made:
-    """What will be a file: its content, and the network that it must agree with."""
-
-    model: Any
-    weights: Sequence[StoredWeight]
-    network: nn.Module
-    tolerance: Tolerance
-    steps: Steps | None = None
-    codes: Mapping[int, str] = field(default_factory=dict)
-    safe: bool = True
-
-
-def _made(
-    quantized: nn.Module, samples: Samples, opset: int, *, saturation_safe: bool
-) -> _Made:
-    if not quantization_of(quantized).sites:  # all activations are float
-        model, weights = weights_only_model(quantized, samples, opset)
-        return _Made(model, weights, quantized, Tolerance())
-    finalized = finalize(quantized, samples, saturation_safe=saturation_safe)
-    steps = lower(finalized, samples)
-    graph = OnnxGraph(steps, opset)
-    safe = not steps.saturating()
-    if not safe:
+def _warned(steps: Steps) -> bool:
+    """Warn of layers that saturate on some processors; return whether any does."""
+    layers = steps.saturating()
+    if layers:
         _logger.warning(
-            "%s saturate on processors without VNNI: their results differ there, "
-            "unless the session's option session.x64quantprecision is 1",
-            ", ".join(steps.saturating()[:5]),
+            "%s: 8-bit products saturate on processors without VNNI, and results "
+            'differ there unless the session option session.x64quantprecision is "1"',
+            shortened(layers),
         )
-    # A code that is one step off may move logits by about as much of their range.
-    coarsest = min(step.grid.qmax for step in steps.steps)
-    tolerance = Tolerance(logits=2 / coarsest)
-    return _Made(
-        graph.model(), graph.weights, finalized, tolerance, steps, graph.codes, safe
-    )
+    return bool(layers)

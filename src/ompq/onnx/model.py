@@ -92,23 +92,24 @@ class OnnxGraph:
 
     def _step(self, step: Step) -> str:
         """Add a step; return the tensor of its codes, or of wide values."""
-        node = step.operator.node()
-        if node is None:
-            if not step.inputs:
-                return self._rounded(step, INPUT)
-            (source,) = step.inputs
-            if step.grid == self.steps.steps[source].grid:
-                return self._clipped(step, self.codes[source])
-            return self._rounded(step, self._values(source))
-        if node.on_codes:
+        node, operator = step.operator.node(), step.operator
+        if node is not None and node.on_codes:
             return self._moved(step, node)
-        if isinstance(step.operator, Layer):
-            return self._rounded(step, self._layer(step, step.operator, node))
-        inputs = [self._values(source) for source in step.inputs]
-        name = f"{step.name}/values"
-        return self._rounded(
-            step, self._node(node.kind, inputs, name, **node.attributes)
-        )
+        same_grid = step.grid in self.steps.sources(step)
+        if node is None and same_grid:
+            return self._clipped(step, self.codes[step.inputs[0]])
+        if isinstance(operator, Layer):
+            self._weight(step, operator)
+        if isinstance(operator, Convolution) and step.grid.wide:
+            values = self._integer_convolution(step, operator)
+        else:
+            inputs = [self._values(source) for source in step.inputs] or [INPUT]
+            values = inputs[0] if node is None else self._computed(step, node, inputs)
+        if step.grid.wide:
+            return self._limited(step, values)
+        inputs = [values, *self._grid(step.grid)]
+        codes = self._node("QuantizeLinear", inputs, f"{step.name}/codes")
+        return self._clipped(step, codes)
 
     def _moved(self, step: Step, node: Node) -> str:
         (source,) = step.inputs
@@ -134,11 +135,7 @@ class OnnxGraph:
         zero = self._constant(f"zero/{grid.zero_point}", grid.zero_point, np.uint8)
         return scale, zero
 
-    def _rounded(self, step: Step, values: str) -> str:
-        if not step.grid.wide:
-            inputs = [values, *self._grid(step.grid)]
-            codes = self._node("QuantizeLinear", inputs, f"{step.name}/codes")
-            return self._clipped(step, codes)
+    def _limited(self, step: Step, values: str) -> str:
         if (step.low, step.high) == (-inf, inf):
             return values
         ends = [
@@ -156,49 +153,50 @@ class OnnxGraph:
         ends = [self._constant(f"code/{end}", end, np.uint8) for end in (low, high)]
         return self._node("Clip", [codes, *ends], f"{step.name}/clip")
 
-    def _layer(self, step: Step, layer: Layer, node: Node) -> str:
-        """Add a layer with its weight and bias; return the tensor of its values."""
-        name, weight, (source,) = step.name, layer.weight, step.inputs
-        before = set(self.constants)
+    def _weight(self, step: Step, layer: Layer) -> None:
+        """Add a layer's weight as bytes, its bias, and the accumulator's step."""
+        name, weight = step.name, layer.weight
         arrays, nodes = _bytes(name, weight)
+        arrays[f"{name}/scale"] = weight.scale.numpy().astype(np.float32)
+        arrays[f"{name}/bias"] = weight.bias.numpy()
+        self.weights.append(_stored(name, weight, arrays))
         self.constants |= arrays
         self.nodes += nodes
-        scale = self._constant(f"{name}/scale", weight.scale.numpy(), np.float32)
-        bias = self._constant(f"{name}/bias", weight.bias.numpy(), np.int32)
-        given = self._grid(self.steps.steps[source].grid)[0]
-        unit = self._node("Mul", [given, scale], f"{name}/unit")
-        added = [array for key, array in self.constants.items() if key not in before]
-        self.weights.append(_stored(name, weight, added))
-        if isinstance(layer, Convolution) and step.grid.wide:
-            return self._integer_convolution(step, node)
-        inputs = [f"{name}/bytes", scale]
-        if isinstance(layer, Product):
-            # ONNX Runtime fuses a Gemm only with the zeros written out.
-            zeros = np.zeros(len(weight.scale))
-            inputs.append(self._constant(f"{name}/zeros", zeros, np.int8))
-        floats = [
-            self._values(source),
-            self._node("DequantizeLinear", inputs, f"{name}/weight", axis=0),
-            self._node("DequantizeLinear", [bias, unit], f"{name}/shift", axis=0),
-        ]
-        return self._node(node.kind, floats, f"{name}/values", **node.attributes)
+        (source,) = self.steps.sources(step)
+        given = [self._grid(source)[0], f"{name}/scale"]
+        self._node("Mul", given, f"{name}/unit")
 
-    def _integer_convolution(self, step: Step, node: Node) -> str:
+    def _computed(self, step: Step, node: Node, inputs: list[str]) -> str:
+        """Add the node that computes values from values."""
+        name = step.name
+        if isinstance(step.operator, Layer):
+            given = [f"{name}/bytes", f"{name}/scale"]
+            if isinstance(step.operator, Product):
+                # ONNX Runtime fuses a Gemm only with the zeros written out.
+                zeros = np.zeros(len(step.operator.weight.scale))
+                given.append(self._constant(f"{name}/zeros", zeros, np.int8))
+            shift = [f"{name}/bias", f"{name}/unit"]
+            inputs += [
+                self._node("DequantizeLinear", given, f"{name}/weight", axis=0),
+                self._node("DequantizeLinear", shift, f"{name}/shift", axis=0),
+            ]
+        return self._node(node.kind, inputs, f"{name}/values", **node.attributes)
+
+    def _integer_convolution(self, step: Step, operator: Convolution) -> str:
         """Add a convolution whose sums are not rounded: runtimes fuse no such Conv."""
         from onnx import TensorProto
 
         name, (source,) = step.name, step.inputs
         zero = self._grid(self.steps.steps[source].grid)[1]
-        inputs = [self.codes[source], f"{name}/bytes", zero]
-        sums = self._node("ConvInteger", inputs, f"{name}/sums", **node.attributes)
+        inputs, given = [self.codes[source], f"{name}/bytes", zero], operator.node()
+        self._node("ConvInteger", inputs, f"{name}/products", **given.attributes)
         shape = self._constant("channels", (1, -1, 1, 1), np.int64)
-        bias, unit = (
+        for part in ("bias", "unit"):
             self._node("Reshape", [f"{name}/{part}", shape], f"{name}/{part}/shaped")
-            for part in ("bias", "unit")
-        )
-        sums = self._node("Add", [sums, bias], f"{name}/total")
-        floats = self._node("Cast", [sums], f"{name}/floats", to=TensorProto.FLOAT)
-        return self._node("Mul", [floats, unit], f"{name}/values")
+        self._node("Add", [f"{name}/products", f"{name}/bias/shaped"], f"{name}/sums")
+        self._node("Cast", [f"{name}/sums"], f"{name}/floats", to=TensorProto.FLOAT)
+        inputs = [f"{name}/floats", f"{name}/unit/shaped"]
+        return self._node("Mul", inputs, f"{name}/values")
 
 
 def _described(name: str, shape: tuple[int, ...]) -> Any:
@@ -233,10 +231,12 @@ def _bytes(name: str, weight: IntegerWeight) -> tuple[dict[str, Array], list[Any
     return arrays, [node]
 
 
-def _stored(name: str, weight: IntegerWeight, arrays: list[Array]) -> StoredWeight:
+def _stored(
+    name: str, weight: IntegerWeight, arrays: Mapping[str, Array]
+) -> StoredWeight:
     parts = plane_parts(weight)
     container = f"planes {'+'.join(map(str, parts))}" if parts else "int8"
-    size = sum(array.nbytes for array in arrays)
+    size = sum(array.nbytes for array in arrays.values())
     return StoredWeight(name, weight.bits, container, size)
 
 
@@ -420,7 +420,7 @@ def _replace(
     everything = [*nodes, *model.graph.node]
     del model.graph.node[:]
     model.graph.node.extend(everything)
-    return _stored(name, weight, [*arrays.values()])
+    return _stored(name, weight, arrays)
 
 
 def _places(constants: Mapping[str, Any], floats: Array) -> Iterator[tuple[str, bool]]:

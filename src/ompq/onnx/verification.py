@@ -1,7 +1,7 @@
 """Agreement between an exported file and the network it came from."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import floor, inf
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ompq.errors import ExportError, MissingExtraError
 from ompq.integer.engine import IntegerNetwork
-from ompq.integer.lowering import INPUT
+from ompq.integer.lowering import INPUT, Steps
 from ompq.layers import activation_quantizers
 from ompq.recording import tensors_in
 from ompq.samples import (
@@ -45,6 +45,11 @@ class Agreement:
     codes: int = 0
     codes_equal: float = 1.0
     codes_furthest: int = 0
+
+    def with_codes(self, other: "Agreement") -> "Agreement":
+        """Return the same with the codes of a comparison on fewer images."""
+        names = ("codes", "codes_equal", "codes_furthest")
+        return replace(self, **{name: getattr(other, name) for name in names})
 
     def __str__(self) -> str:
         text = (
@@ -159,6 +164,14 @@ class Tolerance:
             )
 
 
+def steps_tolerance(steps: Steps) -> Tolerance:
+    """Return how far the file of an integer network may be from it.
+
+    A code that is one step off may move logits by about as much of their range.
+    """
+    return Tolerance(logits=2 / min(step.grid.qmax for step in steps.steps))
+
+
 def libraries() -> tuple[Any, Any]:
     """Return onnx and onnxruntime.
 
@@ -215,7 +228,7 @@ def against_codes(
     model: Any,
     names: Mapping[int, str],
     network: nn.Module,
-    engine: IntegerNetwork,
+    steps: Steps,
     images: Tensor,
 ) -> tuple[Agreement, Agreement]:
     """Compare outputs and all codes, which a copy of the file gives out.
@@ -224,7 +237,7 @@ def against_codes(
         model: Content of the file.
         names: Position of a step → name of the tensor of its codes.
         network: The finalized network.
-        engine: The network in integers.
+        steps: The network in integers.
         images: Inputs, (N, ...).
 
     Returns:
@@ -240,9 +253,10 @@ def against_codes(
     )
     results = run_session(open_session(watched.SerializeToString()), images)
     outputs, found = results[:count], dict(zip(names, results[count:], strict=True))
-    codes, expected = _simulated_codes(network, engine.steps.sites, images)
+    codes, expected = _simulated_codes(network, steps.sites, images)
     pairs = [(one, found[at]) for at, one in codes]
     simulated = compare_outputs(expected, outputs, pairs)
+    engine = IntegerNetwork(steps)
     own = engine.codes(images)
     pairs = [(own[at], one) for at, one in found.items()]
     return simulated, compare_outputs([*engine.run(images).values()], outputs, pairs)
