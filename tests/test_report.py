@@ -278,3 +278,17 @@ def test_latency_is_a_budget_like_the_others():
     text = " ".join(" ".join(Page(render_report(timed)).texts).split())
     assert "Latency budget" in text
     assert f"{timed.totals['milliseconds']:.2f} ms of 4.00 ms" in text
+
+
+@pytest.mark.parametrize(("units", "budgets"), [(3, 128), (400, 64), (5000, 24)])
+def test_large_networks_get_fewer_budgets_in_the_explorer(monkeypatch, units, budgets):
+    asked = []
+
+    def explorer(plan, steps, progress):
+        asked.append(steps)
+        raise InterruptedError
+
+    monkeypatch.setattr("ompq.report.page.explorer_data", explorer)
+    with pytest.raises(InterruptedError):
+        render_report(big_plan(units))
+    assert asked == [budgets]

@@ -210,7 +210,7 @@ def worst_histograms(
     """Return histograms of the layers with the largest expected damage.
 
     Weights are the float network's, with the batch norm folded in, in units of codes:
-    what lies around 1 is rounded to 1. Inputs are the float network's too, of 32 samples;
+    what lies around 1 is rounded to 1. Inputs are the float network's for 32 samples;
     the lines show what the quantized layer reads, and so where values are clipped.
     """
     layers, samples = quantized_layers(quantized), Samples.of(samples)

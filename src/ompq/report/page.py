@@ -37,7 +37,10 @@ from ompq.report.sections import (
 from ompq.samples import Progress
 
 _FOLDER = Path(__file__).parent
-STEPS = 128  # budgets on each of the explorer's curves
+# Budgets on each of the explorer's curves: smooth to drag, and solved in seconds. Large
+# networks, whose every budget takes long, get fewer.
+STEPS = 128
+_LARGE = 200  # units
 _COST_NAMES = {
     "bytes": "Size",
     "bit_ops": "Bit operations",
@@ -110,7 +113,7 @@ def render_report(
         "ompq_version": library_version(),
     }
     data = {
-        **explorer_data(plan, STEPS, progress),
+        **explorer_data(plan, _steps_for(plan), progress),
         "others": {name: solution(one) for name, one in (others or {}).items()},
         "orm": context["orm_data"],
     }
@@ -126,6 +129,10 @@ def _check_kinds(results: Sequence[Section]) -> None:
             raise TypeError(
                 f"results hold a {type(result).__name__}; a report shows {kinds}"
             )
+
+
+def _steps_for(plan: Plan) -> int:
+    return min(STEPS, max(24, STEPS * _LARGE // len(plan.graph)))
 
 
 def _source(name: str) -> str:
