@@ -83,10 +83,10 @@ def time_block(block, cache, steps: int) -> dict[str, float]:
     )
     found = {}
     with rounding._optimising(block, 0):
-        step = rounding._Step(copy.deepcopy(block), cache, config, 0.03)
+        step = rounding._Learner(copy.deepcopy(block), cache, config, 0.03)
         found["eager"] = milliseconds(step._advance, steps)
         if torch.cuda.is_available():
-            step = rounding._Step(copy.deepcopy(block), cache, config, 0.03)
+            step = rounding._Learner(copy.deepcopy(block), cache, config, 0.03)
             found["captured"] = milliseconds(step._capture(), steps)
         found["plain"] = milliseconds(
             PlainStep(copy.deepcopy(block), cache).advance, steps

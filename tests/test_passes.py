@@ -50,6 +50,20 @@ def test_a_pass_that_is_given_up_starts_again():
         assert threading.active_count() == before and not one.paused
 
 
+def test_another_thread_that_runs_the_network_does_not_pause():
+    model = chain()
+    one = ForwardPass(lambda: model(values(2, 4)))
+    hook = model[0].register_forward_hook(lambda *_: one.pause("here"))
+    assert one.resume() == "here"
+    torch.testing.assert_close(model(values(3, 4)), model[2](hidden(model)))
+    assert one.resume() is None
+    hook.remove()
+
+
+def hidden(model):
+    return torch.relu(nn.functional.linear(values(3, 4), *weights(model)))
+
+
 def test_an_error_is_raised_where_the_pass_was_resumed():
     def fail():
         raise ZeroDivisionError("inside")

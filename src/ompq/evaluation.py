@@ -120,38 +120,62 @@ def evaluate(
         ValueError: A metric returns something else than one number.
     """
     total = len(batches) if isinstance(batches, Sized) else None
-    seen: list[_Seen] = []
-    right = count = 0
+    found: dict[str, list[NDArray[Any]]] = {}
+    counts, seconds, values = [], [], []
+    right = 0
     with evaluating(model) if reference is None else evaluating(model, reference):
         for index, batch in enumerate(batches):
-            seen.append(_observe(model, _pair(batch, index), reference, metrics or {}))
-            right, count = right + int(seen[-1].right.sum()), count + len(seen[-1])
+            inputs, targets = _pair(batch, index)
+            logits, elapsed = _timed_logits(model, inputs)
+            targets = targets.to(logits.device)
+            _check_range(targets, logits.shape[1])
+            expected = None
+            if reference is not None:
+                expected = _timed_logits(reference, inputs)[0].to(logits.device)
+            for name, column in _columns(logits, targets, expected).items():
+                found.setdefault(name, []).append(column.cpu().numpy())
+            values.append(
+                {
+                    n: _number(n, one(logits, targets))
+                    for n, one in (metrics or {}).items()
+                }
+            )
+            counts.append(len(targets))
+            seconds.append(elapsed)
+            right += int(found["right"][-1].sum())
             if progress is not None:
-                top1 = right / max(count, 1)
+                top1 = right / max(sum(counts), 1)
                 progress(index + 1, total, f"evaluating: top-1 {top1:.1%}")
-    if not count:
+    if not sum(counts):
         raise DataError("batches are empty: give at least one image with its target")
-    return _summary(seen)
+    # The first batch warms up caches and kernels.
+    timed = slice(1, None) if len(counts) > 1 else slice(None)
+    return replace(
+        _summary({name: np.concatenate(parts) for name, parts in found.items()}),
+        images_per_second=sum(counts[timed]) / max(sum(seconds[timed]), 1e-9),
+        metrics={
+            name: float(np.average([each[name] for each in values], weights=counts))
+            for name in metrics or {}
+        },
+    )
 
 
-@dataclass(frozen=True)
-class _Seen:
-    """What one batch gave; arrays (N,)."""
-
-    targets: NDArray[np.int64]
-    right: NDArray[np.bool_]
-    among_five: NDArray[np.bool_] | None
-    seconds: float
-    metrics: Mapping[str, float]
-    reference_right: NDArray[np.bool_] | None = None
-    agrees: NDArray[np.bool_] | None = None
-    divergence: NDArray[np.float64] | None = None
-
-    def __len__(self) -> int:
-        return len(self.targets)
+def _columns(
+    logits: Tensor, targets: Tensor, expected: Tensor | None
+) -> dict[str, Tensor]:
+    """Return what is known of each image of a batch, (N,) each."""
+    top1 = logits.argmax(1)
+    columns = {"target": targets.long(), "right": top1 == targets}
+    if logits.shape[1] >= 5:
+        columns["top5"] = (logits.topk(5).indices == targets[:, None]).any(1)
+    if expected is not None:
+        columns["reference_right"] = expected.argmax(1) == targets
+        columns["agreement"] = expected.argmax(1) == top1
+        columns["divergence"] = kl_divergence(expected, logits)
+    return columns
 
 
-def _measured(name: str, value: Any) -> float:
+def _number(metric: str, value: Any) -> float:
     try:
         return float(value)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -159,41 +183,9 @@ def _measured(name: str, value: Any) -> float:
         if isinstance(value, Tensor):
             what = f"a tensor of shape {tuple(value.shape)}"
         raise ValueError(
-            f"metric {name!r} returned {what}, not one number: let it return the mean "
-            "over the batch"
+            f"metric {metric!r} returned {what}, not one number: let it return the "
+            "mean over the batch"
         ) from error
-
-
-def _observe(
-    model: nn.Module,
-    batch: tuple[Batch, Tensor],
-    reference: nn.Module | None,
-    metrics: Mapping[str, Metric],
-) -> _Seen:
-    inputs, targets = batch
-    logits, seconds = _timed_logits(model, inputs)
-    targets = targets.to(logits.device)
-    _check_range(targets, logits.shape[1])
-    top1 = logits.argmax(1)
-    among_five = None
-    if logits.shape[1] >= 5:
-        among_five = (logits.topk(5).indices == targets[:, None]).any(1).cpu().numpy()
-    seen = _Seen(
-        targets=targets.cpu().numpy().astype(np.int64),
-        right=(top1 == targets).cpu().numpy(),
-        among_five=among_five,
-        seconds=seconds,
-        metrics={n: _measured(n, one(logits, targets)) for n, one in metrics.items()},
-    )
-    if reference is None:
-        return seen
-    expected = _timed_logits(reference, inputs)[0].to(logits.device)
-    return replace(
-        seen,
-        reference_right=(expected.argmax(1) == targets).cpu().numpy(),
-        agrees=(expected.argmax(1) == top1).cpu().numpy(),
-        divergence=kl_divergence(expected, logits).cpu().numpy(),
-    )
 
 
 def _timed_logits(model: nn.Module, inputs: Batch) -> tuple[Tensor, float]:
@@ -262,33 +254,27 @@ def _check_range(targets: Tensor, outputs: int) -> None:
         )
 
 
-def _summary(seen: list[_Seen]) -> Evaluation:
-    right = np.concatenate([one.right for one in seen])
-    targets = np.concatenate([one.targets for one in seen])
-    reference_right = _joined(seen, "reference_right")
+def _summary(columns: Mapping[str, NDArray[Any]]) -> Evaluation:
+    right = columns["right"]
     drop, drop_error = None, None
-    if reference_right is not None:
-        drop, drop_error = _paired(reference_right, right)
-    count = len(right)
-    timed = seen[1:] or seen  # the first batch warms up caches and kernels
-    seconds = sum(one.seconds for one in timed)
-    metrics = {
-        name: sum(one.metrics[name] * len(one) for one in seen) / count
-        for name in seen[0].metrics
-    }
+    if "reference_right" in columns:
+        drop, drop_error = _paired(columns["reference_right"], right)
+
+    def mean(name: str) -> float | None:
+        return float(columns[name].mean()) if name in columns else None
+
     return Evaluation(
         top1=float(right.mean()),
-        top5=_mean(seen, "among_five"),
-        count=count,
-        interval=wilson_interval(int(right.sum()), count),
-        images_per_second=sum(len(one) for one in timed) / max(seconds, 1e-9),
-        agreement=_mean(seen, "agrees"),
-        divergence=_mean(seen, "divergence"),
+        top5=mean("top5"),
+        count=len(right),
+        interval=wilson_interval(int(right.sum()), len(right)),
+        images_per_second=0.0,
+        agreement=mean("agreement"),
+        divergence=mean("divergence"),
         drop=drop,
         drop_error=drop_error,
-        metrics=metrics,
         correct=np.packbits(right).tobytes(),
-        fingerprint=hashlib.sha256(targets.tobytes()).hexdigest()[:16],
+        fingerprint=hashlib.sha256(columns["target"].tobytes()).hexdigest()[:16],
     )
 
 
@@ -312,13 +298,3 @@ def _paired(better: NDArray[np.bool_], worse: NDArray[np.bool_]) -> tuple[float,
     """Return the mean difference of two 0/1 arrays and its standard error."""
     difference = better.astype(float) - worse.astype(float)
     return float(difference.mean()), float(difference.std() / math.sqrt(len(worse)))
-
-
-def _joined(seen: list[_Seen], name: str) -> NDArray[Any] | None:
-    parts = [getattr(one, name) for one in seen]
-    return None if parts[0] is None else np.concatenate(parts)
-
-
-def _mean(seen: list[_Seen], name: str) -> float | None:
-    values = _joined(seen, name)
-    return None if values is None else float(values.mean())

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
-from threading import Semaphore, Thread
+from threading import Semaphore, Thread, current_thread
 from typing import Any
 
 import torch
@@ -65,7 +65,12 @@ class ForwardPass:
         return self._sent
 
     def pause(self, value: Any) -> Any:
-        """Pause; a hook calls this while the pass runs through its module."""
+        """Pause; a hook calls this while the pass runs through its module.
+
+        Another thread may run the network meanwhile: it goes on, with the answer None.
+        """
+        if current_thread() is not self._thread:
+            return None
         self._sent = value
         self._stopped.release()
         self._resumed.acquire()
