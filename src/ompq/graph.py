@@ -328,7 +328,9 @@ def _find_layers(
     skipped: list[Skipped] = []
     owner: dict[int, str] = {}  # id of a weight → the unit that has it
     inside_attention = tuple(
-        f"{name}." for name, m in model.named_modules() if _is_attention(m)
+        f"{name}."
+        for name, module in model.named_modules()
+        if isinstance(module, nn.MultiheadAttention)
     )
     for name, module in model.named_modules():
         if not _may_be_unit(module) or name.startswith(inside_attention):
@@ -367,14 +369,10 @@ def _may_be_unit(module: nn.Module) -> bool:
     return isinstance(module, _ConvNd | nn.Linear | nn.MultiheadAttention)
 
 
-def _is_attention(module: nn.Module) -> bool:
-    return isinstance(module, nn.MultiheadAttention)
-
-
 def _why_not(module: nn.Module, calls: list[ModuleCall]) -> str:
     if not calls:
         return "never called in the forward pass"
-    if not _is_attention(module):
+    if not isinstance(module, nn.MultiheadAttention):
         weight = module._parameters.get("weight")
         if weight is None:
             return "its weight is computed (a parametrization), not stored"
@@ -418,7 +416,9 @@ def _units_of(name: str, module: nn.Module, calls: list[ModuleCall]) -> Iterator
         kind=_kind(module),
         parameter=f"{name}.weight",
         weight_shape=tuple(module.weight.shape),
-        out_channels=_out_channels(module),
+        out_channels=module.out_features
+        if isinstance(module, nn.Linear)
+        else module.out_channels,
         bias_parameters=0 if module.bias is None else module.bias.numel(),
         macs=sum(_macs(module, call) for call in calls),
         # A function that is handed the weight is no call of the layer.
@@ -439,15 +439,11 @@ def _kind(module: _ConvNd | nn.Linear) -> str:
     return "pointwise" if prod(module.kernel_size) == 1 else "conv"
 
 
-def _out_channels(module: _ConvNd | nn.Linear) -> int:
-    return module.out_features if isinstance(module, nn.Linear) else module.out_channels
-
-
 def _macs(module: _ConvNd | nn.Linear, call: ModuleCall) -> int:
-    if isinstance(module, _ConvTransposeNd):  # each input meets out/groups kernels
-        return int(prod(call.input_shape) * prod(module.weight.shape[1:]))
-    per_output = module.weight.numel() // _out_channels(module)
-    return int(prod(call.output_shape) * per_output)
+    # Each output, of a transposed convolution each input, meets one kernel.
+    transposed = isinstance(module, _ConvTransposeNd)
+    values = call.input_shape if transposed else call.output_shape
+    return prod(values) * prod(module.weight.shape[1:])
 
 
 def _check_weights(model: nn.Module, recording: Recording) -> None:
@@ -477,30 +473,30 @@ def _placed(
     """Return the units with what is known from the calls around them."""
     consumers = recording.consumers()
     times = Counter(call.name for call in recording.module_calls)
-    readers = {u.name: list(_sole_readers(recording, consumers, u)) for u in units}
     blocks = _find_blocks(model, recording, [unit.name for unit in units])
-    features = {unit.name: _feature(unit, readers[unit.name]) for unit in units}
-    stages = _find_stages(recording, features, blocks)
-    groups = _find_groups(units, features)
+    heads: dict[int, Unit] = {}  # position of a sum → the first unit that it represents
     placed = []
     for unit in units:
-        norm = (
-            _find_norm(model, readers[unit.name][:1], times) if unit.calls == 1 else ""
-        )
+        readers = list(_sole_readers(recording, consumers, unit))
+        # An inner convolution is represented by what its activation returns, a block's
+        # last convolution by what the block returns.
+        feature = readers[-1].position if readers else unit.feature
+        head = heads.setdefault(feature, unit) if any(map(is_sum, readers)) else unit
+        norm = _find_norm(model, readers[:1], times) if unit.calls == 1 else ""
         held = model.get_submodule(norm).parameters() if norm else ()
         placed.append(
             replace(
                 unit,
                 norm=norm,
                 norm_parameters=sum(p.numel() for p in held),
-                activation=_find_activation(readers[unit.name]),
+                activation=_find_activation(readers),
                 block=blocks[unit.name],
-                stage=stages[unit.name],
-                group=groups[unit.name],
-                feature=features[unit.name][0],
+                # Projections inside one attention share its output, not their bits.
+                group=(head if head.feature != unit.feature else unit).name,
+                feature=feature,
             )
         )
-    return placed
+    return _staged(recording, placed)
 
 
 def _sole_readers(
@@ -509,7 +505,7 @@ def _sole_readers(
     """Yield the calls after a unit, each the only one that reads the one before.
 
     They end before the first that does more than normalise, activate, scale, add or
-    lay out, so that each is seen from one unit, as a rule.
+    lay out.
     """
     at = unit.feature
     while len(found := consumers.get(at, [])) == 1:
@@ -526,20 +522,10 @@ def is_sum(call: Call) -> bool:
     return call.function == "add" and len(call.inputs) == 2
 
 
-def _feature(unit: Unit, readers: Sequence[Call]) -> tuple[int, bool]:
-    """Return where the tensor is made that represents a unit, and if it is a sum.
-
-    An inner convolution is represented by what its activation returns, a block's last
-    convolution by what the block returns.
-    """
-    last = readers[-1].position if readers else unit.feature
-    return last, any(is_sum(call) for call in readers)
-
-
 def _find_norm(
     model: nn.Module, readers: Sequence[Call], times: Mapping[str, int]
 ) -> str:
-    """Return the batch norm, called once, that comes first, or ""."""
+    """Return the batch norm, called once, that is the first reader, or ""."""
     for call in readers:
         if call.function == "batch_norm" and times.get(call.module) == 1:
             norm = model.get_submodule(call.module)
@@ -558,6 +544,20 @@ def _find_activation(readers: Iterable[Call]) -> str:
         if call.function not in _NORMS:
             break
     return ""
+
+
+def _staged(recording: Recording, units: Sequence[Unit]) -> list[Unit]:
+    """Number the stages: a new one begins where a block's resolution changes."""
+    resolution = {}
+    for unit in units:  # the block's last unit wins: it is the block's output
+        shape = recording.calls[unit.feature].shape
+        resolution[unit.block] = prod(shape[2:]) if len(shape) > 3 else 1  # of images
+    numbers: dict[str, int] = {}
+    stage, previous = -1, None
+    for block, pixels in resolution.items():
+        stage += pixels != previous
+        numbers[block], previous = stage, pixels
+    return [replace(unit, stage=numbers[unit.block]) for unit in units]
 
 
 def _find_blocks(
@@ -590,45 +590,6 @@ def _ancestors(name: str) -> list[str]:
     """Return the modules that hold ``name``, outermost first."""
     parts = name.split(".")
     return [".".join(parts[:count]) for count in range(1, len(parts))]
-
-
-def _find_stages(
-    recording: Recording,
-    features: Mapping[str, tuple[int, bool]],
-    blocks: Mapping[str, str],
-) -> dict[str, int]:
-    """Number the stages: a new one begins where a block's resolution changes."""
-    resolution = {
-        blocks[unit]: _resolution(recording.calls[at].shape)
-        for unit, (at, _) in features.items()
-    }  # the block's last unit wins: it is the block's output
-    numbers: dict[str, int] = {}
-    stage, previous = -1, None
-    for block in map(blocks.__getitem__, features):
-        if block not in numbers:
-            stage += resolution[block] != previous
-            previous = resolution[block]
-            numbers[block] = stage
-    return {unit: numbers[blocks[unit]] for unit in features}
-
-
-def _resolution(shape: tuple[int, ...]) -> int:
-    """Number of positions of an image feature (N, C, H, W); 1 for any other."""
-    return prod(shape[2:]) if len(shape) > 3 else 1
-
-
-def _find_groups(
-    units: Sequence[Unit], features: Mapping[str, tuple[int, bool]]
-) -> dict[str, str]:
-    """Name the group of each unit: the first whose output meets it in a sum."""
-    heads: dict[int, Unit] = {}
-    groups = {}
-    for unit in units:
-        feature, joined = features[unit.name]
-        head = heads.setdefault(feature, unit) if joined else unit
-        # Projections inside one attention call share its output, not its bits.
-        groups[unit.name] = (head if head.feature != unit.feature else unit).name
-    return groups
 
 
 def _float_layers(
