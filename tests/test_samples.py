@@ -1,4 +1,5 @@
 from concurrent.futures import ThreadPoolExecutor
+from itertools import count
 
 import pytest
 import torch
@@ -159,6 +160,18 @@ def test_other_things_are_refused():
         Samples.of(["text"])
     with pytest.raises(SampleError, match="not tuple"):
         Samples.of((1, 2))
+
+
+def test_datasets_are_refused():
+    for given in (TensorDataset(torch.ones(3, 2)), 7, None):
+        with pytest.raises(SampleError, match="not .*; for a dataset, give a DataLoad"):
+            Samples.of(given)
+
+
+def test_samples_without_end_are_refused(monkeypatch):
+    monkeypatch.setattr("ompq.samples._MOST_BYTES", 1 << 12)
+    with pytest.raises(SampleError, match="samples take more than 0 GiB; give fewer"):
+        Samples.of(torch.ones(8) for _ in count())
 
 
 def test_call_passes_each_form():

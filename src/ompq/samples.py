@@ -27,9 +27,10 @@ Collector: TypeAlias = Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any
 # A pass changes a network for a while: its mode, its hooks. One thread at a time.
 _LOCKS: WeakKeyDictionary[nn.Module, RLock] = WeakKeyDictionary()
 _NEW_LOCK = Lock()
+_MOST_BYTES = 1 << 35  # of samples: a whole training set, or a generator without end
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Samples:
     """Unlabelled inputs in host memory, in the order in which they were read.
 
@@ -53,19 +54,20 @@ class Samples:
                 yields, the targets (class numbers) are left out.
 
         Raises:
-            SampleError: There are none, or they hold NaN or infinity, or something that
-                is neither a tensor nor a class number.
+            SampleError: They are none, too many, not tensors, or not finite.
         """
         if isinstance(given, Samples):
             return given
         single = isinstance(given, Tensor | tuple | Mapping) or _is_labelled(given)
-        batches: Iterable[Any] = [given] if single else given
+        if not single and not isinstance(given, Iterable):
+            raise SampleError(
+                f"samples must be tensors or an iterable of batches, not "
+                f"{type(given).__name__}; for a dataset, give a DataLoader"
+            )
         # A loader's workers lend their memory, and a generator may reuse its own.
         lent = not single and not isinstance(given, list)
         runs: list[list[Batch]] = []
-        for batch in map(_inputs, batches):
-            if batch_length(batch) == 0:
-                continue
+        for batch in _read([given] if single else given):
             kept = map_batch(batch, torch.clone) if lent else batch
             if runs and _alike(runs[-1][0], kept):
                 runs[-1].append(kept)
@@ -221,10 +223,9 @@ def collect(
     """Run the network once over samples, in eval mode, for what modules get and give.
 
     Args:
-        model: The network; it is left without the hooks.
-        samples: Inputs; all are run.
+        model: The network.
+        samples: Inputs; all are run, ``batch_size`` at a time.
         collectors: A module, and what to call after each of its calls.
-        batch_size: How many samples run at a time.
         report: Called after each batch, with the number of batches done and of all.
     """
     device, total = model_device(model), samples.batch_count(batch_size)
@@ -264,15 +265,28 @@ def _cut(batch: Batch, start: int, stop: int) -> Batch:
 
 
 def _is_labelled(given: Any) -> bool:
-    """Whether this is a list of inputs and their class numbers."""
+    """Whether this is a list of inputs (N, ...) and their class numbers (N,)."""
     if not isinstance(given, list) or len(given) != 2:
         return False
+    if not all(isinstance(tensor, Tensor) for tensor in given):
+        return False
     inputs, targets = given
-    if not isinstance(targets, Tensor) or targets.is_floating_point():
-        return False
-    if not isinstance(inputs, Tensor) or inputs.dim() < 2:
-        return False
-    return targets.shape == inputs.shape[:1]
+    whole = not targets.is_floating_point()
+    return whole and inputs.dim() > 1 and targets.shape == inputs.shape[:1]
+
+
+def _read(batches: Iterable[Any]) -> Iterator[Batch]:
+    """Yield the batches that hold inputs, checked, in host memory."""
+    size = 0
+    for batch in map(_inputs, batches):
+        size += sum(tensor.nbytes for tensor in _tensors(batch))
+        if size > _MOST_BYTES:
+            raise SampleError(
+                f"samples take more than {_MOST_BYTES >> 30} GiB; give fewer, for "
+                "example list(itertools.islice(loader, 16))"
+            )
+        if batch_length(batch) > 0:
+            yield batch
 
 
 def _inputs(batch: Any) -> Batch:
@@ -298,31 +312,27 @@ def _inputs(batch: Any) -> Batch:
     return map_batch(form, lambda t: t.detach().cpu())
 
 
+def _form(batch: Batch) -> tuple[Any, list[tuple[torch.dtype, torch.Size, bool]]]:
+    """Return keys, types and shapes, and which tensors have the batch dimension."""
+    count = batch_length(batch)
+    keys = [*batch] if isinstance(batch, dict) else type(batch)
+    return keys, [
+        (t.dtype, t.shape[1:], bool(t.dim()) and len(t) == count)
+        for t in _tensors(batch)
+    ]
+
+
 def _alike(one: Batch, other: Batch) -> bool:
-    """Whether two batches can be joined into one."""
-    if type(one) is not type(other):
+    """Whether two batches can be joined: tensors that inputs share must be equal."""
+    if _form(one) != _form(other):
         return False
-    if isinstance(one, dict) and isinstance(other, dict) and [*one] != [*other]:
-        return False
-    ours, theirs = _tensors(one), _tensors(other)
-    sizes = batch_length(one), batch_length(other)
-    return len(ours) == len(theirs) and all(
-        a.dtype == b.dtype
-        and a.shape[1:] == b.shape[1:]
-        and ((*a.shape[:1], *b.shape[:1]) == sizes or torch.equal(a, b))
-        for a, b in zip(ours, theirs, strict=True)
-    )
+    pairs = zip(_tensors(one), _tensors(other), _form(one)[1], strict=True)
+    return all(own or torch.equal(a, b) for a, b, (_, _, own) in pairs)
 
 
 def _joined(run: list[Batch]) -> Batch:
     if len(run) == 1:
         return run[0]
-    counts = [batch_length(batch) for batch in run]
-    columns = zip(*map(_tensors, run), strict=True)
-    tensors = iter([_joined_tensors(column, counts) for column in columns])
-    return map_batch(run[0], lambda _: next(tensors))
-
-
-def _joined_tensors(column: tuple[Tensor, ...], counts: list[int]) -> Tensor:
-    own = all(t.dim() and len(t) == n for t, n in zip(column, counts, strict=True))
-    return torch.cat(column) if own else column[0]
+    columns = zip(zip(*map(_tensors, run), strict=True), _form(run[0])[1], strict=True)
+    joined = iter([torch.cat(c) if own else c[0] for c, (_, _, own) in columns])
+    return map_batch(run[0], lambda _: next(joined))
