@@ -20,7 +20,10 @@ import ompq
         ({"learning_rate": 0.0}, r"learning_rate=0.0 must be above 0, and finite"),
         ({"distill": 1.5}, r"distill=1.5 must be from 0 to 1"),
         ({"keep": "all"}, r"keep='all' must be one of best, last"),
-        ({"activations": "no"}, r"activations='no' must be one of step, clip, fixed"),
+        (
+            {"activations": "no"},
+            r"activations='no' must be one of step, clip, ema, fixed",
+        ),
     ],
 )
 def test_wrong_settings_are_refused(wrong, words):
@@ -30,6 +33,11 @@ def test_wrong_settings_are_refused(wrong, words):
 
 def test_the_protocol_of_the_paper():
     protocol = ompq.TRAIN_PROTOCOLS["paper-qat"]
+    assert protocol == ompq.TRAIN_PROTOCOLS["hawq-v3"]
+    assert (protocol.weight_range, protocol.activations) == ("minmax", "ema")
+    assert (protocol.start, protocol.distill) == ("float", 0.0)
+    assert (protocol.batch_norm, protocol.freeze_norm_epoch) == ("fold-and-train", 0)
+    assert ompq.TRAIN_PROTOCOLS["ours"] == ompq.TrainConfig()
     assert (protocol.epochs, protocol.batch_size) == (90, 128)
     assert protocol.learning_rate == protocol.weight_decay == 1e-4
     assert ompq.PLAN_PROTOCOLS["paper-qat"].choices == (4, 5, 6, 7, 8)

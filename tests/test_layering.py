@@ -32,7 +32,7 @@ ORDER = {
     "reconstruction": "blocks rounding",
     "evaluation": "",
     "audits": "",
-    "training": "config norms step batches run",
+    "training": "config norms minmax step batches run",
     "integer": "arithmetic operators lowering finalization engine",
     "packing": "bitstream format",
     "onnx": "containers inspection model verification export",

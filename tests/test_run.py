@@ -21,7 +21,7 @@ from ompq.errors import CheckpointError, DataError, MissingExtraError, TrainingE
 from ompq.files import read_checkpoint
 from ompq.training import run as runs
 from ompq.training.run import Run, run_identity
-from training_script import CONFIG, QUICK, equal, kept, made, state, toy
+from training_script import CONFIG, QUICK, equal, hawq, kept, made, state, toy
 
 HERE = Path(__file__).parent
 SCRIPT = HERE / "training_script.py"
@@ -361,11 +361,12 @@ def test_two_processes_give_what_one_gives(tmp_path):
     ]
     found = load_file(tmp_path / "made.safetensors")
     assert close(found, state(ompq.train(network, doubled, CONFIG)))
-    # Norms that stand in for biases, and a parameter that nothing reaches.
-    model, network, data, config = kept()
-    expected = state(ompq.train(network, data, config, teacher=model))
-    assert close(load_file(tmp_path / "kept.safetensors"), expected)
-    assert not close(expected, state(network))
+    # Norms that stand in for biases, and a parameter that nothing reaches; then ranges
+    # that all processes must agree on.
+    for name, (model, network, data, config) in (("kept", kept()), ("hawq", hawq())):
+        expected = state(ompq.train(network, data, config, teacher=model))
+        assert close(load_file(tmp_path / f"{name}.safetensors"), expected)
+        assert not close(expected, state(network))
 
 
 @pytest.mark.slow

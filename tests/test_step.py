@@ -15,7 +15,7 @@ from training_script import QUICK, state, toy
 
 def test_clipping_moves_the_limit_by_the_gradient_beyond_it():
     quantizer = ActivationQuantizer(Grid(torch.tensor(0.5), torch.tensor(2.0), 3))
-    quantizer.clips = True
+    quantizer.gradient = "clip"
     quantizer.scale.requires_grad = True
     x = torch.tensor([[-9.0, -0.3, 0.4, 9.0, 7.0]])
     gradient = torch.tensor([[1.0, 10.0, 100.0, 1000.0, 2000.0]])

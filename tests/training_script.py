@@ -78,6 +78,14 @@ def kept():
     return model, network, data, config
 
 
+def hawq():
+    """Return the toy and HAWQ-V3's settings, but for the rate and the epochs."""
+    model, network, data = toy(bits=4, activation=6)
+    recipe = ompq.TRAIN_PROTOCOLS["hawq-v3"]
+    config = replace(recipe, epochs=2, batch_size=8, learning_rate=0.05, report_steps=1)
+    return model, network, data, config
+
+
 def state(network: nn.Module):
     return {key: value.contiguous() for key, value in network.state_dict().items()}
 
@@ -109,9 +117,9 @@ def main() -> None:
             progress=progress,
         )
         keep(trained, options.folder / f"{name}.safetensors")
-    model, network, data, config = kept()
-    trained = ompq.train(network, data, config, teacher=model)
-    keep(trained, options.folder / "kept.safetensors")
+    for name, (model, network, data, config) in (("kept", kept()), ("hawq", hawq())):
+        trained = ompq.train(network, data, config, teacher=model)
+        keep(trained, options.folder / f"{name}.safetensors")
 
 
 def keep(trained: nn.Module, path: Path) -> None:

@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Callable, Sequence
 from math import prod
-from typing import Any, TypeAlias, cast
+from typing import Any, Literal, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -28,8 +28,9 @@ class ActivationQuantizer(nn.Module):
         enabled: Whether it rounds at all.
         keep: Probability with which a value is rounded; the rest pass as they are.
             Below 1 only while a block is reconstructed with QDrop.
-        clips: Whether gradients move the end of the range (PACT) instead of the step
-            (LSQ); only while a network is trained.
+        gradient: What gradients move while a network is trained: the ``step`` (LSQ) or
+            the end of the range (``clip``, PACT); ``straight`` passes them on as if
+            nothing had been rounded.
     """
 
     scale: nn.Parameter
@@ -43,7 +44,7 @@ class ActivationQuantizer(nn.Module):
         self.register_buffer("zero_point", grid.zero_point.detach().clone())
         self.enabled = True
         self.keep = 1.0
-        self.clips = False
+        self.gradient: Literal["step", "clip", "straight"] = "step"
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the rounded values, shaped as ``x``."""
@@ -54,7 +55,9 @@ class ActivationQuantizer(nn.Module):
         grid = Grid(self.scale, self.zero_point, self.bits)
         if not torch.is_grad_enabled():
             rounded = deployed(grid, x)
-        elif self.clips:
+        elif self.gradient == "straight":
+            rounded = deployed(grid, x.detach()) + (x - x.detach())
+        elif self.gradient == "clip":
             # The optimizer moves the limit by what it would move it by if the limit,
             # and not a step of it, were the parameter.
             steps = grid.qmax - self.zero_point

@@ -496,6 +496,8 @@ def train(
     with opened(output) as console, run_folder(run, console):
         run.check(planning)
         config = training.config(planning.protocol, data.seed)
+        if config.start == "float":  # training would discard what is reconstructed
+            run = replace(run, no_reconstruct=True)
         if _is_main():  # the others may come when there is something already
             run.check_unfinished()
         _take_gpu()

@@ -13,7 +13,6 @@ from ompq.quantization import quantization_of
 from ompq.samples import Progress, cudnn_kernels
 from ompq.training.batches import Batches, LabelledBatch, epoch_batches
 from ompq.training.config import TrainConfig
-from ompq.training.norms import fold_norms
 from ompq.training.run import Run, Tracker, run_identity
 
 
@@ -51,10 +50,10 @@ def train(  # noqa: PLR0913
         MissingExtraError: Accelerate is not installed.
     """
     quantization_of(quantized)
-    if teacher is None and (config.distill or config.batch_norm == "fold-and-train"):
+    if teacher is None and config.needs_float:
         raise ValueError(
-            f"distill={config.distill:g}, batch_norm={config.batch_norm!r} need the "
-            "float network; pass teacher=model"
+            f"distill={config.distill:g}, batch_norm={config.batch_norm!r}, "
+            f"start={config.start!r} need the float network; pass teacher=model"
         )
     run = Run(quantized, batches, config, teacher=teacher)
     tracker = Tracker(
@@ -76,10 +75,8 @@ def train(  # noqa: PLR0913
                         run.update()
                         tracker.after_step()
             tracker.end_epoch(epoch)
-    run.model.load_state_dict(tracker.chosen())
-    fold_norms(run.model)
     result = copy.deepcopy(quantized)
-    result.load_state_dict(run.model.state_dict())
+    result.load_state_dict(run.result(tracker.chosen()))
     return result
 
 

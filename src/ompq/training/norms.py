@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ompq.errors import TrainingError
-from ompq.graph import norm_affine, scaled_channels
+from ompq.graph import folded, norm_affine, scaled_channels
 from ompq.layers import QuantizedLayer, Size, linear_map, quantized_layers
 from ompq.quantization import quantization_of
-from ompq.quantization.equalization import enlarge
+from ompq.quantization.equalization import enlarge, equalized
 from ompq.quantizers import rounded_to
 
 # Running deviations may grow, or shrink, to so many times what they began as.
@@ -104,6 +104,37 @@ def keep_norms(quantized: nn.Module, model: nn.Module) -> None:
         if unit.norm in sizes:
             enlarge(norm, sizes[unit.norm])
         layer.norm = _unfolded(layer, norm)
+
+
+@torch.no_grad()
+def restore_float_weights(quantized: nn.Module, model: nn.Module) -> None:
+    """Give quantized layers the weights and biases of the float network, folded.
+
+    Args:
+        quantized: The network; it is changed.
+        model: The float network that it was made from.
+
+    Raises:
+        TrainingError: The float network has no such layers.
+    """
+    layers, record = quantized_layers(quantized), quantization_of(quantized)
+    sources = dict(equalized(model, record.equalized).named_modules())
+    for unit in record.graph.units:
+        if unit.name not in layers:
+            continue
+        layer, source = layers[unit.name], sources.get(unit.name)
+        weight, bias = getattr(source, "weight", None), getattr(source, "bias", None)
+        if weight is None or weight.shape != layer.weight.shape:
+            raise TrainingError(
+                f"{unit.name} has no weight of shape {tuple(layer.weight.shape)} in "
+                "the float network; give the network that was quantized"
+            )
+        norm = sources.get(unit.norm) if unit.norm else None
+        if source is not None and isinstance(norm, _BatchNorm):
+            weight, bias = folded(source, norm)
+        layer.weight.copy_(weight)
+        if layer.bias is not None:
+            layer.bias.copy_(torch.zeros_like(layer.bias) if bias is None else bias)
 
 
 @torch.no_grad()

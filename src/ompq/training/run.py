@@ -23,7 +23,13 @@ from ompq.files import read_checkpoint, write_checkpoint, write_text
 from ompq.samples import Progress, call, evaluating, first_tensor, model_device
 from ompq.training.batches import Batches, LabelledBatch, batches_per_epoch
 from ompq.training.config import TrainConfig
-from ompq.training.norms import Variances, keep_norms
+from ompq.training.minmax import ActivationRanges, WeightRanges
+from ompq.training.norms import (
+    Variances,
+    fold_norms,
+    keep_norms,
+    restore_float_weights,
+)
 from ompq.training.step import (
     Gradients,
     Recorded,
@@ -101,15 +107,18 @@ class Run:
         self.step, self.epoch_steps = 0, self.length // config.accumulate
         self.steps = self.epoch_steps * config.epochs
         self.model = copy.deepcopy(quantized).to(self.device)
-        if config.batch_norm == "fold-and-train":
-            assert teacher is not None  # checked by train()
-            keep_norms(self.model, teacher)
+        self._begin(teacher)
         self.trainable = make_trainable(self.model, config)
         layout = memory_layout(config, self.device)
         self.model.to(memory_format=layout)
         self.optimizer = self.trainable.optimizer(config)
         self.prepared, self.stepping = self.engine.prepare(self.model, self.optimizer)
         self.variances = Variances(self.model)
+        minmax = config.weight_range == "minmax"
+        self.weight_ranges = WeightRanges(self.model) if minmax else None
+        ema = config.activations == "ema"
+        momentum = config.range_momentum
+        self.ranges = ActivationRanges(self.model, momentum) if ema else None
         if teacher is not None and config.distill:
             teacher = copy.deepcopy(teacher).to(self.device).eval()
             teacher.to(memory_format=layout)
@@ -121,6 +130,15 @@ class Run:
             device=self.device,
         )
         self.compute: Callable[..., None] = self.gradients
+
+    def _begin(self, teacher: nn.Module | None) -> None:
+        """Take weights and norms of the float network, as the settings say."""
+        if self.config.start == "float":
+            assert teacher is not None  # checked by train()
+            restore_float_weights(self.model, teacher)
+        if self.config.batch_norm == "fold-and-train":
+            assert teacher is not None
+            keep_norms(self.model, teacher)
 
     @property
     def shard(self) -> tuple[int, int]:
@@ -156,6 +174,8 @@ class Run:
             self.stepping.zero_grad()
         self.trainable.keep_positive()
         self.variances.limit()
+        if self.weight_ranges is not None:
+            self.weight_ranges.follow()
         self.step += 1
 
     def rate(self) -> float:
@@ -193,6 +213,14 @@ class Run:
                 "an epoch: pass a list or a DataLoader that is not empty"
             )
         return float(correct / count)
+
+    def result(self, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return the state of an ordinary quantized network: norms are folded."""
+        self.model.load_state_dict(state)
+        fold_norms(self.model)
+        if self.ranges is not None:
+            self.ranges.detach()
+        return self.model.state_dict()
 
     def state(self) -> dict[str, Tensor]:
         """Return what a checkpoint holds: network, momentum, sums of the epoch."""

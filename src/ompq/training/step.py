@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,12 @@ from ompq.training.config import TrainConfig
 # A scale may shrink to this fraction of its initial value: it must stay positive, and
 # one that falls further has lost its tensor anyway.
 _SMALLEST = 1 / 16
+_GRADIENTS: dict[str, Literal["step", "clip", "straight"]] = {
+    "step": "step",
+    "clip": "clip",
+    "ema": "straight",
+    "fixed": "step",
+}
 _WARM_UP = 3  # passes before a CUDA graph is recorded; PyTorch's documentation has 3
 
 
@@ -43,9 +49,10 @@ class Trainable:
 
     def optimizer(self, config: TrainConfig) -> torch.optim.SGD:
         """Return the optimizer; ``ratio`` is a group's multiple of the rate."""
+        decay = config.weight_decay if config.decay_all else 0.0
         groups: list[dict[str, Any]] = [
             {"params": [*self.weights.values()], "ratio": 1.0},
-            {"params": [*self.others.values()], "ratio": 1.0, "weight_decay": 0.0},
+            {"params": [*self.others.values()], "ratio": 1.0, "weight_decay": decay},
             {
                 "params": [*self.scales.values()],
                 "ratio": config.step_rate,
@@ -85,12 +92,12 @@ def make_trainable(model: nn.Module, config: TrainConfig) -> Trainable:
 
 def _scales(model: nn.Module, config: TrainConfig) -> dict[str, nn.Parameter]:
     found: dict[str, nn.Parameter] = {}
-    if config.learn_weight_scales:
+    if config.learn_weight_scales and config.weight_range == "stored":
         for name, layer in quantized_layers(model).items():
             found[f"{name}.weight_scale".removeprefix(".")] = layer.weight_scale
     for name, quantizer in activation_quantizers(model).items():
-        quantizer.clips = config.activations == "clip"
-        if config.activations != "fixed":
+        quantizer.gradient = _GRADIENTS[config.activations]
+        if config.activations in ("step", "clip"):
             found[f"{name}.scale"] = quantizer.scale
     return found
 

@@ -1,0 +1,201 @@
+"""Ranges that follow minimum and maximum, and HAWQ-V3's recipe made of them."""
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import ompq
+from nets import TinyMobileNet, TinyResNet, scenes, seeded
+from ompq.errors import TrainingError
+from ompq.layers import ActivationQuantizer, activation_quantizers, quantized_layers
+from ompq.quantizers import Grid
+from ompq.training.minmax import ActivationRanges, WeightRanges
+from ompq.training.norms import fold_norms, keep_norms, restore_float_weights
+from quantized import quantized
+from training_script import QUICK, equal, hawq, state
+
+
+@pytest.fixture(scope="module")
+def toys():
+    return hawq()
+
+
+def symmetric(weight, bits):
+    """Round as HAWQ-V3 defines it, channel by channel, with Python's own numbers."""
+    levels = 2 ** (bits - 1) - 1
+    rows = []
+    for channel in weight:
+        scale = max(abs(value) for value in channel.flatten().tolist()) / levels
+        codes = [round(value / scale) for value in channel.flatten().tolist()]
+        assert all(abs(code) <= levels for code in codes)
+        rows.append(torch.tensor([scale * code for code in codes]).double())
+    return torch.stack(rows).reshape(weight.shape)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_weights_are_rounded_as_the_recipe_defines(bits):
+    network = quantized(seeded(TinyResNet()), scenes(16), weight=bits).double()
+    WeightRanges(network)
+    for layer in quantized_layers(network).values():
+        expected = symmetric(layer.weight, bits)
+        assert torch.allclose(layer.rounded_weight(), expected, rtol=1e-6)
+
+
+def test_scales_are_those_of_the_folded_weight(toys):
+    model, network, _, _ = toys
+    kept, alone = copy.deepcopy(network), copy.deepcopy(network)
+    keep_norms(kept, model)
+    WeightRanges(kept)
+    fold_norms(kept)
+    WeightRanges(alone)
+    for one, other in zip(state(kept).values(), state(alone).values(), strict=True):
+        assert torch.allclose(one, other, rtol=1e-9)
+
+
+def test_the_gradient_of_every_weight_passes_straight():
+    network = quantized(seeded(TinyResNet()), scenes(16), weight=3)
+    WeightRanges(network)
+    for layer in quantized_layers(network).values():
+        layer.weight.requires_grad_(True)
+        weighting = torch.rand_like(layer.weight)
+        (layer.rounded_weight() * weighting).sum().backward()
+        assert torch.equal(layer.weight.grad, weighting)  # the largest one's, too
+
+
+def quantizer(zero_point, bits=4):
+    made = ActivationQuantizer(Grid(torch.tensor(1.0), torch.tensor(zero_point), bits))
+    made.gradient = "straight"
+    return made
+
+
+@pytest.mark.parametrize("signed", [False, True])
+def test_ranges_of_activations_are_running_means(signed):
+    part = torch.nn.Sequential(quantizer(3.0 if signed else 0.0))
+    ranges = ActivationRanges(part, momentum=0.9)
+    generator = torch.Generator().manual_seed(0)
+    low = high = None
+    for _ in range(4):
+        x = torch.randn(5, 7, generator=generator)
+        x = x if signed else x.relu()
+        smallest, largest = min(x.flatten().tolist()), max(x.flatten().tolist())
+        low = smallest if low is None else 0.9 * low + 0.1 * smallest
+        high = largest if high is None else 0.9 * high + 0.1 * largest
+        out = part.train()(x)
+        scale = max(-low, high) / 7 if signed else high / 15
+        assert part[0].scale.item() == pytest.approx(scale, rel=1e-5)
+        ends = (-8, 7) if signed else (0, 15)
+        expected = (x / part[0].scale).round().clamp(*ends) * part[0].scale
+        assert torch.allclose(out, expected)
+    before = part[0].scale.item()
+    part.eval()(100 * x)
+    assert part[0].scale.item() == before
+    ranges.detach()
+    part.train()(100 * x)
+    assert part[0].scale.item() == before
+    assert part.state_dict().keys() == {"0.scale", "0.zero_point"}
+
+
+def test_gradients_pass_straight_beyond_the_range_too():
+    x = torch.tensor([-9.0, 0.3, 99.0], requires_grad=True)
+    out = quantizer(0.0)(x)
+    assert out.tolist() == [0.0, 0.0, 15.0]
+    (out * torch.tensor([1.0, 2.0, 3.0])).sum().backward()
+    assert x.grad.tolist() == [1.0, 2.0, 3.0]
+
+
+def test_training_starts_from_the_float_weights(toys):
+    model, network, _, _ = toys
+    changed = copy.deepcopy(network)
+    for layer in quantized_layers(changed).values():
+        layer.weight.data.mul_(1.5)
+        layer.bias.data.add_(1.0)
+    restore_float_weights(changed, model)
+    stem = model.norm.weight / (model.norm.running_var + model.norm.eps).sqrt()
+    expected = model.stem.weight * stem[:, None, None, None]
+    assert torch.allclose(changed.stem.weight, expected)
+    shift = model.norm.bias - model.norm.running_mean * stem
+    assert torch.allclose(changed.stem.bias, shift)
+    assert torch.equal(changed.head.bias, model.head.bias)
+    assert not torch.equal(changed.head.weight, network.head.weight * 1.5)
+
+
+def test_float_weights_survive_channels_brought_to_one_size():
+    model, inputs = seeded(TinyMobileNet()), scenes(16)
+    with torch.no_grad():  # one channel far larger than the others
+        next(m for m in model.modules() if isinstance(m, torch.nn.Conv2d)).weight[
+            0
+        ] *= 9
+    network = quantized(model, inputs, weight=8)
+    for layer in quantized_layers(network).values():
+        layer.weight.data.zero_()
+    restore_float_weights(network, model)
+    with torch.no_grad():
+        gap = (network(inputs) - model(inputs)).abs().max()
+        assert gap < 0.2 * model(inputs).abs().max()
+
+
+def test_another_float_network_is_refused(toys):
+    _, network, data, config = toys
+    words = r"stem has no weight of shape .* in the float network; give the network"
+    with pytest.raises(TrainingError, match=words):
+        ompq.train(network, data, config, teacher=torch.nn.Linear(2, 2))
+
+
+def test_what_starts_from_float_needs_the_float_network(toys):
+    _, network, data, _ = toys
+    words = r"start='float' need the float network; pass teacher=model"
+    with pytest.raises(ValueError, match=words):
+        ompq.train(network, data, replace(QUICK, start="float"))
+
+
+def test_the_recipe_learns_and_gives_an_ordinary_network(toys, tmp_path):
+    model, network, data, config = toys
+    trained = ompq.train(network, data, replace(config, epochs=8), teacher=model)
+    assert trained.state_dict().keys() == network.state_dict().keys()
+    with torch.no_grad():
+        before = F.cross_entropy(network(data.inputs), data.targets)
+        after = F.cross_entropy(trained(data.inputs), data.targets)
+    assert after < before
+    for layer in quantized_layers(trained).values():
+        expected = symmetric(layer.weight, layer.bits)
+        assert torch.allclose(layer.rounded_weight(), expected, rtol=1e-6)
+    for one in activation_quantizers(trained).values():
+        assert one.zero_point.item() in (0, 2 ** (one.bits - 1))
+    network, inputs = trained.float(), data.inputs.float()
+    ompq.save(network, tmp_path / "net.ompq.safetensors")
+    loaded = ompq.load(tmp_path / "net.ompq.safetensors", TinyResNet)
+    with torch.no_grad():
+        assert torch.equal(loaded(inputs), network(inputs))
+    result = ompq.export_onnx(network, tmp_path / "net.onnx", inputs)  # integers only
+    assert result.engine.top1 == 1.0
+
+
+def test_the_recipe_resumes_to_the_same_bits(toys, tmp_path):
+    model, network, data, config = toys
+    config = replace(config, checkpoint_steps=1)
+
+    def stop(done, _total, _message):
+        if done == 6:
+            raise KeyboardInterrupt
+
+    whole = ompq.train(network, data, config, teacher=model, checkpoint=tmp_path / "a")
+    again = {"teacher": model, "checkpoint": tmp_path / "b"}
+    with pytest.raises(KeyboardInterrupt):
+        ompq.train(network, data, config, progress=stop, **again)
+    assert equal(ompq.train(network, data, config, **again), whole)
+    one, other = ((tmp_path / at / "last.safetensors").read_bytes() for at in "ab")
+    assert one == other
+
+
+def test_biases_and_norms_may_decay_as_weights_do(toys):
+    _, network, data, _ = toys
+    config = replace(QUICK, epochs=1, batch_size=32, weight_decay=0.1)
+    plain = state(ompq.train(network, data, config))
+    decayed = state(ompq.train(network, data, replace(config, decay_all=True)))
+    for key, value in state(network).items():
+        moved = plain[key] - decayed[key]
+        expected = 0.05 * 0.1 * value if key.endswith("bias") else torch.zeros(())
+        assert torch.allclose(moved, expected.to(moved), atol=1e-12), key
