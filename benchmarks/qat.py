@@ -24,11 +24,12 @@ from common import RESULTS, alternating, median_ratio, save, synchronise
 from qat_setup import NETWORKS, Bench
 from sharing import Rows, once
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 import ompq
+from ompq.graph import folded
 from ompq.integer.engine import IntegerNetwork
 from ompq.training.run import Run
+from ompq.training.step import Gradients, Recorded
 
 # Choices of weights, activations, uniform bits of the same size.
 ROWS = {
@@ -203,37 +204,53 @@ def run_engine(bench: Bench) -> None:
 
 
 def run_speed(bench: Bench) -> None:
-    """Time steps of training: float and quantized, eager, compiled, recorded."""
+    """Time steps of training, float and quantized, like with like.
+
+    Both networks have their norms folded and no teacher, and each way to run a step
+    (eager, compiled, one CUDA graph) is compared with the same way of the other.
+    """
     options, model, samples = bench.options, bench.float_network(), bench.samples()
     plan = allocations(model, samples, "a")["planned"]
     quantized = ompq.quantize(model, plan, samples)
     batch = next(bench.train.epoch(0, batch_size=min(128, len(bench.train))))
-    functions = {"float": float_step(model, batch, compiled=False)}
-    kinds = ["eager", *(["graph"] if bench.device.type == "cuda" else [])]
-    if not options.no_compile:
-        functions["float compiled"] = float_step(model, batch, compiled=True)
-        kinds.append("compile")
+    kinds = ["eager"]
+    kinds += ["graph"] if bench.device.type == "cuda" else []
+    kinds += [] if options.no_compile else ["compile"]
     size = len(batch[1])
     base = replace(train_config(options, 0, bench), distill=0.0, batch_size=size)
     base = replace(base, batch_norm="folded")
+    functions = {}
     for kind in kinds:
+        functions[f"float {kind}"] = float_step(
+            without_norms(model, samples), batch, kind
+        )
         config = replace(base, compile=kind == "compile", cuda_graph=kind == "graph")
         run = Run(quantized, bench.train, config, teacher=None)
         run.begin_epoch(0)
         functions[f"quantized {kind}"] = repeated(partial(advance, run, *batch))
     torch.backends.cudnn.benchmark = True
     times = alternating(functions, repeats=options.repeats)
-    row = {"milliseconds": {k: 1e3 * min(v) / STEPS for k, v in times.items()}}
-    row["over float"] = {
-        name: median_ratio(times, name, "float")
-        for name in functions
-        if name != "float"
+    row = {
+        "milliseconds": {k: 1e3 * min(v) / STEPS for k, v in times.items()},
+        "quantized over float": {
+            kind: median_ratio(times, f"quantized {kind}", f"float {kind}")
+            for kind in kinds
+        },
     }
-    if not options.no_compile:
-        ratio = median_ratio(times, "quantized compile", "float compiled")
-        row["compiled over compiled"] = ratio
     print(row, flush=True)
     save(f"qat-{options.network}-speed", [row], options.out, batch=len(batch[1]))
+
+
+def without_norms(model: nn.Module, samples: Tensor) -> nn.Module:
+    """Return the float network with its batch norms folded."""
+    own = copy.deepcopy(model)
+    for unit in ompq.trace(model, samples[:1]).units:
+        if unit.norm:
+            layer, norm = own.get_submodule(unit.name), own.get_submodule(unit.norm)
+            weight, bias = folded(layer, norm)
+            layer.weight, layer.bias = nn.Parameter(weight), nn.Parameter(bias)
+            own.set_submodule(unit.norm, nn.Identity())
+    return own
 
 
 def advance(run: Run, inputs: Tensor, targets: Tensor) -> None:
@@ -253,17 +270,25 @@ def repeated(step):
     return run
 
 
-def float_step(model: nn.Module, batch, *, compiled: bool):
+def float_step(model: nn.Module, batch, kind: str):
     """Return what trains the float network for some steps."""
-    own = copy.deepcopy(model).train().to(memory_format=torch.channels_last)
+    own = model.train().to(memory_format=torch.channels_last)
     optimizer = torch.optim.SGD(own.parameters(), lr=1e-6, momentum=0.9)
-    called = torch.compile(own) if compiled else own
-    x, y = batch
+    called = torch.compile(own) if kind == "compile" else own
+    gradients = Gradients(
+        called,
+        None,
+        ompq.TrainConfig(),
+        backward=Tensor.backward,
+        device=batch[0].device,
+    )
+    compute = Recorded(gradients, own) if kind == "graph" else gradients
+    x, y = gradients.placed(batch[0]), batch[1]
 
     def step() -> None:
-        loss = F.cross_entropy(called(x), y)
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()
+        if kind != "graph":  # what is recorded overwrites gradients
+            optimizer.zero_grad(set_to_none=True)
+        compute(x, y)
         optimizer.step()
 
     return repeated(step)
