@@ -9,7 +9,7 @@ from ompq.quantization.sites import find_sites
 from ompq.recording import record
 
 
-def points_of(network, samples, bits=8, **more):
+def sites_of(network, samples, bits=8, **more):
     graph = trace(network, samples)
     chosen = {name: Choice(4, more.get(name, bits)) for name in graph.names}
     return find_sites(network, record(network, samples[:1]), graph, chosen)
@@ -19,8 +19,8 @@ def places(sites):
     return {name: site.bits for site in sites for name in site.after}
 
 
-def test_points_of_a_residual_network():
-    sites, lost = points_of(seeded(TinyResNet()), images(), bits=4)
+def test_sites_of_a_residual_network():
+    sites, lost = sites_of(seeded(TinyResNet()), images(), bits=4)
     assert lost == []
     assert places(sites) == {
         "norm": 4,  # the stem's ReLU is a function: a grid from 0 up does its work
@@ -35,8 +35,8 @@ def test_points_of_a_residual_network():
     assert [p.before for p in sites if p.before] == [("",), ("head",)]
 
 
-def test_points_of_a_mobile_network():
-    sites, _ = points_of(seeded(TinyMobileNet()), images())
+def test_sites_of_a_mobile_network():
+    sites, _ = sites_of(seeded(TinyMobileNet()), images())
     assert set(places(sites)) == {
         "stem.2",
         *(f"blocks.{b}.body.{i}" for b in (0, 1, 2) for i in (2, 5, 7)),
@@ -47,7 +47,7 @@ def test_points_of_a_mobile_network():
 
 
 def test_concatenated_tensors_share_a_grid():
-    sites, _ = points_of(models.squeezenet1_1(weights=None), torch.zeros(1, 3, 64, 64))
+    sites, _ = sites_of(models.squeezenet1_1(weights=None), torch.zeros(1, 3, 64, 64))
     shared = [p for p in sites if len(p.positions) > 1]
     assert len(shared) == 8
     assert shared[0].after == (
@@ -66,12 +66,12 @@ def test_tensor_takes_the_widest_of_its_readers():
             x = self.stem(x)
             return self.a(x) * self.b(x)
 
-    sites, _ = points_of(seeded(Fork()), torch.ones(2, 4), bits=4, b=6)
+    sites, _ = sites_of(seeded(Fork()), torch.ones(2, 4), bits=4, b=6)
     assert places(sites) == {"stem": 6}
 
 
 def test_float_activations_get_no_point():
-    sites, lost = points_of(seeded(Chain()), images(), bits=32)
+    sites, lost = sites_of(seeded(Chain()), images(), bits=32)
     assert sites == []
     assert lost == []
 
@@ -86,7 +86,7 @@ def test_tensor_between_functions_is_listed():
             y = torch.sigmoid(self.conv(x) * 2) + x  # no module makes the left operand
             return F.relu(y)
 
-    sites, lost = points_of(seeded(Functional()), images())
+    sites, lost = sites_of(seeded(Functional()), images())
     assert [entry.name for entry in lost] == ["(network).sigmoid()"]
     assert lost[0].reason.endswith("it stays float")
     assert [p.before for p in sites] == [("",)]

@@ -91,7 +91,7 @@ class ActivationQuantizer(nn.Module):
 
 
 class QuantizedLayer(nn.Module):
-    """What quantized layers add to the layer they replace.
+    """What a quantized layer adds to the layer it replaces.
 
     Attributes:
         weight: The stored weight; float.
@@ -102,7 +102,7 @@ class QuantizedLayer(nn.Module):
         learning: Weight and bias while rounding is being learned; else None.
         norm: Computes the layer with the batch norm that was folded into it, while the
             two are trained together; else None.
-        integers: Computes the layer as integers do, once the network is settled
+        integers: Computes the layer in integers, once the network is finalized
             (:func:`ompq.finalize`) and no gradient is needed; else None.
     """
 

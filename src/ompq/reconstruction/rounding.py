@@ -497,7 +497,7 @@ class _Rows(NamedTuple):
     """A layer's weight as one row for each output channel."""
 
     low: Tensor  # code of the lower neighbour, less the zero, (C, K)
-    free: Tensor  # 0 beyond the ends of the grid, where there is but one, (C, K)
+    free: Tensor  # 0 beyond the ends of the grid, with one neighbour only, (C, K)
     up: Tensor  # how far above it the weight is, (C, K)
     scale: Tensor  # (C,)
     own: Tensor  # 0 where groups of a transposed convolution share scales, (C,)
