@@ -14,14 +14,14 @@ class Where:
     PANEL: ClassVar[str] = "Where to go"
 
     place: Annotated[str, typer.Argument(metavar="PLACE")]
-    floor: Annotated[int, option("FLOOR", "Which floor.", "--floor", "-f")] = 3
+    floor: int = option(3, "FLOOR", "Which floor.", "--floor", "-f")
 
 
 def test_a_dataclass_stands_for_its_options():
     seen = []
 
     @spread
-    def go(where: Where, times: Annotated[int, typer.Option()] = 1) -> None:
+    def go(where: Where, times: int = option(1, "TIMES", "How often.")) -> None:
         """Go there."""
         seen.append((where, times))
 

@@ -44,34 +44,24 @@ _SAMPLES = 64
 class ExportOptions:
     """What is written, and what it is verified with."""
 
-    file: Annotated[
-        Path | None,
-        option(
-            "FILE",
-            f"The file to write. Default: {ONNX} in the folder.",
-            "--output",
-            "-o",
-        ),
-    ] = None
-    format: Annotated[str, one_of(_FORMATS, "what to write. Default: onnx.")] = (
-        _FORMATS[0]
+    file: Path | None = option(
+        None,
+        "FILE",
+        f"The file to write. Default: {ONNX} in the folder.",
+        "--output",
+        "-o",
     )
-    network: Annotated[
-        str | None, option("NETWORK", "The network, if the packed file has no name.")
-    ] = None
-    data: Annotated[
-        str | None,
-        option(
-            "SOURCE", "Inputs to verify with. Default: those of the folder, or noise."
-        ),
-    ] = None
-    samples: Annotated[
-        int,
-        option("NUMBER", f"How many inputs verify. Default: {_SAMPLES}.", min=1),
-    ] = _SAMPLES
-    opset: Annotated[
-        int, option("NUMBER", "Version of ONNX's operators. Default: 21.")
-    ] = 21
+    format: str = one_of(_FORMATS[0], _FORMATS, "what to write. Default: onnx.")
+    network: str | None = option(
+        None, "NETWORK", "The network, if the packed file has no name."
+    )
+    data: str | None = option(
+        None, "SOURCE", "Inputs to verify with. Default: those of the folder, or noise."
+    )
+    samples: int = option(
+        _SAMPLES, "NUMBER", f"How many inputs verify. Default: {_SAMPLES}.", min=1
+    )
+    opset: int = option(21, "NUMBER", "Version of ONNX's operators. Default: 21.")
 
     def target(self, packed: Path) -> Path:
         """Return the file to write.
@@ -351,22 +341,16 @@ def bench(
         argument("FILE", "An ONNX file of ompq export, or the folder that holds it."),
     ],
     output: OutputOptions,
-    reference: Annotated[
-        str | None,
-        option(
-            "NETWORK",
-            "The float network, by name or as an ONNX file. Default: the one that "
-            "the file names.",
-            "--float",
-        ),
-    ] = None,
-    threads: Annotated[
-        int, option("NUMBER", "Threads per run. Default: 1.", min=1)
-    ] = 1,
-    repeats: Annotated[
-        int, option("NUMBER", "Runs of each, in turn. Default: 50.", min=1)
-    ] = 50,
-    batch: Annotated[int, option("NUMBER", "Images per run. Default: 1.", min=1)] = 1,
+    reference: str | None = option(
+        None,
+        "NETWORK",
+        "The float network, by name or as an ONNX file. Default: the one that "
+        "the file names.",
+        "--float",
+    ),
+    threads: int = option(1, "NUMBER", "Threads per run. Default: 1.", min=1),
+    repeats: int = option(50, "NUMBER", "Runs of each, in turn. Default: 50.", min=1),
+    batch: int = option(1, "NUMBER", "Images per run. Default: 1.", min=1),
 ) -> None:
     """Time an exported network against the float one, on this machine's CPU.
 

@@ -2,7 +2,8 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Annotated, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,13 +12,7 @@ from torch import nn
 
 from ompq.allocation.solver import Budget, Problem, reachable
 from ompq.cli.console import muted, opened, render
-from ompq.cli.options import (
-    BudgetOption,
-    OutputOptions,
-    PlanOutput,
-    check_writable,
-    option,
-)
+from ompq.cli.options import BudgetOption, OutputOptions, check_writable, option
 from ompq.cli.settings import (
     SAMPLES,
     DataOptions,
@@ -47,16 +42,14 @@ def plan(
     planning: PlanOptions,
     output: OutputOptions,
     budget: BudgetOption,
-    file: PlanOutput = None,
-    samples: Annotated[
-        int | None,
-        option(
-            "NUMBER",
-            f"How many inputs are used. Default: {SAMPLES}; with --protocol the "
-            "paper's number.",
-            min=2,
-        ),
-    ] = None,
+    file: Path | None = option(None, "FILE", "Save the plan.", "--output", "-o"),
+    samples: int | None = option(
+        None,
+        "NUMBER",
+        f"How many inputs are used. Default: {SAMPLES}; with --protocol the "
+        "paper's number.",
+        min=2,
+    ),
 ) -> None:
     """Choose bits for every layer so that a budget is met.
 
@@ -95,10 +88,9 @@ def budget(
     network: NetworkOptions,
     planning: PlanOptions,
     output: OutputOptions,
-    data: Annotated[
-        str | None,
-        option("SOURCE", "Not needed: sizes follow from the shapes alone."),
-    ] = None,
+    data: str | None = option(
+        None, "SOURCE", "Not needed: sizes follow from the shapes alone."
+    ),
 ) -> None:
     """Show which budgets a network can meet.
 

@@ -8,7 +8,7 @@ import inspect
 import os
 from collections.abc import Callable, Iterable
 from copy import copy
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, get_type_hints
@@ -16,6 +16,8 @@ from typing import Annotated, Any, ClassVar, get_type_hints
 import typer
 
 from ompq.userfiles import suggestion
+
+REQUIRED = MISSING  # the default of an option that must be given
 
 
 def spread(function: Callable[..., None]) -> Callable[..., None]:
@@ -48,36 +50,40 @@ def spread(function: Callable[..., None]) -> Callable[..., None]:
 
 def _parameters(group: Any) -> list[inspect.Parameter]:
     """Return an argument for each field of a group of options."""
-    found = []
-    for name, hint in get_type_hints(group, include_extras=True).items():
-        if name == "PANEL":
-            continue
-        kind, (info, *_) = hint.__origin__, hint.__metadata__
-        default = group.__dataclass_fields__[name].default
+    hints = get_type_hints(group, include_extras=True)
+    found = [_parameter(one.name, hints[one.name], one) for one in fields(group)]
+    for one in found:
+        info = one.annotation.__metadata__[0]
         if isinstance(info, typer.models.OptionInfo):
-            info = copy(info)
             info.rich_help_panel = getattr(group, "PANEL", None)
-        default = inspect.Parameter.empty if default is MISSING else default
-        found.append(_parameter(name, Annotated[kind, info], default))
     return found
 
 
 def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
+    if isinstance(default, Field):
+        info, default = default.metadata.get("typer"), default.default
+        if info is not None:
+            annotation = Annotated[annotation, copy(info)]
+    default = inspect.Parameter.empty if default is REQUIRED else default
     return inspect.Parameter(
         name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
     )
 
 
-def option(metavar: str | None, text: str, *names: str, **settings: Any) -> Any:
-    """Return an option; its text names its default, where it has one."""
-    return typer.Option(
-        *names, metavar=metavar, help=text, show_default=False, **settings
-    )
+def option(
+    default: Any, metavar: str | None, text: str, *names: str, **more: Any
+) -> Any:
+    """Return an option: a dataclass's field, or the default of an argument.
+
+    Its text names its default, where there is something to say about it.
+    """
+    info = typer.Option(*names, metavar=metavar, help=text, show_default=False, **more)
+    return field(default=default, metadata={"typer": info})
 
 
 def flag(text: str, *names: str) -> Any:
-    """Return an option that takes no value."""
-    return option(None, text, *names)
+    """Return an option that takes no value, off by default."""
+    return option(False, None, text, *names)
 
 
 def argument(metavar: str, text: str) -> Any:
@@ -85,7 +91,7 @@ def argument(metavar: str, text: str) -> Any:
     return typer.Argument(metavar=metavar, help=text, show_default=False)
 
 
-def one_of(known: Iterable[str], text: str, **settings: Any) -> Any:
+def one_of(default: Any, known: Iterable[str], text: str) -> Any:
     """Return an option that takes one of several names, completed by the shell."""
     names = list(known)
 
@@ -99,20 +105,15 @@ def one_of(known: Iterable[str], text: str, **settings: Any) -> Any:
     def complete(incomplete: str) -> list[str]:
         return [name for name in names if name.startswith(incomplete)]
 
-    settings |= {"callback": check, "autocompletion": complete}
-    return option("NAME", f"{', '.join(names)}: {text}", **settings)
+    text = f"{', '.join(names)}: {text}"
+    return option(default, "NAME", text, callback=check, autocompletion=complete)
 
 
+BUDGET = "4.0MiB, 4.2MB, 12.5%, 3.2bits, 75GBOPs, 8ms; join several with commas"
 BudgetOption = Annotated[
-    str,
-    option(
-        "BUDGET",
-        "The limit: 4.0MiB, 4.2MB, 12.5%, 3.2bits, 75GBOPs, 8ms; join several with "
-        "commas.",
-    ),
+    str, typer.Option(metavar="BUDGET", help=f"The limit: {BUDGET}.")
 ]
 PlanFile = Annotated[Path, argument("PLAN", "A plan file.")]
-PlanOutput = Annotated[Path | None, option("FILE", "Save the plan.", "--output", "-o")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,13 +122,11 @@ class OutputOptions:
 
     PANEL: ClassVar[str] = "Output"
 
-    json: Annotated[bool, flag("Print JSON on stdout.", "--json")] = False
-    quiet: Annotated[
-        bool, flag("No progress; one line instead of tables.", "--quiet", "-q")
-    ] = False
-    debug: Annotated[
-        bool, flag("Show the library's log and the traceback of an error.", "--debug")
-    ] = False
+    json: bool = flag("Print JSON on stdout.", "--json")
+    quiet: bool = flag("No progress; one line instead of tables.", "--quiet", "-q")
+    debug: bool = flag(
+        "Show the library's log and the traceback of an error.", "--debug"
+    )
 
 
 def check_writable(path: Path | None) -> None:

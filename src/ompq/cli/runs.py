@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 import typer
@@ -18,7 +18,14 @@ from torch import nn
 
 from ompq.allocation.solver import Allocation, Budget
 from ompq.cli.console import Console, muted, opened, render, say
-from ompq.cli.options import OutputOptions, check_folder, flag, one_of, option
+from ompq.cli.options import (
+    REQUIRED,
+    OutputOptions,
+    check_folder,
+    flag,
+    one_of,
+    option,
+)
 from ompq.cli.settings import (
     DataOptions,
     NetworkOptions,
@@ -52,70 +59,49 @@ from ompq.workflow import PLAN, Outcome, Workflow, read_bits
 CALIBRATION = 1024
 _ENGINES = ("simulated", "integer")
 
-LimitOption = Annotated[
-    int | None,
-    option(
-        "NUMBER",
-        "Use only this many images, spread over the classes. Default: all.",
-        min=1,
-    ),
-]
+_LIMIT = "Use only this many images, spread over the classes. Default: all."
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
     """What is done, and where it goes."""
 
-    folder: Annotated[
-        Path,
-        option("DIR", "Where plan, network, result and report go.", "--output", "-o"),
-    ]
-    budget: Annotated[
-        str | None, option("BUDGET", "As for ompq plan; not needed with --plan.")
-    ] = None
-    plan: Annotated[
-        Path | None,
-        option(
-            "FILE",
-            "Use this plan, or bits copied from a report, instead of a new plan.",
-        ),
-    ] = None
-    samples: Annotated[
-        int | None,
-        option(
-            "NUMBER",
-            f"How many inputs calibrate. Default: {CALIBRATION}, or all.",
-            min=2,
-        ),
-    ] = None
-    views: Annotated[
-        int,
-        option(
-            "NUMBER",
-            "Versions of each image to learn from: itself and mirrored, shifted "
-            "copies. 8 to 16 help with fewer than 200 images. Default: 1.",
-            min=1,
-        ),
-    ] = 1
-    iterations: Annotated[
-        int | None,
-        option(
-            "NUMBER",
-            f"Learning steps per block. Default: {RoundingConfig.iterations}.",
-            min=1,
-        ),
-    ] = None
-    no_reconstruct: Annotated[
-        bool, flag("Round to nearest; learn nothing.", "--no-reconstruct")
-    ] = False
-    eval_data: Annotated[
-        str | None,
-        option("SOURCE", "Labelled images to measure accuracy on, as ompq evaluate."),
-    ] = None
-    limit: LimitOption = None
-    resume: Annotated[bool, flag("Continue a run that was stopped.", "--resume")] = (
-        False
+    folder: Path = option(
+        REQUIRED, "DIR", "Where plan, network, result and report go.", "--output", "-o"
     )
+    budget: str | None = option(
+        None, "BUDGET", "As for ompq plan; not needed with --plan."
+    )
+    plan: Path | None = option(
+        None,
+        "FILE",
+        "Use this plan, or bits copied from a report, instead of a new plan.",
+    )
+    samples: int | None = option(
+        None,
+        "NUMBER",
+        f"How many inputs calibrate. Default: {CALIBRATION}, or all.",
+        min=2,
+    )
+    views: int = option(
+        1,
+        "NUMBER",
+        "Versions of each image to learn from: itself and mirrored, shifted "
+        "copies. 8 to 16 help with fewer than 200 images. Default: 1.",
+        min=1,
+    )
+    iterations: int | None = option(
+        None,
+        "NUMBER",
+        f"Learning steps per block. Default: {RoundingConfig.iterations}.",
+        min=1,
+    )
+    no_reconstruct: bool = flag("Round to nearest; learn nothing.", "--no-reconstruct")
+    eval_data: str | None = option(
+        None, "SOURCE", "Labelled images to measure accuracy on, as ompq evaluate."
+    )
+    limit: int | None = option(None, "NUMBER", _LIMIT, min=1)
+    resume: bool = flag("Continue a run that was stopped.", "--resume")
 
     @property
     def checkpoint(self) -> Path:
@@ -400,48 +386,36 @@ class TrainOptions:
 
     PANEL: ClassVar[str] = "How it is trained"
 
-    start: Annotated[
-        Path | None,
-        option(
-            "FILE",
-            "Start from this packed network instead of quantizing one.",
-            "--from",
-        ),
-    ] = None
-    validation: Annotated[
-        str | None,
-        option(
-            "SOURCE",
-            "Labelled images that decide which epoch is kept. Default: keep the last.",
-        ),
-    ] = None
-    epochs: Annotated[
-        int | None,
-        option(
-            "NUMBER", f"Passes over the data. Default: {TrainConfig.epochs}.", min=1
-        ),
-    ] = None
-    batch_size: Annotated[
-        int | None,
-        option(
-            "NUMBER",
-            f"Images per step, over all processes. Default: {TrainConfig.batch_size}.",
-            min=1,
-        ),
-    ] = None
-    learning_rate: Annotated[
-        float | None,
-        option("NUMBER", f"At the start. Default: {TrainConfig.learning_rate:g}."),
-    ] = None
-    settings: Annotated[
-        list[str] | None,
-        option(
-            "NAME=VALUE",
-            "Any other field of ompq.TrainConfig: distill=0.5, compile=true, "
-            "activations=clip. Repeatable.",
-            "--set",
-        ),
-    ] = None
+    start: Path | None = option(
+        None,
+        "FILE",
+        "Start from this packed network instead of quantizing one.",
+        "--from",
+    )
+    validation: str | None = option(
+        None,
+        "SOURCE",
+        "Labelled images that decide which epoch is kept. Default: keep the last.",
+    )
+    epochs: int | None = option(
+        None, "NUMBER", f"Passes over the data. Default: {TrainConfig.epochs}.", min=1
+    )
+    batch_size: int | None = option(
+        None,
+        "NUMBER",
+        f"Images per step, over all processes. Default: {TrainConfig.batch_size}.",
+        min=1,
+    )
+    learning_rate: float | None = option(
+        None, "NUMBER", f"At the start. Default: {TrainConfig.learning_rate:g}."
+    )
+    settings: list[str] | None = option(
+        None,
+        "NAME=VALUE",
+        "Any other field of ompq.TrainConfig: distill=0.5, compile=true, "
+        "activations=clip. Repeatable.",
+        "--set",
+    )
 
     def config(self, protocol: str | None, seed: int) -> TrainConfig:
         """Return the settings of a training: the protocol's, and what was typed.
@@ -598,22 +572,17 @@ def evaluate(
     network: NetworkOptions,
     data: DataOptions,
     output: OutputOptions,
-    packed: Annotated[
-        Path | None,
-        option("FILE", "Evaluate this packed network of ompq quantize or ompq train."),
-    ] = None,
-    engine: Annotated[
-        str,
-        one_of(
-            _ENGINES,
-            "what computes a packed network: PyTorch, or integers alone on the CPU, "
-            "which is slow. Default: simulated.",
-        ),
-    ] = _ENGINES[0],
-    limit: LimitOption = None,
-    batch_size: Annotated[
-        int, option("NUMBER", "Images per batch. Default: 64.", min=1)
-    ] = 64,
+    packed: Path | None = option(
+        None, "FILE", "Evaluate this packed network of ompq quantize or ompq train."
+    ),
+    engine: str = one_of(
+        _ENGINES[0],
+        _ENGINES,
+        "what computes a packed network: PyTorch, or integers alone on the CPU, "
+        "which is slow. Default: simulated.",
+    ),
+    limit: int | None = option(None, "NUMBER", _LIMIT, min=1),
+    batch_size: int = option(64, "NUMBER", "Images per batch. Default: 64.", min=1),
 ) -> None:
     """Measure a network's accuracy, with its 95 % interval.
 

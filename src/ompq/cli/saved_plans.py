@@ -15,7 +15,6 @@ from ompq.cli.options import (
     BudgetOption,
     OutputOptions,
     PlanFile,
-    PlanOutput,
     argument,
     check_folder,
     check_writable,
@@ -58,7 +57,7 @@ def replan(
     file: PlanFile,
     output: OutputOptions,
     budget: BudgetOption,
-    target: PlanOutput = None,
+    target: Path | None = option(None, "FILE", "Save the plan.", "--output", "-o"),
 ) -> None:
     """Solve a saved plan for another budget, without the network.
 
@@ -132,10 +131,8 @@ def _with_names(items: list[tuple[str, Any]]) -> dict[str, Any]:
 def pareto(
     file: PlanFile,
     output: OutputOptions,
-    points: Annotated[
-        int, option("NUMBER", "How many steps. Default: 20.", min=2)
-    ] = 20,
-    cost: Annotated[str, one_of(_COSTS, "what is limited. Default: bytes.")] = "bytes",
+    points: int = option(20, "NUMBER", "How many steps. Default: 20.", min=2),
+    cost: str = one_of("bytes", _COSTS, "what is limited. Default: bytes."),
 ) -> None:
     """Show damage against size, step by step.
 
@@ -220,15 +217,13 @@ def compare(
         list[Path], argument("PLAN", "Two or more plans, or folders of ompq quantize.")
     ],
     output: OutputOptions,
-    page: Annotated[
-        Path | None,
-        option(
-            "FILE",
-            "Write the first plan's report, with the others to compare with.",
-            "--output",
-            "-o",
-        ),
-    ] = None,
+    page: Path | None = option(
+        None,
+        "FILE",
+        "Write the first plan's report, with the others to compare with.",
+        "--output",
+        "-o",
+    ),
 ) -> None:
     """Compare plans or results: size, damage, accuracy, bits that differ.
 
@@ -446,19 +441,16 @@ def _against(entry: Entry, first: Entry) -> str:
 def report(
     file: PlanFile,
     output: OutputOptions,
-    page: Annotated[
-        Path | None, option("FILE", "The HTML file to write.", "--output", "-o")
-    ] = None,
-    figures: Annotated[
-        Path | None, option("DIR", "Write the paper's figures as SVG and PNG as well.")
-    ] = None,
-    results: Annotated[
-        Path | None,
-        option(
-            "FILE", "A result.json of ompq quantize: adds accuracy, errors and times."
-        ),
-    ] = None,
-    title: Annotated[str | None, option("TEXT", "Heading of the page.")] = None,
+    page: Path | None = option(
+        None, "FILE", "The HTML file to write.", "--output", "-o"
+    ),
+    figures: Path | None = option(
+        None, "DIR", "Write the paper's figures as SVG and PNG as well."
+    ),
+    results: Path | None = option(
+        None, "FILE", "A result.json of ompq quantize: adds accuracy, errors and times."
+    ),
+    title: str | None = option(None, "TEXT", "Heading of the page."),
 ) -> None:
     """Write a plan as one HTML page that works offline.
 

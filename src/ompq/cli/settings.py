@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ompq.allocation.solver import Method
 from ompq.cli.console import Console
-from ompq.cli.options import argument, flag, one_of, option
+from ompq.cli.options import REQUIRED, argument, flag, one_of, option
 from ompq.costs import FLOAT_BITS, Accounting, load_latency
 from ompq.datasets.sources import Batches, Data, Split, load_data
 from ompq.errors import ScoreError
@@ -62,17 +62,15 @@ class NetworkOptions:
             "FILE.py:FUNCTION, a function of your own that returns the network.",
         ),
     ]
-    weights: Annotated[
-        str | None,
-        option(
-            "FILE",
-            "A .safetensors, .pt or .pth file; none: random weights, to try things "
-            "out. Default: the library's pretrained weights, downloaded if needed.",
-        ),
-    ] = None
-    device: Annotated[
-        str, one_of(_DEVICES, "where to run. Default: auto, a GPU if there is one.")
-    ] = _DEVICES[0]
+    weights: str | None = option(
+        None,
+        "FILE",
+        "A .safetensors, .pt or .pth file; none: random weights, to try things "
+        "out. Default: the library's pretrained weights, downloaded if needed.",
+    )
+    device: str = one_of(
+        _DEVICES[0], _DEVICES, "where to run. Default: auto, a GPU if there is one."
+    )
 
     def load(self, console: Console) -> NamedModel:
         """Load the network onto its device.
@@ -96,20 +94,16 @@ class DataOptions:
 
     PANEL: ClassVar[str] = _SOURCES
 
-    data: Annotated[
-        str,
-        option(
-            "SOURCE",
-            "A folder of images, digits (scikit-learn's), FILE.py:FUNCTION, or "
-            "random: noise, to try things out.",
-        ),
-    ]
-    seed: Annotated[
-        int, option("NUMBER", "Decides which images are used. Default: 0.")
-    ] = 0
-    skip_unreadable: Annotated[
-        bool, flag("Skip broken images instead of stopping.", "--skip-unreadable")
-    ] = False
+    data: str = option(
+        REQUIRED,
+        "SOURCE",
+        "A folder of images, digits (scikit-learn's), FILE.py:FUNCTION, or "
+        "random: noise, to try things out.",
+    )
+    seed: int = option(0, "NUMBER", "Decides which images are used. Default: 0.")
+    skip_unreadable: bool = flag(
+        "Skip broken images instead of stopping.", "--skip-unreadable"
+    )
 
     def load(self, model: NamedModel, split: Split) -> Data:
         """Find the data."""
@@ -153,88 +147,63 @@ class PlanOptions:
 
     PANEL: ClassVar[str] = "How bits are chosen"
 
-    choices: Annotated[
-        str | None,
-        option(
-            "BITS",
-            "Widths that a layer's weights may get. "
-            f"Default: {_joined(PlanConfig.choices)}.",
-        ),
-    ] = None
-    activation_bits: Annotated[
-        str | None,
-        option(
-            "BITS",
-            "Widths that a layer's input may get; 32 leaves it float. "
-            f"Default: {_joined(PlanConfig.activation_choices)}.",
-        ),
-    ] = None
-    score: Annotated[
-        str | None,
-        option(
-            "NAME",
-            f"How damage is estimated: {', '.join(SCORES)}, or FILE.py:FUNCTION that "
-            f"returns a score. Default: {score_name(PlanConfig.score)}.",
-            callback=_known_score,
-            autocompletion=lambda: list(SCORES),
-        ),
-    ] = None
-    pin: Annotated[
-        list[str] | None,
-        option(
-            "PIN",
-            "PATTERN=BITS fixes bits: fc=8, 'layer4.*=4', @first=W8A8, fc=float. "
-            "Patterns: a name, a glob, re:REGEX, @first, @last. Repeatable.",
-        ),
-    ] = None
-    tie: Annotated[
-        list[str] | None,
-        option("PATTERN", "Layers that match share their bits. Repeatable."),
-    ] = None
-    no_tie: Annotated[
-        bool, flag("Let layers whose outputs are added differ in bits.", "--no-tie")
-    ] = False
-    accounting: Annotated[
-        str | None,
-        one_of(
-            get_args(Accounting),
-            "bytes as our files take them, or as the paper counts. "
-            f"Default: {PlanConfig.accounting}.",
-        ),
-    ] = None
-    method: Annotated[
-        str | None,
-        one_of(
-            get_args(Method),
-            "the optimum, or the paper's approximations. "
-            f"Default: {PlanConfig.method}.",
-        ),
-    ] = None
-    latency: Annotated[
-        Path | None,
-        option(
-            "FILE",
-            'Milliseconds for a budget in ms: JSON {"conv1": {"W4A8": 0.4}}.',
-        ),
-    ] = None
-    target: Annotated[
-        str | None,
-        option(
-            "NAME",
-            "Where the network will run: layers get only what works there, and what "
-            f"is no faster is listed. {', '.join(included_targets())}, or a JSON file.",
-            autocompletion=included_targets,
-        ),
-    ] = None
-    protocol: Annotated[
-        str | None,
-        one_of(
-            PLAN_PROTOCOLS, "settings of published work; other options override them."
-        ),
-    ] = None
-    strict: Annotated[
-        bool, flag("Make it an error if anything stays float.", "--strict")
-    ] = False
+    choices: str | None = option(
+        None,
+        "BITS",
+        "Widths that a layer's weights may get. "
+        f"Default: {_joined(PlanConfig.choices)}.",
+    )
+    activation_bits: str | None = option(
+        None,
+        "BITS",
+        "Widths that a layer's input may get; 32 leaves it float. "
+        f"Default: {_joined(PlanConfig.activation_choices)}.",
+    )
+    score: str | None = option(
+        None,
+        "NAME",
+        f"How damage is estimated: {', '.join(SCORES)}, or FILE.py:FUNCTION that "
+        f"returns a score. Default: {score_name(PlanConfig.score)}.",
+        callback=_known_score,
+        autocompletion=lambda: list(SCORES),
+    )
+    pin: list[str] | None = option(
+        None,
+        "PIN",
+        "PATTERN=BITS fixes bits: fc=8, 'layer4.*=4', @first=W8A8, fc=float. "
+        "Patterns: a name, a glob, re:REGEX, @first, @last. Repeatable.",
+    )
+    tie: list[str] | None = option(
+        None, "PATTERN", "Layers that match share their bits. Repeatable."
+    )
+    no_tie: bool = flag(
+        "Let layers whose outputs are added differ in bits.", "--no-tie"
+    )
+    accounting: str | None = one_of(
+        None,
+        get_args(Accounting),
+        "bytes as our files take them, or as the paper counts. "
+        f"Default: {PlanConfig.accounting}.",
+    )
+    method: str | None = one_of(
+        None,
+        get_args(Method),
+        f"the optimum, or the paper's approximations. Default: {PlanConfig.method}.",
+    )
+    latency: Path | None = option(
+        None, "FILE", 'Milliseconds for a budget in ms: JSON {"conv1": {"W4A8": 0.4}}.'
+    )
+    target: str | None = option(
+        None,
+        "NAME",
+        "Where the network will run: layers get only what works there, and what "
+        f"is no faster is listed. {', '.join(included_targets())}, or a JSON file.",
+        autocompletion=included_targets,
+    )
+    protocol: str | None = one_of(
+        None, PLAN_PROTOCOLS, "settings of published work; other options override them."
+    )
+    strict: bool = flag("Make it an error if anything stays float.", "--strict")
 
     def config(self) -> PlanConfig:
         """Return the settings of a plan: the protocol's, and what was typed besides.

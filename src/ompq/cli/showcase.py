@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 from rich.console import RenderableType
@@ -24,29 +24,25 @@ FOLDER = Path("ompq-demo")
 
 def demo(
     output: OutputOptions,
-    budget: Annotated[
-        str,
-        option("BUDGET", f"As for ompq plan. Default: {DemoConfig.budget}."),
-    ] = str(DemoConfig.budget),
-    folder: Annotated[
-        Path,
-        option("DIR", f"Where the files go. Default: {FOLDER}/.", "--output", "-o"),
-    ] = FOLDER,
-    iterations: Annotated[
-        int,
-        option(
-            "NUMBER",
-            f"Learning steps per block. Default: {DemoConfig.iterations}.",
-            min=1,
-        ),
-    ] = DemoConfig.iterations,
-    seed: Annotated[
-        int,
-        option(
-            "NUMBER",
-            f"Decides the order of samples and the noise. Default: {DemoConfig.seed}.",
-        ),
-    ] = DemoConfig.seed,
+    budget: str = option(
+        str(DemoConfig.budget),
+        "BUDGET",
+        f"As for ompq plan. Default: {DemoConfig.budget}.",
+    ),
+    folder: Path = option(
+        FOLDER, "DIR", f"Where the files go. Default: {FOLDER}/.", "--output", "-o"
+    ),
+    iterations: int = option(
+        DemoConfig.iterations,
+        "NUMBER",
+        f"Learning steps per block. Default: {DemoConfig.iterations}.",
+        min=1,
+    ),
+    seed: int = option(
+        DemoConfig.seed,
+        "NUMBER",
+        f"Decides the order of samples and the noise. Default: {DemoConfig.seed}.",
+    ),
 ) -> None:
     """Run the whole path on a small network that comes with ompq.
 
