@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from ompq.allocation.solver import Budget, Problem
-from ompq.cli.decisions import BudgetView
+from ompq.cli.decisions import budget_rows
 from ompq.cli.views import (
     Column,
     as_budget,
@@ -108,7 +108,7 @@ def test_uniform_bits_give_a_pinned_unit_what_it_may_get():
         allowed=np.array([[False, False, True], [True, True, False]]),
         groups=np.arange(2),
     )
-    rows = {row["mark"]: row for row in BudgetView("net", problem).rows()}
+    rows = {row["mark"]: row for row in budget_rows(problem)}
     assert rows["all W2A8"]["bytes"] == 1 + 8 + 20
     assert rows["all W4A8"]["bytes"] == 1 + 8 + 40
     assert rows["all W8A8"]["bytes"] == 1 + 8 + 40  # the nearest that fc may get

@@ -9,7 +9,7 @@ from rich.console import Console as RichConsole
 
 from ompq import stages
 from ompq.cli import console as consoles
-from ompq.cli.console import Console, muted, opened, plain, render
+from ompq.cli.console import Console, View, muted, opened, plain, render
 from ompq.cli.options import OutputOptions
 
 
@@ -163,15 +163,11 @@ def test_a_pipe_has_no_width_unless_it_is_given(monkeypatch):
         assert console.out.width == 80
 
 
-class Both:
-    def to_json(self):
-        return {"name": "[b]\x9b1m"}
-
-    def line(self):
-        return "[/x] one\x1b[31m"
-
-    def tables(self, width):
-        return [f"{width} columns", "[/x]"]
+VIEW = View(
+    data={"name": "[b]\x9b1m"},
+    line="[/x] one\x1b[31m",
+    tables=lambda width: [f"{width} columns", "[/x]"],
+)
 
 
 @pytest.mark.parametrize(
@@ -185,7 +181,7 @@ class Both:
 )
 def test_a_result_shows_itself_as_the_options_ask(settings, shown):
     console = Console(stream(terminal=False), stream(terminal=False), **settings)
-    render(Both(), console)
+    render(VIEW, console)
     assert console.out.file.getvalue() == shown
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from cli_tools import network_file, run, run_json
-from ompq.cli.saved_plans import ParetoView
+from ompq.cli.saved_plans import pareto_view
 from ompq.evaluation import Evaluation
 from ompq.plans import Plan
 from ompq.report import StageTime, sections_to_json
@@ -91,7 +91,7 @@ def test_the_curve_is_one_line_if_quiet(plan_file):
 def test_a_score_that_is_negative_has_bars_too():
     row = {"bytes": 1024.0, "percent": 1.0, "average_bits": 2.0, "bit_ops": 1e9}
     rows = [{**row, "damage": d, "this": False} for d in (-1.0, -2.0, -3.0)]
-    [table] = ParetoView("bytes", rows).tables(200)
+    [table] = pareto_view("bytes", rows).tables(200)
     cells = [[str(cell) for cell in column.cells] for column in table.columns]
     # evenly spaced damage, evenly spaced bars of 1 to 20
     assert ["▬" * 20, "▬" * 11, "▬"] in cells

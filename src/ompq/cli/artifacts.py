@@ -11,7 +11,7 @@ import torch
 from rich.console import RenderableType
 from torch import Tensor
 
-from ompq.cli.console import Console, muted, opened, render
+from ompq.cli.console import Console, View, muted, opened, render
 from ompq.cli.options import OutputOptions, argument, check_writable, one_of, option
 from ompq.cli.settings import read_samples
 from ompq.cli.views import Column, facts, fitted
@@ -109,7 +109,9 @@ def export(
             account = inspect_file(packed)  # a broken file should not be handed on
             with replacing(file) as temporary:
                 shutil.copyfile(packed, temporary)
-            render(CopyView(file, account.file_bytes), console)
+            copied = {"file": str(file), "bytes": account.file_bytes}
+            line = f"{file}: {in_bytes(account.file_bytes)}"
+            render(View(copied, line, lambda _width: [line]), console)
             return
         name = options.network or str(read_contents(packed).about.get("network") or "")
         if not name:
@@ -123,7 +125,7 @@ def export(
                 network, file, samples, opset=options.opset, network=name
             )
         about = {"network": name, "data": data, "packed_bytes": packed.stat().st_size}
-        render(ExportView(result, about), console)
+        render(export_view(result, about), console)
 
 
 def _inputs(
@@ -138,66 +140,30 @@ def _inputs(
     return read_samples(data, min(options.samples, len(data)), console), data.name
 
 
-@dataclass(frozen=True)
-class CopyView:
-    """A packed network that was copied."""
-
-    file: Path
-    size: int
-
-    def to_json(self) -> dict[str, Any]:
-        """Return plain data."""
-        return {"file": str(self.file), "bytes": self.size}
-
-    def line(self) -> str:
-        """Return file and size."""
-        return f"{self.file}: {in_bytes(self.size)}"
-
-    def tables(self, _width: int) -> list[RenderableType]:
-        """Return the same."""
-        return [self.line()]
-
-
-@dataclass(frozen=True)
-class ExportView:
-    """An exported file, and how it was verified."""
-
-    result: ExportResult
-    about: Mapping[str, Any]
-
-    def to_json(self) -> dict[str, Any]:
-        """Return plain data."""
-        return {**self.about, **asdict(self.result), "path": str(self.result.path)}
-
-    def line(self) -> str:
-        """Return size and agreement."""
-        result = self.result
-        return f"{result.path}: {in_bytes(result.bytes)}, {result.simulated}"
-
-    def tables(self, _width: int) -> list[RenderableType]:
-        """Return file, layers and agreement."""
-        result, containers = self.result, dict[str, int]()
-        for one in result.weights:
-            key = f"{one.bits} bits as {one.container}"
-            containers[key] = containers.get(key, 0) + 1
-        layers = ", ".join(f"{n} × {key}" for key, n in sorted(containers.items()))
-        packed = in_bytes(self.about["packed_bytes"])
-        rows = [
-            ("network", str(self.about["network"])),
-            (
-                "file",
-                f"{result.path}: {in_bytes(result.bytes)}, opset {result.opset}; "
-                f"packed it takes {packed}",
-            ),
-            ("layers", layers),
-            ("verified", f"{result.runtime} on {self.about['data']}"),
-            ("PyTorch", str(result.simulated)),
-        ]
-        if result.engine is None:
-            rows.append(("", "activations are float: smaller, not faster"))
-        else:
-            rows.append(("integers", str(result.engine)))
-        return [facts(rows)]
+def export_view(result: ExportResult, about: Mapping[str, Any]) -> View:
+    """Return an exported file, and how it was verified."""
+    containers: dict[str, int] = {}
+    for one in result.weights:
+        key = f"{one.bits} bits as {one.container}"
+        containers[key] = containers.get(key, 0) + 1
+    size, packed = in_bytes(result.bytes), in_bytes(about["packed_bytes"])
+    rows = [
+        ("network", str(about["network"])),
+        (
+            "file",
+            f"{result.path}: {size}, opset {result.opset}; packed it takes {packed}",
+        ),
+        ("layers", ", ".join(f"{n} × {key}" for key, n in sorted(containers.items()))),
+        ("verified", f"{result.runtime} on {about['data']}"),
+        ("PyTorch", str(result.simulated)),
+    ]
+    if result.engine is None:
+        rows.append(("", "activations are float: smaller, not faster"))
+    else:
+        rows.append(("integers", str(result.engine)))
+    data = {**about, **asdict(result), "path": str(result.path)}
+    line = f"{result.path}: {size}, {result.simulated}"
+    return View(data, line, lambda _width: [facts(rows)])
 
 
 def inspect(
@@ -223,116 +189,85 @@ def inspect(
         raise ValueError(f"{file} is a folder; name the file in it")
     with opened(output) as console:
         if file.suffix == ".onnx":
-            render(OnnxView(inspect_onnx(file)), console)
+            render(onnx_view(inspect_onnx(file)), console)
         else:
-            render(PackedView(file, inspect_file(file)), console)
+            render(packed_view(file, inspect_file(file)), console)
 
 
-@dataclass(frozen=True)
-class OnnxView:
-    """What an ONNX file takes."""
+def onnx_view(account: OnnxAccount) -> View:
+    """Return what an ONNX file takes: its layers, then its items."""
+    layers = account.layers
+    columns = [
+        Column("layer", list(layers), "left", shorten=True),
+        Column("bits", [str(account.bits[name]) for name in layers]),
+        Column("bytes", [in_bytes(count) for count in layers.values()]),
+    ]
+    rows = [*account.items.items(), ("file", account.bytes)]
+    sums = [
+        Column("item", [name for name, _ in rows], "left"),
+        Column("bytes", [f"{count:,}" for _, count in rows]),
+    ]
+    line = f"{account.path}: {in_bytes(account.bytes)}"
 
-    account: OnnxAccount
+    def tables(width: int) -> list[RenderableType]:
+        return [fitted(columns, width), "", fitted(sums, width), "", line]
 
-    def to_json(self) -> dict[str, Any]:
-        """Return plain data."""
-        return self.account.to_json()
-
-    def line(self) -> str:
-        """Return file and size."""
-        return f"{self.account.path}: {in_bytes(self.account.bytes)}"
-
-    def tables(self, width: int) -> list[RenderableType]:
-        """Return the layers, then the items."""
-        account = self.account
-        layers = account.layers
-        columns = [
-            Column("layer", list(layers), "left", shorten=True),
-            Column("bits", [str(account.bits[name]) for name in layers]),
-            Column("bytes", [in_bytes(count) for count in layers.values()]),
-        ]
-        rows = [*account.items.items(), ("file", account.bytes)]
-        sums = [
-            Column("item", [name for name, _ in rows], "left"),
-            Column("bytes", [f"{count:,}" for _, count in rows]),
-        ]
-        return [fitted(columns, width), "", fitted(sums, width), "", self.line()]
+    return View(account.to_json(), line, tables)
 
 
-@dataclass(frozen=True)
-class PackedView:
-    """What a packed file takes, next to its plan."""
+def packed_view(file: Path, account: Account) -> View:
+    """Return what a packed file takes, next to its plan."""
+    about, planned = account.about, account.planned_bytes
+    share = f"{account.file_bytes / planned - 1:+.2%}"
+    size = f"{in_bytes(account.file_bytes)}, {share} of the plan's {in_bytes(planned)}"
+    promise = f"{PROMISED_SHARE:.0%} + {in_bytes(PROMISED_BYTES)}"
+    kept = "within" if account.file_bytes <= account.promised_bytes else "beyond"
+    versions = [f"{name} {number}" for name, number in about["versions"].items()]
+    rows = [("network", about["network"] or "not named"), ("by", ", ".join(versions))]
+    if (plan := about["plan"]) is not None:
+        rows.append(("plan", f"{plan['budget']} by {plan['score']}, {plan['hash']}"))
+    rows += [
+        ("bits", f"{account.average_bits:.3f} per weight on average"),
+        ("size", f"{size}: {kept} the {promise} that are promised"),
+    ]
 
-    file: Path
-    account: Account
+    def tables(width: int) -> list[RenderableType]:
+        units, items = _unit_table(account, width), _item_table(account, width)
+        return [units, "", items, "", facts(rows)]
 
-    def to_json(self) -> dict[str, Any]:
-        """Return plain data."""
-        return self.account.to_json()
+    return View(account.to_json(), f"{file}: {size}", tables)
 
-    def line(self) -> str:
-        """Return the size, and how far it is from the plan."""
-        return f"{self.file}: {self._size()}"
 
-    def _size(self) -> str:
-        size, planned = self.account.file_bytes, self.account.planned_bytes
-        more = f"{size / planned - 1:+.2%}"
-        return f"{in_bytes(size)}, {more} of the plan's {in_bytes(planned)}"
+def _unit_table(account: Account, width: int) -> RenderableType:
+    units = account.units
+    rows = [one.bytes for one in units]
+    columns = [
+        Column("layer", [one.unit.name for one in units], "left", shorten=True),
+        Column("kind", [one.unit.kind for one in units], "left", rank=4),
+        Column("bits", [str(one.bits) for one in units]),
+        Column("weights", [in_bytes(row.weights) for row in rows], rank=1),
+        Column("scales", [in_bytes(row.scales) for row in rows], rank=2),
+        Column("zeros", [in_bytes(row.zero_points) for row in rows], rank=3),
+        Column("biases", [in_bytes(row.biases) for row in rows], rank=2),
+        Column("all", [in_bytes(row.total) for row in rows]),
+    ]
+    return fitted(columns, width)
 
-    def tables(self, width: int) -> list[RenderableType]:
-        """Return the layers, the items, and what the file says of itself."""
-        account, about = self.account, self.account.about
-        versions = [f"{name} {number}" for name, number in about["versions"].items()]
-        plan, promise = about["plan"], f"{PROMISED_SHARE:.0%} + "
-        promise += in_bytes(PROMISED_BYTES)
-        within = account.file_bytes <= account.promised_bytes
-        rows = [
-            ("network", about["network"] or "not named"),
-            ("by", ", ".join(versions)),
-            ("bits", f"{account.average_bits:.3f} per weight on average"),
-            (
-                "size",
-                f"{self._size()}: {'within' if within else 'beyond'} the {promise} "
-                "that are promised",
-            ),
-        ]
-        if plan is not None:
-            text = f"{plan['budget']} by {plan['score']}, {plan['hash']}"
-            rows.insert(2, ("plan", text))
-        return [self._units(width), "", self._items(width), "", facts(rows)]
 
-    def _units(self, width: int) -> RenderableType:
-        units = self.account.units
-        rows = [one.bytes for one in units]
-        columns = [
-            Column("layer", [one.unit.name for one in units], "left", shorten=True),
-            Column("kind", [one.unit.kind for one in units], "left", rank=4),
-            Column("bits", [str(one.bits) for one in units]),
-            Column("weights", [in_bytes(row.weights) for row in rows], rank=1),
-            Column("scales", [in_bytes(row.scales) for row in rows], rank=2),
-            Column("zeros", [in_bytes(row.zero_points) for row in rows], rank=3),
-            Column("biases", [in_bytes(row.biases) for row in rows], rank=2),
-            Column("all", [in_bytes(row.total) for row in rows]),
-        ]
-        return fitted(columns, width)
-
-    def _items(self, width: int) -> RenderableType:
-        account = self.account
-        rows = [
-            (name.replace("_", " "), account.items[name], account.planned[name])
-            for name in account.items
-        ]
-        rows.append(("file", account.file_bytes, account.planned_bytes))
-        more = [
-            f"{found - plan:+,}" if found != plan else "" for _, found, plan in rows
-        ]
-        columns = [
-            Column("item", [name for name, _, _ in rows], "left"),
-            Column("bytes", [f"{found:,}" for _, found, _ in rows]),
-            Column("plan", [f"{planned:,}" for _, _, planned in rows]),
-            Column("more", more, rank=1),
-        ]
-        return fitted(columns, width)
+def _item_table(account: Account, width: int) -> RenderableType:
+    rows = [
+        (name.replace("_", " "), account.items[name], account.planned[name])
+        for name in account.items
+    ]
+    rows.append(("file", account.file_bytes, account.planned_bytes))
+    more = [f"{found - plan:+,}" if found != plan else "" for _, found, plan in rows]
+    columns = [
+        Column("item", [name for name, _, _ in rows], "left"),
+        Column("bytes", [f"{found:,}" for _, found, _ in rows]),
+        Column("plan", [f"{planned:,}" for _, _, planned in rows]),
+        Column("more", more, rank=1),
+    ]
+    return fitted(columns, width)
 
 
 def bench(
@@ -383,7 +318,7 @@ def bench(
                     runtime=runtime,
                 )
         sizes = {"float": floats.stat().st_size, "quantized": file.stat().st_size}
-        render(BenchView(timings, sizes, remarks), console)
+        render(bench_view(timings, sizes, remarks), console)
 
 
 def _float(
@@ -403,50 +338,34 @@ def _float(
     return path
 
 
-@dataclass(frozen=True)
-class BenchView:
-    """How fast two files run.
+def bench_view(
+    timings: Sequence[Timing], sizes: Mapping[str, int], remarks: Sequence[str]
+) -> View:
+    """Return how fast the files run.
 
-    Attributes:
+    Args:
         timings: Of each file in each runtime.
         sizes: File → bytes.
         remarks: What gains little or no time.
     """
-
-    timings: Sequence[Timing]
-    sizes: Mapping[str, int]
-    remarks: Sequence[str]
-
-    def to_json(self) -> dict[str, Any]:
-        """Return plain data."""
-        rows = [
-            {**one.to_json(), "file_bytes": self.sizes[one.name]}
-            for one in self.timings
-        ]
-        return {"rows": rows, "without_gain": self.remarks}
-
-    def line(self) -> str:
-        """Return a line for each file."""
-        return "\n".join(
-            f"{one.runtime}, {one.name}: {one.milliseconds:.3g} ms, "
-            f"{one.ratio:.2f} times as fast as float"
-            for one in self.timings
-        )
-
-    def tables(self, width: int) -> list[RenderableType]:
-        """Return times, sizes and memory, then what gains no time."""
-        rows = self.timings
-        memory = [in_bytes(one.memory.peak - one.memory.start) for one in rows]
-        columns = [
-            Column("runtime", [one.runtime for one in rows], "left"),
-            Column("network", [one.name for one in rows], "left"),
-            Column("ms", [f"{one.milliseconds:.2f}" for one in rows]),
-            Column("speed-up", [f"{one.ratio:.2f} ×" for one in rows]),
-            Column("load, s", [f"{one.load_seconds:.3f}" for one in rows]),
-            Column("file", [in_bytes(self.sizes[one.name]) for one in rows]),
-            Column("memory", memory),
-        ]
-        titles = ["gains no time", *[""] * len(self.remarks)]
-        slow = list(zip(titles, self.remarks, strict=False))
-        table = fitted(columns, width)
-        return [table, "", facts(slow)] if slow else [table]
+    memory = [in_bytes(one.memory.peak - one.memory.start) for one in timings]
+    columns = [
+        Column("runtime", [one.runtime for one in timings], "left"),
+        Column("network", [one.name for one in timings], "left"),
+        Column("ms", [f"{one.milliseconds:.2f}" for one in timings]),
+        Column("speed-up", [f"{one.ratio:.2f} ×" for one in timings]),
+        Column("load, s", [f"{one.load_seconds:.3f}" for one in timings]),
+        Column("file", [in_bytes(sizes[one.name]) for one in timings]),
+        Column("memory", memory),
+    ]
+    titles = ["gains no time", *[""] * len(remarks)]
+    slow = list(zip(titles, remarks, strict=False))
+    below: list[RenderableType] = ["", facts(slow)] if slow else []
+    rows = [{**one.to_json(), "file_bytes": sizes[one.name]} for one in timings]
+    line = "\n".join(
+        f"{one.runtime}, {one.name}: {one.milliseconds:.3g} ms, "
+        f"{one.ratio:.2f} times as fast as float"
+        for one in timings
+    )
+    data = {"rows": rows, "without_gain": remarks}
+    return View(data, line, lambda width: [fitted(columns, width), *below])

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, contextmanager, redirect_stdout, 
 from dataclasses import dataclass
 from functools import cached_property, partial
 from time import perf_counter
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
 
 from rich import progress as bars
 from rich.console import Console as RichConsole
@@ -26,17 +26,19 @@ _LINE_SECONDS = 30.0  # how often progress is printed where there is no terminal
 _UNBOUNDED = 10_000  # columns of a pipe: whoever reads it cuts lines, or does not
 
 
-class View(Protocol):
-    """A result that can show itself: to programs, in one line, or in tables."""
+@dataclass(frozen=True)
+class View:
+    """A result that can be shown in three ways.
 
-    def to_json(self) -> Any:
-        """Return plain data."""
+    Attributes:
+        data: For programs: what ``--json`` prints.
+        line: In one line: what ``--quiet`` prints.
+        tables: For people: called with the width of the terminal.
+    """
 
-    def line(self) -> str:
-        """Return the result in one line."""
-
-    def tables(self, width: int) -> Iterable[RenderableType]:
-        """Return what a terminal of this width shows."""
+    data: Any
+    line: str
+    tables: Callable[[int], Iterable[RenderableType]]
 
 
 @dataclass(frozen=True)
@@ -87,9 +89,9 @@ class Console:
 def render(view: View, console: Console) -> None:
     """Print a result as the options ask: as JSON, as one line, or as tables."""
     if console.json:
-        console.show_json(view.to_json())
+        console.show_json(view.data)
     elif console.quiet:
-        console.show(view.line())
+        console.show(view.line)
     else:
         console.show(*view.tables(console.out.width))
 

@@ -1,17 +1,15 @@
 """plan and budget: how many bits each layer gets."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from rich.console import RenderableType
 from torch import nn
 
 from ompq.allocation.solver import Budget, Problem, reachable
-from ompq.cli.console import muted, opened, render
+from ompq.cli.console import View, muted, opened, render
 from ompq.cli.options import BudgetOption, OutputOptions, check_writable, option
 from ompq.cli.settings import (
     SAMPLES,
@@ -23,10 +21,10 @@ from ompq.cli.settings import (
 )
 from ompq.cli.views import (
     Column,
-    PlanView,
     as_budget,
     fitted,
     operation_budgets,
+    plan_view,
     size_budgets,
 )
 from ompq.costs import FLOAT_BITS, cost_tables, in_bytes
@@ -81,7 +79,7 @@ def plan(
             "seed": data.seed,
             "device": str(tensor.device),
         }
-        render(PlanView(made, about, console.stages.seconds, file), console)
+        render(plan_view(made, about, console.stages.seconds, file), console)
 
 
 def budget(
@@ -112,7 +110,7 @@ def budget(
             samples = DataOptions(data=data).load(model, "train").samples(1)
         with console.stage("observing the network"):
             problem = shape_problem(model.module, samples, config)
-        render(BudgetView(model.name, problem), console)
+        render(budget_view(model.name, problem), console)
 
 
 def shape_problem(
@@ -128,82 +126,69 @@ def shape_problem(
     return make_problem(graph, choices, nothing, allowed, costs)
 
 
-@dataclass(frozen=True)
-class BudgetView:
-    """The budgets that a network can meet, with uniform bits as marks."""
+def budget_view(network: str, problem: Problem) -> View:
+    """Return the budgets that a network can meet; each entry can be given as one."""
+    rows = budget_rows(problem)
+    reference = in_bytes(problem.costs["bytes"].reference)
+    low, high = size_budgets(reachable(problem, "bytes"))
+    line = (
+        f"{network}: {len(problem.names)} layers, {reference} as float; "
+        f"{low} to {high} can be met"
+    )
+    # Uniform bits are mostly the ends themselves: those need no second line.
+    costs = [{**row, "mark": ""} for row in rows[1:-1]]
+    ends = [row for row in (rows[0], rows[-1]) if {**row, "mark": ""} not in costs]
+    lines = sorted([*rows[1:-1], *ends], key=lambda row: row["bytes"])
+    columns = [
+        Column("", [row["mark"] for row in lines], "left"),
+        Column("size", size_budgets([row["bytes"] for row in lines])),
+        Column("of float", [as_budget(row["percent"], "%") for row in lines]),
+        Column("average", [as_budget(row["average_bits"], "bits") for row in lines]),
+        Column("BOPs", operation_budgets([row["bit_ops"] for row in lines])),
+    ]
+    if "milliseconds" in rows[0]:
+        cells = [as_budget(row["milliseconds"], "ms") for row in lines]
+        columns.append(Column("latency", cells))
+    data = {"network": network, "rows": rows}
+    return View(data, line, lambda width: [line, "", fitted(columns, width)])
 
-    network: str
-    problem: Problem
 
-    def to_json(self) -> dict[str, Any]:
-        """Return plain data."""
-        return {"network": self.network, "rows": self.rows()}
+def budget_rows(problem: Problem) -> list[dict[str, Any]]:
+    """Return what is reachable, smallest first, with uniform bits in between.
 
-    def line(self) -> str:
-        """Return the smallest and the largest size."""
-        reference = in_bytes(self.problem.costs["bytes"].reference)
-        low, high = size_budgets(reachable(self.problem, "bytes"))
-        return (
-            f"{self.network}: {len(self.problem.names)} layers, {reference} as float; "
-            f"{low} to {high} can be met"
+    Each row holds its name (``mark``) and the costs that a budget may limit.
+    """
+    limits = {name: reachable(problem, name) for name in problem.costs}
+    widths = [choice for choice in problem.choices if choice.weight < FLOAT_BITS]
+    marks = {
+        "smallest": {name: low for name, (low, _) in limits.items()},
+        **{f"all {choice}": _uniform(problem, choice) for choice in widths},
+        "largest": {name: high for name, (_, high) in limits.items()},
+    }
+    size, bits = (problem.costs[name].reference for name in ("bytes", "weight_bits"))
+    rows = []
+    for mark, found in marks.items():
+        average = found.pop("weight_bits") / bits
+        percent = 100 * found["bytes"] / size
+        rows.append(
+            {"mark": mark, **found, "percent": percent, "average_bits": average}
         )
+    return rows
 
-    def tables(self, width: int) -> list[RenderableType]:
-        """Return a table in which each entry can be given as a budget."""
-        rows = self.rows()
-        # Uniform bits are mostly the ends themselves: those need no second line.
-        costs = [{**row, "mark": ""} for row in rows[1:-1]]
-        ends = [row for row in (rows[0], rows[-1]) if {**row, "mark": ""} not in costs]
-        rows = sorted([*rows[1:-1], *ends], key=lambda row: row["bytes"])
-        columns = [
-            Column("", [row["mark"] for row in rows], "left"),
-            Column("size", size_budgets([row["bytes"] for row in rows])),
-            Column("of float", [as_budget(row["percent"], "%") for row in rows]),
-            Column("average", [as_budget(row["average_bits"], "bits") for row in rows]),
-            Column("BOPs", operation_budgets([row["bit_ops"] for row in rows])),
+
+def _uniform(problem: Problem, wanted: Choice) -> dict[str, float]:
+    """Return the costs when each unit gets one choice, or the nearest allowed."""
+    distance = np.array(
+        [
+            64 * abs(choice.weight - wanted.weight)
+            + abs(choice.activation - wanted.activation)
+            for choice in problem.choices
         ]
-        if "milliseconds" in rows[0]:
-            cells = [as_budget(row["milliseconds"], "ms") for row in rows]
-            columns.append(Column("latency", cells))
-        return [self.line(), "", fitted(columns, width)]
-
-    def rows(self) -> list[dict[str, Any]]:
-        """Return what is reachable, smallest first, with uniform bits in between.
-
-        Each row holds its name (``mark``) and the costs that a budget may limit.
-        """
-        problem = self.problem
-        limits = {name: reachable(problem, name) for name in problem.costs}
-        widths = [choice for choice in problem.choices if choice.weight < FLOAT_BITS]
-        marks = [
-            ("smallest", {name: low for name, (low, _) in limits.items()}),
-            *((f"all {choice}", self._uniform(choice)) for choice in widths),
-            ("largest", {name: high for name, (_, high) in limits.items()}),
-        ]
-        return [{"mark": mark, **self._in_units(costs)} for mark, costs in marks]
-
-    def _uniform(self, wanted: Choice) -> dict[str, float]:
-        """Return the costs when each unit gets one choice, or the nearest allowed."""
-        distance = np.array(
-            [
-                64 * abs(choice.weight - wanted.weight)
-                + abs(choice.activation - wanted.activation)
-                for choice in self.problem.choices
-            ]
-        )
-        far = np.iinfo(np.int64).max
-        columns = np.where(self.problem.allowed, distance, far).argmin(axis=1)
-        rows = np.arange(len(columns))
-        return {
-            name: cost.constant + float(cost.table[rows, columns].sum())
-            for name, cost in self.problem.costs.items()
-        }
-
-    def _in_units(self, costs: Mapping[str, float]) -> dict[str, float]:
-        bits, size = self.problem.costs["weight_bits"], self.problem.costs["bytes"]
-        others = {name: value for name, value in costs.items() if name != "weight_bits"}
-        return {
-            **others,
-            "percent": 100 * costs["bytes"] / size.reference,
-            "average_bits": costs["weight_bits"] / bits.reference,
-        }
+    )
+    far = np.iinfo(np.int64).max
+    columns = np.where(problem.allowed, distance, far).argmin(axis=1)
+    rows = np.arange(len(columns))
+    return {
+        name: cost.constant + float(cost.table[rows, columns].sum())
+        for name, cost in problem.costs.items()
+    }

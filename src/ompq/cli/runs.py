@@ -13,11 +13,10 @@ from typing import Any, ClassVar
 
 import torch
 import typer
-from rich.console import RenderableType
 from torch import nn
 
 from ompq.allocation.solver import Allocation, Budget
-from ompq.cli.console import Console, muted, opened, render, say
+from ompq.cli.console import Console, View, muted, opened, render, say
 from ompq.cli.options import (
     REQUIRED,
     OutputOptions,
@@ -304,40 +303,25 @@ def _about(
 def _finish(outcome: Outcome, run: RunOptions, console: Console) -> None:
     with console.stage("writing files") as progress:
         files = outcome.write(run.folder, progress)
-    render(OutcomeView(outcome, run.folder, files), console)
+    render(outcome_view(outcome, run.folder, files), console)
 
 
-@dataclass(frozen=True)
-class OutcomeView:
-    """A quantized network, how it does, and its files."""
-
-    outcome: Outcome
-    folder: Path
-    files: Sequence[str]
-
-    def to_json(self) -> dict[str, Any]:
-        """Return plain data."""
-        made = self.outcome.to_json()
-        return {**made, "folder": str(self.folder), "files": self.files}
-
-    def line(self) -> str:
-        """Return folder, budget and accuracy."""
-        found = self.outcome.evaluation
-        accuracy = "" if found is None else f", top-1 {accuracy_text(found)}"
-        return f"{self.folder}: {'; '.join(used(self.outcome.plan))}{accuracy}"
-
-    def tables(self, _width: int) -> list[RenderableType]:
-        """Return size, errors, accuracy, time and files."""
-        made = self.outcome
-        rows = [
-            *totals(made.plan),
-            *_error_rows(made.errors),
-            *_accuracy_rows(made.evaluation),
-            ("arithmetic", made.about["arithmetic"]),
-            ("time", time_line(made.seconds)),
-            ("files", ", ".join(str(self.folder / name) for name in self.files)),
-        ]
-        return [facts(rows), *warning(made.about, "the results")]
+def outcome_view(made: Outcome, folder: Path, files: Sequence[str]) -> View:
+    """Return a quantized network, how it does, and its files."""
+    found = made.evaluation
+    rows = [
+        *totals(made.plan),
+        *_error_rows(made.errors),
+        *_accuracy_rows(found),
+        ("arithmetic", made.about["arithmetic"]),
+        ("time", time_line(made.seconds)),
+        ("files", ", ".join(str(folder / name) for name in files)),
+    ]
+    data = {**made.to_json(), "folder": str(folder), "files": files}
+    accuracy = "" if found is None else f", top-1 {accuracy_text(found)}"
+    line = f"{folder}: {'; '.join(used(made.plan))}{accuracy}"
+    shown = [facts(rows), *warning(made.about, "the results")]
+    return View(data, line, lambda _width: shown)
 
 
 def accuracy_text(found: Evaluation) -> str:
@@ -614,7 +598,7 @@ def evaluate(
         about = {"network": model.name, "weights": model.weights, "data": inputs.name}
         if packed is not None:
             about["engine"] = engine
-        render(EvaluationView(result, about, console.stages.seconds), console)
+        render(evaluation_view(result, about, console.stages.seconds), console)
 
 
 def _loaded(
@@ -628,32 +612,19 @@ def _loaded(
     return replace(model, module=load(packed, model.module), weights=str(packed))
 
 
-@dataclass(frozen=True)
-class EvaluationView:
-    """How well a network does."""
-
-    result: Evaluation
-    about: Mapping[str, Any]
-    seconds: Mapping[str, float]
-
-    def to_json(self) -> dict[str, Any]:
-        """Return plain data."""
-        return {**self.about, **self.result.to_json(), "seconds": self.seconds}
-
-    def line(self) -> str:
-        """Return top-1 with its interval."""
-        return accuracy_text(self.result)
-
-    def tables(self, _width: int) -> list[RenderableType]:
-        """Return accuracy, speed and time."""
-        about, result = self.about, self.result
-        rows = [
-            ("network", f"{about['network']}, weights {about['weights']}"),
-            ("data", about["data"]),
-            *([("engine", about["engine"])] if "engine" in about else []),
-            ("top-1", self.line()),
-            *([] if result.top5 is None else [("top-5", f"{100 * result.top5:.2f} %")]),
-            ("speed", f"{result.images_per_second:,.0f} images a second"),
-            ("time", time_line(self.seconds)),
-        ]
-        return [facts(rows), *warning(about, "the numbers")]
+def evaluation_view(
+    found: Evaluation, about: Mapping[str, Any], seconds: Mapping[str, float]
+) -> View:
+    """Return how well a network does."""
+    rows = [
+        ("network", f"{about['network']}, weights {about['weights']}"),
+        ("data", about["data"]),
+        *([("engine", about["engine"])] if "engine" in about else []),
+        ("top-1", accuracy_text(found)),
+        *([] if found.top5 is None else [("top-5", f"{100 * found.top5:.2f} %")]),
+        ("speed", f"{found.images_per_second:,.0f} images a second"),
+        ("time", time_line(seconds)),
+    ]
+    data = {**about, **found.to_json(), "seconds": seconds}
+    shown = [facts(rows), *warning(about, "the numbers")]
+    return View(data, accuracy_text(found), lambda _width: shown)

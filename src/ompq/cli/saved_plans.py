@@ -9,8 +9,8 @@ from typing import Annotated, Any
 import numpy as np
 from rich.console import RenderableType
 
-from ompq.allocation.solver import Budget, Explanation
-from ompq.cli.console import opened, render
+from ompq.allocation.solver import Budget
+from ompq.cli.console import View, opened, render
 from ompq.cli.options import (
     BudgetOption,
     OutputOptions,
@@ -23,10 +23,10 @@ from ompq.cli.options import (
 )
 from ompq.cli.views import (
     Column,
-    PlanView,
     as_budget,
     fitted,
     operation_budgets,
+    plan_view,
     size_budgets,
 )
 from ompq.costs import counted, digits, in_bytes
@@ -77,7 +77,7 @@ def replan(
         if target is not None:
             made.save(target)
         seconds = console.stages.seconds
-        render(PlanView(made, {"from": str(file)}, seconds, target), console)
+        render(plan_view(made, {"from": str(file)}, seconds, target), console)
 
 
 def explain(
@@ -99,28 +99,12 @@ def explain(
     """
     with opened(output) as console:
         plan = Plan.load(file)
-        names = select(plan.graph.names, unit)
-        render(ExplanationView([plan.explain(name) for name in names]), console)
-
-
-@dataclass(frozen=True)
-class ExplanationView:
-    """Why some layers got their bits."""
-
-    found: Sequence[Explanation]
-
-    def to_json(self) -> list[dict[str, Any]]:
-        """Return plain data, without the text."""
-        rows = [asdict(one, dict_factory=_with_names) for one in self.found]
-        return [{k: v for k, v in row.items() if k != "text"} for row in rows]
-
-    def line(self) -> str:
-        """Return a line for each layer."""
-        return "\n".join(f"{one.unit}: {one.choice}" for one in self.found)
-
-    def tables(self, _width: int) -> list[RenderableType]:
-        """Return the explanations, a gap between them."""
-        return ["\n\n".join(str(one) for one in self.found)]
+        found = [plan.explain(name) for name in select(plan.graph.names, unit)]
+        rows = [asdict(one, dict_factory=_with_names) for one in found]
+        data = [{k: v for k, v in row.items() if k != "text"} for row in rows]
+        line = "\n".join(f"{one.unit}: {one.choice}" for one in found)
+        text = "\n\n".join(str(one) for one in found)
+        render(View(data, line, lambda _width: [text]), console)
 
 
 def _with_names(items: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -154,7 +138,7 @@ def pareto(
         steps = [replace(plan, allocation=point.allocation) for point in curve]
         rows = [*map(pareto_row, steps), {**pareto_row(plan), "this": True}]
         rows.sort(key=lambda row: (row[_COSTS[cost]], row["this"]))
-        render(ParetoView(cost, rows), console)
+        render(pareto_view(cost, rows), console)
 
 
 def pareto_row(plan: Plan) -> dict[str, Any]:
@@ -169,39 +153,23 @@ def pareto_row(plan: Plan) -> dict[str, Any]:
     }
 
 
-@dataclass(frozen=True)
-class ParetoView:
-    """The curve of damage against a cost, with the plan itself in its place."""
-
-    cost: str
-    rows: Sequence[Mapping[str, Any]]
-
-    def to_json(self) -> dict[str, Any]:
-        """Return plain data."""
-        return {"cost": self.cost, "points": self.rows}
-
-    def line(self) -> str:
-        """Return the two ends."""
-        first, last = self.rows[0], self.rows[-1]
-        sizes = size_budgets([first["bytes"], last["bytes"]])
-        damages = [digits(row["damage"]) for row in (first, last)]
-        return f"{sizes[0]} to {sizes[1]}: damage {damages[0]} to {damages[1]}"
-
-    def tables(self, width: int) -> list[RenderableType]:
-        """Return the steps; bars grow with the logarithm of the damage."""
-        rows = self.rows
-        low, high = (f(row["damage"] for row in rows) for f in (min, max))
-        bars = [_bar(row["damage"], low, high) for row in rows]
-        columns = [
-            Column("size", size_budgets([row["bytes"] for row in rows])),
-            Column("of float", [as_budget(r["percent"], "%") for r in rows], rank=2),
-            Column("average", [as_budget(r["average_bits"], "bits") for r in rows]),
-            Column("BOPs", operation_budgets([r["bit_ops"] for r in rows]), rank=1),
-            Column("damage", [digits(row["damage"]) for row in rows]),
-            Column("", bars, "left", rank=3),
-            Column("", ["this plan" if row["this"] else "" for row in rows], "left"),
-        ]
-        return [fitted(columns, width)]
+def pareto_view(cost: str, rows: Sequence[Mapping[str, Any]]) -> View:
+    """Return the curve; its bars grow with the logarithm of the damage."""
+    low, high = (f(row["damage"] for row in rows) for f in (min, max))
+    sizes = size_budgets([row["bytes"] for row in rows])
+    damages = [digits(row["damage"]) for row in rows]
+    columns = [
+        Column("size", sizes),
+        Column("of float", [as_budget(row["percent"], "%") for row in rows], rank=2),
+        Column("average", [as_budget(row["average_bits"], "bits") for row in rows]),
+        Column("BOPs", operation_budgets([row["bit_ops"] for row in rows]), rank=1),
+        Column("damage", damages),
+        Column("", [_bar(row["damage"], low, high) for row in rows], "left", rank=3),
+        Column("", ["this plan" if row["this"] else "" for row in rows], "left"),
+    ]
+    line = f"{sizes[0]} to {sizes[-1]}: damage {damages[0]} to {damages[-1]}"
+    data = {"cost": cost, "points": rows}
+    return View(data, line, lambda width: [fitted(columns, width)])
 
 
 def _bar(damage: float, low: float, high: float) -> str:
@@ -242,11 +210,11 @@ def compare(
         entries = [Entry.read(source) for source in sources]
         for entry in entries[1:]:
             entry.plan.check_network(entries[0].plan.graph)
-        view = ComparisonView(entries, page)
+        view = Comparison(entries, page)
         if page is not None:
             with console.stage("writing the report") as progress:
                 view.write(page, progress)
-        render(view, console)
+        render(View(view.data(), view.line(), view.tables), console)
 
 
 @dataclass(frozen=True)
@@ -301,7 +269,7 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class ComparisonView:
+class Comparison:
     """Plans and results side by side.
 
     Attributes:
@@ -327,7 +295,7 @@ class ComparisonView:
         units = len(self.entries[0].plan.graph)
         return f"{len(self.differing)} of {units} layers differ in bits"
 
-    def to_json(self) -> dict[str, Any]:
+    def data(self) -> dict[str, Any]:
         """Return plain data."""
         plans = [
             {
@@ -477,26 +445,9 @@ def report(
                 written.append(page)
             if figures is not None:
                 written += write_figures(figures, plan, sections)
-        render(FilesView([str(path) for path in written]), console)
-
-
-@dataclass(frozen=True)
-class FilesView:
-    """The files that were written."""
-
-    written: Sequence[str]
-
-    def to_json(self) -> dict[str, Any]:
-        """Return plain data."""
-        return {"written": self.written}
-
-    def line(self) -> str:
-        """Return a line for each file."""
-        return "\n".join(self.written)
-
-    def tables(self, _width: int) -> list[RenderableType]:
-        """Return the same."""
-        return [self.line()]
+        files = [str(path) for path in written]
+        text = "\n".join(files)
+        render(View({"written": files}, text, lambda _width: [text]), console)
 
 
 def read_sections(path: Path) -> list[Section]:

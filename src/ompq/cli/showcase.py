@@ -10,7 +10,7 @@ import torch
 from rich.console import RenderableType
 from rich.text import Text
 
-from ompq.cli.console import opened, render
+from ompq.cli.console import View, opened, render
 from ompq.cli.options import OutputOptions, check_folder, option
 from ompq.cli.views import Column, facts, fitted, time_line
 from ompq.costs import in_bytes, percent
@@ -68,7 +68,8 @@ def demo(
         with _one_thread():
             bar = console.stages.bar
             found = run_demo(folder, config, bar=bar, planned=planned)
-        render(DemoView(found, folder), console)
+        view = DemoView(found, folder)
+        render(View(view.data(), view.line(), view.tables), console)
 
 
 @contextmanager
@@ -140,7 +141,7 @@ class DemoView:
     found: Demo
     folder: Path
 
-    def to_json(self) -> dict[str, Any]:
+    def data(self) -> dict[str, Any]:
         """Return plain data."""
         files = list(self.found.files)
         return {**self.found.to_json(), "folder": str(self.folder), "files": files}

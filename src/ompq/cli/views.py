@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import ceil, floor, log10
 from pathlib import Path
 from typing import Any, Literal
@@ -12,7 +12,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ompq.cli.console import plain
+from ompq.cli.console import View, plain
 from ompq.costs import counted, in_bytes, readable
 from ompq.costs import seconds as duration
 from ompq.errors import shortened
@@ -143,51 +143,36 @@ def warning(about: Mapping[str, Any], what: str) -> list[RenderableType]:
     return [Text(text, style="bold yellow")] if options else []
 
 
-@dataclass(frozen=True)
-class PlanView:
-    """A plan, as ``ompq plan`` and ``ompq replan`` show it.
+def plan_view(
+    plan: Plan,
+    about: Mapping[str, Any],
+    seconds: Mapping[str, float],
+    file: Path | None = None,
+) -> View:
+    """Return a plan as ``ompq plan`` and ``ompq replan`` show it.
 
-    Attributes:
+    Args:
         plan: The plan.
         about: Network, weights, data and so on, by name.
         seconds: Stage → seconds it took.
         file: Where it was saved.
     """
-
-    plan: Plan
-    about: Mapping[str, Any]
-    seconds: Mapping[str, float] = field(default_factory=dict)
-    file: Path | None = None
-
-    def to_json(self) -> dict[str, Any]:
-        """Return plain data."""
-        saved = None if self.file is None else str(self.file)
-        seconds = {name: round(value, 4) for name, value in self.seconds.items()}
-        return {
-            **self.about,
-            "plan": saved,
-            "seconds": seconds,
-            **plan_summary(self.plan),
-        }
-
-    def line(self) -> str:
-        """Return budget, hash and file."""
-        return f"{'; '.join(used(self.plan))}, {self._identity()}"
-
-    def tables(self, width: int) -> list[RenderableType]:
-        """Return the layers, then what they come to."""
-        rows = [
-            *totals(self.plan),
-            ("plan", self._identity()),
-            *(("stays float", text) for text in reasons(self.plan.graph.skipped)),
-            ("time", time_line(self.seconds)),
-        ]
-        table = plan_table(self.plan, width)
-        return [table, "", facts(rows), *warning(self.about, "these bits")]
-
-    def _identity(self) -> str:
-        where = "" if self.file is None else f", saved to {self.file}"
-        return f"{self.plan.hash}{where}"
+    identity = plan.hash if file is None else f"{plan.hash}, saved to {file}"
+    data = {
+        **about,
+        "plan": None if file is None else str(file),
+        "seconds": {name: round(value, 4) for name, value in seconds.items()},
+        **plan_summary(plan),
+    }
+    rows = [
+        *totals(plan),
+        ("plan", identity),
+        *(("stays float", text) for text in reasons(plan.graph.skipped)),
+        ("time", time_line(seconds)),
+    ]
+    below: list[RenderableType] = ["", facts(rows), *warning(about, "these bits")]
+    line = f"{'; '.join(used(plan))}, {identity}"
+    return View(data, line, lambda width: [plan_table(plan, width), *below])
 
 
 def plan_table(plan: Plan, width: int) -> Table:
