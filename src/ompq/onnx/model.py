@@ -159,6 +159,9 @@ class OnnxGraph:
         arrays, nodes = _bytes(name, weight)
         arrays[f"{name}/scale"] = weight.scale.numpy().astype(np.float32)
         arrays[f"{name}/bias"] = weight.bias.numpy()
+        if isinstance(layer, Product):
+            # ONNX Runtime fuses a Gemm only with the zeros written out.
+            arrays[f"{name}/zeros"] = np.zeros(len(weight.scale), np.int8)
         self.weights.append(_stored(name, weight, arrays))
         self.constants |= arrays
         self.nodes += nodes
@@ -171,10 +174,7 @@ class OnnxGraph:
         name = step.name
         if isinstance(step.operator, Layer):
             given = [f"{name}/bytes", f"{name}/scale"]
-            if isinstance(step.operator, Product):
-                # ONNX Runtime fuses a Gemm only with the zeros written out.
-                zeros = np.zeros(len(step.operator.weight.scale))
-                given.append(self._constant(f"{name}/zeros", zeros, np.int8))
+            given += [f"{name}/zeros"] * isinstance(step.operator, Product)
             shift = [f"{name}/bias", f"{name}/unit"]
             inputs += [
                 self._node("DequantizeLinear", given, f"{name}/weight", axis=0),
