@@ -7,7 +7,7 @@ from torch.nn import functional as F
 from nets import Chain, TinyMobileNet, TinyResNet, images, seeded
 from ompq.errors import SampleError, ScoreError, TraceError
 from ompq.graph import Choice, trace
-from ompq.orthogonality import debiased_products, gram_matrix, normalised, orm_matrix
+from ompq.orthogonality import debiased_products, gram_matrix, normalised
 from ompq.recording import watch
 from ompq.scores import (
     SCORES,
@@ -16,6 +16,7 @@ from ompq.scores import (
     OrmSettings,
     OutputDivergence,
     Random,
+    ScoreTable,
     WeightNoise,
     measure_orm,
     score_name,
@@ -33,6 +34,18 @@ def network():
 @pytest.fixture(scope="module")
 def graph(network):
     return trace(network, images())
+
+
+def orm_matrix(features, *, centred=False):
+    """ORM in feature space, pair by pair, as the paper writes it."""
+    flat = [f.flatten(1).double() for f in features]
+    if centred:
+        flat = [f - f.mean(0) for f in flat]
+
+    def orm(a, b):
+        return (b.T @ a).norm() ** 2 / ((a.T @ a).norm() * (b.T @ b).norm())
+
+    return np.array([[float(orm(a, b)) for b in flat] for a in flat])
 
 
 def kept_features(network, graph, batch):
@@ -119,7 +132,7 @@ def test_excluded_units_take_no_part(network, graph):
 
 @pytest.mark.parametrize("centred", [False, True])
 def test_many_batches_estimate_what_one_batch_measures(network, graph, centred):
-    samples = images(240)
+    samples = images(512)
     settings = OrmSettings(centred=centred)
     if centred:  # a stream is debiased, so compare with the debiased whole
         features = kept_features(network, graph, samples)
@@ -339,6 +352,53 @@ def test_bad_scores_are_refused(graph, network):
         run(broken)
     with pytest.raises(ValueError, match="score='best' is unknown; use orm, orm_dist"):
         score_table("best", graph, network, images(), CHOICES)
+
+
+class Wide(nn.Module):
+    """Large enough for every sum over its features to be split among threads."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 48, 3), nn.Flatten()
+        )
+        self.head = nn.Linear(48 * 28 * 28, 5)
+
+    def forward(self, x):
+        return self.head(self.layers(x))
+
+
+def test_tables_are_the_same_for_any_number_of_threads():
+    network, samples = seeded(Wide()), images(24, size=32)
+    graph = trace(network, samples)
+    choices = [Choice(w, a) for w in (2, 8) for a in (4, 8)]
+    threads, found = torch.get_num_threads(), []
+    try:
+        for count in (1, 4):
+            torch.set_num_threads(count)
+            found.append(
+                [
+                    score_table(name, graph, network, samples, choices)
+                    for name in ("orm_distortion", "output_divergence")
+                ]
+            )
+    finally:
+        torch.set_num_threads(threads)
+    for one, other in zip(*found, strict=True):
+        assert one.damage.tolist() == other.damage.tolist()
+    for name in ("orm", "gamma", "importance"):
+        values = [getattr(tables[0], name).tolist() for tables in found]
+        assert values[0] == values[1]
+
+
+def test_tables_keep_nine_digits(network, graph):
+    def score(graph, model, samples, choices):
+        rows = [[1 / 3, -2e30 / 3, 0.0]] * len(graph.units)
+        return ScoreTable(np.array(rows), gamma=np.full(len(graph), 2e-9 / 3))
+
+    table = score_table(score, graph, network, images(), CHOICES)
+    assert table.damage[0].tolist() == [0.333333333, -6.66666667e29, 0.0]
+    assert table.gamma[0] == 6.66666667e-10
 
 
 def test_chain_has_a_score():

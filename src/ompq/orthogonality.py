@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 Decreasing = Literal["exp(-x)", "-log(x)", "-x", "-x^3", "-exp(x)"]
-Form = Literal["gram", "feature", "cheapest"]
 
-_CHUNK = 1 << 22  # elements of a feature that are centred at a time
+_CHUNK = 1 << 22  # elements of a feature that are worked on at a time
+_COLUMNS = 512  # columns that are multiplied at a time, in one thread
 
 
 def gram_matrix(features: Tensor, *, centred: bool = False) -> Tensor:
@@ -29,74 +29,39 @@ def gram_matrix(features: Tensor, *, centred: bool = False) -> Tensor:
             of mean-dominated features would be lost.
 
     Returns:
-        The matrix, (N, N), in the features' dtype.
+        The matrix, (N, N), float64.
     """
     flat = features.reshape(features.shape[0], -1)  # (N, D)
+    count = len(flat)
+    width = max(1, _CHUNK // (count * _COLUMNS)) * _COLUMNS
+    total = flat.new_zeros(count, count, dtype=torch.float64)
     if not centred:
-        return flat @ flat.T
-    width = max(1, _CHUNK // flat.shape[0])
-    total = flat.new_zeros(flat.shape[0], flat.shape[0])
-    rounding = flat.new_zeros(())  # what rounding alone leaves of a constant feature
+        for part in torch.split(flat, width, dim=1):
+            total += _product(part)
+        return total
+    rounding = total.new_zeros(())  # what rounding alone leaves of a constant feature
     for part in torch.split(flat, width, dim=1):
         mean = part.mean(0, keepdim=True)
-        part = part - mean
-        total.addmm_(part, part.T)
-        rounding += mean.square().sum() * len(flat) * torch.finfo(flat.dtype).eps ** 2
+        total += _product(part - mean)
+        rounding += mean.square().sum() * count * torch.finfo(flat.dtype).eps ** 2
     return torch.where(total.trace() > 4 * rounding, total, 0)
 
 
-def orm_matrix(
-    features: Sequence[Tensor], *, centred: bool = False, form: Form = "cheapest"
-) -> Tensor:
-    """Return ORM between all layers.
+def _product(part: Tensor) -> Tensor:
+    """Return part @ part.T, (N, N) float64, the same for any number of threads.
 
-    Args:
-        features: Outputs of L layers for the same N samples, each (N, ...).
-        centred: False is the paper's metric, True that of its released code.
-        form: ``gram`` works on N × N matrices, ``feature`` on D_i × D_j ones; the
-            results are equal and ``cheapest`` counts which takes less arithmetic.
-
-    Returns:
-        ORM, (L, L), float64: symmetric, ones on the diagonal, values in [0, 1].
-
-    Example:
-        >>> a = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
-        >>> orm_matrix([a, a[:, :1]])  # 1 / (sqrt(2) * 1)
-        tensor([[1.0000, 0.7071],
-                [0.7071, 1.0000]], dtype=torch.float64)
+    One large product is shared among threads in ways that change its last digits;
+    many small ones are not.
     """
-    flat = [f.reshape(f.shape[0], -1) for f in features]
-    if form == "cheapest":
-        form = cheapest_form(flat[0].shape[0], [f.shape[1] for f in flat])
-    if form == "feature":
-        return normalised(_feature_products(flat, centred=centred))
-    grams = [gram_matrix(f, centred=centred) for f in flat]
-    return normalised(BatchProducts.of(grams).products)
-
-
-def cheapest_form(samples: int, widths: Sequence[int]) -> Literal["gram", "feature"]:
-    """Return the form of ORM that needs fewer multiplications.
-
-    Args:
-        samples: N.
-        widths: D_i of each layer.
-    """
-    layers = len(widths)
-    gram = samples**2 * (sum(widths) + layers**2)
-    # All pairs i <= j of D_i * D_j, from the square of the sum.
-    pairs = (sum(widths) ** 2 + sum(width**2 for width in widths)) // 2
-    return "gram" if gram <= samples * pairs else "feature"
-
-
-def _feature_products(flat: Sequence[Tensor], *, centred: bool) -> Tensor:
-    if centred:
-        flat = [f - f.mean(0, keepdim=True) for f in flat]
-    products = torch.zeros(len(flat), len(flat), dtype=torch.float64)
-    for i, first in enumerate(flat):
-        for j, second in enumerate(flat[: i + 1]):
-            cross = first.T @ second  # (D_i, D_j)
-            products[i, j] = products[j, i] = cross.double().square().sum()
-    return products
+    count, width = part.shape
+    whole = width // _COLUMNS * _COLUMNS
+    rest = part.new_zeros(2, count, _COLUMNS)
+    rest[0, :, : width - whole] = part[:, whole:]
+    products = [rest]
+    if whole:
+        products.append(part[:, :whole].reshape(count, -1, _COLUMNS).transpose(0, 1))
+    sums = [torch.bmm(p, p.mT).sum(0, dtype=torch.float64) for p in products]
+    return torch.stack(sums).sum(0)
 
 
 @dataclass(frozen=True)

@@ -223,7 +223,7 @@ def weight_noises(
     if not rules:
         return []
     energy = rows.square().sum(1)
-    share = energy / energy.sum().clamp(min=_TINY)
+    share = energy.double() / energy.sum(dtype=torch.float64).clamp(min=_TINY)
     if len(rows) > _NOISE_CHANNELS:
         # A channel is drawn as often as its share of the energy asks for.
         wanted = torch.arange(_NOISE_CHANNELS, device=rows.device) + 0.5
@@ -237,7 +237,7 @@ def weight_noises(
         *(torch.cat(parts).to(rows.device) for parts in zip(*rules, strict=True))
     )
     best = _search(rows, rule, _Measure(counts=counts), _QUICK)
-    noises: list[float] = (best.cost / energy @ share).tolist()
+    noises: list[float] = ((best.cost / energy).double() @ share).tolist()
     return noises
 
 
@@ -577,8 +577,9 @@ def tensor_noise(x: Tensor, bits: Sequence[int]) -> Tensor:
     seen = observe_range(x)
     values = thinned(x.detach().float().flatten()[None], _COUNTED)
     errors = [values - activation_grid(seen, width).fake(values) for width in bits]
-    energy = values.square().sum().clamp(min=_TINY)
-    return torch.stack([error.square().sum() for error in errors]) / energy
+    # Double: float32 sums depend on how many threads share them.
+    sums = [part.square().sum(dtype=torch.float64) for part in (values, *errors)]
+    return torch.stack(sums[1:]) / sums[0].clamp(min=_TINY)
 
 
 def _places(values: Tensor, exponent: Tensor) -> Tensor:

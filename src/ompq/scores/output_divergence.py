@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
@@ -125,4 +126,5 @@ def _log_probabilities(
 
 def _divergence(reference: Tensor, output: Tensor) -> float:
     """Return the mean KL(reference ‖ output) of log probabilities, both (N, K)."""
-    return float((reference.exp() * (reference - output)).sum(1).mean().clamp_min(0))
+    lost = (reference.exp() * (reference - output)).sum(1, dtype=torch.float64)
+    return float(lost.mean().clamp_min(0))

@@ -1,8 +1,8 @@
 """ScoreTable: what a score returns, checked."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -61,7 +61,25 @@ def checked(
     ]
     if broken:
         raise ScoreError(f"the score is NaN or infinite for {shortened(broken)}")
-    return table
+    return replace(
+        table,
+        damage=_rounded(table.damage),
+        orm=_rounded(table.orm),
+        gamma=_rounded(table.gamma),
+        importance=_rounded(table.importance),
+    )
+
+
+@overload
+def _rounded(values: Table) -> Table: ...
+@overload
+def _rounded(values: Table | None) -> Table | None: ...
+def _rounded(values: Table | None) -> Table | None:
+    """Keep nine digits: the others depend on how threads share the sums."""
+    if values is None:
+        return None
+    digits = [float(f"{value:.9g}") for value in values.flat]
+    return np.array(digits, dtype=np.float64).reshape(values.shape)
 
 
 def _array(result: Any) -> Table:
