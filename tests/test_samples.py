@@ -323,6 +323,22 @@ def test_sequences_of_different_lengths_can_be_samples():
     assert not same(with_nines, without)
 
 
+def test_scores_of_inputs_use_batches_of_every_shape():
+    network = seeded(Tokens())
+    generator = torch.Generator().manual_seed(0)
+    one, two = (torch.randint(10, (4, n), generator=generator) for n in (5, 9))
+    graph = ompq.trace(network, one)
+    choices = [ompq.Choice(4, bits) for bits in (4, 8)]
+
+    def damage(given):
+        return ompq.WeightNoise()(graph, network, given, choices).damage
+
+    # The part of the weights is the same in all three.
+    both, apart = damage([one, two]), (damage(one) + damage(two)) / 2
+    torch.testing.assert_close(both, apart, rtol=1e-5, atol=0)
+    assert not torch.equal(torch.tensor(damage(one)), torch.tensor(damage(two)))
+
+
 def test_threads_that_run_two_networks_do_not_wait_for_ever():
     one, other = nn.Linear(1, 1), nn.Linear(1, 1).eval()
     inside = []

@@ -97,19 +97,21 @@ def _input_table(
     graph: LayerGraph, model: nn.Module, samples: SamplesLike, choices: Sequence[Choice]
 ) -> Table:
     widths = sorted({c.activation for c in choices if c.activation < FLOAT_BITS})
-    rows: dict[str, Tensor] = {}
+    rows: dict[str, list[Tensor]] = {}  # of each batch: their shapes may differ
 
     def watch(name: str) -> Any:
         def hook(_module: nn.Module, args: Any, kwargs: Any, _output: Any) -> None:
             given = next(iter(args), None)
             given = next(iter(kwargs.values())) if given is None else given
-            rows[name] = tensor_noise(given.float(), widths)
+            found = tensor_noise(given.float(), widths)
+            rows.setdefault(name, []).append(found)
 
         return hook
 
     watched = [(called_module(model, unit), watch(unit.name)) for unit in graph.units]
     collect(model, Samples.of(samples).first(_SAMPLES), watched, batch_size=_SAMPLES)
-    table = torch.stack([rows[name] for name in graph.names]).double().cpu().numpy()
+    means = [torch.stack(rows[name]).mean(0) for name in graph.names]
+    table = torch.stack(means).double().cpu().numpy()
     noise = dict(zip(widths, table.T, strict=True))
     noise[FLOAT_BITS] = np.zeros(len(graph))
     return np.stack([noise[choice.activation] for choice in choices], axis=1)
