@@ -38,11 +38,11 @@ class ExportResult:
         bytes: Its size.
         opset: Version of the standard operators in it.
         weights: How each weight is stored.
-        simulated: Agreement of ONNX Runtime with the settled network.
+        simulated: Agreement of ONNX Runtime with the finalized network.
         engine: Agreement of ONNX Runtime with the integer engine, codes included; None
             where activations are float, which integers do not cover.
         given: Agreement of ONNX Runtime with the network as it was given. It equals
-            ``simulated`` if that was settled already.
+            ``simulated`` if that was finalized already.
         runtime: What it was verified with, for example ``onnxruntime 1.31.1``.
         saturation_safe: Whether no processor's 8-bit kernels can saturate. False only
             where ``saturation_safe=False`` was asked for: then processors without VNNI
@@ -75,8 +75,8 @@ def export_onnx(  # noqa: PLR0913
 
     Args:
         quantized: From :func:`ompq.quantize`, perhaps reconstructed or trained. What
-            is written is its settled form; see :func:`ompq.finalize`. Where activations
-            are all float, only weights are stored in fewer bits.
+            is written is its finalized form; see :func:`ompq.finalize`. Where all
+            activations are float, only weights are stored in fewer bits.
         path: The file to write; nothing is left there when verification fails.
         samples: Inputs to verify with; all are run. The file must agree with the
             network in its outputs and its codes; see :class:`Tolerance`.
@@ -88,8 +88,11 @@ def export_onnx(  # noqa: PLR0913
             :func:`ompq.finalize`.
 
     Returns:
-        Where the file is, how large, and how nearly it agrees. An input that holds NaN
-        gives numbers in the file, since no integer stands for it, and NaN in PyTorch.
+        Where the file is, how large, and how nearly it agrees. Codes are equal to the
+        last bit, and so are outputs of layers; an output that is computed from codes
+        with floats, such as a final average, agrees within ``simulated.logits``. An
+        input that holds NaN gives numbers in the file, since no integer stands for it,
+        and NaN in PyTorch.
 
     Raises:
         MissingExtraError: onnx or onnxruntime is not installed.
