@@ -199,3 +199,16 @@ def test_biases_and_norms_may_decay_as_weights_do(toys):
         moved = plain[key] - decayed[key]
         expected = 0.05 * 0.1 * value if key.endswith("bias") else torch.zeros(())
         assert torch.allclose(moved, expected.to(moved), atol=1e-12), key
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_a_recorded_step_follows_the_ranges_too():
+    model, network, data, config = hawq()
+    model, network = model.cuda(), network.cuda()
+    data = replace(data, inputs=data.inputs.cuda(), targets=data.targets.cuda())
+    expected = state(ompq.train(network, data, config, teacher=model))
+    recorded = replace(config, cuda_graph=True)
+    found = state(ompq.train(network, data, recorded, teacher=model))
+    for key, value in expected.items():
+        assert torch.allclose(value, found[key], rtol=1e-6), key
