@@ -163,13 +163,15 @@ def test_damaged_image_is_named(tmp_path: Path) -> None:
     picture(tmp_path / "x.png", (64, 64))
     data = (tmp_path / "x.png").read_bytes()
     (tmp_path / "cut.png").write_bytes(data[: len(data) // 2])
-    with pytest.raises(DataError, match=r"cut.png is no readable image \(OSError"):
+    with pytest.raises(
+        DataError, match=r"cut.png cannot be read as an image \(OSError"
+    ):
         decode(tmp_path / "cut.png", takes())
     (tmp_path / "text.jpg").write_text("not an image")
-    with pytest.raises(DataError, match="text.jpg is no readable image"):
+    with pytest.raises(DataError, match="text.jpg cannot be read as an image"):
         decode(tmp_path / "text.jpg", takes())
     (tmp_path / "empty.jpg").touch()
-    with pytest.raises(DataError, match="empty.jpg is no readable image"):
+    with pytest.raises(DataError, match="empty.jpg cannot be read as an image"):
         decode(tmp_path / "empty.jpg", takes())
 
 

@@ -104,7 +104,7 @@ class Tied(torch.nn.Module):
 def test_norms_of_another_network_are_refused(toys):
     _, network, data = toys
     config = replace(QUICK, batch_norm="fold-and-train")
-    with pytest.raises(TrainingError, match=r"norm is no batch norm of 8 channels in"):
+    with pytest.raises(TrainingError, match=r"norm is not a batch norm of 8 channels"):
         ompq.train(network, data, config, teacher=TinyMobileNet())
 
 

@@ -92,7 +92,7 @@ def contents(folder):
         ("--data PLACE/flat", "the images have no labels; sort them into one folder"),
         ("--data PLACE/two", "there are 2 class folders (a, b), but "),
         ("--data PLACE/beyond", "class folder 11 is beyond "),
-        ("--data PLACE/broken", "0003/003.png is no readable image"),
+        ("--data PLACE/broken", "0003/003.png cannot be read as an image"),
         ("--data PLACE/own.py:nan", "samples hold NaN or infinity"),
         ("--data PLACE/own.py:beyond", "targets go from 0 to 39, but "),
         ("--data PLACE/own.py:unlabelled", "the inputs have no labels; return"),
@@ -237,7 +237,8 @@ def test_an_unreadable_large_image_is_named_when_it_is_met(place, tmp_path):
     failed = run("train", *words, "--samples", "2", "-o", tmp_path / "out")
     errors = [line for line in failed.stderr.splitlines() if "error" in line]
     assert failed.exit_code == 2
-    assert len(errors) == 1 and errors[0].startswith(f"error: {broken} is no readable")
+    assert len(errors) == 1
+    assert errors[0].startswith(f"error: {broken} cannot be read as an image")
     assert len(errors[0]) < 300
     again = ("--samples", "2", "--resume", "--skip-unreadable", "-o", tmp_path / "out")
     assert run("train", *words, *again).exit_code == 0

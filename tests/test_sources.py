@@ -35,7 +35,7 @@ def positions(samples: torch.Tensor) -> list[int]:
 def unreadable(*bad: int) -> Data:
     def careful(position: int) -> Item:
         if position in bad:
-            raise DataError(f"file{position} is no readable image")
+            raise DataError(f"file{position} cannot be read as an image")
         return read(position)
 
     return replace(DATA, read=careful)
@@ -111,9 +111,9 @@ def test_images_are_normalised_in_the_batch() -> None:
 
 
 def test_unreadable_image_is_an_error_unless_told_otherwise() -> None:
-    with pytest.raises(DataError, match="file3 is no readable image"):
+    with pytest.raises(DataError, match="file3 cannot be read as an image"):
         list(unreadable(3).batches(batch_size=2))
-    with pytest.raises(DataError, match="file3 is no readable image"):
+    with pytest.raises(DataError, match="file3 cannot be read as an image"):
         unreadable(3).samples(55)
 
 
@@ -124,7 +124,7 @@ def test_unreadable_images_are_skipped_counted_and_named(
     with caplog.at_level(logging.WARNING):
         inputs = torch.cat([inputs for inputs, _ in data.batches(batch_size=10)])
     assert positions(inputs) == [i for i in range(55) if i not in (3, 7)]
-    assert "data: skipped 2 unreadable images: file3 is no" in caplog.text
+    assert "data: skipped 2 unreadable images: file3 cannot" in caplog.text
 
 
 def test_skipped_samples_are_made_up_for(caplog: pytest.LogCaptureFixture) -> None:
@@ -240,7 +240,7 @@ def test_unreadable_image_is_named_or_skipped(
 ) -> None:
     picture(tmp_path / "0" / "a.png", 3)
     (tmp_path / "0" / "b.png").write_bytes(b"\x89PNG broken")
-    with pytest.raises(DataError, match="b.png is no readable image"):
+    with pytest.raises(DataError, match="b.png cannot be read as an image"):
         list(load_data(tmp_path, network()).batches())
     data = load_data(tmp_path, network(), skip_unreadable=True)
     assert sum(len(targets) for _, targets in data.batches()) == 1

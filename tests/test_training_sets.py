@@ -173,7 +173,7 @@ def test_the_next_image_takes_the_place_of_a_broken_one(tmp_path):
     (folder / "train" / "0" / "000.png").write_bytes(b"broken")
     data = load_data(folder, named(72), split="train", workers=1)
     strict = replace(training_data(data), workers=0)
-    with pytest.raises(DataError, match=r"000.png is no readable image"):
+    with pytest.raises(DataError, match=r"000.png cannot be read as an image"):
         epoch(strict)
     skipping = training_data(replace(data, skip_unreadable=True))
     ((inputs, targets),) = epoch(replace(skipping, workers=0))
@@ -214,7 +214,10 @@ def test_sets_of_unreadable_images_are_refused(tmp_path):
     folder = write_images(tmp_path, 4, (8, 8))
     for path in folder.rglob("*.png"):
         path.write_bytes(b"no image")
-    for side, words in ((8, r"none of its 4 inputs can be read"), (72, r"is no read")):
+    for side, words in (
+        (8, r"none of its 4 inputs can be read"),
+        (72, r"cannot be read as"),
+    ):
         model = named(side)
         data = load_data(folder, model, split="train", workers=1, skip_unreadable=True)
         with pytest.raises(DataError, match=words):

@@ -166,7 +166,9 @@ def open_image(path: Path, model: NamedModel) -> Image.Image:
         with Image.open(path) as opened:
             return _eight_bits(opened).convert(_MODES[channels])
     except Exception as error:  # each format's decoder has its own errors
-        raise DataError(f"{path} is no readable image ({reason(error)})") from error
+        raise DataError(
+            f"{path} cannot be read as an image ({reason(error)})"
+        ) from error
 
 
 def _eight_bits(image: Image.Image) -> Image.Image:

@@ -1,8 +1,9 @@
-"""Batch norms that are kept beside their layers while both are trained (HAWQ-V3).
+"""What training takes from the float network: its weights, and its batch norms.
 
-The layer computes with its weight folded with the running statistics and rounded, as
-it will be deployed. Until the norm is frozen its output is normalised by the
-statistics of the batch; afterwards what is computed is the folded layer, bit for bit.
+Kept norms stand beside their layers while both are trained (HAWQ-V3). The layer
+computes with its weight folded with the running statistics and rounded, as it will be
+deployed. Until the norm is frozen its output is normalised by the statistics of the
+batch; afterwards what is computed is the folded layer, bit for bit.
 
 Few bits may have no code for 0: weights that a small norm scales down are then rounded
 up, the measured variance grows, which scales them down further, without end. So the
@@ -23,16 +24,13 @@ from ompq.quantization import quantization_of
 from ompq.quantization.equalization import enlarge, equalized
 from ompq.quantizers import rounded_to
 
-# Running deviations may grow, or shrink, to so many times what they began as.
+# Running deviations may grow, or shrink, by this factor. It is far beyond what training
+# needs and stops what runs away.
 _MOST = 16.0
 
 
 class KeptNorm(nn.Module):
-    """Computes a quantized layer whose weight is still to be folded with its norm.
-
-    Attributes:
-        norm: The batch norm.
-    """
+    """Computes a quantized layer whose weight is still to be folded with its norm."""
 
     def __init__(self, norm: _BatchNorm) -> None:
         super().__init__()
@@ -97,8 +95,8 @@ def keep_norms(quantized: nn.Module, model: nn.Module) -> None:
             layer.weight_scale
         ):
             raise TrainingError(
-                f"{unit.norm} is no batch norm of {len(layer.weight_scale)} channels "
-                "in the float network; give the network that was quantized"
+                f"{unit.norm} is not a batch norm of {len(layer.weight_scale)} "
+                "channels in the float network; give the network that was quantized"
             )
         norm = copy.deepcopy(norm).to(layer.weight)
         if unit.norm in sizes:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,12 +17,6 @@ from ompq.training.config import TrainConfig
 # A scale may shrink to this fraction of its initial value: it must stay positive, and
 # one that falls further has lost its tensor anyway.
 _SMALLEST = 1 / 16
-_GRADIENTS: dict[str, Literal["step", "clip", "straight"]] = {
-    "step": "step",
-    "clip": "clip",
-    "ema": "straight",
-    "fixed": "step",
-}
 _WARM_UP = 3  # passes before a CUDA graph is recorded; PyTorch's documentation has 3
 
 
@@ -96,7 +90,10 @@ def _scales(model: nn.Module, config: TrainConfig) -> dict[str, nn.Parameter]:
         for name, layer in quantized_layers(model).items():
             found[f"{name}.weight_scale".removeprefix(".")] = layer.weight_scale
     for name, quantizer in activation_quantizers(model).items():
-        quantizer.gradient = _GRADIENTS[config.activations]
+        if config.activations == "clip":
+            quantizer.gradient = "clip"
+        elif config.activations == "ema":
+            quantizer.gradient = "straight"
         if config.activations in ("step", "clip"):
             found[f"{name}.scale"] = quantizer.scale
     return found
