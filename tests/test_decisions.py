@@ -252,7 +252,7 @@ def test_latency_is_a_budget(net, tmp_path):
         (["--choices", "1,2"], "must be bits from 2 to 8"),
         (["--pin", "fc"], "--pin fc: write PATTERN=BITS"),
         (["--pin", "nothing=8"], "'nothing' matches no unit"),
-        (["--tie", "re:["], "is no regular expression"),
+        (["--tie", "re:["], "is not a regular expression"),
         (["--method", "exakt"], "(did you mean exact?)"),
         (["--latency", "no.json"], "no.json is no latency table"),
         (["--samples", "1"], "--samples"),

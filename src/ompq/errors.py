@@ -4,7 +4,7 @@ OmpqError
 ├── SampleError             samples that cannot be used: empty, not finite, too few
 ├── TraceError              a network that cannot be observed
 ├── PatternError            a pattern that matches no unit
-├── ScoreError              a score that is no finite table of units × choices
+├── ScoreError              a score that is not a finite table of units × choices
 ├── BudgetError             a budget that cannot be read
 ├── InfeasibleBudgetError   a budget no allocation meets; tells what is reachable
 ├── TargetError             a target profile that is broken, or leaves no choice

@@ -240,7 +240,7 @@ def select(names: Sequence[str], pattern: str) -> list[str]:
             expression = re.compile(pattern[3:])
         except re.error as error:
             raise PatternError(
-                f"{pattern!r} is no regular expression: {error}"
+                f"{pattern!r} is not a regular expression: {error}"
             ) from error
         matches = [name for name in names if expression.search(name)]
     else:
