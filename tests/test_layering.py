@@ -31,6 +31,7 @@ ORDER = {
     "quantization": "sites calibration moments equalization",
     "reconstruction": "blocks rounding",
     "evaluation": "",
+    "refinement": "",
     "audits": "",
     "training": "config norms minmax step batches run",
     "integer": "arithmetic operators lowering finalization engine",

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from ompq.quantization import QuantizeConfig, quantization_of, quantize
     from ompq.reconstruction import ReconstructConfig, reconstruct
     from ompq.reconstruction.rounding import RoundingConfig
+    from ompq.refinement import RefineConfig, refine
     from ompq.report import Accuracy, worst_histograms, write_figures, write_report
     from ompq.samples import Samples
     from ompq.scores import (
@@ -57,6 +58,7 @@ _HOMES = {
     "ompq.quantization": "QuantizeConfig quantization_of quantize",
     "ompq.reconstruction": "ReconstructConfig reconstruct",
     "ompq.reconstruction.rounding": "RoundingConfig",
+    "ompq.refinement": "RefineConfig refine",
     "ompq.report": "Accuracy worst_histograms write_figures write_report",
     "ompq.models": "load_model",
     "ompq.datasets.sources": "load_data",
@@ -89,6 +91,7 @@ __all__ = [
     "QuantizeConfig",
     "Random",
     "ReconstructConfig",
+    "RefineConfig",
     "RoundingConfig",
     "Samples",
     "ScoreTable",
@@ -109,6 +112,7 @@ __all__ = [
     "quantization_of",
     "quantize",
     "reconstruct",
+    "refine",
     "save",
     "trace",
     "train",

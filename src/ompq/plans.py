@@ -70,6 +70,24 @@ _ADVICE = "Give a file that ompq plan or Plan.save wrote"
 _LARGEST_ORM = 700
 
 
+@dataclass(frozen=True)
+class Measurement:
+    """An allocation whose true damage was measured.
+
+    Attributes:
+        name: Where it came from: a score, or ``refit 3``.
+        allocation: Its bits.
+        divergence: Mean KL from the float network, in nats, on held-back samples.
+        judge: A digest of these samples, the network and the way of quantizing: only
+            divergences of one judge may be compared.
+    """
+
+    name: str
+    allocation: Allocation
+    divergence: float
+    judge: str
+
+
 @dataclass(frozen=True, repr=False)
 class Plan:
     """A decision with everything it was made from; needs no model to be re-solved.
@@ -86,6 +104,7 @@ class Plan:
         score_name: What the damage is.
         latency: Milliseconds of each unit at each choice, where known.
         target: Where the network will run, if that was said.
+        measured: Allocations that ``refine`` has measured, in that order.
     """
 
     graph: LayerGraph
@@ -99,6 +118,7 @@ class Plan:
     score_name: str = ""
     latency: LatencyTable | None = None
     target: Target | None = None
+    measured: tuple[Measurement, ...] = ()
 
     @cached_property
     def problem(self) -> Problem:
@@ -289,6 +309,7 @@ def _to_json(plan: Plan) -> dict[str, Any]:
         "latency": plan.latency,
         "graph": plan.graph.to_json(),
         **({} if plan.target is None else {"target": plan.target.to_json()}),
+        **({"measured": measured_to_json(plan)} if plan.measured else {}),
     }
 
 
@@ -340,7 +361,47 @@ def _from_json(data: Mapping[str, Any]) -> Plan:
     # The allocation may have been edited by hand: it must still be one of ours.
     loaded.allocation.check_units(graph.names)
     _ = loaded.columns
-    return loaded
+    return replace(
+        loaded, measured=measured_from_json(loaded, data.get("measured", []))
+    )
+
+
+def measured_to_json(plan: Plan) -> list[dict[str, Any]]:
+    """Return what was measured as plain data; choices are numbers of columns."""
+    return [
+        {
+            "name": one.name,
+            "divergence": one.divergence,
+            "judge": one.judge,
+            "columns": plan.problem.columns(one.allocation).tolist(),
+        }
+        for one in plan.measured
+    ]
+
+
+def measured_from_json(plan: Plan, data: Any) -> tuple[Measurement, ...]:
+    """Rebuild measurements of a plan's units.
+
+    Raises:
+        ValueError: The data is something else.
+    """
+    found = []
+    for entry in json_list(data, "measured"):
+        given = json_object(entry, "measured")
+        columns = json_list(given.get("columns"), "columns")
+        if len(columns) != len(plan.graph):
+            raise ValueError(f"columns must have {len(plan.graph)} entries")
+        last = len(plan.choices) - 1
+        chosen = [plan.choices[json_whole(c, "columns", 0, last)] for c in columns]
+        found.append(
+            Measurement(
+                json_text(given.get("name"), "name"),
+                Allocation(dict(zip(plan.graph.names, chosen, strict=True))),
+                json_number(given.get("divergence"), "divergence"),
+                json_text(given.get("judge"), "judge"),
+            )
+        )
+    return tuple(found)
 
 
 def _unit_values(

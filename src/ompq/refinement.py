@@ -1,0 +1,344 @@
+"""refine(): better bits by measuring whole allocations on the network itself.
+
+No score is best for every network. So the optima of several scores are quantized and
+compared with the float network on samples held back for that; then the score of the
+best one is corrected, one factor a unit, to predict what was measured, and solved
+again, until the count is used up. Every measurement stays in the plan.
+"""
+
+import hashlib
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from ompq.allocation.solver import Allocation, allocate
+from ompq.costs import digits
+from ompq.errors import CheckpointError, SampleError
+from ompq.evaluation import kl_divergence, logits_of
+from ompq.files import read_json, write_text
+from ompq.graph import trace
+from ompq.plans import Measurement, Plan, measured_from_json, measured_to_json
+from ompq.quantization import quantize
+from ompq.reconstruction import ReconstructConfig, reconstruct
+from ompq.reconstruction.rounding import RoundingConfig
+from ompq.samples import Batch, Progress, Samples, SamplesLike, batch_length, map_batch
+from ompq.scores import Score, score_name, score_table
+
+Floats = NDArray[np.float64]
+FORMAT = "ompq-refinement/1"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RefineConfig:
+    """How allocations are measured and chosen.
+
+    Attributes:
+        count: Allocations to measure at most.
+        seconds: Time after which no further one is measured; None is no limit.
+        patience: Measurements without a better one before it ends.
+        by: ``round`` measures allocations rounded to nearest, ``reconstruct`` after a
+            short reconstruction, which is slower and nearer to what PTQ ends with.
+        iterations: Of that reconstruction, for each block.
+        scores: Scores whose optima are measured first, besides the plan's own.
+        held_back: Fraction of the samples, the last ones, that only measure. Of many
+            allocations one is always best on few samples: 64 of them are too few.
+        noise: Relative error expected of a measurement. Together with ``spread`` it
+            says how closely the factors follow the measurements.
+        spread: How far a unit's factor is expected to be from 1.
+        seed: Of the steps aside when the best allocation is known already.
+    """
+
+    count: int = 20
+    seconds: float | None = None
+    patience: int = 12
+    by: Literal["round", "reconstruct"] = "round"
+    iterations: int = 250
+    scores: tuple[Score | str, ...] = ("weight_noise", "output_divergence")
+    held_back: float = 0.5
+    noise: float = 0.03
+    spread: float = 0.7
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.by not in ("round", "reconstruct"):
+            raise ValueError(f"by={self.by!r} is unknown; use round or reconstruct")
+        if self.count < 1:
+            raise ValueError(f"count={self.count} measures nothing; use 1 or more")
+        for name in ("noise", "spread", "held_back"):
+            value = getattr(self, name)
+            if not 0 < value < (1 if name == "held_back" else np.inf):
+                raise ValueError(f"{name}={value} is out of range; see RefineConfig")
+
+
+def refine(
+    plan: Plan,
+    model: nn.Module,
+    samples: SamplesLike,
+    config: RefineConfig = RefineConfig(),
+    *,
+    checkpoint: str | Path | None = None,
+    progress: Progress | None = None,
+) -> Plan:
+    """Return a plan whose allocation is the best of many that were measured.
+
+    It is never worse, on the samples held back, than the best allocation it starts
+    from. Its damage is the corrected score, so that ``with_budget`` profits too; a
+    plan that was refined already brings its measurements along. The same count gives
+    the same plan.
+
+    Args:
+        plan: Budget, choices and pins, and the first allocation.
+        samples: Unlabelled inputs, best 512 or more; the last part of them measures.
+        checkpoint: A JSON file that keeps what was measured; a run with the same
+            arguments continues from it.
+        progress: Called after each measurement.
+
+    Raises:
+        PlanError: The plan was made for another network.
+        SampleError: There are too few samples to hold some back.
+        CheckpointError: The checkpoint belongs to another run.
+    """
+    given = Samples.of(samples)
+    plan.check_network(trace(model, given))
+    calibration, judges = _split(given, config.held_back)
+    meter = _Meter(model, calibration, judges, config)
+    known = [one for one in plan.measured if one.judge == meter.judge]
+    kept = _Checkpoint(checkpoint, plan, meter.judge, config)
+    chooser = _Chooser(plan, config, _tables(plan, model, calibration, config))
+    measured: list[Measurement] = []
+    started = time.monotonic()
+    while (candidate := chooser.next([*known, *measured])) is not None:
+        name, bits = candidate
+        divergence = kept.find(bits)
+        if divergence is None:
+            divergence = meter.divergence(bits)
+        measured.append(Measurement(name, bits, divergence, meter.judge))
+        kept.write(measured)
+        if progress is not None:
+            best = digits(min(one.divergence for one in measured))
+            total = config.count if config.seconds is None else None
+            progress(
+                len(measured), total, f"measuring allocations: best divergence {best}"
+            )
+        late = (
+            config.seconds is not None and time.monotonic() > started + config.seconds
+        )
+        if late or len(measured) == config.count or _stale(measured, config.patience):
+            break
+    return _refined(plan, chooser, [*known, *measured], measured)
+
+
+def _split(samples: Samples, fraction: float) -> tuple[Samples, Samples]:
+    """Return the samples that calibrate, and the last ones, which measure."""
+    count = max(round(len(samples) * (1 - fraction)), 1)
+    if count >= len(samples):
+        raise SampleError(
+            f"{len(samples)} samples are too few to hold some back; give 512 or more"
+        )
+    skipped, rest = count, []
+    for run in samples.runs:
+        length = batch_length(run)
+        if skipped < length:
+            rest.append(_without(run, skipped))
+        skipped = max(skipped - length, 0)
+    return samples.first(count), Samples(tuple(rest))
+
+
+def _without(run: Batch, count: int) -> Batch:
+    return map_batch(run, lambda tensor: tensor[count:] if tensor.dim() else tensor)
+
+
+def _stale(measured: list[Measurement], patience: int) -> bool:
+    values = [one.divergence for one in measured]
+    return len(values) - 1 - values.index(min(values)) >= patience
+
+
+class _Meter:
+    """Measures allocations against the float network, which runs once."""
+
+    def __init__(
+        self, model: nn.Module, samples: Samples, judges: Samples, config: RefineConfig
+    ) -> None:
+        self.model, self.samples, self.judges = model, samples, judges
+        self.config = config
+        self.expected: Tensor = logits_of(model, judges)
+        way = f"{config.by} {config.iterations}" if config.by != "round" else "round"
+        content = self.expected.numpy().tobytes() + f"{way} {len(samples)}".encode()
+        self.judge = hashlib.sha256(content).hexdigest()[:16]
+
+    def divergence(self, bits: Allocation) -> float:
+        """Quantize, reconstruct if asked to, and compare."""
+        network = quantize(self.model, bits, self.samples)
+        if self.config.by == "reconstruct":
+            rounding = RoundingConfig(iterations=self.config.iterations)
+            settings = ReconstructConfig(rounding=rounding, seed=self.config.seed)
+            network = reconstruct(network, self.model, self.samples, settings)
+        logits = logits_of(network, self.judges)
+        return float(kl_divergence(self.expected, logits).mean())
+
+
+def _tables(
+    plan: Plan, model: nn.Module, samples: Samples, config: RefineConfig
+) -> dict[str, Floats]:
+    """Return the damage of every choice by each score, the plan's own first."""
+    tables = {plan.score_name: plan.scores.damage}
+    for score in config.scores:
+        name = score_name(score)
+        if name not in tables:
+            few = samples.first(64)
+            found = score_table(score, plan.graph, model, few, plan.choices)
+            tables[name] = found.damage
+    return tables
+
+
+class _Chooser:
+    """Says which allocation to measure next, and corrects a score."""
+
+    def __init__(
+        self, plan: Plan, config: RefineConfig, tables: Mapping[str, Floats]
+    ) -> None:
+        self.problem, self.budget, self.config = plan.problem, plan.budget, config
+        self.tables = dict(tables)
+        self.starts = [(plan.score_name, plan.allocation)]
+        self.starts += [
+            (name, self._best(table))
+            for name, table in tables.items()
+            if name != plan.score_name
+        ]
+
+    def next(self, measured: list[Measurement]) -> tuple[str, Allocation] | None:
+        """Return an allocation that was not measured, or None if none is at hand."""
+        seen = {one.allocation for one in measured}
+        for start in self.starts:
+            if start[1] not in seen:
+                return start
+        table = self.corrected(measured)
+        generator = np.random.default_rng([self.config.seed, len(measured)])
+        # First the optimum; if that is known, steps aside that grow.
+        for width in (0.0, *self.config.spread * np.geomspace(0.1, 30.0, _TRIES)):
+            noise = generator.standard_normal(len(self.problem.members))
+            bits = self._best(table * np.exp(width * noise)[self._groups])
+            if bits not in seen:
+                return f"refit {len(measured)}", bits
+        return None
+
+    def corrected(self, measured: list[Measurement]) -> Floats:
+        """Return the best start's score, with a factor a group that fits what is known.
+
+        Predictions are compared in relative terms. The factors are a ridge regression
+        towards 1, and not negative.
+        """
+        from scipy.optimize import nnls
+
+        table = self._positive(measured)
+        groups = self.problem.by_group(table)
+        firsts = [units[0] for units in self.problem.members]
+        rows = np.arange(len(groups))
+        features = np.array(
+            [groups[rows, self.problem.columns(m.allocation)[firsts]] for m in measured]
+        )
+        truth = np.array([max(one.divergence, 1e-12) for one in measured])
+        features = features / truth[:, None]
+        scale = 1 / max(float(np.exp(np.log(features.sum(1)).mean())), 1e-300)
+        ridge = self.config.noise / self.config.spread
+        system = np.concatenate([features * scale, ridge * np.eye(len(groups))])
+        wanted = np.concatenate([np.ones(len(truth)), np.full(len(groups), ridge)])
+        factors, _ = nnls(system, wanted)
+        corrected: Floats = table * (scale * factors)[self._groups]
+        return corrected
+
+    def _positive(self, measured: list[Measurement]) -> Floats:
+        """Return the table whose optimum measured best, raised so that none is below 0.
+
+        A little of the total stands for what no table explains.
+        """
+        found = {one.allocation: one.divergence for one in reversed(measured)}
+        ranked = [(found[bits], name) for name, bits in self.starts if bits in found]
+        table = self.tables[min(ranked)[1]]
+        table = table - np.minimum(table.min(1, keepdims=True), 0.0)
+        positive: Floats = table + 1e-9 * max(float(table.max()), 1e-300)
+        return positive
+
+    @property
+    def _groups(self) -> tuple[NDArray[np.intp], None]:
+        return self.problem.group_of, None
+
+    def _best(self, table: Floats) -> Allocation:
+        return allocate(replace(self.problem, damage=table), self.budget)
+
+
+_TRIES = 24  # steps aside before there is nothing new to measure
+
+
+class _Checkpoint:
+    """What was measured already, in a JSON file."""
+
+    def __init__(
+        self, path: str | Path | None, plan: Plan, judge: str, config: RefineConfig
+    ) -> None:
+        self.path, self.plan = path, plan
+        start = f"{plan.hash} {judge} {replace(config, count=1, seconds=None)}"
+        self.identity = hashlib.sha256(start.encode()).hexdigest()[:16]
+        self.found: dict[Allocation, float] = {}
+        if path is None or not Path(path).exists():
+            return
+        try:
+            data = read_json(path)
+            if not isinstance(data, dict) or data.get("format") != FORMAT:
+                raise ValueError("it is no refinement")
+            measured = measured_from_json(plan, data.get("measured"))
+        except ValueError as error:
+            raise CheckpointError(f"{path} cannot be resumed: {error}") from error
+        if data.get("identity") != self.identity:
+            raise CheckpointError(
+                f"{path} belongs to another refinement: another plan, network or "
+                "settings. Remove it or name another file"
+            )
+        self.found = {one.allocation: one.divergence for one in measured}
+
+    def find(self, bits: Allocation) -> float | None:
+        """Return what was measured of an allocation."""
+        return self.found.get(bits)
+
+    def write(self, measured: list[Measurement]) -> None:
+        """Keep what was measured."""
+        if self.path is not None:
+            entries = measured_to_json(replace(self.plan, measured=tuple(measured)))
+            data = {"format": FORMAT, "identity": self.identity, "measured": entries}
+            write_text(self.path, json.dumps(data, indent=1) + "\n")
+
+
+def _refined(
+    plan: Plan, chooser: _Chooser, known: list[Measurement], new: list[Measurement]
+) -> Plan:
+    """Return the plan with the best allocation within its budget."""
+    problem = plan.problem
+    limits = plan.budget.limits(problem.costs)
+    fitting = [
+        one
+        for one in known
+        if all(problem.total(n, one.allocation) <= most for n, most in limits.items())
+    ]
+    best = min(fitting, key=lambda one: one.divergence).allocation
+    table = chooser.corrected(known)
+    corrected = replace(problem, damage=table)
+    least = allocate(corrected, plan.budget)
+    bound = corrected.damage_of(least) - least.gap
+    name = plan.score_name.removesuffix(_REFINED)
+    return replace(
+        plan,
+        allocation=replace(best, gap=max(corrected.damage_of(best) - bound, 0.0)),
+        scores=replace(plan.scores, damage=table),
+        score_name=name + _REFINED,
+        measured=(*plan.measured, *new),
+    )
+
+
+_REFINED = ", refined"

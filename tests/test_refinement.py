@@ -1,0 +1,190 @@
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+import ompq
+from nets import TinyMobileNet, TinyResNet, images, seeded
+from ompq import refinement
+from ompq.errors import CheckpointError, PlanError, SampleError
+from ompq.evaluation import kl_divergence, logits_of
+from ompq.samples import Samples
+
+BRIEF = ompq.RefineConfig(count=5, scores=("weight_noise",))
+
+
+def misleading(graph, model, samples, choices):
+    """Say that later units matter far more than they do."""
+    powers = range(len(graph))
+    return np.array([[10.0**p * 4.0**-c.weight for c in choices] for p in powers])
+
+
+@pytest.fixture(scope="module")
+def network():
+    return seeded(TinyResNet())
+
+
+@pytest.fixture(scope="module")
+def plan(network):
+    config = ompq.PlanConfig(score=misleading)
+    return ompq.plan(network, images(16), "3bits", config)
+
+
+@pytest.fixture(scope="module")
+def refined(network, plan):
+    return ompq.refine(plan, network, images(32), BRIEF)
+
+
+def test_a_misleading_score_is_corrected(network, plan, refined):
+    longer = replace(BRIEF, scores=(), count=10)
+    alone = ompq.refine(plan, network, images(32), longer)
+    for found in (refined, alone):
+        start, best = found.measured[0], min(m.divergence for m in found.measured)
+        assert start.allocation == plan.allocation
+        assert best < 0.9 * start.divergence
+        assert found.totals["average_bits"] <= 3
+    assert len(refined.measured) == 5
+    assert [m.name for m in refined.measured][1:3] == ["weight_noise", "refit 2"]
+
+
+def test_the_best_measured_allocation_is_chosen(network, refined):
+    best = min(refined.measured, key=lambda one: one.divergence)
+    assert refined.allocation == best.allocation
+    # Measured another way: the last half of the samples judges, the first calibrates.
+    halves = images(32)[:16], images(32)[16:]
+    quantized = ompq.quantize(network, best.allocation, halves[0])
+    expected = logits_of(network, Samples.of(halves[1]))
+    logits = logits_of(quantized, Samples.of(halves[1]))
+    divergence = float(kl_divergence(expected, logits).mean())
+    assert best.divergence == pytest.approx(divergence, rel=1e-5)
+
+
+def test_no_allocation_is_measured_twice(refined):
+    assert len({m.allocation for m in refined.measured}) == len(refined.measured)
+
+
+def test_one_measurement_is_the_plan_itself(network, plan):
+    found = ompq.refine(plan, network, images(32), replace(BRIEF, count=1))
+    assert found.allocation == plan.allocation
+    assert len(found.measured) == 1
+
+
+def test_patience_ends_the_search(network, plan, refined):
+    values = [one.divergence for one in refined.measured]
+    first_worse = next(i for i in range(1, 5) if values[i] >= min(values[:i]))
+    found = ompq.refine(plan, network, images(32), replace(BRIEF, patience=1))
+    assert len(found.measured) == first_worse + 1
+
+
+def test_seconds_end_the_search(network, plan):
+    found = ompq.refine(plan, network, images(32), replace(BRIEF, seconds=0.0))
+    assert len(found.measured) == 1
+
+
+def test_the_same_count_gives_the_same_plan(network, plan, refined):
+    again = ompq.refine(plan, network, images(32), BRIEF)
+    assert again.hash == refined.hash
+
+
+def test_an_interrupted_run_resumes_to_the_same_plan(
+    network, plan, refined, tmp_path, monkeypatch
+):
+    path = tmp_path / "refinement.json"
+    ompq.refine(plan, network, images(32), replace(BRIEF, count=3), checkpoint=path)
+    measured = []
+    original = refinement._Meter.divergence
+    monkeypatch.setattr(
+        refinement._Meter,
+        "divergence",
+        lambda self, bits: measured.append(bits) or original(self, bits),
+    )
+    told = []
+    resumed = ompq.refine(
+        plan,
+        network,
+        images(32),
+        BRIEF,
+        checkpoint=path,
+        progress=lambda *step: told.append(step),
+    )
+    assert len(measured) == 2
+    assert resumed.hash == refined.hash
+    assert [(done, total) for done, total, _ in told] == [(n, 5) for n in range(1, 6)]
+    assert told[-1][2].startswith("measuring allocations: best divergence ")
+
+
+def test_checkpoints_of_other_runs_are_refused(network, plan, tmp_path):
+    path = tmp_path / "refinement.json"
+    one = replace(BRIEF, count=1)
+    ompq.refine(plan, network, images(32), one, checkpoint=path)
+    with pytest.raises(CheckpointError, match="belongs to another refinement"):
+        ompq.refine(plan, network, images(34), one, checkpoint=path)
+    for text in ("{", "[]", '{"format": "ompq-refinement/1", "measured": [3]}'):
+        path.write_text(text)
+        with pytest.raises(CheckpointError, match="cannot be resumed: "):
+            ompq.refine(plan, network, images(32), one, checkpoint=path)
+
+
+def test_measurements_are_saved_and_serve_another_budget(network, refined, tmp_path):
+    path = tmp_path / "plan.json"
+    refined.save(path)
+    loaded = ompq.Plan.load(path)
+    assert loaded.measured == refined.measured
+    assert loaded.hash == refined.hash
+    smaller = loaded.with_budget("2.9bits")
+    assert smaller.totals["average_bits"] <= 2.9
+    more = ompq.refine(smaller, network, images(32), replace(BRIEF, count=2))
+    assert more.measured[:5] == refined.measured
+    assert more.totals["average_bits"] <= 2.9
+    assert more.score_name == refined.score_name == "misleading, refined"
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"columns": [0]}, "columns must have 7 entries"),
+        ({"columns": [0] * 6 + [99]}, "columns must be a whole number from 0 to 5"),
+        ({"divergence": "small"}, "divergence must be a finite number"),
+        ({"judge": None}, "judge must be a text"),
+        ({"name": 3}, "name must be a text"),
+    ],
+)
+def test_broken_measurements_are_refused(refined, tmp_path, changes, words):
+    path = tmp_path / "plan.json"
+    refined.save(path)
+    data = json.loads(path.read_text())
+    data["measured"][0] |= changes
+    path.write_text(json.dumps(data))
+    with pytest.raises(PlanError, match=words):
+        ompq.Plan.load(path)
+
+
+def test_reconstruction_may_be_what_is_measured(network, plan):
+    config = replace(BRIEF, count=1, by="reconstruct", iterations=5)
+    found = ompq.refine(plan, network, images(16), config)
+    rounded = ompq.refine(plan, network, images(16), replace(config, by="round"))
+    assert found.measured[0].judge != rounded.measured[0].judge
+    assert found.measured[0].divergence != rounded.measured[0].divergence
+
+
+def test_wrong_arguments_say_what_would_be_right(network, plan):
+    with pytest.raises(ValueError, match="by='guess' is unknown; use round or rec"):
+        ompq.RefineConfig(by="guess")
+    with pytest.raises(ValueError, match="count=0 measures nothing; use 1 or more"):
+        ompq.RefineConfig(count=0)
+    with pytest.raises(ValueError, match=r"held_back=1\.0 is out of range"):
+        ompq.RefineConfig(held_back=1.0)
+    with pytest.raises(SampleError, match="1 samples are too few to hold some back"):
+        ompq.refine(plan, network, images(1))
+    other = seeded(TinyMobileNet())
+    with pytest.raises(PlanError, match="made for another network"):
+        ompq.refine(plan, other, images(8))
+
+
+def test_samples_are_split_in_order_over_shapes():
+    runs = Samples.of([torch.arange(6.0).reshape(6, 1), torch.zeros(2, 2)])
+    first, last = refinement._split(runs, 0.5)
+    assert [run[:, 0].tolist() for run in first.runs] == [[0, 1, 2, 3]]
+    assert [run[:, 0].tolist() for run in last.runs] == [[4, 5], [0, 0]]
