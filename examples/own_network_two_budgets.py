@@ -35,7 +35,7 @@ def main() -> None:
         pinned={"head": (8, 8)},  # the last layer keeps eight bits
         tie=False,  # the branches may differ, though they meet in a sum
     )
-    for budget in ("6KiB", "6KiB, 60MBOPs", ompq.Budget(size_mib=0.01, bit_ops=60e6)):
+    for budget in ("7KiB", "7KiB, 60MBOPs", ompq.Budget(size_mib=0.01, bit_ops=60e6)):
         plan = ompq.plan(model, samples, budget, config)
         bits = ", ".join(f"{name} {choice}" for name, choice in plan.allocation.items())
         totals = plan.totals
@@ -45,9 +45,9 @@ def main() -> None:
         )
 
     try:
-        ompq.plan(model, samples, "6KiB, 1MBOPs", config)
+        ompq.plan(model, samples, "7KiB, 1MBOPs", config)
     except ompq.OmpqError as error:
-        print(f"6KiB, 1MBOPs: {error}")
+        print(f"7KiB, 1MBOPs: {error}")
 
 
 if __name__ == "__main__":

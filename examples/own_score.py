@@ -35,7 +35,7 @@ def main() -> None:
     plans = {}
     for name, score in scores.items():
         config = ompq.PlanConfig(score=score, choices=(2, 3, 4, 6, 8))
-        plans[name] = plan = ompq.plan(model, samples, "34KiB", config)
+        plans[name] = plan = ompq.plan(model, samples, "37KiB", config)
         quantized = ompq.quantize(model, plan, samples)
         found = ompq.evaluate(quantized, batches, reference=model)
         print(f"{name:12} top-1 {found.top1:.2%}, divergence {found.divergence:.3f}")

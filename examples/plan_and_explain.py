@@ -11,7 +11,7 @@ def main() -> None:
     demo = ompq.load_model("ompq:demo")
     model = demo.module
     samples = ompq.load_data("digits", demo, split="train").samples(64)
-    plan = ompq.plan(model, samples, "34KiB")
+    plan = ompq.plan(model, samples, "37KiB")
 
     for name, choice in plan.allocation.items():
         print(f"{name:20} {choice.weight} bits")
@@ -21,7 +21,7 @@ def main() -> None:
     print(plan.explain("blocks.4.conv2"))
 
     print("\nThe same plan for other budgets, without the network:")
-    for budget in ("30KiB", "34KiB", "48KiB", "3.2bits", "20%"):
+    for budget in ("32KiB", "37KiB", "48KiB", "3.2bits", "20%"):
         other = plan.with_budget(budget)
         print(
             f"{budget:>8}: {other.totals['average_bits']:.2f} bits on average, "

@@ -15,7 +15,7 @@ def main() -> None:
     samples = ompq.load_data("digits", demo, split="train").samples(256)  # no labels
     batches = list(ompq.load_data("digits", demo).batches(batch_size=150))
 
-    plan = ompq.plan(model, samples[:64], "34KiB")
+    plan = ompq.plan(model, samples[:64], "37KiB")
     rounded = ompq.quantize(model, plan, samples)
     config = ompq.ReconstructConfig(rounding=ompq.RoundingConfig(iterations=50))
     quantized = ompq.reconstruct(rounded, model, samples, config)

@@ -26,7 +26,7 @@ HOSTILE = "<img src=x onerror=alert(1)>"
 CLOSING = "</script><script>alert(2)</script>"
 
 
-def toy_plan(budget: str = "2.2KiB", **config) -> Plan:
+def toy_plan(budget: str = "3.9KiB", **config) -> Plan:
     return plan(seeded(TinyMobileNet()), images(), budget, PlanConfig(**config))
 
 
@@ -37,7 +37,7 @@ def hostile_plan() -> Plan:
         CLOSING: nn.Conv2d(6, 4, 1),
         "pool": nn.AdaptiveAvgPool2d(1),
     }
-    return plan(nn.Sequential(OrderedDict(layers)), images(), "0.15KiB")
+    return plan(nn.Sequential(OrderedDict(layers)), images(), "1.35KiB")
 
 
 def big_plan(count: int) -> Plan:

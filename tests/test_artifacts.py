@@ -147,7 +147,7 @@ def test_every_item_stands_next_to_the_plans_figure(packed):
         assert any(row.startswith(start) for row in rows), start
     assert "net.py:make" in result.stdout
     assert "plan 3.5bits by orm_distortion" in " ".join(result.stdout.split())
-    assert "within the 1% + 16.0 KiB that are promised" in result.stdout
+    assert "KiB, within the plan's " in result.stdout
 
 
 def test_narrow_terminals_and_quiet_keep_to_their_width(packed):
@@ -155,7 +155,7 @@ def test_narrow_terminals_and_quiet_keep_to_their_width(packed):
     assert max(map(len, result.stdout.splitlines())) <= 50
     quiet = run("inspect", packed, "--quiet")
     assert quiet.stdout.count("\n") == 1
-    assert "of the plan's" in quiet.stdout
+    assert "within the plan's" in quiet.stdout
 
 
 def test_json_is_the_account(packed):

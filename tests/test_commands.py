@@ -138,7 +138,7 @@ def test_unknown_option_of_the_program_is_one_line():
 
 
 def test_a_missing_option_says_what_it_wants():
-    result = run("plan", "cifar:resnet20", "--budget", "50%")
+    result = run("plan", "cifar:resnet20", "--budget", "75%")
     assert result.exit_code == 2
     assert "error: missing option '--data': A folder of images" in result.stderr
     assert result.stderr.count("\n") == 1
@@ -193,7 +193,7 @@ def test_the_shell_completes_commands_options_and_names(words, expected):
 
 
 def test_a_traceback_is_shown_only_on_demand(tmp_path):
-    words = ("replan", str(tmp_path / "no.json"), "--budget", "50%")
+    words = ("replan", str(tmp_path / "no.json"), "--budget", "75%")
     plain, debug = run(*words), run(*words, "--debug")
     assert plain.exit_code == debug.exit_code == 2
     assert plain.stderr.startswith("error: ")
@@ -207,7 +207,7 @@ def test_ctrl_c_gives_130(monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("ompq.cli.saved_plans.Plan.load", stop)
-    result = run("replan", "plan.json", "--budget", "50%")
+    result = run("replan", "plan.json", "--budget", "75%")
     assert result.exit_code == 130
     assert result.stderr == "stopped\n"
 
@@ -216,7 +216,7 @@ def test_the_installed_program_keeps_its_streams_apart(tmp_path):
     """A real process: prints of the user's file and warnings are not results."""
     noise = "print('noise at import')\nprint('more noise')\n"
     (tmp_path / "net.py").write_text(noise + NETWORK)
-    words = ["plan", "net.py:make", "--data", "random", "--budget", "30%", "--json"]
+    words = ["plan", "net.py:make", "--data", "random", "--budget", "60%", "--json"]
     result = program(*words, cwd=tmp_path)
     assert result.returncode == 0
     assert result.stdout.startswith("{\n")

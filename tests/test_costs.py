@@ -14,6 +14,7 @@ from ompq.costs import (
     cost_tables,
     enough,
     load_latency,
+    overhead_bytes,
     readable,
     unit_bytes,
 )
@@ -57,7 +58,8 @@ def test_bytes_item_by_item(graph):
     assert (items.scales, items.zero_points, items.biases) == (24, 6, 24)
     assert items.activations == 8
     assert items.total == 61 + 24 + 6 + 24 + 8
-    assert unit_bytes(conv, Choice(32, 8)).total == 4 * (162 + 6)
+    assert unit_bytes(conv, Choice(3, 32)).activations == 0
+    assert unit_bytes(conv, Choice(32, 32)).total == 4 * (162 + 6)
 
 
 def test_tables_by_hand(graph):
@@ -67,13 +69,14 @@ def test_tables_by_hand(graph):
     assert costs["weight_bits"].table[1].tolist() == [24 * 2.0, 24 * 4.0]
     assert costs["weight_bits"].reference == 162 + 24
     assert costs["bytes"].reference == 4 * (162 + 6 + 24 + 4)
-    assert costs["bytes"].constant == 0
+    assert costs["bytes"].constant == overhead_bytes(graph)
 
 
 def test_what_stays_float_is_a_constant():
     network = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4))
-    costs = cost_tables(trace(seeded(network), torch.ones(2, 4)), [Choice(4, 8)])
-    assert costs["bytes"].constant == 4 * 8
+    graph = trace(seeded(network), torch.ones(2, 4))
+    costs = cost_tables(graph, [Choice(4, 8)])
+    assert costs["bytes"].constant == 4 * 8 + overhead_bytes(graph)
 
 
 def test_published_sizes_and_bops(published, networks):

@@ -75,9 +75,9 @@ def test_the_default_budget_is_kept_by_mixed_and_by_one_uniform_width(made):
     names = [one.name for one in found.contenders]
     assert names == ["uniform 2 bits", "mixed", "uniform 3 bits"]
     sizes = [one.plan.totals["bytes"] for one in found.contenders]
-    assert sizes[0] < sizes[1] <= 34 * 1024 < sizes[2]
+    assert sizes[0] < sizes[1] <= 37 * 1024 < sizes[2]
     assert [one.within for one in found.contenders] == [True, True, False]
-    assert 2.5 <= found.plan.totals["average_bits"] < 2.6
+    assert 2.6 <= found.plan.totals["average_bits"] < 2.7
     assert found.uniform.name == "uniform 2 bits"
     assert found.mixed.plan is found.plan
 
@@ -103,7 +103,7 @@ def test_the_packed_file_has_the_size_that_was_promised(made):
     found, folder = made
     size = (folder / "network.ompq.safetensors").stat().st_size
     assert size == found.account.file_bytes
-    assert size <= found.plan.totals["bytes"] * 1.01 + 16 * 1024
+    assert size <= found.plan.totals["bytes"] * 1
     assert found.same_logits
     loaded = ompq.load(folder / "network.ompq.safetensors", DemoNetwork)
     images = demo_data().test_images[:20]
@@ -126,7 +126,7 @@ def test_the_onnx_file_answers_as_the_network_does(made):
 def test_the_result_can_be_given_to_ompq_report(made):
     found, folder = made
     data = json.loads((folder / "result.json").read_text())
-    assert data["budget"] == "34KiB"
+    assert data["budget"] == "37KiB"
     assert data["plan"]["hash"] == ompq.Plan.load(folder / "plan.json").hash
     kinds = [type(one).__name__ for one in sections_from_json(data["sections"])]
     assert kinds.count("Accuracy") == 4 + 3  # digits, and noisy ones
@@ -142,7 +142,7 @@ def test_the_result_can_be_given_to_ompq_report(made):
 
 def test_the_report_shows_it(made):
     text = (made[1] / "report.html").read_text()
-    assert "Handwritten digits in 34KiB" in text
+    assert "Handwritten digits in 37KiB" in text
     for word in ("uniform, 2 bits", "noisy: mixed", "network.onnx", "packed file"):
         assert word in text
 

@@ -11,14 +11,12 @@ from nets import TinyMobileNet, TinyResNet, scenes, seeded
 from ompq.allocation.solver import Allocation
 from ompq.graph import Choice
 from ompq.layers import activation_quantizers, quantized_layers
-from ompq.packing.format import _record
 from ompq.quantization import quantization_of
 from ompq.quantization.equalization import Equalized, equalized, find_factors
 from ompq.recording import record
 from ompq.samples import Samples
 from ompq.training.norms import fold_norms, keep_norms
 
-EMPTY = {"units": [], "skipped": [], "float_bytes": 0}
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 
 
@@ -342,14 +340,6 @@ def test_a_file_remembers_the_factors(tmp_path):
     assert all(isinstance(one, Equalized) for one in quantization_of(loaded).equalized)
     with torch.no_grad():
         assert torch.equal(loaded(samples), network(samples))
-
-
-def test_files_of_before_have_no_factors():
-    record_ = _record(
-        {**dict.fromkeys(("points", "skipped", "errors", "links"), ()), "graph": EMPTY},
-        {},
-    )
-    assert record_.equalized == ()
 
 
 @pytest.mark.cuda

@@ -14,7 +14,7 @@ from nets import TinyMobileNet, TinyResNet, images, seeded
 from ompq import plans
 from ompq.allocation import search
 from ompq.allocation.solver import reachable
-from ompq.costs import unit_bytes
+from ompq.costs import overhead_bytes, unit_bytes
 from ompq.errors import (
     BudgetError,
     InfeasibleBudgetError,
@@ -45,6 +45,7 @@ def test_budget_is_met_and_nearly_used(plan):
 
 def test_totals_are_sums_over_units(plan):
     size = sum(unit_bytes(u, plan.allocation[u.name]).total for u in plan.graph.units)
+    size += overhead_bytes(plan.graph)
     assert plan.totals["bytes"] == size == sum(plan.bytes_by_item.values())
     ops = sum(
         u.macs * plan.allocation[u.name].weight * plan.allocation[u.name].activation
@@ -122,7 +123,7 @@ def test_float_units_cost_four_bytes_a_weight(network):
     plan = ompq.plan(network, images(16), "90%", config)
     assert plan.allocation["head"].weight == 32
     head = plan.graph["head"]
-    assert unit_bytes(head, plan.allocation["head"]).total == 4 * (head.weights + 5)
+    assert unit_bytes(head, plan.allocation["head"]).total == 4 * (head.weights + 5) + 8
 
 
 def test_activation_bits_can_be_chosen(network):

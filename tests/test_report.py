@@ -110,8 +110,8 @@ def test_the_header_tells_budget_and_use(plan, page):
     assert "A toy" in text
     assert plan.hash in text
     assert f"{plan.totals['bytes']:,.0f} bytes" in text
-    assert f"{in_bytes(plan.totals['bytes'])} of 2.20 KiB" in text
-    left = 2.2 * 1024 - plan.totals["bytes"]
+    assert f"{in_bytes(plan.totals['bytes'])} of 3.90 KiB" in text
+    left = 3.9 * 1024 - plan.totals["bytes"]
     assert f"{left:.0f} B left" in text
 
 
@@ -133,7 +133,7 @@ def test_the_embedded_solutions_are_those_of_the_plan(plan, page):
     assert len(axis["limits"]) >= 100
     assert axis["limits"] == sorted(axis["limits"])
     assert axis["solutions"][axis["plan"]] == data["plan"]
-    assert axis["limits"][axis["plan"]] == 2.2 * 1024
+    assert axis["limits"][axis["plan"]] == 3.9 * 1024
     for step in (0, 40, axis["plan"], len(axis["limits"]) - 1):
         solved = plan.with_budget(f"{axis['limits'][step] / 1024!r}KiB")
         chosen = [Choice(*data["choices"][int(c)]) for c in axis["solutions"][step]]
@@ -143,7 +143,7 @@ def test_the_embedded_solutions_are_those_of_the_plan(plan, page):
 @pytest.mark.parametrize("method", ["exact", "relax-round"])
 @pytest.mark.parametrize("cost", ["bytes", "bit_ops", "weight_bits"])
 def test_every_step_is_what_with_budget_gives(method, cost):
-    text = {"bytes": "2.2KiB", "bit_ops": "2MBOPs", "weight_bits": "4bits"}[cost]
+    text = {"bytes": "3.9KiB", "bit_ops": "2MBOPs", "weight_bits": "4bits"}[cost]
     own = toy_plan(text, method=method)
     axis = report_data.explorer_data(own, steps=12)["axes"][0]
     assert axis["cost"] == cost
@@ -161,7 +161,7 @@ def test_every_step_is_what_with_budget_gives(method, cost):
 
 
 def test_the_costs_that_a_budget_limits_have_a_slider_each():
-    several = toy_plan("2.2KiB,0.004GBOPs")
+    several = toy_plan("3.9KiB,0.004GBOPs")
     assert report_data.axis_costs(several) == ["bytes", "bit_ops", "weight_bits"]
     axes = report_data.explorer_data(several, steps=3)["axes"]
     assert [axis["plan"] for axis in axes] == [-1, -1, -1]
@@ -229,7 +229,7 @@ def test_a_result_of_another_kind_is_refused(plan):
 
 @pytest.mark.usefixtures("few_steps")
 def test_units_that_may_have_one_choice_are_marked_as_pinned():
-    pinned = toy_plan("3KiB", pinned={"@first": 8, "@last": 32})
+    pinned = toy_plan("4.4KiB", pinned={"@first": 8, "@last": 32})
     html = render_report(pinned)
     assert html.count('<abbr title="pinned') == 2
     data = report_data.explorer_data(pinned, steps=2)

@@ -137,7 +137,7 @@ def test_the_page_opens_on_the_plan(page, plan):
     assert {n: c for n, c, _ in shown_bits(page)} == {
         name: str(choice) for name, choice in plan.allocation.items()
     }
-    assert float(by_id(page, "limit").get_attribute("data-limit")) == 2.2 * 1024
+    assert float(by_id(page, "limit").get_attribute("data-limit")) == 3.9 * 1024
     assert by_id(page, "other-head").text == "the plan"
 
 
@@ -274,7 +274,7 @@ def test_nothing_is_wider_than_the_screen(page, width):
 
 
 def test_several_limits_have_an_axis_each(browser, tmp_path):
-    several = toy_plan("2.2KiB,0.004GBOPs")
+    several = toy_plan("3.9KiB,0.004GBOPs")
     browser.get(write_report(tmp_path / "several.html", several).as_uri())
     buttons = browser.find_elements("css selector", "#axes button")
     assert [b.text for b in buttons] == ["Size", "Bit operations", "Average bits"]
@@ -302,7 +302,7 @@ def test_average_bits_have_an_axis_of_their_own(page, plan):
 
 
 def test_other_plans_can_stand_beside(browser, plan, tmp_path):
-    others = {"half of it": plan.with_budget("1.8KiB")}
+    others = {"half of it": plan.with_budget("3.5KiB")}
     path = write_report(tmp_path / "others.html", plan, others=others)
     browser.get(path.as_uri())
     assert by_id(browser, "other-head").text == "half of it"

@@ -29,7 +29,7 @@ def net(tmp_path_factory) -> tuple[str, ...]:
 def finished(net, tmp_path_factory):
     """A whole run: its folder and what it printed."""
     folder = tmp_path_factory.mktemp("run") / "out"
-    words = ("quantize", *net, *FAST, "--budget", "40%", "-o", folder)
+    words = ("quantize", *net, *FAST, "--budget", "70%", "-o", folder)
     result = run(*words, "--eval-data", "random", "--limit", "64")
     assert result.exit_code == 0, result.output
     return folder, result
@@ -79,7 +79,7 @@ def test_the_float_accuracy_is_that_of_evaluate(net, finished):
 
 
 def test_quantize_without_learning_and_without_labels(net, tmp_path):
-    words = ("quantize", *net, "--samples", "8", "--budget", "40%", "--no-reconstruct")
+    words = ("quantize", *net, "--samples", "8", "--budget", "70%", "--no-reconstruct")
     data = run_json(*words, "-o", tmp_path / "out")
     assert data["evaluation"] is None
     assert data["iterations"] == 0
@@ -119,7 +119,7 @@ def stop_at_block(monkeypatch, number: int) -> None:
 def test_ctrl_c_keeps_what_is_done_and_resume_gives_the_same(
     net, finished, tmp_path, monkeypatch
 ):
-    words = ("quantize", *net, *FAST, "--budget", "40%", "-o", tmp_path / "out")
+    words = ("quantize", *net, *FAST, "--budget", "70%", "-o", tmp_path / "out")
     words = (*words, "--eval-data", "random", "--limit", "64")
     with monkeypatch.context() as patch:
         stop_at_block(patch, 3)
@@ -137,9 +137,9 @@ def test_ctrl_c_keeps_what_is_done_and_resume_gives_the_same(
     refused = run(*words)
     assert refused.exit_code == 2
     assert "add --resume to continue it, or remove it" in refused.stderr
-    other = run(*words, "--resume", "--budget", "50%")
+    other = run(*words, "--resume", "--budget", "75%")
     assert other.exit_code == 2
-    assert "was begun with the budget 40%, not 50%" in other.stderr
+    assert "was begun with the budget 70%, not 75%" in other.stderr
 
     assert run(*words, "--resume").exit_code == 0
     assert not checkpoint.exists()
@@ -154,7 +154,7 @@ def test_ctrl_c_before_the_first_block_leaves_nothing_to_resume(
         raise KeyboardInterrupt
 
     monkeypatch.setattr("ompq.workflow.quantize", stop)
-    result = run("quantize", *net, *FAST, "--budget", "40%", "-o", tmp_path / "out")
+    result = run("quantize", *net, *FAST, "--budget", "70%", "-o", tmp_path / "out")
     assert result.exit_code == 130
     assert result.stderr.endswith("stopped\n")
     assert not (tmp_path / "out").exists()
@@ -165,9 +165,9 @@ def test_ctrl_c_before_the_first_block_leaves_nothing_to_resume(
     [
         ([], "no budget: give --budget, for example 4.0MiB, or --plan"),
         (["--budget", "0.1%"], "cannot be met"),
-        (["--budget", "40%", "--eval-data", "nowhere"], "nowhere"),
+        (["--budget", "70%", "--eval-data", "nowhere"], "nowhere"),
         (["--plan", "no.json"], "no.json is neither a plan nor an allocation"),
-        (["--budget", "40%", "--iterations", "0"], "--iterations"),
+        (["--budget", "70%", "--iterations", "0"], "--iterations"),
     ],
 )
 def test_an_error_leaves_nothing_behind(net, tmp_path, words, message):
@@ -246,7 +246,7 @@ def test_what_integers_cannot_do_stays_and_is_named(tmp_path):
     (tmp_path / "gelu.py").write_text(GELU)
     words = (f"{tmp_path / 'gelu.py'}:make", "--data", "random", *FAST[:2])
     out = tmp_path / "out"
-    result = run("quantize", *words, "--no-reconstruct", "--budget", "50%", "-o", out)
+    result = run("quantize", *words, "--no-reconstruct", "--budget", "99%", "-o", out)
     assert result.exit_code == 0, result.output
     assert "arithmetic  float: gelu in 1 has no integer form" in result.stdout
 
@@ -260,7 +260,7 @@ def test_views_are_what_is_learned_from(net, tmp_path, monkeypatch):
         return whole(module, plan, samples, **more)
 
     monkeypatch.setattr(workflow, "quantize", rounded)
-    words = ("quantize", *net, "--samples", "8", "--budget", "40%", "--no-reconstruct")
+    words = ("quantize", *net, "--samples", "8", "--budget", "70%", "--no-reconstruct")
     for number, more in enumerate([(), ("--views", "3")]):
         assert run(*words, *more, "-o", tmp_path / str(number)).exit_code == 0
     plain, views = seen

@@ -17,7 +17,7 @@ from ompq.report import StageTime, sections_to_json
 def plan_file(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("plan")
     net = (network_file(folder), "--data", "random", "--samples", "8")
-    run("plan", *net, "--budget", "30%", "-o", folder / "plan.json")
+    run("plan", *net, "--budget", "60%", "-o", folder / "plan.json")
     return folder / "plan.json"
 
 
@@ -145,10 +145,10 @@ def plans(tmp_path_factory) -> Path:
     """Three plans of one network, a plan of another, and two result planss."""
     made = tmp_path_factory.mktemp("plans")
     network = (network_file(made), "--data", "random", "--samples", "8")
-    run("plan", *network, "--budget", "30%", "-o", made / "a.json")
-    run("replan", made / "a.json", "--budget", "40%", "-o", made / "b.json")
+    run("plan", *network, "--budget", "60%", "-o", made / "a.json")
+    run("replan", made / "a.json", "--budget", "70%", "-o", made / "b.json")
     noise = ("--score", "weight_noise", "--choices", "2,3,4,5,6,7,8")
-    run("plan", *network, "--budget", "40%", *noise, "-o", made / "c.json")
+    run("plan", *network, "--budget", "70%", *noise, "-o", made / "c.json")
     other = ("ompq:demo", "--data", "digits", "--samples", "8")
     run("plan", *other, "--budget", "3bits", "-o", made / "other.json")
     for name, right in (("one", [1, 1, 0, 0]), ("two", [1, 1, 1, 0])):

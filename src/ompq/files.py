@@ -10,7 +10,7 @@ import math
 import os
 import re
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import MISSING, fields, is_dataclass
 from importlib import metadata
@@ -274,13 +274,13 @@ def write_tensors(
 
 
 def read_tensors(
-    path: str | Path, kind: str
+    path: str | Path, *kinds: str
 ) -> "tuple[dict[str, Any], dict[str, Tensor]]":
     """Return the header and the tensors of a file that :func:`write_tensors` wrote.
 
     Args:
         path: The file.
-        kind: The ``format`` that it must have.
+        kinds: The values of ``format`` that it may have, the newest first.
 
     Raises:
         ValueError: It is missing, damaged, of another kind or version; says which in
@@ -291,7 +291,7 @@ def read_tensors(
     try:
         with safe_open(path, framework="pt") as file:
             text = (file.metadata() or {}).get(_METADATA, "")
-            header = _checked_header(text, kind)
+            header = _checked_header(text, kinds)
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
         found = header.pop(_DIGEST, None)
         damaged = found != _digest(header, tensors)
@@ -308,17 +308,17 @@ def read_tensors(
     return header, tensors
 
 
-def _checked_header(text: str, kind: str) -> dict[str, Any]:
+def _checked_header(text: str, kinds: Sequence[str]) -> dict[str, Any]:
     try:
         header = parse_json(text)
     except ValueError:
         header = None
     found = str(header.get("format")) if isinstance(header, dict) else ""
-    if found.partition("/")[0] != kind.partition("/")[0]:
-        raise ValueError(f"it is a safetensors file, but not of the kind {kind}")
-    if found != kind:
+    if found.partition("/")[0] != kinds[0].partition("/")[0]:
+        raise ValueError(f"it is a safetensors file, but not of the kind {kinds[0]}")
+    if found not in kinds:
         raise ValueError(
-            f"its format is {found:.40}; this version of ompq reads {kind}"
+            f"its format is {found:.40}; this version of ompq reads {kinds[0]}"
         )
     assert isinstance(header, dict)
     return header

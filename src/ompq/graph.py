@@ -115,11 +115,14 @@ class LayerGraph:
         skipped: Layers that are not units, with reasons.
         float_bytes: Bytes, in a packed file, of the parameters and buffers that belong
             to no unit once the batch norms that follow units are folded into them.
+        other_tensors: How many these are, and how many activations that a unit does
+            not read alone may be quantized: those of sums, averages, repeated calls.
     """
 
     units: tuple[Unit, ...]
     skipped: tuple[Skipped, ...] = ()
     float_bytes: int = 0
+    other_tensors: int = 0
 
     def __len__(self) -> int:
         return len(self.units)
@@ -310,7 +313,13 @@ def find_units(
     named = {entry.name for entry in skipped} | {u.norm for u in units if u.norm}
     skipped += _float_layers(model, units, named)
     skipped += _products(recording)
-    graph = LayerGraph(tuple(units), tuple(skipped), _float_bytes(model, units))
+    floats = _float_state(model, units)
+    graph = LayerGraph(
+        units=tuple(units),
+        skipped=tuple(skipped),
+        float_bytes=sum(t.numel() * stored_dtype(t).itemsize for t in floats),
+        other_tensors=len(floats) + _tensors_read(recording, units) - len(units),
+    )
     return graph if tie else graph.untie()
 
 
@@ -620,23 +629,35 @@ def _products(recording: Recording) -> Iterator[Skipped]:
         )
 
 
-def _float_bytes(model: nn.Module, units: Sequence[Unit]) -> int:
-    """Return what a packed file needs for all that belongs to no unit."""
+def _tensors_read(recording: Recording, units: Sequence[Unit]) -> int:
+    """Return how many tensors units, sums and averages read, at least one a unit."""
+    owned = {unit.parameter for unit in units}
+    called = [call for call in recording.calls if owned & set(call.parameters)]
+    joined = [
+        call
+        for call in recording.calls
+        if call.function in ("add", "cat", "mean") or "avg_pool" in call.function
+    ]
+    return max(len(units), len(called)) + sum(len(call.inputs) for call in joined)
+
+
+def _float_state(model: nn.Module, units: Sequence[Unit]) -> list[Tensor]:
+    """Return what a packed file holds that belongs to no unit."""
     state = model.state_dict(keep_vars=True)
     held = {key for unit in units for key in (unit.parameter, bias_key(unit))}
     # Folding gives a layer a weight of its own; until then a tied one is stored once.
     folded_into = {unit.parameter for unit in units if unit.norm}
     seen = {id(state[key]) for key in held - folded_into if key in state}
     norms = {unit.norm for unit in units if unit.norm}
-    size = 0
+    found = []
     for key, value in state.items():
         owner, _, leaf = key.rpartition(".")
         if key in held or owner in norms or leaf == _COUNTER or id(value) in seen:
             continue
         seen.add(id(value))
         if isinstance(value, Tensor):
-            size += value.numel() * stored_dtype(value).itemsize
-    return size
+            found.append(value)
+    return found
 
 
 def bias_key(unit: Unit) -> str:

@@ -36,6 +36,7 @@ from ompq.costs import (
     cost_tables,
     in_bytes,
     latency_table,
+    overhead_bytes,
     unit_bytes,
 )
 from ompq.errors import OmpqError, PlanError, TargetError, TraceError, shortened
@@ -162,7 +163,8 @@ class Plan:
             name: sum(getattr(row, name) for row in rows)
             for name in Bytes.__dataclass_fields__
         }
-        return {**items, "float": self.graph.float_bytes}
+        items["float"] = self.graph.float_bytes
+        return {**items, "metadata": overhead_bytes(self.graph)}
 
     @property
     def no_speed_up(self) -> tuple[Skipped, ...]:

@@ -32,7 +32,7 @@ from ompq.onnx.inspection import (
     without_gain,
 )
 from ompq.onnx.model import float_model
-from ompq.packing import PROMISED_BYTES, PROMISED_SHARE, Account, inspect_file, load
+from ompq.packing import Account, inspect_file, load
 from ompq.packing.format import read_contents
 from ompq.workflow import ONNX, PACKED, RESULT
 
@@ -218,17 +218,15 @@ def onnx_view(account: OnnxAccount) -> View:
 def packed_view(file: Path, account: Account) -> View:
     """Return what a packed file takes, next to its plan."""
     about, planned = account.about, account.planned_bytes
-    share = f"{account.file_bytes / planned - 1:+.2%}"
-    size = f"{in_bytes(account.file_bytes)}, {share} of the plan's {in_bytes(planned)}"
-    promise = f"{PROMISED_SHARE:.0%} + {in_bytes(PROMISED_BYTES)}"
-    kept = "within" if account.file_bytes <= account.promised_bytes else "beyond"
+    kept = "within" if account.file_bytes <= planned else "more than"
+    size = f"{in_bytes(account.file_bytes)}, {kept} the plan's {in_bytes(planned)}"
     versions = [f"{name} {number}" for name, number in about["versions"].items()]
     rows = [("network", about["network"] or "not named"), ("by", ", ".join(versions))]
     if (plan := about["plan"]) is not None:
         rows.append(("plan", f"{plan['budget']} by {plan['score']}, {plan['hash']}"))
     rows += [
         ("bits", f"{account.average_bits:.3f} per weight on average"),
-        ("size", f"{size}: {kept} the {promise} that are promised"),
+        ("size", size),
     ]
 
     def tables(width: int) -> list[RenderableType]:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ompq.costs import Bytes, unit_bytes
+from ompq.costs import Bytes, overhead_bytes, unit_bytes
 from ompq.errors import PackedFileError, PlanError, QuantizationError, shortened
 from ompq.files import library_version
 from ompq.graph import Choice, Unit, bias_key
 from ompq.integer.finalization import link_layers
-from ompq.layers import QuantizedLayer, quantized_layers
+from ompq.layers import QuantizedLayer, activation_quantizers, quantized_layers
 from ompq.packing.bitstream import pack_bits, unpack_bits
 from ompq.packing.format import (
     Contents,
@@ -275,9 +274,13 @@ def _unlike(quantized: nn.Module, contents: Contents) -> list[str]:
         if key in own and own[key].shape != given[key].shape
     ]
     unexpected = [f"{key} is not in the file" for key in own if key not in given]
-    known = {*own, *dict(quantized.named_modules()), ""}
-    wanted = dict.fromkeys([*given, *chain(*contents.record.links)])
-    return [f"{k} is missing" for k in wanted if k not in known] + unexpected + shapes
+    layers, quantizers = quantized_layers(quantized), activation_quantizers(quantized)
+    links = contents.record.links
+    missing = [key for key in given if key not in own]
+    missing += [link.layer for link in links if link.layer not in layers]
+    ends = [end for link in links for end in (link.source, link.target or link.source)]
+    missing += dict.fromkeys(end for end in ends if end not in quantizers)
+    return [f"{key} is missing" for key in missing] + unexpected + shapes
 
 
 @torch.no_grad()
@@ -302,11 +305,6 @@ def _fill(quantized: nn.Module, contents: Contents) -> None:
             state[key].copy_(one.bias)
     for key, tensor in contents.state.items():
         state[key].copy_(tensor)
-
-
-# A file may take this much more than its plan: metadata, mostly.
-PROMISED_SHARE = 0.01
-PROMISED_BYTES = 16 << 10
 
 
 @dataclass(frozen=True)
@@ -349,13 +347,8 @@ class Account:
 
     @property
     def planned_bytes(self) -> int:
-        """What the plan promised, scales and all, whatever its own accounting."""
+        """What the file takes at most by the plan, whatever its own accounting."""
         return sum(self.planned.values())
-
-    @property
-    def promised_bytes(self) -> int:
-        """What the file may take at most: the plan, 1 % and 16 KiB."""
-        return int(self.planned_bytes * (1 + PROMISED_SHARE)) + PROMISED_BYTES
 
     @property
     def average_bits(self) -> float:
@@ -370,7 +363,6 @@ class Account:
             **self.about,
             "file_bytes": self.file_bytes,
             "planned_bytes": self.planned_bytes,
-            "promised_bytes": self.promised_bytes,
             "average_bits": self.average_bits,
             "items": dict(self.items),
             "planned": dict(self.planned),
@@ -400,8 +392,8 @@ def inspect_file(path: str | Path) -> Account:
         name: sum(getattr(one.planned, name) for one in units)
         for name in Bytes.__dataclass_fields__
     }
-    planned["float"] = contents.record.graph.float_bytes
-    planned["metadata"] = 0
+    graph = contents.record.graph
+    planned |= {"float": graph.float_bytes, "metadata": overhead_bytes(graph)}
     return Account(Path(path), size, items, planned, units, contents.about)
 
 
