@@ -31,7 +31,7 @@ from ompq.samples import Progress, Samples, SamplesLike
 
 logger = logging.getLogger(__name__)
 _KIND = "reconstruction"  # of checkpoint
-_READ_EVERY = 499  # values of a sample
+_READ_EVERY = 499  # values of a sample: a prime, so that no row or column is favoured
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +44,8 @@ class ReconstructConfig:
             weighted by the squared gradient of the network's loss.
         batch_size: How many samples run at a time while inputs are gathered.
         device_bytes: Inputs and targets of a block that take more stay in host memory.
+            Those that take more than half of it are gathered anew from the network's
+            input, which is slower in deep networks.
         seed: Seed of the order of samples.
     """
 
@@ -100,13 +102,8 @@ def reconstruct(
     identity = _identity(quantized, samples, config)
     done = _resume(result, checkpoint, identity)
     moments = _moments(model, record, blocks, samples, config.batch_size)
-    runner = BlockRunner(
-        result,
-        model,
-        samples,
-        batch_size=config.batch_size,
-        limit=config.device_bytes,
-    )
+    size, limit = config.batch_size, config.device_bytes
+    runner = BlockRunner(result, model, samples, batch_size=size, limit=limit)
     with closing(runner):
         for number, name in enumerate(blocks):
             if name in done:
@@ -121,6 +118,7 @@ def reconstruct(
                 moments=moments[name],
                 progress=_within(progress, number, len(blocks), name),
             )
+            del cache  # before the next one is gathered
             done[name] = BlockError(name, before, min(before, after), after < before)
             logger.info("block %s: error %.3g -> %.3g", name, before, done[name].after)
             if checkpoint is not None:
@@ -211,10 +209,7 @@ def _identity(quantized: nn.Module, samples: Samples, config: ReconstructConfig)
 
 
 def _save(
-    model: nn.Module,
-    path: str | Path,
-    identity: str,
-    done: Mapping[str, BlockError],
+    model: nn.Module, path: str | Path, identity: str, done: Mapping[str, BlockError]
 ) -> None:
     text = {"done": json.dumps([asdict(error) for error in done.values()])}
     write_checkpoint(path, model.state_dict(), text, kind=_KIND, identity=identity)
