@@ -15,6 +15,7 @@ from ompq.datasets.sources import load_data
 from ompq.models import load_model
 from ompq.plans import PLAN_PROTOCOLS, Plan, PlanConfig
 from ompq.plans import plan as make_plan
+from ompq.scores import SCORES
 from ompq.stages import Stages
 
 NAMES = ["stem", "block.conv1", "block.conv2", "block.shortcut", "fc"]
@@ -448,3 +449,49 @@ def test_names_of_layers_are_printed_as_text(hostile):
         assert "unexpected" not in shown.output
         assert "\x1b" not in shown.output
     assert all(name in run("explain", path, "*").stdout for name in NAMES_AS_TEXT)
+
+
+def test_every_score_is_listed_with_what_it_needs_and_costs():
+    result = run("scores", "--json")
+    rows = json.loads(result.stdout)
+    assert [row["name"] for row in rows] == list(SCORES)
+    assert all(row["needs"] != "?" and row["cost"] != "?" for row in rows)
+    shown = run("scores", env={"COLUMNS": "80"}).stdout
+    assert max(map(len, shown.splitlines())) <= 80
+    assert all(name in shown for name in SCORES)
+
+
+def audited(net, *words):
+    few = ("--held-out", "8", "--allocations", "3", "--scores", "orm,weight_noise")
+    return run("audit", *net, *few, "--budget", "4bits", *words)
+
+
+def test_an_audit_ranks_the_scores_and_leaves_its_files(net, tmp_path):
+    result = audited(net, "-o", tmp_path / "out")
+    assert result.exit_code == 0, result.output
+    data = json.loads((tmp_path / "out" / "audit.json").read_text())
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == [
+        "audit.json",
+        "report.html",
+    ]
+    ranked = [one["name"] for one in data["scores"]]
+    assert set(ranked) == {"orm", "weight_noise"}
+    shown = [line.split()[0] for line in result.stdout.splitlines()[2:4]]
+    assert shown == ranked
+    assert "by random scores" in result.stdout
+
+
+def test_an_audit_is_continued_only_on_demand(net, tmp_path):
+    nothing = audited(net, "--resume", "-o", tmp_path / "out")
+    assert nothing.exit_code == 2
+    assert "there is no stopped audit; omit --resume" in nothing.stderr
+    (tmp_path / "measured.json").write_text("{}")
+    left = audited(net, "-o", tmp_path)
+    assert left.exit_code == 2
+    assert "is left from an earlier audit; add --resume" in left.stderr
+
+
+def test_scores_that_do_not_exist_cannot_be_audited(net):
+    result = audited(net, "--scores", "orm,orn")
+    assert result.exit_code == 2
+    assert "there is no score 'orn' (did you mean orm?)" in result.stderr

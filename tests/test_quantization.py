@@ -196,7 +196,7 @@ def test_progress_is_told():
     assert seen[0] == (0, 4, "observing the network")
     assert seen[-1] == (4, 4, "done")
     batches = -(-len(SAMPLES) // 3)
-    ranges = [step[:2] for step in seen if step[2] == "reading ranges of activations"]
+    ranges = [step[:2] for step in seen if step[2] == "calibrating activations"]
     read = [(n, batches) for n in range(1, batches + 1)]
     assert ranges == [(1, 4), *read, *read]  # and again, to weigh them
     units = len(ompq.trace(model, SAMPLES))
@@ -212,7 +212,7 @@ def test_progress_knows_how_many_batches_a_list_gives():
     ompq.quantize(
         model, uniform(model, 4), several, progress=lambda *step: seen.append(step)
     )
-    assert (1, 1, "reading ranges of activations") in seen  # joined: 8 images
+    assert (1, 1, "calibrating activations") in seen  # joined: 8 images
 
 
 class Meter(nn.Module):

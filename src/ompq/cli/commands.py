@@ -57,6 +57,12 @@ COMMANDS = {
     "plan": Command(
         "decisions", _PLAN, "Choose bits for every layer so that a budget is met."
     ),
+    "scores": Command(
+        "decisions", _PLAN, "List the scores: what estimates the damage of few bits."
+    ),
+    "audit": Command(
+        "decisions", _PLAN, "Measure how well each score chooses bits for a network."
+    ),
     "replan": Command(
         "saved_plans",
         _PLAN,

@@ -1,6 +1,8 @@
-"""plan and budget: how many bits each layer gets."""
+"""plan, budget, scores and audit: how bits are chosen, and how well."""
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from inspect import cleandoc
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +11,17 @@ import torch
 from torch import nn
 
 from ompq.allocation.solver import Budget, Problem, reachable
+from ompq.audits import Audit, AuditConfig
+from ompq.audits import audit as measure_scores
 from ompq.cli.console import View, muted, opened, render
-from ompq.cli.options import BudgetOption, OutputOptions, check_writable, option
+from ompq.cli.options import (
+    BudgetOption,
+    OutputOptions,
+    check_folder,
+    check_writable,
+    flag,
+    option,
+)
 from ompq.cli.settings import (
     SAMPLES,
     DataOptions,
@@ -22,16 +33,21 @@ from ompq.cli.settings import (
 from ompq.cli.views import (
     Column,
     as_budget,
+    facts,
     fitted,
     operation_budgets,
     plan_view,
     size_budgets,
 )
-from ompq.costs import FLOAT_BITS, cost_tables, in_bytes
+from ompq.costs import FLOAT_BITS, cost_tables, digits, in_bytes
+from ompq.errors import CheckpointError
 from ompq.graph import Choice, trace
 from ompq.plans import PlanConfig, choice_table, make_problem
+from ompq.report import audit_sections, write_report
 from ompq.samples import SamplesLike
-from ompq.workflow import Workflow
+from ompq.scores import SCORES
+from ompq.userfiles import suggestion
+from ompq.workflow import Workflow, whole_folder, write_result
 
 
 def plan(
@@ -192,3 +208,192 @@ def _uniform(problem: Problem, wanted: Choice) -> dict[str, float]:
         name: cost.constant + float(cost.table[rows, columns].sum())
         for name, cost in problem.costs.items()
     }
+
+
+# Score → what it needs besides the weights, and what it costs. A pass is one forward
+# pass over the samples.
+_SCORES = {
+    "orm": ("samples", "1 pass"),
+    "orm_distortion": ("samples", "1 pass"),
+    "output_divergence": ("samples", "1 pass per layer and width"),
+    "random": ("nothing", "none"),
+    "smallest_first": ("nothing", "none"),
+    "weight_noise": ("samples, for activations", "at most 1 pass"),
+}
+
+
+def scores(output: OutputOptions) -> None:
+    """List the scores: what estimates the damage of few bits.
+
+    Examples:
+      ompq scores
+      ompq scores --json
+
+    Any of them can be given to --score; ompq audit measures how well they choose.
+    """
+    with opened(output) as console:
+        rows = []
+        for name, score in SCORES.items():
+            needs, cost = _SCORES.get(name, ("?", "?"))
+            what = cleandoc(type(score).__doc__ or "").partition("\n")[0]
+            rows.append({"name": name, "needs": needs, "cost": cost, "what": what})
+        columns = [
+            Column(title, [row[title] for row in rows], "left", rank=rank)
+            for title, rank in (("name", 0), ("needs", 0), ("cost", 0), ("what", 1))
+        ]
+        line = ", ".join(SCORES)
+        render(View(rows, line, lambda width: [fitted(columns, width)]), console)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AuditOptions:
+    """What is measured, and where it goes."""
+
+    samples: int = option(
+        256, "NUMBER", "Inputs that scores and calibration see. Default: 256.", min=2
+    )
+    held_out: int = option(
+        256, "NUMBER", "Further inputs to judge by. Default: 256.", min=2
+    )
+    eval_data: str | None = option(
+        None, "SOURCE", "Labelled images, for top-1 beside the divergence."
+    )
+    limit: int | None = option(
+        None, "NUMBER", "Use only this many labelled images. Default: all.", min=1
+    )
+    allocations: int = option(
+        AuditConfig.allocations,
+        "NUMBER",
+        f"Random allocations. Default: {AuditConfig.allocations}.",
+        min=3,
+    )
+    scores: str = option(
+        "all", "NAMES", "Scores to audit, joined by commas. Default: all."
+    )
+    reconstruct: int = option(
+        0, "STEPS", "Learning steps per block for each allocation. Default: 0.", min=0
+    )
+    folder: Path | None = option(
+        None, "DIR", "Write audit.json and report.html there.", "--output", "-o"
+    )
+    resume: bool = flag("Continue an audit that was stopped; needs -o.", "--resume")
+
+    def config(self, planning: PlanOptions, seed: int) -> AuditConfig:
+        """Return the settings of an audit.
+
+        Raises:
+            ValueError: There is no such score.
+        """
+        names = tuple(SCORES) if self.scores == "all" else self.scores.split(",")
+        for name in names:
+            if name not in SCORES:
+                raise ValueError(
+                    f"--scores {self.scores}: there is no score {name!r}"
+                    f"{suggestion(name, SCORES)}; use {', '.join(SCORES)}"
+                )
+        return AuditConfig(
+            allocations=self.allocations,
+            iterations=self.reconstruct,
+            scores=tuple(names),
+            plan=planning.config(),
+            seed=seed,
+        )
+
+    def checkpoint(self) -> Path | None:
+        """Return where measurements are kept while it runs.
+
+        Raises:
+            CheckpointError: A stopped audit is there, or is not, against ``--resume``.
+        """
+        path = None if self.folder is None else self.folder / "measured.json"
+        there = path is not None and path.exists()
+        if self.resume and not there:
+            raise CheckpointError("there is no stopped audit; omit --resume")
+        if there and not self.resume:
+            raise CheckpointError(
+                f"{path} is left from an earlier audit; add --resume to continue it, "
+                "or remove it to begin again"
+            )
+        return path
+
+
+def audit(
+    network: NetworkOptions,
+    data: DataOptions,
+    planning: PlanOptions,
+    options: AuditOptions,
+    output: OutputOptions,
+    budget: BudgetOption,
+) -> None:
+    """Measure how well each score chooses bits for a network.
+
+    Examples:
+      ompq audit cifar:resnet20 --weights r20.safetensors --data cifar10/
+        --budget 15% -o audit/
+      ompq audit ompq:demo --data digits --budget 3bits --scores orm,weight_noise
+      ompq audit torchvision:resnet18 --data train/ --eval-data val/ --limit 1000
+        --budget 4.0MiB --reconstruct 100 -o audit/
+
+    Random allocations at the budget, each score's own choice and uniform bits are
+    quantized and compared with the float network on held-out inputs. Beside the
+    correlations stands what random scores reach.
+    """
+    check_folder(options.folder)
+    with opened(output) as console:
+        wanted, config = Budget.of(budget), options.config(planning, data.seed)
+        checkpoint = options.checkpoint()
+        model = network.load(console)
+        inputs = data.load(model, "train")
+        batches = data.labelled(options.eval_data, model, options.limit)
+        count = options.samples + options.held_out
+        tensor = read_samples(inputs, count, console)
+        samples, held_out = tensor[: options.samples], tensor[options.samples :]
+        with console.stage("auditing") as progress:
+            found = measure_scores(
+                model.module,
+                samples,
+                wanted,
+                held_out,
+                config,
+                batches=() if batches is None else list(batches),
+                checkpoint=checkpoint,
+                progress=progress,
+            )
+        written: list[str] = []
+        if options.folder is not None and checkpoint is not None:
+            work = Workflow(model.module, samples, console.stages)
+            plan = work.plan(wanted, config.plan)
+            with whole_folder(options.folder) as unfinished:
+                write_result(unfinished / "audit.json", found.to_json())
+                page, sections = unfinished / "report.html", audit_sections(found)
+                write_report(page, plan, results=sections, title=model.name)
+            checkpoint.unlink(missing_ok=True)
+            written = [str(options.folder / n) for n in ("audit.json", "report.html")]
+        render(audit_view(found, written), console)
+
+
+def audit_view(found: Audit, written: Sequence[str]) -> View:
+    """Return the scores, best choice first, and what chance gives."""
+    rows = found.scores
+    rho = [
+        f"{one.value:.2f} ({one.low:.2f} to {one.high:.2f})" if one else "-"
+        for one in (row.spearman for row in rows)
+    ]
+    columns = [
+        Column("score", [row.name for row in rows], "left"),
+        Column("Spearman", rho),
+        Column("divergence", [digits(row.divergence) for row in rows]),
+        Column("regret", [f"{row.regret:.1%}" for row in rows]),
+        Column("seconds", [f"{row.seconds:.1f}" for row in rows], rank=1),
+    ]
+    null, best = np.array(found.null_spearman), found.best
+    facts_below = [
+        ("chance", f"Spearman {null.mean():.2f} ± {null.std():.2f} by random scores"),
+        ("best seen", f"{best.name}, divergence {digits(best.divergence)}"),
+        *(("written", path) for path in written),
+    ]
+    line = f"{rows[0].name} chooses best: divergence {digits(rows[0].divergence)}"
+    data = {**found.to_json(), "written": list(written)}
+    return View(
+        data, line, lambda width: [fitted(columns, width), "", facts(facts_below)]
+    )

@@ -201,7 +201,7 @@ def quantize(
     )
     skipped = (*graph.skipped, *lost)
     record = Quantization(graph, allocation, tuple(sites), skipped, equalized=factors)
-    report(3, 4, "restoring moments")
+    report(3, 4, "bias correction")
     if config.restore_moments:
         layers = quantized_layers(quantized)
         units = [unit for unit in graph.units if unit.name in layers]

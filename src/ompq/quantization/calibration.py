@@ -33,7 +33,7 @@ from ompq.samples import (
 )
 
 logger = logging.getLogger(__name__)
-READING = "reading ranges of activations"
+READING = "calibrating activations"
 
 # Samples that suffice to tell which values matter, and how many of them run at a time
 # at most: a backward pass keeps what the forward pass computed.
