@@ -98,6 +98,15 @@ def test_ranges_of_activations_are_running_means(signed):
     assert part.state_dict().keys() == {"0.scale", "0.zero_point"}
 
 
+def test_calibrated_ranges_stay_until_the_first_batch():
+    # Codes 0 to 15 around 3 reach from -3 to 12; around 8, 12 must be 7 levels away.
+    signed, unsigned = quantizer(3.0), quantizer(0.0)
+    ActivationRanges(torch.nn.Sequential(signed, unsigned), momentum=0.9)
+    assert signed.scale.item() == pytest.approx(12 / 7)
+    assert signed.zero_point.item() == 8
+    assert unsigned.scale.item() == 1 and unsigned.zero_point.item() == 0
+
+
 def test_gradients_pass_straight_beyond_the_range_too():
     x = torch.tensor([-9.0, 0.3, 99.0], requires_grad=True)
     out = quantizer(0.0)(x)

@@ -65,8 +65,8 @@ class NetworkOptions:
     weights: str | None = option(
         None,
         "FILE",
-        "A .safetensors, .pt or .pth file; none: random weights, to try things "
-        "out. Default: the library's pretrained weights, downloaded if needed.",
+        "A .safetensors, .pt, .pth or .pth.tar file; none: random weights, to try "
+        "things out. Default: the library's pretrained weights, downloaded if needed.",
     )
     device: str = one_of(
         _DEVICES[0], _DEVICES, "where to run. Default: auto, a GPU if there is one."

@@ -65,8 +65,7 @@ class ActivationRanges:
         self.quantizers = list(activation_quantizers(model).values())
         self.hooks = []
         for quantizer in self.quantizers:
-            signed = bool(quantizer.zero_point != 0)
-            quantizer.zero_point.fill_(2 ** (quantizer.bits - 1) if signed else 0)
+            _make_symmetric(quantizer)
             # The negative minimum, and the maximum; zeros before the first pass.
             quantizer.register_buffer("ends", quantizer.scale.new_zeros(2))
             self.hooks.append(quantizer.register_forward_pre_hook(self._follow))
@@ -92,3 +91,14 @@ class ActivationRanges:
             hook.remove()
         for quantizer in self.quantizers:
             del quantizer.ends
+
+
+@torch.no_grad()
+def _make_symmetric(quantizer: ActivationQuantizer) -> None:
+    """Give a grid with negative values as many levels below 0 as above, at its ends."""
+    if quantizer.zero_point == 0:
+        return
+    levels, middle = (1 << quantizer.bits) - 1, 1 << (quantizer.bits - 1)
+    farthest = torch.maximum(quantizer.zero_point, levels - quantizer.zero_point)
+    quantizer.scale.mul_(farthest / (levels - middle))
+    quantizer.zero_point.fill_(middle)
