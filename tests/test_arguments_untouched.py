@@ -47,6 +47,7 @@ VERBS = {
     "trace": lambda m, p, q: ompq.trace(m, SAMPLES),
     "plan": lambda m, p, q: ompq.plan(m, SAMPLES, "4bits"),
     "quantize": lambda m, p, q: ompq.quantize(m, p, SAMPLES),
+    "refine": lambda m, p, q: ompq.refine(p, m, SAMPLES, ompq.RefineConfig(count=1)),
     "reconstruct": lambda m, p, q: ompq.reconstruct(q, m, SAMPLES, QUICK),
     "finalize": lambda m, p, q: ompq.finalize(q, SAMPLES),
     "evaluate": lambda m, p, q: ompq.evaluate(q, BATCHES, reference=m),

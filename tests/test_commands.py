@@ -199,7 +199,7 @@ def test_a_traceback_is_shown_only_on_demand(tmp_path):
     assert plain.stderr.startswith("error: ")
     assert "Traceback" not in plain.output
     assert "Traceback" in debug.output
-    assert "no.json is no plan" in debug.stderr.splitlines()[-1]
+    assert "no.json is not a plan" in debug.stderr.splitlines()[-1]
 
 
 def test_ctrl_c_gives_130(monkeypatch):

@@ -140,7 +140,9 @@ def test_incomplete_latency_table_says_what_is_missing(graph):
 def test_broken_latency_file_is_refused(tmp_path, text):
     path = tmp_path / "latency.json"
     path.write_text(text)
-    with pytest.raises(BudgetError, match="is no latency table: .* Write JSON such as"):
+    with pytest.raises(
+        BudgetError, match="is not a latency table: .* Write JSON such as"
+    ):
         load_latency(path)
 
 
@@ -194,22 +196,22 @@ def test_text_and_numbers_say_the_same(text, expected):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("", "'' in '' is no budget"),
+        ("", "'' in '' is not a budget"),
         ("1.5", "has no unit"),
         ("1,5MiB", "'1' in '1,5MiB' has no unit"),
         ("1.5Mb", "'Mb' in '1.5Mb' may be bits or bytes: use MiB or MB"),
         ("1.5kb", "use KiB or KB"),
         ("8b", "may be bits or bytes: use B"),
-        ("three bits", "'three bits' in 'three bits' is no budget"),
-        ("1.5.2MiB", "is no budget"),
-        ("nanMiB", "is no budget"),
-        ("3furlongs", "'furlongs' in '3furlongs' is no unit"),
-        ("1MiB,,2ms", "is no budget"),
+        ("three bits", "'three bits' in 'three bits' is not a budget"),
+        ("1.5.2MiB", "is not a budget"),
+        ("nanMiB", "is not a budget"),
+        ("3furlongs", "'furlongs' in '3furlongs' is not a unit"),
+        ("1MiB,,2ms", "is not a budget"),
         ("1MiB, 2MiB", "gives size_mib twice"),
         ("-1MiB", "'-1MiB' is not positive"),
         ("0ms", "'0ms' is not positive"),
         ("1e999MB", "size_mb=inf is not positive"),
-        ("1e9999MB", "is no budget"),
+        ("1e9999MB", "is not a budget"),
     ],
 )
 def test_malformed_text_is_refused_with_examples(text, words):
@@ -233,7 +235,7 @@ def test_a_budget_needs_a_limit():
 
 
 def test_a_budget_is_text_or_budget():
-    with pytest.raises(BudgetError, match=r"1\.5 is no budget; write for example"):
+    with pytest.raises(BudgetError, match=r"1\.5 is not a budget; write for example"):
         Budget.of(1.5)
 
 

@@ -257,7 +257,7 @@ def test_latency_is_a_budget(net, tmp_path):
         (["--pin", "nothing=8"], "'nothing' matches no unit"),
         (["--tie", "re:["], "is not a regular expression"),
         (["--method", "exakt"], "(did you mean exact?)"),
-        (["--latency", "no.json"], "no.json is no latency table"),
+        (["--latency", "no.json"], "no.json is not a latency table"),
         (["--samples", "1"], "--samples"),
         (["--samples", "5000"], "asked for 5000 samples"),
         (["--weights", "no.pth"], "no weights file no.pth"),
@@ -329,7 +329,7 @@ def test_replan_solves_for_another_budget_without_the_network(plan_file, tmp_pat
 
 def test_replan_says_what_is_wrong(plan_file, tmp_path):
     missing = run("replan", tmp_path / "no.json", "--budget", "3bits")
-    assert "no.json is no plan" in missing.stderr
+    assert "no.json is not a plan" in missing.stderr
     infeasible = run("replan", plan_file, "--budget", "1bits")
     assert "cannot be met" in infeasible.stderr
     assert missing.exit_code == infeasible.exit_code == 2

@@ -100,7 +100,7 @@ def test_every_cost_has_a_price_in_words():
 def test_unknown_units_and_foreign_allocations_are_refused():
     it = network(8)
     with pytest.raises(
-        PatternError, match=r"'conv9' is no unit; the 8 units are unit0"
+        PatternError, match=r"'conv9' is not a unit; the 8 units are unit0"
     ):
         explain(it, "3bits", allocate(it, "3bits"), "conv9")
     with pytest.raises(PlanError, match="none of the 6 choices"):

@@ -226,13 +226,13 @@ def test_plan_of_another_network_says_what_differs(plan):
 
 def test_files_that_are_no_plans_are_refused(plan, tmp_path):
     path = tmp_path / "plan.json"
-    with pytest.raises(PlanError, match="is no plan: there is no such file. Give"):
+    with pytest.raises(PlanError, match="is not a plan: there is no such file. Give"):
         ompq.Plan.load(path)
     for text, words in [
-        ("{", "is no plan: it is not JSON"),
-        ("[" * 100_000, "is no plan: it is nested too deeply"),
-        ('{"format": "other"}', r"is no plan\. Give"),
-        ('{"format": ["ompq-plan/1"]}', r"is no plan\. Give"),
+        ("{", "is not a plan: it is not JSON"),
+        ("[" * 100_000, "is not a plan: it is nested too deeply"),
+        ('{"format": "other"}', r"is not a plan\. Give"),
+        ('{"format": ["ompq-plan/1"]}', r"is not a plan\. Give"),
         ('{"format": "ompq-plan/2"}', "is a broken plan: it has no 'graph'"),
     ]:
         path.write_text(text)
@@ -246,7 +246,7 @@ def test_a_plan_of_a_newer_version_says_which(tmp_path):
     with pytest.raises(
         PlanError,
         match="has the format ompq-plan/7, written by ompq 3.1.4; this is ompq .*"
-        "reads up to ompq-plan/2. Install that version, or plan anew",
+        "reads up to ompq-plan/2. Install that version, or plan again",
     ):
         ompq.Plan.load(path)
     path.write_text('{"format": "ompq-plan/0"}')
@@ -290,7 +290,7 @@ HUGE = int("9" * 400)
         (("latency",), {"stem": 3}, "stem must be an object, not 3"),
         (("latency",), {"stem": {"W2A8": -1}}, "stem W2A8 takes -1 ms"),
         (("gap",), "none", "gap must be a finite number"),
-        (("target",), 4, "this is no target profile"),
+        (("target",), 4, "this is not a target profile"),
         (("graph",), [], "LayerGraph must be an object"),
         (("graph", "units", 0, "macs"), 2.5, "macs must be a whole number .*, not 2.5"),
         (("graph", "units", 0, "kind"), None, "kind must be a text, not None"),
@@ -317,7 +317,9 @@ def test_hostile_plans_end_in_one_clear_error(plan, tmp_path, place, value, word
         inner = inner[key]
     inner[place[-1]] = value
     path.write_text(json.dumps(data))
-    with pytest.raises(PlanError, match=f"is (a broken|no) plan: .*{words}") as caught:
+    with pytest.raises(
+        PlanError, match=f"is (a broken|not a) plan: .*{words}"
+    ) as caught:
         ompq.Plan.load(path)
     assert len(str(caught.value)) < 600
 

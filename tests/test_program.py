@@ -69,13 +69,13 @@ def test_bits_must_be_positive():
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("{", "is no allocation"),
+        ("{", "is not an allocation"),
         ("[1, 2]", "an allocation must be an object, not a list of 2 entries"),
         ("{}", "must map unit names to bits"),
         ('{"fc": 4}', "broken: the bits of fc must be an object, not 4.*Write"),
         ('{"fc": {"weight": true, "activation": 8}}', "weight of fc .*, not True"),
         ('{"fc": {"weight": %s}}' % ("9" * 400), "it holds an integer of 400 digits"),
-        ("[" * 100_000, "is no allocation: it is nested too deeply"),
+        ("[" * 100_000, "is not an allocation: it is nested too deeply"),
         ('{"fc": {"weight": 4}}', "must be weight and activation alone"),
         ('{"fc": {"weight": 4.5, "activation": 8}}', "the allocation is broken"),
         (
@@ -107,7 +107,7 @@ def test_bits_must_be_for_the_units_of_the_network():
 
 
 def test_a_missing_file_is_refused(tmp_path):
-    with pytest.raises(PlanError, match=r"nothing\.json is no allocation"):
+    with pytest.raises(PlanError, match=r"nothing\.json is not an allocation"):
         Allocation.load(tmp_path / "nothing.json")
 
 

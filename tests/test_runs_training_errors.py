@@ -146,7 +146,7 @@ def test_what_cannot_be_trained_is_refused(place, tmp_path, words, told):
     ("budget", "told"),
     [
         ("", "no budget: give --budget"),
-        ("--budget lots", "is no budget; write for example"),
+        ("--budget lots", "is not a budget; write for example"),
         ("--budget 1bits", "a budget of 1.00 bits cannot be met"),
     ],
 )
@@ -182,7 +182,7 @@ def test_other_runs_are_not_continued(place, tmp_path, words, told):
     [
         ("start.ompq.safetensors", "start.ompq.safetensors cannot be read"),
         ("training/last.safetensors", "last.safetensors is not a checkpoint"),
-        ("plan.json", "plan.json is no plan: it is not JSON"),
+        ("plan.json", "plan.json is not a plan: it is not JSON"),
     ],
 )
 def test_broken_files_of_a_run_are_named(place, tmp_path, name, told):

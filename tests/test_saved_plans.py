@@ -126,7 +126,7 @@ def test_report_says_what_is_wrong(plan_file, tmp_path):
     assert wrong.exit_code == 2
     assert "plan.json is not a result" in wrong.stderr
     missing = run("report", tmp_path / "no.json", "-o", page)
-    assert "no.json is no plan" in missing.stderr
+    assert "no.json is not a plan" in missing.stderr
     assert not page.exists()
 
 

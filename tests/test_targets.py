@@ -121,7 +121,7 @@ def test_a_unit_without_a_choice_is_named():
 @pytest.mark.parametrize(
     ("place", "value", "message"),
     [
-        (("format",), "other/1", "no target profile of format ompq-target/1"),
+        (("format",), "other/1", "not a target profile of format ompq-target/1"),
         (("operators",), {}, '"operators" must have an entry "default"'),
         (("operators", "winograd"), OPERATOR, 'operator "winograd" is unknown'),
         (("name",), 3, '"name" must be a text'),

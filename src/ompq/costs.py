@@ -262,13 +262,13 @@ def load_latency(path: str | Path) -> LatencyTable:
     """Read a latency table: JSON, unit → {"W4A8": milliseconds, ...}.
 
     Raises:
-        BudgetError: The file is missing or is no such table.
+        BudgetError: The file is missing or is not such a table.
     """
     try:
         return latency_table(read_json(path))
     except ValueError as error:
         raise BudgetError(
-            f"{path} is no latency table: {error}. "
+            f"{path} is not a latency table: {error}. "
             'Write JSON such as {"conv1": {"W8A8": 0.41, "W4A8": 0.40}}'
         ) from error
 
@@ -404,10 +404,10 @@ percent=None, latency_ms=None)
         with k, M, G or T; % of the float network's size; ms.
 
         Raises:
-            BudgetError: The text is no budget.
+            BudgetError: The text is not a budget.
         """
         if not isinstance(text, str):
-            raise BudgetError(f"{text!r} is no budget; {EXAMPLES}")
+            raise BudgetError(f"{text!r} is not a budget; {EXAMPLES}")
         found: dict[str, float] = {}
         for part in text.split(","):
             name, value = _parse_part(part.strip(), text)
@@ -459,7 +459,7 @@ _LIMITED: Mapping[str, tuple[str, Decimal, bool]] = MappingProxyType(
 
 
 def readable(cost: Cost, *values: float) -> tuple[str, ...]:
-    """Return amounts of a cost for people, in one unit, told apart if they differ.
+    """Return amounts of a cost for people, in one unit, with digits enough to differ.
 
     Example:
         >>> readable(Cost("bytes", np.zeros((1, 1))), 2**20, 1.5 * 2**20)
@@ -502,7 +502,7 @@ def _scale(cost: Cost, values: tuple[float, ...]) -> tuple[float, str]:
 def _parse_part(part: str, text: str) -> tuple[str, float]:
     match = _PART.fullmatch(part)
     if match is None:
-        raise BudgetError(f"{part!r} in {text!r} is no budget; {EXAMPLES}")
+        raise BudgetError(f"{part!r} in {text!r} is not a budget; {EXAMPLES}")
     number, unit = match.groups()
     if not unit:
         raise BudgetError(f"{part!r} in {text!r} has no unit; {EXAMPLES}")
@@ -513,7 +513,7 @@ def _parse_part(part: str, text: str) -> tuple[str, float]:
             f"{unit!r} in {text!r} may be bits or bytes: use {better}; {EXAMPLES}"
         )
     if unit.lower() not in _UNITS:
-        raise BudgetError(f"{unit!r} in {text!r} is no unit; {EXAMPLES}")
+        raise BudgetError(f"{unit!r} in {text!r} is not a unit; {EXAMPLES}")
     if not Decimal(number) > 0:
         raise BudgetError(f"{part!r} is not positive; {EXAMPLES}")
     name, scale = _UNITS[unit.lower()]

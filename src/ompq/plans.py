@@ -218,7 +218,7 @@ class Plan:
         return pareto(self.problem, cost, points, progress=progress)
 
     def explain(self, unit: str) -> Explanation:
-        """Tell why a unit got its bits."""
+        """Explain why a unit got its bits."""
         return explain(self.problem, self.budget, self.allocation, unit)
 
     def save(self, path: str | Path) -> None:
@@ -236,16 +236,16 @@ class Plan:
         try:
             data = read_json(path)
         except ValueError as error:
-            raise PlanError(f"{path} is no plan: {error}. {_ADVICE}") from error
+            raise PlanError(f"{path} is not a plan: {error}. {_ADVICE}") from error
         written = data.get("format") if isinstance(data, dict) else None
         if not isinstance(written, str) or not written.startswith("ompq-plan/"):
-            raise PlanError(f"{path} is no plan. {_ADVICE}")
+            raise PlanError(f"{path} is not a plan. {_ADVICE}")
         if written not in FORMATS:
             raise PlanError(
                 f"{path} has the format {written[:40]}, written by ompq "
                 f"{str(data.get('written_by', 'of an unknown version'))[:40]}; this is "
                 f"ompq {library_version()}, which reads up to {FORMAT}. "
-                "Install that version, or plan anew"
+                "Install that version, or plan again"
             )
         try:
             return _from_json(data)
@@ -256,7 +256,7 @@ class Plan:
             ) from error
         except (ValueError, OmpqError) as error:
             raise PlanError(
-                f"{path} is a broken plan: {error}. Undo your edits or plan anew"
+                f"{path} is a broken plan: {error}. Undo your edits or plan again"
             ) from error
 
     def check_network(self, graph: LayerGraph) -> None:

@@ -41,7 +41,7 @@ class RefineConfig:
 
     Attributes:
         count: Allocations to measure at most.
-        seconds: Time after which no further one is measured; None is no limit.
+        seconds: Time after which no further one is measured; None for no limit.
         patience: Measurements without a better one before it ends.
         by: ``round`` measures allocations rounded to nearest, ``reconstruct`` after a
             short reconstruction, which is slower and nearer to what PTQ ends with.
@@ -292,7 +292,7 @@ class _Checkpoint:
         try:
             data = read_json(path)
             if not isinstance(data, dict) or data.get("format") != FORMAT:
-                raise ValueError("it is no refinement")
+                raise ValueError("it is not a refinement")
             measured = measured_from_json(plan, data.get("measured"))
         except ValueError as error:
             raise CheckpointError(f"{path} cannot be resumed: {error}") from error

@@ -28,14 +28,12 @@ def reachable(problem: Problem, cost: str) -> tuple[float, float]:
     table = problem.by_group(problem.costs[cost].table)
     least = np.where(problem.group_allowed, table, np.inf).argmin(1)
     most = np.where(problem.group_allowed, table, -np.inf).argmax(1)
-    return (
-        problem.total(cost, problem.allocation(least)),
-        problem.total(cost, problem.allocation(most)),
-    )
+    total = problem.costs[cost].total
+    return total(least[problem.group_of]), total(most[problem.group_of])
 
 
 def check_budget(problem: Problem, budget: Budget | str) -> None:
-    """Make sure that a budget can be met, whatever the damage.
+    """Make sure that a budget can be met.
 
     Raises:
         BudgetError: The budget cannot be read, or limits a cost that is not there.
@@ -125,12 +123,12 @@ def _in_the_way(problem: Problem, name: str) -> tuple[tuple[str, ...], str]:
             if np.isfinite(group).sum() == 1 and least[unit] > cost.table[unit].min():
                 pinned[unit] = f", pinned to {problem.choices[column]}"
     ordered = sorted(least, key=lambda unit: -least[unit])
-    shown = [u for place, u in enumerate(ordered) if place < WORST or u in pinned]
+    named = [u for place, u in enumerate(ordered) if place < WORST or u in pinned]
     texts = [
         f"{problem.names[u]} ({readable(cost, least[u])[0]}{pinned.get(u, '')})"
-        for u in shown
+        for u in named
     ]
-    return tuple(problem.names[u] for u in shown), shortened(texts)
+    return tuple(problem.names[u] for u in named), shortened(texts)
 
 
 @dataclass(frozen=True)
@@ -173,7 +171,7 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Explanation:
-    """Why a unit got its bits; ``str`` tells it in words.
+    """Why a unit got its bits; ``str`` puts it in words.
 
     Attributes:
         unit: The unit.
@@ -213,7 +211,7 @@ def explain(
     allocation: Mapping[str, Choice],
     unit: str,
 ) -> Explanation:
-    """Tell why a unit got its bits.
+    """Explain why a unit got its bits.
 
     Raises:
         PatternError: There is no such unit.
@@ -221,7 +219,7 @@ def explain(
     """
     if unit not in problem.names:
         raise PatternError(
-            f"{unit!r} is no unit; the {len(problem.names)} units are "
+            f"{unit!r} is not a unit; the {len(problem.names)} units are "
             f"{shortened(problem.names)}"
         )
     limits = Budget.of(budget).limits(problem.costs)

@@ -194,11 +194,11 @@ class Allocation(Mapping[str, Choice]):
         try:
             data = read_json(path)
         except ValueError as error:
-            raise PlanError(f"{path} is no allocation: {error}") from error
+            raise PlanError(f"{path} is not an allocation: {error}") from error
         try:
             return cls.from_json(data)
         except PlanError as error:
-            raise PlanError(f"{path} is no allocation: {error}") from error
+            raise PlanError(f"{path} is not an allocation: {error}") from error
 
 
 @dataclass(frozen=True, eq=False)
@@ -295,7 +295,7 @@ class Problem:
 
         Args:
             limits: Cost name → the most that it may sum to.
-            slack: Steps a unit by which limits are raised for costs that are no short
+            slack: Steps a unit by which to raise the limits of costs that are not short
                 decimals: half a step is what rounding them to steps may take away.
         """
         rows, whole, scales = [], [], []

@@ -62,7 +62,7 @@ def allocate(
 ) -> Allocation:
     """Return the allocation of least damage that keeps to a budget.
 
-    Its ``gap`` tells what is not proved.
+    Its ``gap`` is what is not proved.
 
     Args:
         problem: Units, choices, damage and costs.
@@ -110,7 +110,7 @@ def _within(
     nodes: int = NODES,
 ) -> Allocation | None:
     """Return the best allocation whose totals keep to the limits."""
-    # Costs that are no short decimals are rounded to steps. Begin with the room that
+    # Costs that are not short decimals are rounded to steps. Begin with the room that
     # this may take away, and take it back where it was used.
     exact = all(problem.costs[name].scale is not None for name in limits)
     for slack in (0.0,) if exact else (0.5, 0.0, -0.5):

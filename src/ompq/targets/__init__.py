@@ -94,7 +94,7 @@ class Target:
             TargetError: The profile is broken; says where.
         """
         if not isinstance(data, dict) or data.get("format") != FORMAT:
-            raise TargetError(f"this is no target profile of format {FORMAT}")
+            raise TargetError(f"this is not a target profile of format {FORMAT}")
         kinds = data.get("operators")
         if not isinstance(kinds, dict) or _DEFAULT not in kinds:
             raise TargetError('"operators" must have an entry "default"')
