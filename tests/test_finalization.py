@@ -279,3 +279,23 @@ def test_weights_are_quantized_once_until_they_change(monkeypatch):
         network.block1.conv1.weight_scale.mul_(1.1)
         assert not torch.equal(network(images(4)), first + 1.0)
         assert len(calls) == len(quantized_layers(network)) + 2
+
+
+def test_depthwise_layers_keep_their_bits():
+    given = quantized(seeded(TinyMobileNet()), images(16), weight=8)
+    network = finalize(given, images())
+    assert lower(network, images()).saturating() == []
+    for (name, before), after in zip(
+        quantized_layers(given).items(),
+        quantized_layers(network).values(),
+        strict=True,
+    ):
+        depthwise = getattr(before, "groups", 1) > 1
+        assert torch.equal(before.weight_scale, after.weight_scale) == depthwise, name
+
+
+def test_depthwise_output_without_a_grid_is_made_safe():
+    network = nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU(), nn.Conv2d(4, 4, 3, groups=4))
+    given = quantized(seeded(network), images(), weight=8)
+    assert lower(given, images()).saturating() == ["0", "2"]
+    assert lower(finalize(given, images()), images()).saturating() == []

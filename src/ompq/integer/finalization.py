@@ -76,7 +76,7 @@ def _avoid_saturation(model: nn.Module, steps: Steps) -> None:
     """Make channels coarser until no two of their products can exceed 16 bits."""
     layers = quantized_layers(model)
     for step in steps.steps:
-        if step.module not in layers:
+        if not steps.pairs(step):
             continue
         layer, (grid,) = layers[step.module], steps.sources(step)
         own = layer.grid_like_weight()

@@ -16,6 +16,7 @@ from ompq.integer.arithmetic import WIDE, CodeGrid
 from ompq.integer.operators import (
     OPERATORS,
     Codes,
+    Convolution,
     FunctionCall,
     Layer,
     Pending,
@@ -70,12 +71,24 @@ class Steps:
         """Return the grids of what a step reads."""
         return [self.steps[source].grid for source in step.inputs]
 
+    def pairs(self, step: Step) -> bool:
+        """Return whether 8-bit kernels add the products of a step in pairs.
+
+        Those of ONNX Runtime for depthwise convolutions do not, but they need a grid to
+        round to.
+        """
+        operator = step.operator
+        if isinstance(operator, Convolution) and operator.depthwise:
+            return step.grid.wide
+        return isinstance(operator, Layer)
+
     def saturating(self) -> list[str]:
         """Return the layers in which two products may exceed 16 bits."""
         return [
             step.name
             for step in self.steps
             if isinstance(step.operator, Layer)
+            and self.pairs(step)
             and step.operator.weight.pair_excess(*self.sources(step)).max() > 1
         ]
 

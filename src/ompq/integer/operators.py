@@ -279,6 +279,11 @@ class Convolution(Layer):
     dilation: Pair
     groups: int
 
+    @property
+    def depthwise(self) -> bool:
+        """Whether each channel is convolved by itself."""
+        return self.weight.values.shape[:2] == (self.groups, 1)
+
     def compute(self, values: list[Tensor]) -> Tensor:
         """Return the sums of products with the bias, (N, O, H', W')."""
         top, left, bottom, right = self.padding
@@ -287,7 +292,7 @@ class Convolution(Layer):
         window = (weight.shape[2], weight.shape[3])
         parts = list(taps(x, window, self.stride, self.dilation))
         groups, count = self.groups, len(parts)
-        if groups == x.shape[1] == weight.shape[0]:
+        if self.depthwise:
             columns = weight.reshape(-1, count, 1, 1).unbind(1)  # each (C, 1, 1)
             sums = parts[0] * columns[0]
             for part, column in zip(parts[1:], columns[1:], strict=True):
