@@ -32,9 +32,14 @@ if TYPE_CHECKING:
     from ompq.report import Accuracy, worst_histograms, write_figures, write_report
     from ompq.samples import Samples
     from ompq.scores import (
+        Blend,
+        Fisher,
+        Gradient,
+        Hessian,
         Orm,
         OrmDistortion,
         OrmSettings,
+        OrmShift,
         OutputDivergence,
         Random,
         ScoreTable,
@@ -63,8 +68,8 @@ _HOMES = {
     "ompq.models": "load_model",
     "ompq.datasets.sources": "load_data",
     "ompq.samples": "Samples",
-    "ompq.scores": "Orm OrmDistortion OrmSettings OutputDivergence Random ScoreTable "
-    "SmallestFirst WeightNoise",
+    "ompq.scores": "Blend Fisher Gradient Hessian Orm OrmDistortion OrmSettings "
+    "OrmShift OutputDivergence Random ScoreTable SmallestFirst WeightNoise",
     "ompq.training": "train",
     "ompq.training.config": "TRAIN_PROTOCOLS TrainConfig",
 }
@@ -77,14 +82,19 @@ __all__ = [
     "Allocation",
     "Audit",
     "AuditConfig",
+    "Blend",
     "Budget",
     "Choice",
     "Evaluation",
+    "Fisher",
+    "Gradient",
+    "Hessian",
     "LayerGraph",
     "OmpqError",
     "Orm",
     "OrmDistortion",
     "OrmSettings",
+    "OrmShift",
     "OutputDivergence",
     "Plan",
     "PlanConfig",

@@ -1,22 +1,37 @@
 """Scores: the damage expected of each choice of bits, unit by unit."""
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 from torch import nn
 
 from ompq.graph import Choice, LayerGraph
 from ompq.samples import Samples, SamplesLike
 from ompq.scores.baselines import Random, SmallestFirst
-from ompq.scores.orm import Orm, OrmDistortion, OrmSettings, measure_orm
+from ompq.scores.blend import Blend
+from ompq.scores.fisher import Fisher
+from ompq.scores.gradient import Gradient
+from ompq.scores.hessian import Hessian
+from ompq.scores.labels import LabelledBatches
+from ompq.scores.orm import Orm, OrmSettings, measure_orm
+from ompq.scores.orm_distortion import OrmDistortion
+from ompq.scores.orm_shift import OrmShift
 from ompq.scores.output_divergence import OutputDivergence
-from ompq.scores.table import Score, ScoreTable, checked
+from ompq.scores.table import Needs, Score, ScoreTable, checked
 from ompq.scores.weight_noise import WeightNoise
 
 __all__ = [
     "SCORES",
+    "Blend",
+    "Fisher",
+    "Gradient",
+    "Hessian",
+    "Needs",
     "Orm",
     "OrmDistortion",
     "OrmSettings",
+    "OrmShift",
     "OutputDivergence",
     "Random",
     "Score",
@@ -28,10 +43,15 @@ __all__ = [
     "score_table",
 ]
 
-
+# Each has a `summary` in one line and says what it `needs`.
 SCORES: dict[str, Score] = {
+    "blend": Blend(),
+    "fisher": Fisher(),
+    "gradient": Gradient(),
+    "hessian": Hessian(),
     "orm": Orm(),
     "orm_distortion": OrmDistortion(),
+    "orm_shift": OrmShift(),
     "output_divergence": OutputDivergence(),
     "random": Random(),
     "smallest_first": SmallestFirst(),
@@ -53,8 +73,18 @@ def score_table(
     model: nn.Module,
     samples: SamplesLike,
     choices: Sequence[Choice],
+    *,
+    batches: LabelledBatches | None = None,
 ) -> ScoreTable:
     """Compute a score, given as a callable or by name.
+
+    Args:
+        score: A name of :data:`SCORES` or a callable.
+        graph: The network's units.
+        model: The network.
+        samples: Inputs.
+        choices: Columns of the table.
+        batches: Inputs and class numbers, for the scores that use labels.
 
     Raises:
         ValueError: The name is unknown.
@@ -66,4 +96,7 @@ def score_table(
                 f"score={score!r} is unknown; use {', '.join(SCORES)} or a callable"
             )
         score = SCORES[score]
-    return checked(score(graph, model, Samples.of(samples), choices), graph, choices)
+    chosen: Any = score
+    if batches is not None and getattr(chosen, "needs", Needs("")).labels:
+        chosen = replace(chosen, batches=batches)
+    return checked(chosen(graph, model, Samples.of(samples), choices), graph, choices)

@@ -2,13 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 from torch import nn
 
 from ompq.graph import Choice, LayerGraph
 from ompq.samples import SamplesLike
-from ompq.scores.table import ScoreTable, Table
+from ompq.scores.table import Needs, ScoreTable, Table
 
 
 @dataclass(frozen=True)
@@ -17,6 +18,9 @@ class SmallestFirst:
 
     A bit is worth the same everywhere, so a budget goes where bits are cheap.
     """
+
+    summary: ClassVar[str] = "bits to the smallest layers first"
+    needs: ClassVar[Needs] = Needs("none")
 
     def __call__(
         self,
@@ -39,6 +43,9 @@ class Random:
     """
 
     seed: int = 0
+
+    summary: ClassVar[str] = "a random worth for each unit, as a baseline"
+    needs: ClassVar[Needs] = Needs("none")
 
     def __call__(
         self,

@@ -1,8 +1,8 @@
-"""ORM as a score: the paper's, linear in bits, and as a weight on a distortion."""
+"""ORM of a network, and the paper's score, which is linear in bits."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -30,8 +30,7 @@ from ompq.samples import (
     model_device,
     to_device,
 )
-from ompq.scores.table import ScoreTable, Table
-from ompq.scores.weight_noise import noise_table
+from ompq.scores.table import Needs, ScoreTable, Table
 
 Granularity = Literal["layer", "block", "stage", "net"]
 _BATCH = 256  # samples whose Gram matrices, 256 × 256 a layer, are held at a time
@@ -265,6 +264,9 @@ class Orm:
     settings: OrmSettings = OrmSettings()
     progress: Progress | None = field(default=None, repr=False, compare=False)
 
+    summary: ClassVar[str] = "the paper's: orthogonality of layers, linear in bits"
+    needs: ClassVar[Needs] = Needs("one")
+
     def __call__(
         self,
         graph: LayerGraph,
@@ -279,39 +281,7 @@ class Orm:
             sum(graph.units[j].feature == u.feature for j in graph.groups[u.group])
             for u in graph.units
         ]
-        bits = np.array([_bits(choice, choices) for choice in choices])
+        # Activation bits count only where they are chosen.
+        chosen = len({choice.activation for choice in choices}) > 1
+        bits = np.array([c.weight + chosen * c.activation for c in choices], float)
         return orm.table(-np.outer(orm.importance / np.array(sharing), bits))
-
-
-@dataclass(frozen=True)
-class OrmDistortion:
-    """ORM coefficient × noise-to-signal of the rounded weights (and inputs).
-
-    The distortion falls about fourfold a bit, as rate-distortion theory says; ORM says
-    how much each layer's distortion matters.
-
-    Attributes:
-        settings: How ORM is measured; gamma is taken per function by default.
-        progress: Called after each function.
-    """
-
-    settings: OrmSettings = OrmSettings(per_function=True)
-    progress: Progress | None = field(default=None, repr=False, compare=False)
-
-    def __call__(
-        self,
-        graph: LayerGraph,
-        model: nn.Module,
-        samples: SamplesLike,
-        choices: Sequence[Choice],
-    ) -> ScoreTable:
-        """Return coefficient × noise-to-signal, (units, choices)."""
-        orm = measure_orm(graph, model, samples, self.settings, progress=self.progress)
-        noise = noise_table(graph, model, samples, choices)
-        return orm.table(orm.importance[:, None] * noise)
-
-
-def _bits(choice: Choice, choices: Sequence[Choice]) -> float:
-    """Return the bits that the objective counts: activations only if chosen."""
-    searched = len({c.activation for c in choices}) > 1
-    return float(choice.weight + (choice.activation if searched else 0))

@@ -1,8 +1,8 @@
-"""ScoreTable: what a score returns, checked."""
+"""What a score is, what it needs and what it returns, checked."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias, overload
+from typing import Any, NamedTuple, TypeAlias, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,6 +37,20 @@ class ScoreTable:
 Score: TypeAlias = Callable[
     [LayerGraph, nn.Module, Samples, Sequence[Choice]], ScoreTable | Any
 ]
+
+
+class Needs(NamedTuple):
+    """What computing a score takes.
+
+    Attributes:
+        passes: Runs of the network over the samples, in words.
+        gradients: Whether the network must be differentiable.
+        labels: Whether labelled batches are used where they are given.
+    """
+
+    passes: str
+    gradients: bool = False
+    labels: bool = False
 
 
 def checked(

@@ -2,25 +2,18 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from ompq.costs import FLOAT_BITS
-from ompq.graph import (
-    Choice,
-    LayerGraph,
-    Unit,
-    channel_axis,
-    norm_affine,
-    scaled_channels,
-)
+from ompq.graph import Choice, LayerGraph, channel_axis
 from ompq.ranges import tensor_noise, weight_noises
 from ompq.samples import Samples, SamplesLike, collect
-from ompq.scores.table import ScoreTable, Table
+from ompq.scores.rounding_errors import called_module, unit_weight
+from ompq.scores.table import Needs, ScoreTable, Table
 
 _SAMPLES = 32  # inputs from which activation noise is read
 
@@ -32,6 +25,9 @@ class WeightNoise:
     When several activation widths are allowed, the same ratio of the unit's input is
     added.
     """
+
+    summary: ClassVar[str] = "noise-to-signal ratio of the rounded weights"
+    needs: ClassVar[Needs] = Needs("none, or one where activation bits are chosen")
 
     def __call__(
         self,
@@ -52,27 +48,6 @@ def noise_table(
     if len({choice.activation for choice in choices}) > 1:
         table = table + _input_table(graph, model, samples, choices)
     return table
-
-
-def unit_weight(model: nn.Module, unit: Unit) -> tuple[Tensor, nn.Module]:
-    """Return the unit's weight with its batch norm folded in, and its module."""
-    owner, _, _ = unit.parameter.rpartition(".")
-    module = model.get_submodule(owner)
-    weight = model.get_parameter(unit.parameter).detach()
-    if unit.norm:
-        norm = model.get_submodule(unit.norm)
-        assert isinstance(norm, _BatchNorm)  # the trace found it to be one
-        weight = scaled_channels(weight, norm_affine(norm)[0].detach(), module)
-    return weight, module
-
-
-def called_module(model: nn.Module, unit: Unit) -> nn.Module:
-    """Return the module that is called for the unit, whose input is the unit's."""
-    owner, _, _ = unit.parameter.rpartition(".")
-    if unit.kind == "attention" and owner.endswith("out_proj"):
-        # It is never called itself: its input stands inside the attention.
-        owner, _, _ = owner.rpartition(".")
-    return model.get_submodule(owner)
 
 
 def _weight_table(
