@@ -169,15 +169,16 @@ def unit_bytes(unit: Unit, choice: Choice) -> Bytes:
     """
     channels = unit.out_channels
     activations = 0 if choice.activation >= FLOAT_BITS else 8
+    biased = unit.norm != "" or unit.bias_parameters > 0
     if choice.weight >= FLOAT_BITS:
         size = unit.element_size
-        biases = size * channels if unit.norm or unit.bias_parameters else 0
+        biases = size * channels if biased else 0
         return Bytes(size * unit.weights, biases=biases, activations=activations)
     return Bytes(
         weights=ceil(unit.weights * choice.weight / 8),
         scales=4 * channels,
         zero_points=channels,
-        biases=4 * channels,
+        biases=4 * channels if biased or unit.replaced else 0,
         activations=activations,
     )
 

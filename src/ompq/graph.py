@@ -73,6 +73,7 @@ class Unit:
         feature: Position, among the observed calls, of the output that represents
             the unit (after batch norm and activation, after a residual sum).
         element_size: Bytes of one weight in the float network.
+        shared: Whether the weight belongs to another module, too: an embedding, say.
     """
 
     name: str
@@ -91,6 +92,15 @@ class Unit:
     group: str
     feature: int
     element_size: int = 4
+    shared: bool = False
+
+    @property
+    def replaced(self) -> bool:
+        """Whether quantizing replaces the layer, which then gets a bias if need be.
+
+        A weight that something else reads is rounded where it is.
+        """
+        return self.kind != "attention" and self.calls > 0 and not self.shared
 
     @property
     def weights(self) -> int:
@@ -336,6 +346,9 @@ def _find_layers(
     units: list[Unit] = []
     skipped: list[Skipped] = []
     owner: dict[int, str] = {}  # id of a weight → the unit that has it
+    holders = Counter(
+        id(p) for m in model.modules() for p in m.parameters(recurse=False)
+    )
     inside_attention = tuple(
         f"{name}."
         for name, module in model.named_modules()
@@ -349,10 +362,10 @@ def _find_layers(
             skipped.append(Skipped(name, reason))
             continue
         for unit in _units_of(name, module, calls[name]):
-            weight = model.get_parameter(unit.parameter)
-            first = owner.setdefault(id(weight), unit.name)
+            weight = id(model.get_parameter(unit.parameter))
+            first = owner.setdefault(weight, unit.name)
             if first == unit.name:
-                units.append(unit)
+                units.append(replace(unit, shared=holders[weight] > 1))
             else:
                 reason = f"shares the weight of {first} and gets its bits"
                 skipped.append(Skipped(unit.name, reason))
