@@ -88,6 +88,8 @@ def allocations(options, model, samples, activation: int) -> list[tuple]:
     for score in options.scores:
         plan = scored(options, model, samples, score)
         for budget in options.budgets:
+            if score in REFINED:
+                plan = refined(options, model, samples, score, budget)
             bits = chosen_bits(options, plan, score, budget)
             if bits is None:
                 continue
@@ -118,9 +120,29 @@ def chosen_bits(options, plan: Plan, score: str, budget: float) -> Allocation | 
     return None
 
 
+# Name → how it measures. Its candidates come from the default score's plan.
+REFINED = {"refined": "round", "refined-reconstruct": "reconstruct"}
+
+
+def refined(options, model, samples, score: str, budget: float) -> Plan:
+    """Return the plan for a budget, refined by measuring whole allocations."""
+    start = scored(options, model, samples, "default")
+    unit = NETWORKS[options.network][2]
+    config = ompq.RefineConfig(by=REFINED[score], count=options.measurements)
+    of = "-".join([options.network, score, *map(str, options.choices), str(budget)])
+
+    def make(path: Path) -> None:
+        plan = start.with_budget(f"{budget}{unit}")
+        ompq.refine(plan, model, samples, config).save(path)
+
+    return Plan.load(once(options.work / f"refined-{of}.json", make))
+
+
 def scored(options, model, samples, score: str) -> Plan:
     """Return a plan without limits, whose score is measured once for all budgets."""
     own = {"filled": filled, "uniform": "random", "published": "random"}
+    default = ompq.PlanConfig().score
+    own |= dict.fromkeys(("default", *REFINED), default)
     config = ompq.PlanConfig(
         choices=tuple(options.choices),
         activation_choices=(options.activation_bits[0],),
@@ -193,7 +215,8 @@ def main() -> None:
     parser.add_argument("--budgets", type=float, nargs="+", required=True)
     parser.add_argument("--choices", type=int, nargs="+", default=[2, 3, 4])
     parser.add_argument("--activation-bits", type=int, nargs="+", default=[8])
-    parser.add_argument("--scores", nargs="+", default=["orm_distortion"])
+    parser.add_argument("--scores", nargs="+", default=["default"])
+    parser.add_argument("--measurements", type=int, default=20, help="of refinement")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--samples", type=int, default=64, help="for the scores")
     default = ompq.RoundingConfig().iterations
