@@ -109,6 +109,8 @@ def chosen_bits(options, plan: Plan, score: str, budget: float) -> Allocation | 
     if score == "published":
         activation = plan.choices[0].activation
         return published(options.network, budget, plan.graph.names, activation)
+    if score in REFINED:
+        return plan.allocation
     if score != "uniform":
         return plan.with_budget(f"{budget}{unit}").allocation
     for choice in sorted(plan.choices, key=lambda c: -c.weight):
