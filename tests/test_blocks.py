@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from nets import Chain, TinyMobileNet, TinyResNet, scenes, seeded
+from nets import Chain, ResidualBlock, TinyMobileNet, TinyResNet, scenes, seeded
 from ompq.allocation.solver import Allocation
 from ompq.errors import QuantizationError, SampleError
 from ompq.graph import Choice, trace
@@ -23,6 +23,7 @@ from ompq.reconstruction.blocks import (
     Layout,
     fisher_weights,
     layout_of,
+    merged,
 )
 from ompq.reconstruction.rounding import RoundingConfig, learn_rounding
 from ompq.samples import Samples
@@ -307,6 +308,69 @@ def test_a_block_is_never_run_on_what_does_not_fit_it():
     result = reconstruct(quantized_at(model, 3, scenes(16)), model, scenes(16), QUICK)
     blocks = [e.block for e in quantization_of(result).errors]
     assert blocks == ["proj", "block", "head"]
+
+
+class Stages(nn.Module):
+    """Three residual blocks in a row; a later layer reads the second one's output."""
+
+    def __init__(self, *, tap):
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 3, padding=1)
+        self.blocks = nn.ModuleList(ResidualBlock(8, 8) for _ in range(3))
+        self.head, self.tap = nn.Linear(8, 5), tap
+
+    def forward(self, x):
+        one = self.blocks[0](torch.relu(self.stem(x)))
+        two = self.blocks[1](one)
+        three = self.blocks[2](two)
+        return self.head((three + two if self.tap else three).mean((2, 3)))
+
+
+@pytest.mark.parametrize(
+    ("tap", "most", "groups"),
+    [
+        (False, 2, ["stem", "blocks.0+blocks.1", "blocks.2", "head"]),
+        (False, 3, ["stem", "blocks.0+blocks.1+blocks.2", "head"]),
+        (True, 3, ["stem", "blocks.0+blocks.1", "blocks.2", "head"]),
+        (False, 1, ["stem", "blocks.0", "blocks.1", "blocks.2", "head"]),
+    ],
+)
+def test_blocks_merge_where_only_the_next_one_reads_their_output(tap, most, groups):
+    model, samples = seeded(Stages(tap=tap)), Samples.of(scenes(4))
+    names = list(trace(model, samples).blocks)
+    assert ["+".join(group) for group in merged(model, names, samples, most)] == groups
+
+
+@pytest.mark.parametrize("network", [Skips, Twice, Pairs])
+def test_blocks_of_other_graphs_stay_apart(network):
+    samples = next(s for net, s in GRAPHS.values() if net is network)
+    model, samples = seeded(network()), Samples.of(samples)
+    names = list(trace(model, samples).blocks)
+    assert merged(model, names, samples, 3) == [(name,) for name in names]
+
+
+def test_merged_blocks_learn_to_give_what_the_last_one_gives():
+    model = seeded(Stages(tap=False))
+    quantized = quantized_at(model, 3, scenes(64))
+    with closing(runner_for(quantized, model, scenes(64))) as runner:
+        cache = runner.gather("blocks.0", "blocks.1")
+    given, _ = full_run(quantized, scenes(64), "blocks.0")
+    torch.testing.assert_close(cache.inputs, given)
+    torch.testing.assert_close(
+        cache.targets, full_run(model, scenes(64), "blocks.1")[1]
+    )
+    rounding = RoundingConfig(iterations=100, batch_size=16)
+    config = ReconstructConfig(rounding=rounding, merge=2)
+    result = reconstruct(quantized, model, scenes(64), config)
+    errors = {e.block: e for e in quantization_of(result).errors}
+    assert errors["blocks.0+blocks.1"].improved
+    assert list(errors) == ["stem", "blocks.0+blocks.1", "blocks.2", "head"]
+    assert list(result.state_dict()) == list(quantized.state_dict())
+
+
+def test_merging_no_block_is_refused():
+    with pytest.raises(ValueError, match="merge=0 must be at least 1"):
+        ReconstructConfig(merge=0)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.25, 1.0])

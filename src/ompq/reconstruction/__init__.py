@@ -24,7 +24,7 @@ from ompq.quantization import (
 )
 from ompq.quantization.equalization import equalized
 from ompq.quantization.moments import Moments, float_moments
-from ompq.reconstruction.blocks import BlockRunner
+from ompq.reconstruction.blocks import BlockRunner, merged
 from ompq.reconstruction.rounding import RoundingConfig, learn_rounding
 from ompq.recording import tensors_in
 from ompq.samples import Progress, Samples, SamplesLike
@@ -42,6 +42,8 @@ class ReconstructConfig:
         rounding: The optimisation of one block.
         loss: ``squared`` error of the block's output, or ``fisher``: each element
             weighted by the squared gradient of the network's loss.
+        merge: How many neighbouring blocks, at most, are reconstructed jointly, where
+            each alone reads what the one before returns; 1 keeps blocks apart.
         batch_size: How many samples run at a time while inputs are gathered.
         device_bytes: Inputs and targets of a block that take more stay in host memory.
             Those that take more than half of it are gathered anew from the network's
@@ -51,6 +53,7 @@ class ReconstructConfig:
 
     rounding: RoundingConfig = RoundingConfig()
     loss: Literal["squared", "fisher"] = "squared"
+    merge: int = 1
     batch_size: int = 64
     device_bytes: int = 16 << 30
     seed: int = 0
@@ -59,8 +62,10 @@ class ReconstructConfig:
         """Check the values.
 
         Raises:
-            ValueError: The loss is unknown.
+            ValueError: The loss is unknown, or nothing would be reconstructed.
         """
+        if self.merge < 1:
+            raise ValueError(f"merge={self.merge} must be at least 1")
         if self.loss not in ("squared", "fisher"):
             raise ValueError(f"loss={self.loss!r} is unknown; use squared or fisher")
 
@@ -98,24 +103,27 @@ def reconstruct(
     _check_network(record, model, samples)
     model = equalized(model, record.equalized)
     result = copy.deepcopy(quantized).eval()
-    blocks = _learnable(result, record)
+    groups = merged(model, _learnable(result, record), samples, config.merge)
+    blocks = {"+".join(group): group for group in groups}
     identity = _identity(quantized, samples, config)
     done = _resume(result, checkpoint, identity)
-    moments = _moments(model, record, blocks, samples, config.batch_size)
+    moments = _moments(model, record, groups, samples, config.batch_size)
     size, limit = config.batch_size, config.device_bytes
-    runner = BlockRunner(result, model, samples, batch_size=size, limit=limit)
-    with closing(runner):
-        for number, name in enumerate(blocks):
+    with closing(
+        BlockRunner(result, model, samples, batch_size=size, limit=limit)
+    ) as runner:
+        for number, (name, group) in enumerate(blocks.items()):
             if name in done:
                 continue
-            cache = runner.gather(name, fisher=config.loss == "fisher")
+            cache = runner.gather(group[0], group[-1], fisher=config.loss == "fisher")
             if config.rounding.float_inputs == 0:
                 cache.float_inputs = []
+            modules = [result.get_submodule(block) for block in group]
             before, after = learn_rounding(
-                result.get_submodule(name),
+                modules[0] if len(group) == 1 else nn.Sequential(*modules),
                 cache,
                 replace(config.rounding, seed=config.seed + 7919 * number),
-                moments=moments[name],
+                moments=moments[group],
                 progress=_within(progress, number, len(blocks), name),
             )
             del cache  # before the next one is gathered
@@ -126,10 +134,8 @@ def reconstruct(
     if progress:
         total = len(blocks) * config.rounding.iterations
         progress(total, total, "reconstructed")
-    errors = tuple(done[name] for name in blocks)
-    return with_quantization(result, replace(record, errors=errors)).train(
-        quantized.training
-    )
+    record = replace(record, errors=tuple(done[name] for name in blocks))
+    return with_quantization(result, record).train(quantized.training)
 
 
 def _check_network(record: Quantization, model: nn.Module, samples: Samples) -> None:
@@ -163,25 +169,23 @@ def _module(model: nn.Module, name: str) -> nn.Module | None:
 def _moments(
     model: nn.Module,
     record: Quantization,
-    blocks: Sequence[str],
+    groups: Sequence[tuple[str, ...]],
     samples: Samples,
     batch_size: int,
-) -> dict[str, dict[str, Moments]]:
-    """Return, for each block, the float moments of its units by their names in it."""
-    units = {
-        block: [record.graph.units[i] for i in record.graph.blocks[block]]
-        for block in blocks
-    }
-    known = [u for of in units.values() for u in of if _module(model, u.name)]
-    found = float_moments(model, known, samples, batch_size)
-    return {
-        block: {
-            unit.name.removeprefix(block).removeprefix("."): found[unit.name]
-            for unit in of
-            if unit.name in found
-        }
-        for block, of in units.items()
-    }
+) -> dict[tuple[str, ...], dict[str, Moments]]:
+    """Return, for each group, the float moments of its units by their names in it."""
+    units = [unit for unit in record.graph.units if _module(model, unit.name)]
+    found = float_moments(model, units, samples, batch_size)
+    result: dict[tuple[str, ...], dict[str, Moments]] = {}
+    for group in groups:
+        of = result.setdefault(group, {})
+        for number, block in enumerate(group):
+            for index in record.graph.blocks[block]:
+                name = record.graph.names[index]
+                inner = name.removeprefix(block).removeprefix(".")
+                if name in found:
+                    of[inner if len(group) == 1 else f"{number}.{inner}"] = found[name]
+    return result
 
 
 def _within(

@@ -1,23 +1,26 @@
 """Inputs and targets of one block after another."""
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
 from ompq.errors import QuantizationError, SampleError
-from ompq.graph import normalised_by
+from ompq.graph import normalised_by, observe
 from ompq.passes import ForwardPass
 from ompq.quantization import quantization_of
 from ompq.recording import tensors_in, with_tensors
 from ompq.samples import (
     Batch,
+    Collector,
     Samples,
     attached,
     batch_length,
     call,
+    collect,
     evaluating,
     first_tensor,
     model_device,
@@ -291,11 +294,12 @@ class BlockRunner:
             for batch in self._batches
         ]
 
-    def gather(self, block: str, *, fisher: bool = False) -> BlockCache:
+    def gather(self, block: str, last: str = "", *, fisher: bool = False) -> BlockCache:
         """Run both networks to a block and return its inputs and targets.
 
         Args:
             block: Its name; the blocks before it are done.
+            last: The block whose output is the target, if it is a later one.
             fisher: Whether to weight elements of the targets by their importance.
 
         Raises:
@@ -307,7 +311,7 @@ class BlockRunner:
         if any(unit.calls != 1 for unit in units.values() if unit.block == block):
             self.close()  # a later call is not the first one
         # A unit that stands alone ends after its norm, which the quantized one folded.
-        end = normalised_by(model, units[block]) if block in units else block
+        end = normalised_by(model, units[block]) if block in units else last or block
         with evaluating(quantized, model):
             arguments, layout = self._layouts(block, end)
             rows = self._rows(block, end, arguments, layout)
@@ -359,6 +363,60 @@ class BlockRunner:
         layouts = [layout_of(a.shape, b.shape) for a, b in pairs]
         returned = (next(tensors_in(each)).shape for each in (output, output_two))
         return Arguments(example, layouts), layout_of(*returned)
+
+
+def merged(
+    model: nn.Module, blocks: Sequence[str], samples: Samples, most: int
+) -> list[tuple[str, ...]]:
+    """Group neighbouring blocks that can be reconstructed jointly.
+
+    Each block of a group gets one tensor and returns one, which the next block alone
+    reads. A layer that stands alone is no such block.
+
+    Args:
+        model: The float network.
+        blocks: Names, in order of execution.
+        samples: Inputs of the network.
+        most: Blocks in a group, at most.
+    """
+    if most == 1:
+        return [(name,) for name in blocks]
+    recording = observe(model, samples)
+    consumers = recording.consumers()
+    made = {each.name: each.output for each in recording.module_calls}
+    times = Counter(each.name for each in recording.module_calls)
+    plain: set[str] = set()  # blocks that get one tensor and return one
+
+    def collector(name: str) -> Collector:
+        def see(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            tensors = len(args) == 1 and not kwargs and isinstance(args[0], Tensor)
+            if tensors and isinstance(output, Tensor) and any(module.children()):
+                plain.add(name)
+
+        return see
+
+    modules = [(model.get_submodule(name), collector(name)) for name in blocks]
+    collect(model, samples.first(1), modules)
+
+    def joins(first: str, second: str) -> bool:
+        own = [c for c in recording.calls if f"{c.module}.".startswith(f"{second}.")]
+        inside = {call.position for call in own}
+        read = {source for call in own for source in call.inputs} - inside
+        output = made[first]
+        alone = output not in recording.returned and read == {output}
+        return alone and inside.issuperset(consumers[cast(int, output)])
+
+    groups: list[tuple[str, ...]] = []
+    for name in blocks:
+        last = groups[-1] if groups else ()
+        usable = 0 < len(last) < most and all(
+            one in plain and times[one] == 1 for one in (*last, name)
+        )
+        if usable and joins(last[-1], name):
+            groups[-1] = (*last, name)
+        else:
+            groups.append((name,))
+    return groups
 
 
 def _together(parts: Sequence[Tensor]) -> Tensor:
