@@ -49,9 +49,9 @@ from ompq.reconstruction import ReconstructConfig
 from ompq.reconstruction.rounding import RoundingConfig
 from ompq.samples import model_device
 from ompq.training import train as learn
-from ompq.training.batches import TrainingData
+from ompq.training.batches import TrainingData, checked_length
 from ompq.training.config import TRAIN_PROTOCOLS, TrainConfig
-from ompq.training.run import check_installed, checked_length
+from ompq.training.run import check_installed
 from ompq.userfiles import suggestion
 from ompq.workflow import PLAN, Outcome, Workflow, read_bits
 

@@ -46,14 +46,22 @@ class TrainingData(Protocol):
 Batches: TypeAlias = TrainingData | Iterable[LabelledBatch]
 
 
-def batches_per_epoch(batches: Batches, config: TrainConfig, processes: int) -> int:
+def checked_length(
+    batches: Batches, config: TrainConfig, processes: int, device: torch.device
+) -> int:
     """Return how many batches each process gets in an epoch: whole steps only.
 
     Raises:
         TypeError: The batches can be read only once, or have no length.
-        ValueError: A batch cannot be split evenly.
+        ValueError: A batch cannot be split evenly, or a CUDA graph not be recorded.
         DataError: There are too few for one step.
     """
+    alone = processes == config.accumulate == 1
+    if config.cuda_graph and not (alone and device.type == "cuda"):
+        raise ValueError(
+            "cuda_graph needs one process on a GPU without accumulation, not "
+            f"{processes} on {device.type} with accumulate={config.accumulate}"
+        )
     if not isinstance(batches, Sized):
         raise TypeError(
             f"batches is {type(batches).__name__} without a length; training reads "

@@ -21,7 +21,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from ompq.errors import DataError, MissingExtraError, TrainingError, shortened
 from ompq.files import read_checkpoint, write_checkpoint, write_text
 from ompq.samples import Progress, call, evaluating, first_tensor, model_device
-from ompq.training.batches import Batches, LabelledBatch, batches_per_epoch
+from ompq.training.batches import Batches, LabelledBatch, checked_length
 from ompq.training.config import TrainConfig
 from ompq.training.minmax import ActivationRanges, WeightRanges
 from ompq.training.norms import (
@@ -59,24 +59,6 @@ def check_installed(config: TrainConfig) -> None:
             import_module(module)
         except ImportError as error:
             raise MissingExtraError(module.rpartition(".")[2], extra) from error
-
-
-def checked_length(
-    batches: Batches, config: TrainConfig, processes: int, device: torch.device
-) -> int:
-    """Return how many batches each process gets in an epoch.
-
-    Raises:
-        TypeError, DataError: As :func:`batches_per_epoch`.
-        ValueError: The settings do not suit the batches, or the device.
-    """
-    alone = processes == config.accumulate == 1
-    if config.cuda_graph and not (alone and device.type == "cuda"):
-        raise ValueError(
-            "cuda_graph needs one process on a GPU without accumulation, not "
-            f"{processes} on {device.type} with accumulate={config.accumulate}"
-        )
-    return batches_per_epoch(batches, config, processes)
 
 
 class Run:
