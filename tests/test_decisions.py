@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from cli_tools import network_file, run, run_json
+from ompq.cli import settings
 from ompq.cli.settings import sample_count
 from ompq.costs import overhead_bytes
 from ompq.datasets.sources import load_data
@@ -451,14 +452,39 @@ def test_names_of_layers_are_printed_as_text(hostile):
     assert all(name in run("explain", path, "*").stdout for name in NAMES_AS_TEXT)
 
 
-def test_every_score_is_listed_with_what_it_needs_and_costs():
-    result = run("scores", "--json")
-    rows = json.loads(result.stdout)
-    assert [row["name"] for row in rows] == list(SCORES)
-    assert all(row["needs"] != "?" and row["cost"] != "?" for row in rows)
-    shown = run("scores", env={"COLUMNS": "80"}).stdout
-    assert max(map(len, shown.splitlines())) <= 80
-    assert all(name in shown for name in SCORES)
+def test_every_score_is_listed_with_what_it_needs():
+    rows = {row["name"]: row for row in json.loads(run("scores", "--json").stdout)}
+    assert list(rows) == list(SCORES)
+    assert all(row["passes"] and row["summary"] for row in rows.values())
+    shown = run("scores", env={"COLUMNS": "80"}).stdout.splitlines()
+    assert max(map(len, shown)) <= 80
+    for line in shown[2:]:
+        name, *rest = line.split()
+        needed = [what for what in ("gradients", "labels") if rows[name][what]]
+        assert rest[0].rstrip(",") == (needed[0] if needed else "-")
+
+
+@pytest.mark.parametrize("limit", ["3", "1h"])
+def test_bits_can_be_refined_by_measuring(net, tmp_path, limit, monkeypatch):
+    monkeypatch.setattr(settings, "_ENDLESS", 4)
+    path = tmp_path / "plan.json"
+    words = ("plan", net[0], "--data", "random", "--budget", "4bits", "-o", path)
+    result = run(*words, "--samples", "32", "--refine", limit)
+    assert result.exit_code == 0, result.output
+    refined = Plan.load(path)
+    assert 1 <= len(refined.measured) <= 4
+    best = min(refined.measured, key=lambda one: one.divergence)
+    assert refined.allocation == best.allocation
+    assert f"{len(refined.measured)} allocations measured" in result.stdout
+    assert refined.totals["average_bits"] <= 4
+    assert [one.name for one in tmp_path.iterdir()] == ["plan.json"]
+
+
+@pytest.mark.parametrize("limit", ["0", "-3", "soon", "3 days"])
+def test_limits_of_a_refinement_that_cannot_be_read_are_told(net, limit):
+    result = run("plan", *net, "--budget", "4bits", "--refine", limit)
+    assert result.exit_code == 2
+    assert f"--refine {limit}: give a number of allocations" in result.stderr
 
 
 def audited(net, *words):

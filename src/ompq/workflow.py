@@ -21,6 +21,7 @@ from ompq.packing import save
 from ompq.plans import Pin, Plan, PlanConfig, plan
 from ompq.quantization import BlockError, quantization_of, quantize
 from ompq.reconstruction import ReconstructConfig, reconstruct
+from ompq.refinement import RefineConfig, refine
 from ompq.report import (
     Accuracy,
     Histogram,
@@ -64,6 +65,8 @@ class Workflow:
         config: PlanConfig = PlanConfig(),
         *,
         count: int = PLAN_SAMPLES,
+        refinement: RefineConfig | None = None,
+        checkpoint: Path | None = None,
     ) -> Plan:
         """Return a plan for a budget or for given bits; a plan is returned as it is.
 
@@ -71,6 +74,8 @@ class Workflow:
             source: What decides on the bits.
             config: Choices, score, pins and so on.
             count: How many of the samples are used.
+            refinement: Whether and how the bits are refined, with all samples.
+            checkpoint: Where a stopped refinement continues from.
 
         Raises:
             PlanError: The bits do not name every unit.
@@ -91,7 +96,18 @@ class Workflow:
             )
         if isinstance(source, Allocation):
             _check_complete(source, made)
-        return replace(made, score_name=score_name(config.score))
+        made = replace(made, score_name=score_name(config.score))
+        if refinement is None:
+            return made
+        with self.stages.stage("refining") as progress:
+            return refine(
+                made,
+                self.model,
+                self.samples,
+                refinement,
+                checkpoint=checkpoint,
+                progress=progress,
+            )
 
     def quantize(self, bits: Plan) -> nn.Module:
         """Return the network rounded to nearest and calibrated."""

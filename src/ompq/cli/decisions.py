@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from inspect import cleandoc
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +22,12 @@ from ompq.cli.options import (
     option,
 )
 from ompq.cli.settings import (
+    REFINE_SAMPLES,
     SAMPLES,
     DataOptions,
     NetworkOptions,
     PlanOptions,
+    RefineOptions,
     read_samples,
     sample_count,
 )
@@ -54,6 +55,7 @@ def plan(
     network: NetworkOptions,
     data: DataOptions,
     planning: PlanOptions,
+    refining: RefineOptions,
     output: OutputOptions,
     budget: BudgetOption,
     file: Path | None = option(None, "FILE", "Save the plan.", "--output", "-o"),
@@ -61,7 +63,7 @@ def plan(
         None,
         "NUMBER",
         f"How many inputs are used. Default: {SAMPLES}; with --protocol the "
-        "paper's number.",
+        f"paper's number; with --refine {REFINE_SAMPLES}.",
         min=2,
     ),
 ) -> None:
@@ -73,20 +75,29 @@ def plan(
       ompq plan timm:resnet50 --data images/ --budget 16MiB,140GBOPs --choices 4,8
       ompq plan cifar:resnet20 --weights none --data random --budget 12.5%
       ompq plan timm:resnet18 --data images/ --budget 4MiB --protocol paper-ptq
+      ompq plan timm:resnet18 --data images/ --budget 4MiB --refine 3min
 
     Run ompq budget first to see what can be met.
     """
     with opened(output) as console:
         check_writable(file)
         wanted, config = Budget.of(budget), planning.config()
+        refinement = refining.config(data.seed)
         model = network.load(console)
         inputs = data.load(model, "train")
-        count = sample_count(network.network, samples, planning.protocol)
+        few = sample_count(network.network, samples, planning.protocol)
+        count = few
+        if refinement is not None and samples is None:
+            count = max(few, min(REFINE_SAMPLES, len(inputs)))
         tensor = read_samples(inputs, count, console)
         work = Workflow(model.module, tensor, console.stages)
-        made = work.plan(wanted, config, count=count)
-        if file is not None:
+        unfinished = None if file is None else file.with_suffix(".unfinished.json")
+        made = work.plan(
+            wanted, config, count=few, refinement=refinement, checkpoint=unfinished
+        )
+        if file is not None and unfinished is not None:
             made.save(file)
+            unfinished.unlink(missing_ok=True)
         about = {
             "network": model.name,
             "weights": model.weights,
@@ -210,18 +221,6 @@ def _uniform(problem: Problem, wanted: Choice) -> dict[str, float]:
     }
 
 
-# Score → what it needs besides the weights, and what it costs. A pass is one forward
-# pass over the samples.
-_SCORES = {
-    "orm": ("samples", "1 pass"),
-    "orm_distortion": ("samples", "1 pass"),
-    "output_divergence": ("samples", "1 pass per layer and width"),
-    "random": ("nothing", "none"),
-    "smallest_first": ("nothing", "none"),
-    "weight_noise": ("samples, for activations", "at most 1 pass"),
-}
-
-
 def scores(output: OutputOptions) -> None:
     """List the scores: what estimates the damage of few bits.
 
@@ -232,17 +231,29 @@ def scores(output: OutputOptions) -> None:
     Any of them can be given to --score; ompq audit measures how well they choose.
     """
     with opened(output) as console:
-        rows = []
-        for name, score in SCORES.items():
-            needs, cost = _SCORES.get(name, ("?", "?"))
-            what = cleandoc(type(score).__doc__ or "").partition("\n")[0]
-            rows.append({"name": name, "needs": needs, "cost": cost, "what": what})
+        known: dict[str, Any] = dict(SCORES)
+        rows = [
+            {"name": name, **score.needs._asdict(), "summary": score.summary}
+            for name, score in known.items()
+        ]
         columns = [
-            Column(title, [row[title] for row in rows], "left", rank=rank)
-            for title, rank in (("name", 0), ("needs", 0), ("cost", 0), ("what", 1))
+            Column("score", list(known), "left"),
+            Column("needs", [_needed(score) for score in known.values()], "left"),
+            Column(
+                "forward passes",
+                [score.needs.passes for score in known.values()],
+                "left",
+                shorten=True,
+            ),
+            Column("", [score.summary for score in known.values()], "left", rank=1),
         ]
         line = ", ".join(SCORES)
         render(View(rows, line, lambda width: [fitted(columns, width)]), console)
+
+
+def _needed(score: Any) -> str:
+    names = [name for name in ("gradients", "labels") if getattr(score.needs, name)]
+    return ", ".join(names) or "-"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,6 +29,7 @@ from ompq.cli.settings import (
     DataOptions,
     NetworkOptions,
     PlanOptions,
+    RefineOptions,
     read_samples,
     sample_count,
 )
@@ -127,13 +128,14 @@ class RunOptions:
         """Return how many inputs calibrate."""
         return self.samples or min(CALIBRATION, len(inputs))
 
-    def check(self, planning: PlanOptions) -> None:
+    def check(self, planning: PlanOptions, refining: RefineOptions) -> None:
         """Refuse options that contradict each other.
 
         Raises:
             ValueError: Some do.
         """
         deciding = [*(["--budget"] if self.budget else []), *planning.typed()]
+        deciding += ["--refine"] if refining.refine else []
         if self.plan is not None and deciding:
             raise ValueError(
                 f"--plan already decides the bits; leave out {', '.join(deciding)}"
@@ -226,6 +228,7 @@ def quantize(
     data: DataOptions,
     run: RunOptions,
     planning: PlanOptions,
+    refining: RefineOptions,
     output: OutputOptions,
 ) -> None:
     """Plan, quantize, reconstruct, evaluate and save, in one command.
@@ -241,16 +244,17 @@ def quantize(
     """
     check_folder(run.folder)
     with opened(output) as console, run_folder(run, console):
-        run.check(planning)
+        run.check(planning, refining)
         source = run.bits_source()
-        planning.config()  # wrong options should not wait for the network
+        # Wrong options should not wait for the network.
+        _ = planning.config(), refining.config(data.seed)
         model = network.load(console)
         inputs = data.load(model, "train")
         # Before the work: labels that do not fit should not cost an hour.
         judged = data.labelled(run.eval_data, model, run.limit)
         samples = read_samples(inputs, run.calibration_count(inputs), console)
         work = Workflow(model.module, samples, console.stages)
-        plan, made = _quantized(work, source, model, run, planning, data.seed)
+        plan, made = _quantized(work, source, inputs, run, planning, refining)
         steps = 0 if run.no_reconstruct else _rounding(run).iterations
         about = _about(model, inputs, run, samples=len(samples), iterations=steps)
         outcome = work.outcome(made, plan, judged, about)
@@ -261,14 +265,19 @@ def quantize(
 def _quantized(
     work: Workflow,
     source: Plan | Allocation | Budget,
-    model: NamedModel,
+    inputs: Data,
     run: RunOptions,
     planning: PlanOptions,
-    seed: int,
+    refining: RefineOptions,
 ) -> tuple[Plan, nn.Module]:
     """Plan, quantize and, unless the options say otherwise, reconstruct."""
-    count = sample_count(model.name, None, planning.protocol)
-    plan = work.plan(source, planning.config(), count=count)
+    seed = inputs.seed
+    plan = work.plan(
+        source,
+        planning.config(),
+        count=sample_count(inputs.model.name, None, planning.protocol),
+        refinement=refining.config(seed),
+    )
     views = image_views(work.samples, run.views, seed=seed)
     work = replace(work, samples=views)
     rounded = work.quantize(plan)
@@ -433,6 +442,7 @@ def train(
     run: RunOptions,
     training: TrainOptions,
     planning: PlanOptions,
+    refining: RefineOptions,
     output: OutputOptions,
 ) -> None:
     """Plan, quantize, reconstruct, train, evaluate and save, in one command.
@@ -452,7 +462,7 @@ def train(
     check_folder(run.folder)
     output = output if _is_main() else replace(output, json=False, quiet=True)
     with opened(output) as console, run_folder(run, console):
-        run.check(planning)
+        run.check(planning, refining)
         config = training.config(planning.protocol, data.seed)
         if config.start == "float":  # training would discard what is reconstructed
             run = replace(run, no_reconstruct=True)
@@ -468,7 +478,7 @@ def train(
         judged = data.labelled(run.eval_data, model, run.limit)
         validation = data.labelled(training.validation, model)
         if _is_main() and training.start is None:
-            _prepare(model, inputs, run, planning, console)
+            _prepare(inputs, run, planning, refining, console)
         plan, start = _begin(training, run, model)
         with console.stage("training") as progress:
             made = learn(
@@ -504,19 +514,20 @@ def _images(inputs: Data, config: TrainConfig, console: Console) -> TrainingData
 
 
 def _prepare(
-    model: NamedModel,
     inputs: Data,
     run: RunOptions,
     planning: PlanOptions,
+    refining: RefineOptions,
     console: Console,
 ) -> None:
     """Quantize, and write what all processes, and a resumed run, start from."""
     source = run.bits_source()
     if run.start.exists():
         return
+    model = inputs.model
     samples = read_samples(inputs, run.calibration_count(inputs), console)
     work = Workflow(model.module, samples, console.stages)
-    plan, made = _quantized(work, source, model, run, planning, inputs.seed)
+    plan, made = _quantized(work, source, inputs, run, planning, refining)
     plan.save(run.folder / PLAN)
     save(made, run.start, plan=plan, network=model.name)
     run.checkpoint.unlink(missing_ok=True)

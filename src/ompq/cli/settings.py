@@ -20,6 +20,7 @@ from ompq.datasets.sources import Batches, Data, Split, load_data
 from ompq.errors import ScoreError
 from ompq.models import NamedModel, load_model
 from ompq.plans import PLAN_PROTOCOLS, Pin, PlanConfig
+from ompq.refinement import RefineConfig
 from ompq.scores import SCORES, Score, score_name
 from ompq.targets import included_targets
 from ompq.userfiles import call_user_function, is_user_function, suggestion
@@ -29,6 +30,10 @@ SAMPLES = 64
 FEWER_SAMPLES = {"mobilenet_v2": 32, "mobilenetv2": 32}
 _DEVICES = ("auto", "cpu", "cuda")
 _SOURCES = "Network and data"
+_SECONDS = {"s": 1, "min": 60, "h": 3600}
+_LIMIT = re.compile(r"(?P<number>[1-9]\d*)(?P<unit>s|min|h)?")
+_ENDLESS = 100_000  # allocations: the time ends it before
+REFINE_SAMPLES = 512  # as refine() recommends
 _PIN = re.compile(
     r"(?P<pattern>.+)=(?:W?(?P<weight>\d+)(?:A(?P<activation>\d+))?|(?P<float>float))",
     re.IGNORECASE,
@@ -235,6 +240,46 @@ class PlanOptions:
         settled = ("protocol", "strict")
         names = [name for name, value in vars(self).items() if value]
         return [f"--{name.replace('_', '-')}" for name in names if name not in settled]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RefineOptions:
+    """Whether bits are refined by measuring."""
+
+    PANEL: ClassVar[str] = "How bits are chosen"
+
+    refine: str | None = option(
+        None,
+        "LIMIT",
+        "Improve the bits by measuring whole allocations: at most so many (20), or for "
+        "so long (90s, 3min, 1h).",
+    )
+    refine_by: str = one_of(
+        RefineConfig.by,
+        ("round", "reconstruct"),
+        "how each is measured: rounded to nearest, or after a short reconstruction, "
+        f"which is slower. Default: {RefineConfig.by}.",
+    )
+
+    def config(self, seed: int) -> RefineConfig | None:
+        """Return the settings of a refinement, if one is asked for.
+
+        Raises:
+            ValueError: The limit cannot be read.
+        """
+        if self.refine is None:
+            return None
+        match = _LIMIT.fullmatch(self.refine)
+        if match is None:
+            raise ValueError(
+                f"--refine {self.refine}: give a number of allocations, for example "
+                "20, or a time, for example 90s, 3min or 1h"
+            )
+        by: Any = self.refine_by
+        if not match["unit"]:
+            return RefineConfig(count=int(match["number"]), by=by, seed=seed)
+        seconds = float(match["number"]) * _SECONDS[match["unit"]]
+        return RefineConfig(count=_ENDLESS, seconds=seconds, by=by, seed=seed)
 
 
 def _score(text: str) -> Score | str:

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ompq.cli.console import View, plain
-from ompq.costs import counted, in_bytes, readable
+from ompq.costs import counted, digits, in_bytes, readable
 from ompq.costs import seconds as duration
 from ompq.errors import shortened
 from ompq.graph import Skipped
@@ -234,6 +234,11 @@ def totals(plan: Plan) -> list[tuple[str, str]]:
         ("BOPs", counted(found["bit_ops"])),
         ("damage", f"{plan.damage:.4g} by {plan.score_name}"),
     ]
+    if plan.measured:
+        divergences = [one.divergence for one in plan.measured]
+        text = f"{len(divergences)} allocations measured: divergence"
+        start, best = digits(divergences[0]), digits(min(divergences))
+        rows.append(("refined", f"{text} {start} at first, {best} at best"))
     if "milliseconds" in found:
         rows.append(("latency", f"{found['milliseconds']:.3g} ms"))
     if plan.target is not None:
