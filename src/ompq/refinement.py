@@ -60,7 +60,7 @@ class RefineConfig:
     patience: int = 12
     by: Literal["round", "reconstruct"] = "round"
     iterations: int = 250
-    scores: tuple[Score | str, ...] = ("weight_noise", "output_divergence")
+    scores: tuple[Score | str, ...] = ("weight_noise", "output_divergence", "blend")
     held_back: float = 0.5
     noise: float = 0.03
     spread: float = 0.7

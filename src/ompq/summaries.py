@@ -17,10 +17,14 @@ def plan_summary(plan: Plan) -> dict[str, Any]:
         "bytes_by_item": plan.bytes_by_item,
         "float_bytes": plan.problem.costs["bytes"].reference,
         "damage": plan.damage,
+        "gap": plan.gap,
         "score": plan.score_name,
         "method": plan.method,
         "accounting": plan.accounting,
         "allocation": plan.allocation.to_json(),
+        "measured": [
+            {"name": one.name, "divergence": one.divergence} for one in plan.measured
+        ],
         "units": unit_rows(plan),
         "target": None if plan.target is None else plan.target.name,
         "no_speed_up": [_pair(one) for one in plan.no_speed_up],

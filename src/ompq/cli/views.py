@@ -218,6 +218,7 @@ def totals(plan: Plan) -> list[tuple[str, str]]:
     if plan.accounting == "paper":
         items = ["counted as in the paper, without scales"]
     widths = sorted({choice.activation for choice in plan.allocation.values()})
+    gap = f", at most {plan.gap:.2g} above the least possible" if plan.gap else ""
     rows = [
         ("budget", "; ".join(used(plan))),
         (
@@ -229,10 +230,11 @@ def totals(plan: Plan) -> list[tuple[str, str]]:
         (
             "bits",
             f"{found['average_bits']:.3f} per weight on average, "
+            f"{found['bits_per_parameter']:.2f} per parameter of the whole network, "
             f"activations {', '.join(map(str, widths))}",
         ),
         ("BOPs", counted(found["bit_ops"])),
-        ("damage", f"{plan.damage:.4g} by {plan.score_name}"),
+        ("damage", f"{plan.damage:.4g} by {plan.score_name}{gap}"),
     ]
     if plan.measured:
         divergences = [one.divergence for one in plan.measured]
