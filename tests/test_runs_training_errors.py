@@ -115,13 +115,13 @@ def contents(folder):
         ("--plan PLACE/file", "is neither a plan nor an allocation"),
         ("--plan PLACE/none", "there is no such file"),
         ("--plan PLACE/run-net/plan.json --pin fc=8", "leave out --pin"),
-        ("--from PLACE/none", "there is no file"),
-        ("--from PLACE/run-net", "is a folder; give the packed network in it"),
+        ("--from PLACE/none", "there is no such file. Give a file"),
+        ("--from PLACE/run-net", "it is a folder. Give a file that ompq.save wrote"),
         (
             "--from PLACE/run-net/network.ompq.safetensors --budget 6bits",
             "was begun with the budget 5bits, not 6bits; give that one, or begin again",
         ),
-        ("--from PLACE/file", "is damaged, cut short, or no safetensors file"),
+        ("--from PLACE/file", "is damaged, cut short, or not a safetensors file"),
         ("--from PLACE/run-wider/network.ompq.safetensors", "for another network"),
         (
             "--from PLACE/run-net/network.ompq.safetensors "
@@ -180,7 +180,7 @@ def test_other_runs_are_not_continued(place, tmp_path, words, told):
 @pytest.mark.parametrize(
     ("name", "told"),
     [
-        ("start.ompq.safetensors", "start.ompq.safetensors cannot be read"),
+        ("start.ompq.safetensors", "start.ompq.safetensors is not a packed network"),
         ("training/last.safetensors", "last.safetensors is not a checkpoint"),
         ("plan.json", "plan.json is not a plan: it is not JSON"),
     ],
