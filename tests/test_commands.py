@@ -180,7 +180,7 @@ def test_usage_errors_of_typer_are_explained():
         ("ompq re", {"replan", "report"}),
         ("ompq plan net.py:make --meth", {"--method"}),
         ("ompq plan net.py:make --method rel", {"relax-round", "relax-dfs"}),
-        ("ompq plan net.py:make --score orm", {"orm", "orm_distortion"}),
+        ("ompq plan net.py:make --score orm_", {"orm_distortion", "orm_shift"}),
     ],
 )
 def test_the_shell_completes_commands_options_and_names(words, expected):

@@ -142,7 +142,7 @@ class RunOptions:
             )
         if self.no_reconstruct and self.iterations is not None:
             raise ValueError(
-                "--no-reconstruct learns nothing; leave out it or --iterations"
+                "--no-reconstruct and --iterations contradict each other; give one"
             )
 
     def check_unfinished(self) -> None:
