@@ -12,6 +12,7 @@ import ompq
 from nets import TinyMobileNet, TinyResNet, images, seeded
 from ompq.errors import ExportError, MissingExtraError, QuantizationError
 from ompq.integer.finalization import finalize
+from ompq.integer.lowering import lower
 from ompq.layers import quantized_layers
 from ompq.models import load_model
 from ompq.models.cifar import CifarResNet
@@ -364,17 +365,67 @@ def test_linear_layer_of_sixteen_bits_of_sums_is_exact(tmp_path):
     assert result.simulated.logits == 0.0
 
 
-def test_unsafe_weights_are_asked_for_and_told(tmp_path, caplog):
-    network = quantized(seeded(TinyResNet()), images(8), weight=8)
+def saturated(rows, codes):
+    """Sum products as AVX2 does with signed weights: pairs in 16 bits."""
+    products = rows.astype(np.int64) * codes
+    pairs = products[..., 0::2] + products[..., 1::2]
+    return np.clip(pairs, -(1 << 15), (1 << 15) - 1).sum(-1)
+
+
+def wrong_channels(path):
+    """Return, for each layer of a file, how many channels would saturate."""
+    graph = onnx.load(path).graph
+    arrays = {one.name: onnx.numpy_helper.to_array(one) for one in graph.initializer}
+    wrong = {}
+    for node in graph.node:
+        kind = node.op_type
+        at = 1 if kind == "ConvInteger" else 0
+        layer, _, part = node.input[at].rpartition("/") if node.input else ("",) * 3
+        weight = arrays.get(node.input[at]) if part == "bytes" else None
+        if weight is None or weight.shape[1:2] == (1,) or weight.dtype == np.uint8:
+            continue  # depthwise, or not added in 16 bits
+        # The largest weights of one sign side by side, and the brightest input.
+        rows = np.sort(weight.reshape(len(weight), -1), axis=1)
+        rows = np.pad(rows, ((0, 0), (0, rows.shape[1] % 2)))
+        exact = 255 * rows.astype(np.int64).sum(-1)
+        wrong[layer] = int((saturated(rows, 255) != exact).sum())
+    return wrong
+
+
+@pytest.mark.parametrize("name", ["resnet", "mobilenet", "dense"])
+def test_no_processor_saturates(name, tmp_path, caplog):
+    made = {**NETWORKS, "dense": lambda: Dense(FORMS["nested"])}[name]()
+    network = quantized(seeded(made), images(8), weight=8)
     safe = export_onnx(network, tmp_path / "a.onnx", images(8), engine_images=2)
     assert safe.saturation_safe and not caplog.records
+    assert set(wrong_channels(safe.path).values()) == {0}
+    assert {one.container for one in safe.weights} == {"int8", "uint8"}
+    assert safe.simulated.logits == 0.0
     unsafe = export_onnx(
         network, tmp_path / "b.onnx", images(8), engine_images=2, saturation_safe=False
     )
     assert not unsafe.saturation_safe
-    assert (
-        "stem, " in caplog.text and "saturate on processors without VNNI" in caplog.text
-    )
+    assert any(wrong_channels(unsafe.path).values())
+    assert "8-bit products saturate on processors without VNNI" in caplog.text
+
+
+def test_output_of_an_image_is_exact_with_unsigned_weights(tmp_path):
+    network = quantized(seeded(nn.Sequential(nn.Conv2d(3, 4, 3))), images(8), weight=8)
+    result = export_onnx(network, tmp_path / "net.onnx", images(8))
+    assert result.weights[0].container == "uint8"
+    assert result.simulated.logits == 0.0
+
+
+def test_lopsided_weights_of_six_bits_are_safe_and_small(tmp_path):
+    network = nn.Sequential(nn.Flatten(), nn.Linear(192, 64))
+    network = quantized(seeded(network), images(8), weight=6)
+    layer = quantized_layers(network)["1"]
+    with torch.no_grad():
+        layer.weight_zero_point.zero_()
+        layer.weight.abs_()
+    result = export_onnx(network, tmp_path / "net.onnx", images(8))
+    assert result.weights[0].container == "planes 4+2"
+    assert lower(finalize(network, images(8)), images(8)).saturating() == []
 
 
 def test_no_more_than_five_frames_to_a_node(tmp_path):

@@ -24,6 +24,9 @@ from ompq.quantization import quantization_of, with_quantization
 from ompq.quantization.sites import Link
 from ompq.samples import Samples, SamplesLike
 
+_BYTE = 8
+# With so many channels on, ONNX Runtime's faster convolutions need signed weights.
+_IMAGE = 4
 _WHOLE_FLOATS = 1 << 24  # up to here float32 holds every whole number
 # How far from the middle between two codes every result shall be, in steps: about what
 # float32 arithmetic errs near code 255.
@@ -50,9 +53,11 @@ def finalize(
     Args:
         quantized: From :func:`ompq.quantize`, perhaps reconstructed or trained.
         samples: Inputs; one or two are run.
-        saturation_safe: Whether weights are rounded on a coarser grid where the kernels
-            of processors without VNNI would saturate: up to one bit of a channel's
-            eight. Without it the ONNX file is right only on other processors.
+        saturation_safe: Whether 8-bit weights of convolutions are rounded on a coarser
+            grid where the kernels of processors without VNNI would saturate: up to one
+            bit of a channel's eight. Without it the ONNX file is right only on other
+            processors. Depthwise convolutions, those of an image and linear layers keep
+            their grids: their kernels do not saturate, or not with unsigned weights.
 
     Raises:
         QuantizationError: An operation has no integer form; it is named.
@@ -79,6 +84,9 @@ def _avoid_saturation(model: nn.Module, steps: Steps) -> None:
         if not steps.pairs(step):
             continue
         layer, (grid,) = layers[step.module], steps.sources(step)
+        few = layer.weight.dim() == 2 or layer.weight.shape[1] < _IMAGE
+        if few and layer.bits == _BYTE:
+            continue  # as fast with unsigned bytes, which do not saturate
         own = layer.grid_like_weight()
         low, high = -own.zero_point * own.scale, (own.qmax - own.zero_point) * own.scale
         with torch.no_grad():

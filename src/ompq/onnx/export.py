@@ -83,9 +83,9 @@ def export_onnx(  # noqa: PLR0913
         opset: Version of the standard operators.
         engine_images: How many samples the integer engine, which is slower, runs.
         network: The network's name, for example ``torchvision:resnet18``.
-        saturation_safe: Whether weights of 8 bits are restricted to about 7 where the
-            kernels of processors without VNNI would saturate; see
-            :func:`ompq.finalize`.
+        saturation_safe: Whether the file is right on processors without VNNI too, whose
+            8-bit kernels saturate. Weights of 8 bits are then restricted to about 7 in
+            convolutions (see :func:`ompq.finalize`) and unsigned in the other layers.
 
     Returns:
         Where the file is, how large, and how nearly it agrees. Codes are equal to the
@@ -109,9 +109,9 @@ def export_onnx(  # noqa: PLR0913
     if quantization_of(quantized).sites:
         finalized = finalize(quantized, samples, saturation_safe=saturation_safe)
         steps = lower(finalized, samples)
-        graph = OnnxGraph(steps, opset)
+        graph = OnnxGraph(steps, opset, saturation_safe=saturation_safe)
         model, weights, codes = graph.model(), graph.weights, graph.codes
-        tolerance, safe = steps_tolerance(steps), not _warned(steps)
+        tolerance, safe = steps_tolerance(steps), saturation_safe or not _warned(steps)
     else:  # all activations are float
         model, weights = weights_only_model(quantized, samples, opset)
     if network:

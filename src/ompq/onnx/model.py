@@ -34,6 +34,7 @@ from ompq.recording import tensors_in
 from ompq.samples import Samples, SamplesLike, call, evaluating
 
 _LARGEST_CODE = 255
+_MIDDLE = 128  # zero point of a weight in unsigned bytes
 
 
 class OnnxGraph:
@@ -44,9 +45,12 @@ class OnnxGraph:
         weights: How each weight is stored.
     """
 
-    def __init__(self, steps: Steps, opset: int) -> None:
+    def __init__(
+        self, steps: Steps, opset: int, *, saturation_safe: bool = True
+    ) -> None:
         self.steps = steps
         self.opset = opset
+        self.unsigned = set(steps.saturating() if saturation_safe else ())
         self.nodes: list[Any] = []
         self.constants: dict[str, Array] = {}
         self.weights: list[StoredWeight] = []
@@ -156,10 +160,13 @@ class OnnxGraph:
     def _weight(self, step: Step, layer: Layer) -> None:
         """Add a layer's weight as bytes, its bias, and the accumulator's step."""
         name, weight = step.name, layer.weight
-        arrays, nodes = _bytes(name, weight)
+        arrays, nodes = _bytes(name, weight, unsigned=name in self.unsigned)
         arrays[f"{name}/scale"] = weight.scale.numpy().astype(np.float32)
         arrays[f"{name}/bias"] = weight.bias.numpy()
-        if isinstance(layer, Product):
+        if name in self.unsigned:
+            zeros = np.full(len(weight.scale), _MIDDLE, np.uint8)
+            arrays[f"{name}/zeros"] = zeros
+        elif isinstance(layer, Product):
             # ONNX Runtime fuses a Gemm only with the zeros written out.
             arrays[f"{name}/zeros"] = np.zeros(len(weight.scale), np.int8)
         self.weights.append(_stored(name, weight, arrays))
@@ -174,7 +181,7 @@ class OnnxGraph:
         name = step.name
         if isinstance(step.operator, Layer):
             given = [f"{name}/bytes", f"{name}/scale"]
-            given += [f"{name}/zeros"] * isinstance(step.operator, Product)
+            given += [f"{name}/zeros"] * (f"{name}/zeros" in self.constants)
             shift = [f"{name}/bias", f"{name}/unit"]
             inputs += [
                 self._node("DequantizeLinear", given, f"{name}/weight", axis=0),
@@ -189,6 +196,8 @@ class OnnxGraph:
         name, (source,) = step.name, step.inputs
         zero = self._grid(self.steps.steps[source].grid)[1]
         inputs, given = [self.codes[source], f"{name}/bytes", zero], operator.node()
+        if name in self.unsigned:  # here ONNX Runtime takes one zero point for all
+            inputs.append(self._constant("middle", _MIDDLE, np.uint8))
         self._node("ConvInteger", inputs, f"{name}/products", **given.attributes)
         shape = self._constant("channels", (1, -1, 1, 1), np.int64)
         for part in ("bias", "unit"):
@@ -205,10 +214,19 @@ def _described(name: str, shape: tuple[int, ...]) -> Any:
     return helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", *shape])
 
 
-def _bytes(name: str, weight: IntegerWeight) -> tuple[dict[str, Array], list[Any]]:
-    """Return the constants and nodes that give a weight as signed bytes."""
+def _bytes(
+    name: str, weight: IntegerWeight, *, unsigned: bool = False
+) -> tuple[dict[str, Array], list[Any]]:
+    """Return the constants and nodes that give a weight as bytes.
+
+    Unsigned bytes have the zero point 128: kernels that would saturate with signed ones
+    add products of two unsigned bytes in 32 bits.
+    """
     from onnx import helper
 
+    if unsigned:
+        shifted = weight.values.numpy().astype(np.int16) + _MIDDLE
+        return {f"{name}/bytes": shifted.astype(np.uint8)}, []
     if not plane_parts(weight):
         return {f"{name}/bytes": weight.values.numpy()}, []
     stretch = weight.stretch.numpy()
@@ -235,14 +253,17 @@ def _stored(
     name: str, weight: IntegerWeight, arrays: Mapping[str, Array]
 ) -> StoredWeight:
     parts = plane_parts(weight)
-    container = f"planes {'+'.join(map(str, parts))}" if parts else "int8"
+    whole = arrays.get(f"{name}/bytes")
+    container = (
+        f"planes {'+'.join(map(str, parts))}" if whole is None else whole.dtype.name
+    )
     size = sum(array.nbytes for array in arrays.values())
     return StoredWeight(name, weight.bits, container, size)
 
 
 def _functions(stored: list[StoredWeight], opset: int) -> list[Any]:
     """Return the functions that unpack weights of the widths that are there."""
-    widths = {one.bits for one in stored if one.container != "int8"}
+    widths = {one.bits for one in stored if one.container.startswith("planes")}
     return [unpack_function(width, opset) for width in sorted(widths)]
 
 
