@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from cli_tools import network_file, run, run_json
+from ompq import refinement
 from ompq.cli import settings
 from ompq.cli.settings import sample_count
 from ompq.costs import overhead_bytes
@@ -521,3 +522,27 @@ def test_scores_that_do_not_exist_cannot_be_audited(net):
     result = audited(net, "--scores", "orm,orn")
     assert result.exit_code == 2
     assert "there is no score 'orn' (did you mean orm?)" in result.stderr
+
+
+def test_a_stopped_refinement_continues_where_it_was(net, tmp_path, monkeypatch):
+    whole, calls = refinement.quantize, []
+
+    def counted(*args, **settings):
+        calls.append(args)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return whole(*args, **settings)
+
+    monkeypatch.setattr(refinement, "quantize", counted)
+    words = ("plan", *net[:3], "--samples", "32", "--budget", "4bits", "--refine", "4")
+    stopped = run(*words, "-o", tmp_path / "plan.json")
+    assert stopped.exit_code == 130
+    assert "plan.unfinished.json keeps what was measured" in stopped.stderr
+    assert not (tmp_path / "plan.json").exists()
+    assert run(*words, "-o", tmp_path / "plan.json").exit_code == 0
+    assert run(*words, "-o", tmp_path / "other.json").exit_code == 0
+    resumed, other = ((tmp_path / n).read_bytes() for n in ("plan.json", "other.json"))
+    assert resumed == other
+    measured = len(Plan.load(tmp_path / "plan.json").measured)
+    assert len(calls) == measured + 1 + measured  # none twice but the stopped one
+    assert not (tmp_path / "plan.unfinished.json").exists()

@@ -1,18 +1,20 @@
 """plan, budget, scores and audit: how bits are chosen, and how well."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import typer
 from torch import nn
 
 from ompq.allocation.solver import Budget, Problem, reachable
 from ompq.audits import Audit, AuditConfig
 from ompq.audits import audit as measure_scores
-from ompq.cli.console import View, muted, opened, render
+from ompq.cli.console import Console, View, muted, opened, render, say
 from ompq.cli.options import (
     BudgetOption,
     OutputOptions,
@@ -91,13 +93,12 @@ def plan(
             count = max(few, min(REFINE_SAMPLES, len(inputs)))
         tensor = read_samples(inputs, count, console)
         work = Workflow(model.module, tensor, console.stages)
-        unfinished = None if file is None else file.with_suffix(".unfinished.json")
-        made = work.plan(
-            wanted, config, count=few, refinement=refinement, checkpoint=unfinished
-        )
-        if file is not None and unfinished is not None:
-            made.save(file)
-            unfinished.unlink(missing_ok=True)
+        with _unfinished(file, console) as checkpoint:
+            made = work.plan(
+                wanted, config, count=few, refinement=refinement, checkpoint=checkpoint
+            )
+            if file is not None:
+                made.save(file)
         about = {
             "network": model.name,
             "weights": model.weights,
@@ -107,6 +108,24 @@ def plan(
             "device": str(tensor.device),
         }
         render(plan_view(made, about, console.stages.seconds, file), console)
+
+
+@contextmanager
+def _unfinished(file: Path | None, console: Console) -> Iterator[Path | None]:
+    """Yield where measurements are kept while a plan is refined: beside its file."""
+    path = None if file is None else file.with_suffix(".unfinished.json")
+    try:
+        yield path
+    except KeyboardInterrupt:
+        if path is not None and path.exists():
+            text = (
+                f"stopped; {path} keeps what was measured, the same command continues"
+            )
+            say(console.err, text)
+            raise typer.Exit(130) from None
+        raise
+    if path is not None:
+        path.unlink(missing_ok=True)
 
 
 def budget(
