@@ -133,3 +133,14 @@ def test_levels_times_scales_are_exact():
     levels = np.arange(-63, 64, dtype=np.float32) / 2
     scale = np.float32(0.0123)
     assert np.array_equal(scale * levels, (scale / 2) * (levels * 2))
+
+
+@pytest.mark.parametrize("bits", [3, 8])
+def test_transposed_convolution_with_other_channels_is_exported(bits, tmp_path):
+    network = nn.Sequential(
+        nn.Conv2d(3, 6, 3), nn.GELU(), nn.ConvTranspose2d(6, 4, 2, 2, groups=2)
+    )
+    network = quantized(seeded(network), images(8), weight=bits, activation=32)
+    result = export_onnx(network, tmp_path / "net.onnx", images(8))
+    assert result.simulated.logits < 1e-5
+    assert [one.bits for one in result.weights] == [bits, bits]
