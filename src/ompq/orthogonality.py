@@ -16,7 +16,7 @@ from torch import Tensor
 Decreasing = Literal["exp(-x)", "-log(x)", "-x", "-x^3", "-exp(x)"]
 
 _CHUNK = 1 << 22  # elements of a feature that are worked on at a time
-_COLUMNS = 512  # columns that are multiplied at a time, in one thread
+_COLUMNS = 2048  # columns that are multiplied at a time, in one thread
 
 
 def gram_matrix(features: Tensor, *, centred: bool = False) -> Tensor:
@@ -54,14 +54,15 @@ def _product(part: Tensor) -> Tensor:
     many small ones are not.
     """
     count, width = part.shape
-    whole = width // _COLUMNS * _COLUMNS
-    rest = part.new_zeros(2, count, _COLUMNS)
+    columns = min(_COLUMNS, max(1, width // 8))  # eight products or more
+    whole = width // columns * columns
+    rest = part.new_zeros(2, count, columns)
     rest[0, :, : width - whole] = part[:, whole:]
-    products = [rest]
+    total = torch.bmm(rest, rest.mT).sum(0, dtype=torch.float64)
     if whole:
-        products.append(part[:, :whole].reshape(count, -1, _COLUMNS).transpose(0, 1))
-    sums = [torch.bmm(p, p.mT).sum(0, dtype=torch.float64) for p in products]
-    return torch.stack(sums).sum(0)
+        parts = part[:, :whole].reshape(count, -1, columns).transpose(0, 1)
+        total += torch.bmm(parts, parts.mT).sum(0, dtype=torch.float64)
+    return total
 
 
 @dataclass(frozen=True)

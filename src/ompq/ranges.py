@@ -87,6 +87,7 @@ class _Effort(NamedTuple):
 
 
 _THOROUGH = _Effort(few=24, many=12, neighbours=9, refits=3)
+_ON_SAMPLE = _Effort(few=24, many=8, neighbours=5, refits=2)
 _QUICK = _Effort(few=8, many=4, neighbours=0, refits=1)
 
 
@@ -187,7 +188,7 @@ def search_weight(
     if not power >= 2:
         raise ValueError(f"power={power} must be at least 2, which is least squares")
     rows = channel_rows(weight, channel_dim)
-    if not torch.isfinite(rows).all():
+    if not all(end.isfinite() for end in rows.aminmax()):
         raise ValueError("weight holds NaN or infinity: no grid can hold it; retrain")
     if gram is not None:
         gram = gram.to(rows).reshape(-1, *gram.shape[-2:])
@@ -324,7 +325,7 @@ def _search(rows: Tensor, rule: Rule, measure: _Measure, effort: _Effort) -> _Be
     refits = effort.refits
     if rows.shape[1] > 2 * _SEARCHED and measure.gram is None:
         sample, counts = _sampled(rows, _SEARCHED)
-        best = _search(sample, rule, measure._replace(counts=counts), effort)
+        best = _search(sample, rule, measure._replace(counts=counts), _ON_SAMPLE)
         found = best.scale[None], best.zero_point[None]
         best = _best_of(None, rows, rule, measure, found)
         refits = 2
@@ -410,9 +411,7 @@ def _best_of(
     size = scale.shape[1] * rows.numel()
     count = min(len(scale), max(1, elements_at_once(rows.device) // size))
     room = rows.new_empty(2, count, scale.shape[1], *rows.shape)
-    for s, z in zip(
-        torch.split(scale, count), torch.split(zero_point, count), strict=True
-    ):
+    for s, z in _split(scale, zero_point, count):
         exact, codes = room[0, : len(s)], room[1, : len(s)]
         torch.mul(rows, s.reciprocal(), out=exact).add_(z)
         torch.minimum(torch.round(exact, out=codes), rule.qmax, out=codes).relu_()
@@ -424,6 +423,13 @@ def _best_of(
             torch.where(better, z.gather(0, at)[0], best.zero_point),
         )
     return best
+
+
+def _split(
+    scale: Tensor, zero_point: Tensor, count: int
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Return so many candidates at a time."""
+    return zip(torch.split(scale, count), torch.split(zero_point, count), strict=True)
 
 
 def _dot(first: Tensor, second: Tensor) -> Tensor:
@@ -467,11 +473,7 @@ class Observed:
 
 
 def observe_range(x: Tensor, seen: Observed | None = None) -> Observed:
-    """Return what is known after one more batch.
-
-    Args:
-        x: Values of any shape.
-        seen: What was known before; nothing at first.
+    """Return what is known after one more batch, of any shape.
 
     Raises:
         ValueError: The batch is empty.
@@ -500,12 +502,7 @@ def observe_range(x: Tensor, seen: Observed | None = None) -> Observed:
 
 
 def value_bins(seen: Observed, x: Tensor) -> Tensor:
-    """Return the bins that values of a batch are in, those of them that are counted.
-
-    Args:
-        seen: What is known of the tensor, this batch included.
-        x: Values of any shape.
-    """
+    """Return the bins of those values of a batch, already seen, that are counted."""
     return _places(x.detach().float().flatten(), seen.exponent)
 
 
@@ -515,7 +512,7 @@ def with_importance(seen: Observed, bins: Tensor, gradient: Tensor) -> Observed:
     Args:
         seen: What was known before.
         bins: From :func:`value_bins`, of the batch.
-        gradient: Gradient of a loss at each value, shaped as the values.
+        gradient: Shaped as the values.
     """
     squares = thinned(gradient.detach().flatten()[None], _COUNTED)[0].double().square()
     # On the CPU: sums of floats on a GPU differ from one run to the next.
@@ -568,12 +565,7 @@ def fake_quantize_tensor(x: Tensor, bits: int) -> Tensor:
 
 
 def tensor_noise(x: Tensor, bits: Sequence[int]) -> Tensor:
-    """Return ||x - Q(x)||^2 / ||x||^2 at each width, (widths,), nearly.
-
-    Args:
-        x: Values of any shape.
-        bits: Widths, each 2 to 8.
-    """
+    """Return ||x - Q(x)||^2 / ||x||^2 at each width, (widths,), nearly."""
     seen = observe_range(x)
     values = thinned(x.detach().float().flatten()[None], _COUNTED)
     errors = [values - activation_grid(seen, width).fake(values) for width in bits]
@@ -602,9 +594,7 @@ def _weights(seen: Observed, method: RangeMethod) -> Tensor:
 
 
 def _counted(places: Tensor, counts: Tensor) -> Tensor:
-    return torch.zeros(_BINS, dtype=torch.int64, device=counts.device).scatter_add_(
-        0, places, counts
-    )
+    return counts.new_zeros(_BINS).scatter_add_(0, places, counts)
 
 
 def _merged(counts: Tensor, doublings: Tensor) -> Tensor:
@@ -642,18 +632,9 @@ def _least_error(
         scale, zero_point = _integer_grid(lows, highs, bits)
         count = max(1, elements_at_once(low.device) // _BINS)
         errors = [
-            _histogram_error(values, weights, Grid(s, z, bits), power)
-            for s, z in zip(
-                torch.split(scale, count), torch.split(zero_point, count), strict=True
-            )
+            (Grid(s, z, bits).fake(values) - values).abs().pow(power) @ weights
+            for s, z in _split(scale, zero_point, count)
         ]
         best = torch.cat(errors).argmin()[None]
         low, high = (ends.index_select(0, best).squeeze() for ends in (lows, highs))
     return low, high
-
-
-def _histogram_error(
-    values: Tensor, weights: Tensor, grid: Grid, power: float
-) -> Tensor:
-    error = (grid.fake(values) - values).abs().pow(power)  # (A, bins)
-    return error @ weights
