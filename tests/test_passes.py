@@ -111,3 +111,7 @@ def test_batches_that_part_ways_are_left_alone_from_there_on(caplog):
     assert seen == ["first"]
     assert "batches run through different layers from even on" in caplog.text
     assert threading.active_count() == 1
+
+
+def test_without_modules_nothing_runs():
+    visit_outputs([lambda: pytest.fail("it ran")], {}, lambda *_: None)

@@ -112,6 +112,8 @@ def visit_outputs(
         visit: Called each time that all batches have passed a module, with its name and
             its outputs, before other hooks see them. It may return other outputs.
     """
+    if not modules:
+        return
     passes = [ForwardPass(run) for run in runs]
     running = passes[0]
 

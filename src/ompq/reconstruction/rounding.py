@@ -119,7 +119,10 @@ def learn_rounding(
     """
     before = block_error(block, cache, config.batch_size)
     state = copy.deepcopy(block.state_dict())
-    _restore(block, cache, moments or {})
+    layers = {n: m for n, m in quantized_layers(block).items() if m.bias is not None}
+    wanted = {name: each for name, each in (moments or {}).items() if name in layers}
+    with evaluating(block):
+        restore_moments(layers, wanted, _runs(block, cache))
     with _optimising(block, config.seed):
         learner = _Learner(block, cache, config, before)
         learner.run(progress)
@@ -128,15 +131,6 @@ def learn_rounding(
     if not after < before:  # NaN is no improvement either
         block.load_state_dict(state)
     return before, after
-
-
-def _restore(
-    block: nn.Module, cache: BlockCache, moments: Mapping[str, Moments]
-) -> None:
-    layers = {n: m for n, m in quantized_layers(block).items() if m.bias is not None}
-    known = {name: wanted for name, wanted in moments.items() if name in layers}
-    with evaluating(block):
-        restore_moments(layers, known, _runs(block, cache))
 
 
 def _runs(block: nn.Module, cache: BlockCache) -> Runs:
@@ -189,11 +183,7 @@ class _Learner:
     """
 
     def __init__(
-        self,
-        block: nn.Module,
-        cache: BlockCache,
-        config: RoundingConfig,
-        before: float,
+        self, block: nn.Module, cache: BlockCache, config: RoundingConfig, before: float
     ) -> None:
         self.block, self.cache, self.config = block, cache, config
         energy = cache.targets.double().square().mean().item()
@@ -217,7 +207,8 @@ class _Learner:
         # A cache in host memory is picked from there and copied into fixed places.
         self.on_device = cache.targets.device == self.device
         self.order = sample_order(cache.targets, config).to(cache.targets.device)
-        self.places = [] if self.on_device else self._to_device(self.order[0])
+        first = [] if self.on_device else self._pick(self.order[0])
+        self.places = [tensor.to(self.device) for tensor in first]
 
     def _learned(self) -> list[tuple[list[Tensor], Tensor]]:
         """Return what is learned, with the places from which its rates are read."""
@@ -308,11 +299,8 @@ class _Learner:
         others = [t.index_select(0, index) for t in self.cache.float_inputs]
         return [*inputs, *others, target, *([] if weights is None else [weights])]
 
-    def _to_device(self, index: Tensor) -> list[Tensor]:
-        return [t.to(self.device) for t in self._pick(index)]
-
     def _refill(self, index: Tensor) -> None:
-        for place, tensor in zip(self.places, self._to_device(index), strict=True):
+        for place, tensor in zip(self.places, self._pick(index), strict=True):
             place.copy_(tensor)
 
     def finish(self) -> None:
