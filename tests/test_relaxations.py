@@ -134,12 +134,12 @@ def test_rounding_gives_up_where_only_several_moves_would_do():
     generator = np.random.default_rng(0)
     given_up = 0
     for _ in range(60):
-        rows = generator.random((3, 5, 4))
+        rows = np.rint(1e9 * generator.random((3, 5, 4)))
         middle = rows.mean(2).sum(1) * 0.95
         it = program(generator.random((5, 4)), rows, middle)
         columns, best = rounded(it), minimum(it)
         if columns is None:
-            given_up += best is not None
+            given_up += best.columns is not None
         else:
             assert (it.used(columns) <= it.limits).all()
             assert it.value(columns) >= it.value(best.columns)
@@ -151,7 +151,9 @@ def test_floor_or_ceiling_matches_the_released_depth_first_search():
         value, weight = np.array(case["value"]), np.array(case["weight"])
         bits = np.stack([np.floor(value), np.ceil(value)], 1)
         use = weight[:, None] * bits
-        columns = minimum(program(-use, [use], [case["threshold"]])).columns
+        # Costs are whole steps; these have at most six decimals.
+        steps = [np.rint(1e6 * use)], [np.floor(1e6 * case["threshold"] + 1e-3)]
+        columns = minimum(program(-use, *steps)).columns
         chosen = bits[np.arange(len(value)), columns]
         assert chosen.tolist() == case["dfs"]
         assert case["threshold"] - fsum(weight * chosen) == pytest.approx(case["slack"])

@@ -52,7 +52,9 @@ class Optimum(NamedTuple):
     gap: float
 
 
-def minimum(program: Program, *, passes: int = PASSES, nodes: int = NODES) -> Optimum:
+def minimum(
+    program: Program, *, passes: int = PASSES, nodes: int = NODES, enough: float = 0.0
+) -> Optimum:
     """Return the allocation of least damage within the limits.
 
     Of equally good allocations, the one with the least sum of ``ties`` is returned; of
@@ -64,6 +66,7 @@ def minimum(program: Program, *, passes: int = PASSES, nodes: int = NODES) -> Op
         passes: Passes of the search by labels, each some times longer than the last.
         nodes: Nodes of branch and bound. The problem is NP-hard, so there must be an
             end; it is counted, not timed, so that results do not depend on the machine.
+        enough: A gap, relative to what the limits cost, at which the search may stop.
     """
     open_program = program.affordable()
     if open_program is None:
@@ -74,7 +77,9 @@ def minimum(program: Program, *, passes: int = PASSES, nodes: int = NODES) -> Op
         state, complete = _widened(state, number)
         if complete:
             return Optimum(state.best, 0.0)
-    value = np.inf if state.best is None else program.value(state.best)
+        value = np.inf if state.best is None else program.value(state.best)
+        if enough and state.gap <= enough * (value - ideal) < np.inf:
+            return Optimum(state.best, state.gap)
     if state.gap > NEGLIGIBLE * (value - ideal):
         state = _branched(state, nodes)
     return Optimum(state.best, state.gap)
@@ -110,7 +115,8 @@ class _Core(NamedTuple):
         # Room beyond what can be spent is worth nothing and would blur the bounds.
         room = program.limits - program.least.sum(1)
         limits = np.minimum(room, rows.max(2, initial=0.0).sum(1))
-        grain = max(int(np.gcd.reduce(damage.astype(np.int64), None)), 1)
+        grains = np.array([_grain(row) for row in rows])
+        limits = np.floor(limits / grains) * grains
         return cls(
             replace(
                 program, damage=damage, rows=rows, limits=limits, ties=ties,
@@ -118,7 +124,7 @@ class _Core(NamedTuple):
             ),
             units,
             exponent,
-            float(grain),
+            _grain(damage),
         )  # fmt: skip
 
     def widened(self, columns: Columns, program: Program) -> Columns:
@@ -137,6 +143,11 @@ class _Core(NamedTuple):
         """Return by how much an allocation could be better than a value in steps."""
         open_steps = 0.0 if bound > value - self.grain else value - bound
         return ldexp(open_steps, self.exponent)
+
+
+def _grain(table: Floats) -> float:
+    """Return the largest whole number that divides every entry."""
+    return float(max(np.gcd.reduce(table.astype(np.int64), None), 1))
 
 
 def _in_steps(table: Floats, allowed: Flags) -> tuple[Floats, int]:

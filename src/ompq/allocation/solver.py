@@ -39,6 +39,8 @@ __all__ = [
 Method = Literal["exact", "relax-round", "relax-dfs"]
 METHODS: tuple[str, ...] = get_args(Method)
 
+CURVE_GAP = 1e-5  # of a point of a curve: far less than a line's width
+
 
 @dataclass(frozen=True)
 class ParetoPoint:
@@ -107,15 +109,17 @@ def _within(
     problem: Problem,
     limits: Mapping[str, float],
     method: Method = "exact",
-    nodes: int = NODES,
+    *,
+    quickly: bool = False,
 ) -> Allocation | None:
     """Return the best allocation whose totals keep to the limits."""
+    nodes, enough = (0, CURVE_GAP) if quickly else (NODES, 0.0)
     # Costs that are not short decimals are rounded to steps. Begin with the room that
     # this may take away, and take it back where it was used.
     exact = all(problem.costs[name].scale is not None for name in limits)
     for slack in (0.0,) if exact else (0.5, 0.0, -0.5):
         program = problem.program(limits, slack)
-        found = _rough(program, method) or minimum(program, nodes=nodes)
+        found = _rough(program, method) or minimum(program, nodes=nodes, enough=enough)
         if found.columns is None:
             if found.gap > 0:
                 raise conflict(problem, limits, proved=False)
@@ -174,7 +178,7 @@ def pareto(
 
 
 def _best_under(problem: Problem, cost: str, limit: float) -> ParetoPoint:
-    while (allocation := _within(problem, {cost: limit}, nodes=0)) is None:
+    while (allocation := _within(problem, {cost: limit}, quickly=True)) is None:
         limit = float(np.nextafter(limit, np.inf))  # the least cost, less a last bit
     used = problem.total(cost, allocation)
     return ParetoPoint(limit, used, problem.damage_of(allocation), allocation)
