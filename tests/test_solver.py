@@ -350,3 +350,19 @@ def test_a_curve_tells_its_progress():
     points = pareto(it, "bytes", 5, progress=lambda *what: told.append(what))
     assert [(done, total) for done, total, _ in told] == [(n, 5) for n in range(2, 6)]
     assert points == pareto(it, "bytes", 5)
+
+
+def test_limits_between_the_costs_own_steps_are_no_harder(monkeypatch):
+    # Every bit costs 8 bytes: a limit 5 bytes higher changes nothing.
+    it = problem(
+        np.random.default_rng(0).random((200, 1)) * 4.0 ** -np.arange(2.0, 9.0),
+        weights=[64] * 200,
+        bits=range(2, 9),
+    )
+    widths = []
+    search_once = search._search
+    monkeypatch.setattr(
+        search, "_search", lambda *a: widths.append(a[-1]) or search_once(*a)
+    )
+    assert allocate(it, "6405B") == allocate(it, "6400B")
+    assert len(widths) <= 4

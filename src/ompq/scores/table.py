@@ -78,7 +78,7 @@ def checked(
     return replace(
         table,
         damage=_rounded(table.damage),
-        orm=_rounded(table.orm),
+        orm=None if table.orm is None else np.round(table.orm, 9),  # of 0 to 1
         gamma=_rounded(table.gamma),
         importance=_rounded(table.importance),
     )
