@@ -192,3 +192,9 @@ def test_what_a_terminal_would_obey_is_written_out():
     with console.stage("learning") as progress:
         progress(1, 2, "[/x]\x1b]0;title\x07")
     assert "\x07" not in console.err.file.getvalue()
+
+
+def test_a_quiet_result_is_one_line_however_narrow_the_terminal():
+    console = Console(stream(terminal=False), stream(terminal=False), quiet=True)
+    render(View({}, "word " * 40 + "end", lambda _width: []), console)
+    assert console.out.file.getvalue() == "word " * 40 + "end\n"

@@ -70,13 +70,14 @@ class Console:
         return self.stages.stage(name)
 
     def show(self, *items: RenderableType) -> None:
-        """Print results; strings are printed as they are."""
+        """Print results; strings are printed as they are, and wrapped unless quiet."""
         for item in items:
             with self.out.capture() as captured:
-                self.out.print(Text(plain(item)) if isinstance(item, str) else item)
+                text = Text(plain(item)) if isinstance(item, str) else item
+                self.out.print(text, soft_wrap=self.quiet)
             # Tables are padded to their width, which is of no use to a reader.
-            text = "\n".join(line.rstrip() for line in captured.get().split("\n"))
-            self.out.file.write(text)
+            lines = [line.rstrip() for line in captured.get().split("\n")]
+            self.out.file.write("\n".join(lines))
 
     def show_json(self, data: Any) -> None:
         """Print results as JSON, bare of any markup."""
