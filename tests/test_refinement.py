@@ -115,6 +115,24 @@ def test_an_interrupted_run_resumes_to_the_same_plan(
     assert told[-1][2].startswith("measuring allocations: best divergence ")
 
 
+def test_scores_of_ones_own_resume_in_another_process(network, plan, tmp_path):
+    def score(graph, model, samples, choices):
+        return [[4.0**-choice.weight for choice in choices]] * len(graph)
+
+    path = tmp_path / "refinement.json"
+    config = replace(BRIEF, count=2, scores=(score,))
+    first = ompq.refine(plan, network, images(32), config, checkpoint=path)
+
+    def again(*arguments):
+        return score(*arguments)
+
+    again.__qualname__ = score.__qualname__
+    longer = replace(config, scores=(again,), patience=9)
+    second = ompq.refine(plan, network, images(32), longer, checkpoint=path)
+    assert second.measured == first.measured
+    assert repr(score) not in path.read_text()
+
+
 def test_checkpoints_of_other_runs_are_refused(network, plan, tmp_path):
     path = tmp_path / "refinement.json"
     one = replace(BRIEF, count=1)

@@ -284,7 +284,10 @@ class _Checkpoint:
         self, path: str | Path | None, plan: Plan, judge: str, config: RefineConfig
     ) -> None:
         self.path, self.plan = path, plan
-        start = f"{plan.hash} {judge} {replace(config, count=1, seconds=None)}"
+        # How long it runs may differ; and what a function is called stays the same.
+        names = tuple(map(score_name, config.scores))
+        same = replace(config, count=1, seconds=None, patience=1, scores=names)
+        start = f"{plan.hash} {judge} {same}"
         self.identity = hashlib.sha256(start.encode()).hexdigest()[:16]
         self.found: dict[Allocation, float] = {}
         if path is None or not Path(path).exists():
