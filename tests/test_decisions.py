@@ -384,7 +384,7 @@ def test_paper_accounting_counts_as_the_paper(net):
 
 
 @pytest.mark.parametrize(
-    "score", ["orm_distortion", "weight_noise", "output_divergence", "orm"]
+    "score", ["orm_distortion", "weight_noise", "output_divergence", "orm", "blend"]
 )
 def test_inputs_may_stay_float_where_that_helps(net, score):
     """32 beside 8 is a choice that damages nothing and costs bit operations."""

@@ -57,6 +57,7 @@ class OutputDivergence:
         inputs = sorted({c.activation for c in choices})
         if len(inputs) == 1:
             inputs = []  # the same for all choices
+        inputs = [bits for bits in inputs if bits < FLOAT_BITS]
         table = np.zeros((len(graph), len(choices)))
         with evaluating(model):
             reference = log_probabilities(model, batch, {})
