@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 
 from ompq.errors import ExportError, MissingExtraError, shortened
-from ompq.onnx.containers import DOMAIN
 
 # What a constant is, by the last part of its name.
 _ITEMS = {
@@ -76,22 +75,24 @@ def inspect_onnx(path: str | Path) -> OnnxAccount:
         size = len(tensor.raw_data)
         item = _item(layer, kind)
         items[item] = items.get(item, 0) + size
-        if item not in ("activations", "float"):
+        if item not in ("activations", "float", "graph"):
             layers[layer] = layers.get(layer, 0) + size
     total = Path(path).stat().st_size
-    items["graph"] = total - sum(items.values())
-    unpacked = {
-        node.output[0].rpartition("/")[0]: int(node.op_type.removeprefix("Weight"))
-        for node in model.graph.node
-        if node.domain == DOMAIN
-    }
-    bits = {layer: unpacked.get(layer, 8) for layer in layers}
+    items["graph"] = total - sum(items.values()) + items.get("graph", 0)
+    bits = dict.fromkeys(layers, 0)
+    for tensor in model.graph.initializer:
+        layer, _, kind = tensor.name.rpartition("/")
+        if kind.startswith("plane"):
+            bits[layer] += int(kind.removeprefix("plane"))
+    bits = {layer: width or 8 for layer, width in bits.items()}
     return OnnxAccount(Path(path), total, items, layers, bits)
 
 
 def _item(layer: str, kind: str) -> str:
     if layer in ("scale", "zero", "code"):  # of a tensor's grid; layers share them
         return "activations"
+    if layer.partition("/")[0] in ("table", "shape", "times"):  # for unpacking
+        return "graph"
     if not layer:  # named as in the network: what stays float
         return "float"
     return "weights" if kind.startswith("plane") else _ITEMS.get(kind, "activations")
@@ -182,7 +183,7 @@ def input_shape(path: str | Path) -> tuple[int, ...]:
 
 
 def _groups(node: Any) -> int:
-    if node.op_type != "Conv" or node.domain == DOMAIN:
+    if node.op_type != "Conv":
         return 1
     return next((int(one.i) for one in node.attribute if one.name == "group"), 1)
 
@@ -196,11 +197,16 @@ def _channels(model: Any, layer: str) -> int:
 
 
 def _weight_shape(model: Any, layer: str) -> tuple[int, ...]:
-    for node in model.graph.node:
-        if node.domain == DOMAIN and node.output[0] == f"{layer}/bytes":
-            return next(tuple(a.ints) for a in node.attribute if a.name == "shape")
-    tensors = model.graph.initializer
-    return next(tuple(t.dims) for t in tensors if t.name == f"{layer}/bytes")
+    tensors = {tensor.name: tensor for tensor in model.graph.initializer}
+    for name in (f"{layer}/bytes", f"{layer}/plane4"):
+        if name in tensors and len(tensors[name].dims) > 1:
+            return tuple(tensors[name].dims)
+    # In planes of bytes: back from the bytes to the node that gives them their shape.
+    made = {node.output[0]: node for node in model.graph.node}
+    node = made[f"{layer}/bytes"]
+    while node.op_type != "Reshape":
+        node = made[node.input[0]]
+    return tuple(map(int, node.input[1].rpartition("/")[2].split("x")))
 
 
 def _layer(node: Any) -> str:

@@ -20,12 +20,11 @@ from ompq.integer.lowering import INPUT, Steps, output_names
 from ompq.integer.operators import Convolution, Layer, Node, Product, Step
 from ompq.layers import quantized_layers
 from ompq.onnx.containers import (
-    DOMAIN,
+    ZERO_OF_UNSIGNED,
     Array,
     StoredWeight,
-    plane_parts,
-    planes,
-    unpack_function,
+    as_tensor,
+    stored_bytes,
 )
 from ompq.packing.format import broadcast_grid
 from ompq.quantization import quantization_of
@@ -34,7 +33,6 @@ from ompq.recording import tensors_in
 from ompq.samples import Samples, SamplesLike, call, evaluating
 
 _LARGEST_CODE = 255
-_MIDDLE = 128  # zero point of a weight in unsigned bytes
 
 
 class OnnxGraph:
@@ -62,7 +60,7 @@ class OnnxGraph:
 
     def model(self) -> Any:
         """Return the whole file's content."""
-        from onnx import helper, numpy_helper
+        from onnx import helper
 
         outputs = []
         for name, position in self.steps.outputs.items():
@@ -73,15 +71,14 @@ class OnnxGraph:
             "network",
             [_described(INPUT, self.steps.input_shape)],
             outputs,
-            [numpy_helper.from_array(a, name) for name, a in self.constants.items()],
+            [as_tensor(name, one) for name, one in self.constants.items()],
         )
         opset = helper.make_opsetid("", self.opset)
         return helper.make_model(
             graph,
             producer_name="ompq",
             ir_version=helper.find_min_ir_version_for([opset]),
-            opset_imports=[opset, helper.make_opsetid(DOMAIN, 1)],
-            functions=_functions(self.weights, self.opset),
+            opset_imports=[opset],
         )
 
     def _node(self, kind: str, inputs: list[str], output: str, **given: Any) -> str:
@@ -160,18 +157,20 @@ class OnnxGraph:
     def _weight(self, step: Step, layer: Layer) -> None:
         """Add a layer's weight as bytes, its bias, and the accumulator's step."""
         name, weight = step.name, layer.weight
-        arrays, nodes = _bytes(name, weight, unsigned=name in self.unsigned)
+        unsigned, short = name in self.unsigned, f"w{len(self.weights)}"
+        arrays, nodes = stored_bytes(name, weight, self.opset, short, unsigned=unsigned)
         arrays[f"{name}/scale"] = weight.scale.numpy().astype(np.float32)
         arrays[f"{name}/bias"] = weight.bias.numpy()
-        if name in self.unsigned:
-            zeros = np.full(len(weight.scale), _MIDDLE, np.uint8)
+        if unsigned:
+            zeros = np.full(len(weight.scale), ZERO_OF_UNSIGNED, np.uint8)
             arrays[f"{name}/zeros"] = zeros
         elif isinstance(layer, Product):
             # ONNX Runtime fuses a Gemm only with the zeros written out.
             arrays[f"{name}/zeros"] = np.zeros(len(weight.scale), np.int8)
-        self.weights.append(_stored(name, weight, arrays))
+        self.weights.append(StoredWeight.of(name, weight, arrays))
         self.constants |= arrays
-        self.nodes += nodes
+        for kind, inputs, output, attributes in nodes:
+            self._node(kind, inputs, output, **attributes)
         (source,) = self.steps.sources(step)
         given = [self._grid(source)[0], f"{name}/scale"]
         self._node("Mul", given, f"{name}/unit")
@@ -197,7 +196,7 @@ class OnnxGraph:
         zero = self._grid(self.steps.steps[source].grid)[1]
         inputs, given = [self.codes[source], f"{name}/bytes", zero], operator.node()
         if name in self.unsigned:  # here ONNX Runtime takes one zero point for all
-            inputs.append(self._constant("middle", _MIDDLE, np.uint8))
+            inputs.append(self._constant("middle", ZERO_OF_UNSIGNED, np.uint8))
         self._node("ConvInteger", inputs, f"{name}/products", **given.attributes)
         shape = self._constant("channels", (1, -1, 1, 1), np.int64)
         for part in ("bias", "unit"):
@@ -212,59 +211,6 @@ def _described(name: str, shape: tuple[int, ...]) -> Any:
     from onnx import TensorProto, helper
 
     return helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", *shape])
-
-
-def _bytes(
-    name: str, weight: IntegerWeight, *, unsigned: bool = False
-) -> tuple[dict[str, Array], list[Any]]:
-    """Return the constants and nodes that give a weight as bytes.
-
-    Unsigned bytes have the zero point 128: kernels that would saturate with signed ones
-    add products of two unsigned bytes in 32 bits.
-    """
-    from onnx import helper
-
-    if unsigned:
-        shifted = weight.values.numpy().astype(np.int16) + _MIDDLE
-        return {f"{name}/bytes": shifted.astype(np.uint8)}, []
-    if not plane_parts(weight):
-        return {f"{name}/bytes": weight.values.numpy()}, []
-    stretch = weight.stretch.numpy()
-    same = (stretch == stretch.flat[0]).all()
-    arrays: dict[str, Array] = {
-        f"{name}/plane{number}": plane for number, plane in enumerate(planes(weight))
-    }
-    value = stretch.flat[0] if same else weight.per_channel(weight.stretch).numpy()
-    offset = weight.per_channel(weight.offset)
-    arrays[f"{name}/offset"] = offset.numpy().astype(np.uint8)
-    arrays[f"{name}/stretch"] = np.array(value, np.uint8)
-    node = helper.make_node(
-        f"Weight{weight.bits}",
-        list(arrays),
-        [f"{name}/bytes"],
-        domain=DOMAIN,
-        count=[weight.codes.numel()],
-        shape=list(weight.codes.shape),
-    )
-    return arrays, [node]
-
-
-def _stored(
-    name: str, weight: IntegerWeight, arrays: Mapping[str, Array]
-) -> StoredWeight:
-    parts = plane_parts(weight)
-    whole = arrays.get(f"{name}/bytes")
-    container = (
-        f"planes {'+'.join(map(str, parts))}" if whole is None else whole.dtype.name
-    )
-    size = sum(array.nbytes for array in arrays.values())
-    return StoredWeight(name, weight.bits, container, size)
-
-
-def _functions(stored: list[StoredWeight], opset: int) -> list[Any]:
-    """Return the functions that unpack weights of the widths that are there."""
-    widths = {one.bits for one in stored if one.container.startswith("planes")}
-    return [unpack_function(width, opset) for width in sorted(widths)]
 
 
 def weights_only_model(
@@ -292,9 +238,6 @@ def weights_only_model(
         if bits < FLOAT_BITS:
             weight, grid = _whole(state, unit, bits)
             stored.append(_replace(model, constants, unit, weight, grid))
-    model.functions.extend(_functions(stored, opset))
-    if model.functions:
-        model.opset_import.add(domain=DOMAIN, version=1)
     return model, stored
 
 
@@ -415,7 +358,7 @@ def _replace(
     grid: Grid,
 ) -> StoredWeight:
     """Put nodes in the place of the constants that hold a unit's weight."""
-    from onnx import TensorProto, helper, numpy_helper
+    from onnx import TensorProto, helper
 
     floats = grid.dequantize(weight.codes).numpy()
     places = list(_places(constants, floats))
@@ -425,9 +368,12 @@ def _replace(
             "that PyTorch wrote; pin it to 32 bits to keep it float"
         )
     name = unit.name
-    arrays, nodes = _bytes(name, weight)
+    opset = model.opset_import[0].version
+    short = f"w{len(model.graph.node)}"
+    arrays, unpacking = stored_bytes(name, weight, opset, short)
     arrays[f"{name}/scale"] = weight.scale.numpy()
     made = helper.make_node
+    nodes = [made(kind, given, [out], **more) for kind, given, out, more in unpacking]
     nodes += [
         made("Cast", [f"{name}/bytes"], [f"{name}/levels"], to=TensorProto.FLOAT),
         made("Mul", [f"{name}/levels", f"{name}/scale"], [f"{name}/weight"]),
@@ -436,12 +382,14 @@ def _replace(
         kind = "Transpose" if turned else "Identity"
         nodes.append(made(kind, [f"{name}/weight"], [place]))
         model.graph.initializer.remove(constants[place])
+    known = {one.name for one in model.graph.initializer}
     for key, array in arrays.items():
-        model.graph.initializer.append(numpy_helper.from_array(array, key))
+        if key not in known:  # layers share tables
+            model.graph.initializer.append(as_tensor(key, array))
     everything = [*nodes, *model.graph.node]
     del model.graph.node[:]
     model.graph.node.extend(everything)
-    return _stored(name, weight, arrays)
+    return StoredWeight.of(name, weight, arrays)
 
 
 def _places(constants: Mapping[str, Any], floats: Array) -> Iterator[tuple[str, bool]]:
