@@ -276,3 +276,24 @@ def test_layers_that_do_not_saturate_keep_their_bits():
     ):
         kept = before.weight.dim() == 2 or before.weight.shape[1] < 4
         assert torch.equal(before.weight_scale, after.weight_scale) == kept, name
+
+
+def test_coarser_channels_keep_their_sums():
+    given = quantized(seeded(TinyResNet(width=16)), images(16), weight=8)
+    network = finalize(given, images())
+    layers = quantized_layers(network)
+    found, nearest = [], []
+    for name, before in quantized_layers(given).items():
+        after = layers[name]
+        changed = after.weight_scale != before.weight_scale
+        if not changed.any():
+            continue
+        low, high = -128 * before.weight_scale, 127 * before.weight_scale
+        like = (-1, *[1] * (before.weight.dim() - 1))
+        exact = before.weight.clamp(low.view(like), high.view(like))
+        grid = after.grid_like_weight()
+        for made, errors in ((after.rounded_weight(), found), (exact, nearest)):
+            steps = (grid.fake(made) - exact) / grid.scale
+            errors.append(steps.flatten(1).sum(1)[changed].abs().max().item())
+    assert max(found) < 1.0 < max(nearest)
+    assert set(lower(network, images()).saturating()) <= {"stem", "head"}

@@ -87,7 +87,7 @@ def _avoid_saturation(model: nn.Module, steps: Steps) -> None:
         few = layer.weight.dim() == 2 or layer.weight.shape[1] < _IMAGE
         if few and layer.bits == _BYTE:
             continue  # as fast with unsigned bytes, which do not saturate
-        own = layer.grid_like_weight()
+        own, before = layer.grid_like_weight(), layer.weight_scale.detach().clone()
         low, high = -own.zero_point * own.scale, (own.qmax - own.zero_point) * own.scale
         with torch.no_grad():
             # Rounding may lift a weight by half a step, so once may not do.
@@ -95,6 +95,32 @@ def _avoid_saturation(model: nn.Module, steps: Steps) -> None:
                 # What the grid clips shall not come back on a wider one.
                 layer.weight.clamp_(low, high)
                 layer.weight_scale.mul_(excess.clamp(min=1).to(layer.weight_scale))
+            _keep_sums(layer, layer.weight_scale != before)
+
+
+def _keep_sums(layer: QuantizedLayer, channels: Tensor) -> None:
+    """Round the weights of channels (O,) so that each channel's sum stays.
+
+    Inputs are mostly positive after a ReLU, so that an error of the sum would shift the
+    whole output. Weights nearest to the middle of two codes go the other way, except
+    the largest, which would saturate.
+    """
+    grid = layer.grid_like_weight()
+    scale, zero_point = (
+        grid.scale.flatten()[:, None],
+        grid.zero_point.flatten()[:, None],
+    )
+    exact = layer.weight.flatten(1) / scale  # (O, K)
+    levels = (exact + zero_point).round() - zero_point
+    missing = (exact - levels).sum(1, keepdim=True).round()
+    way = missing.sign()
+    limit = (levels * way).topk(min(2, levels.shape[1]), dim=1).values[:, -1:]
+    gain = ((exact - levels) * way).masked_fill(levels * way >= limit, 0)
+    rank = gain.argsort(1, descending=True).argsort(1)
+    moved = (rank < missing.abs()) & (gain > 0)
+    rounded = ((levels + moved * way) * scale).view_as(layer.weight)
+    like = (-1, *[1] * (layer.weight.dim() - 1))
+    layer.weight.copy_(torch.where(channels.view(like), rounded, layer.weight))
 
 
 def _clear_scales(model: nn.Module, steps: Steps) -> bool:
