@@ -6,8 +6,9 @@ import pytest
 
 from cli_tools import network_file, run, run_json
 from nets import TinyMobileNet, images, seeded
-from ompq.errors import ModelError
+from ompq.errors import ExportError, ModelError
 from ompq.onnx.export import export_onnx
+from ompq.onnx.inspection import time_files
 from ompq.packing import inspect_file, load, save
 from ompq.plans import plan as make_plan
 from ompq.quantization import quantize
@@ -100,6 +101,25 @@ def test_bench_takes_a_float_file_and_gives_json(onnx_file):
     assert first["file_bytes"] == second["file_bytes"] == path.stat().st_size
     quiet = run("bench", path, "--float", path, "--repeats", "1", "--quiet").stdout
     assert "times as fast as float" in quiet
+
+
+def test_a_runtime_that_fails_does_not_lose_the_others(onnx_file, monkeypatch):
+    def failing(files, shape, *, runtime, **settings):
+        if runtime == "openvino":
+            raise ExportError("openvino cannot load net.onnx: no such operator")
+        return time_files(files, shape, runtime=runtime, **settings)
+
+    monkeypatch.setattr("ompq.cli.artifacts.time_files", failing)
+    both = ("openvino", "onnxruntime")
+    monkeypatch.setattr("ompq.cli.artifacts.installed_runtimes", lambda: both)
+    words = ("bench", onnx_file[0], "--float", onnx_file[0], "--repeats", "1")
+    data = run_json(*words)
+    assert [row["name"] for row in data["rows"]] == ["float", "quantized"]
+    assert "not timed: openvino cannot load net.onnx: no such" in str(data)
+    monkeypatch.setattr("ompq.cli.artifacts.installed_runtimes", lambda: both[:1])
+    alone = run(*words)
+    assert alone.exit_code == 2
+    assert "error: openvino cannot load net.onnx" in alone.stderr
 
 
 def test_files_without_a_name_need_one(out, tmp_path, monkeypatch):

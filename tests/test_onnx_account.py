@@ -1,4 +1,5 @@
 import builtins
+import random
 
 import pytest
 
@@ -6,7 +7,7 @@ from nets import TinyResNet, images, seeded
 from ompq.errors import ExportError, MissingExtraError
 from ompq.layers import quantized_layers
 from ompq.onnx.export import export_onnx
-from ompq.onnx.inspection import inspect_onnx
+from ompq.onnx.inspection import input_shape, inspect_onnx, without_gain
 from quantized import quantized
 
 onnx = pytest.importorskip("onnx")
@@ -61,3 +62,31 @@ def test_missing_extra_is_named(exported, monkeypatch):
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(MissingExtraError, match="onnx is not installed"):
         inspect_onnx(exported[1].path)
+
+
+def test_damaged_files_give_one_clear_error_or_an_account(exported, tmp_path):
+    """Bytes of a file at random: nothing but our own error, and no escapes in it."""
+    whole = exported[1].path.read_bytes()
+    path, order, refused = tmp_path / "net.onnx", random.Random(0), 0
+    for _ in range(300):
+        broken = bytearray(whole)
+        for _ in range(order.choice((1, 4, 40))):
+            broken[order.randrange(len(broken))] = order.randrange(256)
+        path.write_bytes(broken[: order.choice((len(broken), len(broken) // 2))])
+        try:
+            account = inspect_onnx(path)
+            without_gain(path)
+            input_shape(path)
+            assert all(name.isprintable() for name in account.layers)
+        except ExportError as error:
+            assert len(str(error)) < 500
+            refused += 1
+    assert refused > 100
+
+
+def test_names_with_escapes_are_refused(exported, tmp_path):
+    model = onnx.load(exported[1].path)
+    model.graph.initializer[0].name = "\x1b[2Jstem/bytes"
+    onnx.save(model, tmp_path / "net.onnx")
+    with pytest.raises(ExportError, match="is damaged: names in it are not those of"):
+        inspect_onnx(tmp_path / "net.onnx")

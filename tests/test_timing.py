@@ -127,3 +127,10 @@ def test_openvino_runs_what_it_has_compiled(monkeypatch):
     library = SimpleNamespace(Core=Core)
     monkeypatch.setattr(timing, "load_runtime", lambda _: library)
     assert timing.runner("net.onnx", (1, 3, 8, 8), 1, "openvino")() == [(1, 3, 8, 8)]
+
+
+def test_a_file_that_a_runtime_cannot_run_is_told(tmp_path):
+    path = tmp_path / "broken.onnx"
+    path.write_bytes(b"nothing")
+    with pytest.raises(ExportError, match="onnxruntime fails on .*broken.onnx: "):
+        peak_memory(path, (1, 3, 8, 8))

@@ -306,15 +306,22 @@ def bench(
         with console.stage("writing the float network"), muted():
             floats = _float(file, reference, shape[1:], Path(work))
         timings: list[Timing] = []
+        failed: list[str] = []
         for runtime in installed_runtimes():
-            with console.stage(f"timing {runtime}"):
-                timings += time_files(
-                    {"float": floats, "quantized": file},
-                    shape,
-                    repeats=repeats,
-                    threads=threads,
-                    runtime=runtime,
-                )
+            try:
+                with console.stage(f"timing {runtime}"):
+                    timings += time_files(
+                        {"float": floats, "quantized": file},
+                        shape,
+                        repeats=repeats,
+                        threads=threads,
+                        runtime=runtime,
+                    )
+            except ExportError as error:  # the other runtimes are timed all the same
+                failed.append(str(error))
+        if not timings:
+            raise ExportError("; ".join(failed))
+        remarks += [f"not timed: {reason}" for reason in failed]
         sizes = {"float": floats.stat().st_size, "quantized": file.stat().st_size}
         render(bench_view(timings, sizes, remarks), console)
 

@@ -82,10 +82,15 @@ def inspect_onnx(path: str | Path) -> OnnxAccount:
     bits = dict.fromkeys(layers, 0)
     for tensor in model.graph.initializer:
         layer, _, kind = tensor.name.rpartition("/")
-        if kind.startswith("plane"):
+        if kind in ("plane1", "plane2", "plane4"):
             bits[layer] += int(kind.removeprefix("plane"))
     bits = {layer: width or 8 for layer, width in bits.items()}
     return OnnxAccount(Path(path), total, items, layers, bits)
+
+
+def _is_name(text: Any) -> bool:
+    # What is not Unicode comes as bytes.
+    return isinstance(text, str) and text.isprintable() and len(text) < _LONGEST_NAME
 
 
 def _item(layer: str, kind: str) -> str:
@@ -113,18 +118,30 @@ def load_exported(path: Path) -> Any:
     except ImportError as error:
         raise MissingExtraError(error.name or "onnx", "onnx") from error
     try:
-        model = onnx.load(path)
+        model = onnx.load(path, load_external_data=False)
     except (OSError, DecodeError) as error:
         raise ExportError(f"{path} cannot be read as ONNX: {error}") from error
     if model.producer_name != "ompq":
+        writer = model.producer_name or "another program"
         raise ExportError(
-            f"{path} was written by {model.producer_name or 'another program'}, not by "
-            "ompq; there is no account of it"
+            f"{path} was written by {ascii(writer[:80])[1:-1]}, not by ompq; there is "
+            "no account of it"
         )
+    graph = model.graph
+    names = [tensor.name for tensor in graph.initializer]
+    for node in graph.node:
+        names += [node.op_type, *node.input, *node.output]
+    if (
+        not all(map(_is_name, names))
+        or not graph.input
+        or not all(node.output for node in graph.node)
+    ):
+        raise ExportError(f"{path} is damaged: names in it are not those of a network")
     return model
 
 
 _THIN = 4
+_LONGEST_NAME = 2000  # of a tensor: a layer's name and a word
 NETWORK = "network"  # the entry of a file's metadata that names the network
 
 
@@ -203,10 +220,14 @@ def _weight_shape(model: Any, layer: str) -> tuple[int, ...]:
             return tuple(tensors[name].dims)
     # In planes of bytes: back from the bytes to the node that gives them their shape.
     made = {node.output[0]: node for node in model.graph.node}
-    node = made[f"{layer}/bytes"]
-    while node.op_type != "Reshape":
-        node = made[node.input[0]]
-    return tuple(map(int, node.input[1].rpartition("/")[2].split("x")))
+    node = made.pop(f"{layer}/bytes", None)
+    while node is not None and node.op_type != "Reshape":
+        node = made.pop(node.input[0], None) if node.input else None
+    shape = node.input[1] if node is not None and len(node.input) > 1 else ""
+    if shape not in tensors:
+        return (0, 0)  # a damaged file: nothing is said of it
+    sizes = np.frombuffer(tensors[shape].raw_data[:64], dtype="<i8")
+    return tuple(map(int, sizes)) if len(sizes) > 1 else (0, 0)
 
 
 def _layer(node: Any) -> str:
@@ -418,10 +439,10 @@ def peak_memory(
     """Return the memory of a process that loads a file and runs it."""
     words = [str(path), str(threads), runtime, *map(str, shape)]
     done = subprocess.run(
-        [sys.executable, "-c", _WEIGH, *words],
-        capture_output=True,
-        text=True,
-        check=True,
+        [sys.executable, "-c", _WEIGH, *words], capture_output=True, text=True
     )
+    if done.returncode:
+        last = done.stderr.strip().splitlines()[-1:] or ["no reason was given"]
+        raise ExportError(f"{runtime} fails on {path}: {last[0][:300]}")
     start, peak = done.stdout.split()
     return Memory(int(start), int(peak))
