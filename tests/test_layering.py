@@ -99,7 +99,7 @@ def test_modules_import_only_upward():
     assert wrong == []
 
 
-def _no_two_modules_share_a_name():
+def test_no_two_modules_share_a_name():
     names = [p.stem for p in SOURCE.rglob("*.py") if p.stem != "__init__"]
     names += [p.parent.name for p in SOURCE.rglob("__init__.py") if p.parent != SOURCE]
     assert sorted(names) == sorted(set(names))

@@ -275,11 +275,7 @@ def load_latency(path: str | Path) -> LatencyTable:
 
 
 def latency_table(data: Any) -> LatencyTable:
-    """Return a latency table from JSON.
-
-    Raises:
-        ValueError: The data is something else.
-    """
+    """Return a latency table from JSON."""
     table = {
         unit: {
             choice: json_number(ms, f"{unit} {choice}")

@@ -112,7 +112,6 @@ def evaluate(
         reference: The float network, for agreement, divergence and drop.
         metrics: Name → function of logits (N, classes) and targets (N,), both on the
             network's device; averaged over the images.
-        progress: Called after each batch.
 
     Raises:
         DataError: There is no batch, or targets do not fit the inputs or outputs.

@@ -87,11 +87,7 @@ def _why_not_written(error: Exception, target: Path) -> str | None:
 
 
 def write_text(path: str | Path, text: str) -> None:
-    """Write a text file that appears only when it is complete.
-
-    Raises:
-        FileError: It cannot be written.
-    """
+    """Write a text file that appears only when it is complete."""
     with replacing(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
@@ -252,12 +248,7 @@ def write_tensors(
     The same header and tensors give the same bytes.
 
     Args:
-        path: The file.
         header: Plain data; its ``format`` is a name and a version: ``ompq-packed/1``.
-        tensors: Of any shapes, on any device.
-
-    Raises:
-        FileError: It cannot be written.
     """
     from safetensors.torch import save_file
 
@@ -279,7 +270,6 @@ def read_tensors(
     """Return the header and the tensors of a file that :func:`write_tensors` wrote.
 
     Args:
-        path: The file.
         kinds: The values of ``format`` that it may have, the newest first.
 
     Raises:
@@ -351,9 +341,6 @@ def write_checkpoint(
     """Write a checkpoint, whole or not at all.
 
     Args:
-        path: The file.
-        tensors: Of any shapes, on any device.
-        text: What else belongs to it, by name.
         kind: What it is a checkpoint of, for example ``training``.
         identity: What must be equal for it to continue a run.
     """

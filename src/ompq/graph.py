@@ -233,7 +233,6 @@ def select(names: Sequence[str], pattern: str) -> list[str]:
     """Return the names that match a pattern.
 
     Args:
-        names: Unit names in execution order.
         pattern: An exact name, a glob (``layer4.*``), a regular expression
             (``re:conv[12]$``, searched), ``@first`` or ``@last``.
 
@@ -283,11 +282,7 @@ def trace(model: nn.Module, samples: SamplesLike, *, tie: bool = True) -> LayerG
 
 
 def observe(model: nn.Module, samples: SamplesLike) -> Recording:
-    """Record one forward pass of the first sample.
-
-    Raises:
-        TraceError: The network fails on it.
-    """
+    """Record one forward pass of the first sample."""
     batch = to_device(Samples.of(samples).first_batch(1), model_device(model))
     try:
         return record(model, batch)
@@ -302,16 +297,7 @@ def observe(model: nn.Module, samples: SamplesLike) -> Recording:
 def find_units(
     model: nn.Module, recording: Recording, *, tie: bool = True
 ) -> LayerGraph:
-    """Return the units of a network of which a forward pass was recorded.
-
-    Args:
-        model: The network.
-        recording: From :func:`observe`.
-        tie: As for :func:`trace`.
-
-    Raises:
-        TraceError: It has no layer to quantize, or weights that are not finite.
-    """
+    """Return the units of a network of which a forward pass was recorded."""
     units, skipped = _find_layers(model, recording)
     if not units:
         raise TraceError(
@@ -732,8 +718,6 @@ def scaled_channels(weight: Tensor, scale: Tensor, module: nn.Module) -> Tensor:
 
     Args:
         weight: The weight, (C, ...); transposed convolutions have (in, C/groups, ...).
-        scale: One factor a channel, (C,).
-        module: The layer, which says where its output channels are.
     """
     if not isinstance(module, _ConvTransposeNd):
         return weight * scale.reshape(-1, *[1] * (weight.dim() - 1))

@@ -24,7 +24,6 @@ class ActivationQuantizer(nn.Module):
     Attributes:
         scale: Step of the grid, ().
         zero_point: Code of the value 0, (); an integer.
-        bits: Width of the codes.
         enabled: Whether it rounds at all.
         keep: Probability with which a value is rounded; the rest pass as they are.
             Below 1 only while a block is reconstructed with QDrop.
@@ -236,9 +235,6 @@ def quantized_layer(layer: nn.Module, grid: Grid) -> QuantizedLayer:
     Args:
         layer: A convolution or linear layer, its batch norm folded in.
         grid: Scale and zero of each output channel, (C,) each.
-
-    Raises:
-        QuantizationError: The layer's class has a ``forward`` of its own.
     """
     kind = _REPLACEMENTS.get(type(layer))
     if kind is None:

@@ -74,18 +74,12 @@ class BatchProducts:
     products over the N diagonal entries and over the N(N-1) others, and the pairs
     within batches are a fair draw of those: so the sums are kept apart, added up
     batch by batch, and scaled to N. With one batch the result is exact.
-
-    Attributes:
-        diagonal: Sum of K_i[a, a] K_j[a, a], (L, L) float64.
-        others: Sum of K_i[a, b] K_j[a, b] over a != b, (L, L) float64.
-        samples: Number of samples seen.
-        pairs: Number of ordered pairs a != b seen.
     """
 
-    diagonal: Tensor
-    others: Tensor
-    samples: int
-    pairs: int
+    diagonal: Tensor  # Sum of K_i[a, a] K_j[a, a], (L, L) float64
+    others: Tensor  # Sum of K_i[a, b] K_j[a, b] over a != b, (L, L) float64
+    samples: int  # Number of samples seen
+    pairs: int  # Number of ordered pairs a != b seen
 
     @classmethod
     def of(cls, grams: Sequence[Tensor]) -> "BatchProducts":

@@ -108,7 +108,6 @@ def visit_outputs(
 
     Args:
         runs: Each runs the network on one batch.
-        modules: Any name → module.
         visit: Called each time that all batches have passed a module, with its name and
             its outputs, before other hooks see them. It may return other outputs.
     """

@@ -77,7 +77,6 @@ class Measurement:
 
     Attributes:
         name: Where it came from: a score, or ``refit 3``.
-        allocation: Its bits.
         divergence: Mean KL from the float network, in nats, on held-back samples.
         judge: A digest of these samples, the network and the way of quantizing: only
             divergences of one judge may be compared.
@@ -382,11 +381,7 @@ def measured_to_json(plan: Plan) -> list[dict[str, Any]]:
 
 
 def measured_from_json(plan: Plan, data: Any) -> tuple[Measurement, ...]:
-    """Rebuild measurements of a plan's units.
-
-    Raises:
-        ValueError: The data is something else.
-    """
+    """Rebuild measurements of a plan's units."""
     found = []
     for entry in json_list(data, "measured"):
         given = json_object(entry, "measured")
@@ -491,8 +486,6 @@ def plan(
         samples: A few unlabelled inputs; 32 to 64 are enough.
         budget: For example ``"1.5MiB"``, ``"3.2bits"``, ``"75GBOPs"``, several joined
             by commas, or a Budget.
-        config: Choices, score, pins and so on.
-        progress: Called as stages complete.
 
     Raises:
         InfeasibleBudgetError: No allocation meets the budget.
@@ -542,11 +535,7 @@ def plan(
 def choice_table(
     graph: LayerGraph, config: PlanConfig
 ) -> tuple[tuple[Choice, ...], NDArray[np.bool_]]:
-    """Return all choices, and which of them each unit may get, (units, choices).
-
-    Raises:
-        TargetError: The target takes none of a unit's choices.
-    """
+    """Return all choices, and which of them each unit may get, (units, choices)."""
     free = [Choice(w, a) for w in config.choices for a in config.activation_choices]
     pins: dict[str, list[Choice]] = {}
     for pattern, bits in config.pinned.items():

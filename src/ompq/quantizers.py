@@ -13,11 +13,7 @@ LARGEST_HALF_BITS = 6
 
 
 def check_bits(bits: int) -> int:
-    """Return the bits.
-
-    Raises:
-        ValueError: They are not an integer from 2 to 8.
-    """
+    """Return the bits if they are an integer from 2 to 8; else raise a ValueError."""
     if bits not in range(SMALLEST_BITS, LARGEST_BITS + 1):
         raise ValueError(
             f"bits={bits} cannot be quantized to: give an integer from "
@@ -79,7 +75,6 @@ def integer_weight(
     Args:
         codes: Codes of any shape, 0 to 2^bits - 1.
         zero_point: Zeros that broadcast against the codes.
-        bits: Width of a code.
 
     Returns:
         int8 of the codes' shape, and the factor.
@@ -131,7 +126,6 @@ def learned_step(x: Tensor, grid: Grid, shared: float | None = None) -> Tensor:
     and q is the highest level, as the paper does to make steps of a size.
 
     Args:
-        x: Tensor of any shape.
         grid: Its scale is the parameter that is learned.
         shared: The n; None counts the elements of ``x``. The paper leaves the batch
             out of it for activations.
@@ -150,10 +144,8 @@ def learned_clip(x: Tensor, limit: Tensor, zero_point: Tensor, bits: int) -> Ten
     above 0 the range has a lower end too, which moves with the limit.
 
     Args:
-        x: Tensor of any shape.
         limit: Upper end of the range, positive: the parameter that is learned.
         zero_point: Code of 0; 0 for tensors that are never negative, as in the paper.
-        bits: Width of a code.
     """
     qmax = (1 << check_bits(bits)) - 1
     clipped = torch.clamp(x, -zero_point / (qmax - zero_point) * limit, limit)
@@ -170,8 +162,6 @@ def rounded_to(grid: Grid, x: Tensor, shared: float | None = None) -> Tensor:
 
     Args:
         grid: Its scale gets a gradient where it requires one.
-        x: Tensor of any shape.
-        shared: As for :func:`learned_step`.
     """
     if not torch.is_grad_enabled():
         return grid.fake(x)

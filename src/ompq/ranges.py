@@ -21,8 +21,8 @@ _TINY = 1e-30
 # Up to so many weights of a channel leave the error a jagged function of the range;
 # with more, one good range is nearly as good as the next.
 FEW_WEIGHTS = 64
-# Channels of more than twice as many weights are searched on so many of them, which
-# loses at most 1 % on the weights of ResNet-18.
+# Channels of more than twice as many weights are searched on so many of them. On the
+# wide layers of ResNet-18 the squared error grows by at most 2.1 % (at 6 bits).
 _SEARCHED = 512
 # The noise of a layer is estimated from at most so many channels and weights: off by
 # about 5 % on MobileNetV2 and ResNet-18, and a tenth of a forward pass in all.
@@ -31,25 +31,15 @@ _NOISE_WEIGHTS = 1 << 13
 
 
 class Rule(NamedTuple):
-    """Which grids channels may get at B widths. Tensors are (B, 1, 1).
+    """Which grids channels may get at B widths. Tensors are (B, 1, 1)."""
 
-    Attributes:
-        qmax: The highest code.
-        zero_point: The only zero point allowed; NaN where any may be chosen.
-        smallest: The smallest part of the channel's range worth trying.
-    """
-
-    qmax: Tensor
-    zero_point: Tensor
-    smallest: Tensor
+    qmax: Tensor  # The highest code
+    zero_point: Tensor  # The only zero point allowed; NaN where any may be chosen
+    smallest: Tensor  # The smallest part of the channel's range worth trying
 
     @classmethod
     def of(cls, bits: int, kind: Kind) -> "Rule":
-        """Return the rule of a kind at some width.
-
-        Raises:
-            ValueError: Bits or kind are unknown.
-        """
+        """Return the rule of a kind at some width."""
         middle = 1 << (check_bits(bits) - 1)
         qmax = 2 * middle - 1
         rules = {
@@ -71,19 +61,12 @@ class Rule(NamedTuple):
 
 
 class _Effort(NamedTuple):
-    """How many ranges are tried.
+    """How many ranges are tried."""
 
-    Attributes:
-        few: Ends to try on either side of channels with few weights.
-        many: Ends to try on either side of the others.
-        neighbours: Scales to try around the best, at three zero points each.
-        refits: Least-squares fits to the codes of the best.
-    """
-
-    few: int
-    many: int
-    neighbours: int
-    refits: int
+    few: int  # Ends to try on either side of channels with few weights
+    many: int  # Ends to try on either side of the others
+    neighbours: int  # Scales to try around the best, at three zero points each
+    refits: int  # Least-squares fits to the codes of the best
 
 
 _THOROUGH = _Effort(few=24, many=12, neighbours=9, refits=3)
@@ -134,17 +117,11 @@ class _Measure(NamedTuple):
 
 
 class _Best(NamedTuple):
-    """The best grids so far.
+    """The best grids so far."""
 
-    Attributes:
-        cost: (B, C).
-        scale: (B, C, 1).
-        zero_point: (B, C, 1).
-    """
-
-    cost: Tensor
-    scale: Tensor
-    zero_point: Tensor
+    cost: Tensor  # (B, C)
+    scale: Tensor  # (B, C, 1)
+    zero_point: Tensor  # (B, C, 1)
 
 
 def search_weight(
@@ -162,10 +139,6 @@ def search_weight(
     then both are fitted to the codes by least squares a few times.
 
     Args:
-        weight: Any shape.
-        bits: 2 to 8.
-        channel_dim: The dimension of the output channels.
-        kind: Which zero points are allowed.
         power: The error is the sum of |error|^power: 2 for least squares; 2.4, as in
             BRECQ, clips less.
         gram: Products of what the weights of a channel are multiplied by, (K, K), or
@@ -215,9 +188,6 @@ def weight_noises(
     """Return ||W - Q(W)||^2 / ||W||^2 at each width, nearly; 0 for a weight of zeros.
 
     The search of :func:`search_weight` with fewer ranges, on a sample of the weights.
-
-    Raises:
-        ValueError: Bits are unknown or the weight is empty.
     """
     rows = channel_rows(weight, channel_dim)
     rules = [Rule.of(width, DEFAULT_KIND) for width in bits]
@@ -248,11 +218,7 @@ def elements_at_once(device: torch.device) -> int:
 
 
 def channel_rows(weight: Tensor, channel_dim: int) -> Tensor:
-    """Return the weight as float32 of shape (channels, weights of a channel).
-
-    Raises:
-        ValueError: The weight is empty.
-    """
+    """Return the weight as float32 of shape (channels, weights of a channel)."""
     if weight.numel() == 0:
         raise ValueError(f"weight of shape {tuple(weight.shape)} is empty")
     rows = weight.detach().movedim(channel_dim, 0)
@@ -475,9 +441,6 @@ class Observed:
 def observe_range(x: Tensor, seen: Observed | None = None) -> Observed:
     """Return what is known after one more batch, of any shape.
 
-    Raises:
-        ValueError: The batch is empty.
-
     Example:
         >>> seen = observe_range(torch.tensor([0.0, 1.0]))
         >>> seen = observe_range(torch.tensor([-2.0, 5.0]), seen)
@@ -510,9 +473,7 @@ def with_importance(seen: Observed, bins: Tensor, gradient: Tensor) -> Observed:
     """Return what is known once the gradients of one more batch are.
 
     Args:
-        seen: What was known before.
         bins: From :func:`value_bins`, of the batch.
-        gradient: Shaped as the values.
     """
     squares = thinned(gradient.detach().flatten()[None], _COUNTED)[0].double().square()
     # On the CPU: sums of floats on a GPU differ from one run to the next.
@@ -532,8 +493,6 @@ def activation_grid(
     """Return a grid for the values seen: one scale, shape (), and an integer zero.
 
     Args:
-        seen: From :func:`observe_range`.
-        bits: 2 to 8.
         method: ``minmax`` holds every value, ``percentile`` the middle ``fraction`` of
             them, ``mse`` looks for the least sum of |error|^power, and ``fisher`` for
             the least such sum weighed by importance, where that is known.

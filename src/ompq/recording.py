@@ -52,7 +52,6 @@ class ModuleCall:
     """One call of a module: what it read and what it returned.
 
     Attributes:
-        name: Name of the module.
         input_shape: Shape of its first tensor argument; () without one.
         output_shape: Shape of its first output tensor; () without one.
         output: Position of the call that made its output; -1 when it returned its
@@ -119,13 +118,7 @@ def watch(
     """Run the network in eval mode and show every call to ``visit``.
 
     Args:
-        model: The network.
-        batch: What one call of it takes.
         visit: Called with position, function, args, kwargs and output.
-        gradients: Whether the output can be differentiated.
-
-    Returns:
-        The network's output.
     """
     with evaluating(model), torch.set_grad_enabled(gradients), _Watch(visit):
         return call(model, batch)
@@ -150,7 +143,6 @@ def watched_modules(
     """Show every call of a module, the network's own aside.
 
     Args:
-        model: The network.
         enter: Called with name and module before a module runs.
         leave: Called with name, module, args, kwargs and output after it.
         first: Whether ``leave`` sees the output before the hooks that a module has.

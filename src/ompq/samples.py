@@ -137,11 +137,7 @@ def call(model: nn.Module, batch: Batch) -> Any:
 
 
 def first_tensor(output: Any) -> Tensor:
-    """Return the first floating-point tensor of an output: its logits, usually.
-
-    Raises:
-        SampleError: There is none.
-    """
+    """Return the first floating-point tensor of an output: its logits, usually."""
     if isinstance(output, Tensor) and output.is_floating_point():
         return output
     children: Iterable[Any] = ()
@@ -220,14 +216,7 @@ def collect(
     batch_size: int = 256,
     report: Report = lambda _done, _total: None,
 ) -> None:
-    """Run the network once over samples, in eval mode, for what modules get and give.
-
-    Args:
-        model: The network.
-        samples: Inputs; all are run, ``batch_size`` at a time.
-        collectors: A module, and what to call after each of its calls.
-        report: Called after each batch, with the number of batches done and of all.
-    """
+    """Run the network over all samples, in eval mode, for what modules get and give."""
     device, total = model_device(model), samples.batch_count(batch_size)
     hooks = (
         module.register_forward_hook(in_this_thread(collector), with_kwargs=True)

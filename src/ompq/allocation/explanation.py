@@ -16,11 +16,7 @@ WORST = 5  # units named as standing in the way, besides pinned ones
 
 
 def reachable(problem: Problem, cost: str) -> tuple[float, float]:
-    """Return the least and the most that any allocation costs.
-
-    Raises:
-        ValueError: The cost is unknown.
-    """
+    """Return the least and the most that any allocation costs."""
     if cost not in problem.costs:
         raise ValueError(
             f"cost={cost!r} is unknown; the costs are {', '.join(problem.costs)}"
@@ -49,11 +45,7 @@ def check_budget(problem: Problem, budget: Budget | str) -> None:
 
 
 def check_each(problem: Problem, limits: Mapping[str, float]) -> None:
-    """Make sure that each limit can be met if the others are ignored.
-
-    Raises:
-        InfeasibleBudgetError: One cannot.
-    """
+    """Make sure that each limit can be met if the others are ignored."""
     for name, limit in limits.items():
         smallest, _ = reachable(problem, name)
         if smallest > limit:
@@ -136,8 +128,6 @@ class Option:
     """One choice of the unit, together with the units tied to it.
 
     Attributes:
-        choice: The bits.
-        damage: The expected damage.
         costs: What it costs, by the costs that the budget limits.
         over: By how much limits would be exceeded if all other units kept their bits.
         allowed: Whether the unit may get it.
@@ -152,21 +142,13 @@ class Option:
 
 @dataclass(frozen=True)
 class Exchange:
-    """Another choice of this unit together with another choice of one other unit.
+    """Another choice of this unit together with another choice of one other unit."""
 
-    Attributes:
-        choice: What this unit would get.
-        unit: The other unit.
-        before: What the other unit has.
-        after: What it would get.
-        damage: What both would change; an optimal allocation leaves none below 0.
-    """
-
-    choice: Choice
-    unit: str
-    before: Choice
-    after: Choice
-    damage: float
+    choice: Choice  # What this unit would get
+    unit: str  # The other unit
+    before: Choice  # What the other unit has
+    after: Choice  # What it would get
+    damage: float  # What both would change; an optimal allocation leaves none below 0
 
 
 @dataclass(frozen=True)
@@ -174,9 +156,7 @@ class Explanation:
     """Why a unit got its bits; ``str`` puts it in words.
 
     Attributes:
-        unit: The unit.
         tied: Units that share its bits.
-        choice: What it got.
         options: Every choice, in the order of the columns.
         limits: The budget, by cost.
         used: What the allocation uses of it.

@@ -294,7 +294,6 @@ class Problem:
         """Return the integer program of the groups under limits on some costs.
 
         Args:
-            limits: Cost name → the most that it may sum to.
             slack: Steps a unit by which to raise the limits of costs that are not short
                 decimals: half a step is what rounding them to steps may take away.
         """
@@ -335,11 +334,7 @@ class Problem:
         return Allocation(dict(zip(self.names, chosen, strict=True)))
 
     def columns(self, allocation: Mapping[str, Choice]) -> Columns:
-        """Return the column of each unit, (U,).
-
-        Raises:
-            PlanError: A unit has no bits, or bits that are none of the choices.
-        """
+        """Return the column of each unit, (U,)."""
         column_of = {choice: column for column, choice in enumerate(self.choices)}
         wrong = [n for n in self.names if allocation.get(n) not in column_of]
         if wrong:

@@ -62,7 +62,6 @@ def minimum(
     lexicographically first. (Where ties abound, not all may have been compared.)
 
     Args:
-        program: What to minimise.
         passes: Passes of the search by labels, each some times longer than the last.
         nodes: Nodes of branch and bound. The problem is NP-hard, so there must be an
             end; it is counted, not timed, so that results do not depend on the machine.

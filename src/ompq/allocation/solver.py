@@ -44,17 +44,10 @@ CURVE_GAP = 1e-5  # of a point of a curve: far less than a line's width
 
 @dataclass(frozen=True)
 class ParetoPoint:
-    """The best allocation under one limit.
-
-    Attributes:
-        limit: The limit.
-        cost: What the allocation costs; at most the limit.
-        damage: Its expected damage.
-        allocation: Its bits.
-    """
+    """The best allocation under one limit."""
 
     limit: float
-    cost: float
+    cost: float  # What the allocation costs; at most the limit
     damage: float
     allocation: Allocation
 
@@ -67,8 +60,6 @@ def allocate(
     Its ``gap`` is what is not proved.
 
     Args:
-        problem: Units, choices, damage and costs.
-        budget: What may not be exceeded.
         method: ``exact``; or the paper's ways, which keep to the budget too:
             ``relax-round`` rounds the linear relaxation, ``relax-dfs`` searches its
             floors and ceilings. Where these find nothing within budgets that pull in
@@ -154,11 +145,9 @@ def pareto(
     """Return the curve of damage against one cost, from the smallest to the largest.
 
     Args:
-        cost: The cost that is limited; the others are free.
         points: Limits to try, evenly spaced from the least that any allocation costs
             to what the allocation of least damage costs. Limits with the same answer
             give one point, so fewer may be returned.
-        progress: Called after each limit.
 
     Raises:
         ValueError: The cost is unknown, or there are fewer than two points.

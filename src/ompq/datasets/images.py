@@ -49,9 +49,6 @@ def find_images(folder: Path, split: str) -> ImageFiles:
         folder: Class folders, images alone, or folders ``train`` and ``test`` (or
             ``val``) of either.
         split: ``train`` or ``test``: which of those to use when they exist.
-
-    Raises:
-        DataError: The folder is missing, empty or mixed, or holds no image.
     """
     folder = _split_folder(folder, split)
     entries = _listing(folder)
@@ -130,9 +127,6 @@ def decode(path: Path, model: NamedModel) -> Tensor:
 
     An image of the network's input size is left as it is; any other is resized and
     its centre cropped.
-
-    Raises:
-        DataError: As :func:`open_image`.
     """
     image = open_image(path, model)
     _, height, width = model.input_shape
@@ -151,10 +145,6 @@ def open_image(path: Path, model: NamedModel) -> Image.Image:
 
     Grey, palette and transparent images become RGB, or all of them grey for a network
     with one input channel.
-
-    Raises:
-        DataError: The file cannot be read; or the network takes neither one channel
-            nor three.
     """
     channels = model.input_shape[0]
     if channels not in _MODES:
@@ -193,9 +183,7 @@ def image_views(images: Tensor, views: int, *, seed: int = 0) -> Tensor:
     much as more images.
 
     Args:
-        images: Inputs of a network, (N, C, H, W).
         views: How many of each image there will be, the image itself included.
-        seed: Seed of shifts and mirroring.
 
     Returns:
         (views · N, C, H, W); the images themselves first.

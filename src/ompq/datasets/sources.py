@@ -34,14 +34,11 @@ class Data:
     """Inputs for one network, read when they are needed.
 
     Attributes:
-        name: The name they were loaded by.
         model: The network that takes them.
-        length: How many there are.
         read: Position → input (C, H, W) and target. An uint8 input is an image that
             is still to be normalised.
         targets: Class of each input, where known without reading it.
         label_problem: Why there are no usable labels; None when there are.
-        workers: Threads that read.
         seed: Decides the choice of samples.
         skip_unreadable: Whether unreadable images are skipped instead of an error.
     """
@@ -191,7 +188,6 @@ def load_data(
     Args:
         name: A folder of images (class folders, or images alone: unlabelled),
             ``digits``, ``random`` or ``file.py:function`` (which is executed).
-        model: The network whose preprocessing applies.
         split: Which part to use where the data has two: ``digits``, or a folder that
             holds ``train`` and ``test`` (or ``val``).
         seed: Decides the choice of samples; for ``random``, also the noise.

@@ -39,11 +39,8 @@ def training_data(
     """Return labelled data as training reads it: small images in memory.
 
     Args:
-        data: From :func:`load_data`, split ``train``.
-        device: Where the network is trained.
         augment: Whether images are cropped and flipped at random; inputs that are not
             images never are.
-        progress: Called while images are read into memory.
 
     Raises:
         DataError: It has no usable labels, or cannot be read.
@@ -163,23 +160,14 @@ def _held(
 
 @dataclass(frozen=True, eq=False)
 class ImageSet:
-    """Image files that worker processes read, crop and flip.
+    """Image files that worker processes read, crop and flip."""
 
-    Attributes:
-        images: The files and their classes.
-        model: How images are prepared.
-        workers: Processes that read; 0 reads in the process that trains.
-        device: Where images are normalised.
-        augment: Whether images are cropped and flipped at random.
-        skip_unreadable: Whether the next image replaces an unreadable one.
-    """
-
-    images: ImageFiles
-    model: NamedModel
-    workers: int
-    device: torch.device
-    augment: bool = True
-    skip_unreadable: bool = False
+    images: ImageFiles  # The files and their classes
+    model: NamedModel  # How images are prepared
+    workers: int  # Processes that read; 0 reads in the process that trains
+    device: torch.device  # Where images are normalised
+    augment: bool = True  # Whether images are cropped and flipped at random
+    skip_unreadable: bool = False  # Whether the next image replaces an unreadable one
 
     def __len__(self) -> int:
         return len(self.images.files)

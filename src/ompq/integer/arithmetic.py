@@ -31,8 +31,6 @@ class CodeGrid:
     """What the codes of an activation stand for: ``scale * (code - zero_point)``.
 
     Attributes:
-        scale: The step.
-        zero_point: The code of 0.
         bits: Width of a code, 2 to 8, unsigned; or 32, signed, for outputs of the
             network that no quantizer rounds.
     """
@@ -80,15 +78,10 @@ class CodeGrid:
 
 @dataclass(frozen=True, eq=False)
 class Dyadic:
-    """The ratio ``multiplier / 2^shift``.
+    """The ratio ``multiplier / 2^shift``."""
 
-    Attributes:
-        multiplier: int64, of any shape; below 2^31.
-        shift: int64, of the same shape or ().
-    """
-
-    multiplier: Tensor
-    shift: Tensor
+    multiplier: Tensor  # int64, of any shape; below 2^31
+    shift: Tensor  # int64, of the same shape or ()
 
     def view(self, *shape: int) -> "Dyadic":
         """Return the ratios in another shape."""
@@ -136,7 +129,6 @@ def float_rescaled(sums: Tensor, ratio: Dyadic, zero_point: int = 0) -> Tensor:
     Args:
         sums: Integers of any shape, below 2^31 in magnitude.
         ratio: From :func:`float_dyadic`; broadcasts against the sums.
-        zero_point: Added at the end.
     """
     product = _narrowed(_narrowed(sums.long()) * ratio.multiplier)
     return rescaled(product, ratio.shift) + zero_point
@@ -178,26 +170,16 @@ class IntegerWeight:
     ``(code * unit - offset) * stretch``: the distance from the zero point in halves of
     a step, times a whole number that makes the accumulator's step, and with it the
     bias, finer.
-
-    Attributes:
-        codes: uint8 of the weight's shape, 0 to 2^bits - 1.
-        bits: Width of a code.
-        unit: 2 where zero points may lie halfway between codes, else 1.
-        offset: int32, (O,): the zero point, times the unit.
-        stretch: int32, (O,); 0 for a channel without weights.
-        values: The bytes, int8 of the weight's shape.
-        scale: float64, (O,).
-        bias: int32, (O,), in steps of the input's scale times ``scale``.
     """
 
-    codes: Tensor
+    codes: Tensor  # uint8 of the weight's shape, 0 to 2^bits - 1
     bits: int
-    unit: int
-    offset: Tensor
-    stretch: Tensor
-    values: Tensor
-    scale: Tensor
-    bias: Tensor
+    unit: int  # 2 where zero points may lie halfway between codes, else 1
+    offset: Tensor  # int32, (O,): the zero point, times the unit
+    stretch: Tensor  # int32, (O,); 0 for a channel without weights
+    values: Tensor  # The bytes, int8 of the weight's shape
+    scale: Tensor  # float64, (O,)
+    bias: Tensor  # int32, (O,), in steps of the input's scale times ``scale``
 
     @classmethod
     def of(
@@ -209,10 +191,6 @@ class IntegerWeight:
             codes: The weight's codes, uint8, (O, ...).
             grid: Their grid, with a scale and zero point for each channel.
             bias: Float, (O,), or None.
-            source: Grid of the layer's input.
-
-        Raises:
-            QuantizationError: The sum of products may exceed 32 bits.
         """
         like = (-1, *[1] * (codes.dim() - 1))
         zero_point = grid.zero_point.flatten()
@@ -301,9 +279,7 @@ def padded(x: Tensor, sides: Sequence[Pair], value: int = 0) -> Tensor:
     """Return integers (N, ...) with a constant around them.
 
     Args:
-        x: Integers of any shape.
         sides: How many before and after in each dimension but the first.
-        value: What surrounds them.
     """
     if not any(before or after for before, after in sides):
         return x

@@ -21,9 +21,6 @@ class IntegerNetwork(nn.Module):
     """A network that computes with integers.
 
     It can be evaluated like any network; it runs on the CPU.
-
-    Attributes:
-        steps: What it executes.
     """
 
     def __init__(self, steps: Steps) -> None:
@@ -72,11 +69,7 @@ class IntegerNetwork(nn.Module):
         return ((codes.double() - grid.zero_point) * grid.scale).float()
 
     def input_codes(self, images: Tensor) -> Tensor:
-        """Return the codes of images, uint8: the only arithmetic with floats.
-
-        Raises:
-            ValueError: The images are not of the size that the steps were made for.
-        """
+        """Return the codes of images, uint8: the only arithmetic with floats."""
         if tuple(images.shape[1:]) != self.steps.input_shape:
             raise ValueError(
                 f"images of shape {tuple(images.shape[1:])} do not fit: the integer "

@@ -52,7 +52,6 @@ def finalize(
 
     Args:
         quantized: From :func:`ompq.quantize`, perhaps reconstructed or trained.
-        samples: Inputs; one or two are run.
         saturation_safe: Whether 8-bit weights of convolutions are rounded on a coarser
             grid where the kernels of processors without VNNI would saturate: up to one
             bit of a channel's eight. Without it the ONNX file is right only on other
@@ -170,7 +169,6 @@ def clear_scale(results: Tensor, target: CodeGrid) -> float:
 
     Args:
         results: Values that are rounded to the grid, float64, (R,).
-        target: The grid.
     """
     if results.numel() > _MOST_RESULTS:
         return target.scale
@@ -269,7 +267,6 @@ def link_layers(model: nn.Module, links: Iterable[Link]) -> None:
 
     Args:
         model: The quantized network; changed in place.
-        links: Layers with the quantizers of their input and output.
     """
     layers, quantizers = quantized_layers(model), activation_quantizers(model)
     for layer in layers.values():

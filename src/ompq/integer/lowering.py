@@ -104,10 +104,6 @@ def lower(quantized: nn.Module, samples: SamplesLike) -> Steps:
 
     Args:
         quantized: From :func:`ompq.quantize`; left as it is.
-        samples: Inputs; one or two are run.
-
-    Raises:
-        QuantizationError: An operation has no integer form, or a layer stays float.
     """
     batch = to_device(Samples.of(samples).first_batch(2), model_device(quantized))
     images, *more = tensors_in(batch)

@@ -36,8 +36,6 @@ class Node:
     """An ONNX node.
 
     Attributes:
-        kind: Type of the node.
-        attributes: Its attributes.
         constants: Further inputs by name, int64; None is the code of 0.
         on_codes: Whether it reads and gives codes, and not the values they stand for.
     """
@@ -50,13 +48,9 @@ class Node:
 
 @dataclass(frozen=True, eq=False)
 class Operator:
-    """Computes codes on one grid from codes on others.
+    """Computes codes on one grid from codes on others."""
 
-    Attributes:
-        moves: Whether codes are only moved, and keep their grid.
-    """
-
-    moves: ClassVar[bool] = False
+    moves: ClassVar[bool] = False  # Whether codes are only moved, and keep their grid
 
     @property
     def divisor(self) -> int:
@@ -92,29 +86,17 @@ class Operator:
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """One operator of a network.
+    """One operator of a network."""
 
-    Attributes:
-        name: Unique: the module where it happens, perhaps with a number.
-        operator: What is computed.
-        inputs: Positions of the steps whose results it reads.
-        shape: Shape of its result for one input, without the batch dimension.
-        grid: Grid of its codes.
-        low: Values below are clipped to it: 0 after a ReLU.
-        high: Values above are clipped to it: 6 after a ReLU6.
-        quantizer: Name of the activation quantizer whose grid it is, or "".
-        module: Name of the module where it happens.
-    """
-
-    name: str
+    name: str  # Unique: the module where it happens, perhaps with a number
     operator: Operator
-    inputs: tuple[int, ...]
-    shape: Shape
-    grid: CodeGrid
-    low: float = -inf
-    high: float = inf
-    quantizer: str = ""
-    module: str = ""
+    inputs: tuple[int, ...]  # Positions of the steps whose results it reads
+    shape: Shape  # Shape of its result for one input, without the batch dimension
+    grid: CodeGrid  # Grid of its codes
+    low: float = -inf  # Values below are clipped to it: 0 after a ReLU
+    high: float = inf  # Values above are clipped to it: 6 after a ReLU6
+    quantizer: str = ""  # Name of the activation quantizer whose grid it is, or ""
+    module: str = ""  # Name of the module where it happens
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,9 +113,7 @@ class Pending:
     """A tensor that becomes a step once its grid is known.
 
     Attributes:
-        operator: What is computed.
         inputs: Positions of the steps it reads.
-        module: Where.
         shape: Of the result, without the batch dimension.
         low: Values below are clipped to it.
         high: Values above are clipped to it.
@@ -155,11 +135,7 @@ Value: TypeAlias = Codes | Pending
 
 
 def as_codes(value: Value | None) -> Codes:
-    """Return a value that is codes.
-
-    Raises:
-        QuantizationError: It is not.
-    """
+    """Return a value if it is codes; else raise a QuantizationError."""
     if isinstance(value, Codes):
         return value
     where = value.module if isinstance(value, Pending) else "a constant"
@@ -647,16 +623,7 @@ class Pad(Operator):
 
 
 def layer_operator(layer: QuantizedLayer, dims: int, grid: CodeGrid) -> Operator:
-    """Return the operator of a layer.
-
-    Args:
-        layer: A quantized layer.
-        dims: Number of dimensions of its input, with the batch.
-        grid: Grid of its input.
-
-    Raises:
-        QuantizationError: It has no integer form.
-    """
+    """Return the operator of a layer."""
     if isinstance(layer, QuantizedLinear) and dims == 2:
         return Product(layer_weight(layer, grid).cpu())
     if isinstance(layer, QuantizedConv2d) and layer.padding_mode == "zeros":
@@ -677,11 +644,7 @@ def layer_operator(layer: QuantizedLayer, dims: int, grid: CodeGrid) -> Operator
 
 
 def layer_weight(layer: QuantizedLayer, grid: CodeGrid) -> IntegerWeight:
-    """Return the weight (O, ...) and bias of a layer whose input has a grid.
-
-    Raises:
-        QuantizationError: The sum of products may exceed 32 bits.
-    """
+    """Return the weight (O, ...) and bias of a layer whose input has a grid."""
     return IntegerWeight.of(layer.codes(), layer.grid_like_weight(), layer.bias, grid)
 
 

@@ -97,11 +97,7 @@ def load_model(name: str, weights: str | os.PathLike[str] | None = None) -> Name
 
 
 def output_count(model: NamedModel) -> int:
-    """Return the number of outputs (logits), found by one pass of a zero image.
-
-    Raises:
-        ModelError: The network does not take its input shape.
-    """
+    """Return the number of outputs (logits), found by one pass of a zero image."""
     zeros = torch.zeros(1, *model.input_shape, device=model_device(model.module))
     try:
         with evaluating(model.module):

@@ -54,7 +54,6 @@ class CifarResNet(nn.Module):
 
     Args:
         depth: Number of weighted layers, 6n + 2: 20, 32, 44, 56, ...
-        classes: Number of outputs.
     """
 
     preprocessing: ClassVar[dict[str, Any]] = PREPROCESSING

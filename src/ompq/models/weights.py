@@ -42,10 +42,6 @@ def load_weights(module: nn.Module, path: Path, name: str) -> None:
 
     Args:
         path: A .safetensors, .pt, .pth or .pth.tar file; code in it is never run.
-        name: The network's name, for messages.
-
-    Raises:
-        ModelError: The file cannot be read, or its keys or shapes do not fit.
     """
     own = module.state_dict()
     given = torchvision_names(_read(path), own)
@@ -68,10 +64,6 @@ def torchvision_names(
     its ``resnet50b`` (stride in the 3 × 3 convolution; ``resnet18`` has no other) and
     ``mobilenetv2b_w1`` (no expansion in the first block). Its classifier of
     MobileNetV2 is a convolution without bias: it is flattened, and the bias is 0.
-
-    Args:
-        given: A file's tensors.
-        own: The network's ``state_dict``.
     """
     named = dict(given)
     parts = {found[1] for found in map(_PYTORCHCV.match, given) if found is not None}
@@ -144,11 +136,7 @@ def _block_name(key: str) -> str:
 
 
 def check_weights(module: nn.Module, name: str) -> None:
-    """Check that every weight is a number.
-
-    Raises:
-        ModelError: A parameter holds NaN or infinity, or a buffer holds NaN.
-    """
+    """Check that every weight is a number."""
     parameters = dict(module.named_parameters())
     bad = [
         key

@@ -28,19 +28,12 @@ NodeData = tuple[str, list[str], str, dict[str, Any]]
 
 @dataclass(frozen=True)
 class StoredWeight:
-    """How one weight is stored.
-
-    Attributes:
-        name: The layer.
-        bits: Width of its codes.
-        container: ``int8``, ``uint8``, or the parts, for example ``planes 4+1``.
-        bytes: What codes, offsets, scales and bias take.
-    """
+    """How one weight is stored."""
 
     name: str
     bits: int
-    container: str
-    bytes: int
+    container: str  # ``int8``, ``uint8``, or the parts, for example ``planes 4+1``
+    bytes: int  # What codes, offsets, scales and bias take
 
     @classmethod
     def of(
@@ -68,7 +61,6 @@ def pack_plane(codes: Array, bits: int) -> Array:
 
     Args:
         codes: uint8, (n,), each below 2^bits.
-        bits: Width of a code.
 
     Returns:
         uint8, (ceil(n * bits / 8),).

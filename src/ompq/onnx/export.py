@@ -34,10 +34,7 @@ class ExportResult:
     """A verified file.
 
     Attributes:
-        path: The file.
-        bytes: Its size.
         opset: Version of the standard operators in it.
-        weights: How each weight is stored.
         simulated: Agreement of ONNX Runtime with the finalized network.
         engine: Agreement of ONNX Runtime with the integer engine, codes included; None
             where activations are float, which integers do not cover.

@@ -32,8 +32,6 @@ class OnnxAccount:
     """What a file takes.
 
     Attributes:
-        path: The file.
-        bytes: Its size on disk.
         items: Bytes by item; they sum up to the file. ``float`` is what is stored as
             it was, ``graph`` all that is no constant: nodes, names, the functions that
             unpack weights.
@@ -104,12 +102,7 @@ def _item(layer: str, kind: str) -> str:
 
 
 def load_exported(path: Path) -> Any:
-    """Return the content of a file that :func:`ompq.export_onnx` wrote.
-
-    Raises:
-        MissingExtraError: onnx is not installed.
-        ExportError: The file cannot be read, or another program wrote it.
-    """
+    """Return the content of a file that :func:`ompq.export_onnx` wrote."""
     try:
         import onnx
         from google.protobuf.message import (  # type: ignore[import-untyped]
@@ -146,12 +139,7 @@ NETWORK = "network"  # the entry of a file's metadata that names the network
 
 
 def without_gain(path: str | Path) -> list[str]:
-    """Return what brings no speed, a sentence each; needs no runtime.
-
-    Raises:
-        MissingExtraError: onnx is not installed.
-        ExportError: The file cannot be read, or another program wrote it.
-    """
+    """Return what brings no speed, a sentence each; needs no runtime."""
     model = load_exported(Path(path))
     graph, bits = model.graph, inspect_onnx(path).bits
     if not any(node.op_type == "QuantizeLinear" for node in graph.node):
@@ -254,36 +242,22 @@ print(start, most_memory())
 
 @dataclass(frozen=True)
 class Memory:
-    """Memory of a process that loads and runs a file, in bytes.
+    """Memory of a process that loads and runs a file, in bytes."""
 
-    Attributes:
-        start: What it holds before the file is loaded: Python and the runtime.
-        peak: The most that it ever holds.
-    """
-
-    start: int
-    peak: int
+    start: int  # What it holds before the file is loaded: Python and the runtime
+    peak: int  # The most that it ever holds
 
 
 @dataclass(frozen=True)
 class Timing:
-    """What a file takes in a runtime.
+    """What a file takes in a runtime."""
 
-    Attributes:
-        name: Of the file among those that are compared.
-        runtime: For example ``onnxruntime 1.31.1``.
-        milliseconds: Median of a run.
-        ratio: Median, run by run, of the first file's time to this one's.
-        load_seconds: Median of a load.
-        memory: Of a process of its own.
-    """
-
-    name: str
-    runtime: str
-    milliseconds: float
-    ratio: float
-    load_seconds: float
-    memory: Memory
+    name: str  # Of the file among those that are compared
+    runtime: str  # For example ``onnxruntime 1.31.1``
+    milliseconds: float  # Median of a run
+    ratio: float  # Median, run by run, of the first file's time to this one's
+    load_seconds: float  # Median of a load
+    memory: Memory  # Of a process of its own
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data for JSON."""
@@ -296,11 +270,7 @@ def installed_runtimes() -> tuple[str, ...]:
 
 
 def load_runtime(name: str) -> Any:
-    """Import a runtime.
-
-    Raises:
-        MissingExtraError: It is not installed.
-    """
+    """Import a runtime."""
     try:
         return import_module(name)
     except ImportError as error:
@@ -319,10 +289,6 @@ def time_files(
 
     Args:
         files: Name → ONNX file; the first one is what the others are compared with.
-        shape: Of the input, batch included.
-        repeats: How many runs the medians are taken of.
-        threads: How many threads a run may use.
-        runtime: ``onnxruntime`` or ``openvino``.
 
     Raises:
         MissingExtraError: The runtime is not installed.
@@ -361,11 +327,7 @@ def runner(
     threads: int = 1,
     runtime: str = "onnxruntime",
 ) -> Callable[[], Any]:
-    """Load a file and return what runs it once, on noise of a shape.
-
-    Raises:
-        ExportError: The runtime cannot load it.
-    """
+    """Load a file and return what runs it once, on noise of a shape."""
     image = np.random.default_rng(0).normal(size=tuple(shape)).astype(np.float32)
     load = {"onnxruntime": _onnxruntime, "openvino": _openvino}[runtime]
     try:

@@ -40,7 +40,6 @@ class OnnxGraph:
 
     Attributes:
         codes: Position of a step → name of the tensor of its codes.
-        weights: How each weight is stored.
     """
 
     def __init__(
@@ -220,12 +219,7 @@ def weights_only_model(
 
     Args:
         quantized: A network whose activations are all float; it takes one tensor.
-        samples: Inputs; two are run.
         opset: Version of the standard operators.
-
-    Raises:
-        QuantizationError: The network takes several inputs.
-        ExportError: PyTorch cannot write the graph, or a weight is not in it.
     """
     record = quantization_of(quantized)
     model = _written(_plain(quantized), samples, opset)
@@ -246,12 +240,7 @@ def float_model(model: nn.Module, samples: SamplesLike, opset: int = 21) -> Any:
 
     Args:
         model: The network; it takes one tensor.
-        samples: Inputs; two are run.
         opset: Version of the standard operators.
-
-    Raises:
-        QuantizationError: The network takes several inputs.
-        ExportError: PyTorch cannot write the graph.
     """
     written = _written(copy.deepcopy(model).cpu(), samples, opset)
     _strip(written)

@@ -30,7 +30,6 @@ class Agreement:
     """How nearly two forms of a network agree on the same images.
 
     Attributes:
-        images: Number of images.
         top1: Fraction of images with the same largest logit, in the first output.
         logits: Largest difference of two logits, over the root mean square of all of
             that output; the largest of all outputs.
@@ -73,11 +72,7 @@ def compare_outputs(
 
     Args:
         first: Outputs of one form, (N, classes, ...); differences are measured by them.
-        second: Outputs of the other, of the same shapes.
         codes: Pairs of integer tensors of one shape each.
-
-    Raises:
-        ValueError: There is no image, or outputs differ in number or shape.
 
     Example:
         >>> logits = torch.tensor([[0.0, 2.0], [2.0, 0.0]])
@@ -139,11 +134,7 @@ class Tolerance:
     codes_furthest: int = 1
 
     def require(self, found: Agreement, against: str) -> None:
-        """Make sure that a file computes what it should.
-
-        Raises:
-            ExportError: It does not.
-        """
+        """Make sure that a file computes what it should."""
         allowed = floor(found.images * (1 - self.top1) + 1e-9)
         if found.images >= _ENOUGH_IMAGES:
             allowed = max(1, allowed)
@@ -173,11 +164,7 @@ def steps_tolerance(steps: Steps) -> Tolerance:
 
 
 def libraries() -> tuple[Any, Any]:
-    """Return onnx and onnxruntime.
-
-    Raises:
-        MissingExtraError: One of them is not installed.
-    """
+    """Return onnx and onnxruntime."""
     try:
         import onnx
         import onnxruntime
@@ -234,11 +221,7 @@ def against_codes(
     """Compare outputs and all codes, which a copy of the file gives out.
 
     Args:
-        model: Content of the file.
         names: Position of a step → name of the tensor of its codes.
-        network: The finalized network.
-        steps: The network in integers.
-        images: Inputs, (N, ...).
 
     Returns:
         Agreement of the file with the finalized network, and with the engine.

@@ -312,7 +312,6 @@ class UnitAccount:
     """What one unit takes.
 
     Attributes:
-        unit: The unit.
         bits: Of its weight and its input.
         bytes: What it takes in the file. Activations are shared between units, so
             they are counted for the whole network only.
@@ -327,23 +326,14 @@ class UnitAccount:
 
 @dataclass(frozen=True)
 class Account:
-    """What a file takes.
-
-    Attributes:
-        path: The file.
-        file_bytes: Its size on disk.
-        items: Bytes by item; they sum up to the file.
-        planned: Bytes by item as the plan counts them.
-        units: The same for each unit.
-        about: ``network``, ``versions`` and ``plan``, as saved.
-    """
+    """What a file takes."""
 
     path: Path
-    file_bytes: int
-    items: Mapping[str, int]
-    planned: Mapping[str, int]
-    units: tuple[UnitAccount, ...]
-    about: Mapping[str, Any]
+    file_bytes: int  # Its size on disk
+    items: Mapping[str, int]  # Bytes by item; they sum up to the file
+    planned: Mapping[str, int]  # Bytes by item as the plan counts them
+    units: tuple[UnitAccount, ...]  # The same for each unit
+    about: Mapping[str, Any]  # ``network``, ``versions`` and ``plan``, as saved
 
     @property
     def planned_bytes(self) -> int:

@@ -36,13 +36,9 @@ def pack_bits(codes: Tensor, bits: int) -> Tensor:
 
     Args:
         codes: uint8 of any shape, each below 2^bits.
-        bits: Width of a code, 2 to 8.
 
     Returns:
         uint8, (ceil(n * bits / 8),); the bits after the last code are 0.
-
-    Raises:
-        ValueError: The bits are not 2 to 8, or a code does not fit into them.
 
     Example:
         >>> pack_bits(torch.tensor([1, 2, 3], dtype=torch.uint8), bits=2)
@@ -69,14 +65,9 @@ def unpack_bits(stream: Tensor, bits: int, count: int) -> Tensor:
 
     Args:
         stream: uint8, (ceil(count * bits / 8),).
-        bits: Width of a code, 2 to 8.
-        count: How many codes there are.
 
     Returns:
         uint8, (count,).
-
-    Raises:
-        ValueError: The bits are not 2 to 8, or the stream has another length.
     """
     check_bits(bits)
     if stream.numel() != stream_length(count, bits):

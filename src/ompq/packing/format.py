@@ -58,19 +58,12 @@ _BROKEN = (
 
 @dataclass(frozen=True, eq=False)
 class PackedUnit:
-    """One unit as it is in the file.
-
-    Attributes:
-        unit: The unit.
-        grid: Scale and zero point of each output channel, (C,) each.
-        stream: Its codes, uint8, (ceil(weights * bits / 8),).
-        bias: Its bias, float32, or None.
-    """
+    """One unit as it is in the file."""
 
     unit: Unit
-    grid: Grid
-    stream: Tensor
-    bias: Tensor | None
+    grid: Grid  # Scale and zero point of each output channel, (C,) each
+    stream: Tensor  # Its codes, uint8, (ceil(weights * bits / 8),)
+    bias: Tensor | None  # Its bias, float32, or None
 
 
 @dataclass(frozen=True, eq=False)

@@ -88,7 +88,6 @@ class BlockError:
     """How far reconstruction improved one block.
 
     Attributes:
-        block: The block's name.
         before: ||output − target||² / ||target||² before.
         after: The same after; equal to ``before`` when nothing was improved.
         improved: Whether learning lowered the error; if not, the block kept the
@@ -106,8 +105,6 @@ class Quantization:
     """How a network was quantized.
 
     Attributes:
-        graph: Units of the float network.
-        allocation: Unit name → bits.
         sites: Where activations are quantized.
         skipped: What stays float, with reasons.
         errors: How far reconstruction improved each block.
@@ -158,10 +155,7 @@ def quantize(
     the samples, and each channel given the mean and the spread it had before rounding.
 
     Args:
-        model: The float network.
-        plan: Which bits each unit gets.
         samples: Unlabelled inputs for calibration, 32 to 1,024.
-        config: Grids and ranges.
         progress: Called as stages begin, with their number and name; and with the
             same name, batch by batch or unit by unit, as they proceed.
 
@@ -290,15 +284,7 @@ def assemble(
     """Return a quantized copy of a float network, in eval mode.
 
     Args:
-        model: The float network; left as it is.
-        graph: Its units.
-        allocation: Unit name → bits.
-        sites: Where activations are quantized.
         weight_grid: Returns the grid of a unit's weight, its batch norm folded.
-        activation_grids: The grid of each site.
-
-    Raises:
-        QuantizationError: A layer cannot be replaced.
     """
     quantized = copy.deepcopy(model).eval()
     modules = quantized.modules()

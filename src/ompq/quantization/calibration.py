@@ -50,15 +50,7 @@ def read_ranges(
     batch_size: int,
     report: Progress,
 ) -> list[Observed]:
-    """Run the float network and return a histogram of the values at each site.
-
-    Args:
-        model: The float network.
-        samples: Unlabelled inputs.
-        sites: Where activations will be quantized.
-        batch_size: How many samples run at a time.
-        report: Called after each batch.
-    """
+    """Run the float network and return a histogram of the values at each site."""
     found: dict[int, Observed] = {}
     site_at = _sites_by_position(sites)
 
@@ -97,10 +89,6 @@ def weigh_ranges(
     Args:
         model: The float network; neither its gradients nor its flags are changed.
         samples: Unlabelled inputs; the first 64 are used.
-        sites: Where activations will be quantized.
-        seen: What :func:`read_ranges` found with these samples.
-        batch_size: How many samples run at a time, at most.
-        report: Called after each batch.
     """
     found, site_at = list(seen), _sites_by_position(sites)
 
@@ -153,7 +141,6 @@ def _differentiating(model: nn.Module, *, parameters: bool) -> Iterator[list[Ten
     """Yield the network's parameters, and make gradients repeatable meanwhile.
 
     Args:
-        model: The network.
         parameters: Whether gradients flow to them. If they flow to the input, they need
             not, and layers keep less for the backward pass.
     """
@@ -203,14 +190,11 @@ def input_grams(
     """Return the Gram matrices of the inputs of units with few weights a channel.
 
     Args:
-        model: The float network.
         units: Its units; transposed convolutions and projections inside an attention
             are left out.
         samples: Inputs; the first 32 are used.
         centred: Whether to take inputs as distances from their means, since biases
             make up for the errors of means.
-        batch_size: How many samples run at a time.
-        report: Called after each batch, with the number of batches done and of all.
 
     Returns:
         Unit name → (C, K, K) or, where all channels have the same inputs, (1, K, K);
@@ -237,7 +221,6 @@ class _InputSums:
     """Sums over the inputs of a layer, while the network runs.
 
     Attributes:
-        layer: The layer.
         count: How many positions have been seen.
     """
 

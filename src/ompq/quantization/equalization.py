@@ -24,17 +24,11 @@ _PRODUCERS = {"conv", "depthwise", "pointwise", "grouped"}
 
 
 class Equalized(NamedTuple):
-    """A tensor whose channels got factors.
+    """A tensor whose channels got factors."""
 
-    Attributes:
-        producer: Name of the unit, or of the batch norm after it, that makes it.
-        consumer: Name of the depthwise unit that reads it.
-        exponents: Each channel of it is multiplied by two to this power.
-    """
-
-    producer: str
-    consumer: str
-    exponents: tuple[int, ...]
+    producer: str  # Name of the unit, or of the batch norm after it, that makes it
+    consumer: str  # Name of the depthwise unit that reads it
+    exponents: tuple[int, ...]  # Each channel of it is multiplied by two to this power
 
 
 def find_factors(
@@ -49,12 +43,7 @@ def find_factors(
     """Return factors that bring channels nearer to one size and change nothing else.
 
     Args:
-        model: The float network.
-        recording: A forward pass of it.
-        units: The units that may change.
         samples: Inputs; the first 64 tell how large channels are.
-        batch_size: How many samples run at a time.
-        report: Called after each batch, with the number of batches done and of all.
     """
     pairs = list(_pairs(model, recording, units))
     largest: dict[str, Tensor] = {}  # unit → largest magnitude in each channel, (C,)
@@ -91,7 +80,6 @@ def equalized(model: nn.Module, factors: Sequence[Equalized]) -> nn.Module:
 
     Args:
         model: The float network; left as it is, and returned if there are no factors.
-        factors: From :func:`find_factors`.
     """
     if not factors:
         return model
@@ -108,13 +96,7 @@ def equalized(model: nn.Module, factors: Sequence[Equalized]) -> nn.Module:
 
 @torch.no_grad()
 def enlarge(module: nn.Module, exponents: Sequence[int], *, bias: bool = True) -> None:
-    """Multiply each output channel of a layer or batch norm by a power of two.
-
-    Args:
-        module: It is changed.
-        exponents: One for each output channel.
-        bias: Whether the bias is multiplied, too.
-    """
+    """Multiply each output channel of a layer or norm by a power of two, in place."""
     weight = cast(Tensor, module.weight)
     factor = torch.tensor(exponents).to(weight).exp2()
     weight.copy_(scaled_channels(weight, factor, module))

@@ -30,7 +30,6 @@ class ActivationSite:
 
     Attributes:
         positions: Calls whose outputs it stands for; -1 is the network's input.
-        bits: Width of its codes.
         after: Modules after which it is applied.
         before: Modules before which it is applied; "" is the network.
     """
@@ -42,17 +41,11 @@ class ActivationSite:
 
 
 class Link(NamedTuple):
-    """A layer that computes with integers, made by :func:`ompq.finalize`.
-
-    Attributes:
-        layer: Its name.
-        source: Name of the quantizer of its input.
-        target: Name of the quantizer of its output; "" for logits.
-    """
+    """A layer that computes with integers, made by :func:`ompq.finalize`."""
 
     layer: str
-    source: str
-    target: str
+    source: str  # Name of the quantizer of its input
+    target: str  # Name of the quantizer of its output; "" for logits
 
 
 def find_sites(
@@ -61,14 +54,7 @@ def find_sites(
     graph: LayerGraph,
     bits: Mapping[str, Choice],
 ) -> tuple[list[ActivationSite], list[Skipped]]:
-    """Return the sites of a network, and the tensors that stay float.
-
-    Args:
-        model: The float network.
-        recording: A forward pass of it.
-        graph: Its units.
-        bits: Unit name → bits.
-    """
+    """Return the sites of a network, and the tensors that stay float."""
     finder = _Finder(model, recording, graph)
     widths: dict[int, int] = {}  # source → bits
     for call in recording.calls:

@@ -59,11 +59,7 @@ class ReconstructConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Check the values.
-
-        Raises:
-            ValueError: The loss is unknown, or nothing would be reconstructed.
-        """
+        """Check the values."""
         if self.merge < 1:
             raise ValueError(f"merge={self.merge} must be at least 1")
         if self.loss not in ("squared", "fisher"):
@@ -87,9 +83,7 @@ def reconstruct(
 
     Args:
         quantized: From :func:`ompq.quantize`; left as it is.
-        model: The float network.
         samples: Unlabelled inputs, 32 to 1,024.
-        config: Iterations, losses, memory.
         checkpoint: File that is written after each block; if it is there already,
             the run continues from it and gives the same result.
         progress: Called after each block and now and then within one.

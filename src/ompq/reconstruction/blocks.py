@@ -57,11 +57,7 @@ class Layout:
 
 
 def layout_of(one: Sequence[int], two: Sequence[int]) -> Layout:
-    """Return the layout of a tensor from its shapes with one sample and with two.
-
-    Raises:
-        QuantizationError: Something other than one dimension doubled.
-    """
+    """Return the layout of a tensor from its shapes with one sample and with two."""
     if tuple(one) == tuple(two):
         return Layout(None)
     pairs = zip(one, two, strict=False)
@@ -78,15 +74,10 @@ def layout_of(one: Sequence[int], two: Sequence[int]) -> Layout:
 
 @dataclass(frozen=True)
 class Arguments:
-    """How a block is called.
+    """How a block is called."""
 
-    Attributes:
-        example: Its arguments and keyword arguments, nested, for any samples.
-        layouts: The layout of each tensor in it, in order.
-    """
-
-    example: Any
-    layouts: Sequence[Layout]
+    example: Any  # Its arguments and keyword arguments, nested, for any samples
+    layouts: Sequence[Layout]  # The layout of each tensor in it, in order
 
     def own(self, given: Any) -> list[Tensor]:
         """Return the tensors of such arguments that samples do not share, (N, ...)."""
@@ -157,12 +148,6 @@ def fisher_weights(
     """Yield squared gradients of the network's loss at a block's output, (N, ...).
 
     The loss is −log p of the network's own most likely class.
-
-    Args:
-        model: The float network.
-        end: The module that ends the block.
-        batches: Inputs.
-        layout: Where the samples are in the block's output.
     """
     for batch in batches:
         seen: list[Tensor] = []
@@ -197,9 +182,6 @@ class _NetworkPass(ForwardPass):
 
         Returns:
             The block's arguments and keyword arguments, and what ``end`` returns.
-
-        Raises:
-            QuantizationError: The block does not run.
         """
         again = self.paused
         found = self._advance(start, end)
@@ -273,8 +255,6 @@ class BlockRunner:
         Args:
             quantized: The inputs of blocks come from it.
             model: The float network; the targets come from it.
-            samples: Inputs of the networks.
-            batch_size: How many samples run at a time.
             limit: Bytes up to which inputs and targets stay on the network's device.
                 Passes hold about as much again: they pause up to half of the limit,
                 and start from the input for each block beyond it.
@@ -301,10 +281,6 @@ class BlockRunner:
             block: Its name; the blocks before it are done.
             last: The block whose output is the target, if it is a later one.
             fisher: Whether to weight elements of the targets by their importance.
-
-        Raises:
-            QuantizationError: No single dimension of a tensor grows with the samples.
-            SampleError: Tensors differ in shape from batch to batch.
         """
         quantized, model = self._networks
         units = {unit.name: unit for unit in self._graph.units}
@@ -372,12 +348,6 @@ def merged(
 
     Each block of a group gets one tensor and returns one, which the next block alone
     reads. A layer that stands alone is no such block.
-
-    Args:
-        model: The float network.
-        blocks: Names, in order of execution.
-        samples: Inputs of the network.
-        most: Blocks in a group, at most.
     """
     if most == 1:
         return [(name,) for name in blocks]

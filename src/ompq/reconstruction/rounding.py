@@ -82,11 +82,7 @@ class RoundingConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Check the values.
-
-        Raises:
-            ValueError: A count or a fraction is out of its range.
-        """
+        """Check the values."""
         for name in ("iterations", "batch_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
@@ -107,12 +103,9 @@ def learn_rounding(
 
     Args:
         block: A block of a quantized network; its weights are changed.
-        cache: What it gets and should return.
-        config: Steps and rates.
         moments: Names of layers in the block → what their outputs should have. They are
             restored first: the blocks before this one have changed since it got its
             biases.
-        progress: Called now and then.
 
     Returns:
         The relative squared error of its output, before and after.
@@ -376,12 +369,7 @@ class SoftRounding:
     """
 
     def __init__(self, layers: Sequence[QuantizedLayer], runs: Runs) -> None:
-        """Start from the layers' weights before rounding.
-
-        Args:
-            layers: The layers of a block.
-            runs: Run the block, one batch each.
-        """
+        """Start from the layers' weights before rounding."""
         self._layers = layers
         parts = [_rows(layer) for layer in layers]
         self._shapes = [part.up.shape for part in parts]
@@ -553,7 +541,6 @@ def mean_inputs(layers: Sequence[QuantizedLayer], runs: Runs) -> list[Tensor]:
 
     Args:
         layers: Layers that run once each.
-        runs: Run them, one batch each.
     """
     sums: dict[nn.Module, Tensor] = {}
     counts: Counter[nn.Module] = Counter()

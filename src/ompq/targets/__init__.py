@@ -65,7 +65,6 @@ class Target:
     """A runtime on a kind of machine.
 
     Attributes:
-        name: What it is called.
         operators: Kind of unit, or ``default`` → what it does with it.
     """
 

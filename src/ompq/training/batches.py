@@ -92,10 +92,6 @@ def epoch_batches(
     batch, so that a step sees the same images however many processes there are. The
     global generator is seeded before every batch: what a loader shuffles and a network
     drops then depends on the number of the batch alone, also in a resumed run.
-
-    Raises:
-        DataError: There are fewer batches than their length says, or they have no
-            targets, or targets that are not classes.
     """
     seed_generators(config.seed, epoch, 0)
     if isinstance(batches, TrainingData):

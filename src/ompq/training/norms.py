@@ -80,9 +80,6 @@ def keep_norms(quantized: nn.Module, model: nn.Module) -> None:
     Args:
         quantized: The network; it is changed.
         model: The float network that it was made from; it is left as it is.
-
-    Raises:
-        TrainingError: The float network has no such norms.
     """
     layers, record = quantized_layers(quantized), quantization_of(quantized)
     sizes = {one.producer: one.exponents for one in record.equalized}
@@ -111,9 +108,6 @@ def restore_float_weights(quantized: nn.Module, model: nn.Module) -> None:
     Args:
         quantized: The network; it is changed.
         model: The float network that it was made from.
-
-    Raises:
-        TrainingError: The float network has no such layers.
     """
     layers, record = quantized_layers(quantized), quantization_of(quantized)
     sources = dict(equalized(model, record.equalized).named_modules())

@@ -46,11 +46,7 @@ _FREE = {"checkpoint_steps", "report_steps", "tensorboard"}
 
 
 def check_installed(config: TrainConfig) -> None:
-    """Check that the packages that training needs are installed.
-
-    Raises:
-        MissingExtraError: Accelerate is missing; or TensorBoard, where it is asked for.
-    """
+    """Check that the packages that training needs are installed."""
     needed = {"accelerate": "train"}
     if config.tensorboard is not None:
         needed["torch.utils.tensorboard"] = "tensorboard"
@@ -65,8 +61,6 @@ class Run:
     """A training in progress.
 
     Attributes:
-        step: How many steps are done.
-        steps: How many there are in all.
         epoch_steps: How many there are in an epoch.
         length: Batches that each process gets in an epoch.
         compute: Adds the gradients of a batch to those of the parameters.
@@ -174,11 +168,7 @@ class Run:
         return gathered.cpu()
 
     def accuracy(self, batches: Iterable[LabelledBatch]) -> float:
-        """Return the share of images that the network gets right, all processes.
-
-        Raises:
-            DataError: There are none.
-        """
+        """Return the share of images that the network gets right, all processes."""
         process, processes = self.shard
         counts = torch.zeros(2, device=self.device)
         with evaluating(self.model):
@@ -253,12 +243,7 @@ def _under(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
 
 
 def run_identity(quantized: nn.Module, length: int, config: TrainConfig) -> str:
-    """Return a digest of what must be equal for a checkpoint to continue a run.
-
-    Args:
-        quantized: The network that training starts from.
-        length: Batches per epoch.
-    """
+    """Return a digest of what must be equal for a checkpoint to continue a run."""
     settings = {k: v for k, v in asdict(config).items() if k not in _FREE}
     digest = hashlib.sha256(json.dumps([settings, length]).encode())
     for tensor in quantized.state_dict().values():

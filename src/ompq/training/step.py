@@ -22,19 +22,12 @@ _WARM_UP = 3  # passes before a CUDA graph is recorded; PyTorch's documentation 
 
 @dataclass(frozen=True, eq=False)
 class Trainable:
-    """The parameters of a network that are trained, by name.
+    """The parameters of a network that are trained, by name."""
 
-    Attributes:
-        weights: Those with weight decay.
-        others: Biases and norms.
-        scales: Steps of weights and activations.
-        floors: The smallest value of each scale.
-    """
-
-    weights: dict[str, nn.Parameter]
-    others: dict[str, nn.Parameter]
-    scales: dict[str, nn.Parameter]
-    floors: list[Tensor]
+    weights: dict[str, nn.Parameter]  # Those with weight decay
+    others: dict[str, nn.Parameter]  # Biases and norms
+    scales: dict[str, nn.Parameter]  # Steps of weights and activations
+    floors: list[Tensor]  # The smallest value of each scale
 
     @property
     def named(self) -> dict[str, nn.Parameter]:
