@@ -76,10 +76,10 @@ class BatchProducts:
     batch by batch, and scaled to N. With one batch the result is exact.
     """
 
-    diagonal: Tensor  # Sum of K_i[a, a] K_j[a, a], (L, L) float64
-    others: Tensor  # Sum of K_i[a, b] K_j[a, b] over a != b, (L, L) float64
-    samples: int  # Number of samples seen
-    pairs: int  # Number of ordered pairs a != b seen
+    diagonal: Tensor  # sum of K_i[a, a] K_j[a, a], (L, L) float64
+    others: Tensor  # sum of K_i[a, b] K_j[a, b] over a != b, (L, L) float64
+    samples: int  # number of samples seen
+    pairs: int  # number of ordered pairs a != b seen
 
     @classmethod
     def of(cls, grams: Sequence[Tensor]) -> "BatchProducts":

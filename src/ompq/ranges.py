@@ -33,9 +33,9 @@ _NOISE_WEIGHTS = 1 << 13
 class Rule(NamedTuple):
     """Which grids channels may get at B widths. Tensors are (B, 1, 1)."""
 
-    qmax: Tensor  # The highest code
-    zero_point: Tensor  # The only zero point allowed; NaN where any may be chosen
-    smallest: Tensor  # The smallest part of the channel's range worth trying
+    qmax: Tensor  # the highest code
+    zero_point: Tensor  # the only zero point allowed; NaN where any may be chosen
+    smallest: Tensor  # the smallest part of the channel's range worth trying
 
     @classmethod
     def of(cls, bits: int, kind: Kind) -> "Rule":
@@ -63,10 +63,10 @@ class Rule(NamedTuple):
 class _Effort(NamedTuple):
     """How many ranges are tried."""
 
-    few: int  # Ends to try on either side of channels with few weights
-    many: int  # Ends to try on either side of the others
-    neighbours: int  # Scales to try around the best, at three zero points each
-    refits: int  # Least-squares fits to the codes of the best
+    few: int  # ends to try on either side of channels with few weights
+    many: int  # ends to try on either side of the others
+    neighbours: int  # scales to try around the best, at three zero points each
+    refits: int  # least-squares fits to the codes of the best
 
 
 _THOROUGH = _Effort(few=24, many=12, neighbours=9, refits=3)

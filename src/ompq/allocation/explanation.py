@@ -144,11 +144,11 @@ class Option:
 class Exchange:
     """Another choice of this unit together with another choice of one other unit."""
 
-    choice: Choice  # What this unit would get
-    unit: str  # The other unit
-    before: Choice  # What the other unit has
-    after: Choice  # What it would get
-    damage: float  # What both would change; an optimal allocation leaves none below 0
+    choice: Choice  # what this unit would get
+    unit: str  # the other unit
+    before: Choice  # what the other unit has
+    after: Choice  # what it would get
+    damage: float  # what both would change; an optimal allocation leaves none below 0
 
 
 @dataclass(frozen=True)

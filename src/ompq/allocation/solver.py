@@ -47,7 +47,7 @@ class ParetoPoint:
     """The best allocation under one limit."""
 
     limit: float
-    cost: float  # What the allocation costs; at most the limit
+    cost: float  # what the allocation costs; at most the limit
     damage: float
     allocation: Allocation
 

@@ -162,12 +162,12 @@ def _held(
 class ImageSet:
     """Image files that worker processes read, crop and flip."""
 
-    images: ImageFiles  # The files and their classes
-    model: NamedModel  # How images are prepared
-    workers: int  # Processes that read; 0 reads in the process that trains
-    device: torch.device  # Where images are normalised
-    augment: bool = True  # Whether images are cropped and flipped at random
-    skip_unreadable: bool = False  # Whether the next image replaces an unreadable one
+    images: ImageFiles  # the files and their classes
+    model: NamedModel  # how images are prepared
+    workers: int  # processes that read; 0 reads in the process that trains
+    device: torch.device  # where images are normalised
+    augment: bool = True  # whether images are cropped and flipped at random
+    skip_unreadable: bool = False  # whether the next image replaces an unreadable one
 
     def __len__(self) -> int:
         return len(self.images.files)

@@ -177,7 +177,7 @@ class IntegerWeight:
     unit: int  # 2 where zero points may lie halfway between codes, else 1
     offset: Tensor  # int32, (O,): the zero point, times the unit
     stretch: Tensor  # int32, (O,); 0 for a channel without weights
-    values: Tensor  # The bytes, int8 of the weight's shape
+    values: Tensor  # the bytes, int8 of the weight's shape
     scale: Tensor  # float64, (O,)
     bias: Tensor  # int32, (O,), in steps of the input's scale times ``scale``
 

@@ -50,7 +50,7 @@ class Node:
 class Operator:
     """Computes codes on one grid from codes on others."""
 
-    moves: ClassVar[bool] = False  # Whether codes are only moved, and keep their grid
+    moves: ClassVar[bool] = False  # whether codes are only moved, and keep their grid
 
     @property
     def divisor(self) -> int:
@@ -88,15 +88,15 @@ class Operator:
 class Step:
     """One operator of a network."""
 
-    name: str  # Unique: the module where it happens, perhaps with a number
+    name: str  # unique: the module where it happens, perhaps with a number
     operator: Operator
-    inputs: tuple[int, ...]  # Positions of the steps whose results it reads
-    shape: Shape  # Shape of its result for one input, without the batch dimension
-    grid: CodeGrid  # Grid of its codes
-    low: float = -inf  # Values below are clipped to it: 0 after a ReLU
-    high: float = inf  # Values above are clipped to it: 6 after a ReLU6
-    quantizer: str = ""  # Name of the activation quantizer whose grid it is, or ""
-    module: str = ""  # Name of the module where it happens
+    inputs: tuple[int, ...]  # positions of the steps whose results it reads
+    shape: Shape  # shape of its result for one input, without the batch dimension
+    grid: CodeGrid  # grid of its codes
+    low: float = -inf  # values below are clipped to it: 0 after a ReLU
+    high: float = inf  # values above are clipped to it: 6 after a ReLU6
+    quantizer: str = ""  # name of the activation quantizer whose grid it is, or ""
+    module: str = ""  # name of the module where it happens
 
 
 @dataclass(frozen=True, eq=False)

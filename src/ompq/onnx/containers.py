@@ -33,7 +33,7 @@ class StoredWeight:
     name: str
     bits: int
     container: str  # ``int8``, ``uint8``, or the parts, for example ``planes 4+1``
-    bytes: int  # What codes, offsets, scales and bias take
+    bytes: int  # what codes, offsets, scales and bias take
 
     @classmethod
     def of(

@@ -244,20 +244,20 @@ print(start, most_memory())
 class Memory:
     """Memory of a process that loads and runs a file, in bytes."""
 
-    start: int  # What it holds before the file is loaded: Python and the runtime
-    peak: int  # The most that it ever holds
+    start: int  # what it holds before the file is loaded: Python and the runtime
+    peak: int  # the most that it ever holds
 
 
 @dataclass(frozen=True)
 class Timing:
     """What a file takes in a runtime."""
 
-    name: str  # Of the file among those that are compared
-    runtime: str  # For example ``onnxruntime 1.31.1``
-    milliseconds: float  # Median of a run
-    ratio: float  # Median, run by run, of the first file's time to this one's
-    load_seconds: float  # Median of a load
-    memory: Memory  # Of a process of its own
+    name: str  # of the file among those that are compared
+    runtime: str  # for example ``onnxruntime 1.31.1``
+    milliseconds: float  # median of a run
+    ratio: float  # median, run by run, of the first file's time to this one's
+    load_seconds: float  # median of a load
+    memory: Memory  # of a process of its own
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data for JSON."""

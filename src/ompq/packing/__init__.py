@@ -329,10 +329,10 @@ class Account:
     """What a file takes."""
 
     path: Path
-    file_bytes: int  # Its size on disk
-    items: Mapping[str, int]  # Bytes by item; they sum up to the file
-    planned: Mapping[str, int]  # Bytes by item as the plan counts them
-    units: tuple[UnitAccount, ...]  # The same for each unit
+    file_bytes: int  # its size on disk
+    items: Mapping[str, int]  # bytes by item; they sum up to the file
+    planned: Mapping[str, int]  # bytes by item as the plan counts them
+    units: tuple[UnitAccount, ...]  # the same for each unit
     about: Mapping[str, Any]  # ``network``, ``versions`` and ``plan``, as saved
 
     @property

@@ -61,9 +61,9 @@ class PackedUnit:
     """One unit as it is in the file."""
 
     unit: Unit
-    grid: Grid  # Scale and zero point of each output channel, (C,) each
-    stream: Tensor  # Its codes, uint8, (ceil(weights * bits / 8),)
-    bias: Tensor | None  # Its bias, float32, or None
+    grid: Grid  # scale and zero point of each output channel, (C,) each
+    stream: Tensor  # its codes, uint8, (ceil(weights * bits / 8),)
+    bias: Tensor | None  # its bias, float32, or None
 
 
 @dataclass(frozen=True, eq=False)

@@ -26,9 +26,9 @@ _PRODUCERS = {"conv", "depthwise", "pointwise", "grouped"}
 class Equalized(NamedTuple):
     """A tensor whose channels got factors."""
 
-    producer: str  # Name of the unit, or of the batch norm after it, that makes it
-    consumer: str  # Name of the depthwise unit that reads it
-    exponents: tuple[int, ...]  # Each channel of it is multiplied by two to this power
+    producer: str  # name of the unit, or of the batch norm after it, that makes it
+    consumer: str  # name of the depthwise unit that reads it
+    exponents: tuple[int, ...]  # each channel of it is multiplied by two to this power
 
 
 def find_factors(

@@ -44,8 +44,8 @@ class Link(NamedTuple):
     """A layer that computes with integers, made by :func:`ompq.finalize`."""
 
     layer: str
-    source: str  # Name of the quantizer of its input
-    target: str  # Name of the quantizer of its output; "" for logits
+    source: str  # name of the quantizer of its input
+    target: str  # name of the quantizer of its output; "" for logits
 
 
 def find_sites(

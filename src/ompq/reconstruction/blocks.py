@@ -76,8 +76,8 @@ def layout_of(one: Sequence[int], two: Sequence[int]) -> Layout:
 class Arguments:
     """How a block is called."""
 
-    example: Any  # Its arguments and keyword arguments, nested, for any samples
-    layouts: Sequence[Layout]  # The layout of each tensor in it, in order
+    example: Any  # its arguments and keyword arguments, nested, for any samples
+    layouts: Sequence[Layout]  # the layout of each tensor in it, in order
 
     def own(self, given: Any) -> list[Tensor]:
         """Return the tensors of such arguments that samples do not share, (N, ...)."""

@@ -24,10 +24,10 @@ _WARM_UP = 3  # passes before a CUDA graph is recorded; PyTorch's documentation 
 class Trainable:
     """The parameters of a network that are trained, by name."""
 
-    weights: dict[str, nn.Parameter]  # Those with weight decay
-    others: dict[str, nn.Parameter]  # Biases and norms
-    scales: dict[str, nn.Parameter]  # Steps of weights and activations
-    floors: list[Tensor]  # The smallest value of each scale
+    weights: dict[str, nn.Parameter]  # those with weight decay
+    others: dict[str, nn.Parameter]  # biases and norms
+    scales: dict[str, nn.Parameter]  # steps of weights and activations
+    floors: list[Tensor]  # the smallest value of each scale
 
     @property
     def named(self) -> dict[str, nn.Parameter]:
