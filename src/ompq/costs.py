@@ -105,19 +105,13 @@ _PLACES = 13  # decimals that a cost may have and still be summed exactly
 
 @dataclass(frozen=True)
 class Cost:
-    """What each choice of each unit costs.
+    """What each choice of each unit costs."""
 
-    Attributes:
-        name: ``bytes``, ``bit_ops``, ``weight_bits`` or ``milliseconds``.
-        table: Cost of each choice, (units, choices).
-        constant: What no choice changes, such as parameters that stay float.
-        reference: What relative budgets refer to: the float network's bytes for
-            ``bytes``, the number of weights for ``weight_bits``.
-    """
-
-    name: str
-    table: Table
-    constant: float = 0.0
+    name: str  # ``bytes``, ``bit_ops``, ``weight_bits`` or ``milliseconds``
+    table: Table  # cost of each choice, (units, choices)
+    constant: float = 0.0  # what no choice changes, such as parameters that stay float
+    # What relative budgets refer to: the float network's bytes for ``bytes``, the
+    # number of weights for ``weight_bits``.
     reference: float = 0.0
 
     @cached_property

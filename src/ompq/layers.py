@@ -90,29 +90,21 @@ class ActivationQuantizer(nn.Module):
 
 
 class QuantizedLayer(nn.Module):
-    """What a quantized layer adds to the layer it replaces.
+    """What a quantized layer adds to the layer it replaces."""
 
-    Attributes:
-        weight: The stored weight; float.
-        weight_scale: Step of each output channel, (C,).
-        weight_zero_point: Code of 0 for each channel, (C,); multiples of 0.5.
-        bits: Width of the weight's codes.
-        narrow: Whether the highest code is left out.
-        learning: Weight and bias while rounding is being learned; else None.
-        norm: Computes the layer with the batch norm that was folded into it, while the
-            two are trained together; else None.
-        integers: Computes the layer in integers, once the network is finalized
-            (:func:`ompq.finalize`) and no gradient is needed; else None.
-    """
-
-    weight: nn.Parameter
+    weight: nn.Parameter  # the stored weight; float
     bias: nn.Parameter | None
-    weight_scale: nn.Parameter
-    weight_zero_point: Tensor
-    bits: int
-    narrow: bool
+    weight_scale: nn.Parameter  # step of each output channel, (C,)
+    weight_zero_point: Tensor  # code of 0 for each channel, (C,); multiples of 0.5
+    bits: int  # width of the weight's codes
+    narrow: bool  # whether the highest code is left out
+    # Computes the layer with the batch norm that was folded into it, while the two are
+    # trained together; else None.
     norm: nn.Module | None
+    # Weight and bias while rounding is being learned; else None.
     learning: tuple[Tensor, Tensor | None] | None = None
+    # Computes the layer in integers, once the network is finalized
+    # (:func:`ompq.finalize`) and no gradient is needed; else None.
     integers: Callable[["QuantizedLayer", Tensor], Tensor] | None = None
 
     def forward(self, input: Tensor, output_size: Size = None) -> Tensor:

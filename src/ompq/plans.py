@@ -73,18 +73,13 @@ _LARGEST_ORM = 700
 
 @dataclass(frozen=True)
 class Measurement:
-    """An allocation whose true damage was measured.
+    """An allocation whose true damage was measured."""
 
-    Attributes:
-        name: Where it came from: a score, or ``refit 3``.
-        divergence: Mean KL from the float network, in nats, on held-back samples.
-        judge: A digest of these samples, the network and the way of quantizing: only
-            divergences of one judge may be compared.
-    """
-
-    name: str
+    name: str  # where it came from: a score, or ``refit 3``
     allocation: Allocation
-    divergence: float
+    divergence: float  # mean KL from the float network, in nats, on held-back samples
+    # A digest of these samples, the network and the way of quantizing: only divergences
+    # of one judge may be compared.
     judge: str
 
 

@@ -26,21 +26,17 @@ def check_bits(bits: int) -> int:
 class Grid:
     """The values that a tensor may take: ``scale * (code - zero)``.
 
-    Attributes:
-        scale: Positive step, of a shape that broadcasts against the tensor.
-        zero_point: The code, perhaps between two codes, that stands for 0. Same shape.
-        bits: Width of a code, 2 to 8.
-        narrow: Whether the highest code is left out, as for -1, 0, 1 in two bits.
-
     Example:
         >>> grid = Grid(torch.tensor(0.5), torch.tensor(1.5), bits=2)
         >>> grid.fake(torch.tensor([-9.0, -0.1, 0.1, 9.0]))
         tensor([-0.7500, -0.2500,  0.2500,  0.7500])
     """
 
-    scale: Tensor
+    scale: Tensor  # positive step, of a shape that broadcasts against the tensor
+    # The code, perhaps between two codes, that stands for 0. Same shape.
     zero_point: Tensor
-    bits: int
+    bits: int  # width of a code, 2 to 8
+    # Whether the highest code is left out, as for -1, 0, 1 in two bits.
     narrow: bool = False
 
     def __post_init__(self) -> None:

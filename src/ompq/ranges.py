@@ -75,17 +75,14 @@ _QUICK = _Effort(few=8, many=4, neighbours=0, refits=1)
 
 
 class _Measure(NamedTuple):
-    """What the errors of a channel's weights cost.
+    """What the errors of a channel's weights cost."""
 
-    Attributes:
-        power: The sum of |error| to this power, where there is no Gram matrix.
-        gram: Else errorᵀ · gram · error, (C, K, K), or (1, K, K) where all channels
-            have the same; positive definite.
-        counts: How many weights each stands for, (C, K); None if each for itself.
-    """
-
+    # The sum of |error| to this power, where there is no Gram matrix.
     power: float = 2.0
+    # Else errorᵀ · gram · error, (C, K, K), or (1, K, K) where all channels have the
+    # same; positive definite.
     gram: Tensor | None = None
+    # How many weights each stands for, (C, K); None if each for itself.
     counts: Tensor | None = None
 
     def cost(self, lost: Tensor, scale: Tensor) -> Tensor:
@@ -413,22 +410,16 @@ _EVEN = 0.1
 
 @dataclass(frozen=True, eq=False)
 class Observed:
-    """What is known of a tensor that was seen in batches.
+    """What is known of a tensor that was seen in batches."""
 
-    Attributes:
-        counts: Values in each bin, int64 of shape (4096,). The bins cover
-            -2^exponent to 2^exponent.
-        exponent: int32 of shape ().
-        low: The least value, shape ().
-        high: The largest value, shape ().
-        importance: Squared gradients of the values in each bin, summed, float64 of
-            shape (4096,); None where they are not known.
-    """
-
+    # Values in each bin, int64 of shape (4096,). The bins cover -2^exponent to
+    # 2^exponent.
     counts: Tensor
-    exponent: Tensor
-    low: Tensor
-    high: Tensor
+    exponent: Tensor  # int32 of shape ()
+    low: Tensor  # the least value, shape ()
+    high: Tensor  # the largest value, shape ()
+    # Squared gradients of the values in each bin, summed, float64 of shape (4096,);
+    # None where they are not known.
     importance: Tensor | None = None
 
     @property

@@ -28,56 +28,39 @@ Leave = Callable[[str, nn.Module, Any, Any, Any], None]
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a torch function that returned a tensor.
+    """One call of a torch function that returned a tensor."""
 
-    Attributes:
-        position: Number of the call within the forward pass.
-        function: The function's name without underscores: ``conv2d``, ``add``.
-        module: Name of the innermost module it happened in; "" is the network.
-        inputs: Positions of the calls whose outputs it read; -1 is the input.
-        parameters: Keys of the parameters it read.
-        shape: Shape of its first output tensor.
-    """
-
-    position: int
-    function: str
-    module: str
+    position: int  # number of the call within the forward pass
+    function: str  # the function's name without underscores: ``conv2d``, ``add``
+    module: str  # name of the innermost module it happened in; "" is the network
+    # Positions of the calls whose outputs it read; -1 is the input.
     inputs: tuple[int, ...]
-    parameters: tuple[str, ...]
-    shape: tuple[int, ...]
+    parameters: tuple[str, ...]  # keys of the parameters it read
+    shape: tuple[int, ...]  # shape of its first output tensor
 
 
 @dataclass(frozen=True)
 class ModuleCall:
-    """One call of a module: what it read and what it returned.
-
-    Attributes:
-        input_shape: Shape of its first tensor argument; () without one.
-        output_shape: Shape of its first output tensor; () without one.
-        output: Position of the call that made its output; -1 when it returned its
-            input, None when it returned no tensor.
-        weight_used: Whether a linear map received its weight as it is stored.
-    """
+    """One call of a module: what it read and what it returned."""
 
     name: str
-    input_shape: tuple[int, ...]
-    output_shape: tuple[int, ...]
+    input_shape: tuple[int, ...]  # shape of its first tensor argument; () without one
+    output_shape: tuple[int, ...]  # shape of its first output tensor; () without one
+    # Position of the call that made its output; -1 when it returned its input, None
+    # when it returned no tensor.
     output: int | None
-    weight_used: bool
+    weight_used: bool  # whether a linear map received its weight as it is stored
 
 
 @dataclass
 class Recording:
-    """What one forward pass did.
+    """What one forward pass did."""
 
-    Attributes:
-        calls: Calls of torch functions, in order.
-        module_calls: Calls of modules, in the order in which they returned.
-        returned: Positions of the calls whose outputs the network returned.
-    """
-
+    # Calls of torch functions, in order.
     calls: list[Call] = field(default_factory=list)
+    # Calls of modules, in the order in which they returned.
     module_calls: list[ModuleCall] = field(default_factory=list)
+    # Positions of the calls whose outputs the network returned.
     returned: set[int] = field(default_factory=set)
 
     def consumers(self) -> dict[int, list[int]]:

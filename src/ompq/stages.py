@@ -20,14 +20,10 @@ def silent(_name: str) -> Iterator[Progress]:
 
 @dataclass(frozen=True)
 class Stages:
-    """What the stages of one job share.
+    """What the stages of one job share."""
 
-    Attributes:
-        bar: Opened around each stage to show its progress.
-        seconds: Stage → seconds it took; stages of the same name add up.
-    """
-
-    bar: Bar = silent
+    bar: Bar = silent  # opened around each stage to show its progress
+    # Stage → seconds it took; stages of the same name add up.
     seconds: dict[str, float] = field(default_factory=dict)
 
     @contextmanager

@@ -125,19 +125,14 @@ def _in_the_way(problem: Problem, name: str) -> tuple[tuple[str, ...], str]:
 
 @dataclass(frozen=True)
 class Option:
-    """One choice of the unit, together with the units tied to it.
-
-    Attributes:
-        costs: What it costs, by the costs that the budget limits.
-        over: By how much limits would be exceeded if all other units kept their bits.
-        allowed: Whether the unit may get it.
-    """
+    """One choice of the unit, together with the units tied to it."""
 
     choice: Choice
     damage: float
-    costs: Mapping[str, float]
+    costs: Mapping[str, float]  # what it costs, by the costs that the budget limits
+    # By how much limits would be exceeded if all other units kept their bits.
     over: Mapping[str, float]
-    allowed: bool
+    allowed: bool  # whether the unit may get it
 
 
 @dataclass(frozen=True)
@@ -153,33 +148,23 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Explanation:
-    """Why a unit got its bits; ``str`` puts it in words.
-
-    Attributes:
-        tied: Units that share its bits.
-        options: Every choice, in the order of the columns.
-        limits: The budget, by cost.
-        used: What the allocation uses of it.
-        prices: Damage that one more unit of each limit would save, at the margin: the
-            dual prices of the linear relaxation.
-        better: The next allowed choice of less damage, if there is one.
-        worse: The next allowed choice of more damage, if there is one.
-        exchange: The best exchange with one other unit within the budget: the one
-            that was refused most narrowly.
-        text: All of it in words.
-    """
+    """Why a unit got its bits; ``str`` puts it in words."""
 
     unit: str
-    tied: tuple[str, ...]
+    tied: tuple[str, ...]  # units that share its bits
     choice: Choice
-    options: tuple[Option, ...]
-    limits: Mapping[str, float]
-    used: Mapping[str, float]
+    options: tuple[Option, ...]  # every choice, in the order of the columns
+    limits: Mapping[str, float]  # the budget, by cost
+    used: Mapping[str, float]  # what the allocation uses of it
+    # Damage that one more unit of each limit would save, at the margin: the dual prices
+    # of the linear relaxation.
     prices: Mapping[str, float]
-    better: Option | None
-    worse: Option | None
+    better: Option | None  # the next allowed choice of less damage, if there is one
+    worse: Option | None  # the next allowed choice of more damage, if there is one
+    # The best exchange with one other unit within the budget: the one that was refused
+    # most narrowly.
     exchange: Exchange | None
-    text: str = field(default="", repr=False)
+    text: str = field(default="", repr=False)  # all of it in words
 
     def __str__(self) -> str:
         return self.text

@@ -25,23 +25,15 @@ Columns = NDArray[np.intp]
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """One choice for each unit, of least damage within the limits.
+    """One choice for each unit, of least damage within the limits."""
 
-    Attributes:
-        damage: What each choice does, (U, C).
-        rows: What each choice costs in whole steps, a table for each budget, (K, U, C).
-        limits: The most steps that each row may sum to, (K,).
-        ties: Of equally good allocations the one with the least sum wins, (U, C).
-        allowed: Choices that may be taken, (U, C).
-        scales: Steps in one unit of each cost, (K,).
-    """
-
-    damage: Floats
+    damage: Floats  # what each choice does, (U, C)
+    # What each choice costs in whole steps, a table for each budget, (K, U, C).
     rows: Floats
-    limits: Floats
-    ties: Floats
-    allowed: Flags
-    scales: Floats
+    limits: Floats  # the most steps that each row may sum to, (K,)
+    ties: Floats  # of equally good allocations the one with the least sum wins, (U, C)
+    allowed: Flags  # choices that may be taken, (U, C)
+    scales: Floats  # steps in one unit of each cost, (K,)
 
     def used(self, columns: Columns) -> Floats:
         """Return the steps that an allocation takes, (K,); exact below 2**53."""
@@ -205,25 +197,18 @@ class Allocation(Mapping[str, Choice]):
 class Problem:
     """Everything an allocation is decided from.
 
-    Attributes:
-        names: The U units.
-        choices: The C columns of all tables.
-        damage: Expected damage of each choice of each unit, (U, C).
-        costs: Name → what each choice of each unit costs.
-        allowed: Choices that each unit may get, (U, C).
-        groups: Units with the same number share their choice, (U,).
-
     Raises:
         PlanError: A group has no choice that all of it may get.
         ScoreError: A damage is not finite.
         ValueError: Shapes disagree.
     """
 
-    names: tuple[str, ...]
-    choices: tuple[Choice, ...]
-    damage: Floats
-    costs: Mapping[str, Cost]
-    allowed: Flags
+    names: tuple[str, ...]  # the U units
+    choices: tuple[Choice, ...]  # the C columns of all tables
+    damage: Floats  # expected damage of each choice of each unit, (U, C)
+    costs: Mapping[str, Cost]  # name → what each choice of each unit costs
+    allowed: Flags  # choices that each unit may get, (U, C)
+    # Units with the same number share their choice, (U,).
     groups: NDArray[np.integer[Any]]
 
     def __post_init__(self) -> None:

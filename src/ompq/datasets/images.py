@@ -24,19 +24,14 @@ _SHIFT = 8  # views are shifted by at most this part of an image's sides
 
 @dataclass(frozen=True)
 class ImageFiles:
-    """Image files and their classes.
+    """Image files and their classes."""
 
-    Attributes:
-        files: The files, sorted within their class.
-        targets: Class index of each file; None when the images have no classes.
-        classes: Names of the classes; of numbered folders, the missing numbers too.
-        numbered: Whether the folders' names are the class indices.
-    """
-
-    files: tuple[Path, ...]
+    files: tuple[Path, ...]  # the files, sorted within their class
+    # Class index of each file; None when the images have no classes.
     targets: tuple[int, ...] | None = None
+    # Names of the classes; of numbered folders, the missing numbers too.
     classes: tuple[str, ...] = ()
-    numbered: bool = False
+    numbered: bool = False  # whether the folders' names are the class indices
 
 
 def find_images(folder: Path, split: str) -> ImageFiles:

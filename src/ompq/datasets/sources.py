@@ -31,26 +31,21 @@ _AHEAD = 4  # inputs that each thread reads in advance
 
 @dataclass(frozen=True)
 class Data:
-    """Inputs for one network, read when they are needed.
-
-    Attributes:
-        model: The network that takes them.
-        read: Position → input (C, H, W) and target. An uint8 input is an image that
-            is still to be normalised.
-        targets: Class of each input, where known without reading it.
-        label_problem: Why there are no usable labels; None when there are.
-        seed: Decides the choice of samples.
-        skip_unreadable: Whether unreadable images are skipped instead of an error.
-    """
+    """Inputs for one network, read when they are needed."""
 
     name: str
-    model: NamedModel
+    model: NamedModel  # the network that takes them
     length: int
+    # Position → input (C, H, W) and target. An uint8 input is an image that is still to
+    # be normalised.
     read: Callable[[int], Item]
+    # Class of each input, where known without reading it.
     targets: tuple[int, ...] | None = None
+    # Why there are no usable labels; None when there are.
     label_problem: str | None = None
     workers: int = 1
-    seed: int = 0
+    seed: int = 0  # decides the choice of samples
+    # Whether unreadable images are skipped instead of an error.
     skip_unreadable: bool = False
 
     def __len__(self) -> int:

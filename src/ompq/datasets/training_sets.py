@@ -64,22 +64,15 @@ def training_data(
 
 @dataclass(frozen=True, eq=False)
 class HeldSet:
-    """Inputs held in memory; images are cropped and flipped where they are.
+    """Inputs held in memory; images are cropped and flipped where they are."""
 
-    Attributes:
-        inputs: Images (N, H, W, C) as uint8, padded on all sides, or other inputs
-            (N, ...) as floats, which are left as they are.
-        targets: Classes, (N,).
-        padding: Pixels on each side; 0 for no augmentation.
-        mean: Of the channels of an image in [0, 255], (C,).
-        std: Of the same, (C,).
-    """
-
+    # Images (N, H, W, C) as uint8, padded on all sides, or other inputs (N, ...) as
+    # floats, which are left as they are.
     inputs: Tensor
-    targets: Tensor
-    padding: int
-    mean: Tensor
-    std: Tensor
+    targets: Tensor  # classes, (N,)
+    padding: int  # pixels on each side; 0 for no augmentation
+    mean: Tensor  # of the channels of an image in [0, 255], (C,)
+    std: Tensor  # of the same, (C,)
 
     def __len__(self) -> int:
         return len(self.targets)

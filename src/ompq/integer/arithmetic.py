@@ -28,15 +28,12 @@ LARGEST_SUM = (1 << 31) - 1  # of all products and the bias, whatever the input
 
 @dataclass(frozen=True)
 class CodeGrid:
-    """What the codes of an activation stand for: ``scale * (code - zero_point)``.
-
-    Attributes:
-        bits: Width of a code, 2 to 8, unsigned; or 32, signed, for outputs of the
-            network that no quantizer rounds.
-    """
+    """What the codes of an activation stand for: ``scale * (code - zero_point)``."""
 
     scale: float
     zero_point: int
+    # Width of a code, 2 to 8, unsigned; or 32, signed, for outputs of the network that
+    # no quantizer rounds.
     bits: int
 
     @property

@@ -52,19 +52,13 @@ _HARMLESS = {
 
 @dataclass(frozen=True, eq=False)
 class Steps:
-    """All of a network in integers.
+    """All of a network in integers."""
 
-    Attributes:
-        steps: In order of execution; the first is ``Quantize``.
-        input_shape: Shape of one input, (C, H, W) or (I,).
-        outputs: Name of each output → the step that gives it.
-        sites: For each call of an activation quantizer, the step that gives its codes;
-            None where it does not depend on the input.
-    """
-
-    steps: tuple[Step, ...]
-    input_shape: tuple[int, ...]
-    outputs: Mapping[str, int]
+    steps: tuple[Step, ...]  # in order of execution; the first is ``Quantize``
+    input_shape: tuple[int, ...]  # shape of one input, (C, H, W) or (I,)
+    outputs: Mapping[str, int]  # name of each output → the step that gives it
+    # For each call of an activation quantizer, the step that gives its codes; None
+    # where it does not depend on the input.
     sites: tuple[int | None, ...] = ()
 
     def sources(self, step: Step) -> list[CodeGrid]:

@@ -33,16 +33,13 @@ Shape: TypeAlias = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Node:
-    """An ONNX node.
-
-    Attributes:
-        constants: Further inputs by name, int64; None is the code of 0.
-        on_codes: Whether it reads and gives codes, and not the values they stand for.
-    """
+    """An ONNX node."""
 
     kind: str
     attributes: Mapping[str, Any] = field(default_factory=dict)
+    # Further inputs by name, int64; None is the code of 0.
     constants: Mapping[str, Any] = field(default_factory=dict)
+    # Whether it reads and gives codes, and not the values they stand for.
     on_codes: bool = False
 
 
@@ -110,24 +107,17 @@ class Codes:
 
 @dataclass(frozen=True, eq=False)
 class Pending:
-    """A tensor that becomes a step once its grid is known.
-
-    Attributes:
-        inputs: Positions of the steps it reads.
-        shape: Of the result, without the batch dimension.
-        low: Values below are clipped to it.
-        high: Values above are clipped to it.
-        moves: What moves its codes once it has any, with the shape that this gives.
-        grid: Its grid where that is known at once: codes in other places, or clipped.
-    """
+    """A tensor that becomes a step once its grid is known."""
 
     operator: Operator
-    inputs: tuple[int, ...]
+    inputs: tuple[int, ...]  # positions of the steps it reads
     module: str
-    shape: Shape
-    low: float = -inf
-    high: float = inf
+    shape: Shape  # of the result, without the batch dimension
+    low: float = -inf  # values below are clipped to it
+    high: float = inf  # values above are clipped to it
+    # What moves its codes once it has any, with the shape that this gives.
     moves: tuple[tuple[Operator, Shape], ...] = ()
+    # Its grid where that is known at once: codes in other places, or clipped.
     grid: CodeGrid | None = None
 
 
@@ -144,21 +134,14 @@ def as_codes(value: Value | None) -> Codes:
 
 @dataclass(frozen=True, eq=False)
 class FunctionCall:
-    """One call of a torch function.
+    """One call of a torch function."""
 
-    Attributes:
-        module: Name of the module it happened in.
-        values: Values of the tensors that it read, in order; None for others.
-        arguments: Its arguments by name.
-        shape: Shape of its output, without the batch dimension.
-        same_batch: Whether the batch dimension came through as it was.
-    """
-
-    module: str
+    module: str  # name of the module it happened in
+    # Values of the tensors that it read, in order; None for others.
     values: tuple[Value | None, ...]
-    arguments: Mapping[str, Any]
-    shape: Shape
-    same_batch: bool
+    arguments: Mapping[str, Any]  # its arguments by name
+    shape: Shape  # shape of its output, without the batch dimension
+    same_batch: bool  # whether the batch dimension came through as it was
 
     @property
     def value(self) -> Value:

@@ -31,28 +31,18 @@ _TRANSFORMING = {"aux_logits": False, "init_weights": False, "transform_input": 
 
 @dataclass(frozen=True)
 class NamedModel:
-    """A network, and how its images are prepared.
+    """A network, and how its images are prepared."""
 
-    Attributes:
-        module: The network, in eval mode.
-        name: The name it was loaded by.
-        input_shape: Channels, height and width of one input.
-        mean: Subtracted from each channel of an image in [0, 1].
-        std: Each channel is then divided by it.
-        resize: Length of an image's shorter side before the centre crop, or the height
-            and width when the image is squashed instead.
-        interpolation: ``bilinear`` or ``bicubic``.
-        weights: Where the weights came from, for people.
-    """
-
-    module: nn.Module
-    name: str
-    input_shape: tuple[int, int, int]
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
+    module: nn.Module  # the network, in eval mode
+    name: str  # the name it was loaded by
+    input_shape: tuple[int, int, int]  # channels, height and width of one input
+    mean: tuple[float, ...]  # subtracted from each channel of an image in [0, 1]
+    std: tuple[float, ...]  # each channel is then divided by it
+    # Length of an image's shorter side before the centre crop, or the height and width
+    # when the image is squashed instead.
     resize: int | tuple[int, int]
-    interpolation: str = "bilinear"
-    weights: str = "as built"
+    interpolation: str = "bilinear"  # ``bilinear`` or ``bicubic``
+    weights: str = "as built"  # where the weights came from, for people
 
 
 _BUILTIN: dict[str, Callable[[], nn.Module]] = {

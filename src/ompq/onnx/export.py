@@ -31,30 +31,23 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ExportResult:
-    """A verified file.
-
-    Attributes:
-        opset: Version of the standard operators in it.
-        simulated: Agreement of ONNX Runtime with the finalized network.
-        engine: Agreement of ONNX Runtime with the integer engine, codes included; None
-            where activations are float, which integers do not cover.
-        given: Agreement of ONNX Runtime with the network as it was given. It equals
-            ``simulated`` if that was finalized already.
-        runtime: What it was verified with, for example ``onnxruntime 1.31.1``.
-        saturation_safe: Whether no processor's 8-bit kernels can saturate. False only
-            where ``saturation_safe=False`` was asked for: then processors without VNNI
-            compute something else, unless a session's option
-            ``session.x64quantprecision`` is "1".
-    """
+    """A verified file."""
 
     path: Path
     bytes: int
-    opset: int
+    opset: int  # version of the standard operators in it
     weights: tuple[StoredWeight, ...]
-    simulated: Agreement
+    simulated: Agreement  # agreement of ONNX Runtime with the finalized network
+    # Agreement of ONNX Runtime with the integer engine, codes included; None where
+    # activations are float, which integers do not cover.
     engine: Agreement | None
+    # Agreement of ONNX Runtime with the network as it was given. It equals
+    # ``simulated`` if that was finalized already.
     given: Agreement
-    runtime: str
+    runtime: str  # what it was verified with, for example ``onnxruntime 1.31.1``
+    # Whether no processor's 8-bit kernels can saturate. False only where
+    # ``saturation_safe=False`` was asked for: then processors without VNNI compute
+    # something else, unless a session's option ``session.x64quantprecision`` is "1".
     saturation_safe: bool
 
 

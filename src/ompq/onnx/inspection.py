@@ -29,20 +29,16 @@ _ITEMS = {
 
 @dataclass(frozen=True)
 class OnnxAccount:
-    """What a file takes.
-
-    Attributes:
-        items: Bytes by item; they sum up to the file. ``float`` is what is stored as
-            it was, ``graph`` all that is no constant: nodes, names, the functions that
-            unpack weights.
-        layers: Layer → bytes of its constants.
-        bits: Layer → width of its weight's codes; 8 for one that is stored as bytes.
-    """
+    """What a file takes."""
 
     path: Path
     bytes: int
+    # Bytes by item; they sum up to the file. ``float`` is what is stored as it was,
+    # ``graph`` all that is no constant: nodes, names, the functions that unpack
+    # weights.
     items: Mapping[str, int]
-    layers: Mapping[str, int]
+    layers: Mapping[str, int]  # layer → bytes of its constants
+    # Layer → width of its weight's codes; 8 for one that is stored as bytes.
     bits: Mapping[str, int]
 
     def to_json(self) -> dict[str, Any]:

@@ -27,23 +27,16 @@ from ompq.samples import (
 
 @dataclass(frozen=True)
 class Agreement:
-    """How nearly two forms of a network agree on the same images.
-
-    Attributes:
-        top1: Fraction of images with the same largest logit, in the first output.
-        logits: Largest difference of two logits, over the root mean square of all of
-            that output; the largest of all outputs.
-        codes: Number of activation codes compared; 0 where none were.
-        codes_equal: Fraction of them that are equal.
-        codes_furthest: Largest difference of two codes, in steps.
-    """
+    """How nearly two forms of a network agree on the same images."""
 
     images: int
-    top1: float
+    top1: float  # fraction of images with the same largest logit, in the first output
+    # Largest difference of two logits, over the root mean square of all of that output;
+    # the largest of all outputs.
     logits: float
-    codes: int = 0
-    codes_equal: float = 1.0
-    codes_furthest: int = 0
+    codes: int = 0  # number of activation codes compared; 0 where none were
+    codes_equal: float = 1.0  # fraction of them that are equal
+    codes_furthest: int = 0  # largest difference of two codes, in steps
 
     def with_codes(self, other: "Agreement") -> "Agreement":
         """Return the same with the codes of a comparison on fewer images."""
@@ -116,22 +109,16 @@ _BATCH = 64
 
 @dataclass(frozen=True)
 class Tolerance:
-    """How far an exported file may be from the network.
+    """How far an exported file may be from the network."""
 
-    Attributes:
-        logits: Largest difference of two logits, over their root mean square.
-        exact_logits: The same where all codes are equal: float rounding.
-        top1: Smallest fraction of images with the same largest logit. One image of 32
-            or more may always differ.
-        codes_equal: Smallest fraction of codes that are equal.
-        codes_furthest: Largest difference of two codes, in steps.
-    """
-
+    # Largest difference of two logits, over their root mean square.
     logits: float = 1e-3
-    exact_logits: float = 1e-4
+    exact_logits: float = 1e-4  # the same where all codes are equal: float rounding
+    # Smallest fraction of images with the same largest logit. One image of 32 or more
+    # may always differ.
     top1: float = 0.995
-    codes_equal: float = 0.999
-    codes_furthest: int = 1
+    codes_equal: float = 0.999  # smallest fraction of codes that are equal
+    codes_furthest: int = 1  # largest difference of two codes, in steps
 
     def require(self, found: Agreement, against: str) -> None:
         """Make sure that a file computes what it should."""

@@ -309,19 +309,14 @@ def _fill(quantized: nn.Module, contents: Contents) -> None:
 
 @dataclass(frozen=True)
 class UnitAccount:
-    """What one unit takes.
-
-    Attributes:
-        bits: Of its weight and its input.
-        bytes: What it takes in the file. Activations are shared between units, so
-            they are counted for the whole network only.
-        planned: What it takes in the plan.
-    """
+    """What one unit takes."""
 
     unit: Unit
-    bits: Choice
+    bits: Choice  # of its weight and its input
+    # What it takes in the file. Activations are shared between units, so they are
+    # counted for the whole network only.
     bytes: Bytes
-    planned: Bytes
+    planned: Bytes  # what it takes in the plan
 
 
 @dataclass(frozen=True)

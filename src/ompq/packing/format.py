@@ -68,21 +68,14 @@ class PackedUnit:
 
 @dataclass(frozen=True, eq=False)
 class Contents:
-    """All that a packed file holds.
+    """All that a packed file holds."""
 
-    Attributes:
-        record: Units, bits and activation sites.
-        units: The units that are quantized, in order.
-        activations: The grid of each site.
-        state: What is not quantized, by its key in the ``state_dict``.
-        about: ``network``, ``versions`` and ``plan``: plain data.
-    """
-
-    record: Quantization
-    units: tuple[PackedUnit, ...]
-    activations: tuple[Grid, ...]
+    record: Quantization  # units, bits and activation sites
+    units: tuple[PackedUnit, ...]  # the units that are quantized, in order
+    activations: tuple[Grid, ...]  # the grid of each site
+    # What is not quantized, by its key in the ``state_dict``.
     state: Mapping[str, Tensor]
-    about: Mapping[str, Any]
+    about: Mapping[str, Any]  # ``network``, ``versions`` and ``plan``: plain data
 
 
 def quantized_units(record: Quantization) -> list[Unit]:

@@ -85,39 +85,27 @@ class QuantizeConfig:
 
 @dataclass(frozen=True)
 class BlockError:
-    """How far reconstruction improved one block.
-
-    Attributes:
-        before: ||output − target||² / ||target||² before.
-        after: The same after; equal to ``before`` when nothing was improved.
-        improved: Whether learning lowered the error; if not, the block kept the
-            rounding it had.
-    """
+    """How far reconstruction improved one block."""
 
     block: str
-    before: float
-    after: float
+    before: float  # ||output − target||² / ||target||² before
+    after: float  # the same after; equal to ``before`` when nothing was improved
+    # Whether learning lowered the error; if not, the block kept the rounding it had.
     improved: bool
 
 
 @dataclass(frozen=True)
 class Quantization:
-    """How a network was quantized.
-
-    Attributes:
-        sites: Where activations are quantized.
-        skipped: What stays float, with reasons.
-        errors: How far reconstruction improved each block.
-        links: Layers that compute with integers; none before :func:`ompq.finalize`.
-        equalized: Channels whose sizes are not those of the float network.
-    """
+    """How a network was quantized."""
 
     graph: LayerGraph
     allocation: Allocation
-    sites: tuple[ActivationSite, ...]
-    skipped: tuple[Skipped, ...]
-    errors: tuple[BlockError, ...] = ()
+    sites: tuple[ActivationSite, ...]  # where activations are quantized
+    skipped: tuple[Skipped, ...]  # what stays float, with reasons
+    errors: tuple[BlockError, ...] = ()  # how far reconstruction improved each block
+    # Layers that compute with integers; none before :func:`ompq.finalize`.
     links: tuple[Link, ...] = ()
+    # Channels whose sizes are not those of the float network.
     equalized: tuple[Equalized, ...] = ()
 
 

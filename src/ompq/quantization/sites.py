@@ -26,18 +26,13 @@ SUM_BITS = 8  # operands that only a sum reads: what an int8 runtime adds
 
 @dataclass(frozen=True)
 class ActivationSite:
-    """A quantized tensor, or several that share a grid.
+    """A quantized tensor, or several that share a grid."""
 
-    Attributes:
-        positions: Calls whose outputs it stands for; -1 is the network's input.
-        after: Modules after which it is applied.
-        before: Modules before which it is applied; "" is the network.
-    """
-
+    # Calls whose outputs it stands for; -1 is the network's input.
     positions: tuple[int, ...]
     bits: int
-    after: tuple[str, ...]
-    before: tuple[str, ...]
+    after: tuple[str, ...]  # modules after which it is applied
+    before: tuple[str, ...]  # modules before which it is applied; "" is the network
 
 
 class Link(NamedTuple):

@@ -30,15 +30,11 @@ from ompq.samples import (
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the samples of a tensor are.
+    """Where the samples of a tensor are."""
 
-    Attributes:
-        axis: The dimension along which they lie; None for what all samples share.
-        rows: How many neighbours along it belong to one sample.
-    """
-
+    # The dimension along which they lie; None for what all samples share.
     axis: int | None = 0
-    rows: int = 1
+    rows: int = 1  # how many neighbours along it belong to one sample
 
     def sorted(self, tensor: Tensor) -> Tensor:
         """Return the tensor with its samples first, (N, ...); N is 1 if shared."""
@@ -98,27 +94,19 @@ class Arguments:
 
 @dataclass
 class BlockCache:
-    """What a block gets and what it should return, for all samples.
+    """What a block gets and what it should return, for all samples."""
 
-    Attributes:
-        inputs: The block's tensor arguments that samples do not share, each (N, ...).
-        targets: What the float block returns, (N, ...).
-        arguments: How the block is called with them.
-        float_inputs: What the float block gets in their place, or none.
-        batch_size: How many samples the networks ran at a time.
-        weights: Importance of each element of the targets, or None.
-        clip: Range to which an activation after the block cuts its output, or None.
-        layout: Where the samples are in what the block returns.
-    """
-
+    # The block's tensor arguments that samples do not share, each (N, ...).
     inputs: list[Tensor]
-    targets: Tensor
-    arguments: Arguments
+    targets: Tensor  # what the float block returns, (N, ...)
+    arguments: Arguments  # how the block is called with them
+    # What the float block gets in their place, or none.
     float_inputs: list[Tensor] = field(default_factory=list)
-    batch_size: int = 64
-    weights: Tensor | None = None
+    batch_size: int = 64  # how many samples the networks ran at a time
+    weights: Tensor | None = None  # importance of each element of the targets, or None
+    # Range to which an activation after the block cuts its output, or None.
     clip: tuple[float, float | None] | None = None
-    layout: Layout = Layout()
+    layout: Layout = Layout()  # where the samples are in what the block returns
 
     def call(self, block: nn.Module, tensors: list[Tensor]) -> Tensor:
         """Call the block with these tensors in the places of its inputs."""

@@ -36,21 +36,14 @@ _CHOICE = re.compile(r"W(\d+)A(\d+)")
 
 @dataclass(frozen=True)
 class Operator:
-    """What a target does with one kind of unit.
+    """What a target does with one kind of unit."""
 
-    Attributes:
-        weight_bits: Widths of weights that it takes; 32 is float.
-        activation_bits: Widths of inputs that it takes.
-        per_channel: Whether it takes a scale for each channel, as ompq makes them.
-        accelerated: Choices that run faster than wider ones, for example ``W8A8``.
-        otherwise: Why the others do not.
-    """
-
-    weight_bits: tuple[int, ...]
-    activation_bits: tuple[int, ...]
-    per_channel: bool
+    weight_bits: tuple[int, ...]  # widths of weights that it takes; 32 is float
+    activation_bits: tuple[int, ...]  # widths of inputs that it takes
+    per_channel: bool  # whether it takes a scale for each channel, as ompq makes them
+    # Choices that run faster than wider ones, for example ``W8A8``.
     accelerated: tuple[str, ...]
-    otherwise: str
+    otherwise: str  # why the others do not
 
     def takes(self, choice: Choice) -> bool:
         """Return whether it takes a choice."""
@@ -62,13 +55,10 @@ class Operator:
 
 @dataclass(frozen=True)
 class Target:
-    """A runtime on a kind of machine.
-
-    Attributes:
-        operators: Kind of unit, or ``default`` → what it does with it.
-    """
+    """A runtime on a kind of machine."""
 
     name: str
+    # Kind of unit, or ``default`` → what it does with it.
     operators: Mapping[str, Operator]
 
     def operator(self, unit: Unit) -> Operator:
