@@ -7,7 +7,7 @@ import sys
 import pytest
 from rich.console import Console as RichConsole
 
-from ompq import stages
+from ompq import workflow
 from ompq.cli import console as consoles
 from ompq.cli.console import Console, View, muted, opened, plain, render
 from ompq.cli.options import OutputOptions
@@ -31,7 +31,7 @@ class Clock:
 def clock(monkeypatch) -> Clock:
     found = Clock()
     monkeypatch.setattr(consoles, "perf_counter", found)
-    monkeypatch.setattr(stages, "perf_counter", found)
+    monkeypatch.setattr(workflow, "perf_counter", found)
     return found
 
 

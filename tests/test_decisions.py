@@ -18,7 +18,7 @@ from ompq.models import load_model
 from ompq.plans import PLAN_PROTOCOLS, Plan, PlanConfig
 from ompq.plans import plan as make_plan
 from ompq.scores import SCORES
-from ompq.stages import Stages
+from ompq.workflow import Stages
 
 NAMES = ["stem", "block.conv1", "block.conv2", "block.shortcut", "fc"]
 MACS = {

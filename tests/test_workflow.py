@@ -1,15 +1,17 @@
 """The whole path, as the library offers it in one place."""
 
 import json
+from contextlib import contextmanager
 
 import pytest
 import torch
 
 import ompq
 from nets import TinyMobileNet, scenes, seeded
+from ompq import workflow
 from ompq.errors import PlanError
 from ompq.report import sections_from_json
-from ompq.workflow import INTEGERS, Workflow, read_bits, whole_folder
+from ompq.workflow import INTEGERS, Stages, Workflow, read_bits, whole_folder
 
 MODEL, SAMPLES = seeded(TinyMobileNet()), scenes(32)
 TARGETS = torch.zeros(len(SAMPLES), dtype=torch.long)
@@ -89,3 +91,52 @@ def test_a_folder_appears_whole_or_not_at_all(tmp_path):
     with whole_folder(folder) as work:
         (work / "plan.json").write_text("new")
     assert (folder / "plan.json").read_text() == "new"
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Time that passes only when told to."""
+    now = [0.0]
+    monkeypatch.setattr(workflow, "perf_counter", lambda: now[0])
+    return now
+
+
+def test_times_of_one_name_add_up(clock):
+    job = Stages()
+    for seconds in (2, 3):
+        with job.stage("reading") as progress:
+            progress(1, 2, "half")
+            clock[0] += seconds
+    assert job.seconds == {"reading": 5}
+
+
+def test_messages_can_name_the_stages(clock):
+    shown = []
+
+    @contextmanager
+    def bar(name):
+        yield lambda *told: shown.append((name, *told))
+
+    job = Stages(bar)
+    with job.named_by_messages("planning") as progress:
+        clock[0] += 7  # before the first message: nobody's time
+        progress(0, 2, "tracing")
+        clock[0] += 1
+        progress(1, 10, "tracing")
+        progress(1, 2, "scoring")
+        clock[0] += 4
+        progress(2, 2, "done")
+        clock[0] += 9
+    assert job.seconds == {"tracing": 1, "scoring": 4}
+    assert shown == [
+        ("planning", 0, None, "tracing"),
+        ("planning", 1, 10, "tracing"),
+        ("planning", 0, None, "scoring"),
+    ]
+
+
+def test_a_stage_that_fails_has_no_time():
+    job = Stages()
+    with pytest.raises(ValueError, match="broken"), job.stage("reading"):
+        raise ValueError("broken")
+    assert job.seconds == {}

@@ -21,15 +21,17 @@ from ompq.reconstruction import ReconstructConfig
 from ompq.reconstruction.rounding import RoundingConfig
 from ompq.report import Accuracy, Agreement, Remark, Section, worst_histograms
 from ompq.samples import evaluating
-from ompq.stages import Bar, Stages, silent
 from ompq.workflow import (
     ONNX,
     PACKED,
     PLAN,
     REPORT,
     RESULT,
+    Bar,
     Outcome,
+    Stages,
     Workflow,
+    silent,
     whole_folder,
     write_result,
 )

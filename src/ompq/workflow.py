@@ -2,20 +2,23 @@
 
 import json
 import platform
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from time import perf_counter
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from ompq.allocation.solver import Allocation, Budget
+from ompq.costs import paper_bytes, unit_bytes
 from ompq.errors import PlanError, QuantizationError, shortened
 from ompq.evaluation import Evaluation, evaluate, wilson_interval
 from ompq.files import library_version, read_json, write_text
+from ompq.graph import Skipped
 from ompq.integer.finalization import finalize
 from ompq.packing import save
 from ompq.plans import Pin, Plan, PlanConfig, plan
@@ -33,9 +36,8 @@ from ompq.report import (
     write_report,
 )
 from ompq.report import BlockError as BlockSection
+from ompq.samples import Progress
 from ompq.scores import SCORES, score_name
-from ompq.stages import Progress, Stages
-from ompq.summaries import plan_summary
 
 PLAN, PACKED, ONNX = "plan.json", "network.ompq.safetensors", "network.onnx"
 REPORT, RESULT = "report.html", "result.json"
@@ -43,6 +45,67 @@ PLAN_SAMPLES = 64
 INTEGERS = "integers; the integer engine and ONNX compute the same"
 _SCORING = "scoring the choices"  # as plan() calls this stage
 _ANYTHING = "32bits"  # a budget that bits fixed beforehand always meet
+
+# Called with a stage's name; gives what the stage reports its progress to.
+Bar: TypeAlias = Callable[[str], AbstractContextManager[Progress]]
+
+
+@contextmanager
+def silent(_name: str) -> Iterator[Progress]:
+    """Show no progress."""
+    yield lambda _done, _total, _message: None
+
+
+@dataclass(frozen=True)
+class Stages:
+    """What the stages of one job share.
+
+    Attributes:
+        bar: Opened around each stage to show its progress.
+        seconds: Stage → seconds it took; stages of the same name add up.
+    """
+
+    bar: Bar = silent
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[Progress]:
+        """Show the progress of a stage and keep its time."""
+        start = perf_counter()
+        with self.bar(name) as progress:
+            yield progress
+        self._add(name, start)
+
+    @contextmanager
+    def named_by_messages(self, name: str) -> Iterator[Progress]:
+        """Like :meth:`stage`, for a function whose messages are its stages.
+
+        A message that is repeated reports how far its stage is.
+        """
+        current, start = "", perf_counter()
+        with self.bar(name) as bar:
+
+            def progress(done: int, total: int | None, message: str) -> None:
+                nonlocal current, start
+                if message == current:
+                    bar(done, total, message)
+                    return
+                if current:
+                    self._add(current, start)
+                current, start = message, perf_counter()
+                # Stages differ too much for their number to predict the time left.
+                if done == total:
+                    current = ""
+                else:
+                    bar(0, None, message)
+
+            yield progress
+        if current:
+            self._add(current, start)
+
+    def _add(self, name: str, start: float) -> None:
+        taken = perf_counter() - start
+        self.seconds[name] = self.seconds.get(name, 0.0) + taken
 
 
 @dataclass(frozen=True, eq=False)
@@ -255,6 +318,66 @@ class Outcome:
         write_report(
             path, self.plan, results=self.sections, title=title, progress=progress
         )
+
+
+def plan_summary(plan: Plan) -> dict[str, Any]:
+    """Return budget, totals, bits and what stays float."""
+    return {
+        "hash": plan.hash,
+        "budget": str(plan.budget),
+        "limits": dict(plan.budget.limits(plan.problem.costs)),
+        "totals": plan.totals,
+        "bytes_by_item": plan.bytes_by_item,
+        "float_bytes": plan.problem.costs["bytes"].reference,
+        "damage": plan.damage,
+        "gap": plan.gap,
+        "score": plan.score_name,
+        "method": plan.method,
+        "accounting": plan.accounting,
+        "allocation": plan.allocation.to_json(),
+        "measured": [
+            {"name": one.name, "divergence": one.divergence} for one in plan.measured
+        ],
+        "units": unit_rows(plan),
+        "target": None if plan.target is None else plan.target.name,
+        "no_speed_up": [_pair(one) for one in plan.no_speed_up],
+        "skipped": [_pair(one) for one in plan.graph.skipped],
+    }
+
+
+def unit_rows(plan: Plan) -> list[dict[str, Any]]:
+    """Return what there is to know about each unit and its bits."""
+    gamma, importance = plan.scores.gamma, plan.scores.importance
+    widths = {choice.weight for choice in plan.choices}
+    rows = []
+    for i, unit in enumerate(plan.graph.units):
+        bits = plan.allocation[unit.name]
+        allowed = zip(plan.choices, plan.allowed[i], strict=True)
+        free = {choice.weight for choice, may in allowed if may}
+        paper = plan.accounting == "paper"
+        row = {
+            "name": unit.name,
+            "kind": unit.kind,
+            "shape": list(unit.weight_shape),
+            "parameters": unit.weights,
+            "macs": unit.macs,
+            "block": unit.block,
+            "group": unit.group,
+            "gamma": None if gamma is None else float(gamma[i]),
+            "importance": None if importance is None else float(importance[i]),
+            "damage": float(plan.scores.damage[i, plan.columns[i]]),
+            "weight_bits": bits.weight,
+            "activation_bits": bits.activation,
+            # Its weight bits were fixed while those of others were chosen.
+            "pinned": len(free) == 1 and len(widths) > 1,
+            "bytes": paper_bytes(unit, bits) if paper else unit_bytes(unit, bits).total,
+        }
+        rows.append(row)
+    return rows
+
+
+def _pair(one: Skipped) -> dict[str, str]:
+    return {"name": one.name, "reason": one.reason}
 
 
 def write_result(path: Path, data: Mapping[str, Any]) -> None:

@@ -1,6 +1,6 @@
 """The program ``ompq``: its commands, found by name, and how it ends.
 
-A command is one line in :data:`COMMANDS` and one function in the module named there.
+A command is one line in ``_GROUPS`` and one function in the module named there.
 Modules are imported when their command is used: ``ompq --help`` needs no PyTorch.
 """
 
@@ -19,7 +19,6 @@ from typer.core import TyperCommand, TyperGroup
 from ompq.errors import OmpqError
 from ompq.files import library_version
 
-_START, _PLAN, _QUANTIZE, _INSPECT = "Get started", "Plan", "Quantize", "Inspect"
 _LONGEST = 200  # characters of a file's name in an error
 
 
@@ -47,59 +46,43 @@ def _flowing(text: str) -> str:
     )
 
 
+# Panel of the help and module → its commands, in the order of the help.
+_GROUPS = {
+    ("Get started", "showcase"): {
+        "demo": "Run the whole path on a small network that comes with ompq.",
+    },
+    ("Plan", "decisions"): {
+        "budget": "Show which budgets a network can meet.",
+        "plan": "Choose bits for every layer so that a budget is met.",
+        "scores": "List the scores: what estimates the damage of few bits.",
+        "audit": "Measure how well each score chooses bits for a network.",
+    },
+    ("Plan", "saved_plans"): {
+        "replan": "Solve a saved plan for another budget, without the network.",
+    },
+    ("Quantize", "runs"): {
+        "quantize": "Plan, quantize, reconstruct, evaluate and save.",
+        "train": "Plan, quantize, train on labelled images, evaluate and save.",
+        "evaluate": "Measure a network's accuracy, with an interval.",
+    },
+    ("Quantize", "artifacts"): {
+        "export": "Export a quantized network to ONNX, verified.",
+    },
+    ("Inspect", "saved_plans"): {
+        "explain": "Explain why a layer got its bits.",
+        "pareto": "Show damage against size, step by step.",
+        "compare": "Compare plans or results: size, damage, accuracy, bits.",
+        "report": "Write a plan as one HTML page that works offline.",
+    },
+    ("Inspect", "artifacts"): {
+        "inspect": "List what a packed network or ONNX file takes on disk.",
+        "bench": "Time an exported network against the float one.",
+    },
+}
 COMMANDS = {
-    "demo": Command(
-        "showcase",
-        _START,
-        "Run the whole path on a small network that comes with ompq.",
-    ),
-    "budget": Command("decisions", _PLAN, "Show which budgets a network can meet."),
-    "plan": Command(
-        "decisions", _PLAN, "Choose bits for every layer so that a budget is met."
-    ),
-    "scores": Command(
-        "decisions", _PLAN, "List the scores: what estimates the damage of few bits."
-    ),
-    "audit": Command(
-        "decisions", _PLAN, "Measure how well each score chooses bits for a network."
-    ),
-    "replan": Command(
-        "saved_plans",
-        _PLAN,
-        "Solve a saved plan for another budget, without the network.",
-    ),
-    "quantize": Command(
-        "runs", _QUANTIZE, "Plan, quantize, reconstruct, evaluate and save."
-    ),
-    "train": Command(
-        "runs",
-        _QUANTIZE,
-        "Plan, quantize, train on labelled images, evaluate and save.",
-    ),
-    "evaluate": Command(
-        "runs", _QUANTIZE, "Measure a network's accuracy, with an interval."
-    ),
-    "export": Command(
-        "artifacts", _QUANTIZE, "Export a quantized network to ONNX, verified."
-    ),
-    "explain": Command("saved_plans", _INSPECT, "Explain why a layer got its bits."),
-    "pareto": Command(
-        "saved_plans", _INSPECT, "Show damage against size, step by step."
-    ),
-    "compare": Command(
-        "saved_plans",
-        _INSPECT,
-        "Compare plans or results: size, damage, accuracy, bits.",
-    ),
-    "report": Command(
-        "saved_plans", _INSPECT, "Write a plan as one HTML page that works offline."
-    ),
-    "inspect": Command(
-        "artifacts", _INSPECT, "List what a packed network or ONNX file takes on disk."
-    ),
-    "bench": Command(
-        "artifacts", _INSPECT, "Time an exported network against the float one."
-    ),
+    name: Command(module, panel, summary)
+    for (panel, module), group in _GROUPS.items()
+    for name, summary in group.items()
 }
 
 
@@ -157,7 +140,9 @@ def explained(error: Exception) -> tuple[str, int]:
     if hasattr(error, "format_message"):  # Typer's: a wrong option
         return _usage(error), 2
     if isinstance(error, OSError):
-        where = "" if error.filename is None else f"{_short(str(error.filename))}: "
+        name, half = str(error.filename), _LONGEST // 2
+        short = name if len(name) <= _LONGEST else f"{name[:half]}…{name[-half:]}"
+        where = "" if error.filename is None else f"{short}: "
         return f"{where}{error.strerror or text or 'the system reports an error'}", 2
     if isinstance(error, OmpqError | ValueError):
         return text, 2
@@ -180,11 +165,6 @@ def _usage(error: Any) -> str:
         message = f"{message}: {wanted.rstrip('.')}"
     end = "" if message.endswith("?") else "."
     return f"{message}{end} See {command} --help"
-
-
-def _short(name: str) -> str:
-    half = _LONGEST // 2
-    return name if len(name) <= _LONGEST else f"{name[:half]}…{name[-half:]}"
 
 
 def _say(text: str, style: str = "") -> None:
@@ -238,11 +218,7 @@ def ompq(
 
 # As malloc.h of the GNU C library numbers them.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _LARGEST = -1, -3, (1 << 31) - 1
-_MALLOC_SETTINGS = (
-    "MALLOC_TRIM_THRESHOLD_",
-    "MALLOC_MMAP_THRESHOLD_",
-    "GLIBC_TUNABLES",
-)
+_OWN = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
 
 
 def keep_freed_memory() -> bool:
@@ -251,13 +227,9 @@ def keep_freed_memory() -> bool:
     By default it returns every large piece, and the next layer asks for it again: the
     system then clears its pages once more, which on a virtual machine takes longer
     than the layer (half of a forward pass of MobileNetV2). The price is a somewhat
-    larger process.
-
-    Returns:
-        Whether it will; not if the user has settings of their own.
+    larger process. Returns whether it will: not if the user has settings of their own.
     """
-    own = any(name in os.environ for name in _MALLOC_SETTINGS)
-    if sys.platform != "linux" or own:
+    if sys.platform != "linux" or any(name in os.environ for name in _OWN):
         return False
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:  # another C library

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, contextmanager, redirect_stdout, 
 from dataclasses import dataclass
 from functools import cached_property, partial
 from time import perf_counter
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from rich import progress as bars
 from rich.console import Console as RichConsole
@@ -20,37 +20,28 @@ from rich.table import Column
 from rich.text import Text
 
 from ompq.cli.options import OutputOptions
-from ompq.stages import Progress, Stages, silent
+
+if TYPE_CHECKING:  # these bring PyTorch, which errors need not wait for
+    from ompq.samples import Progress
+    from ompq.workflow import Stages
 
 _LINE_SECONDS = 30.0  # how often progress is printed where there is no terminal
+_LOGGER = logging.getLogger("ompq")
 _UNBOUNDED = 10_000  # columns of a pipe: whoever reads it cuts lines, or does not
 
 
 @dataclass(frozen=True)
 class View:
-    """A result that can be shown in three ways.
+    """A result that can be shown in three ways."""
 
-    Attributes:
-        data: For programs: what ``--json`` prints.
-        line: In one line: what ``--quiet`` prints.
-        tables: For people: called with the width of the terminal.
-    """
-
-    data: Any
-    line: str
-    tables: Callable[[int], Iterable[RenderableType]]
+    data: Any  # what --json prints
+    line: str  # what --quiet prints
+    tables: Callable[[int], Iterable[RenderableType]]  # called with the width
 
 
 @dataclass(frozen=True)
 class Console:
-    """The two streams of a command, and the stages of its work.
-
-    Attributes:
-        out: Standard output, for results.
-        err: Standard error, for everything else.
-        json: Whether results are printed as JSON.
-        quiet: Whether progress is left out, and results are one line.
-    """
+    """The two streams of a command: results to one, everything else to the other."""
 
     out: RichConsole
     err: RichConsole
@@ -58,14 +49,16 @@ class Console:
     quiet: bool = False
 
     @cached_property
-    def stages(self) -> Stages:
+    def stages(self) -> "Stages":
         """The stages of the command: shown on stderr, and timed."""
+        from ompq.workflow import Stages, silent
+
         if self.quiet:
             return Stages(silent)
         shown = _bar if self.err.is_terminal else _lines
         return Stages(partial(shown, self.err))
 
-    def stage(self, name: str) -> AbstractContextManager[Progress]:
+    def stage(self, name: str) -> "AbstractContextManager[Progress]":
         """Show the progress of a stage and keep its time."""
         return self.stages.stage(name)
 
@@ -164,6 +157,8 @@ def _results_alone() -> Iterator[TextIO]:
 
 @contextmanager
 def _logging(console: Console, *, debug: bool) -> Iterator[None]:
+    """Print the library's warnings; with ``debug`` its remarks too."""
+
     def emit(record: logging.LogRecord) -> None:
         warning = record.levelno >= logging.WARNING
         kind, style = ("warning", "yellow") if warning else ("info", "dim")
@@ -171,32 +166,31 @@ def _logging(console: Console, *, debug: bool) -> Iterator[None]:
 
     handler = logging.Handler(logging.INFO if debug else logging.WARNING)
     handler.emit = emit  # type: ignore[method-assign]
-    logger = logging.getLogger("ompq")
-    level = logger.level
-    logger.addHandler(handler)
-    if debug:
-        logger.setLevel(logging.INFO)
+    _LOGGER.addHandler(handler)
     try:
-        yield
+        with _level(logging.INFO if debug else _LOGGER.level):
+            yield
     finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)
+        _LOGGER.removeHandler(handler)
 
 
 @contextmanager
-def muted() -> Iterator[None]:
+def _level(level: int) -> Iterator[None]:
+    before = _LOGGER.level
+    _LOGGER.setLevel(level)
+    try:
+        yield
+    finally:
+        _LOGGER.setLevel(before)
+
+
+def muted() -> AbstractContextManager[None]:
     """Hold the library's warnings back."""
-    logger = logging.getLogger("ompq")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
+    return _level(logging.ERROR)
 
 
 @contextmanager
-def _bar(console: RichConsole, name: str) -> Iterator[Progress]:
+def _bar(console: RichConsole, name: str) -> "Iterator[Progress]":
     columns = (
         bars.TextColumn(
             "{task.description}",
@@ -217,16 +211,14 @@ def _bar(console: RichConsole, name: str) -> Iterator[Progress]:
         def progress(done: int, total: int | None, message: str) -> None:
             left = estimate(done, total)
             count = f"{done}/{total}" if total else ""
-            display.update(
-                task, completed=done, description=plain(message), count=count
-            )
-            display.update(task, total=total, left=left)
+            display.update(task, description=plain(message), count=count, left=left)
+            display.update(task, completed=done, total=total)
 
         yield progress
 
 
 @contextmanager
-def _lines(console: RichConsole, name: str) -> Iterator[Progress]:
+def _lines(console: RichConsole, name: str) -> "Iterator[Progress]":
     """Report progress in lines, for logs: one every half minute."""
     last = perf_counter()
     estimate = _estimator()
@@ -246,7 +238,7 @@ def _lines(console: RichConsole, name: str) -> Iterator[Progress]:
 
 def _estimator() -> Callable[[int, int | None], str]:
     """Return a function that predicts the time left from the progress so far."""
-    from ompq.costs import seconds  # brings PyTorch, which errors need not wait for
+    from ompq.costs import seconds
 
     begun, first, last = perf_counter(), -1, 0
 

@@ -26,13 +26,12 @@ def spread(function: Callable[..., None]) -> Callable[..., None]:
     An argument whose type is a dataclass stands for all fields of that class; they
     share the help panel that its ``PANEL`` names. Other arguments stay as they are.
     """
-    groups: dict[str, Any] = {}
-    parameters: list[inspect.Parameter] = []
     hints = get_type_hints(function, include_extras=True)
+    groups: dict[str, Any] = {k: v for k, v in hints.items() if is_dataclass(v)}
+    parameters: list[inspect.Parameter] = []
     for name, given in inspect.signature(function).parameters.items():
-        if is_dataclass(hints[name]):
-            groups[name] = hints[name]
-            parameters += _parameters(hints[name])
+        if name in groups:
+            parameters += _parameters(groups[name])
         else:
             parameters.append(_parameter(name, hints[name], given.default))
 
@@ -86,6 +85,17 @@ def flag(text: str, *names: str) -> Any:
     return option(False, None, text, *names)
 
 
+def number(default: Any, text: str, least: int | None = 1) -> Any:
+    """Return an option for a number; its help ends in the default, if it has one."""
+    told = text if default is None else f"{text} Default: {default}."
+    return option(default, "NUMBER", told, min=least)
+
+
+def output(text: str, metavar: str = "FILE", default: Any = None) -> Any:
+    """Return the option for what is written."""
+    return option(default, metavar, text, "--output", "-o")
+
+
 def argument(metavar: str, text: str) -> Any:
     """Return a positional argument."""
     return typer.Argument(metavar=metavar, help=text, show_default=False)
@@ -130,29 +140,19 @@ class OutputOptions:
 
 
 def check_writable(path: Path | None) -> None:
-    """Make sure, before the work, that a file can be written.
-
-    Raises:
-        ValueError: It cannot.
-    """
-    if path is None:
-        return
-    if path.is_dir():
-        raise ValueError(f"--output {path} is a folder; name a file in it")
-    _check_access(path, path.absolute().parent, "--output")
+    """Make sure, before the work, that a file can be written."""
+    if path is not None:
+        if path.is_dir():
+            raise ValueError(f"--output {path} is a folder; name a file in it")
+        _check_access(path, path.absolute().parent, "--output")
 
 
 def check_folder(path: Path | None, option: str = "--output") -> None:
-    """Make sure, before the work, that files can be written into a folder.
-
-    Raises:
-        ValueError: They cannot.
-    """
-    if path is None:
-        return
-    if path.exists() and not path.is_dir():
-        raise ValueError(f"{option} {path} is a file; name a folder")
-    _check_access(path, path.absolute(), option)
+    """Make sure, before the work, that files can be written into a folder."""
+    if path is not None:
+        if path.exists() and not path.is_dir():
+            raise ValueError(f"{option} {path} is a file; name a folder")
+        _check_access(path, path.absolute(), option)
 
 
 def _check_access(path: Path, folder: Path, option: str) -> None:

@@ -42,7 +42,7 @@ from ompq.report import (
     write_figures,
     write_report,
 )
-from ompq.stages import Progress
+from ompq.samples import Progress
 
 # A cost → what its curve is sorted by; average bits follow the sum of bits.
 _COSTS = {

@@ -18,7 +18,7 @@ from ompq.costs import seconds as duration
 from ompq.errors import shortened
 from ompq.graph import Skipped
 from ompq.plans import Plan
-from ompq.summaries import plan_summary, unit_rows
+from ompq.workflow import plan_summary, unit_rows
 
 _GAP = 2  # blanks between columns: one of padding, one of the box
 _NAME_LEAST = 24  # columns go before names are cut shorter than this
