@@ -140,6 +140,11 @@ def test_an_audit_continues_from_its_checkpoint(network, found, tmp_path):
     assert again.measured == found.measured
     with pytest.raises(CheckpointError, match="belongs to another audit"):
         ompq.audit(*given[:4], replace(QUICK, seed=1), checkpoint=path)
+    with pytest.raises(CheckpointError, match="belongs to another audit"):
+        ompq.audit(*given[:3], images(12, seed=6), QUICK, checkpoint=path)
+    path.write_text(path.read_text().replace('"bits"', '"wits"'))
+    with pytest.raises(CheckpointError, match="cannot be resumed"):
+        ompq.audit(*given, checkpoint=path)
     path.write_text("{")
     with pytest.raises(CheckpointError, match="cannot be resumed"):
         ompq.audit(*given, checkpoint=path)

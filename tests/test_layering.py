@@ -29,6 +29,7 @@ ORDER = {
     "quantization": "sites calibration moments equalization",
     "reconstruction": "blocks rounding",
     "evaluation": "",
+    "measurement": "",
     "refinement": "",
     "audits": "",
     "training": "config norms minmax step batches run",

@@ -3,11 +3,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
 
 import ompq
 from nets import TinyMobileNet, TinyResNet, images, seeded
-from ompq import refinement
+from ompq import measurement
 from ompq.errors import CheckpointError, PlanError, SampleError
 from ompq.evaluation import kl_divergence, logits_of
 from ompq.samples import Samples
@@ -94,10 +93,10 @@ def test_an_interrupted_run_resumes_to_the_same_plan(
     path = tmp_path / "refinement.json"
     ompq.refine(plan, network, images(32), replace(BRIEF, count=3), checkpoint=path)
     measured = []
-    original = refinement._Meter.divergence
+    original = measurement.Meter.quantized
     monkeypatch.setattr(
-        refinement._Meter,
-        "divergence",
+        measurement.Meter,
+        "quantized",
         lambda self, bits: measured.append(bits) or original(self, bits),
     )
     told = []
@@ -139,7 +138,9 @@ def test_checkpoints_of_other_runs_are_refused(network, plan, tmp_path):
     ompq.refine(plan, network, images(32), one, checkpoint=path)
     with pytest.raises(CheckpointError, match="belongs to another refinement"):
         ompq.refine(plan, network, images(34), one, checkpoint=path)
-    for text in ("{", "[]", '{"format": "ompq-refinement/1", "measured": [3]}'):
+    good = json.loads(path.read_text())
+    damaged = [{**good, "measured": value} for value in ([3], {"a": "b"})]
+    for text in ("{", "[]", "{}", *map(json.dumps, damaged)):
         path.write_text(text)
         with pytest.raises(CheckpointError, match="cannot be resumed: "):
             ompq.refine(plan, network, images(32), one, checkpoint=path)
@@ -199,10 +200,3 @@ def test_wrong_arguments_say_what_would_be_right(network, plan):
     other = seeded(TinyMobileNet())
     with pytest.raises(PlanError, match="made for another network"):
         ompq.refine(plan, other, images(8))
-
-
-def test_samples_are_split_in_order_over_shapes():
-    runs = Samples.of([torch.arange(6.0).reshape(6, 1), torch.zeros(2, 2)])
-    first, last = refinement._split(runs, 0.5)
-    assert [run[:, 0].tolist() for run in first.runs] == [[0, 1, 2, 3]]
-    assert [run[:, 0].tolist() for run in last.runs] == [[4, 5], [0, 0]]

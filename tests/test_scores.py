@@ -358,6 +358,17 @@ def test_scores_say_what_they_are_and_need(name):
     assert score.needs.gradients == (name in ("fisher", "gradient", "hessian"))
 
 
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("name", sorted(SCORES))
+def test_scores_on_cuda_are_those_on_the_cpu(network, graph, name):
+    there = copy.deepcopy(network).cuda()
+    for samples in (images(), images().cuda()):
+        found = score_table(name, graph, there, samples, CHOICES).damage
+        expected = score_table(name, graph, network, images(), CHOICES).damage
+        np.testing.assert_allclose(found, expected, rtol=0.1, atol=1e-4)
+
+
 def test_own_function_is_a_score(network, graph):
     def score(graph, model, samples, choices):
         return [[-float(c.weight) for c in choices] for _ in graph.units]

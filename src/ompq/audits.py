@@ -1,11 +1,11 @@
 """audit(): does a score choose well on this network? Measured, with its null."""
 
-import hashlib
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,19 +16,16 @@ from scipy.stats import kendalltau, spearmanr
 from torch import Tensor, nn
 
 from ompq.allocation.program import Allocation
-from ompq.costs import FLOAT_BITS, Budget, digits
-from ompq.errors import CheckpointError
-from ompq.evaluation import evaluate, kl_divergence, logits_of
-from ompq.files import read_json, write_text
-from ompq.graph import Choice, channel_axis
+from ompq.costs import Budget, digits
+from ompq.evaluation import evaluate
+from ompq.files import json_list, json_object
+from ompq.graph import Choice
+from ompq.measurement import Checkpoint, Meter
 from ompq.plans import Plan, PlanConfig, plan
-from ompq.quantization import QuantizeConfig, quantize
-from ompq.ranges import search_weight
-from ompq.reconstruction import ReconstructConfig, reconstruct
-from ompq.reconstruction.rounding import RoundingConfig
 from ompq.samples import Batch, Progress, Samples, SamplesLike
 from ompq.scores import SCORES, Score, measure_orm, score_name
 from ompq.scores.baselines import Random
+from ompq.scores.rounding_errors import rounded_weight
 
 Floats = NDArray[np.float64]
 FORMAT = "ompq-audit/1"
@@ -213,11 +210,15 @@ def audit(  # noqa: PLR0913 - the last four are optional
         **_uniform(first),
         **(others or {}),
     }
-    meter = _Meter(model, calibration, judges, first, batches, config)
-    kept = _Checkpoint(checkpoint, _identity(first, candidates, config))
+    meter = Meter(
+        model, calibration, judges, iterations=config.iterations, seed=config.seed
+    )
+    identity = _identity(meter, first, candidates)
+    kept = Checkpoint(checkpoint, "audit", identity, _read)
     measured = []
-    for done, (name, bits) in enumerate(candidates.items()):
-        measured.append(kept.find(name) or kept.add(meter.measure(name, bits)))
+    for done, one in enumerate(candidates.items()):
+        measure = partial(_measured, meter, first, batches, config, one)
+        measured.append(kept.get(one[0], measure))
         least = min(one.divergence for one in measured)
         message = f"measuring allocations: best divergence {digits(least)}"
         report(done + 1, len(candidates), message)
@@ -297,103 +298,55 @@ def _uniform(plan: Plan) -> dict[str, Allocation]:
     return {}
 
 
-class _Meter:
-    """Measures allocations against the float network, which runs once."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        samples: Samples,
-        judges: Samples,
-        plan: Plan,
-        batches: Sequence[tuple[Batch, Tensor]],
-        config: AuditConfig,
-    ) -> None:
-        self.model, self.samples, self.judges = model, samples, judges
-        self.plan, self.batches, self.config = plan, batches, config
-        self.expected = logits_of(model, judges)
-
-    def measure(self, name: str, bits: Allocation) -> Measured:
-        """Quantize, reconstruct if asked to, and compare."""
-        network = quantize(self.model, bits, self.samples, QuantizeConfig())
-        if self.config.iterations:
-            rounding = RoundingConfig(iterations=self.config.iterations)
-            settings = ReconstructConfig(rounding=rounding, seed=self.config.seed)
-            network = reconstruct(network, self.model, self.samples, settings)
-        logits = logits_of(network, self.judges)
-        return Measured(
-            name=name,
-            bits=tuple((c.weight, c.activation) for c in bits.values()),
-            size_bytes=replace(self.plan, allocation=bits).totals["bytes"],
-            divergence=float(kl_divergence(self.expected, logits).mean()),
-            top1=evaluate(network, self.batches).top1 if self.batches else None,
-            orthogonality=self._orthogonality(bits),
-        )
-
-    def _orthogonality(self, bits: Allocation) -> float | None:
-        """Return the mean ORM of the network with weights rounded to nearest.
-
-        Nothing else is changed, as in the paper's experiment: no folding, no restored
-        moments, float activations.
-        """
-        if not self.config.orm_samples:
-            return None
-        rounded = deepcopy(self.model)
-        with torch.no_grad():
-            for unit in self.plan.graph.units:
-                width = bits[unit.name].weight
-                weight = rounded.get_parameter(unit.parameter)
-                if width < FLOAT_BITS:
-                    owner = rounded.get_submodule(unit.parameter.rpartition(".")[0])
-                    axis = channel_axis(owner)
-                    grid = search_weight(weight, width, channel_dim=axis)
-                    weight.copy_(grid.fake(weight))
-        samples = self.samples.first(self.config.orm_samples)
-        found = measure_orm(self.plan.graph, rounded, samples)
-        return float(np.mean(found.matrix))
+def _measured(
+    meter: Meter,
+    plan: Plan,
+    batches: Sequence[tuple[Batch, Tensor]],
+    config: AuditConfig,
+    candidate: tuple[str, Allocation],
+) -> Measured:
+    name, bits = candidate
+    network = meter.quantized(bits)
+    return Measured(
+        name=name,
+        bits=tuple((c.weight, c.activation) for c in bits.values()),
+        size_bytes=replace(plan, allocation=bits).totals["bytes"],
+        divergence=meter.divergence(network),
+        top1=evaluate(network, batches).top1 if batches else None,
+        orthogonality=_orthogonality(meter, plan, bits, config.orm_samples),
+    )
 
 
-def _identity(
-    plan: Plan, candidates: Mapping[str, Allocation], config: AuditConfig
-) -> str:
+def _orthogonality(
+    meter: Meter, plan: Plan, bits: Allocation, count: int
+) -> float | None:
+    """Return the mean ORM of the network with weights rounded to nearest.
+
+    Nothing else is changed, as in the paper's experiment: no folding, no restored
+    moments, float activations.
+    """
+    if not count:
+        return None
+    rounded = deepcopy(meter.model)
+    with torch.no_grad():
+        for unit in plan.graph.units:
+            weight = rounded.get_parameter(unit.parameter)
+            weight.copy_(rounded_weight(meter.model, unit, bits[unit.name].weight))
+    found = measure_orm(plan.graph, rounded, meter.samples.first(count))
+    return float(np.mean(found.matrix))
+
+
+def _identity(meter: Meter, plan: Plan, candidates: Mapping[str, Allocation]) -> str:
     bits = {name: one.to_json() for name, one in candidates.items()}
-    text = json.dumps([plan.graph.to_json(), bits, config.iterations], sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    return json.dumps([plan.graph.to_json(), bits, meter.judge], sort_keys=True)
 
 
-class _Checkpoint:
-    """What was measured already, in a JSON file."""
-
-    def __init__(self, path: str | Path | None, identity: str) -> None:
-        self.path = None if path is None else Path(path)
-        self.data: dict[str, Any] = {"format": FORMAT, "identity": identity}
-        self.data["measured"] = {}
-        if self.path is None or not self.path.exists():
-            return
-        try:
-            found = read_json(self.path)
-        except ValueError as error:
-            raise CheckpointError(f"{path} cannot be resumed: {error}") from error
-        if not isinstance(found, dict) or found.get("identity") != identity:
-            raise CheckpointError(
-                f"{path} belongs to another audit: another network, or other "
-                "arguments. Remove it or name another file"
-            )
-        self.data = found
-
-    def find(self, name: str) -> Measured | None:
-        """Return what is known of an allocation."""
-        known = self.data["measured"].get(name)
-        if known is None:
-            return None
-        return Measured(**{**known, "bits": tuple((w, a) for w, a in known["bits"])})
-
-    def add(self, found: Measured) -> Measured:
-        """Keep what was measured."""
-        self.data["measured"][found.name] = asdict(found)
-        if self.path is not None:
-            write_text(self.path, json.dumps(self.data, indent=1) + "\n")
-        return found
+def _read(entry: Any) -> Measured:
+    given = json_object(entry, "measured")
+    bits = [
+        tuple(json_list(pair, "bits")) for pair in json_list(given.get("bits"), "bits")
+    ]
+    return Measured(**{**given, "bits": tuple(bits)})
 
 
 def _summary(

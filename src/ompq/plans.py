@@ -305,7 +305,7 @@ def _to_json(plan: Plan) -> dict[str, Any]:
         "latency": plan.latency,
         "graph": plan.graph.to_json(),
         **({} if plan.target is None else {"target": plan.target.to_json()}),
-        **({"measured": measured_to_json(plan)} if plan.measured else {}),
+        **({"measured": _measured_to_json(plan)} if plan.measured else {}),
     }
 
 
@@ -358,11 +358,11 @@ def _from_json(data: Mapping[str, Any]) -> Plan:
     loaded.allocation.check_units(graph.names)
     _ = loaded.columns
     return replace(
-        loaded, measured=measured_from_json(loaded, data.get("measured", []))
+        loaded, measured=_measured_from_json(loaded, data.get("measured", []))
     )
 
 
-def measured_to_json(plan: Plan) -> list[dict[str, Any]]:
+def _measured_to_json(plan: Plan) -> list[dict[str, Any]]:
     """Return what was measured as plain data; choices are numbers of columns."""
     return [
         {
@@ -375,7 +375,7 @@ def measured_to_json(plan: Plan) -> list[dict[str, Any]]:
     ]
 
 
-def measured_from_json(plan: Plan, data: Any) -> tuple[Measurement, ...]:
+def _measured_from_json(plan: Plan, data: Any) -> tuple[Measurement, ...]:
     """Rebuild measurements of a plan's units."""
     found = []
     for entry in json_list(data, "measured"):

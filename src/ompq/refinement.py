@@ -6,33 +6,27 @@ best one is corrected, one factor a unit, to predict what was measured, and solv
 again, until the count is used up. Every measurement stays in the plan.
 """
 
-import hashlib
-import json
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import nn
 
 from ompq.allocation.solver import Allocation, allocate
 from ompq.costs import digits
-from ompq.errors import CheckpointError, SampleError
-from ompq.evaluation import kl_divergence, logits_of
-from ompq.files import read_json, write_text
+from ompq.files import json_number
 from ompq.graph import trace
-from ompq.plans import Measurement, Plan, measured_from_json, measured_to_json
-from ompq.quantization import quantize
-from ompq.reconstruction import ReconstructConfig, reconstruct
-from ompq.reconstruction.rounding import RoundingConfig
-from ompq.samples import Batch, Progress, Samples, SamplesLike, batch_length, map_batch
+from ompq.measurement import Checkpoint, Meter, split
+from ompq.plans import Measurement, Plan
+from ompq.samples import Progress, Samples, SamplesLike
 from ompq.scores import Score, score_name, score_table
 
 Floats = NDArray[np.float64]
-FORMAT = "ompq-refinement/1"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,20 +101,18 @@ def refine(
     """
     given = Samples.of(samples)
     plan.check_network(trace(model, given))
-    calibration, judges = _split(given, config.held_back)
-    meter = _Meter(model, calibration, judges, config)
+    calibration, judges = split(given, config.held_back)
+    steps = config.iterations if config.by == "reconstruct" else 0
+    meter = Meter(model, calibration, judges, iterations=steps, seed=config.seed)
     known = [one for one in plan.measured if one.judge == meter.judge]
-    kept = _Checkpoint(checkpoint, plan, meter.judge, config)
+    kept = Checkpoint(checkpoint, "refinement", _identity(plan, meter, config), _number)
     chooser = _Chooser(plan, config, _tables(plan, model, calibration, config))
     measured: list[Measurement] = []
     started = time.monotonic()
     while (candidate := chooser.next([*known, *measured])) is not None:
         name, bits = candidate
-        divergence = kept.find(bits)
-        if divergence is None:
-            divergence = meter.divergence(bits)
-        measured.append(Measurement(name, bits, divergence, meter.judge))
-        kept.write(measured)
+        found = kept.get(str(bits.to_json()), partial(_measure, meter, bits))
+        measured.append(Measurement(name, bits, found, meter.judge))
         if progress is not None:
             best = digits(min(one.divergence for one in measured))
             total = config.count if config.seconds is None else None
@@ -135,53 +127,24 @@ def refine(
     return _refined(plan, chooser, [*known, *measured], measured)
 
 
-def _split(samples: Samples, fraction: float) -> tuple[Samples, Samples]:
-    """Return the samples that calibrate, and the last ones, which measure."""
-    count = max(round(len(samples) * (1 - fraction)), 1)
-    if count >= len(samples):
-        raise SampleError(
-            f"{len(samples)} samples are too few to hold some back; give 512 or more"
-        )
-    skipped, rest = count, []
-    for run in samples.runs:
-        length = batch_length(run)
-        if skipped < length:
-            rest.append(_without(run, skipped))
-        skipped = max(skipped - length, 0)
-    return samples.first(count), Samples(tuple(rest))
+def _identity(plan: Plan, meter: Meter, config: RefineConfig) -> str:
+    # How long it runs may differ; and what a function is called stays the same.
+    names = tuple(map(score_name, config.scores))
+    same = replace(config, count=1, seconds=None, patience=1, scores=names)
+    return f"{plan.hash} {meter.judge} {same}"
 
 
-def _without(run: Batch, count: int) -> Batch:
-    return map_batch(run, lambda tensor: tensor[count:] if tensor.dim() else tensor)
+def _measure(meter: Meter, bits: Allocation) -> float:
+    return meter.divergence(meter.quantized(bits))
+
+
+def _number(entry: Any) -> float:
+    return json_number(entry, "divergence")
 
 
 def _stale(measured: list[Measurement], patience: int) -> bool:
     values = [one.divergence for one in measured]
     return len(values) - 1 - values.index(min(values)) >= patience
-
-
-class _Meter:
-    """Measures allocations against the float network, which runs once."""
-
-    def __init__(
-        self, model: nn.Module, samples: Samples, judges: Samples, config: RefineConfig
-    ) -> None:
-        self.model, self.samples, self.judges = model, samples, judges
-        self.config = config
-        self.expected: Tensor = logits_of(model, judges)
-        way = f"{config.by} {config.iterations}" if config.by != "round" else "round"
-        content = self.expected.numpy().tobytes() + f"{way} {len(samples)}".encode()
-        self.judge = hashlib.sha256(content).hexdigest()[:16]
-
-    def divergence(self, bits: Allocation) -> float:
-        """Quantize, reconstruct if asked to, and compare."""
-        network = quantize(self.model, bits, self.samples)
-        if self.config.by == "reconstruct":
-            rounding = RoundingConfig(iterations=self.config.iterations)
-            settings = ReconstructConfig(rounding=rounding, seed=self.config.seed)
-            network = reconstruct(network, self.model, self.samples, settings)
-        logits = logits_of(network, self.judges)
-        return float(kl_divergence(self.expected, logits).mean())
 
 
 def _tables(
@@ -275,47 +238,6 @@ class _Chooser:
 
 
 _TRIES = 24  # steps aside before there is nothing new to measure
-
-
-class _Checkpoint:
-    """What was measured already, in a JSON file."""
-
-    def __init__(
-        self, path: str | Path | None, plan: Plan, judge: str, config: RefineConfig
-    ) -> None:
-        self.path, self.plan = path, plan
-        # How long it runs may differ; and what a function is called stays the same.
-        names = tuple(map(score_name, config.scores))
-        same = replace(config, count=1, seconds=None, patience=1, scores=names)
-        start = f"{plan.hash} {judge} {same}"
-        self.identity = hashlib.sha256(start.encode()).hexdigest()[:16]
-        self.found: dict[Allocation, float] = {}
-        if path is None or not Path(path).exists():
-            return
-        try:
-            data = read_json(path)
-            if not isinstance(data, dict) or data.get("format") != FORMAT:
-                raise ValueError("it is not a refinement")
-            measured = measured_from_json(plan, data.get("measured"))
-        except ValueError as error:
-            raise CheckpointError(f"{path} cannot be resumed: {error}") from error
-        if data.get("identity") != self.identity:
-            raise CheckpointError(
-                f"{path} belongs to another refinement: another plan, network or "
-                "settings. Remove it or name another file"
-            )
-        self.found = {one.allocation: one.divergence for one in measured}
-
-    def find(self, bits: Allocation) -> float | None:
-        """Return what was measured of an allocation."""
-        return self.found.get(bits)
-
-    def write(self, measured: list[Measurement]) -> None:
-        """Keep what was measured."""
-        if self.path is not None:
-            entries = measured_to_json(replace(self.plan, measured=tuple(measured)))
-            data = {"format": FORMAT, "identity": self.identity, "measured": entries}
-            write_text(self.path, json.dumps(data, indent=1) + "\n")
 
 
 def _refined(

@@ -66,7 +66,8 @@ class Fisher:
         squares = {n: torch.zeros_like(w) for n, w in weights.items()}
         count = batch_length(batch)
         with differentiating(model):
-            for i, sample in enumerate(Samples.of(batch).batches(1)):
+            # Not Samples.of: the batch stays on the network's device.
+            for i, sample in enumerate(Samples((batch,)).batches(1)):
                 log_p = log_probabilities(model, sample, weights)
                 label = drawn_labels(log_p, self.seed + i)
                 if labels is not None:

@@ -1,0 +1,145 @@
+"""Measuring allocations: quantize, compare with the float network, keep the results."""
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from torch import nn
+
+from ompq.allocation.program import Allocation
+from ompq.errors import CheckpointError, SampleError
+from ompq.evaluation import kl_divergence, logits_of
+from ompq.files import json_object, read_json, write_text
+from ompq.quantization import quantize
+from ompq.reconstruction import ReconstructConfig, reconstruct
+from ompq.reconstruction.rounding import RoundingConfig
+from ompq.samples import Batch, Samples, batch_length, map_batch
+
+_Result = TypeVar("_Result")
+
+
+class Meter:
+    """Measures allocations against the float network, which runs once."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        samples: Samples,
+        judges: Samples,
+        *,
+        iterations: int = 0,
+        seed: int = 0,
+    ) -> None:
+        """Run the float network.
+
+        Args:
+            samples: What calibrates, and reconstructs.
+            judges: What divergence is measured on.
+            iterations: Reconstruction steps a block; 0 rounds to nearest.
+            seed: Of the reconstruction.
+        """
+        self.model, self.samples, self.judges = model, samples, judges
+        self.iterations, self.seed = iterations, seed
+        self._expected = logits_of(model, judges)
+
+    @cached_property
+    def judge(self) -> str:
+        """A digest: only divergences of one judge may be compared."""
+        way = f"reconstruct {self.iterations}" if self.iterations else "round"
+        content = f"{way} {len(self.samples)}".encode()
+        digest = hashlib.sha256(self._expected.numpy().tobytes() + content)
+        return digest.hexdigest()[:16]
+
+    def quantized(self, bits: Allocation) -> nn.Module:
+        """Return the network with these bits, reconstructed if asked to."""
+        network = quantize(self.model, bits, self.samples)
+        if self.iterations:
+            rounding = RoundingConfig(iterations=self.iterations)
+            config = ReconstructConfig(rounding=rounding, seed=self.seed)
+            network = reconstruct(network, self.model, self.samples, config)
+        return network
+
+    def divergence(self, network: nn.Module) -> float:
+        """Return its mean KL from the float network, in nats."""
+        logits = logits_of(network, self.judges)
+        return float(kl_divergence(self._expected, logits).mean())
+
+
+class Checkpoint(Generic[_Result]):
+    """What a run has measured already, by name, in a JSON file."""
+
+    def __init__(
+        self,
+        path: str | Path | None,
+        kind: str,
+        identity: str,
+        read: Callable[[Any], _Result],
+    ) -> None:
+        """Read the file, if it is there.
+
+        Args:
+            path: None keeps nothing.
+            kind: What the run is, for example ``audit``.
+            identity: What must be equal for a run to continue.
+            read: Checks and returns a result that was read; else a ValueError.
+
+        Raises:
+            CheckpointError: The file is damaged, or belongs to another run.
+        """
+        self._path = path
+        digest = hashlib.sha256(identity.encode()).hexdigest()[:16]
+        self._about = {"format": f"ompq-{kind}-checkpoint/1", "identity": digest}
+        self._found: dict[str, _Result] = {}
+        if path is None or not Path(path).exists():
+            return
+        try:
+            data = json_object(read_json(path), "a checkpoint")
+            if data.get("format") != self._about["format"]:
+                raise ValueError(f"its format is not {self._about['format']}")
+            entries = json_object(data.get("measured"), "measured")
+            self._found = {name: read(entry) for name, entry in entries.items()}
+        except (ValueError, TypeError) as error:
+            raise CheckpointError(f"{path} cannot be resumed: {error}") from error
+        if data.get("identity") != digest:
+            raise CheckpointError(
+                f"{path} belongs to another {kind}: another network, other samples or "
+                "settings. Remove it or name another file"
+            )
+
+    def get(self, name: str, measure: Callable[[], _Result]) -> _Result:
+        """Return what is known by this name; measure and keep it if nothing is."""
+        if name not in self._found:
+            self._found[name] = measure()
+            if self._path is not None:
+                data = {**self._about, "measured": self._found}
+                write_text(self._path, json.dumps(data, indent=1, default=asdict))
+        return self._found[name]
+
+
+def split(samples: Samples, fraction: float) -> tuple[Samples, Samples]:
+    """Return the samples that calibrate, and the last ones, which measure.
+
+    Raises:
+        SampleError: There are too few to hold some back.
+    """
+    count = max(round(len(samples) * (1 - fraction)), 1)
+    if count >= len(samples):
+        raise SampleError(
+            f"{len(samples)} samples are too few to hold some back; give 512 or more"
+        )
+    skipped, rest = count, []
+    for run in samples.runs:
+        length = batch_length(run)
+        if skipped < length:
+            rest.append(_without(run, skipped, length))
+        skipped = max(skipped - length, 0)
+    return samples.first(count), Samples(tuple(rest))
+
+
+def _without(run: Batch, count: int, length: int) -> Batch:
+    # What all samples share, a mask for example, has not their length.
+    return map_batch(run, lambda t: t[count:] if t.dim() and len(t) == length else t)

@@ -1,0 +1,70 @@
+import copy
+
+import pytest
+import torch
+
+import ompq
+from nets import Chain, TinyResNet, images, seeded
+from ompq.errors import SampleError
+from ompq.measurement import Checkpoint, Meter, split
+from ompq.samples import Samples
+
+
+def test_samples_are_split_in_order_over_shapes():
+    runs = Samples.of([torch.arange(6.0).reshape(6, 1), torch.zeros(2, 2)])
+    first, last = split(runs, 0.5)
+    assert [run[:, 0].tolist() for run in first.runs] == [[0, 1, 2, 3]]
+    assert [run[:, 0].tolist() for run in last.runs] == [[4, 5], [0, 0]]
+
+
+def test_what_all_samples_share_is_not_split():
+    mask = torch.arange(3.0)
+    first, last = split(Samples.of((torch.zeros(8, 3), mask)), 0.25)
+    assert [len(part) for part in (first, last)] == [6, 2]
+    assert all(torch.equal(part.runs[0][1], mask) for part in (first, last))
+    with pytest.raises(SampleError, match="1 samples are too few to hold some back"):
+        split(Samples.of(torch.zeros(1, 3)), 0.5)
+
+
+def test_judges_differ_by_what_divergences_depend_on():
+    model, samples = seeded(Chain()), Samples.of(images(4))
+    first = Meter(model, samples, samples)
+    others = [
+        Meter(model, samples, samples, iterations=3),
+        Meter(model, samples.first(3), samples),
+        Meter(model, samples, samples.first(3)),
+        Meter(seeded(Chain(), 1), samples, samples),
+    ]
+    assert Meter(model, samples, samples).judge == first.judge
+    assert len({first.judge, *(other.judge for other in others)}) == 5
+    bits = dict.fromkeys(ompq.trace(model, samples).names, ompq.Choice(32, 32))
+    unchanged = first.quantized(ompq.Allocation(bits))
+    assert first.divergence(unchanged) == pytest.approx(0, abs=1e-6)
+
+
+def test_what_a_checkpoint_knows_is_not_measured_again(tmp_path):
+    path = tmp_path / "kept.json"
+    assert Checkpoint(path, "test", "me", float).get("a", lambda: 3.0) == 3.0
+    again = Checkpoint(path, "test", "me", float)
+    assert again.get("a", lambda: 4.0) == 3.0
+    assert again.get("b", lambda: 4.0) == 4.0
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_refinement_and_audit_run_on_cuda():
+    here = seeded(TinyResNet())
+    there = copy.deepcopy(here).cuda()
+    plan = ompq.plan(here, images(16), "3bits")
+    config = ompq.RefineConfig(count=2, by="reconstruct", iterations=5)
+    refined = ompq.refine(plan, there, images(32).cuda(), config)
+    assert len(refined.measured) == 2
+    labels = torch.arange(8, device="cuda") % 5
+    settings = ompq.AuditConfig(allocations=3, null_scores=1, resamples=5)
+    batches = [(images(8).cuda(), labels)]
+    given = (there, images(16).cuda(), "3bits", images(8, seed=5).cuda(), settings)
+    found = ompq.audit(*given, batches=batches)
+    for one in found.random:
+        meter = Meter(here, Samples.of(images(16)), Samples.of(images(8, seed=5)))
+        divergence = meter.divergence(meter.quantized(found.allocation(one)))
+        assert one.divergence == pytest.approx(divergence, rel=0.05)
