@@ -119,11 +119,7 @@ class ExportError(OmpqError):
 
 
 class MissingExtraError(OmpqError):
-    """An optional dependency is not installed.
-
-    Attributes:
-        extra: The extra that brings it: ``pip install 'ompq[extra]'``.
-    """
+    """An optional dependency is not installed: ``pip install 'ompq[extra]'``."""
 
     def __init__(self, package: str, extra: str) -> None:
         super().__init__(

@@ -93,11 +93,7 @@ def write_text(path: str | Path, text: str) -> None:
 
 
 def read_json(path: str | Path) -> Any:
-    """Read a JSON file.
-
-    Raises:
-        ValueError: It cannot be read; says why in words that may follow a colon.
-    """
+    """Read a JSON file; a ValueError says why not in words that may follow a colon."""
     try:
         return parse_json(Path(path).read_text(encoding="utf-8-sig"))
     except FileNotFoundError as error:
@@ -113,8 +109,7 @@ def read_json(path: str | Path) -> Any:
 def parse_json(text: str) -> Any:
     """Return the data of a JSON text whose numbers are finite and fit 64 bits.
 
-    Raises:
-        ValueError: It is something else; says what in words that may follow a colon.
+    A ValueError says why not in words that may follow a colon.
     """
     try:
         data = json.loads(
@@ -245,10 +240,8 @@ def write_tensors(
 ) -> None:
     """Write a safetensors file with a header, and a digest of everything in it.
 
-    The same header and tensors give the same bytes.
-
-    Args:
-        header: Plain data; its ``format`` is a name and a version: ``ompq-packed/1``.
+    The header's ``format`` is a name and a version: ``ompq-packed/1``. The same header
+    and tensors give the same bytes.
     """
     from safetensors.torch import save_file
 
@@ -269,12 +262,8 @@ def read_tensors(
 ) -> "tuple[dict[str, Any], dict[str, Tensor]]":
     """Return the header and the tensors of a file that :func:`write_tensors` wrote.
 
-    Args:
-        kinds: The values of ``format`` that it may have, the newest first.
-
-    Raises:
-        ValueError: It is missing, damaged, of another kind or version; says which in
-            words that may follow a colon.
+    Its ``format`` must be one of ``kinds``, the newest first. A ValueError says what is
+    wrong in words that may follow a colon.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -340,9 +329,7 @@ def write_checkpoint(
 ) -> None:
     """Write a checkpoint, whole or not at all.
 
-    Args:
-        kind: What it is a checkpoint of, for example ``training``.
-        identity: What must be equal for it to continue a run.
+    ``identity`` is what must be equal for it to continue a run.
     """
     header = {"format": f"ompq-{kind}/2", "identity": identity, "text": dict(text)}
     write_tensors(path, header, tensors)

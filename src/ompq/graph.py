@@ -714,11 +714,7 @@ def channel_axis(module: nn.Module) -> int:
 
 
 def scaled_channels(weight: Tensor, scale: Tensor, module: nn.Module) -> Tensor:
-    """Multiply each output channel of a layer's weight by its scale.
-
-    Args:
-        weight: The weight, (C, ...); transposed convolutions have (in, C/groups, ...).
-    """
+    """Multiply the output channels, (C, ...) or (in, C/groups, ...), by scales (C,)."""
     if not isinstance(module, _ConvTransposeNd):
         return weight * scale.reshape(-1, *[1] * (weight.dim() - 1))
     groups = module.groups

@@ -108,12 +108,7 @@ class QuantizedLayer(nn.Module):
     integers: Callable[["QuantizedLayer", Tensor], Tensor] | None = None
 
     def forward(self, input: Tensor, output_size: Size = None) -> Tensor:
-        """Compute the layer with its rounded weight.
-
-        Args:
-            input: Named as in the layers that are replaced, (N, C, ...).
-            output_size: Of a transposed convolution, where its stride leaves a choice.
-        """
+        """Compute the layer with its rounded weight; arguments as in the float one."""
         if self.norm is not None:
             return cast(Tensor, self.norm(self, input, output_size))
         if self.learning is not None:
@@ -222,11 +217,9 @@ _REPLACEMENTS: dict[type[nn.Module], type[QuantizedLayer]] = {
 
 
 def quantized_layer(layer: nn.Module, grid: Grid) -> QuantizedLayer:
-    """Return a quantized copy of a layer.
+    """Return a quantized copy of a convolution or linear layer, its norm folded in.
 
-    Args:
-        layer: A convolution or linear layer, its batch norm folded in.
-        grid: Scale and zero of each output channel, (C,) each.
+    Scale and zero point of the grid are (C,).
     """
     kind = _REPLACEMENTS.get(type(layer))
     if kind is None:

@@ -20,16 +20,10 @@ _COLUMNS = 2048  # columns that are multiplied at a time, in one thread
 
 
 def gram_matrix(features: Tensor, *, centred: bool = False) -> Tensor:
-    """Return the Gram matrix of one layer's outputs.
+    """Return the Gram matrix of one layer's outputs (N, ...): (N, N), float64.
 
-    Args:
-        features: Outputs of a layer, (N, ...); floating point.
-        centred: Whether to subtract each feature's mean over the samples. It is
-            subtracted from the features, before the product: afterwards the digits
-            of mean-dominated features would be lost.
-
-    Returns:
-        The matrix, (N, N), float64.
+    ``centred`` subtracts each feature's mean over the samples, before the product:
+    afterwards the digits of mean-dominated features would be lost.
     """
     flat = features.reshape(features.shape[0], -1)  # (N, D)
     count = len(flat)
@@ -113,11 +107,9 @@ class BatchProducts:
 def debiased_products(grams: Sequence[Tensor]) -> Tensor:
     """Return unbiased estimates of the centred products (HSIC_1 of Song et al.).
 
-    Averages of them over batches estimate the value for the whole data set, which
-    those of centred batches do not: a batch's own mean is not the data's.
-
-    Args:
-        grams: Uncentred Gram matrices of one batch, L of (n, n) with n > 3.
+    Averages of them over batches estimate the value for the whole data set, which those
+    of centred batches do not: a batch's own mean is not the data's. The Gram matrices
+    are uncentred, (n, n) with n > 3.
     """
     count = grams[0].shape[0]
     if count < 4:
@@ -160,16 +152,11 @@ def layer_gamma(orm: Tensor) -> Tensor:
 def importance(
     gamma: Tensor, *, beta: float = 1.0, decreasing: Decreasing = "exp(-x)"
 ) -> Tensor:
-    """Return theta_i, the importance factors, up to one common positive factor.
+    """Return theta_i of sums of ORM (L,), up to one common positive factor; float64.
 
-    Args:
-        gamma: Sums of ORM, (L,).
-        beta: How much layers differ (Eq. 9).
-        decreasing: The decreasing function of the ablation, applied to beta * gamma.
-
-    Returns:
-        theta, (L,) float64. exp(-x) is shifted so that the largest is 1: only ratios
-        matter to the linear program, and exp(-beta * gamma) itself underflows.
+    Layers differ by ``beta`` (Eq. 9); ``decreasing`` is the function of the ablation,
+    applied to beta * gamma. exp(-x) is shifted so that the largest is 1: only ratios
+    matter to the linear program, and exp(-beta * gamma) itself underflows.
     """
     x = beta * gamma.double()
     if decreasing == "exp(-x)":

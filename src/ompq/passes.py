@@ -41,13 +41,10 @@ class ForwardPass:
         return self._thread is not None
 
     def resume(self, answer: Any = None) -> Any:
-        """Start the pass, or continue it, until it pauses or ends.
+        """Start the pass, or continue it, until it pauses or ends (then return None).
 
-        Args:
-            answer: What the :meth:`pause` that it waits in returns.
-
-        Returns:
-            What the hook gave to the next :meth:`pause`; None if the pass has ended.
+        The :meth:`pause` that it waits in returns ``answer``; what the hook gives to
+        the next one is returned.
         """
         if self._thread is None:
             self._abandoned, self._error = False, None
@@ -106,10 +103,8 @@ def visit_outputs(
 ) -> None:
     """Run a network on several batches side by side and visit outputs of its modules.
 
-    Args:
-        runs: Each runs the network on one batch.
-        visit: Called each time that all batches have passed a module, with its name and
-            its outputs, before other hooks see them. It may return other outputs.
+    Each of ``runs`` runs one batch. When all have passed a module, ``visit`` is called
+    with its name and outputs, before other hooks see them; it may return other outputs.
     """
     if not modules:
         return

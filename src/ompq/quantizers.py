@@ -63,20 +63,11 @@ class Grid:
 def integer_weight(
     codes: Tensor, zero_point: Tensor, bits: int
 ) -> tuple[Tensor, float]:
-    """Return a weight as signed bytes with zero point 0, and what their step is.
+    """Return a weight as signed bytes with zero point 0, and the factor of their step.
 
-    Half-integer zeros are made whole by doubling: the weight's value is
-    ``scale * factor * bytes``, where the factor is 0.5 up to 6 bits and 1 above.
-
-    Args:
-        codes: Codes of any shape, 0 to 2^bits - 1.
-        zero_point: Zeros that broadcast against the codes.
-
-    Returns:
-        int8 of the codes' shape, and the factor.
-
-    Raises:
-        ValueError: A zero is no multiple of the factor, or a value does not fit.
+    Half-integer zeros are made whole by doubling: the weight's value is ``scale *
+    factor * bytes``, where the factor is 0.5 up to 6 bits and 1 above. A ValueError
+    says that a zero is no multiple of the factor, or that a value does not fit.
 
     Example:
         >>> integer_weight(torch.tensor([0, 1, 2, 3]), torch.tensor(1.5), bits=2)
@@ -116,15 +107,11 @@ def straight_through(x: Tensor, grid: Grid) -> Tensor:
 
 
 def learned_step(x: Tensor, grid: Grid, shared: float | None = None) -> Tensor:
-    """Fake-quantize with a learned scale (LSQ).
+    """Fake-quantize with a learned scale, the grid's (LSQ).
 
     The scale's gradient is multiplied by 1 / sqrt(n * q): n elements share one scale
-    and q is the highest level, as the paper does to make steps of a size.
-
-    Args:
-        grid: Its scale is the parameter that is learned.
-        shared: The n; None counts the elements of ``x``. The paper leaves the batch
-            out of it for activations.
+    and q is the highest level, as the paper does to make steps of a size. ``shared`` is
+    n; None counts ``x``. The paper leaves the batch out of it for activations.
     """
     shared = shared or x.numel() / grid.scale.numel()
     factor = ((grid.qmax - grid.zero_point).clamp(min=1) * shared).rsqrt()
@@ -136,12 +123,9 @@ def learned_step(x: Tensor, grid: Grid, shared: float | None = None) -> Tensor:
 def learned_clip(x: Tensor, limit: Tensor, zero_point: Tensor, bits: int) -> Tensor:
     """Clip to a learned limit and fake-quantize what remains (PACT).
 
-    The limit's gradient is 1 where ``x`` exceeds it and 0 inside the range. With a zero
-    above 0 the range has a lower end too, which moves with the limit.
-
-    Args:
-        limit: Upper end of the range, positive: the parameter that is learned.
-        zero_point: Code of 0; 0 for tensors that are never negative, as in the paper.
+    The limit, positive, gets a gradient of 1 where ``x`` exceeds it and 0 inside the
+    range. With a zero point above 0 (the paper has 0) the range has a lower end too,
+    which moves with the limit.
     """
     qmax = (1 << check_bits(bits)) - 1
     clipped = torch.clamp(x, -zero_point / (qmax - zero_point) * limit, limit)
@@ -154,11 +138,7 @@ def _codes(x: Tensor, grid: Grid) -> Tensor:
 
 
 def rounded_to(grid: Grid, x: Tensor, shared: float | None = None) -> Tensor:
-    """Round to a grid, with the gradients of :func:`learned_step`.
-
-    Args:
-        grid: Its scale gets a gradient where it requires one.
-    """
+    """Round to a grid, with the gradients of :func:`learned_step` where asked for."""
     if not torch.is_grad_enabled():
         return grid.fake(x)
     shared = shared or x.numel() / grid.scale.numel()

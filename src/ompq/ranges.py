@@ -86,12 +86,7 @@ class _Measure(NamedTuple):
     counts: Tensor | None = None
 
     def cost(self, lost: Tensor, scale: Tensor) -> Tensor:
-        """Return what errors cost each channel, (A, B, C); changes them.
-
-        Args:
-            lost: Errors in steps, (A, B, C, K).
-            scale: (A, B, C, 1).
-        """
+        """Return what errors in steps, (A, B, C, K), cost channels; changes them."""
         if self.gram is not None:
             return (self.times(lost, lost) * lost).sum(-1) * scale[..., 0].square()
         if self.counts is not None:
@@ -463,8 +458,7 @@ def value_bins(seen: Observed, x: Tensor) -> Tensor:
 def with_importance(seen: Observed, bins: Tensor, gradient: Tensor) -> Observed:
     """Return what is known once the gradients of one more batch are.
 
-    Args:
-        bins: From :func:`value_bins`, of the batch.
+    The bins of its values are those of :func:`value_bins`.
     """
     squares = thinned(gradient.detach().flatten()[None], _COUNTED)[0].double().square()
     # On the CPU: sums of floats on a GPU differ from one run to the next.

@@ -98,11 +98,7 @@ class _Watch(TorchFunctionMode):
 def watch(
     model: nn.Module, batch: Batch, visit: Visit, *, gradients: bool = False
 ) -> Any:
-    """Run the network in eval mode and show every call to ``visit``.
-
-    Args:
-        visit: Called with position, function, args, kwargs and output.
-    """
+    """Run the network in eval mode, show every call to ``visit``, return its output."""
     with evaluating(model), torch.set_grad_enabled(gradients), _Watch(visit):
         return call(model, batch)
 
@@ -125,10 +121,8 @@ def watched_modules(
 ) -> Iterator[None]:
     """Show every call of a module, the network's own aside.
 
-    Args:
-        enter: Called with name and module before a module runs.
-        leave: Called with name, module, args, kwargs and output after it.
-        first: Whether ``leave`` sees the output before the hooks that a module has.
+    ``leave`` sees the output before the hooks that a module has if it is to be
+    ``first``.
     """
 
     def hooks() -> Iterator[RemovableHandle]:

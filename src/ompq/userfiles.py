@@ -21,16 +21,10 @@ def is_user_function(name: str) -> bool:
 
 
 def call_user_function(name: str, error_type: type[OmpqError]) -> Any:
-    """Run the user's file and return what the function named in it returns.
+    """Run the user's file and return what ``file.py:function`` in it returns.
 
-    The file can import its neighbours, as if Python had been started with it.
-
-    Args:
-        name: ``file.py:function``; the function takes no argument.
-        error_type: What to raise when the file or the function is missing or fails.
-
-    Raises:
-        OmpqError: Of that type.
+    The file can import its neighbours, as if Python had been started with it. An error
+    of the given type says that file or function is missing or fails.
     """
     file, _, short = name.rpartition(":")
     path = Path(file).resolve()

@@ -278,9 +278,8 @@ class Problem:
     def program(self, limits: Mapping[str, float], slack: float = 0.0) -> Program:
         """Return the integer program of the groups under limits on some costs.
 
-        Args:
-            slack: Steps a unit by which to raise the limits of costs that are not short
-                decimals: half a step is what rounding them to steps may take away.
+        Limits of costs that are not short decimals are raised by ``slack`` steps a
+        unit: half a step is what rounding them to steps may take away.
         """
         rows, whole, scales = [], [], []
         for name, limit in limits.items():

@@ -168,10 +168,8 @@ def rounded(program: Program) -> Columns | None:
     """Solve the relaxation and round, as the paper does, but never beyond a limit.
 
     Each unit takes the nearer of its two bracketing choices. While a limit is exceeded,
-    the unit moves that does least damage for the excess it removes.
-
-    Returns:
-        The columns, (U,), or None if no single move removes what is too much.
+    the unit moves that does least damage for the excess it removes; None if no single
+    move removes it.
     """
     relaxed = relaxation(program)
     if relaxed.shares is None:

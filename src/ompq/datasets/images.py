@@ -37,13 +37,10 @@ class ImageFiles:
 def find_images(folder: Path, split: str) -> ImageFiles:
     """Find the images of a folder, with classes when it has class folders.
 
-    Class folders named by numbers (``0000`` to ``0999``) are class indices, whether
-    or not some are missing; other names are classes in sorted order.
-
-    Args:
-        folder: Class folders, images alone, or folders ``train`` and ``test`` (or
-            ``val``) of either.
-        split: ``train`` or ``test``: which of those to use when they exist.
+    The folder holds class folders, images alone, or folders ``train`` and ``test`` (or
+    ``val``) of either, of which ``split`` takes one. Class folders named by numbers
+    (``0000`` to ``0999``) are class indices, whether or not some are missing; other
+    names are classes in sorted order.
     """
     folder = _split_folder(folder, split)
     entries = _listing(folder)

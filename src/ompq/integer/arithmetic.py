@@ -86,12 +86,10 @@ class Dyadic:
 
 
 def dyadic(ratio: Tensor, *, together: bool = False) -> Dyadic:
-    """Return the nearest multiplier and shift of each ratio.
+    """Return the nearest multiplier and shift of each ratio, positive float64.
 
-    Args:
-        ratio: Positive float64 of any shape.
-        together: Whether all get the shift of the largest, so that products can be
-            added before they are shifted.
+    ``together`` gives all the shift of the largest, so that products can be added
+    before they are shifted.
 
     Example:
         >>> found = dyadic(torch.tensor(0.75, dtype=torch.float64))
@@ -120,12 +118,9 @@ def float_dyadic(ratio: Tensor) -> Dyadic:
 def float_rescaled(sums: Tensor, ratio: Dyadic, zero_point: int = 0) -> Tensor:
     """Return ``sums * ratio + zero_point`` as float32 arithmetic rounds it, int64.
 
-    The sum becomes 24 bits wide, so does its product with the ratio, and that is
-    rounded to a whole number: what 8-bit kernels do with floats, done with integers.
-
-    Args:
-        sums: Integers of any shape, below 2^31 in magnitude.
-        ratio: From :func:`float_dyadic`; broadcasts against the sums.
+    The sum, below 2^31 in magnitude, becomes 24 bits wide, so does its product with the
+    ratio (of :func:`float_dyadic`), and that is rounded to a whole number: what 8-bit
+    kernels do with floats, done with integers.
     """
     product = _narrowed(_narrowed(sums.long()) * ratio.multiplier)
     return rescaled(product, ratio.shift) + zero_point
@@ -142,10 +137,7 @@ def _narrowed(values: Tensor) -> Tensor:
 def rescaled(product: Tensor, shift: Tensor, zero_point: int = 0) -> Tensor:
     """Return ``product / 2^shift + zero_point`` rounded half to even, int64.
 
-    Args:
-        product: int64 of any shape, below 2^62 in magnitude.
-        shift: int64, not negative, that broadcasts against it.
-        zero_point: Added before rounding, which decides on halves.
+    The product is below 2^62 in magnitude; the zero point decides on halves.
 
     Example:
         >>> rescaled(torch.tensor([1, 3, 5, 6]), torch.tensor(1))
@@ -182,13 +174,7 @@ class IntegerWeight:
     def of(
         cls, codes: Tensor, grid: Grid, bias: Tensor | None, source: CodeGrid
     ) -> "IntegerWeight":
-        """Return a layer's weight and bias in whole numbers.
-
-        Args:
-            codes: The weight's codes, uint8, (O, ...).
-            grid: Their grid, with a scale and zero point for each channel.
-            bias: Float, (O,), or None.
-        """
+        """Return a weight, uint8 codes (O, ...), and its bias (O,) in whole numbers."""
         like = (-1, *[1] * (codes.dim() - 1))
         zero_point = grid.zero_point.flatten()
         halves, part = integer_weight(codes, zero_point.view(like), grid.bits)
@@ -273,11 +259,7 @@ def _coarsening(rows: Tensor, bias: Tensor, source: CodeGrid) -> Tensor:
 
 
 def padded(x: Tensor, sides: Sequence[Pair], value: int = 0) -> Tensor:
-    """Return integers (N, ...) with a constant around them.
-
-    Args:
-        sides: How many before and after in each dimension but the first.
-    """
+    """Return integers (N, ...) padded before and after each dimension but the first."""
     if not any(before or after for before, after in sides):
         return x
     # torch's own padding turns the constant into a float.

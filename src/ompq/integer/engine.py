@@ -35,11 +35,7 @@ class IntegerNetwork(nn.Module):
     def from_quantized(
         cls, quantized: nn.Module, samples: SamplesLike
     ) -> "IntegerNetwork":
-        """Return the integer form of a quantized network.
-
-        Args:
-            quantized: From :func:`ompq.quantize`, perhaps reconstructed or trained.
-            samples: Inputs, of which two are run to see what the network does.
+        """Return the integer form of a quantized network; two samples are run.
 
         Raises:
             QuantizationError: An operation has no integer form; it is named.
@@ -80,11 +76,7 @@ class IntegerNetwork(nn.Module):
         return (levels + grid.zero_point).clamp(0, grid.qmax).to(torch.uint8)
 
     def integer_outputs(self, codes: Tensor) -> list[Tensor]:
-        """Return the codes of every output: int32, or uint8 where a grid is narrow.
-
-        Args:
-            codes: Of the input, uint8, (N, C, H, W).
-        """
+        """Return the codes of every output: int32, or uint8 where a grid is narrow."""
         outputs = self.steps.outputs.values()
         last_use = {
             source: position

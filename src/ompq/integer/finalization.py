@@ -161,14 +161,11 @@ def _links(model: nn.Module, steps: Steps) -> tuple[Link, ...]:
 
 
 def clear_scale(results: Tensor, target: CodeGrid) -> float:
-    """Return a scale near the target's that keeps results off the middle of codes.
+    """Return a scale near the target's that keeps results (R,) off the middle of codes.
 
     A scale that does so already is returned as it is. Otherwise the nearest one that
     does in an interval less than 0.8 % wide, or the best one there: so that what is
     returned for it is the same again.
-
-    Args:
-        results: Values that are rounded to the grid, float64, (R,).
     """
     if results.numel() > _MOST_RESULTS:
         return target.scale
@@ -209,14 +206,11 @@ class IntegerMap:
     """Computes a layer as 8-bit kernels do, to the last bit, with whole floats.
 
     The sum of products is exact. Its scale is applied as ONNX Runtime does it: one
-    product in float32, rounded to a step of the output's grid.
+    product in float32, rounded to a step of the output's grid (``target``; None for
+    logits).
 
     The weight is quantized once, and again when a tensor it depends on has changed
     (which torch counts; a write through ``.data`` is not counted).
-
-    Attributes:
-        source: Quantizer of the layer's input.
-        target: Quantizer of its output; None for logits.
     """
 
     def __init__(
@@ -263,11 +257,7 @@ class IntegerMap:
 
 
 def link_layers(model: nn.Module, links: Iterable[Link]) -> None:
-    """Let layers compute with whole numbers; the others compute with floats.
-
-    Args:
-        model: The quantized network; changed in place.
-    """
+    """Let linked layers compute with whole numbers, the others with floats."""
     layers, quantizers = quantized_layers(model), activation_quantizers(model)
     for layer in layers.values():
         layer.integers = None

@@ -94,11 +94,7 @@ def code_grid(quantizer: ActivationQuantizer) -> CodeGrid:
 
 
 def lower(quantized: nn.Module, samples: SamplesLike) -> Steps:
-    """Return the steps of a quantized network.
-
-    Args:
-        quantized: From :func:`ompq.quantize`; left as it is.
-    """
+    """Return the steps of a quantized network; one or two samples are run."""
     batch = to_device(Samples.of(samples).first_batch(2), model_device(quantized))
     images, *more = tensors_in(batch)
     if more:

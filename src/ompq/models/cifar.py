@@ -50,11 +50,7 @@ class CifarBlock(nn.Module):
 
 
 class CifarResNet(nn.Module):
-    """He's CIFAR network: three stages of 16, 32 and 64 channels.
-
-    Args:
-        depth: Number of weighted layers, 6n + 2: 20, 32, 44, 56, ...
-    """
+    """He's CIFAR network of 6n + 2 layers: three stages of 16, 32 and 64 channels."""
 
     preprocessing: ClassVar[dict[str, Any]] = PREPROCESSING
 

@@ -25,9 +25,7 @@ _TEST_LENGTH = 450
 class InvertedResidual(nn.Module):
     """MobileNetV2's block: widen, filter each channel alone, narrow.
 
-    Args:
-        stride: The shortcut exists where it is 1 and the channels stay the same.
-        expansion: How many times wider the inside is than the input.
+    A shortcut exists where the stride is 1 and the channels stay the same.
     """
 
     def __init__(

@@ -34,14 +34,12 @@ _PYTORCHCV = re.compile(r"features\.(init_block|stage\d+\.unit\d+|final_block)\.
 
 
 def load_weights(module: nn.Module, path: Path, name: str) -> None:
-    """Load weights into a network, in place, in the network's own precision.
+    """Load a .safetensors, .pt, .pth or .pth.tar file into a network, in place.
 
-    A checkpoint of a training script may hold them under ``state_dict``, ``model``,
-    ``model_state_dict`` or ``net``, and with the prefix ``module.``. Names of
-    pytorchcv and of BRECQ are mapped onto torchvision's (:func:`torchvision_names`).
-
-    Args:
-        path: A .safetensors, .pt, .pth or .pth.tar file; code in it is never run.
+    Code in it is never run; the network keeps its precision. A checkpoint of a training
+    script may hold weights under ``state_dict``, ``model``, ``model_state_dict`` or
+    ``net``, and with the prefix ``module.``. Names of pytorchcv and of BRECQ are mapped
+    onto torchvision's (:func:`torchvision_names`).
     """
     own = module.state_dict()
     given = torchvision_names(_read(path), own)

@@ -57,13 +57,7 @@ def plane_parts(weight: "IntegerWeight") -> tuple[int, ...]:
 
 
 def pack_plane(codes: Array, bits: int) -> Array:
-    """Pack codes of 1, 2 or 4 bits into bytes, the first into the lowest bits.
-
-    Args:
-        codes: uint8, (n,), each below 2^bits.
-
-    Returns:
-        uint8, (ceil(n * bits / 8),).
+    """Pack n codes of 1, 2 or 4 bits into ceil(n * bits / 8) bytes, lowest bits first.
 
     Example:
         >>> pack_plane(np.array([1, 2, 3, 0, 1], dtype=np.uint8), 2)
@@ -95,11 +89,9 @@ def stored_bytes(
 ) -> tuple[dict[str, Any], list[NodeData]]:
     """Return constants and nodes that give a weight as bytes, ``name/bytes``.
 
-    Args:
-        short: A name like no other in the file, for what is passed on between nodes.
-        unsigned: Whether to store unsigned bytes, whose zero point is 128: kernels that
-            would saturate with signed ones add products of two unsigned bytes in 32
-            bits.
+    ``short`` is unique in the file, for what is passed on between nodes. Unsigned bytes
+    have zero point 128: kernels that would saturate with signed ones add products of
+    two unsigned bytes in 32 bits.
     """
     if unsigned:
         shifted = weight.values.numpy().astype(np.int16) + ZERO_OF_UNSIGNED

@@ -217,9 +217,7 @@ def weights_only_model(
 ) -> tuple[Any, list[StoredWeight]]:
     """Return the content of a file, and how it stores each weight.
 
-    Args:
-        quantized: A network whose activations are all float; it takes one tensor.
-        opset: Version of the standard operators.
+    Activations of the network are all float, and it takes one tensor.
     """
     record = quantization_of(quantized)
     model = _written(_plain(quantized), samples, opset)
@@ -236,12 +234,7 @@ def weights_only_model(
 
 
 def float_model(model: nn.Module, samples: SamplesLike, opset: int = 21) -> Any:
-    """Return the content of an ONNX file of a float network, as PyTorch writes it.
-
-    Args:
-        model: The network; it takes one tensor.
-        opset: Version of the standard operators.
-    """
+    """Return the ONNX file of a float network of one input, as PyTorch writes it."""
     written = _written(copy.deepcopy(model).cpu(), samples, opset)
     _strip(written)
     return written

@@ -61,11 +61,7 @@ def compare_outputs(
     second: Sequence[Tensor],
     codes: Iterable[tuple[Tensor, Tensor]] = (),
 ) -> Agreement:
-    """Compare outputs, and codes if there are any.
-
-    Args:
-        first: Outputs of one form, (N, classes, ...); differences are measured by them.
-        codes: Pairs of integer tensors of one shape each.
+    """Compare outputs (N, classes, ...), and codes if there are any.
 
     Example:
         >>> logits = torch.tensor([[0.0, 2.0], [2.0, 0.0]])
@@ -205,13 +201,9 @@ def against_codes(
     steps: Steps,
     images: Tensor,
 ) -> tuple[Agreement, Agreement]:
-    """Compare outputs and all codes, which a copy of the file gives out.
+    """Compare a file, with all its codes, to the finalized network and to the engine.
 
-    Args:
-        names: Position of a step → name of the tensor of its codes.
-
-    Returns:
-        Agreement of the file with the finalized network, and with the engine.
+    ``names`` gives the tensor of each step's codes, which a copy of the file gives out.
     """
     from onnx import ModelProto, helper
 

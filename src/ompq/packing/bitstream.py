@@ -32,13 +32,9 @@ def stream_length(count: int, bits: int) -> int:
 
 
 def pack_bits(codes: Tensor, bits: int) -> Tensor:
-    """Return codes as a dense stream.
+    """Return codes of any shape as a dense stream, uint8, (ceil(n * bits / 8),).
 
-    Args:
-        codes: uint8 of any shape, each below 2^bits.
-
-    Returns:
-        uint8, (ceil(n * bits / 8),); the bits after the last code are 0.
+    The bits after the last code are 0.
 
     Example:
         >>> pack_bits(torch.tensor([1, 2, 3], dtype=torch.uint8), bits=2)
@@ -61,14 +57,7 @@ def pack_bits(codes: Tensor, bits: int) -> Tensor:
 
 
 def unpack_bits(stream: Tensor, bits: int, count: int) -> Tensor:
-    """Return the codes of a dense stream.
-
-    Args:
-        stream: uint8, (ceil(count * bits / 8),).
-
-    Returns:
-        uint8, (count,).
-    """
+    """Return the codes of a dense stream (ceil(count * bits / 8),), uint8, (count,)."""
     check_bits(bits)
     if stream.numel() != stream_length(count, bits):
         raise ValueError(

@@ -271,8 +271,7 @@ def assemble(
 ) -> nn.Module:
     """Return a quantized copy of a float network, in eval mode.
 
-    Args:
-        weight_grid: Returns the grid of a unit's weight, its batch norm folded.
+    ``weight_grid`` returns the grid of a unit's weight, its batch norm folded.
     """
     quantized = copy.deepcopy(model).eval()
     modules = quantized.modules()

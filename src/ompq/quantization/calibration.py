@@ -83,12 +83,8 @@ def weigh_ranges(
 
     To second order, an error changes the divergence between the network's answers by
     half its square times the squared gradient of the network's own likelihood (its
-    Fisher information). Where the network cannot be differentiated, all values count
-    alike, and a warning says so.
-
-    Args:
-        model: The float network; neither its gradients nor its flags are changed.
-        samples: Unlabelled inputs; the first 64 are used.
+    Fisher information), here on the first 64 samples. Where the network cannot be
+    differentiated, all values count alike, and a warning says so.
     """
     found, site_at = list(seen), _sites_by_position(sites)
 
@@ -140,9 +136,8 @@ def _sites_by_position(sites: Sequence[ActivationSite]) -> dict[int, int]:
 def _differentiating(model: nn.Module, *, parameters: bool) -> Iterator[list[Tensor]]:
     """Yield the network's parameters, and make gradients repeatable meanwhile.
 
-    Args:
-        parameters: Whether gradients flow to them. If they flow to the input, they need
-            not, and layers keep less for the backward pass.
+    Where gradients flow to the input, ``parameters`` need none, and layers keep less
+    for the backward pass.
     """
     each: list[Tensor] = [p for p in model.parameters() if p.is_floating_point()]
     flags = [p.requires_grad for p in each]
@@ -187,18 +182,12 @@ def input_grams(
     batch_size: int,
     report: Report = lambda _done, _total: None,
 ) -> dict[str, Tensor]:
-    """Return the Gram matrices of the inputs of units with few weights a channel.
+    """Return Gram matrices of the inputs of units with few weights a channel, by name.
 
-    Args:
-        units: Its units; transposed convolutions and projections inside an attention
-            are left out.
-        samples: Inputs; the first 32 are used.
-        centred: Whether to take inputs as distances from their means, since biases
-            make up for the errors of means.
-
-    Returns:
-        Unit name → (C, K, K) or, where all channels have the same inputs, (1, K, K);
-        positive definite.
+    (C, K, K) or, where all channels have the same inputs, (1, K, K); positive definite;
+    of the first 32 samples. Transposed convolutions and projections inside an attention
+    are left out. ``centred`` takes inputs as distances from their means, since biases
+    make up for the errors of means.
     """
     # The projections inside an attention have no module of their own.
     sums = {
@@ -218,11 +207,7 @@ def input_grams(
 
 
 class _InputSums:
-    """Sums over the inputs of a layer, while the network runs.
-
-    Attributes:
-        count: How many positions have been seen.
-    """
+    """Sums over the inputs of a layer, while the network runs."""
 
     def __init__(self, layer: nn.Module) -> None:
         self.layer = layer

@@ -42,8 +42,7 @@ def find_factors(
 ) -> tuple[Equalized, ...]:
     """Return factors that bring channels nearer to one size and change nothing else.
 
-    Args:
-        samples: Inputs; the first 64 tell how large channels are.
+    The first 64 samples tell how large channels are.
     """
     pairs = list(_pairs(model, recording, units))
     largest: dict[str, Tensor] = {}  # unit → largest magnitude in each channel, (C,)
@@ -78,8 +77,7 @@ def find_factors(
 def equalized(model: nn.Module, factors: Sequence[Equalized]) -> nn.Module:
     """Return a network that computes the same, its channels of other sizes.
 
-    Args:
-        model: The float network; left as it is, and returned if there are no factors.
+    Without factors that is the network itself.
     """
     if not factors:
         return model
@@ -136,9 +134,8 @@ def _producer(
 ) -> tuple[int, str]:
     """Go back from a call to the one that made the tensor that it alone reads.
 
-    Returns:
-        The position of that call, before activation and batch norm, and the name of the
-        norm; the position is -1 where factors would not pass through.
+    Return the position of that call, before activation and batch norm, and the norm's
+    name; -1 where factors would not pass through.
     """
     at, norm = position, ""
     while len(calls[at].inputs) == 1:

@@ -83,13 +83,9 @@ def restore_moments(
 ) -> None:
     """Change scales and biases so that outputs have the moments they should have.
 
-    The codes of the weights stay. One pass suffices: each layer is corrected while the
+    The codes of the weights stay, and only layers with moments change. One pass over
+    the samples that the moments come from suffices: each layer is corrected while the
     pass goes through it, so that later layers see the corrected ones before them.
-
-    Args:
-        layers: Any name → a layer; it gets a bias if it has none.
-        moments: Names → what its outputs should have. Only these layers are changed.
-        runs: Run them, one batch each, on the samples that the moments come from.
     """
 
     def correct(name: str, outputs: Sequence[Tensor]) -> list[Tensor]:
@@ -130,13 +126,10 @@ def _corrections(
 
 
 def _certain(changes: Tensor) -> Tensor:
-    """Return the mean of what samples say, shrunk by what may be chance, (C,).
+    """Return the mean of what samples (N, C) say, shrunk by what may be chance, (C,).
 
     Where rounding does little, a few samples tell more of themselves than of rounding.
     One factor for all channels, as James and Stein have it, errs less than none does.
-
-    Args:
-        changes: What each sample says, (N, C).
     """
     mean, count = changes.mean(0), len(changes)
     chance = changes.var(0, correction=min(1, count - 1)).sum() / count

@@ -166,10 +166,8 @@ class _NetworkPass(ForwardPass):
     def run_to(self, start: str, end: str | None = None) -> tuple[Any, Any]:
         """Run until a block is reached, and through it if its end is given.
 
-        A pass that has left the block behind starts again from the input.
-
-        Returns:
-            The block's arguments and keyword arguments, and what ``end`` returns.
+        Return the block's arguments and keyword arguments, and what ``end`` returns. A
+        pass that has left the block behind starts again from the input.
         """
         again = self.paused
         found = self._advance(start, end)
@@ -240,12 +238,10 @@ class BlockRunner:
     ) -> None:
         """Prepare the passes; nothing runs yet.
 
-        Args:
-            quantized: The inputs of blocks come from it.
-            model: The float network; the targets come from it.
-            limit: Bytes up to which inputs and targets stay on the network's device.
-                Passes hold about as much again: they pause up to half of the limit,
-                and start from the input for each block beyond it.
+        Inputs of blocks come from the quantized network, targets from the float one. Up
+        to ``limit`` bytes of them stay on the network's device. Passes hold about as
+        much again: they pause up to half of the limit, and start from the input for
+        each block beyond it.
         """
         self._networks = quantized, model
         self._graph = quantization_of(quantized).graph
@@ -265,10 +261,8 @@ class BlockRunner:
     def gather(self, block: str, last: str = "", *, fisher: bool = False) -> BlockCache:
         """Run both networks to a block and return its inputs and targets.
 
-        Args:
-            block: Its name; the blocks before it are done.
-            last: The block whose output is the target, if it is a later one.
-            fisher: Whether to weight elements of the targets by their importance.
+        The blocks before it are done. The target is the output of ``last``, if that is
+        a later block; ``fisher`` weights its elements by their importance.
         """
         quantized, model = self._networks
         units = {unit.name: unit for unit in self._graph.units}

@@ -101,14 +101,9 @@ def learn_rounding(
 ) -> tuple[float, float]:
     """Learn the rounding of a block's weights; keep it only where it helps.
 
-    Args:
-        block: A block of a quantized network; its weights are changed.
-        moments: Names of layers in the block → what their outputs should have. They are
-            restored first: the blocks before this one have changed since it got its
-            biases.
-
-    Returns:
-        The relative squared error of its output, before and after.
+    Return the relative squared error of its output, before and after. Moments of
+    outputs are restored first: the blocks before this one have changed since it got its
+    biases.
     """
     before = block_error(block, cache, config.batch_size)
     state = copy.deepcopy(block.state_dict())
@@ -403,9 +398,7 @@ class SoftRounding:
     def decide(self, exponent: Tensor, step: Tensor) -> None:
         """Move each weight towards its nearer side, by at most a step.
 
-        Args:
-            exponent: The larger, the less those in the middle move, ().
-            step: Largest move, ().
+        The larger the exponent, the less those in the middle move.
         """
         side = (2 * self.up).sub_(1)  # -1 to 1
         self.up.addcmul_(side.abs().pow_(exponent - 1).copysign_(side), step)
@@ -538,9 +531,7 @@ def mean_inputs(layers: Sequence[QuantizedLayer], runs: Runs) -> list[Tensor]:
     """Return what each weight is multiplied by on average, shaped as the weights.
 
     The mean output of a channel, less its bias, is the sum of its weights times these.
-
-    Args:
-        layers: Layers that run once each.
+    Each layer runs once.
     """
     sums: dict[nn.Module, Tensor] = {}
     counts: Counter[nn.Module] = Counter()

@@ -77,11 +77,7 @@ class Target:
 
     @classmethod
     def from_json(cls, data: Any) -> "Target":
-        """Return the target of a profile.
-
-        Raises:
-            TargetError: The profile is broken; says where.
-        """
+        """Return the target of a profile; a TargetError says where it is broken."""
         if not isinstance(data, dict) or data.get("format") != FORMAT:
             raise TargetError(f"this is not a target profile of format {FORMAT}")
         kinds = data.get("operators")

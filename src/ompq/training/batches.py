@@ -33,13 +33,10 @@ class TrainingData(Protocol):
         start: int = 0,
         shard: Shard = (0, 1),
     ) -> Iterator[LabelledBatch]:
-        """Yield the batches of an epoch, all of one size.
+        """Yield the batches of an epoch, all of one size, from number ``start`` on.
 
-        Args:
-            number: With the seed it decides order and augmentation.
-            batch_size: Images of a batch over all processes.
-            start: Number of the first batch that is wanted.
-            shard: Process, and number of processes: each gets its part of every batch.
+        Order and augmentation follow the epoch's number and the seed. Each process gets
+        its part of every batch: ``shard`` is its number, and the number of processes.
         """
 
 
@@ -121,11 +118,7 @@ def epoch_batches(
 def dealt(
     order: Tensor, *, batch_size: int, start: int, shard: Shard
 ) -> Iterator[Tensor]:
-    """Yield a process's part of each whole batch, from batch ``start`` on.
-
-    Args:
-        order: Numbers of the images of an epoch, (N,).
-    """
+    """Yield a process's part of each whole batch of images (N,), from ``start`` on."""
     process, processes = shard
     for batch in range(start, len(order) // batch_size):
         yield order[batch * batch_size : (batch + 1) * batch_size][process::processes]

@@ -72,14 +72,10 @@ class Variances:
 
 
 def keep_norms(quantized: nn.Module, model: nn.Module) -> None:
-    """Give layers of a quantized network their norms back, as the float network's.
+    """Give layers of a quantized network, in place, the float network's norms back.
 
     The weights are divided by what the norms will multiply them by, so that at first
     the network computes what it computed before.
-
-    Args:
-        quantized: The network; it is changed.
-        model: The float network that it was made from; it is left as it is.
     """
     layers, record = quantized_layers(quantized), quantization_of(quantized)
     sizes = {one.producer: one.exponents for one in record.equalized}
@@ -103,12 +99,7 @@ def keep_norms(quantized: nn.Module, model: nn.Module) -> None:
 
 @torch.no_grad()
 def restore_float_weights(quantized: nn.Module, model: nn.Module) -> None:
-    """Give quantized layers the weights and biases of the float network, folded.
-
-    Args:
-        quantized: The network; it is changed.
-        model: The float network that it was made from.
-    """
+    """Give quantized layers the folded weights and biases of the float network."""
     layers, record = quantized_layers(quantized), quantization_of(quantized)
     sources = dict(equalized(model, record.equalized).named_modules())
     for unit in record.graph.units:

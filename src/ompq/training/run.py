@@ -58,13 +58,7 @@ def check_installed(config: TrainConfig) -> None:
 
 
 class Run:
-    """A training in progress.
-
-    Attributes:
-        epoch_steps: How many there are in an epoch.
-        length: Batches that each process gets in an epoch.
-        compute: Adds the gradients of a batch to those of the parameters.
-    """
+    """A training in progress: steps done, steps in all, and batches of a process."""
 
     def __init__(
         self,
@@ -252,12 +246,7 @@ def run_identity(quantized: nn.Module, length: int, config: TrainConfig) -> str:
 
 
 class Tracker:
-    """Follows a run: reports its progress, finds the best epoch, writes checkpoints.
-
-    Attributes:
-        best: The best accuracy so far; None without validation data.
-        history: Loss and accuracy, epoch by epoch.
-    """
+    """Follows a run: reports its progress, finds the best epoch, writes checkpoints."""
 
     def __init__(
         self,

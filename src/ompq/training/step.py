@@ -122,11 +122,10 @@ def may_leave_unused(model: nn.Module) -> bool:
 
 
 class Gradients:
-    """Computes gradients of batches, and sums up loss and accuracy.
+    """Computes gradients of batches, and sums up losses, correct answers and images.
 
-    Attributes:
-        counts: Sum of losses, correct answers, images; (3,), float64 so that a sum
-            over an epoch depends on nothing but the order of its batches.
+    The counts, (3,), are float64 so that a sum over an epoch depends on nothing but the
+    order of its batches.
     """
 
     def __init__(
@@ -192,10 +191,7 @@ def training_loss(
 ) -> Tensor:
     """Return the mean loss of a batch: cross entropy, and distillation if asked for.
 
-    Args:
-        logits: Of the quantized network, (N, classes).
-        targets: Classes, (N,).
-        expected: Logits of the float network, (N, classes); None without a teacher.
+    Logits and the teacher's ``expected`` ones are (N, classes), targets (N,).
     """
     loss = F.cross_entropy(logits, targets, label_smoothing=config.label_smoothing)
     if expected is None:
