@@ -1,6 +1,7 @@
 """export, inspect and bench: the files that a quantized network becomes."""
 
 import shutil
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -12,7 +13,15 @@ from rich.console import RenderableType
 from torch import Tensor
 
 from ompq.cli.console import Console, View, muted, opened, render
-from ompq.cli.options import OutputOptions, argument, check_writable, one_of, option
+from ompq.cli.options import (
+    OutputOptions,
+    argument,
+    check_writable,
+    number,
+    one_of,
+    option,
+    output_path,
+)
 from ompq.cli.settings import read_samples
 from ompq.cli.views import Column, facts, fitted
 from ompq.costs import in_bytes
@@ -37,19 +46,14 @@ from ompq.packing.format import read_contents
 from ompq.workflow import ONNX, PACKED, RESULT
 
 _FORMATS = ("onnx", "packed")
-_SAMPLES = 64
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExportOptions:
     """What is written, and what it is verified with."""
 
-    file: Path | None = option(
-        None,
-        "FILE",
-        f"The file to write. Default: {ONNX} in the folder.",
-        "--output",
-        "-o",
+    file: Path | None = output_path(
+        f"The file to write. Default: {ONNX} in the folder."
     )
     format: str = one_of(_FORMATS[0], _FORMATS, "what to write. Default: onnx.")
     network: str | None = option(
@@ -58,25 +62,17 @@ class ExportOptions:
     data: str | None = option(
         None, "SOURCE", "Inputs to verify with. Default: those of the folder, or noise."
     )
-    samples: int = option(
-        _SAMPLES, "NUMBER", f"How many inputs verify. Default: {_SAMPLES}.", min=1
-    )
-    opset: int = option(21, "NUMBER", "Version of ONNX's operators. Default: 21.")
+    samples: int = number(64, "How many inputs verify.")
+    opset: int = number(21, "Version of ONNX's operators.", least=None)
 
     def target(self, packed: Path) -> Path:
-        """Return the file to write.
-
-        Raises:
-            ValueError: A copy of the packed network has no place.
-        """
+        """Return the file to write."""
         if self.file is not None:
             return self.file
         if self.format == "packed":
             raise ValueError(
                 "--format packed copies a file: name the copy with -o FILE"
             )
-        if packed.name == PACKED:
-            return packed.with_name(ONNX)
         return packed.with_name(f"{packed.name.partition('.')[0]}.onnx")
 
 
@@ -142,25 +138,19 @@ def _inputs(
 
 def export_view(result: ExportResult, about: Mapping[str, Any]) -> View:
     """Return an exported file, and how it was verified."""
-    containers: dict[str, int] = {}
-    for one in result.weights:
-        key = f"{one.bits} bits as {one.container}"
-        containers[key] = containers.get(key, 0) + 1
+    containers = Counter(f"{w.bits} bits as {w.container}" for w in result.weights)
     size, packed = in_bytes(result.bytes), in_bytes(about["packed_bytes"])
+    file = f"{result.path}: {size}, opset {result.opset}; packed it takes {packed}"
     rows = [
         ("network", str(about["network"])),
-        (
-            "file",
-            f"{result.path}: {size}, opset {result.opset}; packed it takes {packed}",
-        ),
+        ("file", file),
         ("layers", ", ".join(f"{n} × {key}" for key, n in sorted(containers.items()))),
         ("verified", f"{result.runtime} on {about['data']}"),
         ("PyTorch", str(result.simulated)),
+        ("integers", str(result.engine))
+        if result.engine
+        else ("", "activations are float: smaller, not faster"),
     ]
-    if result.engine is None:
-        rows.append(("", "activations are float: smaller, not faster"))
-    else:
-        rows.append(("integers", str(result.engine)))
     data = {**about, **asdict(result), "path": str(result.path)}
     line = f"{result.path}: {size}, {result.simulated}"
     return View(data, line, lambda _width: [facts(rows)])
@@ -168,10 +158,7 @@ def export_view(result: ExportResult, about: Mapping[str, Any]) -> View:
 
 def inspect(
     file: Annotated[
-        Path,
-        argument(
-            "FILE", "A packed network of ompq quantize, or an ONNX file of ompq export."
-        ),
+        Path, argument("FILE", "A packed network, or an ONNX file of ompq export.")
     ],
     output: OutputOptions,
 ) -> None:
@@ -202,10 +189,10 @@ def onnx_view(account: OnnxAccount) -> View:
         Column("bits", [str(account.bits[name]) for name in layers]),
         Column("bytes", [in_bytes(count) for count in layers.values()]),
     ]
-    rows = [*account.items.items(), ("file", account.bytes)]
+    items = {**account.items, "file": account.bytes}
     sums = [
-        Column("item", [name for name, _ in rows], "left"),
-        Column("bytes", [f"{count:,}" for _, count in rows]),
+        Column("item", list(items), "left"),
+        Column("bytes", [f"{count:,}" for count in items.values()]),
     ]
     line = f"{account.path}: {in_bytes(account.bytes)}"
 
@@ -224,10 +211,8 @@ def packed_view(file: Path, account: Account) -> View:
     rows = [("network", about["network"] or "not named"), ("by", ", ".join(versions))]
     if (plan := about["plan"]) is not None:
         rows.append(("plan", f"{plan['budget']} by {plan['score']}, {plan['hash']}"))
-    rows += [
-        ("bits", f"{account.average_bits:.3f} per weight on average"),
-        ("size", size),
-    ]
+    rows.append(("bits", f"{account.average_bits:.3f} per weight on average"))
+    rows.append(("size", size))
 
     def tables(width: int) -> list[RenderableType]:
         units, items = _unit_table(account, width), _item_table(account, width)
@@ -253,17 +238,14 @@ def _unit_table(account: Account, width: int) -> RenderableType:
 
 
 def _item_table(account: Account, width: int) -> RenderableType:
-    rows = [
-        (name.replace("_", " "), account.items[name], account.planned[name])
-        for name in account.items
-    ]
-    rows.append(("file", account.file_bytes, account.planned_bytes))
-    more = [f"{found - plan:+,}" if found != plan else "" for _, found, plan in rows]
+    found = {**account.items, "file": account.file_bytes}
+    planned = {**account.planned, "file": account.planned_bytes}
+    more = {name: size - planned[name] for name, size in found.items()}
     columns = [
-        Column("item", [name for name, _, _ in rows], "left"),
-        Column("bytes", [f"{found:,}" for _, found, _ in rows]),
-        Column("plan", [f"{planned:,}" for _, _, planned in rows]),
-        Column("more", more, rank=1),
+        Column("item", [name.replace("_", " ") for name in found], "left"),
+        Column("bytes", [f"{size:,}" for size in found.values()]),
+        Column("plan", [f"{planned[name]:,}" for name in found]),
+        Column("more", [f"{n:+,}" if n else "" for n in more.values()], rank=1),
     ]
     return fitted(columns, width)
 
@@ -281,9 +263,9 @@ def bench(
         "the file names.",
         "--float",
     ),
-    threads: int = option(1, "NUMBER", "Threads per run. Default: 1.", min=1),
-    repeats: int = option(50, "NUMBER", "Runs of each, in turn. Default: 50.", min=1),
-    batch: int = option(1, "NUMBER", "Images per run. Default: 1.", min=1),
+    threads: int = number(1, "Threads per run."),
+    repeats: int = number(50, "Runs of each, in turn."),
+    batch: int = number(1, "Images per run."),
 ) -> None:
     """Time an exported network against the float one, on this machine's CPU.
 
@@ -338,21 +320,14 @@ def _float(
         return Path(name)
     model = load_model(name, "none").module  # any weights take the same time
     path = work / "float.onnx"
-    content = float_model(model, torch.zeros(2, *shape))
-    path.write_bytes(content.SerializeToString())
+    path.write_bytes(float_model(model, torch.zeros(2, *shape)).SerializeToString())
     return path
 
 
 def bench_view(
     timings: Sequence[Timing], sizes: Mapping[str, int], remarks: Sequence[str]
 ) -> View:
-    """Return how fast the files run.
-
-    Args:
-        timings: Of each file in each runtime.
-        sizes: File → bytes.
-        remarks: What gains little or no time.
-    """
+    """Return how fast the files run, and what gains little or no time."""
     memory = [in_bytes(one.memory.peak - one.memory.start) for one in timings]
     columns = [
         Column("runtime", [one.runtime for one in timings], "left"),

@@ -21,7 +21,9 @@ from ompq.cli.options import (
     check_folder,
     check_writable,
     flag,
+    number,
     option,
+    output_path,
 )
 from ompq.cli.settings import (
     REFINE_SAMPLES,
@@ -30,15 +32,16 @@ from ompq.cli.settings import (
     NetworkOptions,
     PlanOptions,
     RefineOptions,
+    provenance,
     read_samples,
     sample_count,
 )
 from ompq.cli.views import (
     Column,
     as_budget,
+    cost_columns,
     facts,
     fitted,
-    operation_budgets,
     plan_view,
     size_budgets,
 )
@@ -50,7 +53,7 @@ from ompq.report import audit_sections, write_report
 from ompq.samples import SamplesLike
 from ompq.scores import SCORES
 from ompq.userfiles import suggestion
-from ompq.workflow import Workflow, whole_folder, write_result
+from ompq.workflow import REPORT, Workflow, whole_folder, write_result
 
 
 def plan(
@@ -60,13 +63,12 @@ def plan(
     refining: RefineOptions,
     output: OutputOptions,
     budget: BudgetOption,
-    file: Path | None = option(None, "FILE", "Save the plan.", "--output", "-o"),
-    samples: int | None = option(
+    file: Path | None = output_path("Save the plan."),
+    samples: int | None = number(
         None,
-        "NUMBER",
         f"How many inputs are used. Default: {SAMPLES}; with --protocol the "
         f"paper's number; with --refine {REFINE_SAMPLES}.",
-        min=2,
+        least=2,
     ),
 ) -> None:
     """Choose bits for every layer so that a budget is met.
@@ -87,8 +89,7 @@ def plan(
         refinement = refining.config(data.seed)
         model = network.load(console)
         inputs = data.load(model, "train")
-        few = sample_count(network.network, samples, planning.protocol)
-        count = few
+        count = few = sample_count(network.network, samples, planning.protocol)
         if refinement is not None and samples is None:
             count = max(few, min(REFINE_SAMPLES, len(inputs)))
         tensor = read_samples(inputs, count, console)
@@ -99,14 +100,7 @@ def plan(
             )
             if file is not None:
                 made.save(file)
-        about = {
-            "network": model.name,
-            "weights": model.weights,
-            "data": inputs.name,
-            "samples": count,
-            "seed": data.seed,
-            "device": str(tensor.device),
-        }
+        about = provenance(inputs, samples=count)
         render(plan_view(made, about, console.stages.seconds, file), console)
 
 
@@ -117,13 +111,11 @@ def _unfinished(file: Path | None, console: Console) -> Iterator[Path | None]:
     try:
         yield path
     except KeyboardInterrupt:
-        if path is not None and path.exists():
-            text = (
-                f"stopped; {path} keeps what was measured, the same command continues"
-            )
-            say(console.err, text)
-            raise typer.Exit(130) from None
-        raise
+        if path is None or not path.exists():
+            raise
+        kept = f"stopped; {path} keeps what was measured, the same command continues"
+        say(console.err, kept)
+        raise typer.Exit(130) from None
     if path is not None:
         path.unlink(missing_ok=True)
 
@@ -165,9 +157,8 @@ def shape_problem(
     """Return the integer program of a network without any score."""
     graph = trace(model, samples, tie=config.tie).tie(config.tied)
     choices, allowed = choice_table(graph, config)
-    costs = cost_tables(
-        graph, choices, accounting=config.accounting, latency=config.latency
-    )
+    counted, latency = config.accounting, config.latency
+    costs = cost_tables(graph, choices, accounting=counted, latency=latency)
     nothing = np.zeros((len(graph), len(choices)))
     return make_problem(graph, choices, nothing, allowed, costs)
 
@@ -185,13 +176,8 @@ def budget_view(network: str, problem: Problem) -> View:
     costs = [{**row, "mark": ""} for row in rows[1:-1]]
     ends = [row for row in (rows[0], rows[-1]) if {**row, "mark": ""} not in costs]
     lines = sorted([*rows[1:-1], *ends], key=lambda row: row["bytes"])
-    columns = [
-        Column("", [row["mark"] for row in lines], "left"),
-        Column("size", size_budgets([row["bytes"] for row in lines])),
-        Column("of float", [as_budget(row["percent"], "%") for row in lines]),
-        Column("average", [as_budget(row["average_bits"], "bits") for row in lines]),
-        Column("BOPs", operation_budgets([row["bit_ops"] for row in lines])),
-    ]
+    marks = Column("", [row["mark"] for row in lines], "left")
+    columns = [marks, *cost_columns(lines)]
     if "milliseconds" in rows[0]:
         cells = [as_budget(row["milliseconds"], "ms") for row in lines]
         columns.append(Column("latency", cells))
@@ -215,22 +201,15 @@ def budget_rows(problem: Problem) -> list[dict[str, Any]]:
     rows = []
     for mark, found in marks.items():
         average = found.pop("weight_bits") / bits
-        percent = 100 * found["bytes"] / size
-        rows.append(
-            {"mark": mark, **found, "percent": percent, "average_bits": average}
-        )
+        shares = {"percent": 100 * found["bytes"] / size, "average_bits": average}
+        rows.append({"mark": mark, **found, **shares})
     return rows
 
 
 def _uniform(problem: Problem, wanted: Choice) -> dict[str, float]:
     """Return the costs when each unit gets one choice, or the nearest allowed."""
-    distance = np.array(
-        [
-            64 * abs(choice.weight - wanted.weight)
-            + abs(choice.activation - wanted.activation)
-            for choice in problem.choices
-        ]
-    )
+    weight, activation = np.abs(np.array(problem.choices) - np.array(wanted)).T
+    distance = 64 * weight + activation
     far = np.iinfo(np.int64).max
     columns = np.where(problem.allowed, distance, far).argmin(axis=1)
     rows = np.arange(len(columns))
@@ -255,65 +234,42 @@ def scores(output: OutputOptions) -> None:
             {"name": name, **score.needs._asdict(), "summary": score.summary}
             for name, score in known.items()
         ]
+        needs = [[k for k in ("gradients", "labels") if row[k]] for row in rows]
+        passes = [row["passes"] for row in rows]
         columns = [
             Column("score", list(known), "left"),
-            Column("needs", [_needed(score) for score in known.values()], "left"),
-            Column(
-                "forward passes",
-                [score.needs.passes for score in known.values()],
-                "left",
-                shorten=True,
-            ),
-            Column("", [score.summary for score in known.values()], "left", rank=1),
+            Column("needs", [", ".join(names) or "-" for names in needs], "left"),
+            Column("forward passes", passes, "left", shorten=True),
+            Column("", [row["summary"] for row in rows], "left", rank=1),
         ]
         line = ", ".join(SCORES)
         render(View(rows, line, lambda width: [fitted(columns, width)]), console)
-
-
-def _needed(score: Any) -> str:
-    names = [name for name in ("gradients", "labels") if getattr(score.needs, name)]
-    return ", ".join(names) or "-"
 
 
 @dataclass(frozen=True, kw_only=True)
 class AuditOptions:
     """What is measured, and where it goes."""
 
-    samples: int = option(
-        256, "NUMBER", "Inputs that scores and calibration see. Default: 256.", min=2
-    )
-    held_out: int = option(
-        256, "NUMBER", "Further inputs to judge by. Default: 256.", min=2
-    )
+    samples: int = number(256, "Inputs that scores and calibration see.", least=2)
+    held_out: int = number(256, "Further inputs to judge by.", least=2)
     eval_data: str | None = option(
         None, "SOURCE", "Labelled images, for top-1 beside the divergence."
     )
-    limit: int | None = option(
-        None, "NUMBER", "Use only this many labelled images. Default: all.", min=1
+    limit: int | None = number(
+        None, "Use only this many labelled images. Default: all."
     )
-    allocations: int = option(
-        AuditConfig.allocations,
-        "NUMBER",
-        f"Random allocations. Default: {AuditConfig.allocations}.",
-        min=3,
-    )
+    allocations: int = number(AuditConfig.allocations, "Random allocations.", least=3)
     scores: str = option(
         "all", "NAMES", "Scores to audit, joined by commas. Default: all."
     )
     reconstruct: int = option(
         0, "STEPS", "Learning steps per block for each allocation. Default: 0.", min=0
     )
-    folder: Path | None = option(
-        None, "DIR", "Write audit.json and report.html there.", "--output", "-o"
-    )
+    folder: Path | None = output_path("Write audit.json and report.html there.", "DIR")
     resume: bool = flag("Continue an audit that was stopped; needs -o.", "--resume")
 
     def config(self, planning: PlanOptions, seed: int) -> AuditConfig:
-        """Return the settings of an audit.
-
-        Raises:
-            ValueError: There is no such score.
-        """
+        """Return the settings of an audit."""
         names = tuple(SCORES) if self.scores == "all" else self.scores.split(",")
         for name in names:
             if name not in SCORES:
@@ -330,11 +286,7 @@ class AuditOptions:
         )
 
     def checkpoint(self) -> Path | None:
-        """Return where measurements are kept while it runs.
-
-        Raises:
-            CheckpointError: A stopped audit is there, or is not, against ``--resume``.
-        """
+        """Return where measurements are kept while it runs."""
         path = None if self.folder is None else self.folder / "measured.json"
         there = path is not None and path.exists()
         if self.resume and not there:
@@ -395,10 +347,10 @@ def audit(
             plan = work.plan(wanted, config.plan)
             with whole_folder(options.folder) as unfinished:
                 write_result(unfinished / "audit.json", found.to_json())
-                page, sections = unfinished / "report.html", audit_sections(found)
+                page, sections = unfinished / REPORT, audit_sections(found)
                 write_report(page, plan, results=sections, title=model.name)
             checkpoint.unlink(missing_ok=True)
-            written = [str(options.folder / n) for n in ("audit.json", "report.html")]
+            written = [str(options.folder / name) for name in ("audit.json", REPORT)]
         render(audit_view(found, written), console)
 
 

@@ -91,7 +91,7 @@ def number(default: Any, text: str, least: int | None = 1) -> Any:
     return option(default, "NUMBER", told, min=least)
 
 
-def output(text: str, metavar: str = "FILE", default: Any = None) -> Any:
+def output_path(text: str, metavar: str = "FILE", default: Any = None) -> Any:
     """Return the option for what is written."""
     return option(default, metavar, text, "--output", "-o")
 

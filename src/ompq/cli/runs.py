@@ -22,18 +22,21 @@ from ompq.cli.options import (
     OutputOptions,
     check_folder,
     flag,
+    number,
     one_of,
     option,
+    output_path,
 )
 from ompq.cli.settings import (
     DataOptions,
     NetworkOptions,
     PlanOptions,
     RefineOptions,
+    provenance,
     read_samples,
     sample_count,
 )
-from ompq.cli.views import facts, time_line, totals, used, warning
+from ompq.cli.views import accuracy_text, facts, time_line, totals, used, warning
 from ompq.costs import digits
 from ompq.datasets.images import image_views
 from ompq.datasets.sources import Data
@@ -66,8 +69,8 @@ _LIMIT = "Use only this many images, spread over the classes. Default: all."
 class RunOptions:
     """What is done, and where it goes."""
 
-    folder: Path = option(
-        REQUIRED, "DIR", "Where plan, network, result and report go.", "--output", "-o"
+    folder: Path = output_path(
+        "Where plan, network, result and report go.", "DIR", REQUIRED
     )
     budget: str | None = option(
         None, "BUDGET", "As for ompq plan; not needed with --plan."
@@ -77,30 +80,22 @@ class RunOptions:
         "FILE",
         "Use this plan, or bits copied from a report, instead of a new plan.",
     )
-    samples: int | None = option(
-        None,
-        "NUMBER",
-        f"How many inputs calibrate. Default: {CALIBRATION}, or all.",
-        min=2,
+    samples: int | None = number(
+        None, f"How many inputs calibrate. Default: {CALIBRATION}, or all.", least=2
     )
-    views: int = option(
+    views: int = number(
         1,
-        "NUMBER",
         "Versions of each image to learn from: itself and mirrored, shifted "
-        "copies. 8 to 16 help with fewer than 200 images. Default: 1.",
-        min=1,
+        "copies. 8 to 16 help with fewer than 200 images.",
     )
-    iterations: int | None = option(
-        None,
-        "NUMBER",
-        f"Learning steps per block. Default: {RoundingConfig.iterations}.",
-        min=1,
+    iterations: int | None = number(
+        None, f"Learning steps per block. Default: {RoundingConfig.iterations}."
     )
     no_reconstruct: bool = flag("Round to nearest; learn nothing.", "--no-reconstruct")
     eval_data: str | None = option(
         None, "SOURCE", "Labelled images to measure accuracy on, as ompq evaluate."
     )
-    limit: int | None = option(None, "NUMBER", _LIMIT, min=1)
+    limit: int | None = number(None, _LIMIT)
     resume: bool = flag("Continue a run that was stopped.", "--resume")
 
     @property
@@ -124,16 +119,19 @@ class RunOptions:
         kept = (self.training, self.start, self.checkpoint)
         return next((path for path in kept if path.exists()), None)
 
+    @property
+    def steps(self) -> int:
+        """Learning steps per block."""
+        return (
+            0 if self.no_reconstruct else self.iterations or RoundingConfig.iterations
+        )
+
     def calibration_count(self, inputs: Data) -> int:
         """Return how many inputs calibrate."""
         return self.samples or min(CALIBRATION, len(inputs))
 
     def check(self, planning: PlanOptions, refining: RefineOptions) -> None:
-        """Refuse options that contradict each other.
-
-        Raises:
-            ValueError: Some do.
-        """
+        """Refuse options that contradict each other."""
         deciding = [*(["--budget"] if self.budget else []), *planning.typed()]
         deciding += ["--refine"] if refining.refine else []
         if self.plan is not None and deciding:
@@ -146,12 +144,7 @@ class RunOptions:
             )
 
     def check_unfinished(self) -> None:
-        """Make sure that a stopped run is continued only if that is wanted.
-
-        Raises:
-            CheckpointError: There is one, and the options do not say to continue; or
-                they do, and there is none.
-        """
+        """Make sure that a stopped run is continued only if that is wanted."""
         if self.resume and not self.started:
             raise CheckpointError(
                 f"{self.folder} has no stopped run; omit --resume to begin one"
@@ -163,11 +156,7 @@ class RunOptions:
             )
 
     def check_budget(self, plan: Plan, begun: Path) -> None:
-        """Make sure that the budget typed, if any, is that of the bits in ``begun``.
-
-        Raises:
-            BudgetError: It is another.
-        """
+        """Make sure that the budget typed, if any, is that of the bits in ``begun``."""
         wanted = None if self.budget is None else Budget.of(self.budget)
         if wanted is not None and str(wanted) != str(plan.budget):
             raise BudgetError(
@@ -178,16 +167,15 @@ class RunOptions:
     def bits_source(self) -> Plan | Allocation | Budget:
         """Return what decides on the bits: a plan, bits, or a budget to plan for."""
         self.check_unfinished()
-        wanted = None if self.budget is None else Budget.of(self.budget)
         if self.plan is not None:
             return read_bits(self.plan)
         if self.started:
             plan = Plan.load(self.folder / PLAN)
             self.check_budget(plan, self.folder)
             return plan
-        if wanted is None:
+        if self.budget is None:
             raise BudgetError("no budget: give --budget, for example 4.0MiB, or --plan")
-        return wanted
+        return Budget.of(self.budget)
 
 
 @contextmanager
@@ -201,21 +189,18 @@ def run_folder(run: RunOptions, console: Console) -> Iterator[None]:
         if run.started is None:
             raise
         if _is_main():
+            # A process of torchrun does not know what started it.
+            again = "the command that started all processes, with --resume added"
+            if "RANK" not in os.environ:
+                typed = [word for word in sys.argv[1:] if word != "--resume"]
+                again = shlex.join(["ompq", *typed, "--resume"])
             say(console.err, f"stopped; progress is kept in {run.started}")
-            say(console.err, f"continue with: {_again()}")
+            say(console.err, f"continue with: {again}")
         raise typer.Exit(130) from None
     finally:
         if new:
             with suppress(OSError):  # it holds something
                 run.folder.rmdir()
-
-
-def _again() -> str:
-    """Return the command that continues this one."""
-    if "RANK" in os.environ:  # this process does not know what started it
-        return "the command that started all processes, with --resume added"
-    typed = [word for word in sys.argv[1:] if word != "--resume"]
-    return shlex.join(["ompq", *typed, "--resume"])
 
 
 def _is_main() -> bool:
@@ -255,10 +240,9 @@ def quantize(
         samples = read_samples(inputs, run.calibration_count(inputs), console)
         work = Workflow(model.module, samples, console.stages)
         plan, made = _quantized(work, source, inputs, run, planning, refining)
-        steps = 0 if run.no_reconstruct else _rounding(run).iterations
-        about = _about(model, inputs, run, samples=len(samples), iterations=steps)
-        outcome = work.outcome(made, plan, judged, about)
-        _finish(outcome, run, console)
+        more = {"samples": len(samples), "iterations": run.steps}
+        about = provenance(inputs, eval_data=run.eval_data, **more)
+        _finish(work.outcome(made, plan, judged, about), run, console)
         run.checkpoint.unlink(missing_ok=True)
 
 
@@ -271,42 +255,17 @@ def _quantized(
     refining: RefineOptions,
 ) -> tuple[Plan, nn.Module]:
     """Plan, quantize and, unless the options say otherwise, reconstruct."""
-    seed = inputs.seed
-    plan = work.plan(
-        source,
-        planning.config(),
-        count=sample_count(inputs.model.name, None, planning.protocol),
-        refinement=refining.config(seed),
-    )
-    views = image_views(work.samples, run.views, seed=seed)
-    work = replace(work, samples=views)
+    seed, count = inputs.seed, sample_count(inputs.model.name, None, planning.protocol)
+    refinement = refining.config(seed)
+    plan = work.plan(source, planning.config(), count=count, refinement=refinement)
+    work = replace(work, samples=image_views(work.samples, run.views, seed=seed))
     rounded = work.quantize(plan)
     if run.no_reconstruct:
         return plan, rounded
     plan.save(run.folder / PLAN)  # a run that is stopped continues with it
-    config = ReconstructConfig(rounding=_rounding(run), seed=seed)
+    rounding = RoundingConfig(iterations=run.steps)
+    config = ReconstructConfig(rounding=rounding, seed=seed)
     return plan, work.reconstruct(rounded, config, checkpoint=run.checkpoint)
-
-
-def _rounding(run: RunOptions) -> RoundingConfig:
-    if run.iterations is None:
-        return RoundingConfig()
-    return RoundingConfig(iterations=run.iterations)
-
-
-def _about(
-    model: NamedModel, inputs: Data, run: RunOptions, **numbers: int
-) -> dict[str, Any]:
-    """Return what a result says about how it came about."""
-    return {
-        "network": model.name,
-        "weights": model.weights,
-        "data": inputs.name,
-        "eval_data": run.eval_data,
-        **numbers,
-        "seed": inputs.seed,
-        "device": str(model_device(model.module)),
-    }
 
 
 def _finish(outcome: Outcome, run: RunOptions, console: Console) -> None:
@@ -331,17 +290,6 @@ def outcome_view(made: Outcome, folder: Path, files: Sequence[str]) -> View:
     line = f"{folder}: {'; '.join(used(made.plan))}{accuracy}"
     shown = [facts(rows), *warning(made.about, "the results")]
     return View(data, line, lambda _width: shown)
-
-
-def accuracy_text(found: Evaluation) -> str:
-    """Return top-1 with its interval.
-
-    Example:
-        ``71.39 % (69.58 to 73.13) of 2,500 images``
-    """
-    low, high = (100 * limit for limit in found.interval)
-    interval = f"({low:.2f} to {high:.2f})"
-    return f"{100 * found.top1:.2f} % {interval} of {found.count:,} images"
 
 
 def _error_rows(errors: Sequence[BlockError]) -> list[tuple[str, str]]:
@@ -390,17 +338,14 @@ class TrainOptions:
         "SOURCE",
         "Labelled images that decide which epoch is kept. Default: keep the last.",
     )
-    epochs: int | None = option(
-        None, "NUMBER", f"Passes over the data. Default: {TrainConfig.epochs}.", min=1
+    epochs: int | None = number(
+        None, f"Passes over the data. Default: {TrainConfig.epochs}."
     )
-    batch_size: int | None = option(
-        None,
-        "NUMBER",
-        f"Images per step, over all processes. Default: {TrainConfig.batch_size}.",
-        min=1,
+    batch_size: int | None = number(
+        None, f"Images per step, over all processes. Default: {TrainConfig.batch_size}."
     )
-    learning_rate: float | None = option(
-        None, "NUMBER", f"At the start. Default: {TrainConfig.learning_rate:g}."
+    learning_rate: float | None = number(
+        None, f"At the start. Default: {TrainConfig.learning_rate:g}.", least=None
     )
     settings: list[str] | None = option(
         None,
@@ -411,15 +356,10 @@ class TrainOptions:
     )
 
     def config(self, protocol: str | None, seed: int) -> TrainConfig:
-        """Return the settings of a training: the protocol's, and what was typed.
-
-        Raises:
-            ValueError: There is no such setting, or it cannot have that value.
-        """
+        """Return the settings of a training: the protocol's, and what was typed."""
         base = TRAIN_PROTOCOLS.get(protocol or "", TrainConfig())
         names = ("epochs", "batch_size", "learning_rate")
-        typed = {name: getattr(self, name) for name in names}
-        given = {name: value for name, value in typed.items() if value is not None}
+        given = {k: v for k in names if (v := getattr(self, k)) is not None}
         known = [field.name for field in fields(TrainConfig) if field.name != "seed"]
         for text in self.settings or ():
             name, equals, value = text.partition("=")
@@ -492,7 +432,7 @@ def train(
             )
         if _is_main():
             work = Workflow(model.module, samples, console.stages)
-            about = _about(model, inputs, run, epochs=config.epochs)
+            about = provenance(inputs, eval_data=run.eval_data, epochs=config.epochs)
             _finish(work.outcome(made, plan, judged, about), run, console)
 
 
@@ -521,10 +461,9 @@ def _prepare(
     console: Console,
 ) -> None:
     """Quantize, and write what all processes, and a resumed run, start from."""
-    source = run.bits_source()
+    source, model = run.bits_source(), inputs.model
     if run.start.exists():
         return
-    model = inputs.model
     samples = read_samples(inputs, run.calibration_count(inputs), console)
     work = Workflow(model.module, samples, console.stages)
     plan, made = _quantized(work, source, inputs, run, planning, refining)
@@ -536,11 +475,7 @@ def _prepare(
 def _begin(
     training: TrainOptions, run: RunOptions, model: NamedModel
 ) -> tuple[Plan, nn.Module]:
-    """Return the plan and the network to start from, once they are there.
-
-    Raises:
-        PlanError: There is no plan, or it is that of another network.
-    """
+    """Return the plan and the network to start from, once they are there."""
     path = training.start or run.start
     while path == run.start and not path.exists():
         time.sleep(0.5)  # the first process is at it; if it fails, all are ended
@@ -576,8 +511,8 @@ def evaluate(
         "what computes a packed network: PyTorch, or integers alone on the CPU, "
         "which is slow. Default: simulated.",
     ),
-    limit: int | None = option(None, "NUMBER", _LIMIT, min=1),
-    batch_size: int = option(64, "NUMBER", "Images per batch. Default: 64.", min=1),
+    limit: int | None = number(None, _LIMIT),
+    batch_size: int = number(64, "Images per batch."),
 ) -> None:
     """Measure a network's accuracy, with its 95 % interval.
 

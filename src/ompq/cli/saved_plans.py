@@ -18,17 +18,12 @@ from ompq.cli.options import (
     argument,
     check_folder,
     check_writable,
+    number,
     one_of,
     option,
+    output_path,
 )
-from ompq.cli.views import (
-    Column,
-    as_budget,
-    fitted,
-    operation_budgets,
-    plan_view,
-    size_budgets,
-)
+from ompq.cli.views import Column, cost_columns, fitted, plan_view, top1_text
 from ompq.costs import counted, digits, in_bytes
 from ompq.errors import PlanError
 from ompq.evaluation import Evaluation
@@ -43,6 +38,7 @@ from ompq.report import (
     write_report,
 )
 from ompq.samples import Progress
+from ompq.workflow import PLAN, RESULT
 
 # A cost → what its curve is sorted by; average bits follow the sum of bits.
 _COSTS = {
@@ -57,7 +53,7 @@ def replan(
     file: PlanFile,
     output: OutputOptions,
     budget: BudgetOption,
-    target: Path | None = option(None, "FILE", "Save the plan.", "--output", "-o"),
+    target: Path | None = output_path("Save the plan."),
 ) -> None:
     """Solve a saved plan for another budget, without the network.
 
@@ -100,22 +96,22 @@ def explain(
     with opened(output) as console:
         plan = Plan.load(file)
         found = [plan.explain(name) for name in select(plan.graph.names, unit)]
-        rows = [asdict(one, dict_factory=_with_names) for one in found]
-        data = [{k: v for k, v in row.items() if k != "text"} for row in rows]
+        data = [asdict(one, dict_factory=_with_names) for one in found]
         line = "\n".join(f"{one.unit}: {one.choice}" for one in found)
         text = "\n\n".join(str(one) for one in found)
         render(View(data, line, lambda _width: [text]), console)
 
 
 def _with_names(items: list[tuple[str, Any]]) -> dict[str, Any]:
-    # A choice would become a list; its name says more.
-    return {k: str(v) if isinstance(v, Choice) else v for k, v in items}
+    # A choice would become a list; its name says more. The text is for people.
+    names = {k: str(v) if isinstance(v, Choice) else v for k, v in items}
+    return {k: v for k, v in names.items() if k != "text"}
 
 
 def pareto(
     file: PlanFile,
     output: OutputOptions,
-    points: int = option(20, "NUMBER", "How many steps. Default: 20.", min=2),
+    points: int = number(20, "How many steps.", least=2),
     cost: str = one_of("bytes", _COSTS, "what is limited. Default: bytes."),
 ) -> None:
     """Show damage against size, step by step.
@@ -156,17 +152,14 @@ def pareto_row(plan: Plan) -> dict[str, Any]:
 def pareto_view(cost: str, rows: Sequence[Mapping[str, Any]]) -> View:
     """Return the curve; its bars grow with the logarithm of the damage."""
     low, high = (f(row["damage"] for row in rows) for f in (min, max))
-    sizes = size_budgets([row["bytes"] for row in rows])
     damages = [digits(row["damage"]) for row in rows]
     columns = [
-        Column("size", sizes),
-        Column("of float", [as_budget(row["percent"], "%") for row in rows], rank=2),
-        Column("average", [as_budget(row["average_bits"], "bits") for row in rows]),
-        Column("BOPs", operation_budgets([row["bit_ops"] for row in rows]), rank=1),
+        *cost_columns(rows, float_rank=2, ops_rank=1),
         Column("damage", damages),
         Column("", [_bar(row["damage"], low, high) for row in rows], "left", rank=3),
         Column("", ["this plan" if row["this"] else "" for row in rows], "left"),
     ]
+    sizes = columns[0].cells
     line = f"{sizes[0]} to {sizes[-1]}: damage {damages[0]} to {damages[-1]}"
     data = {"cost": cost, "points": rows}
     return View(data, line, lambda width: [fitted(columns, width)])
@@ -185,12 +178,8 @@ def compare(
         list[Path], argument("PLAN", "Two or more plans, or folders of ompq quantize.")
     ],
     output: OutputOptions,
-    page: Path | None = option(
-        None,
-        "FILE",
-        "Write the first plan's report, with the others to compare with.",
-        "--output",
-        "-o",
+    page: Path | None = output_path(
+        "Write the first plan's report, with the others to compare with."
     ),
 ) -> None:
     """Compare plans or results: size, damage, accuracy, bits that differ.
@@ -210,22 +199,15 @@ def compare(
         entries = [Entry.read(source) for source in sources]
         for entry in entries[1:]:
             entry.plan.check_network(entries[0].plan.graph)
-        view = Comparison(entries, page)
         if page is not None:
             with console.stage("writing the report") as progress:
-                view.write(page, progress)
-        render(View(view.data(), view.line(), view.tables), console)
+                write_comparison(page, entries, progress)
+        render(comparison_view(entries, page), console)
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One of the things compared.
-
-    Attributes:
-        name: What it is called in the table.
-        plan: Its bits, and the scores they were chosen by.
-        evaluation: How its network does, where it was measured.
-    """
+    """One of the plans compared, and how its network does, where it was measured."""
 
     name: str
     plan: Plan
@@ -233,30 +215,21 @@ class Entry:
 
     @classmethod
     def read(cls, source: Path) -> "Entry":
-        """Read a plan file, or the plan and the result in a folder.
-
-        Raises:
-            PlanError: There is no plan, or the result cannot be read.
-        """
+        """Read a plan file, or the plan and the result in a folder."""
         if not source.is_dir():
             return cls(str(source), Plan.load(source))
-        plan, result = source / "plan.json", source / "result.json"
-        if not plan.exists():
-            raise PlanError(
-                f"{source} has no plan.json; name a folder of ompq quantize"
-            )
-        loaded = Plan.load(plan)
-        if not result.exists():
-            return cls(str(source), loaded)
+        if not (source / PLAN).exists():
+            raise PlanError(f"{source} has no {PLAN}; name a folder of ompq quantize")
+        plan, result = Plan.load(source / PLAN), source / RESULT
         try:
-            found = read_json(result)["evaluation"]
+            found = read_json(result)["evaluation"] if result.exists() else None
             evaluation = None if found is None else Evaluation.from_json(found)
         except (ValueError, KeyError, TypeError) as error:
             raise PlanError(
                 f"{result} cannot be read as a result: {error!r}. Run ompq quantize "
                 "again, or remove the file"
             ) from error
-        return cls(str(source), loaded, evaluation)
+        return cls(str(source), plan, evaluation)
 
     def damage_by(self, judge: "Entry") -> float | None:
         """Return the damage of these bits by another's score, if it knows them."""
@@ -267,134 +240,103 @@ class Entry:
         columns = [known.index(bits[name]) for name in names]
         return float(judge.plan.scores.damage[np.arange(len(names)), columns].sum())
 
-
-@dataclass(frozen=True)
-class Comparison:
-    """Plans and results side by side.
-
-    Attributes:
-        entries: What is compared.
-        page: The report that was written, if any.
-    """
-
-    entries: Sequence[Entry]
-    page: Path | None = None
-
-    @property
-    def differing(self) -> list[str]:
-        """The units that do not have the same bits everywhere, in order."""
-        return [
-            name
-            for name in self.entries[0].plan.graph.names
-            if len({entry.plan.allocation[name] for entry in self.entries}) > 1
-        ]
-
-    @property
-    def verdict(self) -> str:
-        """How many layers differ."""
-        units = len(self.entries[0].plan.graph)
-        return f"{len(self.differing)} of {units} layers differ in bits"
-
-    def data(self) -> dict[str, Any]:
-        """Return plain data."""
-        plans = [
-            {
-                "name": entry.name,
-                "hash": entry.plan.hash,
-                "budget": str(entry.plan.budget),
-                "score": entry.plan.score_name,
-                "totals": entry.plan.totals,
-                "damage": [entry.damage_by(judge) for judge in self.entries],
-                "evaluation": entry.evaluation and entry.evaluation.to_json(),
-            }
-            for entry in self.entries
-        ]
-        differing = {
-            name: [str(entry.plan.allocation[name]) for entry in self.entries]
-            for name in self.differing
+    def to_json(self, judges: Sequence["Entry"]) -> dict[str, Any]:
+        """Return plain data, with the damage by each judge's score."""
+        return {
+            "name": self.name,
+            "hash": self.plan.hash,
+            "budget": str(self.plan.budget),
+            "score": self.plan.score_name,
+            "totals": self.plan.totals,
+            "damage": [self.damage_by(judge) for judge in judges],
+            "evaluation": self.evaluation and self.evaluation.to_json(),
         }
-        written = None if self.page is None else str(self.page)
-        return {"plans": plans, "differing": differing, "written": written}
-
-    def line(self) -> str:
-        """Return how many layers differ, and the sizes."""
-        sizes = [f"{e.name} {in_bytes(e.plan.totals['bytes'])}" for e in self.entries]
-        return f"{self.verdict}; {', '.join(sizes)}"
-
-    def tables(self, width: int) -> list[RenderableType]:
-        """Return costs and quality of each entry, then the bits that differ."""
-        shown: list[RenderableType] = [self._totals(width), ""]
-        if self.differing:
-            shown += [self._bits(width), ""]
-        shown.append(self.verdict)
-        if self.page is not None:
-            shown.append(f"{self.page}: open it in a browser")
-        return shown
-
-    def _totals(self, width: int) -> RenderableType:
-        entries = self.entries
-        plans = [entry.plan for entry in entries]
-        columns = [
-            Column("", [str(number) for number in range(1, len(entries) + 1)]),
-            Column("plan", [entry.name for entry in entries], "left", shorten=True),
-            Column("budget", [str(plan.budget) for plan in plans], rank=3),
-            Column("size", [in_bytes(plan.totals["bytes"]) for plan in plans]),
-            Column("bits", [f"{plan.totals['average_bits']:.3f}" for plan in plans]),
-            Column("BOPs", [counted(plan.totals["bit_ops"]) for plan in plans], rank=2),
-        ]
-        for number, judge in enumerate(entries, 1):
-            found = [entry.damage_by(judge) for entry in entries]
-            cells = ["-" if one is None else digits(one) for one in found]
-            columns.append(Column(f"damage by {number}", cells, rank=1))
-        if any(entry.evaluation for entry in entries):
-            columns.append(Column("top-1", [_top1(one.evaluation) for one in entries]))
-            cells = [_against(entry, entries[0]) for entry in entries]
-            columns.append(Column("against 1", cells, rank=4))
-        return fitted(columns, width)
-
-    def _bits(self, width: int) -> RenderableType:
-        names = self.differing
-        units = [self.entries[0].plan.graph[name] for name in names]
-        bits = [[one.plan.allocation[name] for name in names] for one in self.entries]
-        one_width = len({choice.activation for row in bits for choice in row}) == 1
-        columns = [
-            Column("layer", names, "left", shorten=True),
-            Column("kind", [unit.kind for unit in units], "left", rank=2),
-            Column("weights", [counted(unit.weights) for unit in units], rank=1),
-        ]
-        for number, row in enumerate(bits, 1):
-            cells = [str(choice.weight) if one_width else str(choice) for choice in row]
-            columns.append(Column(f"bits of {number}", cells))
-        return fitted(columns, width)
-
-    def write(self, page: Path, progress: Progress) -> None:
-        """Write the first plan's report, with the others to compare with."""
-        first, *rest = self.entries
-        sections = [
-            Accuracy(one.name, found.top1, *found.interval, found.count, size)
-            for one in self.entries
-            if (found := one.evaluation) and (size := one.plan.totals["bytes"])
-        ]
-        others = {
-            one.name: replace(first.plan, allocation=one.plan.allocation)
-            for one in rest
-            if one.damage_by(first) is not None
-        }
-        write_report(
-            page,
-            first.plan,
-            results=sections,
-            title=" and ".join(entry.name for entry in self.entries),
-            others=others,
-            progress=progress,
-        )
 
 
-def _top1(found: Evaluation | None) -> str:
-    if found is None:
-        return "-"
-    low, high = (100 * end for end in found.interval)
-    return f"{100 * found.top1:.2f} % ({low:.2f} to {high:.2f})"
+def comparison_view(entries: Sequence[Entry], page: Path | None) -> View:
+    """Return costs and quality of each entry, and the bits that differ."""
+    names, bits = entries[0].plan.graph.names, [e.plan.allocation for e in entries]
+    differing = {
+        name: [one[name] for one in bits]
+        for name in names
+        if len({one[name] for one in bits}) > 1
+    }
+    verdict = f"{len(differing)} of {len(names)} layers differ in bits"
+    sizes = [f"{one.name} {in_bytes(one.plan.totals['bytes'])}" for one in entries]
+    data = {
+        "plans": [entry.to_json(entries) for entry in entries],
+        "differing": {name: [*map(str, row)] for name, row in differing.items()},
+        "written": None if page is None else str(page),
+    }
+
+    def tables(width: int) -> list[RenderableType]:
+        bits = [_bits_table(entries[0], differing, width), ""] if differing else []
+        written = [] if page is None else [f"{page}: open it in a browser"]
+        return [_totals_table(entries, width), "", *bits, verdict, *written]
+
+    return View(data, f"{verdict}; {', '.join(sizes)}", tables)
+
+
+def _totals_table(entries: Sequence[Entry], width: int) -> RenderableType:
+    plans = [entry.plan for entry in entries]
+    columns = [
+        Column("", [str(number) for number in range(1, len(entries) + 1)]),
+        Column("plan", [entry.name for entry in entries], "left", shorten=True),
+        Column("budget", [str(plan.budget) for plan in plans], rank=3),
+        Column("size", [in_bytes(plan.totals["bytes"]) for plan in plans]),
+        Column("bits", [f"{plan.totals['average_bits']:.3f}" for plan in plans]),
+        Column("BOPs", [counted(plan.totals["bit_ops"]) for plan in plans], rank=2),
+    ]
+    for place, judge in enumerate(entries, 1):
+        found = [entry.damage_by(judge) for entry in entries]
+        cells = ["-" if one is None else digits(one) for one in found]
+        columns.append(Column(f"damage by {place}", cells, rank=1))
+    if any(entry.evaluation for entry in entries):
+        found_top1 = [one.evaluation and top1_text(one.evaluation) for one in entries]
+        columns.append(Column("top-1", [text or "-" for text in found_top1]))
+        cells = [_against(entry, entries[0]) for entry in entries]
+        columns.append(Column("against 1", cells, rank=4))
+    return fitted(columns, width)
+
+
+def _bits_table(
+    first: Entry, differing: Mapping[str, Sequence[Choice]], width: int
+) -> RenderableType:
+    units = [first.plan.graph[name] for name in differing]
+    every = [choice for row in differing.values() for choice in row]
+    one_width = len({choice.activation for choice in every}) == 1
+    columns = [
+        Column("layer", list(differing), "left", shorten=True),
+        Column("kind", [unit.kind for unit in units], "left", rank=2),
+        Column("weights", [counted(unit.weights) for unit in units], rank=1),
+    ]
+    for place, column in enumerate(zip(*differing.values(), strict=True), 1):
+        cells = [str(bits.weight) if one_width else str(bits) for bits in column]
+        columns.append(Column(f"bits of {place}", cells))
+    return fitted(columns, width)
+
+
+def write_comparison(page: Path, entries: Sequence[Entry], progress: Progress) -> None:
+    """Write the first plan's report, with the others to compare with."""
+    first, *rest = entries
+    sections = [
+        Accuracy(one.name, found.top1, *found.interval, found.count, size)
+        for one in entries
+        if (found := one.evaluation) and (size := one.plan.totals["bytes"])
+    ]
+    others = {
+        one.name: replace(first.plan, allocation=one.plan.allocation)
+        for one in rest
+        if one.damage_by(first) is not None
+    }
+    write_report(
+        page,
+        first.plan,
+        results=sections,
+        title=" and ".join(entry.name for entry in entries),
+        others=others,
+        progress=progress,
+    )
 
 
 def _against(entry: Entry, first: Entry) -> str:
@@ -409,9 +351,7 @@ def _against(entry: Entry, first: Entry) -> str:
 def report(
     file: PlanFile,
     output: OutputOptions,
-    page: Path | None = option(
-        None, "FILE", "The HTML file to write.", "--output", "-o"
-    ),
+    page: Path | None = output_path("The HTML file to write."),
     figures: Path | None = option(
         None, "DIR", "Write the paper's figures as SVG and PNG as well."
     ),
@@ -451,11 +391,7 @@ def report(
 
 
 def read_sections(path: Path) -> list[Section]:
-    """Read what a report shows besides the plan.
-
-    Raises:
-        PlanError: The file is missing, or is not a result.
-    """
+    """Read what a report shows besides the plan."""
     try:
         data = read_json(path)
         if not isinstance(data, dict) or "sections" not in data:

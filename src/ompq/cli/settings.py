@@ -14,13 +14,14 @@ from torch import Tensor
 
 from ompq.allocation.solver import Method
 from ompq.cli.console import Console
-from ompq.cli.options import REQUIRED, argument, flag, one_of, option
+from ompq.cli.options import REQUIRED, argument, flag, number, one_of, option
 from ompq.costs import FLOAT_BITS, Accounting, load_latency
 from ompq.datasets.sources import Batches, Data, Split, load_data
 from ompq.errors import ScoreError
 from ompq.models import NamedModel, load_model
 from ompq.plans import PLAN_PROTOCOLS, Pin, PlanConfig
 from ompq.refinement import RefineConfig
+from ompq.samples import model_device
 from ompq.scores import SCORES, Score, score_name
 from ompq.targets import included_targets
 from ompq.userfiles import call_user_function, is_user_function, suggestion
@@ -78,11 +79,7 @@ class NetworkOptions:
     )
 
     def load(self, console: Console) -> NamedModel:
-        """Load the network onto its device.
-
-        Raises:
-            ValueError: A GPU is asked for and there is none.
-        """
+        """Load the network onto its device."""
         available = torch.cuda.is_available()
         if self.device == "cuda" and not available:
             raise ValueError("--device cuda: PyTorch finds no GPU; use --device cpu")
@@ -105,20 +102,15 @@ class DataOptions:
         "A folder of images, digits (scikit-learn's), FILE.py:FUNCTION, or "
         "random: noise, to try things out.",
     )
-    seed: int = option(0, "NUMBER", "Decides which images are used. Default: 0.")
+    seed: int = number(0, "Decides which images are used.", least=None)
     skip_unreadable: bool = flag(
         "Skip broken images instead of stopping.", "--skip-unreadable"
     )
 
     def load(self, model: NamedModel, split: Split) -> Data:
         """Find the data."""
-        return load_data(
-            self.data,
-            model,
-            split=split,
-            seed=self.seed,
-            skip_unreadable=self.skip_unreadable,
-        )
+        seed, skip = self.seed, self.skip_unreadable
+        return load_data(self.data, model, split=split, seed=seed, skip_unreadable=skip)
 
     def labelled(
         self, source: str | None, model: NamedModel, limit: int | None = None
@@ -127,6 +119,14 @@ class DataOptions:
         if source is None:
             return None
         return replace(self, data=source).load(model, "test").batches(limit=limit)
+
+
+def provenance(inputs: Data, **more: Any) -> dict[str, Any]:
+    """Return what a result says about how it came about."""
+    model = inputs.model
+    origin = {"network": model.name, "weights": model.weights, "data": inputs.name}
+    device = str(model_device(model.module))
+    return {**origin, **more, "seed": inputs.seed, "device": device}
 
 
 def read_samples(data: Data, count: int, console: Console) -> Tensor:
@@ -139,11 +139,8 @@ def sample_count(network: str, asked: int | None, protocol: str | None) -> int:
     """Return how many samples a plan is made from."""
     if asked is not None:
         return asked
-    if protocol is not None:
-        for name, count in FEWER_SAMPLES.items():
-            if name in network:
-                return count
-    return SAMPLES
+    fewer = [count for name, count in FEWER_SAMPLES.items() if name in network]
+    return fewer[0] if protocol is not None and fewer else SAMPLES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,13 +208,7 @@ class PlanOptions:
     strict: bool = flag("Make it an error if anything stays float.", "--strict")
 
     def config(self) -> PlanConfig:
-        """Return the settings of a plan: the protocol's, and what was typed besides.
-
-        Raises:
-            ValueError: An option cannot be read.
-            BudgetError: The latency table cannot be read.
-            ScoreError: The user's own score cannot be made.
-        """
+        """Return the settings of a plan: the protocol's, and what was typed besides."""
         base = PLAN_PROTOCOLS[self.protocol] if self.protocol else PlanConfig()
         pins = dict(_pin(text) for text in self.pin or ())
         given: dict[str, Any] = {
@@ -237,9 +228,9 @@ class PlanOptions:
 
     def typed(self) -> list[str]:
         """Return the options that decide on bits and were given, as typed."""
-        settled = ("protocol", "strict")
-        names = [name for name, value in vars(self).items() if value]
-        return [f"--{name.replace('_', '-')}" for name in names if name not in settled]
+        other = ("protocol", "strict")
+        names = [k for k, value in vars(self).items() if value and k not in other]
+        return [f"--{name.replace('_', '-')}" for name in names]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -262,11 +253,7 @@ class RefineOptions:
     )
 
     def config(self, seed: int) -> RefineConfig | None:
-        """Return the settings of a refinement, if one is asked for.
-
-        Raises:
-            ValueError: The limit cannot be read.
-        """
+        """Return the settings of a refinement, if one is asked for."""
         if self.refine is None:
             return None
         match = _LIMIT.fullmatch(self.refine)
@@ -275,11 +262,11 @@ class RefineOptions:
                 f"--refine {self.refine}: give a number of allocations, for example "
                 "20, or a time, for example 90s, 3min or 1h"
             )
-        by: Any = self.refine_by
-        if not match["unit"]:
-            return RefineConfig(count=int(match["number"]), by=by, seed=seed)
-        seconds = float(match["number"]) * _SECONDS[match["unit"]]
-        return RefineConfig(count=_ENDLESS, seconds=seconds, by=by, seed=seed)
+        config = RefineConfig(by=self.refine_by, seed=seed)  # type: ignore[arg-type]
+        number, unit = int(match["number"]), match["unit"]
+        if not unit:
+            return replace(config, count=number)
+        return replace(config, count=_ENDLESS, seconds=float(number * _SECONDS[unit]))
 
 
 def _score(text: str) -> Score | str:

@@ -11,7 +11,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from ompq.cli.console import View, opened, render
-from ompq.cli.options import OutputOptions, check_folder, option
+from ompq.cli.options import OutputOptions, check_folder, number, option, output_path
 from ompq.cli.views import Column, facts, fitted, time_line
 from ompq.costs import in_bytes, percent
 from ompq.demo import DIGITS, NOISY, Demo, DemoConfig, Measured, agreement, run_demo
@@ -29,19 +29,12 @@ def demo(
         "BUDGET",
         f"As for ompq plan. Default: {DemoConfig.budget}.",
     ),
-    folder: Path = option(
-        FOLDER, "DIR", f"Where the files go. Default: {FOLDER}/.", "--output", "-o"
+    folder: Path = output_path(
+        f"Where the files go. Default: {FOLDER}/.", "DIR", FOLDER
     ),
-    iterations: int = option(
-        DemoConfig.iterations,
-        "NUMBER",
-        f"Learning steps per block. Default: {DemoConfig.iterations}.",
-        min=1,
-    ),
-    seed: int = option(
-        DemoConfig.seed,
-        "NUMBER",
-        f"Decides the order of samples and the noise. Default: {DemoConfig.seed}.",
+    iterations: int = number(DemoConfig.iterations, "Learning steps per block."),
+    seed: int = number(
+        DemoConfig.seed, "Decides the order of samples and the noise.", least=None
     ),
 ) -> None:
     """Run the whole path on a small network that comes with ompq.

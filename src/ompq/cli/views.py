@@ -16,6 +16,7 @@ from ompq.cli.console import View, plain
 from ompq.costs import counted, digits, in_bytes, readable
 from ompq.costs import seconds as duration
 from ompq.errors import shortened
+from ompq.evaluation import Evaluation
 from ompq.graph import Skipped
 from ompq.plans import Plan
 from ompq.workflow import plan_summary, unit_rows
@@ -27,21 +28,13 @@ _STAYS_FLOAT = re.compile(r"(?P<kind>\w+) stays float: (?P<count>[\d,]+) paramet
 
 @dataclass(frozen=True)
 class Column:
-    """One column of a table.
-
-    Attributes:
-        title: Its heading.
-        cells: Its text, row by row.
-        justify: ``left`` or ``right``.
-        rank: 0 is never left out; of the others the highest goes first.
-        shorten: Whether its cells may be cut in the middle: names.
-    """
+    """One column of a table."""
 
     title: str
     cells: Sequence[str]
     justify: Literal["left", "right"] = "right"
-    rank: int = 0
-    shorten: bool = False
+    rank: int = 0  # 0 is never left out; of the others the highest goes first
+    shorten: bool = False  # whether cells may be cut in the middle: names
 
     @property
     def width(self) -> int:
@@ -114,6 +107,21 @@ def operation_budgets(numbers: Sequence[float]) -> list[str]:
     return [as_budget(number / factor, unit) for number in numbers]
 
 
+def cost_columns(
+    rows: Sequence[Mapping[str, Any]], *, float_rank: int = 0, ops_rank: int = 0
+) -> list[Column]:
+    """Return size, share of float, average bits and BOPs, each fit for a budget."""
+    shares = [as_budget(row["percent"], "%") for row in rows]
+    averages = [as_budget(row["average_bits"], "bits") for row in rows]
+    operations = [row["bit_ops"] for row in rows]
+    return [
+        Column("size", size_budgets([row["bytes"] for row in rows])),
+        Column("of float", shares, rank=float_rank),
+        Column("average", averages),
+        Column("BOPs", operation_budgets(operations), rank=ops_rank),
+    ]
+
+
 def as_budget(value: float, unit: str) -> str:
     """Return a budget of four digits, rounded up so that it can be met."""
     if value <= 0:
@@ -129,16 +137,21 @@ def time_line(seconds: Mapping[str, float]) -> str:
     return f"{duration(sum(seconds.values()))} ({stages})"
 
 
+def top1_text(found: Evaluation) -> str:
+    """Return top-1 with its interval, as in ``71.39 % (69.58 to 73.13)``."""
+    low, high = (100 * limit for limit in found.interval)
+    return f"{100 * found.top1:.2f} % ({low:.2f} to {high:.2f})"
+
+
+def accuracy_text(found: Evaluation) -> str:
+    """Return top-1 with its interval and the number of images."""
+    return f"{top1_text(found)} of {found.count:,} images"
+
+
 def warning(about: Mapping[str, Any], what: str) -> list[RenderableType]:
     """Return a warning that cannot be overlooked where nothing real was used."""
-    options = [
-        option
-        for option, given in (
-            ("--weights none", about.get("weights") == "none (random)"),
-            ("--data random", about.get("data") == "random"),
-        )
-        if given
-    ]
+    options = ["--weights none"] if about.get("weights") == "none (random)" else []
+    options += ["--data random"] if about.get("data") == "random" else []
     text = f"{' and '.join(options)}: {what} mean nothing; only sizes are real"
     return [Text(text, style="bold yellow")] if options else []
 
@@ -149,14 +162,7 @@ def plan_view(
     seconds: Mapping[str, float],
     file: Path | None = None,
 ) -> View:
-    """Return a plan as ``ompq plan`` and ``ompq replan`` show it.
-
-    Args:
-        plan: The plan.
-        about: Network, weights, data and so on, by name.
-        seconds: Stage → seconds it took.
-        file: Where it was saved.
-    """
+    """Return a plan as ``ompq plan`` and ``ompq replan`` show it."""
     identity = plan.hash if file is None else f"{plan.hash}, saved to {file}"
     data = {
         **about,
@@ -262,12 +268,9 @@ def used(plan: Plan) -> list[str]:
     ):
         if part is not None:
             texts.append(f"{amount:.5g} of {part:g} {unit} ({amount / part:.1%})")
-    for part, name, scale in (
-        (budget.size_mib, "bytes", 2**20),
-        (budget.bit_ops, "bit_ops", 1),
-    ):
+    for part, name in ((budget.size_mib, "bytes"), (budget.bit_ops, "bit_ops")):
         if part is not None:
-            limit = part * scale
+            limit = part * (2**20 if name == "bytes" else 1)
             amount_text, limit_text = readable(costs[name], found[name], limit)
             share = found[name] / limit
             texts.append(f"{amount_text} of {limit_text} ({share:.1%})")
