@@ -17,7 +17,7 @@ from ompq.datasets.sources import load_data
 from ompq.models import load_model
 from ompq.plans import PLAN_PROTOCOLS, Plan, PlanConfig
 from ompq.plans import plan as make_plan
-from ompq.scores import SCORES
+from ompq.reconstruction_score import SCORES
 from ompq.workflow import Stages
 
 NAMES = ["stem", "block.conv1", "block.conv2", "block.shortcut", "fc"]

@@ -30,6 +30,7 @@ ORDER = {
     "reconstruction": "blocks rounding",
     "evaluation": "",
     "measurement": "",
+    "reconstruction_score": "",
     "refinement": "",
     "audits": "",
     "training": "config norms minmax step batches run",

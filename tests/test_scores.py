@@ -11,9 +11,9 @@ from ompq.errors import SampleError, ScoreError, TraceError
 from ompq.graph import Choice, trace
 from ompq.orthogonality import debiased_products, gram_matrix, normalised
 from ompq.ranges import search_weight
+from ompq.reconstruction_score import SCORES
 from ompq.recording import watch
 from ompq.scores import (
-    SCORES,
     Blend,
     Fisher,
     Gradient,
@@ -355,7 +355,9 @@ def test_scores_say_what_they_are_and_need(name):
     assert 10 < len(score.summary) < 60
     assert score.needs.passes
     assert score.needs.labels == hasattr(score, "batches")
-    assert score.needs.gradients == (name in ("fisher", "gradient", "hessian"))
+    assert score.needs.gradients == (
+        name in ("fisher", "gradient", "hessian", "reconstruction")
+    )
 
 
 @pytest.mark.cuda

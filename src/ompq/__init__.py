@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from ompq.quantization import QuantizeConfig, quantization_of, quantize
     from ompq.reconstruction import ReconstructConfig, reconstruct
     from ompq.reconstruction.rounding import RoundingConfig
+    from ompq.reconstruction_score import ReconstructionScore
     from ompq.refinement import RefineConfig, refine
     from ompq.report import Accuracy, worst_histograms, write_figures, write_report
     from ompq.samples import Samples
@@ -63,6 +64,7 @@ _HOMES = {
     "ompq.quantization": "QuantizeConfig quantization_of quantize",
     "ompq.reconstruction": "ReconstructConfig reconstruct",
     "ompq.reconstruction.rounding": "RoundingConfig",
+    "ompq.reconstruction_score": "ReconstructionScore",
     "ompq.refinement": "RefineConfig refine",
     "ompq.report": "Accuracy worst_histograms write_figures write_report",
     "ompq.models": "load_model",
@@ -101,6 +103,7 @@ __all__ = [
     "QuantizeConfig",
     "Random",
     "ReconstructConfig",
+    "ReconstructionScore",
     "RefineConfig",
     "RoundingConfig",
     "Samples",

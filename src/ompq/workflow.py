@@ -37,7 +37,7 @@ from ompq.report import (
 )
 from ompq.report import BlockError as BlockSection
 from ompq.samples import Progress
-from ompq.scores import SCORES, score_name
+from ompq.scores import named_score, score_name
 
 PLAN, PACKED, ONNX = "plan.json", "network.ompq.safetensors", "network.onnx"
 REPORT, RESULT = "report.html", "result.json"
@@ -427,7 +427,7 @@ def _reporting(score: Any, progress: Progress) -> Any:
     def within(done: int, total: int | None, _message: str) -> None:
         progress(done, total, _SCORING)
 
-    known = SCORES.get(score, score) if isinstance(score, str) else score
+    known = named_score(score) if isinstance(score, str) else score
     if not is_dataclass(known) or "progress" not in {f.name for f in fields(known)}:
         return score
     return replace(known, progress=within)  # type: ignore[type-var]

@@ -49,9 +49,9 @@ from ompq.costs import FLOAT_BITS, cost_tables, digits, in_bytes
 from ompq.errors import CheckpointError
 from ompq.graph import Choice, trace
 from ompq.plans import PlanConfig, choice_table, make_problem
+from ompq.reconstruction_score import SCORES
 from ompq.report import audit_sections, write_report
 from ompq.samples import SamplesLike
-from ompq.scores import SCORES
 from ompq.userfiles import suggestion
 from ompq.workflow import REPORT, Workflow, whole_folder, write_result
 

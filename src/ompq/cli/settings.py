@@ -20,9 +20,10 @@ from ompq.datasets.sources import Batches, Data, Split, load_data
 from ompq.errors import ScoreError
 from ompq.models import NamedModel, load_model
 from ompq.plans import PLAN_PROTOCOLS, Pin, PlanConfig
+from ompq.reconstruction_score import SCORES
 from ompq.refinement import RefineConfig
 from ompq.samples import model_device
-from ompq.scores import SCORES, Score, score_name
+from ompq.scores import Score, score_name
 from ompq.targets import included_targets
 from ompq.userfiles import call_user_function, is_user_function, suggestion
 

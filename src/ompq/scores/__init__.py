@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from importlib import import_module
 from typing import Any
 
 from torch import nn
@@ -39,6 +40,7 @@ __all__ = [
     "SmallestFirst",
     "WeightNoise",
     "measure_orm",
+    "named_score",
     "score_name",
     "score_table",
 ]
@@ -57,6 +59,24 @@ SCORES: dict[str, Score] = {
     "smallest_first": SmallestFirst(),
     "weight_noise": WeightNoise(),
 }
+
+
+# A score that quantizes stands below this package, and is imported when it is named.
+_BELOW = {"reconstruction": "ompq.reconstruction_score"}
+
+
+def named_score(name: str) -> Score:
+    """Return the score of a name.
+
+    Raises:
+        ValueError: The name is unknown.
+    """
+    if name in _BELOW:
+        import_module(_BELOW[name])
+    if name not in SCORES:
+        known = ", ".join(dict.fromkeys([*SCORES, *_BELOW]))
+        raise ValueError(f"score={name!r} is unknown; use {known} or a callable")
+    return SCORES[name]
 
 
 def score_name(score: Score | str) -> str:
@@ -90,13 +110,7 @@ def score_table(
         ValueError: The name is unknown.
         ScoreError: The result is no finite table of units × choices.
     """
-    if isinstance(score, str):
-        if score not in SCORES:
-            raise ValueError(
-                f"score={score!r} is unknown; use {', '.join(SCORES)} or a callable"
-            )
-        score = SCORES[score]
-    chosen: Any = score
+    chosen: Any = named_score(score) if isinstance(score, str) else score
     if batches is not None and getattr(chosen, "needs", Needs("")).labels:
         chosen = replace(chosen, batches=batches)
     return checked(chosen(graph, model, Samples.of(samples), choices), graph, choices)

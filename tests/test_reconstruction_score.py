@@ -1,0 +1,67 @@
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+import ompq
+from nets import Chain, images, scenes, seeded
+from ompq.evaluation import kl_divergence, logits_of
+from ompq.graph import Choice
+from ompq.samples import Samples
+from ompq.scores import score_name, score_table
+
+CHOICES = (Choice(2, 4), Choice(3, 8), Choice(32, 32))
+QUICK = ompq.ReconstructionScore(iterations=10, samples=32)
+
+
+@pytest.fixture(scope="module")
+def network():
+    return seeded(Chain())
+
+
+def test_it_is_what_quantize_and_reconstruct_give_for_a_unit_alone(network):
+    told = []
+    score = ompq.ReconstructionScore(10, 32, progress=lambda *step: told.append(step))
+    graph = ompq.trace(network, scenes(40))
+    table = score_table(score, graph, network, scenes(40), CHOICES).damage
+    learned, judges = scenes(40)[:16], Samples.of(scenes(40)[16:32])
+    rounding = ompq.RoundingConfig(iterations=10)
+    for row, name in enumerate(graph.names):
+        for column, choice in enumerate(CHOICES[:2]):
+            bits = dict.fromkeys(graph.names, Choice(32, 32)) | {name: choice}
+            quantized = ompq.quantize(network, ompq.Allocation(bits), learned)
+            config = ompq.ReconstructConfig(rounding=rounding)
+            found = ompq.reconstruct(quantized, network, learned, config)
+            logits = [logits_of(net, judges) for net in (network, found)]
+            divergence = float(kl_divergence(*logits).mean())
+            assert table[row, column] == pytest.approx(divergence, rel=1e-6)
+    assert (table[:, 2] == 0).all()
+    assert (table[:, :2] > 0).all()
+    assert told[-1] == (table.size, table.size, f"reconstructing {graph.names[-1]}")
+    assert len(told) == table.size
+
+
+def test_plans_take_it_by_name_in_a_new_process():
+    code = (
+        "import sys; sys.path.insert(0, 'tests')\n"
+        "import ompq; from nets import Chain, images, seeded\n"
+        "config = ompq.PlanConfig(score='reconstruction', choices=(4,))\n"
+        "print(ompq.plan(seeded(Chain()), images(4), '5bits', config).score_name)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.split() == ["reconstruction"], done.stderr
+    assert score_name(ompq.ReconstructionScore()) == "reconstruction"
+
+
+def test_too_few_samples_are_refused(network):
+    with pytest.raises(ompq.OmpqError, match="1 samples are too few to hold some back"):
+        ompq.plan(network, images(1), "4bits", ompq.PlanConfig(score=QUICK))
+
+
+def test_float_weights_with_quantized_inputs_are_measured_too(network):
+    graph = ompq.trace(network, images(8))
+    choices = (Choice(32, 4), Choice(32, 8))
+    table = score_table(QUICK, graph, network, images(8), choices).damage
+    assert np.isfinite(table).all()
+    assert (table[:, 0] > table[:, 1]).all()
