@@ -11,12 +11,7 @@ from nets import TinyMobileNet, TinyResNet, images, scenes, seeded
 from ompq.allocation.solver import Allocation
 from ompq.graph import Choice, trace
 from ompq.layers import activation_quantizers, quantized_layers
-from ompq.quantization.calibration import (
-    _loss,
-    input_grams,
-    read_ranges,
-    weigh_ranges,
-)
+from ompq.quantization.calibration import _loss, input_grams, read_ranges, weigh_ranges
 from ompq.quantization.sites import find_sites
 from ompq.ranges import (
     FEW_WEIGHTS,

@@ -92,8 +92,7 @@ def test_integers_agree_with_the_simulated_network(name, activation):
 def test_demo_network_keeps_its_accuracy():
     data = demo_data()
     network = finalize(
-        quantized(demo_network(), data.train_images[:64], weight=8),
-        data.train_images,
+        quantized(demo_network(), data.train_images[:64], weight=8), data.train_images
     )
     engine = IntegerNetwork.from_quantized(network, data.train_images)
     batches = [(data.test_images[:150], data.test_targets[:150])]

@@ -270,9 +270,7 @@ def test_layers_that_do_not_saturate_keep_their_bits():
     given = quantized(seeded(TinyMobileNet()), images(16), weight=8)
     network = finalize(given, images())
     for (name, before), after in zip(
-        quantized_layers(given).items(),
-        quantized_layers(network).values(),
-        strict=True,
+        quantized_layers(given).items(), quantized_layers(network).values(), strict=True
     ):
         kept = before.weight.dim() == 2 or before.weight.shape[1] < 4
         assert torch.equal(before.weight_scale, after.weight_scale) == kept, name

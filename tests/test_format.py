@@ -173,10 +173,7 @@ BROKEN = {
         lambda t: unit_changed(t, weight_shape=[-6, 3, 3, 3]),
         "weight_shape must be a whole number",
     ),
-    "huge": (
-        lambda t: unit_changed(t, weight_shape=[6000000] * 3),
-        "weights",
-    ),
+    "huge": (lambda t: unit_changed(t, weight_shape=[6000000] * 3), "weights"),
     "text": (lambda t: unit_changed(t, weight_shape=["a" * 9, 6]), "whole number"),
     "long": (lambda t: unit_changed(t, macs=10**400), "integer of 401 digits"),
     "escape": (lambda t: unit_changed(t, name="\x1b[31mconv"), "not printable"),

@@ -9,14 +9,7 @@ from nets import Chain, TinyMobileNet, TinyResNet, TwoInputs, images, seeded
 from ompq.errors import QuantizationError
 from ompq.integer.arithmetic import CodeGrid
 from ompq.integer.lowering import lower, output_names
-from ompq.integer.operators import (
-    Average,
-    Convolution,
-    Flatten,
-    Product,
-    Quantize,
-    Sum,
-)
+from ompq.integer.operators import Average, Convolution, Flatten, Product, Quantize, Sum
 from ompq.layers import activation_quantizers, quantized_layers
 from quantized import quantized
 

@@ -229,9 +229,7 @@ def test_unknown_name_gets_close_matches(name: str, words: str) -> None:
         load_model(name, "none")
 
 
-def test_users_network_gets_defaults_and_its_own_preprocessing(
-    user_file: Path,
-) -> None:
+def test_users_network_gets_defaults_and_its_own_preprocessing(user_file: Path) -> None:
     plain = load_model(f"{user_file}:plain")
     assert plain.input_shape == (3, 224, 224)
     assert plain.mean == (0.485, 0.456, 0.406)

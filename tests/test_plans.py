@@ -176,10 +176,7 @@ def test_impossible_budget_fails_before_the_samples_are_scored(network):
     [
         ({"choices": ()}, r"choices=\(\) must be bits from 2 to 8"),
         ({"choices": (1, 4)}, "choices=.* must be bits from 2 to 8"),
-        (
-            {"activation_choices": (9,)},
-            "activation_choices=.* must be bits",
-        ),
+        ({"activation_choices": (9,)}, "activation_choices=.* must be bits"),
     ],
 )
 def test_wrong_choices_are_refused(options, words):
@@ -300,11 +297,7 @@ HUGE = int("9" * 400)
             "weight_shape must be a whole number .*, not 'aaaa",
         ),
         (("allocation", "stem"), {"weight": 7, "activation": 8}, "stem none of the 6"),
-        (
-            ("allocation", "more"),
-            {"weight": 4, "activation": 8},
-            "bits for more",
-        ),
+        (("allocation", "more"), {"weight": 4, "activation": 8}, "bits for more"),
         (("allocation",), {"stem": {"weight": 4, "activation": 8}}, "no bits for 6 of"),
     ],
 )

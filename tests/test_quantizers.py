@@ -193,11 +193,7 @@ def gradients(x, scale, limit):
 
 
 def inputs(device="cpu"):
-    tensors = (
-        values(4, 9),
-        torch.full((4, 1), 0.4),
-        torch.tensor(1.2),
-    )
+    tensors = (values(4, 9), torch.full((4, 1), 0.4), torch.tensor(1.2))
     return [t.to(device).requires_grad_() for t in tensors]
 
 

@@ -94,12 +94,7 @@ def test_interrupted_run_continues_to_the_same_result(pair, tmp_path):
     whole = reconstruct(quantized, model, scenes(64), config)
     with pytest.raises(KeyboardInterrupt):
         reconstruct(
-            quantized,
-            model,
-            scenes(64),
-            config,
-            checkpoint=path,
-            progress=at_third,
+            quantized, model, scenes(64), config, checkpoint=path, progress=at_third
         )
     assert path.exists()
     resumed = reconstruct(quantized, model, scenes(64), config, checkpoint=path)

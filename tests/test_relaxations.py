@@ -184,10 +184,7 @@ def test_floor_or_ceiling_without_a_solution_keeps_what_there_is():
 
 def test_affordable_drops_what_fits_nowhere():
     it = program(np.zeros((2, 3)), [[[1, 5, 9], [2, 3, 4]]], [8.0])
-    assert it.affordable().allowed.tolist() == [
-        [True, True, False],
-        [True, True, True],
-    ]
+    assert it.affordable().allowed.tolist() == [[True, True, False], [True, True, True]]
 
 
 def test_core_survives_the_smallest_numbers():

@@ -284,9 +284,7 @@ def test_budgets_that_pull_apart_end_soon(share, monkeypatch):
     sizes = []
     branch = search._branch
     monkeypatch.setattr(
-        search,
-        "_branch",
-        lambda *it: sizes.append(len(it[0].damage)) or branch(*it),
+        search, "_branch", lambda *it: sizes.append(len(it[0].damage)) or branch(*it)
     )
     found = minimum(opposing(53, share))
     assert found.gap < 1e-3

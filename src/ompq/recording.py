@@ -12,14 +12,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
-from ompq.samples import (
-    Batch,
-    attached,
-    call,
-    evaluating,
-    in_this_thread,
-    locked,
-)
+from ompq.samples import Batch, attached, call, evaluating, in_this_thread, locked
 
 Visit = Callable[[int, Any, tuple[Any, ...], dict[str, Any], Any], None]
 Enter = Callable[[str, nn.Module], None]

@@ -171,10 +171,7 @@ class Explanation:
 
 
 def explain(
-    problem: Problem,
-    budget: Budget | str,
-    allocation: Mapping[str, Choice],
-    unit: str,
+    problem: Problem, budget: Budget | str, allocation: Mapping[str, Choice], unit: str
 ) -> Explanation:
     """Explain why a unit got its bits.
 

@@ -29,14 +29,7 @@ from ompq.integer.operators import (
 )
 from ompq.layers import ActivationQuantizer, QuantizedLayer
 from ompq.recording import function_name, tensors_in, watched_modules
-from ompq.samples import (
-    Samples,
-    SamplesLike,
-    call,
-    evaluating,
-    model_device,
-    to_device,
-)
+from ompq.samples import Samples, SamplesLike, call, evaluating, model_device, to_device
 
 INPUT, OUTPUT = "input", "logits"
 # Outputs use 30 bits: finer than any difference that could decide between two classes.

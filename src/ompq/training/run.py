@@ -24,12 +24,7 @@ from ompq.samples import Progress, call, evaluating, first_tensor, model_device
 from ompq.training.batches import Batches, LabelledBatch, checked_length
 from ompq.training.config import TrainConfig
 from ompq.training.minmax import ActivationRanges, WeightRanges
-from ompq.training.norms import (
-    Variances,
-    fold_norms,
-    keep_norms,
-    restore_float_weights,
-)
+from ompq.training.norms import Variances, fold_norms, keep_norms, restore_float_weights
 from ompq.training.step import (
     Gradients,
     Recorded,
