@@ -4,7 +4,7 @@ import torch
 from ompq.models.cifar import CifarResNet, PadShortcut, cifar_resnet18
 
 
-def published_keys(depth: int) -> set[str]:
+def published_keys(depth):
     norm = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
     keys = {"conv1.weight", "linear.weight", "linear.bias"}
     keys |= {f"bn1.{key}" for key in norm}
@@ -17,15 +17,13 @@ def published_keys(depth: int) -> set[str]:
 
 
 @pytest.mark.parametrize(("depth", "parameters"), [(20, 269_722), (56, 853_018)])
-def test_keys_and_parameters_are_those_of_the_published_network(
-    depth: int, parameters: int
-) -> None:
+def test_keys_and_parameters_are_those_of_the_published_network(depth, parameters):
     network = CifarResNet(depth)
     assert set(network.state_dict()) == published_keys(depth)
     assert sum(p.numel() for p in network.parameters()) == parameters
 
 
-def test_shortcut_subsamples_and_pads_channels_on_both_sides() -> None:
+def test_shortcut_subsamples_and_pads_channels_on_both_sides():
     x = torch.arange(2 * 2 * 4 * 4, dtype=torch.float32).view(2, 2, 4, 4)
     y = PadShortcut(4)(x)
     assert y.shape == (2, 6, 2, 2)
@@ -36,7 +34,7 @@ def test_shortcut_subsamples_and_pads_channels_on_both_sides() -> None:
                 assert y[n, :, row, column].tolist() == expected
 
 
-def test_resnet18_keeps_the_resolution_in_its_stem() -> None:
+def test_resnet18_keeps_the_resolution_in_its_stem():
     network = cifar_resnet18().eval()
     with torch.no_grad():
         stem = network.maxpool(network.conv1(torch.zeros(1, 3, 32, 32)))
@@ -45,6 +43,6 @@ def test_resnet18_keeps_the_resolution_in_its_stem() -> None:
     assert logits.shape == (1, 10)
 
 
-def test_depth_that_is_no_6n_plus_2_is_refused() -> None:
+def test_depth_that_is_no_6n_plus_2_is_refused():
     with pytest.raises(ValueError, match="depth=21 is not 6n \\+ 2"):
         CifarResNet(21)

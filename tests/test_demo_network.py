@@ -2,7 +2,6 @@ import runpy
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -26,11 +25,11 @@ SCRIPT = Path(__file__).parents[1] / "scripts" / "train_demo.py"
 
 
 @pytest.fixture(scope="module")
-def script() -> dict[str, Any]:
+def script():
     return runpy.run_path(str(SCRIPT))
 
 
-def test_network_reads_nearly_every_held_out_digit() -> None:
+def test_network_reads_nearly_every_held_out_digit():
     data = demo_data()
     network = demo_network()
     assert not network.training
@@ -40,7 +39,7 @@ def test_network_reads_nearly_every_held_out_digit() -> None:
     assert len(wrong) <= 9  # of 450: 98 %
 
 
-def test_weights_are_small_float_and_finite() -> None:
+def test_weights_are_small_float_and_finite():
     assert DEMO_WEIGHTS.stat().st_size < 1_000_000
     weights = load_file(DEMO_WEIGHTS)
     assert {value.dtype for value in weights.values()} == {torch.float32}
@@ -48,14 +47,14 @@ def test_weights_are_small_float_and_finite() -> None:
     assert 75_000 < sum(p.numel() for p in DemoNetwork().parameters()) < 250_000
 
 
-def test_network_is_the_same_every_time_and_draws_nothing() -> None:
+def test_network_is_the_same_every_time_and_draws_nothing():
     before = torch.random.get_rng_state()
     first, second = demo_network().state_dict(), demo_network().state_dict()
     assert torch.equal(torch.random.get_rng_state(), before)
     assert all(torch.equal(value, second[key]) for key, value in first.items())
 
 
-def test_digits_are_split_once_and_for_all() -> None:
+def test_digits_are_split_once_and_for_all():
     from sklearn.datasets import load_digits
 
     data = demo_data()
@@ -78,9 +77,7 @@ def test_digits_are_split_once_and_for_all() -> None:
     assert data.train_images.max() == 1
 
 
-def test_missing_scikit_learn_says_what_to_install(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_missing_scikit_learn_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
     with pytest.raises(
         MissingExtraError,
@@ -89,7 +86,7 @@ def test_missing_scikit_learn_says_what_to_install(
         demo_data()
 
 
-def test_name_gives_the_trained_network_and_digits_fit_it() -> None:
+def test_name_gives_the_trained_network_and_digits_fit_it():
     model = load_model("ompq:demo")
     assert model.input_shape == (1, 8, 8)
     assert model.weights == "of the package"
@@ -105,7 +102,7 @@ def test_name_gives_the_trained_network_and_digits_fit_it() -> None:
         assert torch.equal(targets, getattr(data, f"{split}_targets"))
 
 
-def test_trace_understands_every_part() -> None:
+def test_trace_understands_every_part():
     network = demo_network()
     graph = trace(network, torch.zeros(2, 1, 8, 8))
     assert graph.skipped == ()
@@ -128,7 +125,7 @@ def test_trace_understands_every_part() -> None:
     }
 
 
-def test_blocks_have_a_shortcut_only_where_shapes_agree() -> None:
+def test_blocks_have_a_shortcut_only_where_shapes_agree():
     x = torch.ones(1, 4, 4, 4)
     for channels, stride, size in ((4, 1, 4), (4, 2, 2), (6, 1, 4)):
         block = InvertedResidual(4, channels, stride=stride).eval()
@@ -138,7 +135,7 @@ def test_blocks_have_a_shortcut_only_where_shapes_agree() -> None:
         assert torch.equal(y, x) if y.shape == x.shape else not y.any()
 
 
-def test_training_follows_its_seed_alone(script: dict[str, Any]) -> None:
+def test_training_follows_its_seed_alone(script):
     whole = demo_data()
     data = replace(
         whole,
@@ -156,7 +153,7 @@ def test_training_follows_its_seed_alone(script: dict[str, Any]) -> None:
     assert not first.training
 
 
-def test_shifting_moves_images_by_at_most_one_pixel(script: dict[str, Any]) -> None:
+def test_shifting_moves_images_by_at_most_one_pixel(script):
     images = demo_data().train_images[:50]
     moved = script["shifted"](images, torch.Generator().manual_seed(0))
     offsets = set()
@@ -172,9 +169,7 @@ def test_shifting_moves_images_by_at_most_one_pixel(script: dict[str, Any]) -> N
     assert len(offsets) == 9
 
 
-def test_script_writes_the_weights(
-    script: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_script_writes_the_weights(script, tmp_path, monkeypatch):
     arguments = ["--output", str(tmp_path / "w.safetensors"), "--epochs", "1"]
     monkeypatch.setattr(sys, "argv", ["train_demo.py", *arguments])
     monkeypatch.setattr(torch, "set_num_threads", lambda _: None)

@@ -1,11 +1,10 @@
 import json
 import math
-from collections.abc import Iterator
 
 import pytest
 import torch
 from scipy.stats import binomtest
-from torch import Tensor, nn
+from torch import nn
 
 from ompq.errors import DataError, ModelError
 from ompq.evaluation import Evaluation, evaluate, wilson_interval
@@ -14,30 +13,28 @@ from ompq.evaluation import Evaluation, evaluate, wilson_interval
 class Table(nn.Module):
     """Logits are the inputs plus a learned offset."""
 
-    def __init__(self, classes: int = 6, scale: float = 0.0) -> None:
+    def __init__(self, classes=6, scale=0.0):
         super().__init__()
         generator = torch.Generator().manual_seed(7)
         offset = scale * torch.randn(classes, generator=generator)
         self.offset = nn.Parameter(offset)
         self.dropout = nn.Dropout(0.5)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.dropout(x) + self.offset
 
 
-def labelled(count: int = 50, classes: int = 6) -> tuple[Tensor, Tensor]:
+def labelled(count=50, classes=6):
     generator = torch.Generator().manual_seed(3)
     logits = torch.randn(count, classes, generator=generator)
     return logits, torch.randint(classes, (count,), generator=generator)
 
 
-def in_batches(
-    inputs: Tensor, targets: Tensor, size: int = 16
-) -> list[tuple[Tensor, Tensor]]:
+def in_batches(inputs, targets, size=16):
     return list(zip(inputs.split(size), targets.split(size), strict=True))
 
 
-def test_accuracy_equals_counting_by_hand() -> None:
+def test_accuracy_equals_counting_by_hand():
     inputs, targets = labelled()
     rows = list(zip(inputs.tolist(), targets.tolist(), strict=True))
     right = [row.index(max(row)) == target for row, target in rows]
@@ -53,7 +50,7 @@ def test_accuracy_equals_counting_by_hand() -> None:
     assert result.drop is None
 
 
-def test_top5_needs_five_classes() -> None:
+def test_top5_needs_five_classes():
     inputs, targets = labelled(classes=4)
     assert evaluate(Table(4), [(inputs, targets)]).top5 is None
     inputs, targets = labelled(classes=5)
@@ -61,7 +58,7 @@ def test_top5_needs_five_classes() -> None:
 
 
 @pytest.mark.parametrize(("right", "count"), [(8, 10), (0, 5), (5, 5), (1800, 2500)])
-def test_interval_is_wilsons(right: int, count: int) -> None:
+def test_interval_is_wilsons(right, count):
     expected = binomtest(right, count).proportion_ci(0.95, method="wilson")
     assert wilson_interval(right, count) == pytest.approx(
         (expected.low, expected.high), abs=1e-12
@@ -69,12 +66,12 @@ def test_interval_is_wilsons(right: int, count: int) -> None:
 
 
 @pytest.mark.parametrize("count", range(1, 50))
-def test_the_interval_holds_the_fraction_at_both_ends(count: int) -> None:
+def test_the_interval_holds_the_fraction_at_both_ends(count):
     assert wilson_interval(0, count)[0] == 0
     assert wilson_interval(count, count)[1] == 1
 
 
-def test_comparison_with_a_reference_equals_loops() -> None:
+def test_comparison_with_a_reference_equals_loops():
     inputs, targets = labelled()
     model, reference = Table(scale=0.5), Table()
     result = evaluate(model, in_batches(inputs, targets), reference=reference)
@@ -96,14 +93,14 @@ def test_comparison_with_a_reference_equals_loops() -> None:
     assert result.drop_error == pytest.approx(math.sqrt(variance / 50))
 
 
-def test_network_agrees_with_itself() -> None:
+def test_network_agrees_with_itself():
     model = Table()
     result = evaluate(model, [labelled()], reference=model)
     assert (result.agreement, result.divergence, result.drop) == (1.0, 0.0, 0.0)
     assert result.drop_error == 0.0
 
 
-def test_drop_between_two_evaluations_is_the_drop_from_the_reference() -> None:
+def test_drop_between_two_evaluations_is_the_drop_from_the_reference():
     batches = in_batches(*labelled())
     model, reference = Table(scale=0.5), Table()
     compared = evaluate(model, batches, reference=reference)
@@ -113,7 +110,7 @@ def test_drop_between_two_evaluations_is_the_drop_from_the_reference() -> None:
     assert error > 0
 
 
-def test_drop_needs_the_same_images() -> None:
+def test_drop_needs_the_same_images():
     inputs, targets = labelled()
     result = evaluate(Table(), [(inputs, targets)])
     fewer = evaluate(Table(), [(inputs[:40], targets[:40])])
@@ -124,7 +121,7 @@ def test_drop_needs_the_same_images() -> None:
         result.drop_from(others)
 
 
-def test_users_metrics_are_averaged_over_images_not_batches() -> None:
+def test_users_metrics_are_averaged_over_images_not_batches():
     inputs, targets = labelled(50)
     result = evaluate(
         Table(),
@@ -147,12 +144,12 @@ def test_users_metrics_are_averaged_over_images_not_batches() -> None:
         ("good", "str"),
     ],
 )
-def test_metric_that_is_no_number_is_named(value, what) -> None:
+def test_metric_that_is_no_number_is_named(value, what):
     with pytest.raises(ValueError, match=f"metric 'mine' returned {what}, not one"):
         evaluate(Table(), [labelled()], metrics={"mine": lambda *_: value})
 
 
-def test_json_round_trip_is_lossless() -> None:
+def test_json_round_trip_is_lossless():
     result = evaluate(
         Table(scale=0.5),
         [labelled()],
@@ -163,7 +160,7 @@ def test_json_round_trip_is_lossless() -> None:
     assert Evaluation.from_json(json.loads(text)) == result
 
 
-def test_network_is_left_as_found() -> None:
+def test_network_is_left_as_found():
     model, reference = Table(), Table()
     model.train()
     model.dropout.eval()
@@ -176,26 +173,26 @@ def test_network_is_left_as_found() -> None:
 
 
 class Wrapped(nn.Module):
-    def __init__(self, wrap: type) -> None:
+    def __init__(self, wrap):
         super().__init__()
         self.wrap = wrap
 
-    def forward(self, x: Tensor) -> object:
+    def forward(self, x):
         return {"logits": x} if self.wrap is dict else (x, "more")
 
 
 @pytest.mark.parametrize("wrap", [dict, tuple])
-def test_outputs_may_be_dicts_and_tuples(wrap: type) -> None:
+def test_outputs_may_be_dicts_and_tuples(wrap):
     result = evaluate(Wrapped(wrap), [labelled()])
     assert result.top1 == evaluate(Table(), [labelled()]).top1
 
 
 class Sum(nn.Module):
-    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+    def forward(self, a, b):
         return a + b
 
 
-def test_inputs_may_be_several_tensors() -> None:
+def test_inputs_may_be_several_tensors():
     inputs, targets = labelled()
     expected = evaluate(Table(), [(inputs, targets)]).top1
     zeros = torch.zeros_like(inputs)
@@ -204,11 +201,11 @@ def test_inputs_may_be_several_tensors() -> None:
     assert evaluate(Sum(), [(named, targets)]).top1 == expected
 
 
-def test_batches_may_be_an_iterator_and_progress_knows_what_is_left() -> None:
+def test_batches_may_be_an_iterator_and_progress_knows_what_is_left():
     batches = in_batches(*labelled(), 25)
     calls: list[tuple[int, int | None, str]] = []
 
-    def generated() -> Iterator[tuple[Tensor, Tensor]]:
+    def generated():
         yield from batches
 
     result = evaluate(Table(), batches, progress=lambda *call: calls.append(call))
@@ -219,7 +216,7 @@ def test_batches_may_be_an_iterator_and_progress_knows_what_is_left() -> None:
     assert [call[:2] for call in calls] == [(1, None), (2, None)]
 
 
-def test_data_loader_works() -> None:
+def test_data_loader_works():
     dataset = torch.utils.data.TensorDataset(*labelled())
     loader = torch.utils.data.DataLoader(dataset, batch_size=20)
     result = evaluate(Table(), loader)
@@ -248,12 +245,12 @@ def test_data_loader_works() -> None:
         ([(torch.zeros(2, 6), torch.tensor([0, -1]))], "target -1 is out of range"),
     ],
 )
-def test_batches_that_cannot_be_used(batches: list[object], words: str) -> None:
+def test_batches_that_cannot_be_used(batches, words):
     with pytest.raises(DataError, match=words):
         evaluate(Table(), batches, progress=lambda *_: None)  # type: ignore[arg-type]
 
 
-def test_outputs_that_are_no_logits() -> None:
+def test_outputs_that_are_no_logits():
     targets = torch.tensor([0, 1])
     with pytest.raises(ModelError, match=r"returned shape \(2, 6, 3, 3\); accuracy"):
         evaluate(nn.Identity(), [(torch.zeros(2, 6, 3, 3), targets)])
@@ -265,7 +262,7 @@ def test_outputs_that_are_no_logits() -> None:
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_devices_agree() -> None:
+def test_devices_agree():
     batches = in_batches(*labelled())
     on_cpu = evaluate(Table(scale=0.5), batches, reference=Table())
     on_gpu = evaluate(Table(scale=0.5).cuda(), batches, reference=Table())

@@ -1,7 +1,6 @@
 """Image files, and augmented views of images."""
 
 import logging
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,16 +14,14 @@ from ompq.errors import DataError, SampleError
 from ompq.models import NamedModel
 
 
-def takes(
-    channels: int = 3, side: int = 8, resize: int | tuple[int, int] = 8
-) -> NamedModel:
+def takes(channels=3, side=8, resize=8):
     values = (0.5,) * channels
     return NamedModel(
         nn.Identity(), "net", (channels, side, side), values, values, resize
     )
 
 
-def picture(path: Path, size: tuple[int, int] = (8, 8), seed: int = 0) -> np.ndarray:
+def picture(path, size=(8, 8), seed=0):
     """Write a lossless image and return its pixels, (height, width, 3)."""
     shape = (size[1], size[0], 3)
     pixels = np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8)
@@ -33,7 +30,7 @@ def picture(path: Path, size: tuple[int, int] = (8, 8), seed: int = 0) -> np.nda
     return pixels
 
 
-def test_class_folders_are_classes_in_sorted_order(tmp_path: Path) -> None:
+def test_class_folders_are_classes_in_sorted_order(tmp_path):
     for name in ("dog/b.png", "dog/a.png", "cat/deeper/c.PNG", ".hidden/d.png"):
         picture(tmp_path / name)
     (tmp_path / "dog" / "notes.txt").touch()
@@ -49,9 +46,7 @@ def test_class_folders_are_classes_in_sorted_order(tmp_path: Path) -> None:
     assert not found.numbered
 
 
-def test_numbered_folders_are_class_indices_though_some_are_missing(
-    tmp_path: Path,
-) -> None:
+def test_numbered_folders_are_class_indices_though_some_are_missing(tmp_path):
     for name in ("0002", "0010", "0000"):
         picture(tmp_path / name / "x.png")
     found = find_images(tmp_path, "test")
@@ -60,7 +55,7 @@ def test_numbered_folders_are_class_indices_though_some_are_missing(
     assert len(found.classes) == 11
 
 
-def test_images_alone_have_no_classes(tmp_path: Path) -> None:
+def test_images_alone_have_no_classes(tmp_path):
     picture(tmp_path / "b.png")
     picture(tmp_path / "a.png")
     found = find_images(tmp_path, "test")
@@ -68,9 +63,7 @@ def test_images_alone_have_no_classes(tmp_path: Path) -> None:
     assert found.targets is None
 
 
-def test_class_without_images_keeps_its_index(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_class_without_images_keeps_its_index(tmp_path, caplog):
     picture(tmp_path / "c" / "x.png")
     (tmp_path / "a").mkdir()
     with caplog.at_level(logging.WARNING):
@@ -80,20 +73,20 @@ def test_class_without_images_keeps_its_index(
 
 
 @pytest.mark.parametrize("name", ["test", "val", "valid", "validation"])
-def test_folder_of_splits_gives_the_one_asked_for(tmp_path: Path, name: str) -> None:
+def test_folder_of_splits_gives_the_one_asked_for(tmp_path, name):
     picture(tmp_path / "train" / "a" / "x.png")
     picture(tmp_path / name / "a" / "y.png")
     assert [f.name for f in find_images(tmp_path, "train").files] == ["x.png"]
     assert [f.name for f in find_images(tmp_path, "test").files] == ["y.png"]
 
 
-def test_split_that_is_not_there(tmp_path: Path) -> None:
+def test_split_that_is_not_there(tmp_path):
     picture(tmp_path / "train" / "a" / "x.png")
     with pytest.raises(DataError, match="has no test images: it holds train"):
         find_images(tmp_path, "test")
 
 
-def test_folders_without_images(tmp_path: Path) -> None:
+def test_folders_without_images(tmp_path):
     with pytest.raises(DataError, match="there is no folder .*nowhere; give a folder"):
         find_images(tmp_path / "nowhere", "test")
     with pytest.raises(DataError, match="holds nothing; give a folder with images"):
@@ -106,27 +99,27 @@ def test_folders_without_images(tmp_path: Path) -> None:
         find_images(tmp_path / "readme.txt", "test")
 
 
-def test_images_beside_class_folders_are_refused(tmp_path: Path) -> None:
+def test_images_beside_class_folders_are_refused(tmp_path):
     picture(tmp_path / "stray.png")
     picture(tmp_path / "cat" / "x.png")
     with pytest.raises(DataError, match="holds 1 images beside class folders"):
         find_images(tmp_path, "test")
 
 
-def test_image_of_the_input_size_is_taken_as_it_is(tmp_path: Path) -> None:
+def test_image_of_the_input_size_is_taken_as_it_is(tmp_path):
     pixels = picture(tmp_path / "x.png")
     decoded = decode(tmp_path / "x.png", takes(resize=16))
     assert decoded.dtype == torch.uint8
     assert np.array_equal(decoded.permute(1, 2, 0).numpy(), pixels)
 
 
-def test_larger_image_is_cropped_at_its_centre(tmp_path: Path) -> None:
+def test_larger_image_is_cropped_at_its_centre(tmp_path):
     pixels = picture(tmp_path / "x.png", (16, 12))
     decoded = decode(tmp_path / "x.png", takes(resize=12))
     assert np.array_equal(decoded.permute(1, 2, 0).numpy(), pixels[2:10, 4:12])
 
 
-def test_image_is_resized_by_its_shorter_side_or_squashed(tmp_path: Path) -> None:
+def test_image_is_resized_by_its_shorter_side_or_squashed(tmp_path):
     picture(tmp_path / "x.png", (40, 20))
     with Image.open(tmp_path / "x.png") as image:
         shorter = image.resize((20, 10), Image.Resampling.BILINEAR).crop((6, 1, 14, 9))
@@ -138,7 +131,7 @@ def test_image_is_resized_by_its_shorter_side_or_squashed(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("mode", ["L", "LA", "RGBA", "P", "1", "CMYK"])
-def test_other_kinds_of_image_become_rgb_or_grey(tmp_path: Path, mode: str) -> None:
+def test_other_kinds_of_image_become_rgb_or_grey(tmp_path, mode):
     pixels = picture(tmp_path / "x.png")
     path = tmp_path / ("y.tif" if mode == "CMYK" else "y.png")
     Image.fromarray(pixels).convert(mode).save(path)
@@ -146,20 +139,20 @@ def test_other_kinds_of_image_become_rgb_or_grey(tmp_path: Path, mode: str) -> N
     assert decode(path, takes(1)).shape == (1, 8, 8)
 
 
-def test_transparent_palette_gives_no_warning(tmp_path: Path) -> None:
+def test_transparent_palette_gives_no_warning(tmp_path):
     image = Image.fromarray(picture(tmp_path / "x.png")).convert("P")
     image.save(tmp_path / "y.png", transparency=bytes(range(256)))
     assert decode(tmp_path / "y.png", takes()).shape == (3, 8, 8)
 
 
-def test_sixteen_bit_image_is_scaled_not_clipped(tmp_path: Path) -> None:
+def test_sixteen_bit_image_is_scaled_not_clipped(tmp_path):
     values = (np.arange(64, dtype=np.uint16) * 1000).reshape(8, 8)
     Image.fromarray(values).save(tmp_path / "x.png")
     decoded = decode(tmp_path / "x.png", takes())
     assert np.abs(decoded[0].numpy() - values / 256).max() <= 1
 
 
-def test_damaged_image_is_named(tmp_path: Path) -> None:
+def test_damaged_image_is_named(tmp_path):
     picture(tmp_path / "x.png", (64, 64))
     data = (tmp_path / "x.png").read_bytes()
     (tmp_path / "cut.png").write_bytes(data[: len(data) // 2])
@@ -175,13 +168,13 @@ def test_damaged_image_is_named(tmp_path: Path) -> None:
         decode(tmp_path / "empty.jpg", takes())
 
 
-def test_network_with_other_channels_cannot_take_images(tmp_path: Path) -> None:
+def test_network_with_other_channels_cannot_take_images(tmp_path):
     picture(tmp_path / "x.png")
     with pytest.raises(DataError, match="net takes 5 channels; images have 1 or 3"):
         decode(tmp_path / "x.png", takes(5))
 
 
-def test_normalisation_is_that_of_the_network() -> None:
+def test_normalisation_is_that_of_the_network():
     model = NamedModel(nn.Identity(), "net", (2, 1, 2), (0.1, 0.2), (0.5, 0.25), 2)
     pixels = torch.tensor([[[[0, 255]], [[51, 102]]]], dtype=torch.uint8)
     expected = [(0 - 0.1) / 0.5, (1 - 0.1) / 0.5, (0.2 - 0.2) / 0.25, 0.2 / 0.25]

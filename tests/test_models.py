@@ -1,6 +1,5 @@
 import logging
 import sys
-from pathlib import Path
 from urllib.error import URLError
 
 import pytest
@@ -58,17 +57,17 @@ def broken():
 
 
 @pytest.fixture
-def user_file(tmp_path: Path) -> Path:
+def user_file(tmp_path):
     path = tmp_path / "mine.py"
     path.write_text(USER_FILE)
     return path
 
 
-def offline(*_: object, **__: object) -> None:
+def offline(*_, **__):
     raise URLError("no network in tests")
 
 
-def test_torchvision_network_takes_weights_from_a_file(tmp_path: Path) -> None:
+def test_torchvision_network_takes_weights_from_a_file(tmp_path):
     source = torchvision.models.squeezenet1_1()
     save_file(source.state_dict(), tmp_path / "w.safetensors")
     model = load_model("torchvision:squeezenet1_1", tmp_path / "w.safetensors")
@@ -82,9 +81,7 @@ def test_torchvision_network_takes_weights_from_a_file(tmp_path: Path) -> None:
     assert model.weights.endswith("w.safetensors")
 
 
-def test_random_weights_are_reproducible_loud_and_leave_the_generator_alone(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_random_weights_are_reproducible_loud_and_leave_the_generator_alone(caplog):
     before = torch.get_rng_state()
     first = load_model("cifar:resnet20", "none")
     assert torch.equal(torch.get_rng_state(), before)
@@ -97,7 +94,7 @@ def test_random_weights_are_reproducible_loud_and_leave_the_generator_alone(
     assert first.weights == "none (random)"
 
 
-def test_cifar_network_loads_strictly_and_describes_its_images(tmp_path: Path) -> None:
+def test_cifar_network_loads_strictly_and_describes_its_images(tmp_path):
     state = CifarResNet(20).state_dict()
     save_file({k: v for k, v in state.items() if "tracked" not in k},
               tmp_path / "w.safetensors")  # fmt: skip
@@ -109,7 +106,7 @@ def test_cifar_network_loads_strictly_and_describes_its_images(tmp_path: Path) -
         load_model("cifar:resnet56", tmp_path / "w.safetensors")
 
 
-def test_networks_of_the_package_without_weights_say_so() -> None:
+def test_networks_of_the_package_without_weights_say_so():
     with pytest.raises(
         ModelError,
         match="cifar:resnet20 has no weights of its own. Pass --weights FILE",
@@ -117,9 +114,7 @@ def test_networks_of_the_package_without_weights_say_so() -> None:
         load_model("cifar:resnet20")
 
 
-def test_networks_of_the_package_may_ship_weights(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_networks_of_the_package_may_ship_weights(tmp_path, monkeypatch):
     source = CifarResNet(8)
     save_file(source.state_dict(), tmp_path / "w.safetensors")
     monkeypatch.setitem(models._BUILTIN, "ompq:demo", lambda: CifarResNet(8))
@@ -129,9 +124,7 @@ def test_networks_of_the_package_may_ship_weights(
     assert model.weights == "of the package"
 
 
-def test_failing_download_is_one_line_that_says_what_to_do(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_failing_download_is_one_line_that_says_what_to_do(monkeypatch):
     monkeypatch.setattr("torchvision.models._api.load_state_dict_from_url", offline)
     with pytest.raises(ModelError, match="Pass --weights FILE or --weights none$") as e:
         load_model("torchvision:squeezenet1_1")
@@ -144,9 +137,7 @@ def test_failing_download_is_one_line_that_says_what_to_do(
         load_model("timm:test_resnet")
 
 
-def test_pretrained_weights_bring_their_own_preprocessing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_pretrained_weights_bring_their_own_preprocessing(monkeypatch):
     state = torchvision.models.mobilenet_v2().state_dict()
     monkeypatch.setattr(
         "torchvision.models._api.load_state_dict_from_url", lambda *_, **__: state
@@ -156,9 +147,7 @@ def test_pretrained_weights_bring_their_own_preprocessing(
     assert model.resize == 232  # the second set of weights was made with 232, not 256
 
 
-def test_networks_are_built_without_network_access(
-    monkeypatch: pytest.MonkeyPatch, user_file: Path
-) -> None:
+def test_networks_are_built_without_network_access(monkeypatch, user_file):
     monkeypatch.setattr("socket.socket", offline)
     monkeypatch.setattr("socket.getaddrinfo", offline)
     for name in ("torchvision:squeezenet1_1", "timm:test_resnet", "cifar:resnet20"):
@@ -166,13 +155,13 @@ def test_networks_are_built_without_network_access(
     load_model(f"{user_file}:plain")
 
 
-def test_googlenet_is_built_as_the_published_weights_need_it() -> None:
+def test_googlenet_is_built_as_the_published_weights_need_it():
     module = load_model("torchvision:googlenet", "none").module
     assert module.transform_input
     assert not any(key.startswith("aux") for key in module.state_dict())
 
 
-def test_timm_network_carries_timms_preprocessing() -> None:
+def test_timm_network_carries_timms_preprocessing():
     model = load_model("timm:test_resnet", "none")
     config = timm.get_pretrained_cfg("test_resnet")
     assert model.input_shape == config.input_size
@@ -182,7 +171,7 @@ def test_timm_network_carries_timms_preprocessing() -> None:
     assert output_count(model) == config.num_classes
 
 
-def test_squashed_images_get_both_sides(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_squashed_images_get_both_sides(monkeypatch):
     config = {
         **timm.data.resolve_data_config({"crop_pct": 0.875}),
         "crop_mode": "squash",
@@ -192,15 +181,13 @@ def test_squashed_images_get_both_sides(monkeypatch: pytest.MonkeyPatch) -> None
     assert model.resize == (256, 256)  # 224 / 0.875
 
 
-def test_timm_that_is_not_installed_names_the_extra(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_timm_that_is_not_installed_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "timm", None)
     with pytest.raises(MissingExtraError, match=r"pip install 'ompq\[timm\]'"):
         load_model("timm:resnet18", "none")
 
 
-def test_timm_network_without_pretrained_weights_says_so() -> None:
+def test_timm_network_without_pretrained_weights_says_so():
     without = next(
         n for n in timm.list_models() if not timm.models.is_model_pretrained(n)
     )
@@ -224,12 +211,12 @@ def test_timm_network_without_pretrained_weights_says_so() -> None:
         ("nowhere.py:make", "there is no file nowhere.py"),
     ],
 )
-def test_unknown_name_gets_close_matches(name: str, words: str) -> None:
+def test_unknown_name_gets_close_matches(name, words):
     with pytest.raises(ModelError, match=words):
         load_model(name, "none")
 
 
-def test_users_network_gets_defaults_and_its_own_preprocessing(user_file: Path) -> None:
+def test_users_network_gets_defaults_and_its_own_preprocessing(user_file):
     plain = load_model(f"{user_file}:plain")
     assert plain.input_shape == (3, 224, 224)
     assert plain.mean == (0.485, 0.456, 0.406)
@@ -253,14 +240,12 @@ def test_users_network_gets_defaults_and_its_own_preprocessing(user_file: Path) 
         ("broken", "has NaN or infinity in 0.weight"),
     ],
 )
-def test_users_network_that_cannot_be_used(
-    user_file: Path, function: str, words: str
-) -> None:
+def test_users_network_that_cannot_be_used(user_file, function, words):
     with pytest.raises(ModelError, match=words):
         load_model(f"{user_file}:{function}")
 
 
-def test_network_that_does_not_take_its_input_shape(tmp_path: Path) -> None:
+def test_network_that_does_not_take_its_input_shape(tmp_path):
     path = tmp_path / "mine.py"
     path.write_text(
         "from torch import nn\n"

@@ -5,7 +5,6 @@ import sys
 import threading
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,7 +12,7 @@ import torch
 from PIL import Image
 from torch import nn
 
-from ompq.datasets.sources import Data, Item, load_data
+from ompq.datasets.sources import Data, load_data
 from ompq.errors import DataError, MissingExtraError, ModelError
 from ompq.models import NamedModel
 
@@ -21,19 +20,19 @@ MODEL = NamedModel(nn.Identity(), "net", (1, 1, 1), (0.5,), (0.5,), 1)
 TARGETS = tuple([0] * 40 + [1] * 10 + [2] * 5)
 
 
-def read(position: int) -> Item:
+def read(position):
     return torch.full((1, 1, 1), float(position)), TARGETS[position]
 
 
 DATA = Data("data", MODEL, len(TARGETS), read, TARGETS, workers=3)
 
 
-def positions(samples: torch.Tensor) -> list[int]:
+def positions(samples):
     return samples.flatten().int().tolist()
 
 
-def unreadable(*bad: int) -> Data:
-    def careful(position: int) -> Item:
+def unreadable(*bad):
+    def careful(position):
         if position in bad:
             raise DataError(f"file{position} cannot be read as an image")
         return read(position)
@@ -41,14 +40,14 @@ def unreadable(*bad: int) -> Data:
     return replace(DATA, read=careful)
 
 
-def test_samples_are_spread_over_the_classes() -> None:
+def test_samples_are_spread_over_the_classes():
     counts = Counter(TARGETS[p] for p in positions(DATA.samples(15)))
     assert counts == {0: 5, 1: 5, 2: 5}
     counts = Counter(TARGETS[p] for p in positions(DATA.samples(31)))
     assert counts == {0: 16, 1: 10, 2: 5}
 
 
-def test_samples_follow_the_seed_and_nothing_else() -> None:
+def test_samples_follow_the_seed_and_nothing_else():
     before = torch.get_rng_state()
     first = positions(DATA.samples(20))
     assert torch.equal(torch.get_rng_state(), before)
@@ -58,19 +57,19 @@ def test_samples_follow_the_seed_and_nothing_else() -> None:
     assert len(set(positions(DATA.samples(55)))) == 55
 
 
-def test_samples_without_classes_are_a_random_choice() -> None:
+def test_samples_without_classes_are_a_random_choice():
     chosen = positions(replace(DATA, targets=None).samples(30))
     assert len(set(chosen)) == 30
     assert chosen != sorted(chosen)
 
 
-def test_progress_counts_the_samples() -> None:
+def test_progress_counts_the_samples():
     calls: list[tuple[int, int | None, str]] = []
     DATA.samples(3, progress=lambda *call: calls.append(call))
     assert calls == [(i, 3, "reading images") for i in (1, 2, 3)]
 
 
-def test_too_few_inputs() -> None:
+def test_too_few_inputs():
     with pytest.raises(DataError, match="data: asked for 64 samples, found 55"):
         DATA.samples(64)
     with pytest.raises(DataError, match="asked for 56 samples, found 55"):
@@ -79,7 +78,7 @@ def test_too_few_inputs() -> None:
         DATA.samples(0)
 
 
-def test_batches_give_everything_in_order_again_and_again() -> None:
+def test_batches_give_everything_in_order_again_and_again():
     batches = DATA.batches(batch_size=16)
     assert len(batches) == 4
     for _ in range(2):
@@ -91,35 +90,33 @@ def test_batches_give_everything_in_order_again_and_again() -> None:
         assert targets.tolist() == list(TARGETS)
 
 
-def test_limited_batches_are_spread_over_the_classes() -> None:
+def test_limited_batches_are_spread_over_the_classes():
     batches = DATA.batches(batch_size=4, limit=6)
     targets = torch.cat([targets for _, targets in batches])
     assert Counter(targets.tolist()) == {0: 2, 1: 2, 2: 2}
 
 
-def test_batches_need_labels_and_a_size() -> None:
+def test_batches_need_labels_and_a_size():
     with pytest.raises(DataError, match="data: no labels here"):
         replace(DATA, label_problem="no labels here").batches()
     with pytest.raises(ValueError, match="batch_size=0 must be at least 1"):
         DATA.batches(batch_size=0)
 
 
-def test_images_are_normalised_in_the_batch() -> None:
+def test_images_are_normalised_in_the_batch():
     image = torch.tensor([[[255]]], dtype=torch.uint8)
     data = replace(DATA, read=lambda position: (image, TARGETS[position]))
     assert data.samples(2).flatten().tolist() == [1.0, 1.0]
 
 
-def test_unreadable_image_is_an_error_unless_told_otherwise() -> None:
+def test_unreadable_image_is_an_error_unless_told_otherwise():
     with pytest.raises(DataError, match="file3 cannot be read as an image"):
         list(unreadable(3).batches(batch_size=2))
     with pytest.raises(DataError, match="file3 cannot be read as an image"):
         unreadable(3).samples(55)
 
 
-def test_unreadable_images_are_skipped_counted_and_named(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_unreadable_images_are_skipped_counted_and_named(caplog):
     data = replace(unreadable(3, 7), skip_unreadable=True)
     with caplog.at_level(logging.WARNING):
         inputs = torch.cat([inputs for inputs, _ in data.batches(batch_size=10)])
@@ -127,7 +124,7 @@ def test_unreadable_images_are_skipped_counted_and_named(
     assert "data: skipped 2 unreadable images: file3 cannot" in caplog.text
 
 
-def test_skipped_samples_are_made_up_for(caplog: pytest.LogCaptureFixture) -> None:
+def test_skipped_samples_are_made_up_for(caplog):
     bad = positions(DATA.samples(5))[2]
     data = replace(unreadable(bad), skip_unreadable=True)
     expected = [p for p in positions(DATA.samples(11)) if p != bad]
@@ -137,10 +134,10 @@ def test_skipped_samples_are_made_up_for(caplog: pytest.LogCaptureFixture) -> No
         data.samples(55)
 
 
-def test_reading_stops_when_the_reader_stops() -> None:
+def test_reading_stops_when_the_reader_stops():
     started: list[int] = []
 
-    def counted(position: int) -> Item:
+    def counted(position):
         started.append(position)
         return read(position)
 
@@ -195,26 +192,26 @@ def words():
 """
 
 
-def network(outputs: int = 10, channels: int = 1, side: int = 8) -> NamedModel:
+def network(outputs=10, channels=1, side=8):
     module = nn.Sequential(nn.Flatten(), nn.Linear(channels * side * side, outputs))
     values = (0.5,) * channels
     shape = (channels, side, side)
     return NamedModel(module.eval(), "net", shape, values, values, side)
 
 
-def picture(path: Path, grey: int) -> None:
+def picture(path, grey):
     path.parent.mkdir(parents=True, exist_ok=True)
     Image.new("RGB", (8, 8), (grey, grey, grey)).save(path)
 
 
 @pytest.fixture
-def user_file(tmp_path: Path) -> Path:
+def user_file(tmp_path):
     path = tmp_path / "mine.py"
     path.write_text(USER_FILE)
     return path
 
 
-def test_folder_of_classes_gives_samples_and_batches(tmp_path: Path) -> None:
+def test_folder_of_classes_gives_samples_and_batches(tmp_path):
     for name, grey in (("0001/x.png", 0), ("0004/x.png", 255), ("0004/y.png", 51)):
         picture(tmp_path / name, grey)
     data = load_data(tmp_path, network(5, 3), workers=2)
@@ -227,7 +224,7 @@ def test_folder_of_classes_gives_samples_and_batches(tmp_path: Path) -> None:
     assert len(data.samples(2)[:, 0, 0, 0].unique()) == 2  # one of each class
 
 
-def test_folder_of_images_alone_gives_samples_only(tmp_path: Path) -> None:
+def test_folder_of_images_alone_gives_samples_only(tmp_path):
     picture(tmp_path / "x.png", 3)
     data = load_data(str(tmp_path), network())
     assert data.samples(1).shape == (1, 1, 8, 8)
@@ -235,9 +232,7 @@ def test_folder_of_images_alone_gives_samples_only(tmp_path: Path) -> None:
         data.batches()
 
 
-def test_unreadable_image_is_named_or_skipped(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_unreadable_image_is_named_or_skipped(tmp_path, caplog):
     picture(tmp_path / "0" / "a.png", 3)
     (tmp_path / "0" / "b.png").write_bytes(b"\x89PNG broken")
     with pytest.raises(DataError, match="b.png cannot be read as an image"):
@@ -247,9 +242,7 @@ def test_unreadable_image_is_named_or_skipped(
     assert "skipped 1 unreadable images" in caplog.text
 
 
-def test_classes_must_fit_the_outputs_for_labels_but_not_for_samples(
-    tmp_path: Path,
-) -> None:
+def test_classes_must_fit_the_outputs_for_labels_but_not_for_samples(tmp_path):
     for name in ("cat", "dog"):
         picture(tmp_path / "named" / name / "x.png", 0)
         picture(tmp_path / "numbered" / "12" / f"{name}.png", 0)
@@ -264,14 +257,14 @@ def test_classes_must_fit_the_outputs_for_labels_but_not_for_samples(
     assert len(load_data(tmp_path / "numbered", network(13)).batches()) == 1
 
 
-def test_network_that_does_not_take_the_images_is_told_at_once(tmp_path: Path) -> None:
+def test_network_that_does_not_take_the_images_is_told_at_once(tmp_path):
     picture(tmp_path / "0" / "x.png", 0)
     wrong = NamedModel(nn.Linear(3, 2), "net", (3, 8, 8), (0.5,) * 3, (0.5,) * 3, 8)
     with pytest.raises(ModelError, match="net does not take an input of shape"):
         load_data(tmp_path, wrong)
 
 
-def test_random_is_loud_reproducible_noise(caplog: pytest.LogCaptureFixture) -> None:
+def test_random_is_loud_reproducible_noise(caplog):
     model = network()
     before = torch.get_rng_state()
     samples = load_data("random", model).samples(500)
@@ -288,7 +281,7 @@ def test_random_is_loud_reproducible_noise(caplog: pytest.LogCaptureFixture) -> 
     assert targets.max() < 7
 
 
-def test_digits_are_split_for_good() -> None:
+def test_digits_are_split_for_good():
     from sklearn.datasets import load_digits
 
     train = load_data("digits", network(), split="train")
@@ -304,16 +297,14 @@ def test_digits_are_split_for_good() -> None:
     assert targets.tolist() == [2, 8, 2, 6, 6, 7, 1, 9]
 
 
-def test_digits_take_the_networks_size_and_channels() -> None:
+def test_digits_take_the_networks_size_and_channels():
     samples = load_data("digits", network(10, 3, 16)).samples(20)
     assert samples.shape == (20, 3, 16, 16)
     assert torch.equal(samples[:, 0], samples[:, 2])
     assert -1 <= samples.min() < -0.9
 
 
-def test_digits_need_ten_outputs_and_scikit_learn(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_digits_need_ten_outputs_and_scikit_learn(monkeypatch):
     with pytest.raises(DataError, match="there are 10 digits, but net has 5 outputs"):
         load_data("digits", network(5)).batches()
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
@@ -321,7 +312,7 @@ def test_digits_need_ten_outputs_and_scikit_learn(
         load_data("digits", network())
 
 
-def test_users_tensor_is_unlabelled(user_file: Path) -> None:
+def test_users_tensor_is_unlabelled(user_file):
     data = load_data(f"{user_file}:tensor", network())
     assert sorted(data.samples(4)[:, 0, 0, 0].tolist()) == [0, 1, 2, 3]
     with pytest.raises(DataError, match="the inputs have no labels; return"):
@@ -336,9 +327,7 @@ def test_users_tensor_is_unlabelled(user_file: Path) -> None:
         ("dataset_with_targets", [0, 1, 0, 1]),
     ],
 )
-def test_users_labels_are_used(
-    user_file: Path, function: str, expected: list[int]
-) -> None:
+def test_users_labels_are_used(user_file, function, expected):
     data = load_data(f"{user_file}:{function}", network())
     ((inputs, targets),) = data.batches()
     assert inputs[:, 0, 0, 0].tolist() == [0, 1, 2, 3]
@@ -361,14 +350,12 @@ def test_users_labels_are_used(
         ("absent", "has no function absent"),
     ],
 )
-def test_users_data_that_cannot_be_used(
-    user_file: Path, function: str, words: str
-) -> None:
+def test_users_data_that_cannot_be_used(user_file, function, words):
     with pytest.raises(DataError, match=words):
         load_data(f"{user_file}:{function}", network())
 
 
-def test_wrong_arguments(tmp_path: Path) -> None:
+def test_wrong_arguments(tmp_path):
     with pytest.raises(DataError, match="there is no folder .*nowhere; .* random"):
         load_data(tmp_path / "nowhere", network())
     with pytest.raises(ValueError, match="split='val' must be 'train' or 'test'"):

@@ -1,5 +1,4 @@
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -7,21 +6,19 @@ from ompq.errors import DataError, ModelError
 from ompq.userfiles import call_user_function, is_user_function, reason, suggestion
 
 
-def write(path: Path, text: str) -> Path:
+def write(path, text):
     path.write_text(text)
     return path
 
 
-def test_only_file_and_function_is_a_user_function() -> None:
+def test_only_file_and_function_is_a_user_function():
     assert is_user_function("nets/my.py:make")
     assert not is_user_function("torchvision:resnet18")
     assert not is_user_function("my.py")
     assert not is_user_function("my.py:")
 
 
-def test_file_can_import_its_neighbours_and_the_path_is_restored(
-    tmp_path: Path,
-) -> None:
+def test_file_can_import_its_neighbours_and_the_path_is_restored(tmp_path):
     write(tmp_path / "neighbour_of_mine.py", "VALUE = 7\n")
     text = "def make():\n    from neighbour_of_mine import VALUE\n    return VALUE\n"
     file = write(tmp_path / "mine.py", text)
@@ -30,12 +27,12 @@ def test_file_can_import_its_neighbours_and_the_path_is_restored(
     assert sys.path == before
 
 
-def test_missing_file_is_named() -> None:
+def test_missing_file_is_named():
     with pytest.raises(DataError, match="there is no file nowhere.py"):
         call_user_function("nowhere.py:f", DataError)
 
 
-def test_missing_function_gets_a_suggestion(tmp_path: Path) -> None:
+def test_missing_function_gets_a_suggestion(tmp_path):
     file = write(tmp_path / "mine.py", "def make_net():\n    return 1\n")
     with pytest.raises(
         ModelError, match=r"has no function make_ne \(did you mean make_net\?\)"
@@ -53,21 +50,21 @@ def test_missing_function_gets_a_suggestion(tmp_path: Path) -> None:
         ("def f(x):\n    return x\n", "failed: TypeError: f\\(\\) missing 1"),
     ],
 )
-def test_failing_file_gives_one_line(tmp_path: Path, text: str, words: str) -> None:
+def test_failing_file_gives_one_line(tmp_path, text, words):
     file = write(tmp_path / "mine.py", text)
     with pytest.raises(ModelError, match=words) as caught:
         call_user_function(f"{file}:f", ModelError)
     assert "\n" not in str(caught.value)
 
 
-def test_reason_is_one_line_of_bounded_length() -> None:
+def test_reason_is_one_line_of_bounded_length():
     assert reason(ValueError("one\ntwo")) == "ValueError: one"
     assert reason(ValueError()) == "ValueError"
     assert reason(ValueError("x" * 500)).endswith("x...")
     assert len(reason(ValueError("x" * 500))) == 120
 
 
-def test_suggestion_ignores_the_library_and_may_be_empty() -> None:
+def test_suggestion_ignores_the_library_and_may_be_empty():
     known = ["torchvision:resnet18", "torchvision:vgg11"]
     assert suggestion("resnet81", known) == " (did you mean torchvision:resnet18?)"
     assert suggestion("zzz", known) == ""

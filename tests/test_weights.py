@@ -6,21 +6,19 @@ import socket
 import sys
 import urllib.request
 import zipfile
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
 import torchvision
 from huggingface_hub import constants
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import nn
 
 from ompq.errors import ModelError
 from ompq.models.weights import check_weights, downloading, load_weights
 
 
-def network(seed: int = 0) -> nn.Sequential:
+def network(seed=0):
     net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 2, 1))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -29,7 +27,7 @@ def network(seed: int = 0) -> nn.Sequential:
     return net
 
 
-def saved(path: Path, state: dict[str, Tensor]) -> Path:
+def saved(path, state):
     if path.suffix == ".safetensors":
         save_file(state, path)
     else:
@@ -37,19 +35,19 @@ def saved(path: Path, state: dict[str, Tensor]) -> Path:
     return path
 
 
-def same(a: nn.Module, b: nn.Module) -> bool:
+def same(a, b):
     pairs = zip(a.state_dict().values(), b.state_dict().values(), strict=True)
     return all(torch.equal(x, y) for x, y in pairs)
 
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".pt", ".pth"])
-def test_weights_come_back_from_each_kind_of_file(tmp_path: Path, suffix: str) -> None:
+def test_weights_come_back_from_each_kind_of_file(tmp_path, suffix):
     source, target = network(1), network(2)
     load_weights(target, saved(tmp_path / f"w{suffix}", source.state_dict()), "net")
     assert same(source, target)
 
 
-def test_half_precision_becomes_the_networks_own(tmp_path: Path) -> None:
+def test_half_precision_becomes_the_networks_own(tmp_path):
     source, target = network(1), network(2)
     half = {k: v.half() if v.is_floating_point() else v for k, v in
             source.state_dict().items()}  # fmt: skip
@@ -58,7 +56,7 @@ def test_half_precision_becomes_the_networks_own(tmp_path: Path) -> None:
     assert torch.equal(target[0].weight, source[0].weight.half().float())
 
 
-def test_counters_of_batch_norm_may_be_absent(tmp_path: Path) -> None:
+def test_counters_of_batch_norm_may_be_absent(tmp_path):
     source, target = network(1), network(2)
     state = {k: v for k, v in source.state_dict().items() if "tracked" not in k}
     load_weights(target, saved(tmp_path / "w.safetensors", state), "net")
@@ -67,9 +65,7 @@ def test_counters_of_batch_norm_may_be_absent(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("wrapper", ["state_dict", "model", "model_state_dict", "net"])
 @pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.", "module._orig_mod."])
-def test_checkpoints_of_training_scripts_are_unwrapped(
-    tmp_path: Path, wrapper: str, prefix: str
-) -> None:
+def test_checkpoints_of_training_scripts_are_unwrapped(tmp_path, wrapper, prefix):
     source, target = network(1), network(2)
     state = {f"{prefix}{key}": value for key, value in source.state_dict().items()}
     options = argparse.Namespace(lr=0.1, arch="resnet18")
@@ -83,7 +79,7 @@ def test_checkpoints_of_training_scripts_are_unwrapped(
 
 # How pytorchcv and BRECQ name the parts of torchvision's networks, part by part in
 # torchvision's own order: a second account of the mapping, written as a table.
-def pytorchcv_resnet(depths: list[int], convolutions: int) -> list[str]:
+def pytorchcv_resnet(depths, convolutions):
     names = ["features.init_block.conv.conv", "features.init_block.conv.bn"]
     for stage, depth in enumerate(depths, 1):
         for unit in range(1, depth + 1):
@@ -95,7 +91,7 @@ def pytorchcv_resnet(depths: list[int], convolutions: int) -> list[str]:
     return [*names, "output"]
 
 
-def pytorchcv_mobilenet() -> list[str]:
+def pytorchcv_mobilenet():
     names = ["features.init_block.conv", "features.init_block.bn"]
     for stage, depth in enumerate([1, 2, 3, 7, 4], 1):
         for unit in range(1, depth + 1):
@@ -105,7 +101,7 @@ def pytorchcv_mobilenet() -> list[str]:
     return [*names, "features.final_block.conv", "features.final_block.bn", "output"]
 
 
-def brecq_mobilenet() -> list[str]:
+def brecq_mobilenet():
     names = ["features.0.0", "features.0.1"]
     for block in range(1, 18):
         places = (0, 1, 3, 4) if block == 1 else (0, 1, 3, 4, 6, 7)
@@ -113,7 +109,7 @@ def brecq_mobilenet() -> list[str]:
     return [*names, "features.18.0", "features.18.1", "classifier.1"]
 
 
-def renamed(net: nn.Module, names: list[str]) -> dict[str, Tensor]:
+def renamed(net, names):
     """Return the state under other names, shuffled: the order should not matter."""
     own = [
         name
@@ -136,12 +132,7 @@ def renamed(net: nn.Module, names: list[str]) -> dict[str, Tensor]:
         (torchvision.models.mobilenet_v2, brecq_mobilenet()),
     ],
 )
-def test_names_of_other_libraries_are_mapped(
-    tmp_path: Path,
-    build: Callable[[], nn.Module],
-    names: list[str],
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_names_of_other_libraries_are_mapped(tmp_path, build, names, caplog):
     source, target = build(), build()
     path = saved(tmp_path / "w.pth", renamed(source, names))
     load_weights(target, path, "net")
@@ -151,9 +142,7 @@ def test_names_of_other_libraries_are_mapped(
     )
 
 
-def test_pytorchcvs_classifier_of_mobilenet_becomes_a_linear_layer(
-    tmp_path: Path,
-) -> None:
+def test_pytorchcvs_classifier_of_mobilenet_becomes_a_linear_layer(tmp_path):
     source, target = (torchvision.models.mobilenet_v2() for _ in range(2))
     nn.init.zeros_(source.classifier[1].bias)
     state = renamed(source, pytorchcv_mobilenet())
@@ -177,16 +166,14 @@ def test_pytorchcvs_classifier_of_mobilenet_becomes_a_linear_layer(
     ],
 )
 @pytest.mark.filterwarnings("ignore::UserWarning")  # PyTorch's, on kinds of tensors
-def test_tensors_without_dense_values_are_named(
-    tmp_path: Path, odd: Callable[[], Tensor]
-) -> None:
+def test_tensors_without_dense_values_are_named(tmp_path, odd):
     path = saved(tmp_path / "w.pt", {**network().state_dict(), "0.bias": odd()})
     words = r"w.pt: 0.bias are sparse, quantized or without values; save dense"
     with pytest.raises(ModelError, match=words):
         load_weights(network(), path, "net")
 
 
-def test_an_archive_larger_than_its_file_is_not_opened(tmp_path: Path) -> None:
+def test_an_archive_larger_than_its_file_is_not_opened(tmp_path):
     path = saved(tmp_path / "w.pt", {"0.weight": torch.zeros(1 << 18)})
     with (
         zipfile.ZipFile(path) as plain,
@@ -199,7 +186,7 @@ def test_an_archive_larger_than_its_file_is_not_opened(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_whatever_is_damaged_is_one_clear_error(tmp_path: Path, seed: int) -> None:
+def test_whatever_is_damaged_is_one_clear_error(tmp_path, seed):
     path = saved(tmp_path / "w.pt", network(1).state_dict())
     content, chance = bytearray(path.read_bytes()), random.Random(seed)
     for _ in range(8):
@@ -213,9 +200,7 @@ def test_whatever_is_damaged_is_one_clear_error(tmp_path: Path, seed: int) -> No
         assert same(target, network(2))
 
 
-def test_auxiliary_classifiers_are_left_out_with_a_word(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_auxiliary_classifiers_are_left_out_with_a_word(tmp_path, caplog):
     source, target = network(1), network(2)
     state = {**source.state_dict(), "aux1.conv.weight": torch.ones(1)}
     with caplog.at_level(logging.INFO):
@@ -224,7 +209,7 @@ def test_auxiliary_classifiers_are_left_out_with_a_word(
     assert "1 auxiliary tensors are not used" in caplog.text
 
 
-def test_every_difference_is_listed_and_cut_at_five(tmp_path: Path) -> None:
+def test_every_difference_is_listed_and_cut_at_five(tmp_path):
     state = {f"extra{i}": torch.ones(1) for i in range(7)}
     state["0.weight"] = torch.ones(4, 3, 5, 5)
     state["2.weight"] = torch.ones(2, 4, 1, 1, dtype=torch.int8)
@@ -239,7 +224,7 @@ def test_every_difference_is_listed_and_cut_at_five(tmp_path: Path) -> None:
     assert "other types 2.weight torch.int8 instead of torch.float32" in words
 
 
-def test_nothing_is_loaded_from_weights_that_do_not_fit(tmp_path: Path) -> None:
+def test_nothing_is_loaded_from_weights_that_do_not_fit(tmp_path):
     target = network(2)
     state = network(1).state_dict()
     del state["2.bias"]
@@ -248,7 +233,7 @@ def test_nothing_is_loaded_from_weights_that_do_not_fit(tmp_path: Path) -> None:
     assert same(target, network(2))
 
 
-def test_missing_file_and_wrong_suffix_are_named(tmp_path: Path) -> None:
+def test_missing_file_and_wrong_suffix_are_named(tmp_path):
     with pytest.raises(ModelError, match="there is no weights file .*w.pt"):
         load_weights(network(), tmp_path / "w.pt", "net")
     (tmp_path / "w.bin").touch()
@@ -261,7 +246,7 @@ def test_missing_file_and_wrong_suffix_are_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".pt"])
 @pytest.mark.parametrize("kept", [0, 5, 100, 700])
-def test_cut_file_is_an_error(tmp_path: Path, suffix: str, kept: int) -> None:
+def test_cut_file_is_an_error(tmp_path, suffix, kept):
     path = saved(tmp_path / f"w{suffix}", network().state_dict())
     path.write_bytes(path.read_bytes()[:kept])
     with pytest.raises(ModelError, match="damaged"):
@@ -269,13 +254,11 @@ def test_cut_file_is_an_error(tmp_path: Path, suffix: str, kept: int) -> None:
 
 
 class Malicious:
-    def __reduce__(self) -> tuple[object, tuple[str]]:
+    def __reduce__(self):
         return print, ("executed",)
 
 
-def test_python_objects_in_a_file_are_not_executed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_python_objects_in_a_file_are_not_executed(tmp_path, capsys):
     torch.save({"0.weight": Malicious()}, tmp_path / "w.pt")
     with pytest.raises(ModelError, match="holds Python objects, which are not loaded"):
         load_weights(network(), tmp_path / "w.pt", "net")
@@ -286,14 +269,14 @@ def test_python_objects_in_a_file_are_not_executed(
 
 
 @pytest.mark.parametrize("content", [[1, 2], {}])
-def test_other_content_is_named(tmp_path: Path, content: object) -> None:
+def test_other_content_is_named(tmp_path, content):
     torch.save(content, tmp_path / "w.pt")
     with pytest.raises(ModelError, match="holds (list|dict), not a state dict"):
         load_weights(network(), tmp_path / "w.pt", "net")
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_weight_that_is_no_number_is_named(value: float) -> None:
+def test_weight_that_is_no_number_is_named(value):
     net = network()
     with torch.no_grad():
         net[2].weight[0, 1] = value
@@ -301,7 +284,7 @@ def test_weight_that_is_no_number_is_named(value: float) -> None:
         check_weights(net, "net")
 
 
-def test_infinite_buffer_is_in_order_but_nan_is_not() -> None:
+def test_infinite_buffer_is_in_order_but_nan_is_not():
     net = network()
     net.register_buffer("mask", torch.tensor([0.0, float("-inf")]))
     check_weights(net, "net")
@@ -310,13 +293,11 @@ def test_infinite_buffer_is_in_order_but_nan_is_not() -> None:
         check_weights(net, "net")
 
 
-def fail(*_: object, **__: object) -> None:
+def fail(*_, **__):
     raise OSError("no such host")
 
 
-def test_hub_is_offline_only_while_it_cannot_be_reached(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_hub_is_offline_only_while_it_cannot_be_reached(monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(urllib.request, "getproxies", dict)
     monkeypatch.setattr(socket, "getaddrinfo", fail)
@@ -332,9 +313,7 @@ def test_hub_is_offline_only_while_it_cannot_be_reached(
         assert not constants.HF_HUB_OFFLINE
 
 
-def test_without_the_hub_client_downloads_are_guarded_all_the_same(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_without_the_hub_client_downloads_are_guarded_all_the_same(monkeypatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with downloading("torchvision", "net"):
         pass

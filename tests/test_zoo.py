@@ -46,7 +46,7 @@ TIMM = [
 ]
 
 
-def check(network: nn.Module, size: int, units, tied, blocks) -> None:
+def check(network, size, units, tied, blocks):
     graph = trace(network, torch.randn(1, 3, size, size))
     many = [members for members in graph.groups.values() if len(members) > 1]
     big = [members for members in graph.blocks.values() if len(members) > 1]

@@ -37,7 +37,7 @@ _SCALINGS = {"add", "sub", "mul", "div"}  # by a constant or a parameter
 _PRODUCTS = {"matmul", "bmm", "baddbmm", "einsum", "scaled_dot_product_attention"}
 _MOST_WEIGHTS = 1 << 53  # of a unit in a file: what float64 counts exactly
 _MOST_AXES = 8  # of a weight in a file; that of a Conv3d has five
-_COUNTER = "num_batches_tracked"  # of batch norms: nothing is computed with it
+COUNTER = "num_batches_tracked"  # of batch norms: computes nothing, files may lack it
 
 
 class Choice(NamedTuple):
@@ -419,6 +419,9 @@ def _units_of(name: str, module: nn.Module, calls: list[ModuleCall]) -> Iterator
                 )
         return
     assert isinstance(module, _ConvNd | nn.Linear)
+    # Each output, of a transposed convolution each input, meets one kernel.
+    transposed = isinstance(module, _ConvTransposeNd)
+    values = [c.input_shape if transposed else c.output_shape for c in calls]
     yield unplaced(
         name=name,
         kind=_kind(module),
@@ -428,7 +431,7 @@ def _units_of(name: str, module: nn.Module, calls: list[ModuleCall]) -> Iterator
         if isinstance(module, nn.Linear)
         else module.out_channels,
         bias_parameters=0 if module.bias is None else module.bias.numel(),
-        macs=sum(_macs(module, call) for call in calls),
+        macs=sum(map(prod, values)) * prod(module.weight.shape[1:]),
         # A function that is handed the weight is no call of the layer.
         calls=sum(call.input_shape != () for call in calls),
         block=name,
@@ -445,13 +448,6 @@ def _kind(module: _ConvNd | nn.Linear) -> str:
     if module.groups > 1:
         return "depthwise" if module.groups == module.in_channels else "grouped"
     return "pointwise" if prod(module.kernel_size) == 1 else "conv"
-
-
-def _macs(module: _ConvNd | nn.Linear, call: ModuleCall) -> int:
-    # Each output, of a transposed convolution each input, meets one kernel.
-    transposed = isinstance(module, _ConvTransposeNd)
-    values = call.input_shape if transposed else call.output_shape
-    return prod(values) * prod(module.weight.shape[1:])
 
 
 def _check_weights(model: nn.Module, recording: Recording) -> None:
@@ -490,14 +486,15 @@ def _placed(
         # last convolution by what the block returns.
         feature = readers[-1].position if readers else unit.feature
         head = heads.setdefault(feature, unit) if any(map(is_sum, readers)) else unit
-        norm = _find_norm(model, readers[:1], times) if unit.calls == 1 else ""
+        norm = _find_norm(model, readers, times) if unit.calls == 1 else ""
         held = model.get_submodule(norm).parameters() if norm else ()
+        first = next((c.function for c in readers if c.function not in _NORMS), "")
         placed.append(
             replace(
                 unit,
                 norm=norm,
                 norm_parameters=sum(p.numel() for p in held),
-                activation=_find_activation(readers),
+                activation=first if first in _ACTIVATIONS else "",
                 block=blocks[unit.name],
                 # Projections inside one attention share its output, not their bits.
                 group=(head if head.feature != unit.feature else unit).name,
@@ -534,24 +531,14 @@ def _find_norm(
     model: nn.Module, readers: Sequence[Call], times: Mapping[str, int]
 ) -> str:
     """Return the batch norm, called once, that is the first reader, or ""."""
-    for call in readers:
-        if call.function == "batch_norm" and times.get(call.module) == 1:
-            norm = model.get_submodule(call.module)
-            # A subclass may do more than normalise (timm fuses the activation into
-            # it); its batch_norm call is still the plain one, so folding stays right.
-            if isinstance(norm, _BatchNorm) and norm.running_mean is not None:
-                return call.module
-    return ""
-
-
-def _find_activation(readers: Iterable[Call]) -> str:
-    """Return the activation that comes first, past norms, or ""."""
-    for call in readers:
-        if call.function in _ACTIVATIONS:
-            return call.function
-        if call.function not in _NORMS:
-            break
-    return ""
+    first = readers[0] if readers else None
+    if first is None or first.function != "batch_norm" or times.get(first.module) != 1:
+        return ""
+    norm = model.get_submodule(first.module)
+    # A subclass may do more than normalise (timm fuses the activation into it); its
+    # batch_norm call is still the plain one, so folding stays right.
+    folds = isinstance(norm, _BatchNorm) and norm.running_mean is not None
+    return first.module if folds else ""
 
 
 def _staged(recording: Recording, units: Sequence[Unit]) -> list[Unit]:
@@ -651,7 +638,7 @@ def _float_state(model: nn.Module, units: Sequence[Unit]) -> list[Tensor]:
     found = []
     for key, value in state.items():
         owner, _, leaf = key.rpartition(".")
-        if key in held or owner in norms or leaf == _COUNTER or id(value) in seen:
+        if key in held or owner in norms or leaf == COUNTER or id(value) in seen:
             continue
         seen.add(id(value))
         if isinstance(value, Tensor):
@@ -700,12 +687,10 @@ def norm_affine(norm: _BatchNorm) -> tuple[Tensor, Tensor]:
     assert norm.running_mean is not None  # only norms with statistics are folded
     assert norm.running_var is not None
     scale = torch.rsqrt(norm.running_var + norm.eps)
-    if norm.affine:
-        scale = scale * norm.weight
-    shift = -norm.running_mean * scale
-    if norm.affine:
-        shift = shift + norm.bias
-    return scale, shift
+    if not norm.affine:
+        return scale, -norm.running_mean * scale
+    scale = scale * norm.weight
+    return scale, -norm.running_mean * scale + norm.bias
 
 
 def channel_axis(module: nn.Module) -> int:

@@ -184,12 +184,8 @@ class Allocation(Mapping[str, Choice]):
             PlanError: The file is missing or holds no allocation.
         """
         try:
-            data = read_json(path)
-        except ValueError as error:
-            raise PlanError(f"{path} is not an allocation: {error}") from error
-        try:
-            return cls.from_json(data)
-        except PlanError as error:
+            return cls.from_json(read_json(path))
+        except (ValueError, PlanError) as error:
             raise PlanError(f"{path} is not an allocation: {error}") from error
 
 
@@ -286,9 +282,7 @@ class Problem:
             cost = self.costs[name]
             scale = cost.scale or self._fine_scale(cost, limit)
             row = self.by_group(np.rint(cost.table * scale))
-            row[0] += round(
-                cost.constant * scale
-            )  # so that rows sum to what is limited
+            row[0] += round(cost.constant * scale)  # rows sum to what is limited
             rows.append(row)
             scales.append(scale)
             whole.append(floor(Decimal(repr(float(limit))) * Decimal(scale)))

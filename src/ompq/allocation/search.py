@@ -132,12 +132,6 @@ class _Core(NamedTuple):
         full[self.units] = columns
         return full
 
-    def narrowed(self, program: Program, kept: Flags) -> Program:
-        """Return the program in which the undecided units have the kept choices."""
-        allowed = program.allowed.copy()
-        allowed[self.units] = kept
-        return replace(program, allowed=allowed)
-
     def gap(self, value: float, bound: float) -> float:
         """Return by how much an allocation could be better than a value in steps."""
         open_steps = 0.0 if bound > value - self.grain else value - bound
@@ -181,7 +175,9 @@ def _widened(state: _State, number: int) -> tuple[_State, bool]:
     if best is None:
         return state, complete
     value = core.program.value(best[core.units])
-    program = core.narrowed(state.program, bounds.within(value))
+    allowed = state.program.allowed.copy()
+    allowed[core.units] = bounds.within(value)
+    program = replace(state.program, allowed=allowed)
     gap = core.gap(value, bounds.best)
     if _Core.of(program).exponent < core.exponent - COARSE:  # finer steps may tell more
         gap, complete = gap + ldexp(len(core.units), core.exponent), False

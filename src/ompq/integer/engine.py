@@ -53,16 +53,12 @@ class IntegerNetwork(nn.Module):
         per_image = max(self._elements(step) for step in self.steps.steps)
         parts = torch.split(codes, max(1, _ELEMENTS // per_image))
         found = zip(*(self.integer_outputs(part) for part in parts), strict=True)
-        return {
-            name: self._floats(at, torch.cat(outputs)).to(images.device)
-            for (name, at), outputs in zip(
-                self.steps.outputs.items(), found, strict=True
-            )
-        }
-
-    def _floats(self, position: int, codes: Tensor) -> Tensor:
-        grid = self.steps.steps[position].grid
-        return ((codes.double() - grid.zero_point) * grid.scale).float()
+        outputs = {}
+        for (name, at), held in zip(self.steps.outputs.items(), found, strict=True):
+            grid = self.steps.steps[at].grid
+            values = (torch.cat(held).double() - grid.zero_point) * grid.scale
+            outputs[name] = values.float().to(images.device)
+        return outputs
 
     def input_codes(self, images: Tensor) -> Tensor:
         """Return the codes of images, uint8: the only arithmetic with floats."""

@@ -105,10 +105,7 @@ def _keep_sums(layer: QuantizedLayer, channels: Tensor) -> None:
     the largest, which would saturate.
     """
     grid = layer.grid_like_weight()
-    scale, zero_point = (
-        grid.scale.flatten()[:, None],
-        grid.zero_point.flatten()[:, None],
-    )
+    scale, zero_point = (t.flatten()[:, None] for t in (grid.scale, grid.zero_point))
     exact = layer.weight.flatten(1) / scale  # (O, K)
     levels = (exact + zero_point).round() - zero_point
     missing = (exact - levels).sum(1, keepdim=True).round()

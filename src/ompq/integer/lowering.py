@@ -261,9 +261,8 @@ class _Lowering(TorchFunctionMode):
         at, shape = self.made[key], value.shape
         for operator, shape in value.moves:
             name = self._unique(value.module)
-            at = self._add(
-                Step(name, operator, (at,), shape, grid, quantizer=quantizer)
-            )
+            step = Step(name, operator, (at,), shape, grid, quantizer=quantizer)
+            at = self._add(step)
         return Codes(at, grid, shape)
 
     def _unique(self, name: str) -> str:

@@ -18,14 +18,13 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from ompq.errors import ModelError, shortened
+from ompq.graph import COUNTER
 from ompq.userfiles import reason
 
 INSTEAD = "Pass --weights FILE or --weights none"
 
 _LOG = logging.getLogger(__name__)
 _SUFFIXES = (".safetensors", ".pt", ".pth", ".tar")  # the last in checkpoint.pth.tar
-# Batch norm's counter plays no part in the network and is often left out of files.
-_COUNTER = "num_batches_tracked"
 # Auxiliary classifiers of GoogLeNet and Inception: used in training only.
 _AUXILIARY = ("aux1.", "aux2.", "AuxLogits.")
 _WRAPPERS = ("state_dict", "model_state_dict", "model", "net")
@@ -264,24 +263,20 @@ def _dense(tensor: Tensor) -> bool:
 def _compare(
     own: Mapping[str, Tensor], given: Mapping[str, Tensor], context: str
 ) -> None:
-    missing = [k for k in own if k not in given and not k.endswith(_COUNTER)]
-    unexpected = [k for k in given if k not in own and not k.endswith(_COUNTER)]
     both = [(k, given[k], own[k]) for k in given if k in own]
-    shapes = [
-        f"{key} {tuple(value.shape)} instead of {tuple(expected.shape)}"
-        for key, value, expected in both
-        if value.shape != expected.shape
-    ]
-    types = [
-        f"{key} {value.dtype} instead of {expected.dtype}"
-        for key, value, expected in both
-        if value.is_floating_point() != expected.is_floating_point()
-    ]
     problems = {
-        "missing": missing,
-        "unexpected": unexpected,
-        "other shapes": shapes,
-        "other types": types,
+        "missing": [k for k in own if k not in given and not k.endswith(COUNTER)],
+        "unexpected": [k for k in given if k not in own and not k.endswith(COUNTER)],
+        "other shapes": [
+            f"{key} {tuple(value.shape)} instead of {tuple(expected.shape)}"
+            for key, value, expected in both
+            if value.shape != expected.shape
+        ],
+        "other types": [
+            f"{key} {value.dtype} instead of {expected.dtype}"
+            for key, value, expected in both
+            if value.is_floating_point() != expected.is_floating_point()
+        ],
     }
     found = [f"{what} {shortened(keys)}" for what, keys in problems.items() if keys]
     if found:

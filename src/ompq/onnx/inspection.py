@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib import import_module
@@ -25,6 +26,7 @@ _ITEMS = {
     "scale": "scales",
     "bias": "biases",
 }
+_PLANES = {f"plane{bits}": bits for bits in (1, 2, 4)}
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,7 @@ def inspect_onnx(path: str | Path) -> OnnxAccount:
     model = load_exported(Path(path))
     items: dict[str, int] = {}
     layers: dict[str, int] = {}
+    planes: Counter[str] = Counter()
     for tensor in model.graph.initializer:
         layer, _, kind = tensor.name.rpartition("/")
         size = len(tensor.raw_data)
@@ -71,14 +74,10 @@ def inspect_onnx(path: str | Path) -> OnnxAccount:
         items[item] = items.get(item, 0) + size
         if item not in ("activations", "float", "graph"):
             layers[layer] = layers.get(layer, 0) + size
+            planes[layer] += _PLANES.get(kind, 0)
     total = Path(path).stat().st_size
     items["graph"] = total - sum(items.values()) + items.get("graph", 0)
-    bits = dict.fromkeys(layers, 0)
-    for tensor in model.graph.initializer:
-        layer, _, kind = tensor.name.rpartition("/")
-        if kind in ("plane1", "plane2", "plane4"):
-            bits[layer] += int(kind.removeprefix("plane"))
-    bits = {layer: width or 8 for layer, width in bits.items()}
+    bits = {layer: planes[layer] or 8 for layer in layers}
     return OnnxAccount(Path(path), total, items, layers, bits)
 
 
@@ -328,17 +327,13 @@ def runner(
     load = {"onnxruntime": _onnxruntime, "openvino": _openvino}[runtime]
     try:
         return load(load_runtime(runtime), str(path), threads, image)
-    except RuntimeError as error:
-        raise ExportError(_refused(path, runtime, error)) from error
     except Exception as error:
         # ONNX Runtime's own errors derive from nothing more particular.
-        if type(error).__module__.startswith("onnxruntime"):
-            raise ExportError(_refused(path, runtime, error)) from error
-        raise
-
-
-def _refused(path: str | Path, runtime: str, error: Exception) -> str:
-    return f"{runtime} cannot load {path}: {str(error).strip().splitlines()[0]}"
+        own = type(error).__module__.startswith("onnxruntime")
+        if not own and not isinstance(error, RuntimeError):
+            raise
+        first = str(error).strip().splitlines()[0]
+        raise ExportError(f"{runtime} cannot load {path}: {first}") from error
 
 
 def _onnxruntime(

@@ -92,9 +92,8 @@ def compare_outputs(
 def _furthest(first: Tensor, second: Tensor) -> float:
     """Return the largest difference over the root mean square; NaN differs wholly."""
     size = first.double().square().mean().sqrt().clamp(min=_TINY)
-    return float(
-        ((first.double() - second.double()).abs().max() / size).nan_to_num(inf)
-    )
+    apart = (first.double() - second.double()).abs().max()
+    return float((apart / size).nan_to_num(inf))
 
 
 _TINY = torch.finfo(torch.float32).tiny

@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from ompq.costs import Bytes, overhead_bytes, unit_bytes
 from ompq.errors import PackedFileError, PlanError, QuantizationError, shortened
 from ompq.files import library_version
-from ompq.graph import Choice, Unit, bias_key
+from ompq.graph import COUNTER, Choice, Unit, bias_key
 from ompq.integer.finalization import link_layers
 from ompq.layers import QuantizedLayer, activation_quantizers, quantized_layers
 from ompq.packing.bitstream import pack_bits, unpack_bits
@@ -35,8 +35,6 @@ from ompq.quantization import (
 )
 from ompq.quantizers import Grid
 
-# Batch norm's counter plays no part in what a network computes.
-_COUNTER = "num_batches_tracked"
 # Between these, scale * (code - zero) is rounded back to the very same code.
 _SCALES = (1e-36, 1e36)
 
@@ -73,7 +71,7 @@ def load(path: str | Path, model: nn.Module | Callable[[], nn.Module]) -> nn.Mod
     """Return the quantized network of a file, in eval mode.
 
     On the CPU it gives what the network that was saved gave, to the last bit, and it
-    is settled if that was.
+    is finalized if that was.
 
     Args:
         path: A file that :func:`save` wrote.
@@ -131,11 +129,12 @@ def _packed(
 ) -> Contents:
     state = quantized.state_dict(keep_vars=True)
     names = quantizer_names(quantized, record.sites)
+    kinds = {"scale": torch.float32, "zero_point": torch.int32}
     grids = []
     for name, site in zip(names, record.sites, strict=True):
-        scale = _exactly(state[f"{name}.scale"], torch.float32, f"{name}.scale")
-        zero_point = _exactly(
-            state[f"{name}.zero_point"], torch.int32, f"{name}.zero_point"
+        scale, zero_point = (
+            _exactly(state[f"{name}.{part}"], kind, f"{name}.{part}")
+            for part, kind in kinds.items()
         )
         grids.append(Grid(scale, zero_point, site.bits))
     units = []
@@ -195,7 +194,7 @@ def _exactly(values: Tensor, kind: torch.dtype, what: str) -> Tensor:
 
 
 def _rest(quantized: nn.Module, record: Quantization) -> Iterator[tuple[str, Tensor]]:
-    """Yield what units and points do not hold; what is shared once."""
+    """Yield what units and sites do not hold; what is shared once."""
     state = quantized.state_dict(keep_vars=True)
     held = {
         key
@@ -209,7 +208,7 @@ def _rest(quantized: nn.Module, record: Quantization) -> Iterator[tuple[str, Ten
         held |= {f"{name}.scale", f"{name}.zero_point"}
     seen = {id(state[key]) for key in held if key in state}
     for key, value in state.items():
-        if id(value) in seen or key.endswith(_COUNTER):
+        if id(value) in seen or key.endswith(COUNTER):
             continue
         if not isinstance(value, Tensor):
             raise QuantizationError(
@@ -244,7 +243,7 @@ def _check(path: str | Path, differing: list[str]) -> None:
 
 
 def _differing(model: nn.Module, contents: Contents) -> list[str]:
-    """Name what of the file's units and points the float network does not have."""
+    """Name what of the file's units and sites the float network does not have."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     modules = dict(model.named_modules(remove_duplicate=False))
     unbiased = {one.unit.name for one in contents.units if one.bias is None}
@@ -364,19 +363,16 @@ def inspect_file(path: str | Path) -> Account:
     contents = read_contents(path)
     size = Path(path).stat().st_size
     units = tuple(_unit_accounts(contents))
-    items = {
-        name: sum(getattr(one.bytes, name) for one in units)
-        for name in Bytes.__dataclass_fields__
-    }
+    parts = Bytes.__dataclass_fields__
+    items, planned = (
+        {name: sum(getattr(one, name) for one in held) for name in parts}
+        for held in ([u.bytes for u in units], [u.planned for u in units])
+    )
     items["activations"] = 8 * len(contents.activations)
-    held = sum(_size(tensor) for tensor in contents.state.values())
+    rest = sum(_size(tensor) for tensor in contents.state.values())
     floats = [one for one in units if one.bytes.scales == 0]
-    items["float"] = held - sum(one.bytes.total for one in floats)
+    items["float"] = rest - sum(one.bytes.total for one in floats)
     items["metadata"] = size - sum(items.values())
-    planned = {
-        name: sum(getattr(one.planned, name) for one in units)
-        for name in Bytes.__dataclass_fields__
-    }
     graph = contents.record.graph
     planned |= {"float": graph.float_bytes, "metadata": overhead_bytes(graph)}
     return Account(Path(path), size, items, planned, units, contents.about)

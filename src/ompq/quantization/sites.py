@@ -21,6 +21,7 @@ _PASSIVE = {
 _AVERAGES = {"avg_pool1d", "avg_pool2d", "adaptive_avg_pool1d", "adaptive_avg_pool2d",
              "mean"}  # fmt: skip
 _CLIPS = {"relu", "relu6", "clamp_min"}
+_LOST = "no module makes or reads this tensor alone: it stays float"
 SUM_BITS = 8  # operands that only a sum reads: what an int8 runtime adds
 
 
@@ -96,7 +97,7 @@ class _Finder:
             return [-1]
         call = self.calls[at]
         if call.function == "cat":
-            found = [source for i in call.inputs for source in self._sources(i)]
+            found = self.read_by(call)
             for source in found[1:]:
                 self.parent[self._root(source)] = self._root(found[0])
             return found
@@ -129,7 +130,11 @@ class _Finder:
             if bits >= FLOAT_BITS:
                 continue
             placed = [s for s in members if self._after(s) or self._before(s)]
-            skipped += [self._lost(s) for s in members if s not in placed]
+            lost = [self.calls[s] for s in members if s not in placed]
+            skipped += [
+                Skipped(f"{call.module or '(network)'}.{call.function}()", _LOST)
+                for call in lost
+            ]
             if placed:
                 sites.append(self._site(placed, bits))
         return sites, skipped
@@ -170,10 +175,3 @@ class _Finder:
             elif call.function in _PASSIVE:
                 found += self._before(consumer)
         return [name for name in found if self.times.get(name) == 1]
-
-    def _lost(self, at: int) -> Skipped:
-        call = self.calls[at]
-        return Skipped(
-            f"{call.module or '(network)'}.{call.function}()",
-            "no module makes or reads this tensor alone: it stays float",
-        )
