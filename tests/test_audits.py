@@ -77,6 +77,13 @@ def test_spearman_is_the_correlation_of_ranks(network, found):
     assert entry.spearman.low <= entry.spearman.value <= entry.spearman.high
 
 
+def test_by_default_scores_are_audited_that_can_choose_activations_too(network):
+    plan = ompq.PlanConfig(choices=(2, 4, 8), activation_choices=(4, 8))
+    config = ompq.AuditConfig(allocations=1, resamples=5, orm_samples=0, plan=plan)
+    found = ompq.audit(network, images(), BUDGET, images(4, seed=5), config)
+    assert {one.name for one in found.scores} == set(ompq.AuditConfig.scores)
+
+
 def test_regret_is_against_the_best_seen(found):
     least = min(one.divergence for one in found.measured)
     assert found.best.divergence == least

@@ -9,9 +9,11 @@ import pytest
 import torch
 
 from cli_tools import network_file, run, run_json
-from ompq import refinement
+from ompq import measurement
+from ompq.audits import AuditConfig
 from ompq.cli import settings
-from ompq.cli.settings import sample_count
+from ompq.cli.decisions import AuditOptions
+from ompq.cli.settings import PlanOptions, sample_count
 from ompq.costs import overhead_bytes
 from ompq.datasets.sources import load_data
 from ompq.models import load_model
@@ -518,6 +520,13 @@ def test_an_audit_is_continued_only_on_demand(net, tmp_path):
     assert "is left from an earlier audit; add --resume" in left.stderr
 
 
+def test_an_audit_takes_quick_scores_or_all_of_them():
+    planning = PlanOptions(activation_bits="4,8")
+    assert AuditOptions().config(planning, 0).scores == AuditConfig.scores
+    assert "reconstruction" not in AuditConfig.scores
+    assert AuditOptions(scores="all").config(planning, 0).scores == tuple(SCORES)
+
+
 def test_scores_that_do_not_exist_cannot_be_audited(net):
     result = audited(net, "--scores", "orm,orn")
     assert result.exit_code == 2
@@ -525,7 +534,7 @@ def test_scores_that_do_not_exist_cannot_be_audited(net):
 
 
 def test_a_stopped_refinement_continues_where_it_was(net, tmp_path, monkeypatch):
-    whole, calls = refinement.quantize, []
+    whole, calls = measurement.quantize, []
 
     def counted(*args, **settings):
         calls.append(args)
@@ -533,7 +542,7 @@ def test_a_stopped_refinement_continues_where_it_was(net, tmp_path, monkeypatch)
             raise KeyboardInterrupt
         return whole(*args, **settings)
 
-    monkeypatch.setattr(refinement, "quantize", counted)
+    monkeypatch.setattr(measurement, "quantize", counted)
     words = ("plan", *net[:3], "--samples", "32", "--budget", "4bits", "--refine", "4")
     stopped = run(*words, "-o", tmp_path / "plan.json")
     assert stopped.exit_code == 130

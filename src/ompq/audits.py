@@ -23,7 +23,7 @@ from ompq.graph import Choice
 from ompq.measurement import Checkpoint, Meter
 from ompq.plans import Plan, PlanConfig, plan
 from ompq.samples import Batch, Progress, Samples, SamplesLike
-from ompq.scores import SCORES, Score, measure_orm, score_name
+from ompq.scores import Score, measure_orm, score_name
 from ompq.scores.baselines import Random
 from ompq.scores.rounding_errors import rounded_weight
 
@@ -43,7 +43,8 @@ class AuditConfig:
         iterations: Reconstruction steps a block for each allocation; 0 rounds to
             nearest, which is quick.
         orm_samples: Samples for the orthogonality of quantized networks; 0 skips it.
-        scores: What is audited: names or scores.
+        scores: What is audited: names or scores. By default those that are quick and
+            can choose the bits of activations too.
         plan: Choices, pins and so on; its own score is not used.
         seed: Of allocations, null scores and resamples.
     """
@@ -53,7 +54,10 @@ class AuditConfig:
     resamples: int = 1000
     iterations: int = 0
     orm_samples: int = 64
-    scores: tuple[Score | str, ...] = tuple(SCORES)
+    scores: tuple[Score | str, ...] = (
+        *("orm_distortion", "blend", "output_divergence", "weight_noise"),
+        *("orm", "smallest_first"),
+    )
     plan: PlanConfig = PlanConfig()
     seed: int = 0
 

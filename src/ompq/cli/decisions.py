@@ -52,6 +52,7 @@ from ompq.plans import PlanConfig, choice_table, make_problem
 from ompq.reconstruction_score import SCORES
 from ompq.report import audit_sections, write_report
 from ompq.samples import SamplesLike
+from ompq.scores import score_name
 from ompq.userfiles import suggestion
 from ompq.workflow import REPORT, Workflow, whole_folder, write_result
 
@@ -246,6 +247,9 @@ def scores(output: OutputOptions) -> None:
         render(View(rows, line, lambda width: [fitted(columns, width)]), console)
 
 
+_QUICK = ",".join(map(score_name, AuditConfig.scores))
+
+
 @dataclass(frozen=True, kw_only=True)
 class AuditOptions:
     """What is measured, and where it goes."""
@@ -260,7 +264,9 @@ class AuditOptions:
     )
     allocations: int = number(AuditConfig.allocations, "Random allocations.", least=3)
     scores: str = option(
-        "all", "NAMES", "Scores to audit, joined by commas. Default: all."
+        _QUICK,
+        "NAMES",
+        f"Scores to audit, joined by commas, or all. Default: {_QUICK}.",
     )
     reconstruct: int = option(
         0, "STEPS", "Learning steps per block for each allocation. Default: 0.", min=0
