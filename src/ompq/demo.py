@@ -68,23 +68,14 @@ class DemoConfig:
 
 @dataclass(frozen=True)
 class Contender:
-    """One of the networks that are compared.
+    """One of the networks that are compared."""
 
-    Attributes:
-        name: ``mixed``, or for example ``uniform 2 bits``.
-        plan: Its bits; those of a uniform one may exceed the budget.
-        within: Whether it keeps to the budget.
-        network: The quantized network, reconstructed and finalized.
-        rounded: How it did when its weights were rounded to nearest, by test.
-        final: How it does after reconstruction, by test.
-    """
-
-    name: str
+    name: str  # "mixed", or for example "uniform 2 bits"
     plan: Plan
-    within: bool
-    network: nn.Module
-    rounded: Measured
-    final: Measured
+    within: bool  # whether it keeps to the budget; a uniform one need not
+    network: nn.Module  # quantized, reconstructed and finalized
+    rounded: Measured  # with weights rounded to nearest, by test
+    final: Measured  # after reconstruction, by test
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data for JSON."""
@@ -160,31 +151,20 @@ def keeps(plan: Plan) -> bool:
 
 @dataclass(frozen=True)
 class Demo:
-    """What came of a demonstration.
-
-    Attributes:
-        config: What was asked for.
-        outcome: The planned network.
-        reference: How the float network does, by test.
-        contenders: The networks, from small to large.
-        account: What the packed file takes.
-        same_logits: Whether the packed file, read back, gives the very same logits.
-        exported: The verified ONNX file; None where there is none.
-        no_export: Why there is none.
-    """
+    """What came of a demonstration."""
 
     config: DemoConfig
-    outcome: Outcome
-    reference: Measured
-    contenders: tuple[Contender, ...]
-    account: Account
-    same_logits: bool
-    exported: ExportResult | None
-    no_export: str = ""
+    outcome: Outcome  # the planned network
+    reference: Measured  # how the float network does, by test
+    contenders: tuple[Contender, ...]  # from small to large
+    account: Account  # what the packed file takes
+    same_logits: bool  # whether the packed file, read back, gives the very same logits
+    exported: ExportResult | None  # the verified ONNX file
+    no_export: str = ""  # why there is none
 
     @property
     def plan(self) -> Plan:
-        """The decision."""
+        """The planned bits."""
         return self.outcome.plan
 
     @property
@@ -235,7 +215,7 @@ class Demo:
         """Return the demonstration with what its report shows besides the plan."""
         outcome = replace(
             self.outcome,
-            accuracies=[*_right(self), *_kept(self)],
+            accuracies=_accuracies(self),
             remarks=[*_agreements(self), *_remarks(self)],
         )
         return replace(self, outcome=outcome)
@@ -299,24 +279,23 @@ def _packed(
     with work.stages.stage("packing"):
         save(mixed.network, folder / PACKED, plan=mixed.plan, network=NETWORK)
         unpacked = load(folder / PACKED, DemoNetwork)
-        same = torch.equal(*(_logits(n, images) for n in (mixed.network, unpacked)))
+        with evaluating(mixed.network), evaluating(unpacked):
+            same = torch.equal(mixed.network(images), unpacked(images))
     with work.stages.stage("exporting to ONNX"):
         exported, why = _exported(mixed.network, folder / ONNX, images)
     asked = {"network": NETWORK, **asdict(config), "budget": str(config.budget)}
+    network, plan = mixed.network, mixed.plan
     outcome = Outcome(
         about={**asked, "threads": torch.get_num_threads()},
-        plan=mixed.plan,
-        network=mixed.network,
+        plan=plan,
+        network=network,
         evaluation=mixed.final[DIGITS],
         seconds=work.stages.seconds,
-        histograms=worst_histograms(
-            mixed.network, work.model, mixed.plan, work.samples
-        ),
+        histograms=worst_histograms(network, work.model, plan, work.samples),
     )
     account = inspect_file(folder / PACKED)
-    return Demo(
-        config, outcome, reference, contenders, account, same, exported, why
-    ).reported()
+    demo = Demo(config, outcome, reference, contenders, account, same, exported, why)
+    return demo.reported()
 
 
 def _tests(data: DemoData, seed: int) -> Tests:
@@ -326,20 +305,14 @@ def _tests(data: DemoData, seed: int) -> Tests:
     copies = images.repeat(COPIES, 1, 1, 1)
     noise = NOISE * torch.randn(copies.shape, generator=generator)
     noisy = (copies + noise).clamp(0, 1)
+    tests = {DIGITS: (images, targets), NOISY: (noisy, targets.repeat(COPIES))}
     return {
-        DIGITS: _batches(images, targets),
-        NOISY: _batches(noisy, targets.repeat(COPIES)),
+        name: [
+            (x[at : at + _BATCH], y[at : at + _BATCH])
+            for at in range(0, len(x), _BATCH)
+        ]
+        for name, (x, y) in tests.items()
     }
-
-
-def _batches(images: Tensor, targets: Tensor) -> list[tuple[Tensor, Tensor]]:
-    starts = range(0, len(images), _BATCH)
-    return [(images[at : at + _BATCH], targets[at : at + _BATCH]) for at in starts]
-
-
-def _logits(network: nn.Module, images: Tensor) -> Tensor:
-    with evaluating(network):
-        return network(images)  # type: ignore[no-any-return]
 
 
 def _exported(
@@ -363,40 +336,28 @@ def agreement(found: Measured) -> float:
     return share
 
 
-def _right(demo: Demo) -> list[Section]:
-    """Return how many digits each network reads correctly."""
-    rows = [("float", demo.reference, demo.float_bytes, True)]
-    rows += [
-        (_series(one), one.final, one.plan.totals["bytes"], one.within)
-        for one in demo.contenders
-    ]
-    sections: list[Section] = []
-    for name, tests, size, within in rows:
-        found = tests[DIGITS]
-        note = "correct digits" if within else "too large for the budget"
-        sections.append(
-            Accuracy(name, found.top1, *found.interval, found.count, size, note)
-        )
-    return sections
-
-
-def _kept(demo: Demo) -> list[Section]:
-    """Return how many answers to noisy digits each network shares with float."""
-    sections: list[Section] = []
+def _accuracies(demo: Demo) -> list[Section]:
+    """Return how many digits each network reads, and how many as float does."""
+    right = [_read("float", demo.reference, demo.float_bytes)]
+    kept = []
     for one in demo.contenders:
+        # What stands before the comma is one line of the figure: all uniform widths.
+        name = one.name.replace("uniform ", "uniform, ")
+        size = one.plan.totals["bytes"]
+        right.append(_read(name, one.final, size, within=one.within))
         share, count = agreement(one.final), one.final[NOISY].count
         # Copies of one digit are not independent: the interval is that of the digits.
         digits = count // COPIES
         interval = wilson_interval(round(share * digits), digits)
-        name, size = f"noisy: {_series(one)}", one.plan.totals["bytes"]
-        note = "same answer as float"
-        sections.append(Accuracy(name, share, *interval, count, size, note))
-    return sections
+        name, note = f"noisy: {name}", "same answer as float"
+        kept.append(Accuracy(name, share, *interval, count, size, note))
+    return [*right, *kept]
 
 
-def _series(one: Contender) -> str:
-    # What stands before the comma is a line of the figure: all uniform widths are one.
-    return one.name.replace("uniform ", "uniform, ")
+def _read(name: str, tests: Measured, size: float, *, within: bool = True) -> Accuracy:
+    found, note = tests[DIGITS], "correct digits"
+    note = note if within else "too large for the budget"
+    return Accuracy(name, found.top1, *found.interval, found.count, size, note)
 
 
 def _agreements(demo: Demo) -> list[Section]:

@@ -30,21 +30,13 @@ _HEAT_LIMIT = 400  # functions; more are averaged, so that the page stays small
 
 @dataclass(frozen=True)
 class Heat:
-    """A matrix as a picture and as numbers to read off.
+    """A matrix as a picture and as numbers to read off."""
 
-    Attributes:
-        labels: Names of the rows, which are the columns too.
-        low: The value of the lightest colour; the darkest is 1.
-        image: Data URI of a PNG with one pixel an entry.
-        values: Upper triangle with diagonal in 1/65535, big-endian, base64.
-        pooled: How many functions one row stands for.
-    """
-
-    labels: tuple[str, ...]
-    low: float
-    image: str
-    values: str
-    pooled: int
+    labels: tuple[str, ...]  # of the rows, and of the columns
+    low: float  # the value of the lightest colour; the darkest is 1
+    image: str  # data URI of a PNG with one pixel an entry
+    values: str  # upper triangle with diagonal in 1/65535, big-endian, base64
+    pooled: int  # how many functions one row stands for
 
 
 def accuracy_chart(rows: Sequence[Accuracy]) -> dict[str, Any]:
@@ -110,15 +102,13 @@ def histogram_chart(histogram: Histogram) -> dict[str, Any]:
     counts = np.asarray(histogram.counts, dtype=np.float64)
     # Square roots: the tails, where clipping happens, would be invisible otherwise.
     heights = 100 * np.sqrt(counts / max(counts.max(), 1e-300))
-    positions = 100 * (edges - edges[0]) / (edges[-1] - edges[0])
-    steps = [
-        f"V{100 - height:.2f}H{right:.2f}"
-        for height, right in zip(heights, positions[1:], strict=True)
-    ]
-    lines = [
-        (100 * (x - edges[0]) / (edges[-1] - edges[0]), label, digits(x))
-        for label, x in histogram.lines
-    ]
+
+    def at(x: Any) -> Any:
+        return 100 * (x - edges[0]) / (edges[-1] - edges[0])
+
+    corners = zip(heights, at(edges[1:]), strict=True)
+    steps = [f"V{100 - height:.2f}H{right:.2f}" for height, right in corners]
+    lines = [(at(x), label, digits(x)) for label, x in histogram.lines]
     return {
         "name": histogram.name,
         "path": f"M0 100{''.join(steps)}V100Z",
@@ -165,23 +155,15 @@ def heat_map(matrix: NDArray[np.float64], labels: Sequence[str]) -> Heat:
     upper = matrix[np.triu_indices(len(labels))]
     codes = np.round(65535 * upper).astype(">u2").tobytes()
     levels = np.round(255 * (matrix - low) / (1 - low)).astype(np.uint8)
-    return Heat(
-        labels=tuple(labels),
-        low=low,
-        image=f"data:image/png;base64,{_encoded(_png(levels))}",
-        values=_encoded(codes),
-        pooled=pooled,
-    )
+    picture, values = (base64.b64encode(x).decode() for x in (_png(levels), codes))
+    image = f"data:image/png;base64,{picture}"
+    return Heat(tuple(labels), low, image, values, pooled)
 
 
 def bar_column(values: NDArray[np.float64]) -> list[float]:
     """Return widths in percent of bars for values of any sign, (L,)."""
     sizes = values - min(0.0, float(values.min()))
     return [float(w) for w in 100 * sizes / max(float(sizes.max()), 1e-300)]
-
-
-def _encoded(data: bytes) -> str:
-    return base64.b64encode(data).decode("ascii")
 
 
 def _png(levels: NDArray[np.uint8]) -> bytes:
@@ -195,8 +177,7 @@ def _png(levels: NDArray[np.uint8]) -> bytes:
         return file.getvalue()
 
 
-_BINS = 64
-_SAMPLES = 32
+_BINS, _SAMPLES = 64, 32
 
 
 def worst_histograms(
@@ -248,10 +229,8 @@ def _float_weight(model: nn.Module, unit: Unit) -> Tensor:
 
 def _of_input(unit: Unit, values: Tensor, read: Tensor) -> Histogram:
     # Plus zero, since rounding leaves a zero its sign.
-    ends = [
-        ("least read", float(read.min()) + 0.0),
-        ("greatest read", float(read.max()) + 0.0),
-    ]
+    low, high = (float(end) + 0.0 for end in (read.min(), read.max()))
+    ends = [("least read", low), ("greatest read", high)]
     return _histogram(f"{unit.name}, inputs", values, ends)
 
 

@@ -47,6 +47,7 @@ _COST_NAMES = {
     "weight_bits": "Average bits",
     "milliseconds": "Latency",
 }
+_STEP_TEXTS = {None: "", 1: "1 step"}  # any other number has a plural
 _Kind = TypeVar("_Kind")
 
 
@@ -84,10 +85,14 @@ def render_report(
     progress: Progress | None = None,
 ) -> str:
     """Return the page's HTML; see :func:`write_report`."""
-    _check_kinds(results)
-    script = "\n".join(
-        _source(name) for name in ("explorer.js", "layers.js", "page.js")
-    )
+    for result in results:
+        if not isinstance(result, get_args(Section)):
+            kinds = ", ".join(kind.__name__ for kind in get_args(Section))
+            raise TypeError(
+                f"results hold a {type(result).__name__}; a report shows {kinds}"
+            )
+    script = "\n".join(map(_source, ("explorer.js", "layers.js", "page.js")))
+    digest = hashlib.sha256(script.encode()).digest()
     environment = Environment(
         loader=FileSystemLoader(_FOLDER),
         autoescape=True,
@@ -101,9 +106,7 @@ def render_report(
         "style": Markup(_source("style.css")),
         "script": Markup(script),
         # The page runs this one script and loads nothing, whatever its text holds.
-        "script_hash": base64.b64encode(
-            hashlib.sha256(script.encode()).digest()
-        ).decode("ascii"),
+        "script_hash": base64.b64encode(digest).decode("ascii"),
         "summary": _summary(plan),
         "kinds": list(dict.fromkeys(unit.kind for unit in plan.graph.units)),
         "layers": _layers(plan),
@@ -112,8 +115,9 @@ def render_report(
         **_results(results),
         "ompq_version": library_version(),
     }
+    steps = min(STEPS, max(24, STEPS * _LARGE // len(plan.graph)))
     data = {
-        **explorer_data(plan, _steps_for(plan), progress),
+        **explorer_data(plan, steps, progress),
         "others": {name: solution(one) for name, one in (others or {}).items()},
         "orm": context["orm_data"],
     }
@@ -122,40 +126,25 @@ def render_report(
     return template.render(**context, data=embedded).lstrip()
 
 
-def _check_kinds(results: Sequence[Section]) -> None:
-    for result in results:
-        if not isinstance(result, get_args(Section)):
-            kinds = ", ".join(kind.__name__ for kind in get_args(Section))
-            raise TypeError(
-                f"results hold a {type(result).__name__}; a report shows {kinds}"
-            )
-
-
-def _steps_for(plan: Plan) -> int:
-    return min(STEPS, max(24, STEPS * _LARGE // len(plan.graph)))
-
-
 def _source(name: str) -> str:
     return (_FOLDER / name).read_text(encoding="utf-8").strip()
 
 
 def _summary(plan: Plan) -> dict[str, Any]:
     totals, costs = plan.totals, plan.problem.costs
-    uses = []
-    for cost, limit in limits(plan).items():
-        used = totals[cost]
-        uses.append(
+    items = plan.bytes_by_item if plan.accounting == "packed" else {}
+    return {
+        "uses": [
             {
                 "name": _COST_NAMES.get(cost, cost),
-                "used": _cost_text(plan, cost, used),
+                "used": _cost_text(plan, cost, totals[cost]),
                 "limit": _cost_text(plan, cost, limit),
-                "left": _cost_text(plan, cost, limit - used),
-                "percent": percent(used / limit),
-                "width": min(100.0, 100 * used / limit),
+                "left": _cost_text(plan, cost, limit - totals[cost]),
+                "percent": percent(totals[cost] / limit),
+                "width": min(100.0, 100 * totals[cost] / limit),
             }
-        )
-    return {
-        "uses": uses,
+            for cost, limit in limits(plan).items()
+        ],
         "size": in_bytes(totals["bytes"]),
         "exact_size": f"{totals['bytes']:,.0f} bytes",
         "smaller": f"{short(costs['bytes'].reference / totals['bytes'])}× smaller",
@@ -167,11 +156,9 @@ def _summary(plan: Plan) -> dict[str, Any]:
         "damage": digits(plan.damage, 4),
         "items": [
             (name.replace("_", " "), in_bytes(size), 100 * size / totals["bytes"])
-            for name, size in plan.bytes_by_item.items()
+            for name, size in items.items()
             if size
-        ]
-        if plan.accounting == "packed"
-        else [],
+        ],
     }
 
 
@@ -234,25 +221,20 @@ def _orm(plan: Plan) -> dict[str, Any]:
     heat = heat_map(scores.orm, scores.orm_labels)
     known = {name: row for row, name in enumerate(plan.graph.names)}
     rows = [known.get(label) for label in scores.orm_labels[:: heat.pooled]]
+    data: dict[str, Any] = {"labels": heat.labels, "values": heat.values, "strips": []}
     strips = []
     for title, values in (("gamma", scores.gamma), ("importance", scores.importance)):
         if values is None or any(row is None for row in rows):
             continue
         shown = values[np.array(rows)]
         kinds = [plan.graph.units[row].kind for row in rows if row is not None]
-        strips.append(
-            {
-                "title": title,
-                "largest": digits(float(shown.max())),
-                "bars": list(zip(bar_column(shown), kinds, strict=True)),
-                "values": [float(digits(float(value), 4)) for value in shown],
-            }
-        )
-    data = {
-        "labels": heat.labels,
-        "values": heat.values,
-        "strips": [{"title": s["title"], "values": s["values"]} for s in strips],
-    }
+        strip = {
+            "title": title,
+            "values": [float(digits(float(value), 4)) for value in shown],
+        }
+        bars = list(zip(bar_column(shown), kinds, strict=True))
+        data["strips"].append(strip)
+        strips.append({**strip, "largest": digits(float(shown.max())), "bars": bars})
     return {"heat": heat, "strips": strips, "orm_data": data}
 
 
@@ -277,7 +259,7 @@ def _results(results: Sequence[Section]) -> dict[str, Any]:
                 "top1": percent(a.top1, 2),
                 "count": f"{a.count:,}",
                 "codes": "" if a.codes_equal is None else percent(a.codes_equal, 3),
-                "step": _steps(a.largest_step),
+                "step": _STEP_TEXTS.get(a.largest_step, f"{a.largest_step} steps"),
                 "note": a.note,
             }
             for a in _of(results, Agreement)
@@ -287,12 +269,6 @@ def _results(results: Sequence[Section]) -> dict[str, Any]:
             entry for one in _of(results, Versions) for entry in one.items.items()
         ],
     }
-
-
-def _steps(count: int | None) -> str:
-    if count is None:
-        return ""
-    return f"{count} step" if count == 1 else f"{count} steps"
 
 
 def _of(results: Sequence[Section], kind: type[_Kind]) -> list[_Kind]:

@@ -55,16 +55,12 @@ class BlockError:
 
 @dataclass(frozen=True)
 class Histogram:
-    """How the values of a weight or an activation are distributed.
-
-    Attributes:
-        edges: Ends of the bins, rising; one more than ``counts``.
-        lines: Label and position of vertical lines, such as a clipping range.
-    """
+    """How the values of a weight or an activation are distributed."""
 
     name: str
-    edges: tuple[float, ...]
+    edges: tuple[float, ...]  # ends of the bins, rising; one more than counts
     counts: tuple[float, ...]
+    # Label and position of vertical lines, such as a clipping range.
     lines: tuple[tuple[str, float], ...] = ()
 
     def __post_init__(self) -> None:
@@ -79,20 +75,15 @@ class Histogram:
 
 @dataclass(frozen=True)
 class AuditedScore:
-    """How well a score predicts and chooses, from :func:`ompq.audit`.
-
-    Attributes:
-        divergence: True divergence of the allocation that the score chooses.
-        regret: How much larger that is than the least divergence seen, relative.
-        spearman: Rank correlation with its 95 % interval: value, low, high.
-        points: Predicted damage and true divergence of random allocations.
-    """
+    """How well a score predicts and chooses, from :func:`ompq.audit`."""
 
     name: str
-    divergence: float
-    regret: float
+    divergence: float  # true divergence of the allocation that the score chooses
+    regret: float  # how much larger that is than the least divergence seen, relative
     seconds: float
+    # Rank correlation with its 95 % interval: value, low, high.
     spearman: tuple[float, float, float] | None = None
+    # Predicted damage and true divergence of random allocations.
     points: tuple[tuple[float, float], ...] = ()
 
 
@@ -106,19 +97,13 @@ class StageTime:
 
 @dataclass(frozen=True)
 class Agreement:
-    """How far an exported file agrees with the quantized network on ``count`` inputs.
-
-    Attributes:
-        top1: Fraction of inputs with the same largest logit.
-        codes_equal: Fraction of integer codes that are equal, where compared.
-        largest_step: The largest difference of two codes, where compared.
-    """
+    """How far an exported file agrees with the quantized network."""
 
     name: str
-    top1: float
+    top1: float  # fraction of inputs with the same largest logit
     count: int
-    codes_equal: float | None = None
-    largest_step: int | None = None
+    codes_equal: float | None = None  # fraction of equal codes, where compared
+    largest_step: int | None = None  # largest difference of codes, where compared
     note: str = ""
 
 
@@ -137,33 +122,19 @@ class Versions:
     items: Mapping[str, str] = field(default_factory=dict)
 
 
-Section: TypeAlias = (
-    Accuracy
-    | BlockError
-    | Histogram
-    | AuditedScore
-    | StageTime
-    | Agreement
-    | Remark
-    | Versions
-)
+_Measured: TypeAlias = Accuracy | BlockError | Histogram | AuditedScore | Agreement
+Section: TypeAlias = _Measured | StageTime | Remark | Versions
 _KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in get_args(Section)}
 
 
 def audit_sections(audit: Audit) -> list[Section]:
     """Return an audit as a report shows it: the scores, and what chance gives."""
     truth = [one.divergence for one in audit.random]
-    found: list[Section] = [
-        AuditedScore(
-            name=one.name,
-            divergence=one.divergence,
-            regret=one.regret,
-            seconds=one.seconds,
-            spearman=one.spearman,
-            points=tuple(zip(one.predicted, truth, strict=True)),
-        )
-        for one in audit.scores
-    ]
+    found: list[Section] = []
+    for one in audit.scores:
+        points = tuple(zip(one.predicted, truth, strict=True))
+        fit = one.divergence, one.regret, one.seconds, one.spearman
+        found.append(AuditedScore(one.name, *fit, points))
     if audit.null_spearman:
         chance = fmean(audit.null_spearman), pstdev(audit.null_spearman)
         found.append(
