@@ -327,10 +327,7 @@ def write_checkpoint(
     kind: str,
     identity: str,
 ) -> None:
-    """Write a checkpoint, whole or not at all.
-
-    ``identity`` is what must be equal for it to continue a run.
-    """
+    """Write a checkpoint, whole or not at all, for runs of one identity."""
     header = {"format": f"ompq-{kind}/2", "identity": identity, "text": dict(text)}
     write_tensors(path, header, tensors)
 

@@ -652,10 +652,7 @@ def bias_key(unit: Unit) -> str:
 
 
 def stored_dtype(tensor: Tensor) -> torch.dtype:
-    """Return the type that a packed file stores a tensor in.
-
-    It is its own, but for integers: those are stored in as few bytes as hold them.
-    """
+    """Return the type a packed file stores a tensor in: its own; for integers the least."""
     kind = tensor.dtype
     if kind.is_floating_point or kind.is_complex or kind == torch.bool:
         return kind

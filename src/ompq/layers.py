@@ -217,10 +217,7 @@ _REPLACEMENTS: dict[type[nn.Module], type[QuantizedLayer]] = {
 
 
 def quantized_layer(layer: nn.Module, grid: Grid) -> QuantizedLayer:
-    """Return a quantized copy of a convolution or linear layer, its norm folded in.
-
-    Scale and zero point of the grid are (C,).
-    """
+    """Return a quantized copy of a layer, its norm folded in, on a grid of (C,)."""
     kind = _REPLACEMENTS.get(type(layer))
     if kind is None:
         raise QuantizationError(

@@ -456,10 +456,7 @@ def value_bins(seen: Observed, x: Tensor) -> Tensor:
 
 
 def with_importance(seen: Observed, bins: Tensor, gradient: Tensor) -> Observed:
-    """Return what is known once the gradients of one more batch are.
-
-    The bins of its values are those of :func:`value_bins`.
-    """
+    """Return what is known with the gradients of one more batch, of given bins."""
     squares = thinned(gradient.detach().flatten()[None], _COUNTED)[0].double().square()
     # On the CPU: sums of floats on a GPU differ from one run to the next.
     found = torch.bincount(bins.cpu(), squares.cpu(), minlength=_BINS)

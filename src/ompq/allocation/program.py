@@ -50,10 +50,7 @@ class Program:
         return least_allowed(self.rows, self.allowed)
 
     def affordable(self) -> "Program | None":
-        """Return the program without choices that fit in no allocation.
-
-        None if that leaves a unit no choice: nothing meets the limits.
-        """
+        """Return the program without choices that fit nowhere; None if nothing fits."""
         if not self.allowed.any(1).all():
             return None
         room = self.limits - self.least.sum(1)

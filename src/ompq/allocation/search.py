@@ -152,10 +152,7 @@ def _in_steps(table: Floats, allowed: Flags) -> tuple[Floats, int]:
 
 
 def _widened(state: _State, number: int) -> tuple[_State, bool]:
-    """Search by labels once; return also whether nothing is left to search.
-
-    Each pass is some times wider than the last.
-    """
+    """Search by labels, wider each pass; return also whether nothing is left."""
     core = _Core.of(state.program)
     bounds = _Bounds.around(core.program, PRICES[min(number, len(PRICES) - 1)])
     if bounds is None:

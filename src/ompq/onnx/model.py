@@ -36,11 +36,7 @@ _LARGEST_CODE = 255
 
 
 class OnnxGraph:
-    """The graph of a network while it is written, node by node.
-
-    Attributes:
-        codes: Position of a step → name of the tensor of its codes.
-    """
+    """The graph of a network while it is written, node by node."""
 
     def __init__(
         self, steps: Steps, opset: int, *, saturation_safe: bool = True
@@ -51,7 +47,7 @@ class OnnxGraph:
         self.nodes: list[Any] = []
         self.constants: dict[str, Array] = {}
         self.weights: list[StoredWeight] = []
-        self.codes: dict[int, str] = {}
+        self.codes: dict[int, str] = {}  # step → name of the tensor of its codes
         self.values: dict[int, str] = {}
         for position, step in enumerate(steps.steps):
             found = self.values if step.grid.wide else self.codes
@@ -215,10 +211,7 @@ def _described(name: str, shape: tuple[int, ...]) -> Any:
 def weights_only_model(
     quantized: nn.Module, samples: SamplesLike, opset: int
 ) -> tuple[Any, list[StoredWeight]]:
-    """Return the content of a file, and how it stores each weight.
-
-    Activations of the network are all float, and it takes one tensor.
-    """
+    """Return a file for a network with float activations, and how it stores weights."""
     record = quantization_of(quantized)
     model = _written(_plain(quantized), samples, opset)
     _strip(model)

@@ -40,10 +40,7 @@ def find_factors(
     batch_size: int,
     report: Report = lambda _done, _total: None,
 ) -> tuple[Equalized, ...]:
-    """Return factors that bring channels nearer to one size and change nothing else.
-
-    The first 64 samples tell how large channels are.
-    """
+    """Return factors, from 64 samples, that bring channels nearer to one size."""
     pairs = list(_pairs(model, recording, units))
     largest: dict[str, Tensor] = {}  # unit → largest magnitude in each channel, (C,)
 
@@ -75,10 +72,7 @@ def find_factors(
 
 
 def equalized(model: nn.Module, factors: Sequence[Equalized]) -> nn.Module:
-    """Return a network that computes the same, its channels of other sizes.
-
-    Without factors that is the network itself.
-    """
+    """Return a network that computes the same, its channels of other sizes."""
     if not factors:
         return model
     result = copy.deepcopy(model)

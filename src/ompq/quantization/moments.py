@@ -64,10 +64,7 @@ def float_moments(
 
 
 def output_moments(modules: Mapping[str, nn.Module], runs: Runs) -> dict[str, Moments]:
-    """Return the moments of what each module returns, in one pass.
-
-    A module that runs more than once has several, and is left out.
-    """
+    """Return the moments of what modules that run once return, in one pass."""
     found: dict[str, list[Moments]] = {name: [] for name in modules}
 
     def read(name: str, outputs: Sequence[Tensor]) -> None:

@@ -396,10 +396,7 @@ class SoftRounding:
                 layer.learning = None
 
     def decide(self, exponent: Tensor, step: Tensor) -> None:
-        """Move each weight towards its nearer side, by at most a step.
-
-        The larger the exponent, the less those in the middle move.
-        """
+        """Move each weight to its nearer side; a large exponent spares the middle."""
         side = (2 * self.up).sub_(1)  # -1 to 1
         self.up.addcmul_(side.abs().pow_(exponent - 1).copysign_(side), step)
         self.up.clamp_(0, 1)
