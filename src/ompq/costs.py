@@ -4,7 +4,7 @@ import json
 import re
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import asdict, astuple, dataclass, fields
 from decimal import Decimal
 from functools import cached_property
 from math import ceil, floor, fsum, isfinite, log10
@@ -152,6 +152,11 @@ class Bytes:
     def total(self) -> int:
         """All items together."""
         return sum(astuple(self))
+
+    @staticmethod
+    def by_item(units: "Sequence[Bytes]") -> dict[str, int]:
+        """Return the sum of each item over units."""
+        return {f.name: sum(getattr(u, f.name) for u in units) for f in fields(Bytes)}
 
 
 def unit_bytes(unit: Unit, choice: Choice) -> Bytes:

@@ -652,7 +652,7 @@ def bias_key(unit: Unit) -> str:
 
 
 def stored_dtype(tensor: Tensor) -> torch.dtype:
-    """Return the type a packed file stores a tensor in: its own; for integers the least."""
+    """Return the type a packed file stores a tensor in: for integers the least."""
     kind = tensor.dtype
     if kind.is_floating_point or kind.is_complex or kind == torch.bool:
         return kind

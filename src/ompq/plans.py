@@ -152,13 +152,11 @@ class Plan:
     @property
     def bytes_by_item(self) -> dict[str, int]:
         """Bytes of a packed file, item by item, over all units and what stays float."""
-        rows = [unit_bytes(u, self.allocation[u.name]) for u in self.graph.units]
-        items = {
-            name: sum(getattr(row, name) for row in rows)
-            for name in Bytes.__dataclass_fields__
-        }
-        items["float"] = self.graph.float_bytes
-        return {**items, "metadata": overhead_bytes(self.graph)}
+        graph = self.graph
+        items = Bytes.by_item(
+            [unit_bytes(u, self.allocation[u.name]) for u in graph.units]
+        )
+        return {**items, "float": graph.float_bytes, "metadata": overhead_bytes(graph)}
 
     @property
     def no_speed_up(self) -> tuple[Skipped, ...]:
@@ -243,14 +241,10 @@ class Plan:
             )
         try:
             return _from_json(data)
-        except KeyError as error:
+        except (KeyError, ValueError, OmpqError) as error:
+            what = f"it has no {error}" if isinstance(error, KeyError) else error
             raise PlanError(
-                f"{path} is a broken plan: it has no {error}. Undo your edits or plan "
-                "anew"
-            ) from error
-        except (ValueError, OmpqError) as error:
-            raise PlanError(
-                f"{path} is a broken plan: {error}. Undo your edits or plan again"
+                f"{path} is a broken plan: {what}. Undo your edits or plan again"
             ) from error
 
     def check_network(self, graph: LayerGraph) -> None:

@@ -55,7 +55,7 @@ def check_each(problem: Problem, limits: Mapping[str, float]) -> None:
 def conflict(
     problem: Problem, limits: Mapping[str, float], *, proved: bool = True
 ) -> InfeasibleBudgetError:
-    """Return the error that names a cost and the least of it that other limits leave."""
+    """Return the error that names a cost and the least that the other limits leave."""
     for name, limit in reversed([*limits.items()]):
         others = {key: value for key, value in limits.items() if key != name}
         if not others:

@@ -18,7 +18,7 @@ _ELEMENTS = 1 << 24
 
 
 class IntegerNetwork(nn.Module):
-    """A network that computes with integers, on the CPU; it is called like any other."""
+    """A network that computes with integers, on the CPU; call it like any other."""
 
     def __init__(self, steps: Steps) -> None:
         super().__init__()

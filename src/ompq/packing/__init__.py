@@ -363,11 +363,8 @@ def inspect_file(path: str | Path) -> Account:
     contents = read_contents(path)
     size = Path(path).stat().st_size
     units = tuple(_unit_accounts(contents))
-    parts = Bytes.__dataclass_fields__
-    items, planned = (
-        {name: sum(getattr(one, name) for one in held) for name in parts}
-        for held in ([u.bytes for u in units], [u.planned for u in units])
-    )
+    items = Bytes.by_item([one.bytes for one in units])
+    planned = Bytes.by_item([one.planned for one in units])
     items["activations"] = 8 * len(contents.activations)
     rest = sum(_size(tensor) for tensor in contents.state.values())
     floats = [one for one in units if one.bytes.scales == 0]
