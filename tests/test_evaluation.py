@@ -236,7 +236,7 @@ def test_data_loader_works():
         ),
         (
             [(torch.zeros(2, 6), torch.tensor([0.5, 0.5]))],
-            "torch.float32; give one class index an input",
+            "torch.float32; give one class index per input",
         ),
         (
             [(torch.zeros(2, 6), torch.tensor([0, 6]))],

@@ -177,7 +177,7 @@ BROKEN = {
     "text": (lambda t: unit_changed(t, weight_shape=["a" * 9, 6]), "whole number"),
     "long": (lambda t: unit_changed(t, macs=10**400), "integer of 401 digits"),
     "escape": (lambda t: unit_changed(t, name="\x1b[31mconv"), "not printable"),
-    "unit": (lambda t: unit_changed(t, surprise=1), "does not know surprise"),
+    "unit": (lambda t: unit_changed(t, surprise=1), "has no field surprise"),
     "no place": (
         lambda t: with_structure(
             t, sites={"positions": [[0]], "bits": [8], "after": [[]], "before": [[]]}

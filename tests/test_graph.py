@@ -530,9 +530,9 @@ def test_graphs_of_version_0_1_are_read(graph):
         ({"macs": -2}, "macs must be a whole number from -1 to .*, not -2"),
         ({"macs": True}, "macs must be a whole number .*, not True"),
         ({"macs": 1.5}, "macs must be a whole number .*, not 1.5"),
-        ({"name": ["x"]}, "name must be a text, not a list of 1 entries"),
+        ({"name": ["x"]}, "name must be text, not a list of 1 entries"),
         ({"name": "block1.conv1"}, "two units have the same name"),
-        ({"colour": 1}, "Unit does not know colour"),
+        ({"colour": 1}, "Unit has no field colour"),
     ],
 )
 def test_hostile_graphs_are_refused(graph, change, words):

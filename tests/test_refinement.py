@@ -166,8 +166,8 @@ def test_measurements_are_saved_and_serve_another_budget(network, refined, tmp_p
         ({"columns": [0]}, "columns must have 7 entries"),
         ({"columns": [0] * 6 + [99]}, "columns must be a whole number from 0 to 5"),
         ({"divergence": "small"}, "divergence must be a finite number"),
-        ({"judge": None}, "judge must be a text"),
-        ({"name": 3}, "name must be a text"),
+        ({"judge": None}, "judge must be text"),
+        ({"name": 3}, "name must be text"),
     ],
 )
 def test_broken_measurements_are_refused(refined, tmp_path, changes, words):
@@ -193,7 +193,7 @@ def test_wrong_arguments_say_what_would_be_right(network, plan):
         ompq.RefineConfig(by="guess")
     with pytest.raises(ValueError, match="count=0 measures nothing; use 1 or more"):
         ompq.RefineConfig(count=0)
-    with pytest.raises(ValueError, match=r"held_back=1\.0 is out of range"):
+    with pytest.raises(ValueError, match=r"held_back=1\.0 must be above 0 and below 1"):
         ompq.RefineConfig(held_back=1.0)
     with pytest.raises(SampleError, match="1 samples are too few to hold some back"):
         ompq.refine(plan, network, images(1))

@@ -155,7 +155,7 @@ def test_many_batches_estimate_what_one_batch_measures(network, graph, centred):
 
 
 def test_one_sample_is_too_few(network, graph):
-    with pytest.raises(SampleError, match="give at least 2, got 1"):
+    with pytest.raises(SampleError, match="ORM needs at least 2 samples, got 1"):
         measure_orm(graph, network, images(1))
 
 
@@ -185,7 +185,9 @@ def test_changing_path_is_noticed():
 
     network = seeded(Moody())
     graph = trace(network, torch.ones(2, 3))
-    with pytest.raises(TraceError, match="took another path than when it was traced"):
+    with pytest.raises(
+        TraceError, match="took a different path than when it was traced"
+    ):
         measure_orm(graph, network, torch.ones(2, 3))
 
 
@@ -627,7 +629,9 @@ def test_orm_shift_is_that_of_a_copy_with_one_rounded_weight(network, graph):
 @pytest.mark.parametrize("name", ["fisher", "gradient", "hessian", "orm_shift"])
 def test_scores_of_weights_refuse_a_choice_of_activations(network, graph, name):
     choices = (Choice(4, 4), Choice(4, 8))
-    with pytest.raises(ScoreError, match=rf"{name} scores weights .* \[4, 8\] bits"):
+    with pytest.raises(
+        ScoreError, match=rf"{name} judges only weights.* \[4, 8\] bits"
+    ):
         score_table(name, graph, network, images(), choices)
 
 

@@ -75,7 +75,7 @@ def test_plan_keeps_its_target(planned, tmp_path):
     data = json.loads((tmp_path / "plan.json").read_text())
     data["target"]["operators"].pop("default")
     (tmp_path / "plan.json").write_text(json.dumps(data))
-    with pytest.raises(PlanError, match="is a broken plan: .*default"):
+    with pytest.raises(PlanError, match="is a damaged plan: .*default"):
         ompq.Plan.load(tmp_path / "plan.json")
 
 
@@ -111,8 +111,8 @@ def test_a_unit_without_a_choice_is_named():
 
     with pytest.raises(
         TargetError,
-        match="onnxruntime-cpu takes none of up's choices W2A8, .*: for transposed it "
-        "takes weights of 2, .* bits and inputs of 32 .32 is float.",
+        match="onnxruntime-cpu supports none of up's choices W2A8, .*: for transposed "
+        "it supports weights of 2, .* bits and inputs of 32 .32 is float.",
     ):
         config = PlanConfig(target="onnxruntime-cpu")
         ompq.plan(seeded(Up()), images(4), "4bits", config)
@@ -124,7 +124,7 @@ def test_a_unit_without_a_choice_is_named():
         (("format",), "other/1", "not a target profile of format ompq-target/1"),
         (("operators",), {}, '"operators" must have an entry "default"'),
         (("operators", "winograd"), OPERATOR, 'operator "winograd" is unknown'),
-        (("name",), 3, '"name" must be a text'),
+        (("name",), 3, '"name" must be text'),
         (("operators", "default"), {}, "default must have exactly weight_bits"),
         (("operators", "default", "more"), 1, "must have exactly .* see more"),
         (
@@ -139,7 +139,7 @@ def test_a_unit_without_a_choice_is_named():
         ),
         (("operators", "default", "weight_bits"), [[8]], "weight_bits must be a list"),
         (("operators", "default", "weight_bits"), [True], "weight_bits must be a list"),
-        (("operators", "default", "otherwise"), 3, "otherwise must be a text, not 3"),
+        (("operators", "default", "otherwise"), 3, "otherwise must be text, not 3"),
         (
             ("operators", "default", "per_channel"),
             False,

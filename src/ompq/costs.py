@@ -285,7 +285,7 @@ def latency_table(data: Any) -> LatencyTable:
     for unit, row in table.items():
         for choice, ms in row.items():
             if ms < 0:
-                raise ValueError(f"{unit} {choice} takes {ms:g} ms: less than nothing")
+                raise ValueError(f"{unit} {choice} takes {ms:g} ms; give 0 or more")
     return table
 
 
@@ -307,7 +307,7 @@ def _latency(
     ]
     if missing:
         raise BudgetError(
-            f"the latency table lacks {shortened(missing)}; measure these as well"
+            f"the latency table lacks {shortened(missing)}; measure these too"
         )
     return _table(graph, choices, lambda u, c: latency[u.name][str(c)])
 

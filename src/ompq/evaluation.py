@@ -239,7 +239,7 @@ def _pair(batch: Any, index: int) -> tuple[Batch, Tensor]:
     if targets.shape != (batch_length(inputs),) or targets.is_floating_point():
         raise DataError(
             f"batch {index} has {batch_length(inputs)} inputs and targets of shape "
-            f"{tuple(targets.shape)}, {targets.dtype}; give one class index an input"
+            f"{tuple(targets.shape)}, {targets.dtype}; give one class index per input"
         )
     return inputs, targets
 

@@ -78,12 +78,12 @@ def _why_not_written(error: Exception, target: Path) -> str | None:
     quoted = re.search(r"\(os error (\d+)\)", str(error))
     number = int(quoted[1]) if quoted else getattr(error, "errno", None)
     if number in (errno.ENOSPC, errno.EDQUOT):
-        return "the disk is full. Free some space, or choose another place"
+        return "the disk is full. Free some space, or use another path"
     if number is None or not (quoted or isinstance(error, OSError)):
         return None
     where = Path(getattr(error, "filename", None) or target)
     ours = where.parent == target.parent or target.is_relative_to(where)
-    return f"{os.strerror(number)}. Choose another place" if ours else None
+    return f"{os.strerror(number)}. Use another path" if ours else None
 
 
 def write_text(path: str | Path, text: str) -> None:
@@ -162,7 +162,7 @@ def json_list(value: Any, what: str, most: int = 2**20) -> list[Any]:
 def json_text(value: Any, what: str) -> str:
     """Return a JSON string."""
     if not isinstance(value, str):
-        raise ValueError(f"{what} must be a text, not {_brief(value)}")
+        raise ValueError(f"{what} must be text, not {_brief(value)}")
     return value
 
 
@@ -219,7 +219,7 @@ def json_record(kind: type[_Record], value: Any) -> _Record:
     missing = [n for n, f in known.items() if f.default is MISSING and n not in given]
     unknown = [key for key in given if key not in known]
     if missing or unknown:
-        what, names = ("lacks", missing) if missing else ("does not know", unknown)
+        what, names = ("lacks", missing) if missing else ("has no field", unknown)
         raise ValueError(f"{name} {what} {shortened(names):.200}")
     return kind(**{n: _checked(one, n, known[n].type) for n, one in given.items()})
 
@@ -344,11 +344,11 @@ def read_checkpoint(
         header, tensors = read_tensors(path, f"ompq-{kind}/2")
     except ValueError as error:
         raise CheckpointError(
-            f"{path} is not a checkpoint of {kind}: {error}. Remove it to begin anew"
+            f"{path} is not a checkpoint of {kind}: {error}. Remove it to start over"
         ) from error
     if header["identity"] != identity:
         raise CheckpointError(
             f"{path} belongs to another run (other network, data or settings); "
-            "remove it, or choose another place"
+            "remove it, or use another path"
         )
     return tensors, header["text"]

@@ -216,7 +216,10 @@ class LayerGraph:
             if not 1 <= len(axes) <= _MOST_AXES or min(axes) < 1:
                 raise ValueError(f"weight_shape={list(axes)[:9]} is not a shape")
             if unit.weights > _MOST_WEIGHTS:
-                raise ValueError(f"unit {unit.name:.80} has {unit.weights:,} weights")
+                raise ValueError(
+                    f"unit {unit.name:.80} has {unit.weights:,} weights; at most "
+                    f"{_MOST_WEIGHTS:,} can be"
+                )
         if len(graph._by_name) < len(graph):
             raise ValueError("two units have the same name")
         return graph

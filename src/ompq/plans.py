@@ -242,9 +242,9 @@ class Plan:
         try:
             return _from_json(data)
         except (KeyError, ValueError, OmpqError) as error:
-            what = f"it has no {error}" if isinstance(error, KeyError) else error
+            what = f"{error} is missing" if isinstance(error, KeyError) else error
             raise PlanError(
-                f"{path} is a broken plan: {what}. Undo your edits or plan again"
+                f"{path} is a damaged plan: {what}. Undo your edits or plan again"
             ) from error
 
     def check_network(self, graph: LayerGraph) -> None:
@@ -479,7 +479,7 @@ def plan(
     Raises:
         InfeasibleBudgetError: No allocation meets the budget.
         PatternError: A pinned or tied pattern matches no unit.
-        TargetError: The target takes none of a unit's choices.
+        TargetError: The target supports none of a unit's choices.
         TraceError: The network cannot be observed; or, if strict, stays partly float.
     """
     budget, samples = Budget.of(budget), Samples.of(samples)
@@ -488,7 +488,9 @@ def plan(
     graph = trace(model, samples, tie=config.tie).tie(config.tied)
     if config.strict and graph.skipped:
         names = [f"{entry.name} ({entry.reason})" for entry in graph.skipped]
-        raise TraceError(f"strict: not everything is planned: {shortened(names, 3)}")
+        raise TraceError(
+            f"strict: not everything can be planned: {shortened(names, 3)}"
+        )
     choices, allowed = choice_table(graph, config)
     costs = cost_tables(
         graph, choices, accounting=config.accounting, latency=config.latency
@@ -561,8 +563,8 @@ def _taken(
             given = [str(c) for c, one in zip(choices, own, strict=True) if one]
             found = target.operator(unit)
             raise TargetError(
-                f"{target.name} takes none of {unit.name}'s choices "
-                f"{shortened(given)}: for {unit.kind} it takes weights of "
+                f"{target.name} supports none of {unit.name}'s choices "
+                f"{shortened(given)}: for {unit.kind} it supports weights of "
                 f"{_joined(found.weight_bits)} bits and inputs of "
                 f"{_joined(found.activation_bits)} (32 is float)"
             )

@@ -66,9 +66,9 @@ class RefineConfig:
         if self.count < 1:
             raise ValueError(f"count={self.count} measures nothing; use 1 or more")
         for name in ("noise", "spread", "held_back"):
-            value = getattr(self, name)
-            if not 0 < value < (1 if name == "held_back" else np.inf):
-                raise ValueError(f"{name}={value} is out of range; see RefineConfig")
+            value, limit = getattr(self, name), 1 if name == "held_back" else np.inf
+            if not 0 < value < limit:
+                raise ValueError(f"{name}={value} must be above 0 and below {limit}")
 
 
 def refine(

@@ -176,7 +176,7 @@ def _products(
     second = next(batches, None)
     alone = second is None
     if batch_length(first) < 2:
-        raise SampleError("ORM compares samples: give at least 2, got 1")
+        raise SampleError("ORM needs at least 2 samples, got 1")
     # A stream has no mean at hand to centre by: there the estimate is debiased.
     found = grams(first, centred=centred and alone)
     if alone:
@@ -217,7 +217,7 @@ def _grams(
     watch(model, to_device(batch, model_device(model)), visit)
     if len(found) < len(wanted):
         raise TraceError(
-            "the network took another path than when it was traced; "
+            "the network took a different path than when it was traced; "
             "ORM needs the same path for every batch"
         )
     return [found[position] for position in positions]
@@ -232,7 +232,7 @@ def _rows(feature: Tensor, count: int) -> Tensor:
     if not places:
         raise TraceError(
             f"a layer's output of shape {tuple(feature.shape)} has no dimension of "
-            f"{count} samples, so ORM cannot be taken"
+            f"{count} samples; ORM needs one"
         )
     exact = [i for i in places if feature.shape[i] == count]
     axis = 0 if places[0] == 0 else (exact or places)[0]

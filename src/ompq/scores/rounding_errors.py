@@ -77,6 +77,6 @@ def check_weights_only(choices: Sequence[Choice], score: str) -> None:
     widths = sorted({choice.activation for choice in choices})
     if len(widths) > 1:
         raise ScoreError(
-            f"{score} scores weights only, and activations may have {widths} bits: "
+            f"{score} judges only weights, but activations may have {widths} bits: "
             "allow one width, or use output_divergence, weight_noise or orm_distortion"
         )

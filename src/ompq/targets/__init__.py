@@ -90,7 +90,7 @@ class Target:
             )
         name = data.get("name")
         if not isinstance(name, str) or not name:
-            raise TargetError('"name" must be a text')
+            raise TargetError('"name" must be text')
         try:
             return cls(name, {k: _operator(k, one) for k, one in kinds.items()})
         except ValueError as error:
@@ -131,8 +131,8 @@ def _operator(kind: str, data: Any) -> Operator:
         )
     if given["per_channel"] is not True:
         raise TargetError(
-            f"operator {kind}: per_channel must be true: ompq rounds weights with a "
-            "scale a channel"
+            f"operator {kind}: per_channel must be true: ompq rounds weights with "
+            "one scale per channel"
         )
     return Operator(
         weight_bits=_widths(kind, "weight_bits", given),
