@@ -4,7 +4,7 @@ import json
 import re
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass, fields
+from dataclasses import astuple, dataclass, fields
 from decimal import Decimal
 from functools import cached_property
 from math import ceil, floor, fsum, isfinite, log10
@@ -435,9 +435,7 @@ percent=None, latency_ms=None)
         return found
 
     def _given(self) -> dict[str, float]:
-        return {
-            name: value for name, value in asdict(self).items() if value is not None
-        }
+        return {name: value for name, value in vars(self).items() if value is not None}
 
 
 # Field → the cost it limits, the cost's units in one of the field's, and whether that

@@ -38,7 +38,6 @@ class Evaluation:
     Attributes:
         top1: Fraction of images whose largest logit is the target's.
         top5: Fraction whose target is among the five largest; None below five classes.
-        count: Number of images.
         interval: Wilson's 95 % confidence interval of ``top1``.
         images_per_second: Speed of the network alone, its first batch left out where
             there are more.
@@ -133,12 +132,8 @@ def evaluate(
                 expected = _timed_logits(reference, inputs)[0].to(logits.device)
             for name, column in _columns(logits, targets, expected).items():
                 found.setdefault(name, []).append(column.cpu().numpy())
-            values.append(
-                {
-                    n: _number(n, one(logits, targets))
-                    for n, one in (metrics or {}).items()
-                }
-            )
+            named = (metrics or {}).items()
+            values.append({n: _number(n, one(logits, targets)) for n, one in named})
             counts.append(len(targets))
             seconds.append(elapsed)
             right += int(found["right"][-1].sum())

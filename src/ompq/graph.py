@@ -59,7 +59,6 @@ class Unit:
         kind: ``conv``, ``depthwise``, ``pointwise``, ``grouped``, ``transposed``,
             ``linear`` or ``attention``.
         parameter: The weight's key in the network's ``state_dict``.
-        weight_shape: Shape of the weight.
         out_channels: Number of output channels; one scale each.
         bias_parameters: Length of the bias; 0 without one.
         norm: Name of the batch norm that follows directly and can be folded, or "".
@@ -121,7 +120,6 @@ class LayerGraph:
     """The units of a network in execution order, and what is not a unit.
 
     Attributes:
-        units: Units in execution order.
         skipped: Layers that are not units, with reasons.
         float_bytes: Bytes, in a packed file, of the parameters and buffers that belong
             to no unit once the batch norms that follow units are folded into them.

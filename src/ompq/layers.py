@@ -19,21 +19,10 @@ Size: TypeAlias = Sequence[int] | None
 
 
 class ActivationQuantizer(nn.Module):
-    """Rounds a tensor to one grid, wherever it is attached.
+    """Rounds a tensor to one grid, wherever it is attached."""
 
-    Attributes:
-        scale: Step of the grid, ().
-        zero_point: Code of the value 0, (); an integer.
-        enabled: Whether it rounds at all.
-        keep: Probability with which a value is rounded; the rest pass as they are.
-            Below 1 only while a block is reconstructed with QDrop.
-        gradient: What gradients move while a network is trained: the ``step`` (LSQ) or
-            the end of the range (``clip``, PACT); ``straight`` passes them on as if
-            nothing had been rounded.
-    """
-
-    scale: nn.Parameter
-    zero_point: Tensor
+    scale: nn.Parameter  # step of the grid, ()
+    zero_point: Tensor  # code of the value 0, (); an integer
     noise: Tensor | None
 
     def __init__(self, grid: Grid) -> None:
@@ -42,7 +31,11 @@ class ActivationQuantizer(nn.Module):
         self.scale = nn.Parameter(grid.scale.detach().clone(), requires_grad=False)
         self.register_buffer("zero_point", grid.zero_point.detach().clone())
         self.enabled = True
+        # Probability with which a value is rounded; the rest pass as they are. Below 1
+        # only while a block is reconstructed with QDrop.
         self.keep = 1.0
+        # What gradients move in training: the ``step`` (LSQ) or the end of the range
+        # (``clip``, PACT); ``straight`` passes them on as if nothing were rounded.
         self.gradient: Literal["step", "clip", "straight"] = "step"
 
     def forward(self, x: Tensor) -> Tensor:
@@ -153,25 +146,15 @@ def linear_map(
     if isinstance(layer, nn.Linear):
         return F.linear(x, weight, bias)
     if isinstance(layer, _ConvTransposeNd):
-        return _transposed_map(layer, x, weight, bias, output_size)
+        dims = weight.dim() - 2
+        size = None if output_size is None else list(output_size)
+        place = (layer.stride, layer.padding, layer.kernel_size, dims, layer.dilation)
+        padding = layer._output_padding(x, size, *place)  # type: ignore[arg-type]
+        function = getattr(F, f"conv_transpose{dims}d")
+        more = (layer.stride, layer.padding, padding, layer.groups, layer.dilation)
+        return cast(Tensor, function(x, weight, bias, *more))
     assert isinstance(layer, _ConvNd)
     return layer._conv_forward(x, weight, bias)
-
-
-def _transposed_map(
-    layer: _ConvTransposeNd,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    output_size: Size,
-) -> Tensor:
-    dims = weight.dim() - 2
-    size = None if output_size is None else list(output_size)
-    place = (layer.stride, layer.padding, layer.kernel_size, dims, layer.dilation)
-    padding = layer._output_padding(x, size, *place)  # type: ignore[arg-type]
-    function = getattr(F, f"conv_transpose{dims}d")
-    more = (layer.stride, layer.padding, padding, layer.groups, layer.dilation)
-    return cast(Tensor, function(x, weight, bias, *more))
 
 
 class QuantizedLinear(QuantizedLayer, nn.Linear):  # type: ignore[misc]
@@ -203,16 +186,7 @@ class QuantizedConvTranspose3d(QuantizedLayer, nn.ConvTranspose3d):  # type: ign
 
 
 _REPLACEMENTS: dict[type[nn.Module], type[QuantizedLayer]] = {
-    kind.__mro__[2]: kind
-    for kind in (
-        QuantizedLinear,
-        QuantizedConv1d,
-        QuantizedConv2d,
-        QuantizedConv3d,
-        QuantizedConvTranspose1d,
-        QuantizedConvTranspose2d,
-        QuantizedConvTranspose3d,
-    )
+    kind.__mro__[2]: kind for kind in QuantizedLayer.__subclasses__()
 }
 
 
@@ -232,31 +206,21 @@ def quantized_layer(layer: nn.Module, grid: Grid) -> QuantizedLayer:
     quantized.bits = grid.bits
     quantized.narrow = grid.narrow
     quantized.norm = None
-    quantized.weight_scale = nn.Parameter(
-        grid.scale.detach().clone().flatten(), requires_grad=False
-    )
-    quantized.register_buffer(
-        "weight_zero_point", grid.zero_point.detach().clone().flatten()
-    )
+    scale, zero_point = grid.scale.detach().clone(), grid.zero_point.detach().clone()
+    quantized.weight_scale = nn.Parameter(scale.flatten(), requires_grad=False)
+    quantized.register_buffer("weight_zero_point", zero_point.flatten())
     return quantized
 
 
 def quantized_layers(model: nn.Module) -> dict[str, QuantizedLayer]:
     """Return the quantized layers of a network by name, in order of definition."""
-    return {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, QuantizedLayer)
-    }
+    return {n: m for n, m in model.named_modules() if isinstance(m, QuantizedLayer)}
 
 
 def activation_quantizers(model: nn.Module) -> dict[str, ActivationQuantizer]:
     """Return the activation quantizers of a network by name."""
-    return {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, ActivationQuantizer)
-    }
+    found = model.named_modules()
+    return {name: m for name, m in found if isinstance(m, ActivationQuantizer)}
 
 
 def replace_module(model: nn.Module, name: str, new: nn.Module) -> None:

@@ -88,14 +88,10 @@ class Plan:
     """A decision with everything it was made from; needs no model to be re-solved.
 
     Attributes:
-        graph: The network's units.
         choices: Columns of the tables.
         scores: Expected damage of each choice of each unit, and its reasons.
         allowed: Which choices each unit may get, (units, choices).
         budget: What the allocation keeps to.
-        allocation: Unit name → bits.
-        accounting: How bytes are counted.
-        method: How the allocation was found.
         score_name: What the damage is.
         latency: Milliseconds of each unit at each choice, where known.
         target: Where the network will run, if that was said.
@@ -164,10 +160,8 @@ class Plan:
         target, bits = self.target, self.allocation
         if target is None:
             return ()
-        reasons = {
-            u.name: target.no_speed_up(u, bits[u.name]) for u in self.graph.units
-        }
-        return tuple(Skipped(name, why) for name, why in reasons.items() if why)
+        reasons = ((u, target.no_speed_up(u, bits[u.name])) for u in self.graph.units)
+        return tuple(Skipped(unit.name, why) for unit, why in reasons if why)
 
     @property
     def damage(self) -> float:
@@ -305,10 +299,8 @@ def _to_json(plan: Plan) -> dict[str, Any]:
 
 def _from_json(data: Mapping[str, Any]) -> Plan:
     graph = LayerGraph.from_json(data["graph"])
-    pairs = [
-        json_list(pair, "choices")
-        for pair in json_list(data["choices"], "choices", 256)
-    ]
+    listed = json_list(data["choices"], "choices", 256)
+    pairs = [json_list(pair, "choices") for pair in listed]
     choices = tuple(
         Choice(*(json_whole(bits, "choices", 1, FLOAT_BITS) for bits in pair))
         for pair in pairs
@@ -351,9 +343,8 @@ def _from_json(data: Mapping[str, Any]) -> Plan:
     # The allocation may have been edited by hand: it must still be one of ours.
     loaded.allocation.check_units(graph.names)
     _ = loaded.columns
-    return replace(
-        loaded, measured=_measured_from_json(loaded, data.get("measured", []))
-    )
+    measured = _measured_from_json(loaded, data.get("measured", []))
+    return replace(loaded, measured=measured)
 
 
 def _measured_to_json(plan: Plan) -> list[dict[str, Any]]:

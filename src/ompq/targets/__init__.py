@@ -47,10 +47,8 @@ class Operator:
 
     def takes(self, choice: Choice) -> bool:
         """Return whether it takes a choice."""
-        return (
-            choice.weight in self.weight_bits
-            and choice.activation in self.activation_bits
-        )
+        weights, inputs = self.weight_bits, self.activation_bits
+        return choice.weight in weights and choice.activation in inputs
 
 
 @dataclass(frozen=True)

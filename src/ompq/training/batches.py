@@ -90,7 +90,7 @@ def epoch_batches(
     global generator is seeded before every batch: what a loader shuffles and a network
     drops then depends on the number of the batch alone, also in a resumed run.
     """
-    seed_generators(config.seed, epoch, 0)
+    torch.manual_seed(mixed_seed(config.seed, epoch, 0))
     if isinstance(batches, TrainingData):
         first = numbers.start
         found = batches.epoch(
@@ -104,7 +104,7 @@ def epoch_batches(
         process, processes = shard
         first, found = 0, islice(batches, process, None, processes)
     for number in range(first, numbers.stop):
-        seed_generators(config.seed, epoch, number)
+        torch.manual_seed(mixed_seed(config.seed, epoch, number))
         batch = next(found, None)
         if batch is None:
             raise DataError(
@@ -122,11 +122,6 @@ def dealt(
     process, processes = shard
     for batch in range(start, len(order) // batch_size):
         yield order[batch * batch_size : (batch + 1) * batch_size][process::processes]
-
-
-def seed_generators(*numbers: int) -> None:
-    """Seed the global generators with several numbers."""
-    torch.manual_seed(mixed_seed(*numbers))
 
 
 def mixed_seed(*numbers: int) -> int:
