@@ -4,7 +4,7 @@ import json
 import platform
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import perf_counter
@@ -18,7 +18,6 @@ from ompq.costs import paper_bytes, unit_bytes
 from ompq.errors import PlanError, QuantizationError, shortened
 from ompq.evaluation import Evaluation, evaluate, wilson_interval
 from ompq.files import library_version, read_json, write_text
-from ompq.graph import Skipped
 from ompq.integer.finalization import finalize
 from ompq.packing import save
 from ompq.plans import Pin, Plan, PlanConfig, plan
@@ -58,14 +57,10 @@ def silent(_name: str) -> Iterator[Progress]:
 
 @dataclass(frozen=True)
 class Stages:
-    """What the stages of one job share.
+    """What the stages of one job share."""
 
-    Attributes:
-        bar: Opened around each stage to show its progress.
-        seconds: Stage → seconds it took; stages of the same name add up.
-    """
-
-    bar: Bar = silent
+    bar: Bar = silent  # opened around each stage to show its progress
+    # Stage → seconds it took; stages of the same name add up.
     seconds: dict[str, float] = field(default_factory=dict)
 
     @contextmanager
@@ -110,16 +105,10 @@ class Stages:
 
 @dataclass(frozen=True, eq=False)
 class Workflow:
-    """A float network, the samples it is quantized with, and the stages of the work.
-
-    Attributes:
-        model: The float network.
-        samples: Unlabelled inputs, (N, ...).
-        stages: Show progress and keep times.
-    """
+    """A float network, the samples it is quantized with, and the stages of the work."""
 
     model: nn.Module
-    samples: Tensor
+    samples: Tensor  # unlabelled inputs, (N, ...)
     stages: Stages = field(default_factory=Stages)
 
     def plan(
@@ -134,10 +123,7 @@ class Workflow:
         """Return a plan for a budget or for given bits; a plan is returned as it is.
 
         Args:
-            source: What decides on the bits.
-            config: Choices, score, pins and so on.
-            count: How many of the samples are used.
-            refinement: Whether and how the bits are refined, with all samples.
+            count: How many of the samples are used; a refinement uses all.
             checkpoint: Where a stopped refinement continues from.
 
         Raises:
@@ -152,11 +138,9 @@ class Workflow:
             }
             budget, config = _ANYTHING, replace(config, pinned=pins)
         with self.stages.named_by_messages("planning") as progress:
-            score = _reporting(config.score, progress)
-            told = replace(config, score=score)
-            made = plan(
-                self.model, self.samples[:count], budget, told, progress=progress
-            )
+            told = replace(config, score=_reporting(config.score, progress))
+            samples = self.samples[:count]
+            made = plan(self.model, samples, budget, told, progress=progress)
         if isinstance(source, Allocation):
             _check_complete(source, made)
         made = replace(made, score_name=score_name(config.score))
@@ -219,14 +203,7 @@ class Workflow:
         batches: Iterable[Any] | None,
         about: Mapping[str, Any],
     ) -> "Outcome":
-        """Finalize and evaluate a network.
-
-        Args:
-            network: The quantized network.
-            bits: Its plan.
-            batches: Labelled batches; without them accuracy is not measured.
-            about: Network, weights, data and so on, by name.
-        """
+        """Finalize a network and, if there are labelled batches, evaluate it."""
         final, arithmetic = self.finalize(network)
         found = None if batches is None else self.evaluate(final, batches)
         return Outcome(
@@ -242,27 +219,16 @@ class Workflow:
 
 @dataclass(frozen=True, eq=False)
 class Outcome:
-    """A quantized network and how it came about.
+    """A quantized network and how it came about."""
 
-    Attributes:
-        about: Network, weights, data and so on, by name.
-        plan: Its bits.
-        network: The quantized network.
-        evaluation: How it does beside the float network; None if not measured.
-        seconds: Stage → seconds it took.
-        accuracies: What the report compares it with.
-        histograms: Weights and inputs of its worst layers.
-        remarks: What else the report says.
-    """
-
-    about: Mapping[str, Any]
+    about: Mapping[str, Any]  # network, weights, data and so on, by name
     plan: Plan
     network: nn.Module
-    evaluation: Evaluation | None
-    seconds: Mapping[str, float]
-    accuracies: Sequence[Section] = ()
-    histograms: Sequence[Histogram] = ()
-    remarks: Sequence[Section] = ()
+    evaluation: Evaluation | None  # beside the float network; None if not measured
+    seconds: Mapping[str, float]  # of each stage
+    accuracies: Sequence[Section] = ()  # what the report compares it with
+    histograms: Sequence[Histogram] = ()  # weights and inputs of its worst layers
+    remarks: Sequence[Section] = ()  # what else the report says
 
     @property
     def errors(self) -> tuple[BlockError, ...]:
@@ -278,12 +244,13 @@ class Outcome:
             "python": platform.python_version(),
             **{name: str(value) for name, value in self.about.items()},
         }
+        errors = [
+            BlockSection(one.block, one.before, one.after, kept=one.improved)
+            for one in self.errors
+        ]
         return [
             *self.accuracies,
-            *(
-                BlockSection(one.block, one.before, one.after, kept=one.improved)
-                for one in self.errors
-            ),
+            *errors,
             *self.histograms,
             *(StageTime(name, value) for name, value in self.seconds.items()),
             *self.remarks,
@@ -315,9 +282,8 @@ class Outcome:
         self, path: Path, title: str, progress: Progress | None = None
     ) -> None:
         """Write the page that shows plan and results."""
-        write_report(
-            path, self.plan, results=self.sections, title=title, progress=progress
-        )
+        sections = self.sections
+        write_report(path, self.plan, results=sections, title=title, progress=progress)
 
 
 def plan_summary(plan: Plan) -> dict[str, Any]:
@@ -340,8 +306,8 @@ def plan_summary(plan: Plan) -> dict[str, Any]:
         ],
         "units": unit_rows(plan),
         "target": None if plan.target is None else plan.target.name,
-        "no_speed_up": [_pair(one) for one in plan.no_speed_up],
-        "skipped": [_pair(one) for one in plan.graph.skipped],
+        "no_speed_up": [asdict(one) for one in plan.no_speed_up],
+        "skipped": [asdict(one) for one in plan.graph.skipped],
     }
 
 
@@ -349,12 +315,12 @@ def unit_rows(plan: Plan) -> list[dict[str, Any]]:
     """Return what there is to know about each unit and its bits."""
     gamma, importance = plan.scores.gamma, plan.scores.importance
     widths = {choice.weight for choice in plan.choices}
+    paper = plan.accounting == "paper"
     rows = []
     for i, unit in enumerate(plan.graph.units):
         bits = plan.allocation[unit.name]
         allowed = zip(plan.choices, plan.allowed[i], strict=True)
         free = {choice.weight for choice, may in allowed if may}
-        paper = plan.accounting == "paper"
         row = {
             "name": unit.name,
             "kind": unit.kind,
@@ -374,10 +340,6 @@ def unit_rows(plan: Plan) -> list[dict[str, Any]]:
         }
         rows.append(row)
     return rows
-
-
-def _pair(one: Skipped) -> dict[str, str]:
-    return {"name": one.name, "reason": one.reason}
 
 
 def write_result(path: Path, data: Mapping[str, Any]) -> None:
@@ -406,15 +368,23 @@ def read_bits(path: Path) -> Plan | Allocation:
 @contextmanager
 def whole_folder(folder: Path) -> Iterator[Path]:
     """Yield a folder whose files are moved to ``folder`` if the block succeeds."""
+    with (
+        made_folder(folder),
+        TemporaryDirectory(dir=folder, prefix=".unfinished.") as work,
+    ):
+        yield Path(work)
+        # The result is the last to appear: where it is, all the others are.
+        for path in sorted(Path(work).iterdir(), key=lambda one: one.name == RESULT):
+            path.replace(folder / path.name)
+
+
+@contextmanager
+def made_folder(folder: Path) -> Iterator[None]:
+    """Make a folder; remove it afterwards if it is new and nothing was written."""
     new = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        with TemporaryDirectory(dir=folder, prefix=".unfinished.") as work:
-            yield Path(work)
-            # The result is the last to appear: where it is, all the others are.
-            done = sorted(Path(work).iterdir(), key=lambda path: path.name == RESULT)
-            for path in done:
-                path.replace(folder / path.name)
+        yield
     finally:
         if new:
             with suppress(OSError):  # it holds something

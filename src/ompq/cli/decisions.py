@@ -19,6 +19,7 @@ from ompq.cli.options import (
     BudgetOption,
     OutputOptions,
     check_folder,
+    check_resumed,
     check_writable,
     flag,
     number,
@@ -27,7 +28,6 @@ from ompq.cli.options import (
 )
 from ompq.cli.settings import (
     REFINE_SAMPLES,
-    SAMPLES,
     DataOptions,
     NetworkOptions,
     PlanOptions,
@@ -46,7 +46,6 @@ from ompq.cli.views import (
     size_budgets,
 )
 from ompq.costs import FLOAT_BITS, cost_tables, digits, in_bytes
-from ompq.errors import CheckpointError
 from ompq.graph import Choice, trace
 from ompq.plans import PlanConfig, choice_table, make_problem
 from ompq.reconstruction_score import SCORES
@@ -54,20 +53,19 @@ from ompq.report import audit_sections, write_report
 from ompq.samples import SamplesLike
 from ompq.scores import score_name
 from ompq.userfiles import suggestion
-from ompq.workflow import REPORT, Workflow, whole_folder, write_result
+from ompq.workflow import PLAN_SAMPLES, REPORT, Workflow, whole_folder, write_result
 
 
 def plan(
     network: NetworkOptions,
     data: DataOptions,
-    planning: PlanOptions,
-    refining: RefineOptions,
+    planning: RefineOptions,
     output: OutputOptions,
     budget: BudgetOption,
     file: Path | None = output_path("Save the plan."),
     samples: int | None = number(
         None,
-        f"How many inputs are used. Default: {SAMPLES}; with --protocol the "
+        f"How many inputs are used. Default: {PLAN_SAMPLES}; with --protocol the "
         f"paper's number; with --refine {REFINE_SAMPLES}.",
         least=2,
     ),
@@ -87,7 +85,7 @@ def plan(
     with opened(output) as console:
         check_writable(file)
         wanted, config = Budget.of(budget), planning.config()
-        refinement = refining.config(data.seed)
+        refinement = planning.refinement(data.seed)
         model = network.load(console)
         inputs = data.load(model, "train")
         count = few = sample_count(network.network, samples, planning.protocol)
@@ -294,14 +292,8 @@ class AuditOptions:
     def checkpoint(self) -> Path | None:
         """Return where measurements are kept while it runs."""
         path = None if self.folder is None else self.folder / "measured.json"
-        there = path is not None and path.exists()
-        if self.resume and not there:
-            raise CheckpointError("there is no stopped audit; omit --resume")
-        if there and not self.resume:
-            raise CheckpointError(
-                f"{path} is left from an earlier audit; add --resume to continue it, "
-                "or remove it to begin again"
-            )
+        left = path if path is not None and path.exists() else None
+        check_resumed(left, "audit", resume=self.resume)
         return path
 
 

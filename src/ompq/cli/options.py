@@ -15,6 +15,7 @@ from typing import Annotated, Any, ClassVar, get_type_hints
 
 import typer
 
+from ompq.errors import CheckpointError
 from ompq.userfiles import suggestion
 
 REQUIRED = MISSING  # the default of an option that must be given
@@ -153,6 +154,17 @@ def check_folder(path: Path | None, option: str = "--output") -> None:
         if path.exists() and not path.is_dir():
             raise ValueError(f"{option} {path} is a file; name a folder")
         _check_access(path, path.absolute(), option)
+
+
+def check_resumed(left: Path | None, what: str, *, resume: bool) -> None:
+    """Make sure that stopped work is continued only if that is wanted."""
+    if resume and left is None:
+        raise CheckpointError(f"there is no stopped {what}; omit --resume")
+    if left is not None and not resume:
+        raise CheckpointError(
+            f"{left} is left from an earlier {what}; add --resume to continue it, or "
+            "remove it to begin again"
+        )
 
 
 def _check_access(path: Path, folder: Path, option: str) -> None:

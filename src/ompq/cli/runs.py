@@ -6,7 +6,7 @@ import shlex
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -21,6 +21,7 @@ from ompq.cli.options import (
     REQUIRED,
     OutputOptions,
     check_folder,
+    check_resumed,
     flag,
     number,
     one_of,
@@ -30,7 +31,6 @@ from ompq.cli.options import (
 from ompq.cli.settings import (
     DataOptions,
     NetworkOptions,
-    PlanOptions,
     RefineOptions,
     provenance,
     read_samples,
@@ -41,7 +41,7 @@ from ompq.costs import digits
 from ompq.datasets.images import image_views
 from ompq.datasets.sources import Data
 from ompq.datasets.training_sets import training_data
-from ompq.errors import BudgetError, CheckpointError, PlanError
+from ompq.errors import BudgetError, PlanError
 from ompq.evaluation import Evaluation
 from ompq.evaluation import evaluate as measure
 from ompq.integer.engine import IntegerNetwork
@@ -57,7 +57,7 @@ from ompq.training.batches import TrainingData, checked_length
 from ompq.training.config import TRAIN_PROTOCOLS, TrainConfig
 from ompq.training.run import check_installed
 from ompq.userfiles import suggestion
-from ompq.workflow import PLAN, Outcome, Workflow, read_bits
+from ompq.workflow import PLAN, Outcome, Workflow, made_folder, read_bits
 
 CALIBRATION = 1024
 _ENGINES = ("simulated", "integer")
@@ -130,10 +130,9 @@ class RunOptions:
         """Return how many inputs calibrate."""
         return self.samples or min(CALIBRATION, len(inputs))
 
-    def check(self, planning: PlanOptions, refining: RefineOptions) -> None:
+    def check(self, planning: RefineOptions) -> None:
         """Refuse options that contradict each other."""
         deciding = [*(["--budget"] if self.budget else []), *planning.typed()]
-        deciding += ["--refine"] if refining.refine else []
         if self.plan is not None and deciding:
             raise ValueError(
                 f"--plan already decides the bits; leave out {', '.join(deciding)}"
@@ -145,15 +144,7 @@ class RunOptions:
 
     def check_unfinished(self) -> None:
         """Make sure that a stopped run is continued only if that is wanted."""
-        if self.resume and not self.started:
-            raise CheckpointError(
-                f"{self.folder} has no stopped run; omit --resume to begin one"
-            )
-        if self.started and not self.resume:
-            raise CheckpointError(
-                f"{self.started} is left from an earlier run; add --resume to continue "
-                "it, or remove it to begin again"
-            )
+        check_resumed(self.started, "run", resume=self.resume)
 
     def check_budget(self, plan: Plan, begun: Path) -> None:
         """Make sure that the budget typed, if any, is that of the bits in ``begun``."""
@@ -180,11 +171,10 @@ class RunOptions:
 
 @contextmanager
 def run_folder(run: RunOptions, console: Console) -> Iterator[None]:
-    """Make the folder at once; remove it if nothing was written to it."""
-    new = not run.folder.exists()
-    run.folder.mkdir(parents=True, exist_ok=True)
+    """Make the folder at once; if stopped, say how to continue."""
     try:
-        yield
+        with made_folder(run.folder):
+            yield
     except KeyboardInterrupt:
         if run.started is None:
             raise
@@ -197,10 +187,6 @@ def run_folder(run: RunOptions, console: Console) -> Iterator[None]:
             say(console.err, f"stopped; progress is kept in {run.started}")
             say(console.err, f"continue with: {again}")
         raise typer.Exit(130) from None
-    finally:
-        if new:
-            with suppress(OSError):  # it holds something
-                run.folder.rmdir()
 
 
 def _is_main() -> bool:
@@ -212,8 +198,7 @@ def quantize(
     network: NetworkOptions,
     data: DataOptions,
     run: RunOptions,
-    planning: PlanOptions,
-    refining: RefineOptions,
+    planning: RefineOptions,
     output: OutputOptions,
 ) -> None:
     """Plan, quantize, reconstruct, evaluate and save, in one command.
@@ -229,17 +214,17 @@ def quantize(
     """
     check_folder(run.folder)
     with opened(output) as console, run_folder(run, console):
-        run.check(planning, refining)
+        run.check(planning)
         source = run.bits_source()
         # Wrong options should not wait for the network.
-        _ = planning.config(), refining.config(data.seed)
+        _ = planning.config(), planning.refinement(data.seed)
         model = network.load(console)
         inputs = data.load(model, "train")
         # Before the work: labels that do not fit should not cost an hour.
         judged = data.labelled(run.eval_data, model, run.limit)
         samples = read_samples(inputs, run.calibration_count(inputs), console)
         work = Workflow(model.module, samples, console.stages)
-        plan, made = _quantized(work, source, inputs, run, planning, refining)
+        plan, made = _quantized(work, source, inputs, run, planning)
         more = {"samples": len(samples), "iterations": run.steps}
         about = provenance(inputs, eval_data=run.eval_data, **more)
         _finish(work.outcome(made, plan, judged, about), run, console)
@@ -251,12 +236,11 @@ def _quantized(
     source: Plan | Allocation | Budget,
     inputs: Data,
     run: RunOptions,
-    planning: PlanOptions,
-    refining: RefineOptions,
+    planning: RefineOptions,
 ) -> tuple[Plan, nn.Module]:
     """Plan, quantize and, unless the options say otherwise, reconstruct."""
     seed, count = inputs.seed, sample_count(inputs.model.name, None, planning.protocol)
-    refinement = refining.config(seed)
+    refinement = planning.refinement(seed)
     plan = work.plan(source, planning.config(), count=count, refinement=refinement)
     work = replace(work, samples=image_views(work.samples, run.views, seed=seed))
     rounded = work.quantize(plan)
@@ -381,8 +365,7 @@ def train(
     data: DataOptions,
     run: RunOptions,
     training: TrainOptions,
-    planning: PlanOptions,
-    refining: RefineOptions,
+    planning: RefineOptions,
     output: OutputOptions,
 ) -> None:
     """Plan, quantize, reconstruct, train, evaluate and save, in one command.
@@ -402,7 +385,7 @@ def train(
     check_folder(run.folder)
     output = output if _is_main() else replace(output, json=False, quiet=True)
     with opened(output) as console, run_folder(run, console):
-        run.check(planning, refining)
+        run.check(planning)
         config = training.config(planning.protocol, data.seed)
         if config.start == "float":  # training would discard what is reconstructed
             run = replace(run, no_reconstruct=True)
@@ -418,7 +401,7 @@ def train(
         judged = data.labelled(run.eval_data, model, run.limit)
         validation = data.labelled(training.validation, model)
         if _is_main() and training.start is None:
-            _prepare(inputs, run, planning, refining, console)
+            _prepare(inputs, run, planning, console)
         plan, start = _begin(training, run, model)
         with console.stage("training") as progress:
             made = learn(
@@ -456,8 +439,7 @@ def _images(inputs: Data, config: TrainConfig, console: Console) -> TrainingData
 def _prepare(
     inputs: Data,
     run: RunOptions,
-    planning: PlanOptions,
-    refining: RefineOptions,
+    planning: RefineOptions,
     console: Console,
 ) -> None:
     """Quantize, and write what all processes, and a resumed run, start from."""
@@ -466,7 +448,7 @@ def _prepare(
         return
     samples = read_samples(inputs, run.calibration_count(inputs), console)
     work = Workflow(model.module, samples, console.stages)
-    plan, made = _quantized(work, source, inputs, run, planning, refining)
+    plan, made = _quantized(work, source, inputs, run, planning)
     plan.save(run.folder / PLAN)
     save(made, run.start, plan=plan, network=model.name)
     run.checkpoint.unlink(missing_ok=True)

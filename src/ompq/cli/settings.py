@@ -26,8 +26,8 @@ from ompq.samples import model_device
 from ompq.scores import Score, score_name
 from ompq.targets import included_targets
 from ompq.userfiles import call_user_function, is_user_function, suggestion
+from ompq.workflow import PLAN_SAMPLES
 
-SAMPLES = 64
 # The paper's numbers of samples: 64, but 32 for MobileNetV2.
 FEWER_SAMPLES = {"mobilenet_v2": 32, "mobilenetv2": 32}
 _DEVICES = ("auto", "cpu", "cuda")
@@ -141,7 +141,7 @@ def sample_count(network: str, asked: int | None, protocol: str | None) -> int:
     if asked is not None:
         return asked
     fewer = [count for name, count in FEWER_SAMPLES.items() if name in network]
-    return fewer[0] if protocol is not None and fewer else SAMPLES
+    return fewer[0] if protocol is not None and fewer else PLAN_SAMPLES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,16 +229,14 @@ class PlanOptions:
 
     def typed(self) -> list[str]:
         """Return the options that decide on bits and were given, as typed."""
-        other = ("protocol", "strict")
+        other = ("protocol", "strict", "refine_by")
         names = [k for k, value in vars(self).items() if value and k not in other]
         return [f"--{name.replace('_', '-')}" for name in names]
 
 
 @dataclass(frozen=True, kw_only=True)
-class RefineOptions:
-    """Whether bits are refined by measuring."""
-
-    PANEL: ClassVar[str] = "How bits are chosen"
+class RefineOptions(PlanOptions):
+    """How bits are chosen, and whether they are refined by measuring."""
 
     refine: str | None = option(
         None,
@@ -253,7 +251,7 @@ class RefineOptions:
         f"which is slower. Default: {RefineConfig.by}.",
     )
 
-    def config(self, seed: int) -> RefineConfig | None:
+    def refinement(self, seed: int) -> RefineConfig | None:
         """Return the settings of a refinement, if one is asked for."""
         if self.refine is None:
             return None

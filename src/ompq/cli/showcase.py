@@ -1,10 +1,7 @@
 """demo: the whole path at once, on a network that comes with the package."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import RenderableType
@@ -58,23 +55,18 @@ def demo(
             if not console.json and not console.quiet:
                 console.show(*beginning(plan, budget, reference, console.out.width))
 
-        with _one_thread():
-            bar = console.stages.bar
-            found = run_demo(folder, config, bar=bar, planned=planned)
+        # The network is too small to share: threads that wait for each other would take
+        # most of the time, and on a busy machine ten times as long.
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            found = run_demo(folder, config, bar=console.stages.bar, planned=planned)
+        finally:
+            torch.set_num_threads(threads)
         view = DemoView(found, folder)
-        render(View(view.data(), view.line(), view.tables), console)
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    # The network is too small to share: threads that wait for each other would take
-    # most of the time, and on a busy machine ten times as long.
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
+        data = {**found.to_json(), "folder": str(folder), "files": list(found.files)}
+        line = f"{folder / REPORT}: {view.verdict()}"
+        render(View(data, line, view.tables), console)
 
 
 def beginning(
@@ -118,10 +110,10 @@ def _bits_table(plan: Plan, width: int) -> RenderableType:
 def ties(plan: Plan) -> list[RenderableType]:
     """Return a line for each group of layers that share their bits, after a gap."""
     names = plan.graph.names
-    groups = [[names[i] for i in group] for group in plan.graph.groups.values()]
     lines: list[RenderableType] = [
-        f"{' and '.join(group)} share their bits: their outputs are added."
-        for group in groups
+        f"{' and '.join(names[i] for i in group)} share their bits: "
+        "their outputs are added."
+        for group in plan.graph.groups.values()
         if len(group) > 1
     ]
     return ["", *lines] if lines else []
@@ -133,15 +125,6 @@ class DemoView:
 
     found: Demo
     folder: Path
-
-    def data(self) -> dict[str, Any]:
-        """Return plain data."""
-        files = list(self.found.files)
-        return {**self.found.to_json(), "folder": str(self.folder), "files": files}
-
-    def line(self) -> str:
-        """Return the report and the verdict."""
-        return f"{self.folder / REPORT}: {self.verdict()}"
 
     def tables(self, width: int) -> list[RenderableType]:
         """Return the networks side by side, the verdict, and the files."""
@@ -212,13 +195,10 @@ class DemoView:
             )
         bits = found.plan.allocation
         most = max(found.plan.graph.names, key=lambda name: bits[name].weight)
+        sizes = in_bytes(account.file_bytes), in_bytes(account.planned_bytes)
+        packed = "{}, within the {} of the plan; read back it gives".format(*sizes)
         return [
-            (
-                "packed",
-                f"{account.path}: {in_bytes(account.file_bytes)}, within the "
-                f"{in_bytes(account.planned_bytes)} of the plan; read back it gives "
-                f"{same}",
-            ),
+            ("packed", f"{account.path}: {packed} {same}"),
             ("ONNX", onnx),
             ("report", f"{self.folder / REPORT}: open it in a browser"),
             ("next", f"ompq explain {self.folder / PLAN} {most}"),
