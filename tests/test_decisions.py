@@ -555,3 +555,22 @@ def test_a_stopped_refinement_continues_where_it_was(net, tmp_path, monkeypatch)
     measured = len(Plan.load(tmp_path / "plan.json").measured)
     assert len(calls) == measured + 1 + measured  # none twice but the stopped one
     assert not (tmp_path / "plan.unfinished.json").exists()
+
+
+def test_tables_of_scores_are_kept_unless_a_flag_says_no(net, tmp_path):
+    words = ("plan", *net, "--budget", "4bits")
+    folder = tmp_path / "tables"
+    plans = []
+    for cache in ((), ("--cache", folder), ("--cache", folder)):
+        assert run(*words, *cache, "-o", tmp_path / "plan.json").exit_code == 0
+        plans.append((tmp_path / "plan.json").read_bytes())
+    assert plans[0] == plans[1] == plans[2]
+    assert len(list(folder.iterdir())) == 1
+    other = {"OMPQ_CACHE": str(tmp_path / "other")}
+    assert run(*words, "--no-cache", env=other).exit_code == 0
+    assert not (tmp_path / "other").exists()
+    assert run(*words, env=other).exit_code == 0
+    assert len(list((tmp_path / "other").iterdir())) == 1
+    refused = run(*words, "--cache", tmp_path / "plan.json")
+    assert refused.exit_code == 2
+    assert "is a file; name a folder" in refused.stderr

@@ -252,7 +252,7 @@ def write_tensors(
         # The format refuses two names for the same memory.
         kept[name] = tensor.clone() if memory in used else tensor
         used.add(memory)
-    entries = {**header, _DIGEST: _digest(header, kept)}
+    entries = {**header, _DIGEST: tensors_digest(header, kept)}
     with replacing(path) as temporary:
         save_file(kept, temporary, {_METADATA: _compact(entries)})
 
@@ -273,7 +273,7 @@ def read_tensors(
             header = _checked_header(text, kinds)
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
         found = header.pop(_DIGEST, None)
-        damaged = found != _digest(header, tensors)
+        damaged = found != tensors_digest(header, tensors)
     except FileNotFoundError as error:
         raise ValueError("there is no such file") from error
     except (OSError, SafetensorError, *_DAMAGE) as error:
@@ -307,8 +307,8 @@ def _compact(data: Any) -> str:
     return json.dumps(data, separators=(",", ":"))
 
 
-def _digest(header: Mapping[str, Any], tensors: "Mapping[str, Tensor]") -> str:
-    """Return a digest of everything in the file that means something."""
+def tensors_digest(header: Any, tensors: "Mapping[str, Tensor]") -> str:
+    """Return a digest of plain data and of contiguous tensors in host memory."""
     import torch
 
     digest = hashlib.sha256()

@@ -1,6 +1,5 @@
 """plan() and Plan: the bits of every unit, with everything they were decided from."""
 
-import base64
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
@@ -67,8 +66,6 @@ from ompq.targets import Target, load_target
 FORMAT = "ompq-plan/2"
 FORMATS = ("ompq-plan/1", FORMAT)  # the first wrote the ORM as lists of numbers
 _ADVICE = "Give a file that ompq plan or Plan.save wrote"
-# A larger ORM is left out of the file: at 3,000 units it alone would take 24 MB.
-_LARGEST_ORM = 700
 
 
 @dataclass(frozen=True)
@@ -275,7 +272,6 @@ def make_problem(
 
 
 def _to_json(plan: Plan) -> dict[str, Any]:
-    scores = plan.scores
     return {
         "budget": str(plan.budget),
         "score": plan.score_name,
@@ -285,11 +281,7 @@ def _to_json(plan: Plan) -> dict[str, Any]:
         "gap": plan.gap,
         "choices": [list(choice) for choice in plan.choices],
         "allowed": plan.allowed.astype(int).tolist(),
-        "damage": scores.damage.tolist(),
-        "gamma": None if scores.gamma is None else scores.gamma.tolist(),
-        "importance": None if scores.importance is None else scores.importance.tolist(),
-        "orm": _packed_orm(scores.orm),
-        "orm_labels": list(scores.orm_labels),
+        **plan.scores.to_json(),
         "latency": plan.latency,
         "graph": plan.graph.to_json(),
         **({} if plan.target is None else {"target": plan.target.to_json()}),
@@ -316,18 +308,11 @@ def _from_json(data: Mapping[str, Any]) -> Plan:
     for name, known in (("accounting", get_args(Accounting)), ("method", METHODS)):
         if texts[name] not in known:
             raise ValueError(f"{name} must be one of {', '.join(known)}")
-    labels = json_list(data["orm_labels"], "orm_labels")
     latency = data["latency"]
     loaded = Plan(
         graph=graph,
         choices=choices,
-        scores=ScoreTable(
-            damage=np.array(json_table(data["damage"], "damage", shape)),
-            orm=_unpacked_orm(data["orm"], len(labels)),
-            orm_labels=tuple(json_text(label, "orm_labels") for label in labels),
-            gamma=_unit_values(data, "gamma", len(graph)),
-            importance=_unit_values(data, "importance", len(graph)),
-        ),
+        scores=ScoreTable.from_json(data, len(graph), len(choices)),
         allowed=np.array(json_table(data["allowed"], "allowed", shape), dtype=bool),
         budget=Budget.parse(texts["budget"]),
         allocation=replace(
@@ -381,35 +366,6 @@ def _measured_from_json(plan: Plan, data: Any) -> tuple[Measurement, ...]:
     return tuple(found)
 
 
-def _unit_values(
-    data: Mapping[str, Any], name: str, count: int
-) -> NDArray[np.float64] | None:
-    values = data[name]
-    return None if values is None else np.array(json_table(values, name, (count,)))
-
-
-def _packed_orm(orm: NDArray[np.float64] | None) -> Any:
-    """Return the upper triangle, which says all, as base64 of little-endian float32."""
-    if orm is None or len(orm) > _LARGEST_ORM:
-        return None
-    triangle = orm[np.triu_indices(len(orm))].astype("<f4")
-    return {"float32": base64.b64encode(triangle.tobytes()).decode()}
-
-
-def _unpacked_orm(data: Any, count: int) -> NDArray[np.float64] | None:
-    if data is None:
-        return None
-    if isinstance(data, list):  # written by format 1
-        return np.array(json_table(data, "orm", (count, count)))
-    text = json_text(json_object(data, "orm").get("float32"), "orm")
-    numbers = np.frombuffer(base64.b64decode(text, validate=True), dtype="<f4")
-    if len(numbers) != count * (count + 1) // 2 or not np.isfinite(numbers).all():
-        raise ValueError(f"orm must be finite numbers for {count} labels")
-    orm = np.zeros((count, count))
-    orm[np.triu_indices(count)] = numbers
-    return orm + np.triu(orm, 1).T
-
-
 Pin = int | tuple[int, int]  # weight bits, or weight and activation bits
 
 
@@ -458,6 +414,7 @@ def plan(
     budget: Budget | str,
     config: PlanConfig = PlanConfig(),
     *,
+    cache: str | Path | None = None,
     progress: Progress | None = None,
 ) -> Plan:
     """Choose bits for every unit of a network so that a budget is met.
@@ -466,6 +423,8 @@ def plan(
         samples: A few unlabelled inputs; 32 to 64 are enough.
         budget: For example ``"1.5MiB"``, ``"3.2bits"``, ``"75GBOPs"``, several joined
             by commas, or a Budget.
+        cache: A folder that keeps score tables: where network, samples and score are
+            the same, a later plan reads its table there.
 
     Raises:
         InfeasibleBudgetError: No allocation meets the budget.
@@ -491,10 +450,8 @@ def plan(
     problem = make_problem(graph, choices, nothing, allowed, costs)
     check_budget(problem, budget)
     report(1, 3, "scoring the choices")
-    scores = score_table(config.score, graph, model, samples, choices)
-    if scores.orm is not None and len(scores.orm) <= _LARGEST_ORM:  # as it is saved
-        orm = _unpacked_orm(_packed_orm(scores.orm), len(scores.orm))
-        scores = replace(scores, orm=orm)
+    scores = score_table(config.score, graph, model, samples, choices, cache=cache)
+    scores = scores.as_saved()
     report(2, 3, "solving for the budget")
     problem = replace(problem, damage=scores.damage)
     allocation = allocate(problem, budget, method=config.method)

@@ -119,12 +119,14 @@ class Workflow:
         count: int = PLAN_SAMPLES,
         refinement: RefineConfig | None = None,
         checkpoint: Path | None = None,
+        cache: Path | None = None,
     ) -> Plan:
         """Return a plan for a budget or for given bits; a plan is returned as it is.
 
         Args:
             count: How many of the samples are used; a refinement uses all.
             checkpoint: Where a stopped refinement continues from.
+            cache: A folder that keeps score tables.
 
         Raises:
             PlanError: The bits do not name every unit.
@@ -140,7 +142,9 @@ class Workflow:
         with self.stages.named_by_messages("planning") as progress:
             told = replace(config, score=_reporting(config.score, progress))
             samples = self.samples[:count]
-            made = plan(self.model, samples, budget, told, progress=progress)
+            made = plan(
+                self.model, samples, budget, told, cache=cache, progress=progress
+            )
         if isinstance(source, Allocation):
             _check_complete(source, made)
         made = replace(made, score_name=score_name(config.score))

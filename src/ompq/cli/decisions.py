@@ -28,6 +28,7 @@ from ompq.cli.options import (
 )
 from ompq.cli.settings import (
     REFINE_SAMPLES,
+    CacheOptions,
     DataOptions,
     NetworkOptions,
     PlanOptions,
@@ -60,6 +61,7 @@ def plan(
     network: NetworkOptions,
     data: DataOptions,
     planning: RefineOptions,
+    caching: CacheOptions,
     output: OutputOptions,
     budget: BudgetOption,
     file: Path | None = output_path("Save the plan."),
@@ -84,6 +86,7 @@ def plan(
     """
     with opened(output) as console:
         check_writable(file)
+        check_folder(caching.folder, "--cache")
         wanted, config = Budget.of(budget), planning.config()
         refinement = planning.refinement(data.seed)
         model = network.load(console)
@@ -95,7 +98,12 @@ def plan(
         work = Workflow(model.module, tensor, console.stages)
         with _unfinished(file, console) as checkpoint:
             made = work.plan(
-                wanted, config, count=few, refinement=refinement, checkpoint=checkpoint
+                wanted,
+                config,
+                count=few,
+                refinement=refinement,
+                checkpoint=checkpoint,
+                cache=caching.folder,
             )
             if file is not None:
                 made.save(file)

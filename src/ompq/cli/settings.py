@@ -235,6 +235,30 @@ class PlanOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CacheOptions:
+    """Whether score tables are kept."""
+
+    PANEL: ClassVar[str] = "How bits are chosen"
+
+    cache: Path | None = option(
+        None,
+        "DIR",
+        "Keep the score's table there, and read it again when network, samples and "
+        "score are the same. Default: the folder that OMPQ_CACHE names, if any.",
+        envvar="OMPQ_CACHE",
+        show_envvar=False,
+    )
+    no_cache: bool = flag(
+        "Keep and read no table, whatever OMPQ_CACHE says.", "--no-cache"
+    )
+
+    @property
+    def folder(self) -> Path | None:
+        """Where tables are kept."""
+        return None if self.no_cache else self.cache
+
+
+@dataclass(frozen=True, kw_only=True)
 class RefineOptions(PlanOptions):
     """How bits are chosen, and whether they are refined by measuring."""
 

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -11,6 +12,7 @@ from ompq.graph import Choice, LayerGraph
 from ompq.samples import Samples, SamplesLike
 from ompq.scores.baselines import Random, SmallestFirst
 from ompq.scores.blend import Blend
+from ompq.scores.cache import cached_table
 from ompq.scores.fisher import Fisher
 from ompq.scores.gradient import Gradient
 from ompq.scores.hessian import Hessian
@@ -87,7 +89,7 @@ def score_name(score: Score | str) -> str:
     return next(known, getattr(score, "__qualname__", None) or repr(score))
 
 
-def score_table(
+def score_table(  # noqa: PLR0913 - the last two are optional
     score: Score | str,
     graph: LayerGraph,
     model: nn.Module,
@@ -95,6 +97,7 @@ def score_table(
     choices: Sequence[Choice],
     *,
     batches: LabelledBatches | None = None,
+    cache: str | Path | None = None,
 ) -> ScoreTable:
     """Compute a score, given as a callable or by name.
 
@@ -105,6 +108,7 @@ def score_table(
         samples: Inputs.
         choices: Columns of the table.
         batches: Inputs and class numbers, for the scores that use labels.
+        cache: A folder that keeps tables, and from which known ones are read.
 
     Raises:
         ValueError: The name is unknown.
@@ -113,4 +117,7 @@ def score_table(
     chosen: Any = named_score(score) if isinstance(score, str) else score
     if batches is not None and getattr(chosen, "needs", Needs("")).labels:
         chosen = replace(chosen, batches=batches)
-    return checked(chosen(graph, model, Samples.of(samples), choices), graph, choices)
+    given = Samples.of(samples)
+    if cache is not None:
+        return cached_table(cache, chosen, graph, model, given, choices)
+    return checked(chosen(graph, model, given, choices), graph, choices)

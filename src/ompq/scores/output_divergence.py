@@ -1,7 +1,7 @@
 """Output divergence: how far the logits move when one unit alone is quantized."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar
 
@@ -38,7 +38,7 @@ class OutputDivergence:
     """
 
     samples: int = 64
-    progress: Progress | None = None
+    progress: Progress | None = field(default=None, repr=False, compare=False)
 
     summary: ClassVar[str] = "divergence of the outputs when one unit is rounded"
     needs: ClassVar[Needs] = Needs("one for each unit and width")

@@ -1,0 +1,147 @@
+import copy
+import json
+import logging
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+import ompq
+from nets import TinyResNet, images, seeded
+from ompq.errors import FileError
+from ompq.reconstruction_score import SCORES
+from ompq.scores import score_table
+
+CHOICES = (ompq.Choice(2, 8), ompq.Choice(4, 8))
+
+
+@pytest.fixture
+def network():
+    return seeded(TinyResNet())
+
+
+@pytest.fixture
+def passes(network):
+    """Count the calls of the network's first layer."""
+    calls = []
+    network.stem.register_forward_hook(lambda *_: calls.append(1))
+    return calls
+
+
+def made(network, folder, samples=None, **settings):
+    config = ompq.PlanConfig(score=settings.pop("score", "blend"), **settings)
+    given = images() if samples is None else samples
+    return ompq.plan(network, given, "3bits", config, cache=folder)
+
+
+@pytest.mark.parametrize("name", ["blend", "orm", "orm_distortion", "fisher"])
+def test_the_second_plan_only_observes_the_network(network, passes, tmp_path, name):
+    first = made(network, tmp_path, score=name)
+    passes.clear()
+    ompq.trace(network, images())
+    observing = len(passes)
+    passes.clear()
+    second = made(network, tmp_path, score=name)
+    assert len(passes) == observing
+    plain = ompq.plan(network, images(), "3bits", ompq.PlanConfig(score=name))
+    assert second.hash == first.hash == plain.hash
+    assert second.score_name == name
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_whatever_a_table_depends_on_makes_another_file(network, tmp_path):
+    made(network, tmp_path)
+    other = copy.deepcopy(network)
+    with torch.no_grad():
+        other.head.bias[0] += 1e-3
+    statistics = copy.deepcopy(network)
+    statistics.norm.running_mean[0] += 1e-3
+    epsilon = copy.deepcopy(network)
+    epsilon.norm.eps = 0.1
+    made(other, tmp_path)
+    made(statistics, tmp_path)
+    made(epsilon, tmp_path)
+    made(network, tmp_path, images(seed=2))
+    made(network, tmp_path, images(7))
+    made(network, tmp_path, {"x": images()})
+    made(network, tmp_path, choices=(2, 4))
+    made(network, tmp_path, tie=False)
+    made(network, tmp_path, score=ompq.Blend(samples=4))
+    assert len(list(tmp_path.iterdir())) == 10
+    # How a score tells of its progress, another budget or pins of known bits do not.
+    told = ompq.Blend(progress=lambda *_: None)
+    made(network, tmp_path, score=told)
+    made(network, tmp_path, pinned={"@first": 8})
+    made(network, tmp_path, (images(),)[0].clone())
+    assert len(list(tmp_path.iterdir())) == 10
+
+
+def test_the_file_says_what_it_belongs_to(network, tmp_path):
+    made(network, tmp_path)
+    (path,) = tmp_path.iterdir()
+    assert path.name.startswith("Blend-")
+    data = json.loads(path.read_text())
+    assert data["format"] == "ompq-score-table/1"
+    assert data["score"] == "Blend(samples=64)"
+    assert data["choices"][0] == [2, 8]
+    assert len(data["network"]) == len(data["samples"]) == 64
+
+
+@pytest.mark.parametrize("harm", ["text", "list", "table", "other", "shape"])
+def test_damaged_files_are_computed_again(network, tmp_path, caplog, harm):
+    first = made(network, tmp_path)
+    (path,) = tmp_path.iterdir()
+    data = json.loads(path.read_text())
+    harmed = {
+        "text": "{",
+        "list": "[]",
+        "table": json.dumps({k: v for k, v in data.items() if k != "damage"}),
+        "other": json.dumps({**data, "network": "0" * 64}),
+        "shape": json.dumps({**data, "damage": data["damage"][1:]}),
+    }
+    path.write_text(harmed[harm])
+    with caplog.at_level(logging.WARNING):
+        assert made(network, tmp_path).hash == first.hash
+    assert f"{path} is damaged (" in caplog.text
+    assert json.loads(path.read_text()) == data
+
+
+def test_scores_of_ones_own_and_labels_are_not_kept(network, tmp_path, caplog):
+    def own(graph, model, samples, choices):
+        return [[4.0**-choice.weight for choice in choices]] * len(graph)
+
+    batches = [(images(), torch.arange(8) % 5)]
+    for score in (own, ompq.Fisher(batches=batches)):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            made(network, tmp_path, score=score)
+        assert f"the score table is not kept in {tmp_path}: only" in caplog.text
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_made_is_told(network, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(FileError, match="cannot be written"):
+        made(network, tmp_path / "file", score="weight_noise")
+
+
+@pytest.mark.parametrize("name", [name for name in SCORES if name != "reconstruction"])
+def test_kept_tables_are_the_computed_ones(network, tmp_path, name):
+    graph = ompq.trace(network, images())
+    given = (name, graph, network, images(), CHOICES)
+    plain = score_table(*given).as_saved()
+    for _ in range(2):
+        found = score_table(*given, cache=tmp_path)
+        assert found.orm_labels == plain.orm_labels
+        for part in ("damage", "gamma", "importance", "orm"):
+            ours, expected = getattr(found, part), getattr(plain, part)
+            assert (ours is None) == (expected is None)
+            if ours is not None:
+                np.testing.assert_array_equal(ours, expected)
+
+
+def test_names_of_scores_need_no_repr_of_progress():
+    for score in SCORES.values():
+        if hasattr(score, "progress"):
+            assert repr(replace(score, progress=print)) == repr(score)
