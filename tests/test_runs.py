@@ -139,7 +139,7 @@ def test_ctrl_c_keeps_what_is_done_and_resume_gives_the_same(
     assert "add --resume to continue it, or remove it" in refused.stderr
     other = run(*words, "--resume", "--budget", "75%")
     assert other.exit_code == 2
-    assert "was begun with the budget 70%, not 75%" in other.stderr
+    assert "was started with the budget 70%, not 75%" in other.stderr
 
     assert run(*words, "--resume").exit_code == 0
     assert not checkpoint.exists()

@@ -334,7 +334,7 @@ def contents(folder):
         ("--from PLACE/run-net", "it is a folder. Give a file that ompq.save wrote"),
         (
             "--from PLACE/run-net/network.ompq.safetensors --budget 6bits",
-            "was begun with the budget 5bits, not 6bits; give that one, or begin again",
+            "was started with the budget 5bits, not 6bits; give that budget, or start",
         ),
         ("--from PLACE/file", "is damaged, cut short, or not a safetensors file"),
         ("--from PLACE/run-wider/network.ompq.safetensors", "for another network"),
@@ -375,13 +375,13 @@ def test_budgets_that_cannot_be_are_refused(place, tmp_path, budget, told):
     [
         ("", "training is left from an earlier run; add --resume"),
         ("--resume --learning-rate 0.5", "belongs to another run (other network, dat"),
-        ("--resume --budget 6bits", "was begun with the budget 5bits, not 6bits"),
+        ("--resume --budget 6bits", "was started with the budget 5bits, not 6bits"),
         ("PLACE/wider.py:make --resume", "was made for another network"),
         (
             "--resume --plan PLACE/run-wider/plan.json",
             "the plan was made for another network: 3 units differ",
         ),
-        ("--resume --plan PLACE/bits.json", "gives other bits than "),
+        ("--resume --plan PLACE/bits.json", "differ from those of "),
     ],
 )
 def test_other_runs_are_not_continued(place, tmp_path, words, told):

@@ -62,7 +62,7 @@ class ExportOptions:
     data: str | None = option(
         None, "SOURCE", "Inputs to verify with. Default: those of the folder, or noise."
     )
-    samples: int = number(64, "How many inputs verify.")
+    samples: int = number(64, "Inputs to verify with.")
     opset: int = number(21, "Version of ONNX's operators.", least=None)
 
     def target(self, packed: Path) -> Path:
@@ -264,7 +264,7 @@ def bench(
         "--float",
     ),
     threads: int = number(1, "Threads per run."),
-    repeats: int = number(50, "Runs of each, in turn."),
+    repeats: int = number(50, "Timed runs of each network, in turn."),
     batch: int = number(1, "Images per run."),
 ) -> None:
     """Time an exported network against the float one, on this machine's CPU.

@@ -67,7 +67,7 @@ def plan(
     file: Path | None = output_path("Save the plan."),
     samples: int | None = number(
         None,
-        f"How many inputs are used. Default: {PLAN_SAMPLES}; with --protocol the "
+        f"Inputs to plan with. Default: {PLAN_SAMPLES}; with --protocol the "
         f"paper's number; with --refine {REFINE_SAMPLES}.",
         least=2,
     ),
@@ -120,7 +120,9 @@ def _unfinished(file: Path | None, console: Console) -> Iterator[Path | None]:
     except KeyboardInterrupt:
         if path is None or not path.exists():
             raise
-        kept = f"stopped; {path} keeps what was measured, the same command continues"
+        kept = (
+            f"stopped; measurements are kept in {path}; repeat the command to continue"
+        )
         say(console.err, kept)
         raise typer.Exit(130) from None
     if path is not None:
@@ -260,15 +262,17 @@ _QUICK = ",".join(map(score_name, AuditConfig.scores))
 class AuditOptions:
     """What is measured, and where it goes."""
 
-    samples: int = number(256, "Inputs that scores and calibration see.", least=2)
-    held_out: int = number(256, "Further inputs to judge by.", least=2)
+    samples: int = number(256, "Inputs for scoring and calibration.", least=2)
+    held_out: int = number(256, "Held-out inputs, to measure divergence on.", least=2)
     eval_data: str | None = option(
         None, "SOURCE", "Labelled images, for top-1 beside the divergence."
     )
     limit: int | None = number(
         None, "Use only this many labelled images. Default: all."
     )
-    allocations: int = number(AuditConfig.allocations, "Random allocations.", least=3)
+    allocations: int = number(
+        AuditConfig.allocations, "Random allocations to measure.", least=3
+    )
     scores: str = option(
         _QUICK,
         "NAMES",

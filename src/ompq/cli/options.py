@@ -163,7 +163,7 @@ def check_resumed(left: Path | None, what: str, *, resume: bool) -> None:
     if left is not None and not resume:
         raise CheckpointError(
             f"{left} is left from an earlier {what}; add --resume to continue it, or "
-            "remove it to begin again"
+            "remove it to start over"
         )
 
 

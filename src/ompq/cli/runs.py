@@ -70,7 +70,7 @@ class RunOptions:
     """What is done, and where it goes."""
 
     folder: Path = output_path(
-        "Where plan, network, result and report go.", "DIR", REQUIRED
+        "Folder for the plan, network, result and report.", "DIR", REQUIRED
     )
     budget: str | None = option(
         None, "BUDGET", "As for ompq plan; not needed with --plan."
@@ -81,7 +81,7 @@ class RunOptions:
         "Use this plan, or bits copied from a report, instead of a new plan.",
     )
     samples: int | None = number(
-        None, f"How many inputs calibrate. Default: {CALIBRATION}, or all.", least=2
+        None, f"Inputs for calibration. Default: {CALIBRATION}, or all.", least=2
     )
     views: int = number(
         1,
@@ -93,7 +93,7 @@ class RunOptions:
     )
     no_reconstruct: bool = flag("Round to nearest; learn nothing.", "--no-reconstruct")
     eval_data: str | None = option(
-        None, "SOURCE", "Labelled images to measure accuracy on, as ompq evaluate."
+        None, "SOURCE", "Labelled images to measure accuracy on, as for ompq evaluate."
     )
     limit: int | None = number(None, _LIMIT)
     resume: bool = flag("Continue a run that was stopped.", "--resume")
@@ -151,8 +151,8 @@ class RunOptions:
         wanted = None if self.budget is None else Budget.of(self.budget)
         if wanted is not None and str(wanted) != str(plan.budget):
             raise BudgetError(
-                f"{begun} was begun with the budget {plan.budget}, not {wanted}; "
-                "give that one, or begin again in another folder"
+                f"{begun} was started with the budget {plan.budget}, not {wanted}; "
+                "give that budget, or start again in another folder"
             )
 
     def bits_source(self) -> Plan | Allocation | Budget:
@@ -329,7 +329,9 @@ class TrainOptions:
         None, f"Images per step, over all processes. Default: {TrainConfig.batch_size}."
     )
     learning_rate: float | None = number(
-        None, f"At the start. Default: {TrainConfig.learning_rate:g}.", least=None
+        None,
+        f"Initial learning rate. Default: {TrainConfig.learning_rate:g}.",
+        least=None,
     )
     settings: list[str] | None = option(
         None,
@@ -466,7 +468,7 @@ def _begin(
     given = run.plan or beside
     if not given.exists():
         raise PlanError(
-            f"there is no {given} with the plan of {path}; give it with --plan FILE"
+            f"{given}, the plan of {path}, does not exist; give it with --plan FILE"
         )
     found = read_bits(given)
     plan = found if isinstance(found, Plan) else Plan.load(beside)
@@ -475,7 +477,7 @@ def _begin(
     bits = found.allocation if isinstance(found, Plan) else found
     if dict(bits) != dict(record.allocation):
         raise PlanError(
-            f"{given} gives other bits than {path} has; give the plan of that network"
+            f"the bits in {given} differ from those of {path}; give that network's plan"
         )
     return plan, network
 

@@ -112,7 +112,7 @@ def pareto(
     file: PlanFile,
     output: OutputOptions,
     points: int = number(20, "How many steps.", least=2),
-    cost: str = one_of("bytes", _COSTS, "what is limited. Default: bytes."),
+    cost: str = one_of("bytes", _COSTS, "the cost to limit. Default: bytes."),
 ) -> None:
     """Show damage against size, step by step.
 

@@ -103,7 +103,7 @@ class DataOptions:
         "A folder of images, digits (scikit-learn's), FILE.py:FUNCTION, or "
         "random: noise, to try things out.",
     )
-    seed: int = number(0, "Decides which images are used.", least=None)
+    seed: int = number(0, "Seed for the choice of images.", least=None)
     skip_unreadable: bool = flag(
         "Skip broken images instead of stopping.", "--skip-unreadable"
     )
@@ -185,7 +185,7 @@ class PlanOptions:
     accounting: str | None = one_of(
         None,
         get_args(Accounting),
-        "bytes as our files take them, or as the paper counts. "
+        "count bytes as in our files, or as in the paper. "
         f"Default: {PlanConfig.accounting}.",
     )
     method: str | None = one_of(

@@ -31,7 +31,7 @@ def demo(
     ),
     iterations: int = number(DemoConfig.iterations, "Learning steps per block."),
     seed: int = number(
-        DemoConfig.seed, "Decides the order of samples and the noise.", least=None
+        DemoConfig.seed, "Seed for the order of samples and for the noise.", least=None
     ),
 ) -> None:
     """Run the whole path on a small network that comes with ompq.
