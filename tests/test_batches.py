@@ -18,7 +18,7 @@ def toys():
 @pytest.mark.parametrize("targets", [torch.zeros(5), torch.zeros(4).long(), [0] * 5])
 def test_targets_that_are_no_classes_are_refused(toys, targets):
     _, network, data = toys
-    words = r"targets are .* for 5 inputs; training needs whole numbers of shape \(5,\)"
+    words = r"targets are .* for 5 inputs; training needs class indices, integ.*\(5,\)"
     with pytest.raises(DataError, match=words):
         ompq.train(network, [(data.inputs[:5], targets)], QUICK)
 

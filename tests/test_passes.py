@@ -109,7 +109,7 @@ def test_batches_that_part_ways_are_left_alone_from_there_on(caplog):
     runs = [lambda: model(values(2, 4)), lambda: model(values(3, 4))]
     visit_outputs(runs, dict(model.named_children()), lambda name, _: seen.append(name))
     assert seen == ["first"]
-    assert "batches run through different layers from even on" in caplog.text
+    assert "batches take different paths from even on" in caplog.text
     assert threading.active_count() == 1
 
 

@@ -296,7 +296,11 @@ HUGE = int("9" * 400)
             ["a" * 20_000, 6_000_000],
             "weight_shape must be a whole number .*, not 'aaaa",
         ),
-        (("allocation", "stem"), {"weight": 7, "activation": 8}, "stem none of the 6"),
+        (
+            ("allocation", "stem"),
+            {"weight": 7, "activation": 8},
+            "stem are not among the 6",
+        ),
         (("allocation", "more"), {"weight": 4, "activation": 8}, "bits for more"),
         (("allocation",), {"stem": {"weight": 4, "activation": 8}}, "no bits for 6 of"),
     ],

@@ -63,7 +63,7 @@ def test_training_without_accelerate_says_what_to_install(toys, monkeypatch):
 def test_validation_that_gives_nothing_is_refused(toys, read):
     _, network, data = toys
     with pytest.raises(
-        DataError, match=r"validation gave no images; it is read once b"
+        DataError, match=r"validation yielded no images; it is read once b"
     ):
         ompq.train(network, data, QUICK, validation=read(made(data)))
 
@@ -157,7 +157,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(toys, tmp_path):
         if done == 5:
             broken.inputs.fill_(float("nan"))
 
-    words = r"the loss is nan by step 6 of 8; .*last.safetensors holds the network "
+    words = r"the loss is nan at step 6 of 8; .*last.safetensors holds the network "
     words += r"after step 4. Lower learning_rate=0.05, or set gradient_norm"
     with pytest.raises(TrainingError, match=words):
         ompq.train(network, broken, QUICK, checkpoint=tmp_path, progress=poison)

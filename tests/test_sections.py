@@ -28,7 +28,7 @@ def test_sections_survive_json():
         ({"name": "x"}, "section=None is unknown"),
         (
             {"section": "StageTime", "name": "x"},
-            "a broken StageTime section: .*seconds",
+            "an invalid StageTime section: .*seconds",
         ),
     ],
 )

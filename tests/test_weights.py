@@ -137,7 +137,7 @@ def test_names_of_other_libraries_are_mapped(tmp_path, build, names, caplog):
     path = saved(tmp_path / "w.pth", renamed(source, names))
     load_weights(target, path, "net")
     assert same(source, target)
-    assert ("should be those of one with it (resnet50b)" in caplog.text) == (
+    assert ("these weights are those of resnet50b" in caplog.text) == (
         build is torchvision.models.resnet50
     )
 

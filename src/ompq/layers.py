@@ -195,7 +195,7 @@ def quantized_layer(layer: nn.Module, grid: Grid) -> QuantizedLayer:
     kind = _REPLACEMENTS.get(type(layer))
     if kind is None:
         raise QuantizationError(
-            f"{type(layer).__name__} has a forward of its own and cannot be replaced; "
+            f"{type(layer).__name__} overrides forward and cannot be replaced; "
             "pin it to 32 bits to keep it float"
         )
     made = copy.deepcopy(layer)

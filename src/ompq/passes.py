@@ -126,8 +126,8 @@ def visit_outputs(
             names = {one and one[0] for one in found}
             if len(names) > 1:
                 logger.warning(
-                    "batches run through different layers from %s on; what follows is "
-                    "left as it is",
+                    "batches take different paths from %s on; later layers are left "
+                    "as they are",
                     min(name for name in names if name),
                 )
             if None in names or len(names) > 1:

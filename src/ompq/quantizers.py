@@ -16,7 +16,7 @@ def check_bits(bits: int) -> int:
     """Return the bits if they are an integer from 2 to 8; else raise a ValueError."""
     if bits not in range(SMALLEST_BITS, LARGEST_BITS + 1):
         raise ValueError(
-            f"bits={bits} cannot be quantized to: give an integer from "
+            f"bits={bits} is not supported: use an integer from "
             f"{SMALLEST_BITS} to {LARGEST_BITS}"
         )
     return int(bits)

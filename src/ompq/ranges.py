@@ -154,7 +154,7 @@ def search_weight(
         raise ValueError(f"power={power} must be at least 2, which is least squares")
     rows = channel_rows(weight, channel_dim)
     if not all(end.isfinite() for end in rows.aminmax()):
-        raise ValueError("weight holds NaN or infinity: no grid can hold it; retrain")
+        raise ValueError("weight holds NaN or infinity; load other weights")
     if gram is not None:
         gram = gram.to(rows).reshape(-1, *gram.shape[-2:])
     rule = Rule(*(tensor.to(rows.device) for tensor in rule))

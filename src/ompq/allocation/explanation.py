@@ -308,7 +308,7 @@ def _step(option: Option, now: Option, costs: Mapping[str, Cost]) -> str:
 def _price(found: Explanation, cost: Cost) -> str:
     price = found.prices[cost.name]
     if price <= 0:
-        return "it does not bind"
+        return "it is not the limit here"
     amount, words = {
         "bytes": (1024.0, "KiB"),
         "bit_ops": (1e9, "GBOP"),

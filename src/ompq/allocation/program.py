@@ -91,7 +91,7 @@ class Allocation(Mapping[str, Choice]):
         bits = {n: Choice(*map(index, choice)) for n, choice in self.bits.items()}
         wrong = [f"{n} {choice}" for n, choice in bits.items() if min(choice) < 1]
         if wrong:
-            raise ValueError(f"bits must be positive, unlike {shortened(wrong)}")
+            raise ValueError(f"bits must be positive, not {shortened(wrong)}")
         object.__setattr__(self, "bits", bits)
 
     def __getitem__(self, name: str) -> Choice:
@@ -132,7 +132,7 @@ class Allocation(Mapping[str, Choice]):
                 given = json_object(entry, f"the bits of {name}")
                 if set(given) != {*Choice._fields}:
                     raise ValueError(
-                        f"the bits of {name} must be weight and activation alone"
+                        f"the bits of {name} must be exactly weight and activation"
                     )
                 widths = (
                     json_whole(given[field], f"{field} of {name}", 1, MOST_BITS)
@@ -141,7 +141,7 @@ class Allocation(Mapping[str, Choice]):
                 bits[name] = Choice(*widths)
         except ValueError as error:
             raise PlanError(
-                f"the allocation is broken: {error}. "
+                f"the allocation is not valid: {error}. "
                 'Write {"conv1": {"weight": 4, "activation": 8}, ...}'
             ) from error
         return cls(bits)
@@ -314,7 +314,7 @@ class Problem:
         wrong = [n for n in self.names if allocation.get(n) not in column_of]
         if wrong:
             raise PlanError(
-                f"the allocation gives {shortened(wrong)} none of the "
+                f"the allocation's bits for {shortened(wrong)} are not among the "
                 f"{len(self.choices)} choices; it may belong to another plan"
             )
         return np.array([column_of[allocation[n]] for n in self.names], dtype=np.intp)

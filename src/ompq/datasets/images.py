@@ -49,7 +49,7 @@ def find_images(folder: Path, split: str) -> ImageFiles:
     if images and any(nested.values()):
         raise DataError(
             f"{folder} holds {len(images)} images beside class folders; "
-            "move them into a class folder or away"
+            "move them into a class folder or remove them"
         )
     if images:
         return ImageFiles(tuple(images))

@@ -68,9 +68,8 @@ def torchvision_names(
         named = {_resnet_name(key): value for key, value in given.items()}
         if any(".body.conv3." in key for key in given):
             _LOG.warning(
-                "pytorchcv's networks without a b (resnet50) compute otherwise than "
-                "torchvision's; these weights should be those of one with it "
-                "(resnet50b)"
+                "make sure that these weights are those of resnet50b (or another with "
+                "a b): pytorchcv's networks without one differ from torchvision's"
             )
     elif parts:
         order = sorted(parts, key=_position)
@@ -146,7 +145,7 @@ def check_weights(module: nn.Module, name: str) -> None:
     if bad:
         raise ModelError(
             f"{name} has NaN or infinity in {shortened(bad)}; "
-            "the weights are damaged: get or train them again"
+            "the weights are damaged: download or train them again"
         )
 
 

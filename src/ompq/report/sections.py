@@ -169,7 +169,7 @@ def sections_from_json(data: Iterable[Mapping[str, Any]]) -> list[Section]:
         try:
             found.append(_KINDS[kind](**fields))
         except TypeError as error:
-            raise ValueError(f"a broken {kind} section: {error}") from error
+            raise ValueError(f"an invalid {kind} section: {error}") from error
     return found
 
 

@@ -115,7 +115,7 @@ def load_target(name: str | Path) -> Target:
     try:
         return Target.from_json(read_json(path))
     except (ValueError, TargetError) as error:
-        raise TargetError(f"{path} is a broken target profile: {error}") from error
+        raise TargetError(f"{path} is not a valid target profile: {error}") from error
 
 
 def _operator(kind: str, data: Any) -> Operator:
@@ -124,8 +124,8 @@ def _operator(kind: str, data: Any) -> Operator:
     given.pop("symmetric", None)
     if set(given) != set(fields):
         raise TargetError(
-            f"operator {kind} must have exactly {', '.join(fields)}; "
-            f"see {', '.join(sorted({*given} ^ {*fields}))}"
+            f"operator {kind} must have exactly the fields {', '.join(fields)}; "
+            f"check {', '.join(sorted({*given} ^ {*fields}))}"
         )
     if given["per_channel"] is not True:
         raise TargetError(

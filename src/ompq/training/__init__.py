@@ -34,8 +34,9 @@ def train(  # noqa: PLR0913
 
     Args:
         quantized: From :func:`ompq.quantize` or, better, :func:`ompq.reconstruct`.
-        batches: Training data (:func:`ompq.training_data`), or an iterable of inputs
-            and targets that can be read once an epoch, a ``DataLoader`` for example.
+        batches: Training data (:func:`ompq.datasets.training_sets.training_data`), or
+            an iterable of inputs and targets that can be read once an epoch, for
+            example a ``DataLoader``.
         teacher: The float network, for distillation or to keep its norms.
         validation: Labelled batches; accuracy on them decides which epoch is kept.
         checkpoint: Folder for ``last.safetensors`` and, with validation data,

@@ -145,6 +145,6 @@ def _labelled(batch: Any) -> LabelledBatch:
         shape = tuple(getattr(targets, "shape", ()))
         raise DataError(
             f"targets are {found} of shape {shape} for {count} inputs; training needs "
-            f"whole numbers of shape ({count},), the classes"
+            f"class indices, integers of shape ({count},)"
         )
     return inputs, targets.long()

@@ -170,8 +170,8 @@ class Run:
         correct, count = self.engine.reduce(counts).tolist()
         if not count:
             raise DataError(
-                "validation gave no images; it is read once before training and once "
-                "an epoch: pass a list or a DataLoader that is not empty"
+                "validation yielded no images; it is read once before training and "
+                "once an epoch: pass a list or a DataLoader that is not empty"
             )
         return float(correct / count)
 
@@ -328,7 +328,7 @@ class Tracker:
         speed, self.since = count / max(now - self.since, 1e-9), now
         if not math.isfinite(loss):
             raise TrainingError(
-                f"the loss is {loss} by step {run.step} of {run.steps}; "
+                f"the loss is {loss} at step {run.step} of {run.steps}; "
                 f"{self._kept()}. Lower learning_rate={run.config.learning_rate:g}, "
                 "or set gradient_norm"
             )
