@@ -22,6 +22,10 @@ def seeded(network: nn.Module, seed: int = 0) -> nn.Module:
     return network.eval()
 
 
+def values(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
 def images(count: int = 8, size: int = 8, seed: int = 1) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(count, 3, size, size, generator=generator)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from nets import Chain, ResidualBlock, TinyMobileNet, TinyResNet, scenes, seeded
+from nets import Chain, ResidualBlock, TinyMobileNet, TinyResNet, scenes, seeded, values
 from ompq.allocation.solver import Allocation
 from ompq.errors import QuantizationError, SampleError
 from ompq.graph import Choice, trace
@@ -36,10 +36,6 @@ def quantized_at(network, bits, samples):
     names = trace(network, samples).names
     allocation = Allocation({name: Choice(bits, 8) for name in names})
     return quantize(network, allocation, samples, QuantizeConfig())
-
-
-def values(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def runner_for(quantized, model, samples, batch_size=4, limit=1 << 30):

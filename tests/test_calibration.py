@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import ompq
-from nets import TinyMobileNet, TinyResNet, images, scenes, seeded
+from nets import TinyMobileNet, TinyResNet, images, scenes, seeded, values
 from ompq.allocation.solver import Allocation
 from ompq.graph import Choice, trace
 from ompq.layers import activation_quantizers, quantized_layers
@@ -220,10 +220,6 @@ LAYERS = {
     "tokens": (lambda: nn.Linear(5, 7), (8, 9, 5)),
 }
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-
-
-def values(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def network(kind):

@@ -2,13 +2,10 @@ import pytest
 import torch
 from torch import nn
 
+from nets import values
 from ompq.layers import quantized_layer
 from ompq.quantization.moments import Moments, output_moments, restore_moments
 from ompq.ranges import search_weight
-
-
-def values(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def distances(rows):

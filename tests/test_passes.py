@@ -6,12 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from nets import seeded
+from nets import seeded, values
 from ompq.passes import ForwardPass, visit_outputs
-
-
-def values(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def chain():

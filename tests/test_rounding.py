@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from nets import values
 from ompq.layers import quantized_layer
 from ompq.quantizers import Grid
 from ompq.reconstruction.rounding import (
@@ -17,10 +18,6 @@ from ompq.reconstruction.rounding import (
     schedule,
     weight_of,
 )
-
-
-def values(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def quantized(layer, bits=3, step=0.1):
