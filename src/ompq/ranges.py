@@ -196,9 +196,8 @@ def weight_noises(
     rows, counts = _sampled(rows, _NOISE_WEIGHTS // len(rows))
     energy = rows.square() if counts is None else rows.square() * counts
     energy = energy.sum(1).clamp(min=_TINY)
-    rule = Rule(
-        *(torch.cat(parts).to(rows.device) for parts in zip(*rules, strict=True))
-    )
+    columns = zip(*rules, strict=True)
+    rule = Rule(*(torch.cat(parts).to(rows.device) for parts in columns))
     best = _search(rows, rule, _Measure(counts=counts), _QUICK)
     noises: list[float] = ((best.cost / energy).double() @ share).tolist()
     return noises
@@ -257,9 +256,8 @@ def rule_range(low: Tensor, high: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
     below, above = rule.zero_point, rule.qmax - rule.zero_point
     scale = torch.maximum(high / above, -low / below)
     free = rule.zero_point.isnan()
-    return torch.where(free, low, -below * scale), torch.where(
-        free, high, above * scale
-    )
+    low = torch.where(free, low, -below * scale)
+    return low, torch.where(free, high, above * scale)
 
 
 def range_grid(low: Tensor, high: Tensor, qmax: Tensor) -> tuple[Tensor, Tensor]:
@@ -347,9 +345,8 @@ def _refitted(
     usable = rule.zero_point.isnan() & (slope > 0)
     shift = torch.where(usable, shifted - best.zero_point, 0)
     shift = torch.stack([torch.zeros_like(shift), shift][: 1 + bool(shift.any())])
-    scale = (product - shift * row) / (
-        square - 2 * shift * level + shift.square() * count
-    )
+    squares = square - 2 * shift * level + shift.square() * count
+    scale = (product - shift * row) / squares
     usable = (scale > 0) & scale.isfinite()
     return torch.where(usable, scale, best.scale), best.zero_point + shift
 

@@ -49,8 +49,7 @@ class ModuleCall:
 class Recording:
     """What one forward pass did."""
 
-    # Calls of torch functions, in order.
-    calls: list[Call] = field(default_factory=list)
+    calls: list[Call] = field(default_factory=list)  # of torch functions, in order
     # Calls of modules, in the order in which they returned.
     module_calls: list[ModuleCall] = field(default_factory=list)
     # Positions of the calls whose outputs the network returned.
@@ -123,10 +122,8 @@ def watched_modules(
             if name:
                 before = in_this_thread(partial(_before, enter, name))
                 yield module.register_forward_pre_hook(before)
-                after = in_this_thread(partial(leave, name))
-                yield module.register_forward_hook(
-                    after, prepend=first, with_kwargs=True
-                )
+                after, register = partial(leave, name), module.register_forward_hook
+                yield register(in_this_thread(after), prepend=first, with_kwargs=True)
 
     with locked(model), attached(hooks()):
         yield

@@ -446,15 +446,10 @@ class MaxPool(Operator):
     def called(call: FunctionCall) -> Value:
         """Recognize max pooling."""
         given = call.arguments
-        window = pair(given["kernel_size"])
-        operator = MaxPool(
-            window,
-            pair(given["stride"] or window),
-            pair(given["padding"]),
-            pair(given["dilation"]),
-            bool(given["ceil_mode"]),
-        )
-        return call.moved(operator)
+        window, padding = pair(given["kernel_size"]), pair(given["padding"])
+        stride, dilation = pair(given["stride"] or window), pair(given["dilation"])
+        ceil = bool(given["ceil_mode"])
+        return call.moved(MaxPool(window, stride, padding, dilation, ceil))
 
     def compute(self, values: list[Tensor]) -> Tensor:
         """Return the largest value of each window, (N, C, H', W')."""

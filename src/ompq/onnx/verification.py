@@ -209,9 +209,8 @@ def against_codes(
     watched = ModelProto()
     watched.CopyFrom(model)
     count = len(watched.graph.output)
-    watched.graph.output.extend(
-        helper.make_empty_tensor_value_info(name) for name in names.values()
-    )
+    info = helper.make_empty_tensor_value_info
+    watched.graph.output.extend(map(info, names.values()))
     results = run_session(open_session(watched.SerializeToString()), images)
     outputs, found = results[:count], dict(zip(names, results[count:], strict=True))
     codes, expected = _simulated_codes(network, steps.sites, images)

@@ -290,9 +290,8 @@ def _fill(quantized: nn.Module, contents: Contents) -> None:
         codes = unpack_bits(one.stream, one.grid.bits, unit.weights)
         grid = broadcast_grid(one.grid, unit, weight.device)
         # Grid.dequantize without its copies, which would take as long as the rest.
-        weight.copy_(codes.reshape(unit.weight_shape)).sub_(grid.zero_point).mul_(
-            grid.scale
-        )
+        weight.copy_(codes.reshape(unit.weight_shape))
+        weight.sub_(grid.zero_point).mul_(grid.scale)
         if one.bias is None:
             continue
         key = bias_key(unit)

@@ -15,7 +15,7 @@ from torch import nn
 from ompq.errors import QuantizationError, shortened
 from ompq.files import read_checkpoint, write_checkpoint
 from ompq.graph import trace
-from ompq.layers import QuantizedLayer
+from ompq.layers import quantized_layers
 from ompq.quantization import (
     BlockError,
     Quantization,
@@ -103,9 +103,8 @@ def reconstruct(
     done = _resume(result, checkpoint, identity)
     moments = _moments(model, record, groups, samples, config.batch_size)
     size, limit = config.batch_size, config.device_bytes
-    with closing(
-        BlockRunner(result, model, samples, batch_size=size, limit=limit)
-    ) as runner:
+    runner = BlockRunner(result, model, samples, batch_size=size, limit=limit)
+    with closing(runner):
         for number, (name, group) in enumerate(blocks.items()):
             if name in done:
                 continue
@@ -143,14 +142,9 @@ def _check_network(record: Quantization, model: nn.Module, samples: Samples) -> 
 
 def _learnable(model: nn.Module, record: Quantization) -> list[str]:
     """Return the blocks that hold quantized layers, in order of execution."""
-    return [
-        name
-        for name, members in record.graph.blocks.items()
-        if any(
-            isinstance(_module(model, record.graph.units[i].name), QuantizedLayer)
-            for i in members
-        )
-    ]
+    layers, names = quantized_layers(model), record.graph.names
+    blocks = record.graph.blocks.items()
+    return [name for name, held in blocks if any(names[i] in layers for i in held)]
 
 
 def _module(model: nn.Module, name: str) -> nn.Module | None:

@@ -83,11 +83,10 @@ class Arguments:
     def filled(self, own: Sequence[Tensor]) -> Any:
         """Return arguments with these tensors, and what is shared as it was."""
         rest = iter(own)
+        pairs = zip(self.layouts, tensors_in(self.example), strict=True)
         tensors = [
             shared if layout.axis is None else layout.restored(next(rest))
-            for layout, shared in zip(
-                self.layouts, tensors_in(self.example), strict=True
-            )
+            for layout, shared in pairs
         ]
         return with_tensors(self.example, tensors)
 

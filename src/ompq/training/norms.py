@@ -84,12 +84,11 @@ def keep_norms(quantized: nn.Module, model: nn.Module) -> None:
             continue
         layer = layers[unit.name]
         norm = dict(model.named_modules()).get(unit.norm)
-        if not isinstance(norm, _BatchNorm) or norm.num_features != len(
-            layer.weight_scale
-        ):
+        count = len(layer.weight_scale)
+        if not isinstance(norm, _BatchNorm) or norm.num_features != count:
             raise TrainingError(
-                f"{unit.norm} is not a batch norm of {len(layer.weight_scale)} "
-                "channels in the float network; give the network that was quantized"
+                f"{unit.norm} is not a batch norm of {count} channels in the float "
+                "network; give the network that was quantized"
             )
         norm = copy.deepcopy(norm).to(layer.weight)
         if unit.norm in sizes:
