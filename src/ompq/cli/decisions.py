@@ -29,10 +29,10 @@ from ompq.cli.options import (
 from ompq.cli.settings import (
     REFINE_SAMPLES,
     CacheOptions,
-    DataOptions,
     NetworkOptions,
     PlanOptions,
     RefineOptions,
+    SourceOptions,
     provenance,
     read_samples,
     sample_count,
@@ -47,6 +47,7 @@ from ompq.cli.views import (
     size_budgets,
 )
 from ompq.costs import FLOAT_BITS, cost_tables, digits, in_bytes
+from ompq.datasets.sources import load_data
 from ompq.graph import Choice, trace
 from ompq.plans import PlanConfig, choice_table, make_problem
 from ompq.reconstruction_score import SCORES
@@ -58,8 +59,7 @@ from ompq.workflow import PLAN_SAMPLES, REPORT, Workflow, whole_folder, write_re
 
 
 def plan(
-    network: NetworkOptions,
-    data: DataOptions,
+    sources: SourceOptions,
     planning: RefineOptions,
     caching: CacheOptions,
     output: OutputOptions,
@@ -88,10 +88,10 @@ def plan(
         check_writable(file)
         check_folder(caching.folder, "--cache")
         wanted, config = Budget.of(budget), planning.config()
-        refinement = planning.refinement(data.seed)
-        model = network.load(console)
-        inputs = data.load(model, "train")
-        count = few = sample_count(network.network, samples, planning.protocol)
+        refinement = planning.refinement(sources.seed)
+        model = sources.load(console)
+        inputs = sources.inputs(model)
+        count = few = sample_count(sources.network, samples, planning.protocol)
         if refinement is not None and samples is None:
             count = max(few, min(REFINE_SAMPLES, len(inputs)))
         tensor = read_samples(inputs, count, console)
@@ -154,7 +154,7 @@ def budget(
             model = named.load(console)
         samples = torch.zeros(1, *model.input_shape)
         if data is not None:
-            samples = DataOptions(data=data).load(model, "train").samples(1)
+            samples = load_data(data, model, split="train").samples(1)
         with console.stage("observing the network"):
             problem = shape_problem(model.module, samples, config)
         render(budget_view(model.name, problem), console)
@@ -267,9 +267,7 @@ class AuditOptions:
     eval_data: str | None = option(
         None, "SOURCE", "Labelled images, for top-1 beside the divergence."
     )
-    limit: int | None = number(
-        None, "Use only this many labelled images. Default: all."
-    )
+    limit: int | None = number(None, "Use only this many labelled images.", "all")
     allocations: int = number(
         AuditConfig.allocations, "Random allocations to measure.", least=3
     )
@@ -310,8 +308,7 @@ class AuditOptions:
 
 
 def audit(
-    network: NetworkOptions,
-    data: DataOptions,
+    sources: SourceOptions,
     planning: PlanOptions,
     options: AuditOptions,
     output: OutputOptions,
@@ -332,11 +329,11 @@ def audit(
     """
     check_folder(options.folder)
     with opened(output) as console:
-        wanted, config = Budget.of(budget), options.config(planning, data.seed)
+        wanted, config = Budget.of(budget), options.config(planning, sources.seed)
         checkpoint = options.checkpoint()
-        model = network.load(console)
-        inputs = data.load(model, "train")
-        batches = data.labelled(options.eval_data, model, options.limit)
+        model = sources.load(console)
+        inputs = sources.inputs(model)
+        batches = sources.labelled(options.eval_data, model, options.limit)
         count = options.samples + options.held_out
         tensor = read_samples(inputs, count, console)
         samples, held_out = tensor[: options.samples], tensor[options.samples :]

@@ -86,9 +86,10 @@ def flag(text: str, *names: str) -> Any:
     return option(False, None, text, *names)
 
 
-def number(default: Any, text: str, least: int | None = 1) -> Any:
-    """Return an option for a number; its help ends in the default, if it has one."""
-    told = text if default is None else f"{text} Default: {default}."
+def number(default: Any, text: str, shown: Any = None, *, least: int | None = 1) -> Any:
+    """Return an option for a number; its help ends in the default, or in ``shown``."""
+    shown = default if shown is None else shown
+    told = text if shown is None else f"{text} Default: {shown}."
     return option(default, "NUMBER", told, min=least)
 
 

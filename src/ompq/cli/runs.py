@@ -29,9 +29,9 @@ from ompq.cli.options import (
     output_path,
 )
 from ompq.cli.settings import (
-    DataOptions,
     NetworkOptions,
     RefineOptions,
+    SourceOptions,
     provenance,
     read_samples,
     sample_count,
@@ -81,7 +81,7 @@ class RunOptions:
         "Use this plan, or bits copied from a report, instead of a new plan.",
     )
     samples: int | None = number(
-        None, f"Inputs for calibration. Default: {CALIBRATION}, or all.", least=2
+        None, "Inputs for calibration.", f"{CALIBRATION}, or all", least=2
     )
     views: int = number(
         1,
@@ -89,7 +89,7 @@ class RunOptions:
         "copies. 8 to 16 help with fewer than 200 images.",
     )
     iterations: int | None = number(
-        None, f"Learning steps per block. Default: {RoundingConfig.iterations}."
+        None, "Learning steps per block.", RoundingConfig.iterations
     )
     no_reconstruct: bool = flag("Round to nearest; learn nothing.", "--no-reconstruct")
     eval_data: str | None = option(
@@ -195,8 +195,7 @@ def _is_main() -> bool:
 
 
 def quantize(
-    network: NetworkOptions,
-    data: DataOptions,
+    sources: SourceOptions,
     run: RunOptions,
     planning: RefineOptions,
     output: OutputOptions,
@@ -217,11 +216,11 @@ def quantize(
         run.check(planning)
         source = run.bits_source()
         # Wrong options should not wait for the network.
-        _ = planning.config(), planning.refinement(data.seed)
-        model = network.load(console)
-        inputs = data.load(model, "train")
+        _ = planning.config(), planning.refinement(sources.seed)
+        model = sources.load(console)
+        inputs = sources.inputs(model)
         # Before the work: labels that do not fit should not cost an hour.
-        judged = data.labelled(run.eval_data, model, run.limit)
+        judged = sources.labelled(run.eval_data, model, run.limit)
         samples = read_samples(inputs, run.calibration_count(inputs), console)
         work = Workflow(model.module, samples, console.stages)
         plan, made = _quantized(work, source, inputs, run, planning)
@@ -322,16 +321,12 @@ class TrainOptions:
         "SOURCE",
         "Labelled images that decide which epoch is kept. Default: keep the last.",
     )
-    epochs: int | None = number(
-        None, f"Passes over the data. Default: {TrainConfig.epochs}."
-    )
+    epochs: int | None = number(None, "Passes over the data.", TrainConfig.epochs)
     batch_size: int | None = number(
-        None, f"Images per step, over all processes. Default: {TrainConfig.batch_size}."
+        None, "Images per step, over all processes.", TrainConfig.batch_size
     )
     learning_rate: float | None = number(
-        None,
-        f"Initial learning rate. Default: {TrainConfig.learning_rate:g}.",
-        least=None,
+        None, "Initial learning rate.", TrainConfig.learning_rate, least=None
     )
     settings: list[str] | None = option(
         None,
@@ -363,8 +358,7 @@ class TrainOptions:
 
 
 def train(
-    network: NetworkOptions,
-    data: DataOptions,
+    sources: SourceOptions,
     run: RunOptions,
     training: TrainOptions,
     planning: RefineOptions,
@@ -388,20 +382,20 @@ def train(
     output = output if _is_main() else replace(output, json=False, quiet=True)
     with opened(output) as console, run_folder(run, console):
         run.check(planning)
-        config = training.config(planning.protocol, data.seed)
+        config = training.config(planning.protocol, sources.seed)
         if config.start == "float":  # training would discard what is reconstructed
             run = replace(run, no_reconstruct=True)
         if _is_main():  # the others may come when there is something already
             run.check_unfinished()
         _take_gpu()
-        model = network.load(console)
-        inputs = data.load(model, "train")
+        model = sources.load(console)
+        inputs = sources.inputs(model)
         # Before the work: what cannot be trained with should not cost an hour.
         images = _images(inputs, config, console)
         count = run.calibration_count(inputs)
         samples = read_samples(inputs, min(256, count), console)
-        judged = data.labelled(run.eval_data, model, run.limit)
-        validation = data.labelled(training.validation, model)
+        judged = sources.labelled(run.eval_data, model, run.limit)
+        validation = sources.labelled(training.validation, model)
         if _is_main() and training.start is None:
             _prepare(inputs, run, planning, console)
         plan, start = _begin(training, run, model)
@@ -483,8 +477,7 @@ def _begin(
 
 
 def evaluate(
-    network: NetworkOptions,
-    data: DataOptions,
+    sources: SourceOptions,
     output: OutputOptions,
     packed: Path | None = option(
         None, "FILE", "Evaluate this packed network of ompq quantize or ompq train."
@@ -517,8 +510,8 @@ def evaluate(
             "--engine integer computes packed networks; give one with --packed FILE"
         )
     with opened(output) as console:
-        model = _loaded(network, packed, console)
-        inputs = data.load(model, "test")
+        model = _loaded(sources, packed, console)
+        inputs = sources.inputs(model, "test")
         batches = inputs.batches(batch_size=batch_size, limit=limit)
         judged = model.module
         if engine == "integer":

@@ -31,7 +31,6 @@ from ompq.workflow import PLAN_SAMPLES
 # The paper's numbers of samples: 64, but 32 for MobileNetV2.
 FEWER_SAMPLES = {"mobilenet_v2": 32, "mobilenetv2": 32}
 _DEVICES = ("auto", "cpu", "cuda")
-_SOURCES = "Network and data"
 _SECONDS = {"s": 1, "min": 60, "h": 3600}
 _LIMIT = re.compile(r"(?P<number>[1-9]\d*)(?P<unit>s|min|h)?")
 _ENDLESS = 100_000  # allocations: the time ends it before
@@ -59,7 +58,7 @@ def _joined(values: tuple[int, ...]) -> str:
 class NetworkOptions:
     """Which network."""
 
-    PANEL: ClassVar[str] = _SOURCES
+    PANEL: ClassVar[str] = "Network and data"
 
     network: Annotated[
         str,
@@ -92,10 +91,8 @@ class NetworkOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataOptions:
-    """Which data."""
-
-    PANEL: ClassVar[str] = _SOURCES
+class SourceOptions(NetworkOptions):
+    """Which network, and which data."""
 
     data: str = option(
         REQUIRED,
@@ -108,7 +105,7 @@ class DataOptions:
         "Skip broken images instead of stopping.", "--skip-unreadable"
     )
 
-    def load(self, model: NamedModel, split: Split) -> Data:
+    def inputs(self, model: NamedModel, split: Split = "train") -> Data:
         """Find the data."""
         seed, skip = self.seed, self.skip_unreadable
         return load_data(self.data, model, split=split, seed=seed, skip_unreadable=skip)
@@ -119,7 +116,7 @@ class DataOptions:
         """Return labelled batches of another source, if one is given."""
         if source is None:
             return None
-        return replace(self, data=source).load(model, "test").batches(limit=limit)
+        return replace(self, data=source).inputs(model, "test").batches(limit=limit)
 
 
 def provenance(inputs: Data, **more: Any) -> dict[str, Any]:
