@@ -2,6 +2,7 @@
 
 import importlib
 import re
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,33 @@ def test_links_between_pages_lead_somewhere(page):
     text = (ROOT / "docs" / page).read_text()
     for target in re.findall(r"\]\(([^)#:]+)\)", text):
         assert (ROOT / "docs" / target).exists(), target
+
+
+def anchor(heading: str) -> str:
+    """Return the anchor that GitHub gives a heading."""
+    kept = re.sub(r"[^\w\- ]", "", heading.strip().lower())
+    return kept.replace(" ", "-")
+
+
+@pytest.mark.parametrize("page", sorted(p.name for p in (ROOT / "docs").glob("*.md")))
+def test_anchors_of_links_exist(page):
+    text = (ROOT / "docs" / page).read_text()
+    for target, name in re.findall(r"\]\(([^)#:]*)#([^)]+)\)", text):
+        linked = (ROOT / "docs" / (target or page)).read_text()
+        headings = re.findall(r"^#+ (.*)$", linked, re.MULTILINE)
+        assert name in map(anchor, headings), (target, name)
+
+
+def test_every_training_setting_is_told_with_its_default():
+    text = (ROOT / "docs/training.md").read_text()
+    for field in fields(ompq.TrainConfig):
+        row = re.search(rf"^\| `{field.name}` \| (\S+) \|", text, re.MULTILINE)
+        assert row is not None, field.name
+        words = {"true": True, "false": False, "none": None}
+        told = words.get(row[1], row[1])
+        if isinstance(field.default, int | float) and not isinstance(told, bool):
+            told = float(told)
+        assert told == field.default, field.name
 
 
 def test_links_of_the_readme_lead_somewhere():
