@@ -247,10 +247,8 @@ def _tensors(batch: Batch) -> list[Tensor]:
 
 def _cut(batch: Batch, start: int, stop: int) -> Batch:
     # A tensor without the batch dimension (a shared mask, say) is passed whole.
-    count = batch_length(batch)
-    return map_batch(
-        batch, lambda t: t[start:stop] if t.dim() and len(t) == count else t
-    )
+    count, part = batch_length(batch), slice(start, stop)
+    return map_batch(batch, lambda t: t[part] if t.dim() and len(t) == count else t)
 
 
 def _is_labelled(given: Any) -> bool:

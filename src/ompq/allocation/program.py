@@ -169,9 +169,8 @@ class Allocation(Mapping[str, Choice]):
 
     def save(self, path: str | Path) -> None:
         """Write the allocation as JSON; the file is either whole or not there."""
-        write_text(
-            path, json.dumps(self.to_json(), indent=1, ensure_ascii=False) + "\n"
-        )
+        text = json.dumps(self.to_json(), indent=1, ensure_ascii=False)
+        write_text(path, f"{text}\n")
 
     @classmethod
     def load(cls, path: str | Path) -> "Allocation":

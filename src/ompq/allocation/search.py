@@ -164,9 +164,8 @@ def _widened(state: _State, number: int) -> tuple[_State, bool]:
     ceiling = np.inf
     if state.best is not None:
         ceiling = core.program.value(state.best[core.units])
-    found, complete = _search(
-        replace(core.program, allowed=tried), bounds, ceiling, width
-    )
+    narrow = replace(core.program, allowed=tried)
+    found, complete = _search(narrow, bounds, ceiling, width)
     complete &= bool((tried == core.program.allowed).all())
     best = state.best if found is None else core.widened(found, state.program)
     if best is None:

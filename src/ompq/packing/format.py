@@ -44,16 +44,8 @@ _OLDEST = "ompq-packed/1"
 _LARGEST_STRUCTURE = 1 << 26  # a deflated file must not fill the memory
 _LONGEST_TEXT = 1000  # of any name in it
 # What plain data of the wrong kind makes the code that reads it raise.
-_BROKEN = (
-    OmpqError,
-    AttributeError,
-    LookupError,
-    OverflowError,
-    RuntimeError,  # RecursionError among them
-    TypeError,
-    ValueError,
-    zlib.error,
-)
+_WRONG = (AttributeError, LookupError, OverflowError, TypeError, ValueError)
+_BROKEN = (*_WRONG, OmpqError, RuntimeError, zlib.error)  # RecursionError among them
 
 
 @dataclass(frozen=True, eq=False)
@@ -239,9 +231,8 @@ def _from_oldest(
     bits, prefix = header["allocation"], "state."
     others = {key: t for key, t in tensors.items() if key.startswith(prefix)}
     state = [[key, "float32", shape] for key, shape in data["floats"].items()]
-    state += [
-        [key.removeprefix(prefix), _kind(t), list(t.shape)] for key, t in others.items()
-    ]
+    for key, tensor in others.items():
+        state.append([key.removeprefix(prefix), _kind(tensor), list(tensor.shape)])
     places = [field.name for field in fields(ActivationSite)]
     structure = {
         **data,

@@ -216,9 +216,8 @@ def _calibrate(
     size, method = config.batch_size, config.activation_range
     ranges = read_ranges(model, samples, sites, batch_size=size, report=report)
     if method == "fisher":
-        ranges = weigh_ranges(
-            model, samples, sites, ranges, batch_size=size, report=report
-        )
+        given = (model, samples, sites, ranges)
+        ranges = weigh_ranges(*given, batch_size=size, report=report)
     pairs = zip(sites, ranges, strict=True)
     return [activation_grid(observed, site.bits, method) for site, observed in pairs]
 

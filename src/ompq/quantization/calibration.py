@@ -201,9 +201,8 @@ def input_grams(
     collectors = [(each.layer, each.add) for each in sums.values()]
     first = samples.first(_FOR_GRAMS)
     collect(model, first, collectors, batch_size=batch_size, report=report)
-    return {
-        name: each.gram(centred=centred) for name, each in sums.items() if each.count
-    }
+    seen = {name: each for name, each in sums.items() if each.count}
+    return {name: each.gram(centred=centred) for name, each in seen.items()}
 
 
 class _InputSums:

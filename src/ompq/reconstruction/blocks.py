@@ -195,9 +195,8 @@ class _NetworkPass(ForwardPass):
 
         first = self._model.get_submodule(start)
         # First among the hooks: quantizers round the input when the block runs.
-        hooks = [
-            first.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
-        ]
+        register = first.register_forward_pre_hook
+        hooks = [register(before, prepend=True, with_kwargs=True)]
         if end is not None:
             last = self._model.get_submodule(end)
             hooks.append(last.register_forward_hook(after, prepend=True))

@@ -202,9 +202,8 @@ class _Learner:
         """Return what is learned, with the places from which its rates are read."""
         config = self.config
         # A finer step gains nothing at 8 bits, and its gradient is costly.
-        coarse: list[Tensor] = [
-            q.scale for q in self.quantizers if q.bits < LARGEST_BITS
-        ]
+        narrow = [q for q in self.quantizers if q.bits < LARGEST_BITS]
+        coarse: list[Tensor] = [q.scale for q in narrow]
         rates = (
             (coarse, config.activation_learning_rate),
             ([self.soft.stretch], config.scale_learning_rate),
