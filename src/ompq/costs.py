@@ -259,11 +259,7 @@ def cost_tables(
 
 
 def load_latency(path: str | Path) -> LatencyTable:
-    """Read a latency table: JSON, unit → {"W4A8": milliseconds, ...}.
-
-    Raises:
-        BudgetError: The file is missing or is not such a table.
-    """
+    """Read a latency table: JSON, unit → {"W4A8": milliseconds, ...}."""
     try:
         return latency_table(read_json(path))
     except ValueError as error:

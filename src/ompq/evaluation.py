@@ -69,11 +69,7 @@ class Evaluation:
         return np.unpackbits(packed, count=self.count).astype(bool)
 
     def drop_from(self, other: "Evaluation") -> tuple[float, float]:
-        """Return the other's top-1 less this one, and the paired standard error.
-
-        Raises:
-            ValueError: The two were not made on the same images.
-        """
+        """Return the other's top-1 less this one, and the paired standard error."""
         if (self.count, self.fingerprint) != (other.count, other.fingerprint):
             raise ValueError(
                 f"the evaluations saw different images ({self.count} and "
@@ -115,7 +111,6 @@ def evaluate(
     Raises:
         DataError: There is no batch, or targets do not fit the inputs or outputs.
         ModelError: The outputs are no logits, or not finite.
-        ValueError: A metric returns something else than one number.
     """
     total = len(batches) if isinstance(batches, Sized) else None
     found: dict[str, list[NDArray[Any]]] = {}

@@ -335,11 +335,7 @@ def write_checkpoint(
 def read_checkpoint(
     path: str | Path, *, kind: str, identity: str
 ) -> "tuple[dict[str, Tensor], dict[str, str]]":
-    """Return tensors and text of a checkpoint.
-
-    Raises:
-        CheckpointError: It is damaged, of another kind, or of another run.
-    """
+    """Return tensors and text of a checkpoint."""
     try:
         header, tensors = read_tensors(path, f"ompq-{kind}/2")
     except ValueError as error:

@@ -199,11 +199,7 @@ class LayerGraph:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "LayerGraph":
-        """Rebuild a graph from :meth:`to_json`, or from what version 0.1 wrote.
-
-        Raises:
-            ValueError: Something is missing, of another type, or out of range.
-        """
+        """Rebuild a graph from :meth:`to_json`, or from what version 0.1 wrote."""
         if isinstance(data, Mapping) and "float_parameters" in data:
             # 0.1 took all that stays float for float32.
             data = {**data, "float_bytes": 4 * data["float_parameters"]}

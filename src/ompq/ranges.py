@@ -140,10 +140,6 @@ def search_weight(
     Returns:
         Scale and zero point have the weight's dimensions, all 1 but the channels'.
 
-    Raises:
-        ValueError: Bits or kind are unknown, the power is below 2, or the weight is
-            empty or not finite.
-
     Example:
         >>> grid = search_weight(torch.tensor([[-0.3, -0.1, 0.1, 0.3]]), bits=2)
         >>> grid.scale, grid.zero_point
@@ -477,9 +473,6 @@ def activation_grid(
             the least such sum weighed by importance, where that is known.
         power: For ``mse`` and ``fisher``.
         fraction: For ``percentile``.
-
-    Raises:
-        ValueError: Bits, method or fraction are unknown, or a value was not finite.
     """
     check_bits(bits)
     if method not in _METHODS:

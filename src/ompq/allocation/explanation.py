@@ -29,12 +29,7 @@ def reachable(problem: Problem, cost: str) -> tuple[float, float]:
 
 
 def check_budget(problem: Problem, budget: Budget | str) -> None:
-    """Make sure that a budget can be met.
-
-    Raises:
-        BudgetError: The budget cannot be read, or limits a cost that is not there.
-        InfeasibleBudgetError: No allocation meets it.
-    """
+    """Make sure that a budget can be met."""
     limits = Budget.of(budget).limits(problem.costs)
     check_each(problem, limits)
     if len(limits) > 1:

@@ -192,7 +192,6 @@ class Problem:
     Raises:
         PlanError: A group has no choice that all of it may get.
         ScoreError: A damage is not finite.
-        ValueError: Shapes disagree.
     """
 
     names: tuple[str, ...]  # the U units

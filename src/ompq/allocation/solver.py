@@ -148,9 +148,6 @@ def pareto(
         points: Limits to try, evenly spaced from the least that any allocation costs
             to what the allocation of least damage costs. Limits with the same answer
             give one point, so fewer may be returned.
-
-    Raises:
-        ValueError: The cost is unknown, or there are fewer than two points.
     """
     if points < 2:
         raise ValueError(f"points={points} is too few for a curve; use at least 2")

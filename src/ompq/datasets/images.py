@@ -181,7 +181,6 @@ def image_views(images: Tensor, views: int, *, seed: int = 0) -> Tensor:
         (views · N, C, H, W); the images themselves first.
 
     Raises:
-        ValueError: ``views`` is below 1.
         SampleError: The tensor does not hold images.
     """
     if views < 1:

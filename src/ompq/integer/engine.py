@@ -92,11 +92,7 @@ class IntegerNetwork(nn.Module):
         return list(results.values())
 
     def assert_integer_only(self, images: Tensor) -> None:
-        """Run images and make sure that no float appears before the outputs.
-
-        Raises:
-            QuantizationError: One does; the operation is named.
-        """
+        """Run images; a QuantizationError names any float before the outputs."""
         codes = self.input_codes(images)
         with _NoFloats():  # type: ignore[no-untyped-call]
             self.integer_outputs(codes)

@@ -122,9 +122,6 @@ def demo_network() -> DemoNetwork:
     Example:
         >>> demo_network()(torch.zeros(2, 1, 8, 8)).shape
         torch.Size([2, 10])
-
-    Raises:
-        ModelError: The weights file of the package is missing or damaged.
     """
     with torch.random.fork_rng(devices=[]):  # the weights it draws are replaced
         network = DemoNetwork()
@@ -133,11 +130,7 @@ def demo_network() -> DemoNetwork:
 
 
 def demo_data() -> DemoData:
-    """Return scikit-learn's digits as tensors, always split in the same way.
-
-    Raises:
-        MissingExtraError: scikit-learn is not installed.
-    """
+    """Return scikit-learn's digits as tensors, always split in the same way."""
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:

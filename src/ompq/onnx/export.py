@@ -89,7 +89,6 @@ def export_onnx(  # noqa: PLR0913
         QuantizationError: An operation has no integer form; it is named.
         ExportError: The file does not compute what the network computes, or PyTorch
             cannot write its graph.
-        ValueError: The opset is too old.
     """
     onnx, runtime = libraries()
     if opset < SMALLEST_OPSET:

@@ -288,7 +288,6 @@ def time_files(
     Raises:
         MissingExtraError: The runtime is not installed.
         ExportError: It cannot run a file.
-        ValueError: repeats or threads are below 1.
     """
     for name, value in (("repeats", repeats), ("threads", threads)):
         if value < 1:

@@ -180,11 +180,7 @@ def _usual(name: str) -> dict[str, str]:
 
 
 def read_contents(path: str | Path) -> Contents:
-    """Return what a packed file holds; needs no network.
-
-    Raises:
-        PackedFileError: It is missing, damaged, something else, or of a newer format.
-    """
+    """Return what a packed file holds; needs no network."""
     try:
         header, tensors = read_tensors(path, FORMAT, _OLDEST)
     except ValueError as error:

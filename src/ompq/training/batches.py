@@ -46,13 +46,7 @@ Batches: TypeAlias = TrainingData | Iterable[LabelledBatch]
 def checked_length(
     batches: Batches, config: TrainConfig, processes: int, device: torch.device
 ) -> int:
-    """Return how many batches each process gets in an epoch: whole steps only.
-
-    Raises:
-        TypeError: The batches can be read only once, or have no length.
-        ValueError: A batch cannot be split evenly, or a CUDA graph not be recorded.
-        DataError: There are too few for one step.
-    """
+    """Return how many batches each process gets in an epoch: whole steps only."""
     alone = processes == config.accumulate == 1
     if config.cuda_graph and not (alone and device.type == "cuda"):
         raise ValueError(
