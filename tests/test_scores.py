@@ -25,11 +25,14 @@ from ompq.scores import (
     OutputDivergence,
     Random,
     ScoreTable,
+    Sensitivity,
     WeightNoise,
     measure_orm,
     score_name,
     score_table,
 )
+from ompq.scores.labels import drawn_labels
+from ompq.scores.rounding_errors import rounded_weight
 
 CHOICES = (Choice(2, 8), Choice(4, 8), Choice(8, 8))
 
@@ -688,3 +691,61 @@ def test_attention_can_be_differentiated_twice():
     graph = trace(network, samples)
     assert (Hessian()(graph, network, samples, NARROW).damage[:, 0] > 0).all()
     assert Gradient()(graph, network, samples, NARROW).damage.shape == (2, 3)
+
+
+def test_sensitivity_is_noise_times_what_of_it_finite_differences_expect():
+    network, inputs = seeded(TinyMobileNet()), images(6)
+    graph = trace(network, inputs)
+    choices = [Choice(bits, 8) for bits in (2, 3, 4, 8)]
+    found = Sensitivity()(graph, network, inputs, choices)
+    noise = WeightNoise()(graph, network, inputs, choices).damage
+    expected = np.zeros((len(graph), 3))
+    for row, unit in enumerate(graph.units):
+        weight = network.get_parameter(unit.parameter).detach().clone()
+        for column, bits in enumerate((2, 3, 4)):
+            error = rounded_weight(network, unit, bits) - weight
+            for number in range(6):
+                with torch.no_grad():
+                    x = inputs[number : number + 1].double()
+                    twin = copy.deepcopy(network).double()
+                    log_p = network(inputs[number : number + 1]).log_softmax(1)
+                    label = int(drawn_labels(log_p, number))
+                    ends = []
+                    for step in (1e-4, -1e-4):
+                        moved = weight.double() + step * error.double()
+                        twin.get_parameter(unit.parameter).copy_(moved)
+                        ends.append(float(twin(x).log_softmax(1)[0, label]))
+                expected[row, column] += ((ends[0] - ends[1]) / 2e-4) ** 2 / 12
+    means = np.sqrt(expected * noise[:, :3])
+    ratio = found.damage[:, :3] / means
+    assert ratio == pytest.approx(np.full_like(ratio, ratio[0, 0]), rel=1e-3)
+    # Above 4 bits the divergence is taken to follow the noise.
+    by_noise = found.damage[:, 2] * noise[:, 3] / noise[:, 2]
+    assert found.damage[:, 3] == pytest.approx(by_noise)
+    assert found.orm is not None
+
+
+def test_sensitivity_of_a_network_without_gradients_is_its_noise(caplog):
+    class Stepped(nn.Sequential):
+        def forward(self, x):
+            with torch.no_grad():
+                return super().forward(x)
+
+    network = seeded(
+        Stepped(nn.Flatten(), nn.Linear(192, 8), nn.ReLU(), nn.Linear(8, 5))
+    )
+    graph = trace(network, images())
+    choices = [Choice(bits, 8) for bits in (2, 4)]
+    found = Sensitivity()(graph, network, images(), choices).damage
+    noise = WeightNoise()(graph, network, images(), choices).damage
+    assert found == pytest.approx(noise)
+    assert "noise alone decides" in caplog.text
+
+
+def test_sensitivity_chooses_activation_bits_too():
+    network, inputs = seeded(TinyMobileNet()), images(6)
+    graph = trace(network, inputs)
+    choices = [Choice(4, 4), Choice(4, 8), Choice(8, 8), Choice(32, 32)]
+    damage = Sensitivity()(graph, network, inputs, choices).damage
+    assert (np.diff(damage, axis=1) < 0).all()
+    assert (damage[:, 3] == 0).all()

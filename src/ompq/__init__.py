@@ -44,6 +44,7 @@ if TYPE_CHECKING:
         OutputDivergence,
         Random,
         ScoreTable,
+        Sensitivity,
         SmallestFirst,
         WeightNoise,
     )
@@ -71,7 +72,8 @@ _HOMES = {
     "ompq.datasets.sources": "load_data",
     "ompq.samples": "Samples",
     "ompq.scores": "Blend Fisher Gradient Hessian Orm OrmDistortion OrmSettings "
-    "OrmShift OutputDivergence Random ScoreTable SmallestFirst WeightNoise",
+    "OrmShift OutputDivergence Random ScoreTable Sensitivity SmallestFirst "
+    "WeightNoise",
     "ompq.training": "train",
     "ompq.training.config": "TRAIN_PROTOCOLS TrainConfig",
 }
@@ -108,6 +110,7 @@ __all__ = [
     "RoundingConfig",
     "Samples",
     "ScoreTable",
+    "Sensitivity",
     "SmallestFirst",
     "TrainConfig",
     "Unit",

@@ -21,6 +21,7 @@ from ompq.scores.orm import Orm, OrmSettings, measure_orm
 from ompq.scores.orm_distortion import OrmDistortion
 from ompq.scores.orm_shift import OrmShift
 from ompq.scores.output_divergence import OutputDivergence
+from ompq.scores.sensitivity import Sensitivity
 from ompq.scores.table import Needs, Score, ScoreTable, checked
 from ompq.scores.weight_noise import WeightNoise
 
@@ -39,6 +40,7 @@ __all__ = [
     "Random",
     "Score",
     "ScoreTable",
+    "Sensitivity",
     "SmallestFirst",
     "WeightNoise",
     "measure_orm",
@@ -58,6 +60,7 @@ SCORES: dict[str, Score] = {
     "orm_shift": OrmShift(),
     "output_divergence": OutputDivergence(),
     "random": Random(),
+    "sensitivity": Sensitivity(),
     "smallest_first": SmallestFirst(),
     "weight_noise": WeightNoise(),
 }
