@@ -361,7 +361,7 @@ def test_scores_say_what_they_are_and_need(name):
     assert score.needs.passes
     assert score.needs.labels == hasattr(score, "batches")
     assert score.needs.gradients == (
-        name in ("fisher", "gradient", "hessian", "reconstruction")
+        name in ("fisher", "gradient", "hessian", "reconstruction", "sensitivity")
     )
 
 
