@@ -54,10 +54,10 @@ from ompq.graph import Choice, LayerGraph, Skipped, select, trace
 from ompq.samples import Progress, Samples, SamplesLike
 from ompq.scores import (
     Orm,
-    OrmDistortion,
     OrmSettings,
     Score,
     ScoreTable,
+    Sensitivity,
     score_name,
     score_table,
 )
@@ -389,7 +389,7 @@ class PlanConfig:
         strict: Whether anything that stays float is an error.
     """
 
-    score: Score | str = OrmDistortion()
+    score: Score | str = Sensitivity()
     choices: tuple[int, ...] = (2, 3, 4, 5, 6, 8)
     activation_choices: tuple[int, ...] = (8,)
     pinned: Mapping[str, Pin] = field(default_factory=lambda: MappingProxyType({}))
