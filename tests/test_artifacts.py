@@ -166,7 +166,7 @@ def test_every_item_stands_next_to_the_plans_figure(packed):
         start = f"{one.unit.name} {one.unit.kind} {one.bits} "
         assert any(row.startswith(start) for row in rows), start
     assert "net.py:make" in result.stdout
-    assert "plan 3.5bits by orm_distortion" in " ".join(result.stdout.split())
+    assert "plan 3.5bits by sensitivity" in " ".join(result.stdout.split())
     assert "KiB, within the plan's " in result.stdout
 
 

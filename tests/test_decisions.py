@@ -49,7 +49,7 @@ def plan_file(net, tmp_path_factory) -> Path:
 def test_the_plan_saved_is_the_librarys(net, plan_file):
     model = load_model(net[0])
     samples = load_data("random", model, split="train").samples(8)
-    plan = make_plan(model.module, samples, "60%", PlanConfig(score="orm_distortion"))
+    plan = make_plan(model.module, samples, "60%", PlanConfig(score="sensitivity"))
     assert Plan.load(plan_file).hash == plan.hash
 
 
@@ -386,7 +386,7 @@ def test_paper_accounting_counts_as_the_paper(net):
 
 
 @pytest.mark.parametrize(
-    "score", ["orm_distortion", "weight_noise", "output_divergence", "orm", "blend"]
+    "score", ["sensitivity", "weight_noise", "output_divergence", "orm", "blend"]
 )
 def test_inputs_may_stay_float_where_that_helps(net, score):
     """32 beside 8 is a choice that damages nothing and costs bit operations."""

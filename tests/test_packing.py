@@ -524,7 +524,7 @@ def test_layer_that_cannot_be_replaced_is_named(file):
     save(quantized(seeded(Chain())), file)
     other = Chain()
     other.conv = Special(3, 6, 3)
-    with pytest.raises(QuantizationError, match="conv: Special has a forward"):
+    with pytest.raises(QuantizationError, match="conv: Special overrides forward"):
         load(file, other)
 
 

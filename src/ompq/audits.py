@@ -55,7 +55,7 @@ class AuditConfig:
     iterations: int = 0
     orm_samples: int = 64
     scores: tuple[Score | str, ...] = (
-        *("orm_distortion", "blend", "output_divergence", "weight_noise"),
+        *("sensitivity", "blend", "output_divergence", "weight_noise"),
         *("orm", "smallest_first"),
     )
     plan: PlanConfig = PlanConfig()

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from ompq.graph import Choice, LayerGraph
-from ompq.samples import Samples, SamplesLike
+from ompq.samples import Samples, SamplesLike, locked
 from ompq.scores.baselines import Random, SmallestFirst
 from ompq.scores.blend import Blend
 from ompq.scores.cache import cached_table
@@ -121,6 +121,8 @@ def score_table(  # noqa: PLR0913 - the last two are optional
     if batches is not None and getattr(chosen, "needs", Needs("")).labels:
         chosen = replace(chosen, batches=batches)
     given = Samples.of(samples)
-    if cache is not None:
-        return cached_table(cache, chosen, graph, model, given, choices)
-    return checked(chosen(graph, model, given, choices), graph, choices)
+    # Scores swap weights for rounded ones while the network runs.
+    with locked(model):
+        if cache is not None:
+            return cached_table(cache, chosen, graph, model, given, choices)
+        return checked(chosen(graph, model, given, choices), graph, choices)
