@@ -80,8 +80,8 @@ def beginning(
         f"{weights:,} weights, {size} in float. It reads "
         f"{_right(reference[DIGITS])} unseen digits correctly.",
         f"It has to fit into {budget}. Each bit goes where it prevents the most damage "
-        "per byte. Damage is the rounding noise of a layer, weighted by how little the "
-        "layer repeats what the others do:",
+        "per byte. Damage is the rounding noise of a layer, weighted by how much of it "
+        "is expected to reach the answers:",
         "",
         _bits_table(plan, width),
         *ties(plan),
