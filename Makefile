@@ -11,6 +11,7 @@ demo: install
 
 test: install
 	scripts/check
+	scripts/package --iterations 2 --quiet
 
 install: .venv/installed
 

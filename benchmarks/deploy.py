@@ -24,7 +24,7 @@ from ompq.graph import Choice
 from ompq.models import load_model
 from ompq.onnx.export import export_onnx
 from ompq.onnx.inspection import load_seconds, peak_memory, runner
-from ompq.onnx.model import float_model
+from ompq.onnx.traced import float_model
 from ompq.onnx.verification import against_simulated, open_session
 from ompq.samples import Samples
 

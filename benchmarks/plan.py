@@ -19,8 +19,9 @@ from ompq.graph import trace
 from ompq.recording import watch
 from ompq.scores import OrmSettings, measure_orm
 
-NETWORKS = {"resnet18": 64, "resnet50": 64, "mobilenet_v2": 32}
+NETWORKS = {"resnet18": 64, "resnet50": 64, "mobilenet_v2": 64}
 BUDGET = "4bits"
+ONE_PASS = ompq.PlanConfig(score="orm_distortion")  # a score that needs one pass
 
 
 def pairwise_orm(model: nn.Module, samples: Tensor, graph: ompq.LayerGraph) -> Tensor:
@@ -57,6 +58,7 @@ def time_network(name: str, device: torch.device, repeats: int) -> dict:
             "trace": lambda: trace(model, samples),
             "orm": lambda: measure_orm(graph, model, samples, OrmSettings()),
             "plan": lambda: ompq.plan(model, samples, BUDGET),
+            "one_pass_plan": lambda: ompq.plan(model, samples, BUDGET, ONE_PASS),
         },
         repeats,
     )
@@ -68,6 +70,7 @@ def time_network(name: str, device: torch.device, repeats: int) -> dict:
         "samples": NETWORKS[name],
         "units": len(graph),
         "forward_s": forward,
+        "plan_s": sorted(times["plan"])[repeats // 2],
         **{f"{key}_over_forward": value for key, value in ratios.items()},
         "pairwise_over_forward": pairwise / forward,
         "pairwise_over_orm": pairwise / (ratios["orm"] * forward),

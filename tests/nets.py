@@ -152,3 +152,16 @@ class Chain(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(F.relu(self.conv(x)).mean((2, 3)))
+
+
+class Recurrent(nn.Module):
+    """Tokens (N, T) through an embedding and a recurrent layer of two kinds."""
+
+    def __init__(self, layer=nn.LSTM):
+        super().__init__()
+        self.embedding = nn.Embedding(20, 6)
+        self.recurrent = layer(6, 5, batch_first=True)
+        self.head = nn.Linear(5, 3)
+
+    def forward(self, tokens):
+        return self.head(self.recurrent(self.embedding(tokens))[0][:, -1])

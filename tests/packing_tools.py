@@ -10,8 +10,19 @@ from torch.nn import functional as F
 from nets import images
 from ompq.allocation.solver import Allocation, Budget
 from ompq.graph import Choice, trace
+from ompq.layers import quantized_layers
 from ompq.plans import Plan
-from ompq.quantization import QuantizeConfig, quantize
+from ompq.quantization import (
+    Quantization,
+    QuantizeConfig,
+    assemble,
+    quantize,
+    with_quantization,
+)
+from ompq.quantization.sites import find_sites
+from ompq.quantizers import Grid
+from ompq.rates import to_multiples
+from ompq.recording import record
 from ompq.scores import ScoreTable
 
 
@@ -62,6 +73,36 @@ def quantized(network, widths=(2, 3, 4, 5, 6, 7, 8), **config):
     samples = images(16)
     bits = mixed(trace(network, samples).names, widths)
     return quantize(network, bits, samples, QuantizeConfig(**config)).eval()
+
+
+def assembled(network, graph, bits, sites, weight_grid):
+    """As assemble() does, with one grid for all activations."""
+    grids = [Grid(torch.tensor(0.05), torch.tensor(3.0), site.bits) for site in sites]
+    return assemble(
+        network, graph, bits, sites, weight_grid=weight_grid, activation_grids=grids
+    )
+
+
+def coded(network, rate=6.0, step=0.5):
+    """A network of coded units: scales and biases as a file holds them."""
+    samples = images(16)
+    graph = trace(network, samples)
+    bits = Allocation({name: Choice(8, 8, rate) for name in graph.names})
+    sites, _ = find_sites(network, record(network, samples), graph, bits)
+
+    def weight_grid(_unit, weight, axis):
+        shape = [1] * weight.dim()
+        shape[axis] = weight.shape[axis]
+        channels = torch.linspace(0.9, 1.1, weight.shape[axis]).reshape(shape)
+        scale = to_multiples(step * weight.std() * channels)
+        return Grid(scale, torch.full(shape, 128.0), 8), weight
+
+    made = assembled(network, graph, bits, sites, weight_grid)
+    with torch.no_grad():
+        for layer in quantized_layers(made).values():
+            if layer.bias is not None:
+                layer.bias.copy_(layer.bias.half())
+    return with_quantization(made, Quantization(graph, bits, tuple(sites), ())).eval()
 
 
 def fake_plan(graph, allocation):

@@ -6,6 +6,7 @@ import pytest
 
 from cli_tools import network_file, run, run_json
 from nets import TinyMobileNet, images, seeded
+from ompq.costs import in_bytes
 from ompq.errors import ExportError, ModelError
 from ompq.onnx.export import export_onnx
 from ompq.onnx.inspection import time_files
@@ -13,6 +14,7 @@ from ompq.packing import inspect_file, load, save
 from ompq.plans import plan as make_plan
 from ompq.quantization import quantize
 from ompq.userfiles import call_user_function
+from packing_tools import coded
 
 pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")
@@ -198,6 +200,40 @@ def test_foreign_files_are_one_line(tmp_path):
     assert result.stdout == ""
     assert result.stderr.startswith("error: ")
     assert result.stderr.count("\n") == 1
+
+
+def test_the_graph_travels_where_asked(out, onnx_file, tmp_path):
+    both, again = tmp_path / "both.ompq.safetensors", tmp_path / "again.onnx"
+    words = ("--format", "packed", "--with-graph", "-o", both)
+    data = run_json("export", out, *words)
+    assert data["packed_bytes"] == both.stat().st_size
+    assert data["bytes"] == onnx_file[0].stat().st_size
+    shown = " ".join(run("export", out, *words).stdout.split())
+    assert "of it the graph; unpacked" in shown
+    told = run("export", out, *words, "-q").stdout
+    assert in_bytes(both.stat().st_size) in told
+    assert run_json("inspect", both)["items"]["graph"] == data["graph_bytes"]
+    assert "within the plan's" in (told := run("inspect", both, "-q").stdout)
+    assert told.rstrip().endswith("of an ONNX graph")
+    assert run_json("unpack", both, "-o", again)["bytes"] == data["bytes"]
+    assert again.read_bytes() == onnx_file[0].read_bytes()
+    assert run("unpack", both).exit_code == 0
+    assert (tmp_path / "both.onnx").read_bytes() == again.read_bytes()
+    result = run("export", out, "--with-graph")
+    assert result.exit_code == 2
+    assert "--with-graph writes a packed file: give --format packed" in result.output
+
+
+def test_inspect_shows_what_coded_weights_take(tmp_path):
+    file = tmp_path / "net.ompq.safetensors"
+    save(coded(seeded(TinyMobileNet()), 8.0), file)
+    shown = run("inspect", str(file)).stdout
+    assert "coded" in shown and "C8A8" in shown
+    units = run_json("inspect", str(file))["units"]
+    taken = units[0]["bytes"]["weights"]
+    assert all(one["coded"] for one in units)
+    weights = inspect_file(file).units[0].unit.weights
+    assert f"{8 * taken / weights:.2f}" in shown
 
 
 def test_onnx_files_are_inspected_too(tmp_path):

@@ -269,3 +269,20 @@ def test_float_layers_are_passed_over_and_constants_have_a_bar():
     assert weights.name.startswith("0, weights")
     assert sum(weights.counts) == 16
     assert max(inputs.counts) == 24  # every input is 1
+
+
+def test_codes_of_coded_layers_are_counted_one_by_one():
+    model, samples = (
+        seeded(nn.Sequential(nn.Linear(64, 32), nn.ReLU())),
+        torch.ones(4, 64),
+    )
+    config = ompq.PlanConfig(pinned={"0": (8, 8, 2.5)}, score="weight_noise")
+    made = ompq.plan(model, samples, "8bits", config)
+    quantized = ompq.quantize(model, made, samples)
+    inputs, last = ompq.worst_histograms(quantized, model, made, samples)
+    assert inputs.name == "0, inputs"
+    assert last.name == "0, codes: 2.5 bits coded"
+    levels = (quantized[0].codes().int() - 128).flatten().tolist()
+    middles = [round(edge + 0.5) for edge in last.edges[:-1]]
+    assert last.counts == tuple(levels.count(level) for level in middles)
+    assert sum(last.counts) == 64 * 32

@@ -19,10 +19,18 @@ import ompq
         ({"tensorboard": 3}, r"tensorboard=3 must be a folder's name"),
         ({"learning_rate": 0.0}, r"learning_rate=0.0 must be above 0, and finite"),
         ({"distill": 1.5}, r"distill=1.5 must be from 0 to 1"),
+        (
+            {"activations": "outliers"},
+            r"activations='outliers' needs weights='outliers', not 'stored'",
+        ),
         ({"keep": "all"}, r"keep='all' must be one of best, last"),
         (
             {"activations": "no"},
-            r"activations='no' must be one of step, clip, ema, fixed",
+            r"activations='no' must be one of step, clip, ema, fixed, outliers",
+        ),
+        (
+            {"code_penalty": 1.0, "weights": "minmax"},
+            r"code_penalty=1 needs weights='stored' and batch_norm='folded', not 'min",
         ),
     ],
 )
@@ -34,7 +42,7 @@ def test_wrong_settings_are_refused(wrong, words):
 def test_the_protocol_of_the_paper():
     protocol = ompq.TRAIN_PROTOCOLS["paper-qat"]
     assert protocol == ompq.TRAIN_PROTOCOLS["hawq-v3"]
-    assert (protocol.weight_range, protocol.activations) == ("minmax", "ema")
+    assert (protocol.weights, protocol.activations) == ("minmax", "ema")
     assert (protocol.start, protocol.distill) == ("float", 0.0)
     assert (protocol.batch_norm, protocol.freeze_norm_epoch) == ("fold-and-train", 0)
     assert ompq.TRAIN_PROTOCOLS["ours"] == ompq.TrainConfig()

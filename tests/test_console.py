@@ -7,7 +7,7 @@ import sys
 import pytest
 from rich.console import Console as RichConsole
 
-from ompq import workflow
+from ompq import stages
 from ompq.cli import console as consoles
 from ompq.cli.console import Console, View, muted, opened, plain, render
 from ompq.cli.options import OutputOptions
@@ -31,7 +31,7 @@ class Clock:
 def clock(monkeypatch) -> Clock:
     found = Clock()
     monkeypatch.setattr(consoles, "perf_counter", found)
-    monkeypatch.setattr(workflow, "perf_counter", found)
+    monkeypatch.setattr(stages, "perf_counter", found)
     return found
 
 
@@ -71,19 +71,19 @@ def test_a_message_that_comes_again_tells_how_far_its_stage_is(clock):
     )
 
 
-def test_a_log_gets_a_line_every_half_minute_with_the_time_left(clock):
+def test_a_log_gets_a_line_every_ten_seconds_with_the_time_left(clock):
     console = Console(stream(terminal=False), stream(terminal=False))
     with console.stage("learning") as progress:
         for step in range(1, 8):
             progress(step, 8, f"block {step}")
-            clock.now += 20
+            clock.now += 6
         progress(8, 8, "done")
     lines = console.err.file.getvalue().splitlines()
-    # at 40, 80 and 120 seconds; two, four and six steps after the first
+    # at 12, 24 and 36 seconds; two, four and six steps after the first
     assert lines == [
-        "learning: block 3, 3/8, 1 min 40 s left",
-        "learning: block 5, 5/8, 1 min 00 s left",
-        "learning: block 7, 7/8, 20.0 s left",
+        "learning: block 3, 3/8, 30.0 s left",
+        "learning: block 5, 5/8, 18.0 s left",
+        "learning: block 7, 7/8, 6.00 s left",
     ]
 
 

@@ -62,6 +62,18 @@ def test_bytes_item_by_item(graph):
     assert unit_bytes(conv, Choice(32, 32)).total == 4 * (162 + 6)
 
 
+def test_coded_bytes_are_what_the_rate_promises(graph):
+    conv = graph["conv"]  # 6 × 3 × 3 × 3 weights
+    items = unit_bytes(conv, Choice(8, 8, rate=2.25))
+    assert items.weights == math.ceil(162 * 2.25 / 8) == 46
+    assert (items.scales, items.zero_points, items.biases) == (10, 0, 12)
+    latency = {name: {"W8A8": 0.5} for name in graph.names}
+    costs = cost_tables(graph, [Choice(8, 8, 2.25)], latency=latency)
+    assert costs["weight_bits"].table[0].tolist() == [162 * 2.25]
+    assert costs["bit_ops"].table[0].tolist() == [5832 * 64.0]
+    assert costs["milliseconds"].table[0].tolist() == [0.5]
+
+
 def test_tables_by_hand(graph):
     choices = [Choice(2, 8), Choice(4, 6)]
     costs = cost_tables(graph, choices)

@@ -16,10 +16,11 @@ from ompq.cli.decisions import AuditOptions
 from ompq.cli.settings import PlanOptions, sample_count
 from ompq.costs import overhead_bytes
 from ompq.datasets.sources import load_data
+from ompq.graph import Choice
 from ompq.models import load_model
-from ompq.plans import PLAN_PROTOCOLS, Plan, PlanConfig
-from ompq.plans import plan as make_plan
+from ompq.plans import PLAN_PROTOCOLS, Plan, PlanConfig, plan as make_plan
 from ompq.reconstruction_score import SCORES
+from ompq.scores import Orm, OrmSettings
 from ompq.workflow import Stages
 
 NAMES = ["stem", "block.conv1", "block.conv2", "block.shortcut", "fc"]
@@ -163,16 +164,31 @@ def test_what_stays_float_is_told_once_a_kind(net, tmp_path):
 def test_pins_ties_and_choices_reach_the_plan(net):
     data = run_json(
         *("plan", *net, "--budget", "60%", "--choices", "4,2"),
-        *("--pin", "@first=W8A8", "--pin", "fc=float"),
+        *("--pin", "@first=W8A8", "--pin", "fc=float", "--pin", "block.conv1=A6"),
         *("--tie", "re:conv", "--activation-bits", "4,8"),
     )
     units = {unit["name"]: unit for unit in data["units"]}
     assert units["stem"]["weight_bits"] == units["stem"]["activation_bits"] == 8
     assert units["fc"]["weight_bits"] == 32
-    tied = [unit for name, unit in units.items() if name.startswith("block.")]
+    assert units["block.conv1"]["activation_bits"] == 6
+    tied = [units[name] for name in ("block.conv2", "block.shortcut")]
+    assert units["block.conv1"]["weight_bits"] == tied[0]["weight_bits"]
     assert len({(u["weight_bits"], u["activation_bits"]) for u in tied}) == 1
     assert [unit["pinned"] for unit in data["units"]] == [True, *[False] * 3, True]
     assert {unit["weight_bits"] for unit in tied} <= {2, 4}
+
+
+def test_coded_rates_reach_the_plan_and_its_table(net, tmp_path):
+    path = tmp_path / "plan.json"
+    words = (*net, "--budget", "7bits", "--score", "weight_noise", "--coded")
+    more = ("--rates", "2,4", "--choices", "8", "--pin", "block.conv1=C2A8")
+    data = run_json("plan", *words, *more, "-o", path)
+    rows = {unit["name"]: unit for unit in data["units"]}
+    assert rows["block.conv1"]["weight_bits"] == 2 and rows["block.conv1"]["coded"]
+    assert rows["stem"]["weight_bits"] == 8 and not rows["stem"]["coded"]
+    assert [str(c) for c in Plan.load(path).choices] == ["C2A8", "C4A8", "W8A8"]
+    assert "2 coded" in run("plan", *words, *more).stdout
+    assert "C2A8" in run("explain", path, "block.conv1").stdout
 
 
 def test_no_tie_frees_the_shortcut(net):
@@ -192,6 +208,16 @@ def test_a_protocol_brings_its_settings_and_yields_to_options(net):
     own = run_json(*words, "--method", "exact", "--score", "weight_noise")
     assert (own["method"], own["score"]) == ("exact", "weight_noise")
     assert own["accounting"] == config.accounting
+
+
+def test_options_of_orm_reach_the_score():
+    options = PlanOptions(protocol="paper-ptq", beta=3.0, decreasing="-x", centred=True)
+    wanted = OrmSettings(beta=3.0, decreasing="-x", centred=True)
+    assert options.config().score == Orm(wanted)
+    distortion = PlanOptions(score="orm_distortion", granularity="block").config().score
+    assert distortion.settings == OrmSettings(per_function=True, granularity="block")
+    pairs = PlanOptions(choices="W4A4, w8a8").config().free_choices
+    assert pairs == [Choice(4, 4), Choice(8, 8)]
 
 
 def test_the_papers_number_of_samples_goes_with_its_protocol():
@@ -257,7 +283,11 @@ def test_latency_is_a_budget(net, tmp_path):
         (["--score", "orn"], "there is no score 'orn' (did you mean orm"),
         (["--choices", "2,x"], "write for example --choices 2,4,8"),
         (["--choices", "1,2"], "must be bits from 2 to 8"),
+        (["--choices", "W4A4,8"], "write for example W4A4,W8A8"),
+        (["--beta", "2"], "--beta is for the scores orm and orm_distortion, not"),
         (["--pin", "fc"], "--pin fc: write PATTERN=BITS"),
+        (["--rates", "2,x"], "--rates 2,x is not a list of rates; write"),
+        (["--rates", "2,3"], "--rates is for coded weights; add --coded"),
         (["--pin", "nothing=8"], "'nothing' matches no unit"),
         (["--tie", "re:["], "is not a regular expression"),
         (["--method", "exakt"], "(did you mean exact?)"),
@@ -368,7 +398,7 @@ def test_budget_shows_ends_that_are_no_uniform_width(net):
 def test_every_entry_of_the_budget_table_can_be_met(net, plan_file):
     text = run("budget", *net[:3]).stdout
     smallest = next(line for line in text.splitlines() if line.startswith("all W2A8"))
-    for entry in smallest.split()[2:]:
+    for entry in smallest.split()[2:6]:  # the memory of activations is no size
         data = run_json("replan", plan_file, "--budget", entry)
         assert {unit["weight_bits"] for unit in data["units"]} == {2}, entry
 
@@ -481,6 +511,20 @@ def test_bits_can_be_refined_by_measuring(net, tmp_path, limit, monkeypatch):
     assert f"{len(refined.measured)} allocations measured" in result.stdout
     assert refined.totals["average_bits"] <= 4
     assert [one.name for one in tmp_path.iterdir()] == ["plan.json"]
+
+
+def test_refining_may_reconstruct_what_it_measures(net, tmp_path, monkeypatch):
+    seen = []
+
+    def refine(plan, _model, _samples, config, **_):
+        seen.append(config)
+        return plan
+
+    monkeypatch.setattr("ompq.workflow.refine", refine)
+    words = ("plan", net[0], "--data", "random", "--budget", "4bits", "--samples", "32")
+    words = (*words, "-o", tmp_path / "plan.json", "--refine", "7")
+    assert run(*words, "--refine-by", "reconstruct").exit_code == 0
+    assert [(one.by, one.count) for one in seen] == [("reconstruct", 7)]
 
 
 @pytest.mark.parametrize("limit", ["0", "-3", "soon", "3 days"])

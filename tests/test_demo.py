@@ -16,6 +16,7 @@ from ompq.demo import (
     NOISE,
     NOISY,
     DemoConfig,
+    coded_rival,
     contend,
     keeps,
     line_up,
@@ -80,6 +81,23 @@ def test_the_default_budget_is_kept_by_mixed_and_by_one_uniform_width(made):
     assert 2.6 <= found.plan.totals["average_bits"] < 2.7
     assert found.uniform.name == "uniform 2 bits"
     assert found.mixed.plan is found.plan
+
+
+def test_coded_weights_keep_the_answers_in_fewer_bytes(made):
+    found = made[0]
+    tests = job._tests(demo_data(), demo_network(), 0)
+    work = Workflow(demo_network(), demo_data().train_images[:64])
+    largest = found.contenders[-1]
+    coded = coded_rival(work, largest, tests, RECONSTRUCT)
+    size = coded.plan.totals["bytes"]
+    assert size <= 0.85 * largest.plan.totals["bytes"]
+    assert any(choice.rate for choice in coded.plan.allocation.values())
+    assert agreement(coded.network) >= agreement(largest.network)
+    text = replace(found, coded=coded).coded_text
+    assert f"(uniform 3 bits) → {size / 1024:.1f} KiB, with" in text
+    none = replace(found, coded=None)
+    assert none.coded_text.startswith("no smaller file keeps")
+    assert none.to_json()["coded"] is None
 
 
 def test_mixed_bits_keep_more_of_the_float_answers_than_uniform_ones(made):

@@ -17,10 +17,7 @@ COMPREHENSIONS = {"<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>"}
 
 # Verb → the functions that do what it is for, as module and qualified name.
 ARITHMETIC = [
-    pytest.param(
-        *("plan", "orthogonality", "gram_matrix"),
-        marks=pytest.mark.xfail(reason="Grams are made inside an observed pass: 11"),
-    ),
+    ("plan", "orthogonality", "gram_matrix"),
     ("plan", "allocation/search", "_search"),
     ("quantize", "ranges", "_search"),
     ("reconstruct", "reconstruction/rounding", "_SoftWeights.forward"),

@@ -356,3 +356,30 @@ def test_factors_are_the_same_on_cuda():
     with torch.no_grad():
         x = samples.cuda()
         assert torch.allclose(equalized(there, found)(x), there(x), atol=1e-5)
+
+
+def test_channels_of_a_layer_norm_are_brought_nearer_to_one_size():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.first, self.second = (
+                nn.LayerNorm(8),
+                nn.Linear(8, 6),
+                nn.Linear(6, 3),
+            )
+
+        def forward(self, x):
+            return self.second(self.first(self.norm(x)).relu())
+
+    network = seeded(Net())
+    with torch.no_grad():
+        network.norm.weight.copy_(2.0 ** torch.arange(-4, 4))
+    x = torch.randn(32, 5, 8, generator=torch.Generator().manual_seed(0))
+    recording = record(network, x)
+    units = ompq.trace(network, x).units
+    (found,) = find_factors(network, recording, units, Samples.of(x), batch_size=32)
+    assert (found.producer, found.consumer) == ("norm", "first")
+    changed = equalized(network, [found])
+    torch.testing.assert_close(changed(x), network(x))
+    before, after = (n.norm(x).abs().amax((0, 1)) for n in (network, changed))
+    assert after.max() / after.min() < 0.2 * before.max() / before.min()

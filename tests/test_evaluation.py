@@ -7,7 +7,8 @@ from scipy.stats import binomtest
 from torch import nn
 
 from ompq.errors import DataError, ModelError
-from ompq.evaluation import Evaluation, evaluate, wilson_interval
+from ompq.evaluation import Evaluation, class_rows, evaluate, wilson_interval
+from ompq.samples import Samples
 
 
 class Table(nn.Module):
@@ -229,7 +230,8 @@ def test_data_loader_works():
         ([], "batches are empty"),
         ([(torch.zeros(0, 6), torch.zeros(0, dtype=torch.long))], "batches are empty"),
         ([torch.zeros(2, 6)], "batch 0 is Tensor; it must be"),
-        ([(torch.zeros(2, 6), 3)], r"batch 0 is tuple; it must be \(inputs, targets"),
+        ([(torch.zeros(2, 6),)], r"batch 0 is tuple; it must be \(inputs, targets"),
+        ([(torch.zeros(2, 6), 3)], "batch 0 has 2 inputs and int; give one class"),
         (
             [labelled(), (torch.zeros(4, 6), torch.tensor([1, 2]))],
             r"batch 1 has 4 inputs and targets of shape \(2,\)",
@@ -268,3 +270,102 @@ def test_devices_agree():
     on_gpu = evaluate(Table(scale=0.5).cuda(), batches, reference=Table())
     assert on_gpu.correct == on_cpu.correct
     assert on_gpu.divergence == pytest.approx(on_cpu.divergence, rel=1e-5)
+
+
+class Dense(nn.Module):
+    """Four classes at each of 3 × 3 places, from an image of four channels."""
+
+    def __init__(self, scale=0.0):
+        super().__init__()
+        self.offset = nn.Parameter(scale * torch.arange(4.0).view(1, 4, 1, 1))
+
+    def forward(self, x):
+        return {"out": x + self.offset, "aux": x}
+
+
+def test_without_labels_a_network_is_compared_with_the_reference():
+    inputs, targets = labelled()
+    model, reference = Table(scale=0.5), Table()
+    known = evaluate(model, [(inputs, targets)], reference=reference)
+    found = evaluate(model, Samples.of(inputs), reference=reference)
+    assert found.agreement == known.agreement
+    assert found.divergence == pytest.approx(known.divergence)
+    assert (found.top1, found.interval, found.drop, found.count) == (None,) * 3 + (50,)
+    assert Evaluation.from_json(json.loads(json.dumps(found.to_json()))) == found
+    with pytest.raises(ValueError, match="there is no top-1 to compare"):
+        found.drop_from(known)
+    with pytest.raises(ValueError, match="there is no drop"):
+        _ = found.drop_interval
+    with pytest.raises(DataError, match="samples have no targets: give a reference"):
+        evaluate(model, Samples.of(inputs))
+
+
+def test_classes_at_many_places_are_averaged_over_these():
+    generator = torch.Generator().manual_seed(5)
+    images = torch.randn(6, 4, 3, 3, generator=generator)
+    found = evaluate(Dense(0.4), Samples.of(images), reference=Dense())
+    mine, other = Dense(0.4)(images)["out"], images
+    assert found.agreement == pytest.approx(
+        float((mine.argmax(1) == other.argmax(1)).double().mean())
+    )
+    kl = nn.functional.kl_div(
+        mine.log_softmax(1), other.log_softmax(1), reduction="none", log_target=True
+    )
+    assert found.divergence == pytest.approx(float(kl.detach().sum(1).mean()), rel=1e-5)
+
+
+def test_tokens_have_their_classes_last():
+    tokens = torch.randn(2, 5, 7, generator=torch.Generator().manual_seed(5))
+    assert torch.equal(class_rows(tokens), tokens.flatten(0, 1))
+    assert class_rows(torch.zeros(3)).shape == (3, 1)
+
+
+def test_metrics_get_what_the_network_returns_and_any_targets():
+    images, masks = torch.randn(4, 4, 3, 3), torch.zeros(4, 3, 3, dtype=torch.long)
+    targets = {"masks": masks, "names": ["a", "b", "c", "d"]}
+
+    def places(output, given):
+        assert given["names"] == targets["names"]
+        return (output["out"].argmax(1) == given["masks"]).double().mean()
+
+    batches = [(images, targets)]
+    found = evaluate(Dense(9.0), batches, reference=Dense(), metrics={"places": places})
+    assert found.metrics["places"] == float(
+        (Dense(9.0)(images)["out"].argmax(1) == 0).double().mean()
+    )
+    assert found.reference_metrics["places"] == float(
+        (images.argmax(1) == 0).double().mean()
+    )
+    assert found.top1 is None
+    labels = torch.zeros(4, dtype=torch.long)
+    with pytest.raises(ModelError, match=r"returned shape \(4, 4, 3, 3\); accuracy"):
+        evaluate(Dense(), [(images, labels)])
+    assert (
+        evaluate(
+            nn.Linear(3, 1), Samples.of(torch.ones(2, 3)), reference=nn.Linear(3, 1)
+        ).divergence
+        is None
+    )
+
+
+def test_the_drop_has_a_paired_interval():
+    batches = in_batches(*labelled())
+    found = evaluate(Table(scale=0.5), batches, reference=Table())
+    low, high = found.drop_interval
+    assert (low + high) / 2 == pytest.approx(found.drop)
+    assert (high - low) / 2 == pytest.approx(1.96 * found.drop_error, rel=1e-3)
+
+
+def test_processes_must_read_the_same_batches(monkeypatch):
+    """As if two processes shared them, whose loaders shuffle differently."""
+    network, inputs = nn.Linear(3, 5), torch.zeros(4, 3)
+    orders = [torch.arange(4), torch.arange(4).flip(0)]
+    readers = iter(orders)
+
+    class Shuffled:
+        def __iter__(self):
+            return iter([(inputs, next(readers))])
+
+    monkeypatch.setattr("ompq.evaluation.process_count", lambda: 2)
+    with pytest.raises(DataError, match="the processes read different batches"):
+        evaluate(network, Shuffled())

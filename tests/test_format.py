@@ -25,6 +25,7 @@ from ompq.packing.format import (
     zero_step,
 )
 from ompq.quantization import quantization_of, quantize
+from packing_tools import coded
 
 
 def read_file(path):
@@ -40,6 +41,13 @@ def saved():
     bits = Allocation({"conv": Choice(3, 8), "head": Choice(8, 8)})
     made = quantize(seeded(Chain()), bits, images(16)).eval()
     return finalize(made, images(4))
+
+
+@pytest.fixture
+def coded_file(tmp_path):
+    path = tmp_path / "coded.ompq.safetensors"
+    save(coded(seeded(Chain()), 8.0), path)
+    return path
 
 
 @pytest.fixture
@@ -147,6 +155,11 @@ def unit_changed(tensors, **entries):
     return with_structure(tensors, graph=graph)
 
 
+def with_sites(tensors, **entries):
+    site = {"positions": [0], "bits": 8, "after": ["conv"], "before": [], **entries}
+    return with_structure(tensors, sites={key: [one] for key, one in site.items()})
+
+
 def without(entries, name):
     return {key: value for key, value in entries.items() if key != name}
 
@@ -160,7 +173,7 @@ BROKEN = {
     "shape": (lambda t: {**t, "numbers": t["numbers"][None]}, "must be a vector"),
     "length": (
         lambda t: {**t, "codes": t["codes"][1:].clone()},
-        "94 entries instead of 95",
+        "codes is too short: 94 entries",
     ),
     "structure": (
         lambda t: {**t, "structure": torch.zeros(9, dtype=torch.uint8)},
@@ -168,7 +181,7 @@ BROKEN = {
     ),
     "list": (lambda t: with_structure(t, graph=[]), "TypeError"),
     "no list": (lambda t: with_structure(t, sites="x"), "sites must be an object"),
-    "sites": (lambda t: with_structure(t, sites={}), "entries instead of"),
+    "sites": (lambda t: with_structure(t, sites={}), "numbers is too long"),
     "negative": (
         lambda t: unit_changed(t, weight_shape=[-6, 3, 3, 3]),
         "weight_shape must be a whole number",
@@ -184,10 +197,15 @@ BROKEN = {
         ),
         "an activation of 8 bits at ",
     ),
+    "no operand": (lambda t: with_sites(t, operand="query"), "an operand query of "),
+    "strange operand": (
+        lambda t: with_sites(t, operand="middle", before=["conv"]),
+        "an operand middle of ",
+    ),
     "no bits": (lambda t: with_structure(t, bits=[]), "ValueError"),
     "1 bit": (
         lambda t: with_structure(t, bits=[[1, 8], [8, 8]]),
-        "bits must|entries instead",
+        "bits=1 is not supported",
     ),
     "kind": (lambda t: with_structure(t, state=[["a", "nn", [1]]]), "type of numbers"),
 }
@@ -201,6 +219,51 @@ def test_files_made_wrong_are_refused(case, file):
     with pytest.raises(PackedFileError, match=words) as error:
         load(file, Chain)
     assert str(error.value).isprintable()
+
+
+CODED = {
+    "form": (lambda t: with_structure(t, forms=[64, 0]), "form must be a whole number"),
+    "forms": (lambda t: with_structure(t, forms=[7]), "ValueError"),
+    "streams": (lambda t: with_structure(t, streams=[]), "length of a stream must"),
+    "long": (lambda t: with_structure(t, streams=[10**9, 1]), "length of a stream"),
+    "short": (
+        lambda t: {**t, "halves": t["halves"][1:].clone()},
+        "halves is too short: 9 entries",
+    ),
+    "no halves": (lambda t: without(t, "halves"), "halves is too short: 0 entries"),
+    "type": (
+        lambda t: {**t, "halves": t["halves"].float()},
+        "halves must be a vector of torch.float16",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CODED)
+def test_coded_files_made_wrong_are_refused(case, coded_file):
+    change, message = CODED[case]
+    write_file(coded_file, change(read_file(coded_file)[1]))
+    with pytest.raises(PackedFileError, match=f"broken packed file .*{message}"):
+        load(coded_file, Chain)
+
+
+def test_damaged_streams_of_a_file_with_a_right_digest_are_refused(coded_file):
+    _, tensors = read_file(coded_file)
+    whole = [one.codes for one in read_contents(coded_file).units]
+    refused = 0
+    for place in range(len(tensors["codes"])):
+        codes = tensors["codes"].clone()
+        codes[place] ^= 1 << place % 8
+        write_file(coded_file, {**tensors, "codes": codes})
+        assert inspect_file(coded_file).file_bytes  # which decodes nothing
+        try:
+            load(coded_file, Chain)
+        except PackedFileError as error:
+            assert "cannot be read: a stream of codes is damaged" in str(error)
+            refused += 1
+        else:  # the very last bits of a stream may be any
+            found = read_contents(coded_file).units
+            assert all(map(torch.equal, [one.codes for one in found], whole))
+    assert refused > 0.85 * len(tensors["codes"])
 
 
 def test_deflated_structure_cannot_fill_the_memory(file):

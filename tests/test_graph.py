@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from torchvision import models
 
 import ompq
-from nets import Chain, TinyMobileNet, TinyResNet, images, scenes, seeded
+from nets import Chain, Recurrent, TinyMobileNet, TinyResNet, images, scenes, seeded
 from ompq.costs import unit_bytes
 from ompq.errors import PatternError, SampleError, TraceError
 from ompq.graph import Choice, LayerGraph, find_units, select, stored_dtype, trace
@@ -558,3 +558,26 @@ def test_hostile_graphs_are_refused(graph, change, words):
 def test_things_that_are_no_graph_are_refused(data, words):
     with pytest.raises(ValueError, match=words):
         LayerGraph.from_json(data)
+
+
+@pytest.mark.parametrize(("layer", "gates"), [(nn.LSTM, 4), (nn.GRU, 3)])
+def test_embeddings_and_recurrent_layers_hold_units(layer, gates):
+    tokens = torch.arange(28).reshape(4, 7) % 20
+    graph = trace(seeded(Recurrent(layer)), tokens)
+    assert [(unit.name, unit.kind) for unit in graph.units] == [
+        ("embedding", "embedding"),
+        ("recurrent.weight_ih_l0", "recurrent"),
+        ("recurrent.weight_hh_l0", "recurrent"),
+        ("head", "linear"),
+    ]
+    shapes = [unit.weight_shape for unit in graph.units]
+    assert shapes == [(20, 6), (gates * 5, 6), (gates * 5, 5), (3, 5)]
+    # Seven steps; a lookup multiplies nothing.
+    assert [unit.macs for unit in graph.units] == [
+        0,
+        7 * gates * 5 * 6,
+        7 * gates * 5 * 5,
+        3 * 5,
+    ]
+    assert graph.float_bytes == 4 * 2 * gates * 5  # the two biases
+    assert [unit.replaced for unit in graph.units] == [False, False, False, True]

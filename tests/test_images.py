@@ -226,3 +226,8 @@ def test_what_is_no_image_is_refused():
     words = "torch.int64 are not images: views need floats"
     with pytest.raises(SampleError, match=words):
         image_views(torch.zeros(1, 1, 4, 4, dtype=torch.int64), 2)
+
+
+def test_views_of_several_inputs_are_refused():
+    with pytest.raises(SampleError, match="samples are tuple; views need images"):
+        image_views((torch.zeros(2, 3, 4, 4),), 2)

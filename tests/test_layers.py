@@ -5,13 +5,15 @@ from typing import NamedTuple
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
-from ompq.errors import QuantizationError
 from ompq.layers import (
     ActivationQuantizer,
     QuantizedConv2d,
+    QuantizedLinear,
     activation_quantizers,
     linear_map,
+    plain_class,
     quantized_layer,
     quantized_layers,
     replace_module,
@@ -54,14 +56,37 @@ def test_quantized_layer_is_the_layer_with_a_rounded_weight(layer, shape):
     torch.testing.assert_close(linear_map(layer, x, layer.weight, layer.bias), layer(x))
 
 
-def test_layer_with_its_own_forward_is_refused():
-    class Special(nn.Linear):
-        def forward(self, x):
-            return super().forward(x) + 1
+class Cast(nn.Linear):
+    def forward(self, x):
+        return nn.functional.linear(x.to(self.weight.dtype), self.weight, self.bias)
 
-    layer = Special(3, 3)
-    with pytest.raises(QuantizationError, match="Special overrides forward.*pin"):
-        quantized_layer(layer, search_weight(layer.weight.detach(), 4))
+
+class Same(nn.Conv2d):
+    def forward(self, x):
+        x = nn.functional.pad(x, (0, 1, 0, 1))
+        return nn.functional.conv2d(x, self.weight, self.bias, self.stride)
+
+
+def test_layer_whose_forward_only_casts_is_a_plain_one():
+    layer = Cast(6, 3)
+    made = quantized_layer(layer, search_weight(layer.weight.detach(), 4))
+    assert type(made) is QuantizedLinear
+    x = random(2, 6)
+    torch.testing.assert_close(made(x), F.linear(x, made.rounded_weight(), made.bias))
+
+
+def test_layer_with_its_own_forward_keeps_it():
+    layer = Same(3, 4, 2, 2)
+    made = quantized_layer(layer, search_weight(layer.weight.detach(), 4))
+    made = copy.deepcopy(made)
+    assert type(made).__name__ == "QuantizedSame"
+    assert plain_class(made) is Same
+    x = random(2, 3, 5, 5)
+    padded = F.pad(x, (0, 1, 0, 1))
+    expected = F.conv2d(padded, made.rounded_weight(), made.bias, 2)
+    torch.testing.assert_close(made(x), expected)
+    assert set(made.state_dict()) > {"weight", "bias", "weight_scale"}
+    assert made.weight is dict(made.named_parameters())["weight"]
 
 
 @pytest.mark.parametrize("zero_point", [0.0, 3.0, 7.5])

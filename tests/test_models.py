@@ -34,7 +34,7 @@ def unknown_key():
     return described(crop=3)
 
 def wrong_shape():
-    return described(input_shape=(3, 8))
+    return described(input_shape=(3, 0))
 
 def wrong_mean():
     return described(mean=(0.5,))
@@ -208,6 +208,7 @@ def test_timm_network_without_pretrained_weights_says_so():
         ("cifar:resnet21", r"did you mean cifar:resnet20"),
         ("ompq:demonstration", r"Use torchvision:NAME, timm:NAME, cifar:NAME or FILE"),
         ("", r"'' is not the name of a network\. Use"),
+        ("net.safetensors", "Use .*; ompq evaluate NETWORK --packed FILE reads packed"),
         ("nowhere.py:make", "there is no file nowhere.py"),
     ],
 )
@@ -234,7 +235,7 @@ def test_users_network_gets_defaults_and_its_own_preprocessing(user_file):
     [
         ("number", "returned int; it must return an nn.Module"),
         ("unknown_key", r"preprocessing is {'crop': 3}; .* input_shape, mean, std"),
-        ("wrong_shape", r"input_shape is \(3, 8\); it must be \(channels, height"),
+        ("wrong_shape", r"input_shape is \(3, 0\); it must be that of one input"),
         ("wrong_mean", "mean has 1 and std 3 values; there are 3 channels"),
         ("wrong_interpolation", "interpolation is 'cubic'; use 'bilinear' or"),
         ("broken", "has NaN or infinity in 0.weight"),

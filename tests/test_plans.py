@@ -118,6 +118,59 @@ def test_pins_hold_and_later_ones_win(network):
     assert plan.allocation["block1.conv1"] == Choice(4, 8)
 
 
+def by_rate(graph, _model, _samples, choices):
+    return [[u.weights * 4.0**-c.bits for c in choices] for u in graph.units]
+
+
+@pytest.fixture(scope="module")
+def coded(network):
+    config = ompq.PlanConfig(
+        score=by_rate,
+        storage="coded",
+        choices=(4, 8),
+        rates=(1.5, 2.5, 4.5),
+        pinned={"stem": 4},
+    )
+    return ompq.plan(network, images(4), "3bits", config)
+
+
+def test_rates_and_widths_are_choices_of_one_plan(coded):
+    assert [str(c) for c in coded.choices] == [
+        *("C1.5A8", "C2.5A8", "W4A8", "C4.5A8", "W8A8")
+    ]
+    assert coded.allocation["stem"] == Choice(4, 8)
+    given = {choice.rate for choice in coded.allocation.values()}
+    assert given - {0.0} and given <= {0.0, 1.5, 2.5, 4.5}
+    assert 2.5 < coded.totals["average_bits"] <= 3
+    ops = sum(u.macs * coded.allocation[u.name].weight * 8 for u in coded.graph.units)
+    assert coded.totals["bit_ops"] == ops  # bytes are what is multiplied
+    assert sum(coded.bytes_by_item.values()) == coded.totals["bytes"]
+
+
+def test_coded_plans_are_saved_solved_again_and_explained(coded, tmp_path):
+    path = tmp_path / "plan.json"
+    coded.save(path)
+    assert json.loads(path.read_text())["choices"][1:3] == [[8, 8, 2.5], [4, 8]]
+    again = ompq.Plan.load(path)
+    assert again.allocation == coded.allocation and again.hash == coded.hash
+    smaller = again.with_budget("2.9bits")
+    assert smaller.totals["bytes"] < again.totals["bytes"]
+    assert smaller.damage > again.damage
+    points = again.pareto("bytes", 20)
+    assert all(a.damage > b.damage for a, b in pairwise(points))
+    unit = next(name for name, c in again.allocation.items() if c.rate)
+    assert f"> {again.allocation[unit]}" in str(again.explain(unit))
+
+
+def test_a_rate_can_be_pinned(network):
+    config = ompq.PlanConfig(score=by_rate, pinned={"stem": Choice(8, 8, 2.5)})
+    made = ompq.plan(network, images(4), "4bits", config)
+    assert made.allocation["stem"] == (8, 8, 2.5)
+    with pytest.raises(ValueError, match="rate=9 of 8 bits"):
+        config = ompq.PlanConfig(pinned={"stem": (8, 8, 9)})
+        ompq.plan(network, images(4), "4bits", config)
+
+
 def test_float_units_cost_four_bytes_a_weight(network):
     config = ompq.PlanConfig(pinned={"head": 32})
     plan = ompq.plan(network, images(16), "90%", config)
@@ -177,6 +230,8 @@ def test_impossible_budget_fails_before_the_samples_are_scored(network):
         ({"choices": ()}, r"choices=\(\) must be bits from 2 to 8"),
         ({"choices": (1, 4)}, "choices=.* must be bits from 2 to 8"),
         ({"activation_choices": (9,)}, "activation_choices=.* must be bits"),
+        ({"storage": "zip"}, "storage='zip' is unknown; use fixed or coded"),
+        ({"rates": (2.5, 9)}, r"rates=\(2.5, 9\) must be above 0 and at most 8"),
     ],
 )
 def test_wrong_choices_are_refused(options, words):
@@ -189,6 +244,13 @@ def test_wrong_pins_are_refused(network):
         ompq.plan(network, images(), "8bits", ompq.PlanConfig(pinned={"stem": 12}))
     with pytest.raises(PatternError, match="'nothing' matches no unit"):
         ompq.plan(network, images(), "8bits", ompq.PlanConfig(pinned={"nothing": 4}))
+    for wrong in ("A8", 4.5, None, (4,), ("4", 8), (4, None)):
+        with pytest.raises(
+            TypeError, match=r"pinned\['stem'\]=.* is not bits; give 4,"
+        ):
+            ompq.plan(
+                network, images(), "8bits", ompq.PlanConfig(pinned={"stem": wrong})
+            )
     pins = {"block2.conv2": 4, "block2.downsample.0": 6}
     with pytest.raises(PlanError, match="block2"):
         ompq.plan(network, images(), "8bits", ompq.PlanConfig(pinned=pins))
@@ -270,13 +332,16 @@ HUGE = int("9" * 400)
         (("allowed", 0), [[1]] * 6, "allowed must be a finite number, not a list of 1"),
         (("allowed", 0), [0] * 6, "contradictory pins"),
         (("gamma",), [1.0] * 3, "gamma must have 7 entries, not 3"),
-        (("orm",), {"float32": "AAAA"}, "orm must be|buffer size"),
+        (("orm",), {"float32": "AAAA"}, "buffer size"),
+        (("orm",), {"float32": "AAAAAA=="}, "orm must be finite numbers for"),
         (("orm",), {"float32": 5}, "orm must be text, not 5"),
         (("orm",), [[0.5]], "orm must have"),
         (("orm_labels",), "abc", "orm_labels must be a list"),
         (("choices",), [], "choices must be different pairs"),
         (("choices",), [[4, 8]] * 6, "choices must be different pairs"),
-        (("choices",), [[4]] * 6, "choices must be different pairs"),
+        (("choices",), [[4]] * 6, "choices must be two widths"),
+        (("choices", 0), [4, 8, 2.5], "rate=2.5 of 4 bits: a rate must be above 0 and"),
+        (("choices", 0), [8, 8, -1], "rate=-1 of 8 bits: a rate must be above 0 and"),
         (("choices", 0), [2**40, 8], "choices must be a whole number from 1 to 32"),
         (("choices",), [[4, 8]] * 300, "choices must be a list of at most 256"),
         (("budget",), 3, "budget must be text, not 3"),
@@ -425,3 +490,93 @@ def test_few_frames_lie_between_plan_and_the_solvers_loop(network):
     finally:
         sys.setprofile(None)
     assert 0 < max(between) <= 5
+
+
+def test_a_pair_fixes_weight_and_activation_bits_together(network):
+    config = ompq.PlanConfig(choices=((4, 4), (8, 8)), activation_choices=(6,))
+    plan = ompq.plan(network, images(8), "6bits", config)
+    assert plan.choices == (Choice(4, 4), Choice(8, 8))
+    assert set(plan.allocation.values()) == {Choice(4, 4), Choice(8, 8)}
+    with pytest.raises(ValueError, match=r"choices=\(\(9, 4\),\) must be bits from 2"):
+        ompq.PlanConfig(choices=((9, 4),))
+
+
+@pytest.mark.parametrize("granularity", ["block", "stage", "net"])
+def test_coarse_granularity_gives_one_width_to_each_part(granularity):
+    network = seeded(TinyMobileNet())
+    score = ompq.Orm(ompq.OrmSettings(granularity=granularity))
+    config = ompq.PlanConfig(score=score, pinned={"@first": 8})
+    plan = ompq.plan(network, images(8), "4.5bits", config)
+    widths: dict = {}
+    for unit in plan.graph.units:
+        if unit.name != plan.graph.names[0]:
+            key = getattr(unit, granularity, None)
+            widths.setdefault(key, set()).add(plan.allocation[unit.name].weight)
+    assert all(len(found) == 1 for found in widths.values())
+    assert len(widths) == {"block": 4, "stage": 3, "net": 1}[granularity]
+    assert plan.allocation[plan.graph.names[0]].weight == 8
+
+
+@pytest.mark.parametrize("name", ["-log(x)", "-x", "-x^3", "-exp(x)"])
+def test_every_decreasing_function_uses_the_budget_up(network, name):
+    score = ompq.Orm(ompq.OrmSettings(decreasing=name))
+    plan = ompq.plan(network, images(8), "4bits", ompq.PlanConfig(score=score))
+    assert plan.totals["average_bits"] > 3.5
+    assert plan.scores.importance.min() == 0  # raised until the least is 0
+
+
+def test_an_input_can_be_fixed_alone_though_the_unit_is_tied():
+    network = seeded(TinyResNet())
+    pins = {"@first": (None, 32), "block1.conv1": (None, 8), "head": (6, 6)}
+    config = ompq.PlanConfig(
+        choices=(2, 4, 8),
+        activation_choices=(4,),
+        pinned=pins,
+        tied=("re:stem|block1.conv2",),
+        score="weight_noise",
+    )
+    plan = ompq.plan(network, images(8), "4bits, 4MBOPs", config)
+    bits = plan.allocation
+    assert bits["stem"].activation == 32
+    assert bits["block1.conv1"].activation == 8
+    assert bits["head"] == Choice(6, 6)
+    assert bits["block2.conv1"].activation == bits["block1.conv2"].activation == 4
+    assert bits["stem"].weight == bits["block1.conv2"].weight
+    wanted = sum(
+        u.macs * bits[u.name].weight * bits[u.name].activation for u in plan.graph.units
+    )
+    assert plan.totals["bit_ops"] == wanted <= 4e6
+    assert f"stem: W{bits['stem'].weight}A32" in str(plan.explain("stem"))
+
+
+def test_fixed_inputs_are_saved_and_later_pins_win(tmp_path):
+    network = seeded(TinyResNet())
+    pins = {"*": (None, 6), "head": (8, 8), "stem": 4}
+    config = ompq.PlanConfig(choices=(4, 8), pinned=pins, score="weight_noise")
+    plan = ompq.plan(network, images(8), "8bits", config)
+    assert plan.allocation["head"] == Choice(8, 8)
+    assert plan.allocation["stem"] == Choice(4, 6)
+    plan.save(tmp_path / "plan.json")
+    again = ompq.Plan.load(tmp_path / "plan.json")
+    assert (again.hash, again.allocation) == (plan.hash, plan.allocation)
+    smaller = again.with_budget("5bits").allocation
+    assert {c.activation for n, c in smaller.items() if n != "head"} == {6}
+    wrong = ompq.PlanConfig(pinned={"stem": (None, 9)})
+    with pytest.raises(ValueError, match="pinned bits A9 must be from 2 to 8, or 32"):
+        ompq.plan(network, images(8), "8bits", wrong)
+
+
+def test_memory_counts_fixed_inputs():
+    network = seeded(TinyResNet())
+    pins = {"block1.conv1": (None, 32)}
+    plans = [
+        ompq.plan(
+            network,
+            images(8),
+            "9bits, activations:1MiB",
+            ompq.PlanConfig(score="weight_noise", pinned=given),
+        )
+        for given in ({}, pins)
+    ]
+    plain, fixed = (plan.totals["activation_bytes"] for plan in plans)
+    assert fixed > plain

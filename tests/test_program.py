@@ -62,8 +62,20 @@ def test_allocation_survives_json_and_files(tmp_path):
 
 
 def test_bits_must_be_positive():
-    with pytest.raises(ValueError, match="bits must be positive, not fc W0A8"):
+    with pytest.raises(ValueError, match="fc: bits must be positive, not W0A8"):
         Allocation({"fc": Choice(0, 8)})
+
+
+def test_rates_survive_json_and_are_checked():
+    bits = Allocation({"fc": Choice(8, 8, rate=2.5), "stem": Choice(8, 8)})
+    assert repr(bits) == "Allocation(2 units: 1 × C2.5A8, 1 × W8A8)"
+    saved = bits.to_json()
+    assert saved["fc"] == {"weight": 8, "activation": 8, "rate": 2.5}
+    assert saved["stem"] == {"weight": 8, "activation": 8}
+    assert Allocation.from_json(json.loads(json.dumps(saved))) == bits
+    for wrong in (Choice(4, 8, 2.5), Choice(8, 8, -1.0), Choice(8, 8, float("nan"))):
+        with pytest.raises(ValueError, match="fc: rate=.* a rate must be above 0"):
+            Allocation({"fc": wrong})
 
 
 @pytest.mark.parametrize(
@@ -73,7 +85,7 @@ def test_bits_must_be_positive():
         ("[1, 2]", "an allocation must be an object, not a list of 2 entries"),
         ("{}", "must map unit names to bits"),
         ('{"fc": 4}', "not valid: the bits of fc must be an object, not 4.*Write"),
-        ('{"fc": {"weight": true, "activation": 8}}', "weight of fc .*, not True"),
+        ('{"fc": {"weight": true, "activation": 8}}', "the bits of fc .*, not True"),
         ('{"fc": {"weight": %s}}' % ("9" * 400), "it holds an integer of 400 digits"),
         ("[" * 100_000, "is not an allocation: it is nested too deeply"),
         ('{"fc": {"weight": 4}}', "must be exactly weight and activation"),

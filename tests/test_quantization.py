@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torchvision import models
+from torchvision import models, ops
 
 import ompq
-from nets import Chain, TinyMobileNet, TinyResNet, images, scenes, seeded
+from nets import Chain, TinyMobileNet, TinyResNet, images, scenes, seeded, values
 from ompq.allocation.solver import Allocation
 from ompq.errors import PlanError, QuantizationError
 from ompq.graph import Choice, bias_key, folded, norm_affine
@@ -162,14 +162,17 @@ def test_wrong_plans_are_refused():
         ompq.quantize(model, Allocation({"conv": Choice(4, 8)}), SAMPLES)
 
 
-def test_layer_that_cannot_be_replaced_is_named():
+def test_layer_that_pads_in_its_own_forward_is_quantized():
     class Padded(nn.Conv2d):
         def forward(self, x):
             return super().forward(nn.functional.pad(x, (1, 1, 1, 1)))
 
     model = seeded(nn.Sequential(Padded(3, 4, 3), nn.Conv2d(4, 2, 1)))
-    with pytest.raises(QuantizationError, match="0: Padded overrides forward"):
-        ompq.quantize(model, uniform(model, 4), SAMPLES)
+    made = ompq.quantize(model, uniform(model, 8), SAMPLES)
+    assert list(quantized_layers(made)) == ["0", "1"]
+    with torch.no_grad():
+        off = (made(SAMPLES) - model(SAMPLES)).square().mean()
+        assert off < 1e-3 * model(SAMPLES).square().mean()
 
 
 @pytest.mark.parametrize("name", ["resnet18", "mobilenet_v2", "squeezenet1_1"])
@@ -260,7 +263,7 @@ def by_hand(network, samples, bits=3):
         graph,
         dict.fromkeys(graph.names, Choice(bits, 8)),
         (),
-        weight_grid=lambda _u, w, axis: search_weight(w, bits, channel_dim=axis),
+        weight_grid=lambda _u, w, axis: (search_weight(w, bits, channel_dim=axis), w),
         activation_grids=(),
     )
 
@@ -418,3 +421,36 @@ def test_activation_inside_a_batch_norm_outlives_its_folding():
     with torch.no_grad():
         assert torch.equal(made(images()), quantized_at(apart, images())(images()))
     assert "1.act.output_quantizer" in activation_quantizers(made)
+
+
+def test_fused_transformer_layers_compute_with_rounded_weights():
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    model = seeded(nn.TransformerEncoder(layer, 1, enable_nested_tensor=False))
+    samples = values(4, 5, 8)
+    bits = dict.fromkeys(ompq.trace(model, samples).names, Choice(3, 32))
+    made = ompq.quantize(model, Allocation(bits), samples)
+    outputs = []
+    for grad in (False, True):  # fused kernels run only without gradients
+        with torch.set_grad_enabled(grad):
+            outputs.append(made(samples).detach())
+    torch.testing.assert_close(*outputs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("act", [False, True])
+def test_frozen_batch_norms_are_folded(act):
+    if act:
+        norm = pytest.importorskip("timm.layers").FrozenBatchNormAct2d(6)
+    else:
+        norm = ops.FrozenBatchNorm2d(6)
+    body = [nn.Conv2d(3, 6, 3, bias=False), norm, nn.ReLU(), nn.Conv2d(6, 4, 1)]
+    model = seeded(nn.Sequential(*body))
+    norm.running_mean.copy_(values(6))
+    norm.running_var.copy_(values(6, seed=2).square() + 0.5)
+    norm.weight.copy_(values(6, seed=3))
+    assert [unit.norm for unit in ompq.trace(model, SAMPLES).units] == ["1", ""]
+    made = ompq.quantize(model, uniform(model, 8), SAMPLES)
+    assert not any("Frozen" in type(module).__name__ for module in made.modules())
+    with torch.no_grad():
+        wanted, got = model(SAMPLES), made(SAMPLES)
+    assert (got - wanted).square().mean() < 1e-3 * wanted.square().mean()
+    assert ompq.finalize(made, SAMPLES)(SAMPLES).shape == wanted.shape

@@ -15,6 +15,7 @@ from ompq.ranges import (
     channel_rows,
     elements_at_once,
     fake_quantize_tensor,
+    minmax_weight,
     observe_range,
     range_grid,
     row_range,
@@ -604,3 +605,20 @@ def test_cuda_sees_activations_and_does_the_same():
     for method in ("minmax", "percentile", "mse"):
         one, other = (activation_grid(seen, 4, method) for seen in (here, there))
         assert other.scale.item() == pytest.approx(one.scale.item(), rel=0.02)
+
+
+@pytest.mark.parametrize("kind", ["affine", "midtread"])
+def test_minmax_grids_hold_every_weight(kind):
+    weight = weights(5, 7, seed=3)
+    weight[4] = 0.0
+    grid = minmax_weight(weight, 4, kind=kind)
+    for row, scale, zero_point in zip(
+        weight.tolist(), grid.scale[:, 0].tolist(), grid.zero_point[:, 0], strict=True
+    ):
+        low, high = min(*row, 0.0), max(*row, 0.0)
+        expected = (high - low) / 15
+        if kind == "midtread":  # 8 levels below 0, 7 above
+            expected = max(high / 7, -low / 8)
+        assert scale == pytest.approx(expected or 1.0, rel=1e-6)
+        assert float(zero_point) * 2 == int(zero_point * 2)
+    assert (grid.fake(weight) - weight).abs().max() <= 0.76 * grid.scale.max()

@@ -3,16 +3,23 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 
-from nets import Chain, TinyMobileNet, TinyResNet, scenes, seeded
+from nets import Chain, TinyMobileNet, TinyResNet, scenes, seeded, values
 from ompq.allocation.solver import Allocation
+from ompq.costs import can_be_coded, coded_bytes
 from ompq.errors import CheckpointError, QuantizationError, SampleError, TraceError
 from ompq.graph import Choice, trace
 from ompq.layers import activation_quantizers, quantized_layers
 from ompq.quantization import QuantizeConfig, quantization_of, quantize
+from ompq.rates import code_bytes, to_multiples
 from ompq.reconstruction import ReconstructConfig, reconstruct
 from ompq.reconstruction.rounding import RoundingConfig
 
+CUDA = (
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
+)
 QUICK = ReconstructConfig(rounding=RoundingConfig(iterations=200, batch_size=16))
 
 
@@ -262,3 +269,48 @@ def test_a_block_gets_its_moments_back_before_it_learns():
     found = {e.block: e for e in quantization_of(result).errors}[first]
     # One step learns next to nothing: it is the moments that lower the error.
     assert found.after < 0.2 * found.before
+
+
+@pytest.mark.parametrize("price", [0.0, 0.1])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=CUDA)])
+def test_coded_units_keep_their_rates(device, price):
+    model, samples = seeded(TinyResNet(), seed=4).to(device), scenes(64).to(device)
+    wanted = Choice(8, 8, 2.5)
+    bits = {
+        unit.name: wanted if can_be_coded(unit, wanted) else Choice(8, 8)
+        for unit in trace(model, samples).units
+    }
+    quantized = quantize(model, Allocation(bits), samples)
+    rounding = replace(QUICK.rounding, iterations=60, price=price)
+    config = ReconstructConfig(rounding=rounding)
+    result = reconstruct(quantized, model, samples, config)
+    layers = quantized_layers(result)
+    coded = [layers[name] for name, choice in bits.items() if choice.rate]
+    assert len(coded) > 2
+    for layer in coded:
+        assert code_bytes(layer.codes()) <= coded_bytes(layer.weight.numel(), 2.5)
+        assert torch.equal(to_multiples(layer.weight_scale), layer.weight_scale)
+        assert torch.equal(layer.bias.half().float(), layer.bias)
+    unseen = scenes(64, seed=9).to(device)
+    assert logit_error(model, result, unseen) < logit_error(model, quantized, unseen)
+
+
+def test_network_that_keeps_keys_and_values_is_reconstructed():
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.keys, self.out = nn.Linear(8, 8), nn.Linear(8, 8)
+            self.cache = None
+
+        def forward(self, x):
+            keys = self.keys(x)
+            same = self.cache is not None and self.cache.shape == keys.shape
+            self.cache = keys + 0 * self.cache if same else keys
+            return x + self.out(self.cache.tanh())
+
+    model = seeded(nn.Sequential(Block(), nn.Linear(8, 3)))
+    samples = values(8, 8)
+    bits = dict.fromkeys(trace(model, samples).names, Choice(3, 32))
+    made = quantize(model, Allocation(bits), samples)
+    config = ReconstructConfig(rounding=RoundingConfig(iterations=3))
+    assert reconstruct(made, model, samples, config)(samples).shape == (8, 3)

@@ -3,11 +3,13 @@ import sys
 
 import numpy as np
 import pytest
+import torch
 
 import ompq
 from nets import Chain, images, scenes, seeded
 from ompq.evaluation import kl_divergence, logits_of
 from ompq.graph import Choice
+from ompq.reconstruction_score import BlockLoss
 from ompq.samples import Samples
 from ompq.scores import score_name, score_table
 
@@ -65,3 +67,41 @@ def test_float_weights_with_quantized_inputs_are_measured_too(network):
     table = score_table(QUICK, graph, network, images(8), choices).damage
     assert np.isfinite(table).all()
     assert (table[:, 0] > table[:, 1]).all()
+
+
+def test_block_loss_is_half_the_fisher_weighted_error_of_the_block(network):
+    graph, samples = ompq.trace(network, scenes(8)), scenes(8)
+    score = BlockLoss(iterations=5, samples=8)
+    table = score_table(score, graph, network, samples, CHOICES).damage
+    unit = graph.units[-2]
+    bits = dict.fromkeys(graph.names, Choice(32, 32)) | {unit.name: CHOICES[0]}
+    quantized = ompq.quantize(network, ompq.Allocation(bits), samples)
+    rounding = ompq.RoundingConfig(iterations=5)
+    config = ompq.ReconstructConfig(rounding=rounding)
+    quantized = ompq.reconstruct(quantized, network, samples, config)
+    end = unit.norm or unit.name  # it stands alone
+    outputs = []
+    for net in (network, quantized):
+        hook = net.get_submodule(end).register_forward_hook(
+            lambda _module, _args, out: outputs.append(out) or out
+        )
+        with hook:
+            net(samples)
+    plain = outputs[0].detach().requires_grad_()
+    hook = network.get_submodule(end).register_forward_hook(lambda *_: plain.clone())
+    with hook:
+        loss = -network(samples).log_softmax(1).amax(1).sum()
+    (gradient,) = torch.autograd.grad(loss, plain)
+    error = outputs[1].detach() - outputs[0].detach()
+    wanted = (gradient.square() * error.square()).sum() / 2 / len(samples)
+    row = graph.names.index(unit.name)
+    assert table[row, 0] == pytest.approx(float(wanted), rel=1e-4)
+    assert (table[:, 2] == 0).all()
+
+
+def test_rates_that_few_weights_cannot_have_are_passed_over():
+    model = torch.nn.Sequential(torch.nn.Linear(4, 3)).eval()  # 12 weights
+    samples = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
+    score = ompq.ReconstructionScore(iterations=1)
+    config = ompq.PlanConfig(storage="coded", rates=(1,), choices=(8,), score=score)
+    assert ompq.plan(model, samples, "8bits", config).allocation["0"] == Choice(8, 8)

@@ -2,7 +2,7 @@ import torch
 from torch import nn
 
 from nets import TinyResNet, images, seeded
-from ompq.recording import function_name, record, watch
+from ompq.recording import detach_state, function_name, record, watch
 
 
 def test_positions_do_not_depend_on_the_batch():
@@ -68,3 +68,26 @@ def test_function_names_are_plain():
     assert function_name(torch.Tensor.__iadd__) == "add"
     assert function_name(torch.relu_) == "relu"
     assert function_name(torch.concat) == "cat"
+
+
+def test_state_that_modules_keep_is_cut_off_its_graph():
+    class Keeping(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(2, 2)
+            self.register_buffer("last", torch.zeros(3, 2))
+            self.pair = None
+
+        def forward(self, x):
+            x = self.layer(x)
+            self.pair, self.last = (x, [x.chunk(2, 1)[0]]), x
+            return x
+
+    model = Keeping()
+    assert not detach_state(model)
+    model(torch.ones(3, 2)).sum().backward()
+    kept = model.last
+    assert detach_state(model)
+    assert not detach_state(model)
+    assert torch.equal(model.pair[1][0], kept[:, :1])
+    assert model.layer.weight.requires_grad

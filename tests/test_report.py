@@ -11,9 +11,8 @@ import pytest
 from ompq.allocation.solver import Allocation, Budget, ParetoPoint
 from ompq.costs import in_bytes
 from ompq.graph import Choice, Skipped
-from ompq.plans import Plan
-from ompq.report import Agreement, render_report, write_report
-from ompq.report import explorer as report_data
+from ompq.plans import Measurement, Plan
+from ompq.report import Agreement, explorer as report_data, render_report, write_report
 from ompq.scores import ScoreTable
 from reports import (
     CLOSING,
@@ -171,12 +170,12 @@ def test_the_costs_that_a_budget_limits_have_a_slider_each():
     assert axes[0]["solutions"][axes[0]["plan"]] == report_data.solution(bits)
 
 
-def test_choices_are_embedded_as_an_allocation_saves_them(plan):
+@pytest.mark.parametrize("pinned", [{}, {"@first": (None, 32), "@last": (None, 4)}])
+def test_choices_are_embedded_as_an_allocation_saves_them(pinned):
+    plan = toy_plan(pinned=pinned)
     data = report_data.explorer_data(plan, steps=2)
-    copied = {
-        name: data["saved"][int(column)]
-        for name, column in zip(data["names"], data["plan"], strict=True)
-    }
+    units = zip(data["names"], data["plan"], data["inputs"], strict=True)
+    copied = {name: data["saved"][bits][int(column)] for name, column, bits in units}
     assert copied == plan.allocation.to_json()
     assert Allocation.from_json(copied) == plan.allocation
 
@@ -292,3 +291,24 @@ def test_large_networks_get_fewer_budgets_in_the_explorer(monkeypatch, units, bu
     with pytest.raises(InterruptedError):
         render_report(big_plan(units))
     assert asked == [budgets]
+
+
+def test_a_refinement_is_drawn_in_its_order(plan):
+    assert "refinement" not in Page(render_report(plan)).ids
+    found = [("weight_noise", 0.4), ("<b>mine</b>", 0.1), ("refit 2", 0.2)]
+    known = [Measurement("old", plan.allocation, 0.01, "another judge")]
+    measured = [Measurement(n, plan.allocation, v, "judge") for n, v in found]
+    html = render_report(replace(plan, measured=(*known, *measured)))
+    page = Page(html)
+    assert "refinement" in page.ids
+    text = "3 allocations measured: divergence 0.4 at first, 0.1 at best (<b>mine</b>)"
+    assert text in page.texts
+    # From left to right; the largest is at the top, y = 0, and the least at the bottom.
+    paths = [a.get("d") for tag, a in page.attributes if tag == "path"]
+    assert "M16.7 0.0L50.0 100.0L83.3 100.0" in paths
+    circles = [a for tag, a in page.attributes if tag == "circle"]
+    assert [(a["cx"], a["cy"]) for a in circles[:3]] == [
+        ("16.7", "0.0"),
+        ("50.0", "100.0"),
+        ("83.3", "66.7"),
+    ]

@@ -6,8 +6,12 @@ from torch import nn
 from torch.nn import functional as F
 
 from nets import values
+from ompq.costs import coded_bytes
+from ompq.entropy import CodeModel
 from ompq.layers import quantized_layer
+from ompq.prices import ZERO, code_bits
 from ompq.quantizers import Grid
+from ompq.rates import code_bytes
 from ompq.reconstruction.rounding import (
     RoundingConfig,
     SoftRounding,
@@ -270,3 +274,78 @@ def test_large_outputs_take_fewer_samples_a_step(shape, size):
 def test_settings_out_of_range_are_refused(setting, words):
     with pytest.raises(ValueError, match=words):
         RoundingConfig(**setting)
+
+
+def coded(layer, rate, step=0.05):
+    """Return a layer whose weights have one step and a rate."""
+    with torch.no_grad():
+        layer.weight.copy_(values(*layer.weight.shape, seed=3) * 0.2)
+    shape = [len(layer.weight), *[1] * (layer.weight.dim() - 1)]
+    grid = Grid(torch.full(shape, step), torch.full(shape, float(ZERO)), 8)
+    made = quantized_layer(layer, grid).requires_grad_(False)
+    made.rate = rate
+    return made
+
+
+def test_weights_of_coded_layers_feel_what_their_neighbours_cost():
+    layer, x = coded(nn.Conv2d(8, 16, 3), rate=2.0), values(4, 8, 6, 6)
+    soft = soft_of(layer, x)
+    soft.set_prices(0.5)
+    soft.up.requires_grad_()
+    with soft.used():
+        layer(x).sum().backward()
+    with_price = soft.up.grad.clone()
+    soft.up.grad = None
+    soft._slope.zero_()
+    with soft.used():
+        layer(x).sum().backward()
+    felt = with_price - soft.up.grad
+    model = CodeModel.fit(layer.codes().numpy())
+    classes = torch.from_numpy(model.classes(layer.codes().numpy())).flatten()
+    bits = code_bits(layer.codes(), classes)
+    low = (layer.weight / 0.05).floor().flatten().long() + ZERO
+    kinds = classes.long()
+    expected = bits[kinds, low + 1] - bits[kinds, low]
+    price = felt.norm() / expected.norm()
+    assert torch.allclose(felt, price * expected, atol=1e-2 * float(felt.abs().max()))
+
+
+def test_bits_cost_more_while_codes_take_too_much():
+    codes = coded(nn.Conv2d(8, 16, 3), rate=1.0).codes()
+    taken, slopes = 8 * code_bytes(codes) / codes.numel(), []
+    for rate in (1.03 * taken, taken, 0.97 * taken):
+        soft = soft_of(coded(nn.Conv2d(8, 16, 3), rate=rate), values(4, 8, 6, 6))
+        soft.set_prices(0.5)
+        slopes.append(float(soft._slope.abs().sum()))
+    assert slopes[0] < slopes[1] < slopes[2]
+
+
+@pytest.mark.parametrize("kind", [nn.Conv2d, nn.ConvTranspose2d])
+def test_decided_codes_take_what_they_may(kind):
+    layer, x = coded(kind(16, 16, 3), rate=2.5), values(4, 16, 6, 6)
+    before = layer.codes()
+    assert code_bytes(before) > coded_bytes(before.numel(), 2.5)
+    soft = soft_of(layer, x)
+    soft.harden()
+    soft.keep_rates(torch.ones_like(soft.up))
+    soft.decide(torch.tensor(2.0), torch.tensor(0.1))  # leaves them where they are
+    soft.finish()
+    limit = coded_bytes(before.numel(), 2.5)
+    assert 0.97 * limit < code_bytes(layer.codes()) <= limit
+    levels = layer.codes().float() - ZERO
+    assert (levels.abs() <= (before.float() - ZERO).abs()).all()
+
+
+def test_weights_beyond_the_last_code_have_a_price_and_stay_there():
+    """One far weight needs no class of its own to be the last one in the table."""
+    layer = coded(nn.Conv2d(8, 16, 3), rate=4.0)
+    with torch.no_grad():
+        layer.weight.view(-1)[[0, -1]] = torch.tensor([99.0, -99.0])
+    codes = layer.codes()
+    assert {0, 255} <= set(codes.flatten().tolist())
+    soft = soft_of(layer, values(4, 8, 6, 6))
+    (own,) = soft.coded
+    assert torch.equal(own._codes(), rows_of(layer, codes).flatten())
+    soft.set_prices(1.0)
+    assert own._slope[0] == own._slope[-1] == 0
+    assert torch.isfinite(own._slope).all()

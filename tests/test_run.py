@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from accelerate import Accelerator
 from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -249,6 +250,27 @@ def test_scalars_go_to_tensorboard(toys, monkeypatch, tmp_path):
     ompq.train(network, data, config, validation=made(data))
     assert ("loss", 1) in written and ("rate", 8) in written
     assert ("validation top-1", 8) in written and written[-1] == "closed"
+
+
+@pytest.mark.filterwarnings("ignore:.*no supported trackers")
+def test_scalars_go_to_a_tracker_of_accelerate(toys, monkeypatch):
+    _, network, data = toys
+    config = replace(QUICK, logger="wandb")
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(MissingExtraError, match=r"pip install 'ompq\[wandb\]'"):
+        ompq.train(network, data, config)
+    monkeypatch.setitem(sys.modules, "wandb", types.ModuleType("wandb"))
+    told = []
+    monkeypatch.setattr(
+        Accelerator, "init_trackers", lambda _, name, config: told.append(config)
+    )
+    monkeypatch.setattr(
+        Accelerator, "log", lambda _, one, step: told.append((one, step))
+    )
+    monkeypatch.setattr(Accelerator, "end_training", lambda _: told.append("closed"))
+    ompq.train(network, data, config)
+    assert told[0]["logger"] == "wandb" and told[-1] == "closed"
+    assert "loss" in told[1][0] and told[1][1] == 1
 
 
 def test_checkpoints_hold_what_a_run_needs(toys, tmp_path):

@@ -2,6 +2,8 @@
 
 import errno
 import json
+import os
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -10,8 +12,10 @@ import torch
 import ompq
 from cli_tools import network_file, run, run_json
 from ompq import reconstruction, workflow
+from ompq.costs import in_bytes
 from ompq.datasets.sources import load_data
 from ompq.evaluation import evaluate
+from ompq.files import locked_folder
 from ompq.models import load_model
 from ompq.packing import load
 from ompq.plans import Plan
@@ -51,6 +55,9 @@ def test_quantize_leaves_everything_in_its_folder(finished):
     assert "checkpoint.safetensors" not in names
     for name in names:
         assert str(folder / name) in result.stdout
+    size = in_bytes((folder / "network.ompq.safetensors").stat().st_size)
+    planned = in_bytes(Plan.load(folder / "plan.json").totals["bytes"])
+    assert f"network.ompq.safetensors: {size}, planned {planned}" in result.stdout
     assert (folder / "report.html").read_text().lower().startswith("<!doctype html>")
 
 
@@ -85,14 +92,40 @@ def test_quantize_without_learning_and_without_labels(net, tmp_path):
     assert data["iterations"] == 0
     assert data["files"][-1] == "result.json"
     assert all((tmp_path / "out" / name).exists() for name in data["files"])
-    quiet = run(*words, "-o", tmp_path / "out", "--quiet")
+    (tmp_path / "out" / "network.onnx").write_text("of the earlier run")
+    refused = run(*words, "-o", tmp_path / "out")
+    assert refused.exit_code == 2
+    assert "holds a finished run; add --overwrite to replace it" in refused.stderr
+    both = run(*words, "-o", tmp_path / "out", "--overwrite", "--resume")
+    assert "--resume and --overwrite contradict each other" in both.stderr
+    quiet = run(*words, "-o", tmp_path / "out", "--quiet", "--overwrite")
+    assert not (tmp_path / "out" / "network.onnx").exists()
     assert quiet.stdout.count("\n") == 1
+
+
+def test_the_papers_protocol_reconstructs_as_brecq_does(net, tmp_path):
+    words = ("quantize", *net, "--samples", "8", "--budget", "3bits", "-o", tmp_path)
+    data = run_json(*words, "--protocol", "paper-ptq", "--iterations", "4")
+    assert data["iterations"] == 4
+    errors = [s["name"] for s in data["sections"] if s["section"] == "BlockError"]
+    assert errors == [
+        f"{b}, {o}" for o in ("weights", "activations") for b in ("block", "fc")
+    ]
+    state = load(
+        tmp_path / "network.ompq.safetensors", load_model(net[0]).module
+    ).state_dict()
+    zeros = [t for n, t in state.items() if n.endswith("weight_zero_point")]
+    assert zeros and all(torch.equal(zero, zero.round()) for zero in zeros)
 
 
 def test_quantize_takes_a_plan(net, finished, tmp_path):
     words = ("quantize", *net, "--samples", "8", "--no-reconstruct")
     plan = finished[0] / "plan.json"
+    words = (*words, "--measure-layers", "1")
     data = run_json(*words, "--plan", plan, "-o", tmp_path / "out")
+    (effect,) = [one for one in data["sections"] if one["section"] == "LayerEffect"]
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert "Layers that hurt most, measured" in page and effect["alone"] >= 0
     assert data["plan"]["hash"] == Plan.load(plan).hash
 
 
@@ -197,7 +230,7 @@ def test_evaluate_tells_top1_with_its_interval(net):
     assert f"top-1    {text} of 50 images" in result.stdout
     assert "--data random: the numbers mean nothing" in result.stdout
     quiet = run("evaluate", *net, "--limit", "50", "--quiet")
-    assert quiet.stdout == f"{text} of 50 images\n"
+    assert quiet.stdout == f"top-1 {text} of 50 images (95 % interval)\n"
 
 
 def test_evaluate_json_can_be_read_back(net):
@@ -255,15 +288,15 @@ def test_views_are_what_is_learned_from(net, tmp_path, monkeypatch):
     seen = []
     whole = workflow.quantize
 
-    def rounded(module, plan, samples, **more):
+    def rounded(module, plan, samples, *config, **more):
         seen.append(samples)
-        return whole(module, plan, samples, **more)
+        return whole(module, plan, samples, *config, **more)
 
     monkeypatch.setattr(workflow, "quantize", rounded)
     words = ("quantize", *net, "--samples", "8", "--budget", "70%", "--no-reconstruct")
     for number, more in enumerate([(), ("--views", "3")]):
         assert run(*words, *more, "-o", tmp_path / str(number)).exit_code == 0
-    plain, views = seen
+    plain, views = (samples.first_batch(24) for samples in seen)
     assert len(plain) == 8
     assert torch.equal(views, ompq.image_views(plain, 3))
 
@@ -327,3 +360,170 @@ def test_a_full_disk_is_no_bug_and_leaves_nothing_half_written(
     assert "No space left on device" in result.stderr
     assert "a bug in ompq" not in result.stderr
     assert not (tmp_path / "out").exists()
+
+
+def test_a_full_disk_during_learning_leaves_no_lone_plan(net, tmp_path, monkeypatch):
+    def full(*_args, **_settings):
+        raise OSError(errno.ENOSPC, "No space left on device", "checkpoint")
+
+    monkeypatch.setattr(reconstruction, "_save", full)
+    words = ("quantize", *net, *FAST, "--budget", "70%", "-o", tmp_path / "out")
+    assert run(*words).exit_code == 2
+    assert not (tmp_path / "out").exists()
+
+
+def test_another_process_at_work_in_the_folder_is_named(net, tmp_path):
+    words = ("quantize", *net, *FAST, "--budget", "70%", "-o", tmp_path)
+    with locked_folder(tmp_path):
+        result = run(*words)
+    assert result.exit_code == 2
+    assert f"another process ({os.getpid()}) is at work in {tmp_path}" in result.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+ANY_INPUT = """
+import torch
+from torch import nn
+
+class Signal(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv1d(1, 4, 5, 2)
+        self.fc = nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.fc(self.conv(x).relu().mean(2))
+
+class Tokens(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.fc = nn.Embedding(11, 6), nn.Linear(6, 11)
+
+    def forward(self, ids, mask=None):
+        return self.fc(self.embed(ids))
+
+class Two(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 3), nn.Linear(2, 3)
+
+    def forward(self, x, y):
+        return self.a(x) + self.b(y)
+
+class Dense(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.out = nn.Conv2d(3, 6, 3, 1, 1), nn.Conv2d(6, 4, 1)
+
+    def forward(self, x):
+        return {"out": self.out(self.conv(x).relu())}
+
+def made(kind):
+    torch.manual_seed(0)
+    return kind()
+
+def signal(): return made(Signal)
+def tokens(): return made(Tokens)
+def two(): return made(Two)
+def dense(): return made(Dense)
+
+def values(*shape):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(1))
+
+def signals():
+    for at in range(3):  # pairs with class numbers, a batch at a time
+        yield values(8, 1, 40), torch.arange(8) % 3
+
+def ids():
+    yield {"ids": torch.arange(40).view(8, 5) % 11, "mask": torch.ones(8, 5)}
+
+def pairs(): return values(16, 4), values(16, 2)
+
+def pictures(): return values(16, 3, 8, 8), torch.zeros(16, 8, 8, dtype=torch.long)
+
+def places(output, masks):
+    return (output["out"].argmax(1) == masks).double().mean()
+"""
+
+
+@pytest.mark.parametrize(
+    ("network", "data"),
+    [("signal", "signals"), ("tokens", "ids"), ("two", "pairs"), ("dense", "pictures")],
+)
+def test_any_input_can_be_quantized(network, data, tmp_path):
+    (tmp_path / "any.py").write_text(ANY_INPUT)
+    file = tmp_path / "any.py"
+    words = ("quantize", f"{file}:{network}", "--data", f"{file}:{data}")
+    settings = ("--samples", "8", "--budget", "5bits", "--score", "weight_noise")
+    made = run_json(*words, *settings, "--iterations", "1", "-o", tmp_path / "out")
+    assert {row["weight_bits"] for row in made["plan"]["units"]} <= {2, 3, 4, 5, 6, 8}
+    assert (tmp_path / "out" / "network.ompq.safetensors").exists()
+
+
+def test_a_metric_of_one_s_own_judges_what_has_no_top1(tmp_path):
+    (tmp_path / "any.py").write_text(ANY_INPUT)
+    file = tmp_path / "any.py"
+    words = ("quantize", f"{file}:dense", "--data", f"{file}:pictures")
+    judged = ("--eval-data", f"{file}:pictures", "--metric", f"{file}:places")
+    settings = ("--samples", "8", "--score", "weight_noise", "--no-reconstruct")
+    found = run_json(
+        *words, *judged, *settings, "--budget", "5bits", "-o", tmp_path / "o"
+    )
+    metrics, floats = (found["evaluation"][k] for k in ("metrics", "reference_metrics"))
+    assert found["evaluation"]["top1"] is None
+    assert 0 < metrics["places"] <= 1 and 0 < floats["places"] <= 1
+    alone = run("evaluate", *words[1:], "--metric", f"{file}:places")
+    assert f"places {floats['places']:.5g}, on 16" in " ".join(alone.stdout.split())
+    goal = run_json(
+        *words, *judged, *settings, "--max-drop", "0.1", "-o", tmp_path / "g"
+    )
+    kept = goal["evaluation"]
+    assert kept["reference_metrics"]["places"] - kept["metrics"]["places"] <= 0.1
+
+
+def test_shapes_can_be_given_and_are_not_guessed_in_errors(tmp_path):
+    (tmp_path / "any.py").write_text(ANY_INPUT)
+    network = f"{tmp_path / 'any.py'}:signal"
+    found = run_json("budget", network, "--input-shape", "1,40")
+    assert len(found["rows"]) > 2
+    wrong = run("plan", network, "--data", "random", "--budget", "4bits")
+    assert "Give --input-shape" in wrong.stderr
+    other = run(
+        "plan",
+        network,
+        "--data",
+        f"{tmp_path / 'any.py'}:pictures",
+        "--budget",
+        "4bits",
+    )
+    assert "does not take an input of shape (3, 8, 8)" in other.stderr
+    text = run("budget", network, "--input-shape", "wide")
+    assert "--input-shape wide is not a shape; write for example" in text.stderr
+    metric = run("evaluate", network, "--data", "random", "--metric", "top1")
+    assert "--metric top1: write FILE.py:FUNCTION" in metric.stderr
+
+
+def test_a_run_can_be_repeated_from_its_file(net, finished, tmp_path):
+    config = finished[0] / "config.toml"
+    given = tomllib.loads(config.read_text())
+    assert given["command"] == "quantize" and given["network"] == net[0]
+    assert (given["budget"], given["limit"]) == ("70%", 64)
+    done = run("run", config, "-o", tmp_path / "again", "--quiet")
+    assert done.exit_code == 0, done.output
+    again = without_times(tmp_path / "again" / "result.json")
+    assert again == without_times(finished[0] / "result.json")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("command = ", "is not TOML"),
+        ('command = "walk"', 'for example command = "quantize"; there is no walk'),
+        ('command = "scores"\nbudgets = 3', "no such option: --budgets"),
+    ],
+)
+def test_files_that_cannot_be_run_say_why(tmp_path, text, message):
+    (tmp_path / "c.toml").write_text(text)
+    result = run("run", tmp_path / "c.toml")
+    assert result.exit_code == 2
+    assert message in result.stderr

@@ -3,6 +3,7 @@
 import json
 import shutil
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from safetensors import safe_open
 
 from cli_tools import NETWORK, network_file, run, run_json
 from ompq import training as looping
+from ompq.cli.runs import TrainOptions
 from ompq.evaluation import evaluate
 from ompq.models import load_model
 from ompq.packing import load
@@ -147,12 +149,50 @@ def test_training_goes_on_from_a_packed_network(net, finished, tmp_path):
         ("keep=all", "keep='all' must be one of best, last"),
         ("distill=much", "distill='much' must be a number"),
         ("seed=3", "the seed is --seed"),
+        ("weights=lq-nets", "weights=lq-nets, widths=planned leave no network"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(net, tmp_path, setting, words):
     result = run("train", *net, "--budget", "5bits", "--set", setting, "-o", tmp_path)
     assert result.exit_code == 2
     assert words in result.output
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (("--recipe", "pact"), ("dorefa", "clip", 0.1, 2)),
+        (("--recipe", "pact", "--set", "weights=minmax"), ("minmax", "clip", 0.1, 2)),
+        (("--recipe", "pact", "--protocol", "paper-qat"), ("dorefa", "clip", 0.1, 2)),
+        (("--protocol", "paper-qat"), ("minmax", "ema", 1e-4, 2)),
+    ],
+)
+def test_a_recipe_is_how_to_train(words, expected):
+    options = dict(zip(words[::2], words[1::2], strict=True))
+    settings = [options["--set"]] if "--set" in options else None
+    training = TrainOptions(recipe=options.get("--recipe"), epochs=2, settings=settings)
+    config = training.config(options.get("--protocol"), 0, Path("out"))
+    found = config.weights, config.activations, config.learning_rate, config.epochs
+    assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("logger", "expected"),
+    [("tensorboard", ("out/tensorboard", "none")), ("mlflow", (None, "mlflow"))],
+)
+def test_a_training_can_be_followed(logger, expected):
+    config = TrainOptions(logger=logger).config(None, 0, Path("out"))
+    assert (config.tensorboard, config.logger) == expected
+
+
+@pytest.mark.parametrize(
+    ("recipe", "words"),
+    [("pakt", "did you mean pact?"), ("lq-nets", "is not one of ours,")],
+)
+def test_an_unknown_recipe_is_refused(net, tmp_path, recipe, words):
+    result = run("train", *net, "--budget", "5bits", "--recipe", recipe, "-o", tmp_path)
+    assert result.exit_code == 2
+    assert words in " ".join(result.output.split())
 
 
 def test_settings_reach_the_training(net, tmp_path, monkeypatch):
@@ -311,7 +351,7 @@ def contents(folder):
         ("--data PLACE/own.py:nan", "samples hold NaN or infinity"),
         ("--data PLACE/own.py:beyond", "targets go from 0 to 39, but "),
         ("--data PLACE/own.py:unlabelled", "the inputs have no labels; return"),
-        ("--data PLACE/own.py:grey", "item 0 has shape (1, 8, 8); "),
+        ("--data PLACE/own.py:grey", "net.py:make does not take an input of shape"),
         ("--data PLACE/own.py:none", "has no function none"),
         ("--validation PLACE/none", "there is no folder"),
         ("--validation PLACE/empty", "holds nothing"),
@@ -373,7 +413,7 @@ def test_budgets_that_cannot_be_are_refused(place, tmp_path, budget, told):
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        ("", "training is left from an earlier run; add --resume"),
+        ("", "holds a finished run; add --overwrite to replace it"),
         ("--resume --learning-rate 0.5", "belongs to another run (other network, dat"),
         ("--resume --budget 6bits", "was started with the budget 5bits, not 6bits"),
         ("PLACE/wider.py:make --resume", "was made for another network"),

@@ -8,7 +8,8 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import ompq
-from nets import Chain, TinyMobileNet, images, scenes, seeded
+import ompq.samples as samples_module
+from nets import Chain, TinyMobileNet, images, scenes, seeded, values
 from ompq.errors import SampleError
 from ompq.samples import (
     Samples,
@@ -162,9 +163,9 @@ def test_other_things_are_refused():
         Samples.of((1, 2))
 
 
-def test_datasets_are_refused():
-    for given in (TensorDataset(torch.ones(3, 2)), 7, None):
-        with pytest.raises(SampleError, match="not .*; for a dataset, give a DataLoad"):
+def test_what_cannot_be_read_is_refused():
+    for given in (7, None):
+        with pytest.raises(SampleError, match="iterable of batches, not "):
             Samples.of(given)
 
 
@@ -356,3 +357,27 @@ def test_threads_that_run_two_networks_do_not_wait_for_ever():
             done.result(timeout=60)
     assert one.training
     assert not other.training
+
+
+def test_samples_are_cut_like_tensors():
+    runs = [values(3, 2), values(4, 2, seed=1), values(2, 5)]
+    samples, whole = Samples.of(runs), [*runs[0], *runs[1], *runs[2]]
+    for start, stop in ((0, 3), (2, 6), (5, 9), (-3, None), (7, 7)):
+        found = [one for run in samples[start:stop].runs for one in run]
+        assert len(found) == len(whole[start:stop])
+        assert all(
+            torch.equal(a, b) for a, b in zip(found, whole[start:stop], strict=True)
+        )
+    with pytest.raises(ValueError, match="step 2 must be 1"):
+        _ = samples[::2]
+
+
+def test_datasets_are_samples_and_targets_are_mentioned_once(caplog):
+    inputs, targets = values(70, 3), torch.arange(70)
+    samples_module._say_once.cache_clear()
+    for given in (TensorDataset(inputs), TensorDataset(inputs, targets)):
+        (run,) = Samples.of(given).runs
+        assert torch.equal(run, inputs)
+    Samples.of(DataLoader(TensorDataset(inputs, targets), batch_size=8))
+    told = [one.message for one in caplog.records]
+    assert told == ["samples come with targets, which are not used here"]

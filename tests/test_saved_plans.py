@@ -1,6 +1,8 @@
 """explain, pareto, report and compare, run as the program runs them."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -234,7 +236,7 @@ def test_the_page_has_the_others_to_compare_with(plans, tmp_path):
     assert name == str(plans / "b.json")
     bits = [data["choices"][int(digit)] for digit in digits]
     plan = Plan.load(plans / "b.json")
-    assert bits == [list(plan.allocation[unit]) for unit in data["names"]]
+    assert bits == [plan.allocation[unit].to_json() for unit in data["names"]]
 
 
 @pytest.mark.parametrize(
@@ -261,3 +263,27 @@ def test_a_broken_result_is_named(plans, tmp_path):
     assert (
         "result.json cannot be read as a result: KeyError('interval')" in result.stderr
     )
+
+
+WITHOUT_TORCH = """
+import sys
+from ompq.cli import app
+try:
+    app(sys.argv[1:])
+except SystemExit as end:
+    assert end.code == 0, end.code
+assert "torch" not in sys.modules
+"""
+
+
+def test_saved_plans_need_no_torch(plan_file, tmp_path):
+    for words in (
+        ("explain", plan_file, "@last"),
+        ("replan", plan_file, "--budget", "5bits", "-o", tmp_path / "other.json"),
+        ("pareto", plan_file, "--points", "3"),
+        ("compare", plan_file, tmp_path / "other.json"),
+    ):
+        command = [sys.executable, "-c", WITHOUT_TORCH, *map(str, words)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout

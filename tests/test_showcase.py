@@ -4,6 +4,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from cli_tools import run, run_json
@@ -108,7 +109,11 @@ def test_an_output_that_is_a_file_is_refused_at_once(tmp_path):
 
 
 def with_agreement(one, value):
-    noisy = replace(one.final[NOISY], agreement=value)
+    noisy = one.final[NOISY]
+    order = np.random.default_rng(0).permutation(noisy.count)
+    right = order < value * noisy.count
+    packed = np.packbits(right).tobytes()
+    noisy = replace(noisy, agreement=value, correct=packed)
     return replace(one, final={**one.final, NOISY: noisy})
 
 
@@ -120,9 +125,9 @@ def view(made, contenders):
     ("agreements", "end"),
     [
         ((0.90, 0.97, 0.95), "Even uniform 3 bits (40.3 KiB) keep only 95.0%."),
-        ((0.90, 0.95, 0.97), "uniform 2 bits keep 90.0%."),
-        ((0.97, 0.95, 0.98), "Here mixing does not pay."),
-        ((0.95, 0.95, 0.95), "Here mixing does not pay."),
+        ((0.90, 0.95, 0.97), "to 6.0% more (95 % interval)."),
+        ((0.97, 0.95, 0.98), "That is no difference that 450 digits can show."),
+        ((0.95, 0.951, 0.95), "That is no difference that 450 digits can show."),
     ],
 )
 def test_the_verdict_says_what_was_found(made, agreements, end):

@@ -179,7 +179,17 @@ def loader():
     return torch.utils.data.DataLoader(Images())
 
 def generator():
-    yield from Images()
+    for image, label in Images():
+        yield image[None], torch.tensor([label])
+
+def number():
+    return 3
+
+def broken_loader():
+    yield 1 / 0
+
+def uneven():
+    return [torch.zeros(1, 8, 8), torch.zeros(1, 8, 9)]
 
 def nothing():
     return []
@@ -189,6 +199,12 @@ def wrong_size():
 
 def words():
     return ["not", "tensors"]
+
+def endless():
+    class Endless:
+        def __getitem__(self, position):
+            return torch.zeros(1, 8, 8)
+    return Endless()
 """
 
 
@@ -264,6 +280,12 @@ def test_network_that_does_not_take_the_images_is_told_at_once(tmp_path):
         load_data(tmp_path, wrong)
 
 
+def test_folders_are_for_networks_that_take_images(tmp_path):
+    sound = NamedModel(nn.Linear(3, 2), "net", (1, 800), (0.5,), (0.5,), 8)
+    with pytest.raises(DataError, match="not images; give its own data: FILE.py"):
+        load_data(tmp_path, sound)
+
+
 def test_random_is_loud_reproducible_noise(caplog):
     model = network()
     before = torch.get_rng_state()
@@ -325,6 +347,8 @@ def test_users_tensor_is_unlabelled(user_file):
         ("pair", [3, 2, 1, 0]),
         ("dataset", [0, 1, 0, 1]),
         ("dataset_with_targets", [0, 1, 0, 1]),
+        ("loader", [0, 1, 0, 1]),
+        ("generator", [0, 1, 0, 1]),
     ],
 )
 def test_users_labels_are_used(user_file, function, expected):
@@ -342,17 +366,19 @@ def test_users_labels_are_used(user_file, function, expected):
     ("function", "words"),
     [
         ("too_few_targets", "returned 4 inputs and 1 targets"),
-        ("loader", "returned DataLoader; it must return a tensor, "),
-        ("generator", r"returned generator; it must .* with a length and indices"),
+        ("number", "returned int; it must return a tensor, .* or yield batches"),
+        ("broken_loader", "batch 0: ZeroDivisionError"),
+        ("uneven", r"item 1 has shape \(1, 8, 9\); the first has \(1, 8, 8\)"),
         ("nothing", "returned no inputs; give at least one"),
-        ("wrong_size", r"item 0 has shape \(1, 8, 9\); net takes \(1, 8, 8\)"),
+        ("wrong_size", r"net does not take an input of shape \(1, 8, 9\): .* batches"),
+        ("endless", "returned Endless; it must return a tensor"),
         ("words", "item 0: AttributeError: 'str' object"),
         ("absent", "has no function absent"),
     ],
 )
 def test_users_data_that_cannot_be_used(user_file, function, words):
     with pytest.raises(DataError, match=words):
-        load_data(f"{user_file}:{function}", network())
+        load_data(f"{user_file}:{function}", network()).samples(2)
 
 
 def test_wrong_arguments(tmp_path):

@@ -6,9 +6,14 @@ import pytest
 import torch
 
 import ompq
-from ompq.layers import ActivationQuantizer
+from ompq.costs import can_be_coded, coded_bytes
+from ompq.errors import QuantizationError
+from ompq.graph import Choice
+from ompq.layers import ActivationQuantizer, quantized_layers
+from ompq.prices import code_bits
 from ompq.quantizers import Grid
-from ompq.training.step import memory_layout, training_loss
+from ompq.rates import code_bytes
+from ompq.training.step import CodePenalty, memory_layout, training_loss
 from quantized import quantized
 from training_script import QUICK, state, toy
 
@@ -90,3 +95,45 @@ def test_a_recorded_step_learns_the_same(norms):
     found = state(ompq.train(network, data, recorded, teacher=model))
     for key, value in expected.items():
         assert torch.allclose(value, found[key], rtol=1e-6), key
+
+
+def coded_toy(rate=4.0):
+    """Return the toy with weights that may take so many bits."""
+    model, _, data = toy()
+    choice = Choice(8, 8, rate)
+    bits = {
+        unit.name: choice if can_be_coded(unit, choice) else Choice(8, 8)
+        for unit in ompq.trace(model.float(), data.inputs.float()).units
+    }
+    network = ompq.quantize(model, ompq.Allocation(bits), data.inputs.float())
+    return network, replace(data, inputs=data.inputs.float())
+
+
+def test_a_penalty_on_codes_makes_them_take_fewer_bytes():
+    network, data = coded_toy()
+    sizes = []
+    for penalty in (0.0, 30.0):
+        config = replace(QUICK, code_penalty=penalty, learning_rate=0.02)
+        trained = quantized_layers(ompq.train(network, data, config)).values()
+        taken = [(code_bytes(x.codes()), x) for x in trained if x.rate]
+        for size, layer in taken:
+            assert size <= coded_bytes(layer.weight.numel(), layer.rate)
+        sizes.append(sum(size for size, _ in taken))
+    assert sizes[1] < 0.9 * sizes[0]
+
+
+def test_the_penalty_is_the_mean_bits_of_coded_weights():
+    network, _ = coded_toy()
+    layers = [x for x in quantized_layers(network).values() if x.rate]
+    for layer in layers:  # exactly on their codes, where nothing is interpolated
+        layer.weight.data.copy_(layer.rounded_weight())
+    count = sum(layer.weight.numel() for layer in layers)
+    bits = [code_bits(x.codes())[x.codes().long()].sum() for x in layers]
+    expected = 0.5 * float(sum(bits)) / count
+    assert CodePenalty(network, 0.5)().item() == pytest.approx(expected, rel=1e-4)
+
+
+def test_a_penalty_on_codes_needs_coded_weights():
+    _, network, _ = toy()
+    with pytest.raises(QuantizationError, match="code_penalty=0.1 needs coded weights"):
+        CodePenalty(network, 0.1)

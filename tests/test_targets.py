@@ -100,6 +100,22 @@ def test_included_targets_take_what_ompq_exports(name):
     assert "no faster than 8 bits" in plan.no_speed_up[0].reason
 
 
+def test_a_target_may_refuse_coded_weights():
+    unable = Target.from_json({**PROFILE, "coded": False})
+    able = Target.from_json(PROFILE)
+    assert Target.from_json(unable.to_json()) == unable
+    assert "coded" not in able.to_json()
+    network, coded = seeded(TinyMobileNet()), Choice(8, 8, rate=2.5)
+    unit = ompq.trace(network, images(1)).units[0]
+    assert able.takes(unit, coded) and not unable.takes(unit, coded)
+    assert able.no_speed_up(unit, coded) == able.no_speed_up(unit, Choice(8, 8))
+    config = PlanConfig(target=unable, pinned={"*": coded})
+    with pytest.raises(
+        TargetError, match="choices C2.5A8: .*, and none that are coded"
+    ):
+        ompq.plan(network, images(1), "4bits", config)
+
+
 def test_a_unit_without_a_choice_is_named():
     class Up(nn.Module):
         def __init__(self):
@@ -125,6 +141,7 @@ def test_a_unit_without_a_choice_is_named():
         (("operators",), {}, '"operators" must have an entry "default"'),
         (("operators", "winograd"), OPERATOR, 'operator "winograd" is unknown'),
         (("name",), 3, '"name" must be text'),
+        (("coded",), "no", "coded must be true or false, not 'no'"),
         (
             ("operators", "default"),
             {},

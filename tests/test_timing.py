@@ -18,7 +18,7 @@ from ompq.onnx.inspection import (
     time_files,
     without_gain,
 )
-from ompq.onnx.model import float_model
+from ompq.onnx.traced import float_model
 from quantized import quantized
 
 pytest.importorskip("onnxruntime")

@@ -8,10 +8,12 @@ import torch
 
 import ompq
 from nets import TinyMobileNet, scenes, seeded
-from ompq import workflow
+from ompq import stages
 from ompq.errors import PlanError
+from ompq.integer.finalization import INTEGERS
+from ompq.plans import read_bits, unit_rows
 from ompq.report import sections_from_json
-from ompq.workflow import INTEGERS, Stages, Workflow, read_bits, whole_folder
+from ompq.workflow import Stages, Workflow, whole_folder
 
 MODEL, SAMPLES = seeded(TinyMobileNet()), scenes(32)
 TARGETS = torch.zeros(len(SAMPLES), dtype=torch.long)
@@ -97,7 +99,7 @@ def test_a_folder_appears_whole_or_not_at_all(tmp_path):
 def clock(monkeypatch):
     """Time that passes only when told to."""
     now = [0.0]
-    monkeypatch.setattr(workflow, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(stages, "perf_counter", lambda: now[0])
     return now
 
 
@@ -140,3 +142,18 @@ def test_a_stage_that_fails_has_no_time():
     with pytest.raises(ValueError, match="broken"), job.stage("reading"):
         raise ValueError("broken")
     assert job.seconds == {}
+
+
+def test_layers_are_measured_alone_and_left_out(work, outcome):
+    plan, samples = outcome.plan, ompq.Samples.of(SAMPLES)
+    first, second = work.layer_effects(plan, 2)
+    order = sorted(unit_rows(plan), key=lambda row: -row["damage"])
+    assert [first.name, second.name] == [row["name"] for row in order[:2]]
+    bits = plan.allocation[first.name]
+    alone = ompq.quantize(MODEL, {"*": (32, 32), first.name: tuple(bits[:2])}, SAMPLES)
+    found = ompq.evaluate(alone, samples, reference=MODEL)
+    assert first.alone == pytest.approx(found.divergence)
+    but = {**plan.allocation, first.name: ompq.Choice(32, bits.activation)}
+    left = ompq.quantize(MODEL, ompq.Allocation(but), SAMPLES)
+    found = ompq.evaluate(left, samples, reference=MODEL)
+    assert first.without == pytest.approx(found.divergence)

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 from torch import nn
+from torch.nn import functional as F
 
 import ompq
 from nets import TinyResNet, scenes, seeded
@@ -84,6 +85,11 @@ def hawq():
     recipe = ompq.TRAIN_PROTOCOLS["hawq-v3"]
     config = replace(recipe, epochs=2, batch_size=8, learning_rate=0.05, report_steps=1)
     return model, network, data, config
+
+
+def loss(network: nn.Module, data: ToyData) -> float:
+    with torch.no_grad():
+        return float(F.cross_entropy(network(data.inputs), data.targets))
 
 
 def state(network: nn.Module):

@@ -15,21 +15,48 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ompq.allocation.solver import Allocation, Budget
     from ompq.audits import Audit, AuditConfig, audit
+    from ompq.channels import Widened, one_bitwidth
     from ompq.datasets.images import image_views
     from ompq.datasets.sources import load_data
-    from ompq.errors import OmpqError
+    from ompq.distilled_data import distilled_samples
+    from ompq.errors import (
+        BudgetError,
+        CheckpointError,
+        DataError,
+        ExportError,
+        FileError,
+        GoalError,
+        InfeasibleBudgetError,
+        MissingExtraError,
+        ModelError,
+        OmpqError,
+        PackedFileError,
+        PatternError,
+        PlanError,
+        ProcessError,
+        QuantizationError,
+        SampleError,
+        ScoreError,
+        TargetError,
+        TraceError,
+        TrainingError,
+    )
     from ompq.evaluation import Evaluation, evaluate
+    from ompq.goals import Goal, Smallest, SmallestConfig, smallest
     from ompq.graph import Choice, LayerGraph, Unit, trace
     from ompq.integer.finalization import finalize
     from ompq.models import load_model
     from ompq.onnx.export import export_onnx
-    from ompq.packing import inspect_file, load, save
+    from ompq.packing import add_onnx, inspect_file, load, save
     from ompq.plans import PLAN_PROTOCOLS, Plan, PlanConfig, plan
+    from ompq.processes import distributed
     from ompq.quantization import QuantizeConfig, quantization_of, quantize
     from ompq.reconstruction import ReconstructConfig, reconstruct
+    from ompq.reconstruction.brecq import BrecqConfig
     from ompq.reconstruction.rounding import RoundingConfig
-    from ompq.reconstruction_score import ReconstructionScore
+    from ompq.reconstruction_score import BlockLoss, ReconstructionScore
     from ompq.refinement import RefineConfig, refine
+    from ompq.reinforcement import ReinforceConfig, reinforce
     from ompq.report import Accuracy, worst_histograms, write_figures, write_report
     from ompq.samples import Samples
     from ompq.scores import (
@@ -48,32 +75,43 @@ if TYPE_CHECKING:
         SmallestFirst,
         WeightNoise,
     )
+    from ompq.skeleton import unpack
     from ompq.training import train
     from ompq.training.config import TRAIN_PROTOCOLS, TrainConfig
 
 _HOMES = {
     "ompq.audits": "Audit AuditConfig audit",
     "ompq.allocation.solver": "Allocation Budget",
+    "ompq.channels": "Widened one_bitwidth",
     "ompq.datasets.images": "image_views",
-    "ompq.errors": "OmpqError",
+    "ompq.distilled_data": "distilled_samples",
+    "ompq.errors": "BudgetError CheckpointError DataError ExportError FileError "
+    "GoalError InfeasibleBudgetError MissingExtraError ModelError OmpqError "
+    "PackedFileError PatternError PlanError ProcessError QuantizationError "
+    "SampleError ScoreError TargetError TraceError TrainingError",
     "ompq.evaluation": "Evaluation evaluate",
     "ompq.graph": "Choice LayerGraph Unit trace",
     "ompq.integer.finalization": "finalize",
     "ompq.onnx.export": "export_onnx",
-    "ompq.packing": "inspect_file load save",
+    "ompq.packing": "add_onnx inspect_file load save",
     "ompq.plans": "PLAN_PROTOCOLS Plan PlanConfig plan",
+    "ompq.processes": "distributed",
     "ompq.quantization": "QuantizeConfig quantization_of quantize",
     "ompq.reconstruction": "ReconstructConfig reconstruct",
+    "ompq.reconstruction.brecq": "BrecqConfig",
     "ompq.reconstruction.rounding": "RoundingConfig",
-    "ompq.reconstruction_score": "ReconstructionScore",
+    "ompq.reconstruction_score": "BlockLoss ReconstructionScore",
     "ompq.refinement": "RefineConfig refine",
+    "ompq.reinforcement": "ReinforceConfig reinforce",
     "ompq.report": "Accuracy worst_histograms write_figures write_report",
+    "ompq.goals": "Goal Smallest SmallestConfig smallest",
     "ompq.models": "load_model",
     "ompq.datasets.sources": "load_data",
     "ompq.samples": "Samples",
     "ompq.scores": "Blend Fisher Gradient Hessian Orm OrmDistortion OrmSettings "
     "OrmShift OutputDivergence Random ScoreTable Sensitivity SmallestFirst "
     "WeightNoise",
+    "ompq.skeleton": "unpack",
     "ompq.training": "train",
     "ompq.training.config": "TRAIN_PROTOCOLS TrainConfig",
 }
@@ -87,35 +125,64 @@ __all__ = [
     "Audit",
     "AuditConfig",
     "Blend",
+    "BlockLoss",
+    "BrecqConfig",
     "Budget",
+    "BudgetError",
+    "CheckpointError",
     "Choice",
+    "DataError",
     "Evaluation",
+    "ExportError",
+    "FileError",
     "Fisher",
+    "Goal",
+    "GoalError",
     "Gradient",
     "Hessian",
+    "InfeasibleBudgetError",
     "LayerGraph",
+    "MissingExtraError",
+    "ModelError",
     "OmpqError",
     "Orm",
     "OrmDistortion",
     "OrmSettings",
     "OrmShift",
     "OutputDivergence",
+    "PackedFileError",
+    "PatternError",
     "Plan",
     "PlanConfig",
+    "PlanError",
+    "ProcessError",
+    "QuantizationError",
     "QuantizeConfig",
     "Random",
     "ReconstructConfig",
     "ReconstructionScore",
     "RefineConfig",
+    "ReinforceConfig",
     "RoundingConfig",
+    "SampleError",
     "Samples",
+    "ScoreError",
     "ScoreTable",
     "Sensitivity",
+    "Smallest",
+    "SmallestConfig",
     "SmallestFirst",
+    "TargetError",
+    "TraceError",
     "TrainConfig",
+    "TrainingError",
     "Unit",
     "WeightNoise",
+    "Widened",
+    "add_onnx",
     "audit",
+    "distilled_samples",
+    "distributed",
     "evaluate",
     "export_onnx",
     "finalize",
@@ -124,14 +191,18 @@ __all__ = [
     "load",
     "load_data",
     "load_model",
+    "one_bitwidth",
     "plan",
     "quantization_of",
     "quantize",
     "reconstruct",
     "refine",
+    "reinforce",
     "save",
+    "smallest",
     "trace",
     "train",
+    "unpack",
     "worst_histograms",
     "write_figures",
     "write_report",

@@ -5,7 +5,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,13 +18,13 @@ from ompq.allocation.program import Allocation
 from ompq.costs import Budget, digits
 from ompq.evaluation import evaluate
 from ompq.files import json_list, json_object
-from ompq.graph import Choice
+from ompq.graph import Choice, by_bits
 from ompq.measurement import Checkpoint, Meter
 from ompq.plans import Plan, PlanConfig, plan
 from ompq.samples import Batch, Progress, Samples, SamplesLike
 from ompq.scores import Score, measure_orm, score_name
 from ompq.scores.baselines import Random
-from ompq.scores.rounding_errors import rounded_weight
+from ompq.scores.rounding_errors import rounded_weights
 
 Floats = NDArray[np.float64]
 FORMAT = "ompq-audit/1"
@@ -68,7 +67,7 @@ class Measured:
 
     Attributes:
         name: ``random allocation 7``, the score that chose it, or the caller's name.
-        bits: Weight and activation bits of each unit, in the graph's order.
+        bits: Choice of each unit, as in JSON, in the graph's order.
         size_bytes: As the plan counts them.
         divergence: Mean KL from the float network on held-out samples, in nats.
         top1: With labelled batches.
@@ -76,7 +75,7 @@ class Measured:
     """
 
     name: str
-    bits: tuple[tuple[int, int], ...]
+    bits: tuple[tuple[float, ...], ...]
     size_bytes: float
     divergence: float
     top1: float | None = None
@@ -149,8 +148,7 @@ class Audit:
 
     def allocation(self, measured: Measured) -> Allocation:
         """Return a measured allocation as ``quantize`` takes it."""
-        pairs = zip(self.units, measured.bits, strict=True)
-        return Allocation({name: Choice(*bits) for name, bits in pairs})
+        return _bits(self.units, measured)
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data for JSON."""
@@ -187,6 +185,7 @@ def audit(  # noqa: PLR0913 - the last four are optional
 
     Random allocations at the budget, every score's own allocation, uniform bits and
     ``others`` are quantized and compared with the float network on held-out samples.
+    Several processes share the allocations.
 
     Args:
         samples: Calibration samples; scores see the first 64.
@@ -219,13 +218,17 @@ def audit(  # noqa: PLR0913 - the last four are optional
     )
     identity = _identity(meter, first, candidates)
     kept = Checkpoint(checkpoint, "audit", identity, _read)
-    measured = []
-    for done, one in enumerate(candidates.items()):
-        measure = partial(_measured, meter, first, batches, config, one)
-        measured.append(kept.get(one[0], measure))
+
+    def measure(name: str) -> Measured:
+        named = name, candidates[name]
+        return _measured(meter, first, batches, config, named)
+
+    measured: list[Measured] = []
+    for found in kept.get_all([*candidates], measure):
+        measured.append(found)
         least = min(one.divergence for one in measured)
         message = f"measuring allocations: best divergence {digits(least)}"
-        report(done + 1, len(candidates), message)
+        report(len(measured), len(candidates), message)
     return _summary(plans, seconds, measured, config)
 
 
@@ -250,11 +253,7 @@ def random_allocation(plan: Plan, rng: np.random.Generator) -> Allocation:
 
     def fits() -> bool:
         chosen = columns()
-        rows = np.arange(len(names))
-        return all(
-            costs[name].constant + costs[name].table[rows, chosen].sum() <= limit
-            for name, limit in limits.items()
-        )
+        return all(costs[n].total(chosen) <= limit for n, limit in limits.items())
 
     while not fits():
         # The least allocation meets the budget, or there would be no plan.
@@ -268,7 +267,7 @@ def random_allocation(plan: Plan, rng: np.random.Generator) -> Allocation:
             at[group] -= 1
             open_groups.remove(group)
     chosen = columns()
-    return Allocation({n: plan.choices[c] for n, c in zip(names, chosen, strict=True)})
+    return plan.problem.unit_allocation(chosen)
 
 
 def _plans(
@@ -292,10 +291,11 @@ def _plans(
 def _uniform(plan: Plan) -> dict[str, Allocation]:
     """Return the most bits that meet the budget everywhere, if any do."""
     limits = plan.budget.limits(plan.problem.costs)
-    for choice in sorted(plan.choices, reverse=True):
+    for choice in reversed(by_bits(plan.choices)):
         if not plan.allowed[:, plan.choices.index(choice)].all():
             continue
-        everywhere = Allocation(dict.fromkeys(plan.graph.names, choice))
+        column = np.full(len(plan.graph), plan.choices.index(choice))
+        everywhere = plan.problem.unit_allocation(column)
         totals = replace(plan, allocation=everywhere).totals
         if all(totals[name] <= limit for name, limit in limits.items()):
             return {f"uniform {choice}": everywhere}
@@ -313,7 +313,7 @@ def _measured(
     network = meter.quantized(bits)
     return Measured(
         name=name,
-        bits=tuple((c.weight, c.activation) for c in bits.values()),
+        bits=tuple(tuple(choice.to_json()) for choice in bits.values()),
         size_bytes=replace(plan, allocation=bits).totals["bytes"],
         divergence=meter.divergence(network),
         top1=evaluate(network, batches).top1 if batches else None,
@@ -335,7 +335,8 @@ def _orthogonality(
     with torch.no_grad():
         for unit in plan.graph.units:
             weight = rounded.get_parameter(unit.parameter)
-            weight.copy_(rounded_weight(meter.model, unit, bits[unit.name].weight))
+            [rounded_one] = rounded_weights(meter.model, unit, [bits[unit.name]])
+            weight.copy_(rounded_one)
     found = measure_orm(plan.graph, rounded, meter.samples.first(count))
     return float(np.mean(found.matrix))
 
@@ -353,6 +354,11 @@ def _read(entry: Any) -> Measured:
     return Measured(**{**given, "bits": tuple(bits)})
 
 
+def _bits(names: Sequence[str], measured: Measured) -> Allocation:
+    pairs = zip(names, measured.bits, strict=True)
+    return Allocation({name: Choice.from_json([*bits], name) for name, bits in pairs})
+
+
 def _summary(
     plans: Mapping[str, Plan],
     seconds: Mapping[str, float],
@@ -363,8 +369,9 @@ def _summary(
     random = [one for one in measured if one.name.startswith(RANDOM)]
     truth = np.array([one.divergence for one in random])
     rng = np.random.default_rng(config.seed)
-    choices = {tuple(choice): column for column, choice in enumerate(first.choices)}
-    columns = np.array([[choices[b] for b in one.bits] for one in random])
+    columns = np.array(
+        [first.problem.columns(_bits(first.graph.names, one)) for one in random]
+    )
 
     def predicted(damage: Floats) -> Floats:
         found: Floats = damage[np.arange(len(damage)), columns].sum(1)

@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 
 from ompq.errors import BudgetError, shortened
 from ompq.files import json_number, json_object, read_json
-from ompq.graph import Choice, LayerGraph, Unit
+from ompq.memory import LiveTensor, Memory
+from ompq.units import Choice, LayerGraph, Unit
 
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB")
 _DECIMAL = ("", "k", "M", "G", "T", "P")
@@ -107,12 +108,31 @@ _PLACES = 13  # decimals that a cost may have and still be summed exactly
 class Cost:
     """What each choice of each unit costs."""
 
-    name: str  # ``bytes``, ``bit_ops``, ``weight_bits`` or ``milliseconds``
+    # ``bytes``, ``bit_ops``, ``weight_bits``, ``milliseconds``, ``activation_bytes`` or
+    # ``total_bytes``
+    name: str
     table: Table  # cost of each choice, (units, choices)
     constant: float = 0.0  # what no choice changes, such as parameters that stay float
     # What relative budgets refer to: the float network's bytes for ``bytes``, the
     # number of weights for ``weight_bits``.
     reference: float = 0.0
+    # Activations that add to ``base``, or to nothing; then table and constant are those
+    # of one moment, and the total is that of the worst one.
+    memory: Memory | None = None
+    base: "Cost | None" = None
+
+    @classmethod
+    def of_memory(
+        cls, name: str, memory: Memory, base: "Cost | None", moment: int | None = None
+    ) -> "Cost":
+        """Return the cost of activations at a moment; by default the worst at least."""
+        if moment is None:
+            least = int(np.argmin([choice.activation for choice in memory.choices]))
+            moment = memory.peak(np.full(memory.units, least))[1]
+        table, constant = memory.moment(moment)
+        if base is not None:
+            table, constant = table + base.table, constant + base.constant
+        return cls(name, table, constant, memory=memory, base=base)
 
     @cached_property
     def scale(self) -> float | None:
@@ -131,6 +151,9 @@ class Cost:
 
     def total(self, columns: NDArray[np.intp]) -> float:
         """Return what an allocation costs, the constant included, correctly rounded."""
+        if self.memory is not None:
+            beside = 0.0 if self.base is None else self.base.total(columns)
+            return beside + self.memory.peak(columns)[0]
         chosen = self.table[np.arange(len(columns)), columns]
         if self.scale is None:
             return fsum([*chosen, self.constant])
@@ -147,6 +170,7 @@ class Bytes:
     zero_points: int = 0
     biases: int = 0
     activations: int = 0
+    metadata: int = 0  # what the header says of it and not of every unit
 
     @property
     def total(self) -> int:
@@ -159,12 +183,28 @@ class Bytes:
         return {f.name: sum(getattr(u, f.name) for u in units) for f in fields(Bytes)}
 
 
+def coded_bytes(weights: int, bits: float) -> int:
+    """Return what so many weights may take of a packed file at so many bits each."""
+    return ceil(weights * bits / 8)
+
+
+# Bytes below which a stream has no room for what it says of itself.
+_LEAST_STREAM = 64
+
+
+def can_be_coded(unit: Unit, choice: Choice) -> bool:
+    """Return whether a unit has weights enough for the choice's rate, if it has one."""
+    return not choice.rate or coded_bytes(unit.weights, choice.rate) >= _LEAST_STREAM
+
+
 def unit_bytes(unit: Unit, choice: Choice) -> Bytes:
     """Return what the unit takes in a packed file.
 
     Weights are a dense stream of bits; each output channel has a float32 scale, a
     zero point of one byte and a 32-bit bias (batch norm and the correction of rounding
-    end up there); the input has a float32 scale and a 32-bit zero point.
+    end up there); the input has a float32 scale and a 32-bit zero point. The codes of a
+    coded unit take what its rate promises; each scale takes a byte, and a number that
+    they are multiples of four; biases have 16 bits, and the zero point is known.
     """
     channels = unit.out_channels
     activations = 0 if choice.activation >= FLOAT_BITS else 8
@@ -174,14 +214,17 @@ def unit_bytes(unit: Unit, choice: Choice) -> Bytes:
         biases = size * channels if biased else 0
         return Bytes(size * unit.weights, biases=biases, activations=activations)
     return Bytes(
-        weights=ceil(unit.weights * choice.weight / 8),
-        scales=4 * channels,
-        zero_points=channels,
-        biases=4 * channels if biased or unit.replaced else 0,
+        weights=coded_bytes(unit.weights, choice.bits),
+        scales=channels + 4 if choice.rate else 4 * channels,
+        zero_points=0 if choice.rate else channels,
+        biases=(2 if choice.rate else 4) * channels * (biased or unit.replaced),
         activations=activations,
+        metadata=_STREAM_BYTES if choice.rate else 0,
     )
 
 
+# Of a rate, and of the length of a stream.
+_STREAM_BYTES = 8
 # Bytes of a packed file's header and of what it says about the network, at most.
 _HEADER_BYTES = 768
 # Of what reconstruction writes down about a block, and finalizing about a unit.
@@ -214,7 +257,7 @@ def paper_bytes(unit: Unit, choice: Choice) -> float:
     Weights, bias and the affine parameters of batch norm all count at the unit's bits.
     """
     count = unit.weights + unit.norm_parameters + unit.bias_parameters
-    return count * choice.weight / 8
+    return count * choice.bits / 8
 
 
 def cost_tables(
@@ -223,6 +266,7 @@ def cost_tables(
     *,
     accounting: Accounting = "packed",
     latency: LatencyTable | None = None,
+    activations: Sequence[LiveTensor] = (),
 ) -> dict[str, Cost]:
     """Return every cost that a budget may limit, by name.
 
@@ -249,12 +293,17 @@ def cost_tables(
         ),
         Cost(
             "weight_bits",
-            _table(graph, choices, lambda u, c: u.weights * c.weight),
+            _table(graph, choices, lambda u, c: u.weights * c.bits),
             reference=float(sum(unit.weights for unit in graph.units)),
         ),
     ]
     if latency is not None:
         costs.append(Cost("milliseconds", _latency(graph, choices, latency)))
+    if activations:
+        inputs = tuple(unit.input_bits for unit in graph.units)
+        memory = Memory(tuple(activations), tuple(choices), len(graph), inputs)
+        costs.append(Cost.of_memory("activation_bytes", memory, None))
+        costs.append(Cost.of_memory("total_bytes", memory, costs[0]))
     return {cost.name: cost for cost in costs}
 
 
@@ -288,7 +337,10 @@ def latency_table(data: Any) -> LatencyTable:
 def _table(
     graph: LayerGraph, choices: Sequence[Choice], cost: Callable[[Unit, Choice], float]
 ) -> Table:
-    rows = [[cost(unit, choice) for choice in choices] for unit in graph.units]
+    rows = [
+        [cost(unit, choice.with_input(unit.input_bits)) for choice in choices]
+        for unit in graph.units
+    ]
     return np.array(rows, dtype=np.float64)
 
 
@@ -298,14 +350,16 @@ def _latency(
     missing = [
         f"{unit.name} {choice}"
         for unit in graph.units
-        for choice in choices
+        for choice in dict.fromkeys(
+            c.computed.with_input(unit.input_bits) for c in choices
+        )
         if str(choice) not in latency.get(unit.name, {})
     ]
     if missing:
         raise BudgetError(
             f"the latency table lacks {shortened(missing)}; measure these too"
         )
-    return _table(graph, choices, lambda u, c: latency[u.name][str(c)])
+    return _table(graph, choices, lambda u, c: latency[u.name][str(c.computed)])
 
 
 EXAMPLES = (
@@ -343,10 +397,16 @@ _WRITTEN: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "average_bits": ("bits",),
         "percent": ("%",),
         "latency_ms": ("ms",),
+        "activations_mib": ("MiB", "KiB", "GiB", "B"),
+        "total_mib": ("MiB", "KiB", "GiB", "B"),
         "bit_ops": ("BOPs", "kBOPs", "MBOPs", "GBOPs", "TBOPs"),
     }
 )
-_PART = re.compile(r"([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d{1,3})?)\s*([A-Za-z%]*)")
+# What stands before a size → the field that it limits instead of the packed file.
+_PREFIXES = MappingProxyType({"activations": "activations_mib", "total": "total_mib"})
+_PART = re.compile(
+    r"(?:(\w+):\s*)?([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d{1,3})?)\s*([A-Za-z%]*)"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -360,11 +420,13 @@ class Budget:
         average_bits: Weight bits, averaged over all weights.
         percent: Size in per cent of the float network's.
         latency_ms: Milliseconds, by a latency table.
+        activations_mib: MiB of the activations alive at once, at most, for one input.
+        total_mib: MiB of these and of the packed file together.
 
     Example:
         >>> Budget.parse("1.5MiB, 75GBOPs")
         Budget(size_mib=1.5, size_mb=None, bit_ops=75000000000.0, average_bits=None, \
-percent=None, latency_ms=None)
+percent=None, latency_ms=None, activations_mib=None, total_mib=None)
     """
 
     size_mib: float | None = None
@@ -373,6 +435,8 @@ percent=None, latency_ms=None)
     average_bits: float | None = None
     percent: float | None = None
     latency_ms: float | None = None
+    activations_mib: float | None = None
+    total_mib: float | None = None
 
     def __post_init__(self) -> None:
         if not self._given():
@@ -393,7 +457,8 @@ percent=None, latency_ms=None)
         """Read a budget such as ``"1.5MiB"``, ``"3.2bits"`` or ``"12.5%, 75GBOPs"``.
 
         Units: B, KB, KiB, MB, MiB, GB, GiB; bits (the average over all weights); BOPs
-        with k, M, G or T; % of the float network's size; ms.
+        with k, M, G or T; % of the float network's size; ms. ``activations:512KiB``
+        limits the activations alive at once, ``total:2MiB`` these and the file.
 
         Raises:
             BudgetError: The text is not a budget.
@@ -444,6 +509,8 @@ _LIMITED: Mapping[str, tuple[str, Decimal, bool]] = MappingProxyType(
         "bit_ops": ("bit_ops", Decimal(1), False),
         "average_bits": ("weight_bits", Decimal(1), True),
         "latency_ms": ("milliseconds", Decimal(1), False),
+        "activations_mib": ("activation_bytes", Decimal(2**20), False),
+        "total_mib": ("total_bytes", Decimal(2**20), False),
     }
 )
 
@@ -477,8 +544,9 @@ def enough(cost: Cost, value: float) -> str:
 def _scale(cost: Cost, values: tuple[float, ...]) -> tuple[float, str]:
     if cost.name == "weight_bits" and cost.reference > 0:
         return cost.reference, "bits"
+    sizes = [(2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB"), (1.0, "B")]
     scales: list[tuple[float, str]] = {
-        "bytes": [(2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB"), (1.0, "B")],
+        **dict.fromkeys(("bytes", "activation_bytes", "total_bytes"), sizes),
         "bit_ops": [(1e12, "TBOPs"), (1e9, "GBOPs"), (1e6, "MBOPs"), (1.0, "BOPs")],
         "milliseconds": [(1.0, "ms")],
     }.get(cost.name, [(1.0, cost.name)])
@@ -493,12 +561,12 @@ def _parse_part(part: str, text: str) -> tuple[str, float]:
     match = _PART.fullmatch(part)
     if match is None:
         raise BudgetError(f"{part!r} in {text!r} is not a budget; {EXAMPLES}")
-    number, unit = match.groups()
+    prefix, number, unit = match.groups()
     if not unit:
         raise BudgetError(f"{part!r} in {text!r} has no unit; {EXAMPLES}")
     if unit.lower() in ("b", "kb", "mb", "gb") and unit[-1] == "b":
-        prefix = unit[:-1].upper()
-        better = f"{prefix}iB or {prefix}B" if prefix else "B"
+        large = unit[:-1].upper()
+        better = f"{large}iB or {large}B" if large else "B"
         raise BudgetError(
             f"{unit!r} in {text!r} may be bits or bytes: use {better}; {EXAMPLES}"
         )
@@ -507,7 +575,15 @@ def _parse_part(part: str, text: str) -> tuple[str, float]:
     if not Decimal(number) > 0:
         raise BudgetError(f"{part!r} is not positive; {EXAMPLES}")
     name, scale = _UNITS[unit.lower()]
-    return name, float(Decimal(number) * scale)
+    if prefix is None:
+        return name, float(Decimal(number) * scale)
+    if prefix not in _PREFIXES or not name.startswith("size"):
+        raise BudgetError(
+            f"{part!r} in {text!r} is not a budget: {', '.join(_PREFIXES)} may stand "
+            f"before a size; {EXAMPLES}"
+        )
+    mebibytes = Decimal(1) if name == "size_mib" else Decimal(10**6) / 2**20
+    return _PREFIXES[prefix], float(Decimal(number) * scale * mebibytes)
 
 
 def _best_read(name: str, value: float) -> str:
@@ -528,7 +604,8 @@ def _best_read(name: str, value: float) -> str:
             if float(Decimal(text) * scale) == value:
                 texts.append(f"{text}{unit}")
                 break
-    return min(texts, key=len)
+    before = {field: f"{word}:" for word, field in _PREFIXES.items()}.get(name, "")
+    return before + min(texts, key=len)
 
 
 def _plain(value: Decimal) -> str:
@@ -541,9 +618,9 @@ def _missing(name: str, value: float, cost_name: str, costs: Mapping[str, Cost])
             f"{name}={value:g} is relative, but the cost {cost_name!r} has no "
             "reference; give an absolute budget"
         )
-    advice = (
-        "give a latency table, measured on your device (--latency FILE)"
-        if cost_name == "milliseconds"
-        else f"use one of {', '.join(costs)}"
-    )
+    advice = f"use one of {', '.join(costs)}"
+    if cost_name == "milliseconds":
+        advice = "give a latency table, measured on your device (--latency FILE)"
+    elif cost_name in ("activation_bytes", "total_bytes"):
+        advice = "plan again with such a budget: it needs the network"
     return f"{name}={value:g} limits {cost_name}, which are not known here; {advice}"

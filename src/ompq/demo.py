@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from ompq.allocation.solver import Allocation, Budget
 from ompq.costs import in_bytes, percent
-from ompq.errors import OmpqError
+from ompq.errors import InfeasibleBudgetError, OmpqError
 from ompq.evaluation import Evaluation, wilson_interval
 from ompq.models.demo_network import DemoData, DemoNetwork, demo_data, demo_network
 from ompq.onnx.export import ExportResult, export_onnx
 from ompq.packing import Account, inspect_file, load, save
-from ompq.plans import Plan
+from ompq.plans import Plan, PlanConfig
 from ompq.reconstruction import ReconstructConfig
 from ompq.reconstruction.rounding import RoundingConfig
 from ompq.report import Accuracy, Agreement, Remark, Section, worst_histograms
@@ -40,10 +40,12 @@ from ompq.workflow import (
 Tests: TypeAlias = Mapping[str, list[tuple[Tensor, Tensor]]]
 Measured: TypeAlias = Mapping[str, Evaluation]
 
-NETWORK, MIXED = "ompq:demo", "mixed"
+NETWORK, MIXED, CODED = "ompq:demo", "mixed", "coded"
 DIGITS, NOISY = "digits", "noisy"  # the two tests
 NOISE = 0.2  # standard deviation; pixels are from 0 to 1
 COPIES = 4  # noisy copies of each digit
+# Parts of a network's size at which coded weights are tried, the smallest first.
+_CODED_PARTS = (0.75, 0.85)
 _BATCH = 150
 
 logger = logging.getLogger(__name__)
@@ -98,23 +100,47 @@ def contend(
         The largest uniform width within the budget, the plan, and the next uniform
         width, which exceeds the budget, where there is one.
     """
-    contenders = []
-    for name, one in line_up(plan).items():
-        rounded = work.quantize(one)
-        learned = work.reconstruct(rounded, config)
-        # What is measured is what its files compute.
-        nearest, final = (work.finalize(made)[0] for made in (rounded, learned))
-        contenders.append(
-            Contender(
-                name=name,
-                plan=one,
-                within=keeps(one),
-                network=final,
-                rounded=measured(work, nearest, tests),
-                final=measured(work, final, tests),
-            )
-        )
-    return tuple(contenders)
+    return tuple(
+        _contender(work, name, one, tests, config)
+        for name, one in line_up(plan).items()
+    )
+
+
+def coded_rival(
+    work: Workflow, other: Contender, tests: Tests, config: ReconstructConfig
+) -> Contender | None:
+    """Return a smaller network with coded weights that keeps as many answers.
+
+    The first of a few sizes that does; None if none does.
+    """
+    size = other.plan.totals["bytes"]
+    plan = work.plan(f"{size}B", PlanConfig(storage="coded"))
+    for part in _CODED_PARTS:
+        try:
+            smaller = plan.with_budget(f"{part * size:.0f}B")
+        except InfeasibleBudgetError:
+            continue
+        found = _contender(work, CODED, smaller, tests, config)
+        if agreement(found.final) >= agreement(other.final):
+            return found
+    return None
+
+
+def _contender(
+    work: Workflow, name: str, plan: Plan, tests: Tests, config: ReconstructConfig
+) -> Contender:
+    rounded = work.quantize(plan)
+    learned = work.reconstruct(rounded, config)
+    # What is measured is what its files compute.
+    nearest, final = (work.finalize(made)[0] for made in (rounded, learned))
+    return Contender(
+        name=name,
+        plan=plan,
+        within=keeps(plan),
+        network=final,
+        rounded=measured(work, nearest, tests),
+        final=measured(work, final, tests),
+    )
 
 
 def measured(work: Workflow, network: nn.Module, tests: Tests) -> Measured:
@@ -130,7 +156,7 @@ def line_up(plan: Plan) -> dict[str, Plan]:
     """
     names = plan.graph.names
     uniform = {
-        f"uniform {choice.weight} bits": replace(
+        f"uniform {choice.weight_text} bits": replace(
             plan, allocation=Allocation(dict.fromkeys(names, choice))
         )
         for choice in plan.choices
@@ -161,6 +187,8 @@ class Demo:
     same_logits: bool  # whether the packed file, read back, gives the very same logits
     exported: ExportResult | None  # the verified ONNX file
     no_export: str = ""  # why there is none
+    # With coded weights, and smaller than the last, that keeps as many answers.
+    coded: Contender | None = None
 
     @property
     def plan(self) -> Plan:
@@ -176,6 +204,20 @@ class Demo:
     def uniform(self) -> Contender:
         """The best within the budget of those whose layers all have the same bits."""
         return self.contenders[0]
+
+    @property
+    def coded_text(self) -> str:
+        """What coded weights save, or that they save nothing here."""
+        other = self.contenders[-1]
+        size, kept = other.plan.totals["bytes"], agreement(other.final)
+        if self.coded is None:
+            return f"no smaller file keeps {percent(kept)} of the answers here"
+        smaller = self.coded.plan.totals["bytes"]
+        return (
+            f"{in_bytes(size)} ({other.name}) → {in_bytes(smaller)}, with "
+            f"{percent(agreement(self.coded.final))} of the answers kept instead of "
+            f"{percent(kept)}"
+        )
 
     @property
     def budget(self) -> str:
@@ -202,6 +244,7 @@ class Demo:
             "budget": self.budget,
             "float": {"bytes": self.float_bytes, **_plain(self.reference)},
             "contenders": [one.to_json() for one in self.contenders],
+            "coded": None if self.coded is None else self.coded.to_json(),
             "packed": {
                 "bytes": self.account.file_bytes,
                 "planned_bytes": self.account.planned_bytes,
@@ -247,7 +290,7 @@ def run_demo(
     work = Workflow(model, samples, Stages(bar))
     with whole_folder(folder) as unfinished:
         plan = work.plan(config.budget)
-        tests = _tests(data, config.seed)
+        tests = _tests(data, model, config.seed)
         reference = measured(work, model, tests)
         if planned is not None:
             planned(plan, reference)
@@ -255,6 +298,8 @@ def run_demo(
         learning = ReconstructConfig(rounding=rounding, seed=config.seed)
         contenders = contend(work, plan, tests, learning)
         demo = _packed(unfinished, config, work, contenders, reference)
+        coded = coded_rival(work, demo.contenders[-1], tests, learning)
+        demo = replace(demo, coded=coded).reported()
         with work.stages.stage("writing the report") as progress:
             plan.save(unfinished / PLAN)
             title = f"Handwritten digits in {demo.budget}"
@@ -294,18 +339,22 @@ def _packed(
         histograms=worst_histograms(network, work.model, plan, work.samples),
     )
     account = inspect_file(folder / PACKED)
-    demo = Demo(config, outcome, reference, contenders, account, same, exported, why)
-    return demo.reported()
+    return Demo(config, outcome, reference, contenders, account, same, exported, why)
 
 
-def _tests(data: DemoData, seed: int) -> Tests:
-    """Return the digits that the network has never seen, and noisy copies of them."""
+def _tests(data: DemoData, model: nn.Module, seed: int) -> Tests:
+    """Return digits that the network has never seen, and noisy copies of them.
+
+    The targets of the noisy ones are the float network's answers.
+    """
     generator = torch.Generator().manual_seed(seed)
     images, targets = data.test_images, data.test_targets
     copies = images.repeat(COPIES, 1, 1, 1)
     noise = NOISE * torch.randn(copies.shape, generator=generator)
     noisy = (copies + noise).clamp(0, 1)
-    tests = {DIGITS: (images, targets), NOISY: (noisy, targets.repeat(COPIES))}
+    with evaluating(model):
+        answers = model(noisy).argmax(1)
+    tests = {DIGITS: (images, targets), NOISY: (noisy, answers)}
     return {
         name: [
             (x[at : at + _BATCH], y[at : at + _BATCH])
@@ -336,6 +385,20 @@ def agreement(found: Measured) -> float:
     return share
 
 
+def advantage(one: Measured, other: Measured) -> tuple[float, float]:
+    """Return the 95 % interval of how many more answers of float one network gives.
+
+    It is a share of the noisy digits. Copies of one digit are not independent, so
+    digits are what is counted.
+    """
+    mine, theirs = (
+        each[NOISY].correctness().reshape(COPIES, -1).mean(0) for each in (one, other)
+    )
+    difference = mine - theirs
+    half = 1.96 * difference.std() / len(difference) ** 0.5
+    return float(difference.mean() - half), float(difference.mean() + half)
+
+
 def _accuracies(demo: Demo) -> list[Section]:
     """Return how many digits each network reads, and how many as float does."""
     right = [_read("float", demo.reference, demo.float_bytes)]
@@ -350,14 +413,14 @@ def _accuracies(demo: Demo) -> list[Section]:
         digits = count // COPIES
         interval = wilson_interval(round(share * digits), digits)
         name, note = f"noisy: {name}", "same answer as float"
-        kept.append(Accuracy(name, share, *interval, count, size, note))
+        kept.append(Accuracy(name, share, *interval, count, size, note, answers=True))
     return [*right, *kept]
 
 
 def _read(name: str, tests: Measured, size: float, *, within: bool = True) -> Accuracy:
     found, note = tests[DIGITS], "correct digits"
     note = note if within else "too large for the budget"
-    return Accuracy(name, found.top1, *found.interval, found.count, size, note)
+    return Accuracy.of(name, found, size, note)
 
 
 def _agreements(demo: Demo) -> list[Section]:
@@ -398,6 +461,8 @@ def _remarks(demo: Demo) -> list[Section]:
             f"{account.planned_bytes:,}.",
         ),
     ]
+    if demo.coded is not None:
+        remarks.append(Remark("coded weights", demo.coded_text))
     if demo.exported is None:
         remarks.append(Remark("ONNX file", f"not written: {demo.no_export}"))
     return remarks

@@ -7,6 +7,7 @@ OmpqError
 ├── ScoreError              a score that is not a finite table of units × choices
 ├── BudgetError             a budget that cannot be read
 ├── InfeasibleBudgetError   a budget no allocation meets; tells what is reachable
+├── GoalError               a goal that no network keeps to, or that is not measured
 ├── TargetError             a target profile that is broken, or leaves no choice
 ├── PlanError               a plan file that is broken or of another network
 ├── ModelError              a network or weights that cannot be loaded
@@ -14,6 +15,7 @@ OmpqError
 ├── QuantizationError       a network that cannot be quantized as planned
 ├── TrainingError           a training that cannot go on: its loss is not finite
 ├── CheckpointError         a checkpoint that cannot be resumed
+├── ProcessError            work that failed in another process
 ├── FileError               a file that cannot be written: the disk is full, say
 ├── PackedFileError         a packed file that is broken or of another network
 ├── ExportError             a file that would not compute what the network does
@@ -78,6 +80,10 @@ class InfeasibleBudgetError(OmpqError):
         self.units = tuple(units)
 
 
+class GoalError(OmpqError):
+    """No network keeps to a goal, or it cannot be measured."""
+
+
 class TargetError(OmpqError):
     """A target profile is broken, or leaves a unit no choice."""
 
@@ -104,6 +110,10 @@ class TrainingError(OmpqError):
 
 class CheckpointError(OmpqError):
     """A checkpoint cannot be resumed."""
+
+
+class ProcessError(OmpqError):
+    """A share of the work failed in another process."""
 
 
 class FileError(OmpqError):

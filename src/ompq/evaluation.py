@@ -1,19 +1,24 @@
 """Evaluation: accuracy, agreement with the float network, and how sure that is."""
 
-import base64
 import hashlib
-import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sized
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from dataclasses import replace
+from itertools import zip_longest
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from ompq.accuracy import (
+    Evaluation as Evaluation,
+    paired,
+    wilson_interval as wilson_interval,
+)
 from ompq.errors import DataError, ModelError
+from ompq.processes import process_count, share_out
 from ompq.samples import (
     Batch,
     Progress,
@@ -26,142 +31,184 @@ from ompq.samples import (
     to_device,
 )
 
-_Z95 = 1.959963984540054  # the normal distribution's 97.5 % point
+_BATCH = 64  # samples at a time
 
-Metric: TypeAlias = Callable[[Tensor, Tensor], float]
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """What a network does on labelled images.
-
-    Attributes:
-        top1: Fraction of images whose largest logit is the target's.
-        top5: Fraction whose target is among the five largest; None below five classes.
-        interval: Wilson's 95 % confidence interval of ``top1``.
-        images_per_second: Speed of the network alone, its first batch left out where
-            there are more.
-        agreement: Fraction of images with the reference's top-1.
-        divergence: Mean KL divergence of the softmax, reference from network, in nats.
-        drop: The reference's top-1 less this one.
-        drop_error: Standard error of ``drop``, both being on the same images.
-        metrics: The user's metrics by name, averaged over the images.
-        correct: Which images were right, packed bits; see :meth:`correctness`.
-        fingerprint: Hash of the targets: equal for evaluations on the same images.
-    """
-
-    top1: float
-    top5: float | None
-    count: int
-    interval: tuple[float, float]
-    images_per_second: float
-    agreement: float | None = None
-    divergence: float | None = None
-    drop: float | None = None
-    drop_error: float | None = None
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    correct: bytes = field(default=b"", repr=False)
-    fingerprint: str = field(default="", repr=False)
-
-    def correctness(self) -> NDArray[np.bool_]:
-        """Return which images were right, (count,)."""
-        packed = np.frombuffer(self.correct, dtype=np.uint8)
-        return np.unpackbits(packed, count=self.count).astype(bool)
-
-    def drop_from(self, other: "Evaluation") -> tuple[float, float]:
-        """Return the other's top-1 less this one, and the paired standard error."""
-        if (self.count, self.fingerprint) != (other.count, other.fingerprint):
-            raise ValueError(
-                f"the evaluations saw different images ({self.count} and "
-                f"{other.count}, or other targets); evaluate both on the same batches"
-            )
-        return _paired(other.correctness(), self.correctness())
-
-    def to_json(self) -> dict[str, Any]:
-        """Return plain data for JSON."""
-        packed = base64.b64encode(self.correct).decode("ascii")
-        return {**asdict(self), "interval": list(self.interval), "correct": packed}
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> "Evaluation":
-        """Rebuild an evaluation from :meth:`to_json`."""
-        low, high = data["interval"]
-        packed = base64.b64decode(data["correct"])
-        return cls(**{**data, "interval": (low, high), "correct": packed})
+# What the network returns and the targets of one batch → one number, its mean.
+Metric: TypeAlias = Callable[[Any, Any], float]
 
 
 def evaluate(
     model: nn.Module,
-    batches: Iterable[tuple[Batch, Tensor]],
+    batches: Iterable[tuple[Batch, Any]] | Samples,
     *,
     reference: nn.Module | None = None,
     metrics: Mapping[str, Metric] | None = None,
     progress: Progress | None = None,
 ) -> Evaluation:
-    """Evaluate a network on labelled batches.
+    """Evaluate a network on labelled batches, or beside the float one on any inputs.
+
+    Several processes (:func:`ompq.distributed`) share the batches.
 
     Args:
         model: The network; its outputs, or the first tensor of them, are logits
-            (N, classes).
-        batches: Pairs of inputs and targets (N,), for example a ``DataLoader``.
+            (N, classes). With metrics or a reference they may be anything.
+        batches: Pairs of inputs and targets (N,), for example a ``DataLoader``; or
+            ``ompq.Samples``, which have no targets, if there is a reference. Targets
+            that only metrics read may be anything.
         reference: The float network, for agreement, divergence and drop.
-        metrics: Name → function of logits (N, classes) and targets (N,), both on the
-            network's device; averaged over the images.
+        metrics: Name → function of what the network returns and the targets, both on
+            its device, that returns one number; averaged over the images.
 
     Raises:
         DataError: There is no batch, or targets do not fit the inputs or outputs.
         ModelError: The outputs are no logits, or not finite.
     """
     total = len(batches) if isinstance(batches, Sized) else None
-    found: dict[str, list[NDArray[Any]]] = {}
-    counts, seconds, values = [], [], []
-    right = 0
-    with evaluating(model) if reference is None else evaluating(model, reference):
+    if isinstance(batches, Samples):
+        total, batches = batches.batch_count(_BATCH), _unlabelled(batches, reference)
+    loose = bool(metrics) or reference is not None  # what makes up for lacking accuracy
+    networks = (model,) if reference is None else (model, reference)
+    processes = process_count()
+
+    def share(number: int) -> tuple[list[_Part], str]:
+        """Measure every nth batch; return a hash of all targets too."""
+        parts, seen = [], hashlib.sha256()
         for index, batch in enumerate(batches):
-            inputs, targets = _pair(batch, index)
-            logits, elapsed = _timed_logits(model, inputs)
-            targets = targets.to(logits.device)
-            _check_range(targets, logits.shape[1])
-            expected = None
-            if reference is not None:
-                expected = _timed_logits(reference, inputs)[0].to(logits.device)
-            for name, column in _columns(logits, targets, expected).items():
-                found.setdefault(name, []).append(column.cpu().numpy())
-            named = (metrics or {}).items()
-            values.append({n: _number(n, one(logits, targets)) for n, one in named})
-            counts.append(len(targets))
-            seconds.append(elapsed)
-            right += int(found["right"][-1].sum())
-            if progress is not None:
-                top1 = right / max(sum(counts), 1)
-                progress(index + 1, total, f"evaluating: top-1 {top1:.1%}")
-    if not sum(counts):
-        raise DataError("batches are empty: give at least one image with its target")
-    # The first batch warms up caches and kernels.
-    timed = slice(1, None) if len(counts) > 1 else slice(None)
-    return replace(
-        _summary({name: np.concatenate(parts) for name, parts in found.items()}),
-        images_per_second=sum(counts[timed]) / max(sum(seconds[timed]), 1e-9),
-        metrics={
-            name: float(np.average([each[name] for each in values], weights=counts))
-            for name in metrics or {}
-        },
+            inputs, targets = _pair(batch, index, loose=loose)
+            if isinstance(targets, Tensor):
+                seen.update(targets.numpy(force=True).tobytes())
+            if index % processes == number:
+                parts.append(_measured(networks, inputs, targets, metrics or {}))
+                if progress is not None:
+                    progress(index + 1, total, f"evaluating{_told(parts)}")
+        return parts, seen.hexdigest()
+
+    with evaluating(*networks):
+        shares = share_out(range(processes), share)
+    if len({seen for _, seen in shares}) > 1:
+        raise DataError(
+            "the processes read different batches: do not shuffle them, or seed the "
+            "loader's generator"
+        )
+    return _joined([parts for parts, _ in shares])
+
+
+class _Part(NamedTuple):
+    """What is known of one batch."""
+
+    images: int
+    columns: dict[str, NDArray[Any]]  # (N,) each
+    metrics: dict[str, float]
+    reference_metrics: dict[str, float]
+    seconds: float
+
+
+def _measured(
+    networks: Sequence[nn.Module],
+    inputs: Batch,
+    targets: Any,
+    metrics: Mapping[str, Metric],
+) -> _Part:
+    """Compare a batch's outputs with its targets and with the reference's."""
+    (output, seconds), *others = (_timed(one, inputs) for one in networks)
+    targets, images = _moved(targets, networks[0]), batch_length(inputs)
+    logits = _finite(first_tensor(output).float())
+    found: dict[str, Tensor] = {}
+    if is_class_indices(targets, images):
+        if logits.dim() == 2:
+            found = _accuracy(logits, targets, others[0][0] if others else None)
+        elif not metrics and not others:
+            raise ModelError(
+                f"the network returned shape {tuple(logits.shape)}; accuracy needs "
+                "logits of shape (images, classes): give metrics or a reference"
+            )
+    for expected, _ in others:
+        other = first_tensor(expected).float().to(logits.device)
+        found |= _closeness(logits, other, images)
+
+    def values(output: Any) -> dict[str, float]:
+        return {n: _number(n, one(output, targets)) for n, one in metrics.items()}
+
+    return _Part(
+        images,
+        {name: column.cpu().numpy() for name, column in found.items()},
+        values(output),
+        values(others[0][0]) if others else {},
+        seconds,
     )
 
 
-def _columns(
-    logits: Tensor, targets: Tensor, expected: Tensor | None
-) -> dict[str, Tensor]:
-    """Return what is known of each image of a batch, (N,) each."""
-    top1 = logits.argmax(1)
-    columns = {"target": targets.long(), "right": top1 == targets}
+def _told(parts: Sequence[_Part]) -> str:
+    """Return top-1 so far, where it is known."""
+    known = [part.columns["right"] for part in parts if "right" in part.columns]
+    count = sum(map(len, known))
+    return (
+        f": top-1 {sum(int(one.sum()) for one in known) / count:.1%}" if count else ""
+    )
+
+
+def _joined(shares: Sequence[Sequence[_Part]]) -> Evaluation:
+    """Return the evaluation of all batches, of which each process did every nth."""
+    rounds = zip_longest(*shares)
+    parts = [part for each in rounds for part in each if part is not None]
+    images = [part.images for part in parts]
+    if not sum(images):
+        raise DataError("batches are empty: give at least one image with its target")
+    # A process's first batch warms up caches and kernels.
+    timed = [part for share in shares for part in (share[1:] or share)]
+    seconds = sum(part.seconds for part in timed) / len(shares)
+    columns = {
+        name: np.concatenate([part.columns[name] for part in parts])
+        for name in parts[0].columns
+    }
+
+    def average(found: Sequence[Mapping[str, float]]) -> dict[str, float]:
+        return {
+            name: float(np.average([one[name] for one in found], weights=images))
+            for name in found[0]
+        }
+
+    return replace(
+        _summary(columns, sum(images)),
+        images_per_second=sum(part.images for part in timed) / max(seconds, 1e-9),
+        metrics=average([part.metrics for part in parts]),
+        reference_metrics=average([part.reference_metrics for part in parts]),
+    )
+
+
+def _accuracy(logits: Tensor, targets: Tensor, expected: Any) -> dict[str, Tensor]:
+    """Return which images of a batch are right, (N,) each."""
+    _check_range(targets, logits.shape[1])
+    columns = {"target": targets.long(), "right": logits.argmax(1) == targets}
     if logits.shape[1] >= 5:
         columns["top5"] = (logits.topk(5).indices == targets[:, None]).any(1)
     if expected is not None:
-        columns["reference_right"] = expected.argmax(1) == targets
-        columns["agreement"] = expected.argmax(1) == top1
-        columns["divergence"] = kl_divergence(expected, logits)
+        answers = first_tensor(expected).to(logits.device).argmax(1)
+        columns["reference_right"] = answers == targets
     return columns
+
+
+def _closeness(logits: Tensor, expected: Tensor, count: int) -> dict[str, Tensor]:
+    """Return how near a batch's outputs are to the reference's, (N,) each."""
+    rows, others = class_rows(logits), class_rows(expected)
+    if rows.shape[1] < 2:  # one number: a softmax of it says nothing
+        return {}
+    columns = {
+        "agreement": (rows.argmax(1) == others.argmax(1)).double(),
+        "divergence": kl_divergence(others, rows),
+    }
+    return {name: one.view(count, -1).mean(1) for name, one in columns.items()}
+
+
+def class_rows(output: Tensor) -> Tensor:
+    """Return an output as rows of logits, (N × places, classes).
+
+    Classes are the second dimension of images (N, classes, H, W) and the last of
+    everything else, such as tokens (N, length, classes).
+    """
+    if output.dim() > 3:
+        output = output.movedim(1, -1)
+    return output.reshape(-1, output.shape[-1] if output.dim() > 1 else 1)
 
 
 def _number(metric: str, value: Any) -> float:
@@ -177,8 +224,8 @@ def _number(metric: str, value: Any) -> float:
         ) from error
 
 
-def _timed_logits(model: nn.Module, inputs: Batch) -> tuple[Tensor, float]:
-    """Return the logits (N, classes) in float32 and the seconds they took."""
+def _timed(model: nn.Module, inputs: Batch) -> tuple[Any, float]:
+    """Return what the network returns, and the seconds it took."""
     device = model_device(model)
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda _: None
     inputs = to_device(inputs, device)
@@ -186,30 +233,39 @@ def _timed_logits(model: nn.Module, inputs: Batch) -> tuple[Tensor, float]:
     start = time.perf_counter()
     output = call(model, inputs)
     wait(device)
-    seconds = time.perf_counter() - start
-    logits = first_tensor(output).float()
-    if logits.dim() != 2:
-        raise ModelError(
-            f"the network returned shape {tuple(logits.shape)}; "
-            "accuracy needs logits of shape (images, classes)"
-        )
-    bad = int((~torch.isfinite(logits)).any(1).sum())
+    return output, time.perf_counter() - start
+
+
+def _finite(logits: Tensor) -> Tensor:
+    bad = int((~torch.isfinite(logits)).flatten(1).any(1).sum()) if logits.dim() else 0
     if bad:
         raise ModelError(
             f"the network returned NaN or infinity for {bad} of {len(logits)} images"
         )
-    return logits, seconds
+    return logits
+
+
+def _moved(targets: Any, model: nn.Module) -> Any:
+    """Return targets on the network's device, whatever holds them."""
+    if isinstance(targets, Tensor):
+        return targets.to(model_device(model))
+    if isinstance(targets, tuple | list):
+        return type(targets)(_moved(one, model) for one in targets)
+    if isinstance(targets, dict):
+        return {name: _moved(one, model) for name, one in targets.items()}
+    return targets
 
 
 def logits_of(model: nn.Module, samples: Samples, *, batch_size: int = 64) -> Tensor:
-    """Return the network's logits for all samples, (N, classes), on the CPU."""
+    """Return the network's logits for all samples, (rows, classes), on the CPU."""
     device = model_device(model)
+
+    def run(batch: Batch) -> Tensor:
+        return first_tensor(call(model, to_device(batch, device))).float().cpu()
+
     with evaluating(model):
-        found = [
-            first_tensor(call(model, to_device(batch, device))).float().cpu()
-            for batch in samples.batches(batch_size)
-        ]
-    return torch.cat([logits.flatten(1) for logits in found])
+        found = share_out([*samples.batches(batch_size)], run)
+    return torch.cat([class_rows(logits) for logits in found])
 
 
 def kl_divergence(expected: Tensor, logits: Tensor) -> Tensor:
@@ -219,17 +275,37 @@ def kl_divergence(expected: Tensor, logits: Tensor) -> Tensor:
     return (log_p.exp() * (log_p - log_q)).sum(1)
 
 
-def _pair(batch: Any, index: int) -> tuple[Batch, Tensor]:
-    pair = isinstance(batch, tuple | list) and len(batch) == 2
-    if not pair or not isinstance(batch[1], Tensor):
+def _unlabelled(
+    samples: Samples, reference: nn.Module | None
+) -> Iterator[tuple[Batch, None]]:
+    if reference is None:
+        raise DataError("samples have no targets: give a reference to compare with")
+    return ((batch, None) for batch in samples.batches(_BATCH))
+
+
+def is_class_indices(targets: Any, count: int) -> bool:
+    """Return whether targets are one class index per input."""
+    return (
+        isinstance(targets, Tensor)
+        and targets.shape == (count,)
+        and not targets.is_floating_point()
+    )
+
+
+def _pair(batch: Any, index: int, *, loose: bool) -> tuple[Batch, Any]:
+    if not isinstance(batch, tuple | list) or len(batch) != 2:
         raise DataError(
             f"batch {index} is {type(batch).__name__}; it must be (inputs, targets)"
         )
     inputs, targets = batch
-    if targets.shape != (batch_length(inputs),) or targets.is_floating_point():
+    count = batch_length(inputs)
+    if not loose and not is_class_indices(targets, count):
+        what = type(targets).__name__
+        if isinstance(targets, Tensor):
+            what = f"targets of shape {tuple(targets.shape)}, {targets.dtype}"
         raise DataError(
-            f"batch {index} has {batch_length(inputs)} inputs and targets of shape "
-            f"{tuple(targets.shape)}, {targets.dtype}; give one class index per input"
+            f"batch {index} has {count} inputs and {what}; give one class index per "
+            "input, or a metric of your own"
         )
     return inputs, targets
 
@@ -243,47 +319,30 @@ def _check_range(targets: Tensor, outputs: int) -> None:
         )
 
 
-def _summary(columns: Mapping[str, NDArray[Any]]) -> Evaluation:
-    right = columns["right"]
-    drop, drop_error = None, None
-    if "reference_right" in columns:
-        drop, drop_error = _paired(columns["reference_right"], right)
-
+def _summary(columns: Mapping[str, NDArray[Any]], count: int) -> Evaluation:
     def mean(name: str) -> float | None:
         return float(columns[name].mean()) if name in columns else None
 
-    return Evaluation(
-        top1=float(right.mean()),
+    found = Evaluation(
+        top1=mean("right"),
         top5=mean("top5"),
-        count=len(right),
-        interval=wilson_interval(int(right.sum()), len(right)),
+        count=count,
+        interval=None,
         images_per_second=0.0,
         agreement=mean("agreement"),
         divergence=mean("divergence"),
+    )
+    right = columns.get("right")
+    if right is None:
+        return found
+    drop, drop_error = None, None
+    if "reference_right" in columns:
+        drop, drop_error = paired(columns["reference_right"], right)
+    return replace(
+        found,
+        interval=wilson_interval(int(right.sum()), count),
         drop=drop,
         drop_error=drop_error,
         correct=np.packbits(right).tobytes(),
         fingerprint=hashlib.sha256(columns["target"].tobytes()).hexdigest()[:16],
     )
-
-
-def wilson_interval(right: int, count: int) -> tuple[float, float]:
-    """Return Wilson's 95 % confidence interval of a fraction.
-
-    Example:
-        >>> [round(limit, 4) for limit in wilson_interval(8, 10)]
-        [0.4902, 0.9433]
-    """
-    fraction, z2 = right / count, _Z95**2
-    centre = (fraction + z2 / (2 * count)) / (1 + z2 / count)
-    spread = fraction * (1 - fraction) / count + z2 / (4 * count**2)
-    half = _Z95 * math.sqrt(spread) / (1 + z2 / count)
-    # At the ends, rounding must not leave the fraction itself outside.
-    low, high = min(centre - half, fraction), max(centre + half, fraction)
-    return max(0.0, low), min(1.0, high)
-
-
-def _paired(better: NDArray[np.bool_], worse: NDArray[np.bool_]) -> tuple[float, float]:
-    """Return the mean difference of two 0/1 arrays and its standard error."""
-    difference = better.astype(float) - worse.astype(float)
-    return float(difference.mean()), float(difference.std() / math.sqrt(len(worse)))

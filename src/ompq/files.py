@@ -9,6 +9,7 @@ import json
 import math
 import os
 import re
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -18,8 +19,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast, get_args, get_origin
 
 from ompq.errors import CheckpointError, FileError, shortened
+from ompq.processes import is_main, wait_for_all
 
 if TYPE_CHECKING:  # commands that only read JSON need not wait for torch
+    from numpy.typing import NDArray
     from torch import Tensor
 
 _METADATA = "ompq"  # the entry of a safetensors file's metadata that holds our header
@@ -42,11 +45,18 @@ def library_version() -> str:
 def replacing(path: str | Path) -> Iterator[Path]:
     """Yield a temporary path that is moved to ``path`` if the block succeeds.
 
+    Of several processes only the first one writes; the others wait for it.
+
     Raises:
         FileError: The file cannot be written. Nothing is left of it, and what was
             there before is untouched.
     """
     target, temporary = Path(path), None
+    if not is_main():
+        with tempfile.TemporaryDirectory() as unused:
+            yield Path(unused, target.name[-32:])
+        wait_for_all()
+        return
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with suppress(FileNotFoundError):
@@ -62,6 +72,7 @@ def replacing(path: str | Path) -> Iterator[Path]:
         os.umask(umask)
         temporary.chmod(0o666 & ~umask)  # mkstemp's 0600 is for secrets
         temporary.replace(target)
+        wait_for_all()
     except Exception as error:
         reason = _why_not_written(error, target)
         if reason is None:
@@ -70,6 +81,43 @@ def replacing(path: str | Path) -> Iterator[Path]:
     finally:
         if temporary is not None:
             temporary.unlink(missing_ok=True)
+
+
+LOCK = ".ompq.lock"
+
+
+@contextmanager
+def locked_folder(folder: Path) -> Iterator[None]:
+    """Keep other processes out of a folder; the system unlocks it if this one dies.
+
+    Of several processes that share the work, only the first one locks it.
+
+    Raises:
+        FileError: Another process is at work there.
+    """
+    if not is_main() or sys.platform == "win32":  # which has no such locks
+        yield
+        return
+    import fcntl
+
+    path = folder / LOCK
+    with path.open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            file.seek(0)
+            who = file.read(20).strip() or "unknown"
+            raise FileError(
+                f"another process ({who}) is at work in {folder}; wait for it, or use "
+                "another folder"
+            ) from error
+        file.truncate(0)
+        file.write(str(os.getpid()))
+        file.flush()
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
 
 
 def _why_not_written(error: Exception, target: Path) -> str | None:
@@ -265,10 +313,23 @@ def read_tensors(
     Its ``format`` must be one of ``kinds``, the newest first. A ValueError says what is
     wrong in words that may follow a colon.
     """
+    return _read(path, kinds, "pt")
+
+
+def read_arrays(
+    path: str | Path, *kinds: str
+) -> "tuple[dict[str, Any], dict[str, NDArray[Any]]]":
+    """Return what :func:`read_tensors` does, as arrays; needs no torch."""
+    return _read(path, kinds, "np")
+
+
+def _read(
+    path: str | Path, kinds: Sequence[str], framework: str
+) -> tuple[dict[str, Any], dict[str, Any]]:
     from safetensors import SafetensorError, safe_open
 
     try:
-        with safe_open(path, framework="pt") as file:
+        with safe_open(path, framework=framework) as file:
             text = (file.metadata() or {}).get(_METADATA, "")
             header = _checked_header(text, kinds)
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
@@ -307,16 +368,29 @@ def _compact(data: Any) -> str:
     return json.dumps(data, separators=(",", ":"))
 
 
-def tensors_digest(header: Any, tensors: "Mapping[str, Tensor]") -> str:
-    """Return a digest of plain data and of contiguous tensors in host memory."""
-    import torch
+def tensors_digest(header: Any, tensors: "Mapping[str, Tensor | NDArray[Any]]") -> str:
+    """Return a digest of plain data and of contiguous tensors in host memory.
 
+    Arrays have that of the same tensors.
+    """
     digest = hashlib.sha256()
     digest.update(_compact(header).encode())
     for name, tensor in sorted(tensors.items()):
-        digest.update(_compact([name, str(tensor.dtype), list(tensor.shape)]).encode())
-        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+        kind = str(tensor.dtype).removeprefix("torch.")
+        described = [name, f"torch.{kind}", list(tensor.shape)]
+        digest.update(_compact(described).encode())
+        digest.update(_bytes_of(tensor))
     return digest.hexdigest()
+
+
+def _bytes_of(tensor: "Tensor | NDArray[Any]") -> memoryview:
+    import numpy as np
+
+    if isinstance(tensor, np.ndarray):
+        return tensor.reshape(-1).view(np.uint8).data
+    import torch
+
+    return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
 def write_checkpoint(

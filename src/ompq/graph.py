@@ -1,13 +1,11 @@
 """LayerGraph: the units of a network, found by observing one forward pass."""
 
-import fnmatch
-import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import asdict, dataclass, replace
-from functools import cached_property, partial
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import replace
+from functools import partial
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,10 +13,32 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.nn.modules.dropout import _DropoutNd
 
-from ompq.errors import OmpqError, PatternError, TraceError, shortened
-from ompq.files import json_record
-from ompq.recording import Call, ModuleCall, Recording, is_linear_map, record
+from ompq.errors import (
+    OmpqError,
+    QuantizationError,
+    TraceError,
+    shortened,
+)
+from ompq.memory import LiveTensor
+from ompq.recording import (
+    Call,
+    ModuleCall,
+    Recording,
+    is_batch_norm,
+    is_linear_map,
+    record,
+)
 from ompq.samples import Samples, SamplesLike, model_device, to_device
+from ompq.units import (
+    CODED_BITS as CODED_BITS,
+    IN_PLACE as IN_PLACE,
+    Choice as Choice,
+    LayerGraph as LayerGraph,
+    Skipped as Skipped,
+    Unit as Unit,
+    by_bits as by_bits,
+    select as select,
+)
 
 _NORMS = {"batch_norm", "layer_norm", "group_norm", "instance_norm", "rms_norm"}
 _ACTIVATIONS = {
@@ -35,232 +55,8 @@ _PASSED = _NORMS | _ACTIVATIONS | _LAYOUT
 _SCALINGS = {"add", "sub", "mul", "div"}  # by a constant or a parameter
 # Products of two activations: arithmetic that no weight's bits describe.
 _PRODUCTS = {"matmul", "bmm", "baddbmm", "einsum", "scaled_dot_product_attention"}
-_MOST_WEIGHTS = 1 << 53  # of a unit in a file: what float64 counts exactly
-_MOST_AXES = 8  # of a weight in a file; that of a Conv3d has five
+_MOST_OPERANDS = 4  # of a product: attention's queries, keys, values, probabilities
 COUNTER = "num_batches_tracked"  # of batch norms: computes nothing, files may lack it
-
-
-class Choice(NamedTuple):
-    """Bit-widths that a unit may get: of its weight, and of its input."""
-
-    weight: int
-    activation: int
-
-    def __str__(self) -> str:
-        return f"W{self.weight}A{self.activation}"
-
-
-@dataclass(frozen=True)
-class Unit:
-    """One layer whose bits are chosen.
-
-    Attributes:
-        name: The module's name, for example ``layer1.0.conv1``.
-        kind: ``conv``, ``depthwise``, ``pointwise``, ``grouped``, ``transposed``,
-            ``linear`` or ``attention``.
-        parameter: The weight's key in the network's ``state_dict``.
-        out_channels: Number of output channels; one scale each.
-        bias_parameters: Length of the bias; 0 without one.
-        norm: Name of the batch norm that follows directly and can be folded, or "".
-        norm_parameters: Its affine parameters, or 0.
-        activation: Function that alone reads the (normalised) output, or "".
-        macs: Multiply-accumulates for one input, all calls together.
-        calls: How often one forward pass calls the layer.
-        block: Name of the block; the unit's own name when it stands alone.
-        stage: Number of the stage: it grows where the resolution changes.
-        group: Units with the same group share their bits.
-        feature: Position, among the observed calls, of the output that represents
-            the unit (after batch norm and activation, after a residual sum).
-        element_size: Bytes of one weight in the float network.
-        shared: Whether the weight belongs to another module, too: an embedding, say.
-    """
-
-    name: str
-    kind: str
-    parameter: str
-    weight_shape: tuple[int, ...]
-    out_channels: int
-    bias_parameters: int
-    norm: str
-    norm_parameters: int
-    activation: str
-    macs: int
-    calls: int
-    block: str
-    stage: int
-    group: str
-    feature: int
-    element_size: int = 4
-    shared: bool = False
-
-    @property
-    def replaced(self) -> bool:
-        """Whether quantizing replaces the layer, which then gets a bias if need be.
-
-        A weight that something else reads is rounded where it is.
-        """
-        return self.kind != "attention" and self.calls > 0 and not self.shared
-
-    @property
-    def weights(self) -> int:
-        """Number of weights."""
-        return prod(self.weight_shape)
-
-
-@dataclass(frozen=True)
-class Skipped:
-    """A layer or operation that is not quantized, and why."""
-
-    name: str
-    reason: str
-
-
-@dataclass(frozen=True)
-class LayerGraph:
-    """The units of a network in execution order, and what is not a unit.
-
-    Attributes:
-        skipped: Layers that are not units, with reasons.
-        float_bytes: Bytes, in a packed file, of the parameters and buffers that belong
-            to no unit once the batch norms that follow units are folded into them.
-        other_tensors: How many these are, and how many activations that a unit does
-            not read alone may be quantized: those of sums, averages, repeated calls.
-    """
-
-    units: tuple[Unit, ...]
-    skipped: tuple[Skipped, ...] = ()
-    float_bytes: int = 0
-    other_tensors: int = 0
-
-    def __len__(self) -> int:
-        return len(self.units)
-
-    def __getitem__(self, name: str) -> Unit:
-        try:
-            return self._by_name[name]
-        except KeyError:
-            raise PatternError(_no_match(name, self.names)) from None
-
-    @cached_property
-    def _by_name(self) -> dict[str, Unit]:
-        return {unit.name: unit for unit in self.units}
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Names of the units, in execution order."""
-        return tuple(unit.name for unit in self.units)
-
-    @cached_property
-    def groups(self) -> dict[str, tuple[int, ...]]:
-        """Group name → positions of its units, in order of first execution."""
-        return _positions(unit.group for unit in self.units)
-
-    @cached_property
-    def blocks(self) -> dict[str, tuple[int, ...]]:
-        """Block name → positions of its units, in order of first execution."""
-        return _positions(unit.block for unit in self.units)
-
-    def tie(self, patterns: Iterable[str | Sequence[str]]) -> "LayerGraph":
-        """Return a graph in which the units that match one pattern share their bits.
-
-        Args:
-            patterns: Each ties its matches: a pattern, or several patterns together.
-
-        Raises:
-            PatternError: A pattern matches nothing.
-        """
-        group_of = {unit.name: unit.group for unit in self.units}
-        for pattern in patterns:
-            several = [pattern] if isinstance(pattern, str) else pattern
-            names = [name for one in several for name in select(self.names, one)]
-            merged = {group_of[name] for name in names}
-            target = group_of[names[0]]
-            group_of = {n: target if g in merged else g for n, g in group_of.items()}
-        return replace(
-            self, units=tuple(replace(u, group=group_of[u.name]) for u in self.units)
-        )
-
-    def untie(self) -> "LayerGraph":
-        """Return a graph in which every unit is free."""
-        return replace(self, units=tuple(replace(u, group=u.name) for u in self.units))
-
-    def differing(self, other: "LayerGraph") -> list[str]:
-        """Return the units that only one of two graphs has, or with another shape."""
-        ours, theirs = (
-            {unit.name: unit.weight_shape for unit in graph.units}
-            for graph in (self, other)
-        )
-        changed = [name for name in ours if ours[name] != theirs.get(name)]
-        return changed + [name for name in theirs if name not in ours]
-
-    def to_json(self) -> dict[str, Any]:
-        """Return plain data for JSON."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> "LayerGraph":
-        """Rebuild a graph from :meth:`to_json`, or from what version 0.1 wrote."""
-        if isinstance(data, Mapping) and "float_parameters" in data:
-            # 0.1 took all that stays float for float32.
-            data = {**data, "float_bytes": 4 * data["float_parameters"]}
-            del data["float_parameters"]
-        graph = json_record(cls, data)
-        for unit in graph.units:
-            axes = unit.weight_shape
-            if not 1 <= len(axes) <= _MOST_AXES or min(axes) < 1:
-                raise ValueError(f"weight_shape={list(axes)[:9]} is not a shape")
-            if unit.weights > _MOST_WEIGHTS:
-                raise ValueError(
-                    f"unit {unit.name:.80} has {unit.weights:,} weights; at most "
-                    f"{_MOST_WEIGHTS:,} can be"
-                )
-        if len(graph._by_name) < len(graph):
-            raise ValueError("two units have the same name")
-        return graph
-
-
-def _positions(names: Iterable[str]) -> dict[str, tuple[int, ...]]:
-    found: dict[str, list[int]] = {}
-    for position, name in enumerate(names):
-        found.setdefault(name, []).append(position)
-    return {name: tuple(members) for name, members in found.items()}
-
-
-def select(names: Sequence[str], pattern: str) -> list[str]:
-    """Return the names that match a pattern.
-
-    Args:
-        pattern: An exact name, a glob (``layer4.*``), a regular expression
-            (``re:conv[12]$``, searched), ``@first`` or ``@last``.
-
-    Raises:
-        PatternError: Nothing matches, or the regular expression is malformed.
-
-    Example:
-        >>> select(["stem", "a.conv1", "a.conv2"], "a.*")
-        ['a.conv1', 'a.conv2']
-    """
-    if pattern in ("@first", "@last") and names:
-        return [names[0 if pattern == "@first" else -1]]
-    if pattern in names:
-        return [pattern]
-    if pattern.startswith("re:"):
-        try:
-            expression = re.compile(pattern[3:])
-        except re.error as error:
-            raise PatternError(
-                f"{pattern!r} is not a regular expression: {error}"
-            ) from error
-        matches = [name for name in names if expression.search(name)]
-    else:
-        matches = fnmatch.filter(names, pattern)
-    if not matches:
-        raise PatternError(_no_match(pattern, names))
-    return matches
-
-
-def _no_match(pattern: str, names: Sequence[str]) -> str:
-    return f"{pattern!r} matches no unit; the {len(names)} units are {shortened(names)}"
 
 
 def trace(model: nn.Module, samples: SamplesLike, *, tie: bool = True) -> LayerGraph:
@@ -276,6 +72,18 @@ def trace(model: nn.Module, samples: SamplesLike, *, tie: bool = True) -> LayerG
         TraceError: The network fails on the samples or has no layer to quantize.
     """
     return find_units(model, observe(model, samples), tie=tie)
+
+
+RECORD = "ompq_quantization"  # the attribute that says how a network was quantized
+
+
+def float_network(model: nn.Module) -> nn.Module:
+    """Return the network if it is not quantized yet."""
+    if hasattr(model, RECORD):
+        raise QuantizationError(
+            f"{type(model).__name__} is already quantized; give the float network"
+        )
+    return model
 
 
 def observe(model: nn.Module, samples: SamplesLike) -> Recording:
@@ -316,6 +124,52 @@ def find_units(
     return graph if tie else graph.untie()
 
 
+def live_tensors(
+    recording: Recording, graph: LayerGraph, inputs: int
+) -> tuple[LiveTensor, ...]:
+    """Return every activation that takes memory of its own while the network runs.
+
+    Norms and activation functions that alone read a tensor work in place, and views
+    take no memory. What a call reads and what it makes are alive together.
+
+    Args:
+        inputs: Values of one input of the network.
+    """
+    consumers, calls = recording.consumers(), recording.calls
+    home = {-1: -1}  # call → the call whose memory holds its output
+    values = {-1: inputs}
+    for call in calls:
+        source = home.get(call.inputs[0], -1) if len(call.inputs) == 1 else -2
+        size = prod(call.shape)
+        alone = consumers.get(call.inputs[0]) == [call.position] if call.inputs else 0
+        in_place = call.function in _LAYOUT or (call.function in _PASSED and alone)
+        same = source >= -1 and values[source] == size
+        home[call.position] = source if in_place and same else call.position
+        values.setdefault(home[call.position], size)
+    last = dict.fromkeys(values, -1)
+    owner = {unit.parameter: place for place, unit in enumerate(graph.units)}
+    readers: dict[int, list[int]] = {}
+    for call in calls:
+        for source in call.inputs:
+            last[home[source]] = call.position
+            maps = is_linear_map(call.function) or "attention" in call.function
+            found = [owner[k] for k in call.parameters if maps and k in owner]
+            readers.setdefault(home[source], []).extend(found)
+    returned = {home[place] for place in recording.returned}
+    for place in returned:
+        last[place] = len(calls)
+    return tuple(
+        LiveTensor(
+            values[place],
+            max(place, 0),
+            max(last[place], place, 0),
+            tuple(dict.fromkeys(readers.get(place, ()))),
+            place in returned and not readers.get(place),
+        )
+        for place in sorted(values)
+    )
+
+
 def _find_layers(
     model: nn.Module, recording: Recording
 ) -> tuple[list[Unit], list[Skipped]]:
@@ -337,7 +191,11 @@ def _find_layers(
         for name, module in model.named_modules()
         if isinstance(module, nn.MultiheadAttention)
     )
-    for name, module in model.named_modules():
+    # A weight that is a layer's as well is the layer's.
+    modules = sorted(
+        model.named_modules(), key=lambda each: isinstance(each[1], nn.Embedding)
+    )
+    for name, module in modules:
         if not _may_be_unit(module) or name.startswith(inside_attention):
             continue
         reason = _why_not(module, calls.get(name, []))
@@ -371,13 +229,23 @@ def _functional_calls(model: nn.Module, recording: Recording) -> Iterator[Module
 
 
 def _may_be_unit(module: nn.Module) -> bool:
-    return isinstance(module, _ConvNd | nn.Linear | nn.MultiheadAttention)
+    return isinstance(module, _ConvNd | nn.Linear) or _kind_in_place(module) != ""
+
+
+def _kind_in_place(module: nn.Module) -> str:
+    """Return the kind of the units that a module holds as parameters, or ""."""
+    if isinstance(module, nn.RNNBase):
+        # With projections or without, its weights are a flat list.
+        return "recurrent"
+    if isinstance(module, nn.Embedding):
+        return "embedding"
+    return "attention" if isinstance(module, nn.MultiheadAttention) else ""
 
 
 def _why_not(module: nn.Module, calls: list[ModuleCall]) -> str:
     if not calls:
         return "never called in the forward pass"
-    if not isinstance(module, nn.MultiheadAttention):
+    if not isinstance(module, nn.MultiheadAttention | nn.RNNBase):
         weight = module._parameters.get("weight")
         if weight is None:
             return "its weight is computed (a parametrization), not stored"
@@ -395,25 +263,27 @@ def _units_of(name: str, module: nn.Module, calls: list[ModuleCall]) -> Iterator
     unplaced = partial(
         Unit, norm="", norm_parameters=0, activation="", stage=0, feature=output
     )
-    if isinstance(module, nn.MultiheadAttention):
+    if kind := _kind_in_place(module):
         tokens = sum(prod(call.output_shape[:-1]) for call in calls)
-        biases = module.embed_dim if module.in_proj_bias is not None else 0
-        for key, weight in module.named_parameters():
-            if key.endswith("weight"):
-                inner = f"{name}.{key.removesuffix('weight').strip('._')}"
-                yield unplaced(
-                    name=inner,
-                    kind="attention",
-                    parameter=f"{name}.{key}",
-                    weight_shape=tuple(weight.shape),
-                    out_channels=weight.shape[0],
-                    bias_parameters=biases * weight.shape[0] // module.embed_dim,
-                    macs=tokens * weight.numel(),
-                    calls=len(calls),
-                    block=inner,
-                    group=inner,
-                    element_size=weight.element_size(),
-                )
+        parameters = dict(module.named_parameters())
+        for key, weight in parameters.items():
+            if "weight" not in key:
+                continue
+            inner = f"{name}.{key.removesuffix('weight').strip('._')}".rstrip(".")
+            bias = parameters.get(f"{key.removesuffix('weight')}bias")
+            yield unplaced(
+                name=inner,
+                kind=kind,
+                parameter=f"{name}.{key}",
+                weight_shape=tuple(weight.shape),
+                out_channels=weight.shape[0],
+                bias_parameters=0 if bias is None else bias.numel(),
+                macs=0 if kind == "embedding" else tokens * weight.numel(),
+                calls=len(calls),
+                block=inner,
+                group=inner,
+                element_size=weight.element_size(),
+            )
         return
     assert isinstance(module, _ConvNd | nn.Linear)
     # Each output, of a transposed convolution each input, meets one kernel.
@@ -483,7 +353,8 @@ def _placed(
         # last convolution by what the block returns.
         feature = readers[-1].position if readers else unit.feature
         head = heads.setdefault(feature, unit) if any(map(is_sum, readers)) else unit
-        norm = _find_norm(model, readers, times) if unit.calls == 1 else ""
+        once = unit.calls == 1 and unit.kind not in IN_PLACE
+        norm = _find_norm(model, readers, times) if once else ""
         held = model.get_submodule(norm).parameters() if norm else ()
         first = next((c.function for c in readers if c.function not in _NORMS), "")
         placed.append(
@@ -534,7 +405,7 @@ def _find_norm(
     norm = model.get_submodule(first.module)
     # A subclass may do more than normalise (timm fuses the activation into it); its
     # batch_norm call is still the plain one, so folding stays right.
-    folds = isinstance(norm, _BatchNorm) and norm.running_mean is not None
+    folds = is_batch_norm(norm) and norm._buffers.get("running_mean") is not None
     return first.module if folds else ""
 
 
@@ -608,12 +479,12 @@ def _products(recording: Recording) -> Iterator[Skipped]:
     for function, count in found.items():
         yield Skipped(
             f"{function}()",
-            f"{count} calls multiply activations: they stay float and are not counted",
+            f"{count} calls multiply activations: no BOPs are counted for them",
         )
 
 
 def _tensors_read(recording: Recording, units: Sequence[Unit]) -> int:
-    """Return how many tensors units, sums and averages read, at least one a unit."""
+    """Return how many tensors units, sums, averages and products read, at most."""
     owned = {unit.parameter for unit in units}
     called = [call for call in recording.calls if owned & set(call.parameters)]
     joined = [
@@ -621,7 +492,9 @@ def _tensors_read(recording: Recording, units: Sequence[Unit]) -> int:
         for call in recording.calls
         if call.function in ("add", "cat", "mean") or "avg_pool" in call.function
     ]
-    return max(len(units), len(called)) + sum(len(call.inputs) for call in joined)
+    products = [call for call in recording.calls if call.function in _PRODUCTS]
+    read = sum(len(call.inputs) for call in joined) + _MOST_OPERANDS * len(products)
+    return max(len(units), len(called)) + read
 
 
 def _float_state(model: nn.Module, units: Sequence[Unit]) -> list[Tensor]:
@@ -676,15 +549,14 @@ def normalised_by(model: nn.Module, unit: Unit) -> str:
     return unit.norm
 
 
-def norm_affine(norm: _BatchNorm) -> tuple[Tensor, Tensor]:
+def norm_affine(norm: nn.Module) -> tuple[Tensor, Tensor]:
     """Return the scale and shift that a batch norm applies in eval mode, (C,) each."""
-    assert norm.running_mean is not None  # only norms with statistics are folded
-    assert norm.running_var is not None
-    scale = torch.rsqrt(norm.running_var + norm.eps)
-    if not norm.affine:
-        return scale, -norm.running_mean * scale
-    scale = scale * norm.weight
-    return scale, -norm.running_mean * scale + norm.bias
+    given: Any = norm  # only norms with statistics are folded
+    scale = torch.rsqrt(given.running_var + given.eps)
+    if given.weight is None:
+        return scale, -given.running_mean * scale
+    scale = scale * given.weight
+    return scale, -given.running_mean * scale + given.bias
 
 
 def channel_axis(module: nn.Module) -> int:
@@ -702,7 +574,7 @@ def scaled_channels(weight: Tensor, scale: Tensor, module: nn.Module) -> Tensor:
     return (parts * factor).reshape(weight.shape)
 
 
-def folded(module: nn.Module, norm: _BatchNorm) -> tuple[Tensor, Tensor]:
+def folded(module: nn.Module, norm: nn.Module) -> tuple[Tensor, Tensor]:
     """Return weight and bias of the layer with the batch norm folded into it."""
     weight, bias = module.weight, module.bias
     assert isinstance(weight, Tensor)

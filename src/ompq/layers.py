@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from math import prod
 from typing import Any, Literal, TypeAlias, cast
 
@@ -11,8 +12,15 @@ from torch.nn import functional as F
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 from ompq.errors import QuantizationError
-from ompq.graph import channel_axis
-from ompq.quantizers import Grid, deployed, learned_clip, rounded_to
+from ompq.graph import channel_axis, scaled_channels
+from ompq.quantizers import (
+    Grid,
+    deployed,
+    half_through,
+    learned_clip,
+    on_log_grid,
+    rounded_to,
+)
 from ompq.recording import tensors_in, with_tensors
 
 Size: TypeAlias = Sequence[int] | None
@@ -23,6 +31,7 @@ class ActivationQuantizer(nn.Module):
 
     scale: nn.Parameter  # step of the grid, ()
     zero_point: Tensor  # code of the value 0, (); an integer
+    learnable = True  # whether gradients tell of the step
     noise: Tensor | None
 
     def __init__(self, grid: Grid) -> None:
@@ -37,6 +46,8 @@ class ActivationQuantizer(nn.Module):
         # What gradients move in training: the ``step`` (LSQ) or the end of the range
         # (``clip``, PACT); ``straight`` passes them on as if nothing were rounded.
         self.gradient: Literal["step", "clip", "straight"] = "step"
+        # Whether values beyond the grid are not clipped but keep 16 bits (RVQuant).
+        self.outliers = False
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the rounded values, shaped as ``x``."""
@@ -58,6 +69,10 @@ class ActivationQuantizer(nn.Module):
             rounded = learned_clip(x, limit, self.zero_point, self.bits)
         else:  # the batch does not count
             rounded = rounded_to(grid, x, prod(x.shape[1:]))
+        if self.outliers:
+            low, high = -self.zero_point - 0.5, grid.qmax - self.zero_point + 0.5
+            beyond = (x < low * self.scale) | (x > high * self.scale)
+            rounded = torch.where(beyond, half_through(x), rounded)
         if self.keep >= 1.0:
             return rounded
         kept = torch.rand_like(x) < self.keep
@@ -82,6 +97,36 @@ class ActivationQuantizer(nn.Module):
         )
 
 
+class LogQuantizer(ActivationQuantizer):
+    """Rounds values from 0 on to powers, for what spans many orders: probabilities.
+
+    The largest level is ``scale``; ``zero_point`` levels make up a halving; the last
+    code is 0.
+    """
+
+    learnable = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the rounded values; gradients pass as if nothing were rounded."""
+        if not self.enabled:
+            return x
+        x = x.to(torch.promote_types(x.dtype, self.scale.dtype))
+        grid = Grid(self.scale, self.zero_point, self.bits)
+        return on_log_grid(grid, x.detach()) + (x - x.detach())
+
+
+@dataclass(frozen=True)
+class StoredValues:
+    """Says of a layer that its weight lies on no uniform grid and is used as it is."""
+
+    kind: str  # how the weight was rounded
+    bytes: int  # what the unit takes, scales or levels and the bias included
+
+    def __call__(self, layer: "QuantizedLayer", _factor: Tensor | None) -> Tensor:
+        """Return the layer's weight."""
+        return layer.weight
+
+
 class QuantizedLayer(nn.Module):
     """What a quantized layer adds to the layer it replaces."""
 
@@ -91,11 +136,16 @@ class QuantizedLayer(nn.Module):
     weight_zero_point: Tensor  # code of 0 for each channel, (C,); multiples of 0.5
     bits: int  # width of the weight's codes
     narrow: bool  # whether the highest code is left out
+    # Bits a weight, at most, that the codes take once entropy-coded; 0 if they are not.
+    rate: float = 0.0
     # Computes the layer with the batch norm that was folded into it, while the two are
     # trained together; else None.
     norm: nn.Module | None
     # Weight and bias while rounding is being learned; else None.
     learning: tuple[Tensor, Tensor | None] | None = None
+    # Rounds the weight, its channels multiplied by factors (C,) if there are any, in
+    # another way than to the layer's grid: in training, or because no grid can say it.
+    rounding: Callable[["QuantizedLayer", Tensor | None], Tensor] | None = None
     # Computes the layer in integers, once the network is finalized
     # (:func:`ompq.finalize`) and no gradient is needed; else None.
     integers: Callable[["QuantizedLayer", Tensor], Tensor] | None = None
@@ -110,9 +160,18 @@ class QuantizedLayer(nn.Module):
             return self.integers(self, input)
         return linear_map(self, input, self.rounded_weight(), self.bias, output_size)
 
-    def rounded_weight(self) -> Tensor:
-        """Return the weight on its grid, shaped as the weight."""
-        return rounded_to(self.grid_like_weight(), self.weight)
+    def rounded_weight(self, factor: Tensor | None = None) -> Tensor:
+        """Return the weight on its grid, shaped as the weight.
+
+        Args:
+            factor: What a norm multiplies the output channels by, (C,).
+        """
+        if self.rounding is not None:
+            return self.rounding(self, factor)
+        weight: Tensor = self.weight
+        if factor is not None:
+            weight = scaled_channels(weight, factor, self)
+        return rounded_to(self.grid_like_weight(), weight)
 
     def grid_like_weight(self) -> Grid:
         """Return the grid shaped so that it broadcasts with the weight."""
@@ -128,7 +187,16 @@ class QuantizedLayer(nn.Module):
 
     def codes(self) -> Tensor:
         """Return the weight's codes, uint8, shaped as the weight."""
+        self.check_uniform()
         return self.grid_like_weight().quantize(self.weight)
+
+    def check_uniform(self) -> None:
+        """Raise a QuantizationError if the weight lies on no uniform grid."""
+        if isinstance(self.rounding, StoredValues):
+            raise QuantizationError(
+                f"{self.rounding.kind} leaves weights on no uniform grid: the network "
+                "computes with floats and has no packed, integer or ONNX form"
+            )
 
     def extra_repr(self) -> str:
         """Tell the width next to what the replaced layer tells."""
@@ -143,6 +211,8 @@ def linear_map(
     output_size: Size = None,
 ) -> Tensor:
     """Apply a layer's convolution or product with another weight and bias."""
+    if isinstance(layer, _OwnForward):
+        return layer.computed(x, weight, bias)
     if isinstance(layer, nn.Linear):
         return F.linear(x, weight, bias)
     if isinstance(layer, _ConvTransposeNd):
@@ -185,19 +255,67 @@ class QuantizedConvTranspose3d(QuantizedLayer, nn.ConvTranspose3d):  # type: ign
     """A transposed 3-D convolution with rounded weights."""
 
 
+class _OwnForward(QuantizedLayer):
+    """A layer of a class whose forward does more, such as to pad, and is kept."""
+
+    def computed(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Run the forward of the layer's class with another weight and bias."""
+        # What is in an instance's own dict comes before its parameters.
+        self.__dict__ |= {"weight": weight, "bias": bias}
+        try:
+            return cast(Tensor, plain_class(self).forward(self, x))
+        finally:
+            del self.__dict__["weight"], self.__dict__["bias"]
+
+
 _REPLACEMENTS: dict[type[nn.Module], type[QuantizedLayer]] = {
-    kind.__mro__[2]: kind for kind in QuantizedLayer.__subclasses__()
+    kind.__mro__[2]: kind
+    for kind in QuantizedLayer.__subclasses__()
+    if kind is not _OwnForward
 }
+
+
+_OWN: dict[type[nn.Module], type[QuantizedLayer]] = {}  # of classes met
+
+
+def plain_class(layer: QuantizedLayer) -> Any:
+    """Return the class of the layer that a quantized one replaced."""
+    kinds = type(layer).__mro__
+    return next(kind for kind in kinds if not issubclass(kind, QuantizedLayer))
+
+
+def _replacement(layer: nn.Module) -> type[QuantizedLayer]:
+    """Return the class that a layer gets; a subclass that computes alike is plain."""
+    plain = next(kind for kind in _REPLACEMENTS if isinstance(layer, kind))
+    if type(layer) is plain or type(layer).forward is plain.forward:
+        return _REPLACEMENTS[plain]
+    probe = _probe(layer)
+    try:
+        with torch.no_grad():
+            own, usual = (kind.forward(layer, probe) for kind in (type(layer), plain))
+        same = torch.equal(own, usual)
+    except Exception:  # whatever the class's forward wants that a probe is not
+        same = False
+    if same:
+        return _REPLACEMENTS[plain]
+    kind: Any = type(layer)
+    made: Any = type(f"Quantized{kind.__name__}", (_OwnForward, kind), {})
+    return _OWN.setdefault(kind, made)
+
+
+def _probe(layer: nn.Module) -> Tensor:
+    """Return an input, neither zero nor constant, for a layer."""
+    weight = cast(Tensor, layer.weight)
+    shape = [2, weight.shape[1]]
+    if isinstance(layer, _ConvNd):
+        sizes = zip(layer.kernel_size, layer.dilation, strict=True)
+        shape = [2, layer.in_channels, *(size * gap + 5 for size, gap in sizes)]
+    return torch.linspace(-1, 1, prod(shape)).reshape(shape).to(weight)
 
 
 def quantized_layer(layer: nn.Module, grid: Grid) -> QuantizedLayer:
     """Return a quantized copy of a layer, its norm folded in, on a grid of (C,)."""
-    kind = _REPLACEMENTS.get(type(layer))
-    if kind is None:
-        raise QuantizationError(
-            f"{type(layer).__name__} overrides forward and cannot be replaced; "
-            "pin it to 32 bits to keep it float"
-        )
+    kind = _replacement(layer)
     made = copy.deepcopy(layer)
     # The copy keeps every attribute of the layer, whatever its constructor took;
     # only what it computes changes.

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
@@ -14,10 +14,11 @@ from ompq.allocation.program import Allocation
 from ompq.errors import CheckpointError, SampleError
 from ompq.evaluation import kl_divergence, logits_of
 from ompq.files import json_object, read_json, write_text
+from ompq.processes import process_count, share_out
 from ompq.quantization import quantize
 from ompq.reconstruction import ReconstructConfig, reconstruct
 from ompq.reconstruction.rounding import RoundingConfig
-from ompq.samples import Batch, Samples, batch_length, map_batch
+from ompq.samples import Samples
 
 _Result = TypeVar("_Result")
 
@@ -113,11 +114,26 @@ class Checkpoint(Generic[_Result]):
     def get(self, name: str, measure: Callable[[], _Result]) -> _Result:
         """Return what is known by this name; measure and keep it if nothing is."""
         if name not in self._found:
-            self._found[name] = measure()
-            if self._path is not None:
-                data = {**self._about, "measured": self._found}
-                write_text(self._path, json.dumps(data, indent=1, default=asdict))
+            self._keep({name: measure()})
         return self._found[name]
+
+    def get_all(
+        self, names: Sequence[str], measure: Callable[[str], _Result]
+    ) -> Iterator[_Result]:
+        """Yield what is known by these names; processes share what must be measured."""
+        count = process_count()
+        for start in range(0, len(names), count):
+            part = names[start : start + count]
+            new = [name for name in part if name not in self._found]
+            if new:
+                self._keep(dict(zip(new, share_out(new, measure), strict=True)))
+            yield from (self._found[name] for name in part)
+
+    def _keep(self, results: Mapping[str, _Result]) -> None:
+        self._found.update(results)
+        if self._path is not None:
+            data = {**self._about, "measured": self._found}
+            write_text(self._path, json.dumps(data, indent=1, default=asdict))
 
 
 def split(samples: Samples, fraction: float) -> tuple[Samples, Samples]:
@@ -131,15 +147,4 @@ def split(samples: Samples, fraction: float) -> tuple[Samples, Samples]:
         raise SampleError(
             f"{len(samples)} samples are too few to hold some back; give 512 or more"
         )
-    skipped, rest = count, []
-    for run in samples.runs:
-        length = batch_length(run)
-        if skipped < length:
-            rest.append(_without(run, skipped, length))
-        skipped = max(skipped - length, 0)
-    return samples.first(count), Samples(tuple(rest))
-
-
-def _without(run: Batch, count: int, length: int) -> Batch:
-    # What all samples share, a mask for example, has not their length.
-    return map_batch(run, lambda t: t[count:] if t.dim() and len(t) == length else t)
+    return samples[:count], samples[count:]

@@ -91,6 +91,12 @@ def round_through(x: Tensor) -> Tensor:
     return x.round().detach() + (x - x.detach())
 
 
+def half_through(x: Tensor) -> Tensor:
+    """Round to 16-bit floats; the gradient passes as if nothing had been rounded."""
+    most = torch.finfo(torch.float16).max
+    return x.detach().clamp(-most, most).half().to(x) + (x - x.detach())
+
+
 def straight_through(x: Tensor, grid: Grid) -> Tensor:
     """Fake-quantize; the gradient of ``x`` passes inside the range and stops outside.
 
@@ -188,3 +194,20 @@ def deployed(grid: Grid, x: Tensor) -> Tensor:
     return grid.scale * (x / grid.scale).round().clamp(
         -grid.zero_point, grid.qmax - grid.zero_point
     )
+
+
+def on_log_grid(grid: Grid, x: Tensor) -> Tensor:
+    """Round values from 0 on to levels that halve every so many codes.
+
+    Args:
+        grid: Its scale is the largest level and its zero point says how many codes make
+            up a halving. The last code is 0.
+
+    Example:
+        >>> grid = Grid(torch.tensor(1.0), torch.tensor(1.0), bits=2)
+        >>> on_log_grid(grid, torch.tensor([0.9, 0.6, 0.3, 0.1, 0.0]))
+        tensor([1.0000, 0.5000, 0.2500, 0.0000, 0.0000])
+    """
+    code = (grid.zero_point * (grid.scale / x).log2()).round().clamp_min(0)
+    level = grid.scale * (-code / grid.zero_point).exp2()
+    return torch.where(code < grid.qmax, level, torch.zeros_like(level))

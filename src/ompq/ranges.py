@@ -3,18 +3,20 @@
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ompq.quantizers import LARGEST_HALF_BITS, Grid, check_bits
+from ompq.quantizers import LARGEST_HALF_BITS, Grid, check_bits, on_log_grid
 
 Kind = Literal["affine", "midrise", "midtread", "symmetric"]
 # The least error at every width on every network measured, as it contains the others.
 DEFAULT_KIND: Kind = "affine"
-RangeMethod = Literal["minmax", "percentile", "mse", "fisher"]
-_METHODS = ("minmax", "percentile", "mse", "fisher")
+RangeMethod = Literal["minmax", "percentile", "mse", "fisher", "shrink"]
+_METHODS = ("minmax", "percentile", "mse", "fisher", "shrink")
+_SHRINKS, _SHRINK_POWER = 80, 2.4  # BRECQ's
 
 # The smallest scale, so that nothing is divided by 0.
 _TINY = 1e-30
@@ -160,14 +162,101 @@ def search_weight(
     ]
     scale = torch.cat([best.scale[0] for best in found])
     zero_point = torch.cat([best.zero_point[0] for best in found])
+    shape = [1] * weight.dim()
+    shape[channel_dim] = -1
+    return _weight_grid(scale.view(shape), zero_point.view(shape), bits, rule)
+
+
+def _weight_grid(scale: Tensor, zero_point: Tensor, bits: int, rule: Rule) -> Grid:
     # A channel of zeros gets a grid that has 0 and that a runtime can work with.
     dead = scale <= _TINY
     scale = torch.where(dead, 1.0, scale)
     zero_point = torch.where(dead, float(1 << (bits - 1)), zero_point)
+    return Grid(scale, zero_point, bits, int(rule.qmax) < (1 << bits) - 1)
+
+
+def minmax_weight(
+    weight: Tensor, bits: int, *, channel_dim: int = 0, kind: Kind = DEFAULT_KIND
+) -> Grid:
+    """Return the least grid that holds all weights of each channel, and 0 (ZeroQ).
+
+    Scale and zero point are shaped as those of :func:`search_weight`.
+    """
+    rule = Rule.of(bits, kind)
+    rule = Rule(*(tensor.to(weight.device) for tensor in rule))
+    rows = channel_rows(weight, channel_dim)
+    low, high = rule_range(*row_range(rows), rule)
+    scale, zero_point = range_grid(low[0], high[0], rule.qmax[0])
     shape = [1] * weight.dim()
     shape[channel_dim] = -1
-    narrow = int(rule.qmax) < (1 << bits) - 1
-    return Grid(scale.view(shape), zero_point.view(shape), bits, narrow)
+    return _weight_grid(scale.view(shape), zero_point.view(shape), bits, rule)
+
+
+def shrunk_weight(weight: Tensor, bits: int, *, channel_dim: int = 0) -> Grid:
+    """Return the grid of each channel as BRECQ finds it, with a whole zero point.
+
+    Both ends of the range shrink alike, in steps of 1 % down to 21 %; the range with
+    the least sum of |error|^2.4 is taken. Two things differ: ranges contain 0, and
+    above 6 bits the zero point is the middle code, as int8 runtimes need it.
+    """
+    rows = channel_rows(weight, channel_dim)
+    rule = Rule(*(tensor[0].to(rows.device) for tensor in Rule.of(bits, "affine")))
+    low, high = rule_range(*row_range(rows), rule)
+    scale, zero_point = _shrunk(rows, low, high, bits)
+    zero_point = torch.where(low == high, float(1 << (bits - 1)), zero_point)
+    shape = [1] * weight.dim()
+    shape[channel_dim] = -1
+    return Grid(scale.view(shape), zero_point.view(shape), bits)
+
+
+def shrunk_tensor(x: Tensor, bits: int) -> Grid:
+    """Return the grid of a whole tensor as BRECQ finds it."""
+    rows = x.detach().float().reshape(1, -1)
+    scale, zero_point = _shrunk(rows, *row_range(rows), bits)
+    return Grid(scale.reshape(()), zero_point.reshape(()), bits)
+
+
+def _shrunk(
+    rows: Tensor, low: Tensor, high: Tensor, bits: int, weights: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return scale and zero point, (C, 1) each, of the best of 80 shrunk ranges."""
+    whole, zero_point = _integer_grid(low, high, bits)
+    best, scale = torch.full_like(whole, math.inf), whole
+    for step in range(_SHRINKS):
+        tried = whole * (1 - step / 100)
+        lost = Grid(tried, zero_point, bits).fake(rows).sub_(rows).abs_()
+        lost = lost.pow_(_SHRINK_POWER)
+        lost = lost if weights is None else lost * weights
+        error = lost.mean(1, keepdim=True)
+        scale = torch.where(error < best, tried, scale)
+        best = torch.minimum(best, error)
+    return torch.where(whole <= _TINY, 1.0, scale), zero_point
+
+
+def quick_grids(
+    weight: Tensor, bits: Sequence[int], *, channel_dim: int = 0
+) -> tuple[list[Grid], Tensor]:
+    """Return good grids at several widths, and ||W - Q(W)||² / ||W||² of each, (B,).
+
+    Few ranges are tried, for all widths at once.
+    """
+    rows = channel_rows(weight, channel_dim)
+    if not bits:
+        return [], rows.new_empty(0)
+    rule = _rules(tuple(bits), rows.device)
+    found = [
+        _search(part, rule, one, _QUICK) for part, one in _pieces(rows, _Measure())
+    ]
+    cost, scale, zero_point = (
+        torch.cat(parts, 1) for parts in zip(*found, strict=True)
+    )
+    shape = [1] * weight.dim()
+    shape[channel_dim] = -1
+    grids = [
+        Grid(s.view(shape), z.view(shape), width)
+        for s, z, width in zip(scale, zero_point, bits, strict=True)
+    ]
+    return grids, cost.sum(1) / rows.square().sum().clamp(min=_TINY)
 
 
 def weight_noises(
@@ -178,8 +267,7 @@ def weight_noises(
     The search of :func:`search_weight` with fewer ranges, on a sample of the weights.
     """
     rows = channel_rows(weight, channel_dim)
-    rules = [Rule.of(width, DEFAULT_KIND) for width in bits]
-    if not rules:
+    if not bits:
         return []
     energy = rows.square().sum(1)
     share = energy.double() / energy.sum(dtype=torch.float64).clamp(min=_TINY)
@@ -192,11 +280,17 @@ def weight_noises(
     rows, counts = _sampled(rows, _NOISE_WEIGHTS // len(rows))
     energy = rows.square() if counts is None else rows.square() * counts
     energy = energy.sum(1).clamp(min=_TINY)
-    columns = zip(*rules, strict=True)
-    rule = Rule(*(torch.cat(parts).to(rows.device) for parts in columns))
+    rule = _rules(tuple(bits), rows.device)
     best = _search(rows, rule, _Measure(counts=counts), _QUICK)
     noises: list[float] = ((best.cost / energy).double() @ share).tolist()
     return noises
+
+
+@cache
+def _rules(bits: tuple[int, ...], device: torch.device) -> Rule:
+    """Return the default rule at several widths."""
+    columns = zip(*(Rule.of(width, DEFAULT_KIND) for width in bits), strict=True)
+    return Rule(*(torch.cat(parts).to(device) for parts in columns))
 
 
 def elements_at_once(device: torch.device) -> int:
@@ -277,10 +371,11 @@ def _search(rows: Tensor, rule: Rule, measure: _Measure, effort: _Effort) -> _Be
     refits = effort.refits
     if rows.shape[1] > 2 * _SEARCHED and measure.gram is None:
         sample, counts = _sampled(rows, _SEARCHED)
-        best = _search(sample, rule, measure._replace(counts=counts), _ON_SAMPLE)
+        on_sample = effort if effort.refits < 2 else _ON_SAMPLE
+        best = _search(sample, rule, measure._replace(counts=counts), on_sample)
         found = best.scale[None], best.zero_point[None]
         best = _best_of(None, rows, rule, measure, found)
-        refits = 2
+        refits = min(refits, 2)
     else:
         best = _best_of(None, rows, rule, measure, _cut_ranges(rows, rule, effort))
         if effort.neighbours:
@@ -394,6 +489,8 @@ _SMALLEST_EXPONENT = -100
 # Share of the importance that all values get alike: gradients say what a small error
 # costs, and a value that is cut off has a large one.
 _EVEN = 0.1
+# What log grids are tried: codes to a halving, and scales below the largest value.
+_MOST_IN_OCTAVE, _SMALLER_SCALES = 4, 9
 
 
 @dataclass(frozen=True, eq=False)
@@ -470,7 +567,8 @@ def activation_grid(
     Args:
         method: ``minmax`` holds every value, ``percentile`` the middle ``fraction`` of
             them, ``mse`` looks for the least sum of |error|^power, and ``fisher`` for
-            the least such sum weighed by importance, where that is known.
+            the least such sum weighed by importance, where that is known; ``shrink`` is
+            BRECQ's search, in which both ends shrink alike.
         power: For ``mse`` and ``fisher``.
         fraction: For ``percentile``.
     """
@@ -480,6 +578,10 @@ def activation_grid(
     if not torch.isfinite(seen.high - seen.low):
         raise ValueError("activations hold NaN or infinity; check the samples")
     low, high = seen.low.clamp(max=0), seen.high.clamp(min=0)
+    if method == "shrink":
+        rows, counts = seen.values[None], seen.counts.float()
+        scale, zero = _shrunk(rows, low.view(1, 1), high.view(1, 1), bits, counts)
+        return Grid(scale.reshape(()), zero.reshape(()), bits)
     if method == "percentile":
         low, high = _percentiles(seen, fraction)
     if method in ("mse", "fisher"):
@@ -488,6 +590,27 @@ def activation_grid(
     scale, zero_point = _integer_grid(low, high, bits)
     nothing = scale <= _TINY
     return Grid(torch.where(nothing, 1.0, scale), zero_point, bits)
+
+
+def log_grid(seen: Observed, bits: int) -> Grid:
+    """Return the grid of powers that costs the network's output least.
+
+    The values seen are not negative. See :func:`ompq.quantizers.on_log_grid`.
+    """
+    weights = _weights(seen, "fisher").double()
+    values = seen.values.clamp(min=0)
+    grids = [
+        Grid(
+            seen.high * 2.0 ** (-part / 4), torch.tensor(float(octave)).to(values), bits
+        )
+        for octave in range(1, _MOST_IN_OCTAVE + 1)
+        for part in range(_SMALLER_SCALES)
+    ]
+    errors = [
+        ((on_log_grid(grid, values) - values).double().square() * weights).sum()
+        for grid in grids
+    ]
+    return grids[int(torch.stack(errors).argmin())]
 
 
 def fake_quantize_tensor(x: Tensor, bits: int) -> Tensor:

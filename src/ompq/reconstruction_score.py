@@ -1,29 +1,35 @@
 """Reconstruction as a score: the damage that learned rounding cannot undo."""
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
-from torch import nn
+from torch import Tensor, nn
 
 from ompq.allocation.program import Allocation
-from ompq.costs import FLOAT_BITS
-from ompq.graph import Choice, LayerGraph
+from ompq.costs import FLOAT_BITS, can_be_coded
+from ompq.graph import Choice, LayerGraph, Unit, normalised_by
 from ompq.measurement import Meter, split
-from ompq.samples import Progress, Samples, SamplesLike
+from ompq.processes import share_out
+from ompq.reconstruction.blocks import fisher_weights
+from ompq.recording import tensors_in
+from ompq.samples import Batch, Progress, Samples, SamplesLike, collect
 from ompq.scores import SCORES, Needs, ScoreTable
 
-__all__ = ["SCORES", "ReconstructionScore"]
+__all__ = ["SCORES", "BlockLoss", "ReconstructionScore"]
+
+_BATCH = 64  # samples that run at a time
+
+
+# Called with the network in which one unit is quantized, and that unit.
+Measure: TypeAlias = Callable[[nn.Module, Unit], float]
 
 
 @dataclass(frozen=True)
-class ReconstructionScore:
-    """Divergence of the outputs after a short reconstruction, one unit at a time.
-
-    One unit is quantized and its block reconstructed; all others stay float. The first
-    half of the samples calibrates and reconstructs, the other measures.
-    """
+class _OneByOne(ABC):
+    """One unit is quantized and its block reconstructed; all others stay float."""
 
     iterations: int = 50  # steps of the reconstruction
     samples: int = 64  # how many inputs are used, at most
@@ -31,7 +37,6 @@ class ReconstructionScore:
     # called after each unit and choice
     progress: Progress | None = field(default=None, repr=False, compare=False)
 
-    summary: ClassVar[str] = "divergence after one unit's block is reconstructed"
     needs: ClassVar[Needs] = Needs(
         "a short reconstruction for each unit and choice", gradients=True
     )
@@ -43,22 +48,90 @@ class ReconstructionScore:
         samples: SamplesLike,
         choices: Sequence[Choice],
     ) -> ScoreTable:
-        """Return mean divergences, (units, choices)."""
-        learned, judges = split(Samples.of(samples).first(self.samples), 0.5)
-        meter = Meter(
-            model, learned, judges, iterations=self.iterations, seed=self.seed
-        )
+        """Return what is measured, (units, choices); processes share the cells."""
+        meter, measure = self._meter(model, Samples.of(samples).first(self.samples))
         untouched = dict.fromkeys(graph.names, Choice(FLOAT_BITS, FLOAT_BITS))
-        table = np.zeros((len(graph), len(choices)))
-        for place, (row, column) in enumerate(np.ndindex(*table.shape), 1):
-            name, choice = graph.names[row], choices[column]
-            if choice.weight < FLOAT_BITS or choice.activation < FLOAT_BITS:
-                alone = Allocation({**untouched, name: choice})
-                table[row, column] = meter.divergence(meter.quantized(alone))
+        cells = [(unit, choice) for unit in graph.units for choice in choices]
+
+        def damage(cell: tuple[Unit, Choice]) -> float:
+            unit, choice = cell
+            refused = not can_be_coded(unit, choice)  # by every plan, for any damage
+            if refused or choice.weight == choice.activation == FLOAT_BITS:
+                return 0.0
+            alone = Allocation({**untouched, unit.name: choice})
+            return measure(meter.quantized(alone), unit)
+
+        def report(done: int) -> None:
             if self.progress:
-                self.progress(place, table.size, f"reconstructing {name}")
-        return ScoreTable(table.clip(min=0.0))
+                name = cells[done - 1][0].name
+                self.progress(done, len(cells), f"reconstructing {name}")
+
+        table = np.array(share_out(cells, damage, report))
+        return ScoreTable(table.reshape(len(graph), len(choices)))
+
+    @abstractmethod
+    def _meter(self, model: nn.Module, samples: Samples) -> tuple[Meter, Measure]:
+        """Return what reconstructs, and what measures the result."""
+
+
+class ReconstructionScore(_OneByOne):
+    """Divergence of the outputs after a short reconstruction, one unit at a time.
+
+    One unit is quantized and its block reconstructed; all others stay float. The first
+    half of the samples calibrates and reconstructs, the other measures.
+    """
+
+    summary: ClassVar[str] = "divergence after one unit's block is reconstructed"
+
+    def _meter(self, model: nn.Module, samples: Samples) -> tuple[Meter, Measure]:
+        steps, seed = self.iterations, self.seed
+        meter = Meter(model, *split(samples, 0.5), iterations=steps, seed=seed)
+        return meter, lambda found, _unit: max(meter.divergence(found), 0.0)
+
+
+class BlockLoss(_OneByOne):
+    """BRECQ's table: what reconstruction leaves of a unit's error at its block's end.
+
+    One unit is quantized and its block reconstructed; all others stay float. The loss
+    is half the squared error of the block's output, each element weighted by the
+    squared gradient of the network's loss, summed over the output, averaged over the
+    samples. How many steps BRECQ reconstructs its table with is not published.
+    """
+
+    summary: ClassVar[str] = "BRECQ's: Fisher-weighted error of a reconstructed block"
+
+    def _meter(self, model: nn.Module, samples: Samples) -> tuple[Meter, Measure]:
+        steps, seed = self.iterations, self.seed
+        meter = Meter(model, samples, samples, iterations=steps, seed=seed)
+        return meter, lambda found, unit: block_loss(found, model, unit, samples)
+
+
+def block_loss(
+    quantized: nn.Module, model: nn.Module, unit: Unit, samples: Samples
+) -> float:
+    """Return the Fisher-weighted error of a unit's block, half a mean over samples."""
+    alone = unit.block == unit.name
+    end = normalised_by(model, unit) if alone else unit.block
+    total = 0.0
+    for batch in samples.batches(_BATCH):
+        both = [_output_of(net, end, batch) for net in (model, quantized)]
+        (weights,) = fisher_weights(model, end, [batch])
+        error = (both[1] - both[0]).double().square() * weights
+        total += float(error.sum())
+    return total / 2 / len(samples)
+
+
+def _output_of(model: nn.Module, name: str, batch: Batch) -> Tensor:
+    """Return what a module gives for a batch."""
+    found: list[Tensor] = []
+
+    def see(_module: nn.Module, _args: Any, _kwargs: Any, output: Any) -> None:
+        found.append(next(tensors_in(output)).detach().clone())
+
+    collect(model, Samples((batch,)), [(model.get_submodule(name), see)])
+    return found[0]
 
 
 # All the others stand above, since they do not quantize.
 SCORES["reconstruction"] = ReconstructionScore()
+SCORES["block_loss"] = BlockLoss()

@@ -3,12 +3,13 @@
 import copy
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
@@ -42,7 +43,7 @@ class ModuleCall:
     # Position of the call that made its output; -1 when it returned its input, None
     # when it returned no tensor.
     output: int | None
-    weight_used: bool  # whether a linear map received its weight as it is stored
+    weight_used: bool  # whether a linear map or a lookup got its weight as it is stored
 
 
 @dataclass
@@ -64,13 +65,13 @@ class Recording:
         return found
 
 
-class _Watch(TorchFunctionMode):
+class Watch(TorchFunctionMode):
     """Numbers the calls that return tensors and shows each to ``visit``."""
 
-    def __init__(self, visit: Visit) -> None:
+    def __init__(self, visit: Visit = lambda *_: None) -> None:
         super().__init__()
         self.visit = visit
-        self.position = 0
+        self.position = 0  # of the next call
 
     def __torch_function__(
         self,
@@ -91,7 +92,7 @@ def watch(
     model: nn.Module, batch: Batch, visit: Visit, *, gradients: bool = False
 ) -> Any:
     """Run the network in eval mode, show every call to ``visit``, return its output."""
-    with evaluating(model), torch.set_grad_enabled(gradients), _Watch(visit):
+    with evaluating(model), torch.set_grad_enabled(gradients), Watch(visit):
         return call(model, batch)
 
 
@@ -151,6 +152,14 @@ def is_linear_map(function: str) -> bool:
     return function == "linear" or function.startswith("conv")
 
 
+def is_batch_norm(module: nn.Module) -> bool:
+    """Whether a module normalises by stored statistics; FrozenBatchNorm2d does, too."""
+    return isinstance(module, _BatchNorm) or (
+        type(module).__name__.startswith("FrozenBatchNorm")
+        and all(key in module._buffers for key in ("running_mean", "running_var"))
+    )
+
+
 def tensors_in(value: Any) -> Iterator[Tensor]:
     """Yield the tensors in nested tuples, lists and dicts."""
     if isinstance(value, Tensor):
@@ -166,6 +175,22 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 def with_tensors(value: Any, tensors: Iterable[Tensor]) -> Any:
     """Return a value nested alike with other tensors, in the order of tensors_in."""
     return _nested_alike(value, iter(tensors))
+
+
+def detach_state(model: nn.Module) -> bool:
+    """Cut tensors that modules keep, such as cached keys, off their graphs.
+
+    Returns whether there was any: a second backward pass would fail on it.
+    """
+    found = False
+    for module in model.modules():
+        for held in (module.__dict__, module._buffers):
+            for key, value in list(held.items()):
+                tensors = list(tensors_in(value))
+                if any(tensor.grad_fn is not None for tensor in tensors):
+                    held[key] = with_tensors(value, [t.detach() for t in tensors])
+                    found = True
+    return found
 
 
 def with_first_tensor(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
@@ -209,7 +234,7 @@ class _Recorder:
         self.parameters = {id(p): key for key, p in model.named_parameters()}
         self.alive: list[Any] = []  # so that no id is used twice
         self.scopes = [""]
-        # For each open scope, the ids of the tensors that linear maps read in it.
+        # For each open scope, the ids of the tensors that such functions read in it.
         self.multiplied: list[set[int]] = [set()]
 
     def visit(
@@ -221,7 +246,7 @@ class _Recorder:
         output: Any,
     ) -> None:
         read = [id(tensor) for tensor in tensors_in((args, kwargs))]
-        if is_linear_map(function_name(function)):
+        if is_linear_map(name := function_name(function)) or name == "embedding":
             self.multiplied[-1].update(read)
         made = list(tensors_in(output))
         sources = [self.producer[key] for key in read if key in self.producer]
@@ -249,6 +274,8 @@ class _Recorder:
         self.scopes.pop()
         read = self.multiplied.pop()
         given = next(tensors_in((args, kwargs)), None)
+        if given is not None and is_batch_norm(module):
+            self._as_one_norm(name, self.producer.get(id(given)))
         made = next(tensors_in(output), None)
         weight = module._parameters.get("weight")
         self.recording.module_calls.append(
@@ -260,3 +287,14 @@ class _Recorder:
                 weight_used=weight is not None and id(weight) in read,
             )
         )
+
+    def _as_one_norm(self, name: str, source: int | None) -> None:
+        """Let the last call of a norm that is spelled out stand for all of it."""
+        calls = self.recording.calls
+        own = [call.position for call in calls if call.module == name]
+        if source is None or len(own) < 2:
+            return
+        for at in own:
+            calls[at] = replace(calls[at], inputs=())
+        norm = replace(calls[own[-1]], function="batch_norm", inputs=(source,))
+        calls[own[-1]] = norm

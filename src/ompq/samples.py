@@ -4,9 +4,11 @@ A *batch* is what one call of the network takes: a tensor, a tuple of tensors
 (positional arguments) or a dict of tensors (keyword arguments).
 """
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cache
 from itertools import chain
 from threading import Lock, RLock, get_ident
 from typing import Any, TypeAlias
@@ -14,19 +16,20 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
 from torch.utils.hooks import RemovableHandle
 
 from ompq.errors import SampleError
+from ompq.stages import Progress as Progress
 
 Batch: TypeAlias = Tensor | tuple[Tensor, ...] | dict[str, Tensor]
-# Called as progress(done, total, message); total is None where it is not known.
-Progress: TypeAlias = Callable[[int, int | None, str], None]
 Report: TypeAlias = Callable[[int, int | None], None]  # the same without a message
 # A forward hook with keyword arguments: called with module, args, kwargs and output.
 Collector: TypeAlias = Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any], None]
 # A pass changes a network for a while: its mode, its hooks. One thread at a time.
 _LOCKS: WeakKeyDictionary[nn.Module, RLock] = WeakKeyDictionary()
 _NEW_LOCK = Lock()
+_READ_AT_ONCE = 64  # items of a dataset
 _MOST_BYTES = 1 << 35  # of samples: a whole training set, or a generator without end
 
 
@@ -49,7 +52,8 @@ class Samples:
 
         Args:
             given: A batch, or an iterable of batches, which may differ in shape: a
-                list, a DataLoader, a generator. A tuple is several inputs of one call.
+                list, a DataLoader, a generator; or a dataset, such as a TensorDataset.
+                A tuple is several inputs of one call.
                 Of a list ``[inputs, targets]``, which a DataLoader of labelled images
                 yields, the targets (class numbers) are left out.
 
@@ -58,11 +62,13 @@ class Samples:
         """
         if isinstance(given, Samples):
             return given
+        if isinstance(given, Dataset) and hasattr(given, "__len__"):
+            given = DataLoader(given, batch_size=_READ_AT_ONCE)
         single = isinstance(given, Tensor | tuple | Mapping) or _is_labelled(given)
         if not single and not isinstance(given, Iterable):
             raise SampleError(
                 f"samples must be tensors or an iterable of batches, not "
-                f"{type(given).__name__}; for a dataset, give a DataLoader"
+                f"{type(given).__name__}"
             )
         # A loader's workers lend their memory, and a generator may reuse its own.
         lent = not single and not isinstance(given, list)
@@ -81,18 +87,36 @@ class Samples:
     def __len__(self) -> int:
         return sum(map(batch_length, self.runs))
 
-    def first(self, count: int) -> "Samples":
-        """Return the first inputs, at most ``count``."""
+    def __getitem__(self, part: slice) -> "Samples":
+        start, stop, step = part.indices(len(self))
+        if step != 1:
+            raise ValueError(f"samples are cut in order: step {step} must be 1")
         kept = []
         for run in self.runs:
-            if count > 0:
-                kept.append(_cut(run, 0, count))
-            count -= batch_length(run)
+            if max(start, 0) < min(stop, batch_length(run)):
+                kept.append(_cut(run, max(start, 0), stop))
+            start, stop = start - batch_length(run), stop - batch_length(run)
         return Samples(tuple(kept))
+
+    def first(self, count: int) -> "Samples":
+        """Return the first inputs, at most ``count``."""
+        return self[:count]
 
     def first_batch(self, count: int) -> Batch:
         """Return the first inputs as one batch: at most ``count``, all of one shape."""
         return _cut(self.runs[0], 0, count)
+
+    def share(self, number: int, count: int) -> "Samples":
+        """Return every ``count``-th input from a number on; all, if some have none."""
+        if len(self) < count:
+            return self
+        runs, start = [], number
+        for run in self.runs:
+            length = batch_length(run)
+            if start < length:
+                runs.append(_cut(run, start, length, count))
+            start = (start - length) % count
+        return Samples(tuple(runs))
 
     def batches(self, size: int) -> Iterator[Batch]:
         """Yield all inputs in order, at most ``size`` at a time, of one shape each."""
@@ -113,6 +137,11 @@ def batch_length(batch: Batch) -> int:
     return next((len(t) for t in _tensors(batch) if t.dim() > 0), 0)
 
 
+def batch_values(batch: Batch) -> int:
+    """Return the number of values in all tensors of a batch."""
+    return sum(tensor.numel() for tensor in _tensors(batch))
+
+
 def map_batch(batch: Batch, function: Callable[[Tensor], Tensor]) -> Batch:
     """Return a batch of the same form with the function applied to its tensors."""
     if isinstance(batch, Tensor):
@@ -127,13 +156,17 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
     return map_batch(batch, lambda t: t.to(device, non_blocking=True))
 
 
+def arguments(batch: Batch) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
+    """Return the positional and keyword arguments of a call with the batch."""
+    if isinstance(batch, dict):
+        return (), batch
+    return ((batch,) if isinstance(batch, Tensor) else batch), {}
+
+
 def call(model: nn.Module, batch: Batch) -> Any:
     """Call the network with the batch, whatever its form."""
-    if isinstance(batch, Tensor):
-        return model(batch)
-    if isinstance(batch, dict):
-        return model(**batch)
-    return model(*batch)
+    args, kwargs = arguments(batch)
+    return model(*args, **kwargs)
 
 
 def first_tensor(output: Any) -> Tensor:
@@ -245,9 +278,9 @@ def _tensors(batch: Batch) -> list[Tensor]:
     return list(batch.values() if isinstance(batch, dict) else batch)
 
 
-def _cut(batch: Batch, start: int, stop: int) -> Batch:
+def _cut(batch: Batch, start: int, stop: int, step: int = 1) -> Batch:
     # A tensor without the batch dimension (a shared mask, say) is passed whole.
-    count, part = batch_length(batch), slice(start, stop)
+    count, part = batch_length(batch), slice(start, stop, step)
     return map_batch(batch, lambda t: t[part] if t.dim() and len(t) == count else t)
 
 
@@ -260,6 +293,11 @@ def _is_labelled(given: Any) -> bool:
     inputs, targets = given
     whole = not targets.is_floating_point()
     return whole and inputs.dim() > 1 and targets.shape == inputs.shape[:1]
+
+
+@cache
+def _say_once(text: str) -> None:
+    logging.getLogger(__name__).warning(text)
 
 
 def _read(batches: Iterable[Any]) -> Iterator[Batch]:
@@ -278,7 +316,10 @@ def _read(batches: Iterable[Any]) -> Iterator[Batch]:
 
 def _inputs(batch: Any) -> Batch:
     """Return the inputs of a batch in host memory, checked."""
-    if _is_labelled(batch) or (isinstance(batch, list) and len(batch) == 1):
+    if _is_labelled(batch):
+        _say_once("samples come with targets, which are not used here")
+        batch = batch[0]
+    elif isinstance(batch, list) and len(batch) == 1:
         batch = batch[0]
     if isinstance(batch, list):
         raise SampleError(

@@ -4,7 +4,7 @@ import difflib
 import importlib.util
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -26,6 +26,16 @@ def call_user_function(name: str, error_type: type[OmpqError]) -> Any:
     The file can import its neighbours, as if Python had been started with it. An error
     of the given type says that file or function is missing or fails.
     """
+    function = user_function(name, error_type)
+    with _importable(Path(name.rpartition(":")[0]).resolve().parent):
+        try:
+            return function()
+        except (Exception, SystemExit) as error:
+            raise error_type(f"{name} failed: {reason(error)}") from error
+
+
+def user_function(name: str, error_type: type[OmpqError]) -> Callable[..., Any]:
+    """Run the user's file and return the function that ``file.py:function`` names."""
     file, _, short = name.rpartition(":")
     path = Path(file).resolve()
     if not path.is_file():
@@ -33,14 +43,13 @@ def call_user_function(name: str, error_type: type[OmpqError]) -> Any:
     with _importable(path.parent):
         try:
             module = _execute(path)
-            function = getattr(module, short, None)
-            result = function() if callable(function) else None
         except (Exception, SystemExit) as error:
             raise error_type(f"{name} failed: {reason(error)}") from error
+    function = getattr(module, short, None)
     if not callable(function):
         names = [key for key, value in vars(module).items() if callable(value)]
         raise error_type(f"{file} has no function {short}{suggestion(short, names)}")
-    return result
+    return function  # type: ignore[no-any-return]
 
 
 def reason(error: BaseException, limit: int = 120) -> str:

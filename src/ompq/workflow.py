@@ -2,31 +2,37 @@
 
 import json
 import platform
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from time import perf_counter
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ompq.allocation.solver import Allocation, Budget
-from ompq.costs import paper_bytes, unit_bytes
-from ompq.errors import PlanError, QuantizationError, shortened
-from ompq.evaluation import Evaluation, evaluate, wilson_interval
-from ompq.files import library_version, read_json, write_text
-from ompq.integer.finalization import finalize
+from ompq.costs import FLOAT_BITS
+from ompq.errors import PlanError, shortened
+from ompq.evaluation import Evaluation, Metric, evaluate, wilson_interval
+from ompq.files import library_version, write_text
+from ompq.graph import Choice
+from ompq.integer.finalization import finalized
+from ompq.measurement import Meter
 from ompq.packing import save
-from ompq.plans import Pin, Plan, PlanConfig, plan
-from ompq.quantization import BlockError, quantization_of, quantize
-from ompq.reconstruction import ReconstructConfig, reconstruct
+from ompq.plans import Pin, Plan, PlanConfig, plan, plan_summary
+from ompq.processes import wait_for_all
+from ompq.quantization import BlockError, QuantizeConfig, quantization_of, quantize
+from ompq.reconstruction import RECONSTRUCT_PROTOCOLS, ReconstructConfig, reconstruct
+from ompq.reconstruction.brecq import BrecqConfig
 from ompq.refinement import RefineConfig, refine
 from ompq.report import (
     Accuracy,
+    BlockError as BlockSection,
     Histogram,
+    LayerEffect,
     Section,
     StageTime,
     Versions,
@@ -34,73 +40,23 @@ from ompq.report import (
     worst_histograms,
     write_report,
 )
-from ompq.report import BlockError as BlockSection
-from ompq.samples import Progress
+from ompq.samples import Progress, Samples, SamplesLike
 from ompq.scores import named_score, score_name
+from ompq.stages import (
+    CONFIG as CONFIG,
+    ONNX as ONNX,
+    PACKED as PACKED,
+    PLAN as PLAN,
+    REPORT as REPORT,
+    RESULT as RESULT,
+    Bar as Bar,
+    Stages as Stages,
+    silent as silent,
+)
 
-PLAN, PACKED, ONNX = "plan.json", "network.ompq.safetensors", "network.onnx"
-REPORT, RESULT = "report.html", "result.json"
 PLAN_SAMPLES = 64
-INTEGERS = "integers; the integer engine and ONNX compute the same"
 _SCORING = "scoring the choices"  # as plan() calls this stage
-_ANYTHING = "32bits"  # a budget that bits fixed beforehand always meet
-
-# Called with a stage's name; gives what the stage reports its progress to.
-Bar: TypeAlias = Callable[[str], AbstractContextManager[Progress]]
-
-
-@contextmanager
-def silent(_name: str) -> Iterator[Progress]:
-    """Show no progress."""
-    yield lambda _done, _total, _message: None
-
-
-@dataclass(frozen=True)
-class Stages:
-    """What the stages of one job share."""
-
-    bar: Bar = silent  # opened around each stage to show its progress
-    # Stage → seconds it took; stages of the same name add up.
-    seconds: dict[str, float] = field(default_factory=dict)
-
-    @contextmanager
-    def stage(self, name: str) -> Iterator[Progress]:
-        """Show the progress of a stage and keep its time."""
-        start = perf_counter()
-        with self.bar(name) as progress:
-            yield progress
-        self._add(name, start)
-
-    @contextmanager
-    def named_by_messages(self, name: str) -> Iterator[Progress]:
-        """Like :meth:`stage`, for a function whose messages are its stages.
-
-        A message that is repeated reports how far its stage is.
-        """
-        current, start = "", perf_counter()
-        with self.bar(name) as bar:
-
-            def progress(done: int, total: int | None, message: str) -> None:
-                nonlocal current, start
-                if message == current:
-                    bar(done, total, message)
-                    return
-                if current:
-                    self._add(current, start)
-                current, start = message, perf_counter()
-                # Stages differ too much for their number to predict the time left.
-                if done == total:
-                    current = ""
-                else:
-                    bar(0, None, message)
-
-            yield progress
-        if current:
-            self._add(current, start)
-
-    def _add(self, name: str, start: float) -> None:
-        taken = perf_counter() - start
-        self.seconds[name] = self.seconds.get(name, 0.0) + taken
+ANYTHING = "32bits"  # a budget that bits fixed beforehand always meet
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,8 +64,13 @@ class Workflow:
     """A float network, the samples it is quantized with, and the stages of the work."""
 
     model: nn.Module
-    samples: Tensor  # unlabelled inputs, (N, ...)
+    given: SamplesLike  # unlabelled inputs
     stages: Stages = field(default_factory=Stages)
+
+    @cached_property
+    def samples(self) -> Samples:
+        """The inputs, read once."""
+        return Samples.of(self.given)
 
     def plan(
         self,
@@ -135,10 +96,8 @@ class Workflow:
             return source
         budget: Any = source
         if isinstance(source, Allocation):
-            pins: dict[str, Pin] = {
-                name: (bits.weight, bits.activation) for name, bits in source.items()
-            }
-            budget, config = _ANYTHING, replace(config, pinned=pins)
+            pins: dict[str, Pin] = dict(source.items())
+            budget, config = ANYTHING, replace(config, pinned=pins)
         with self.stages.named_by_messages("planning") as progress:
             told = replace(config, score=_reporting(config.score, progress))
             samples = self.samples[:count]
@@ -160,10 +119,12 @@ class Workflow:
                 progress=progress,
             )
 
-    def quantize(self, bits: Plan) -> nn.Module:
+    def quantize(
+        self, bits: Plan, config: QuantizeConfig = QuantizeConfig()
+    ) -> nn.Module:
         """Return the network rounded to nearest and calibrated."""
         with self.stages.named_by_messages("quantizing") as progress:
-            return quantize(self.model, bits, self.samples, progress=progress)
+            return quantize(self.model, bits, self.samples, config, progress=progress)
 
     def reconstruct(
         self,
@@ -184,21 +145,47 @@ class Workflow:
             )
 
     def finalize(self, network: nn.Module) -> tuple[nn.Module, str]:
-        """Return the network as its files compute it, and what it computes with.
-
-        A network in which something has no integer form is returned as it is, with a
-        text such as ``float: hardswish in features.0.2 has no integer form``.
-        """
+        """Return the network as its files compute it, and what it computes with."""
         with self.stages.stage("finalizing integers"):
-            try:
-                return finalize(network, self.samples), INTEGERS
-            except QuantizationError as error:
-                return network, f"float: {error}"
+            return finalized(network, self.samples)
 
-    def evaluate(self, network: nn.Module, batches: Iterable[Any]) -> Evaluation:
+    def evaluate(
+        self,
+        network: nn.Module,
+        batches: Iterable[Any],
+        metrics: Mapping[str, Metric] | None = None,
+    ) -> Evaluation:
         """Measure a network against the float one."""
         with self.stages.stage("evaluating") as progress:
-            return evaluate(network, batches, reference=self.model, progress=progress)
+            return evaluate(
+                network,
+                batches,
+                reference=self.model,
+                metrics=metrics,
+                progress=progress,
+            )
+
+    def layer_effects(self, bits: Plan, count: int) -> list[LayerEffect]:
+        """Measure what the layers with most expected damage do, alone and left out."""
+        samples, chosen = self.samples.first(PLAN_SAMPLES), bits.allocation
+        damage = bits.scores.damage[range(len(bits.graph)), bits.columns]
+        worst = [bits.graph.names[at] for at in damage.argsort()[::-1][:count]]
+        floats = dict.fromkeys(bits.graph.names, Choice(FLOAT_BITS, FLOAT_BITS))
+        with self.stages.stage("measuring layers") as progress:
+            meter = Meter(self.model, samples, samples)
+
+            def measured(given: Mapping[str, Choice]) -> float:
+                return meter.divergence(meter.quantized(Allocation(given)))
+
+            whole, found = measured(chosen), []
+            for done, name in enumerate(worst, 1):
+                own = chosen[name]
+                alone = measured({**floats, name: own})
+                kept = Choice(FLOAT_BITS, own.activation)
+                without = measured({**chosen, name: kept})
+                found.append(LayerEffect(name, str(own), alone, without, whole))
+                progress(done, len(worst), f"measured {name}")
+        return found
 
     def outcome(
         self,
@@ -206,10 +193,11 @@ class Workflow:
         bits: Plan,
         batches: Iterable[Any] | None,
         about: Mapping[str, Any],
+        metrics: Mapping[str, Metric] | None = None,
     ) -> "Outcome":
         """Finalize a network and, if there are labelled batches, evaluate it."""
         final, arithmetic = self.finalize(network)
-        found = None if batches is None else self.evaluate(final, batches)
+        found = None if batches is None else self.evaluate(final, batches, metrics)
         return Outcome(
             about={**about, "arithmetic": arithmetic},
             plan=bits,
@@ -219,6 +207,25 @@ class Workflow:
             accuracies=() if found is None else _accuracies(found, bits),
             histograms=worst_histograms(final, self.model, bits, self.samples),
         )
+
+
+def learning_config(
+    protocol: str | None, network: str, *, iterations: int | None = None, seed: int = 0
+) -> ReconstructConfig:
+    """Return how a protocol reconstructs a network, ours by default.
+
+    Args:
+        network: Its name; BRECQ has another setting for MobileNetV2.
+        iterations: Other than the protocol's; BRECQ's steps get a quarter of them.
+    """
+    base = RECONSTRUCT_PROTOCOLS.get(protocol or "ours", ReconstructConfig())
+    more: dict[str, Any] = {} if iterations is None else {"iterations": iterations}
+    if isinstance(base.rounding, BrecqConfig):
+        if iterations is not None:
+            more["activation_iterations"] = max(1, iterations // 4)
+        if "mobilenet" in network:
+            more["round_weight"] = 0.1
+    return replace(base, rounding=replace(base.rounding, **more), seed=seed)
 
 
 @dataclass(frozen=True, eq=False)
@@ -246,7 +253,7 @@ class Outcome:
             "ompq": library_version(),
             "torch": torch.__version__,
             "python": platform.python_version(),
-            **{name: str(value) for name, value in self.about.items()},
+            **{k: str(v) for k, v in self.about.items() if not isinstance(v, dict)},
         }
         errors = [
             BlockSection(one.block, one.before, one.after, kept=one.improved)
@@ -272,15 +279,22 @@ class Outcome:
             "plan": plan_summary(self.plan),
         }
 
-    def write(self, folder: Path, progress: Progress | None = None) -> list[str]:
-        """Write plan, network, report and result, all of them or none."""
+    def write(
+        self, folder: Path, progress: Progress | None = None, config: str = ""
+    ) -> list[str]:
+        """Write plan, network, report and result, all of them or none.
+
+        ``config`` is the text of a file that repeats the run, if there is one.
+        """
         with whole_folder(folder) as work:
+            if config:
+                write_text(work / CONFIG, config)
             self.plan.save(work / PLAN)
             name = self.about["network"]
             save(self.network, work / PACKED, plan=self.plan, network=name)
             self.write_report(work / REPORT, name, progress)
             write_result(work / RESULT, self.to_json())
-        return [PLAN, PACKED, REPORT, RESULT]
+        return [PLAN, PACKED, REPORT, *([CONFIG] if config else []), RESULT]
 
     def write_report(
         self, path: Path, title: str, progress: Progress | None = None
@@ -290,83 +304,9 @@ class Outcome:
         write_report(path, self.plan, results=sections, title=title, progress=progress)
 
 
-def plan_summary(plan: Plan) -> dict[str, Any]:
-    """Return budget, totals, bits and what stays float."""
-    return {
-        "hash": plan.hash,
-        "budget": str(plan.budget),
-        "limits": dict(plan.budget.limits(plan.problem.costs)),
-        "totals": plan.totals,
-        "bytes_by_item": plan.bytes_by_item,
-        "float_bytes": plan.problem.costs["bytes"].reference,
-        "damage": plan.damage,
-        "gap": plan.gap,
-        "score": plan.score_name,
-        "method": plan.method,
-        "accounting": plan.accounting,
-        "allocation": plan.allocation.to_json(),
-        "measured": [
-            {"name": one.name, "divergence": one.divergence} for one in plan.measured
-        ],
-        "units": unit_rows(plan),
-        "target": None if plan.target is None else plan.target.name,
-        "no_speed_up": [asdict(one) for one in plan.no_speed_up],
-        "skipped": [asdict(one) for one in plan.graph.skipped],
-    }
-
-
-def unit_rows(plan: Plan) -> list[dict[str, Any]]:
-    """Return what there is to know about each unit and its bits."""
-    gamma, importance = plan.scores.gamma, plan.scores.importance
-    widths = {choice.weight for choice in plan.choices}
-    paper = plan.accounting == "paper"
-    rows = []
-    for i, unit in enumerate(plan.graph.units):
-        bits = plan.allocation[unit.name]
-        allowed = zip(plan.choices, plan.allowed[i], strict=True)
-        free = {choice.weight for choice, may in allowed if may}
-        row = {
-            "name": unit.name,
-            "kind": unit.kind,
-            "shape": list(unit.weight_shape),
-            "parameters": unit.weights,
-            "macs": unit.macs,
-            "block": unit.block,
-            "group": unit.group,
-            "gamma": None if gamma is None else float(gamma[i]),
-            "importance": None if importance is None else float(importance[i]),
-            "damage": float(plan.scores.damage[i, plan.columns[i]]),
-            "weight_bits": bits.weight,
-            "activation_bits": bits.activation,
-            # Its weight bits were fixed while those of others were chosen.
-            "pinned": len(free) == 1 and len(widths) > 1,
-            "bytes": paper_bytes(unit, bits) if paper else unit_bytes(unit, bits).total,
-        }
-        rows.append(row)
-    return rows
-
-
 def write_result(path: Path, data: Mapping[str, Any]) -> None:
     """Write everything measured, for other programs."""
     write_text(path, f"{json.dumps(data, indent=1, ensure_ascii=False)}\n")
-
-
-def read_bits(path: Path) -> Plan | Allocation:
-    """Read a plan, or an allocation alone: unit → bits.
-
-    Raises:
-        PlanError: The file is neither.
-    """
-    try:
-        data = read_json(path)
-        if isinstance(data, dict) and "format" not in data:
-            return Allocation.from_json(data)
-    except (ValueError, TypeError, AttributeError, PlanError) as error:
-        raise PlanError(
-            f"{path} is neither a plan nor an allocation: {error}. Give a file that "
-            "ompq plan wrote, or bits copied from a report"
-        ) from error
-    return Plan.load(path)
 
 
 @contextmanager
@@ -380,6 +320,7 @@ def whole_folder(folder: Path) -> Iterator[Path]:
         # The result is the last to appear: where it is, all the others are.
         for path in sorted(Path(work).iterdir(), key=lambda one: one.name == RESULT):
             path.replace(folder / path.name)
+        wait_for_all()
 
 
 @contextmanager
@@ -418,13 +359,16 @@ def _check_complete(bits: Allocation, made: Plan) -> None:
 
 def _accuracies(found: Evaluation, bits: Plan) -> list[Section]:
     """Return the float network and the quantized one, on the same images."""
-    if found.drop is None:
+    if found.top1 is None or found.drop is None:
         return []
     count, size = found.count, bits.problem.costs["bytes"].reference
     right = round((found.top1 + found.drop) * count)
     interval = wilson_interval(right, count)
     name, quantized = f"quantized, {bits.budget}", bits.totals["bytes"]
+    low, high = (100 * limit for limit in found.drop_interval)
+    drop = f"drop {100 * found.drop:.2f} points"
+    note = f"{drop} ({low:.2f} to {high:.2f}, paired, 95 %)"
     return [
         Accuracy("float", right / count, *interval, count, size),
-        Accuracy(name, found.top1, *found.interval, count, quantized),
+        Accuracy.of(name, found, quantized, note),
     ]

@@ -10,7 +10,7 @@ from ompq.allocation.relaxations import relaxation
 from ompq.allocation.search import minimum
 from ompq.costs import Budget, Cost, enough, readable
 from ompq.errors import InfeasibleBudgetError, PatternError, shortened
-from ompq.graph import Choice
+from ompq.units import Choice
 
 WORST = 5  # units named as standing in the way, besides pinned ones
 
@@ -21,11 +21,23 @@ def reachable(problem: Problem, cost: str) -> tuple[float, float]:
         raise ValueError(
             f"cost={cost!r} is unknown; the costs are {', '.join(problem.costs)}"
         )
-    table = problem.by_group(problem.costs[cost].table)
+    table = problem.costs[cost].table
+    if problem.costs[cost].memory is not None:
+        # Its table is that of one moment, at which most units have nothing to choose.
+        table = table + 1e-3 * np.array([c.activation for c in problem.choices])
+    table = problem.by_group(table)
     least = np.where(problem.group_allowed, table, np.inf).argmin(1)
     most = np.where(problem.group_allowed, table, -np.inf).argmax(1)
     total = problem.costs[cost].total
     return total(least[problem.group_of]), total(most[problem.group_of])
+
+
+def halfway(problem: Problem, cost: str) -> float:
+    """Return the mean of the least and the most that any allocation costs.
+
+    With the choices W4A4 and W8A8 it is HAWQ-V3's medium limit.
+    """
+    return sum(reachable(problem, cost)) / 2
 
 
 def check_budget(problem: Problem, budget: Budget | str) -> None:
@@ -80,10 +92,11 @@ def _infeasible(
     largest = reachable(problem, name)[1]
     texts = readable(problem.costs[name], limit, smallest, largest)
     units, described = _in_the_way(problem, name)
+    most = f"Most is taken by {described}. " if units else ""
     verdict = "cannot be met" if proved else "was not met within the search's limit"
     return InfeasibleBudgetError(
         f"a budget of {texts[0]} {verdict}{together}: allocations take from "
-        f"{texts[1]} to {texts[2]}. Most is taken by {described}. "
+        f"{texts[1]} to {texts[2]}. {most}"
         f"Raise it to {enough(problem.costs[name], smallest)} or more, allow fewer "
         "bits or remove pins",
         cost=name,
@@ -97,6 +110,8 @@ def _infeasible(
 def _in_the_way(problem: Problem, name: str) -> tuple[tuple[str, ...], str]:
     """Return the units that cost most at their least, and pins, most first."""
     cost = problem.costs[name]
+    if cost.memory is not None and cost.base is None:  # activations are no unit's own
+        return (), ""
     table = np.where(problem.group_allowed, problem.by_group(cost.table), np.inf)
     least: dict[int, float] = {}
     pinned: dict[int, str] = {}
@@ -209,13 +224,14 @@ def _options(
 ) -> tuple[Option, ...]:
     tables = {name: problem.by_group(problem.costs[name].table) for name in names}
     found = []
-    for column, choice in enumerate(problem.choices):
+    unit = problem.names[problem.members[group][0]]
+    for column in range(len(problem.choices)):
         changed = columns.copy()
         changed[group] = column
         over = (program.used(changed) - program.limits) / program.scales
         found.append(
             Option(
-                choice=choice,
+                choice=problem.chosen(unit, column),
                 damage=float(program.damage[group, column]),
                 costs={n: float(t[group, column]) for n, t in tables.items()},
                 over={n: float(o) for n, o in zip(names, over, strict=True) if o > 0},
@@ -248,11 +264,12 @@ def _best_exchange(
     if best is None:
         return None
     damage, column, other, target = best
+    own, unit = (problem.names[problem.members[g][0]] for g in (group, other))
     return Exchange(
-        choice=problem.choices[column],
-        unit=problem.names[problem.members[other][0]],
-        before=problem.choices[columns[other]],
-        after=problem.choices[target],
+        choice=problem.chosen(own, column),
+        unit=unit,
+        before=problem.chosen(unit, int(columns[other])),
+        after=problem.chosen(unit, target),
         damage=damage,
     )
 

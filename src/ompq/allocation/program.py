@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from functools import cached_property
 from math import floor, frexp, fsum
@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from ompq.costs import Cost
 from ompq.errors import PlanError, ScoreError, shortened
-from ompq.files import json_object, json_whole, read_json, write_text
-from ompq.graph import Choice
+from ompq.files import json_object, read_json, write_text
+from ompq.units import Choice, by_bits
 
 Floats = NDArray[np.float64]
 Flags = NDArray[np.bool_]
@@ -67,7 +67,6 @@ def least_allowed(table: Floats, allowed: Flags) -> Floats:
 
 LARGEST_DAMAGE = 1e300  # sums of more would overflow
 MOST_CHOICES = 256
-MOST_BITS = 64
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -88,10 +87,13 @@ class Allocation(Mapping[str, Choice]):
     gap: float = 0.0
 
     def __post_init__(self) -> None:
-        bits = {n: Choice(*map(index, choice)) for n, choice in self.bits.items()}
-        wrong = [f"{n} {choice}" for n, choice in bits.items() if min(choice) < 1]
-        if wrong:
-            raise ValueError(f"bits must be positive, not {shortened(wrong)}")
+        bits = {}
+        for name, (weight, activation, *rate) in self.bits.items():
+            found = Choice(index(weight), index(activation), *map(float, rate))
+            try:
+                bits[name] = found.checked()
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from error
         object.__setattr__(self, "bits", bits)
 
     def __getitem__(self, name: str) -> Choice:
@@ -108,13 +110,19 @@ class Allocation(Mapping[str, Choice]):
 
     def __repr__(self) -> str:
         values = list(self.bits.values())
-        counts = ", ".join(f"{values.count(c)} × {c}" for c in sorted(set(values)))
+        counts = ", ".join(f"{values.count(c)} × {c}" for c in by_bits(set(values)))
         gap = f"; within {self.gap:.2g} of the least damage" if self.gap else ""
         return f"Allocation({len(values)} units: {counts}{gap})"
 
-    def to_json(self) -> dict[str, dict[str, int]]:
-        """Return plain data: ``{"fc": {"weight": 4, "activation": 8}, ...}``."""
-        return {name: choice._asdict() for name, choice in self.bits.items()}
+    def to_json(self) -> dict[str, dict[str, float]]:
+        """Return plain data: ``{"fc": {"weight": 4, "activation": 8}, ...}``.
+
+        A coded unit has a ``rate``, too.
+        """
+        return {
+            name: dict(zip(Choice._fields, choice.to_json(), strict=False))
+            for name, choice in self.bits.items()
+        }
 
     @classmethod
     def from_json(cls, data: Any) -> "Allocation":
@@ -130,15 +138,13 @@ class Allocation(Mapping[str, Choice]):
             bits = {}
             for name, entry in entries.items():
                 given = json_object(entry, f"the bits of {name}")
-                if set(given) != {*Choice._fields}:
+                if {*given, "rate"} != {*Choice._fields}:
                     raise ValueError(
-                        f"the bits of {name} must be exactly weight and activation"
+                        f"the bits of {name} must be exactly weight and activation, "
+                        "and the rate of coded weights"
                     )
-                widths = (
-                    json_whole(given[field], f"{field} of {name}", 1, MOST_BITS)
-                    for field in Choice._fields
-                )
-                bits[name] = Choice(*widths)
+                numbers = [given[field] for field in Choice._fields if field in given]
+                bits[name] = Choice.from_json(numbers, f"the bits of {name}")
         except ValueError as error:
             raise PlanError(
                 f"the allocation is not valid: {error}. "
@@ -201,6 +207,8 @@ class Problem:
     allowed: Flags  # choices that each unit may get, (U, C)
     # Units with the same number share their choice, (U,).
     groups: NDArray[np.integer[Any]]
+    # Unit → bits of its input, where these are fixed whatever is chosen.
+    inputs: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._check_shapes()
@@ -303,19 +311,39 @@ class Problem:
 
     def allocation(self, columns: Columns) -> Allocation:
         """Return the allocation in which each group has its column, (groups,)."""
-        chosen = (self.choices[column] for column in columns[self.group_of])
-        return Allocation(dict(zip(self.names, chosen, strict=True)))
+        return self.unit_allocation(columns[self.group_of])
+
+    def unit_allocation(self, columns: NDArray[np.integer[Any]]) -> Allocation:
+        """Return the allocation in which each unit has its column, (U,)."""
+        pairs = zip(self.names, columns.tolist(), strict=True)
+        return Allocation({name: self.chosen(name, column) for name, column in pairs})
+
+    def chosen(self, name: str, column: int) -> Choice:
+        """Return what a unit gets by a column."""
+        return self.choices[column].with_input(self.inputs.get(name, 0))
 
     def columns(self, allocation: Mapping[str, Choice]) -> Columns:
         """Return the column of each unit, (U,)."""
-        column_of = {choice: column for column, choice in enumerate(self.choices)}
-        wrong = [n for n in self.names if allocation.get(n) not in column_of]
+        found = [self._column(name, allocation.get(name)) for name in self.names]
+        wrong = [n for n, c in zip(self.names, found, strict=True) if c is None]
         if wrong:
             raise PlanError(
                 f"the allocation's bits for {shortened(wrong)} are not among the "
                 f"{len(self.choices)} choices; it may belong to another plan"
             )
-        return np.array([column_of[allocation[n]] for n in self.names], dtype=np.intp)
+        return np.array(found, dtype=np.intp)
+
+    def _column(self, name: str, choice: Choice | None) -> int | None:
+        if name not in self.inputs:
+            return self._column_of.get(choice)
+        # Several columns may be the same to it: one that it may get.
+        row = self.allowed[self.names.index(name)]
+        same = [c for c in range(len(row)) if self.chosen(name, c) == choice]
+        return next((c for c in same if row[c]), next(iter(same), None))
+
+    @cached_property
+    def _column_of(self) -> dict[Choice | None, int]:
+        return {choice: column for column, choice in enumerate(self.choices)}
 
     def total(self, cost: str, allocation: Mapping[str, Choice]) -> float:
         """Return what an allocation costs, its constant included."""

@@ -7,19 +7,21 @@ from typing import Literal, get_args
 
 import numpy as np
 
+from ompq.allocation.evolution import evolved
 from ompq.allocation.explanation import (
     Explanation,
     check_budget,
     check_each,
     conflict,
     explain,
+    halfway,
     reachable,
 )
 from ompq.allocation.program import Allocation, Problem, Program
 from ompq.allocation.relaxations import floor_or_ceiling, relaxation, rounded
 from ompq.allocation.search import NODES, Optimum, minimum
-from ompq.costs import Budget
-from ompq.samples import Progress
+from ompq.costs import Budget, Cost
+from ompq.stages import Progress
 
 __all__ = [
     "METHODS",
@@ -32,13 +34,17 @@ __all__ = [
     "allocate",
     "check_budget",
     "explain",
+    "halfway",
     "pareto",
     "reachable",
 ]
 
-Method = Literal["exact", "relax-round", "relax-dfs"]
+Method = Literal["exact", "relax", "relax-round", "relax-dfs", "genetic"]
 METHODS: tuple[str, ...] = get_args(Method)
 
+# The paper searches depth-first for small networks, such as ResNet-18, and rounds for
+# large ones: those with more decisions than this, such as MobileNetV2 and ResNet-50.
+DEPTH_FIRST = 32
 CURVE_GAP = 1e-5  # of a point of a curve: far less than a line's width
 
 
@@ -53,7 +59,7 @@ class ParetoPoint:
 
 
 def allocate(
-    problem: Problem, budget: Budget | str, *, method: Method = "exact"
+    problem: Problem, budget: Budget | str, *, method: Method = "exact", seed: int = 0
 ) -> Allocation:
     """Return the allocation of least damage that keeps to a budget.
 
@@ -62,8 +68,11 @@ def allocate(
     Args:
         method: ``exact``; or the paper's ways, which keep to the budget too:
             ``relax-round`` rounds the linear relaxation, ``relax-dfs`` searches its
-            floors and ceilings. Where these find nothing within budgets that pull in
-            opposite directions, the exact allocation is returned.
+            floors and ceilings, ``relax`` does the one for large networks and the other
+            for small ones; or BRECQ's ``genetic`` search. Where these find nothing
+            within budgets that pull in opposite directions, the exact allocation is
+            returned.
+        seed: Of the genetic search.
 
     Raises:
         BudgetError: The budget cannot be read, or limits a cost that is not there.
@@ -90,7 +99,7 @@ def allocate(
         raise ValueError(f"method={method!r} is unknown; use one of {known}")
     limits = Budget.of(budget).limits(problem.costs)
     check_each(problem, limits)
-    allocation = _within(problem, limits, method)
+    allocation = _within(problem, limits, method, seed=seed)
     if allocation is None:
         raise conflict(problem, limits)
     return allocation
@@ -101,33 +110,72 @@ def _within(
     limits: Mapping[str, float],
     method: Method = "exact",
     *,
+    seed: int = 0,
     quickly: bool = False,
 ) -> Allocation | None:
-    """Return the best allocation whose totals keep to the limits."""
+    """Return the best allocation whose totals keep to the limits.
+
+    Memory is limited at every moment, but few moments matter: those that an allocation
+    exceeds are added, until none is.
+    """
     nodes, enough = (0, CURVE_GAP) if quickly else (NODES, 0.0)
+    problem, limits = _with_moments(problem, limits)
+    rows = {n: m for n, m in limits.items() if problem.costs[n].memory is None}
     # Costs that are not short decimals are rounded to steps. Begin with the room that
     # this may take away, and take it back where it was used.
-    exact = all(problem.costs[name].scale is not None for name in limits)
+    exact = all(problem.costs[name].scale is not None for name in rows)
     for slack in (0.0,) if exact else (0.5, 0.0, -0.5):
-        program = problem.program(limits, slack)
-        found = _rough(program, method) or minimum(program, nodes=nodes, enough=enough)
+        program = problem.program(rows, slack)
+        found = _rough(program, method, seed)
+        found = found or minimum(program, nodes=nodes, enough=enough)
         if found.columns is None:
             if found.gap > 0:
-                raise conflict(problem, limits, proved=False)
+                raise conflict(problem, rows, proved=False)
             return None
         allocation = replace(problem.allocation(found.columns), gap=found.gap)
-        if all(problem.total(name, allocation) <= limits[name] for name in limits):
-            return allocation
+        if all(problem.total(name, allocation) <= rows[name] for name in rows):
+            more = _with_moments(problem, limits, allocation)
+            if len(more[1]) == len(limits):
+                return allocation
+            return _within(*more, method, seed=seed, quickly=quickly)
     return None
 
 
-def _rough(program: Program, method: Method) -> Optimum | None:
-    """Solve by one of the paper's methods, if that is asked for and finds something."""
+def _with_moments(
+    problem: Problem, limits: Mapping[str, float], given: Allocation | None = None
+) -> tuple[Problem, Mapping[str, float]]:
+    """Return the problem with a cost, and a limit, for one more moment of memory.
+
+    That is the first, or the one at which a given allocation takes most, if that is
+    more than the limit.
+    """
+    costs, found = dict(problem.costs), dict(limits)
+    for name, limit in limits.items():
+        cost, moment = problem.costs[name], None
+        if cost.memory is None:
+            continue
+        if given is not None:
+            columns = problem.columns(given)
+            if cost.total(columns) <= limit:
+                continue
+            moment = cost.memory.peak(columns)[1]
+        row = Cost.of_memory(name, cost.memory, cost.base, moment)
+        costs[f"{name} {moment}"] = replace(row, memory=None)
+        found[f"{name} {moment}"] = limit
+    return (problem if found == limits else replace(problem, costs=costs)), found
+
+
+def _rough(program: Program, method: Method, seed: int) -> Optimum | None:
+    """Solve by a published method, if that is asked for and finds something."""
     columns = None
+    if method == "relax":
+        method = "relax-dfs" if len(program.damage) <= DEPTH_FIRST else "relax-round"
     if method == "relax-round":
         columns = rounded(program)
     elif method == "relax-dfs":
         columns = minimum(floor_or_ceiling(program)).columns
+    elif method == "genetic":
+        columns = evolved(program, seed=seed)
     if columns is None:
         return None
     shares = relaxation(program).shares

@@ -3,20 +3,20 @@
 import shutil
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
 import torch
 from rich.console import RenderableType
-from torch import Tensor
 
 from ompq.cli.console import Console, View, muted, opened, render
 from ompq.cli.options import (
     OutputOptions,
     argument,
     check_writable,
+    flag,
     number,
     one_of,
     option,
@@ -40,9 +40,10 @@ from ompq.onnx.inspection import (
     time_files,
     without_gain,
 )
-from ompq.onnx.model import float_model
-from ompq.packing import Account, inspect_file, load
+from ompq.onnx.traced import float_model
+from ompq.packing import Account, add_onnx, inspect_file, load
 from ompq.packing.format import read_contents
+from ompq.samples import Samples
 from ompq.workflow import ONNX, PACKED, RESULT
 
 _FORMATS = ("onnx", "packed")
@@ -56,6 +57,9 @@ class ExportOptions:
         f"The file to write. Default: {ONNX} in the folder."
     )
     format: str = one_of(_FORMATS[0], _FORMATS, "what to write. Default: onnx.")
+    with_graph: bool = flag(
+        "With --format packed: add the ONNX file, for ompq unpack.", "--with-graph"
+    )
     network: str | None = option(
         None, "NETWORK", "The network, if the packed file has no name."
     )
@@ -67,6 +71,8 @@ class ExportOptions:
 
     def target(self, packed: Path) -> Path:
         """Return the file to write."""
+        if self.with_graph and self.format != "packed":
+            raise ValueError("--with-graph writes a packed file: give --format packed")
         if self.file is not None:
             return self.file
         if self.format == "packed":
@@ -89,7 +95,9 @@ def export(
       ompq export out/
       ompq export out/ --data images/ --samples 500 -o net.onnx
       ompq export out/network.ompq.safetensors --format packed -o net.safetensors
+      ompq export out/ --format packed --with-graph -o net.ompq.safetensors
 
+    With its graph, a packed file is all that ompq unpack needs to write the ONNX file.
     The bits of each layer, for other tools, are in plan.json under "allocation".
     """
     with opened(output) as console:
@@ -101,7 +109,7 @@ def export(
             )
         file = options.target(packed)
         check_writable(file)
-        if options.format == "packed":
+        if options.format == "packed" and not options.with_graph:
             account = inspect_file(packed)  # a broken file should not be handed on
             with replacing(file) as temporary:
                 shutil.copyfile(packed, temporary)
@@ -116,17 +124,21 @@ def export(
             model = load_model(name, "none")  # only the structure is used
             network = load(packed, model.module)
         samples, data = _inputs(model, source, options, console)
-        with console.stage("exporting and verifying"):
-            result = export_onnx(
-                network, file, samples, opset=options.opset, network=name
-            )
         about = {"network": name, "data": data, "packed_bytes": packed.stat().st_size}
-        render(export_view(result, about), console)
+        with console.stage("exporting and verifying"), TemporaryDirectory() as work:
+            onnx = Path(work, ONNX) if options.with_graph else file
+            result = export_onnx(
+                network, onnx, samples, opset=options.opset, network=name
+            )
+            if options.with_graph:
+                about["graph_bytes"] = add_onnx(packed, onnx, file)
+                about["packed_bytes"] = file.stat().st_size
+        render(export_view(replace(result, path=file), about), console)
 
 
 def _inputs(
     model: NamedModel, source: Path, options: ExportOptions, console: Console
-) -> tuple[Tensor, str]:
+) -> tuple[Samples, str]:
     """Return the inputs to verify with, and the name of their source."""
     name = options.data
     if name is None and (source / RESULT).is_file():
@@ -141,18 +153,23 @@ def export_view(result: ExportResult, about: Mapping[str, Any]) -> View:
     containers = Counter(f"{w.bits} bits as {w.container}" for w in result.weights)
     size, packed = in_bytes(result.bytes), in_bytes(about["packed_bytes"])
     file = f"{result.path}: {size}, opset {result.opset}; packed it takes {packed}"
+    if "graph_bytes" in about:
+        graph = in_bytes(about["graph_bytes"])
+        file = f"{result.path}: {packed}, {graph} of it the graph; unpacked {size}"
     rows = [
         ("network", str(about["network"])),
         ("file", file),
         ("layers", ", ".join(f"{n} × {key}" for key, n in sorted(containers.items()))),
         ("verified", f"{result.runtime} on {about['data']}"),
-        ("PyTorch", str(result.simulated)),
-        ("integers", str(result.engine))
-        if result.engine
-        else ("", "activations are float: smaller, not faster"),
+        ("PyTorch", f"{result.simulated}; the limit is {result.limit:.1e}"),
+        ("integers", str(result.engine or f"not all of it: {result.reason}")),
     ]
+    if result.floats:
+        counts = (f"{n} × {kind}" for kind, n in result.floats.items())
+        rows.append(("float", ", ".join(counts)))
     data = {**about, **asdict(result), "path": str(result.path)}
-    line = f"{result.path}: {size}, {result.simulated}"
+    written = packed if "graph_bytes" in about else size
+    line = f"{result.path}: {written}, {result.simulated}"
     return View(data, line, lambda _width: [facts(rows)])
 
 
@@ -205,8 +222,11 @@ def onnx_view(account: OnnxAccount) -> View:
 def packed_view(file: Path, account: Account) -> View:
     """Return what a packed file takes, next to its plan."""
     about, planned = account.about, account.planned_bytes
-    kept = "within" if account.file_bytes <= planned else "more than"
-    size = f"{in_bytes(account.file_bytes)}, {kept} the plan's {in_bytes(planned)}"
+    graph = account.items.get("graph", 0)
+    kept = "within" if account.file_bytes - graph <= planned else "more than"
+    carried = f"; besides, {in_bytes(graph)} of an ONNX graph" if graph else ""
+    size = f"{in_bytes(account.file_bytes - graph)}, {kept} the plan's "
+    size += f"{in_bytes(planned)}{carried}"
     versions = [f"{name} {number}" for name, number in about["versions"].items()]
     rows = [("network", about["network"] or "not named"), ("by", ", ".join(versions))]
     if (plan := about["plan"]) is not None:
@@ -234,6 +254,12 @@ def _unit_table(account: Account, width: int) -> RenderableType:
         Column("biases", [in_bytes(row.biases) for row in rows], rank=2),
         Column("all", [in_bytes(row.total) for row in rows]),
     ]
+    if any(one.coded for one in units):
+        rates = [
+            f"{8 * one.bytes.weights / one.unit.weights:.2f}" if one.coded else ""
+            for one in units
+        ]
+        columns.insert(3, Column("coded", rates, rank=2))
     return fitted(columns, width)
 
 

@@ -16,8 +16,9 @@ import typer
 from rich.console import Console
 from typer.core import TyperCommand, TyperGroup
 
-from ompq.errors import OmpqError
+from ompq.errors import OmpqError, ProcessError
 from ompq.files import library_version
+from ompq.processes import distributed
 
 _LONGEST = 200  # characters of a file's name in an error
 
@@ -34,7 +35,12 @@ class Command(NamedTuple):
         spread = import_module("ompq.cli.options").spread
         function = getattr(import_module(f"ompq.cli.{self.module}"), name)
         alone = typer.Typer(add_completion=False, rich_markup_mode="rich")
-        alone.command(name, help=_flowing(function.__doc__))(spread(function))
+        # What follows the file of ompq run is for the command that the file names.
+        settings = {"ignore_unknown_options": name == "run"}
+        add = alone.command(
+            name, help=_flowing(function.__doc__), context_settings=settings
+        )
+        add(spread(function))
         return typer.main.get_command(alone)
 
 
@@ -65,14 +71,23 @@ _GROUPS = {
         "train": "Plan, quantize, train on labelled images, evaluate and save.",
         "evaluate": "Measure a network's accuracy, with an interval.",
     },
+    ("Quantize", "options"): {
+        "run": "Run a command whose options are in a TOML file.",
+    },
     ("Quantize", "artifacts"): {
         "export": "Export a quantized network to ONNX, verified.",
+    },
+    ("Quantize", "delivery"): {
+        "unpack": "Write the ONNX file that a packed network carries, without PyTorch.",
     },
     ("Inspect", "saved_plans"): {
         "explain": "Explain why a layer got its bits.",
         "pareto": "Show damage against size, step by step.",
         "compare": "Compare plans or results: size, damage, accuracy, bits.",
         "report": "Write a plan as one HTML page that works offline.",
+    },
+    ("Inspect", "experiments"): {
+        "reproduce": "Run a table or a figure of the paper, rivals included.",
     },
     ("Inspect", "artifacts"): {
         "inspect": "List what a packed network or ONNX file takes on disk.",
@@ -130,7 +145,10 @@ class _Commands(TyperGroup):
             if "--debug" in (sys.argv if typed is None else typed):
                 traceback.print_exception(error)
             text, code = explained(error)
-            _say(f"error: {text}", style="red")
+            process = os.environ.get("RANK", "0")  # as a launcher numbers them
+            where = "" if process == "0" else f"in process {process}: "
+            if not isinstance(error, ProcessError):  # the other one tells
+                _say(f"error: {where}{text}", style="red")
         sys.exit(code if isinstance(code, int) else 0)
 
 
@@ -214,6 +232,8 @@ def ompq(
     if ctx.invoked_subcommand is None:
         typer.echo(ctx.get_help())
     keep_freed_memory()
+    if ctx.invoked_subcommand != "train":  # which shares out its work by Accelerate
+        ctx.with_resource(distributed())
 
 
 # As malloc.h of the GNU C library numbers them.

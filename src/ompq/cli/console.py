@@ -8,24 +8,24 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, redirect_stdout, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from io import StringIO
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, TextIO
 
 from rich import progress as bars
-from rich.console import Console as RichConsole
-from rich.console import RenderableType
+from rich.console import Console as RichConsole, RenderableType
 from rich.table import Column
 from rich.text import Text
 
 from ompq.cli.options import OutputOptions
+from ompq.processes import is_main
 
 if TYPE_CHECKING:  # these bring PyTorch, which errors need not wait for
-    from ompq.samples import Progress
-    from ompq.workflow import Stages
+    from ompq.stages import Progress, Stages
 
-_LINE_SECONDS = 30.0  # how often progress is printed where there is no terminal
+_LINE_SECONDS = 10.0  # how often progress is printed where there is no terminal
 _LOGGER = logging.getLogger("ompq")
 _UNBOUNDED = 10_000  # columns of a pipe: whoever reads it cuts lines, or does not
 
@@ -51,7 +51,7 @@ class Console:
     @cached_property
     def stages(self) -> "Stages":
         """The stages of the command: shown on stderr, and timed."""
-        from ompq.workflow import Stages, silent
+        from ompq.stages import Stages, silent
 
         if self.quiet:
             return Stages(silent)
@@ -124,6 +124,8 @@ def opened(options: OutputOptions) -> Iterator[Console]:
             json=options.json,
             quiet=options.quiet,
         )
+        if not is_main():  # one process tells what all do
+            console = replace(console, out=RichConsole(file=StringIO()), quiet=True)
         with _logging(console, debug=options.debug):
             yield console
 
@@ -219,7 +221,7 @@ def _bar(console: RichConsole, name: str) -> "Iterator[Progress]":
 
 @contextmanager
 def _lines(console: RichConsole, name: str) -> "Iterator[Progress]":
-    """Report progress in lines, for logs: one every half minute."""
+    """Report progress in lines, for logs: one every ten seconds."""
     last = perf_counter()
     estimate = _estimator()
 

@@ -12,8 +12,7 @@ import typer
 from torch import nn
 
 from ompq.allocation.solver import Budget, Problem, reachable
-from ompq.audits import Audit, AuditConfig
-from ompq.audits import audit as measure_scores
+from ompq.audits import Audit, AuditConfig, audit as measure_scores
 from ompq.cli.console import Console, View, muted, opened, render, say
 from ompq.cli.options import (
     BudgetOption,
@@ -48,11 +47,11 @@ from ompq.cli.views import (
 )
 from ompq.costs import FLOAT_BITS, cost_tables, digits, in_bytes
 from ompq.datasets.sources import load_data
-from ompq.graph import Choice, trace
-from ompq.plans import PlanConfig, choice_table, make_problem
+from ompq.graph import Choice, find_units, live_tensors, observe
+from ompq.plans import PlanConfig, choice_table, make_problem, planned_graph
 from ompq.reconstruction_score import SCORES
 from ompq.report import audit_sections, write_report
-from ompq.samples import SamplesLike
+from ompq.samples import Samples, SamplesLike, batch_values
 from ompq.scores import score_name
 from ompq.userfiles import suggestion
 from ompq.workflow import PLAN_SAMPLES, REPORT, Workflow, whole_folder, write_result
@@ -164,10 +163,16 @@ def shape_problem(
     model: nn.Module, samples: SamplesLike, config: PlanConfig
 ) -> Problem:
     """Return the integer program of a network without any score."""
-    graph = trace(model, samples, tie=config.tie).tie(config.tied)
+    recording, one = observe(model, samples), Samples.of(samples).first_batch(1)
+    graph = planned_graph(find_units(model, recording, tie=config.tie), config)
     choices, allowed = choice_table(graph, config)
-    counted, latency = config.accounting, config.latency
-    costs = cost_tables(graph, choices, accounting=counted, latency=latency)
+    costs = cost_tables(
+        graph,
+        choices,
+        accounting=config.accounting,
+        latency=config.latency,
+        activations=live_tensors(recording, graph, batch_values(one)),
+    )
     nothing = np.zeros((len(graph), len(choices)))
     return make_problem(graph, choices, nothing, allowed, costs)
 
@@ -186,7 +191,8 @@ def budget_view(network: str, problem: Problem) -> View:
     ends = [row for row in (rows[0], rows[-1]) if {**row, "mark": ""} not in costs]
     lines = sorted([*rows[1:-1], *ends], key=lambda row: row["bytes"])
     marks = Column("", [row["mark"] for row in lines], "left")
-    columns = [marks, *cost_columns(lines)]
+    alive = Column("activations", [in_bytes(r["activation_bytes"]) for r in lines])
+    columns = [marks, *cost_columns(lines), alive]
     if "milliseconds" in rows[0]:
         cells = [as_budget(row["milliseconds"], "ms") for row in lines]
         columns.append(Column("latency", cells))
@@ -217,15 +223,11 @@ def budget_rows(problem: Problem) -> list[dict[str, Any]]:
 
 def _uniform(problem: Problem, wanted: Choice) -> dict[str, float]:
     """Return the costs when each unit gets one choice, or the nearest allowed."""
-    weight, activation = np.abs(np.array(problem.choices) - np.array(wanted)).T
-    distance = 64 * weight + activation
-    far = np.iinfo(np.int64).max
-    columns = np.where(problem.allowed, distance, far).argmin(axis=1)
-    rows = np.arange(len(columns))
-    return {
-        name: cost.constant + float(cost.table[rows, columns].sum())
-        for name, cost in problem.costs.items()
-    }
+    kinds = np.array([(c.rate > 0, c.bits, c.activation) for c in problem.choices])
+    one = np.array((wanted.rate > 0, wanted.bits, wanted.activation))
+    distance = np.abs(kinds - one) @ (4096, 64, 1)
+    columns = np.where(problem.allowed, distance, np.inf).argmin(axis=1)
+    return {name: cost.total(columns) for name, cost in problem.costs.items()}
 
 
 def scores(output: OutputOptions) -> None:

@@ -5,8 +5,11 @@ options; :func:`spread` turns them into the flat arguments that Typer wants.
 """
 
 import inspect
+import json
 import os
-from collections.abc import Callable, Iterable
+import tomllib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextvars import ContextVar
 from copy import copy
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from functools import wraps
@@ -38,6 +41,7 @@ def spread(function: Callable[..., None]) -> Callable[..., None]:
 
     @wraps(function)
     def run(**values: Any) -> None:
+        _TYPED.set({"command": function.__name__, **_typed(parameters, values)})
         for name, group in groups.items():
             own = {one.name: values.pop(one.name) for one in fields(group)}
             values[name] = group(**own)
@@ -46,6 +50,83 @@ def spread(function: Callable[..., None]) -> Callable[..., None]:
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {one.name: one.annotation for one in parameters}
     return run
+
+
+# What the command at work was given, by the names of its options.
+_TYPED: ContextVar[dict[str, Any]] = ContextVar("typed")
+# What does not say what is done, and would be in the way when it is done again.
+_FLEETING = ("json", "quiet", "debug", "resume", "overwrite")
+
+
+def _typed(
+    parameters: Sequence[inspect.Parameter], values: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the values that differ from their defaults, by the options' names."""
+    found = {}
+    for one in parameters:
+        info, value = one.annotation.__metadata__[0], values[one.name]
+        if value is None or value == one.default or one.name in _FLEETING:
+            continue
+        # Typer takes the first name for a default until it reads the annotation.
+        declared = [info.default, *(info.param_decls or ())]
+        names = [n for n in declared if isinstance(n, str) and n.startswith("--")]
+        key = (names or [one.name.replace("_", "-")])[0].removeprefix("--")
+        found[key] = value
+    return found
+
+
+def typed_toml() -> str:
+    """Return what the command at work was given as TOML, for ``ompq run``."""
+    rows = ["# ompq run config.toml repeats this run; options after it override it."]
+    for key, value in _TYPED.get({}).items():
+        plain = value if isinstance(value, bool | int | float | list) else str(value)
+        rows.append(f"{key} = {json.dumps(plain, ensure_ascii=False)}")
+    return "\n".join(rows) + "\n"
+
+
+def run(
+    file: Annotated[
+        Path,
+        typer.Argument(metavar="CONFIG", help="A TOML file.", show_default=False),
+    ],
+    more: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="OPTIONS", help="Override it: -o again/.", show_default=False
+        ),
+    ] = None,
+) -> None:
+    """Run a command whose options are in a TOML file.
+
+    Examples:
+      ompq run out/config.toml --overwrite
+      ompq run config.toml --budget 3.5MiB -o smaller/
+
+    Every run of ompq quantize and ompq train leaves such a file, config.toml, beside
+    its results: the command and its options by name. Paths are relative to where ompq
+    is started.
+    """
+    from ompq.cli.commands import COMMANDS
+
+    try:
+        given = tomllib.loads(file.read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ValueError(f"{file} is not TOML: {error}") from error
+    name = given.pop("command", None)
+    if name not in COMMANDS or name == "run":
+        raise ValueError(
+            f'{file} must name its command, for example command = "quantize"'
+            + (f"; there is no {name}" if name else "")
+        )
+    command = COMMANDS[name].load(name)
+    places = [one.name for one in command.params if one.param_type_name == "argument"]
+    words = [str(given.pop(place)) for place in places if place in given]
+    for key, value in given.items():
+        for one in value if isinstance(value, list) else [value]:
+            if one is not False:
+                words += [f"--{key}"] if one is True else [f"--{key}", str(one)]
+    with command.make_context(f"ompq {name}", [*words, *(more or [])]) as context:
+        command.invoke(context)
 
 
 def _parameters(group: Any) -> list[inspect.Parameter]:
@@ -121,7 +202,10 @@ def one_of(default: Any, known: Iterable[str], text: str) -> Any:
     return option(default, "NAME", text, callback=check, autocompletion=complete)
 
 
-BUDGET = "4.0MiB, 4.2MB, 12.5%, 3.2bits, 75GBOPs, 8ms; join several with commas"
+BUDGET = (
+    "4.0MiB, 4.2MB, 12.5%, 3.2bits, 75GBOPs, 8ms, activations:512KiB, total:2MiB; "
+    "join several with commas"
+)
 BudgetOption = Annotated[
     str, typer.Option(metavar="BUDGET", help=f"The limit: {BUDGET}.")
 ]

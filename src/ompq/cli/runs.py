@@ -6,9 +6,11 @@ import shlex
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
+from math import nan
 from pathlib import Path
+from shutil import rmtree
 from typing import Any, ClassVar
 
 import torch
@@ -27,6 +29,7 @@ from ompq.cli.options import (
     one_of,
     option,
     output_path,
+    typed_toml,
 )
 from ompq.cli.settings import (
     NetworkOptions,
@@ -36,28 +39,55 @@ from ompq.cli.settings import (
     read_samples,
     sample_count,
 )
-from ompq.cli.views import accuracy_text, facts, time_line, totals, used, warning
-from ompq.costs import digits
+from ompq.cli.views import (
+    facts,
+    quality_rows,
+    quality_text,
+    time_line,
+    totals,
+    used,
+    warning,
+)
+from ompq.costs import digits, in_bytes
 from ompq.datasets.images import image_views
 from ompq.datasets.sources import Data
 from ompq.datasets.training_sets import training_data
-from ompq.errors import BudgetError, PlanError
-from ompq.evaluation import Evaluation
-from ompq.evaluation import evaluate as measure
+from ompq.errors import BudgetError, DataError, PlanError
+from ompq.evaluation import Evaluation, Metric, evaluate as measure
+from ompq.files import locked_folder
+from ompq.goals import Goal, Smallest, SmallestConfig, smallest
 from ompq.integer.engine import IntegerNetwork
 from ompq.models import NamedModel
 from ompq.packing import load, save
-from ompq.plans import Plan
-from ompq.quantization import BlockError, quantization_of
+from ompq.plans import Plan, read_bits
+from ompq.quantization import (
+    QUANTIZE_PROTOCOLS,
+    BlockError,
+    QuantizeConfig,
+    quantization_of,
+)
 from ompq.reconstruction import ReconstructConfig
 from ompq.reconstruction.rounding import RoundingConfig
+from ompq.report import Remark
 from ompq.samples import model_device
 from ompq.training import train as learn
 from ompq.training.batches import TrainingData, checked_length
 from ompq.training.config import TRAIN_PROTOCOLS, TrainConfig
 from ompq.training.run import check_installed
-from ompq.userfiles import suggestion
-from ompq.workflow import PLAN, Outcome, Workflow, made_folder, read_bits
+from ompq.userfiles import is_user_function, suggestion, user_function
+from ompq.workflow import (
+    ANYTHING,
+    CONFIG,
+    ONNX,
+    PACKED,
+    PLAN,
+    REPORT,
+    RESULT,
+    Outcome,
+    Workflow,
+    learning_config,
+    made_folder,
+)
 
 CALIBRATION = 1024
 _ENGINES = ("simulated", "integer")
@@ -89,19 +119,42 @@ class RunOptions:
         "copies. 8 to 16 help with fewer than 200 images.",
     )
     iterations: int | None = number(
-        None, "Learning steps per block.", RoundingConfig.iterations
+        None,
+        "Learning steps per block.",
+        f"{RoundingConfig.iterations}, or the protocol's",
     )
     no_reconstruct: bool = flag("Round to nearest; learn nothing.", "--no-reconstruct")
     eval_data: str | None = option(
         None, "SOURCE", "Labelled images to measure accuracy on, as for ompq evaluate."
     )
     limit: int | None = number(None, _LIMIT)
+    metric: str | None = option(
+        None,
+        "FUNCTION",
+        "FILE.py:FUNCTION: called with what the network returns and the targets of "
+        "--eval-data, a batch at a time, it returns one number; more is better.",
+    )
+    measure_layers: int = option(
+        0,
+        "NUMBER",
+        "Measure what so many layers with most expected damage do, alone and left "
+        "out, for the report. Default: 0.",
+        min=0,
+    )
     resume: bool = flag("Continue a run that was stopped.", "--resume")
+    overwrite: bool = flag(
+        "Replace what an earlier run left in the folder.", "--overwrite"
+    )
 
     @property
     def checkpoint(self) -> Path:
         """Where a stopped reconstruction continues from."""
         return self.folder / "checkpoint.safetensors"
+
+    @property
+    def search(self) -> Path:
+        """Where a stopped search for the smallest network continues from: a folder."""
+        return self.folder / "search"
 
     @property
     def training(self) -> Path:
@@ -116,15 +169,17 @@ class RunOptions:
     @property
     def started(self) -> Path | None:
         """What there is of a run that was stopped."""
-        kept = (self.training, self.start, self.checkpoint)
+        kept = (self.training, self.start, self.checkpoint, self.search)
         return next((path for path in kept if path.exists()), None)
 
-    @property
-    def steps(self) -> int:
-        """Learning steps per block."""
-        return (
-            0 if self.no_reconstruct else self.iterations or RoundingConfig.iterations
-        )
+    def reconstruction(
+        self, inputs: Data, protocol: str | None
+    ) -> ReconstructConfig | None:
+        """Return how the rounding is learned; None if it is not."""
+        if self.no_reconstruct:
+            return None
+        name, seed = inputs.model.name, inputs.seed
+        return learning_config(protocol, name, iterations=self.iterations, seed=seed)
 
     def calibration_count(self, inputs: Data) -> int:
         """Return how many inputs calibrate."""
@@ -137,14 +192,37 @@ class RunOptions:
             raise ValueError(
                 f"--plan already decides the bits; leave out {', '.join(deciding)}"
             )
+        if self.resume and self.overwrite:
+            raise ValueError("--resume and --overwrite contradict each other; give one")
         if self.no_reconstruct and self.iterations is not None:
             raise ValueError(
                 "--no-reconstruct and --iterations contradict each other; give one"
             )
 
+    def metrics(self) -> dict[str, Metric]:
+        """Return the user's own metric, by the name of its function."""
+        return user_metrics(self.metric)
+
     def check_unfinished(self) -> None:
         """Make sure that a stopped run is continued only if that is wanted."""
+        if self.overwrite:
+            return
+        if not self.resume and (self.folder / RESULT).exists():
+            raise ValueError(
+                f"{self.folder} holds a finished run; add --overwrite to replace it, "
+                "or name another folder"
+            )
         check_resumed(self.started, "run", resume=self.resume)
+
+    def clear(self, *kept: Path | None) -> None:
+        """Remove what an earlier run left, if that is wanted, except what is used."""
+        used = {path.resolve() for path in kept if path is not None}
+        files = (PLAN, PACKED, ONNX, REPORT, RESULT, CONFIG)
+        for path in (*map(self.folder.joinpath, files), self.checkpoint, self.start):
+            if self.overwrite and path.resolve() not in used:
+                path.unlink(missing_ok=True)
+        for folder in (self.training, self.search) if self.overwrite else ():
+            rmtree(folder, ignore_errors=True)
 
     def check_budget(self, plan: Plan, begun: Path) -> None:
         """Make sure that the budget typed, if any, is that of the bits in ``begun``."""
@@ -155,26 +233,112 @@ class RunOptions:
                 "give that budget, or start again in another folder"
             )
 
-    def bits_source(self) -> Plan | Allocation | Budget:
+    def bits_source(self, goal: Goal | None = None) -> Plan | Allocation | Budget:
         """Return what decides on the bits: a plan, bits, or a budget to plan for."""
         self.check_unfinished()
+        if goal is not None:
+            return Budget.of(ANYTHING)
         if self.plan is not None:
             return read_bits(self.plan)
-        if self.started:
+        if self.started and not self.overwrite:
             plan = Plan.load(self.folder / PLAN)
             self.check_budget(plan, self.folder)
             return plan
         if self.budget is None:
-            raise BudgetError("no budget: give --budget, for example 4.0MiB, or --plan")
+            raise BudgetError(
+                "no budget: give --budget, for example 4.0MiB, or --plan, or what must "
+                "be kept, for example --min-agreement 99%"
+            )
         return Budget.of(self.budget)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GoalOptions:
+    """What the network must keep, instead of a budget."""
+
+    PANEL: ClassVar[str] = "Smallest network that keeps"
+
+    max_drop: float | None = option(
+        None,
+        "POINTS",
+        "Find the smallest network that loses at most so many points of top-1 on "
+        "--eval-data.",
+    )
+    min_agreement: str | None = option(
+        None,
+        "SHARE",
+        "Find the smallest network with at least this share of the float network's "
+        "answers: 99%. Needs no labels.",
+    )
+    max_divergence: float | None = option(
+        None,
+        "NATS",
+        "Find the smallest network within this mean KL divergence from the float "
+        "one: 0.05. Needs no labels.",
+    )
+
+    def goal(self, metrics: Mapping[str, Metric]) -> Goal | None:
+        """Return what must be kept, if anything was given."""
+        if all(value is None for value in vars(self).values()):
+            return None
+        agreement = self.min_agreement and _share(self.min_agreement)
+        return Goal(
+            metric=next(iter(metrics.values()), None),
+            max_drop=self.max_drop,
+            min_agreement=agreement or None,
+            max_divergence=self.max_divergence,
+        )
+
+    def check(self, run: RunOptions) -> None:
+        """Refuse a goal beside something else that decides the size."""
+        decided = [o for o, v in (("--budget", run.budget), ("--plan", run.plan)) if v]
+        goal = self.goal({})
+        if goal is None:
+            return
+        if decided:
+            raise ValueError(
+                f"{decided[0]} and a goal ({goal}) both decide the size; give one"
+            )
+        if self.max_drop is not None and run.eval_data is None:
+            raise ValueError("--max-drop needs labelled images: give --eval-data")
+
+
+def user_metrics(name: str | None) -> dict[str, Metric]:
+    """Return the function that ``file.py:function`` names, by its short name."""
+    if name is None:
+        return {}
+    if not is_user_function(name):
+        raise ValueError(f"--metric {name}: write FILE.py:FUNCTION")
+    return {name.rpartition(":")[2]: user_function(name, DataError)}
+
+
+def _share(text: str) -> float:
+    try:
+        value = float(text.removesuffix("%"))
+    except ValueError:
+        value = nan
+    value = value / 100 if text.endswith("%") else value
+    if not 0 < value <= 1:
+        raise ValueError(
+            f"--min-agreement {text} is not a share; write for example 99% or 0.99"
+        )
+    return value
 
 
 @contextmanager
 def run_folder(run: RunOptions, console: Console) -> Iterator[None]:
-    """Make the folder at once; if stopped, say how to continue."""
+    """Make the folder at once, for this process alone; if stopped, say how to go on."""
+    lock = locked_folder(run.folder) if _is_main() else nullcontext()
+    finished = run.folder / RESULT
     try:
-        with made_folder(run.folder):
-            yield
+        with made_folder(run.folder), lock:
+            before = (run.folder / PLAN).exists()
+            try:
+                yield
+            finally:
+                # A plan without anything that was made with it helps nobody.
+                if not before and run.started is None and not finished.exists():
+                    (run.folder / PLAN).unlink(missing_ok=True)
     except KeyboardInterrupt:
         if run.started is None:
             raise
@@ -197,6 +361,7 @@ def _is_main() -> bool:
 def quantize(
     sources: SourceOptions,
     run: RunOptions,
+    goals: GoalOptions,
     planning: RefineOptions,
     output: OutputOptions,
 ) -> None:
@@ -208,26 +373,69 @@ def quantize(
         --iterations 2000 -o out/
       ompq quantize net.py:make --data digits --plan plan.json -o out/
       ompq quantize ompq:demo --data digits --budget 36KiB -o out/
+      ompq quantize timm:resnet18 --data train/ --eval-data val/ --max-drop 1
+        -o out/
+      ompq quantize net.py:make --data images/ --min-agreement 99% -o out/
+
+    Instead of a budget, --max-drop, --min-agreement and --max-divergence find the
+    smallest network that keeps this on the images of --eval-data or, without it, on
+    half of the samples.
 
     Ctrl-C keeps what is done: the same command with --resume continues.
     """
     check_folder(run.folder)
     with opened(output) as console, run_folder(run, console):
         run.check(planning)
-        source = run.bits_source()
+        goals.check(run)
+        metrics = run.metrics()
+        source = run.bits_source(goal := goals.goal(metrics))
         # Wrong options should not wait for the network.
         _ = planning.config(), planning.refinement(sources.seed)
         model = sources.load(console)
         inputs = sources.inputs(model)
         # Before the work: labels that do not fit should not cost an hour.
         judged = sources.labelled(run.eval_data, model, run.limit)
+        run.clear(run.plan)
         samples = read_samples(inputs, run.calibration_count(inputs), console)
         work = Workflow(model.module, samples, console.stages)
-        plan, made = _quantized(work, source, inputs, run, planning)
-        more = {"samples": len(samples), "iterations": run.steps}
+        learning = run.reconstruction(inputs, planning.protocol)
+        search = None
+        if goal is None:
+            plan, made = _quantized(work, source, inputs, run, planning)
+        else:
+            plan = _planned(work, source, inputs, planning)
+            search = _smallest(work, plan, goal, judged, run, learning)
+            plan, made = search.plan, search.network
+        steps = learning.rounding.iterations if learning else 0
+        more = {"samples": len(samples), "iterations": steps}
         about = provenance(inputs, eval_data=run.eval_data, **more)
-        _finish(work.outcome(made, plan, judged, about), run, console)
+        outcome = work.outcome(made, plan, judged, about, metrics)
+        _finish(outcome, run, console, work, search)
         run.checkpoint.unlink(missing_ok=True)
+        rmtree(run.search, ignore_errors=True)
+
+
+def _smallest(
+    work: Workflow,
+    base: Plan,
+    goal: Goal,
+    judged: Any,
+    run: RunOptions,
+    learning: ReconstructConfig | None,
+) -> Smallest:
+    """Search for the smallest network that keeps to a goal."""
+    config = SmallestConfig(reconstruct=learning)
+    with work.stages.stage("searching") as progress:
+        return smallest(
+            base,
+            work.model,
+            work.samples,
+            goal,
+            config,
+            batches=judged,
+            folder=run.search,
+            progress=progress,
+        )
 
 
 def _quantized(
@@ -238,22 +446,46 @@ def _quantized(
     planning: RefineOptions,
 ) -> tuple[Plan, nn.Module]:
     """Plan, quantize and, unless the options say otherwise, reconstruct."""
-    seed, count = inputs.seed, sample_count(inputs.model.name, None, planning.protocol)
-    refinement = planning.refinement(seed)
-    plan = work.plan(source, planning.config(), count=count, refinement=refinement)
-    work = replace(work, samples=image_views(work.samples, run.views, seed=seed))
-    rounded = work.quantize(plan)
-    if run.no_reconstruct:
+    seed, plan = inputs.seed, _planned(work, source, inputs, planning)
+    if run.views > 1:
+        images: Any = work.samples.first_batch(len(work.samples))
+        work = replace(work, given=image_views(images, run.views, seed=seed))
+    protocol = planning.protocol or "ours"
+    rounded = work.quantize(plan, QUANTIZE_PROTOCOLS.get(protocol, QuantizeConfig()))
+    config = run.reconstruction(inputs, planning.protocol)
+    if config is None:
         return plan, rounded
     plan.save(run.folder / PLAN)  # a run that is stopped continues with it
-    rounding = RoundingConfig(iterations=run.steps)
-    config = ReconstructConfig(rounding=rounding, seed=seed)
     return plan, work.reconstruct(rounded, config, checkpoint=run.checkpoint)
 
 
-def _finish(outcome: Outcome, run: RunOptions, console: Console) -> None:
+def _planned(
+    work: Workflow,
+    source: Plan | Allocation | Budget,
+    inputs: Data,
+    planning: RefineOptions,
+) -> Plan:
+    count = sample_count(inputs.model.name, None, planning.protocol)
+    refinement = planning.refinement(inputs.seed)
+    return work.plan(source, planning.config(), count=count, refinement=refinement)
+
+
+def _finish(
+    outcome: Outcome,
+    run: RunOptions,
+    console: Console,
+    work: Workflow,
+    search: Smallest | None = None,
+) -> None:
+    if run.measure_layers:
+        effects = work.layer_effects(outcome.plan, run.measure_layers)
+        outcome = replace(outcome, remarks=effects)
+    if search is not None:
+        about = {**outcome.about, "search": search.to_json()}
+        remarks = [Remark("tried", str(one)) for one in search.trials]
+        outcome = replace(outcome, about=about, remarks=[*outcome.remarks, *remarks])
     with console.stage("writing files") as progress:
-        files = outcome.write(run.folder, progress)
+        files = outcome.write(run.folder, progress, typed_toml())
     render(outcome_view(outcome, run.folder, files), console)
 
 
@@ -262,17 +494,38 @@ def outcome_view(made: Outcome, folder: Path, files: Sequence[str]) -> View:
     found = made.evaluation
     rows = [
         *totals(made.plan),
+        *_search_rows(made.about.get("search")),
         *_error_rows(made.errors),
-        *_accuracy_rows(found),
+        *quality_rows(found),
         ("arithmetic", made.about["arithmetic"]),
         ("time", time_line(made.seconds)),
-        ("files", ", ".join(str(folder / name) for name in files)),
+        *_file_rows(made.plan, folder, files),
     ]
     data = {**made.to_json(), "folder": str(folder), "files": files}
-    accuracy = "" if found is None else f", top-1 {accuracy_text(found)}"
+    accuracy = "" if found is None else f", {quality_text(found)}"
     line = f"{folder}: {'; '.join(used(made.plan))}{accuracy}"
     shown = [facts(rows), *warning(made.about, "the results")]
     return View(data, line, lambda _width: shown)
+
+
+def _file_rows(plan: Plan, folder: Path, files: Sequence[str]) -> list[tuple[str, str]]:
+    """Return every file with its size, the network's beside what was planned."""
+    rows: list[tuple[str, str]] = []
+    for name in files:
+        size = in_bytes((folder / name).stat().st_size)
+        planned = in_bytes(plan.totals["bytes"])
+        beside = f", planned {planned}" if name == PACKED else ""
+        rows.append((("files" if not rows else ""), f"{folder / name}: {size}{beside}"))
+    return rows
+
+
+def _search_rows(search: Mapping[str, Any] | None) -> list[tuple[str, str]]:
+    """Return what a search for the smallest network has tried."""
+    if search is None:
+        return []
+    titles = ["tried", *[""] * len(search["tried"])]
+    rows = zip(titles, search["tried"], strict=False)
+    return [("goal", search["goal"]), *rows]
 
 
 def _error_rows(errors: Sequence[BlockError]) -> list[tuple[str, str]]:
@@ -285,22 +538,6 @@ def _error_rows(errors: Sequence[BlockError]) -> list[tuple[str, str]]:
     return [
         ("blocks", f"{better}; the others keep their rounding" if kept else better),
         ("worst", f"{', '.join(texts)} (relative squared error)"),
-    ]
-
-
-def _accuracy_rows(found: Evaluation | None) -> list[tuple[str, str]]:
-    if found is None:
-        return []
-    assert found.drop is not None and found.drop_error is not None
-    assert found.agreement is not None
-    return [
-        ("float", f"top-1 {100 * (found.top1 + found.drop):.2f} %"),
-        ("quantized", f"top-1 {accuracy_text(found)}"),
-        (
-            "drop",
-            f"{100 * found.drop:.2f} ± {100 * found.drop_error:.2f} points; "
-            f"the same answer on {100 * found.agreement:.1f} % of the images",
-        ),
     ]
 
 
@@ -321,12 +558,22 @@ class TrainOptions:
         "SOURCE",
         "Labelled images that decide which epoch is kept. Default: keep the last.",
     )
+    recipe: str | None = one_of(
+        None,
+        [name for name, one in TRAIN_PROTOCOLS.items() if one.keeps_plan],
+        "how to train. Default: the protocol's way, or ours.",
+    )
     epochs: int | None = number(None, "Passes over the data.", TrainConfig.epochs)
     batch_size: int | None = number(
         None, "Images per step, over all processes.", TrainConfig.batch_size
     )
     learning_rate: float | None = number(
         None, "Initial learning rate.", TrainConfig.learning_rate, least=None
+    )
+    logger: str | None = one_of(
+        None,
+        ("tensorboard", "wandb", "mlflow"),
+        "follow the training there, if it is installed.",
     )
     settings: list[str] | None = option(
         None,
@@ -336,11 +583,15 @@ class TrainOptions:
         "--set",
     )
 
-    def config(self, protocol: str | None, seed: int) -> TrainConfig:
-        """Return the settings of a training: the protocol's, and what was typed."""
-        base = TRAIN_PROTOCOLS.get(protocol or "", TrainConfig())
+    def config(self, protocol: str | None, seed: int, folder: Path) -> TrainConfig:
+        """Return the recipe, the protocol's unless one is named, and what was typed."""
+        base = TRAIN_PROTOCOLS.get(self.recipe or protocol or "", TrainConfig())
         names = ("epochs", "batch_size", "learning_rate")
         given = {k: v for k in names if (v := getattr(self, k)) is not None}
+        if self.logger == "tensorboard":
+            given["tensorboard"] = str(folder / "tensorboard")
+        elif self.logger is not None:
+            given["logger"] = self.logger
         known = [field.name for field in fields(TrainConfig) if field.name != "seed"]
         for text in self.settings or ():
             name, equals, value = text.partition("=")
@@ -354,7 +605,13 @@ class TrainOptions:
                 given[name] = json.loads(value)
             except ValueError:  # a word
                 given[name] = value
-        return replace(base, **given, seed=seed)
+        config = replace(base, **given, seed=seed)
+        if not config.keeps_plan:
+            raise ValueError(
+                f"weights={config.weights}, widths={config.widths} leave no network "
+                "that fits the plan's file; use ompq.train from Python"
+            )
+        return config
 
 
 def train(
@@ -382,7 +639,7 @@ def train(
     output = output if _is_main() else replace(output, json=False, quiet=True)
     with opened(output) as console, run_folder(run, console):
         run.check(planning)
-        config = training.config(planning.protocol, sources.seed)
+        config = training.config(planning.protocol, sources.seed, run.folder)
         if config.start == "float":  # training would discard what is reconstructed
             run = replace(run, no_reconstruct=True)
         if _is_main():  # the others may come when there is something already
@@ -396,6 +653,8 @@ def train(
         samples = read_samples(inputs, min(256, count), console)
         judged = sources.labelled(run.eval_data, model, run.limit)
         validation = sources.labelled(training.validation, model)
+        if _is_main():
+            run.clear(run.plan, training.start)
         if _is_main() and training.start is None:
             _prepare(inputs, run, planning, console)
         plan, start = _begin(training, run, model)
@@ -412,7 +671,8 @@ def train(
         if _is_main():
             work = Workflow(model.module, samples, console.stages)
             about = provenance(inputs, eval_data=run.eval_data, epochs=config.epochs)
-            _finish(work.outcome(made, plan, judged, about), run, console)
+            found = work.outcome(made, plan, judged, about, run.metrics())
+            _finish(found, run, console, work)
 
 
 def _take_gpu() -> None:
@@ -490,6 +750,12 @@ def evaluate(
     ),
     limit: int | None = number(None, _LIMIT),
     batch_size: int = number(64, "Images per batch."),
+    metric: str | None = option(
+        None,
+        "FUNCTION",
+        "FILE.py:FUNCTION of what the network returns and the targets of a batch that "
+        "returns one number.",
+    ),
 ) -> None:
     """Measure a network's accuracy, with its 95 % interval.
 
@@ -510,6 +776,7 @@ def evaluate(
             "--engine integer computes packed networks; give one with --packed FILE"
         )
     with opened(output) as console:
+        metrics = user_metrics(metric)
         model = _loaded(sources, packed, console)
         inputs = sources.inputs(model, "test")
         batches = inputs.batches(batch_size=batch_size, limit=limit)
@@ -517,7 +784,7 @@ def evaluate(
         if engine == "integer":
             judged = IntegerNetwork.from_quantized(judged.cpu(), inputs.samples(1))
         with console.stage("evaluating") as progress:
-            result = measure(judged, batches, progress=progress)
+            result = measure(judged, batches, metrics=metrics, progress=progress)
         about = {"network": model.name, "weights": model.weights, "data": inputs.name}
         if packed is not None:
             about["engine"] = engine
@@ -543,11 +810,10 @@ def evaluation_view(
         ("network", f"{about['network']}, weights {about['weights']}"),
         ("data", about["data"]),
         *([("engine", about["engine"])] if "engine" in about else []),
-        ("top-1", accuracy_text(found)),
-        *([] if found.top5 is None else [("top-5", f"{100 * found.top5:.2f} %")]),
+        *quality_rows(found),
         ("speed", f"{found.images_per_second:,.0f} images a second"),
         ("time", time_line(seconds)),
     ]
     data = {**about, **found.to_json(), "seconds": seconds}
     shown = [facts(rows), *warning(about, "the numbers")]
-    return View(data, accuracy_text(found), lambda _width: shown)
+    return View(data, quality_text(found), lambda _width: shown)

@@ -4,11 +4,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import log
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 from rich.console import RenderableType
 
+from ompq.accuracy import Evaluation
 from ompq.allocation.solver import Budget
 from ompq.cli.console import View, opened, render
 from ompq.cli.options import (
@@ -26,19 +27,13 @@ from ompq.cli.options import (
 from ompq.cli.views import Column, cost_columns, fitted, plan_view, top1_text
 from ompq.costs import counted, digits, in_bytes
 from ompq.errors import PlanError
-from ompq.evaluation import Evaluation
 from ompq.files import read_json
-from ompq.graph import Choice, select
-from ompq.plans import Plan
-from ompq.report import (
-    Accuracy,
-    Section,
-    sections_from_json,
-    write_figures,
-    write_report,
-)
-from ompq.samples import Progress
-from ompq.workflow import PLAN, RESULT
+from ompq.policies import Plan
+from ompq.stages import PLAN, RESULT, Progress
+from ompq.units import Choice, select
+
+if TYPE_CHECKING:  # a page brings torch, which most of these commands do not need
+    from ompq.report import Section
 
 # A cost → what its curve is sorted by; average bits follow the sum of bits.
 _COSTS = {
@@ -233,12 +228,11 @@ class Entry:
 
     def damage_by(self, judge: "Entry") -> float | None:
         """Return the damage of these bits by another's score, if it knows them."""
-        bits, known = self.plan.allocation, judge.plan.choices
-        if any(choice not in known for choice in bits.values()):
+        try:
+            columns = judge.plan.problem.columns(self.plan.allocation)
+        except PlanError:
             return None
-        names = judge.plan.graph.names
-        columns = [known.index(bits[name]) for name in names]
-        return float(judge.plan.scores.damage[np.arange(len(names)), columns].sum())
+        return float(judge.plan.scores.damage[np.arange(len(columns)), columns].sum())
 
     def to_json(self, judges: Sequence["Entry"]) -> dict[str, Any]:
         """Return plain data, with the damage by each judge's score."""
@@ -295,7 +289,7 @@ def _totals_table(entries: Sequence[Entry], width: int) -> RenderableType:
         found_top1 = [one.evaluation and top1_text(one.evaluation) for one in entries]
         columns.append(Column("top-1", [text or "-" for text in found_top1]))
         cells = [_against(entry, entries[0]) for entry in entries]
-        columns.append(Column("against 1", cells, rank=4))
+        columns.append(Column("against 1 (± standard error)", cells, rank=4))
     return fitted(columns, width)
 
 
@@ -311,18 +305,22 @@ def _bits_table(
         Column("weights", [counted(unit.weights) for unit in units], rank=1),
     ]
     for place, column in enumerate(zip(*differing.values(), strict=True), 1):
-        cells = [str(bits.weight) if one_width else str(bits) for bits in column]
+        cells = [bits.weight_text if one_width else str(bits) for bits in column]
         columns.append(Column(f"bits of {place}", cells))
     return fitted(columns, width)
 
 
 def write_comparison(page: Path, entries: Sequence[Entry], progress: Progress) -> None:
     """Write the first plan's report, with the others to compare with."""
+    from ompq.report import Accuracy, write_report
+
     first, *rest = entries
     sections = [
-        Accuracy(one.name, found.top1, *found.interval, found.count, size)
+        Accuracy.of(one.name, found, size)
         for one in entries
-        if (found := one.evaluation) and (size := one.plan.totals["bytes"])
+        if (found := one.evaluation)
+        and found.top1 is not None
+        and (size := one.plan.totals["bytes"])
     ]
     others = {
         one.name: replace(first.plan, allocation=one.plan.allocation)
@@ -369,6 +367,8 @@ def report(
 
     The page has a slider: what other budgets would give, without solving again.
     """
+    from ompq.report import write_figures, write_report
+
     if page is None and figures is None:
         raise ValueError("nothing to write: give -o FILE, --figures DIR or both")
     check_writable(page)
@@ -390,8 +390,10 @@ def report(
         render(View({"written": files}, text, lambda _width: [text]), console)
 
 
-def read_sections(path: Path) -> list[Section]:
+def read_sections(path: Path) -> "list[Section]":
     """Read what a report shows besides the plan."""
+    from ompq.report import sections_from_json
+
     try:
         data = read_json(path)
         if not isinstance(data, dict) or "sections" not in data:

@@ -10,7 +10,6 @@ from typing import Annotated, Any, ClassVar, get_args
 
 import torch
 import typer
-from torch import Tensor
 
 from ompq.allocation.solver import Method
 from ompq.cli.console import Console
@@ -18,12 +17,15 @@ from ompq.cli.options import REQUIRED, argument, flag, number, one_of, option
 from ompq.costs import FLOAT_BITS, Accounting, load_latency
 from ompq.datasets.sources import Batches, Data, Split, load_data
 from ompq.errors import ScoreError
+from ompq.graph import CODED_BITS, Choice
 from ompq.models import NamedModel, load_model
+from ompq.orthogonality import Decreasing
 from ompq.plans import PLAN_PROTOCOLS, Pin, PlanConfig
 from ompq.reconstruction_score import SCORES
 from ompq.refinement import RefineConfig
-from ompq.samples import model_device
-from ompq.scores import Score, score_name
+from ompq.samples import Samples, model_device
+from ompq.scores import OrmSettings, Score, named_score, score_name
+from ompq.scores.orm import Granularity
 from ompq.targets import included_targets
 from ompq.userfiles import call_user_function, is_user_function, suggestion
 from ompq.workflow import PLAN_SAMPLES
@@ -35,8 +37,10 @@ _SECONDS = {"s": 1, "min": 60, "h": 3600}
 _LIMIT = re.compile(r"(?P<number>[1-9]\d*)(?P<unit>s|min|h)?")
 _ENDLESS = 100_000  # allocations: the time ends it before
 REFINE_SAMPLES = 512  # as refine() recommends
+_PAIR = re.compile(r"W(\d+)A(\d+)", re.IGNORECASE)
 _PIN = re.compile(
-    r"(?P<pattern>.+)=(?:W?(?P<weight>\d+)(?:A(?P<activation>\d+))?|(?P<float>float))",
+    r"(?P<pattern>.+)=(?:(?:W?(?P<weight>\d+)|C(?P<rate>\d+(?:\.\d+)?))?"
+    r"(?:A(?P<activation>\d+))?|(?P<float>float))",
     re.IGNORECASE,
 )
 
@@ -50,7 +54,7 @@ def _known_score(value: str | None) -> str | None:
     )
 
 
-def _joined(values: tuple[int, ...]) -> str:
+def _joined(values: tuple[Any, ...]) -> str:
     return ",".join(str(value) for value in values)
 
 
@@ -78,14 +82,26 @@ class NetworkOptions:
         _DEVICES[0], _DEVICES, "where to run. Default: auto, a GPU if there is one."
     )
 
+    threads: int | None = number(None, "Threads of PyTorch on the CPU.", "one per core")
+    input_shape: str | None = option(
+        None,
+        "SHAPE",
+        "Shape of one input, for images of another size, random data and ompq budget: "
+        "3,160,160 or 1,16000. Default: what the network or the data says.",
+    )
+
     def load(self, console: Console) -> NamedModel:
         """Load the network onto its device."""
+        shape = _shape(self.input_shape)
+        if self.threads is not None:
+            torch.set_num_threads(self.threads)
         available = torch.cuda.is_available()
         if self.device == "cuda" and not available:
             raise ValueError("--device cuda: PyTorch finds no GPU; use --device cpu")
         gpu = available and self.device != "cpu"
         with console.stage("loading the network"):
             model = load_model(self.network, self.weights)
+            model = model if shape is None else model.at(shape)
             model.module.to("cuda" if gpu else "cpu")
         return model
 
@@ -97,8 +113,9 @@ class SourceOptions(NetworkOptions):
     data: str = option(
         REQUIRED,
         "SOURCE",
-        "A folder of images, digits (scikit-learn's), FILE.py:FUNCTION, or "
-        "random: noise, to try things out.",
+        "A folder of images, digits (scikit-learn's), FILE.py:FUNCTION, which "
+        "returns or yields inputs of any kind, distilled: images made from the "
+        "network's batch norms, if you have none, or random: noise, to try things out.",
     )
     seed: int = number(0, "Seed for the choice of images.", least=None)
     skip_unreadable: bool = flag(
@@ -127,10 +144,10 @@ def provenance(inputs: Data, **more: Any) -> dict[str, Any]:
     return {**origin, **more, "seed": inputs.seed, "device": device}
 
 
-def read_samples(data: Data, count: int, console: Console) -> Tensor:
-    """Read unlabelled inputs, (count, C, H, W)."""
+def read_samples(data: Data, count: int, console: Console) -> Samples:
+    """Read unlabelled inputs."""
     with console.stage("reading samples") as progress:
-        return data.samples(count, progress=progress)
+        return Samples.of(data.samples(count, progress=progress))
 
 
 def sample_count(network: str, asked: int | None, protocol: str | None) -> int:
@@ -138,7 +155,7 @@ def sample_count(network: str, asked: int | None, protocol: str | None) -> int:
     if asked is not None:
         return asked
     fewer = [count for name, count in FEWER_SAMPLES.items() if name in network]
-    return fewer[0] if protocol is not None and fewer else PLAN_SAMPLES
+    return fewer[0] if protocol not in (None, "ours") and fewer else PLAN_SAMPLES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,7 +167,7 @@ class PlanOptions:
     choices: str | None = option(
         None,
         "BITS",
-        "Widths that a layer's weights may get. "
+        "Widths that a layer's weights may get; W4A4,W8A8: with those of its input. "
         f"Default: {_joined(PlanConfig.choices)}.",
     )
     activation_bits: str | None = option(
@@ -158,6 +175,17 @@ class PlanOptions:
         "BITS",
         "Widths that a layer's input may get; 32 leaves it float. "
         f"Default: {_joined(PlanConfig.activation_choices)}.",
+    )
+    coded: bool = flag(
+        "Offer entropy-coded weights, too: a smaller file at the same accuracy. When "
+        "the network runs, they are bytes.",
+        "--coded",
+    )
+    rates: str | None = option(
+        None,
+        "BITS",
+        "Bits a weight that coded weights may take, with --coded. "
+        f"Default: {_joined(PlanConfig.rates)}.",
     )
     score: str | None = option(
         None,
@@ -170,7 +198,8 @@ class PlanOptions:
     pin: list[str] | None = option(
         None,
         "PIN",
-        "PATTERN=BITS fixes bits: fc=8, 'layer4.*=4', @first=W8A8, fc=float. "
+        "PATTERN=BITS fixes bits: fc=8, 'layer4.*=4', @first=W8A8, fc=float, fc=C2.5A8 "
+        "(coded), or those of a layer's input alone: fc=A8, @first=A32. "
         "Patterns: a name, a glob, re:REGEX, @first, @last. Repeatable.",
     )
     tie: list[str] | None = option(
@@ -188,7 +217,7 @@ class PlanOptions:
     method: str | None = one_of(
         None,
         get_args(Method),
-        f"the optimum, or the paper's approximations. Default: {PlanConfig.method}.",
+        f"the optimum, or published approximations. Default: {PlanConfig.method}.",
     )
     latency: Path | None = option(
         None, "FILE", 'Milliseconds for a budget in ms: JSON {"conv1": {"W4A8": 0.4}}.'
@@ -201,18 +230,62 @@ class PlanOptions:
         autocompletion=included_targets,
     )
     protocol: str | None = one_of(
-        None, PLAN_PROTOCOLS, "settings of published work; other options override them."
+        None,
+        PLAN_PROTOCOLS,
+        "our settings, or those of published work; other options override them. "
+        "Default: ours.",
+    )
+    beta: float | None = number(
+        None,
+        "How much the layers' importance differs, for orm and orm_distortion.",
+        OrmSettings.beta,
+        least=None,
+    )
+    decreasing: str | None = one_of(
+        None,
+        get_args(Decreasing),
+        "from ORM to importance, likewise (write --decreasing='-x'). "
+        f"Default: {OrmSettings.decreasing}.",
+    )
+    granularity: str | None = one_of(
+        None,
+        get_args(Granularity),
+        "what ORM compares, likewise; but for layer, each gets one width. "
+        f"Default: {OrmSettings.granularity}.",
+    )
+    centred: bool = flag(
+        "Centre ORM, as the paper's released code does; likewise.", "--centred"
     )
     strict: bool = flag("Make it an error if anything stays float.", "--strict")
+
+    def _score(self, base: PlanConfig) -> Score | str | None:
+        """Return the score that was asked for, if one was."""
+        score = None if self.score is None else _score(self.score)
+        names = ("beta", "decreasing", "granularity", "centred")
+        given = {name: getattr(self, name) for name in names}
+        given = {k: v for k, v in given.items() if v not in (None, False)}
+        if not given:
+            return score
+        chosen: Any = base.score if score is None else score
+        chosen = named_score(chosen) if isinstance(chosen, str) else chosen
+        if not isinstance(getattr(chosen, "settings", None), OrmSettings):
+            raise ValueError(
+                f"--{next(iter(given))} is for the scores orm and orm_distortion, not "
+                f"{score_name(chosen)}; add --score orm"
+            )
+        settings = replace(chosen.settings, **given)
+        return replace(chosen, settings=settings)  # type: ignore[no-any-return]
 
     def config(self) -> PlanConfig:
         """Return the settings of a plan: the protocol's, and what was typed besides."""
         base = PLAN_PROTOCOLS[self.protocol] if self.protocol else PlanConfig()
         pins = dict(_pin(text) for text in self.pin or ())
         given: dict[str, Any] = {
-            "score": None if self.score is None else _score(self.score),
-            "choices": _bits("--choices", self.choices),
+            "score": self._score(base),
+            "choices": _choices(self.choices),
             "activation_choices": _bits("--activation-bits", self.activation_bits),
+            "storage": "coded" if self.coded else None,
+            "rates": _rates(self.rates),
             "pinned": {**base.pinned, **pins} if pins else None,
             "tie": False if self.no_tie else None,
             "tied": tuple(self.tie) if self.tie else None,
@@ -222,6 +295,8 @@ class PlanOptions:
             "target": self.target,
             "strict": self.strict or None,
         }
+        if self.rates is not None and not self.coded:
+            raise ValueError("--rates is for coded weights; add --coded")
         return replace(base, **{k: v for k, v in given.items() if v is not None})
 
     def typed(self) -> list[str]:
@@ -312,13 +387,55 @@ def _bits(option: str, text: str | None) -> tuple[int, ...] | None:
         ) from None
 
 
+def _rates(text: str | None) -> tuple[float, ...] | None:
+    if text is None:
+        return None
+    try:
+        return tuple(sorted({float(part) for part in text.split(",")}))
+    except ValueError:
+        raise ValueError(
+            f"--rates {text} is not a list of rates; write for example --rates 1.5,2,4"
+        ) from None
+
+
+def _choices(text: str | None) -> tuple[int | tuple[int, int], ...] | None:
+    if text is None or not text.upper().startswith("W"):
+        return _bits("--choices", text)
+    pairs = [_PAIR.fullmatch(part.strip()) for part in text.split(",")]
+    if not all(pairs):
+        raise ValueError(
+            f"--choices {text} is not a list of pairs; write for example W4A4,W8A8"
+        )
+    return tuple((int(pair[1]), int(pair[2])) for pair in pairs if pair)
+
+
+def _shape(text: str | None) -> tuple[int, ...] | None:
+    if text is None:
+        return None
+    parts = re.split(r"[,x×]", text)
+    if not all(part.strip().isdecimal() and int(part) for part in parts):
+        raise ValueError(
+            f"--input-shape {text} is not a shape; write for example 3,224,224"
+        )
+    return tuple(map(int, parts))
+
+
 def _pin(text: str) -> tuple[str, Pin]:
     match = _PIN.fullmatch(text)
-    if match is None:
+    if match is None or text.endswith("="):
         raise ValueError(
-            f"--pin {text}: write PATTERN=BITS, for example fc=8, fc=W8A8 or fc=float"
+            f"--pin {text}: write PATTERN=BITS, for example fc=8, fc=W8A8, fc=A8 or "
+            "fc=float"
         )
     if match["float"]:
         return match["pattern"], FLOAT_BITS
-    weight, activation = int(match["weight"]), match["activation"]
-    return match["pattern"], (weight, int(activation)) if activation else weight
+    weight, activation = (
+        int(match[one]) if match[one] else None for one in ("weight", "activation")
+    )
+    if match["rate"]:
+        coded = Choice(CODED_BITS, activation or CODED_BITS, float(match["rate"]))
+        return match["pattern"], coded
+    if activation is None:
+        assert weight is not None  # one of them is there
+        return match["pattern"], weight
+    return match["pattern"], (weight, activation)

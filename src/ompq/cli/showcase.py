@@ -11,7 +11,16 @@ from ompq.cli.console import View, opened, render
 from ompq.cli.options import OutputOptions, check_folder, number, option, output_path
 from ompq.cli.views import Column, facts, fitted, time_line
 from ompq.costs import in_bytes, percent
-from ompq.demo import DIGITS, NOISY, Demo, DemoConfig, Measured, agreement, run_demo
+from ompq.demo import (
+    DIGITS,
+    NOISY,
+    Demo,
+    DemoConfig,
+    Measured,
+    advantage,
+    agreement,
+    run_demo,
+)
 from ompq.evaluation import Evaluation
 from ompq.plans import Plan
 from ompq.workflow import PLAN, REPORT
@@ -92,16 +101,18 @@ def beginning(
 def _bits_table(plan: Plan, width: int) -> RenderableType:
     """Return what each layer gets, and the two things that decide it."""
     units, damage = plan.graph.units, plan.scores.damage
-    bits = [plan.allocation[unit.name].weight for unit in units]
+    bits = [plan.allocation[unit.name] for unit in units]
     table = plan.problem.costs["bytes"].table
     sizes = [in_bytes(table[row, column]) for row, column in enumerate(plan.columns)]
-    least = plan.choices[0].weight
+    least = plan.choices[0].bits
     columns = [
         Column("layer", [unit.name for unit in units], "left", shorten=True),
         Column("kind", [unit.kind for unit in units], "left", rank=1),
         Column("weights", [f"{unit.weights:,}" for unit in units]),
-        Column(f"damage at {least} bits", [f"{row[0]:.3f}" for row in damage]),
-        Column("bits", ["▬" * count + f" {count}" for count in bits], "left"),
+        Column(f"damage at {least:g} bits", [f"{row[0]:.3f}" for row in damage]),
+        Column(
+            "bits", ["▬" * round(b.bits) + f" {b.weight_text}" for b in bits], "left"
+        ),
         Column("bytes", sizes),
     ]
     return fitted(columns, width)
@@ -171,10 +182,13 @@ class DemoView:
             f"network's answers to noisy digits; {uniform.name} keep "
             f"{percent(agreement(uniform.final))}."
         )
-        if kept <= agreement(uniform.final):
-            return f"{text} Here mixing does not pay."
+        low, high = advantage(mixed.final, uniform.final)
+        if low <= 0:
+            digits = found.reference[DIGITS].count
+            return f"{text} That is no difference that {digits} digits can show."
+        text = f"{text[:-1]}: {percent(low)} to {percent(high)} more (95 % interval)."
         for larger in found.contenders:
-            if not larger.within and kept > agreement(larger.final):
+            if not larger.within and advantage(mixed.final, larger.final)[0] > 0:
                 size = in_bytes(larger.plan.totals["bytes"])
                 share = percent(agreement(larger.final))
                 return f"{text} Even {larger.name} ({size}) keep only {share}."
@@ -194,11 +208,12 @@ class DemoView:
                 f"of {answers.images} digits"
             )
         bits = found.plan.allocation
-        most = max(found.plan.graph.names, key=lambda name: bits[name].weight)
+        most = max(found.plan.graph.names, key=lambda name: bits[name].bits)
         sizes = in_bytes(account.file_bytes), in_bytes(account.planned_bytes)
         packed = "{}, within the {} of the plan; read back it gives".format(*sizes)
         return [
             ("packed", f"{account.path}: {packed} {same}"),
+            ("coded", found.coded_text),
             ("ONNX", onnx),
             ("report", f"{self.folder / REPORT}: open it in a browser"),
             ("next", f"ompq explain {self.folder / PLAN} {most}"),
@@ -208,4 +223,5 @@ class DemoView:
 
 
 def _right(found: Evaluation) -> str:
+    assert found.top1 is not None  # the digits have labels
     return f"{round(found.top1 * found.count)} of {found.count}"

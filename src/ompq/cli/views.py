@@ -12,14 +12,12 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from ompq.accuracy import Evaluation
 from ompq.cli.console import View, plain
-from ompq.costs import counted, digits, in_bytes, readable
-from ompq.costs import seconds as duration
+from ompq.costs import counted, digits, in_bytes, readable, seconds as duration
 from ompq.errors import shortened
-from ompq.evaluation import Evaluation
-from ompq.graph import Skipped
-from ompq.plans import Plan
-from ompq.workflow import plan_summary, unit_rows
+from ompq.policies import Plan, plan_summary, unit_rows
+from ompq.units import Skipped
 
 _GAP = 2  # blanks between columns: one of padding, one of the box
 _NAME_LEAST = 24  # columns go before names are cut shorter than this
@@ -139,13 +137,41 @@ def time_line(seconds: Mapping[str, float]) -> str:
 
 def top1_text(found: Evaluation) -> str:
     """Return top-1 with its interval, as in ``71.39 % (69.58 to 73.13)``."""
+    if found.top1 is None or found.interval is None:
+        return "-"
     low, high = (100 * limit for limit in found.interval)
     return f"{100 * found.top1:.2f} % ({low:.2f} to {high:.2f})"
 
 
-def accuracy_text(found: Evaluation) -> str:
-    """Return top-1 with its interval and the number of images."""
-    return f"{top1_text(found)} of {found.count:,} images"
+def quality_rows(found: Evaluation | None) -> list[tuple[str, str]]:
+    """Return how a network does, beside the float one if that was measured."""
+    if found is None:
+        return []
+    images = f"{found.count:,} images"
+    rows = []
+    if found.top1 is not None:
+        rows.append(("top-1", f"{top1_text(found)} of {images} (95 % interval)"))
+    if found.top5 is not None:
+        rows.append(("top-5", f"{100 * found.top5:.2f} %"))
+    if found.top1 is not None and found.drop is not None:
+        assert found.drop_error is not None
+        rows.append(("float", f"top-1 {100 * (found.top1 + found.drop):.2f} %"))
+        low, high = (100 * limit for limit in found.drop_interval)
+        text = f"{100 * found.drop:.2f} points ({low:.2f} to {high:.2f}, paired, 95 %)"
+        rows.append(("drop", text))
+    for name, value in found.metrics.items():
+        before = found.reference_metrics.get(name)
+        beside = "" if before is None else f", float {digits(before, 5)}"
+        rows.append((name, f"{digits(value, 5)}{beside}, on {images}"))
+    if found.agreement is not None and found.divergence is not None:
+        text = f"{100 * found.agreement:.2f} % of the answers, divergence"
+        rows.append(("as float", f"{text} {digits(found.divergence)}, on {images}"))
+    return rows
+
+
+def quality_text(found: Evaluation) -> str:
+    """Return the first thing to say about how a network does, in a few words."""
+    return "; ".join(" ".join(row) for row in quality_rows(found)[:1])
 
 
 def warning(about: Mapping[str, Any], what: str) -> list[RenderableType]:
@@ -194,9 +220,9 @@ def plan_table(plan: Plan, width: int) -> Table:
         Column("params", [counted(unit.weights) for unit in units], rank=2),
         Column("MACs", [counted(unit.macs) for unit in units], rank=3),
         Column("score", [f"{row['damage']:.2e}" for row in rows], rank=1),
-        Column("bits", [str(b) if several else str(b.weight) for b in bits]),
+        Column("bits", [str(b) if several else b.weight_text for b in bits]),
         Column("bytes", [in_bytes(row["bytes"]) for row in rows]),
-        Column("", ["▬" * b.weight for b in bits], "left", rank=8),
+        Column("", ["▬" * round(b.bits) for b in bits], "left", rank=8),
         Column("", [_remark(plan, row) for row in rows], "left", rank=7),
     ]
     if gamma is not None:
@@ -247,6 +273,10 @@ def totals(plan: Plan) -> list[tuple[str, str]]:
         text = f"{len(divergences)} allocations measured: divergence"
         start, best = digits(divergences[0]), digits(min(divergences))
         rows.append(("refined", f"{text} {start} at first, {best} at best"))
+    if "activation_bytes" in found:
+        alive, total = in_bytes(found["activation_bytes"]), found["total_bytes"]
+        text = f"{alive} of activations at once, {in_bytes(total)} with the weights"
+        rows.append(("memory", text))
     if "milliseconds" in found:
         rows.append(("latency", f"{found['milliseconds']:.3g} ms"))
     if plan.target is not None:
@@ -268,12 +298,17 @@ def used(plan: Plan) -> list[str]:
     ):
         if part is not None:
             texts.append(f"{amount:.5g} of {part:g} {unit} ({amount / part:.1%})")
-    for part, name in ((budget.size_mib, "bytes"), (budget.bit_ops, "bit_ops")):
+    for part, name, word in (
+        (budget.size_mib, "bytes", ""),
+        (budget.bit_ops, "bit_ops", ""),
+        (budget.activations_mib, "activation_bytes", " for activations"),
+        (budget.total_mib, "total_bytes", " in total"),
+    ):
         if part is not None:
-            limit = part * (2**20 if name == "bytes" else 1)
+            limit = part * (1 if name == "bit_ops" else 2**20)
             amount_text, limit_text = readable(costs[name], found[name], limit)
             share = found[name] / limit
-            texts.append(f"{amount_text} of {limit_text} ({share:.1%})")
+            texts.append(f"{amount_text} of {limit_text}{word} ({share:.1%})")
     return texts
 
 

@@ -64,8 +64,8 @@ def find_images(folder: Path, split: str) -> ImageFiles:
 def _split_folder(folder: Path, split: str) -> Path:
     if not folder.exists():
         raise DataError(
-            f"there is no folder {folder}; give a folder of images, random, digits "
-            "or FILE.py:FUNCTION"
+            f"there is no folder {folder}; give a folder of images, digits, "
+            "distilled, random or FILE.py:FUNCTION"
         )
     if not folder.is_dir():
         raise DataError(f"{folder} is a file; unpack it and give the folder")
@@ -187,6 +187,8 @@ def image_views(images: Tensor, views: int, *, seed: int = 0) -> Tensor:
         raise ValueError(f"views={views} must be at least 1")
     if views == 1:
         return images
+    if not isinstance(images, Tensor):
+        raise SampleError(f"samples are {type(images).__name__}; views need images")
     if images.dim() != 4 or not images.is_floating_point():
         raise SampleError(
             f"samples of shape {tuple(images.shape)} and {images.dtype} are not "

@@ -1,5 +1,6 @@
 """Data by name: samples and labelled batches for a network."""
 
+import inspect
 import logging
 import os
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -7,25 +8,39 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, replace
 from itertools import chain, islice, pairwise
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from ompq.datasets.images import ImageFiles, decode, find_images, normalise
+from ompq.distilled_data import distilled_samples
 from ompq.errors import DataError, shortened
 from ompq.models import NamedModel, output_count
 from ompq.models.demo_network import demo_data
-from ompq.samples import Progress
+from ompq.samples import (
+    Progress,
+    batch_length,
+    call,
+    evaluating,
+    map_batch,
+    model_device,
+    to_device,
+)
 from ompq.userfiles import call_user_function, is_user_function, reason
 
-Item: TypeAlias = tuple[Tensor, int]
+# An input, which is a tensor or several of them in a tuple or dict, and its target: the
+# number of its class, -1 if it has none, or whatever a metric reads.
+Item: TypeAlias = tuple[Any, Any]
 Split: TypeAlias = Literal["train", "test"]
 
 _LOG = logging.getLogger(__name__)
 _RANDOM_LENGTH = 1024
+_DISTILLED_LENGTH = 128  # images that are made if no number is asked for
 _AHEAD = 4  # inputs that each thread reads in advance
 
 
@@ -36,8 +51,8 @@ class Data:
     name: str
     model: NamedModel  # the network that takes them
     length: int
-    # Position → input (C, H, W) and target. An uint8 input is an image that is still to
-    # be normalised.
+    # Position → input, for example (C, H, W), and target. An uint8 input is an image
+    # that is still to be normalised.
     read: Callable[[int], Item]
     # Class of each input, where known without reading it.
     targets: tuple[int, ...] | None = None
@@ -47,22 +62,28 @@ class Data:
     seed: int = 0  # decides the choice of samples
     # Whether unreadable images are skipped instead of an error.
     skip_unreadable: bool = False
+    # Makes samples, as many as asked for, where there are none to read.
+    make: Callable[[int, Progress | None], Tensor] | None = None
 
     def __len__(self) -> int:
         return self.length
 
-    def samples(self, count: int, *, progress: Progress | None = None) -> Tensor:
-        """Return inputs spread over the classes, (count, C, H, W).
+    def samples(self, count: int, *, progress: Progress | None = None) -> Any:
+        """Return inputs spread over the classes as one batch: (count, C, H, W).
+
+        Inputs of several tensors give a tuple or a dict of tensors.
 
         The choice follows the seed; fewer samples are a prefix of more.
 
         Raises:
             DataError: There are fewer inputs, or one cannot be read.
         """
+        if self.make is not None:
+            return self.make(count, progress)
         order = self._order(count)
         # Skipped images are replaced by those that would come next.
         wanted = order if self.skip_unreadable else order[:count]
-        inputs: list[Tensor] = []
+        inputs: list[Any] = []
         with closing(self.items(wanted)) as items:
             for value, _ in islice(items, count):
                 inputs.append(value)
@@ -144,8 +165,12 @@ class Data:
                 return error
             raise
 
-    def stack(self, inputs: Sequence[Tensor]) -> Tensor:
-        """Return inputs as one tensor (N, C, H, W), images normalised."""
+    def stack(self, inputs: Sequence[Any]) -> Any:
+        """Return inputs as one batch, (N, ...), images normalised."""
+        if isinstance(inputs[0], tuple):
+            return tuple(self.stack(column) for column in zip(*inputs, strict=True))
+        if isinstance(inputs[0], dict):
+            return {key: self.stack([one[key] for one in inputs]) for key in inputs[0]}
         stacked = torch.stack(tuple(inputs))
         images = stacked.dtype == torch.uint8
         return normalise(stacked, self.model) if images else stacked
@@ -153,7 +178,7 @@ class Data:
 
 @dataclass(frozen=True)
 class Batches:
-    """Labelled batches: pairs of inputs (N, C, H, W) and targets (N,)."""
+    """Labelled batches: pairs of inputs (N, ...) and targets, (N,) if class numbers."""
 
     data: Data
     order: tuple[int, ...]
@@ -162,11 +187,20 @@ class Batches:
     def __len__(self) -> int:
         return -(-len(self.order) // self.batch_size)
 
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+    def __iter__(self) -> Iterator[tuple[Any, Any]]:
         with closing(self.data.items(self.order)) as items:
             while held := list(islice(items, self.batch_size)):
                 inputs = self.data.stack([value for value, _ in held])
-                yield inputs, torch.tensor([target for _, target in held])
+                yield inputs, _joined([target for _, target in held])
+
+
+def _joined(targets: list[Any]) -> Any:
+    """Return targets as one tensor, where they are numbers or tensors of one shape."""
+    if all(isinstance(one, int | float) for one in targets):
+        return torch.tensor(targets)
+    shapes = {one.shape if isinstance(one, Tensor) else None for one in targets}
+    alike = len(shapes) == 1 and None not in shapes
+    return torch.stack(targets) if alike else targets
 
 
 def load_data(
@@ -182,10 +216,12 @@ def load_data(
 
     Args:
         name: A folder of images (class folders, or images alone: unlabelled),
-            ``digits``, ``random`` or ``file.py:function`` (which is executed).
+            ``digits``, ``distilled`` (made from the network's batch norms),
+            ``random`` or ``file.py:function`` (which is executed).
         split: Which part to use where the data has two: ``digits``, or a folder that
             holds ``train`` and ``test`` (or ``val``).
-        seed: Decides the choice of samples; for ``random``, also the noise.
+        seed: Decides the choice of samples; for ``random`` and
+            ``distilled``, also the noise.
         workers: Threads that decode; None for one per CPU core, at most 16.
         skip_unreadable: Skip unreadable images, with a logged count.
 
@@ -200,6 +236,8 @@ def load_data(
         raise ValueError(f"workers={workers} must be at least 1")
     if name == "random":
         return _random(model, seed)
+    if name == "distilled":
+        return _distilled(model, seed)
     if name == "digits":
         return replace(_digits(model, split), seed=seed)
     if is_user_function(name):
@@ -213,6 +251,11 @@ def load_data(
 
 
 def _from_folder(folder: Path, model: NamedModel, split: str) -> Data:
+    if len(model.input_shape) != 3:
+        raise DataError(
+            f"{folder}: {model.name} takes inputs of shape {model.input_shape}, not "
+            "images; give its own data: FILE.py:FUNCTION"
+        )
     images = find_images(folder, split)
     targets = images.targets
 
@@ -254,6 +297,32 @@ def _random(model: NamedModel, seed: int) -> Data:
     return Data("random", model, _RANDOM_LENGTH, read, tuple(targets), seed=seed)
 
 
+def _distilled(model: NamedModel, seed: int) -> Data:
+    def make(count: int, progress: Progress | None) -> Tensor:
+        return distilled_samples(
+            model.module,
+            model.input_shape,
+            count,
+            normalised=any(model.mean),
+            seed=seed,
+            progress=progress,
+        )
+
+    def read(position: int) -> Item:
+        return make(position + 1, None)[position], -1
+
+    problem = "distilled images have no labels; name labelled ones (--eval-data)"
+    return Data(
+        "distilled",
+        model,
+        _DISTILLED_LENGTH,
+        read,
+        label_problem=problem,
+        seed=seed,
+        make=make,
+    )
+
+
 def _digits(model: NamedModel, split: str) -> Data:
     # The demo network was trained on the same split, so the test images are new to it.
     data = demo_data()
@@ -277,48 +346,133 @@ def _digits(model: NamedModel, split: str) -> Data:
 
 
 def _from_user(name: str, model: NamedModel) -> Data:
-    get, length, targets = _opened(name, call_user_function(name, DataError))
+    get, length, targets = _opened(name, call_user_function(name, DataError), model)
     if length == 0:
         raise DataError(f"{name} returned no inputs; give at least one")
 
     def read(position: int) -> Item:
         try:
-            item = get(position)
-            value, target = item if isinstance(item, tuple | list) else (item, -1)
-            found = tuple(value.shape)
+            value, target = _item(get(position), model)
+            shapes = _shapes(value)
         except Exception as error:  # whatever the user's code raises
             raise DataError(f"{name}: item {position}: {reason(error)}") from error
-        if found != model.input_shape:
+        if first and shapes != first[0]:
             raise DataError(
-                f"{name}: item {position} has shape {found}; "
-                f"{model.name} takes {model.input_shape}"
+                f"{name}: item {position} has shape {_shown(shapes)}; the first has "
+                f"{_shown(first[0])}"
             )
-        return value, int(target)
+        return value, target
 
-    problem = None
-    if read(0)[1] < 0:
-        problem = "the inputs have no labels; return (inputs, targets)"
-    return Data(name, model, length, read, targets, problem)
+    first: list[Any] = []
+    value, target = read(0)
+    first.append(_shapes(value))
+    if isinstance(value, Tensor):
+        model = replace(model, input_shape=tuple(value.shape))
+    data = Data(name, model, length, read, targets)
+    device = model_device(model.module)
+    try:
+        with evaluating(model.module):
+            call(model.module, to_device(data.stack([value]), device))
+    except Exception as error:
+        raise DataError(
+            f"{name}: {model.name} does not take an input of shape {_shown(first[0])}: "
+            f"{reason(error)}. (What a function yields are batches: their first "
+            "dimension counts inputs)"
+        ) from error
+    problem = "the inputs have no labels; return (inputs, targets)"
+    none = isinstance(target, int) and target < 0
+    return replace(data, label_problem=problem if none else None)
+
+
+def _item(item: Any, model: NamedModel) -> Item:
+    """Return an input and its target; a pair is both if the network takes one input."""
+    if isinstance(item, list):
+        item = tuple(item)
+    pair = isinstance(item, tuple) and len(item) == 2
+    if pair and not (isinstance(item[0], Tensor) and _inputs_needed(model) > 1):
+        value, target = item
+        value = tuple(value) if isinstance(value, list) else value
+        if isinstance(target, Tensor) and not target.dim():
+            target = target.item()
+        return value, int(target) if isinstance(target, np.integer) else target
+    if isinstance(item, tuple) and len(item) == 1:
+        item = item[0]
+    return item, -1
+
+
+def _inputs_needed(model: NamedModel) -> int:
+    """Return how many arguments the network cannot do without."""
+    every = inspect.signature(model.module.forward).parameters.values()
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return sum(one.kind in kinds and one.default is one.empty for one in every)
+
+
+def _shapes(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(_shapes(one) for one in value)
+    if isinstance(value, dict):
+        return {key: _shapes(one) for key, one in value.items()}
+    return value.shape  # a tensor's; what has none cannot be used
+
+
+def _shown(shapes: Any) -> str:
+    if isinstance(shapes, dict):
+        return ", ".join(f"{key} {_shown(one)}" for key, one in shapes.items())
+    if type(shapes) is tuple:
+        return " and ".join(map(_shown, shapes))
+    return str(tuple(shapes))
 
 
 def _opened(
-    name: str, given: Any
+    name: str, given: Any, model: NamedModel
 ) -> tuple[Callable[[int], Any], int, tuple[int, ...] | None]:
     """Return access by position, the length, and the targets where they are known."""
-    if isinstance(given, tuple) and len(given) == 2 and isinstance(given[0], Tensor):
+    several = _inputs_needed(model) > 1
+    whole = isinstance(given, tuple) and len(given) == 2
+    if whole and isinstance(given[0], Tensor) and not several:
         inputs, targets = given
         if len(inputs) != len(targets):
             raise DataError(
                 f"{name} returned {len(inputs)} inputs and {len(targets)} targets"
             )
-        known = tuple(int(target) for target in targets)
-        return lambda position: (inputs[position], known[position]), len(inputs), known
-    if not hasattr(given, "__len__") or not hasattr(given, "__getitem__"):
-        raise DataError(
-            f"{name} returned {type(given).__name__}; it must return a tensor, "
-            "(inputs, targets) or a dataset with a length and indices"
-        )
+        numbers = not (isinstance(targets, Tensor) and targets.dim() > 1)
+        known = tuple(int(target) for target in targets) if numbers else None
+        every = known or targets
+        return lambda position: (inputs[position], every[position]), len(inputs), known
+    one_batch = isinstance(given, tuple | dict)
+    if one_batch or not hasattr(given, "__getitem__"):
+        items = _split(name, [given] if one_batch else given, model)
+        return items.__getitem__, len(items), None
+    if not hasattr(given, "__len__"):
+        raise DataError(_unusable(name, given))
     targets = getattr(given, "targets", None)
     if targets is None or len(targets) != len(given):
         return given.__getitem__, len(given), None
     return given.__getitem__, len(given), tuple(int(target) for target in targets)
+
+
+def _split(name: str, batches: Any, model: NamedModel) -> list[Item]:
+    """Return the items of all batches that a function returned or yielded."""
+    if not hasattr(batches, "__iter__"):
+        raise DataError(_unusable(name, batches))
+    items: list[Item] = []
+    try:
+        for batch in batches:
+            inputs, targets = _item(batch, model)
+            none = isinstance(targets, int)
+            for place in range(batch_length(inputs)):
+                one = map_batch(inputs, itemgetter(place))
+                items.append(
+                    (one, -1 if none else _item((one, targets[place]), model)[1])
+                )
+    except Exception as error:  # whatever the user's code raises
+        raise DataError(f"{name}: batch {len(items)}: {reason(error)}") from error
+    return items
+
+
+def _unusable(name: str, given: Any) -> str:
+    return (
+        f"{name} returned {type(given).__name__}; it must return a tensor, "
+        "(inputs, targets), a dataset with a length and indices, or yield batches: "
+        "tensors, tuples, dicts, or pairs of these and targets"
+    )

@@ -48,7 +48,7 @@ def training_data(
     if data.label_problem is not None:
         raise DataError(f"{data.name}: {data.label_problem}")
     device = torch.device(device)
-    large = max(data.model.input_shape[1:]) > _SMALL
+    large = max(data.model.input_shape[1:], default=0) > _SMALL
     if not (large and Path(data.name).is_dir()):
         return _held(data, device, augment=augment, progress=progress)
     return ImageSet(

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ompq.errors import QuantizationError
 from ompq.integer.arithmetic import CodeGrid
 from ompq.integer.lowering import Steps, code_grid, lower
 from ompq.integer.operators import Step, layer_weight
@@ -20,7 +21,7 @@ from ompq.layers import (
     linear_map,
     quantized_layers,
 )
-from ompq.quantization import quantization_of, with_quantization
+from ompq.quantization import keep_rates, quantization_of, with_quantization
 from ompq.quantization.sites import Link
 from ompq.samples import Samples, SamplesLike
 
@@ -66,6 +67,7 @@ def finalize(
     steps = lower(result, samples)
     if saturation_safe:
         _avoid_saturation(result, steps)
+        keep_rates(result)
     for _ in range(_ROUNDS):
         if not _clear_scales(result, steps):
             break
@@ -74,6 +76,21 @@ def finalize(
     links = _links(result, steps)
     link_layers(result, links)
     return with_quantization(result, replace(record, links=links))
+
+
+INTEGERS = "integers; the integer engine and ONNX compute the same"
+
+
+def finalized(quantized: nn.Module, samples: SamplesLike) -> tuple[nn.Module, str]:
+    """Return the network as its files compute it, and what it computes with.
+
+    A network in which something has no integer form is returned as it is, with a text
+    such as ``float: hardswish in features.0.2 has no integer form``.
+    """
+    try:
+        return finalize(quantized, samples), INTEGERS
+    except QuantizationError as error:
+        return quantized, f"float: {error}"
 
 
 def _avoid_saturation(model: nn.Module, steps: Steps) -> None:

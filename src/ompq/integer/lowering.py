@@ -29,7 +29,15 @@ from ompq.integer.operators import (
 )
 from ompq.layers import ActivationQuantizer, QuantizedLayer
 from ompq.recording import function_name, tensors_in, watched_modules
-from ompq.samples import Samples, SamplesLike, call, evaluating, model_device, to_device
+from ompq.samples import (
+    Batch,
+    Samples,
+    SamplesLike,
+    call,
+    evaluating,
+    model_device,
+    to_device,
+)
 
 INPUT, OUTPUT = "input", "logits"
 # Outputs use 30 bits: finer than any difference that could decide between two classes.
@@ -103,6 +111,19 @@ def lower(quantized: nn.Module, samples: SamplesLike) -> Steps:
     outputs = lowering.finish_outputs(output)
     shape = tuple(images.shape[1:])
     return Steps(tuple(lowering.steps), shape, outputs, tuple(lowering.sites))
+
+
+def input_names(batch: Batch) -> list[str]:
+    """Return a name for each tensor of a batch: keys of a dict, else a number.
+
+    Example:
+        >>> input_names((torch.zeros(1), torch.zeros(1)))
+        ['input', 'input_2']
+    """
+    if isinstance(batch, dict):
+        return list(batch)
+    count = sum(1 for _ in tensors_in(batch))
+    return [INPUT, *(f"{INPUT}_{number}" for number in range(2, count + 1))]
 
 
 def output_names(output: Any) -> list[str]:

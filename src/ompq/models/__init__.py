@@ -35,7 +35,7 @@ class NamedModel:
 
     module: nn.Module  # the network, in eval mode
     name: str  # the name it was loaded by
-    input_shape: tuple[int, int, int]  # channels, height and width of one input
+    input_shape: tuple[int, ...]  # of one input: channels, height, width of an image
     mean: tuple[float, ...]  # subtracted from each channel of an image in [0, 1]
     std: tuple[float, ...]  # each channel is then divided by it
     # Length of an image's shorter side before the centre crop, or the height and width
@@ -43,6 +43,19 @@ class NamedModel:
     resize: int | tuple[int, int]
     interpolation: str = "bilinear"  # ``bilinear`` or ``bicubic``
     weights: str = "as built"  # where the weights came from, for people
+
+    def at(self, shape: tuple[int, ...]) -> "NamedModel":
+        """Return the network for inputs of another shape."""
+        if len(shape) != 3 or len(self.input_shape) != 3:
+            return replace(self, input_shape=shape)
+        resize = self.resize
+        if isinstance(resize, int):
+            resize = round(resize * min(shape[1:]) / min(self.input_shape[1:]))
+        else:
+            resize = (shape[1], shape[2])
+        same = len(self.mean) == shape[0]
+        mean, std = (self.mean, self.std) if same else _plain_statistics(shape[0])
+        return replace(self, input_shape=shape, resize=resize, mean=mean, std=std)
 
 
 _BUILTIN: dict[str, Callable[[], nn.Module]] = {
@@ -95,7 +108,8 @@ def output_count(model: NamedModel) -> int:
     except Exception as error:
         raise ModelError(
             f"{model.name} does not take an input of shape {model.input_shape}: "
-            f"{reason(error)}. Set preprocessing['input_shape'] on the network"
+            f"{reason(error)}. Give --input-shape, set preprocessing['input_shape'] on "
+            "the network, or give its own data: --data FILE.py:FUNCTION"
         ) from error
 
 
@@ -117,9 +131,11 @@ def _build(name: str, *, pretrained: bool) -> NamedModel:
     known = list(_BUILTIN)
     if source not in ("cifar", "ompq"):
         known = [f"torchvision:{one}" for one in _torchvision_names()]
+    packed = name.endswith((".safetensors", ".onnx")) or (name and Path(name).is_dir())
+    hint = "; ompq evaluate NETWORK --packed FILE reads packed files" if packed else ""
     raise ModelError(
         f"{name!r} is not the name of a network{suggestion(name, known)}. "
-        "Use torchvision:NAME, timm:NAME, cifar:NAME or FILE.py:FUNCTION"
+        f"Use torchvision:NAME, timm:NAME, cifar:NAME or FILE.py:FUNCTION{hint}"
     )
 
 
@@ -208,15 +224,14 @@ def _described(module: nn.Module, name: str) -> NamedModel:
             f"{', '.join(_PREPROCESSING)}"
         )
     shape = tuple(given.get("input_shape", (3, 224, 224)))
-    if len(shape) != 3 or not all(isinstance(n, int) and n > 0 for n in shape):
+    if not shape or not all(isinstance(n, int) and n > 0 for n in shape):
         raise ModelError(
-            f"{name}: input_shape is {shape}; it must be (channels, height, width)"
+            f"{name}: input_shape is {shape}; it must be that of one input, for images "
+            "(channels, height, width)"
         )
-    # Without a word on normalisation: ImageNet's for colour, none for other images.
-    colour = shape[0] == 3
-    mean = given.get("mean", _IMAGENET_MEAN if colour else (0.0,) * shape[0])
-    std = given.get("std", _IMAGENET_STD if colour else (1.0,) * shape[0])
-    if len(mean) != shape[0] or len(std) != shape[0]:
+    usual_mean, usual_std = _plain_statistics(shape[0] if len(shape) == 3 else 0)
+    mean, std = given.get("mean", usual_mean), given.get("std", usual_std)
+    if len(shape) == 3 and not len(mean) == len(std) == shape[0]:
         raise ModelError(
             f"{name}: mean has {len(mean)} and std {len(std)} values; "
             f"there are {shape[0]} channels"
@@ -229,12 +244,21 @@ def _described(module: nn.Module, name: str) -> NamedModel:
     return NamedModel(
         module=module,
         name=name,
-        input_shape=(shape[0], shape[1], shape[2]),
+        input_shape=shape,
         mean=tuple(mean),
         std=tuple(std),
-        resize=given.get("resize", min(shape[1:])),
+        resize=given.get("resize", min(shape[1:], default=0)),
         interpolation=interpolation,
     )
+
+
+def _plain_statistics(
+    channels: int,
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Return ImageNet's mean and deviation for colour, none for other images."""
+    if channels == 3:
+        return _IMAGENET_MEAN, _IMAGENET_STD
+    return (0.0,) * channels, (1.0,) * channels
 
 
 def _torchvision_names() -> list[str]:

@@ -25,7 +25,8 @@ class PadShortcut(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Map (N, C, H, W) to (N, C + new_channels, H / 2, W / 2)."""
         half = self.new_channels // 2
-        return F.pad(x[:, :, ::2, ::2], (0, 0, 0, 0, half, half))
+        ends = half, self.new_channels - half
+        return F.pad(x[:, :, ::2, ::2], (0, 0, 0, 0, *ends))
 
 
 class CifarBlock(nn.Module):
@@ -50,23 +51,29 @@ class CifarBlock(nn.Module):
 
 
 class CifarResNet(nn.Module):
-    """He's CIFAR network of 6n + 2 layers: three stages of 16, 32 and 64 channels."""
+    """He's CIFAR network of 6n + 2 layers: three stages of 16, 32 and 64 channels.
+
+    ``width`` multiplies the channels.
+    """
 
     preprocessing: ClassVar[dict[str, Any]] = PREPROCESSING
 
-    def __init__(self, depth: int = 20, classes: int = 10) -> None:
+    def __init__(
+        self, depth: int = 20, classes: int = 10, *, width: float = 1.0
+    ) -> None:
         super().__init__()
         if depth < 8 or (depth - 2) % 6:
             raise ValueError(f"depth={depth} is not 6n + 2; use 20, 32, 44 or 56")
         blocks = (depth - 2) // 6
-        self.conv1 = nn.Conv2d(3, 16, 3, 1, 1, bias=False)
-        self.bn1 = nn.BatchNorm2d(16)
+        few, more, most = (max(1, round(n * width)) for n in (16, 32, 64))
+        self.conv1 = nn.Conv2d(3, few, 3, 1, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(few)
         self.relu = nn.ReLU()
-        self.layer1 = _stage(16, 16, 1, blocks)
-        self.layer2 = _stage(16, 32, 2, blocks)
-        self.layer3 = _stage(32, 64, 2, blocks)
+        self.layer1 = _stage(few, few, 1, blocks)
+        self.layer2 = _stage(few, more, 2, blocks)
+        self.layer3 = _stage(more, most, 2, blocks)
         self.pool = nn.AdaptiveAvgPool2d(1)
-        self.linear = nn.Linear(64, classes)
+        self.linear = nn.Linear(most, classes)
         for module in self.modules():
             if isinstance(module, nn.Conv2d | nn.Linear):
                 nn.init.kaiming_normal_(module.weight)

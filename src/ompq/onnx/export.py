@@ -1,18 +1,21 @@
 """export_onnx(): a file that is small, runs with int8 kernels, and is verified."""
 
 import logging
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
-from ompq.errors import shortened
+from ompq.errors import QuantizationError, shortened
 from ompq.files import replacing
 from ompq.integer.finalization import finalize
 from ompq.integer.lowering import Steps, lower
 from ompq.onnx.containers import StoredWeight
 from ompq.onnx.inspection import NETWORK
-from ompq.onnx.model import OnnxGraph, weights_only_model
+from ompq.onnx.model import OnnxGraph
+from ompq.onnx.traced import TracedModel, traced_model
 from ompq.onnx.verification import (
     Agreement,
     Tolerance,
@@ -21,10 +24,12 @@ from ompq.onnx.verification import (
     libraries,
     open_session,
     steps_tolerance,
+    traced_tolerance,
 )
 from ompq.quantization import quantization_of
 from ompq.samples import Samples, SamplesLike, first_tensor
 
+_WEAK = 0.5  # a limit that tells little, relative to the size of outputs
 SMALLEST_OPSET = 18  # the first with a mask of bits
 _logger = logging.getLogger(__name__)
 
@@ -39,7 +44,7 @@ class ExportResult:
     weights: tuple[StoredWeight, ...]
     simulated: Agreement  # agreement of ONNX Runtime with the finalized network
     # Agreement of ONNX Runtime with the integer engine, codes included; None where
-    # activations are float, which integers do not cover.
+    # integers do not cover the network.
     engine: Agreement | None
     # Agreement of ONNX Runtime with the network as it was given. It equals
     # ``simulated`` if that was finalized already.
@@ -49,6 +54,12 @@ class ExportResult:
     # ``saturation_safe=False`` was asked for: then processors without VNNI compute
     # something else, unless a session's option ``session.x64quantprecision`` is "1".
     saturation_safe: bool
+    # Kinds of nodes that compute with floats, and how many there are of each; and why
+    # not everything is in integers. Empty where it is.
+    floats: Mapping[str, int]
+    reason: str
+    # How far outputs were allowed to be from the network's, as ``simulated.logits``.
+    limit: float
 
 
 def export_onnx(  # noqa: PLR0913
@@ -65,8 +76,8 @@ def export_onnx(  # noqa: PLR0913
 
     Args:
         quantized: From :func:`ompq.quantize`, perhaps reconstructed or trained. What
-            is written is its finalized form; see :func:`ompq.finalize`. Where all
-            activations are float, only weights are stored in fewer bits.
+            is written is its finalized form; see :func:`ompq.finalize`. Where integers
+            do not cover it, the file computes with floats between them.
         path: The file to write; nothing is left there when verification fails.
         samples: Inputs to verify with; all are run. The file must agree with the
             network in its outputs and its codes; see :class:`Tolerance`.
@@ -78,57 +89,117 @@ def export_onnx(  # noqa: PLR0913
             convolutions (see :func:`ompq.finalize`) and unsigned in the other layers.
 
     Returns:
-        Where the file is, how large, and how nearly it agrees. Codes are equal to the
-        last bit, and so are outputs of layers; an output that is computed from codes
-        with floats, such as a final average, agrees within ``simulated.logits``. An
-        input that holds NaN gives numbers in the file, since no integer stands for it,
-        and NaN in PyTorch.
+        Where the file is, how large, and how nearly it agrees. In a file of integers
+        (``floats`` is empty) codes are equal to the last bit, and so are outputs of
+        layers; an output that is computed from codes with floats, such as a final
+        average, agrees within ``simulated.logits``. An input that holds NaN gives
+        numbers in the file, since no integer stands for it, and NaN in PyTorch.
 
     Raises:
         MissingExtraError: onnx or onnxruntime is not installed.
-        QuantizationError: An operation has no integer form; it is named.
         ExportError: The file does not compute what the network computes, or PyTorch
             cannot write its graph.
     """
     onnx, runtime = libraries()
     if opset < SMALLEST_OPSET:
         raise ValueError(f"opset={opset} is too old: use {SMALLEST_OPSET} or later")
-    samples, steps, safe = Samples.of(samples), None, True
-    finalized, codes, tolerance = quantized, {}, Tolerance()
-    if quantization_of(quantized).sites:
-        finalized = finalize(quantized, samples, saturation_safe=saturation_safe)
+    samples = Samples.of(samples)
+    finalized, reason = _finalized(quantized, samples, saturation_safe=saturation_safe)
+    if finalized is None:
+        made = _of_traced(traced_model(quantized, samples, opset), samples, reason)
+    else:
         steps = lower(finalized, samples)
         graph = OnnxGraph(steps, opset, saturation_safe=saturation_safe)
-        model, weights, codes = graph.model(), graph.weights, graph.codes
-        tolerance, safe = steps_tolerance(steps), saturation_safe or not _warned(steps)
-    else:  # all activations are float
-        model, weights = weights_only_model(quantized, samples, opset)
+        made = _of_steps(graph, finalized, saturation_safe=saturation_safe)
     if network:
-        model.metadata_props.add(key=NETWORK, value=network)
-    onnx.checker.check_model(model, full_check=True)
+        made.model.metadata_props.add(key=NETWORK, value=network)
+    onnx.checker.check_model(made.model, full_check=True)
     with replacing(path) as temporary:
-        temporary.write_bytes(model.SerializeToString())
+        temporary.write_bytes(made.model.SerializeToString())
         session = open_session(temporary)
-        simulated = against_simulated(finalized, session, samples)
-        tolerance.require(simulated, "simulated network")
+        simulated = against_simulated(made.network, session, samples)
+        made.tolerance.require(simulated, "simulated network")
         engine = None
-        if steps is not None:
+        if made.steps is not None:
             images = first_tensor(samples.first_batch(engine_images))
-            found = against_codes(model, codes, finalized, steps, images)
-            tolerance.require(found[0], "simulated network")
-            tolerance.require(found[1], "integer engine")
+            given = (made.model, made.codes, made.network, made.steps, images)
+            found = against_codes(*given)
+            made.tolerance.require(found[0], "simulated network")
+            made.tolerance.require(found[1], "integer engine")
             simulated, engine = simulated.with_codes(found[0]), found[1]
-        given = against_simulated(quantized, session, samples)
+        as_given = against_simulated(quantized, session, samples)
     return ExportResult(
         path=Path(path),
         bytes=Path(path).stat().st_size,
         opset=opset,
-        weights=tuple(weights),
+        weights=tuple(made.weights),
         simulated=simulated,
         engine=engine,
-        given=given,
+        given=as_given,
         runtime=f"onnxruntime {runtime.__version__}",
-        saturation_safe=safe,
+        saturation_safe=made.saturation_safe,
+        floats=made.floats,
+        reason=made.reason,
+        limit=made.tolerance.limit(simulated),
+    )
+
+
+@dataclass(frozen=True)
+class _Made:
+    """A file's content, and what it is compared with."""
+
+    model: Any
+    weights: Sequence[StoredWeight]
+    network: nn.Module
+    tolerance: Tolerance
+    steps: Steps | None = None
+    codes: Mapping[int, str] = field(default_factory=dict)
+    saturation_safe: bool = True
+    floats: Mapping[str, int] = field(default_factory=dict)
+    reason: str = ""
+
+
+def _finalized(
+    quantized: nn.Module, samples: Samples, *, saturation_safe: bool
+) -> tuple[nn.Module | None, str]:
+    """Return a network that integers compute; or None, and why they cannot."""
+    if not quantization_of(quantized).sites:
+        return None, "activations are float"
+    try:
+        return finalize(quantized, samples, saturation_safe=saturation_safe), ""
+    except QuantizationError as error:
+        return None, str(error)
+
+
+def _of_steps(
+    graph: OnnxGraph, finalized: nn.Module, *, saturation_safe: bool
+) -> _Made:
+    return _Made(
+        graph.model(),
+        graph.weights,
+        finalized,
+        steps_tolerance(graph.steps),
+        steps=graph.steps,
+        codes=graph.codes,
+        saturation_safe=saturation_safe or not _warned(graph.steps),
+    )
+
+
+def _of_traced(traced: TracedModel, samples: Samples, reason: str) -> _Made:
+    tolerance = traced_tolerance(traced.network, samples)
+    if tolerance.logits > _WEAK:
+        _logger.warning(
+            "the last digits of floats change the network's outputs so much that the "
+            "file is only compared within %.2g of their size; check its accuracy",
+            tolerance.logits,
+        )
+    return _Made(
+        traced.model,
+        traced.weights,
+        traced.network,
+        tolerance,
+        floats=traced.floats,
+        reason=reason,
     )
 
 

@@ -1,24 +1,13 @@
-"""Integer steps, or a weights-only network, as an ONNX graph."""
+"""Integer steps as an ONNX graph."""
 
-import copy
-import logging
-import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from math import inf, isfinite
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor, nn
 
-from ompq.costs import FLOAT_BITS
-from ompq.errors import ExportError, QuantizationError
-from ompq.graph import Unit
-from ompq.integer.arithmetic import CodeGrid, IntegerWeight
-from ompq.integer.lowering import INPUT, Steps, output_names
+from ompq.integer.arithmetic import CodeGrid
+from ompq.integer.lowering import INPUT, Steps
 from ompq.integer.operators import Convolution, Layer, Node, Product, Step
-from ompq.layers import quantized_layers
 from ompq.onnx.containers import (
     ZERO_OF_UNSIGNED,
     Array,
@@ -26,11 +15,6 @@ from ompq.onnx.containers import (
     as_tensor,
     stored_bytes,
 )
-from ompq.packing.format import broadcast_grid
-from ompq.quantization import quantization_of
-from ompq.quantizers import Grid, integer_weight
-from ompq.recording import tensors_in
-from ompq.samples import Samples, SamplesLike, call, evaluating
 
 _LARGEST_CODE = 255
 
@@ -206,176 +190,3 @@ def _described(name: str, shape: tuple[int, ...]) -> Any:
     from onnx import TensorProto, helper
 
     return helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", *shape])
-
-
-def weights_only_model(
-    quantized: nn.Module, samples: SamplesLike, opset: int
-) -> tuple[Any, list[StoredWeight]]:
-    """Return a file for a network with float activations, and how it stores weights."""
-    record = quantization_of(quantized)
-    model = _written(_plain(quantized), samples, opset)
-    _strip(model)
-    state = quantized.state_dict()
-    constants = {one.name: one for one in model.graph.initializer}
-    stored = []
-    for unit in record.graph.units:
-        bits = record.allocation[unit.name].weight
-        if bits < FLOAT_BITS:
-            weight, grid = _whole(state, unit, bits)
-            stored.append(_replace(model, constants, unit, weight, grid))
-    return model, stored
-
-
-def float_model(model: nn.Module, samples: SamplesLike, opset: int = 21) -> Any:
-    """Return the ONNX file of a float network of one input, as PyTorch writes it."""
-    written = _written(copy.deepcopy(model).cpu(), samples, opset)
-    _strip(written)
-    return written
-
-
-def _plain(quantized: nn.Module) -> nn.Module:
-    """Return a copy whose layers are PyTorch's own, with rounded weights."""
-    result = copy.deepcopy(quantized).cpu()
-    with torch.no_grad():
-        for layer in quantized_layers(result).values():
-            layer.weight.copy_(layer.rounded_weight())
-            replaced: Any = type(layer).__mro__[2]
-            layer.__class__ = replaced
-    return result
-
-
-def _written(network: nn.Module, samples: SamplesLike, opset: int) -> Any:
-    images, *more = tensors_in(Samples.of(samples).first_batch(2))
-    if more:
-        raise QuantizationError(
-            f"the network takes {1 + len(more)} inputs: export covers one"
-        )
-    try:
-        with evaluating(network), _quiet():
-            names = output_names(call(network, images))
-            program: Any = torch.onnx.export(
-                network,
-                (images,),
-                None,
-                dynamo=True,
-                input_names=[INPUT],
-                output_names=names,
-                dynamic_shapes=({0: torch.export.Dim("batch")},),
-                opset_version=opset,
-                verbose=False,
-            )
-    except Exception as error:
-        first = str(error).strip().partition("\n")[0]
-        raise ExportError(
-            f"PyTorch cannot write the network as ONNX: {first}"
-        ) from error
-    return program.model_proto
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """PyTorch's exporter warns of itself, on several ways."""
-    logger = logging.getLogger("torch.onnx")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logger.setLevel(level)
-
-
-def _strip(model: Any) -> None:
-    """Remove what tells of the machine that wrote it: traces, paths, comments."""
-    model.producer_name, model.producer_version = "ompq", ""
-    model.doc_string = ""
-    del model.metadata_props[:]
-    graph = model.graph
-    graph.name, graph.doc_string = "network", ""
-    del graph.metadata_props[:]
-    del graph.value_info[:]
-    for part in (graph.node, graph.initializer, graph.input, graph.output):
-        for one in part:
-            one.doc_string = ""
-            del one.metadata_props[:]
-
-
-def _whole(
-    state: Mapping[str, Tensor], unit: Unit, bits: int
-) -> tuple[IntegerWeight, Grid]:
-    """Return a unit's weight as whole numbers that give its very floats."""
-    scale, zero_point, weight = (
-        state[f"{unit.parameter}{name}"].detach().cpu()
-        for name in ("_scale", "_zero_point", "")
-    )
-    grid = broadcast_grid(Grid(scale, zero_point, bits), unit, weight.device)
-    codes = grid.quantize(weight)
-    values, factor = integer_weight(codes, grid.zero_point, bits)
-    found = IntegerWeight(
-        codes=codes,
-        bits=bits,
-        unit=round(1 / factor),
-        offset=(grid.zero_point / factor).int(),
-        stretch=torch.ones((), dtype=torch.int32),
-        values=values,
-        scale=grid.scale * factor,
-        bias=torch.zeros((), dtype=torch.int32),
-    )
-    return found, grid
-
-
-def _replace(
-    model: Any,
-    constants: Mapping[str, Any],
-    unit: Unit,
-    weight: IntegerWeight,
-    grid: Grid,
-) -> StoredWeight:
-    """Put nodes in the place of the constants that hold a unit's weight."""
-    from onnx import TensorProto, helper
-
-    floats = grid.dequantize(weight.codes).numpy()
-    places = list(_places(constants, floats))
-    if not places:
-        raise ExportError(
-            f"{unit.name}: its weight {tuple(floats.shape)} is not among the constants "
-            "that PyTorch wrote; pin it to 32 bits to keep it float"
-        )
-    name = unit.name
-    opset = model.opset_import[0].version
-    short = f"w{len(model.graph.node)}"
-    arrays, unpacking = stored_bytes(name, weight, opset, short)
-    arrays[f"{name}/scale"] = weight.scale.numpy()
-    made = helper.make_node
-    nodes = [made(kind, given, [out], **more) for kind, given, out, more in unpacking]
-    nodes += [
-        made("Cast", [f"{name}/bytes"], [f"{name}/levels"], to=TensorProto.FLOAT),
-        made("Mul", [f"{name}/levels", f"{name}/scale"], [f"{name}/weight"]),
-    ]
-    for place, turned in places:
-        kind = "Transpose" if turned else "Identity"
-        nodes.append(made(kind, [f"{name}/weight"], [place]))
-        model.graph.initializer.remove(constants[place])
-    known = {one.name for one in model.graph.initializer}
-    for key, array in arrays.items():
-        if key not in known:  # layers share tables
-            model.graph.initializer.append(as_tensor(key, array))
-    everything = [*nodes, *model.graph.node]
-    del model.graph.node[:]
-    model.graph.node.extend(everything)
-    return StoredWeight.of(name, weight, arrays)
-
-
-def _places(constants: Mapping[str, Any], floats: Array) -> Iterator[tuple[str, bool]]:
-    """Yield the constants that equal a weight, and whether they are its transpose."""
-    from onnx import numpy_helper
-
-    for name, tensor in constants.items():
-        shape = tuple(tensor.dims)
-        for turned, array in ((False, floats), (True, floats.T)):
-            if shape != array.shape or (turned and floats.ndim != 2):
-                continue
-            if np.array_equal(numpy_helper.to_array(tensor), array):
-                yield name, turned
-                break

@@ -11,15 +11,15 @@ from torch import Tensor, nn
 
 from ompq.errors import ExportError, MissingExtraError
 from ompq.integer.engine import IntegerNetwork
-from ompq.integer.lowering import INPUT, Steps
+from ompq.integer.lowering import Steps, input_names
 from ompq.layers import activation_quantizers
 from ompq.recording import tensors_in
 from ompq.samples import (
+    Batch,
     Samples,
     attached,
     call,
     evaluating,
-    first_tensor,
     model_device,
     to_device,
 )
@@ -100,6 +100,7 @@ _TINY = torch.finfo(torch.float32).tiny
 # From so many images on, a single one that differs cannot be told from a tie.
 _ENOUGH_IMAGES = 32
 _BATCH = 64
+_LAST_DIGITS = 1e-6  # of floats, relative to a tensor's usual size
 
 
 @dataclass(frozen=True)
@@ -115,13 +116,17 @@ class Tolerance:
     codes_equal: float = 0.999  # smallest fraction of codes that are equal
     codes_furthest: int = 1  # largest difference of two codes, in steps
 
+    def limit(self, found: Agreement) -> float:
+        """Return how far logits may be: nearer where all codes are equal."""
+        exact = found.codes and found.codes_equal == 1
+        return self.exact_logits if exact else self.logits
+
     def require(self, found: Agreement, against: str) -> None:
         """Make sure that a file computes what it should."""
         allowed = floor(found.images * (1 - self.top1) + 1e-9)
         if found.images >= _ENOUGH_IMAGES:
             allowed = max(1, allowed)
-        exact = found.codes and found.codes_equal == 1
-        logits = self.exact_logits if exact else self.logits
+        logits = self.limit(found)
         if (
             round(found.images * (1 - found.top1)) > allowed
             or found.logits > logits
@@ -143,6 +148,36 @@ def steps_tolerance(steps: Steps) -> Tolerance:
     A code that is one step off may move logits by about as much of their range.
     """
     return Tolerance(logits=2 / min(step.grid.qmax for step in steps.steps))
+
+
+def traced_tolerance(network: nn.Module, samples: Samples) -> Tolerance:
+    """Return how far the file of a network with floats between integers may be from it.
+
+    Floats differ in their last digits between runtimes, which makes the code of some
+    value another one, and that others. How far this goes depends on the network. So the
+    network is run with noise of that size before its quantizers: outputs may differ by
+    four times what they then do, or by what one step of a grid is.
+    """
+    quantizers = activation_quantizers(network).values()
+    if not quantizers:
+        return Tolerance()
+    generator = torch.Generator().manual_seed(0)
+
+    def disturb(_quantizer: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
+        (x,) = args
+        noise = torch.randn(x.shape, generator=generator).to(x)
+        return (x + noise * x.square().mean().sqrt() * _LAST_DIGITS,)
+
+    batch = to_device(samples.first_batch(_BATCH), model_device(network))
+    hooks = (quantizer.register_forward_pre_hook(disturb) for quantizer in quantizers)
+    with evaluating(network):
+        plain = list(tensors_in(call(network, batch)))
+        with attached(hooks):
+            disturbed = list(tensors_in(call(network, batch)))
+    step = 2 / min((1 << quantizer.bits) - 1 for quantizer in quantizers)
+    found = compare_outputs(plain, disturbed).logits
+    # Where outputs are so near, the largest logit is another one only in a tie.
+    return Tolerance(logits=max(step, 4 * found), top1=0.0)
 
 
 def libraries() -> tuple[Any, Any]:
@@ -168,10 +203,15 @@ def open_session(model: Path | bytes) -> Any:
     )
 
 
-def run_session(session: Any, images: Tensor) -> list[Tensor]:
-    """Return the outputs for images (N, ...), the logits first."""
-    outputs = session.run(None, {INPUT: images.float().numpy()})
-    return [torch.from_numpy(output) for output in outputs]
+def run_session(session: Any, batch: Batch) -> list[Tensor]:
+    """Return the outputs for a batch, tensors of (N, ...), the logits first."""
+    read = {each.name for each in session.get_inputs()}
+    given = {
+        name: (one.float() if one.is_floating_point() else one).numpy()
+        for name, one in zip(input_names(batch), tensors_in(batch), strict=True)
+        if name in read
+    }
+    return [torch.from_numpy(output) for output in session.run(None, given)]
 
 
 def against_simulated(
@@ -185,7 +225,7 @@ def against_simulated(
         with evaluating(quantized):
             outputs = tensors_in(call(quantized, to_device(batch, device)))
         ours.append([output.float().cpu() for output in outputs])
-        theirs.append(run_session(session, first_tensor(batch).cpu()))
+        theirs.append(run_session(session, to_device(batch, torch.device("cpu"))))
     first, second = (
         [torch.cat(parts) for parts in zip(*form, strict=True)]
         for form in (ours, theirs)

@@ -1,13 +1,13 @@
 """save(), load() and inspect_file(): a network in a file as small as promised."""
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from ompq.costs import Bytes, overhead_bytes, unit_bytes
 from ompq.errors import PackedFileError, PlanError, QuantizationError, shortened
@@ -15,13 +15,16 @@ from ompq.files import library_version
 from ompq.graph import COUNTER, Choice, Unit, bias_key
 from ompq.integer.finalization import link_layers
 from ompq.layers import QuantizedLayer, activation_quantizers, quantized_layers
-from ompq.packing.bitstream import pack_bits, unpack_bits
+from ompq.packing.bitstream import pack_bits
 from ompq.packing.format import (
     Contents,
+    Form,
     PackedUnit,
     broadcast_grid,
     quantized_units,
     read_contents,
+    stored_units,
+    vectors,
     write_contents,
     zero_step,
 )
@@ -34,7 +37,10 @@ from ompq.quantization import (
     with_quantization,
 )
 from ompq.quantizers import Grid
+from ompq.recording import is_batch_norm
+from ompq.skeleton import GRAPH, hollowed
 
+_logger = logging.getLogger(__name__)
 # Between these, scale * (code - zero) is rounded back to the very same code.
 _SCALES = (1e-36, 1e36)
 
@@ -45,26 +51,33 @@ def save(
     *,
     plan: Plan | None = None,
     network: str = "",
+    coded: bool = False,
 ) -> None:
     """Write a quantized network, each weight at its true width.
+
+    Units that were planned with a rate are entropy-coded.
 
     Args:
         quantized: From :func:`ompq.quantize` or what came after it.
         path: A file, by custom ``*.ompq.safetensors``.
         plan: The plan; its figures are written down next to the network.
         network: The network's name, for example ``torchvision:resnet18``.
+        coded: Whether units of a fixed width are entropy-coded, too, where that is
+            smaller. Nothing is lost; the file takes longer to load.
 
     Raises:
         QuantizationError: The network is not quantized, or its numbers are not.
         PlanError: The network has other bits than the plan.
     """
     record = quantization_of(quantized)
+    for layer in quantized_layers(quantized).values():
+        layer.check_uniform()
     about = {
         "network": network,
         "versions": {"ompq": library_version(), "torch": torch.__version__},
         "plan": None if plan is None else _figures(plan, record),
     }
-    write_contents(path, _packed(quantized, record, about))
+    write_contents(path, _packed(quantized, record, about, coded=coded))
 
 
 def load(path: str | Path, model: nn.Module | Callable[[], nn.Module]) -> nn.Module:
@@ -80,15 +93,14 @@ def load(path: str | Path, model: nn.Module | Callable[[], nn.Module]) -> nn.Mod
 
     Raises:
         PackedFileError: The file is damaged, or of another network.
-        QuantizationError: A layer cannot be replaced.
     """
     contents = read_contents(path)
     network = _float_network(model)
     _check(path, _differing(network, contents))
     units = {one.unit.name: one for one in contents.units}
 
-    def weight_grid(unit: Unit, weight: Tensor, _axis: int) -> Grid:
-        return broadcast_grid(units[unit.name].grid, unit, weight.device)
+    def weight_grid(unit: Unit, weight: Tensor, _axis: int) -> tuple[Grid, Tensor]:
+        return broadcast_grid(units[unit.name].grid, unit, weight.device), weight
 
     record = contents.record
     quantized = assemble(
@@ -100,9 +112,40 @@ def load(path: str | Path, model: nn.Module | Callable[[], nn.Module]) -> nn.Mod
         activation_grids=contents.activations,
     )
     _check(path, _unlike(quantized, contents))
-    _fill(quantized, contents)
+    try:
+        _fill(quantized, contents)
+    except PackedFileError as error:
+        raise PackedFileError(f"{path} cannot be read: {error}") from error
     link_layers(quantized, record.links)
     return with_quantization(quantized, record)
+
+
+def add_onnx(path: str | Path, onnx: str | Path, output: str | Path) -> int:
+    """Write a copy of a packed file that carries its ONNX file for :func:`ompq.unpack`.
+
+    Codes, scales and biases are in the copy once: what the ONNX file makes of them is
+    left out of it.
+
+    Args:
+        path: A packed file, of a finalized network.
+        onnx: What :func:`ompq.export_onnx` wrote of the same network.
+        output: The copy.
+
+    Returns:
+        The bytes that the ONNX file adds.
+
+    Raises:
+        PackedFileError: The packed file is damaged, or the ONNX file has none of its
+            weights.
+    """
+    contents = read_contents(path)
+    arrays = {name: part.numpy() for name, part in vectors(contents).items()}
+    try:
+        graph = hollowed(Path(onnx).read_bytes(), stored_units(contents.units), arrays)
+    except PackedFileError as error:
+        raise PackedFileError(f"{onnx} is not of {path}: {error}") from error
+    write_contents(output, replace(contents, graph=graph))
+    return len(graph)
 
 
 def _figures(plan: Plan, record: Quantization) -> dict[str, Any]:
@@ -125,7 +168,11 @@ def _figures(plan: Plan, record: Quantization) -> dict[str, Any]:
 
 
 def _packed(
-    quantized: nn.Module, record: Quantization, about: Mapping[str, Any]
+    quantized: nn.Module,
+    record: Quantization,
+    about: Mapping[str, Any],
+    *,
+    coded: bool,
 ) -> Contents:
     state = quantized.state_dict(keep_vars=True)
     names = quantizer_names(quantized, record.sites)
@@ -140,10 +187,28 @@ def _packed(
     units = []
     for unit in quantized_units(record):
         owner = quantized.get_submodule(unit.parameter.rpartition(".")[0])
-        bits = record.allocation[unit.name].weight
-        units.append(_packed_unit(state, unit, bits, owner))
+        choice = record.allocation[unit.name]
+        one = _packed_unit(state, unit, choice.weight, owner)
+        units.append(one.entropy_coded() if coded or choice.rate else one)
+    _warn_of_excess(units, record)
     rest = {key: tensor.detach().cpu() for key, tensor in _rest(quantized, record)}
     return Contents(record, tuple(units), tuple(grids), rest, about)
+
+
+def _warn_of_excess(units: Sequence[PackedUnit], record: Quantization) -> None:
+    """Warn of coded units that take more than their rate promises."""
+    over = {}
+    for one in units:
+        promised = unit_bytes(one.unit, record.allocation[one.unit.name]).weights
+        over[one.unit.name] = one.stream.numel() - promised
+    names = [name for name, excess in over.items() if excess > 0]
+    if names:
+        _logger.warning(
+            "%s: coded weights take %d bytes more than planned, so the file may exceed "
+            "its budget; quantize or reconstruct the network again",
+            shortened(names),
+            sum(over[name] for name in names),
+        )
 
 
 def _packed_unit(
@@ -255,7 +320,7 @@ def _differing(model: nn.Module, contents: Contents) -> list[str]:
         elif tuple(weight.shape) != unit.weight_shape:
             shapes = f"{tuple(weight.shape)} instead of {unit.weight_shape}"
             found.append(f"{unit.name} is {shapes}")
-        elif unit.norm and not isinstance(modules.get(unit.norm), _BatchNorm):
+        elif unit.norm and not is_batch_norm(modules.get(unit.norm, model)):
             found.append(f"{unit.norm} is no batch norm")
         elif unit.name in unbiased and bias_key(unit) in parameters:
             found.append(f"{unit.name} has a bias")
@@ -287,10 +352,9 @@ def _fill(quantized: nn.Module, contents: Contents) -> None:
     state = quantized.state_dict()
     for one in contents.units:
         unit, weight = one.unit, state[one.unit.parameter]
-        codes = unpack_bits(one.stream, one.grid.bits, unit.weights)
         grid = broadcast_grid(one.grid, unit, weight.device)
         # Grid.dequantize without its copies, which would take as long as the rest.
-        weight.copy_(codes.reshape(unit.weight_shape))
+        weight.copy_(one.codes)
         weight.sub_(grid.zero_point).mul_(grid.scale)
         if one.bias is None:
             continue
@@ -311,6 +375,7 @@ class UnitAccount:
 
     unit: Unit
     bits: Choice  # of its weight and its input
+    coded: bool  # whether its weights are entropy-coded
     # What it takes in the file. Activations are shared between units, so they are
     # counted for the whole network only.
     bytes: Bytes
@@ -336,7 +401,7 @@ class Account:
     @property
     def average_bits(self) -> float:
         """Bits a weight, averaged over all weights."""
-        total = sum(one.bits.weight * one.unit.weights for one in self.units)
+        total = sum(one.bits.bits * one.unit.weights for one in self.units)
         return total / sum(one.unit.weights for one in self.units)
 
     def to_json(self) -> dict[str, Any]:
@@ -368,9 +433,13 @@ def inspect_file(path: str | Path) -> Account:
     rest = sum(_size(tensor) for tensor in contents.state.values())
     floats = [one for one in units if one.bytes.scales == 0]
     items["float"] = rest - sum(one.bytes.total for one in floats)
+    if contents.graph:
+        items[GRAPH] = len(contents.graph)
+        planned[GRAPH] = 0
     items["metadata"] = size - sum(items.values())
     graph = contents.record.graph
-    planned |= {"float": graph.float_bytes, "metadata": overhead_bytes(graph)}
+    planned["float"] = graph.float_bytes
+    planned["metadata"] += overhead_bytes(graph)
     return Account(Path(path), size, items, planned, units, contents.about)
 
 
@@ -381,6 +450,7 @@ def _unit_accounts(contents: Contents) -> list[UnitAccount]:
         UnitAccount(
             unit,
             bits[unit.name],
+            unit.name in packed and Form.CODED in packed[unit.name].form,
             _taken(unit, packed.get(unit.name), contents.state),
             unit_bytes(unit, bits[unit.name]),
         )
@@ -396,9 +466,9 @@ def _taken(unit: Unit, packed: PackedUnit | None, state: Mapping[str, Tensor]) -
         )
     return Bytes(
         weights=_size(packed.stream),
-        scales=_size(packed.grid.scale),
-        zero_points=packed.grid.zero_point.numel(),
-        biases=_size(packed.bias),
+        scales=_size(packed.scales) + _size(packed.multiples),
+        zero_points=_size(packed.zero_points),
+        biases=_size(packed.biases),
     )
 
 
@@ -411,7 +481,8 @@ def _unit_json(one: UnitAccount) -> dict[str, Any]:
         "name": one.unit.name,
         "kind": one.unit.kind,
         "shape": list(one.unit.weight_shape),
-        "weight_bits": one.bits.weight,
+        "weight_bits": one.bits.bits,
+        "coded": one.coded,
         "activation_bits": one.bits.activation,
         "bytes": {**asdict(one.bytes), "total": one.bytes.total},
         "planned": {**asdict(one.planned), "total": one.planned.total},

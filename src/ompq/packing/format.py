@@ -1,17 +1,21 @@
 """The packed file: safetensors that hold codes, numbers and a small structure.
 
-Version 2 has three tensors. ``codes`` (uint8): the weights' bit streams, their zero
+Version 2 has three tensors. ``codes`` (uint8): the weights' streams of bits, their zero
 points, and buffers that are not float32. ``numbers`` (float32): scales, biases, scales
 and zero points of activations, and what stays float. ``structure`` (uint8): deflated
-JSON that names everything, in columns. Files of version 1, which ompq 0.1 wrote, are
-read too.
+JSON that names everything, in columns. Where streams are entropy-coded, ``halves``
+(float16) holds the biases that lose nothing in 16 bits. Files of version 1,
+which ompq 0.1 wrote, are read too. ``graph`` (uint8), if there is one, is the ONNX file
+that travels along; see :mod:`ompq.skeleton`.
 """
 
 import json
 import zlib
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
-from itertools import accumulate, chain, islice, pairwise
+from dataclasses import asdict, dataclass, fields, replace
+from enum import IntFlag
+from itertools import accumulate, chain, pairwise
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -21,6 +25,7 @@ from torch import Tensor
 
 from ompq.allocation.solver import Allocation
 from ompq.costs import FLOAT_BITS
+from ompq.entropy import decode, encode
 from ompq.errors import OmpqError, PackedFileError
 from ompq.files import (
     json_list,
@@ -33,13 +38,16 @@ from ompq.files import (
     write_tensors,
 )
 from ompq.graph import Choice, LayerGraph, Skipped, Unit, stored_dtype
-from ompq.packing.bitstream import stream_length
+from ompq.packing.bitstream import stream_length, unpack_bits
 from ompq.quantization import BlockError, Quantization
 from ompq.quantization.equalization import Equalized
+from ompq.quantization.products import OPERANDS
 from ompq.quantization.sites import ActivationSite, Link
 from ompq.quantizers import LARGEST_HALF_BITS, Grid
+from ompq.rates import multiplied, scale_multiples, to_multiples
+from ompq.skeleton import GRAPH, PACKED_FORMAT, Place, StoredUnit
 
-FORMAT = "ompq-packed/2"
+FORMAT = PACKED_FORMAT
 _OLDEST = "ompq-packed/1"
 _LARGEST_STRUCTURE = 1 << 26  # a deflated file must not fill the memory
 _LONGEST_TEXT = 1000  # of any name in it
@@ -48,14 +56,81 @@ _WRONG = (AttributeError, LookupError, OverflowError, TypeError, ValueError)
 _BROKEN = (*_WRONG, OmpqError, RuntimeError, zlib.error)  # RecursionError among them
 
 
+class Form(IntFlag):
+    """How a coded unit is stored; a unit of fixed width has none of these."""
+
+    CODED = 1  # its stream is entropy-coded
+    MULTIPLES = 2  # its scales are bytes times one number
+    CENTRED = 4  # all zero points are the middle code, and not stored
+    HALF_BIASES = 8  # 16 bits hold its biases
+
+
+_FIXED = Form(0)
+
+
 @dataclass(frozen=True, eq=False)
 class PackedUnit:
     """One unit as it is in the file."""
 
     unit: Unit
     grid: Grid  # scale and zero point of each output channel, (C,) each
-    stream: Tensor  # its codes, uint8, (ceil(weights * bits / 8),)
+    stream: Tensor  # its codes, uint8, (ceil(weights * bits / 8),) unless coded
     bias: Tensor | None  # its bias, float32, or None
+    form: Form = _FIXED
+
+    def entropy_coded(self) -> "PackedUnit":
+        """Return the unit in fewer bytes where it can be: nothing is lost."""
+        grid, bias = self.grid, self.bias
+        found = {
+            Form.MULTIPLES: to_multiples(grid.scale).equal(grid.scale),
+            Form.CENTRED: (grid.zero_point == _middle(grid.bits)).all(),
+            Form.HALF_BIASES: bias is not None
+            and torch.equal(bias.half().float(), bias),
+        }
+        form = Form(sum(flag for flag, holds in found.items() if holds))
+        data = bytearray(encode(self.codes.numpy()))
+        stream = torch.frombuffer(data, dtype=torch.uint8)
+        if stream.numel() < self.stream.numel():
+            return replace(self, stream=stream, form=form | Form.CODED)
+        return replace(self, form=form)
+
+    @property
+    def codes(self) -> Tensor:
+        """Its codes, uint8, in the shape of the weight."""
+        shape = self.unit.weight_shape
+        if Form.CODED in self.form:
+            return torch.from_numpy(decode(self.stream.numpy().tobytes(), shape))
+        return unpack_bits(self.stream, self.grid.bits, prod(shape)).reshape(shape)
+
+    @property
+    def scales(self) -> Tensor:
+        """Its scales as they are stored, (C,), or what they are multiples of, (1,)."""
+        if Form.MULTIPLES in self.form:
+            return scale_multiples(self.grid.scale)[0]
+        return self.grid.scale
+
+    @property
+    def multiples(self) -> Tensor:
+        """What its scales are multiples by, uint8, (C,) or (0,)."""
+        found = scale_multiples(self.grid.scale)[1]
+        return found if Form.MULTIPLES in self.form else found[:0]
+
+    @property
+    def zero_points(self) -> Tensor:
+        """Its zero points as they are stored, uint8, (C,) or (0,)."""
+        steps = (self.grid.zero_point / zero_step(self.grid.bits)).to(torch.uint8)
+        return steps[:0] if Form.CENTRED in self.form else steps
+
+    @property
+    def biases(self) -> Tensor:
+        """Its biases as they are stored, (O,) or (0,)."""
+        if self.bias is None:
+            return torch.empty(0)
+        return self.bias.half() if Form.HALF_BIASES in self.form else self.bias
+
+
+def _middle(bits: int) -> float:
+    return float(1 << (bits - 1))
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,6 +143,7 @@ class Contents:
     # What is not quantized, by its key in the ``state_dict``.
     state: Mapping[str, Tensor]
     about: Mapping[str, Any]  # ``network``, ``versions`` and ``plan``: plain data
+    graph: bytes = b""  # the ONNX file that travels along, of ompq.skeleton
 
 
 def quantized_units(record: Quantization) -> list[Unit]:
@@ -96,40 +172,82 @@ def broadcast_grid(grid: Grid, unit: Unit, device: torch.device) -> Grid:
 
 def write_contents(path: str | Path, contents: Contents) -> None:
     """Write a packed file; the same contents give the same bytes."""
-    units, grids = contents.units, contents.activations
-    zeros = [one.grid.zero_point / zero_step(one.grid.bits) for one in units]
-    state = {key: t.to(stored_dtype(t)) for key, t in contents.state.items()}
-    others = [t for t in state.values() if t.dtype != torch.float32]
-    text = json.dumps(_structure(contents, state), separators=(",", ":"))
-    deflated = zlib.compress(text.encode(), 9)
-    codes = [*(one.stream for one in units), *(zero.to(torch.uint8) for zero in zeros)]
+    text = json.dumps(_structure(contents), separators=(",", ":"))
+    tensors = {**vectors(contents), "structure": zlib.compress(text.encode(), 9)}
+    if contents.graph:
+        tensors[GRAPH] = contents.graph
+    made = {
+        name: torch.frombuffer(bytearray(one), dtype=torch.uint8)
+        if isinstance(one, bytes)
+        else one
+        for name, one in tensors.items()
+    }
+    write_tensors(path, {"format": FORMAT}, made)
+
+
+def vectors(contents: Contents) -> dict[str, Any]:
+    """Return the numbers of a packed file."""
+    units, grids, state = contents.units, contents.activations, contents.state.values()
+    others = [t for t in map(_stored, state) if t.dtype != torch.float32]
+    items = ("stream", "zero_points", "multiples")
+    codes = [getattr(one, item) for item in items for one in units]
     codes += [t.contiguous().flatten().view(torch.uint8) for t in others]
+    own = [one.scales for one in units] + [one.biases for one in units]
+    halves = [values for values in own if values.dtype == torch.float16]
     numbers = [
-        *(one.grid.scale for one in units),
-        *(one.bias for one in units if one.bias is not None),
+        *(values for values in own if values.dtype == torch.float32),
         *(grid.scale for grid in grids),
         *(grid.zero_point for grid in grids),
-        *(t for t in state.values() if t.dtype == torch.float32),
+        *(t for t in map(_stored, state) if t.dtype == torch.float32),
     ]
-    tensors = {
+    found = {
         "codes": _joined(codes, torch.uint8),
         "numbers": _joined(numbers, torch.float32),
-        "structure": torch.frombuffer(bytearray(deflated), dtype=torch.uint8),
     }
-    write_tensors(path, {"format": FORMAT}, tensors)
+    return {**found, "halves": _joined(halves, torch.float16)} if halves else found
+
+
+def _stored(tensor: Tensor) -> Tensor:
+    return tensor.to(stored_dtype(tensor))
+
+
+_VECTOR = {torch.uint8: "codes", torch.float32: "numbers", torch.float16: "halves"}
+
+
+def stored_units(units: Sequence[PackedUnit]) -> dict[str, StoredUnit]:
+    """Return where :func:`vectors` has each unit, by name."""
+    ends: Counter[str] = Counter()
+
+    def place(values: Tensor) -> Place:
+        name, count = _VECTOR[values.dtype], values.numel()
+        ends[name] += count
+        return Place(name, ends[name] - count, count)
+
+    items = ("stream", "zero_points", "multiples", "scales", "biases")
+    places = {item: [place(getattr(one, item)) for one in units] for item in items}
+    return {
+        one.unit.name: StoredUnit(
+            shape=one.unit.weight_shape,
+            axis=channel_axis_of(one.unit),
+            bits=one.grid.bits,
+            coded=Form.CODED in one.form,
+            **{item: places[item][index] for item in items},
+        )
+        for index, one in enumerate(units)
+    }
 
 
 def _joined(parts: Sequence[Tensor], kind: torch.dtype) -> Tensor:
     return torch.cat([torch.empty(0, dtype=kind), *(p.flatten() for p in parts)])
 
 
-def _structure(contents: Contents, state: Mapping[str, Tensor]) -> dict[str, Any]:
+def _structure(contents: Contents) -> dict[str, Any]:
     record, units = contents.record, contents.units
     graph = record.graph.to_json()
     return {
         "about": dict(contents.about),
         "graph": {**graph, "units": _unit_columns(graph["units"])},
-        "bits": [list(record.allocation[name]) for name in record.graph.names],
+        "bits": [record.allocation[name].to_json() for name in record.graph.names],
         "sites": _columns([asdict(site) for site in record.sites]),
         "skipped": [asdict(entry) for entry in record.skipped],
         "errors": _columns([asdict(error) for error in record.errors]),
@@ -137,8 +255,18 @@ def _structure(contents: Contents, state: Mapping[str, Tensor]) -> dict[str, Any
         "equalized": [list(one) for one in record.equalized],
         "narrow": [one.unit.name for one in units if one.grid.narrow],
         "unbiased": [one.unit.name for one in units if one.bias is None],
-        "state": [[key, _kind(t), list(t.shape)] for key, t in state.items()],
+        **_forms(units),
+        "state": [
+            [key, _kind(_stored(t)), list(t.shape)] for key, t in contents.state.items()
+        ],
     }
+
+
+def _forms(units: Sequence[PackedUnit]) -> dict[str, Any]:
+    """Return forms, and lengths of coded streams, if any unit is not as ever."""
+    forms = [int(one.form) for one in units]
+    coded = [one.stream.numel() for one in units if Form.CODED in one.form]
+    return {"forms": forms, "streams": coded} if any(forms) else {}
 
 
 def _kind(tensor: Tensor) -> str:
@@ -189,7 +317,7 @@ def read_contents(path: str | Path) -> Contents:
             "wrote, for example out/network.ompq.safetensors"
         ) from error
     try:
-        deflated = _vector(tensors, "structure", torch.uint8).numpy().tobytes()
+        deflated = _Reader(tensors, "structure", torch.uint8).tensor.numpy().tobytes()
         text = zlib.decompressobj().decompress(deflated, _LARGEST_STRUCTURE)
         data = json_object(parse_json(text.decode()), "structure")
         if header["format"] == _OLDEST:
@@ -234,15 +362,17 @@ def _from_oldest(
         **data,
         "about": {key: header[key] for key in ("network", "versions", "plan")},
         "bits": [bits[unit["name"]] for unit in data["graph"]["units"]],
-        "sites": [dict(zip(places, one, strict=True)) for one in data["points"]],
+        "sites": [dict(zip(places, one, strict=False)) for one in data["points"]],
         "equalized": data.get("equalized", []),
         "state": state,
     }
     byte, number = torch.uint8, torch.float32
-    codes = [_vector(tensors, name, byte) for name in ("weights", "zero_points")]
+    codes = [_Reader(tensors, name, byte).tensor for name in ("weights", "zero_points")]
     codes += [t.flatten().view(byte) for t in others.values()]
     numbers = [
-        _vector(tensors, name, torch.int32 if name == "activation_zeros" else number)
+        _Reader(
+            tensors, name, torch.int32 if name == "activation_zeros" else number
+        ).tensor
         for name in (
             "scales", "biases", "activation_scales", "activation_zeros", "floats"
         )
@@ -253,56 +383,108 @@ def _from_oldest(
     }
 
 
-def _vector(tensors: Mapping[str, Tensor], name: str, kind: torch.dtype) -> Tensor:
-    tensor = tensors.get(name)
-    if tensor is None or tensor.dtype != kind or tensor.dim() != 1:
-        raise ValueError(f"{name} must be a vector of {kind}")
-    return tensor
-
-
 def _contents(data: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Contents:
     record = _record(data)
-    units, sites = quantized_units(record), record.sites
-    bits = [record.allocation[unit.name].weight for unit in units]
-    channels = [unit.weight_shape[channel_axis_of(unit)] for unit in units]
-    unbiased, narrow = set(data["unbiased"]), set(data["narrow"])
-    biases = [0 if u.name in unbiased else u.out_channels for u in units]
-    state = [
-        (json_text(key, "key"), _dtype(kind), [json_whole(n, "size") for n in shape])
-        for key, kind, shape in json_list(data["state"], "state")
-    ]
-    floats = [entry for entry in state if entry[1] == torch.float32]
-    others = [entry for entry in state if entry[1] != torch.float32]
-    streams, zeros, raw = _cut(
-        _vector(tensors, "codes", torch.uint8),
-        [stream_length(u.weights, b) for u, b in zip(units, bits, strict=True)],
-        channels,
-        [prod(shape) * kind.itemsize for _, kind, shape in others],
-    )
-    scales, shifts, steps, offsets, values = _cut(
-        _vector(tensors, "numbers", torch.float32),
-        channels,
-        biases,
-        [1] * len(sites),
-        [1] * len(sites),
-        [prod(shape) for _, _, shape in floats],
-    )
-    grids = [
-        Grid(scale, zero.to(torch.float32) * zero_step(width), width, u.name in narrow)
-        for scale, zero, width, u in zip(scales, zeros, bits, units, strict=True)
-    ]
-    packed = zip(units, grids, streams, shifts, strict=True)
-    aligned = [part.clone() for part in raw]
-    parts = zip([*floats, *others], [*values, *aligned], strict=True)
+    codes = _Reader(tensors, "codes", torch.uint8)
+    numbers = _Reader(tensors, "numbers", torch.float32)
+    halves = _Reader(tensors, "halves", torch.float16)
+    units = _read_units(data, record, (codes, numbers, halves))
+    steps, offsets = ([numbers.take(1) for _ in record.sites] for _ in range(2))
+    state = {}
+    for key, name, shape in json_list(data["state"], "state"):
+        kind, count = _dtype(name), prod(json_whole(n, "size") for n in shape)
+        if kind == torch.float32:
+            part = numbers.take(count)
+        else:
+            part = codes.take(count * kind.itemsize).clone().view(kind)  # aligned
+        state[json_text(key, "key")] = part.reshape(shape)
+    for reader in (codes, numbers, halves):
+        reader.end()
     return Contents(
         record,
-        tuple(PackedUnit(u, g, s, b if len(b) else None) for u, g, s, b in packed),
+        units,
         tuple(
             Grid(scale.reshape(()), zero.reshape(()), site.bits)
-            for scale, zero, site in zip(steps, offsets, sites, strict=True)
+            for scale, zero, site in zip(steps, offsets, record.sites, strict=True)
         ),
-        {key: part.view(kind).reshape(shape) for (key, kind, shape), part in parts},
+        state,
         _about(data["about"]),
+        tensors[GRAPH].numpy().tobytes() if GRAPH in tensors else b"",
+    )
+
+
+class _Reader:
+    """Reads a vector part by part."""
+
+    def __init__(
+        self, tensors: Mapping[str, Tensor], name: str, kind: torch.dtype
+    ) -> None:
+        self.name, self.read = name, 0
+        none = torch.empty(0, dtype=kind) if name == "halves" else None
+        tensor = tensors.get(name, none)
+        if tensor is None or tensor.dtype != kind or tensor.dim() != 1:
+            raise ValueError(f"{name} must be a vector of {kind}")
+        self.tensor = tensor
+
+    def take(self, count: int) -> Tensor:
+        """Return the next entries."""
+        self.read += count
+        if self.read > self.tensor.numel():
+            raise ValueError(f"{self.name} is too short: {self.tensor.numel()} entries")
+        return self.tensor[self.read - count : self.read]
+
+    def end(self) -> None:
+        """Refuse what has not been read."""
+        if self.read < self.tensor.numel():
+            raise ValueError(f"{self.name} is too long: {self.tensor.numel()} entries")
+
+
+def _read_units(
+    data: Mapping[str, Any],
+    record: Quantization,
+    readers: tuple[_Reader, _Reader, _Reader],
+) -> tuple[PackedUnit, ...]:
+    codes, numbers, halves = readers
+    units = quantized_units(record)
+    unbiased, narrow = set(data["unbiased"]), set(data["narrow"])
+    forms = json_list(data.get("forms", [0] * len(units)), "forms")
+    lengths = iter(json_list(data.get("streams", []), "streams"))
+    found = []
+    for unit, number in zip(units, forms, strict=True):
+        form = Form(json_whole(number, "form", 0, 2 * max(Form) - 1))
+        bits = record.allocation[unit.name].weight
+        size = stream_length(unit.weights, bits)
+        if Form.CODED in form:
+            size = json_whole(next(lengths, None), "length of a stream", 0, size)
+        found.append((unit, bits, form, codes.take(size)))
+    # Each item of all units is stored before the next.
+    channels = [unit.weight_shape[channel_axis_of(unit)] for unit in units]
+    zeros = [
+        codes.take(0 if Form.CENTRED in form else count)
+        for (_, _, form, _), count in zip(found, channels, strict=True)
+    ]
+    grids = []
+    for (unit, bits, form, _), count, zero in zip(found, channels, zeros, strict=True):
+        zero_point = zero.to(torch.float32) * zero_step(bits)
+        if Form.CENTRED in form:
+            zero_point = torch.full((count,), _middle(bits))
+        if Form.MULTIPLES in form:
+            places = codes.take(count)
+            scale = multiplied(numbers.take(1), places)
+        else:
+            scale = numbers.take(count)
+        grids.append(Grid(scale, zero_point, bits, unit.name in narrow))
+    biases = [
+        None
+        if unit.name in unbiased
+        else (halves if Form.HALF_BIASES in form else numbers).take(unit.out_channels)
+        for unit, _, form, _ in found
+    ]
+    return tuple(
+        PackedUnit(unit, grid, stream, None if bias is None else bias.float(), form)
+        for (unit, _, form, stream), grid, bias in zip(
+            found, grids, biases, strict=True
+        )
     )
 
 
@@ -313,13 +495,7 @@ def _dtype(name: Any) -> torch.dtype:
     return found
 
 
-def _cut(tensor: Tensor, *groups: Sequence[int]) -> list[list[Tensor]]:
-    """Cut a vector into groups of parts of these lengths."""
-    total = sum(map(sum, groups))
-    if tensor.numel() != total or min([0, *chain(*groups)]) < 0:
-        raise ValueError(f"{tensor.numel()} entries instead of {total}")
-    parts = iter(torch.split(tensor, [*chain(*groups)]))
-    return [list(islice(parts, len(lengths))) for lengths in groups]
+_OPERANDS = {"", *chain.from_iterable(OPERANDS.values())}
 
 
 def _record(data: Mapping[str, Any]) -> Quantization:
@@ -328,6 +504,8 @@ def _record(data: Mapping[str, Any]) -> Quantization:
     for site in sites:
         if site.bits not in range(2, 9) or not (site.after or site.before):
             raise ValueError(f"an activation of {site.bits} bits at {site.after[:3]}")
+        if site.operand not in _OPERANDS or (site.operand and not site.before):
+            raise ValueError(f"an operand {site.operand:.40} of {site.before[:3]}")
     bits = zip(graph.names, json_list(data["bits"], "bits"), strict=True)
     equalized = [
         Equalized(
@@ -339,7 +517,9 @@ def _record(data: Mapping[str, Any]) -> Quantization:
     ]
     return Quantization(
         graph=graph,
-        allocation=Allocation({name: Choice(*pair) for name, pair in bits}),
+        allocation=Allocation(
+            {name: Choice.from_json(pair, "bits") for name, pair in bits}
+        ),
         sites=tuple(sites),
         skipped=tuple(json_record(Skipped, one) for one in data["skipped"]),
         errors=tuple(json_record(BlockError, one) for one in data["errors"]),

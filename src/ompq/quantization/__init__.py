@@ -3,52 +3,79 @@
 import copy
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
-from typing import TypeAlias
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from ompq.allocation.solver import Allocation
-from ompq.costs import FLOAT_BITS
+from ompq.costs import FLOAT_BITS, can_be_coded, coded_bytes, unit_bytes
 from ompq.errors import QuantizationError, shortened
 from ompq.graph import (
+    IN_PLACE,
+    RECORD,
     Choice,
     LayerGraph,
     Skipped,
     Unit,
+    bias_key,
     channel_axis,
     find_units,
+    float_network,
     folded,
     observe,
+    select,
 )
 from ompq.layers import (
     ActivationQuantizer,
+    LogQuantizer,
+    QuantizedLayer,
     quantized_layer,
     quantized_layers,
     replace_module,
 )
-from ompq.plans import Plan
+from ompq.notebook import data_frame, html_table
+from ompq.plans import Pin, Plan, read_bits
+from ompq.prices import lowered_codes, pulled_to
 from ompq.quantization.calibration import (
     READING,
     input_grams,
     read_ranges,
     weigh_ranges,
 )
-from ompq.quantization.equalization import Equalized, equalized, find_factors
+from ompq.quantization.equalization import (
+    Equalized,
+    channel_factor,
+    equalized,
+    find_factors,
+)
 from ompq.quantization.moments import batch_runs, float_moments, restore_moments
+from ompq.quantization.products import attach, quantizer_name
 from ompq.quantization.sites import ActivationSite, Link, find_sites
 from ompq.quantizers import LARGEST_HALF_BITS, Grid
-from ompq.ranges import DEFAULT_KIND, Kind, RangeMethod, activation_grid, search_weight
+from ompq.ranges import (
+    DEFAULT_KIND,
+    Kind,
+    RangeMethod,
+    activation_grid,
+    log_grid,
+    minmax_weight,
+    search_weight,
+    shrunk_weight,
+)
+from ompq.rates import LARGEST_HALF, code_bytes, coded_grid, to_multiples
 from ompq.samples import Progress, Samples, SamplesLike, evaluating, model_device
 
-# Called as weight_grid(unit, weight, axis of the output channels).
-WeightGrid: TypeAlias = Callable[[Unit, Tensor, int], Grid]
+# Called as weight_grid(unit, weight, axis of the output channels); returns the grid and
+# the weight that the layer rounds to it.
+WeightGrid: TypeAlias = Callable[[Unit, Tensor, int], tuple[Grid, Tensor]]
 
 _ROUNDING = "rounding weights"
-_RECORD = "ompq_quantization"  # the attribute that says how a network was quantized
+_INPUT_BITS = 8  # where only the bits of weights are given
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +84,9 @@ class QuantizeConfig:
 
     Attributes:
         weight_grid: Kind of grid for the weights.
+        weight_range: How ranges of weights are found: by ``search`` for the least
+            error; as ``minmax``, which hold all weights of a channel; or by BRECQ's
+            ``shrink``, in which both ends shrink alike.
         weight_power: Ranges of weights minimise the sum of |error| to this power.
         output_error: Whether the ranges of channels of few weights minimise the squared
             error of their outputs instead. Only up to 6 bits, above which nothing is
@@ -67,13 +97,14 @@ class QuantizeConfig:
             bits it costs more accuracy than it gains.
         activation_range: How ranges of activations are found: ``fisher`` costs the
             network's output least, ``mse`` the tensor itself; ``minmax`` and
-            ``percentile`` hold all or nearly all of its values.
+            ``percentile`` hold all or nearly all of its values; ``shrink`` is BRECQ's.
         restore_moments: Whether scales and biases make up for what rounding does to the
             mean and the spread of each channel.
         batch_size: How many samples run at a time, at most.
     """
 
     weight_grid: Kind = DEFAULT_KIND
+    weight_range: Literal["search", "minmax", "shrink"] = "search"
     weight_power: float = 2.0
     output_error: bool = True
     equalize: bool = True
@@ -81,6 +112,18 @@ class QuantizeConfig:
     activation_range: RangeMethod = "fisher"
     restore_moments: bool = True
     batch_size: int = 64
+
+
+_BRECQ = QuantizeConfig(
+    weight_range="shrink",
+    equalize=False,
+    activation_range="shrink",
+    restore_moments=False,
+)
+# The settings of published work, by name.
+QUANTIZE_PROTOCOLS: Mapping[str, QuantizeConfig] = MappingProxyType(
+    {"ours": QuantizeConfig(), "brecq": _BRECQ, "paper-ptq": _BRECQ}
+)
 
 
 @dataclass(frozen=True)
@@ -94,7 +137,7 @@ class BlockError:
     improved: bool
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Quantization:
     """How a network was quantized."""
 
@@ -108,6 +151,29 @@ class Quantization:
     # Channels whose sizes are not those of the float network.
     equalized: tuple[Equalized, ...] = ()
 
+    def __repr__(self) -> str:
+        return f"Quantization({self.allocation!r}, {len(self.skipped)} left float)"
+
+    def to_dict(self) -> list[dict[str, Any]]:
+        """Return one row a unit: its bits and what it takes in a packed file."""
+        bits = self.allocation
+        return [
+            {
+                "name": unit.name,
+                "kind": unit.kind,
+                "bits": str(bits[unit.name]),
+                "bytes": unit_bytes(unit, bits[unit.name]).total,
+            }
+            for unit in self.graph.units
+        ]
+
+    def to_dataframe(self) -> Any:
+        """Return one row a unit as a pandas DataFrame."""
+        return data_frame(self.to_dict())
+
+    def _repr_html_(self) -> str:
+        return html_table(repr(self), self.to_dict())
+
 
 def quantization_of(model: nn.Module) -> Quantization:
     """Return how a network was quantized.
@@ -115,7 +181,7 @@ def quantization_of(model: nn.Module) -> Quantization:
     Raises:
         QuantizationError: It is not quantized.
     """
-    found = getattr(model, _RECORD, None)
+    found = getattr(model, RECORD, None)
     if not isinstance(found, Quantization):
         raise QuantizationError(
             f"{type(model).__name__} is not quantized; call ompq.quantize first"
@@ -125,13 +191,13 @@ def quantization_of(model: nn.Module) -> Quantization:
 
 def with_quantization(model: nn.Module, record: Quantization) -> nn.Module:
     """Store on a network how it was quantized; returns the network."""
-    setattr(model, _RECORD, record)
+    setattr(model, RECORD, record)
     return model
 
 
 def quantize(
     model: nn.Module,
-    plan: Plan | Allocation,
+    plan: Plan | Allocation | Mapping[str, Pin] | str | Path,
     samples: SamplesLike,
     config: QuantizeConfig = QuantizeConfig(),
     *,
@@ -143,18 +209,20 @@ def quantize(
     the samples, and each channel given the mean and the spread it had before rounding.
 
     Args:
+        plan: A plan; the bits of every layer; a file of either; or a dict, pattern →
+            bits, in which later patterns override: ``{"*": 4, "fc": (8, 8)}``.
         samples: Unlabelled inputs for calibration, 32 to 1,024.
         progress: Called as stages begin, with their number and name; and with the
             same name, batch by batch or unit by unit, as they proceed.
 
     Raises:
         PlanError: The plan was made for another network.
-        QuantizationError: A layer cannot be replaced.
+        QuantizationError: The allocation lacks units.
     """
     report = progress or (lambda _done, _total, _message: None)
     report(0, 4, "observing the network")
     samples = Samples.of(samples)
-    recording = observe(model, samples)
+    recording = observe(float_network(model), samples)
     graph = find_units(model, recording)
     allocation = _allocation(plan, graph)
     sites, lost = find_sites(model, recording, graph, allocation)
@@ -178,7 +246,13 @@ def quantize(
         graph,
         allocation,
         sites,
-        weight_grid=_range_search(model, graph, allocation, samples, config, report),
+        weight_grid=_weight_grids(
+            allocation,
+            _grams(model, graph, allocation, samples, config, report),
+            factors,
+            config,
+            report,
+        ),
         activation_grids=activation_grids,
     )
     skipped = (*graph.skipped, *lost)
@@ -191,18 +265,37 @@ def quantize(
         runs = batch_runs(quantized, samples, config.batch_size)
         with evaluating(quantized):
             restore_moments(layers, moments, runs)
+    with_quantization(quantized, record)
+    keep_rates(quantized)
     report(4, 4, "done")
-    return with_quantization(quantized, record).train(model.training)
+    return quantized.train(model.training)
 
 
-def _allocation(plan: Plan | Allocation, graph: LayerGraph) -> Allocation:
+def _allocation(
+    plan: Plan | Allocation | Mapping[str, Pin] | str | Path, graph: LayerGraph
+) -> Allocation:
+    if isinstance(plan, str | Path):
+        plan = read_bits(Path(plan))
     if isinstance(plan, Plan):
         plan.check_network(graph)
         return plan.allocation
+    if not isinstance(plan, Allocation):
+        plan = _by_patterns(plan, graph)
     missing = [name for name in graph.names if name not in plan]
     if missing:
-        raise QuantizationError(f"the allocation has no bits for {shortened(missing)}")
+        raise QuantizationError(
+            f"the allocation has no bits for {shortened(missing)}; "
+            'give them, or "*" for all (32 keeps a layer float)'
+        )
     return plan
+
+
+def _by_patterns(bits: Mapping[str, Pin], graph: LayerGraph) -> Allocation:
+    found: dict[str, Choice] = {}
+    for pattern, given in bits.items():
+        choice = Choice(given, _INPUT_BITS) if isinstance(given, int) else given
+        found |= dict.fromkeys(select(graph.names, pattern), Choice(*choice))
+    return Allocation(found)
 
 
 def _calibrate(
@@ -218,45 +311,84 @@ def _calibrate(
     if method == "fisher":
         given = (model, samples, sites, ranges)
         ranges = weigh_ranges(*given, batch_size=size, report=report)
-    pairs = zip(sites, ranges, strict=True)
-    return [activation_grid(observed, site.bits, method) for site, observed in pairs]
+    return [
+        log_grid(observed, site.bits)
+        if site.powers
+        else activation_grid(observed, site.bits, method)
+        for site, observed in zip(sites, ranges, strict=True)
+    ]
 
 
-def _range_search(
+def _grams(
     model: nn.Module,
     graph: LayerGraph,
     allocation: Allocation,
     samples: Samples,
     config: QuantizeConfig,
     report: Progress,
+) -> dict[str, Tensor]:
+    """Return Grams of the inputs of units whose ranges minimise errors of outputs."""
+    searched = config.weight_range == "search" and config.weight_power == 2
+    if not searched or not config.output_error:
+        return {}
+    narrow = LARGEST_HALF_BITS
+    return input_grams(
+        model,
+        [unit for unit in graph.units if allocation[unit.name].weight <= narrow],
+        samples,
+        centred=config.restore_moments,
+        batch_size=config.batch_size,
+        report=lambda done, total: report(done, total, _ROUNDING),
+    )
+
+
+def _weight_grids(
+    allocation: Allocation,
+    grams: Mapping[str, Tensor],
+    factors: Sequence[Equalized],
+    config: QuantizeConfig,
+    report: Progress,
 ) -> WeightGrid:
     """Return the function that finds the grid of a unit's weight."""
-    grams: dict[str, Tensor] = {}
-    if config.output_error and config.weight_power == 2:
-        narrow = LARGEST_HALF_BITS
-        grams = input_grams(
-            model,
-            [unit for unit in graph.units if allocation[unit.name].weight <= narrow],
-            samples,
-            centred=config.restore_moments,
-            batch_size=config.batch_size,
-            report=lambda done, total: report(done, total, _ROUNDING),
-        )
     done = count(1)
 
-    def weight_grid(unit: Unit, weight: Tensor, axis: int) -> Grid:
+    def weight_grid(unit: Unit, weight: Tensor, axis: int) -> tuple[Grid, Tensor]:
+        report(next(done), len(allocation), _ROUNDING)
+        choice, kind = allocation[unit.name], config.weight_grid
+        if choice.rate:
+            return _coded_weight(unit, choice, weight, axis, factors)
+        bits = choice.weight
+        if config.weight_range == "shrink":
+            return shrunk_weight(weight, bits, channel_dim=axis), weight
+        if config.weight_range != "search":
+            return minmax_weight(weight, bits, channel_dim=axis, kind=kind), weight
         found = search_weight(
             weight.float(),
-            allocation[unit.name].weight,
+            bits,
             channel_dim=axis,
-            kind=config.weight_grid,
+            kind=kind,
             power=config.weight_power,
             gram=grams.get(unit.name),
         )
-        report(next(done), len(allocation), _ROUNDING)
-        return found
+        return found, weight
 
     return weight_grid
+
+
+def _coded_weight(
+    unit: Unit, choice: Choice, weight: Tensor, axis: int, factors: Sequence[Equalized]
+) -> tuple[Grid, Tensor]:
+    """Return the grid that keeps a unit's rate, and the weight that rounds to it."""
+    if not can_be_coded(unit, choice):
+        raise QuantizationError(
+            f"{unit.name}: its {unit.weights} weights are too few to be coded at "
+            f"{choice.rate:g} bits; raise the rate or give it a fixed width"
+        )
+    limit = coded_bytes(unit.weights, choice.rate)
+    # One step suits the sizes that channels had before they were equalized.
+    factor = channel_factor(unit, weight, factors)
+    grid, moved = coded_grid(weight / factor, limit, channel_dim=axis)
+    return replace(grid, scale=grid.scale * factor), moved * factor
 
 
 def assemble(
@@ -270,27 +402,32 @@ def assemble(
 ) -> nn.Module:
     """Return a quantized copy of a float network, in eval mode.
 
-    ``weight_grid`` returns the grid of a unit's weight, its batch norm folded.
+    ``weight_grid`` is given a unit's weight with its batch norm folded.
     """
     quantized = copy.deepcopy(model).eval()
-    modules = quantized.modules()
+    modules = list(quantized.modules())
     uses = Counter(id(p) for m in modules for p in m.parameters(recurse=False))
+    for module in modules:
+        if isinstance(module, nn.TransformerEncoderLayer):
+            # Its fused kernel would read the weights as they are stored.
+            module.activation_relu_or_gelu = 0
     for unit in graph.units:
         if unit.norm:
             _fold(quantized, unit)
         if allocation[unit.name].weight < FLOAT_BITS:
             tied = uses[id(quantized.get_parameter(unit.parameter))] > 1
-            _replace(quantized, unit, weight_grid, tied=tied)
+            rate = allocation[unit.name].rate
+            _replace(quantized, unit, weight_grid, rate=rate, tied=tied)
     names = quantizer_names(quantized, sites)
     device = model_device(model)
     for name, site, grid in zip(names, sites, activation_grids, strict=True):
-        _attach(quantized, name, site, ActivationQuantizer(grid).to(device))
+        kind = LogQuantizer if site.powers else ActivationQuantizer
+        _attach(quantized, name, site, kind(grid).to(device))
     return quantized
 
 
 def _fold(model: nn.Module, unit: Unit) -> None:
     module, norm = model.get_submodule(unit.name), model.get_submodule(unit.norm)
-    assert isinstance(norm, _BatchNorm)  # the trace found it to be one
     with torch.no_grad():
         weight, bias = folded(module, norm)
         module.weight = nn.Parameter(weight.detach())
@@ -302,14 +439,15 @@ def _fold(model: nn.Module, unit: Unit) -> None:
 
 
 def _replace(
-    model: nn.Module, unit: Unit, weight_grid: WeightGrid, *, tied: bool
+    model: nn.Module, unit: Unit, weight_grid: WeightGrid, *, rate: float, tied: bool
 ) -> None:
     """Round a unit's weight, in a quantized layer where that can be."""
     weight = model.get_parameter(unit.parameter).detach()
     holder, _, leaf = unit.parameter.rpartition(".")
     owner = model.get_submodule(holder)
-    grid = weight_grid(unit, weight, channel_axis(owner))
-    if unit.kind == "attention" or unit.calls == 0 or tied:
+    grid, rounded = weight_grid(unit, weight, channel_axis(owner))
+    weight.copy_(rounded)
+    if unit.kind in IN_PLACE or unit.calls == 0 or tied:
         # Something else than the layer's own forward reads this weight, so it is
         # rounded where it is; the grid stays next to it, for files and runtimes.
         weight.copy_(grid.fake(weight))
@@ -317,16 +455,49 @@ def _replace(
             values = getattr(grid, name).detach().clone().flatten()
             owner.register_buffer(f"{leaf}_{name}", values)
         return
-    try:
-        replace_module(model, unit.name, quantized_layer(owner, grid))
-    except QuantizationError as error:
-        raise QuantizationError(f"{unit.name}: {error}") from error
+    layer = quantized_layer(owner, grid)
+    layer.rate = rate
+    replace_module(model, unit.name, layer)
+
+
+@torch.no_grad()
+def keep_rates(quantized: nn.Module) -> None:
+    """Make coded units take what their rates promise in a packed file, in place.
+
+    Scales become multiples of one number and biases numbers of 16 bits, and codes move
+    towards zero, those that matter least for the bits they save, while they take too
+    much. A network that keeps its promise stays as it is.
+    """
+    record, layers = quantization_of(quantized), quantized_layers(quantized)
+    state = quantized.state_dict(keep_vars=True)
+    for unit in record.graph.units:
+        rate = record.allocation[unit.name].rate
+        bias = state.get(bias_key(unit))
+        if rate and bias is not None:
+            bias.copy_(bias.clamp(-LARGEST_HALF, LARGEST_HALF).half())
+        if rate and unit.name in layers:
+            _keep_rate(layers[unit.name], coded_bytes(unit.weights, rate))
+
+
+def _keep_rate(layer: QuantizedLayer, limit: int) -> None:
+    grid, codes = layer.grid_like_weight(), layer.codes()
+    scale = to_multiples(layer.weight_scale)
+    if scale.equal(layer.weight_scale) and code_bytes(codes) <= limit:
+        return
+    position = layer.weight / grid.scale + grid.zero_point
+    codes = lowered_codes(codes, position, 1.0, size=code_bytes, limit=limit)
+    layer.weight_scale.copy_(scale)
+    steps = pulled_to(codes, position) - grid.zero_point
+    layer.weight.copy_(layer.grid_like_weight().scale * steps)
 
 
 def quantizer_names(model: nn.Module, sites: Sequence[ActivationSite]) -> list[str]:
     """Return the name of each site's quantizer among the network's modules."""
     found: list[str] = []
     for site in sites:
+        if site.operand:
+            found.append(quantizer_name(site.before[0], site.product, site.operand))
+            continue
         kind, places = ("output", site.after) if site.after else ("input", site.before)
         owner = places[0]
         # A module added to a Sequential would run as its last one.
@@ -342,6 +513,9 @@ def _attach(
     model: nn.Module, name: str, site: ActivationSite, quantizer: ActivationQuantizer
 ) -> None:
     """Hook a quantizer to all its places; the first one owns it."""
+    if site.operand:
+        attach(model, site.before[0], site.product, site.operand, quantizer)
+        return
     for place in site.after:
         model.get_submodule(place).register_forward_hook(quantizer.after)
     for place in site.before:

@@ -10,7 +10,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.conv import _ConvNd
 
-from ompq.graph import Unit
+from ompq.graph import IN_PLACE, Unit
+from ompq.quantization.products import (
+    attention_arguments,
+    for_each_head,
+    operands,
+    probabilities,
+)
 from ompq.quantization.sites import ActivationSite
 from ompq.ranges import (
     FEW_WEIGHTS,
@@ -52,19 +58,23 @@ def read_ranges(
 ) -> list[Observed]:
     """Run the float network and return a histogram of the values at each site."""
     found: dict[int, Observed] = {}
-    site_at = _sites_by_position(sites)
+    sites_at = _sites_by_position(sites)
 
-    def see(at: int, value: Any) -> None:
-        if (site := site_at.get(at)) is not None:
-            found[site] = observe_range(next(tensors_in(value)), found.get(site))
-
-    def visit(at: int, _function: Any, _args: Any, _kwargs: Any, output: Any) -> None:
-        see(at, output)
+    def visit(at: int, function: Any, args: Any, kwargs: Any, output: Any) -> None:
+        for site in sites_at.get(at, ()):
+            operand = sites[site].operand
+            if operand == "probabilities":
+                tensor = probabilities(attention_arguments(args, kwargs))
+            elif operand:
+                tensor = operands(function, args, kwargs)[operand]
+            else:
+                tensor = next(tensors_in(output))
+            found[site] = observe_range(tensor, found.get(site))
 
     total, device = samples.batch_count(batch_size), model_device(model)
     for done, batch in enumerate(samples.batches(batch_size), 1):
         moved = to_device(batch, device)
-        see(-1, moved)
+        visit(-1, None, (), {}, moved)
         watch(model, moved, visit)
         report(done, total, READING)
     return [found[site] for site in sorted(found)]
@@ -86,23 +96,7 @@ def weigh_ranges(
     Fisher information), here on the first 64 samples. Where the network cannot be
     differentiated, all values count alike, and a warning says so.
     """
-    found, site_at = list(seen), _sites_by_position(sites)
-
-    def await_gradient(at: int, value: Any) -> None:
-        """Have a tensor's gradient counted once it comes."""
-        site, tensor = site_at.get(at), next(tensors_in(value))
-        if site is None or not tensor.requires_grad:
-            return
-        bins = value_bins(found[site], tensor)  # now: it may be changed in place
-
-        def add(gradient: Tensor) -> None:
-            found[site] = with_importance(found[site], bins, gradient)
-
-        tensor.register_hook(add)  # type: ignore[no-untyped-call]
-
-    def visit(at: int, _function: Any, _args: Any, _kwargs: Any, output: Any) -> None:
-        await_gradient(at, output)
-
+    importance = _Importance(sites, seen)
     generator = torch.Generator().manual_seed(0)
     first, device = samples.first(_FOR_IMPORTANCE), model_device(model)
     size = min(batch_size, _BACKWARD_BATCH)
@@ -113,8 +107,8 @@ def weigh_ranges(
             with _differentiating(model, parameters=not ends) as parameters:
                 # The network may work on its input in place, which no leaf allows.
                 inputs = map_batch(leaf, torch.clone)
-                await_gradient(-1, inputs)
-                output = watch(model, inputs, visit, gradients=True)
+                importance.visit(-1, None, (), {}, inputs)
+                output = watch(model, inputs, importance.visit, gradients=True)
                 loss = _loss(first_tensor(output), generator)
                 torch.autograd.grad(loss, ends or parameters, allow_unused=True)
             report(done, first.batch_count(size), READING)
@@ -125,11 +119,64 @@ def weigh_ranges(
             str(error).splitlines()[0],
         )
         return list(seen)
+    return importance.found
+
+
+class _Importance:
+    """Counts the squared gradients of the values at each site, as they come."""
+
+    def __init__(
+        self, sites: Sequence[ActivationSite], seen: Sequence[Observed]
+    ) -> None:
+        self.found = list(seen)
+        self._sites, self._sites_at = sites, _sites_by_position(sites)
+
+    def visit(
+        self, at: int, function: Any, args: Any, kwargs: Any, output: Any
+    ) -> None:
+        """Have the gradients of the tensors of a call counted."""
+        for site in self._sites_at.get(at, ()):
+            operand = self._sites[site].operand
+            if operand == "probabilities":
+                self._await_probabilities(
+                    site, attention_arguments(args, kwargs), output
+                )
+            elif operand:
+                self._await(site, operands(function, args, kwargs)[operand])
+            else:
+                self._await(site, next(tensors_in(output)))
+
+    def _await(self, site: int, tensor: Tensor) -> None:
+        if not tensor.requires_grad:
+            return
+        bins = value_bins(self.found[site], tensor)  # now: it may be changed in place
+
+        def add(gradient: Tensor) -> None:
+            self.found[site] = with_importance(self.found[site], bins, gradient)
+
+        tensor.register_hook(add)  # type: ignore[no-untyped-call]
+
+    def _await_probabilities(self, site: int, given: Any, output: Tensor) -> None:
+        """Fused attention has no such tensor: its gradient is the output's times V."""
+        if not output.requires_grad:
+            return
+        with torch.no_grad():
+            bins = value_bins(self.found[site], probabilities(given))
+        values = for_each_head(given, "value").detach().transpose(-2, -1)
+
+        def add(gradient: Tensor) -> None:
+            of_each = gradient @ values
+            self.found[site] = with_importance(self.found[site], bins, of_each)
+
+        output.register_hook(add)  # type: ignore[no-untyped-call]
+
+
+def _sites_by_position(sites: Sequence[ActivationSite]) -> dict[int, list[int]]:
+    found: dict[int, list[int]] = {}
+    for index, site in enumerate(sites):
+        for at in site.positions:
+            found.setdefault(at, []).append(index)
     return found
-
-
-def _sites_by_position(sites: Sequence[ActivationSite]) -> dict[int, int]:
-    return {at: i for i, site in enumerate(sites) for at in site.positions}
 
 
 @contextmanager
@@ -193,7 +240,7 @@ def input_grams(
     sums = {
         unit.name: _InputSums(model.get_submodule(unit.name))
         for unit in units
-        if unit.kind not in ("attention", "transposed")
+        if unit.kind not in (*IN_PLACE, "transposed")
         and unit.weights <= FEW_WEIGHTS * unit.out_channels
     }
     if not sums:

@@ -1,4 +1,8 @@
-"""Cross-layer equalization of the channels that a depthwise convolution reads."""
+"""Cross-layer equalization of what a depthwise convolution or a linear layer reads.
+
+The channels of a LayerNorm's output differ in size by far more than others do, and one
+grid must hold them all: its scale can carry factors that the weights after it undo.
+"""
 
 import copy
 from collections import Counter
@@ -27,7 +31,7 @@ class Equalized(NamedTuple):
     """A tensor whose channels got factors."""
 
     producer: str  # name of the unit, or of the batch norm after it, that makes it
-    consumer: str  # name of the depthwise unit that reads it
+    consumer: str  # name of the depthwise or linear unit that reads it
     exponents: tuple[int, ...]  # each channel of it is multiplied by two to this power
 
 
@@ -41,7 +45,8 @@ def find_factors(
     report: Report = lambda _done, _total: None,
 ) -> tuple[Equalized, ...]:
     """Return factors, from 64 samples, that bring channels nearer to one size."""
-    pairs = list(_pairs(model, recording, units))
+    pairs = [*_depthwise_pairs(model, recording, units)]
+    pairs += _norm_pairs(model, recording, units)
     largest: dict[str, Tensor] = {}  # unit → largest magnitude in each channel, (C,)
 
     def collector(name: str) -> Collector:
@@ -49,23 +54,21 @@ def find_factors(
             layer: nn.Module, args: Any, kwargs: Any, _output: Any
         ) -> None:
             x = next(tensors_in((args, kwargs)))
-            axis = x.dim() - 1 - len(cast(_ConvNd, layer).kernel_size)
+            axis = -1
+            if isinstance(layer, _ConvNd):
+                axis = x.dim() - 1 - len(layer.kernel_size)
             found = x.abs().movedim(axis, 0).flatten(1).amax(1)
             largest[name] = torch.maximum(largest.get(name, found), found)
 
         return keep_largest
 
     if pairs:
-        names = [consumer.name for _, consumer in pairs]
+        names = [consumer for _, consumer in pairs]
         collectors = [(model.get_submodule(name), collector(name)) for name in names]
         first = samples.first(_SAMPLES)
         collect(model, first, collectors, batch_size=batch_size, report=report)
     found = (
-        Equalized(
-            producer.norm or producer.name,
-            consumer.name,
-            _exponents(largest[consumer.name]),
-        )
+        Equalized(producer, consumer, _exponents(largest[consumer]))
         for producer, consumer in pairs
     )
     return tuple(one for one in found if any(one.exponents))
@@ -79,11 +82,28 @@ def equalized(model: nn.Module, factors: Sequence[Equalized]) -> nn.Module:
     for producer, consumer, exponents in factors:
         enlarge(result.get_submodule(producer), exponents)
         layer = result.get_submodule(consumer)
+        if isinstance(layer, nn.Linear):
+            with torch.no_grad():
+                layer.weight.div_(torch.tensor(exponents).to(layer.weight).exp2())
+            continue
         # Each input channel gives one output channel, or several next to each other.
         each = len(cast(Tensor, layer.weight)) // len(exponents)
         opposite = [-exponent for exponent in exponents for _ in range(each)]
         enlarge(layer, opposite, bias=False)
     return result
+
+
+def channel_factor(unit: Unit, weight: Tensor, factors: Sequence[Equalized]) -> Tensor:
+    """Return what each output channel was multiplied by, shaped to go with a weight."""
+    exponents = torch.zeros(len(weight))
+    for producer, consumer, each in factors:
+        if producer in (unit.norm, unit.name):
+            exponents += torch.tensor(each)
+        if consumer == unit.name:
+            times = len(weight) // len(each)
+            exponents -= torch.tensor(each).repeat_interleave(times)
+    shape = (-1, *[1] * (weight.dim() - 1))
+    return exponents.to(weight).exp2().reshape(shape)
 
 
 @torch.no_grad()
@@ -96,10 +116,39 @@ def enlarge(module: nn.Module, exponents: Sequence[int], *, bias: bool = True) -
         module.bias.mul_(factor)
 
 
-def _pairs(
+def _norm_pairs(
     model: nn.Module, recording: Recording, units: Collection[Unit]
-) -> Iterator[tuple[Unit, Unit]]:
-    """Yield the depthwise units, each after the one whose output it alone reads."""
+) -> Iterator[tuple[str, str]]:
+    """Yield linear units, each after the LayerNorm whose output it alone reads."""
+    consumers = recording.consumers()
+    times = Counter(call.name for call in recording.module_calls)
+    linear = {unit.name for unit in units if unit.kind == "linear"}
+    for call in recording.calls:
+        readers = [
+            recording.calls[at].module for at in consumers.get(call.position, ())
+        ]
+        if call.function != "layer_norm" or call.position in recording.returned:
+            continue
+        norm = model.get_submodule(call.module)
+        if len(readers) != 1 or readers[0] not in linear or not _is_plain(norm):
+            continue
+        if times[call.module] == times[readers[0]] == 1:
+            yield call.module, readers[0]
+
+
+def _is_plain(norm: nn.Module) -> bool:
+    """Whether a norm ends with factors, one for each of its last axis."""
+    return (
+        isinstance(norm, nn.LayerNorm)
+        and norm.weight is not None
+        and (norm.weight.dim() == 1)
+    )
+
+
+def _depthwise_pairs(
+    model: nn.Module, recording: Recording, units: Collection[Unit]
+) -> Iterator[tuple[str, str]]:
+    """Yield depthwise units, each after the unit or norm that it alone reads."""
     consumers = recording.consumers()
     for at in recording.returned:  # whoever called the network reads that too
         consumers.setdefault(at, []).append(-1)
@@ -120,7 +169,7 @@ def _pairs(
         if producer is None or producer.kind not in _PRODUCERS or producer.norm != norm:
             continue
         if isinstance(model.get_submodule(norm or producer.name).weight, Tensor):
-            yield producer, consumer
+            yield norm or producer.name, consumer.name
 
 
 def _producer(

@@ -8,6 +8,7 @@ from torch import nn
 
 from ompq.costs import FLOAT_BITS
 from ompq.graph import Choice, LayerGraph, Skipped, is_sum
+from ompq.quantization.products import OPERANDS, find_products
 from ompq.recording import Call, Recording, is_linear_map
 
 # These pass on the values they get: their output is on the grid of their input.
@@ -20,6 +21,7 @@ _PASSIVE = {
 }  # fmt: skip
 _AVERAGES = {"avg_pool1d", "avg_pool2d", "adaptive_avg_pool1d", "adaptive_avg_pool2d",
              "mean"}  # fmt: skip
+_FLOAT_NORMS = {"layer_norm", "rms_norm", "group_norm"}
 _CLIPS = {"relu", "relu6", "clamp_min"}
 _LOST = "no module makes or reads this tensor alone: it stays float"
 SUM_BITS = 8  # operands that only a sum reads: what an int8 runtime adds
@@ -34,6 +36,11 @@ class ActivationSite:
     bits: int
     after: tuple[str, ...]  # modules after which it is applied
     before: tuple[str, ...]  # modules before which it is applied; "" is the network
+    # The operand of a product that it rounds instead, inside the module it names
+    # first: which of the module's products, and which operand.
+    product: int = 0
+    operand: str = ""
+    powers: bool = False  # whether its grid is one of powers, as for probabilities
 
 
 class Link(NamedTuple):
@@ -57,12 +64,49 @@ def find_sites(
         unit = finder.unit_of.get(call.position)
         if unit is None and not (is_sum(call) or call.function in _AVERAGES):
             continue
+        if unit is None and call.position in finder.ends_in_float:
+            continue
         width = bits[unit].activation if unit else 0
         for source in finder.read_by(call):
             widths[source] = max(widths.get(source, 0), width)
     # With float activations everywhere there is no integer arithmetic to prepare.
     integer = any(choice.activation < FLOAT_BITS for choice in bits.values())
-    return finder.sites(widths) if integer else ([], [])
+    if not integer:
+        return [], []
+    sites, skipped = finder.sites(widths)
+    return [*sites, *_product_sites(finder, recording, bits)], skipped
+
+
+def _product_sites(
+    finder: "_Finder", recording: Recording, bits: Mapping[str, Choice]
+) -> list[ActivationSite]:
+    """Return a site for each operand of a product of activations.
+
+    It is as wide as the widest input of the layers in its module. Few bits hold
+    probabilities only as powers: most are small, and their sum counts.
+    """
+    sites = []
+    for module, number, call in find_products(recording):
+        inside = [b for name, b in bits.items() if name.startswith(f"{module}.")]
+        width = max(choice.activation for choice in inside or bits.values())
+        if width >= FLOAT_BITS:
+            continue
+        probable = {"probabilities"} | (
+            {"left"} if finder.left_is_softmax(call) else set()
+        )
+        sites += [
+            ActivationSite(
+                (call.position,),
+                width,
+                (),
+                (module,),
+                number,
+                operand,
+                powers=operand in probable and width < SUM_BITS,
+            )
+            for operand in OPERANDS[call.function]
+        ]
+    return sites
 
 
 class _Finder:
@@ -87,6 +131,24 @@ class _Finder:
             if key in owner
         }
         self.parent: dict[int, int] = {}  # concatenated sources share a grid
+        self.ends_in_float = self._ends_in_float()
+
+    def _ends_in_float(self) -> set[int]:
+        """Return the positions of tensors that sums carry to a norm that stays float.
+
+        No integer adds them: the residual stream of a transformer stays float.
+        """
+        found: set[int] = set()
+        for call in reversed(self.calls):
+            carries = is_sum(call) or call.function in _PASSIVE
+            if call.function in _FLOAT_NORMS or (carries and call.position in found):
+                found.update(call.inputs)
+        return found
+
+    def left_is_softmax(self, call: Call) -> bool:
+        """Whether the first operand of a product comes from a softmax."""
+        found = self._sources(call.inputs[0]) if call.inputs else []
+        return [self.calls[at].function for at in found if at >= 0] == ["softmax"]
 
     def read_by(self, call: Call) -> list[int]:
         """Return the sources that a call reads, through passive calls."""

@@ -4,11 +4,12 @@ import copy
 import hashlib
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Literal
+from types import MappingProxyType
+from typing import Literal, TypeAlias
 
 from torch import nn
 
@@ -16,15 +17,24 @@ from ompq.errors import QuantizationError, shortened
 from ompq.files import read_checkpoint, write_checkpoint
 from ompq.graph import trace
 from ompq.layers import quantized_layers
+from ompq.processes import copy_main, process_count, rank
 from ompq.quantization import (
     BlockError,
     Quantization,
+    keep_rates,
     quantization_of,
     with_quantization,
 )
 from ompq.quantization.equalization import equalized
 from ompq.quantization.moments import Moments, float_moments
-from ompq.reconstruction.blocks import BlockRunner, merged
+from ompq.reconstruction.blocks import BlockCache, BlockRunner, merged
+from ompq.reconstruction.brecq import (
+    BrecqConfig,
+    calibrate_steps,
+    float_activations,
+    learn_steps,
+    learn_weights,
+)
 from ompq.reconstruction.rounding import RoundingConfig, learn_rounding
 from ompq.recording import tensors_in
 from ompq.samples import Progress, Samples, SamplesLike
@@ -39,7 +49,8 @@ class ReconstructConfig:
     """How blocks are reconstructed.
 
     Attributes:
-        rounding: The optimisation of one block.
+        rounding: The optimisation of one block; with a ``BrecqConfig`` it is BRECQ's,
+            which learns weights, then activation steps, and leaves a stem alone.
         loss: ``squared`` error of the block's output, or ``fisher``: each element
             weighted by the squared gradient of the network's loss.
         merge: How many neighbouring blocks, at most, are reconstructed jointly, where
@@ -51,7 +62,7 @@ class ReconstructConfig:
         seed: Seed of the order of samples.
     """
 
-    rounding: RoundingConfig = RoundingConfig()
+    rounding: RoundingConfig | BrecqConfig = RoundingConfig()
     loss: Literal["squared", "fisher"] = "squared"
     merge: int = 1
     batch_size: int = 64
@@ -64,6 +75,13 @@ class ReconstructConfig:
             raise ValueError(f"merge={self.merge} must be at least 1")
         if self.loss not in ("squared", "fisher"):
             raise ValueError(f"loss={self.loss!r} is unknown; use squared or fisher")
+
+
+_BRECQ = ReconstructConfig(rounding=BrecqConfig())
+# The settings of published work, by name.
+RECONSTRUCT_PROTOCOLS: Mapping[str, ReconstructConfig] = MappingProxyType(
+    {"ours": ReconstructConfig(), "brecq": _BRECQ, "paper-ptq": _BRECQ}
+)
 
 
 def reconstruct(
@@ -79,7 +97,7 @@ def reconstruct(
 
     Blocks are taken in order of execution. Each sees what the quantized blocks before
     it return and learns to return what the float block returns. A block that learning
-    does not improve keeps the rounding it had.
+    does not improve keeps the rounding it had. Several processes share the samples.
 
     Args:
         quantized: From :func:`ompq.quantize`; left as it is.
@@ -97,38 +115,125 @@ def reconstruct(
     _check_network(record, model, samples)
     model = equalized(model, record.equalized)
     result = copy.deepcopy(quantized).eval()
-    groups = merged(model, _learnable(result, record), samples, config.merge)
-    blocks = {"+".join(group): group for group in groups}
+    groups = merged(model, _learnable(result, record, config), samples, config.merge)
     identity = _identity(quantized, samples, config)
     done = _resume(result, checkpoint, identity)
-    moments = _moments(model, record, groups, samples, config.batch_size)
-    size, limit = config.batch_size, config.device_bytes
-    runner = BlockRunner(result, model, samples, batch_size=size, limit=limit)
-    with closing(runner):
-        for number, (name, group) in enumerate(blocks.items()):
-            if name in done:
-                continue
-            cache = runner.gather(group[0], group[-1], fisher=config.loss == "fisher")
-            if config.rounding.float_inputs == 0:
-                cache.float_inputs = []
-            modules = [result.get_submodule(block) for block in group]
-            before, after = learn_rounding(
-                modules[0] if len(group) == 1 else nn.Sequential(*modules),
-                cache,
-                replace(config.rounding, seed=config.seed + 7919 * number),
-                moments=moments[group],
-                progress=_within(progress, number, len(blocks), name),
-            )
-            del cache  # before the next one is gathered
-            done[name] = BlockError(name, before, min(before, after), after < before)
-            logger.info("block %s: error %.3g -> %.3g", name, before, done[name].after)
-            if checkpoint is not None:
-                _save(result, checkpoint, identity, done)
+    copy_main(result.state_dict().values())
+    samples = samples.share(rank(), process_count())
+    every = {
+        phase: [phase.name(group) for group in groups]
+        for phase in _phases(config, model, record, groups, samples)
+    }
+    total = sum(map(len, every.values()))
+    for phase, names in every.items():
+        if not done.keys() & set(names):
+            phase.begin(result)
+            copy_main(result.state_dict().values())
+        limits = {"batch_size": config.batch_size, "limit": config.device_bytes}
+        runner = BlockRunner(result, model, samples, **limits)
+        with closing(runner), float_activations(result, wanted=phase.float_activations):
+            for number, (name, group) in enumerate(zip(names, groups, strict=True)):
+                if name in done:
+                    continue
+                fisher = config.loss == "fisher"
+                errors = phase.learn(
+                    result,
+                    group,
+                    runner.gather(group[0], group[-1], fisher=fisher),
+                    config.seed + 7919 * number,
+                    _within(progress, len(done), total, name),
+                )
+                done[name] = _told(name, *errors)
+                if checkpoint is not None:
+                    _save(result, checkpoint, identity, done)
     if progress:
-        total = len(blocks) * config.rounding.iterations
-        progress(total, total, "reconstructed")
-    record = replace(record, errors=tuple(done[name] for name in blocks))
-    return with_quantization(result, record).train(quantized.training)
+        progress(total * phase.iterations, total * phase.iterations, "reconstructed")
+    found = tuple(done[name] for names in every.values() for name in names)
+    keep_rates(with_quantization(result, replace(record, errors=found)))
+    return result.train(quantized.training)
+
+
+# Called with the network, the names of neighbouring blocks, what they get and give, a
+# seed and progress; returns the error before and after.
+_Learn: TypeAlias = Callable[
+    [nn.Module, tuple[str, ...], BlockCache, int, Progress | None], tuple[float, float]
+]
+
+
+@dataclass(frozen=True, eq=False)
+class _Phase:
+    """One way through all blocks."""
+
+    iterations: int
+    learn: _Learn
+    suffix: str = ""  # of the names under which its errors are told
+    begin: Callable[[nn.Module], None] = lambda _network: None
+    float_activations: bool = False  # whether activations are not rounded meanwhile
+
+    def name(self, group: tuple[str, ...]) -> str:
+        return "+".join(group) + self.suffix
+
+
+def _phases(
+    config: ReconstructConfig,
+    model: nn.Module,
+    record: Quantization,
+    groups: Sequence[tuple[str, ...]],
+    samples: Samples,
+) -> list[_Phase]:
+    """Return the ways through all blocks, in their order."""
+    rounding = config.rounding
+    if isinstance(rounding, BrecqConfig):
+        return _brecq_phases(rounding, samples)
+    moments = _moments(model, record, groups, samples, config.batch_size)
+
+    def learn(network, group, cache, seed, progress):  # type: ignore[no-untyped-def]
+        if rounding.float_inputs == 0:
+            cache.float_inputs = []
+        return learn_rounding(
+            _joined(network, group),
+            cache,
+            replace(rounding, seed=seed),
+            moments=moments[group],
+            progress=progress,
+        )
+
+    return [_Phase(rounding.iterations, learn)]
+
+
+def _brecq_phases(config: BrecqConfig, samples: Samples) -> list[_Phase]:
+    """Return BRECQ's two: rounding with float activations, then activation steps."""
+
+    def weights(network, group, cache, seed, progress):  # type: ignore[no-untyped-def]
+        cache.float_inputs = []
+        block = _joined(network, group)
+        return learn_weights(block, cache, replace(config, seed=seed), progress)
+
+    def steps(network, group, cache, seed, progress):  # type: ignore[no-untyped-def]
+        cache.inputs, cache.float_inputs = cache.float_inputs, []
+        block = _joined(network, group)
+        return learn_steps(block, cache, replace(config, seed=seed), progress)
+
+    return [
+        _Phase(config.iterations, weights, ", weights", float_activations=True),
+        _Phase(
+            config.activation_iterations,
+            steps,
+            ", activations",
+            lambda network: calibrate_steps(network, samples),
+        ),
+    ]
+
+
+def _told(name: str, before: float, after: float) -> BlockError:
+    error = BlockError(name, before, min(before, after), after < before)
+    logger.info("block %s: error %.3g -> %.3g", name, before, error.after)
+    return error
+
+
+def _joined(network: nn.Module, group: tuple[str, ...]) -> nn.Module:
+    modules = [network.get_submodule(block) for block in group]
+    return modules[0] if len(group) == 1 else nn.Sequential(*modules)
 
 
 def _check_network(record: Quantization, model: nn.Module, samples: Samples) -> None:
@@ -140,11 +245,18 @@ def _check_network(record: Quantization, model: nn.Module, samples: Samples) -> 
         )
 
 
-def _learnable(model: nn.Module, record: Quantization) -> list[str]:
+def _learnable(
+    model: nn.Module, record: Quantization, config: ReconstructConfig
+) -> list[str]:
     """Return the blocks that hold quantized layers, in order of execution."""
     layers, names = quantized_layers(model), record.graph.names
-    blocks = record.graph.blocks.items()
-    return [name for name, held in blocks if any(names[i] in layers for i in held)]
+    found = [
+        block
+        for block, held in record.graph.blocks.items()
+        if any(names[i] in layers for i in held)
+    ]
+    stem = isinstance(config.rounding, BrecqConfig) and found[:1] == [names[0]]
+    return found[1:] if stem else found
 
 
 def _module(model: nn.Module, name: str) -> nn.Module | None:

@@ -1,6 +1,7 @@
 """Learning the rounding of one block (AdaRound), and activation scales (LSQ)."""
 
 import copy
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,6 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.conv import _ConvTransposeNd
 
+from ompq.costs import coded_bytes
+from ompq.entropy import CodeModel
 from ompq.layers import (
     QuantizedLayer,
     Size,
@@ -20,6 +23,8 @@ from ompq.layers import (
     linear_map,
     quantized_layers,
 )
+from ompq.prices import ZERO, code_bits, entropy, lowered_codes
+from ompq.processes import add_up, average, copy_main, process_count, rank
 from ompq.quantization.moments import (
     FOR_MOMENTS,
     Moments,
@@ -28,11 +33,17 @@ from ompq.quantization.moments import (
     restore_moments,
 )
 from ompq.quantizers import LARGEST_BITS
+from ompq.rates import code_bytes
 from ompq.reconstruction.blocks import BlockCache
+from ompq.recording import detach_state
 from ompq.samples import Progress, attached, cudnn_kernels, evaluating, model_device
 
 _FASTEST = 0.005  # steps of the grid per iteration; more overshoots in short runs
 _FEWEST_SAMPLES = 8  # an iteration with fewer is too noisy
+# How often in all the prices of codes are set; how much more a bit is worth if codes
+# take more than they should, and its logarithm at most; what they should take of what
+# they may: to lower codes in the end costs more than to leave some bytes.
+_PRICINGS, _GAIN, _MOST, _FILLED = 20, 60.0, 3.0, 0.99
 _REPORT_EVERY = 50  # iterations; on a CPU these can take seconds
 
 
@@ -59,6 +70,9 @@ class RoundingConfig:
             weights that matter much and weights that matter little decide alike.
         exponent: The middle is driven less the higher this is; after the warm-up, and
             at the end.
+        price: What a bit is worth to weights of coded layers while they learn, against
+            what it is worth before. The more codes take than they may, the more it is.
+            0 leaves it to the end, when codes are lowered that take too much.
         drop: Probability with which an activation passes unrounded (QDrop); 0 is off.
         float_inputs: Probability with which an element of the block's input is the one
             that the float network has, while learning. The block then does not overfit
@@ -77,6 +91,7 @@ class RoundingConfig:
     tail: float = 0.1
     drive: float = 20.0
     exponent: tuple[float, float] = (8.0, 2.0)
+    price: float = 0.1
     drop: float = 0.0
     float_inputs: float = 0.5
     seed: int = 0
@@ -111,7 +126,8 @@ def learn_rounding(
     wanted = {name: each for name, each in (moments or {}).items() if name in layers}
     with evaluating(block):
         restore_moments(layers, wanted, _runs(block, cache))
-    with _optimising(block, config.seed):
+    copy_main(block.state_dict().values())  # others have seen other samples
+    with optimising(block, config.seed):
         learner = _Learner(block, cache, config, before)
         learner.run(progress)
         learner.finish()
@@ -132,8 +148,10 @@ def _runs(block: nn.Module, cache: BlockCache) -> Runs:
     return [partial(run, index) for index in torch.split(first, cache.batch_size)]
 
 
-def block_error(block: nn.Module, cache: BlockCache, batch_size: int) -> float:
-    """Return ||output − target||² / ||target||² over all samples."""
+def block_error(
+    block: nn.Module, cache: BlockCache, batch_size: int, power: float = 2.0
+) -> float:
+    """Return ||output − target||² / ||target||² over all samples, or another power."""
     device = model_device(block)
     error = torch.zeros((), dtype=torch.float64, device=device)
     norm = torch.zeros((), dtype=torch.float64, device=device)
@@ -142,13 +160,14 @@ def block_error(block: nn.Module, cache: BlockCache, batch_size: int) -> float:
             inputs, target, _ = cache.pick(index)
             output = cache.call(block, [t.to(device) for t in inputs])
             target = target.to(device)
-            error += (output - target).double().square().sum()
-            norm += target.double().square().sum()
-    return float(error / norm.clamp_min(torch.finfo(torch.float64).tiny))
+            error += (output - target).double().abs().pow(power).sum()
+            norm += target.double().abs().pow(power).sum()
+    tiny = torch.finfo(torch.float64).tiny
+    return float(add_up(error) / add_up(norm).clamp_min(tiny))
 
 
 @contextmanager
-def _optimising(block: nn.Module, seed: int) -> Iterator[None]:
+def optimising(block: nn.Module, seed: int) -> Iterator[None]:
     """Make the arithmetic repeatable, and leave the global generators as they were."""
     device = model_device(block)
     devices = [device] if device.type == "cuda" else []
@@ -174,8 +193,9 @@ class _Learner:
         self, block: nn.Module, cache: BlockCache, config: RoundingConfig, before: float
     ) -> None:
         self.block, self.cache, self.config = block, cache, config
-        energy = cache.targets.double().square().mean().item()
-        self.usual = max(before * energy, torch.finfo(torch.float32).tiny)
+        energy = cache.targets.double().square().mean()
+        average([energy])
+        self.usual = max(before * energy.item(), torch.finfo(torch.float32).tiny)
         self.device = model_device(block)
         self.quantizers = list(activation_quantizers(block).values())
         layers = list(quantized_layers(block).values())
@@ -197,12 +217,13 @@ class _Learner:
         self.order = sample_order(cache.targets, config).to(cache.targets.device)
         first = [] if self.on_device else self._pick(self.order[0])
         self.places = [tensor.to(self.device) for tensor in first]
+        self.keeps_state = True  # until a step has shown that no module keeps any
 
     def _learned(self) -> list[tuple[list[Tensor], Tensor]]:
         """Return what is learned, with the places from which its rates are read."""
         config = self.config
         # A finer step gains nothing at 8 bits, and its gradient is costly.
-        narrow = [q for q in self.quantizers if q.bits < LARGEST_BITS]
+        narrow = [q for q in self.quantizers if q.bits < LARGEST_BITS and q.learnable]
         coarse: list[Tensor] = [q.scale for q in narrow]
         rates = (
             (coarse, config.activation_learning_rate),
@@ -221,35 +242,67 @@ class _Learner:
     def run(self, progress: Progress | None) -> None:
         """Run all iterations."""
         total = self.config.iterations
-        replay = self._capture() if self.device.type == "cuda" else self._advance
+        replay = self._captured() if self.device.type == "cuda" else self._advance
         # The steps that warm the capture up are steps like any other.
         for done in range(int(self.number.item()), total):
-            if done == first_decided(self.config):
-                with torch.no_grad():
-                    self.soft.harden()
-            if not self.on_device:
-                self._refill(self.order[done])
+            self._before(done)
             replay()
-            if progress and (done + 1) % _REPORT_EVERY == 0:
+            if progress and (done + 1) % min(_REPORT_EVERY, total) == 0:
                 progress(done + 1, total, f"loss {self.loss.item():.4g}")
 
-    def _capture(self) -> Callable[[], None]:
+    @torch.no_grad()
+    def _before(self, step: int) -> None:
+        """Do what a replayed step cannot do for itself."""
+        config = self.config
+        decided, every = first_decided(config), max(1, config.iterations // _PRICINGS)
+        if step == decided:
+            self.soft.harden()
+            self.soft.keep_rates(self._importance())
+        elif config.price and step < decided and step % every == 0:
+            self.soft.set_prices(config.price)
+        if not self.on_device:
+            self._refill(self.order[step])
+
+    def _importance(self) -> Tensor:
+        """Return how much the error of each weight matters, about, (W,).
+
+        Where it matters much, gradients vary much from step to step.
+        """
+        state = self.optimizer.state[self.soft.up]
+        return state["exp_avg_sq"].sqrt() if state else torch.ones_like(self.soft.up)
+
+    def _captured(self) -> Callable[[], None]:
+        """Return a step that replays its kernels; processes talk between two graphs."""
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for done in range(min(3, self.config.iterations)):
-                if not self.on_device:
-                    self._refill(self.order[done])
+                self._before(done)
                 self._advance()
         torch.cuda.current_stream().wait_stream(stream)
         self.optimizer.zero_grad(set_to_none=True)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            self._advance()
-        return graph.replay
+        if process_count() == 1:
+            return kernel_graph(self._advance)
+        compute, move = kernel_graph(self._compute), kernel_graph(self._move)
+
+        def advance() -> None:
+            compute()
+            self._average()
+            move()
+
+        return advance
 
     def _advance(self) -> None:
-        """Do one step: pick samples, compute the loss, move what is learned."""
+        """Do one step."""
+        self._compute()
+        self._average()
+        self._move()
+
+    def _average(self) -> None:
+        average(tensor.grad for tensors, _ in self.learned for tensor in tensors)
+
+    def _compute(self) -> None:
+        """Pick samples and compute the gradients of the loss."""
         torch.index_select(self.schedule, 0, self.number, out=self.now)
         inputs, target, weights = self._batch()
         with self.soft.used():
@@ -257,10 +310,14 @@ class _Learner:
         loss = _squared_error(output, target, weights) / self.usual
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]
+        self.keeps_state = self.keeps_state and detach_state(self.block)
+        self.loss.copy_(loss.detach())
+
+    def _move(self) -> None:
+        """Move what is learned."""
         self.optimizer.step()
         with torch.no_grad():
             self.soft.decide(self.now[0, 4], self.now[0, 5])
-        self.loss.copy_(loss.detach())
         self.number += 1
 
     def _batch(self) -> tuple[list[Tensor], Tensor, Tensor | None]:
@@ -302,6 +359,14 @@ class _Learner:
             quantizer.keep = 1.0
 
 
+def kernel_graph(step: Callable[[], None]) -> Callable[[], None]:
+    """Capture the kernels of a step, and return what runs them again."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
+
+
 def _squared_error(output: Tensor, target: Tensor, weights: Tensor | None) -> Tensor:
     if weights is None:
         return F.mse_loss(output, target)
@@ -339,11 +404,15 @@ def schedule(config: RoundingConfig) -> Tensor:
 
 
 def sample_order(targets: Tensor, config: RoundingConfig) -> Tensor:
-    """Return which samples each step sees, (iterations, batch size)."""
+    """Return which samples each step sees, (iterations, batch size).
+
+    Of several processes, each sees its share of the batch, from its own samples.
+    """
     count = len(targets)
     fitting = config.step_elements // targets[0].numel()
     size = min(max(fitting, _FEWEST_SAMPLES), config.batch_size, count)
-    generator = torch.Generator().manual_seed(config.seed)
+    size = max(size // process_count(), 1)
+    generator = torch.Generator().manual_seed(config.seed + rank())
     return torch.randint(count, (config.iterations, size), generator=generator)
 
 
@@ -367,6 +436,7 @@ class SoftRounding:
         self._layers = layers
         parts = [_rows(layer) for layer in layers]
         self._shapes = [part.up.shape for part in parts]
+        self._sizes = [rows * width for rows, width in self._shapes]
         self._low = _flat([part.low for part in parts])
         self._free = _flat([part.free for part in parts])
         self._scale = _flat([part.scale for part in parts])
@@ -377,8 +447,14 @@ class SoftRounding:
         self.bias = _flat([part.bias for part in parts])
         pairs = zip(layers, mean_inputs(layers, runs), strict=True)
         self._inputs = _flat([rows_of(layer, mean) for layer, mean in pairs])
+        self._slope = torch.zeros_like(self.up)  # of the loss, by the price of codes
+        flat = (self._low, self._free, self.up, self._slope)
+        views = [torch.split(tensor, self._sizes) for tensor in flat]
+        found = zip(layers, *views, strict=True)
+        self.coded = [CodedWeights(*each) for each in found if each[0].rate]
         with torch.no_grad():
             rounded = [rows_of(layer, layer.rounded_weight()) for layer in layers]
+            average([self._inputs])
             self._means = self._row_sums(_flat(rounded) * self._inputs)
 
     @contextmanager
@@ -404,6 +480,18 @@ class SoftRounding:
         """Put each weight at its nearer neighbour."""
         self.up.round_()
 
+    def set_prices(self, price: float) -> None:
+        """Let the weights of coded layers feel what codes cost by now."""
+        for each in self.coded:
+            each.set_price(price)
+
+    def keep_rates(self, importance: Tensor) -> None:
+        """Lower codes of coded layers that take more than they may."""
+        parts = torch.split(importance, self._sizes)
+        of = dict(zip(self._layers, parts, strict=True))
+        for each in self.coded:
+            each.keep_rate(of[each.layer])
+
     def finish(self) -> None:
         """Write weights, scales and biases into the layers, for good."""
         self.harden()
@@ -420,15 +508,75 @@ class SoftRounding:
     def _by_layer(
         self, weight: Tensor, bias: Tensor
     ) -> list[tuple[QuantizedLayer, Tensor, Tensor]]:
-        weights = torch.split(weight, [rows * width for rows, width in self._shapes])
+        weights = torch.split(weight, self._sizes)
         biases = torch.split(bias, [rows for rows, _ in self._shapes])
         found = zip(self._layers, weights, biases, strict=True)
         return [(layer, weight_of(layer, w), b) for layer, w, b in found]
 
     def _row_sums(self, flat: Tensor) -> Tensor:
-        parts = torch.split(flat, [rows * width for rows, width in self._shapes])
+        parts = torch.split(flat, self._sizes)
         pairs = zip(parts, self._shapes, strict=True)
         return torch.cat([part.view(shape).sum(1) for part, shape in pairs])
+
+
+class CodedWeights:
+    """The weights of a coded layer while their rounding is learned, (W,) each.
+
+    Besides its part of the error, each weight feels the price of bits: what the codes
+    of its two neighbours differ by. The price follows what all codes take, so that in
+    the end they take what the layer's rate allows.
+    """
+
+    def __init__(
+        self,
+        layer: QuantizedLayer,
+        low: Tensor,
+        free: Tensor,
+        up: Tensor,
+        slope: Tensor,
+    ) -> None:
+        """Take views of what is learned, and of the slope of the loss to be set."""
+        self.layer, self._low, self._free, self._up = layer, low, free, up
+        self._slope = slope
+        self._limit = coded_bytes(len(low), layer.rate)
+        codes = layer.codes().cpu().numpy()
+        model = CodeModel.fit(codes)
+        # Which weights are small changes little, and with it what the coder expects.
+        classes = torch.from_numpy(model.classes(codes)).to(low.device)
+        self._classes = rows_of(layer, classes).flatten().long()
+        spent = entropy(self._codes(), self._classes) / (8 * model.size(codes))
+        self._goal = max(_FILLED * spent * 8 * self._limit, 1.0)  # bits
+
+    def _codes(self) -> Tensor:
+        return (self._low + self._free * self._up.round() + ZERO).to(torch.uint8)
+
+    def _bytes(self, codes: Tensor) -> int:
+        return code_bytes(weight_of(self.layer, codes))
+
+    def set_price(self, price: float) -> None:
+        """Set the slope of the loss by what codes cost now; ``price`` is relative.
+
+        The block's error was 1 before learning. A bit more for each weight divides it
+        by four: at its price, 1, the first part of a bit lowers it by 2 ln 2 as much.
+        """
+        codes = self._codes()
+        excess = entropy(codes, self._classes) / self._goal - 1
+        price *= 2 * math.log(2) / len(codes)
+        price *= math.exp(min(max(_GAIN * excess, -_MOST), _MOST))
+        bits = code_bits(codes, self._classes)
+        dearer = (bits[:, 1:] - bits[:, :-1]).flatten()
+        # A weight beyond the last code has no neighbour above it.
+        low = (self._low + ZERO).clamp(max=bits.shape[1] - 2).long()
+        place = self._classes * (bits.shape[1] - 1) + low
+        torch.mul(dearer[place] * self._free, price, out=self._slope)
+
+    def keep_rate(self, importance: Tensor) -> None:
+        """Lower codes that take more than they may."""
+        codes = self._codes()
+        found = lowered_codes(
+            codes, codes, importance, size=self._bytes, limit=self._limit
+        )
+        self._low += found.float() - codes.float()
 
 
 class _SoftWeights(torch.autograd.Function):
@@ -454,7 +602,7 @@ class _SoftWeights(torch.autograd.Function):
         through_bias = of_bias.index_select(0, soft._row)
         total = torch.addcmul(of_weight, through_bias, soft._inputs, value=-1)
         of_stretch = soft._row_sums(total * levels).mul_(scale * soft._own)
-        of_up = (total * spread).mul_(soft._free)
+        of_up = torch.addcmul(soft._slope, total * spread, soft._free)
         return of_up, of_stretch, of_bias, None
 
 

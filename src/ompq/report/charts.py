@@ -12,12 +12,12 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from ompq.costs import decades, digits, in_bytes, percent, seconds, ticks
 from ompq.graph import Unit, folded
 from ompq.layers import QuantizedLayer, quantized_layers
-from ompq.plans import Plan
+from ompq.plans import Measurement, Plan
+from ompq.prices import ZERO
 from ompq.recording import tensors_in
 from ompq.report.sections import Accuracy, AuditedScore, BlockError, Histogram
 from ompq.samples import Samples, SamplesLike, collect
@@ -25,6 +25,8 @@ from ompq.samples import Samples, SamplesLike, collect
 # From paper to ink; the style sheet inverts the picture in the dark.
 _HEAT_AT = (0.0, 0.45, 1.0)
 _HEAT = np.array([(247, 249, 251), (140, 180, 214), (16, 52, 99)])  # (stops, RGB)
+_CODED_SHOWN = 12  # coded layers whose codes are drawn
+_HEAT_NAMES = 12  # labels beside the matrix
 _HEAT_LIMIT = 400  # functions; more are averaged, so that the page stays small
 
 
@@ -37,6 +39,15 @@ class Heat:
     image: str  # data URI of a PNG with one pixel an entry
     values: str  # upper triangle with diagonal in 1/65535, big-endian, base64
     pooled: int  # how many functions one row stands for
+
+    @property
+    def marks(self) -> list[tuple[float, str]]:
+        """Some of the labels, and where their rows are, in per cent of the height."""
+        count = len(self.labels)
+        step = max(1, -(-count // _HEAT_NAMES))
+        return [
+            (100 * (n + 0.5) / count, self.labels[n]) for n in range(0, count, step)
+        ]
 
 
 def accuracy_chart(rows: Sequence[Accuracy]) -> dict[str, Any]:
@@ -137,6 +148,28 @@ def scatter_chart(score: AuditedScore) -> dict[str, Any]:
     }
 
 
+def refinement_chart(measured: Sequence[Measurement]) -> dict[str, Any]:
+    """Place measured divergences in a box of 100 × 100, and the best so far as a path.
+
+    Only those of the last judge can be compared.
+    """
+    rows = [one for one in measured if one.judge == measured[-1].judge]
+    values = np.array([one.divergence for one in rows])
+    least = np.minimum.accumulate(values)
+    low, high = float(values.min()), float(values.max())
+    across = 100 * (np.arange(len(rows)) + 0.5) / len(rows)
+    heights = [100 - 100 * (v - low) / max(high - low, 1e-300) for v in (values, least)]
+    path = [f"L{x:.1f} {y:.1f}" for x, y in zip(across, heights[1], strict=True)]
+    best = int(values.argmin())
+    return {
+        "points": list(zip(across.tolist(), heights[0].tolist(), strict=True)),
+        "path": "M" + "".join(path)[1:],
+        "rows": [(one.name, digits(one.divergence)) for one in rows],
+        "text": f"{len(rows)} allocations measured: divergence {digits(values[0])} at "
+        f"first, {digits(low)} at best ({rows[best].name})",
+    }
+
+
 def heat_map(matrix: NDArray[np.float64], labels: Sequence[str]) -> Heat:
     """Make a picture of a symmetric matrix of values from 0 to 1, (L, L)."""
     pooled = -(-len(labels) // _HEAT_LIMIT)
@@ -190,6 +223,8 @@ def worst_histograms(
 ) -> list[Histogram]:
     """Return histograms of the layers with the largest expected damage.
 
+    Of coded layers, those with the most weights follow: how often each code is used.
+
     Weights are the float network's, with the batch norm folded in, in units of codes:
     what lies around 1 is rounded to 1. Inputs are the float network's for 32 samples;
     the lines show what the quantized layer reads, and so where values are clipped.
@@ -202,11 +237,13 @@ def worst_histograms(
     given, read = (_inputs(network, names, samples) for network in (model, quantized))
     found = []
     for unit in worst:
-        layer = layers[unit.name]
-        found.append(_of_weight(model, unit, layer))
+        if not layers[unit.name].rate:  # of those that are coded, codes tell more
+            found.append(_of_weight(model, unit, layers[unit.name]))
         if unit.name in given:
             found.append(_of_input(unit, given[unit.name], read[unit.name]))
-    return found
+    coded = [u for u in plan.graph.units if u.name in layers and layers[u.name].rate]
+    coded = sorted(coded, key=lambda unit: -unit.weights)[:_CODED_SHOWN]
+    return [*found, *(_of_codes(unit, layers[unit.name]) for unit in coded)]
 
 
 def _of_weight(model: nn.Module, unit: Unit, layer: QuantizedLayer) -> Histogram:
@@ -219,11 +256,20 @@ def _of_weight(model: nn.Module, unit: Unit, layer: QuantizedLayer) -> Histogram
     return _histogram(name, codes, ends)
 
 
+def _of_codes(unit: Unit, layer: QuantizedLayer) -> Histogram:
+    """Return how often each code of a coded layer is used, 0 in the middle."""
+    levels = layer.codes().long().flatten().cpu() - ZERO
+    low, high = int(levels.min()), int(levels.max())
+    counts = torch.bincount(levels - low, minlength=high - low + 1)
+    edges = tuple(level - 0.5 for level in range(low, high + 2))
+    name = f"{unit.name}, codes: {layer.rate:g} bits coded"
+    return Histogram(name, edges, tuple(map(float, counts.tolist())))
+
+
 def _float_weight(model: nn.Module, unit: Unit) -> Tensor:
     if not unit.norm:
         return model.get_parameter(unit.parameter)
     norm = model.get_submodule(unit.norm)
-    assert isinstance(norm, _BatchNorm)  # the trace found it to be one
     return folded(model.get_submodule(unit.name), norm)[0]
 
 

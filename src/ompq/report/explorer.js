@@ -35,7 +35,13 @@ function digits(value, count = 3) {
   const isSmall = value !== 0 && Math.abs(value) < 1e-4;
   return isSmall ? value.toExponential(count - 1) : String(Number(value.toPrecision(count)));
 }
-const label = ([weight, input]) => `W${weight}A${input}`;
+const label = ([weight, input, rate]) => `${rate ? `C${rate}` : `W${weight}`}A${input}`;
+
+// A choice as a unit has it: the bits of its input may be pinned.
+function choiceOf(unit, column) {
+  const [weight, input, ...rate] = data.choices[column];
+  return [weight, data.inputs[unit] || input, ...rate];
+}
 
 const COSTS = {
   bytes: { name: "Size", text: inBytes, per: 1024, unit: "KiB" },
@@ -238,7 +244,7 @@ function showComparisons() {
 
 // Written line by line, since an object would put names that are numbers first.
 function allocationText() {
-  const lines = data.names.map((name, unit) => ` ${JSON.stringify(name)}: ${JSON.stringify(data.saved[here()[unit]])}`);
+  const lines = data.names.map((name, unit) => ` ${JSON.stringify(name)}: ${JSON.stringify(data.saved[data.inputs[unit]][here()[unit]])}`);
   return `{\n${lines.join(",\n")}\n}\n`;
 }
 

@@ -23,17 +23,17 @@ def explorer_data(
     units = plan.graph.units
     problem = plan.problem
     groups = {name: number for number, name in enumerate(plan.graph.groups)}
+    offered = sorted({0, *problem.inputs.values()})
     return {
         "names": list(plan.graph.names),
         "kinds": [unit.kind for unit in units],
         "shapes": ["×".join(map(str, unit.weight_shape)) for unit in units],
         "stages": [unit.stage for unit in units],
         "groups": [groups[unit.group] for unit in units],
-        "choices": [list(choice) for choice in plan.choices],
+        "choices": [choice.to_json() for choice in plan.choices],
         # As an allocation's file has them, for what the page copies.
-        "saved": [
-            Allocation({"unit": choice}).to_json()["unit"] for choice in plan.choices
-        ],
+        "saved": {bits: _saved(plan, bits) for bits in offered},
+        "inputs": [problem.inputs.get(name, 0) for name in plan.graph.names],  # pinned
         "allowed": ["".join(map(str, row)) for row in plan.allowed.astype(int)],
         "damage": plan.scores.damage.tolist(),
         "gamma": None if plan.scores.gamma is None else plan.scores.gamma.tolist(),
@@ -44,15 +44,25 @@ def explorer_data(
                 "reference": cost.reference,
             }
             for name, cost in problem.costs.items()
+            if cost.memory is None
         },
         "plan": solution(plan),
         "axes": [_axis(plan, cost, steps, progress) for cost in axis_costs(plan)],
     }
 
 
+def _saved(plan: Plan, bits: int) -> list[Any]:
+    """Return the choices as an allocation's file has them, with these input bits."""
+    with_bits = [choice.with_input(bits) for choice in plan.choices]
+    return [Allocation({"unit": choice}).to_json()["unit"] for choice in with_bits]
+
+
 def limits(plan: Plan) -> dict[str, float]:
     """Return what the plan's budget allows, by cost."""
-    return dict(plan.budget.limits(plan.problem.costs))
+    costs = plan.problem.costs
+    found = plan.budget.limits(costs)
+    # The page adds up tables; the peak of what is alive at once is not a sum.
+    return {name: limit for name, limit in found.items() if costs[name].memory is None}
 
 
 def axis_costs(plan: Plan) -> list[str]:
@@ -68,9 +78,8 @@ def solution(plan: Plan) -> str:
 def _axis(
     plan: Plan, cost: str, steps: int, progress: Progress | None
 ) -> dict[str, Any]:
-    digit = {choice: _DIGITS[number] for number, choice in enumerate(plan.choices)}
     found = [
-        (limit, "".join(digit[allocation[name]] for name in plan.graph.names))
+        (limit, "".join(_DIGITS[column] for column in plan.problem.columns(allocation)))
         for limit, allocation in _solutions(plan, cost, steps, progress)
     ]
     own = limits(plan)

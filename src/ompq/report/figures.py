@@ -1,10 +1,13 @@
 """Figures as in the paper, PNG and SVG: ORM matrix, bits, accuracy against size."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ompq.costs import FLOAT_BITS
 from ompq.errors import MissingExtraError
@@ -23,8 +26,10 @@ _COLOURS = {
     "transposed": "#bd4f78",
     "linear": "#5b6774",
     "attention": "#b5442f",
+    "embedding": "#6b8e23",
+    "recurrent": "#8b6b3d",
 }
-_NAMED = 40  # functions; with more, their names would not be readable
+_NAMED = 40  # layers; the names of more are smaller
 _STYLE: dict[Any, Any] = {
     "font.size": 9,
     "axes.spines.top": False,
@@ -47,77 +52,106 @@ def write_figures(
     Raises:
         MissingExtraError: matplotlib is not installed.
     """
-    try:
-        import matplotlib as mpl
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise MissingExtraError("matplotlib", "figures") from error
     drawings: dict[str, Callable[[Figure], None]] = {}
     if plan.scores.orm is not None:
-        drawings["orm"] = lambda figure: _draw_orm(figure, plan)
+        matrix, labels = plan.scores.orm, plan.scores.orm_labels
+        drawings["orm"] = lambda figure: draw_heat(figure, [matrix], labels)
     drawings["bits"] = lambda figure: _draw_bits(figure, plan)
     sized = [r for r in results if isinstance(r, Accuracy) and r.size_bytes]
     if len({result.size_bytes for result in sized}) > 1:
         drawings["accuracy"] = lambda figure: _draw_accuracy(figure, sized)
     written = []
-    with mpl.rc_context(_STYLE):
-        for name, draw in drawings.items():
-            figure = Figure(layout="constrained", dpi=200)
+    for name, draw in drawings.items():
+        with styled_figure() as figure:
             draw(figure)
-            written += _save(figure, Path(folder) / name)
+            written += save_figure(figure, Path(folder) / name)
     return written
 
 
-def _save(figure: "Figure", path: Path) -> list[Path]:
+@contextmanager
+def styled_figure() -> Iterator["Figure"]:
+    """Yield an empty figure; what is drawn and saved within has our style.
+
+    Raises:
+        MissingExtraError: matplotlib is not installed.
+    """
+    try:
+        import matplotlib as mpl
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise MissingExtraError("matplotlib", "figures") from error
+    with mpl.rc_context(_STYLE):
+        yield Figure(layout="constrained", dpi=200)
+
+
+# Ending → what keeps the date out: the same figure gives the same file.
+_UNDATED = {".png": {}, ".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
+
+
+def save_figure(
+    figure: "Figure", path: Path, endings: Sequence[str] = (".png", ".svg")
+) -> list[Path]:
+    """Write a figure in several formats; returns the files."""
     written = []
-    for suffix, metadata in ((".png", {}), (".svg", {"Date": None})):
-        target = path.with_name(path.name + suffix)
+    for ending in endings:
+        target = path.with_name(path.name + ending)
         with replacing(target) as temporary:
-            figure.savefig(temporary, format=suffix[1:], metadata=metadata)
+            figure.savefig(temporary, format=ending[1:], metadata=_UNDATED[ending])
         written.append(target)
     return written
 
 
-def _draw_orm(figure: "Figure", plan: Plan) -> None:
-    from matplotlib.ticker import MaxNLocator
-
-    assert plan.scores.orm is not None  # the caller looked
-    labels = plan.scores.orm_labels
-    named = 0 < len(labels) <= _NAMED
-    figure.set_size_inches(*((5.6, 4.2) if named else (4.6, 3.8)))
-    axes = figure.add_subplot()
-    image = axes.imshow(plan.scores.orm, cmap="Blues", vmin=0, vmax=1)
-    axes.spines[:].set_visible(False)
-    if named:
-        axes.set_yticks(range(len(labels)), labels, fontsize=6)
-        axes.set_xticks(range(len(labels)), labels, fontsize=6, rotation=90)
+def draw_heat(
+    figure: "Figure",
+    matrices: Sequence[NDArray[np.float64]],
+    labels: Sequence[str],
+    titles: Sequence[str] = ("",),
+) -> None:
+    """Draw ORM matrices of the same functions, with colours that fit their values."""
+    size = max(2.6, min(8.0, 0.11 * len(labels) + 1.2))
+    figure.set_size_inches(size * len(matrices) + 1.4, size + 0.6)
+    every = figure.subplots(1, len(matrices), squeeze=False)[0]
+    others = [m[~np.eye(len(m), dtype=bool)] for m in matrices]
+    # The diagonal is 1 whatever the network: it must not decide the colours.
+    low = min((float(m.min()) for m in others if m.size), default=0.0)
+    high = max((float(m.max()) for m in others if m.size), default=1.0)
+    low, high = (low, high) if high > low else (0.0, 1.0)
+    fontsize = 6 if len(labels) <= _NAMED else 4
+    for axes, matrix, title in zip(every, matrices, titles, strict=True):
+        image = axes.imshow(matrix, cmap="Blues", vmin=low, vmax=high)
+        axes.spines[:].set_visible(False)
+        axes.set_title(title, fontsize=9)
+        axes.set_xticks(range(len(labels)), labels, fontsize=fontsize, rotation=90)
+        axes.set_yticks(
+            range(len(labels)), labels if axes is every[0] else [], fontsize=fontsize
+        )
         axes.tick_params(length=0)
-    else:
-        for axis, name in ((axes.xaxis, "function j"), (axes.yaxis, "function i")):
-            axis.set_major_locator(MaxNLocator(integer=True))
-            axis.set_label_text(name)
-    bar = figure.colorbar(image, ax=axes, label="ORM", shrink=0.8)
+    bar = figure.colorbar(image, ax=list(every), label="ORM", shrink=0.8)
     bar.outline.set_visible(False)
 
 
 def _draw_bits(figure: "Figure", plan: Plan) -> None:
-    from matplotlib.ticker import MaxNLocator
-
     units = plan.graph.units
-    figure.set_size_inches(max(5.0, min(16.0, 0.14 * len(units) + 1.5)), 2.6)
+    widest = max(c.bits for c in plan.choices if c.weight < FLOAT_BITS)
+    bits = [min(plan.allocation[unit.name].bits, widest) for unit in units]
+    draw_bars(figure, plan.graph.names, bits, [unit.kind for unit in units])
+
+
+def draw_bars(
+    figure: "Figure", names: Sequence[str], bits: Sequence[float], kinds: Sequence[str]
+) -> None:
+    """Draw the bits of layers, in order of execution, coloured by their kinds."""
+    figure.set_size_inches(max(5.0, min(16.0, 0.14 * len(names) + 1.5)), 3.4)
     axes = figure.add_subplot()
-    widest = max(c.weight for c in plan.choices if c.weight < FLOAT_BITS)
-    bits = np.array([min(plan.allocation[u.name].weight, widest) for u in units])
-    for kind in dict.fromkeys(unit.kind for unit in units):
-        rows = [row for row, unit in enumerate(units) if unit.kind == kind]
+    for kind in dict.fromkeys(kinds):
+        rows = [row for row, one in enumerate(kinds) if one == kind]
         colour = _COLOURS.get(kind, "#66727f")
-        places = [row + 1 for row in rows]
-        axes.bar(places, bits[rows], color=colour, label=kind, width=0.8)
-    axes.set_xlabel("layer, in order of execution")
+        axes.bar(rows, [bits[row] for row in rows], 0.8, color=colour, label=kind)
     axes.set_ylabel("weight bits")
-    axes.set_yticks(range(int(bits.max()) + 1))
-    axes.set_xlim(0.3, len(units) + 0.7)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_yticks(range(ceil(max(bits)) + 1))
+    axes.set_xlim(-0.7, len(names) - 0.3)
+    fontsize = 6 if len(names) <= _NAMED else 5
+    axes.set_xticks(range(len(names)), names, rotation=90, fontsize=fontsize)
     _legend_above(figure)
 
 

@@ -1,7 +1,9 @@
 // Bits of each layer as bars, and why a layer has them.
 
-const MOST = Math.max(...data.choices.map((choice) => (choice[0] >= 32 ? 0 : choice[0])), 1);
-const manyInputs = new Set(data.choices.map((choice) => choice[1])).size > 1;
+// A coded layer has its rate behind the two widths.
+const bitsOf = (choice) => choice[2] ?? choice[0];
+const MOST = Math.max(...data.choices.map((choice) => (choice[0] >= 32 ? 0 : bitsOf(choice))), 1);
+const manyInputs = new Set([...data.choices.map((choice) => choice[1]), ...data.inputs.filter((bits) => bits)]).size > 1;
 
 function buildBars() {
   const columns = data.names.map((name, unit) => {
@@ -14,7 +16,7 @@ function buildBars() {
     }
     return column;
   });
-  const lines = [...new Set(data.choices.map((choice) => choice[0]))].filter((bits) => bits <= MOST);
+  const lines = [...new Set(data.choices.filter((choice) => !choice[2]).map((choice) => choice[0]))].filter((bits) => bits <= MOST);
   const guides = lines.flatMap((bits) =>
     [50 - (50 * bits) / MOST, 50 + (50 * bits) / MOST].map((top) => {
       const guide = make("span", { className: "guide" }, String(bits));
@@ -31,16 +33,18 @@ const columnOf = (unit) => byId(`unit-${unit}`);
 
 function setHalf(half, choice) {
   const bar = half.firstElementChild;
-  bar.style.height = `${(100 * Math.min(choice[0], MOST)) / MOST}%`;
+  bar.style.height = `${(100 * Math.min(bitsOf(choice), MOST)) / MOST}%`;
   bar.classList.toggle("float", choice[0] >= 32);
-  bar.firstElementChild.textContent = choice[0] >= 32 ? "f" : manyInputs ? `${choice[0]}/${choice[1]}` : choice[0];
+  const text = choice[0] >= 32 ? "f" : manyInputs ? `${bitsOf(choice)}/${choice[1]}` : String(bitsOf(choice));
+  bar.firstElementChild.textContent = text;
+  bar.firstElementChild.classList.toggle("wide", text.length > 1);
 }
 
 function showBars() {
   const [mine, theirs] = [here(), state.other.columns];
   data.names.forEach((name, unit) => {
     const column = columnOf(unit);
-    const [own, other] = [data.choices[mine[unit]], data.choices[theirs[unit]]];
+    const [own, other] = [choiceOf(unit, mine[unit]), choiceOf(unit, theirs[unit])];
     setHalf(column.children[0], own);
     setHalf(column.children[1], other);
     column.classList.toggle("differs", mine[unit] !== theirs[unit]);
@@ -98,7 +102,8 @@ function bestExchange(columns, group) {
 function exchangeText(columns, group) {
   const best = bestExchange(columns, group);
   if (!best) return "No exchange with one other layer fits the budget.";
-  const [here, after, before] = [best.choice, best.after, columns[best.unit]].map((choice) => label(data.choices[choice]));
+  const here = label(choiceOf(members[group][0], best.choice));
+  const [after, before] = [best.after, columns[best.unit]].map((choice) => label(choiceOf(best.unit, choice)));
   const verdict = best.damage >= 0 ? `would add ${digits(best.damage)} damage, so it was refused` : `would save ${digits(-best.damage)} damage`;
   return `The best exchange within the budget, ${here} here and ${after} instead of ${before} for ${data.names[best.unit]}, ${verdict}.`;
 }
@@ -112,8 +117,8 @@ function turningPoints(unit) {
   while (up < last && axis.columns[up][unit] === now) up += 1;
   while (down >= 0 && axis.columns[down][unit] === now) down -= 1;
   const parts = [];
-  if (up < last) parts.push(`${label(data.choices[axis.columns[up][unit]])} at ${costText(axis.cost, axis.limits[up])} on the way up`);
-  if (down >= 0) parts.push(`${label(data.choices[axis.columns[down][unit]])} at ${costText(axis.cost, axis.limits[down])} on the way down`);
+  if (up < last) parts.push(`${label(choiceOf(unit, axis.columns[up][unit]))} at ${costText(axis.cost, axis.limits[up])} on the way up`);
+  if (down >= 0) parts.push(`${label(choiceOf(unit, axis.columns[down][unit]))} at ${costText(axis.cost, axis.limits[down])} on the way down`);
   return parts.length ? `Next it gets ${parts.join(", ")}.` : "It has the same bits at every budget.";
 }
 
@@ -132,9 +137,9 @@ function reasons(unit) {
   if (up) {
     const left = state.axis.limits[state.step] - hereTotals()[cost];
     const saved = -up.damage;
-    found.push(`${label(data.choices[up.choice])} would take ${amount(up.cost)} more and save ${digits(saved)} damage, ${rate(saved / up.cost)}; ${amount(left)} of the budget are free.`);
+    found.push(`${label(choiceOf(unit, up.choice))} would take ${amount(up.cost)} more and save ${digits(saved)} damage, ${rate(saved / up.cost)}; ${amount(left)} of the budget are free.`);
   } else found.push("It has as much as it may have.");
-  if (down) found.push(`${label(data.choices[down.choice])} would free ${amount(down.cost)} and add ${digits(down.damage)} damage, ${rate(down.damage / -down.cost)}.`);
+  if (down) found.push(`${label(choiceOf(unit, down.choice))} would free ${amount(down.cost)} and add ${digits(down.damage)} damage, ${rate(down.damage / -down.cost)}.`);
   else found.push("It has as little as it may have.");
   found.push(exchangeText(here(), data.groups[unit]), turningPoints(unit));
   return found;
@@ -143,7 +148,7 @@ function reasons(unit) {
 function choiceRow(unit, choice) {
   const [mine, theirs] = [here()[unit], state.other.columns[unit]];
   const cells = [data.damage[unit][choice], data.damage[unit][choice] - data.damage[unit][mine]];
-  const row = make("tr", { className: choice === mine ? "chosen" : "" }, make("th", { scope: "row" }, label(data.choices[choice])));
+  const row = make("tr", { className: choice === mine ? "chosen" : "" }, make("th", { scope: "row" }, label(choiceOf(unit, choice))));
   row.append(make("td", {}, digits(cells[0])), make("td", {}, choice === mine ? "" : (cells[1] > 0 ? "+" : "") + digits(cells[1])));
   row.append(make("td", {}, inBytes(data.costs.bytes.table[unit][choice])), make("td", {}, counted(data.costs.bit_ops.table[unit][choice])));
   row.append(make("td", {}, [choice === mine ? "this budget" : "", choice === theirs ? state.other.name : ""].filter(Boolean).join(", ")));
@@ -157,7 +162,7 @@ function showWhy() {
   swatch.dataset.kind = data.kinds[unit];
   const facts = [data.kinds[unit], data.shapes[unit]];
   if (data.gamma) facts.push(`γ ${digits(data.gamma[unit], 4)}`);
-  const about = make("div", {}, make("h3", {}, swatch, data.names[unit], " ", make("span", { className: "bits" }, label(data.choices[here()[unit]]))));
+  const about = make("div", {}, make("h3", {}, swatch, data.names[unit], " ", make("span", { className: "bits" }, label(choiceOf(unit, here()[unit])))));
   about.append(make("p", { className: "muted small" }, facts.join(" · ")));
   if (tied.length) about.append(make("p", {}, `Shares its bits with ${tied.join(", ")}; what follows counts them together.`));
   about.append(make("ul", {}, ...reasons(unit).map((reason) => make("li", {}, reason))));

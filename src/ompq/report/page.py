@@ -20,6 +20,7 @@ from ompq.report.charts import (
     error_chart,
     heat_map,
     histogram_chart,
+    refinement_chart,
     scatter_chart,
 )
 from ompq.report.explorer import explorer_data, limits, solution
@@ -29,6 +30,7 @@ from ompq.report.sections import (
     AuditedScore,
     BlockError,
     Histogram,
+    LayerEffect,
     Remark,
     Section,
     StageTime,
@@ -113,6 +115,7 @@ def render_report(
         **_labels(plan),
         **_orm(plan),
         **_results(results),
+        "refinement": refinement_chart(plan.measured) if plan.measured else None,
         "ompq_version": library_version(),
     }
     steps = min(STEPS, max(24, STEPS * _LARGE // len(plan.graph)))
@@ -174,11 +177,12 @@ def _cost_text(plan: Plan, cost: str, value: float) -> str:
 
 def _labels(plan: Plan) -> dict[str, Any]:
     """Label choices by their weight bits if all activations have the same width."""
-    widths = {choice.activation for choice in plan.choices}
+    every = [*plan.choices, *plan.allocation.values()]
+    widths = {choice.activation for choice in every}
     if len(widths) > 1:
         return {"choice_label": str, "inputs_note": ""}
     return {
-        "choice_label": lambda choice: str(choice.weight),
+        "choice_label": lambda choice: choice.weight_text,
         "inputs_note": f"; inputs have {widths.pop()} everywhere",
     }
 
@@ -240,12 +244,25 @@ def _orm(plan: Plan) -> dict[str, Any]:
 
 def _results(results: Sequence[Section]) -> dict[str, Any]:
     accuracies = _of(results, Accuracy)
+    right = [one for one in accuracies if not one.answers]
+    answers = [one for one in accuracies if one.answers]
     errors = _of(results, BlockError)
     times = _of(results, StageTime)
     total = sum(stage.seconds for stage in times)
     return {
-        "accuracy": accuracy_chart(accuracies) if accuracies else None,
+        "accuracy": accuracy_chart(right) if right else None,
+        "answers": accuracy_chart(answers) if answers else None,
         "errors": error_chart(errors) if errors else None,
+        "effects": [
+            {
+                "name": one.name,
+                "bits": one.bits,
+                "alone": digits(one.alone),
+                "without": digits(one.without),
+                "saved": percent(1 - one.without / one.all) if one.all else "",
+            }
+            for one in sorted(_of(results, LayerEffect), key=lambda e: -e.alone)
+        ],
         "histograms": [histogram_chart(one) for one in _of(results, Histogram)],
         "audited": [scatter_chart(one) for one in _of(results, AuditedScore)],
         "times": [

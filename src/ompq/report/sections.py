@@ -7,11 +7,14 @@ from statistics import fmean, pstdev
 from typing import Any, TypeAlias, get_args
 
 from ompq.audits import Audit
+from ompq.evaluation import Evaluation
 
 
 @dataclass(frozen=True)
 class Accuracy:
     """Top-1 of one network, a fraction of ``count`` images, with its 95 % interval.
+
+    Or, if ``answers``, the fraction on which it gives the float network's answer.
 
     The name may be ``float`` or ``mixed, 1.5 MiB``: what stands before the first comma
     joins the points of one line in a figure.
@@ -24,6 +27,15 @@ class Accuracy:
     count: int
     size_bytes: float | None = None
     note: str = ""
+    answers: bool = False  # whether it is the share of the float network's answers
+
+    @classmethod
+    def of(
+        cls, name: str, found: Evaluation, size_bytes: float, note: str = ""
+    ) -> "Accuracy":
+        """Return what was measured on labelled images."""
+        assert found.top1 is not None and found.interval is not None
+        return cls(name, found.top1, *found.interval, found.count, size_bytes, note)
 
     def __post_init__(self) -> None:
         if not 0 <= self.low <= self.top1 <= self.high <= 1:
@@ -71,6 +83,17 @@ class Histogram:
             )
         if any(a >= b for a, b in zip(self.edges, self.edges[1:], strict=False)):
             raise ValueError(f"{self.name}: the edges must rise")
+
+
+@dataclass(frozen=True)
+class LayerEffect:
+    """What rounding one layer does, measured: divergence from the float network."""
+
+    name: str
+    bits: str
+    alone: float  # if only this layer is quantized
+    without: float  # if all others are
+    all: float  # if all are
 
 
 @dataclass(frozen=True)
@@ -123,7 +146,7 @@ class Versions:
 
 
 _Measured: TypeAlias = Accuracy | BlockError | Histogram | AuditedScore | Agreement
-Section: TypeAlias = _Measured | StageTime | Remark | Versions
+Section: TypeAlias = _Measured | LayerEffect | StageTime | Remark | Versions
 _KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in get_args(Section)}
 
 

@@ -1,7 +1,7 @@
 """Scores: the damage expected of each choice of bits, unit by unit."""
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import fields, is_dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from ompq.graph import Choice, LayerGraph
+from ompq.processes import from_main
 from ompq.samples import Samples, SamplesLike, locked
 from ompq.scores.baselines import Random, SmallestFirst
 from ompq.scores.blend import Blend
@@ -17,7 +18,7 @@ from ompq.scores.fisher import Fisher
 from ompq.scores.gradient import Gradient
 from ompq.scores.hessian import Hessian
 from ompq.scores.labels import LabelledBatches
-from ompq.scores.orm import Orm, OrmSettings, measure_orm
+from ompq.scores.orm import Orm, OrmSettings, function_units, measure_orm
 from ompq.scores.orm_distortion import OrmDistortion
 from ompq.scores.orm_shift import OrmShift
 from ompq.scores.output_divergence import OutputDivergence
@@ -43,6 +44,7 @@ __all__ = [
     "Sensitivity",
     "SmallestFirst",
     "WeightNoise",
+    "function_units",
     "measure_orm",
     "named_score",
     "score_name",
@@ -67,7 +69,7 @@ SCORES: dict[str, Score] = {
 
 
 # A score that quantizes stands below this package, and is imported when it is named.
-_BELOW = {"reconstruction": "ompq.reconstruction_score"}
+_BELOW = dict.fromkeys(("block_loss", "reconstruction"), "ompq.reconstruction_score")
 
 
 def named_score(name: str) -> Score:
@@ -85,11 +87,24 @@ def named_score(name: str) -> Score:
 
 
 def score_name(score: Score | str) -> str:
-    """Return the name that a score goes by, or what it calls itself."""
+    """Return the name that a score goes by, with its settings, or its own name."""
     if isinstance(score, str):
         return score
-    known = (name for name, one in SCORES.items() if one == score)
-    return next(known, getattr(score, "__qualname__", None) or repr(score))
+    for name, known in SCORES.items():
+        if type(known) is type(score) and is_dataclass(score):
+            changed = ", ".join(_changed(score, known))
+            return f"{name}({changed})" if changed else name
+    return getattr(score, "__qualname__", None) or repr(score)
+
+
+def _changed(given: Any, usual: Any) -> Iterator[str]:
+    """Yield what differs between two values of a dataclass, as it is written."""
+    for name in (field.name for field in fields(given) if field.repr):
+        ours, theirs = getattr(given, name), getattr(usual, name)
+        if is_dataclass(ours) and type(ours) is type(theirs):
+            yield from _changed(ours, theirs)
+        elif ours != theirs:
+            yield f"{name}={ours!r}"
 
 
 def score_table(  # noqa: PLR0913 - the last two are optional
@@ -123,6 +138,8 @@ def score_table(  # noqa: PLR0913 - the last two are optional
     given = Samples.of(samples)
     # Scores swap weights for rounded ones while the network runs.
     with locked(model):
-        if cache is not None:
-            return cached_table(cache, chosen, graph, model, given, choices)
-        return checked(chosen(graph, model, given, choices), graph, choices)
+        if cache is None:
+            found = checked(chosen(graph, model, given, choices), graph, choices)
+        else:
+            found = cached_table(cache, chosen, graph, model, given, choices)
+    return from_main(lambda: found)  # their devices may round differently

@@ -30,7 +30,7 @@ class SmallestFirst:
         choices: Sequence[Choice],
     ) -> ScoreTable:
         """Return −bits for every unit, (units, choices)."""
-        bits = [float(c.weight + c.activation) for c in choices]
+        bits = [float(c.bits + c.activation) for c in choices]
         return ScoreTable(-np.tile(np.array(bits), (len(graph), 1)))
 
 
@@ -60,6 +60,6 @@ class Random:
     def worth(self, graph: LayerGraph, choices: Sequence[Choice]) -> Table:
         """Return the table itself, for which no network is needed."""
         worth = np.random.default_rng(self.seed).lognormal(sigma=2.0, size=len(graph))
-        fall = np.array([4.0**-c.weight + 4.0**-c.activation for c in choices])
+        fall = np.array([4.0**-c.bits + 4.0**-c.activation for c in choices])
         table: Table = worth[:, None] * fall
         return table

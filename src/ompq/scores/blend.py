@@ -7,7 +7,7 @@ from typing import ClassVar
 import numpy as np
 from torch import nn
 
-from ompq.graph import Choice, LayerGraph
+from ompq.graph import Choice, LayerGraph, by_bits
 from ompq.samples import Progress, Samples, SamplesLike
 from ompq.scores.output_divergence import OutputDivergence
 from ompq.scores.table import Needs, ScoreTable, Table
@@ -51,8 +51,8 @@ class Blend:
 
 def _reference(choices: Sequence[Choice]) -> int:
     """Return the column of 3 bits with the widest activations, or the middle one."""
-    order = sorted(range(len(choices)), key=lambda i: choices[i])
-    threes = [i for i in order if choices[i].weight == 3]
+    order = [choices.index(choice) for choice in by_bits(choices)]
+    threes = [i for i in order if choices[i].bits == 3]
     return threes[-1] if threes else order[(len(order) - 1) // 2]
 
 

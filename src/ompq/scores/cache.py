@@ -86,7 +86,7 @@ def _about(
         "format": FORMAT,
         "written_by": library_version(),
         "score": repr(score),
-        "choices": [list(choice) for choice in choices],
+        "choices": [choice.to_json() for choice in choices],
         "device": model_device(model).type,
         "network": _digest([network, named], weights),
         "samples": _digest(forms, chain.from_iterable(map(tensors_in, inputs))),

@@ -12,13 +12,12 @@ from ompq.samples import Progress, Samples, SamplesLike, batch_length
 from ompq.scores.labels import (
     LabelledBatches,
     differentiating,
-    drawn_labels,
     first_labelled,
     log_probabilities,
+    weighted_labels,
 )
 from ompq.scores.rounding_errors import (
     check_weights_only,
-    rounded_weight,
     weight_table,
 )
 from ompq.scores.table import Needs, ScoreTable
@@ -65,25 +64,27 @@ class Fisher:
         }
         squares = {n: torch.zeros_like(w) for n, w in weights.items()}
         count = batch_length(batch)
+        generator = torch.Generator().manual_seed(self.seed)
         with differentiating(model):
             # Not Samples.of: the batch stays on the network's device.
             for i, sample in enumerate(Samples((batch,)).batches(1)):
                 log_p = log_probabilities(model, sample, weights)
-                label = drawn_labels(log_p, self.seed + i)
+                label, times = weighted_labels(log_p, generator)
                 if labels is not None:
-                    label = labels[i : i + 1]
-                loss = -log_p.gather(1, label[:, None]).sum()
+                    label, times = labels[i : i + 1], torch.ones_like(times)
+                # Its gradient is squared, so that it counts as often as it should.
+                loss = -(log_p.gather(1, label[:, None])[:, 0] * times.sqrt()).sum()
                 self._add_squares(loss, weights, squares)
                 if self.progress:
                     self.progress(i + 1, count, "squaring gradients")
 
-        def damage(unit: Unit, bits: int) -> float:
+        def damage(unit: Unit, rounded: Tensor) -> float:
             weight = model.get_parameter(unit.parameter).detach()
-            error = (weight - rounded_weight(model, unit, bits)).square()
+            error = (weight - rounded).square()
             lost = (squares[unit.parameter] * error).sum(dtype=torch.float64)
             return float(lost) / count
 
-        return ScoreTable(weight_table(graph, choices, damage))
+        return ScoreTable(weight_table(graph, model, choices, damage))
 
     @staticmethod
     def _add_squares(

@@ -5,10 +5,10 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ompq.costs import FLOAT_BITS
-from ompq.graph import Choice, LayerGraph, Unit
+from ompq.graph import Choice, LayerGraph, Unit, by_bits
 from ompq.samples import SamplesLike
 from ompq.scores.labels import (
     LabelledBatches,
@@ -20,7 +20,7 @@ from ompq.scores.labels import (
 )
 from ompq.scores.rounding_errors import (
     check_weights_only,
-    rounded_weight,
+    rounded_weights,
     weight_table,
 )
 from ompq.scores.table import Needs, ScoreTable
@@ -58,11 +58,11 @@ class Gradient:
         """Return first-order changes of the loss, (units, choices)."""
         check_weights_only(choices, "gradient")
         batch, labels = first_labelled(model, samples, self.batches, self.samples)
-        fewest = min(choice.weight for choice in choices)
-        low = {
-            unit.parameter: rounded_weight(model, unit, fewest).clone().requires_grad_()
-            for unit in graph.units
-        }
+        fewest = by_bits(choices)[:1]
+        low = {}
+        for unit in graph.units:
+            [rounded] = rounded_weights(model, unit, fewest)
+            low[unit.parameter] = rounded.clone().requires_grad_()
         with differentiating(model):
             log_p = log_probabilities(model, batch, low)
             if labels is None:
@@ -76,13 +76,15 @@ class Gradient:
             )
         gradients = dict(zip(low, found, strict=True))
 
-        def change(unit: Unit, bits: int) -> float:
-            moved = rounded_weight(model, unit, bits) - low[unit.parameter].detach()
+        def change(unit: Unit, rounded: Tensor) -> float:
+            moved = rounded - low[unit.parameter].detach()
             product = gradients[unit.parameter] * moved
             return float(product.sum(dtype=torch.float64))
 
-        table = weight_table(graph, choices, change)
+        table = weight_table(graph, model, choices, change)
+        weights = (model.get_parameter(u.parameter).detach() for u in graph.units)
+        floats = [change(u, w) for u, w in zip(graph.units, weights, strict=True)]
         for column, choice in enumerate(choices):
             if choice.weight >= FLOAT_BITS:
-                table[:, column] = [change(unit, FLOAT_BITS) for unit in graph.units]
+                table[:, column] = floats
         return ScoreTable(table)

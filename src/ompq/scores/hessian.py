@@ -18,7 +18,6 @@ from ompq.scores.labels import (
 )
 from ompq.scores.rounding_errors import (
     check_weights_only,
-    rounded_weight,
     weight_table,
 )
 from ompq.scores.table import Needs, ScoreTable
@@ -72,14 +71,14 @@ class Hessian:
             traces = self._traces(mean_loss(log_p, labels), weights)
         curvature = dict(zip(names, traces, strict=True))
 
-        def damage(unit: Unit, bits: int) -> float:
+        def damage(unit: Unit, rounded: Tensor) -> float:
             weight = model.get_parameter(unit.parameter).detach()
-            error = (weight - rounded_weight(model, unit, bits)).double().square().sum()
+            error = (weight - rounded).double().square().sum()
             # An estimate may be below 0, which would make fewer bits the better ones.
             mean = max(curvature[unit.parameter], 0.0) / weight.numel()
             return mean * float(error)
 
-        return ScoreTable(weight_table(graph, choices, damage))
+        return ScoreTable(weight_table(graph, model, choices, damage))
 
     def _traces(self, loss: Tensor, weights: Sequence[Tensor]) -> list[float]:
         """Return the estimated trace of the Hessian of each weight."""

@@ -15,6 +15,7 @@ from ompq.samples import (
     Batch,
     Samples,
     SamplesLike,
+    arguments,
     batch_length,
     cudnn_kernels,
     evaluating,
@@ -71,9 +72,7 @@ def log_probabilities(
     model: nn.Module, batch: Batch, weights: Mapping[str, Tensor]
 ) -> Tensor:
     """Run the network with some weights replaced; return log softmax, (N, K)."""
-    args = (batch,) if isinstance(batch, Tensor) else batch
-    kwargs = batch if isinstance(batch, dict) else None
-    output = functional_call(model, dict(weights), () if kwargs else args, kwargs)
+    output = functional_call(model, dict(weights), *arguments(batch))
     return first_tensor(output).float().flatten(1).log_softmax(1)
 
 
@@ -94,9 +93,18 @@ def mean_loss(log_p: Tensor, labels: Tensor | None) -> Tensor:
     return F.nll_loss(log_p, labels)
 
 
-def drawn_labels(log_p: Tensor, seed: int) -> Tensor:
-    """Return a class for each row of (N, K), drawn with its probability."""
-    generator = torch.Generator().manual_seed(seed)
-    # The largest of log p + Gumbel noise is a class drawn from p.
+def weighted_labels(log_p: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Return a class for each row of (N, K), and how many it stands for, (N,).
+
+    Squared gradients are to be averaged over the network's own answers. A class is
+    drawn with its probability times the length of its gradient at the logits: the
+    sum of what counts is right, and varies less where one answer is nearly certain.
+    """
+    log_p = log_p.detach()
+    p = log_p.double().exp()
+    length = (1 - 2 * p + p.square().sum(1, keepdim=True)).clamp_min(1e-12).sqrt()
+    drawn = p * length / (p * length).sum(1, keepdim=True)
+    # The largest of log probability + Gumbel noise is a class drawn with it.
     noise = -torch.empty(log_p.shape).exponential_(generator=generator).log()
-    return (log_p.detach() + noise.to(log_p.device)).argmax(1)
+    labels = (drawn.log() + noise.to(log_p.device)).argmax(1)
+    return labels, (p / drawn).gather(1, labels[:, None])[:, 0]

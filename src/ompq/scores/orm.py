@@ -20,13 +20,14 @@ from ompq.orthogonality import (
     normalised,
     objective_coefficients,
 )
-from ompq.recording import tensors_in, watch
+from ompq.recording import Watch, tensors_in
 from ompq.samples import (
-    Batch,
     Progress,
     Samples,
     SamplesLike,
+    arguments,
     batch_length,
+    evaluating,
     model_device,
     to_device,
 )
@@ -44,7 +45,8 @@ class OrmSettings:
         beta: How much layers differ: theta = exp(−beta · gamma).
         centred: False is the paper's metric, True that of its released code.
         decreasing: Function from gamma to theta.
-        granularity: What counts as one function f_i.
+        granularity: What counts as one function f_i. ``block``, ``stage`` and ``net``
+            also make a plan give one width to each of them, as the authors do.
         exclude: Patterns of units that take no part, such as pinned ones.
         per_function: Whether gamma is divided by the number of other functions, so
             that beta means the same for a network of any depth.
@@ -66,7 +68,9 @@ class OrmResult:
         matrix: ORM between functions, (L, L).
         labels: For each function, the name of the last unit that it represents.
         gamma: Sum of ORM with all other functions, (units,); 0 for excluded units.
-        importance: Objective coefficient, (units,); 0 for excluded units.
+        importance: Objective coefficient, (units,), at least 0: where a decreasing
+            function gives negative ones, all are raised until the least is 0. 0 for
+            excluded units.
     """
 
     matrix: Table
@@ -116,29 +120,46 @@ def measure_orm(
     names = {u.feature: u.name for u in units}
     labels = tuple(names[at] for at in functions)
 
-    report = progress or (lambda _done, _total, _message: None)
-
-    def grams(batch: Batch, *, centred: bool) -> list[Tensor]:
-        found = _grams(model, batch, functions, report, centred=centred)
-        _check_finite(found, labels)
-        return found
-
-    products = _products(grams, Samples.of(samples), centred=settings.centred)
-    matrix = normalised(products)
+    given, device = Samples.of(samples), model_device(model)
+    if len(given) < 2:
+        raise SampleError("ORM needs at least 2 samples, got 1")
+    # A stream has no mean at hand to centre by: there the estimate is debiased.
+    debiased = settings.centred and given.batch_count(_BATCH) > 1
+    total: Any = None
+    for batch in given.batches(_BATCH):
+        centred = settings.centred and not debiased
+        watch = _Grams(functions, batch_length(batch), progress, centred=centred)
+        args, kwargs = arguments(to_device(batch, device))
+        with evaluating(model), watch:
+            model(*args, **kwargs)
+        total = _added(total, watch.found_at(labels), debiased=debiased)
+    matrix = normalised(total if debiased else total.products)
     gamma = layer_gamma(matrix)
-    layers = sorted(function_of)  # each layer's feature, in order of execution
-    layer_function = [functions.index(function_of[at]) for at in layers]
-    layer_of = [
-        -1 if u.name in left_out else layers.index(u.feature) for u in graph.units
-    ]
+    place = {at: functions.index(function) for at, function in function_of.items()}
+    places = [-1 if u.name in left_out else place[u.feature] for u in graph.units]
+    worth = objective_coefficients(_theta(gamma, settings))
+    # All functions but exp(-x) are negative: as the paper writes its program, the
+    # fewest bits everywhere would be best. So the budget is made worth using up.
+    worth = worth - worth.min().clamp(max=0)
     return OrmResult(
         matrix=matrix.numpy(),
         labels=labels,
-        gamma=_per_unit(gamma[layer_function], layer_of),
-        importance=_per_unit(
-            objective_coefficients(_theta(gamma, settings)[layer_function]), layer_of
-        ),
+        gamma=_per_unit(gamma, places),
+        importance=_per_unit(worth, places),
     )
+
+
+def function_units(graph: LayerGraph, settings: OrmSettings) -> list[list[str]]:
+    """Return the names of the units of each function coarser than a layer."""
+    if settings.granularity == "layer":
+        return []
+    left_out = {n for p in settings.exclude for n in select(graph.names, p)}
+    units = [u for u in graph.units if u.name not in left_out]
+    function_of = _functions(units, settings.granularity)
+    found: dict[int, list[str]] = {}
+    for unit in units:
+        found.setdefault(function_of[unit.feature], []).append(unit.name)
+    return list(found.values())
 
 
 def _theta(gamma: Tensor, settings: OrmSettings) -> Tensor:
@@ -167,64 +188,60 @@ def _functions(units: Sequence[Unit], granularity: Granularity) -> dict[int, int
     return {unit.feature: last[key(unit)] for unit in units}
 
 
-def _products(
-    grams: Callable[..., list[Tensor]], samples: Samples, *, centred: bool
-) -> Tensor:
-    """Return <K_i, K_j> of the functions whose Gram matrices are taken, (L, L)."""
-    batches = samples.batches(_BATCH)
-    first = next(batches)
-    second = next(batches, None)
-    alone = second is None
-    if batch_length(first) < 2:
-        raise SampleError("ORM needs at least 2 samples, got 1")
-    # A stream has no mean at hand to centre by: there the estimate is debiased.
-    found = grams(first, centred=centred and alone)
-    if alone:
-        return BatchProducts.of(found).products
-    total: Any = debiased_products(found) if centred else BatchProducts.of(found)
-    batch: Batch | None = second
-    while batch is not None:
-        found = grams(batch, centred=False)
-        if not centred:
-            total = total + BatchProducts.of(found)
-        elif batch_length(batch) >= 4:  # a short last batch tells too little
-            total = total + debiased_products(found)
-        batch = next(batches, None)
-    return total if centred else total.products  # type: ignore[no-any-return]
+class _Grams(Watch):
+    """Takes the Gram matrices of the wanted outputs while a batch runs."""
 
-
-def _grams(
-    model: nn.Module,
-    batch: Batch,
-    positions: Sequence[int],
-    progress: Progress,
-    *,
-    centred: bool,
-) -> list[Tensor]:
-    """Run one batch and return the Gram matrix of each wanted output, L of (n, n)."""
-    wanted = set(positions)
-    found: dict[int, Tensor] = {}
-    count = batch_length(batch)
-
-    def visit(
-        position: int, _function: Any, _args: Any, _kwargs: Any, out: Any
+    def __init__(
+        self,
+        positions: Sequence[int],
+        count: int,
+        progress: Progress | None,
+        *,
+        centred: bool,
     ) -> None:
-        if position in wanted:
-            rows = _rows(next(tensors_in(out)), count)
-            found[position] = gram_matrix(rows, centred=centred)
-            progress(len(found), len(wanted), "measuring orthogonality")
+        super().__init__()
+        self.wanted, self.count, self.progress = positions, count, progress
+        self.centred = centred
+        self.found: dict[int, Tensor] = {}  # (n, n) each
 
-    watch(model, to_device(batch, model_device(model)), visit)
-    if len(found) < len(wanted):
-        raise TraceError(
-            "the network took a different path than when it was traced; "
-            "ORM needs the same path for every batch"
-        )
-    return [found[position] for position in positions]
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        at = self.position
+        output = super().__torch_function__(func, types, args, kwargs)
+        if at < self.position and at in self.wanted:
+            rows = sample_rows(next(tensors_in(output)), self.count)
+            self.found[at] = gram_matrix(rows, centred=self.centred)
+            if self.progress:
+                done, total = len(self.found), len(self.wanted)
+                self.progress(done, total, "measuring orthogonality")
+        return output
+
+    def found_at(self, labels: Sequence[str]) -> list[Tensor]:
+        """Return the matrices in order, of functions with these labels."""
+        if len(self.found) < len(self.wanted):
+            raise TraceError(
+                "the network took a different path than when it was traced; "
+                "ORM needs the same path for every batch"
+            )
+        found = [self.found[at] for at in self.wanted]
+        finite = torch.stack([torch.isfinite(g.sum()) for g in found]).tolist()
+        broken = [name for name, good in zip(labels, finite, strict=True) if not good]
+        if broken:
+            raise TraceError(f"activations are NaN or infinite at {shortened(broken)}")
+        return found
 
 
-def _rows(feature: Tensor, count: int) -> Tensor:
-    """Return the feature with one row a sample, (count, D), at least float32."""
+def _added(total: Any, grams: Sequence[Tensor], *, debiased: bool) -> Any:
+    """Add what one batch says of <K_i, K_j>, (L, L)."""
+    if debiased and total is not None and len(grams[0]) < 4:
+        return total  # a short last batch tells too little
+    found = debiased_products(grams) if debiased else BatchProducts.of(grams)
+    return found if total is None else total + found
+
+
+def sample_rows(feature: Tensor, count: int) -> Tensor:
+    """Return a layer's output with one row a sample, (count, D), at least float32."""
     feature = feature.float() if feature.element_size() < 4 else feature
     # Windows have several rows a sample; sequences come first; attentions stack their
     # projections before either.
@@ -239,17 +256,10 @@ def _rows(feature: Tensor, count: int) -> Tensor:
     return feature.movedim(axis, 0).reshape(count, -1)
 
 
-def _check_finite(grams: Sequence[Tensor], labels: Sequence[str]) -> None:
-    finite = torch.stack([torch.isfinite(g.sum()) for g in grams]).tolist()
-    broken = [name for name, good in zip(labels, finite, strict=True) if not good]
-    if broken:
-        raise TraceError(f"activations are NaN or infinite at {shortened(broken)}")
-
-
-def _per_unit(values: Tensor, layer_of: Sequence[int]) -> Table:
-    """Spread the layers' values over the units; excluded units get 0."""
+def _per_unit(values: Tensor, places: Sequence[int]) -> Table:
+    """Spread the functions' values over the units; excluded units get 0."""
     padded = torch.cat([values.double(), torch.zeros(1, dtype=torch.float64)])
-    return padded[list(layer_of)].numpy()
+    return padded[list(places)].numpy()
 
 
 @dataclass(frozen=True)
@@ -276,12 +286,15 @@ class Orm:
     ) -> ScoreTable:
         """Return −bits × coefficient, (units, choices)."""
         orm = measure_orm(graph, model, samples, self.settings, progress=self.progress)
-        # Units tied by a residual sum are one decision of the paper's, and count once.
+        # Units of one function that share their bits are one decision of the paper's,
+        # and count once.
+        function_of = _functions(graph.units, self.settings.granularity)
+        of = [function_of[unit.feature] for unit in graph.units]
         sharing = [
-            sum(graph.units[j].feature == u.feature for j in graph.groups[u.group])
-            for u in graph.units
+            sum(of[j] == own for j in graph.groups[unit.group])
+            for own, unit in zip(of, graph.units, strict=True)
         ]
         # Activation bits count only where they are chosen.
         chosen = len({choice.activation for choice in choices}) > 1
-        bits = np.array([c.weight + chosen * c.activation for c in choices], float)
+        bits = np.array([c.bits + chosen * c.activation for c in choices], float)
         return orm.table(-np.outer(orm.importance / np.array(sharing), bits))

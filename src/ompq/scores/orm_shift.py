@@ -6,14 +6,13 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ompq.graph import Choice, LayerGraph, Unit
 from ompq.samples import Progress, Samples, SamplesLike
 from ompq.scores.orm import measure_orm
 from ompq.scores.rounding_errors import (
     check_weights_only,
-    rounded_weight,
     weight_table,
 )
 from ompq.scores.table import Needs, ScoreTable
@@ -51,12 +50,12 @@ class OrmShift:
         before = measure_orm(graph, other, few).matrix.sum()
         done = 0
 
-        def shift(unit: Unit, bits: int) -> float:
+        def shift(unit: Unit, rounded: Tensor) -> float:
             nonlocal done
             weight = other.get_parameter(unit.parameter)
             kept = weight.detach().clone()
             with torch.no_grad():
-                weight.copy_(rounded_weight(model, unit, bits))
+                weight.copy_(rounded)
                 after = measure_orm(graph, other, few).matrix.sum()
                 weight.copy_(kept)
             done += 1
@@ -64,4 +63,4 @@ class OrmShift:
                 self.progress(done, None, f"ORM without {unit.name}")
             return float(abs(after - before))
 
-        return ScoreTable(weight_table(graph, choices, shift))
+        return ScoreTable(weight_table(graph, model, choices, shift))

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ompq.costs import FLOAT_BITS
 from ompq.graph import Choice, LayerGraph, Unit
+from ompq.processes import share_out
 from ompq.ranges import fake_quantize_tensor
 from ompq.recording import with_first_tensor
 from ompq.samples import (
@@ -22,7 +23,11 @@ from ompq.samples import (
     to_device,
 )
 from ompq.scores.labels import divergence, log_probabilities
-from ompq.scores.rounding_errors import called_module, rounded_weight
+from ompq.scores.rounding_errors import (
+    called_module,
+    rounded_weights,
+    weight_choices,
+)
 from ompq.scores.table import Needs, ScoreTable
 
 
@@ -31,6 +36,7 @@ class OutputDivergence:
     """KL(float ‖ quantized) of the softmax of the logits, one unit at a time.
 
     Only forward passes: one for each unit and width, over one batch of samples.
+    Several processes share the units.
 
     Attributes:
         samples: How many inputs are used, at most.
@@ -53,28 +59,32 @@ class OutputDivergence:
         """Return mean divergences, (units, choices)."""
         given = Samples.of(samples).first_batch(self.samples)
         batch = to_device(given, model_device(model))
-        weights = sorted({c.weight for c in choices if c.weight < FLOAT_BITS})
+        weights = weight_choices(choices)
         inputs = sorted({c.activation for c in choices})
         if len(inputs) == 1:
             inputs = []  # the same for all choices
         inputs = [bits for bits in inputs if bits < FLOAT_BITS]
-        table = np.zeros((len(graph), len(choices)))
+
+        def row(unit: Unit) -> list[float]:
+            by_weight = {}
+            several = rounded_weights(model, unit, weights)
+            for choice, rounded in zip(weights, several, strict=True):
+                output = log_probabilities(model, batch, {unit.parameter: rounded})
+                by_weight[choice] = _clamped(reference, output)
+            by_input = _input_divergence(model, unit, batch, reference, inputs)
+            return [
+                by_weight.get(c.with_float_input, 0.0) + by_input.get(c.activation, 0.0)
+                for c in choices
+            ]
+
+        def report(done: int) -> None:
+            if self.progress:
+                name = graph.names[done - 1]
+                self.progress(done, len(graph), f"divergence {name}")
+
         with evaluating(model):
             reference = log_probabilities(model, batch, {})
-            for row, unit in enumerate(graph.units):
-                by_weight = {}
-                for bits in weights:
-                    rounded = {unit.parameter: rounded_weight(model, unit, bits)}
-                    output = log_probabilities(model, batch, rounded)
-                    by_weight[bits] = _clamped(reference, output)
-                by_input = _input_divergence(model, unit, batch, reference, inputs)
-                table[row] = [
-                    by_weight.get(c.weight, 0.0) + by_input.get(c.activation, 0.0)
-                    for c in choices
-                ]
-                if self.progress:
-                    self.progress(row + 1, len(graph), f"divergence {unit.name}")
-        return ScoreTable(table)
+            return ScoreTable(np.array(share_out(graph.units, row, report)))
 
 
 def _input_divergence(

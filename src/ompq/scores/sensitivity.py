@@ -1,9 +1,10 @@
 """Sensitivity: the noise of rounding, weighed by how much of it reaches the answers."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from math import ceil
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -11,45 +12,75 @@ from torch import Tensor, nn
 
 from ompq.costs import FLOAT_BITS
 from ompq.graph import Choice, LayerGraph
-from ompq.samples import Batch, Progress, Samples, SamplesLike, model_device, to_device
-from ompq.scores.labels import differentiating, drawn_labels, log_probabilities
-from ompq.scores.orm import OrmSettings, measure_orm
-from ompq.scores.rounding_errors import rounded_weight
-from ompq.scores.table import Needs, ScoreTable, Table
+from ompq.recording import (
+    Watch,
+    function_name,
+    is_linear_map,
+    tensors_in,
+    with_first_tensor,
+    with_tensors,
+)
+from ompq.samples import (
+    Progress,
+    Samples,
+    SamplesLike,
+    arguments,
+    batch_length,
+    first_tensor,
+    model_device,
+    to_device,
+)
+from ompq.scores.labels import differentiating, weighted_labels
+from ompq.scores.orm import OrmSettings, measure_orm, sample_rows
+from ompq.scores.rounding_errors import quickly_rounded, weight_choices
+from ompq.scores.table import Needs, ScoreTable
 from ompq.scores.weight_noise import noise_table
 
 # Above this width errors are so small that the divergence follows the noise.
 _WIDEST_MEASURED = 4
+
+# Samples that run forward and backward together on a CPU; a GPU takes all.
+_CPU_BATCH = 16
+# Of a unit's weight.
+_OTHER_READERS = (
+    "embedding", "multi_head_attention_forward", "lstm", "gru", "rnn_tanh", "rnn_relu"
+)  # fmt: skip
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """Geometric mean of weight noise and the divergence expected of it.
+    """Weighted geometric mean of weight noise and the divergence expected of it.
 
     To second order the divergence from the float network is half the mean of
-    (gradient · error)², where the gradient is that of one sample's log likelihood of an
-    answer that the network itself draws (the Fisher information along the error). That
-    takes one backward pass a sample instead of a forward pass for each unit and width.
+    (gradient · error)². The error is the change of a unit's output; the gradient is
+    that of one sample's log likelihood of an answer that the network itself draws (the
+    Fisher information). Errors of different channels are taken to be independent, and
+    their means to be restored, as quantizing does. Answers do not depend on what all
+    channels of a classifier have in common: for units with one output for each sample,
+    it is the geometric mean of taking channels as independent and as a whole. One
+    backward pass serves all units.
     The noise alone knows nothing of the network behind a unit, the expectation alone
-    trusts few samples; half of each decides better than either.
+    trusts few samples and small errors; together they decide better than either.
 
     Attributes:
         samples: How many inputs are used, at most.
+        power: Of the expectation; the noise has the power that is left to 1.
         seed: Seed of the answers that are drawn.
         orm: How ORM is measured, for the report; it is no part of the damage.
-        progress: Called after each sample.
+        progress: Called after each batch.
     """
 
     samples: int = 64
+    power: float = 0.7
     seed: int = 0
     orm: OrmSettings = OrmSettings(per_function=True)
     progress: Progress | None = field(default=None, repr=False, compare=False)
 
     summary: ClassVar[str] = "weight_noise × what of it is expected at the output"
     needs: ClassVar[Needs] = Needs(
-        "two, one of them backward, sample by sample", gradients=True
+        "about three for all units, one for each width", gradients=True
     )
 
     def __call__(
@@ -60,87 +91,150 @@ class Sensitivity:
         choices: Sequence[Choice],
     ) -> ScoreTable:
         """Return geometric means, (units, choices)."""
-        given = Samples.of(samples)
-        widths = sorted({c.weight for c in choices if c.weight < FLOAT_BITS})
-        weights = [Choice(bits, FLOAT_BITS) for bits in widths]
-        noise = noise_table(graph, model, given, weights)  # (units, widths)
-        factor = self._factor(graph, model, given, widths, noise)
-        columns = {bits: column for column, bits in enumerate(widths)}
-        by_weight = np.concatenate([noise * factor, np.zeros((len(graph), 1))], 1)
-        table = by_weight[:, [columns.get(c.weight, -1) for c in choices]]
-        if len({c.activation for c in choices}) > 1:
-            inputs = [Choice(FLOAT_BITS, c.activation) for c in choices]
-            table = table + factor[:, :1] * noise_table(graph, model, given, inputs)
-        orm = measure_orm(graph, model, given, self.orm)
-        return orm.table(table)
-
-    def _factor(
-        self,
-        graph: LayerGraph,
-        model: nn.Module,
-        samples: Samples,
-        widths: Sequence[int],
-        noise: Table,
-    ) -> Table:
-        """Return the root of expected divergence over noise, (units, widths)."""
-        measured = [b for b in widths if b <= _WIDEST_MEASURED] or widths[:1]
-        few = samples.first(self.samples)
+        given, weights = Samples.of(samples), weight_choices(choices)
+        measured = _measured(weights)
+        wanted = [weights[column] for column in measured]
+        found = [quickly_rounded(model, u, weights, wanted) for u in graph.units]
+        noise = torch.stack([one for _, one in found]).double().cpu().numpy()
+        keys = [id(model.get_parameter(unit.parameter)) for unit in graph.units]
+        rounded = dict(zip(keys, (several for several, _ in found), strict=True))
         try:
-            expected = self._expected(graph, model, few, measured)
+            rows = self._expected(model, given.first(self.samples), rounded)
+            expected, alone = np.array([rows[key] for key in keys]), noise[:, measured]
+            ratio = np.divide(
+                expected, alone, out=np.zeros_like(expected), where=alone > 0
+            )
         except (RuntimeError, NotImplementedError) as error:
             if isinstance(error, torch.OutOfMemoryError):
                 raise
             logger.warning("no gradients, so that noise alone decides: %s", error)
-            return np.ones_like(noise)
-        ratio = expected / np.maximum(noise[:, : len(measured)], 1e-30)
-        last = np.repeat(ratio[:, -1:], len(widths) - len(measured), 1)
-        root: Table = np.sqrt(np.concatenate([ratio, last], 1))
-        scale = root[:, 0].mean()
-        return root / scale if scale > 0 else np.ones_like(noise)
+            ratio = np.ones((len(graph), len(measured)))
+        places = np.array([c.bits + 99 * (c.rate > 0) for c in weights])
+        nearest = np.abs(places[:, None] - places[measured]).argmin(1)
+        factor = np.nan_to_num(ratio[:, nearest]) ** self.power  # (units, weights)
+        factor = factor / (factor[:, 0].mean() or 1.0)
+        columns = {choice: column for column, choice in enumerate(weights)}
+        by_weight = np.concatenate([noise * factor, np.zeros((len(graph), 1))], 1)
+        table = by_weight[:, [columns.get(c.with_float_input, -1) for c in choices]]
+        if len({c.activation for c in choices}) > 1:
+            inputs = [Choice(FLOAT_BITS, c.activation) for c in choices]
+            table = table + factor[:, :1] * noise_table(graph, model, given, inputs)
+        return measure_orm(graph, model, given, self.orm).table(table)
 
     def _expected(
-        self,
-        graph: LayerGraph,
-        model: nn.Module,
-        samples: Samples,
-        widths: Sequence[int],
-    ) -> Table:
-        """Return half the mean of (gradient · error)², (units, widths)."""
-        names = [unit.parameter for unit in graph.units]
-        weights = {
-            name: model.get_parameter(name).detach().clone().requires_grad_()
-            for name in dict.fromkeys(names)
-        }
-        errors = [
-            [
-                rounded_weight(model, u, bits) - weights[u.parameter].detach()
-                for bits in widths
-            ]
-            for u in graph.units
-        ]
+        self, model: nn.Module, samples: Samples, rounded: Mapping[int, list[Tensor]]
+    ) -> dict[int, list[float]]:
+        """Return half the mean of (gradient · error)² of each weight's roundings."""
         device = model_device(model)
-        total = torch.zeros(len(graph), len(widths), dtype=torch.float64, device=device)
+        size = len(samples) if device.type == "cuda" else _CPU_BATCH
+        generator = torch.Generator().manual_seed(self.seed)
+        totals, done = [], 0
         with differentiating(model):
-            for number, sample in enumerate(samples.batches(1)):
-                found = self._gradients(
-                    model, to_device(sample, device), weights, number
-                )
-                gradients = dict(zip(weights, found, strict=True))
-                products = [
-                    (gradients[name] * error).sum(dtype=torch.float64)
-                    for name, row in zip(names, errors, strict=True)
-                    for error in row
-                ]
-                total += torch.stack(products).square().view_as(total)
+            for batch in samples.batches(size):
+                args, kwargs = arguments(to_device(batch, device))
+                watch = _Errors(rounded, batch_length(batch), device)
+                with watch:
+                    output = model(*args, **kwargs)
+                log_p = first_tensor(output).float().flatten(1).log_softmax(1)
+                labels, counts = weighted_labels(log_p, generator)
+                loss = -log_p.gather(1, labels[:, None]).sum()
+                torch.autograd.grad(loss, watch.zero)
+                totals.append(watch.squares(counts))
+                done += batch_length(batch)
                 if self.progress:
-                    self.progress(number + 1, len(samples), "expecting divergence")
-        table: Table = (total / (2 * len(samples))).cpu().numpy()
-        return table
+                    self.progress(done, len(samples), "expecting divergence")
+        mean = torch.stack(totals).sum(0).prod(0).sqrt() / (2 * len(samples))
+        return dict(zip(rounded, mean.tolist(), strict=True))
 
-    def _gradients(
-        self, model: nn.Module, sample: Batch, weights: dict[str, Tensor], number: int
-    ) -> tuple[Tensor, ...]:
-        log_p = log_probabilities(model, sample, weights)
-        label = drawn_labels(log_p, self.seed + number)
-        loss = -log_p.gather(1, label[:, None]).sum()
-        return torch.autograd.grad(loss, list(weights.values()), materialize_grads=True)
+
+class _Errors(Watch):
+    """Multiplies the errors that rounded weights cause by the gradients they meet."""
+
+    def __init__(
+        self, rounded: Mapping[int, list[Tensor]], count: int, device: torch.device
+    ) -> None:
+        super().__init__()
+        self.rounded, self.count = rounded, count
+        # What gradients are asked of, so that they pass all outputs and no weight.
+        self.zero = torch.zeros((), device=device, requires_grad=True)
+        # Of each weight and number of channels, which a weight that is tied may have
+        # two of: gradient · error of each sample and channel, (choices, N, C).
+        self.products: dict[tuple[int, int], Tensor] = {}
+        self.single: set[int] = set()  # weights with one output for each sample
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        given = args, kwargs or {}
+        output = super().__torch_function__(func, types, *given)
+        weights = [t for t in tensors_in(given) if id(t) in self.rounded]
+        name = function_name(func)
+        if not weights or not (is_linear_map(name) or name in _OTHER_READERS):
+            return output
+        plain = next(tensors_in(output)).detach()
+
+        def hook(gradient: Tensor) -> None:
+            for weight in weights:
+                errors = []
+                for other in self.rounded[id(weight)]:
+                    tensors = (other if t is weight else t for t in tensors_in(given))
+                    moved_args, moved = with_tensors(given, tensors)
+                    errors.append(next(tensors_in(func(*moved_args, **moved))) - plain)
+                found = [self._products(name, gradient, error) for error in errors]
+                several = torch.stack(found)
+                if several[0].numel() == errors[0].numel():
+                    self.single.add(id(weight))
+                key = id(weight), several.shape[2]
+                self.products[key] = self.products.get(key, 0.0) + several
+
+        def hooked(tensor: Tensor) -> Tensor:
+            # A sum, so that no later call changes in place what was kept.
+            tensor = tensor + self.zero.to(tensor.dtype)
+            tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+            return tensor
+
+        return with_first_tensor(output, hooked)
+
+    def _products(self, function: str, gradient: Tensor, error: Tensor) -> Tensor:
+        """Return gradient · error without the error's mean in each channel, (N, C)."""
+        conv = function.startswith("conv")  # (N, C, ...), not (..., C)
+        channels = error.shape[1 if conv else -1]
+
+        def by_channel(values: Tensor) -> Tensor:
+            summed = values.flatten(2).sum(2) if conv else values
+            rows = sample_rows(summed, self.count)
+            return rows.reshape(self.count, -1, channels).sum(1)
+
+        sums = by_channel(error).sum(0)  # (C,)
+        mean = sums * (sums.numel() / error.numel())
+        return by_channel(gradient * error) - mean * by_channel(gradient)
+
+    def squares(self, counts: Tensor) -> Tensor:
+        """Return sums over samples, counted so often: (2, weights, choices).
+
+        First of the squares of all channels, then, where samples have one output each,
+        of the squares of their sums. Weights that no gradient reached have 0.
+        """
+        choices = len(next(iter(self.rounded.values())))
+        total = counts.new_zeros(2, len(self.rounded), choices)
+        rows = {key: row for row, key in enumerate(self.rounded)}
+        for (key, _), found in self.products.items():
+            products = found.double()  # (choices, N, C)
+            independent = products.square().sum(2) @ counts
+            whole = products.sum(2).square() @ counts
+            total[0, rows[key]] += independent
+            total[1, rows[key]] += whole if key in self.single else independent
+        return total
+
+
+def _measured(weights: Sequence[Choice]) -> list[int]:
+    """Return the columns that are measured: each takes memory for all weights.
+
+    Rates lie so close together that one in each bit is enough.
+    """
+    found = {
+        (choice.rate > 0, ceil(choice.bits)): column
+        for column, choice in enumerate(weights)
+        if choice.bits <= _WIDEST_MEASURED
+    }
+    return sorted(found.values()) or [0]

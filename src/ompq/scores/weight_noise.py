@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from ompq.costs import FLOAT_BITS
 from ompq.graph import Choice, LayerGraph, channel_axis
 from ompq.ranges import tensor_noise, weight_noises
+from ompq.rates import rate_curve
 from ompq.samples import Samples, SamplesLike, collect
-from ompq.scores.rounding_errors import called_module, unit_weight
+from ompq.scores.rounding_errors import called_module, unit_weight, weight_choices
 from ompq.scores.table import Needs, ScoreTable, Table
 
 _SAMPLES = 32  # inputs from which activation noise is read
@@ -53,19 +54,23 @@ def noise_table(
 def _weight_table(
     graph: LayerGraph, model: nn.Module, choices: Sequence[Choice]
 ) -> Table:
-    widths = sorted({c.weight for c in choices if c.weight < FLOAT_BITS})
-    columns = [
-        widths.index(c.weight) if c.weight < FLOAT_BITS else len(widths)
-        for c in choices
-    ]
-    rows = []
-    for unit in graph.units:
+    weights = weight_choices(choices)
+    widths = [choice.weight for choice in weights if not choice.rate]
+    rates = [choice.rate for choice in weights if choice.rate]
+    table = np.zeros((len(graph), len(choices)))
+    for row, unit in zip(table, graph.units, strict=True):
         weight, module = unit_weight(model, unit)
         axis = channel_axis(module)
-        rows.append(weight_noises(weight.float(), widths, channel_dim=axis))
-    table = np.array(rows)  # (units, widths)
-    padded = np.concatenate([table, np.zeros((len(graph), 1))], axis=1)
-    return padded[:, columns]
+        noises = weight_noises(weight.float(), widths, channel_dim=axis)
+        found: dict[float, float] = dict(zip(widths, noises, strict=True))
+        coded: dict[float, float] = {}
+        if rates:
+            curve = rate_curve(weight)
+            coded = {rate: curve.noise_at(rate) for rate in rates}
+        row[:] = [
+            coded[c.rate] if c.rate else found.get(c.weight, 0.0) for c in choices
+        ]
+    return table
 
 
 def _input_table(

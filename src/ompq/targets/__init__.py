@@ -10,8 +10,9 @@ A profile is a small JSON file::
       "depthwise": {"weight_bits": [8], "activation_bits": [8], ...}}}
 
 Operators are kinds of units (conv, depthwise, pointwise, grouped, transposed, linear,
-attention); ``default`` stands for those that are not named. ``symmetric``, which older
-profiles have, is ignored: the weights in exported files always are.
+attention); ``default`` stands for those that are not named. ``"coded": false``, next to
+the name, says that nothing can decode entropy-coded weights there. ``symmetric``, which
+older profiles have, is ignored: the weights in exported files always are.
 """
 
 import re
@@ -21,12 +22,13 @@ from pathlib import Path
 from typing import Any
 
 from ompq.errors import TargetError
-from ompq.files import json_text, read_json
-from ompq.graph import Choice, Unit
+from ompq.files import json_flag, json_text, read_json
+from ompq.units import Choice, Unit
 
 FORMAT = "ompq-target/1"
 KINDS = (
-    "conv", "depthwise", "pointwise", "grouped", "transposed", "linear", "attention"
+    "conv", "depthwise", "pointwise", "grouped", "transposed", "linear", "attention",
+    "embedding", "recurrent",
 )  # fmt: skip
 _DEFAULT = "default"
 _FOLDER = Path(__file__).parent
@@ -58,20 +60,26 @@ class Target:
     name: str
     # Kind of unit, or ``default`` → what it does with it.
     operators: Mapping[str, Operator]
+    coded: bool = True  # whether entropy-coded weights can be decoded where it runs
 
     def operator(self, unit: Unit) -> Operator:
         """Return what it does with a unit."""
         return self.operators.get(unit.kind, self.operators[_DEFAULT])
 
+    def takes(self, unit: Unit, choice: Choice) -> bool:
+        """Return whether a unit may get a choice."""
+        return self.operator(unit).takes(choice) and (self.coded or not choice.rate)
+
     def no_speed_up(self, unit: Unit, choice: Choice) -> str:
         """Return why a choice makes a unit no faster; "" if it does."""
         found = self.operator(unit)
-        return "" if str(choice) in found.accelerated else found.otherwise
+        return "" if str(choice.computed) in found.accelerated else found.otherwise
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data for JSON."""
         kinds = {kind: asdict(one) for kind, one in self.operators.items()}
-        return {"format": FORMAT, "name": self.name, "operators": kinds}
+        refused = {} if self.coded else {"coded": False}
+        return {"format": FORMAT, "name": self.name, **refused, "operators": kinds}
 
     @classmethod
     def from_json(cls, data: Any) -> "Target":
@@ -90,7 +98,8 @@ class Target:
         if not isinstance(name, str) or not name:
             raise TargetError('"name" must be text')
         try:
-            return cls(name, {k: _operator(k, one) for k, one in kinds.items()})
+            coded = json_flag(data.get("coded", True), "coded")
+            return cls(name, {k: _operator(k, one) for k, one in kinds.items()}, coded)
         except ValueError as error:
             raise TargetError(str(error)) from error
 

@@ -4,12 +4,15 @@ import copy
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from ompq.quantization import quantization_of
+from ompq.allocation.solver import Allocation
+from ompq.layers import activation_quantizers, quantized_layers
+from ompq.quantization import keep_rates, quantization_of, with_quantization
 from ompq.samples import Progress, cudnn_kernels
 from ompq.training.batches import Batches, LabelledBatch, epoch_batches
 from ompq.training.config import TrainConfig
@@ -78,7 +81,24 @@ def train(  # noqa: PLR0913
             tracker.end_epoch(epoch)
     result = copy.deepcopy(quantized)
     result.load_state_dict(run.result(tracker.chosen()))
+    result = _as_trained(result, run.model)
+    keep_rates(result)
     return result
+
+
+def _as_trained(result: nn.Module, model: nn.Module) -> nn.Module:
+    """Take over what a state does not hold: learned widths, and weights on no grid."""
+    layers, record = quantized_layers(result), quantization_of(result)
+    bits = dict(record.allocation)
+    for name, layer in quantized_layers(model).items():
+        layers[name].rounding, layers[name].bits = layer.rounding, layer.bits
+        bits[name] = bits[name]._replace(weight=layer.bits)
+    quantizers = activation_quantizers(result)
+    for name, one in activation_quantizers(model).items():
+        quantizers[name].outliers = one.outliers
+    if bits == dict(record.allocation):
+        return result
+    return with_quantization(result, replace(record, allocation=Allocation(bits)))
 
 
 @contextmanager

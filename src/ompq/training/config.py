@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
 from typing import Any, Literal, get_args, get_type_hints
 
@@ -23,12 +23,25 @@ class TrainConfig:
         start: Which weights training starts from: those of the ``quantized`` network,
             or those of the ``float`` network, which it then needs.
         learn_weight_scales: Whether the scales of weights are learned (LSQ) or fixed.
-        weight_range: ``stored`` starts from the network's scales and zero points;
-            ``minmax`` (HAWQ-V3) has symmetric grids whose scales follow the largest
-            weight of each channel at every step, and learns none.
+        weights: How weights are rounded. ``stored`` starts from the network's scales
+            and zero points; the others learn no scales. ``minmax`` (HAWQ-V3) has
+            symmetric grids that follow the largest weight of each channel; ``dorefa``
+            (PACT) rounds tanh w, divided by the layer's largest, in [0, 1]. Two leave
+            no uniform grid, so that there is no packed or integer form: ``lq-nets``
+            fits the levels of each channel to its weights; ``outliers`` (RVQuant)
+            keeps 16 bits for the largest weights of each layer.
+        outlier_fraction: Of weights and activations that are outliers.
+        widths: ``planned``; or ``learned`` (FracBits, with ``weights="dorefa"``), which
+            start as planned and end, after 80 % of the epochs, as others that take no
+            more bits in all.
+        width_penalty: Loss for each bit a weight beyond or below the planned average,
+            while widths are learned.
+        code_penalty: Loss for each bit that a coded weight takes on average; it makes
+            the packed file smaller than planned. 0 leaves the codes to the other loss.
         activations: What becomes of the ranges of activations: their ``step`` (LSQ) or
             their end (``clip``, PACT) is learned, they follow a running minimum and
-            maximum (``ema``, HAWQ-V3), or they are ``fixed``.
+            maximum (``ema``, HAWQ-V3), or they are ``fixed``. With ``outliers``
+            (RVQuant) that range leaves out the largest values, which keep 16 bits.
         range_momentum: Of the running minimum and maximum.
         step_rate: Learning rate of scales, as a multiple of that of weights.
         batch_norm: ``folded`` trains the weight and bias that the norm was folded
@@ -52,6 +65,7 @@ class TrainConfig:
             best accuracy, ``last`` the last one.
         report_steps: Steps between progress reports; the loss is checked then.
         tensorboard: Folder for TensorBoard's scalars; None writes none.
+        logger: Tracker that gets them, too, through Accelerate.
         deterministic: Whether a GPU computes the same bits in every run; otherwise it
             uses the fastest algorithms.
         seed: Decides the order of images, augmentation and dropout.
@@ -66,8 +80,12 @@ class TrainConfig:
     decay_all: bool = False
     start: Literal["quantized", "float"] = "quantized"
     learn_weight_scales: bool = True
-    weight_range: Literal["stored", "minmax"] = "stored"
-    activations: Literal["step", "clip", "ema", "fixed"] = "step"
+    weights: Literal["stored", "minmax", "dorefa", "lq-nets", "outliers"] = "stored"
+    outlier_fraction: float = 0.01
+    widths: Literal["planned", "learned"] = "planned"
+    width_penalty: float = 1.0
+    code_penalty: float = 0.0
+    activations: Literal["step", "clip", "ema", "fixed", "outliers"] = "step"
     range_momentum: float = 0.99
     step_rate: float = 0.1
     batch_norm: Literal["folded", "fold-and-train"] = "folded"
@@ -85,6 +103,7 @@ class TrainConfig:
     keep: Literal["best", "last"] = "best"
     report_steps: int = 50
     tensorboard: str | None = None
+    logger: Literal["none", "wandb", "mlflow"] = "none"
     deterministic: bool = True
     seed: int = 0
 
@@ -95,6 +114,20 @@ class TrainConfig:
             problem = _problem(name, value, hints[name])
             if problem:
                 raise ValueError(f"{name}={value!r} must be {problem}")
+        if self.activations == "outliers" != self.weights:
+            raise ValueError(
+                f"activations='outliers' needs weights='outliers', not {self.weights!r}"
+            )
+        if self.widths == "learned" and self.weights != "dorefa":
+            raise ValueError(
+                f"widths='learned' needs weights='dorefa', not {self.weights!r}"
+            )
+        own = self.weights == "stored" and self.batch_norm == "folded"
+        if self.code_penalty and not own:
+            raise ValueError(
+                f"code_penalty={self.code_penalty:g} needs weights='stored' and "
+                f"batch_norm='folded', not {self.weights!r} and {self.batch_norm!r}"
+            )
 
     @property
     def needs_float(self) -> bool:
@@ -102,9 +135,25 @@ class TrainConfig:
         folds = self.batch_norm == "fold-and-train"
         return self.distill > 0 or folds or self.start == "float"
 
+    @property
+    def keeps_plan(self) -> bool:
+        """Whether the trained network has the grids and bits that were planned."""
+        return self.widths == "planned" and self.weights not in ("lq-nets", "outliers")
+
+    @property
+    def whole_epoch(self) -> int:
+        """The epoch before which learned widths are rounded: after 80 % of them."""
+        return int(0.8 * self.epochs)
+
 
 _POSITIVE = ("learning_rate", "temperature")
-_FRACTIONS = ("momentum", "range_momentum", "distill", "label_smoothing")
+_FRACTIONS = (
+    "momentum",
+    "range_momentum",
+    "distill",
+    "label_smoothing",
+    "outlier_fraction",
+)
 _AT_LEAST_ONE = ("epochs", "batch_size", "accumulate", "report_steps")
 
 
@@ -144,13 +193,54 @@ _HAWQ_V3 = TrainConfig(
     decay_all=True,
     start="float",
     learn_weight_scales=False,
-    weight_range="minmax",
+    weights="minmax",
     activations="ema",
     batch_norm="fold-and-train",
     freeze_norm_epoch=0,
 )
 
+# PACT on ImageNet: SGD from 0.1, 110 epochs, batch 256. It trains from scratch, in
+# steps of the rate instead of a cosine, and its clipping ends decay as weights do; here
+# the float network is the start, and ends never decay.
+_PACT = TrainConfig(
+    epochs=110,
+    batch_size=256,
+    learning_rate=0.1,
+    start="float",
+    weights="dorefa",
+    activations="clip",
+    step_rate=1.0,
+    batch_norm="fold-and-train",
+    freeze_norm_epoch=110,
+)
+# FracBits' ResNets: as PACT, 120 epochs. Its rate for widths is not published.
+_FRACBITS = replace(_PACT, epochs=120, widths="learned", freeze_norm_epoch=120)
+# OneBitwidth trains from scratch: what one_bitwidth returns has random weights. Its
+# settings are not published in full; these are PACT's, with norms frozen at the end.
+_ONE_BITWIDTH = replace(_PACT, epochs=200, batch_size=128, freeze_norm_epoch=160)
+# LQ-Nets on ImageNet: SGD from 0.1, 120 epochs, batch 256; the same remarks.
+_LQ_NETS = replace(
+    _PACT, epochs=120, weights="lq-nets", activations="step", freeze_norm_epoch=120
+)
+# RVQuant fine-tunes a float network; rate and epochs are not published.
+_RVQUANT = replace(
+    _HAWQ_V3,
+    epochs=10,
+    learning_rate=1e-3,
+    weights="outliers",
+    activations="outliers",
+)
+
 # The settings of published work, by name; ours are the defaults.
 TRAIN_PROTOCOLS: Mapping[str, TrainConfig] = MappingProxyType(
-    {"ours": TrainConfig(), "hawq-v3": _HAWQ_V3, "paper-qat": _HAWQ_V3}
+    {
+        "ours": TrainConfig(),
+        "hawq-v3": _HAWQ_V3,
+        "paper-qat": _HAWQ_V3,
+        "pact": _PACT,
+        "fracbits-pact": _FRACBITS,
+        "one-bitwidth": _ONE_BITWIDTH,
+        "lq-nets": _LQ_NETS,
+        "rvquant": _RVQUANT,
+    }
 )

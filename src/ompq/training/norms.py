@@ -22,7 +22,6 @@ from ompq.graph import folded, norm_affine, scaled_channels
 from ompq.layers import QuantizedLayer, Size, linear_map, quantized_layers
 from ompq.quantization import quantization_of
 from ompq.quantization.equalization import enlarge, equalized
-from ompq.quantizers import rounded_to
 
 # Running deviations may grow, or shrink, by this factor. It is far beyond what training
 # needs and stops what runs away.
@@ -41,8 +40,7 @@ class KeptNorm(nn.Module):
     ) -> Tensor:
         """Return what the layer and its norm give for x (N, C, ...)."""
         factor, shift = norm_affine(self.norm)
-        scaled = scaled_channels(layer.weight, factor, layer)
-        weight = rounded_to(layer.grid_like_weight(), scaled)
+        weight = layer.rounded_weight(factor)
         if not self.norm.training:
             return linear_map(layer, x, weight, shift, output_size)
         y = linear_map(layer, x, weight, None, output_size)
@@ -51,6 +49,11 @@ class KeptNorm(nn.Module):
         # Nothing is learned from the divisor: norms undo whatever scales a channel.
         divisor = _nonzero(factor.detach()).reshape(shape)
         return cast(Tensor, self.norm(y / divisor))
+
+
+def norm_factor(layer: QuantizedLayer) -> Tensor | None:
+    """Return what the norm beside a layer multiplies its channels by, (C,)."""
+    return norm_affine(layer.norm.norm)[0] if isinstance(layer.norm, KeptNorm) else None
 
 
 class Variances:

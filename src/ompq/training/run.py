@@ -8,7 +8,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
@@ -20,12 +20,24 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ompq.errors import DataError, MissingExtraError, TrainingError, shortened
 from ompq.files import read_checkpoint, write_checkpoint, write_text
+from ompq.layers import quantized_layers
 from ompq.samples import Progress, call, evaluating, first_tensor, model_device
 from ompq.training.batches import Batches, LabelledBatch, checked_length
 from ompq.training.config import TrainConfig
+from ompq.training.dorefa import DoReFaWeights
+from ompq.training.fracbits import FractionalWidths
+from ompq.training.lqnets import LearnedLevels
 from ompq.training.minmax import ActivationRanges, WeightRanges
-from ompq.training.norms import Variances, fold_norms, keep_norms, restore_float_weights
+from ompq.training.norms import (
+    Variances,
+    fold_norms,
+    keep_norms,
+    norm_factor,
+    restore_float_weights,
+)
+from ompq.training.outliers import OutlierWeights
 from ompq.training.step import (
+    CodePenalty,
     Gradients,
     Recorded,
     make_trainable,
@@ -37,7 +49,7 @@ _LOG = logging.getLogger(__name__)
 LAST, BEST = "last.safetensors", "best.safetensors"
 _MODEL, _MOMENTUM, _COUNTS = "model/", "momentum/", "counts"
 # Settings that may differ between a run and its continuation: they change no result.
-_FREE = {"checkpoint_steps", "report_steps", "tensorboard"}
+_FREE = {"checkpoint_steps", "report_steps", "tensorboard", "logger"}
 
 
 def check_installed(config: TrainConfig) -> None:
@@ -45,6 +57,8 @@ def check_installed(config: TrainConfig) -> None:
     needed = {"accelerate": "train"}
     if config.tensorboard is not None:
         needed["torch.utils.tensorboard"] = "tensorboard"
+    if config.logger != "none":
+        needed[config.logger] = config.logger
     for module, extra in needed.items():
         try:
             import_module(module)
@@ -73,17 +87,14 @@ class Run:
         self.steps = self.epoch_steps * config.epochs
         self.model = copy.deepcopy(quantized).to(self.device)
         self._begin(teacher)
+        self.rule = _weight_rule(self.model, config)
         self.trainable = make_trainable(self.model, config)
         layout = memory_layout(config, self.device)
         self.model.to(memory_format=layout)
         self.optimizer = self.trainable.optimizer(config)
         self.prepared, self.stepping = self.engine.prepare(self.model, self.optimizer)
         self.variances = Variances(self.model)
-        minmax = config.weight_range == "minmax"
-        self.weight_ranges = WeightRanges(self.model) if minmax else None
-        ema = config.activations == "ema"
-        momentum = config.range_momentum
-        self.ranges = ActivationRanges(self.model, momentum) if ema else None
+        self.ranges = _running_ranges(self.model, config)
         if teacher is not None and config.distill:
             teacher = copy.deepcopy(teacher).to(self.device).eval()
             teacher.to(memory_format=layout)
@@ -93,6 +104,7 @@ class Run:
             config,
             backward=self.engine.backward,
             device=self.device,
+            penalty=self._penalty(),
         )
         self.compute: Callable[..., None] = self.gradients
 
@@ -104,6 +116,11 @@ class Run:
         if self.config.batch_norm == "fold-and-train":
             assert teacher is not None
             keep_norms(self.model, teacher)
+
+    def _penalty(self) -> Callable[[], Tensor] | None:
+        if self.config.code_penalty:
+            return CodePenalty(self.model, self.config.code_penalty)
+        return getattr(self.rule, "penalty", None)
 
     @property
     def shard(self) -> tuple[int, int]:
@@ -117,6 +134,11 @@ class Run:
             for module in self.model.modules():
                 if isinstance(module, _BatchNorm):
                     module.eval()
+        if (
+            isinstance(self.rule, FractionalWidths)
+            and number >= self.config.whole_epoch
+        ):
+            self.rule.make_whole()
         if self.config.cuda_graph:
             # A recorded step holds the norms' modes: frozen ones need another.
             freezes = self.step == self.config.freeze_norm_epoch * self.epoch_steps
@@ -139,8 +161,8 @@ class Run:
             self.stepping.zero_grad()
         self.trainable.keep_positive()
         self.variances.limit()
-        if self.weight_ranges is not None:
-            self.weight_ranges.follow()
+        if self.rule is not None:
+            self.rule.follow()
         self.step += 1
 
     def rate(self) -> float:
@@ -178,7 +200,16 @@ class Run:
     def result(self, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Return the state of an ordinary quantized network: norms are folded."""
         self.model.load_state_dict(state)
-        fold_norms(self.model)
+        layers = [x for x in quantized_layers(self.model).values() if x.rounding]
+        with torch.no_grad():
+            factors = [norm_factor(layer) for layer in layers]
+            pairs = zip(layers, factors, strict=True)
+            weights = [layer.rounded_weight(factor) for layer, factor in pairs]
+            fold_norms(self.model)
+            for layer, factor, weight in zip(layers, factors, weights, strict=True):
+                layer.weight.copy_(weight)
+                assert self.rule is not None  # nothing else sets a rounding
+                self.rule.settle(layer, factor)
         if self.ranges is not None:
             self.ranges.detach()
         return self.model.state_dict()
@@ -206,6 +237,24 @@ class Run:
         self.step = step
 
 
+def _weight_rule(model: nn.Module, config: TrainConfig) -> Any:
+    """Return what rounds the weights of a network, if its own grids do not."""
+    if config.widths == "learned":
+        return FractionalWidths(model, config.width_penalty)
+    if config.weights == "outliers":
+        return OutlierWeights(model, config.outlier_fraction)
+    rules = {"minmax": WeightRanges, "dorefa": DoReFaWeights, "lq-nets": LearnedLevels}
+    return rules[config.weights](model) if config.weights in rules else None
+
+
+def _running_ranges(model: nn.Module, config: TrainConfig) -> ActivationRanges | None:
+    """Return the ranges of activations that follow their values, if they do."""
+    if config.activations not in ("ema", "outliers"):
+        return None
+    few = config.outlier_fraction if config.activations == "outliers" else 0.0
+    return ActivationRanges(model, config.range_momentum, few)
+
+
 def _accelerator(quantized: nn.Module, config: TrainConfig) -> Any:
     check_installed(config)
     from accelerate import Accelerator, DistributedDataParallelKwargs
@@ -215,6 +264,7 @@ def _accelerator(quantized: nn.Module, config: TrainConfig) -> Any:
     several = int(os.environ.get("WORLD_SIZE", "1")) > 1
     return Accelerator(
         gradient_accumulation_steps=config.accumulate,
+        log_with=None if config.logger == "none" else config.logger,
         device_placement=False,  # training runs where the network is
         kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=unused)],
         # Without it processes on CPUs would not find each other. For one process it
@@ -392,14 +442,18 @@ class Tracker:
 
 @contextmanager
 def _scalars(run: Run) -> Iterator[Callable[..., Any]]:
-    """Yield a function that writes a scalar for TensorBoard: name, value, step."""
-    if run.config.tensorboard is None or not run.engine.is_main_process:
-        yield lambda *_: None
-        return
-    from torch.utils.tensorboard import SummaryWriter
+    """Yield a function that writes a scalar for trackers: name, value, step."""
+    config = run.config
+    with ExitStack() as stack:
+        writers: list[Callable[..., Any]] = []
+        if config.logger != "none":
+            run.engine.init_trackers("ompq", config=asdict(config))
+            stack.callback(run.engine.end_training)
+            writers.append(lambda name, value, at: run.engine.log({name: value}, at))
+        if config.tensorboard is not None and run.engine.is_main_process:
+            from torch.utils.tensorboard import SummaryWriter
 
-    writer = SummaryWriter(run.config.tensorboard)
-    try:
-        yield writer.add_scalar
-    finally:
-        writer.close()
+            board = SummaryWriter(config.tensorboard)
+            stack.callback(board.close)
+            writers.append(board.add_scalar)
+        yield lambda *scalar: [write(*scalar) for write in writers]

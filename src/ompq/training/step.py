@@ -9,14 +9,18 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ompq.costs import FLOAT_BITS
+from ompq.errors import QuantizationError
 from ompq.layers import QuantizedLayer, activation_quantizers, quantized_layers
+from ompq.prices import between_codes
 from ompq.quantization import quantization_of
+from ompq.quantizers import SMALLEST_BITS
 from ompq.samples import Batch, call, first_tensor, to_device
 from ompq.training.config import TrainConfig
 
 # A scale may shrink to this fraction of its initial value: it must stay positive, and
 # one that falls further has lost its tensor anyway.
 _SMALLEST = 1 / 16
+WIDTH = "weight_width"  # how a layer calls the width that it learns
 _WARM_UP = 3  # passes before a CUDA graph is recorded; PyTorch's documentation has 3
 
 
@@ -73,19 +77,27 @@ def make_trainable(model: nn.Module, config: TrainConfig) -> Trainable:
         weights={name: p for name, p in rest.items() if p.dim() > 1},
         others={name: p for name, p in rest.items() if p.dim() <= 1},
         scales=scales,
-        floors=[_SMALLEST * scale.detach().clone() for scale in scales.values()],
+        floors=[
+            _SMALLEST * scale.detach().clone()
+            if not name.endswith(WIDTH)
+            else torch.full_like(scale, SMALLEST_BITS)
+            for name, scale in scales.items()
+        ],
     )
 
 
 def _scales(model: nn.Module, config: TrainConfig) -> dict[str, nn.Parameter]:
     found: dict[str, nn.Parameter] = {}
-    if config.learn_weight_scales and config.weight_range == "stored":
+    if config.learn_weight_scales and config.weights == "stored":
         for name, layer in quantized_layers(model).items():
             found[f"{name}.weight_scale".removeprefix(".")] = layer.weight_scale
+    if config.widths == "learned":  # one that layers share is named once
+        named = model.named_parameters()
+        found |= {name: p for name, p in named if name.endswith(WIDTH)}
     for name, quantizer in activation_quantizers(model).items():
         if config.activations == "clip":
             quantizer.gradient = "clip"
-        elif config.activations == "ema":
+        elif config.activations in ("ema", "outliers"):
             quantizer.gradient = "straight"
         if config.activations in ("step", "clip"):
             found[f"{name}.scale"] = quantizer.scale
@@ -136,9 +148,10 @@ class Gradients:
         *,
         backward: Callable[[Tensor], Any],
         device: torch.device,
+        penalty: Callable[[], Tensor] | None = None,
     ) -> None:
         self.model, self.teacher, self.config = model, teacher, config
-        self.backward, self.device = backward, device
+        self.backward, self.device, self.penalty = backward, device, penalty
         self.counts = torch.zeros(3, dtype=torch.float64, device=device)
 
     def __call__(self, inputs: Batch, targets: Tensor) -> None:
@@ -150,6 +163,8 @@ class Gradients:
         with self._autocast():
             logits = first_tensor(call(self.model, inputs)).float()  # type: ignore[arg-type]
             loss = training_loss(logits, targets, expected, self.config)
+            if self.penalty is not None:
+                loss = loss + self.penalty()
         self.backward(loss)
         with torch.no_grad():
             self.counts[0] += loss.detach() * len(targets)
@@ -205,6 +220,31 @@ def training_loss(
     # The square keeps the gradient's size, whatever the temperature.
     heat = config.temperature**2
     return (1 - config.distill) * loss + config.distill * heat * divergence
+
+
+class CodePenalty:
+    """What is added to the loss for the bits that coded weights take, on average.
+
+    Weights feel it, and steps do not: a wider step takes fewer bits of whatever layer.
+    """
+
+    def __init__(self, model: nn.Module, penalty: float) -> None:
+        self.layers = [each for each in quantized_layers(model).values() if each.rate]
+        self.penalty = penalty
+        if not self.layers:
+            raise QuantizationError(
+                f"code_penalty={penalty:g} needs coded weights, and the network has "
+                "none; plan it with storage='coded'"
+            )
+
+    def __call__(self) -> Tensor:
+        """Return it, with its gradient."""
+        taken = [
+            between_codes(layer.weight / grid.scale.detach() + grid.zero_point).sum()
+            for layer, grid in ((each, each.grid_like_weight()) for each in self.layers)
+        ]
+        count = sum(layer.weight.numel() for layer in self.layers)
+        return self.penalty / count * torch.stack(taken).sum()
 
 
 class Recorded:

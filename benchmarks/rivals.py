@@ -1,0 +1,363 @@
+"""The paper's rivals and ours at equal size, post-training and trained.
+
+python benchmarks/rivals.py --data FOLDER --network resnet20 --minutes 6
+python benchmarks/rivals.py --data FOLDER --network mobilenet_v2 --only ptq
+
+FOLDER is as for ``ptq.py`` and ``qat.py``. ``ptq`` rows have weights of ``--bits`` bits
+on average, by the paper's accounting, and activations of 8 bits. ``qat`` rows (CIFAR)
+start from one float network, have the bytes of uniform ``--bits`` bits with 8 in the
+first and last layer, and inputs of ``--activation-bits``. Methods that cannot take just
+these bytes (LQ-Nets' levels, RVQuant's outliers) say their own. All bits of ``ptq``
+rows but BRECQ's and ZeroQ's are rounded our way, so that they compare the bits alone.
+
+Every row is written when it is there, and not made again by the same commit: a run that
+was cut is just repeated. No row is begun after ``--minutes``. The same command may run
+several times at once with one ``--work``.
+"""
+
+import argparse
+import time
+import traceback
+import zlib
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from common import RESULTS, commit, synchronise
+from ptq import load
+from qat_setup import Bench
+from safetensors.torch import load_file, save_file
+from sharing import Rows, claimed, once
+from torch import nn
+
+import ompq
+from ompq.errors import InfeasibleBudgetError
+from ompq.layers import StoredValues, quantized_layers
+from ompq.models.cifar import CifarResNet
+from ompq.quantization import QUANTIZE_PROTOCOLS
+from ompq.workflow import learning_config
+
+NETWORKS = ("resnet20", "resnet18", "mobilenet_v2")
+ENDS = {"@first": (8, 8), "@last": (8, 8)}
+MINMAX = ompq.QuantizeConfig(
+    weight_range="minmax",
+    activation_range="minmax",
+    restore_moments=False,
+    equalize=False,
+)
+# The published rates are for a hundred epochs and more; these suit few.
+RATES = {"hawq-v3": 1e-3, "rvquant": 1e-3, "one-bitwidth": 0.1}
+RATE = 0.02
+
+
+class Networks:
+    """A float network with its data, and what is shared by the rows."""
+
+    def __init__(self, options) -> None:
+        self.options = options
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.bench = Bench(options) if options.network == "resnet20" else None
+        if self.bench is not None:
+            self.model, self.samples = self.bench.float_network(), self.bench.samples()
+            self.test = self.bench.test
+        else:
+            found = load(options.network, options.data, self.device)
+            self.model, self.samples, self.test = found
+            self.samples = self.samples[: options.samples]
+        limit = options.test_limit
+        self.test = (
+            self.test
+            if not limit
+            else [(x[:limit], y[:limit]) for x, y in self.test][:1]
+        )
+
+    def plan(self, config: ompq.PlanConfig, budget: str | None = None) -> ompq.Plan:
+        few = self.samples[:64]
+        return ompq.plan(self.model, few, budget or f"{self.options.bits}bits", config)
+
+    def shape(self) -> tuple[int, int, int]:
+        _, channels, height, width = self.samples.shape
+        return channels, height, width
+
+
+# Post-training.
+def ptq_plan(nets: Networks, method: str, seed: int) -> ompq.Plan:
+    """Return the plan of a method, made now or before; only HAQ's follows the seed."""
+    options, seed = nets.options, seed if method == "haq" else 0
+    name = f"plan-{options.network}-{method}-{options.bits}-{options.episodes}-{seed}"
+    path = options.work / f"{name}-{commit()}.json"
+    return ompq.Plan.load(
+        once(path, lambda new: new_plan(nets, method, seed).save(new))
+    )
+
+
+def new_plan(nets: Networks, method: str, seed: int) -> ompq.Plan:
+    """Plan as a method does."""
+    base = ompq.PlanConfig(choices=(2, 3, 4), accounting="paper")
+    if method in ("uniform", "zeroq"):
+        return nets.plan(replace(base, choices=(nets.options.bits,), score="random"))
+    if method == "hawq-v3":
+        return nets.plan(replace(base, score="hessian"))
+    if method == "brecq":
+        return nets.plan(ompq.PLAN_PROTOCOLS["brecq"])
+    if method == "paper":
+        return nets.plan(ompq.PLAN_PROTOCOLS["paper-ptq"])
+    plan = nets.plan(base)
+    if method == "haq":
+        config = ompq.ReinforceConfig(episodes=nets.options.episodes, seed=seed)
+        return ompq.reinforce(plan, nets.model, nets.samples[:256], config)
+    return plan
+
+
+def run_ptq(nets: Networks, method: str, seed: int) -> dict:
+    """Quantize by a method and measure: rounded to nearest, and reconstructed."""
+    options, samples = nets.options, nets.samples
+    start = time.perf_counter()
+    if method in ("zeroq", "ours, distilled"):
+        samples = distilled(nets, seed)
+    plan = ptq_plan(nets, method, seed)
+    synchronise()
+    searched = time.perf_counter() - start
+    config = {"zeroq": MINMAX, "brecq": QUANTIZE_PROTOCOLS["brecq"]}.get(method)
+    network = ompq.quantize(nets.model, plan, samples, config or ompq.QuantizeConfig())
+    nearest = ompq.evaluate(network, nets.test, reference=nets.model)
+    if method != "zeroq":  # which rounds to nearest
+        own = method == "brecq"
+        steps = options.brecq_iterations if own else options.iterations
+        settings = learning_config(
+            "brecq" if own else "ours", options.network, iterations=steps, seed=seed
+        )
+        network = ompq.reconstruct(network, nets.model, samples, settings)
+    synchronise()
+    return {
+        **measured(nets, network),
+        "bytes": plan.totals["bytes"],
+        "average_bits": plan.totals["average_bits"],
+        "widths": [choice.weight for choice in plan.allocation.values()],
+        "nearest_divergence": nearest.divergence,
+        "search_s": searched,
+        "seconds": time.perf_counter() - start,
+    }
+
+
+def distilled(nets: Networks, seed: int) -> torch.Tensor:
+    """Return images made from the network alone, now or before."""
+    options = nets.options
+    count, steps = options.distilled, options.distill_steps
+
+    def make(path: Path) -> None:
+        made = ompq.distilled_samples(
+            nets.model, nets.shape(), count, steps=steps, batch_size=count, seed=seed
+        )
+        save_file({"images": made}, path)
+
+    name = f"distilled-{options.network}-{count}-{steps}-{seed}-{commit()}"
+    path = once(options.work / f"{name}.safetensors", make)
+    return load_file(path)["images"].to(nets.device)
+
+
+PTQ = (
+    "ours",
+    "uniform",
+    "paper",
+    "hawq-v3",
+    "zeroq",
+    "ours, distilled",
+    "haq",
+    "brecq",
+)
+
+
+def ptq_methods(nets: Networks) -> tuple[str, ...]:
+    # The ImageNet weights at hand have their batch norms folded: nothing to distil.
+    data_free = nets.options.network == "resnet20"
+    return (
+        PTQ
+        if data_free
+        else tuple(m for m in PTQ if "ours, d" not in m and m != "zeroq")
+    )
+
+
+# Trained.
+QAT = ("ours", "hawq-v3", "pact", "fracbits-pact", "lq-nets", "rvquant", "one-bitwidth")
+
+
+def qat_plan(nets: Networks, method: str) -> tuple[ompq.Plan, nn.Module]:
+    """Return bits of the size that all have, and the float network they are for."""
+    options, activations = nets.options, (nets.options.activation_bits,)
+    base = ompq.PlanConfig(activation_choices=activations, pinned=ENDS)
+    one = replace(base, choices=(options.bits,), score="random")
+    uniform = nets.plan(one, "32bits")
+    budget = f"{int(uniform.totals['bytes'])}B"
+    if method == "ours":
+        return nets.plan(replace(base, choices=(2, 3, 4, 5, 6, 8)), budget), nets.model
+    if method == "hawq-v3":
+        config = replace(ompq.PLAN_PROTOCOLS["hawq-v3"], accounting="packed")
+        try:
+            return nets.plan(config, budget), nets.model
+        except InfeasibleBudgetError:  # of its choices, 4 bits and 8, none is so small
+            return uniform, nets.model
+    if method == "one-bitwidth":
+
+        def build(width: float) -> nn.Module:
+            return CifarResNet(20, width=width).to(nets.device)
+
+        bits, config = options.channel_bits, replace(base, choices=(8,))
+        found = ompq.one_bitwidth(build, nets.samples[:256], budget, bits, config)
+        return found.plan, found.model
+    return uniform, nets.model
+
+
+def train_config(nets: Networks, method: str, seed: int) -> ompq.TrainConfig:
+    """Return a method's recipe for few epochs; ours is that of ``qat.py``."""
+    options = nets.options
+    epochs = options.epochs * (3 if method == "one-bitwidth" else 1)
+    ours = ompq.TrainConfig(
+        batch_norm="fold-and-train", distill=0.5, freeze_norm_epoch=epochs // 2
+    )
+    base = ompq.TRAIN_PROTOCOLS.get(method, ours) if method != "ours" else ours
+    frozen = 0 if base.freeze_norm_epoch == 0 else max(1, epochs // 2)
+    return replace(
+        base,
+        epochs=epochs,
+        batch_size=min(options.batch_size, len(nets.bench.train)),
+        learning_rate=RATES.get(method, RATE),
+        warmup=10 * (method == "one-bitwidth"),
+        freeze_norm_epoch=frozen,
+        cuda_graph=nets.device.type == "cuda" and not options.eager,
+        report_steps=10_000,
+        deterministic=False,
+        seed=seed,
+    )
+
+
+def run_qat(nets: Networks, method: str, seed: int) -> dict:
+    """Train by a method and measure; what has an integer form is measured in it."""
+    start = time.perf_counter()
+    plan, model = qat_plan(nets, method)
+    network = ompq.quantize(model, plan, nets.samples)
+    if method == "ours":
+        rounding = ompq.RoundingConfig(iterations=nets.options.iterations)
+        settings = ompq.ReconstructConfig(rounding=rounding, seed=seed)
+        network = ompq.reconstruct(network, model, nets.samples, settings)
+    config = train_config(nets, method, seed)
+    network = ompq.train(network, nets.bench.train, config, teacher=model)
+    size = plan.totals["bytes"]
+    rules = [layer.rounding for layer in quantized_layers(network).values()]
+    if any(rules):  # bytes of the units, instead of those that were planned
+        own = sum(rule.bytes for rule in rules if isinstance(rule, StoredValues))
+        items = plan.bytes_by_item
+        replaced = ("weights", "scales", "zero_points", "biases")
+        size += own - sum(items[name] for name in replaced)
+    else:
+        network = ompq.finalize(network, nets.samples[:2])
+    synchronise()
+    bits = ompq.quantization_of(network).allocation
+    return {
+        **measured(nets, network),
+        "bytes": size,
+        "widths": [choice.weight for choice in bits.values()],
+        "integers": not any(rules),
+        "seconds": time.perf_counter() - start,
+    }
+
+
+def measured(nets: Networks, network: nn.Module) -> dict:
+    found = ompq.evaluate(network, nets.test, reference=nets.model)
+    return {
+        "top1": found.top1,
+        "drop": 100 * found.drop,
+        "drop_error": 100 * found.drop_error,
+        "divergence": found.divergence,
+    }
+
+
+def run(nets: Networks, kind: str, rows: Rows, until: float) -> None:
+    """Make the rows that are missing; the first seed of all methods comes first."""
+    options = nets.options
+    make: Callable[..., dict] = {"ptq": run_ptq, "qat": run_qat}[kind]
+    methods = ptq_methods(nets) if kind == "ptq" else QAT
+    for seed in options.seeds:
+        for method in options.methods or methods:
+            if method not in methods or rows.find(kind, method, seed) is not None:
+                continue
+            if time.monotonic() > until:
+                print("time is up; run again for the rest", flush=True)
+                return
+            name = f"{rows.name}-{zlib.crc32(repr((kind, method, seed)).encode()):08x}"
+            with claimed(options.work / name) as mine:
+                if not mine or rows.find(kind, method, seed) is not None:
+                    continue
+                try:
+                    row = make(nets, method, seed)
+                except Exception:  # the others shall run whatever one of them does
+                    print(f"{kind} {method} seed {seed} failed", flush=True)
+                    traceback.print_exc()
+                    continue
+                rows.add({"kind": kind, "method": method, "seed": seed, **row})
+                print(
+                    f"{kind} {method:16s} seed {seed} {row['bytes'] / 1024:8.1f} KiB "
+                    f"divergence {row['divergence']:.4f} top1 {row['top1']:.4f} drop "
+                    f"{row['drop']:.2f} +- {row['drop_error']:.2f} "
+                    f"in {row['seconds']:.1f} s",
+                    flush=True,
+                )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--network", choices=NETWORKS, required=True)
+    parser.add_argument("--only", nargs="+", choices=["ptq", "qat"])
+    parser.add_argument("--methods", nargs="+", choices=sorted({*PTQ, *QAT}))
+    parser.add_argument("--bits", type=int, default=3)
+    parser.add_argument("--activation-bits", type=int, default=4, help="of qat rows")
+    parser.add_argument("--channel-bits", type=int, default=2, help="of one-bitwidth")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--iterations", type=int, default=500, help="a block")
+    parser.add_argument("--brecq-iterations", type=int, default=1000, help="a block")
+    parser.add_argument("--episodes", type=int, default=600, help="of HAQ")
+    parser.add_argument("--distilled", type=int, default=128, help="images")
+    parser.add_argument("--distill-steps", type=int, default=500)
+    parser.add_argument("--epochs", type=int, default=8)
+    parser.add_argument("--batch-size", type=int, default=256)
+    parser.add_argument("--eager", action="store_true", help="no CUDA graphs")
+    parser.add_argument("--samples", type=int, default=1000)
+    parser.add_argument("--float-epochs", type=int, default=25)
+    parser.add_argument("--limit", type=int, help="training images, for a dry run")
+    parser.add_argument("--test-limit", type=int)
+    parser.add_argument("--minutes", type=float, default=1e6)
+    parser.add_argument("--work", type=Path, default=Path("out/rivals"))
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    until = time.monotonic() + 60 * options.minutes
+    options.work.mkdir(parents=True, exist_ok=True)
+    nets = Networks(options)
+    kinds = ["ptq", "qat"] if nets.bench is not None else ["ptq"]
+    reference = ompq.evaluate(nets.model, nets.test).top1
+    print(f"{options.network} float {reference:.4f}", flush=True)
+    names = (
+        "bits",
+        "activation_bits",
+        "iterations",
+        "episodes",
+        "epochs",
+        "batch_size",
+    )
+    rows = Rows(
+        f"rivals-{options.network}",
+        ("kind", "method", "seed"),
+        out=options.out,
+        work=options.work,
+        float=reference,
+        samples=len(nets.samples),
+        **{name: getattr(options, name) for name in names},
+    )
+    for kind in options.only or kinds:
+        if kind in kinds:
+            run(nets, kind, rows, until)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,145 @@
+"""Evaluation: what a network does on images, and how sure that is."""
+
+import base64
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ompq.notebook import data_frame, html_table
+
+_Z95 = 1.959963984540054  # the normal distribution's 97.5 % point
+
+
+@dataclass(frozen=True, repr=False)
+class Evaluation:
+    """What a network does on images, labelled or not.
+
+    Accuracy needs logits (N, classes) and class indices (N,); what is not known is
+    None. Where outputs have classes at many places, as in segmentation, agreement and
+    divergence are averaged over these.
+
+    Attributes:
+        top1: Fraction of images whose largest logit is the target's.
+        top5: Fraction whose target is among the five largest; None below five classes.
+        interval: Wilson's 95 % confidence interval of ``top1``.
+        images_per_second: Speed of the network alone, its first batch left out where
+            there are more.
+        agreement: Fraction of images with the reference's top-1.
+        divergence: Mean KL divergence of the softmax, reference from network, in nats.
+        drop: The reference's top-1 less this one.
+        drop_error: Standard error of ``drop``, both being on the same images.
+        metrics: The user's metrics by name, averaged over the images.
+        reference_metrics: The same of the reference.
+        correct: Which images were right, packed bits; see :meth:`correctness`.
+        fingerprint: Hash of the targets: equal for evaluations on the same images.
+    """
+
+    top1: float | None
+    top5: float | None
+    count: int
+    interval: tuple[float, float] | None
+    images_per_second: float
+    agreement: float | None = None
+    divergence: float | None = None
+    drop: float | None = None
+    drop_error: float | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    reference_metrics: Mapping[str, float] = field(default_factory=dict)
+    correct: bytes = field(default=b"")
+    fingerprint: str = field(default="", repr=False)
+
+    def correctness(self) -> NDArray[np.bool_]:
+        """Return which images were right, (count,)."""
+        packed = np.frombuffer(self.correct, dtype=np.uint8)
+        return np.unpackbits(packed, count=self.count).astype(bool)
+
+    @property
+    def drop_interval(self) -> tuple[float, float]:
+        """The drop's 95 % confidence interval, by its paired standard error."""
+        if self.drop is None or self.drop_error is None:
+            raise ValueError(
+                "there is no drop: evaluate labelled images, and reference"
+            )
+        half = _Z95 * self.drop_error
+        return self.drop - half, self.drop + half
+
+    def drop_from(self, other: "Evaluation") -> tuple[float, float]:
+        """Return the other's top-1 less this one, and the paired standard error."""
+        if self.top1 is None or other.top1 is None:
+            raise ValueError(
+                "there is no top-1 to compare; evaluate on labelled images"
+            )
+        if (self.count, self.fingerprint) != (other.count, other.fingerprint):
+            raise ValueError(
+                f"the evaluations saw different images ({self.count} and "
+                f"{other.count}, or other targets); evaluate both on the same batches"
+            )
+        return paired(other.correctness(), self.correctness())
+
+    def __repr__(self) -> str:
+        facts = {
+            "top1": self.top1,
+            "drop": self.drop,
+            **self.metrics,
+            "agreement": self.agreement,
+            "divergence": self.divergence,
+        }
+        known = [f"{k} {v:.4g}" for k, v in facts.items() if v is not None]
+        return f"Evaluation({', '.join([*known, f'{self.count} images'])})"
+
+    def _repr_html_(self) -> str:
+        return html_table("Evaluation", [self._facts()])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data; the same as :meth:`to_json`."""
+        return self.to_json()
+
+    def to_dataframe(self) -> Any:
+        """Return one row as a pandas DataFrame."""
+        return data_frame([self._facts()])
+
+    def _facts(self) -> dict[str, Any]:
+        hidden = ("correct", "fingerprint", "metrics", "reference_metrics")
+        return {k: v for k, v in vars(self).items() if k not in hidden} | dict(
+            self.metrics
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data for JSON."""
+        packed = base64.b64encode(self.correct).decode("ascii")
+        interval = None if self.interval is None else list(self.interval)
+        return {**asdict(self), "interval": interval, "correct": packed}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> "Evaluation":
+        """Rebuild an evaluation from :meth:`to_json`."""
+        found = data["interval"]
+        interval = None if found is None else (found[0], found[1])
+        packed = base64.b64decode(data["correct"])
+        return cls(**{**data, "interval": interval, "correct": packed})
+
+
+def wilson_interval(right: int, count: int) -> tuple[float, float]:
+    """Return Wilson's 95 % confidence interval of a fraction.
+
+    Example:
+        >>> [round(limit, 4) for limit in wilson_interval(8, 10)]
+        [0.4902, 0.9433]
+    """
+    fraction, z2 = right / count, _Z95**2
+    centre = (fraction + z2 / (2 * count)) / (1 + z2 / count)
+    spread = fraction * (1 - fraction) / count + z2 / (4 * count**2)
+    half = _Z95 * math.sqrt(spread) / (1 + z2 / count)
+    # At the ends, rounding must not leave the fraction itself outside.
+    low, high = min(centre - half, fraction), max(centre + half, fraction)
+    return max(0.0, low), min(1.0, high)
+
+
+def paired(better: NDArray[np.bool_], worse: NDArray[np.bool_]) -> tuple[float, float]:
+    """Return the mean difference of two 0/1 arrays and its standard error."""
+    difference = better.astype(float) - worse.astype(float)
+    return float(difference.mean()), float(difference.std() / math.sqrt(len(worse)))

@@ -1,0 +1,470 @@
+"""Entropy coding of a layer's codes: how many bytes they take, and the bytes.
+
+A layer's codes are bytes of shape (rows, columns, ...): output channels, input channels
+and the kernel. Where weights are small, in a row, a column or a kernel, small codes are
+likelier; and kernels are smooth, so a code is mostly on the side of those next to it.
+So each code has a *context*: its level, the logarithm of the magnitude that its row,
+its column and the codes before it in its kernel lead to expect, and the side.
+Neighbouring contexts are merged into *classes* as long as that saves bytes. Each class
+has a distribution of its own, drawn through a few points of a logarithmic histogram.
+
+A stream holds all that :func:`decode` needs but the shape. Levels, classes and
+probabilities are integers made of integers, so every machine reads the same codes.
+"""
+
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from math import ceil, prod
+from typing import Any
+
+import numpy as np
+from constriction import stream
+from numpy.typing import NDArray
+
+from ompq.errors import PackedFileError
+
+Codes = NDArray[np.uint8]
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+# Scales of a coded layer are one number times one of these, which a byte numbers.
+SCALE_MULTIPLES = np.array([(32.0 + m) * 2**e for e in range(8) for m in range(32)])
+
+# A level is a magnitude in quarters of an octave, from 1 / 64 to 128; integers hold 256
+# times the magnitude.
+_ONE = 256
+_MAGNITUDES = np.array([round(4 * 2 ** (level / 4)) for level in range(53)])
+_BETWEEN = [round(4 * 2 ** (level / 4 - 1 / 8)) for level in range(1, 53)]
+_LEVEL_OF = np.searchsorted(_BETWEEN, np.arange(256 * _ONE), "right").astype(np.int16)
+_SIDES = 5  # far below the middle, below, unknown, above, far above
+_UNKNOWN = 2
+_MOST_CLASSES = 255
+_LARGEST_KERNEL = 64  # a larger one counts as columns
+# A chance is 2 ** (-step / 8) times the largest one of its class. The steps are written
+# down for codes at these distances from the middle and interpolated between them.
+_KNOTS = np.array([0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192])
+_FRACTIONS = np.array([round(2 ** (24 - eighth / 8)) for eighth in range(8)])
+_LARGEST_STEP = 127
+_STEP_BITS, _LEVEL_BITS = 6.0, 2.5  # what writing one down takes, roughly
+_LOST_BITS = 1.4e-4  # what the coder loses on average, as its state is an integer
+_PRECISION = 24  # bits of the coder's probabilities
+# No code takes fewer bits, so that a short stream cannot stand for a vast layer.
+_FEWEST_BITS = 1 / 64
+_CHECKSUM = stream.model.Uniform(1 << 16)
+_AT_ONCE = 1 << 18  # codes coded at a time: what fits into a cache
+
+
+@dataclass(frozen=True, eq=False)
+class CodeModel:
+    """The distribution of a layer's codes."""
+
+    centre: int  # the code in the middle
+    low: int  # the codes are from low to high
+    high: int
+    rows: Ints  # the level of each row, (rows,), or of all of them, (1,)
+    columns: Ints  # what each column adds to it, (columns,) or (1,)
+    width: int  # of the kernel, if contexts have sides; else 0
+    starts: Ints  # the first context of each class but the first, (classes - 1,)
+    steps: Ints  # the distribution of each class, (classes, knots)
+
+    @classmethod
+    def fit(cls, codes: Codes) -> "CodeModel":
+        """Return a model with which these codes take few bytes, its own included."""
+        planes = _planes(codes)
+        counts = np.bincount(planes.ravel(), minlength=256)
+        used = np.flatnonzero(counts)
+        low, high = int(used[0]), int(used[-1])
+        if low == high:  # a distribution has at least two codes
+            low, high = (low, high + 1) if high < 255 else (low - 1, high)
+        centre = int(counts.cumsum().searchsorted(counts.sum() / 2))
+        knots = _knots(low, high, centre)
+        rows, columns = _scales(_distances(planes, centre))
+        width, price = _width(codes.shape), _STEP_BITS * len(knots)
+        table = np.zeros((_context_count(width), 256), np.int64)
+        for plane, contexts in zip(
+            planes, _contexts(planes, centre, rows, columns, width), strict=True
+        ):
+            pairs = contexts * np.int32(256) + plane
+            table += np.bincount(pairs.ravel(), minlength=table.size).reshape(-1, 256)
+        table = table[:, low : high + 1]
+        starts, bits = _class_starts(table, price)
+        if width:  # perhaps levels alone do better
+            levels = table.reshape(_SIDES, len(_MAGNITUDES), -1).sum(0)
+            fewer, less = _class_starts(levels, price)
+            if less <= bits:
+                table, starts, bits, width = levels, fewer, less, 0
+        bits += _LEVEL_BITS * sum(len(x) for x in (rows, columns) if len(x) > 1)
+        if not len(starts) or bits >= _entropy(table.sum(0)) + price:
+            rows, columns, starts, width = rows[:1] * 0, columns[:1] * 0, starts[:0], 0
+        parts = np.add.reduceat(table, [0, *starts])
+        steps = np.array([_fitted_steps(part, knots) for part in parts])
+        return cls(centre, low, high, rows, columns, width, starts, steps)
+
+    @property
+    def bits(self) -> Floats:
+        """Bits of each code in each class, (classes, 256); infinite where it has none.
+
+        With :meth:`classes` this prices other codes of the same weights, too:
+        ``model.bits[model.classes(codes), other_codes]``.
+        """
+        chances = _chances(self.steps, self._knots)
+        # The coder gives each code one unit and shares out the others.
+        units = 2**_PRECISION - chances.shape[1]
+        shares = chances / chances.sum(1, keepdims=True) * units
+        table = np.full((len(chances), 256), np.inf)
+        table[:, self.low : self.high + 1] = _PRECISION - np.log2(shares)
+        return table
+
+    def classes(self, codes: Codes) -> Codes:
+        """Return the class of each code; those before it in its kernel decide on it."""
+        planes = [*self._classes(_planes(codes))]
+        return np.stack(planes, -1).reshape(codes.shape)
+
+    def size(self, codes: Codes) -> int:
+        """Return the bytes that codes take with this model, or a few more."""
+        bits, planes = self.bits, _planes(codes)
+        counts = np.zeros(bits.size, np.int64)
+        for plane, classes in zip(planes, self._classes(planes), strict=True):
+            pairs = classes * np.int32(256) + plane
+            counts += np.bincount(pairs.ravel(), minlength=bits.size)
+        used = np.flatnonzero(counts)
+        total = counts[used] @ bits.ravel()[used] + _LOST_BITS * codes.size
+        for numbers, width in zip(self._numbers(), (1, 8), strict=True):
+            chances = _side_chances(width)
+            total -= np.log2(chances[numbers + _SIDE] / chances.sum()).sum()
+        return 4 * ceil((total + 16 + 64) / 32)  # checksum and the last words
+
+    @property
+    def _knots(self) -> Ints:
+        return _knots(self.low, self.high, self.centre)
+
+    def _classes(self, planes: Codes) -> Iterator[Codes]:
+        """Yield the class of each code, plane by plane; each looks at those before."""
+        if not len(self.starts):
+            yield from np.zeros_like(planes)
+            return
+        every = np.arange(_context_count(self.width))
+        class_of: Codes = np.searchsorted(self.starts, every, "right").astype("u1")
+        scales = self.centre, self.rows, self.columns, self.width
+        for contexts in _contexts(planes, *scales):
+            yield class_of[contexts]
+
+    def _numbers(self) -> tuple[Ints, Ints]:
+        """Return the model as numbers close to 0, the distributions apart."""
+        middle = int(np.median(self.rows))
+        few = [self.centre - 128, self.centre - self.low, self.high - self.centre]
+        few += [len(self.starts), len(self.rows) > 1, len(self.columns) > 1, middle]
+        few += [self.width > 0]
+        parts = [np.array(few), np.diff(self.starts, prepend=0)]
+        parts += [x for x in (self.rows - middle, self.columns) if len(x) > 1]
+        return np.concatenate(parts), np.diff(self.steps, prepend=0).ravel()
+
+    @classmethod
+    def _read(cls, decoder: Any, shape: Sequence[int], width: int) -> "CodeModel":
+        """Read a model for (kernel, rows, columns) codes."""
+        few = _read_side(decoder, 8, 1)
+        centre, below, above, merges, by_row, by_column, middle, sides = map(int, few)
+        width = width if sides else 0
+        centre += 128
+        low, high = centre - below, centre + above
+        if not (0 <= low <= centre <= high <= 255 and low < high):
+            raise ValueError(f"codes from {low} to {high} around {centre}")
+        if not 0 <= merges < min(_context_count(width), 256):
+            raise ValueError(f"{merges + 1} classes")
+        starts = np.cumsum(_read_side(decoder, merges, 1))
+        rows, columns = np.array([middle]), np.array([0])
+        if by_row:
+            rows = middle + _read_side(decoder, shape[1], 1)
+        if by_column:
+            columns = _read_side(decoder, shape[2], 1)
+        knots = len(_knots(low, high, centre))
+        steps = _read_side(decoder, (merges + 1) * knots, 8).reshape(-1, knots)
+        steps = np.cumsum(steps, 1)
+        ends = np.diff([0, *starts, _context_count(width)]).min()
+        if ends < 1 or steps.min() < 0 or steps.max() > _LARGEST_STEP:
+            raise ValueError("a distribution is out of bounds")
+        return cls(centre, low, high, rows, columns, width, starts, steps)
+
+
+def coded_size(codes: Codes) -> int:
+    """Return how many bytes codes take: what :func:`encode` writes, or a few more.
+
+    Args:
+        codes: Bytes of shape (rows, columns, ...).
+    """
+    return CodeModel.fit(codes).size(codes) if codes.size else 0
+
+
+def encode(codes: Codes) -> bytes:
+    """Return the stream of a layer's codes.
+
+    Args:
+        codes: Bytes of shape (rows, columns, ...).
+    """
+    if not codes.size:
+        return b""
+    model, planes = CodeModel.fit(codes), _planes(codes)
+    encoder = stream.queue.RangeEncoder()
+    for numbers, width in zip(model._numbers(), (1, 8), strict=True):
+        encoder.encode((numbers + _SIDE).astype(np.int32), _side_model(width))
+    distributions = _distributions(model)
+    for plane, classes in zip(planes, model._classes(planes), strict=True):
+        for part, kinds in _chunks(plane, classes):
+            order, ends = _grouped(kinds, len(distributions))
+            symbols = part[order].astype(np.int32) - model.low
+            for group, distribution in zip(
+                np.split(symbols, ends), distributions, strict=True
+            ):
+                encoder.encode(group, distribution)
+    encoder.encode(_checksum(planes), _CHECKSUM)
+    return bytes(encoder.get_compressed().astype("<u4").tobytes())
+
+
+def decode(data: bytes, shape: Sequence[int]) -> Codes:
+    """Return the codes of a stream; its length bounds the memory and the time.
+
+    Args:
+        data: From :func:`encode`.
+        shape: Of the codes, (rows, columns, ...).
+
+    Raises:
+        PackedFileError: The stream is damaged, or of another shape.
+    """
+    size = prod(shape)
+    if size > len(data) * 8 / _FEWEST_BITS or len(data) % 4:
+        raise PackedFileError(f"a stream of {len(data)} bytes cannot hold {size} codes")
+    planes = _planes(np.zeros(shape, np.uint8))
+    decoder = stream.queue.RangeDecoder(np.frombuffer(data, "<u4").astype(np.uint32))
+    try:
+        if size:
+            model = CodeModel._read(decoder, planes.shape, _width(shape))
+            _read_codes(decoder, model, planes)
+            if decoder.decode(_CHECKSUM) != _checksum(planes):
+                raise ValueError("its checksum is wrong")
+    except (AssertionError, ValueError) as error:  # assertions are constriction's
+        raise PackedFileError(f"a stream of codes is damaged: {error}") from error
+    if not decoder.maybe_exhausted():
+        raise PackedFileError("a stream of codes is damaged: it does not end")
+    return np.moveaxis(planes, 0, -1).reshape(shape)
+
+
+def _read_codes(decoder: Any, model: CodeModel, planes: Codes) -> None:
+    distributions = _distributions(model)
+    # Classes look at the planes before, which have been read by then.
+    for plane, classes in zip(planes, model._classes(planes), strict=True):
+        for part, kinds in _chunks(plane, classes):
+            order, ends = _grouped(kinds, len(distributions))
+            counts = np.diff([0, *ends, len(kinds)])
+            groups = [
+                decoder.decode(distribution, int(count))
+                for distribution, count in zip(distributions, counts, strict=True)
+            ]
+            part[order] = np.concatenate(groups) + model.low
+
+
+def _checksum(planes: Codes) -> int:
+    return (
+        zlib.crc32(planes.tobytes(), zlib.crc32(repr(planes.shape).encode())) & 0xFFFF
+    )
+
+
+def _width(shape: Sequence[int]) -> int:
+    """Return the width of a kernel that has contexts; 0 if it has none."""
+    return shape[-1] if 1 < prod(shape[2:]) <= _LARGEST_KERNEL else 0
+
+
+def _context_count(width: int) -> int:
+    return len(_MAGNITUDES) * (_SIDES if width else 1)
+
+
+def _planes(codes: Codes) -> Codes:
+    """Return codes as (kernel, rows, columns)."""
+    rows = codes.shape[0] if codes.ndim > 1 else 1
+    kernel = prod(codes.shape[2:]) if _width(codes.shape) else 1
+    cells = codes.reshape(rows, codes.size // max(rows * kernel, 1), kernel)
+    return np.ascontiguousarray(np.moveaxis(cells, -1, 0))
+
+
+def _chunks(plane: Codes, classes: Codes) -> Iterator[tuple[Codes, Codes]]:
+    flat, kinds = plane.reshape(-1), classes.reshape(-1)
+    for start in range(0, len(flat), _AT_ONCE):
+        cut = slice(start, start + _AT_ONCE)
+        yield flat[cut], kinds[cut]
+
+
+def _grouped(kinds: Codes, classes: int) -> tuple[Ints, Ints]:
+    """Return the order that groups codes by class, and where the next groups start."""
+    ends = np.bincount(kinds, minlength=classes).cumsum()[:-1]
+    return np.argsort(kinds, kind="stable"), ends
+
+
+def _distances(planes: Codes, centre: int) -> Codes:
+    distances: Codes = np.abs(planes.astype(np.int16) - np.int16(centre)).astype("u1")
+    return distances
+
+
+def _contexts(
+    planes: Codes, centre: int, rows: Ints, columns: Ints, width: int
+) -> Iterator[NDArray[np.int32]]:
+    """Yield the context of each code, plane by plane; each looks at those before."""
+    levels = (rows[:, None] + columns).clip(0, len(_MAGNITUDES) - 1)
+    levels = np.broadcast_to(levels, planes.shape[1:]).astype(np.int32)
+    yield levels + len(_MAGNITUDES) * _UNKNOWN if width else levels
+    if len(planes) == 1:
+        return
+    # Row and column count as much as one code of the kernel.
+    total = _MAGNITUDES[levels].astype(np.int32)
+    for before, plane in enumerate(planes[:-1], start=1):
+        total += _distances(plane, centre) * np.int32(_ONE)
+        expected = total // np.int32(before + 1)
+        levels = _LEVEL_OF[expected].astype(np.int32)
+        if width:
+            slope = _slope(planes, before, width, centre)
+            far = np.abs(slope) * np.int32(_ONE // 2) > expected
+            levels += (np.sign(slope) * (1 + far) + _UNKNOWN) * len(_MAGNITUDES)
+        yield levels
+
+
+def _slope(planes: Codes, place: int, width: int, centre: int) -> NDArray[np.int32]:
+    """Return twice what the codes to the left and above lead to expect, roughly."""
+
+    def code(back: int) -> NDArray[np.int32]:
+        values: NDArray[np.int32] = planes[place - back].astype(np.int32)
+        return values - np.int32(centre)
+
+    if place < width:
+        return 2 * code(1)
+    if place % width == 0:
+        return 2 * code(width)
+    return 2 * (code(1) + code(width)) - code(width + 1)
+
+
+def _scales(distances: Codes) -> tuple[Ints, Ints]:
+    """Return the level of each row, and what each column adds to it, where it pays."""
+    kernel, rows, columns = distances.shape
+    mean = float(distances.mean())
+    levels = np.array([_level(np.array(mean))])
+    added = np.array([0])
+    by_row = distances.sum((0, 2), dtype=np.int64)
+    by_column = distances.sum((0, 1), dtype=np.int64)
+    if _gain(by_row, kernel * columns) > _LEVEL_BITS * rows:
+        # One more code, of average size: rows of few codes are uncertain.
+        levels = _level((by_row + mean) / (kernel * columns + 1))
+    if _gain(by_column, kernel * rows) > _LEVEL_BITS * columns:
+        added = _level((by_column + mean) / (kernel * rows + 1)) - _level(mean)
+    return levels, added
+
+
+def _level(magnitude: Any) -> Any:
+    level = np.round(4 * np.log2(np.maximum(magnitude, 1 / 64) * 64))
+    return level.astype(np.int64)
+
+
+def _gain(sums: Ints, each: int) -> float:
+    """Return the bits saved if every part has a geometric distribution of its own."""
+
+    def bits(mean: Any) -> Any:
+        return (1 + mean) * np.log2(1 + mean) - mean * np.log2(np.maximum(mean, 1e-9))
+
+    means = sums / each
+    return float(each * (len(sums) * bits(means.mean()) - bits(means).sum()))
+
+
+def _entropy(counts: Any) -> Any:
+    """Return the bits of codes that were counted, over the last axis."""
+    total = counts.sum(-1)
+    logs = np.log2(np.maximum(counts, 1))
+    return total * np.log2(np.maximum(total, 1)) - (counts * logs).sum(-1)
+
+
+def _class_starts(table: Ints, price: float) -> tuple[Ints, float]:
+    """Merge contexts into classes while it saves bits.
+
+    Args:
+        table: Counts of each code in each context, (contexts, codes).
+        price: Bits that the distribution of a class takes.
+
+    Returns:
+        The first context of each class but the first, and the bits in all.
+    """
+    starts = [0, *(np.flatnonzero(table.sum(1))[1:])]
+    parts = [*np.add.reduceat(table, starts)]
+    bits = [float(_entropy(part)) for part in parts]
+
+    def lost(place: int) -> float:
+        both = _entropy(parts[place] + parts[place + 1])
+        return float(both - bits[place] - bits[place + 1])
+
+    losses = [lost(place) for place in range(len(parts) - 1)]
+    while losses and (min(losses) <= price or len(parts) > _MOST_CLASSES):
+        least = losses.index(min(losses))
+        bits[least] += bits[least + 1] + losses[least]
+        parts[least] = parts[least] + parts[least + 1]
+        for several in (bits, parts, starts):
+            del several[least + 1]
+        del losses[least]
+        for place in {least - 1, least} & {*range(len(losses))}:
+            losses[place] = lost(place)
+    return np.array(starts[1:], dtype=np.int64), sum(bits) + price * len(parts)
+
+
+def _knots(low: int, high: int, centre: int) -> Ints:
+    """Return the codes that have a step of their own, counted from the lowest."""
+    codes = np.concatenate([centre - _KNOTS, centre + _KNOTS, [low, high]])
+    return np.unique(codes[(codes >= low) & (codes <= high)]) - low
+
+
+def _fitted_steps(counts: Ints, knots: Ints) -> Ints:
+    """Return the steps at the knots with which these counts take few bits."""
+    halves = (knots[1:] + knots[:-1] + 1) // 2
+    starts = np.array([0, *halves])
+    wanted = np.add.reduceat(counts, starts) + 0.5
+    logs = np.log2(wanted / np.diff([*starts, len(counts)]))
+    everywhere = np.arange(len(counts))
+    for _ in range(4):  # what interpolation adds to one knot's part another must lose
+        drawn = np.exp2(np.interp(everywhere, knots, logs))
+        logs += np.log2(wanted / np.add.reduceat(drawn, starts))
+    steps: Ints = np.round(8 * (logs.max() - logs)).astype(np.int64)
+    return steps.clip(0, _LARGEST_STEP)
+
+
+def _chances(steps: Ints, knots: Ints) -> Ints:
+    """Return integers in proportion to the probabilities, (classes, codes)."""
+    codes = np.arange(knots[-1] + 1)
+    after = np.searchsorted(knots, codes, "right").clip(max=len(knots) - 1)
+    left, right = knots[after - 1], knots[after]
+    weighted = steps[:, after - 1] * (right - codes) + steps[:, after] * (codes - left)
+    drawn = weighted // (right - left)
+    chances: Ints = _FRACTIONS[drawn % 8] >> (drawn // 8)
+    # The likeliest code has 90 times the chance of all others at most: _FEWEST_BITS.
+    largest = chances.max(1, keepdims=True)
+    lacking = largest // 90 - (chances.sum(1, keepdims=True) - largest)
+    chances += np.maximum(lacking // (len(codes) - 1) + 1, 0)
+    return chances
+
+
+def _distributions(model: CodeModel) -> list[Any]:
+    chances = _chances(model.steps, model._knots).astype(np.float64, order="C")
+    return [stream.model.Categorical(row, perfect=False) for row in chances]
+
+
+_SIDE = 320  # numbers of a model are within ±320
+
+
+@cache
+def _side_chances(width: int) -> Floats:
+    """Return integers in proportion to a Cauchy distribution of a model's numbers."""
+    numbers = np.arange(-_SIDE, _SIDE + 1)
+    return (2**30 // (width**2 + numbers**2)).astype(np.float64)
+
+
+@cache
+def _side_model(width: int) -> Any:
+    return stream.model.Categorical(_side_chances(width), perfect=False)
+
+
+def _read_side(decoder: Any, amount: int, width: int) -> Ints:
+    numbers: Ints = decoder.decode(_side_model(width), amount).astype(np.int64)
+    return numbers - _SIDE

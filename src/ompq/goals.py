@@ -1,0 +1,326 @@
+"""smallest(): the smallest network that keeps what a goal asks for, found by measuring.
+
+Damage only predicts; what a network keeps is measured. So budgets are tried by halving
+the range of sizes: first with weights rounded to nearest, which takes seconds, then
+reconstructed, from the smallest size that rounding keeps downwards.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from ompq.allocation.solver import Budget, reachable
+from ompq.costs import digits, in_bytes, percent
+from ompq.errors import GoalError
+from ompq.evaluation import Evaluation, Metric, evaluate
+from ompq.files import json_object
+from ompq.graph import trace
+from ompq.integer.finalization import finalized
+from ompq.measurement import Checkpoint, split
+from ompq.plans import Plan
+from ompq.quantization import quantize
+from ompq.reconstruction import ReconstructConfig, reconstruct
+from ompq.samples import Progress, Samples, SamplesLike
+
+
+@dataclass(frozen=True, kw_only=True)
+class Goal:
+    """What a quantized network must keep of the float one; all that is given holds.
+
+    Attributes:
+        max_drop: Points of top-1 that it may lose, on labelled images; or what the
+            metric may lose, in its own unit.
+        min_agreement: Fraction of its answers (top-1) that must be the float network's.
+        max_divergence: Mean KL divergence from the float network, in nats.
+        metric: A function of what the network returns and the targets of a batch that
+            returns one number; more is better.
+    """
+
+    max_drop: float | None = None
+    min_agreement: float | None = None
+    max_divergence: float | None = None
+    metric: Metric | None = None
+
+    def __post_init__(self) -> None:
+        if not self.limits:
+            raise ValueError(
+                "the goal is empty: give max_drop, min_agreement or max_divergence"
+            )
+        if self.min_agreement is not None and not 0 < self.min_agreement <= 1:
+            raise ValueError(
+                f"min_agreement={self.min_agreement} must be a fraction, 0 to 1"
+            )
+        if self.max_divergence is not None and not self.max_divergence > 0:
+            raise ValueError(f"max_divergence={self.max_divergence} must be positive")
+
+    @property
+    def limits(self) -> dict[str, float]:
+        """What is limited, and by how much."""
+        names = ("max_drop", "min_agreement", "max_divergence")
+        return {n: v for n in names if (v := getattr(self, n)) is not None}
+
+    def __str__(self) -> str:
+        return ", ".join(_TEXTS[name].format(v) for name, v in self.limits.items())
+
+    def kept(self, found: Evaluation) -> bool:
+        """Return whether a network keeps to the goal.
+
+        Raises:
+            GoalError: Something that the goal limits was not measured.
+        """
+        measured = {
+            "max_drop": _drop(found),
+            "min_agreement": found.agreement,
+            "max_divergence": found.divergence,
+        }
+        for name, limit in self.limits.items():
+            value = measured[name]
+            if value is None:
+                raise GoalError(f"{name}={limit:g} cannot be measured: {_NEEDS[name]}")
+            if value < limit if name == "min_agreement" else value > limit:
+                return False
+        return True
+
+
+_TEXTS = {
+    "max_drop": "drop at most {:g}",
+    "min_agreement": "agreement at least {:.2%}",
+    "max_divergence": "divergence at most {:g}",
+}
+_CLASSES = "the network returns no logits of several classes; use a metric of your own"
+_NEEDS = {
+    "max_drop": "give labelled images (--eval-data), or use --min-agreement or "
+    "--max-divergence",
+    "min_agreement": _CLASSES,
+    "max_divergence": _CLASSES,
+}
+
+
+def _drop(found: Evaluation) -> float | None:
+    """Return the loss of the user's metric, or of top-1 in points."""
+    for name, value in found.metrics.items():
+        return found.reference_metrics[name] - value
+    return None if found.drop is None else 100 * found.drop
+
+
+@dataclass(frozen=True, kw_only=True)
+class SmallestConfig:
+    """How the smallest network is searched.
+
+    Attributes:
+        reconstruct: How networks are reconstructed; None rounds to nearest only.
+        rounded: Sizes to try rounded to nearest, at most.
+        reconstructed: Sizes to try reconstructed, at most.
+        tolerance: The search ends when the sizes left differ by less than this part.
+        held_back: Fraction of the samples, the last ones, that measure where there are
+            no batches.
+    """
+
+    reconstruct: ReconstructConfig | None = ReconstructConfig()
+    rounded: int = 8
+    reconstructed: int = 4
+    tolerance: float = 0.01
+    held_back: float = 0.5
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One network that was measured."""
+
+    size_bytes: int
+    reconstructed: bool  # whether its rounding was learned
+    kept: bool  # whether it keeps to the goal
+    evaluation: Evaluation
+
+    def __str__(self) -> str:
+        found, drop = self.evaluation, _drop(self.evaluation)
+        texts = [] if drop is None else [f"drop {drop:.2f}"]
+        if found.agreement is not None:
+            texts.append(f"{percent(found.agreement)} as float")
+        if found.divergence is not None:
+            texts.append(f"divergence {digits(found.divergence)}")
+        way = "reconstructed" if self.reconstructed else "rounded"
+        verdict = "kept" if self.kept else "too much lost"
+        return f"{in_bytes(self.size_bytes)} {way}: {', '.join(texts)}, {verdict}"
+
+
+@dataclass(frozen=True, eq=False)
+class Smallest:
+    """The smallest network that was found to keep to a goal."""
+
+    plan: Plan
+    network: nn.Module
+    goal: Goal
+    trials: tuple[Trial, ...]  # all that was tried, in that order
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data for JSON."""
+        trials = [
+            {
+                "bytes": one.size_bytes,
+                "reconstructed": one.reconstructed,
+                "kept": one.kept,
+                "drop": _drop(one.evaluation),
+                "agreement": one.evaluation.agreement,
+                "divergence": one.evaluation.divergence,
+            }
+            for one in self.trials
+        ]
+        tried = [str(one) for one in self.trials]
+        return {"goal": str(self.goal), "tried": tried, "trials": trials}
+
+
+def smallest(  # noqa: PLR0913 - the last four are optional
+    plan: Plan,
+    model: nn.Module,
+    samples: SamplesLike,
+    goal: Goal,
+    config: SmallestConfig = SmallestConfig(),
+    *,
+    batches: Iterable[Any] | None = None,
+    folder: str | Path | None = None,
+    progress: Progress | None = None,
+) -> Smallest:
+    """Return the smallest network found that keeps to a goal on given images.
+
+    What is measured is the network as its files compute it.
+
+    Args:
+        plan: Choices, pins and score; its budget does not matter.
+        samples: Unlabelled inputs for calibration; without batches, the last part of
+            them measures.
+        batches: Images that measure, as :func:`ompq.evaluate` takes them; they are read
+            once for each network tried.
+        folder: Keeps what was tried; the same call continues from it.
+
+    Raises:
+        GoalError: Not even the largest network keeps to it, or it cannot be measured.
+        PlanError: The plan was made for another network.
+        CheckpointError: The folder belongs to another search.
+    """
+    given = Samples.of(samples)
+    plan.check_network(trace(model, given))
+    judges: Any = batches
+    if batches is None:
+        given, judges = split(given, config.held_back)
+    elif not isinstance(batches, Samples) and iter(batches) is batches:
+        judges = list(batches)  # an iterator is read once
+    search = _Search(
+        plan=plan,
+        model=model,
+        samples=given,
+        judges=judges,
+        goal=goal,
+        config=config,
+        folder=None if folder is None else Path(folder),
+        progress=progress or (lambda _done, _total, _message: None),
+    )
+    return search.run()
+
+
+@dataclass(eq=False)
+class _Search:
+    plan: Plan
+    model: nn.Module
+    samples: Samples
+    judges: Any
+    goal: Goal
+    config: SmallestConfig
+    folder: Path | None
+    progress: Progress
+    trials: list[Trial] = field(default_factory=list)
+    best: tuple[Trial, Plan, nn.Module] | None = None
+
+    def __post_init__(self) -> None:
+        path = None if self.folder is None else self.folder / "measured.json"
+        # The goal may be another one: what was measured stays true.
+        identity = f"{self.plan.hash} {self.config.reconstruct} {len(self.samples)}"
+        self.known = Checkpoint(path, "search", identity, _evaluation)
+
+    def run(self) -> Smallest:
+        """Halve the range of sizes, rounded to nearest first."""
+        low, high = reachable(self.plan.problem, "bytes")
+        if self.attempt(int(high), learned=False):
+            self.halve(low, self.config.rounded - 1, learned=False)
+        if self.config.reconstruct is not None:
+            start = high if self.best is None else self.best[0].size_bytes
+            if self.attempt(int(start), learned=True):
+                self.halve(low, self.config.reconstructed - 1, learned=True)
+        if self.best is None:
+            raise GoalError(
+                f"no network keeps to the goal ({self.goal}): the largest gives "
+                f"{self.trials[-1]}. Allow more bits (--choices) or a larger loss"
+            )
+        _, plan, network = self.best
+        return Smallest(plan, network, self.goal, tuple(self.trials))
+
+    def halve(self, low: float, count: int, *, learned: bool) -> None:
+        """Try sizes between the smallest and the best, each in the middle."""
+        assert self.best is not None
+        for _ in range(count):
+            high = self.best[0].size_bytes
+            if high - low <= self.config.tolerance * high:
+                return
+            middle = int((low + high) / 2)
+            if not self.attempt(middle, learned=learned):
+                low = middle
+
+    def attempt(self, limit: int, *, learned: bool) -> bool:
+        """Quantize within a size and measure; return whether the goal is kept."""
+        plan = self.plan.with_budget(Budget.parse(f"{limit}B"))
+        size = int(plan.totals["bytes"])
+        way = "reconstructing" if learned else "rounding"
+        self.progress(0, None, f"{way} to {in_bytes(size)}")
+        network = self.network(plan, size, learned=learned)
+        found = self.known.get(
+            f"{way} {size}", lambda: self.measured(network).to_json()
+        )
+        evaluation = Evaluation.from_json(found)
+        trial = Trial(size, learned, self.goal.kept(evaluation), evaluation)
+        self.trials.append(trial)
+        self.progress(0, None, str(trial))
+        if trial.kept:
+            self.best = trial, plan, network
+        return trial.kept
+
+    def network(self, plan: Plan, size: int, *, learned: bool) -> nn.Module:
+        """Return the network as its files compute it."""
+        made = quantize(self.model, plan, self.samples)
+        if learned and self.config.reconstruct is not None:
+            kept = self.folder and self.folder / f"reconstructed-{size}.safetensors"
+            made = reconstruct(
+                made,
+                self.model,
+                self.samples,
+                self.config.reconstruct,
+                checkpoint=kept,
+                progress=self._prefixed(in_bytes(size)),
+            )
+        return finalized(made, self.samples)[0]
+
+    def measured(self, network: nn.Module) -> Evaluation:
+        """Compare a network with the float one."""
+        metric = self.goal.metric
+        return evaluate(
+            network,
+            self.judges,
+            reference=self.model,
+            metrics={} if metric is None else {"metric": metric},
+            progress=self.progress,
+        )
+
+    def _prefixed(self, size: str) -> Callable[[int, int | None, str], None]:
+        return lambda done, total, message: self.progress(
+            done, total, f"reconstructing to {size}: {message}"
+        )
+
+
+def _evaluation(entry: Any) -> dict[str, Any]:
+    """Check what a checkpoint holds."""
+    try:
+        return Evaluation.from_json(json_object(entry, "an evaluation")).to_json()
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"an evaluation is broken: {error}") from error

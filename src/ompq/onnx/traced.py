@@ -1,0 +1,464 @@
+"""A network whose graph PyTorch writes, with what is quantized as integers in it.
+
+Any network that PyTorch can write: weights are integers that a DequantizeLinear or,
+where no kernel multiplies integers, a product turns into floats; activations are
+rounded by pairs of QuantizeLinear and DequantizeLinear. What is between them is float.
+"""
+
+import copy
+import logging
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from ompq.errors import ExportError, QuantizationError
+from ompq.graph import Unit, bias_key
+from ompq.integer.arithmetic import CodeGrid, IntegerWeight
+from ompq.integer.lowering import code_grid, input_names, output_names
+from ompq.layers import (
+    ActivationQuantizer,
+    LogQuantizer,
+    activation_quantizers,
+    plain_class,
+    quantized_layers,
+)
+from ompq.onnx.containers import (
+    ZERO_OF_UNSIGNED,
+    Array,
+    StoredWeight,
+    as_tensor,
+    stored_bytes,
+)
+from ompq.packing.format import broadcast_grid, quantized_units
+from ompq.quantization import quantization_of
+from ompq.quantizers import Grid, integer_weight
+from ompq.recording import tensors_in
+from ompq.samples import Samples, SamplesLike, call, evaluating, model_device, to_device
+
+_QUANTIZE, _DEQUANTIZE = "QuantizeLinear", "DequantizeLinear"
+_DOMAIN, _WEIGHT = "ompq", "Weight"  # a node that stands for a weight, while it is made
+_MULTIPLIED = {"Conv", "Gemm", "MatMul"}  # by kernels of 8 bits
+_BYTE, _LARGEST_CODE = 8, 255
+# Through these runtimes move the integers of what they compute, or clip them.
+_MOVED = {"Reshape", "Transpose", "Flatten", "Squeeze", "Unsqueeze", "Identity"}
+_CLIPS = {"Relu", "Clip"}
+# Beyond these and the multiplied, what runtimes compute with integers ...
+_INTEGER = _MULTIPLIED | {"Add", "MaxPool", "AveragePool", "GlobalAveragePool"}
+# ... and what computes nothing.
+_SILENT = _MOVED | {
+    "Cast", "Concat", "Constant", "ConstantOfShape", "Expand", "Gather", "Pad", "Range",
+    "Shape", "Slice", "Split", "Tile", _QUANTIZE, _DEQUANTIZE,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class TracedModel:
+    """The content of a file."""
+
+    model: Any
+    weights: tuple[StoredWeight, ...]
+    # The network with its biases rounded as they are in the file.
+    network: nn.Module
+    floats: Mapping[str, int]  # kind of node that computes with floats → how many
+
+
+def traced_model(quantized: nn.Module, samples: SamplesLike, opset: int) -> TracedModel:
+    """Return the file of any quantized network.
+
+    Raises:
+        ExportError: PyTorch cannot write the network as ONNX.
+    """
+    record = quantization_of(quantized)
+    units = quantized_units(record)
+    network = copy.deepcopy(quantized).cpu()
+    for unit in units:
+        _hold(network, unit, opset)
+    for quantizer in activation_quantizers(network).values():
+        if not isinstance(quantizer, LogQuantizer):  # which no node rounds like
+            _mark(quantizer, opset)
+    graph = _Graph(_written(network, quantized, Samples.of(samples), opset), opset)
+    rounded = copy.deepcopy(quantized)
+    state = rounded.state_dict()
+    stored = []
+    for unit in units:
+        bits = record.allocation[unit.name].weight
+        stored.append(graph.store(unit, *_codes(state, unit, bits)))
+    for unit in units:
+        if unit.name in graph.biases:
+            state[bias_key(unit)].copy_(graph.biases[unit.name])
+    graph.finish()
+    return TracedModel(graph.model, tuple(stored), rounded, graph.floats())
+
+
+def float_model(model: nn.Module, samples: SamplesLike, opset: int = 21) -> Any:
+    """Return the ONNX file of a float network, as PyTorch writes it."""
+    network = copy.deepcopy(model).cpu()
+    return _written(network, model, Samples.of(samples), opset)
+
+
+class _Held(nn.Module):
+    """Stands for a weight: a node that is named after its unit."""
+
+    def __init__(self, unit: str, opset: int) -> None:
+        super().__init__()
+        self.unit, self.opset = unit, opset
+
+    def forward(self, weight: Tensor) -> Any:
+        given: Any = {"dtype": weight.dtype, "shape": weight.shape}
+        kind, version = f"{_DOMAIN}::{_WEIGHT}", self.opset
+        node = torch.onnx.ops.symbolic
+        return node(kind, (), {"unit": self.unit}, version=version, **given)
+
+
+def _hold(network: nn.Module, unit: Unit, opset: int) -> None:
+    """Let a node of its own stand for a unit's weight, wherever that is read."""
+    weight = network.get_parameter(unit.parameter)
+    layer = quantized_layers(network).get(unit.name)
+    if layer is not None:
+        layer.check_uniform()
+        layer.__class__ = plain_class(layer)
+    for module in list(network.modules()):
+        for leaf, parameter in list(module.named_parameters(recurse=False)):
+            if parameter is weight:
+                held = _Held(unit.name, opset)
+                parametrize.register_parametrization(module, leaf, held, unsafe=True)
+                if isinstance(module, nn.RNNBase):
+                    module.register_forward_pre_hook(_read_weights)
+
+
+def _read_weights(module: Any, _args: Any) -> None:
+    """Have a recurrent layer, which keeps a list of its weights, read them anew."""
+    module._flat_weights = [getattr(module, key) for key in module._flat_weights_names]
+
+
+class _Marked(ActivationQuantizer):
+    """Rounds by the nodes that do so in the file."""
+
+    opset: int
+
+    def forward(self, x: Tensor) -> Any:
+        node: Any = partial(torch.onnx.ops.symbolic, shape=x.shape, version=self.opset)
+        grid = (self.get_buffer("step"), self.get_buffer("zero"))
+        codes = node(_QUANTIZE, (x, *grid), dtype=torch.uint8)
+        if self.bits < _BYTE:
+            ends = (self.get_buffer("low"), self.get_buffer("high"))
+            codes = node("Clip", (codes, *ends), dtype=torch.uint8)
+        return node(_DEQUANTIZE, (codes, *grid), dtype=torch.float32)
+
+
+def _mark(quantizer: ActivationQuantizer, opset: int) -> None:
+    grid = code_grid(quantizer)
+    quantizer.register_buffer("step", torch.tensor(grid.scale))
+    for name, code in (("zero", grid.zero_point), ("low", 0), ("high", grid.qmax)):
+        quantizer.register_buffer(name, torch.tensor(code, dtype=torch.uint8))
+    quantizer.__class__ = _Marked
+    cast(_Marked, quantizer).opset = opset
+
+
+def _written(
+    network: nn.Module, original: nn.Module, samples: Samples, opset: int
+) -> Any:
+    """Return the graph of a network that computes what the original does."""
+    if not hasattr(torch.onnx, "ops"):
+        raise ExportError(
+            f"PyTorch {torch.__version__} cannot write this network: it takes 2.8"
+        )
+    batch = samples.first_batch(2)
+    arguments = () if isinstance(batch, dict) else tuple(tensors_in(batch))
+    named = batch if isinstance(batch, dict) else {}
+    names = input_names(batch)
+    first = {0: torch.export.Dim("batch")}
+    try:
+        with evaluating(original):
+            outputs = call(original, to_device(batch, model_device(original)))
+        with evaluating(network), _quiet():
+            program: Any = torch.onnx.export(
+                network,
+                arguments,
+                None,
+                kwargs=named,
+                dynamo=True,
+                input_names=names,
+                output_names=output_names(outputs),
+                dynamic_shapes=dict.fromkeys(named, first) or (first,) * len(names),
+                opset_version=opset,
+                verbose=False,
+            )
+    except Exception as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise ExportError(
+            f"PyTorch cannot write the network as ONNX: {reason}"
+        ) from error
+    written = program.model_proto
+    _strip(written)
+    return written
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """PyTorch's exporter warns of itself, on several ways."""
+    logger = logging.getLogger("torch.onnx")
+    level, fast = logger.level, torch.backends.mha.get_fastpath_enabled()
+    logger.setLevel(logging.ERROR)
+    # The fused kernel of a whole attention has no form in ONNX.
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)
+        torch.backends.mha.set_fastpath_enabled(fast)
+
+
+def _strip(model: Any) -> None:
+    """Remove what tells of the machine that wrote it: traces, paths, comments."""
+    model.producer_name, model.producer_version = "ompq", ""
+    model.doc_string = ""
+    del model.metadata_props[:]
+    graph = model.graph
+    graph.name, graph.doc_string = "network", ""
+    del graph.metadata_props[:]
+    del graph.value_info[:]
+    for part in (graph.node, graph.initializer, graph.input, graph.output):
+        for one in part:
+            one.doc_string = ""
+            del one.metadata_props[:]
+
+
+def _codes(state: Mapping[str, Tensor], unit: Unit, bits: int) -> tuple[Tensor, Grid]:
+    """Return a unit's codes, and the grid that they are on, shaped alike."""
+    scale, zero_point, weight = (
+        state[f"{unit.parameter}{name}"].detach().cpu()
+        for name in ("_scale", "_zero_point", "")
+    )
+    grid = broadcast_grid(Grid(scale, zero_point, bits), unit, weight.device)
+    return grid.quantize(weight), grid
+
+
+def _whole(codes: Tensor, grid: Grid) -> IntegerWeight:
+    """Return a weight as whole numbers that give its very floats."""
+    values, factor = integer_weight(codes, grid.zero_point, grid.bits)
+    return IntegerWeight(
+        codes=codes,
+        bits=grid.bits,
+        unit=round(1 / factor),
+        offset=(grid.zero_point / factor).int(),
+        stretch=torch.ones((), dtype=torch.int32),
+        values=values,
+        scale=grid.scale * factor,
+        bias=torch.zeros((), dtype=torch.int32),
+    )
+
+
+class _Use(NamedTuple):
+    """Where integers multiply a weight."""
+
+    node: Any
+    turned: Any  # the node that transposes the weight before; None without one
+    source: CodeGrid  # of what it is multiplied with
+    step: str  # name of the constant that holds its scale
+
+
+class _Graph:
+    """The graph of a network while its weights are given their integers."""
+
+    def __init__(self, model: Any, opset: int) -> None:
+        self.model, self.opset = model, opset
+        self.nodes = list(model.graph.node)
+        self.made: list[Any] = []  # nodes that give weights; they come first
+        self.constants: dict[str, Any] = {t.name: t for t in model.graph.initializer}
+        self.outputs = {output.name for output in model.graph.output}
+        self._share_grids()
+        self.producer = {name: node for node in self.nodes for name in node.output}
+        self.readers: dict[str, list[Any]] = {}
+        for node in self.nodes:
+            for name in node.input:
+                self.readers.setdefault(name, []).append(node)
+        self.multiplied: list[Any] = []  # nodes that kernels of 8 bits compute
+        self.biases: dict[str, Tensor] = {}  # of units, rounded to whole steps
+        self.places: dict[str, list[Any]] = {}  # unit → nodes that stand for its weight
+        for node in self.nodes:
+            if node.domain == _DOMAIN:
+                unit = node.attribute[0].s.decode()
+                self.places.setdefault(unit, []).append(node)
+
+    def _share_grids(self) -> None:
+        """Name the numbers of activations' grids by their values."""
+        for node in self.nodes:
+            if node.op_type in (_QUANTIZE, _DEQUANTIZE, "Clip"):
+                for at, kind in enumerate(node.input[1:], start=1):
+                    value = self._value(kind)
+                    if value.dtype == np.uint8:
+                        name = f"{'code' if node.op_type == 'Clip' else 'zero'}/{value}"
+                    elif node.op_type != "Clip":
+                        name = f"scale/{value:.9g}"
+                    else:
+                        continue
+                    node.input[at] = self._constant(name, value)
+
+    def _value(self, name: str) -> Array:
+        from onnx import numpy_helper
+
+        value = self.constants[name]
+        array: Array = (
+            value if isinstance(value, np.ndarray) else numpy_helper.to_array(value)
+        )
+        return array
+
+    def _constant(self, name: str, value: Any) -> str:
+        self.constants[name] = value
+        return name
+
+    def _node(self, kind: str, inputs: list[str], output: str, **given: Any) -> str:
+        from onnx import helper
+
+        self.made.append(helper.make_node(kind, inputs, [output], **given))
+        return output
+
+    def store(self, unit: Unit, codes: Tensor, grid: Grid) -> StoredWeight:
+        """Put integers in the place of a unit's weight."""
+        name, places = unit.name, self.places.get(unit.name, [])
+        if not places:
+            raise ExportError(
+                f"{name}: its weight is not in the graph that PyTorch wrote; pin it to "
+                "32 bits to keep it float"
+            )
+        use = self._use(places)
+        weight = None if use is None else self._multiplied(unit, codes, grid, use)
+        if weight is None:
+            weight = _whole(codes, grid)
+            self._unpack(name, weight)
+            self._node("Cast", [f"{name}/bytes"], f"{name}/levels", to=1)
+            given = [f"{name}/levels", f"{name}/scale"]
+            self._constant(f"{name}/scale", weight.scale.numpy())
+            self._node("Mul", given, f"{name}/weight")
+            for place in places:
+                self._node("Identity", [f"{name}/weight"], place.output[0])
+        own = {k: v for k, v in self.constants.items() if k.startswith(f"{name}/")}
+        return StoredWeight.of(name, weight, own)
+
+    def _use(self, places: Sequence[Any]) -> _Use | None:
+        """Return where kernels of 8 bits can multiply a weight, if they do alone."""
+        node, turned = self._reader(places[0]) if len(places) == 1 else None, None
+        if node is not None and node.op_type == "Transpose":
+            node, turned = self._reader(node), node
+        if node is None or node.op_type not in _MULTIPLIED or self._scaled(node):
+            return None
+        source = self._dequantized(node.input[0])
+        if source is None or (node.op_type == "Conv" and not self._rounded(node)):
+            return None
+        step, zero = source.input[1:3]
+        clip = self.producer[source.input[0]]
+        highest = (
+            self._value(clip.input[2]) if clip.op_type == "Clip" else _LARGEST_CODE
+        )
+        bits = int(highest).bit_length()
+        grid = CodeGrid(float(self._value(step)), int(self._value(zero)), bits)
+        return _Use(node, turned, grid, step)
+
+    def _reader(self, node: Any) -> Any:
+        """Return the only node that reads what a node gives, or None."""
+        found = self.readers.get(node.output[0], [])
+        alone = len(found) == 1 and node.output[0] not in self.outputs
+        return found[0] if alone else None
+
+    def _scaled(self, node: Any) -> bool:
+        """Whether a Gemm does more than multiply and add."""
+        return any(
+            one.name in ("alpha", "beta") and one.f != 1 for one in node.attribute
+        )
+
+    def _dequantized(self, name: str) -> Any:
+        """Return the node that gives a tensor from codes, perhaps moved; or None."""
+        node = self.producer.get(name)
+        while node is not None and node.op_type in _MOVED:
+            node = self.producer.get(node.input[0])
+        return node if node is not None and node.op_type == _DEQUANTIZE else None
+
+    def _rounded(self, node: Any) -> bool:
+        """Whether all that is read of a node's output are its codes."""
+        readers = self.readers.get(node.output[0], [])
+        if len(readers) == 1 and readers[0].op_type in _CLIPS:
+            return self._rounded(readers[0])
+        return bool(readers) and all(each.op_type == _QUANTIZE for each in readers)
+
+    def _multiplied(
+        self, unit: Unit, codes: Tensor, grid: Grid, use: _Use
+    ) -> IntegerWeight | None:
+        """Store a weight, and its bias, as a kernel of 8 bits takes them."""
+        name, (node, turned, source, step) = unit.name, use
+        shift = node.input[2] if len(node.input) > 2 else ""
+        bias = torch.tensor(self._value(shift)) if shift in self.constants else None
+        if shift and (bias is None or bias.shape != (len(codes),)):
+            return None
+        try:
+            weight = IntegerWeight.of(codes, grid, bias, source)
+        except QuantizationError:  # its sums may exceed 32 bits
+            return None
+        unsigned = bool(weight.pair_excess(source).max() > 1)
+        self._unpack(name, weight, unsigned=unsigned)
+        kind, zero = (np.uint8, ZERO_OF_UNSIGNED) if unsigned else (np.int8, 0)
+        scale = self._constant(f"{name}/scale", weight.scale.numpy().astype(np.float32))
+        zeros = self._constant(f"{name}/zeros", np.full(len(codes), zero, kind))
+        place, (given,) = f"{name}/bytes", self.places[name]
+        if turned is not None:
+            place = self._node("Transpose", [place], f"{name}/turned")
+            self.nodes.remove(turned)
+            given = turned
+        axis = int(turned is not None)
+        self._node(_DEQUANTIZE, [place, scale, zeros], given.output[0], axis=axis)
+        self.multiplied.append(node)
+        if bias is not None:
+            self.biases[name] = weight.bias * weight.scale * source.scale
+            self._constant(f"{name}/bias", weight.bias.numpy())
+            self._node("Mul", [step, scale], f"{name}/unit")
+            inputs = [f"{name}/bias", f"{name}/unit"]
+            node.input[2] = self._node(_DEQUANTIZE, inputs, f"{name}/shift", axis=0)
+        return weight
+
+    def _unpack(
+        self, name: str, weight: IntegerWeight, *, unsigned: bool = False
+    ) -> None:
+        short = f"w{len(self.made)}"
+        arrays, nodes = stored_bytes(name, weight, self.opset, short, unsigned=unsigned)
+        self.constants |= arrays
+        for kind, inputs, output, attributes in nodes:
+            self._node(kind, inputs, output, **attributes)
+
+    def finish(self) -> None:
+        """Put the new nodes and constants into the graph."""
+        graph = self.model.graph
+        nodes = [*self.made, *(n for n in self.nodes if n.domain != _DOMAIN)]
+        del graph.node[:], graph.initializer[:]
+        graph.node.extend(nodes)
+        read = {name for node in nodes for name in node.input} | self.outputs
+        graph.initializer.extend(
+            as_tensor(name, value)
+            for name, value in self.constants.items()
+            if name in read
+        )
+        kept = [each for each in self.model.opset_import if each.domain != _DOMAIN]
+        del self.model.opset_import[:]
+        self.model.opset_import.extend(kept)
+
+    def floats(self) -> Counter[str]:
+        """Count the nodes that compute with floats, by kind."""
+        return Counter(node.op_type for node in self.nodes if self._is_float(node))
+
+    def _is_float(self, node: Any) -> bool:
+        if node.op_type in _CLIPS:  # a grid that ends where it clips
+            node = self.producer.get(node.input[0], node)
+        if node.op_type in _SILENT or node.domain == _DOMAIN or node in self.multiplied:
+            return False
+        read = [name for name in node.input if name and name not in self.constants]
+        return node.op_type not in _INTEGER or None in map(self._dequantized, read)

@@ -1,0 +1,468 @@
+"""Plan: a decision with everything it was made from; read and solved without torch."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, cast, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ompq.allocation.solver import (
+    METHODS,
+    Allocation,
+    Budget,
+    Explanation,
+    Method,
+    ParetoPoint,
+    Problem,
+    allocate,
+    explain,
+    pareto,
+)
+from ompq.costs import (
+    FLOAT_BITS,
+    Accounting,
+    Bytes,
+    Cost,
+    LatencyTable,
+    cost_tables,
+    in_bytes,
+    latency_table,
+    overhead_bytes,
+    paper_bytes,
+    unit_bytes,
+)
+from ompq.errors import OmpqError, PlanError, shortened
+from ompq.files import (
+    json_list,
+    json_number,
+    json_object,
+    json_table,
+    json_text,
+    json_whole,
+    library_version,
+    read_json,
+    write_text,
+)
+from ompq.memory import LiveTensor, memory_from_json, memory_to_json
+from ompq.notebook import data_frame, html_table
+from ompq.score_tables import ScoreTable
+from ompq.stages import Progress
+from ompq.targets import Target
+from ompq.units import (
+    Choice,
+    LayerGraph,
+    Skipped,
+)
+
+FORMAT = "ompq-plan/2"
+FORMATS = ("ompq-plan/1", FORMAT)  # the first wrote the ORM as lists of numbers
+_ADVICE = "Give a file that ompq plan or Plan.save wrote"
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """An allocation whose true damage was measured."""
+
+    name: str  # where it came from: a score, or ``refit 3``
+    allocation: Allocation
+    divergence: float  # mean KL from the float network, in nats, on held-back samples
+    # A digest of these samples, the network and the way of quantizing: only divergences
+    # of one judge may be compared.
+    judge: str
+
+
+@dataclass(frozen=True, repr=False)
+class Plan:
+    """A decision with everything it was made from; needs no model to be re-solved.
+
+    Attributes:
+        choices: Columns of the tables.
+        scores: Expected damage of each choice of each unit, and its reasons.
+        allowed: Which choices each unit may get, (units, choices).
+        budget: What the allocation keeps to.
+        score_name: What the damage is.
+        latency: Milliseconds of each unit at each choice, where known.
+        target: Where the network will run, if that was said.
+        measured: Allocations that ``refine`` has measured, in that order.
+        activations: When activations are alive, if a budget limits their memory.
+    """
+
+    graph: LayerGraph
+    choices: tuple[Choice, ...]
+    scores: ScoreTable
+    allowed: NDArray[np.bool_]
+    budget: Budget
+    allocation: Allocation
+    accounting: Accounting = "packed"
+    method: Method = "exact"
+    score_name: str = ""
+    latency: LatencyTable | None = None
+    target: Target | None = None
+    measured: tuple[Measurement, ...] = ()
+    activations: tuple[LiveTensor, ...] = ()
+
+    @cached_property
+    def problem(self) -> Problem:
+        """The integer program: damage, costs, ties and pins."""
+        costs = cost_tables(
+            self.graph,
+            self.choices,
+            accounting=self.accounting,
+            latency=self.latency,
+            activations=self.activations,
+        )
+        return make_problem(
+            self.graph, self.choices, self.scores.damage, self.allowed, costs
+        )
+
+    @cached_property
+    def columns(self) -> NDArray[np.intp]:
+        """The column of each unit's choice, (units,)."""
+        return self.problem.columns(self.allocation)
+
+    @cached_property
+    def totals(self) -> dict[str, float]:
+        """What the allocation costs, by cost, and two averages.
+
+        ``average_bits`` is over the weights of all units, which a budget in bits
+        limits; ``bits_per_parameter`` over every parameter and buffer, with what stays
+        float, scales and zero points in the count.
+        """
+        costs = self.problem.costs
+        found = {name: cost.total(self.columns) for name, cost in costs.items()}
+        parameters = self.graph.float_bytes / 4 + sum(
+            u.weights + u.bias_parameters + u.norm_parameters for u in self.graph.units
+        )
+        return {
+            **found,
+            "average_bits": found["weight_bits"] / costs["weight_bits"].reference,
+            "bits_per_parameter": 8 * found["bytes"] / parameters,
+        }
+
+    @property
+    def bytes_by_item(self) -> dict[str, int]:
+        """Bytes of a packed file, item by item, over all units and what stays float."""
+        graph = self.graph
+        items = Bytes.by_item(
+            [unit_bytes(u, self.allocation[u.name]) for u in graph.units]
+        )
+        metadata = items.pop("metadata") + overhead_bytes(graph)
+        return {**items, "float": graph.float_bytes, "metadata": metadata}
+
+    @property
+    def no_speed_up(self) -> tuple[Skipped, ...]:
+        """The units whose bits make nothing faster on the target, with reasons."""
+        target, bits = self.target, self.allocation
+        if target is None:
+            return ()
+        reasons = ((u, target.no_speed_up(u, bits[u.name])) for u in self.graph.units)
+        return tuple(Skipped(unit.name, why) for unit, why in reasons if why)
+
+    @property
+    def damage(self) -> float:
+        """The expected damage of the allocation, as scored."""
+        return self.problem.damage_of(self.allocation)
+
+    @property
+    def gap(self) -> float:
+        """How much less damage another allocation could at most do; 0 is proved."""
+        return self.allocation.gap
+
+    @cached_property
+    def hash(self) -> str:
+        """A short digest of the whole plan: equal plans have equal hashes."""
+        text = json.dumps(_to_json(self), ensure_ascii=False)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return budget, totals, bits and what stays float as plain data."""
+        return plan_summary(self)
+
+    def to_dataframe(self) -> Any:
+        """Return one row a unit as a pandas DataFrame."""
+        return data_frame(unit_rows(self))
+
+    def _repr_html_(self) -> str:
+        rows = [
+            {
+                "layer": row["name"],
+                "kind": row["kind"],
+                "bits": row["weight_bits"],
+                "input bits": row["activation_bits"],
+                "bytes": f"{row['bytes']:,.0f}",
+                "damage": f"{row['damage']:.3g}",
+            }
+            for row in unit_rows(self)
+        ]
+        return html_table(repr(self), rows)
+
+    def __repr__(self) -> str:
+        gap = f", damage within {self.gap:.2g} of the least" if self.gap else ""
+        return (
+            f"Plan({len(self.graph)} units, {self.budget}: "
+            f"{in_bytes(self.totals['bytes'])}, "
+            f"{self.totals['average_bits']:.2f} bits a weight{gap})"
+        )
+
+    def with_budget(self, budget: Budget | str) -> "Plan":
+        """Solve again for another budget; needs neither model nor samples."""
+        budget = Budget.of(budget)
+        allocation = allocate(self.problem, budget, method=self.method)
+        return replace(self, budget=budget, allocation=allocation)
+
+    def pareto(
+        self,
+        cost: str = "bytes",
+        points: int = 100,
+        *,
+        progress: Progress | None = None,
+    ) -> tuple[ParetoPoint, ...]:
+        """Return the curve of damage against a cost, by re-solving."""
+        return pareto(self.problem, cost, points, progress=progress)
+
+    def explain(self, unit: str) -> Explanation:
+        """Explain why a unit got its bits."""
+        return explain(self.problem, self.budget, self.allocation, unit)
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan as JSON; the same plan gives the same bytes."""
+        data = {"format": FORMAT, "written_by": library_version(), **_to_json(self)}
+        write_text(path, json.dumps(data, indent=1, ensure_ascii=False) + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Plan":
+        """Read a plan.
+
+        Raises:
+            PlanError: The file is missing, no plan, broken, or of another version.
+        """
+        try:
+            data = read_json(path)
+        except ValueError as error:
+            raise PlanError(f"{path} is not a plan: {error}. {_ADVICE}") from error
+        written = data.get("format") if isinstance(data, dict) else None
+        if not isinstance(written, str) or not written.startswith("ompq-plan/"):
+            raise PlanError(f"{path} is not a plan. {_ADVICE}")
+        if written not in FORMATS:
+            raise PlanError(
+                f"{path} has the format {written[:40]}, written by ompq "
+                f"{str(data.get('written_by', 'of an unknown version'))[:40]}; this is "
+                f"ompq {library_version()}, which reads up to {FORMAT}. "
+                "Install that version, or plan again"
+            )
+        try:
+            return _from_json(data)
+        except (KeyError, ValueError, OmpqError) as error:
+            what = f"{error} is missing" if isinstance(error, KeyError) else error
+            raise PlanError(
+                f"{path} is a damaged plan: {what}. Undo your edits or plan again"
+            ) from error
+
+    def check_network(self, graph: LayerGraph) -> None:
+        """Make sure that the plan was made for this network.
+
+        Raises:
+            PlanError: It was not; says which units differ.
+        """
+        differing = self.graph.differing(graph)
+        if differing:
+            raise PlanError(
+                f"the plan was made for another network: {len(differing)} units differ "
+                f"({shortened(differing)})"
+            )
+
+
+def plan_summary(plan: Plan) -> dict[str, Any]:
+    """Return budget, totals, bits and what stays float."""
+    return {
+        "hash": plan.hash,
+        "budget": str(plan.budget),
+        "limits": dict(plan.budget.limits(plan.problem.costs)),
+        "totals": plan.totals,
+        "bytes_by_item": plan.bytes_by_item,
+        "float_bytes": plan.problem.costs["bytes"].reference,
+        "damage": plan.damage,
+        "gap": plan.gap,
+        "score": plan.score_name,
+        "method": plan.method,
+        "accounting": plan.accounting,
+        "allocation": plan.allocation.to_json(),
+        "measured": [
+            {"name": one.name, "divergence": one.divergence} for one in plan.measured
+        ],
+        "units": unit_rows(plan),
+        "target": None if plan.target is None else plan.target.name,
+        "no_speed_up": [asdict(one) for one in plan.no_speed_up],
+        "skipped": [asdict(one) for one in plan.graph.skipped],
+    }
+
+
+def unit_rows(plan: Plan) -> list[dict[str, Any]]:
+    """Return what there is to know about each unit and its bits."""
+    gamma, importance = plan.scores.gamma, plan.scores.importance
+    widths = {choice.bits for choice in plan.choices}
+    paper = plan.accounting == "paper"
+    rows = []
+    for i, unit in enumerate(plan.graph.units):
+        bits = plan.allocation[unit.name]
+        allowed = zip(plan.choices, plan.allowed[i], strict=True)
+        free = {choice.bits for choice, may in allowed if may}
+        row = {
+            "name": unit.name,
+            "kind": unit.kind,
+            "shape": list(unit.weight_shape),
+            "parameters": unit.weights,
+            "macs": unit.macs,
+            "block": unit.block,
+            "group": unit.group,
+            "gamma": None if gamma is None else float(gamma[i]),
+            "importance": None if importance is None else float(importance[i]),
+            "damage": float(plan.scores.damage[i, plan.columns[i]]),
+            "weight_bits": bits.bits,
+            "coded": bits.rate > 0,
+            "activation_bits": bits.activation,
+            # Its weight bits were fixed while those of others were chosen.
+            "pinned": len(free) == 1 and len(widths) > 1,
+            "bytes": paper_bytes(unit, bits) if paper else unit_bytes(unit, bits).total,
+        }
+        rows.append(row)
+    return rows
+
+
+def read_bits(path: Path) -> Plan | Allocation:
+    """Read a plan, or an allocation alone: unit → bits.
+
+    Raises:
+        PlanError: The file is neither.
+    """
+    try:
+        data = read_json(path)
+        if isinstance(data, dict) and "format" not in data:
+            return Allocation.from_json(data)
+    except (ValueError, TypeError, AttributeError, PlanError) as error:
+        raise PlanError(
+            f"{path} is neither a plan nor an allocation: {error}. Give a file that "
+            "ompq plan wrote, or bits copied from a report"
+        ) from error
+    return Plan.load(path)
+
+
+def make_problem(
+    graph: LayerGraph,
+    choices: tuple[Choice, ...],
+    damage: NDArray[np.float64],
+    allowed: NDArray[np.bool_],
+    costs: Mapping[str, Cost],
+) -> Problem:
+    """Put the integer program together: ties come from the graph."""
+    order = {name: number for number, name in enumerate(graph.groups)}
+    return Problem(
+        names=graph.names,
+        choices=choices,
+        damage=damage,
+        costs=costs,
+        allowed=allowed,
+        groups=np.array([order[unit.group] for unit in graph.units]),
+        inputs={u.name: u.input_bits for u in graph.units if u.input_bits},
+    )
+
+
+def _to_json(plan: Plan) -> dict[str, Any]:
+    return {
+        "budget": str(plan.budget),
+        "score": plan.score_name,
+        "method": plan.method,
+        "accounting": plan.accounting,
+        "allocation": plan.allocation.to_json(),
+        "gap": plan.gap,
+        "choices": [choice.to_json() for choice in plan.choices],
+        "allowed": plan.allowed.astype(int).tolist(),
+        **plan.scores.to_json(),
+        "latency": plan.latency,
+        "graph": plan.graph.to_json(),
+        **({} if plan.target is None else {"target": plan.target.to_json()}),
+        **({"measured": _measured_to_json(plan)} if plan.measured else {}),
+        **(
+            {"activations": memory_to_json(plan.activations)}
+            if plan.activations
+            else {}
+        ),
+    }
+
+
+def _from_json(data: Mapping[str, Any]) -> Plan:
+    graph = LayerGraph.from_json(data["graph"])
+    listed = json_list(data["choices"], "choices", 256)
+    choices = tuple(Choice.from_json(one, "choices", FLOAT_BITS) for one in listed)
+    if len({*choices}) < max(len(listed), 1):
+        raise ValueError("choices must be different pairs of bits")
+    shape = (len(graph), len(choices))
+    texts = {
+        name: json_text(data[name], name)
+        for name in ("budget", "accounting", "method", "score")
+    }
+    for name, known in (("accounting", get_args(Accounting)), ("method", METHODS)):
+        if texts[name] not in known:
+            raise ValueError(f"{name} must be one of {', '.join(known)}")
+    latency = data["latency"]
+    loaded = Plan(
+        graph=graph,
+        choices=choices,
+        scores=ScoreTable.from_json(data, len(graph), len(choices)),
+        allowed=np.array(json_table(data["allowed"], "allowed", shape), dtype=bool),
+        budget=Budget.parse(texts["budget"]),
+        allocation=replace(
+            Allocation.from_json(data["allocation"]),
+            gap=json_number(data.get("gap", 0.0), "gap"),
+        ),
+        accounting=cast(Accounting, texts["accounting"]),
+        method=cast(Method, texts["method"]),
+        score_name=texts["score"],
+        latency=None if latency is None else latency_table(latency),
+        target=Target.from_json(data["target"]) if "target" in data else None,
+        activations=memory_from_json(data.get("activations", []), len(graph)),
+    )
+    # The allocation may have been edited by hand: it must still be one of ours.
+    loaded.allocation.check_units(graph.names)
+    _ = loaded.columns
+    measured = _measured_from_json(loaded, data.get("measured", []))
+    return replace(loaded, measured=measured)
+
+
+def _measured_to_json(plan: Plan) -> list[dict[str, Any]]:
+    """Return what was measured as plain data; choices are numbers of columns."""
+    return [
+        {
+            "name": one.name,
+            "divergence": one.divergence,
+            "judge": one.judge,
+            "columns": plan.problem.columns(one.allocation).tolist(),
+        }
+        for one in plan.measured
+    ]
+
+
+def _measured_from_json(plan: Plan, data: Any) -> tuple[Measurement, ...]:
+    """Rebuild measurements of a plan's units."""
+    found = []
+    for entry in json_list(data, "measured"):
+        given = json_object(entry, "measured")
+        columns = json_list(given.get("columns"), "columns")
+        if len(columns) != len(plan.graph):
+            raise ValueError(f"columns must have {len(plan.graph)} entries")
+        last = len(plan.choices) - 1
+        places = np.array([json_whole(c, "columns", 0, last) for c in columns])
+        found.append(
+            Measurement(
+                json_text(given.get("name"), "name"),
+                plan.problem.unit_allocation(places),
+                json_number(given.get("divergence"), "divergence"),
+                json_text(given.get("judge"), "judge"),
+            )
+        )
+    return tuple(found)

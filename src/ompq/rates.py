@@ -1,0 +1,168 @@
+"""The rate curve: which step makes a layer's weights, entropy-coded, take so many bits.
+
+A coded layer has one step for all its weights, in codes of 8 bits around 128. The step
+alone decides how many bits the codes take and how large the error is.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ompq.entropy import SCALE_MULTIPLES, coded_size
+from ompq.prices import ZERO, cheapest_codes, entropy, pulled_to
+from ompq.quantizers import LARGEST_BITS, Grid
+from ompq.ranges import thinned
+
+# A curve is drawn through steps of half an octave, in units of the weights' root mean
+# square, on a sample of so many weights; what the coder makes of neighbours, on rows of
+# so many in all, at three of the steps.
+_OCTAVES = np.arange(-6.5, 3.5, 0.5)
+_SAMPLED, _CODED = 1 << 13, 1 << 16
+_CODED_AT = (1.0, 2.5, 5.0)  # bits
+# A step found is good enough if its codes fill this part of what they may take.
+_FILLED = 0.995
+_TRIES = 8
+LARGEST_HALF = 65504.0  # of numbers of 16 bits
+_SMALLEST = 1e-30  # of the largest scales
+_MULTIPLES = torch.from_numpy(SCALE_MULTIPLES)
+_UNIT_BITS = 12  # of the number they multiply: products are exact in float32
+
+
+class RateCurve(NamedTuple):
+    """What becomes of a layer's weights at steps from fine to coarse, (S,) each."""
+
+    steps: NDArray[np.float64]
+    bits: NDArray[np.float64]  # bits of a weight in a file
+    noise: NDArray[np.float64]  # ||W - Q(W)||² / ||W||²
+
+    def step(self, rate: float) -> float:
+        """Return the step at which weights take about so many bits."""
+        return self._read(rate, self.steps)
+
+    def noise_at(self, rate: float) -> float:
+        """Return the noise-to-signal ratio at that step."""
+        return self._read(rate, self.noise)
+
+    def _read(self, rate: float, values: NDArray[np.float64]) -> float:
+        logs = np.log2(np.maximum(values, 1e-30))
+        return float(2 ** np.interp(-rate, -self.bits, logs))
+
+
+def rate_curve(weight: Tensor) -> RateCurve:
+    """Return a layer's curve, within about 2 % of what the coder writes.
+
+    Args:
+        weight: With batch norm folded in, (rows, ...).
+    """
+    rows = weight.detach().float().reshape(len(weight), -1)
+    size = float(rows.square().mean().sqrt())
+    steps = size * 2**_OCTAVES
+    finest = float(rows.abs().max()) / (ZERO - 1)
+    steps = np.array([finest, *steps[steps > finest]])
+    if size == 0:
+        return RateCurve(np.ones(1), np.zeros(1), np.zeros(1))
+    sample = thinned(rows.reshape(1, -1), _SAMPLED)
+    bits, noise = np.array([_rounded(sample, step) for step in steps]).T
+    bits *= _coder_gain(weight, steps, bits)
+    # The coarsest step leaves nothing; bits must fall for the curve to be read.
+    return RateCurve(steps, np.minimum.accumulate(bits), noise)
+
+
+def _rounded(sample: Tensor, step: float) -> tuple[float, float]:
+    """Return bits of a weight, by frequency, and noise-to-signal."""
+    codes = coded_codes(sample, step)
+    error = (codes.float() - ZERO) * step - sample
+    noise = float(error.square().sum() / sample.square().sum().clamp_min(1e-30))
+    return entropy(codes) / sample.numel(), noise
+
+
+def _coder_gain(
+    weight: Tensor, steps: NDArray[np.float64], bits: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """Return bits that the coder writes over those by frequency, at each step."""
+    every = -(-weight.numel() // _CODED)
+    part = weight.detach()[:: min(every, len(weight))]
+    places = sorted({int(np.abs(bits - wanted).argmin()) for wanted in _CODED_AT})
+    ratios = []
+    for place in places:
+        codes = coded_codes(part, float(steps[place]))
+        ratios.append(8 * code_bytes(codes) / max(entropy(codes), 1.0))
+    found: NDArray[np.float64] = np.interp(-bits, -bits[places], ratios)
+    return found
+
+
+def coded_codes(weight: Tensor, step: float) -> Tensor:
+    """Return the codes, uint8, that are worth their error and their bits."""
+    return cheapest_codes(weight.float() / step + ZERO)
+
+
+def coded_weight(weight: Tensor, step: float) -> Tensor:
+    """Return the weight rounded with one step."""
+    return ((coded_codes(weight, step).float() - ZERO) * step).to(weight.dtype)
+
+
+def code_bytes(codes: Tensor) -> int:
+    """Return the bytes that codes take in a file."""
+    return coded_size(codes.cpu().numpy())
+
+
+def coded_grid(weight: Tensor, limit: int, *, channel_dim: int) -> tuple[Grid, Tensor]:
+    """Return a grid of one step whose codes take at most ``limit`` bytes.
+
+    The weight that comes with it rounds to these codes, which are not all the nearest.
+    """
+    rate = 8 * limit / weight.numel()
+    step = to_multiples(torch.tensor([rate_curve(weight).step(rate)]))
+    codes, best = torch.full_like(weight, ZERO, dtype=torch.uint8), step
+    smallest, largest = 0.0, np.inf  # steps whose codes take too much, or fit
+    for _ in range(_TRIES):
+        tried = coded_codes(weight, float(step))
+        used = 8 * code_bytes(tried) / weight.numel()
+        if used > rate:
+            smallest = float(step)
+        elif float(step) < largest:
+            codes, best, largest = tried, step, float(step)
+        if rate * _FILLED <= used <= rate:
+            break
+        # A step of half the size takes about one bit more.
+        guess = float(step) * 2 ** (used - rate * (1 + _FILLED) / 2)
+        if not smallest < guess < largest:
+            guess = (smallest * largest) ** 0.5 if smallest * largest > 0 else guess
+        step = to_multiples(torch.tensor([guess]))
+    shape = [1] * weight.dim()
+    shape[channel_dim] = weight.shape[channel_dim]
+    scale = best.to(weight.device).expand(shape).clone()
+    grid = Grid(scale, torch.full_like(scale, ZERO), LARGEST_BITS)
+    position = weight.float() / scale + ZERO
+    return grid, ((pulled_to(codes, position) - ZERO) * scale).to(weight.dtype)
+
+
+def scale_multiples(scales: Tensor) -> tuple[Tensor, Tensor]:
+    """Return scales as multiples of one number: that, float32 (1,), and uint8 (C,).
+
+    A byte says which multiple: five bits of it are a mantissa and three an exponent,
+    since equalized channels have scales of very different sizes. Scales that are such
+    multiples already are found again, to the last bit.
+    """
+    known = _MULTIPLES.to(scales.device)
+    mantissa, exponent = torch.frexp(
+        scales.double().max().clamp_min(_SMALLEST) / known[-1]
+    )
+    whole = (mantissa * 2.0**_UNIT_BITS).round()
+    unit = torch.ldexp(whole, exponent - _UNIT_BITS)
+    between = (known[1:] + known[:-1]) / 2
+    places = torch.bucketize(scales.double() / unit, between)
+    return unit.float().reshape(1), places.to(torch.uint8)
+
+
+def multiplied(unit: Tensor, places: Tensor) -> Tensor:
+    """Return the scales that :func:`scale_multiples` describes, float32 (C,)."""
+    return unit * _MULTIPLES.to(unit)[places.long()]
+
+
+def to_multiples(scales: Tensor) -> Tensor:
+    """Return scales (C,) as a packed file holds those of a coded layer."""
+    return multiplied(*scale_multiples(scales)).to(scales.dtype)

@@ -1,0 +1,287 @@
+"""Bits proposed by a reinforcement-learning agent, as HAQ does."""
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import cycle
+from math import inf, log2
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ompq.allocation.program import Allocation, Columns, Program
+from ompq.costs import digits
+from ompq.evaluation import kl_divergence, logits_of
+from ompq.graph import Choice, Unit, trace
+from ompq.plans import Plan
+from ompq.samples import Progress, Samples, SamplesLike
+from ompq.scores.rounding_errors import check_weights_only, rounded_weights
+
+# As published, or where the paper is silent as in its released code.
+_HIDDEN = 300
+_ACTOR_RATE, _CRITIC_RATE, _FOLLOWING = 1e-4, 1e-3, 0.01
+_BATCH, _MEMORY = 64, 2000
+_NOISE, _NOISE_DECAY = 0.5, 0.99
+_BASELINE = 0.95  # momentum of the mean reward, which is subtracted
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReinforceConfig:
+    """How an agent learns to propose bits.
+
+    Attributes:
+        episodes: Allocations that it proposes and sees judged.
+        warmup: Of these, how many at random in the beginning.
+    """
+
+    episodes: int = 600
+    warmup: int = 20
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.episodes < 1:
+            raise ValueError(f"episodes={self.episodes} must be at least 1")
+
+
+def reinforce(
+    plan: Plan,
+    model: nn.Module,
+    samples: SamplesLike,
+    config: ReinforceConfig = ReinforceConfig(),
+    *,
+    progress: Progress | None = None,
+) -> Plan:
+    """Return a plan whose bits an agent found by trial and error (HAQ).
+
+    Layer by layer the agent (DDPG: two networks of 300 + 300 units) sees a layer's
+    shape, size and its own last action, and proposes a width; where the budget is
+    exceeded, layers lose bits in turn. The reward of an episode is how little the
+    outputs diverge from the float network's. The agent's best allocation is returned.
+
+    HAQ rewards accuracy after an epoch of fine-tuning, and rounds to k-means codebooks;
+    here weights are rounded to the grids of the product and nothing is tuned, so that
+    an episode takes one pass over the samples. Activations are float meanwhile.
+
+    Args:
+        plan: Budget, choices and pins.
+        samples: Unlabelled inputs that all allocations are judged on; a few hundred.
+        progress: Called after each episode.
+
+    Raises:
+        PlanError: The plan was made for another network.
+        ScoreError: There are several widths of activations to choose from.
+    """
+    check_weights_only(plan.choices, "reinforce")
+    given = Samples.of(samples)
+    plan.check_network(trace(model, given))
+    judge = _Judge(model, plan, given)
+    limits = plan.budget.limits(plan.problem.costs)
+    agent = _Agent(_Ladder(plan, plan.problem.program(limits)), config)
+    # The plan's own bits are no candidate: what is returned is the agent's.
+    best, least = plan.allocation, inf
+    for episode in range(config.episodes):
+        steps, columns = agent.propose(episode)
+        bits = plan.problem.allocation(columns)
+        found = judge.divergence(bits)
+        agent.learn(steps, -found)
+        if found < least and _fits(plan, bits):
+            best, least = bits, found
+        if progress is not None:
+            message = f"proposing bits: best divergence {digits(least)}"
+            progress(episode + 1, config.episodes, message)
+    worse = plan.problem.damage_of(best) - plan.damage
+    return replace(plan, allocation=replace(best, gap=max(worse + plan.gap, 0.0)))
+
+
+def _fits(plan: Plan, bits: Allocation) -> bool:
+    limits = plan.budget.limits(plan.problem.costs)
+    return all(plan.problem.total(n, bits) <= most for n, most in limits.items())
+
+
+class _Judge:
+    """Measures allocations; weights are rounded once for each width."""
+
+    def __init__(self, model: nn.Module, plan: Plan, samples: Samples) -> None:
+        self.model, self.units, self.samples = model, plan.graph.units, samples
+        self.network = copy.deepcopy(model)
+        self.expected = logits_of(model, samples)
+        self.rounded: dict[tuple[str, Choice], Tensor] = {}
+
+    def divergence(self, bits: Allocation) -> float:
+        """Return the mean divergence from the float network's outputs."""
+        with torch.no_grad():
+            for unit in self.units:
+                key = unit.name, bits[unit.name]
+                if key not in self.rounded:
+                    [rounded] = rounded_weights(self.model, unit, [bits[unit.name]])
+                    self.rounded[key] = rounded
+                weight = self.network.get_parameter(unit.parameter)
+                weight.copy_(self.rounded[key])
+        logits = logits_of(self.network, self.samples)
+        return float(kl_divergence(self.expected, logits).mean())
+
+
+class _Ladder:
+    """The groups of units, and the columns each may get, from few bits to many."""
+
+    def __init__(self, plan: Plan, program: Program) -> None:
+        self.program = program
+        firsts = [members[0] for members in plan.problem.members]
+        self.units = [plan.graph.units[first] for first in firsts]
+        self.columns = [
+            sorted(np.flatnonzero(row), key=lambda at: plan.choices[at].weight)
+            for row in program.allowed
+        ]
+
+    def place(self, group: int, action: float) -> int:
+        """Return the step of a group's ladder that an action, 0 to 1, means."""
+        return min(int(action * len(self.columns[group])), len(self.columns[group]) - 1)
+
+    def within(self, places: Sequence[int]) -> tuple[list[int], Columns]:
+        """Return places, and their columns, lowered in turn until the budget is met."""
+        low = list(places)
+        turns = cycle(range(len(low)))
+        while True:
+            pairs = zip(self.columns, low, strict=True)
+            columns = np.array([each[place] for each, place in pairs])
+            fits = (self.program.used(columns) <= self.program.limits).all()
+            if fits or not any(low):
+                return low, columns
+            low[next(at for at in turns if low[at] > 0)] -= 1
+
+    def states(self) -> Tensor:
+        """Return what the agent sees of each group, (groups, features), 0 to 1."""
+        rows = torch.tensor([_features(unit) for unit in self.units])
+        rows = torch.cat([torch.arange(len(rows))[:, None].float(), rows], 1)
+        low, high = rows.amin(0), rows.amax(0)
+        return (rows - low) / (high - low).clamp(min=1e-6)
+
+
+def _features(unit: Unit) -> list[float]:
+    inputs = unit.weights / unit.out_channels
+    sizes = [log2(1 + n) for n in (unit.out_channels, inputs, unit.weights, unit.macs)]
+    kinds = [float(unit.kind == kind) for kind in ("depthwise", "pointwise", "linear")]
+    return [*sizes, *kinds]
+
+
+@dataclass(frozen=True, eq=False)
+class _Steps:
+    """One episode: what the agent saw and did, group by group."""
+
+    states: Tensor  # (groups, features)
+    actions: Tensor  # (groups, 1)
+
+
+@dataclass(eq=False)
+class _Memory:
+    """Transitions of past episodes; the oldest are forgotten."""
+
+    rows: list[tuple[Tensor, ...]] = field(default_factory=list)
+
+    def add(self, steps: _Steps, reward: float) -> None:
+        """Keep an episode; every step of it has the episode's reward."""
+        after = torch.cat([steps.states[1:], torch.zeros_like(steps.states[:1])])
+        ends = torch.zeros(len(after), 1)
+        ends[-1] = 1.0
+        rewards = torch.full((len(after), 1), reward)
+        parts = (steps.states, steps.actions, rewards, after, ends)
+        self.rows = [*self.rows, *zip(*parts, strict=True)][-_MEMORY:]
+
+    def batch(self, generator: np.random.Generator) -> list[Tensor]:
+        """Return some transitions, drawn at random."""
+        drawn = generator.integers(len(self.rows), size=_BATCH)
+        columns = zip(*(self.rows[at] for at in drawn), strict=True)
+        return [torch.stack(column) for column in columns]
+
+
+class _Agent:
+    """Deep deterministic policy gradients: an actor that acts, a critic that judges."""
+
+    def __init__(self, ladder: _Ladder, config: ReinforceConfig) -> None:
+        self.ladder, self.config, self.seen = ladder, config, ladder.states()
+        width = self.seen.shape[1] + 1  # and the last action
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(config.seed)
+            self.actor = _network(width, nn.Sigmoid())
+            self.critic = _network(width + 1, nn.Identity())
+        self.targets = copy.deepcopy((self.actor, self.critic))
+        self.actor_steps = torch.optim.Adam(self.actor.parameters(), lr=_ACTOR_RATE)
+        self.critic_steps = torch.optim.Adam(self.critic.parameters(), lr=_CRITIC_RATE)
+        self.generator = np.random.default_rng(config.seed)
+        self.memory, self.mean = _Memory(), 0.0
+
+    def propose(self, episode: int) -> tuple[_Steps, Columns]:
+        """Return an episode and the columns, within the budget, of its groups."""
+        act = self._at_random if episode < self.config.warmup else self._noisy(episode)
+        last, actions, states = 1.0, [], []
+        for row in self.seen:
+            states.append(torch.cat([row, row.new_tensor([last])]))
+            last = act(states[-1])
+            actions.append(last)
+        wanted = [self.ladder.place(at, one) for at, one in enumerate(actions)]
+        places, columns = self.ladder.within(wanted)
+        counts = [len(each) for each in self.ladder.columns]
+        pairs = zip(places, counts, strict=True)
+        done = [[(place + 0.5) / count] for place, count in pairs]
+        return _Steps(torch.stack(states), torch.tensor(done)), columns
+
+    def _at_random(self, _state: Tensor) -> float:
+        return float(self.generator.random())
+
+    def _noisy(self, episode: int) -> Callable[[Tensor], float]:
+        spread = _NOISE * _NOISE_DECAY ** (episode - self.config.warmup)
+
+        def act(state: Tensor) -> float:
+            with torch.no_grad():
+                mean = self.actor(state).item()
+            while not 0 <= (found := self.generator.normal(mean, spread)) <= 1:
+                pass  # a truncated normal distribution
+            return float(found)
+
+        return act
+
+    def learn(self, steps: _Steps, reward: float) -> None:
+        """Keep an episode and, after the warm-up, learn from this and earlier ones."""
+        self.memory.add(steps, reward)
+        first = len(self.memory.rows) == len(steps.states)
+        self.mean = reward if first else _BASELINE * self.mean + 0.05 * reward
+        if len(self.memory.rows) >= self.config.warmup * len(steps.states):
+            for _ in range(len(steps.states)):
+                self._learn_once()
+
+    def _learn_once(self) -> None:
+        state, action, reward, after, end = self.memory.batch(self.generator)
+        actor, critic = self.targets
+        with torch.no_grad():
+            future = critic(torch.cat([after, actor(after)], 1))
+            value = reward - self.mean + (1 - end) * future
+        error = self.critic(torch.cat([state, action], 1)) - value
+        _descend(self.critic_steps, error.square().mean())
+        own = self.critic(torch.cat([state, self.actor(state)], 1))
+        _descend(self.actor_steps, -own.mean())
+        with torch.no_grad():
+            for target, network in zip(
+                self.targets, (self.actor, self.critic), strict=True
+            ):
+                for old, new in zip(
+                    target.parameters(), network.parameters(), strict=True
+                ):
+                    old.lerp_(new, _FOLLOWING)
+
+
+def _network(inputs: int, end: nn.Module) -> nn.Sequential:
+    return nn.Sequential(
+        nn.Linear(inputs, _HIDDEN),
+        nn.ReLU(),
+        nn.Linear(_HIDDEN, _HIDDEN),
+        nn.ReLU(),
+        nn.Linear(_HIDDEN, 1),
+        end,
+    )
+
+
+def _descend(optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
+    optimizer.zero_grad()
+    loss.backward()  # type: ignore[no-untyped-call]
+    optimizer.step()

@@ -1,0 +1,344 @@
+"""The ONNX file that travels in a packed file: everything but what the file has anyway.
+
+A packed file holds each unit's codes, scale and bias. What an exported ONNX file makes
+of them (bytes, planes of few bits, scales, biases in whole numbers) is left out of it,
+and made again by :func:`unpack`, which needs neither PyTorch nor the network. What is
+left out was made again, and compared, before.
+"""
+
+import json
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ompq.entropy import SCALE_MULTIPLES, decode
+from ompq.errors import MissingExtraError, OmpqError, PackedFileError
+from ompq.files import (
+    json_list,
+    json_number,
+    json_whole,
+    parse_json,
+    read_arrays,
+    replacing,
+)
+
+PACKED_FORMAT = "ompq-packed/2"
+GRAPH = "graph"  # the tensor of a packed file that holds it
+LARGEST_HALF_BITS = 6  # up to here zero points may lie halfway between codes
+_STRETCHED = 64  # bytes of fewer bits are stretched up to this magnitude
+_LARGEST = 1 << 28  # a deflated graph must not fill the memory
+_LONGEST_TEXT = 1 << 24  # of what describes units and constants
+_MOST_CODES = 512  # in a byte
+_AT_ONCE = 1 << 20  # codes unpacked at a time
+_LARGEST_FILE = (1 << 31) - 1  # that protocol buffers can hold
+_BROKEN = (
+    *(ArithmeticError, AttributeError, LookupError, OverflowError, TypeError),
+    *(ValueError, OmpqError, RuntimeError, zlib.error),
+)
+
+Array = NDArray[Any]
+Arrays = Mapping[str, Array]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a packed file has something: in which tensor, from where, how much."""
+
+    tensor: str
+    start: int
+    count: int
+
+    def of(self, arrays: Arrays) -> Array:
+        """Return it."""
+        found = arrays[self.tensor][self.start : self.start + self.count]
+        if min(self.start, self.count) < 0 or len(found) != self.count:
+            raise ValueError(f"{self.tensor} is too short")
+        return found
+
+
+_PLACES = ("stream", "scales", "multiples", "zero_points", "biases")
+
+
+@dataclass(frozen=True)
+class StoredUnit:
+    """Where a packed file has a unit."""
+
+    shape: tuple[int, ...]  # of its weight
+    axis: int  # of the output channels
+    bits: int
+    coded: bool  # whether its stream is entropy-coded
+    stream: Place
+    scales: Place  # one for each channel, or what all are multiples of
+    multiples: Place  # one for each channel, or none
+    zero_points: Place  # one for each channel, or none if all are the middle code
+    biases: Place  # one for each channel, or none
+
+    def to_json(self) -> list[Any]:
+        """Return plain data for JSON."""
+        places = [getattr(self, name) for name in _PLACES]
+        own = [list(self.shape), self.axis, self.bits, int(self.coded)]
+        return own + [part for one in places for part in vars(one).values()]
+
+    @classmethod
+    def from_json(cls, data: Any) -> "StoredUnit":
+        """Rebuild it from :meth:`to_json`."""
+        shape, axis, bits, coded, *rest = json_list(data, "a unit")
+        sizes = tuple(
+            json_whole(size, "shape", 1) for size in json_list(shape, "shape")
+        )
+        places = [
+            Place(str(rest[i]), *(json_whole(n, "place") for n in rest[i + 1 : i + 3]))
+            for i in range(0, 3 * len(_PLACES), 3)
+        ]
+        if prod(sizes) > _MOST_CODES * places[0].count:
+            raise ValueError(f"{places[0].count} bytes do not hold {sizes}")
+        axis = json_whole(axis, "axis", 0, len(sizes) - 1)
+        return cls(sizes, axis, json_whole(bits, "bits", 2, 8), bool(coded), *places)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A unit's numbers, and all that an exported file makes of them."""
+
+    unit: StoredUnit
+    arrays: Arrays
+
+    @cached_property
+    def codes(self) -> NDArray[np.uint8]:
+        """Its codes, in the weight's shape."""
+        unit = self.unit
+        stream = unit.stream.of(self.arrays)
+        if unit.coded:
+            return decode(stream.tobytes(), unit.shape)
+        count = prod(unit.shape)
+        if len(stream) != -(-count * unit.bits // 8):
+            raise ValueError(f"{len(stream)} bytes do not hold {unit.shape}")
+        step = _AT_ONCE * unit.bits // 8
+        parts = [
+            _unpacked(stream[start : start + step], unit.bits)
+            for start in range(0, len(stream), step)
+        ]
+        return np.concatenate(parts)[:count].reshape(unit.shape)
+
+    @cached_property
+    def halves(self) -> NDArray[np.int32]:
+        """Distances from the zero point, in halves of a step up to 6 bits."""
+        unit, whole = self.unit, 1 if self.unit.bits > LARGEST_HALF_BITS else 2
+        # Zero points are stored in the same halves or whole steps.
+        zeros = unit.zero_points.of(self.arrays).astype(np.int32)
+        if not len(zeros):
+            zeros = np.array([whole << (unit.bits - 1)], np.int32)
+        shape = [1] * len(unit.shape)
+        shape[unit.axis] = -1
+        return self.codes.astype(np.int32) * whole - zeros.reshape(shape)
+
+    @property
+    def stretch(self) -> int:
+        """By what the integer form multiplies bytes of few bits."""
+        if self.unit.bits > LARGEST_HALF_BITS:
+            return 1
+        return max(1, _STRETCHED // max(1, int(np.abs(self.halves).max())))
+
+    def made(self, recipe: str, *numbers: float) -> bytes:
+        """Return what a recipe makes of the unit, little-endian."""
+        recipes = {
+            "bytes": self._bytes,
+            "plane": self._plane,
+            "scale": self._scale,
+            "bias": self._bias,
+        }
+        found: Array = recipes[recipe](*numbers)  # type: ignore[operator]
+        return found.tobytes()
+
+    def _bytes(self, stretch: float, shift: float) -> Array:
+        """Return the weight as signed bytes, or shifted by 128 as unsigned ones."""
+        return (self.halves * int(stretch) + int(shift)).astype("u1")
+
+    def _plane(self, part: float, rest: float, flipped: float) -> Array:
+        """Return ``part`` bits of each code, ``rest`` bits up, packed densely."""
+        width = int(part)
+        own = (self.codes.reshape(-1) >> int(rest)) & ((1 << width) - 1)
+        bits = (own ^ int(flipped))[:, None] >> np.arange(width, dtype=np.uint8) & 1
+        return np.packbits(bits.reshape(-1), bitorder="little")
+
+    def _steps(self, stretch: float) -> Array:
+        """Return the step of each channel's bytes, float64."""
+        unit = self.unit
+        scales = unit.scales.of(self.arrays).astype(np.float64)
+        if len(multiples := unit.multiples.of(self.arrays)):
+            scales = scales * SCALE_MULTIPLES[multiples]
+        part = 0.5 if unit.bits <= LARGEST_HALF_BITS else 1.0
+        if not stretch >= 1:
+            raise ValueError(f"weights stretched by {stretch:g}")
+        steps: Array = np.broadcast_to(scales * part / stretch, unit.shape[unit.axis])
+        return steps
+
+    def _scale(self, stretch: float) -> Array:
+        return self._steps(stretch).astype("<f4")
+
+    def _bias(self, stretch: float, source: float) -> Array:
+        """Return the bias in steps of the accumulator, for inputs of this scale."""
+        biases = self.unit.biases.of(self.arrays).astype(np.float64)
+        if not len(biases):
+            biases = np.zeros(self.unit.shape[self.unit.axis])
+        steps = source * self._steps(stretch)
+        if not (steps > 0).all():
+            raise ValueError(f"an input of scale {source:g}")
+        return np.rint(biases / steps).astype("<i4")
+
+
+def _unpacked(stream: Array, bits: int) -> NDArray[np.uint8]:
+    """Return the codes of a dense stream, and those of the bits that are left over."""
+    spread = np.unpackbits(stream, bitorder="little")
+    rows = spread[: len(spread) // bits * bits].reshape(-1, bits)
+    return np.packbits(rows, axis=1, bitorder="little")[:, 0]
+
+
+def hollowed(model: bytes, units: Mapping[str, StoredUnit], arrays: Arrays) -> bytes:
+    """Return an ONNX file without what can be made of a packed file's units, deflated.
+
+    Args:
+        model: The ONNX file's content.
+        units: Where the packed file has them, by name.
+        arrays: The tensors of the packed file.
+
+    Raises:
+        PackedFileError: It is no ONNX file, or has none of the packed file's weights.
+    """
+    try:
+        proto = _parsed(model)
+    except ValueError as error:
+        raise PackedFileError(f"it is no ONNX file ({error})") from error
+    sources = _input_scales(proto)
+    made: list[list[Any]] = []
+    parts = {name: Parts(unit, arrays) for name, unit in units.items()}
+    positions = {name: position for position, name in enumerate(units)}
+    shared = False
+    for index, constant in enumerate(proto.graph.initializer):
+        name, _, role = constant.name.rpartition("/")
+        if name not in parts:
+            continue
+        for recipe, *numbers in _recipes(parts[name], role, sources.get(name)):
+            if parts[name].made(recipe, *numbers) == constant.raw_data:
+                made.append([index, positions[name], recipe, *numbers])
+                shared |= recipe in ("bytes", "plane")
+                constant.ClearField("raw_data")
+                break
+    if not shared:
+        raise PackedFileError("it has none of the packed weights")
+    listed = {"units": [one.to_json() for one in units.values()], "made": made}
+    text = json.dumps(listed, separators=(",", ":")).encode()
+    return zlib.compress(text + b"\n" + proto.SerializeToString(deterministic=True), 9)
+
+
+def _recipes(
+    parts: Parts, role: str, source: float | None
+) -> Iterator[tuple[Any, ...]]:
+    """Yield what may give a constant of this role."""
+    stretches = dict.fromkeys((parts.stretch, 1))
+    if role == "bytes":
+        yield from (("bytes", *pair) for pair in product(stretches, (0, 128)))
+    elif role.startswith("plane"):
+        width = int(role.removeprefix("plane"))
+        rests = range(parts.unit.bits - width, -1, -1)
+        yield from (("plane", width, *pair) for pair in product(rests, (0, 8)))
+    elif role == "scale":
+        yield from (("scale", stretch) for stretch in stretches)
+    elif role == "bias" and source is not None:
+        yield from (("bias", stretch, source) for stretch in stretches)
+
+
+def _input_scales(proto: Any) -> dict[str, float]:
+    """Return the scale of each layer's input, which its accumulator's step has."""
+    constants = {one.name: one for one in proto.graph.initializer}
+    found = {}
+    for node in proto.graph.node:
+        layer, _, role = node.output[0].rpartition("/")
+        if role == "unit" and node.input[0] in constants:
+            scale = np.frombuffer(constants[node.input[0]].raw_data, "<f4")
+            found[layer] = float(scale[0])
+    return found
+
+
+def unpack(path: str | Path, output: str | Path) -> int:
+    """Write the ONNX file that travels in a packed file; return its bytes.
+
+    Needs numpy, constriction and onnx; neither PyTorch nor the network.
+
+    Args:
+        path: A packed file that carries its ONNX file; see :func:`ompq.add_onnx`.
+        output: The ONNX file to write.
+
+    Raises:
+        PackedFileError: The file is damaged, or carries no ONNX file.
+        MissingExtraError: onnx is not installed.
+    """
+    try:
+        _, arrays = read_arrays(path, PACKED_FORMAT)
+    except ValueError as error:
+        raise PackedFileError(f"{path} is not a packed network: {error}") from error
+    if GRAPH not in arrays:
+        raise PackedFileError(
+            f"{path} carries no ONNX file; write one that does with: "
+            "ompq export FOLDER --format packed --with-graph -o FILE"
+        )
+    try:
+        content = _filled(arrays)
+    except MissingExtraError:
+        raise
+    except _BROKEN as error:
+        reason = ascii(f"{type(error).__name__}: {error}"[:300])[1:-1]
+        raise PackedFileError(
+            f"the ONNX file in {path} is broken ({reason}); export the network again"
+        ) from error
+    with replacing(output) as temporary:
+        temporary.write_bytes(content)
+    return len(content)
+
+
+def _filled(arrays: Arrays) -> bytes:
+    """Return the ONNX file of a packed file's tensors."""
+    deflated = arrays[GRAPH].astype(np.uint8).tobytes()
+    whole = zlib.decompressobj().decompress(deflated, _LARGEST)
+    text, _, rest = whole.partition(b"\n")
+    if len(text) > _LONGEST_TEXT:
+        raise ValueError(f"{len(text)} bytes describe its units")
+    listed = parse_json(text.decode())
+    proto = _parsed(rest)
+    units = [StoredUnit.from_json(one) for one in json_list(listed["units"], "units")]
+    by_unit: dict[int, list[Any]] = {}
+    for index, unit, recipe, *numbers in json_list(listed["made"], "made"):
+        given = [json_number(number, recipe) for number in numbers]
+        by_unit.setdefault(unit, []).append((index, recipe, given))
+    size = len(rest)
+    for unit, constants in by_unit.items():  # one unit's codes at a time
+        parts = Parts(units[unit], arrays)
+        for index, recipe, given in constants:
+            constant = proto.graph.initializer[index]
+            constant.raw_data = parts.made(recipe, *given)
+            size += len(constant.raw_data)
+            if size > _LARGEST_FILE:
+                raise ValueError("it would exceed 2 GiB")
+    return bytes(proto.SerializeToString(deterministic=True))
+
+
+def _parsed(content: bytes) -> Any:
+    try:
+        from google.protobuf.message import (  # type: ignore[import-untyped]
+            DecodeError,
+        )
+        from onnx import ModelProto
+    except ImportError as error:
+        raise MissingExtraError(error.name or "onnx", "onnx") from error
+    try:
+        return ModelProto.FromString(content)
+    except DecodeError as error:
+        raise ValueError(str(error)) from error

@@ -1,0 +1,310 @@
+"""Units, choices and the graph of layers: what is decided on, without any tensor."""
+
+import fnmatch
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from math import prod
+from typing import Any, NamedTuple
+
+from ompq.errors import PatternError, shortened
+from ompq.files import json_list, json_number, json_record, json_whole
+
+_MOST_WEIGHTS = 1 << 53  # of a unit in a file: what float64 counts exactly
+_MOST_AXES = 8  # of a weight in a file; that of a Conv3d has five
+# Kinds of weights that are parameters of a module that does more than multiply by them.
+IN_PLACE = ("attention", "embedding", "recurrent")
+CODED_BITS = 8  # codes of a coded unit are bytes wherever they are not in a file
+
+
+class Choice(NamedTuple):
+    """What a unit may get: bit-widths of its weight and its input, or a coded rate.
+
+    A rate promises that the unit's weights, entropy-coded, take at most so many bits
+    each in a packed file. Anywhere else they are ordinary weights of 8 bits.
+
+    Example:
+        >>> print(Choice(4, 8), Choice(8, 8, rate=2.5))
+        W4A8 C2.5A8
+    """
+
+    weight: int
+    activation: int
+    rate: float = 0.0  # 0 for weights of a fixed width
+
+    def __str__(self) -> str:
+        weight = f"C{self.rate:g}" if self.rate else f"W{self.weight}"
+        return f"{weight}A{self.activation}"
+
+    @property
+    def bits(self) -> float:
+        """Bits that a weight takes in a packed file."""
+        return self.rate or self.weight
+
+    @property
+    def weight_text(self) -> str:
+        """The bits of a weight for people: ``4``, or ``2.5 coded``."""
+        return f"{self.rate:g} coded" if self.rate else str(self.weight)
+
+    @property
+    def computed(self) -> "Choice":
+        """The widths that a runtime computes with."""
+        return Choice(self.weight, self.activation)
+
+    @property
+    def with_float_input(self) -> "Choice":
+        """The same weight with an input that is not quantized."""
+        return self._replace(activation=32)
+
+    def with_input(self, bits: int) -> "Choice":
+        """Return the choice with other bits of the input; 0 leaves it as it is."""
+        return self._replace(activation=bits) if bits else self
+
+    def to_json(self) -> list[float]:
+        """Return two numbers, or three with a rate."""
+        return [*self] if self.rate else [self.weight, self.activation]
+
+    @classmethod
+    def from_json(cls, data: Any, what: str, most: int = 64) -> "Choice":
+        """Rebuild a choice from :meth:`to_json`; ``what`` names it in errors."""
+        numbers = json_list(data, what, 3)
+        if len(numbers) < 2:
+            raise ValueError(f"{what} must be two widths, and perhaps a rate")
+        bits = [json_whole(each, what, 1, most) for each in numbers[:2]]
+        return cls(*bits, *(json_number(rate, what) for rate in numbers[2:])).checked()
+
+    def checked(self) -> "Choice":
+        """Return the choice if a unit can have it; else raise a ValueError."""
+        if min(self.weight, self.activation) < 1:
+            raise ValueError(f"bits must be positive, not {self}")
+        if self.rate and (not 0 < self.rate <= CODED_BITS or self.weight != CODED_BITS):
+            raise ValueError(
+                f"rate={self.rate:g} of {self.weight} bits: a rate must be above 0 and "
+                f"at most {CODED_BITS}, and its weights have {CODED_BITS} bits"
+            )
+        return self
+
+
+def by_bits(choices: Iterable[Choice]) -> list[Choice]:
+    """Return choices from the fewest bits to the most."""
+    return sorted(choices, key=lambda c: (c.bits, c.activation, c.rate))
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One layer whose bits are chosen.
+
+    Attributes:
+        name: The module's name, for example ``layer1.0.conv1``.
+        kind: ``conv``, ``depthwise``, ``pointwise``, ``grouped``, ``transposed``,
+            ``linear``, ``attention``, ``embedding`` or ``recurrent``.
+        parameter: The weight's key in the network's ``state_dict``.
+        out_channels: Number of output channels; one scale each.
+        bias_parameters: Length of the bias; 0 without one.
+        norm: Name of the batch norm that follows directly and can be folded, or "".
+        norm_parameters: Its affine parameters, or 0.
+        activation: Function that alone reads the (normalised) output, or "".
+        macs: Multiply-accumulates for one input, all calls together.
+        calls: How often one forward pass calls the layer.
+        block: Name of the block; the unit's own name when it stands alone.
+        stage: Number of the stage: it grows where the resolution changes.
+        group: Units with the same group share their bits.
+        feature: Position, among the observed calls, of the output that represents
+            the unit (after batch norm and activation, after a residual sum).
+        element_size: Bytes of one weight in the float network.
+        shared: Whether the weight belongs to another module, too: an embedding, say.
+        input_bits: Bits of its input, where a plan fixes them whatever is chosen; or 0.
+    """
+
+    name: str
+    kind: str
+    parameter: str
+    weight_shape: tuple[int, ...]
+    out_channels: int
+    bias_parameters: int
+    norm: str
+    norm_parameters: int
+    activation: str
+    macs: int
+    calls: int
+    block: str
+    stage: int
+    group: str
+    feature: int
+    element_size: int = 4
+    shared: bool = False
+    input_bits: int = 0
+
+    @property
+    def replaced(self) -> bool:
+        """Whether quantizing replaces the layer, which then gets a bias if need be.
+
+        A weight that something else reads is rounded where it is.
+        """
+        return self.kind not in IN_PLACE and self.calls > 0 and not self.shared
+
+    @property
+    def weights(self) -> int:
+        """Number of weights."""
+        return prod(self.weight_shape)
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A layer or operation that is not quantized, and why."""
+
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class LayerGraph:
+    """The units of a network in execution order, and what is not a unit.
+
+    Attributes:
+        skipped: Layers that are not units, with reasons.
+        float_bytes: Bytes, in a packed file, of the parameters and buffers that belong
+            to no unit once the batch norms that follow units are folded into them.
+        other_tensors: How many these are, and how many activations that a unit does
+            not read alone may be quantized: those of sums, averages, repeated calls.
+    """
+
+    units: tuple[Unit, ...]
+    skipped: tuple[Skipped, ...] = ()
+    float_bytes: int = 0
+    other_tensors: int = 0
+
+    def __len__(self) -> int:
+        return len(self.units)
+
+    def __getitem__(self, name: str) -> Unit:
+        try:
+            return self._by_name[name]
+        except KeyError:
+            raise PatternError(_no_match(name, self.names)) from None
+
+    @cached_property
+    def _by_name(self) -> dict[str, Unit]:
+        return {unit.name: unit for unit in self.units}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the units, in execution order."""
+        return tuple(unit.name for unit in self.units)
+
+    @cached_property
+    def groups(self) -> dict[str, tuple[int, ...]]:
+        """Group name → positions of its units, in order of first execution."""
+        return _positions(unit.group for unit in self.units)
+
+    @cached_property
+    def blocks(self) -> dict[str, tuple[int, ...]]:
+        """Block name → positions of its units, in order of first execution."""
+        return _positions(unit.block for unit in self.units)
+
+    def tie(self, patterns: Iterable[str | Sequence[str]]) -> "LayerGraph":
+        """Return a graph in which the units that match one pattern share their bits.
+
+        Args:
+            patterns: Each ties its matches: a pattern, or several patterns together.
+
+        Raises:
+            PatternError: A pattern matches nothing.
+        """
+        group_of = {unit.name: unit.group for unit in self.units}
+        for pattern in patterns:
+            several = [pattern] if isinstance(pattern, str) else pattern
+            names = [name for one in several for name in select(self.names, one)]
+            merged = {group_of[name] for name in names}
+            target = group_of[names[0]]
+            group_of = {n: target if g in merged else g for n, g in group_of.items()}
+        return replace(
+            self, units=tuple(replace(u, group=group_of[u.name]) for u in self.units)
+        )
+
+    def untie(self) -> "LayerGraph":
+        """Return a graph in which every unit is free."""
+        return replace(self, units=tuple(replace(u, group=u.name) for u in self.units))
+
+    def differing(self, other: "LayerGraph") -> list[str]:
+        """Return the units that only one of two graphs has, or with another shape."""
+        ours, theirs = (
+            {unit.name: unit.weight_shape for unit in graph.units}
+            for graph in (self, other)
+        )
+        changed = [name for name in ours if ours[name] != theirs.get(name)]
+        return changed + [name for name in theirs if name not in ours]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data for JSON."""
+        found = asdict(self)
+        for unit in found["units"]:
+            if not unit["input_bits"]:
+                del unit["input_bits"]
+        return found
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> "LayerGraph":
+        """Rebuild a graph from :meth:`to_json`, or from what version 0.1 wrote."""
+        if isinstance(data, Mapping) and "float_parameters" in data:
+            # 0.1 took all that stays float for float32.
+            data = {**data, "float_bytes": 4 * data["float_parameters"]}
+            del data["float_parameters"]
+        graph = json_record(cls, data)
+        for unit in graph.units:
+            axes = unit.weight_shape
+            if not 1 <= len(axes) <= _MOST_AXES or min(axes) < 1:
+                raise ValueError(f"weight_shape={list(axes)[:9]} is not a shape")
+            if unit.weights > _MOST_WEIGHTS:
+                raise ValueError(
+                    f"unit {unit.name:.80} has {unit.weights:,} weights; at most "
+                    f"{_MOST_WEIGHTS:,} can be"
+                )
+        if len(graph._by_name) < len(graph):
+            raise ValueError("two units have the same name")
+        return graph
+
+
+def _positions(names: Iterable[str]) -> dict[str, tuple[int, ...]]:
+    found: dict[str, list[int]] = {}
+    for position, name in enumerate(names):
+        found.setdefault(name, []).append(position)
+    return {name: tuple(members) for name, members in found.items()}
+
+
+def select(names: Sequence[str], pattern: str) -> list[str]:
+    """Return the names that match a pattern.
+
+    Args:
+        pattern: An exact name, a glob (``layer4.*``), a regular expression
+            (``re:conv[12]$``, searched), ``@first`` or ``@last``.
+
+    Raises:
+        PatternError: Nothing matches, or the regular expression is malformed.
+
+    Example:
+        >>> select(["stem", "a.conv1", "a.conv2"], "a.*")
+        ['a.conv1', 'a.conv2']
+    """
+    if pattern in ("@first", "@last") and names:
+        return [names[0 if pattern == "@first" else -1]]
+    if pattern in names:
+        return [pattern]
+    if pattern.startswith("re:"):
+        try:
+            expression = re.compile(pattern[3:])
+        except re.error as error:
+            raise PatternError(
+                f"{pattern!r} is not a regular expression: {error}"
+            ) from error
+        matches = [name for name in names if expression.search(name)]
+    else:
+        matches = fnmatch.filter(names, pattern)
+    if not matches:
+        raise PatternError(_no_match(pattern, names))
+    return matches
+
+
+def _no_match(pattern: str, names: Sequence[str]) -> str:
+    return f"{pattern!r} matches no unit; the {len(names)} units are {shortened(names)}"

@@ -1,0 +1,70 @@
+"""Plans, measures and reconstructs a toy network: alone, or started by torchrun.
+
+python processes_script.py FOLDER [--fail]
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+import ompq
+from nets import TinyResNet, scenes, seeded
+from ompq import processes
+from ompq.errors import DataError
+
+ROUNDING = ompq.RoundingConfig(iterations=30, batch_size=8)
+
+
+def main(folder: Path) -> None:
+    model, inputs = seeded(TinyResNet()), scenes(32)
+    targets = torch.arange(32) % 5
+    batches = [(inputs[i : i + 5], targets[i : i + 5]) for i in range(0, 32, 5)]
+    with ompq.distributed():
+        for score in ("output_divergence", "fisher", "sensitivity"):
+            config = ompq.PlanConfig(score=score)
+            plan = ompq.plan(model, inputs, "3bit", config)
+            plan.save(folder / f"{score}.json")
+        rounded = ompq.quantize(model, plan, inputs)
+        learned = ompq.reconstruct(
+            rounded,
+            model,
+            inputs,
+            ompq.ReconstructConfig(rounding=ROUNDING),
+            checkpoint=folder / "blocks.safetensors",
+        )
+        for name, network in {"rounded": rounded, "learned": learned}.items():
+            found = ompq.evaluate(network, batches, reference=model)
+            numbers = [found.top1, found.agreement, found.divergence, found.count]
+            place = folder / f"{name}-{processes.rank()}.txt"
+            place.write_text(f"{numbers} {found.correct.hex()}")
+        save_file(learned.state_dict(), folder / f"{processes.rank()}.safetensors")
+        settings = ompq.AuditConfig(allocations=3, scores=("weight_noise",))
+        audit = ompq.audit(
+            model, inputs[:16], "3bit", inputs[16:], settings, batches=batches
+        )
+        rows = [(one.name, one.bits, one.divergence) for one in audit.measured]
+        (folder / f"audit-{processes.rank()}.txt").write_text(repr(rows))
+
+
+def fail() -> None:
+    """Fail in the second process alone."""
+
+    def work(job: int) -> int:
+        if job == 1:
+            raise DataError("image 1 is broken")
+        return job
+
+    with ompq.distributed():
+        try:
+            processes.share_out(range(4), work)
+        except ompq.OmpqError as error:
+            print(f"{processes.rank()}: {error}")  # noqa: T201
+
+
+if __name__ == "__main__":
+    if "--fail" in sys.argv:
+        fail()
+    else:
+        main(Path(sys.argv[1]))

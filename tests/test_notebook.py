@@ -1,0 +1,78 @@
+"""What notebooks show, and data frames."""
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import ompq
+from nets import Chain, images, seeded
+from ompq.errors import MissingExtraError
+from ompq.notebook import data_frame, html_table
+
+MODEL = seeded(Chain())
+PLAN = ompq.plan(MODEL, images(), "4bits", ompq.PlanConfig(score="weight_noise"))
+
+
+def test_values_are_escaped_and_long_tables_are_cut():
+    rows = [{"layer": f"<b>{n}</b>", "bits": n} for n in range(120)]
+    text = html_table("a & b", rows)
+    assert text.startswith("<b>a &amp; b</b>")
+    assert "&lt;b&gt;7&lt;/b&gt;" in text and "<b>7" not in text
+    assert text.count("<tr>") == 101 and "and 20 more" in text
+    assert html_table("none", []) == "<b>none</b><table><tr></tr></table>"
+
+
+def test_plans_evaluations_and_networks_show_themselves():
+    network = ompq.quantize(MODEL, PLAN, images())
+    found = ompq.evaluate(network, ompq.Samples.of(images()), reference=MODEL)
+    record = ompq.quantization_of(network)
+    for one in (PLAN, found, record):
+        assert one._repr_html_().startswith("<b>")
+        assert "<td>" in one._repr_html_()
+        assert len(repr(one)) < 200 and "\n" not in repr(one)
+    assert "conv" in PLAN._repr_html_() and "conv" in record._repr_html_()
+    assert repr(found).endswith("8 images)") and "agreement" in repr(found)
+    assert PLAN.to_dict()["totals"] == PLAN.totals
+    assert found.to_dict()["agreement"] == found.agreement
+    sizes = [row["bytes"] for row in record.to_dict()]
+    assert sizes == [row["bytes"] for row in PLAN.to_dict()["units"]]
+
+
+def test_data_frames_need_pandas(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(MissingExtraError, match=r"pip install 'ompq\[notebook\]'"):
+        PLAN.to_dataframe()
+    # Stands for pandas, which is not needed to test what it is given.
+    monkeypatch.setitem(sys.modules, "pandas", SimpleNamespace(DataFrame=list))
+    assert [row["name"] for row in PLAN.to_dataframe()] == ["conv", "head"]
+    network = ompq.quantize(MODEL, PLAN, images())
+    assert len(ompq.quantization_of(network).to_dataframe()) == 2
+    found = ompq.evaluate(network, ompq.Samples.of(images()), reference=MODEL)
+    assert found.to_dataframe()[0]["count"] == 8
+    assert data_frame([{"a": 1}]) == [{"a": 1}]
+
+
+def test_bits_may_be_a_file_or_patterns(tmp_path):
+    PLAN.save(tmp_path / "plan.json")
+    expected = ompq.quantize(MODEL, PLAN, images())(images())
+    for given in (str(tmp_path / "plan.json"), tmp_path / "plan.json"):
+        assert torch.equal(ompq.quantize(MODEL, given, images())(images()), expected)
+    mixed = ompq.quantize(MODEL, {"*": 4, "head": (8, 6)}, images())
+    bits = ompq.quantization_of(mixed).allocation
+    assert dict(bits) == {"conv": ompq.Choice(4, 8), "head": ompq.Choice(8, 6)}
+    with pytest.raises(
+        ompq.QuantizationError, match=r"no bits for conv; give them, or"
+    ):
+        ompq.quantize(MODEL, {"head": 4}, images())
+
+
+def test_a_quantized_network_is_not_quantized_again():
+    network = ompq.quantize(MODEL, PLAN, images())
+    for again in (
+        lambda: ompq.quantize(network, PLAN, images()),
+        lambda: ompq.plan(network, images(), "4bits"),
+    ):
+        with pytest.raises(ompq.QuantizationError, match="Chain is already quantized"):
+            again()

@@ -1,0 +1,208 @@
+"""The paper's tables and figures, scaled down to a network of five layers."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from cli_tools import NETWORK, run, run_json
+from nets import TinyResNet, images, seeded
+from ompq import reproduction
+from ompq.graph import trace
+from ompq.models import NamedModel
+from ompq.plans import PLAN_PROTOCOLS
+from ompq.reproduction import EXPERIMENTS
+from ompq.reproduction.registry import HALFWAY
+from ompq.reproduction.rows import Bench, planned
+from ompq.samples import Samples
+from ompq.training.config import TRAIN_PROTOCOLS
+
+# Norms that remember something, for samples distilled from them.
+TRAINED = """
+    for norm in net.modules():
+        if isinstance(norm, nn.BatchNorm2d):
+            norm.running_mean.normal_(0, 0.1)
+            norm.running_var.uniform_(0.5, 1.5)
+"""
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("net")
+    text = NETWORK.replace("return Net()", f"net = Net(){TRAINED}    return net")
+    (folder / "net.py").write_text(text)
+    network = f"{folder / 'net.py'}:make"
+    return ("--network", network, "--data", "random", "--quick", "--device", "cpu")
+
+
+def quick(name, words, folder, *more):
+    return run_json("reproduce", name, *words, "-o", folder, *more)
+
+
+@pytest.mark.parametrize("name", ["table-ptq-resnet18", "table-qat-resnet50"])
+def test_every_row_of_a_table_runs(name, words, tmp_path):
+    pytest.importorskip("accelerate")
+    rows = quick(name, words, tmp_path)["rows"]
+    wanted = {row.name: row for row in EXPERIMENTS[name].rows}
+    assert rows.keys() == wanted.keys()
+    for key, found in rows.items():
+        if wanted[key].search == "channels":
+            assert "channels can be multiplied" in found["skipped"]
+            continue
+        assert 0 <= found["top1"] <= 1
+        assert found["mib"] > 0
+    table = (tmp_path / f"{name}.md").read_text()
+    assert "The numbers mean nothing" in table
+    for row in wanted.values():
+        line = next(t for t in table.splitlines() if t.startswith(f"| {row.name} |"))
+        if row.published is not None:
+            drop = EXPERIMENTS[name].float_top1 - row.published
+            assert f" {row.published:.2f} | {drop:.2f} " in line
+
+
+FIGURES = (
+    "table-calculation-time-resnet18",
+    "figure-search-cost-resnet18",
+    "figure-beta-mobilenetv2",
+    "figure-orm-accuracy-resnet18",
+    "figure-orthogonality-bits-resnet18",
+    "figure-bits-resnet18",
+    "figure-orm-matrices-resnet18",
+)
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_every_figure_is_drawn(name, words, tmp_path):
+    pytest.importorskip("matplotlib")
+    files = quick(name, words, tmp_path)["files"]
+    endings = {path.rpartition(".")[2] for path in files}
+    drawn = {"svg", "pdf", "png"} if name.startswith("figure") else set()
+    assert endings == {"json", "md"} | drawn
+    if drawn and "orthogonality-bits" not in name and "accuracy" not in name:
+        text = (tmp_path / f"{name}.svg").read_text()
+        expected = {"search": "BRECQ", "beta": "β"}.get(
+            name.split("-")[1], "block.conv1"
+        )
+        assert expected in text
+    data = json.loads((tmp_path / f"{name}.json").read_text())
+    assert data["rows"].keys() == {row.name for row in EXPERIMENTS[name].rows}
+
+
+def test_accuracy_against_size_has_all_methods_in_one_plot(words, tmp_path):
+    pytest.importorskip("matplotlib")
+    name = "figure-ompq-brecq-mobilenetv2"
+    quick(name, words, tmp_path, "--rows", "*0.9")
+    quick(name, words, tmp_path, "--rows", "unified-[34]")
+    text = (tmp_path / f"{name}.svg").read_text()
+    assert all(method in text for method in ("OMPQ", "BRECQ", "ours", "unified"))
+
+
+def test_a_row_is_run_once(words, tmp_path, monkeypatch):
+    name = "figure-bits-resnet18"
+    first = quick(name, words, tmp_path)["rows"]
+
+    def never(*_):
+        raise AssertionError("not reached")
+
+    monkeypatch.setattr(reproduction, "measured", never)
+    assert quick(name, words, tmp_path)["rows"] == first
+    result = run("reproduce", name, *words, "-o", tmp_path, "--seed", "1")
+    assert result.exit_code == 2
+    assert "was measured with another seed" in result.stderr.replace("\n", " ")
+
+
+def test_a_row_that_cannot_be_tells_why(tmp_path):
+    (tmp_path / "net.py").write_text(NETWORK)  # whose norms remember nothing
+    words = ("--network", f"{tmp_path / 'net.py'}:make", "--data", "random", "--quick")
+    folder = tmp_path / "out"
+    rows = quick("table-ptq-resnet18", words, folder, "--rows", "zeroq")["rows"]
+    assert "batch norms of Net remember nothing" in rows["zeroq"]["skipped"]
+    assert not list((folder / "table-ptq-resnet18").glob("*.json"))
+    assert "remember nothing" in (folder / "table-ptq-resnet18.md").read_text()
+
+
+def test_the_list_names_every_table_figure_and_row():
+    entries = run_json("reproduce", "--list")
+    found = [(entry["name"], entry["row"]) for entry in entries]
+    assert found == [(e.name, r.name) for e in EXPERIMENTS.values() for r in e.rows]
+    assert len(found) == len(set(found))
+    shown = run("reproduce", "--list").stdout
+    assert all(name in shown for name in EXPERIMENTS)
+    assert "32bits" not in shown  # one width for all has no budget
+    assert "…" not in shown
+
+
+def test_published_numbers_are_the_papers():
+    by_name = {
+        (e.name, r.name): r.published for e in EXPERIMENTS.values() for r in e.rows
+    }
+    assert by_name["table-ptq-mobilenetv2", "ompq-1.5"] == 71.39
+    assert by_name["table-ptq-resnet18", "ompq-4.5-a4"] == 68.69
+    assert by_name["table-ptq-resnet18", "zeroq"] == 21.20
+    assert by_name["table-qat-resnet18", "ompq-a6"] == 72.08
+    assert by_name["table-qat-resnet50", "haq"] == 75.48
+    assert by_name["table-functions-resnet18", "-x"] == 72.36
+    assert by_name["table-granularity-mobilenetv2", "net"] == 63.99
+
+
+def test_rows_name_what_there_is():
+    for experiment in EXPERIMENTS.values():
+        for row in experiment.rows:
+            assert row.protocol in PLAN_PROTOCOLS
+            assert row.train is None or row.train in TRAIN_PROTOCOLS
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ((), "name a table or figure"),
+        (("table-ptq-resnet81",), "did you mean table-ptq-resnet18"),
+        (("table-ptq-resnet18",), "--data is missing"),
+        (
+            (
+                *("table-ptq-resnet18", "--network", "ompq:demo"),
+                *("--data", "random", "--rows", "no*"),
+            ),
+            "no row of table-ptq-resnet18 matches 'no*'; it has",
+        ),
+    ],
+)
+def test_wrong_arguments_are_explained(more, message, tmp_path):
+    result = run("reproduce", *more, "-o", tmp_path, "--samples", "8", "--quick")
+    assert result.exit_code == 2
+    assert message in result.stderr.replace("\n", " ")
+
+
+def bench(network, folder, name="table-qat-resnet18"):
+    model = NamedModel.__new__(NamedModel)
+    object.__setattr__(model, "module", network)
+    object.__setattr__(model, "name", "net.py:make")
+    return Bench(
+        EXPERIMENTS[name], model, None, Samples.of(images(16)), (), folder, quick=True
+    )
+
+
+def test_halfway_is_between_four_and_eight_bits_everywhere(tmp_path):
+    made = bench(seeded(TinyResNet()), tmp_path)
+    row = next(r for r in EXPERIMENTS["table-qat-resnet18"].rows if r.budget == HALFWAY)
+    plan = planned(replace(row, plan={"score": "weight_noise", "pinned": {}}), made)
+    sizes = [
+        sum(u.weights + u.norm_parameters + u.bias_parameters for u in plan.graph.units)
+        * bits
+        / 8
+        for bits in (4, 8)
+    ]
+    assert plan.totals["bytes"] <= sum(sizes) / 2
+    assert {str(choice) for choice in plan.allocation.values()} == {"W4A4", "W8A8"}
+
+
+def test_budgets_keep_their_share_on_another_network(tmp_path):
+    made = bench(seeded(TinyResNet()), tmp_path, "table-ptq-resnet18")
+    assert made.budget("4.0MiB") == f"{100 * 4 / 44.6:.4g}%"
+    assert made.budget("3bits") == "3bits"
+    tiny = replace(EXPERIMENTS["table-ptq-resnet18"].rows[2], budget="0.1MiB")
+    plan = planned(tiny, made)  # too small: halfway instead
+    assert set(plan.allocation.values()) <= {*plan.choices}
+    assert trace(made.model.module, made.samples).names == plan.graph.names
+    assert torch.isfinite(torch.tensor(plan.damage))
