@@ -75,11 +75,11 @@ def published(network: str, size: float, names, activation: int) -> Allocation |
     return None
 
 
-def filled(graph, _model, _samples, choices) -> np.ndarray:
+def filled(given) -> np.ndarray:
     """Score that keeps all widths alike: the least sum of squared missing bits."""
-    widest = max(choice.weight for choice in choices)
-    missing = np.array([(widest - choice.weight) ** 2 for choice in choices], float)
-    return np.array([unit.weights * missing for unit in graph.units])
+    widest = max(choice.weight for choice in given.choices)
+    missing = [float(widest - choice.weight) ** 2 for choice in given.choices]
+    return np.outer([unit.weights for unit in given.graph.units], missing)
 
 
 def allocations(options, model, samples, activation: int) -> list[tuple]:

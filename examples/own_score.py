@@ -4,23 +4,18 @@ Takes a second. A score is any callable that returns a table, units × choices; 
 better. There is nothing to subclass or register.
 """
 
-from collections.abc import Sequence
-
 import numpy as np
-from torch import nn
 
 import ompq
 
 
-def largest_step(
-    graph: ompq.LayerGraph, model: nn.Module, _samples: object, choices: Sequence
-) -> np.ndarray:
+def largest_step(given: ompq.ScoreInputs) -> np.ndarray:
     """Score by the step of the grid, against the spread of the weights."""
     rows = []
-    for unit in graph.units:
-        weight = model.get_parameter(unit.parameter).detach()
+    for unit in given.graph.units:
+        weight = given.model.get_parameter(unit.parameter).detach()
         span = float(weight.max() - weight.min())
-        steps = np.array([span / (2**choice.weight - 1) for choice in choices])
+        steps = np.array([span / (2**choice.weight - 1) for choice in given.choices])
         rows.append(steps**2 / 12 / float(weight.var()))
     return np.array(rows)
 

@@ -11,12 +11,18 @@ import numpy as np
 from ompq.allocation.program import Problem, Program
 from ompq.costs import Cost
 from ompq.graph import Choice
+from ompq.samples import Samples
+from ompq.scores import ScoreInputs
 
 FIXTURES = Path(__file__).parent / "fixtures"
 
 
 def fixture(name):
     return json.loads((FIXTURES / name).read_text())
+
+
+def score_inputs(graph, model, samples, choices, **more):
+    return ScoreInputs(graph, model, Samples.of(samples), choices, **more)
 
 
 def program(damage, rows, limits, *, ties=None, allowed=None):

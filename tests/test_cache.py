@@ -1,7 +1,6 @@
 import copy
 import json
 import logging
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,6 +11,7 @@ from nets import TinyResNet, images, seeded
 from ompq.errors import FileError
 from ompq.reconstruction_score import SCORES
 from ompq.scores import score_table
+from tables import score_inputs
 
 CHOICES = (ompq.Choice(2, 8), ompq.Choice(4, 8))
 
@@ -69,9 +69,7 @@ def test_whatever_a_table_depends_on_makes_another_file(network, tmp_path):
     made(network, tmp_path, tie=False)
     made(network, tmp_path, score=ompq.Blend(samples=4))
     assert len(list(tmp_path.iterdir())) == 10
-    # How a score tells of its progress, another budget or pins of known bits do not.
-    told = ompq.Blend(progress=lambda *_: None)
-    made(network, tmp_path, score=told)
+    # Another budget or pins of known bits do not.
     made(network, tmp_path, pinned={"@first": 8})
     made(network, tmp_path, (images(),)[0].clone())
     assert len(list(tmp_path.iterdir())) == 10
@@ -108,8 +106,8 @@ def test_damaged_files_are_computed_again(network, tmp_path, caplog, harm):
 
 
 def test_scores_of_ones_own_and_labels_are_not_kept(network, tmp_path, caplog):
-    def own(graph, model, samples, choices):
-        return [[4.0**-choice.weight for choice in choices]] * len(graph)
+    def own(given):
+        return [[4.0**-choice.weight for choice in given.choices]] * len(given.graph)
 
     batches = [(images(), torch.arange(8) % 5)]
     for score in (own, ompq.Fisher(batches=batches)):
@@ -129,19 +127,13 @@ def test_a_folder_that_cannot_be_made_is_told(network, tmp_path):
 @pytest.mark.parametrize("name", [name for name in SCORES if name != "reconstruction"])
 def test_kept_tables_are_the_computed_ones(network, tmp_path, name):
     graph = ompq.trace(network, images())
-    given = (name, graph, network, images(), CHOICES)
-    plain = score_table(*given).as_saved()
+    given = score_inputs(graph, network, images(), CHOICES)
+    plain = score_table(name, given).as_saved()
     for _ in range(2):
-        found = score_table(*given, cache=tmp_path)
+        found = score_table(name, given, tmp_path)
         assert found.orm_labels == plain.orm_labels
         for part in ("damage", "gamma", "importance", "orm"):
             ours, expected = getattr(found, part), getattr(plain, part)
             assert (ours is None) == (expected is None)
             if ours is not None:
                 np.testing.assert_array_equal(ours, expected)
-
-
-def test_names_of_scores_need_no_repr_of_progress():
-    for score in SCORES.values():
-        if hasattr(score, "progress"):
-            assert repr(replace(score, progress=print)) == repr(score)

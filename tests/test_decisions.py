@@ -232,8 +232,9 @@ def test_the_papers_number_of_samples_goes_with_its_protocol():
 def test_a_score_of_the_users_own(net, tmp_path):
     (tmp_path / "score.py").write_text(
         "import numpy as np\n"
-        "def score(graph, model, samples, choices):\n"
-        "    return np.array([[-c.weight for c in choices] for _ in graph.units])\n"
+        "def score(given):\n"
+        "    bits = [-choice.weight for choice in given.choices]\n"
+        "    return np.array([bits for _ in given.graph.units])\n"
         "def make():\n    return score\n"
         "def wrong():\n    return 3\n"
     )

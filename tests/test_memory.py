@@ -85,8 +85,8 @@ def test_a_budget_of_memory_is_kept_and_the_bits_are_the_best(budget):
     model = seeded(Chain())
 
     # A score that asks for wide activations, or nothing would limit them.
-    def score(graph, model, samples, choices):
-        worth = np.array([4.0**-c.weight + 4.0**-c.activation for c in choices])
+    def score(given):
+        worth = np.array([4.0**-c.weight + 4.0**-c.activation for c in given.choices])
         return np.array([[1.0], [3.0]]) * worth
 
     config = ompq.PlanConfig(choices=(2, 4), activation_choices=(4, 8), score=score)

@@ -26,6 +26,7 @@ from ompq.rates import (
 )
 from ompq.scores import SCORES
 from ompq.scores.rounding_errors import rounded_weights
+from tables import score_inputs
 
 SAMPLES = scenes(16)
 
@@ -117,7 +118,7 @@ def test_every_score_tells_rates_apart(name):
     network = seeded(TinyResNet())
     graph = ompq.trace(network, images(1))
     choices = [Choice(8, 8, rate) for rate in (1.5, 3, 5)] + [Choice(8, 8)]
-    table = SCORES[name](graph, network, images(8), choices)
+    table = SCORES[name](score_inputs(graph, network, images(8), choices))
     total = getattr(table, "damage", table).sum(0)
     assert total[0] > total[1]
     # A gradient at the low-bit network need not fall all the way.

@@ -12,6 +12,7 @@ from ompq.graph import Choice
 from ompq.reconstruction_score import BlockLoss
 from ompq.samples import Samples
 from ompq.scores import score_name, score_table
+from tables import score_inputs
 
 CHOICES = (Choice(2, 4), Choice(3, 8), Choice(32, 32))
 QUICK = ompq.ReconstructionScore(iterations=10, samples=32)
@@ -24,9 +25,11 @@ def network():
 
 def test_it_is_what_quantize_and_reconstruct_give_for_a_unit_alone(network):
     told = []
-    score = ompq.ReconstructionScore(10, 32, progress=lambda *step: told.append(step))
     graph = ompq.trace(network, scenes(40))
-    table = score_table(score, graph, network, scenes(40), CHOICES).damage
+    given = score_inputs(
+        graph, network, scenes(40), CHOICES, progress=lambda *step: told.append(step)
+    )
+    table = score_table(QUICK, given).damage
     learned, judges = scenes(40)[:16], Samples.of(scenes(40)[16:32])
     rounding = ompq.RoundingConfig(iterations=10)
     for row, name in enumerate(graph.names):
@@ -64,7 +67,7 @@ def test_too_few_samples_are_refused(network):
 def test_float_weights_with_quantized_inputs_are_measured_too(network):
     graph = ompq.trace(network, images(8))
     choices = (Choice(32, 4), Choice(32, 8))
-    table = score_table(QUICK, graph, network, images(8), choices).damage
+    table = score_table(QUICK, score_inputs(graph, network, images(8), choices)).damage
     assert np.isfinite(table).all()
     assert (table[:, 0] > table[:, 1]).all()
 
@@ -72,7 +75,7 @@ def test_float_weights_with_quantized_inputs_are_measured_too(network):
 def test_block_loss_is_half_the_fisher_weighted_error_of_the_block(network):
     graph, samples = ompq.trace(network, scenes(8)), scenes(8)
     score = BlockLoss(iterations=5, samples=8)
-    table = score_table(score, graph, network, samples, CHOICES).damage
+    table = score_table(score, score_inputs(graph, network, samples, CHOICES)).damage
     unit = graph.units[-2]
     bits = dict.fromkeys(graph.names, Choice(32, 32)) | {unit.name: CHOICES[0]}
     quantized = ompq.quantize(network, ompq.Allocation(bits), samples)

@@ -14,10 +14,10 @@ from ompq.samples import Samples
 BRIEF = ompq.RefineConfig(count=5, scores=("weight_noise",))
 
 
-def misleading(graph, model, samples, choices):
+def misleading(given):
     """Say that later units matter far more than they do."""
-    powers = range(len(graph))
-    return np.array([[10.0**p * 4.0**-c.weight for c in choices] for p in powers])
+    powers = range(len(given.graph))
+    return np.array([[10.0**p * 4.0**-c.weight for c in given.choices] for p in powers])
 
 
 @pytest.fixture(scope="module")
@@ -115,8 +115,8 @@ def test_an_interrupted_run_resumes_to_the_same_plan(
 
 
 def test_scores_of_ones_own_resume_in_another_process(network, plan, tmp_path):
-    def score(graph, model, samples, choices):
-        return [[4.0**-choice.weight for choice in choices]] * len(graph)
+    def score(given):
+        return [[4.0**-choice.weight for choice in given.choices]] * len(given.graph)
 
     path = tmp_path / "refinement.json"
     config = replace(BRIEF, count=2, scores=(score,))

@@ -21,6 +21,7 @@ from ompq.samples import (
     first_tensor,
     model_device,
 )
+from tables import score_inputs
 
 
 def batches(given, size=256):
@@ -332,7 +333,7 @@ def test_scores_of_inputs_use_batches_of_every_shape():
     choices = [ompq.Choice(4, bits) for bits in (4, 8)]
 
     def damage(given):
-        return ompq.WeightNoise()(graph, network, given, choices).damage
+        return ompq.WeightNoise()(score_inputs(graph, network, given, choices)).damage
 
     # The part of the weights is the same in all three.
     both, apart = damage([one, two]), (damage(one) + damage(two)) / 2

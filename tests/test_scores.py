@@ -31,8 +31,9 @@ from ompq.scores import (
     score_name,
     score_table,
 )
-from ompq.scores.labels import weighted_labels
+from ompq.scores.derivatives import weighted_labels
 from ompq.scores.rounding_errors import quickly_rounded, rounded_weights
+from tables import score_inputs
 
 CHOICES = (Choice(2, 8), Choice(4, 8), Choice(8, 8))
 
@@ -99,7 +100,7 @@ def test_gamma_and_importance_by_hand(network, graph):
 
 
 def test_paper_score_is_linear_in_bits_and_counts_tied_units_once(network, graph):
-    table = Orm()(graph, network, images(), CHOICES)
+    table = Orm()(score_inputs(graph, network, images(), CHOICES))
     worth = measure_orm(graph, network, images()).importance
     per_bit = (table.damage[:, 1] - table.damage[:, 0]) / 2
     np.testing.assert_allclose(table.damage[:, 2], table.damage[:, 0] + 6 * per_bit)
@@ -251,8 +252,10 @@ def test_feature_without_samples_is_refused():
 
 
 def test_distortion_is_worth_times_noise(network, graph):
-    table = OrmDistortion()(graph, network, images(), CHOICES)
-    noise = score_table("weight_noise", graph, network, images(), CHOICES).damage
+    table = OrmDistortion()(score_inputs(graph, network, images(), CHOICES))
+    noise = score_table(
+        "weight_noise", score_inputs(graph, network, images(), CHOICES)
+    ).damage
     np.testing.assert_allclose(table.damage, table.importance[:, None] * noise)
     ratios = noise[:, 0] / noise[:, 1]
     assert (ratios > 4).all()  # two bits: about sixteenfold
@@ -262,22 +265,32 @@ def test_distortion_is_worth_times_noise(network, graph):
 def test_noise_is_of_the_folded_weight(graph):
     """Scaling a norm's channel scales that channel's share of the noise."""
     network = seeded(TinyResNet())
-    before = score_table("weight_noise", graph, network, images(), CHOICES).damage
+    before = score_table(
+        "weight_noise", score_inputs(graph, network, images(), CHOICES)
+    ).damage
     with torch.no_grad():
         network.norm.weight.mul_(3.0)  # all channels alike: the ratio stays
-    same = score_table("weight_noise", graph, network, images(), CHOICES).damage
+    same = score_table(
+        "weight_noise", score_inputs(graph, network, images(), CHOICES)
+    ).damage
     np.testing.assert_allclose(same, before, rtol=1e-4)
     with torch.no_grad():
         network.norm.weight[1:] = 0.0  # one channel is left
-    other = score_table("weight_noise", graph, network, images(), CHOICES).damage
+    other = score_table(
+        "weight_noise", score_inputs(graph, network, images(), CHOICES)
+    ).damage
     assert not np.allclose(other[0], before[0], rtol=1e-2)
     np.testing.assert_allclose(other[1:], before[1:])
 
 
 def test_activation_noise_counts_only_when_activations_are_chosen(network, graph):
     chosen = (Choice(4, 4), Choice(4, 8), Choice(8, 4), Choice(8, 8))
-    table = score_table("weight_noise", graph, network, images(), chosen).damage
-    fixed = score_table("weight_noise", graph, network, images(), CHOICES).damage
+    table = score_table(
+        "weight_noise", score_inputs(graph, network, images(), chosen)
+    ).damage
+    fixed = score_table(
+        "weight_noise", score_inputs(graph, network, images(), CHOICES)
+    ).damage
     assert (table[:, 0] > table[:, 1]).all()
     # Weight and activation noise add up.
     np.testing.assert_allclose(table[:, 0] + table[:, 3], table[:, 1] + table[:, 2])
@@ -286,7 +299,7 @@ def test_activation_noise_counts_only_when_activations_are_chosen(network, graph
 
 def test_divergence_equals_a_copy_with_one_rounded_weight(network, graph):
     choices = (Choice(3, 8), Choice(32, 8))
-    table = OutputDivergence()(graph, network, images(), choices).damage
+    table = OutputDivergence()(score_inputs(graph, network, images(), choices)).damage
     row = graph.names.index("block1.conv2")
     other = copy.deepcopy(network)
     weight = other.block1.conv2.weight
@@ -301,15 +314,22 @@ def test_divergence_equals_a_copy_with_one_rounded_weight(network, graph):
 
 def test_divergence_of_activations(network, graph):
     choices = (Choice(8, 2), Choice(8, 8))
-    table = OutputDivergence()(graph, network, images(), choices).damage
+    table = OutputDivergence()(score_inputs(graph, network, images(), choices)).damage
     assert (table[:, 0] > table[:, 1]).all()
 
 
 def test_divergence_reports_progress_and_touches_nothing(network, graph):
     before = {k: v.clone() for k, v in network.state_dict().items()}
     seen = []
-    score = OutputDivergence(progress=lambda *step: seen.append(step))
-    score(graph, network, {"x": images()}, (Choice(4, 4), Choice(4, 8)))
+    choices = (Choice(4, 4), Choice(4, 8))
+    told = score_inputs(
+        graph,
+        network,
+        {"x": images()},
+        choices,
+        progress=lambda *step: seen.append(step),
+    )
+    OutputDivergence()(told)
     assert seen[-1] == (len(graph), len(graph), "divergence head")
     assert all(torch.equal(v, before[k]) for k, v in network.state_dict().items())
     assert not any(m._forward_pre_hooks for m in network.modules())
@@ -317,21 +337,24 @@ def test_divergence_reports_progress_and_touches_nothing(network, graph):
 
 def test_random_is_seeded(network, graph):
     tables = [
-        Random(seed)(graph, network, images(), CHOICES).damage for seed in (1, 1, 2)
+        Random(seed)(score_inputs(graph, network, images(), CHOICES)).damage
+        for seed in (1, 1, 2)
     ]
     np.testing.assert_array_equal(tables[0], tables[1])
     assert not np.allclose(tables[0], tables[2])
 
 
 def test_smallest_first_values_every_bit_alike(network, graph):
-    table = score_table("smallest_first", graph, network, images(), CHOICES).damage
+    table = score_table(
+        "smallest_first", score_inputs(graph, network, images(), CHOICES)
+    ).damage
     assert (table == table[0]).all()
     assert table[0, 0] - table[0, 2] == 6
 
 
 @pytest.mark.parametrize("name", sorted(SCORES))
 def test_named_scores_fall_with_bits(network, graph, name):
-    table = score_table(name, graph, network, images(), CHOICES).damage
+    table = score_table(name, score_inputs(graph, network, images(), CHOICES)).damage
     assert table.shape == (len(graph), 3)
     falls = table[:, 0] > table[:, 2]
     # To first order, more bits may seem to be worse for a unit.
@@ -344,7 +367,10 @@ def test_scores_repeat_themselves_and_leave_the_network_alone(name):
     network.stem.weight.requires_grad_(False)
     graph, before = trace(network, images()), copy.deepcopy(network.state_dict())
     state = torch.get_rng_state()
-    tables = [score_table(name, graph, network, images(), CHOICES) for _ in range(2)]
+    tables = [
+        score_table(name, score_inputs(graph, network, images(), CHOICES))
+        for _ in range(2)
+    ]
     np.testing.assert_array_equal(tables[0].damage, tables[1].damage)
     assert torch.equal(torch.get_rng_state(), state)
     for key, value in network.state_dict().items():
@@ -370,25 +396,29 @@ def test_scores_say_what_they_are_and_need(name):
 def test_scores_on_cuda_are_those_on_the_cpu(network, graph, name):
     there = copy.deepcopy(network).cuda()
     for samples in (images(), images().cuda()):
-        found = score_table(name, graph, there, samples, CHOICES).damage
-        expected = score_table(name, graph, network, images(), CHOICES).damage
+        found = score_table(name, score_inputs(graph, there, samples, CHOICES)).damage
+        expected = score_table(
+            name, score_inputs(graph, network, images(), CHOICES)
+        ).damage
         # Learned rounding may decide otherwise where sums differ in the last digit.
         rtol, atol = (0.5, 1e-3) if name == "reconstruction" else (0.1, 1e-4)
         np.testing.assert_allclose(found, expected, rtol=rtol, atol=atol)
 
 
 def test_own_function_is_a_score(network, graph):
-    def score(graph, model, samples, choices):
-        return [[-float(c.weight) for c in choices] for _ in graph.units]
+    def score(given):
+        return [[-float(c.weight) for c in given.choices] for _ in given.graph.units]
 
-    table = score_table(score, graph, network, images(), CHOICES)
+    table = score_table(score, score_inputs(graph, network, images(), CHOICES))
     assert table.damage[0].tolist() == [-2.0, -4.0, -8.0]
     assert table.orm is None
 
 
 def test_bad_scores_are_refused(graph, network):
     def run(result):
-        return score_table(lambda *_: result, graph, network, images(), CHOICES)
+        return score_table(
+            lambda *_: result, score_inputs(graph, network, images(), CHOICES)
+        )
 
     with pytest.raises(ScoreError, match=r"returned shape \(2,\); 7 units × 3 choices"):
         run([1.0, 2.0])
@@ -401,7 +431,7 @@ def test_bad_scores_are_refused(graph, network):
     with pytest.raises(ScoreError, match="NaN or infinite for block1.conv1"):
         run(broken)
     with pytest.raises(ValueError, match="score='best' is unknown; use blend, fisher"):
-        score_table("best", graph, network, images(), CHOICES)
+        score_table("best", score_inputs(graph, network, images(), CHOICES))
 
 
 class Wide(nn.Module):
@@ -428,7 +458,7 @@ def test_tables_are_the_same_for_any_number_of_threads():
             torch.set_num_threads(count)
             found.append(
                 [
-                    score_table(name, graph, network, samples, choices)
+                    score_table(name, score_inputs(graph, network, samples, choices))
                     for name in ("orm_distortion", "output_divergence")
                 ]
             )
@@ -442,11 +472,11 @@ def test_tables_are_the_same_for_any_number_of_threads():
 
 
 def test_tables_keep_nine_digits(network, graph):
-    def score(graph, model, samples, choices):
-        rows = [[1 / 3, -2e30 / 3, 0.0]] * len(graph.units)
+    def score(given):
+        rows = [[1 / 3, -2e30 / 3, 0.0]] * len(given.graph)
         return ScoreTable(np.array(rows), gamma=np.full(len(graph), 2e-9 / 3))
 
-    table = score_table(score, graph, network, images(), CHOICES)
+    table = score_table(score, score_inputs(graph, network, images(), CHOICES))
     assert table.damage[0].tolist() == [0.333333333, -6.66666667e29, 0.0]
     assert table.gamma[0] == 6.66666667e-10
 
@@ -454,7 +484,9 @@ def test_tables_keep_nine_digits(network, graph):
 def test_chain_has_a_score():
     network = seeded(Chain())
     graph = trace(network, images())
-    assert score_table("orm", graph, network, images(), CHOICES).orm.shape == (2, 2)
+    assert score_table(
+        "orm", score_inputs(graph, network, images(), CHOICES)
+    ).orm.shape == (2, 2)
 
 
 def test_a_known_score_goes_by_its_name_however_it_is_given():
@@ -513,7 +545,8 @@ def test_hessian_is_the_mean_of_the_exact_diagonal_times_the_error(pair, labelle
     target = labels if labelled else answers
     batches = [(inputs[:4], labels[:4]), (inputs[4:], labels[4:])] if labelled else None
     table = score_table(
-        Hessian(probes=2000), graph, network, inputs, NARROW, batches=batches
+        Hessian(probes=2000, batches=batches),
+        score_inputs(graph, network, inputs, NARROW),
     )
     for row, name in enumerate(graph.names):
         weight = network.get_parameter(f"{name}.weight").detach()
@@ -544,7 +577,9 @@ def per_sample_squares(network, inputs, labels, name):
 def test_fisher_is_squared_gradients_times_squared_errors(pair):
     network, graph, inputs, labels = pair
     batches = [(inputs, labels)]
-    table = score_table("fisher", graph, network, inputs, NARROW, batches=batches)
+    table = score_table(
+        Fisher(batches=batches), score_inputs(graph, network, inputs, NARROW)
+    )
     for row, name in enumerate(graph.names):
         squares = per_sample_squares(network, inputs, labels, name).mean(0)
         weight = network.get_parameter(f"{name}.weight").detach()
@@ -557,7 +592,7 @@ def test_fisher_is_squared_gradients_times_squared_errors(pair):
 def test_fisher_without_labels_draws_them_from_the_answers(pair):
     network, graph, inputs, _ = pair
     tables = [
-        Fisher(seed=100 * seed)(graph, network, inputs, NARROW).damage
+        Fisher(seed=100 * seed)(score_inputs(graph, network, inputs, NARROW)).damage
         for seed in range(60)
     ]
     answers = network(inputs).softmax(1).detach()
@@ -577,7 +612,9 @@ def test_fisher_without_labels_draws_them_from_the_answers(pair):
 def test_gradient_is_the_slope_from_the_low_bit_network(pair, labelled):
     network, graph, inputs, labels = pair
     batches = [(inputs, labels)] if labelled else None
-    table = score_table("gradient", graph, network, inputs, NARROW, batches=batches)
+    table = score_table(
+        Gradient(batches=batches), score_inputs(graph, network, inputs, NARROW)
+    )
     answers = network(inputs).softmax(1).detach().double()
     low = copy.deepcopy(network)
     for name in graph.names:
@@ -602,7 +639,7 @@ def test_gradient_is_the_slope_from_the_low_bit_network(pair, labelled):
 def test_blend_is_the_geometric_mean_of_two_scaled_tables(network, graph):
     for choices, at in (((*CHOICES, Choice(3, 8)), 3), (CHOICES, 1)):
         blend, one, other = (
-            score_table(name, graph, network, images(), choices).damage
+            score_table(name, score_inputs(graph, network, images(), choices)).damage
             for name in ("blend", "output_divergence", "weight_noise")
         )
         wanted = np.sqrt(one / one[:, at].mean() * other / other[:, at].mean())
@@ -610,12 +647,16 @@ def test_blend_is_the_geometric_mean_of_two_scaled_tables(network, graph):
 
 
 def test_blend_with_nothing_to_lose_is_nothing(network, graph):
-    table = score_table("blend", graph, network, images(), [Choice(32, 8)]).damage
+    table = score_table(
+        "blend", score_inputs(graph, network, images(), [Choice(32, 8)])
+    ).damage
     assert (table == 0).all()
 
 
 def test_orm_shift_is_that_of_a_copy_with_one_rounded_weight(network, graph):
-    table = score_table("orm_shift", graph, network, images(), NARROW).damage
+    table = score_table(
+        "orm_shift", score_inputs(graph, network, images(), NARROW)
+    ).damage
     labels = measure_orm(graph, network, images()).labels
 
     def orm_sum(network):
@@ -638,14 +679,16 @@ def test_scores_of_weights_refuse_a_choice_of_activations(network, graph, name):
     with pytest.raises(
         ScoreError, match=rf"{name} judges only weights.* \[4, 8\] bits"
     ):
-        score_table(name, graph, network, images(), choices)
+        score_table(name, score_inputs(graph, network, images(), choices))
 
 
 def test_labels_must_be_as_many_as_inputs(pair):
     network, graph, inputs, labels = pair
     batches = [(inputs, labels[:2])]
     with pytest.raises(SampleError, match="has 6 inputs and 2 labels: give one class"):
-        score_table("fisher", graph, network, inputs, NARROW, batches=batches)
+        score_table(
+            Fisher(batches=batches), score_inputs(graph, network, inputs, NARROW)
+        )
 
 
 def test_labels_are_read_no_further_than_needed(pair):
@@ -655,24 +698,27 @@ def test_labels_are_read_no_further_than_needed(pair):
         while True:
             yield inputs, labels
 
-    few = Fisher(samples=8, batches=endless())(graph, network, inputs, NARROW)
+    few = Fisher(samples=8, batches=endless())(
+        score_inputs(graph, network, inputs, NARROW)
+    )
     twice = torch.cat([inputs, inputs[:2]]), torch.cat([labels, labels[:2]])
-    same = Fisher(batches=[twice])(graph, network, inputs, NARROW)
+    same = Fisher(batches=[twice])(score_inputs(graph, network, inputs, NARROW))
     np.testing.assert_allclose(few.damage, same.damage)
-
-
-def test_labels_are_not_given_to_scores_without_use_for_them(network, graph):
-    given = score_table("orm", graph, network, images(), CHOICES, batches=[])
-    alone = score_table("orm", graph, network, images(), CHOICES)
-    np.testing.assert_array_equal(given.damage, alone.damage)
 
 
 def test_slow_scores_tell_their_progress(pair):
     network, graph, inputs, _ = pair
     for kind, steps in ((Hessian, 16), (Fisher, 6), (OrmShift, 4), (Blend, 2)):
         told = []
-        score = kind(progress=lambda *step, told=told: told.append(step))
-        score(graph, network, inputs, NARROW)
+        kind()(
+            score_inputs(
+                graph,
+                network,
+                inputs,
+                NARROW,
+                progress=lambda *step, told=told: told.append(step),
+            )
+        )
         assert [step[0] for step in told] == list(range(1, steps + 1))
         assert told[0][2]
 
@@ -690,8 +736,13 @@ def test_attention_can_be_differentiated_twice():
     network = seeded(Attends())
     samples = torch.randn(4, 5, 4, generator=torch.Generator().manual_seed(0))
     graph = trace(network, samples)
-    assert (Hessian()(graph, network, samples, NARROW).damage[:, 0] > 0).all()
-    assert Gradient()(graph, network, samples, NARROW).damage.shape == (2, 3)
+    assert (
+        Hessian()(score_inputs(graph, network, samples, NARROW)).damage[:, 0] > 0
+    ).all()
+    assert Gradient()(score_inputs(graph, network, samples, NARROW)).damage.shape == (
+        2,
+        3,
+    )
 
 
 def expected_divergence(network, unit, rounded, inputs, labels, counts):
@@ -729,7 +780,7 @@ def test_sensitivity_is_noise_times_what_of_it_finite_differences_expect():
     network, inputs = seeded(TinyMobileNet()), images(6)
     graph = trace(network, inputs)
     choices = [Choice(bits, 32) for bits in (2, 4, 8)]
-    found = Sensitivity()(graph, network, inputs, choices)
+    found = Sensitivity()(score_inputs(graph, network, inputs, choices))
     noise, expected = np.zeros((len(graph), 3)), np.zeros((len(graph), 2))
     with torch.no_grad():
         log_p = network(inputs).log_softmax(1)
@@ -752,9 +803,9 @@ def test_sensitivity_is_noise_times_what_of_it_finite_differences_expect():
 def test_sensitivity_does_not_depend_on_batches(monkeypatch):
     network, inputs = seeded(TinyMobileNet()), images(8)
     graph = trace(network, inputs)
-    whole = Sensitivity()(graph, network, inputs, CHOICES).damage
+    whole = Sensitivity()(score_inputs(graph, network, inputs, CHOICES)).damage
     monkeypatch.setattr("ompq.scores.sensitivity._CPU_BATCH", 4)
-    parts = Sensitivity()(graph, network, inputs, CHOICES).damage
+    parts = Sensitivity()(score_inputs(graph, network, inputs, CHOICES)).damage
     # But for the means, which are those of a batch.
     assert parts == pytest.approx(whole, rel=0.5)
 
@@ -793,7 +844,7 @@ def test_sensitivity_sees_weights_inside_attention_and_tied_ones(caplog):
     network = seeded(Attending())
     tokens = torch.arange(24).reshape(6, 4) % 11
     graph = trace(network, tokens)
-    damage = Sensitivity()(graph, network, tokens, CHOICES).damage
+    damage = Sensitivity()(score_inputs(graph, network, tokens, CHOICES)).damage
     assert {unit.kind for unit in graph.units} >= {"attention", "linear"}
     assert not caplog.text
     assert (np.diff(damage, axis=1) < 0).all()
@@ -832,7 +883,7 @@ def test_sensitivity_of_a_network_without_gradients_is_its_noise(caplog):
     )
     graph = trace(network, images())
     choices = [Choice(bits, 8) for bits in (2, 4)]
-    found = Sensitivity()(graph, network, images(), choices).damage
+    found = Sensitivity()(score_inputs(graph, network, images(), choices)).damage
     few = [Choice(bits, 32) for bits in (2, 4)]
     noise = [quickly_rounded(network, unit, few, [])[1] for unit in graph.units]
     assert found == pytest.approx(np.stack(noise))
@@ -843,7 +894,7 @@ def test_sensitivity_chooses_activation_bits_too():
     network, inputs = seeded(TinyMobileNet()), images(6)
     graph = trace(network, inputs)
     choices = [Choice(4, 4), Choice(4, 8), Choice(8, 8), Choice(32, 32)]
-    damage = Sensitivity()(graph, network, inputs, choices).damage
+    damage = Sensitivity()(score_inputs(graph, network, inputs, choices)).damage
     assert (np.diff(damage, axis=1) < 0).all()
     assert (damage[:, 3] == 0).all()
 
@@ -852,7 +903,7 @@ def test_weights_that_are_zero_are_scored_without_a_warning(recwarn):
     network = seeded(Chain())
     graph = trace(network, images())
     nn.init.zeros_(network.get_parameter(graph.units[0].parameter))
-    damage = Sensitivity()(graph, network, images(), CHOICES).damage
+    damage = Sensitivity()(score_inputs(graph, network, images(), CHOICES)).damage
     assert np.isfinite(damage).all()
     assert not damage[0].any()
     assert not [w for w in recwarn if issubclass(w.category, RuntimeWarning)]

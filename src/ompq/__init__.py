@@ -70,6 +70,7 @@ if TYPE_CHECKING:
         OrmShift,
         OutputDivergence,
         Random,
+        ScoreInputs,
         ScoreTable,
         Sensitivity,
         SmallestFirst,
@@ -109,8 +110,8 @@ _HOMES = {
     "ompq.datasets.sources": "load_data",
     "ompq.samples": "Samples",
     "ompq.scores": "Blend Fisher Gradient Hessian Orm OrmDistortion OrmSettings "
-    "OrmShift OutputDivergence Random ScoreTable Sensitivity SmallestFirst "
-    "WeightNoise",
+    "OrmShift OutputDivergence Random ScoreInputs ScoreTable Sensitivity "
+    "SmallestFirst WeightNoise",
     "ompq.skeleton": "unpack",
     "ompq.training": "train",
     "ompq.training.config": "TRAIN_PROTOCOLS TrainConfig",
@@ -167,6 +168,7 @@ __all__ = [
     "SampleError",
     "Samples",
     "ScoreError",
+    "ScoreInputs",
     "ScoreTable",
     "Sensitivity",
     "Smallest",

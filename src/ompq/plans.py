@@ -52,6 +52,7 @@ from ompq.scores import (
     Orm,
     OrmSettings,
     Score,
+    ScoreInputs,
     Sensitivity,
     function_units,
     score_name,
@@ -184,9 +185,16 @@ def plan(
     nothing = np.zeros((len(graph), len(choices)))
     problem = make_problem(graph, choices, nothing, allowed, costs)
     check_budget(problem, budget)
-    report(1, 3, "scoring the choices")
-    scores = score_table(config.score, graph, model, samples, choices, cache=cache)
-    scores = scores.as_saved()
+    stage = "scoring the choices"
+    report(1, 3, stage)
+    given = ScoreInputs(
+        graph,
+        model,
+        samples,
+        choices,
+        lambda done, total, _: report(done, total, stage),
+    )
+    scores = score_table(config.score, given, cache).as_saved()
     report(2, 3, "solving for the budget")
     problem = replace(problem, damage=scores.damage)
     allocation = allocate(problem, budget, method=config.method)

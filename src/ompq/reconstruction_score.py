@@ -1,8 +1,8 @@
 """Reconstruction as a score: the damage that learned rounding cannot undo."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
@@ -10,13 +10,13 @@ from torch import Tensor, nn
 
 from ompq.allocation.program import Allocation
 from ompq.costs import FLOAT_BITS, can_be_coded
-from ompq.graph import Choice, LayerGraph, Unit, normalised_by
+from ompq.graph import Choice, Unit, normalised_by
 from ompq.measurement import Meter, split
 from ompq.processes import share_out
 from ompq.reconstruction.blocks import fisher_weights
 from ompq.recording import tensors_in
-from ompq.samples import Batch, Progress, Samples, SamplesLike, collect
-from ompq.scores import SCORES, Needs, ScoreTable
+from ompq.samples import Batch, Samples, collect
+from ompq.scores import SCORES, Needs, ScoreInputs, ScoreTable
 
 __all__ = ["SCORES", "BlockLoss", "ReconstructionScore"]
 
@@ -34,22 +34,15 @@ class _OneByOne(ABC):
     iterations: int = 50  # steps of the reconstruction
     samples: int = 64  # how many inputs are used, at most
     seed: int = 0  # of the order of samples
-    # called after each unit and choice
-    progress: Progress | None = field(default=None, repr=False, compare=False)
 
     needs: ClassVar[Needs] = Needs(
         "a short reconstruction for each unit and choice", gradients=True
     )
 
-    def __call__(
-        self,
-        graph: LayerGraph,
-        model: nn.Module,
-        samples: SamplesLike,
-        choices: Sequence[Choice],
-    ) -> ScoreTable:
+    def __call__(self, given: ScoreInputs) -> ScoreTable:
         """Return what is measured, (units, choices); processes share the cells."""
-        meter, measure = self._meter(model, Samples.of(samples).first(self.samples))
+        graph, choices = given.graph, given.choices
+        meter, measure = self._meter(given.model, given.samples.first(self.samples))
         untouched = dict.fromkeys(graph.names, Choice(FLOAT_BITS, FLOAT_BITS))
         cells = [(unit, choice) for unit in graph.units for choice in choices]
 
@@ -62,9 +55,8 @@ class _OneByOne(ABC):
             return measure(meter.quantized(alone), unit)
 
         def report(done: int) -> None:
-            if self.progress:
-                name = cells[done - 1][0].name
-                self.progress(done, len(cells), f"reconstructing {name}")
+            name = cells[done - 1][0].name
+            given.progress(done, len(cells), f"reconstructing {name}")
 
         table = np.array(share_out(cells, damage, report))
         return ScoreTable(table.reshape(len(graph), len(choices)))

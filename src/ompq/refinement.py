@@ -24,7 +24,7 @@ from ompq.graph import trace
 from ompq.measurement import Checkpoint, Meter, split
 from ompq.plans import Measurement, Plan
 from ompq.samples import Progress, Samples, SamplesLike
-from ompq.scores import Score, score_name, score_table
+from ompq.scores import Score, ScoreInputs, score_name, score_table
 
 Floats = NDArray[np.float64]
 
@@ -156,7 +156,9 @@ def _tables(
         name = score_name(score)
         if name not in tables:
             few = samples.first(64)
-            found = score_table(score, plan.graph, model, few, plan.choices)
+            found = score_table(
+                score, ScoreInputs(plan.graph, model, few, plan.choices)
+            )
             tables[name] = found.damage
     return tables
 

@@ -4,7 +4,7 @@ import json
 import platform
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -41,7 +41,6 @@ from ompq.report import (
     write_report,
 )
 from ompq.samples import Progress, Samples, SamplesLike
-from ompq.scores import named_score, score_name
 from ompq.stages import (
     CONFIG as CONFIG,
     ONNX as ONNX,
@@ -55,7 +54,6 @@ from ompq.stages import (
 )
 
 PLAN_SAMPLES = 64
-_SCORING = "scoring the choices"  # as plan() calls this stage
 ANYTHING = "32bits"  # a budget that bits fixed beforehand always meet
 
 
@@ -99,14 +97,12 @@ class Workflow:
             pins: dict[str, Pin] = dict(source.items())
             budget, config = ANYTHING, replace(config, pinned=pins)
         with self.stages.named_by_messages("planning") as progress:
-            told = replace(config, score=_reporting(config.score, progress))
             samples = self.samples[:count]
             made = plan(
-                self.model, samples, budget, told, cache=cache, progress=progress
+                self.model, samples, budget, config, cache=cache, progress=progress
             )
         if isinstance(source, Allocation):
             _check_complete(source, made)
-        made = replace(made, score_name=score_name(config.score))
         if refinement is None:
             return made
         with self.stages.stage("refining") as progress:
@@ -334,18 +330,6 @@ def made_folder(folder: Path) -> Iterator[None]:
         if new:
             with suppress(OSError):  # it holds something
                 folder.rmdir()
-
-
-def _reporting(score: Any, progress: Progress) -> Any:
-    """Return a score that reports its progress, if it is one that can."""
-
-    def within(done: int, total: int | None, _message: str) -> None:
-        progress(done, total, _SCORING)
-
-    known = named_score(score) if isinstance(score, str) else score
-    if not is_dataclass(known) or "progress" not in {f.name for f in fields(known)}:
-        return score
-    return replace(known, progress=within)  # type: ignore[type-var]
 
 
 def _check_complete(bits: Allocation, made: Plan) -> None:

@@ -371,7 +371,7 @@ def _score(text: str) -> Score | str:
     if not callable(score):
         raise ScoreError(
             f"{text} returned {type(score).__name__}; it must return a score: "
-            "a function of graph, model, samples and choices"
+            "a function of an ompq.ScoreInputs"
         )
     return score  # type: ignore[no-any-return]
 

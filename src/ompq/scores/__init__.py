@@ -1,30 +1,34 @@
 """Scores: the damage expected of each choice of bits, unit by unit."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import fields, is_dataclass, replace
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
-from ompq.graph import Choice, LayerGraph
 from ompq.processes import from_main
-from ompq.samples import Samples, SamplesLike, locked
+from ompq.samples import locked
 from ompq.scores.baselines import Random, SmallestFirst
-from ompq.scores.blend import Blend
-from ompq.scores.cache import cached_table
-from ompq.scores.fisher import Fisher
-from ompq.scores.gradient import Gradient
-from ompq.scores.hessian import Hessian
-from ompq.scores.labels import LabelledBatches
-from ompq.scores.orm import Orm, OrmSettings, function_units, measure_orm
-from ompq.scores.orm_distortion import OrmDistortion
-from ompq.scores.orm_shift import OrmShift
-from ompq.scores.output_divergence import OutputDivergence
+from ompq.scores.derivatives import Fisher, Gradient, Hessian
+from ompq.scores.orm import (
+    Orm,
+    OrmDistortion,
+    OrmSettings,
+    OrmShift,
+    function_units,
+    measure_orm,
+)
+from ompq.scores.output_divergence import Blend, OutputDivergence
+from ompq.scores.rounding_errors import WeightNoise
 from ompq.scores.sensitivity import Sensitivity
-from ompq.scores.table import Needs, Score, ScoreTable, checked
-from ompq.scores.weight_noise import WeightNoise
+from ompq.scores.table import (
+    Needs,
+    Score,
+    ScoreInputs,
+    ScoreTable,
+    cached_table,
+    computed,
+)
 
 __all__ = [
     "SCORES",
@@ -40,6 +44,7 @@ __all__ = [
     "OutputDivergence",
     "Random",
     "Score",
+    "ScoreInputs",
     "ScoreTable",
     "Sensitivity",
     "SmallestFirst",
@@ -107,39 +112,23 @@ def _changed(given: Any, usual: Any) -> Iterator[str]:
             yield f"{name}={ours!r}"
 
 
-def score_table(  # noqa: PLR0913 - the last two are optional
-    score: Score | str,
-    graph: LayerGraph,
-    model: nn.Module,
-    samples: SamplesLike,
-    choices: Sequence[Choice],
-    *,
-    batches: LabelledBatches | None = None,
-    cache: str | Path | None = None,
+def score_table(
+    score: Score | str, given: ScoreInputs, cache: str | Path | None = None
 ) -> ScoreTable:
-    """Compute a score, given as a callable or by name.
+    """Compute a score, given as a callable or by its name in :data:`SCORES`.
 
     Args:
-        score: A name of :data:`SCORES` or a callable.
-        graph: The network's units.
-        model: The network.
-        samples: Inputs.
-        choices: Columns of the table.
-        batches: Inputs and class numbers, for the scores that use labels.
         cache: A folder that keeps tables, and from which known ones are read.
 
     Raises:
         ValueError: The name is unknown.
-        ScoreError: The result is no finite table of units × choices.
+        ScoreError: The result is not a finite table of units × choices.
     """
-    chosen: Any = named_score(score) if isinstance(score, str) else score
-    if batches is not None and getattr(chosen, "needs", Needs("")).labels:
-        chosen = replace(chosen, batches=batches)
-    given = Samples.of(samples)
+    chosen = named_score(score) if isinstance(score, str) else score
     # Scores swap weights for rounded ones while the network runs.
-    with locked(model):
+    with locked(given.model):
         if cache is None:
-            found = checked(chosen(graph, model, given, choices), graph, choices)
+            found = computed(chosen, given)
         else:
-            found = cached_table(cache, chosen, graph, model, given, choices)
+            found = cached_table(cache, chosen, given)
     return from_main(lambda: found)  # their devices may round differently

@@ -5,11 +5,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
-from torch import nn
 
 from ompq.graph import Choice, LayerGraph
-from ompq.samples import SamplesLike
-from ompq.scores.table import Needs, ScoreTable, Table
+from ompq.scores.table import Needs, ScoreInputs, ScoreTable, Table
 
 
 @dataclass(frozen=True)
@@ -22,43 +20,27 @@ class SmallestFirst:
     summary: ClassVar[str] = "bits to the smallest layers first"
     needs: ClassVar[Needs] = Needs("none")
 
-    def __call__(
-        self,
-        graph: LayerGraph,
-        model: nn.Module,  # noqa: ARG002
-        samples: SamplesLike,  # noqa: ARG002
-        choices: Sequence[Choice],
-    ) -> ScoreTable:
+    def __call__(self, given: ScoreInputs) -> ScoreTable:
         """Return −bits for every unit, (units, choices)."""
-        bits = [float(c.bits + c.activation) for c in choices]
-        return ScoreTable(-np.tile(np.array(bits), (len(graph), 1)))
+        bits = [float(c.bits + c.activation) for c in given.choices]
+        return ScoreTable(-np.tile(np.array(bits), (len(given.graph), 1)))
 
 
 @dataclass(frozen=True)
 class Random:
-    """Gives each unit a random worth; distortion falls fourfold a bit.
-
-    Attributes:
-        seed: Seed of the draw.
-    """
+    """Gives each unit a random worth; distortion falls fourfold a bit."""
 
     seed: int = 0
 
     summary: ClassVar[str] = "a random worth for each unit, as a baseline"
     needs: ClassVar[Needs] = Needs("none")
 
-    def __call__(
-        self,
-        graph: LayerGraph,
-        model: nn.Module,  # noqa: ARG002
-        samples: SamplesLike,  # noqa: ARG002
-        choices: Sequence[Choice],
-    ) -> ScoreTable:
+    def __call__(self, given: ScoreInputs) -> ScoreTable:
         """Return worth · 4^−bits, (units, choices)."""
-        return ScoreTable(self.worth(graph, choices))
+        return ScoreTable(self.worth(given.graph, given.choices))
 
     def worth(self, graph: LayerGraph, choices: Sequence[Choice]) -> Table:
-        """Return the table itself, for which no network is needed."""
+        """Return the table itself, which depends on neither network nor samples."""
         worth = np.random.default_rng(self.seed).lognormal(sigma=2.0, size=len(graph))
         fall = np.array([4.0**-c.bits + 4.0**-c.activation for c in choices])
         table: Table = worth[:, None] * fall

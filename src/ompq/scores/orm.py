@@ -1,7 +1,8 @@
-"""ORM of a network, and the paper's score, which is linear in bits."""
+"""ORM of a network, and the scores built on it: the paper's, and two of ours."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from copy import deepcopy
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ompq.errors import SampleError, TraceError, shortened
-from ompq.graph import Choice, LayerGraph, Unit, select
+from ompq.graph import LayerGraph, Unit, select
 from ompq.orthogonality import (
     BatchProducts,
     Decreasing,
@@ -31,7 +32,12 @@ from ompq.samples import (
     model_device,
     to_device,
 )
-from ompq.scores.table import Needs, ScoreTable, Table
+from ompq.scores.rounding_errors import (
+    check_weights_only,
+    noise_table,
+    weight_table,
+)
+from ompq.scores.table import Needs, ScoreInputs, ScoreTable, Table
 
 Granularity = Literal["layer", "block", "stage", "net"]
 _BATCH = 256  # samples whose Gram matrices, 256 × 256 a layer, are held at a time
@@ -268,24 +274,20 @@ class Orm:
 
     Attributes:
         settings: How ORM is measured; the paper's settings by default.
-        progress: Called after each function.
     """
 
     settings: OrmSettings = OrmSettings()
-    progress: Progress | None = field(default=None, repr=False, compare=False)
 
     summary: ClassVar[str] = "the paper's: orthogonality of layers, linear in bits"
     needs: ClassVar[Needs] = Needs("one")
 
-    def __call__(
-        self,
-        graph: LayerGraph,
-        model: nn.Module,
-        samples: SamplesLike,
-        choices: Sequence[Choice],
-    ) -> ScoreTable:
+    def __call__(self, given: ScoreInputs) -> ScoreTable:
         """Return −bits × coefficient, (units, choices)."""
-        orm = measure_orm(graph, model, samples, self.settings, progress=self.progress)
+        orm, graph, choices = (
+            _measured(given, self.settings),
+            given.graph,
+            given.choices,
+        )
         # Units of one function that share their bits are one decision of the paper's,
         # and count once.
         function_of = _functions(graph.units, self.settings.granularity)
@@ -298,3 +300,69 @@ class Orm:
         chosen = len({choice.activation for choice in choices}) > 1
         bits = np.array([c.bits + chosen * c.activation for c in choices], float)
         return orm.table(-np.outer(orm.importance / np.array(sharing), bits))
+
+
+@dataclass(frozen=True)
+class OrmDistortion:
+    """ORM coefficient × noise-to-signal of the rounded weights (and inputs).
+
+    The distortion falls about fourfold a bit, as rate-distortion theory says; ORM says
+    how much each layer's distortion matters.
+
+    Attributes:
+        settings: How ORM is measured; gamma is taken per function by default.
+    """
+
+    settings: OrmSettings = OrmSettings(per_function=True)
+
+    summary: ClassVar[str] = "orthogonality of layers × weight_noise"
+    needs: ClassVar[Needs] = Needs("one")
+
+    def __call__(self, given: ScoreInputs) -> ScoreTable:
+        """Return coefficient × noise-to-signal, (units, choices)."""
+        orm = _measured(given, self.settings)
+        return orm.table(orm.importance[:, None] * noise_table(given))
+
+
+def _measured(given: ScoreInputs, settings: OrmSettings) -> OrmResult:
+    network = given.graph, given.model, given.samples
+    return measure_orm(*network, settings, progress=given.progress)
+
+
+@dataclass(frozen=True)
+class OrmShift:
+    """|sum of ORM with one unit rounded − sum of ORM|, uncentred.
+
+    The paper's claim taken at its word: orthogonality between layers is what a network
+    must keep, so a unit needs the bits without which it would be lost.
+
+    Attributes:
+        samples: How many inputs are used, at most.
+    """
+
+    samples: int = 32
+
+    summary: ClassVar[str] = "change of the sum of ORM when one unit is rounded"
+    needs: ClassVar[Needs] = Needs("one for each unit and width")
+
+    def __call__(self, given: ScoreInputs) -> ScoreTable:
+        """Return absolute changes of the sum of ORM, (units, choices)."""
+        check_weights_only(given.choices, "orm_shift")
+        few = given.samples.first(self.samples)
+        other = deepcopy(given.model)
+        before = measure_orm(given.graph, other, few).matrix.sum()
+        done = 0
+
+        def shift(unit: Unit, rounded: Tensor) -> float:
+            nonlocal done
+            weight = other.get_parameter(unit.parameter)
+            kept = weight.detach().clone()
+            with torch.no_grad():
+                weight.copy_(rounded)
+                after = measure_orm(given.graph, other, few).matrix.sum()
+                weight.copy_(kept)
+            done += 1
+            given.progress(done, None, f"ORM without {unit.name}")
+            return float(abs(after - before))
+
+        return ScoreTable(weight_table(given, shift))

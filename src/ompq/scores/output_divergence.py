@@ -1,7 +1,7 @@
-"""Output divergence: how far the logits move when one unit alone is quantized."""
+"""How far the logits move when one unit is quantized: alone, or blended with noise."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
@@ -9,26 +9,19 @@ import numpy as np
 from torch import Tensor, nn
 
 from ompq.costs import FLOAT_BITS
-from ompq.graph import Choice, LayerGraph, Unit
+from ompq.graph import Choice, Unit, by_bits
 from ompq.processes import share_out
 from ompq.ranges import fake_quantize_tensor
 from ompq.recording import with_first_tensor
-from ompq.samples import (
-    Batch,
-    Progress,
-    Samples,
-    SamplesLike,
-    evaluating,
-    model_device,
-    to_device,
-)
-from ompq.scores.labels import divergence, log_probabilities
+from ompq.samples import Batch, evaluating, model_device, to_device
+from ompq.scores.derivatives import divergence, log_probabilities
 from ompq.scores.rounding_errors import (
     called_module,
+    noise_table,
     rounded_weights,
     weight_choices,
 )
-from ompq.scores.table import Needs, ScoreTable
+from ompq.scores.table import Needs, ScoreInputs, ScoreTable, Table
 
 
 @dataclass(frozen=True)
@@ -40,25 +33,18 @@ class OutputDivergence:
 
     Attributes:
         samples: How many inputs are used, at most.
-        progress: Called after each unit.
     """
 
     samples: int = 64
-    progress: Progress | None = field(default=None, repr=False, compare=False)
 
     summary: ClassVar[str] = "divergence of the outputs when one unit is rounded"
     needs: ClassVar[Needs] = Needs("one for each unit and width")
 
-    def __call__(
-        self,
-        graph: LayerGraph,
-        model: nn.Module,
-        samples: SamplesLike,
-        choices: Sequence[Choice],
-    ) -> ScoreTable:
+    def __call__(self, given: ScoreInputs) -> ScoreTable:
         """Return mean divergences, (units, choices)."""
-        given = Samples.of(samples).first_batch(self.samples)
-        batch = to_device(given, model_device(model))
+        graph, model, choices = given.graph, given.model, given.choices
+        first = given.samples.first_batch(self.samples)
+        batch = to_device(first, model_device(model))
         weights = weight_choices(choices)
         inputs = sorted({c.activation for c in choices})
         if len(inputs) == 1:
@@ -78,9 +64,7 @@ class OutputDivergence:
             ]
 
         def report(done: int) -> None:
-            if self.progress:
-                name = graph.names[done - 1]
-                self.progress(done, len(graph), f"divergence {name}")
+            given.progress(done, len(graph), f"divergence {graph.names[done - 1]}")
 
         with evaluating(model):
             reference = log_probabilities(model, batch, {})
@@ -110,3 +94,40 @@ def _input_divergence(
 
 def _clamped(reference: Tensor, output: Tensor) -> float:
     return float(divergence(reference, output).clamp_min(0))
+
+
+@dataclass(frozen=True)
+class Blend:
+    """Geometric mean of output divergence and weight noise.
+
+    Each table is divided by its mean at 3 bits (or the middle choice) first. One sees
+    what the network makes of an error, the other does not depend on the samples; where
+    one is wrong about a unit, the other often is not.
+
+    Attributes:
+        samples: How many inputs the divergence is measured on, at most.
+    """
+
+    samples: int = 64
+
+    summary: ClassVar[str] = "geometric mean of output_divergence and weight_noise"
+    needs: ClassVar[Needs] = Needs("one for each unit and width")
+
+    def __call__(self, given: ScoreInputs) -> ScoreTable:
+        """Return geometric means, (units, choices)."""
+        moved = OutputDivergence(self.samples)(given).damage
+        noise, column = noise_table(given), _reference(given.choices)
+        return ScoreTable(np.sqrt(_scaled(moved, column) * _scaled(noise, column)))
+
+
+def _reference(choices: Sequence[Choice]) -> int:
+    """Return the column of 3 bits with the widest activations, or the middle one."""
+    order = [choices.index(choice) for choice in by_bits(choices)]
+    threes = [i for i in order if choices[i].bits == 3]
+    return threes[-1] if threes else order[(len(order) - 1) // 2]
+
+
+def _scaled(table: Table, column: int) -> Table:
+    mean = table[:, column].mean()
+    scaled: Table = table / mean if mean > 0 else table
+    return scaled

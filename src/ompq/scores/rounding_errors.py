@@ -1,6 +1,8 @@
-"""What scores need of a unit: its weight, its module, its weight rounded."""
+"""Rounding a unit's weights: what is left of them, and the score by noise alone."""
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -10,7 +12,6 @@ from ompq.costs import FLOAT_BITS
 from ompq.errors import ScoreError
 from ompq.graph import (
     Choice,
-    LayerGraph,
     Unit,
     by_bits,
     channel_axis,
@@ -18,9 +19,12 @@ from ompq.graph import (
     scaled_channels,
 )
 from ompq.processes import share_out
-from ompq.ranges import quick_grids, search_weight
+from ompq.ranges import quick_grids, search_weight, tensor_noise, weight_noises
 from ompq.rates import coded_weight, rate_curve
-from ompq.scores.table import Table
+from ompq.samples import collect
+from ompq.scores.table import Needs, ScoreInputs, ScoreTable, Table
+
+_SAMPLES = 32  # inputs from which activation noise is read
 
 
 def unit_weight(model: nn.Module, unit: Unit) -> tuple[Tensor, nn.Module]:
@@ -107,29 +111,21 @@ def _kept(rounded: Tensor, folded: Tensor) -> Tensor:
     return torch.where(folded == 0, 1.0, rounded / folded)
 
 
-def weight_table(
-    graph: LayerGraph,
-    model: nn.Module,
-    choices: Sequence[Choice],
-    damage: Callable[[Unit, Tensor], float],
-) -> Table:
+def weight_table(given: ScoreInputs, damage: Callable[[Unit, Tensor], float]) -> Table:
     """Return the damage of each unit's rounded weights, (units, choices).
 
     Args:
-        graph: The network's units.
-        model: The network.
-        choices: Columns of the table.
         damage: Called with every unit and each of its rounded weights; float weights
             do none. Processes share the units.
     """
-    weights = weight_choices(choices)
+    weights = weight_choices(given.choices)
 
     def row(unit: Unit) -> list[float]:
-        several = rounded_weights(model, unit, weights)
+        several = rounded_weights(given.model, unit, weights)
         found = {c: damage(unit, w) for c, w in zip(weights, several, strict=True)}
-        return [found.get(c.with_float_input, 0.0) for c in choices]
+        return [found.get(c.with_float_input, 0.0) for c in given.choices]
 
-    return np.array(share_out(graph.units, row), dtype=np.float64)
+    return np.array(share_out(given.graph.units, row), dtype=np.float64)
 
 
 def check_weights_only(choices: Sequence[Choice], score: str) -> None:
@@ -146,3 +142,66 @@ def check_weights_only(choices: Sequence[Choice], score: str) -> None:
             f"{score} judges only weights, but activations may have {widths} bits: "
             "allow one width, or use output_divergence, weight_noise or orm_distortion"
         )
+
+
+@dataclass(frozen=True)
+class WeightNoise:
+    """||W − Q_b(W)||² / ||W||² of each unit, batch norm folded in.
+
+    When several activation widths are allowed, the same ratio of the unit's input is
+    added.
+    """
+
+    summary: ClassVar[str] = "noise-to-signal ratio of the rounded weights"
+    needs: ClassVar[Needs] = Needs("none, or one where activation bits are chosen")
+
+    def __call__(self, given: ScoreInputs) -> ScoreTable:
+        """Return noise-to-signal ratios, (units, choices)."""
+        return ScoreTable(noise_table(given))
+
+
+def noise_table(given: ScoreInputs) -> Table:
+    """Return noise-to-signal of weights, and of inputs where their bits are chosen."""
+    graph, choices = given.graph, given.choices
+    weights = weight_choices(choices)
+    widths = [choice.weight for choice in weights if not choice.rate]
+    rates = [choice.rate for choice in weights if choice.rate]
+    table = np.zeros((len(graph), len(choices)))
+    for row, unit in zip(table, graph.units, strict=True):
+        weight, module = unit_weight(given.model, unit)
+        axis = channel_axis(module)
+        noises = weight_noises(weight.float(), widths, channel_dim=axis)
+        found: dict[float, float] = dict(zip(widths, noises, strict=True))
+        coded: dict[float, float] = {}
+        if rates:
+            curve = rate_curve(weight)
+            coded = {rate: curve.noise_at(rate) for rate in rates}
+        row[:] = [
+            coded[c.rate] if c.rate else found.get(c.weight, 0.0) for c in choices
+        ]
+    if len({choice.activation for choice in choices}) > 1:
+        table += _input_noise(given)
+    return table
+
+
+def _input_noise(given: ScoreInputs) -> Table:
+    graph, model, choices = given.graph, given.model, given.choices
+    widths = sorted({c.activation for c in choices if c.activation < FLOAT_BITS})
+    rows: dict[str, list[Tensor]] = {}  # of each batch: their shapes may differ
+
+    def watch(name: str) -> Any:
+        def hook(_module: nn.Module, args: Any, kwargs: Any, _output: Any) -> None:
+            given = next(iter(args), None)
+            given = next(iter(kwargs.values())) if given is None else given
+            found = tensor_noise(given.float(), widths)
+            rows.setdefault(name, []).append(found)
+
+        return hook
+
+    watched = [(called_module(model, unit), watch(unit.name)) for unit in graph.units]
+    collect(model, given.samples.first(_SAMPLES), watched, batch_size=_SAMPLES)
+    means = [torch.stack(rows[name]).mean(0) for name in graph.names]
+    table = torch.stack(means).double().cpu().numpy()
+    noise = dict(zip(widths, table.T, strict=True))
+    noise[FLOAT_BITS] = np.zeros(len(graph))
+    return np.stack([noise[choice.activation] for choice in choices], axis=1)

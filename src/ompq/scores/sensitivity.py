@@ -2,16 +2,16 @@
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from math import ceil
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ompq.costs import FLOAT_BITS
-from ompq.graph import Choice, LayerGraph
+from ompq.graph import Choice
 from ompq.recording import (
     Watch,
     function_name,
@@ -21,20 +21,16 @@ from ompq.recording import (
     with_tensors,
 )
 from ompq.samples import (
-    Progress,
-    Samples,
-    SamplesLike,
     arguments,
     batch_length,
     first_tensor,
     model_device,
     to_device,
 )
-from ompq.scores.labels import differentiating, weighted_labels
+from ompq.scores.derivatives import differentiating, weighted_labels
 from ompq.scores.orm import OrmSettings, measure_orm, sample_rows
-from ompq.scores.rounding_errors import quickly_rounded, weight_choices
-from ompq.scores.table import Needs, ScoreTable
-from ompq.scores.weight_noise import noise_table
+from ompq.scores.rounding_errors import noise_table, quickly_rounded, weight_choices
+from ompq.scores.table import Needs, ScoreInputs, ScoreTable
 
 # Above this width errors are so small that the divergence follows the noise.
 _WIDEST_MEASURED = 4
@@ -69,29 +65,22 @@ class Sensitivity:
         power: Of the expectation; the noise has the power that is left to 1.
         seed: Seed of the answers that are drawn.
         orm: How ORM is measured, for the report; it is no part of the damage.
-        progress: Called after each batch.
     """
 
     samples: int = 64
     power: float = 0.7
     seed: int = 0
     orm: OrmSettings = OrmSettings(per_function=True)
-    progress: Progress | None = field(default=None, repr=False, compare=False)
 
     summary: ClassVar[str] = "weight_noise × what of it is expected at the output"
     needs: ClassVar[Needs] = Needs(
         "about three for all units, one for each width", gradients=True
     )
 
-    def __call__(
-        self,
-        graph: LayerGraph,
-        model: nn.Module,
-        samples: SamplesLike,
-        choices: Sequence[Choice],
-    ) -> ScoreTable:
+    def __call__(self, given: ScoreInputs) -> ScoreTable:
         """Return geometric means, (units, choices)."""
-        given, weights = Samples.of(samples), weight_choices(choices)
+        graph, model, choices = given.graph, given.model, given.choices
+        weights = weight_choices(choices)
         measured = _measured(weights)
         wanted = [weights[column] for column in measured]
         found = [quickly_rounded(model, u, weights, wanted) for u in graph.units]
@@ -99,7 +88,7 @@ class Sensitivity:
         keys = [id(model.get_parameter(unit.parameter)) for unit in graph.units]
         rounded = dict(zip(keys, (several for several, _ in found), strict=True))
         try:
-            rows = self._expected(model, given.first(self.samples), rounded)
+            rows = self._expected(given, rounded)
             expected, alone = np.array([rows[key] for key in keys]), noise[:, measured]
             ratio = np.divide(
                 expected, alone, out=np.zeros_like(expected), where=alone > 0
@@ -118,13 +107,14 @@ class Sensitivity:
         table = by_weight[:, [columns.get(c.with_float_input, -1) for c in choices]]
         if len({c.activation for c in choices}) > 1:
             inputs = [Choice(FLOAT_BITS, c.activation) for c in choices]
-            table = table + factor[:, :1] * noise_table(graph, model, given, inputs)
-        return measure_orm(graph, model, given, self.orm).table(table)
+            table = table + factor[:, :1] * noise_table(replace(given, choices=inputs))
+        return measure_orm(graph, model, given.samples, self.orm).table(table)
 
     def _expected(
-        self, model: nn.Module, samples: Samples, rounded: Mapping[int, list[Tensor]]
+        self, given: ScoreInputs, rounded: Mapping[int, list[Tensor]]
     ) -> dict[int, list[float]]:
         """Return half the mean of (gradient · error)² of each weight's roundings."""
+        model, samples = given.model, given.samples.first(self.samples)
         device = model_device(model)
         size = len(samples) if device.type == "cuda" else _CPU_BATCH
         generator = torch.Generator().manual_seed(self.seed)
@@ -141,8 +131,7 @@ class Sensitivity:
                 torch.autograd.grad(loss, watch.zero)
                 totals.append(watch.squares(counts))
                 done += batch_length(batch)
-                if self.progress:
-                    self.progress(done, len(samples), "expecting divergence")
+                given.progress(done, len(samples), "expecting divergence")
         mean = torch.stack(totals).sum(0).prod(0).sqrt() / (2 * len(samples))
         return dict(zip(rounded, mean.tolist(), strict=True))
 

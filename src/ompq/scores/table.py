@@ -1,20 +1,57 @@
-"""What a score is, what it needs and what it returns, checked."""
+"""What a score is given, what it needs and what it returns, checked and kept."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+import json
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias, overload
 
 import numpy as np
-from torch import nn
+from torch import Tensor, nn
 
 from ompq.errors import ScoreError, shortened
+from ompq.files import (
+    json_object,
+    library_version,
+    read_json,
+    tensors_digest,
+    write_text,
+)
 from ompq.graph import Choice, LayerGraph
-from ompq.samples import Samples
+from ompq.recording import tensors_in
+from ompq.samples import Progress, Samples, model_device
 from ompq.score_tables import ScoreTable as ScoreTable, Table as Table
 
-Score: TypeAlias = Callable[
-    [LayerGraph, nn.Module, Samples, Sequence[Choice]], ScoreTable | Any
-]
+logger = logging.getLogger(__name__)
+FORMAT = "ompq-score-table/1"
+
+
+def _silent(_done: int, _total: int | None, _message: str) -> None:
+    """Report no progress."""
+
+
+@dataclass(frozen=True)
+class ScoreInputs:
+    """What a score is given.
+
+    Attributes:
+        graph: The network's units: rows of the table.
+        model: The network.
+        samples: Unlabelled inputs.
+        choices: Columns of the table.
+        progress: Called as ``progress(done, total, message)``.
+    """
+
+    graph: LayerGraph
+    model: nn.Module
+    samples: Samples
+    choices: Sequence[Choice]
+    progress: Progress = _silent
+
+
+Score: TypeAlias = Callable[[ScoreInputs], ScoreTable | Any]
 
 
 class Needs(NamedTuple):
@@ -23,7 +60,7 @@ class Needs(NamedTuple):
     Attributes:
         passes: Runs of the network over the samples, in words.
         gradients: Whether the network must be differentiable.
-        labels: Whether labelled batches are used where they are given.
+        labels: Whether labelled batches are used if they are given.
     """
 
     passes: str
@@ -31,16 +68,15 @@ class Needs(NamedTuple):
     labels: bool = False
 
 
-def checked(
-    result: ScoreTable | Any, graph: LayerGraph, choices: Sequence[Choice]
-) -> ScoreTable:
-    """Return a score's result as a ScoreTable.
+def computed(score: Score, given: ScoreInputs) -> ScoreTable:
+    """Return a score's table, with nine digits of each number.
 
     Raises:
-        ScoreError: It is no finite table of units × choices.
+        ScoreError: It is not a finite table of units × choices.
     """
+    result = score(given)
     table = result if isinstance(result, ScoreTable) else ScoreTable(_array(result))
-    wanted = (len(graph), len(choices))
+    wanted = (len(given.graph), len(given.choices))
     if table.damage.shape != wanted:
         raise ScoreError(
             f"the score returned shape {table.damage.shape}; "
@@ -48,7 +84,7 @@ def checked(
         )
     broken = [
         name
-        for name, row in zip(graph.names, table.damage, strict=True)
+        for name, row in zip(given.graph.names, table.damage, strict=True)
         if not np.isfinite(row).all()
     ]
     if broken:
@@ -82,3 +118,62 @@ def _array(result: Any) -> Table:
             f"the score returned {type(result).__name__}, "
             "not a table of units × choices"
         ) from error
+
+
+def cached_table(folder: str | Path, score: Score, given: ScoreInputs) -> ScoreTable:
+    """Return the table kept in a folder, or compute it and keep it there.
+
+    A damaged file is computed again, with a warning. The table of a user's own score,
+    or of one with labelled batches, is never kept: what it depends on is not known.
+    """
+    own = not type(score).__module__.startswith("ompq.")
+    if own or getattr(score, "batches", None) is not None:
+        logger.warning(
+            "the score table is not kept in %s: only those of ompq's own scores, "
+            "without labels, are",
+            folder,
+        )
+        return computed(score, given)
+    about = _about(score, given)
+    key = tensors_digest(about, {})[:16]
+    path = Path(folder) / f"{type(score).__name__}-{key}.json"
+    shape = len(given.graph), len(given.choices)
+    if path.exists():
+        try:
+            data = json_object(read_json(path), "a score table")
+            if {name: data.get(name) for name in about} != about:
+                raise ValueError("it belongs to another network, data or score")
+            return ScoreTable.from_json(data, *shape)
+        except (ValueError, KeyError) as error:
+            logger.warning("%s is damaged (%s): computing it again", path, error)
+    saved = computed(score, given).to_json()
+    write_text(path, json.dumps({**about, **saved}, indent=1) + "\n")
+    return ScoreTable.from_json(saved, *shape)
+
+
+def _about(score: Score, given: ScoreInputs) -> dict[str, Any]:
+    """Return everything that a table depends on."""
+    model, runs = given.model, given.samples.runs
+    # The modules' text tells networks apart that have the same weights.
+    network = [given.graph.to_json(), repr(model)]
+    named = [name for name, _ in chain(model.named_parameters(), model.named_buffers())]
+    weights = chain(model.parameters(), model.buffers())
+    forms = [sorted(run) if isinstance(run, dict) else "" for run in runs]
+    inputs = (
+        [run[key] for key in sorted(run)] if isinstance(run, dict) else run
+        for run in runs
+    )
+    return {
+        "format": FORMAT,
+        "written_by": library_version(),
+        "score": repr(score),
+        "choices": [choice.to_json() for choice in given.choices],
+        "device": model_device(model).type,
+        "network": _digest([network, named], weights),
+        "samples": _digest(forms, chain.from_iterable(map(tensors_in, inputs))),
+    }
+
+
+def _digest(header: Any, tensors: Iterable[Tensor]) -> str:
+    ready = (tensor.detach().cpu().contiguous() for tensor in tensors)
+    return tensors_digest(header, {f"{i:06}": tensor for i, tensor in enumerate(ready)})

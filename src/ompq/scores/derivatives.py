@@ -1,0 +1,301 @@
+"""Scores from derivatives of the loss: Fisher, Hessian and gradient.
+
+The loss is against labels or, without them, the network's own answers.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import ClassVar, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from ompq.costs import FLOAT_BITS
+from ompq.errors import SampleError
+from ompq.graph import Unit, by_bits
+from ompq.samples import (
+    Batch,
+    Samples,
+    arguments,
+    batch_length,
+    cudnn_kernels,
+    evaluating,
+    first_tensor,
+    model_device,
+    to_device,
+)
+from ompq.scores.rounding_errors import (
+    check_weights_only,
+    rounded_weights,
+    weight_table,
+)
+from ompq.scores.table import Needs, ScoreInputs, ScoreTable
+
+# Inputs and their class numbers, (N,).
+LabelledBatches: TypeAlias = Iterable[tuple[Batch, Tensor]]
+
+
+@dataclass(frozen=True)
+class Fisher:
+    """Sum over a unit's weights of mean squared gradient × squared error.
+
+    Gradients are those of −log p(label) of one sample at a time. Without labelled
+    batches, labels are drawn from the network's own answers, which makes the squares
+    the diagonal of the Fisher information.
+
+    Attributes:
+        samples: How many inputs are used, at most.
+        seed: Seed of the labels that are drawn.
+        batches: Inputs and class numbers, read once.
+    """
+
+    samples: int = 32
+    seed: int = 0
+    batches: LabelledBatches | None = field(default=None, repr=False, compare=False)
+
+    summary: ClassVar[str] = "squared gradients × squared error of the weights"
+    needs: ClassVar[Needs] = Needs(
+        "one, forward and backward, sample by sample", gradients=True, labels=True
+    )
+
+    def __call__(self, given: ScoreInputs) -> ScoreTable:
+        """Return sums of squared gradients × squared errors, (units, choices)."""
+        check_weights_only(given.choices, "fisher")
+        batch, labels = _first_labelled(given, self.batches, self.samples)
+        weights = _copied_weights(given)
+        squares = {name: torch.zeros_like(w) for name, w in weights.items()}
+        count = batch_length(batch)
+        generator = torch.Generator().manual_seed(self.seed)
+        with differentiating(given.model):
+            # Not Samples.of: the batch stays on the network's device.
+            for i, sample in enumerate(Samples((batch,)).batches(1)):
+                log_p = log_probabilities(given.model, sample, weights)
+                label, times = weighted_labels(log_p, generator)
+                if labels is not None:
+                    label, times = labels[i : i + 1], torch.ones_like(times)
+                # The gradient is squared, so the root makes it count `times` times.
+                loss = -(log_p.gather(1, label[:, None])[:, 0] * times.sqrt()).sum()
+                for name, gradient in _gradients(loss, weights).items():
+                    squares[name] += gradient.square()
+                given.progress(i + 1, count, "squaring gradients")
+
+        def damage(unit: Unit, rounded: Tensor) -> float:
+            weight = given.model.get_parameter(unit.parameter).detach()
+            error = (weight - rounded).square()
+            lost = (squares[unit.parameter] * error).sum(dtype=torch.float64)
+            return float(lost) / count
+
+        return ScoreTable(weight_table(given, damage))
+
+
+@dataclass(frozen=True)
+class Hessian:
+    """Mean of the Hessian's trace over a unit's weights × ||W − Q(W)||² (HAWQ-V2).
+
+    The trace is Hutchinson's estimate: the mean of vᵀHv over random signs v, of all
+    units at once. The loss is the cross entropy with the labels if batches are given,
+    else with the network's own answers.
+
+    Attributes:
+        samples: How many inputs are used, at most.
+        probes: How many random vectors; the error falls with their square root.
+        seed: Seed of the vectors.
+        batches: Inputs and class numbers, read once.
+    """
+
+    samples: int = 32
+    probes: int = 16
+    seed: int = 0
+    batches: LabelledBatches | None = field(default=None, repr=False, compare=False)
+
+    summary: ClassVar[str] = "mean Hessian trace × squared error of the weights"
+    needs: ClassVar[Needs] = Needs(
+        "one, and a double backward pass a probe (16)", gradients=True, labels=True
+    )
+
+    def __call__(self, given: ScoreInputs) -> ScoreTable:
+        """Return mean traces × squared errors, (units, choices)."""
+        check_weights_only(given.choices, "hessian")
+        batch, labels = _first_labelled(given, self.batches, self.samples)
+        weights = _copied_weights(given)
+        leaves = list(weights.values())
+        generator = torch.Generator().manual_seed(self.seed)
+        traces = dict.fromkeys(weights, 0.0)  # sums over the probes
+        with differentiating(given.model):
+            log_p = log_probabilities(given.model, batch, weights)
+            loss = _mean_loss(log_p, labels)
+            gradients = torch.autograd.grad(loss, leaves, create_graph=True)
+            for probe in range(self.probes):
+                signs = [
+                    (torch.randint(2, w.shape, generator=generator) * 2 - 1).to(w)
+                    for w in leaves
+                ]
+                products = torch.autograd.grad(
+                    gradients, leaves, signs, retain_graph=True, materialize_grads=True
+                )
+                for name, sign, product in zip(weights, signs, products, strict=True):
+                    traces[name] += float((sign * product).sum(dtype=torch.float64))
+                given.progress(probe + 1, self.probes, "estimating curvature")
+
+        def damage(unit: Unit, rounded: Tensor) -> float:
+            weight = given.model.get_parameter(unit.parameter).detach()
+            error = (weight - rounded).double().square().sum()
+            trace = traces[unit.parameter] / self.probes
+            # An estimate may be below 0, which would make fewer bits the better ones.
+            return max(trace, 0.0) / weight.numel() * float(error)
+
+        return ScoreTable(weight_table(given, damage))
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """First-order change of the loss when a unit gets more than the fewest bits.
+
+    Every unit is rounded to the fewest bits; there, one backward pass gives the
+    gradient g of the loss, and the score is g · (Q_b(W) − Q_fewest(W)). The loss is the
+    divergence from the float network, or the cross entropy with labels if batches are
+    given. More bits may score worse than fewer: it is only the first order.
+
+    Attributes:
+        samples: How many inputs are used, at most.
+        batches: Inputs and class numbers, read once.
+    """
+
+    samples: int = 32
+    batches: LabelledBatches | None = field(default=None, repr=False, compare=False)
+
+    summary: ClassVar[str] = "first-order gain of more bits at the low-bit network"
+    needs: ClassVar[Needs] = Needs(
+        "two forward and one backward", gradients=True, labels=True
+    )
+
+    def __call__(self, given: ScoreInputs) -> ScoreTable:
+        """Return first-order changes of the loss, (units, choices)."""
+        check_weights_only(given.choices, "gradient")
+        batch, labels = _first_labelled(given, self.batches, self.samples)
+        graph, model = given.graph, given.model
+        low = {}
+        for unit in graph.units:
+            [rounded] = rounded_weights(model, unit, by_bits(given.choices)[:1])
+            low[unit.parameter] = rounded.clone().requires_grad_()
+        with differentiating(model):
+            log_p = log_probabilities(model, batch, low)
+            if labels is None:
+                with torch.no_grad():
+                    reference = log_probabilities(model, batch, {})
+                loss = divergence(reference, log_p)
+            else:
+                loss = _mean_loss(log_p, labels)
+            gradients = _gradients(loss, low)
+
+        def change(unit: Unit, rounded: Tensor) -> float:
+            moved = rounded - low[unit.parameter].detach()
+            product = gradients[unit.parameter] * moved
+            return float(product.sum(dtype=torch.float64))
+
+        table = weight_table(given, change)
+        weights = (model.get_parameter(u.parameter).detach() for u in graph.units)
+        floats = [change(u, w) for u, w in zip(graph.units, weights, strict=True)]
+        for column, choice in enumerate(given.choices):
+            if choice.weight >= FLOAT_BITS:
+                table[:, column] = floats
+        return ScoreTable(table)
+
+
+def _first_labelled(
+    given: ScoreInputs, batches: LabelledBatches | None, count: int
+) -> tuple[Batch, Tensor | None]:
+    """Return the first labelled inputs and their labels, or the first samples alone.
+
+    Raises:
+        SampleError: Inputs and labels differ in number.
+    """
+    device = model_device(given.model)
+    if batches is None:
+        return to_device(given.samples.first_batch(count), device), None
+    inputs: list[Batch] = []
+    labels: list[Tensor] = []
+    for batch, targets in batches:
+        if batch_length(batch) != len(targets):
+            raise SampleError(
+                f"a labelled batch has {batch_length(batch)} inputs and "
+                f"{len(targets)} labels: give one class number for each input"
+            )
+        inputs.append(batch)
+        labels.append(targets)
+        if sum(map(len, labels)) >= count:
+            break
+    batch = Samples.of(inputs).first_batch(count)
+    return to_device(batch, device), torch.cat(labels)[: batch_length(batch)].to(device)
+
+
+def _copied_weights(given: ScoreInputs) -> dict[str, Tensor]:
+    """Return copies of the units' weights to differentiate by, once where shared."""
+    names = dict.fromkeys(unit.parameter for unit in given.graph.units)
+    weights = ((name, given.model.get_parameter(name).detach()) for name in names)
+    return {name: weight.clone().requires_grad_() for name, weight in weights}
+
+
+def _gradients(loss: Tensor, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the loss's gradient by each weight; 0 where it does not depend on it."""
+    found = torch.autograd.grad(loss, list(weights.values()), materialize_grads=True)
+    return dict(zip(weights, found, strict=True))
+
+
+@contextmanager
+def differentiating(model: nn.Module) -> Iterator[None]:
+    """Let gradients flow through a network in eval mode, the same bits every time."""
+    # The fast kernels of attention have no second derivative.
+    with (
+        evaluating(model),
+        torch.enable_grad(),
+        cudnn_kernels(repeatable=True),
+        sdpa_kernel(SDPBackend.MATH),
+    ):
+        yield
+
+
+def log_probabilities(
+    model: nn.Module, batch: Batch, weights: Mapping[str, Tensor]
+) -> Tensor:
+    """Run the network with some weights replaced; return log softmax, (N, K)."""
+    output = functional_call(model, dict(weights), *arguments(batch))
+    return first_tensor(output).float().flatten(1).log_softmax(1)
+
+
+def divergence(reference: Tensor, output: Tensor) -> Tensor:
+    """Return the mean KL(reference ‖ output) of log probabilities, both (N, K)."""
+    lost = (reference.exp() * (reference - output)).sum(1, dtype=torch.float64)
+    return lost.mean()
+
+
+def _mean_loss(log_p: Tensor, labels: Tensor | None) -> Tensor:
+    """Return the cross entropy with the labels, or with the network's own answers.
+
+    Its own answers are its probabilities: their loss has no gradient, and the Hessian
+    of that loss is the Fisher information.
+    """
+    if labels is None:
+        return -(log_p.detach().exp() * log_p).sum(1).mean()
+    return F.nll_loss(log_p, labels)
+
+
+def weighted_labels(log_p: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Return a class for each row of (N, K), and how many it stands for, (N,).
+
+    Squared gradients are to be averaged over the network's own answers. A class is
+    drawn with its probability times the length of its gradient at the logits: the
+    sum of what counts is right, and varies less where one answer is nearly certain.
+    """
+    log_p = log_p.detach()
+    p = log_p.double().exp()
+    length = (1 - 2 * p + p.square().sum(1, keepdim=True)).clamp_min(1e-12).sqrt()
+    drawn = p * length / (p * length).sum(1, keepdim=True)
+    # The largest of log probability + Gumbel noise is a class drawn with it.
+    noise = -torch.empty(log_p.shape).exponential_(generator=generator).log()
+    labels = (drawn.log() + noise.to(log_p.device)).argmax(1)
+    return labels, (p / drawn).gather(1, labels[:, None])[:, 0]
