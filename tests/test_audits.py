@@ -97,8 +97,8 @@ def test_regret_is_against_the_best_seen(found):
 
 
 def test_a_score_that_predicts_the_same_for_all_has_no_correlation(network):
-    def flat(graph, _model, _samples, choices):
-        return np.zeros((len(graph), len(choices)))
+    def flat(given):
+        return np.zeros((len(given.graph), len(given.choices)))
 
     config = replace(QUICK, scores=(flat,), allocations=3, orm_samples=0)
     found = ompq.audit(network, images(), BUDGET, images(4, seed=5), config)

@@ -118,8 +118,9 @@ def test_pins_hold_and_later_ones_win(network):
     assert plan.allocation["block1.conv1"] == Choice(4, 8)
 
 
-def by_rate(graph, _model, _samples, choices):
-    return [[u.weights * 4.0**-c.bits for c in choices] for u in graph.units]
+def by_rate(given):
+    choices, units = given.choices, given.graph.units
+    return [[u.weights * 4.0**-c.bits for c in choices] for u in units]
 
 
 @pytest.fixture(scope="module")
