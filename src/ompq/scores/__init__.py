@@ -27,7 +27,7 @@ from ompq.scores.table import (
     ScoreInputs,
     ScoreTable,
     cached_table,
-    computed,
+    checked,
 )
 
 __all__ = [
@@ -128,7 +128,7 @@ def score_table(
     # Scores swap weights for rounded ones while the network runs.
     with locked(given.model):
         if cache is None:
-            found = computed(chosen, given)
+            found = checked(chosen(given), given)
         else:
             found = cached_table(cache, chosen, given)
     return from_main(lambda: found)  # their devices may round differently

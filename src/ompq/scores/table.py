@@ -68,13 +68,12 @@ class Needs(NamedTuple):
     labels: bool = False
 
 
-def computed(score: Score, given: ScoreInputs) -> ScoreTable:
-    """Return a score's table, with nine digits of each number.
+def checked(result: ScoreTable | Any, given: ScoreInputs) -> ScoreTable:
+    """Return a score's result as a table, with nine digits of each number.
 
     Raises:
         ScoreError: It is not a finite table of units × choices.
     """
-    result = score(given)
     table = result if isinstance(result, ScoreTable) else ScoreTable(_array(result))
     wanted = (len(given.graph), len(given.choices))
     if table.damage.shape != wanted:
@@ -133,7 +132,7 @@ def cached_table(folder: str | Path, score: Score, given: ScoreInputs) -> ScoreT
             "without labels, are",
             folder,
         )
-        return computed(score, given)
+        return checked(score(given), given)
     about = _about(score, given)
     key = tensors_digest(about, {})[:16]
     path = Path(folder) / f"{type(score).__name__}-{key}.json"
@@ -146,7 +145,7 @@ def cached_table(folder: str | Path, score: Score, given: ScoreInputs) -> ScoreT
             return ScoreTable.from_json(data, *shape)
         except (ValueError, KeyError) as error:
             logger.warning("%s is damaged (%s): computing it again", path, error)
-    saved = computed(score, given).to_json()
+    saved = checked(score(given), given).to_json()
     write_text(path, json.dumps({**about, **saved}, indent=1) + "\n")
     return ScoreTable.from_json(saved, *shape)
 
