@@ -10,7 +10,6 @@ from rich.console import Console as RichConsole
 from ompq import stages
 from ompq.cli import console as consoles
 from ompq.cli.console import Console, View, muted, opened, plain, render
-from ompq.cli.options import OutputOptions
 
 
 def stream(*, terminal: bool) -> RichConsole:
@@ -130,13 +129,13 @@ def test_json_keeps_brackets_and_refuses_what_is_no_json():
 
 def test_warnings_of_the_library_are_told_and_the_log_on_demand(capsys):
     logger = logging.getLogger("ompq.somewhere")
-    with opened(OutputOptions()):
+    with opened():
         logger.warning("mind %s", "this")
         logger.info("nothing new")
         with muted():
             logger.warning("not this")
     assert capsys.readouterr().err == "warning: mind this\n"
-    with opened(OutputOptions(debug=True)):
+    with opened(debug=True):
         logger.info("nothing new")
     assert capsys.readouterr().err == "info: nothing new\n"
     assert logging.getLogger("ompq").handlers == []
@@ -144,7 +143,7 @@ def test_warnings_of_the_library_are_told_and_the_log_on_demand(capsys):
 
 
 def test_what_others_print_is_no_result(capfd):
-    with opened(OutputOptions()) as console:
+    with opened() as console:
         sys.stdout.write("noise\n")
         console.show("result")
     sys.stdout.write("afterwards\n")
@@ -156,10 +155,10 @@ def test_what_others_print_is_no_result(capfd):
 def test_a_pipe_has_no_width_unless_it_is_given(monkeypatch):
     monkeypatch.delenv("COLUMNS", raising=False)
     monkeypatch.setattr(sys, "stdout", io.StringIO())
-    with opened(OutputOptions()) as console:
+    with opened() as console:
         assert console.out.width > 1000
     monkeypatch.setenv("COLUMNS", "80")
-    with opened(OutputOptions()) as console:
+    with opened() as console:
         assert console.out.width == 80
 
 

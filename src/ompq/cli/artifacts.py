@@ -11,9 +11,8 @@ from typing import Annotated, Any
 import torch
 from rich.console import RenderableType
 
-from ompq.cli.console import Console, View, muted, opened, render
+from ompq.cli.console import Console, View, muted
 from ompq.cli.options import (
-    OutputOptions,
     argument,
     check_writable,
     flag,
@@ -87,8 +86,8 @@ def export(
         Path, argument("SOURCE", "A folder of ompq quantize, or a packed network.")
     ],
     options: ExportOptions,
-    output: OutputOptions,
-) -> None:
+    console: Console,
+) -> View:
     """Export a quantized network to ONNX, verified before the file is kept.
 
     Examples:
@@ -100,40 +99,36 @@ def export(
     With its graph, a packed file is all that ompq unpack needs to write the ONNX file.
     The bits of each layer, for other tools, are in plan.json under "allocation".
     """
-    with opened(output) as console:
-        packed = source / PACKED if source.is_dir() else source
-        if not packed.exists():
-            raise PackedFileError(
-                f"there is no packed network {packed}; give a folder of ompq quantize, "
-                "or a packed file"
-            )
-        file = options.target(packed)
-        check_writable(file)
-        if options.format == "packed" and not options.with_graph:
-            account = inspect_file(packed)  # a broken file should not be handed on
-            with replacing(file) as temporary:
-                shutil.copyfile(packed, temporary)
-            copied = {"file": str(file), "bytes": account.file_bytes}
-            line = f"{file}: {in_bytes(account.file_bytes)}"
-            render(View(copied, line, lambda _width: [line]), console)
-            return
-        name = options.network or str(read_contents(packed).about.get("network") or "")
-        if not name:
-            raise ModelError(f"{packed} does not name its network; give --network")
-        with console.stage("loading the network"), muted():
-            model = load_model(name, "none")  # only the structure is used
-            network = load(packed, model.module)
-        samples, data = _inputs(model, source, options, console)
-        about = {"network": name, "data": data, "packed_bytes": packed.stat().st_size}
-        with console.stage("exporting and verifying"), TemporaryDirectory() as work:
-            onnx = Path(work, ONNX) if options.with_graph else file
-            result = export_onnx(
-                network, onnx, samples, opset=options.opset, network=name
-            )
-            if options.with_graph:
-                about["graph_bytes"] = add_onnx(packed, onnx, file)
-                about["packed_bytes"] = file.stat().st_size
-        render(export_view(replace(result, path=file), about), console)
+    packed = source / PACKED if source.is_dir() else source
+    if not packed.exists():
+        raise PackedFileError(
+            f"there is no packed network {packed}; give a folder of ompq quantize, "
+            "or a packed file"
+        )
+    file = options.target(packed)
+    check_writable(file)
+    if options.format == "packed" and not options.with_graph:
+        account = inspect_file(packed)  # a broken file should not be handed on
+        with replacing(file) as temporary:
+            shutil.copyfile(packed, temporary)
+        copied = {"file": str(file), "bytes": account.file_bytes}
+        line = f"{file}: {in_bytes(account.file_bytes)}"
+        return View(copied, line)
+    name = options.network or str(read_contents(packed).about.get("network") or "")
+    if not name:
+        raise ModelError(f"{packed} does not name its network; give --network")
+    with console.stage("loading the network"), muted():
+        model = load_model(name, "none")  # only the structure is used
+        network = load(packed, model.module)
+    samples, data = _inputs(model, source, options, console)
+    about = {"network": name, "data": data, "packed_bytes": packed.stat().st_size}
+    with console.stage("exporting and verifying"), TemporaryDirectory() as work:
+        onnx = Path(work, ONNX) if options.with_graph else file
+        result = export_onnx(network, onnx, samples, opset=options.opset, network=name)
+        if options.with_graph:
+            about["graph_bytes"] = add_onnx(packed, onnx, file)
+            about["packed_bytes"] = file.stat().st_size
+    return export_view(replace(result, path=file), about)
 
 
 def _inputs(
@@ -170,15 +165,14 @@ def export_view(result: ExportResult, about: Mapping[str, Any]) -> View:
     data = {**about, **asdict(result), "path": str(result.path)}
     written = packed if "graph_bytes" in about else size
     line = f"{result.path}: {written}, {result.simulated}"
-    return View(data, line, lambda _width: [facts(rows)])
+    return View(data, line, [facts(rows)])
 
 
 def inspect(
     file: Annotated[
         Path, argument("FILE", "A packed network, or an ONNX file of ompq export.")
     ],
-    output: OutputOptions,
-) -> None:
+) -> View:
     """List what a packed network or an ONNX file takes on disk, item by item.
 
     Examples:
@@ -191,11 +185,9 @@ def inspect(
     """
     if file.is_dir():
         raise ValueError(f"{file} is a folder; name the file in it")
-    with opened(output) as console:
-        if file.suffix == ".onnx":
-            render(onnx_view(inspect_onnx(file)), console)
-        else:
-            render(packed_view(file, inspect_file(file)), console)
+    if file.suffix == ".onnx":
+        return onnx_view(inspect_onnx(file))
+    return packed_view(file, inspect_file(file))
 
 
 def onnx_view(account: OnnxAccount) -> View:
@@ -281,7 +273,7 @@ def bench(
         Path,
         argument("FILE", "An ONNX file of ompq export, or the folder that holds it."),
     ],
-    output: OutputOptions,
+    console: Console,
     reference: str | None = option(
         None,
         "NETWORK",
@@ -292,7 +284,7 @@ def bench(
     threads: int = number(1, "Threads per run."),
     repeats: int = number(50, "Timed runs of each network, in turn."),
     batch: int = number(1, "Images per run."),
-) -> None:
+) -> View:
     """Time an exported network against the float one, on this machine's CPU.
 
     Examples:
@@ -308,7 +300,7 @@ def bench(
         raise ExportError(
             f"{file} is not an ONNX file; run ompq export first and give its output"
         )
-    with opened(output) as console, TemporaryDirectory() as work:
+    with TemporaryDirectory() as work:
         remarks = without_gain(file)
         shape = (batch, *input_shape(file))
         with console.stage("writing the float network"), muted():
@@ -331,7 +323,7 @@ def bench(
             raise ExportError("; ".join(failed))
         remarks += [f"not timed: {reason}" for reason in failed]
         sizes = {"float": floats.stat().st_size, "quantized": file.stat().st_size}
-        render(bench_view(timings, sizes, remarks), console)
+        return bench_view(timings, sizes, remarks)
 
 
 def _float(

@@ -77,7 +77,7 @@ _GROUPS = {
     ("Quantize", "artifacts"): {
         "export": "Export a quantized network to ONNX, verified.",
     },
-    ("Quantize", "delivery"): {
+    ("Quantize", "saved_plans"): {
         "unpack": "Write the ONNX file that a packed network carries, without PyTorch.",
     },
     ("Inspect", "saved_plans"): {
@@ -86,7 +86,7 @@ _GROUPS = {
         "compare": "Compare plans or results: size, damage, accuracy, bits.",
         "report": "Write a plan as one HTML page that works offline.",
     },
-    ("Inspect", "experiments"): {
+    ("Inspect", "showcase"): {
         "reproduce": "Run a table or a figure of the paper, rivals included.",
     },
     ("Inspect", "artifacts"): {

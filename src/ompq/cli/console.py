@@ -19,9 +19,6 @@ from rich.console import Console as RichConsole, RenderableType
 from rich.table import Column
 from rich.text import Text
 
-from ompq.cli.options import OutputOptions
-from ompq.processes import is_main
-
 if TYPE_CHECKING:  # these bring PyTorch, which errors need not wait for
     from ompq.stages import Progress, Stages
 
@@ -36,7 +33,8 @@ class View:
 
     data: Any  # what --json prints
     line: str  # what --quiet prints
-    tables: Callable[[int], Iterable[RenderableType]]  # called with the width
+    # Or a function of the width; without them the line is shown.
+    tables: Callable[[int], Iterable[RenderableType]] | Iterable[RenderableType] = ()
 
 
 @dataclass(frozen=True)
@@ -84,10 +82,12 @@ def render(view: View, console: Console) -> None:
     """Print a result as the options ask: as JSON, as one line, or as tables."""
     if console.json:
         console.show_json(view.data)
-    elif console.quiet:
+    elif console.quiet or not view.tables:
         console.show(view.line)
-    else:
+    elif callable(view.tables):
         console.show(*view.tables(console.out.width))
+    else:
+        console.show(*view.tables)
 
 
 def plain(text: str) -> str:
@@ -112,7 +112,9 @@ def say(console: RichConsole, text: str, style: str = "") -> None:
 
 
 @contextmanager
-def opened(options: OutputOptions) -> Iterator[Console]:
+def opened(
+    *, json: bool = False, quiet: bool = False, debug: bool = False
+) -> Iterator[Console]:
     """Yield the console of a command; the library's warnings go there meanwhile."""
     with _results_alone() as results:
         # A pipe has no width to keep to, so nothing is left out or cut there.
@@ -121,13 +123,18 @@ def opened(options: OutputOptions) -> Iterator[Console]:
         console = Console(
             out=RichConsole(file=results, highlight=False, width=width),
             err=RichConsole(stderr=True, highlight=False),
-            json=options.json,
-            quiet=options.quiet,
+            json=json,
+            quiet=quiet,
         )
-        if not is_main():  # one process tells what all do
+        if not in_first_process():  # which tells what all do
             console = replace(console, out=RichConsole(file=StringIO()), quiet=True)
-        with _logging(console, debug=options.debug):
+        with _logging(console, debug=debug):
             yield console
+
+
+def in_first_process() -> bool:
+    """Return whether this is the first of the processes that a launcher started."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 @contextmanager

@@ -13,10 +13,9 @@ from torch import nn
 
 from ompq.allocation.solver import Budget, Problem, reachable
 from ompq.audits import Audit, AuditConfig, audit as measure_scores
-from ompq.cli.console import Console, View, muted, opened, render, say
+from ompq.cli.console import Console, View, muted, say
 from ompq.cli.options import (
     BudgetOption,
-    OutputOptions,
     check_folder,
     check_resumed,
     check_writable,
@@ -61,7 +60,7 @@ def plan(
     sources: SourceOptions,
     planning: RefineOptions,
     caching: CacheOptions,
-    output: OutputOptions,
+    console: Console,
     budget: BudgetOption,
     file: Path | None = output_path("Save the plan."),
     samples: int | None = number(
@@ -70,7 +69,7 @@ def plan(
         f"paper's number; with --refine {REFINE_SAMPLES}.",
         least=2,
     ),
-) -> None:
+) -> View:
     """Choose bits for every layer so that a budget is met.
 
     Examples:
@@ -83,31 +82,30 @@ def plan(
 
     Run ompq budget first to see what can be met.
     """
-    with opened(output) as console:
-        check_writable(file)
-        check_folder(caching.folder, "--cache")
-        wanted, config = Budget.of(budget), planning.config()
-        refinement = planning.refinement(sources.seed)
-        model = sources.load(console)
-        inputs = sources.inputs(model)
-        count = few = sample_count(sources.network, samples, planning.protocol)
-        if refinement is not None and samples is None:
-            count = max(few, min(REFINE_SAMPLES, len(inputs)))
-        tensor = read_samples(inputs, count, console)
-        work = Workflow(model.module, tensor, console.stages)
-        with _unfinished(file, console) as checkpoint:
-            made = work.plan(
-                wanted,
-                config,
-                count=few,
-                refinement=refinement,
-                checkpoint=checkpoint,
-                cache=caching.folder,
-            )
-            if file is not None:
-                made.save(file)
-        about = provenance(inputs, samples=count)
-        render(plan_view(made, about, console.stages.seconds, file), console)
+    check_writable(file)
+    check_folder(caching.folder, "--cache")
+    wanted, config = Budget.of(budget), planning.config()
+    refinement = planning.refinement(sources.seed)
+    model = sources.load(console)
+    inputs = sources.inputs(model)
+    count = few = sample_count(sources.network, samples, planning.protocol)
+    if refinement is not None and samples is None:
+        count = max(few, min(REFINE_SAMPLES, len(inputs)))
+    tensor = read_samples(inputs, count, console)
+    work = Workflow(model.module, tensor, console.stages)
+    with _unfinished(file, console) as checkpoint:
+        made = work.plan(
+            wanted,
+            config,
+            count=few,
+            refinement=refinement,
+            checkpoint=checkpoint,
+            cache=caching.folder,
+        )
+        if file is not None:
+            made.save(file)
+    about = provenance(inputs, samples=count)
+    return plan_view(made, about, console.stages.seconds, file)
 
 
 @contextmanager
@@ -131,11 +129,11 @@ def _unfinished(file: Path | None, console: Console) -> Iterator[Path | None]:
 def budget(
     network: NetworkOptions,
     planning: PlanOptions,
-    output: OutputOptions,
+    console: Console,
     data: str | None = option(
         None, "SOURCE", "Not needed: sizes follow from the shapes alone."
     ),
-) -> None:
+) -> View:
     """Show which budgets a network can meet.
 
     Examples:
@@ -146,17 +144,16 @@ def budget(
     Every entry of the table can be given to ompq plan --budget. Sizes follow from the
     shapes alone, so neither weights nor data are needed.
     """
-    with opened(output) as console:
-        config = planning.config()
-        with muted():  # random weights are no reason to warn here
-            named = replace(network, weights=network.weights or "none")
-            model = named.load(console)
-        samples = torch.zeros(1, *model.input_shape)
-        if data is not None:
-            samples = load_data(data, model, split="train").samples(1)
-        with console.stage("observing the network"):
-            problem = shape_problem(model.module, samples, config)
-        render(budget_view(model.name, problem), console)
+    config = planning.config()
+    with muted():  # random weights are no reason to warn here
+        named = replace(network, weights=network.weights or "none")
+        model = named.load(console)
+    samples = torch.zeros(1, *model.input_shape)
+    if data is not None:
+        samples = load_data(data, model, split="train").samples(1)
+    with console.stage("observing the network"):
+        problem = shape_problem(model.module, samples, config)
+    return budget_view(model.name, problem)
 
 
 def shape_problem(
@@ -230,7 +227,7 @@ def _uniform(problem: Problem, wanted: Choice) -> dict[str, float]:
     return {name: cost.total(columns) for name, cost in problem.costs.items()}
 
 
-def scores(output: OutputOptions) -> None:
+def scores() -> View:
     """List the scores: what estimates the damage of few bits.
 
     Examples:
@@ -239,22 +236,21 @@ def scores(output: OutputOptions) -> None:
 
     Any of them can be given to --score; ompq audit measures how well they choose.
     """
-    with opened(output) as console:
-        known: dict[str, Any] = dict(SCORES)
-        rows = [
-            {"name": name, **score.needs._asdict(), "summary": score.summary}
-            for name, score in known.items()
-        ]
-        needs = [[k for k in ("gradients", "labels") if row[k]] for row in rows]
-        passes = [row["passes"] for row in rows]
-        columns = [
-            Column("score", list(known), "left"),
-            Column("needs", [", ".join(names) or "-" for names in needs], "left"),
-            Column("forward passes", passes, "left", shorten=True),
-            Column("", [row["summary"] for row in rows], "left", rank=1),
-        ]
-        line = ", ".join(SCORES)
-        render(View(rows, line, lambda width: [fitted(columns, width)]), console)
+    known: dict[str, Any] = dict(SCORES)
+    rows = [
+        {"name": name, **score.needs._asdict(), "summary": score.summary}
+        for name, score in known.items()
+    ]
+    needs = [[k for k in ("gradients", "labels") if row[k]] for row in rows]
+    passes = [row["passes"] for row in rows]
+    columns = [
+        Column("score", list(known), "left"),
+        Column("needs", [", ".join(names) or "-" for names in needs], "left"),
+        Column("forward passes", passes, "left", shorten=True),
+        Column("", [row["summary"] for row in rows], "left", rank=1),
+    ]
+    line = ", ".join(SCORES)
+    return View(rows, line, lambda width: [fitted(columns, width)])
 
 
 _QUICK = ",".join(map(score_name, AuditConfig.scores))
@@ -313,9 +309,9 @@ def audit(
     sources: SourceOptions,
     planning: PlanOptions,
     options: AuditOptions,
-    output: OutputOptions,
+    console: Console,
     budget: BudgetOption,
-) -> None:
+) -> View:
     """Measure how well each score chooses bits for a network.
 
     Examples:
@@ -330,37 +326,36 @@ def audit(
     correlations stands what random scores reach.
     """
     check_folder(options.folder)
-    with opened(output) as console:
-        wanted, config = Budget.of(budget), options.config(planning, sources.seed)
-        checkpoint = options.checkpoint()
-        model = sources.load(console)
-        inputs = sources.inputs(model)
-        batches = sources.labelled(options.eval_data, model, options.limit)
-        count = options.samples + options.held_out
-        tensor = read_samples(inputs, count, console)
-        samples, held_out = tensor[: options.samples], tensor[options.samples :]
-        with console.stage("auditing") as progress:
-            found = measure_scores(
-                model.module,
-                samples,
-                wanted,
-                held_out,
-                config,
-                batches=() if batches is None else list(batches),
-                checkpoint=checkpoint,
-                progress=progress,
-            )
-        written: list[str] = []
-        if options.folder is not None and checkpoint is not None:
-            work = Workflow(model.module, samples, console.stages)
-            plan = work.plan(wanted, config.plan)
-            with whole_folder(options.folder) as unfinished:
-                write_result(unfinished / "audit.json", found.to_json())
-                page, sections = unfinished / REPORT, audit_sections(found)
-                write_report(page, plan, results=sections, title=model.name)
-            checkpoint.unlink(missing_ok=True)
-            written = [str(options.folder / name) for name in ("audit.json", REPORT)]
-        render(audit_view(found, written), console)
+    wanted, config = Budget.of(budget), options.config(planning, sources.seed)
+    checkpoint = options.checkpoint()
+    model = sources.load(console)
+    inputs = sources.inputs(model)
+    batches = sources.labelled(options.eval_data, model, options.limit)
+    count = options.samples + options.held_out
+    tensor = read_samples(inputs, count, console)
+    samples, held_out = tensor[: options.samples], tensor[options.samples :]
+    with console.stage("auditing") as progress:
+        found = measure_scores(
+            model.module,
+            samples,
+            wanted,
+            held_out,
+            config,
+            batches=() if batches is None else list(batches),
+            checkpoint=checkpoint,
+            progress=progress,
+        )
+    written: list[str] = []
+    if options.folder is not None and checkpoint is not None:
+        work = Workflow(model.module, samples, console.stages)
+        plan = work.plan(wanted, config.plan)
+        with whole_folder(options.folder) as unfinished:
+            write_result(unfinished / "audit.json", found.to_json())
+            page, sections = unfinished / REPORT, audit_sections(found)
+            write_report(page, plan, results=sections, title=model.name)
+        checkpoint.unlink(missing_ok=True)
+        written = [str(options.folder / name) for name in ("audit.json", REPORT)]
+    return audit_view(found, written)
 
 
 def audit_view(found: Audit, written: Sequence[str]) -> View:

@@ -14,42 +14,60 @@ from copy import copy
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from functools import wraps
 from pathlib import Path
+from types import NoneType
 from typing import Annotated, Any, ClassVar, get_type_hints
 
 import typer
 
+from ompq.cli.console import View, opened, render
 from ompq.errors import CheckpointError
 from ompq.userfiles import suggestion
 
 REQUIRED = MISSING  # the default of an option that must be given
 
 
-def spread(function: Callable[..., None]) -> Callable[..., None]:
+def spread(function: Callable[..., View | None]) -> Callable[..., None]:
     """Return the function as Typer wants it: every option an argument of its own.
 
     An argument whose type is a dataclass stands for all fields of that class; they
-    share the help panel that its ``PANEL`` names. Other arguments stay as they are.
+    share the help panel that its ``PANEL`` names. A function that returns a view gets
+    the options of the output too: they make its ``console``, if it takes one, and say
+    how the view is printed. Other arguments stay as they are.
     """
     hints = get_type_hints(function, include_extras=True)
+    shows, takes_console = hints.pop("return") is not NoneType, "console" in hints
+    hints.pop("console", None)
     groups: dict[str, Any] = {k: v for k, v in hints.items() if is_dataclass(v)}
+    defaults = inspect.signature(function).parameters
     parameters: list[inspect.Parameter] = []
-    for name, given in inspect.signature(function).parameters.items():
+    for name, hint in hints.items():
         if name in groups:
-            parameters += _parameters(groups[name])
+            parameters += _parameters(hint)
         else:
-            parameters.append(_parameter(name, hints[name], given.default))
+            parameters.append(_parameter(name, hint, defaults[name].default))
+    parameters += _parameters(OutputOptions) if shows else []
 
     @wraps(function)
     def run(**values: Any) -> None:
         _TYPED.set({"command": function.__name__, **_typed(parameters, values)})
         for name, group in groups.items():
-            own = {one.name: values.pop(one.name) for one in fields(group)}
-            values[name] = group(**own)
-        function(**values)
+            values[name] = _taken(group, values)
+        if not shows:
+            function(**values)
+            return
+        with opened(**vars(_taken(OutputOptions, values))) as console:
+            view = function(**values, **({"console": console} if takes_console else {}))
+            if view is not None:
+                render(view, console)
 
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {one.name: one.annotation for one in parameters}
     return run
+
+
+def _taken(group: Any, values: dict[str, Any]) -> Any:
+    """Take the values of a group's fields out of all values, and make the group."""
+    return group(**{one.name: values.pop(one.name) for one in fields(group)})
 
 
 # What the command at work was given, by the names of its options.

@@ -18,10 +18,9 @@ import typer
 from torch import nn
 
 from ompq.allocation.solver import Allocation, Budget
-from ompq.cli.console import Console, View, muted, opened, render, say
+from ompq.cli.console import Console, View, in_first_process, muted, say
 from ompq.cli.options import (
     REQUIRED,
-    OutputOptions,
     check_folder,
     check_resumed,
     flag,
@@ -328,7 +327,7 @@ def _share(text: str) -> float:
 @contextmanager
 def run_folder(run: RunOptions, console: Console) -> Iterator[None]:
     """Make the folder at once, for this process alone; if stopped, say how to go on."""
-    lock = locked_folder(run.folder) if _is_main() else nullcontext()
+    lock = locked_folder(run.folder) if in_first_process() else nullcontext()
     finished = run.folder / RESULT
     try:
         with made_folder(run.folder), lock:
@@ -342,7 +341,7 @@ def run_folder(run: RunOptions, console: Console) -> Iterator[None]:
     except KeyboardInterrupt:
         if run.started is None:
             raise
-        if _is_main():
+        if in_first_process():
             # A process of torchrun does not know what started it.
             again = "the command that started all processes, with --resume added"
             if "RANK" not in os.environ:
@@ -353,18 +352,13 @@ def run_folder(run: RunOptions, console: Console) -> Iterator[None]:
         raise typer.Exit(130) from None
 
 
-def _is_main() -> bool:
-    """Return whether this is the first of the processes that torchrun started."""
-    return os.environ.get("RANK", "0") == "0"
-
-
 def quantize(
     sources: SourceOptions,
     run: RunOptions,
     goals: GoalOptions,
     planning: RefineOptions,
-    output: OutputOptions,
-) -> None:
+    console: Console,
+) -> View:
     """Plan, quantize, reconstruct, evaluate and save, in one command.
 
     Examples:
@@ -384,7 +378,7 @@ def quantize(
     Ctrl-C keeps what is done: the same command with --resume continues.
     """
     check_folder(run.folder)
-    with opened(output) as console, run_folder(run, console):
+    with run_folder(run, console):
         run.check(planning)
         goals.check(run)
         metrics = run.metrics()
@@ -410,9 +404,10 @@ def quantize(
         more = {"samples": len(samples), "iterations": steps}
         about = provenance(inputs, eval_data=run.eval_data, **more)
         outcome = work.outcome(made, plan, judged, about, metrics)
-        _finish(outcome, run, console, work, search)
+        view = _finish(outcome, run, console, work, search)
         run.checkpoint.unlink(missing_ok=True)
         rmtree(run.search, ignore_errors=True)
+    return view
 
 
 def _smallest(
@@ -476,7 +471,7 @@ def _finish(
     console: Console,
     work: Workflow,
     search: Smallest | None = None,
-) -> None:
+) -> View:
     if run.measure_layers:
         effects = work.layer_effects(outcome.plan, run.measure_layers)
         outcome = replace(outcome, remarks=effects)
@@ -486,7 +481,7 @@ def _finish(
         outcome = replace(outcome, about=about, remarks=[*outcome.remarks, *remarks])
     with console.stage("writing files") as progress:
         files = outcome.write(run.folder, progress, typed_toml())
-    render(outcome_view(outcome, run.folder, files), console)
+    return outcome_view(outcome, run.folder, files)
 
 
 def outcome_view(made: Outcome, folder: Path, files: Sequence[str]) -> View:
@@ -505,7 +500,7 @@ def outcome_view(made: Outcome, folder: Path, files: Sequence[str]) -> View:
     accuracy = "" if found is None else f", {quality_text(found)}"
     line = f"{folder}: {'; '.join(used(made.plan))}{accuracy}"
     shown = [facts(rows), *warning(made.about, "the results")]
-    return View(data, line, lambda _width: shown)
+    return View(data, line, shown)
 
 
 def _file_rows(plan: Plan, folder: Path, files: Sequence[str]) -> list[tuple[str, str]]:
@@ -619,8 +614,8 @@ def train(
     run: RunOptions,
     training: TrainOptions,
     planning: RefineOptions,
-    output: OutputOptions,
-) -> None:
+    console: Console,
+) -> View | None:
     """Plan, quantize, reconstruct, train, evaluate and save, in one command.
 
     Examples:
@@ -636,13 +631,12 @@ def train(
     machines.
     """
     check_folder(run.folder)
-    output = output if _is_main() else replace(output, json=False, quiet=True)
-    with opened(output) as console, run_folder(run, console):
+    with run_folder(run, console):
         run.check(planning)
         config = training.config(planning.protocol, sources.seed, run.folder)
         if config.start == "float":  # training would discard what is reconstructed
             run = replace(run, no_reconstruct=True)
-        if _is_main():  # the others may come when there is something already
+        if in_first_process():  # the others may come when there is something already
             run.check_unfinished()
         _take_gpu()
         model = sources.load(console)
@@ -653,9 +647,9 @@ def train(
         samples = read_samples(inputs, min(256, count), console)
         judged = sources.labelled(run.eval_data, model, run.limit)
         validation = sources.labelled(training.validation, model)
-        if _is_main():
+        if in_first_process():
             run.clear(run.plan, training.start)
-        if _is_main() and training.start is None:
+        if in_first_process() and training.start is None:
             _prepare(inputs, run, planning, console)
         plan, start = _begin(training, run, model)
         with console.stage("training") as progress:
@@ -668,11 +662,12 @@ def train(
                 checkpoint=run.training,
                 progress=progress,
             )
-        if _is_main():
-            work = Workflow(model.module, samples, console.stages)
-            about = provenance(inputs, eval_data=run.eval_data, epochs=config.epochs)
-            found = work.outcome(made, plan, judged, about, run.metrics())
-            _finish(found, run, console, work)
+        if not in_first_process():
+            return None
+        work = Workflow(model.module, samples, console.stages)
+        about = provenance(inputs, eval_data=run.eval_data, epochs=config.epochs)
+        found = work.outcome(made, plan, judged, about, run.metrics())
+        return _finish(found, run, console, work)
 
 
 def _take_gpu() -> None:
@@ -738,7 +733,7 @@ def _begin(
 
 def evaluate(
     sources: SourceOptions,
-    output: OutputOptions,
+    console: Console,
     packed: Path | None = option(
         None, "FILE", "Evaluate this packed network of ompq quantize or ompq train."
     ),
@@ -756,7 +751,7 @@ def evaluate(
         "FILE.py:FUNCTION of what the network returns and the targets of a batch that "
         "returns one number.",
     ),
-) -> None:
+) -> View:
     """Measure a network's accuracy, with its 95 % interval.
 
     Examples:
@@ -775,20 +770,19 @@ def evaluate(
         raise ValueError(
             "--engine integer computes packed networks; give one with --packed FILE"
         )
-    with opened(output) as console:
-        metrics = user_metrics(metric)
-        model = _loaded(sources, packed, console)
-        inputs = sources.inputs(model, "test")
-        batches = inputs.batches(batch_size=batch_size, limit=limit)
-        judged = model.module
-        if engine == "integer":
-            judged = IntegerNetwork.from_quantized(judged.cpu(), inputs.samples(1))
-        with console.stage("evaluating") as progress:
-            result = measure(judged, batches, metrics=metrics, progress=progress)
-        about = {"network": model.name, "weights": model.weights, "data": inputs.name}
-        if packed is not None:
-            about["engine"] = engine
-        render(evaluation_view(result, about, console.stages.seconds), console)
+    metrics = user_metrics(metric)
+    model = _loaded(sources, packed, console)
+    inputs = sources.inputs(model, "test")
+    batches = inputs.batches(batch_size=batch_size, limit=limit)
+    judged = model.module
+    if engine == "integer":
+        judged = IntegerNetwork.from_quantized(judged.cpu(), inputs.samples(1))
+    with console.stage("evaluating") as progress:
+        result = measure(judged, batches, metrics=metrics, progress=progress)
+    about = {"network": model.name, "weights": model.weights, "data": inputs.name}
+    if packed is not None:
+        about["engine"] = engine
+    return evaluation_view(result, about, console.stages.seconds)
 
 
 def _loaded(
@@ -816,4 +810,4 @@ def evaluation_view(
     ]
     data = {**about, **found.to_json(), "seconds": seconds}
     shown = [facts(rows), *warning(about, "the numbers")]
-    return View(data, quality_text(found), lambda _width: shown)
+    return View(data, quality_text(found), shown)

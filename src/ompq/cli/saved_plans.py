@@ -1,4 +1,7 @@
-"""replan, explain, pareto, compare and report: what needs a plan file alone."""
+"""replan, explain, pareto, compare, report, unpack: what needs a saved file alone.
+
+Nothing here imports torch before a report is written.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -11,10 +14,9 @@ from rich.console import RenderableType
 
 from ompq.accuracy import Evaluation
 from ompq.allocation.solver import Budget
-from ompq.cli.console import View, opened, render
+from ompq.cli.console import Console, View
 from ompq.cli.options import (
     BudgetOption,
-    OutputOptions,
     PlanFile,
     argument,
     check_folder,
@@ -29,6 +31,7 @@ from ompq.costs import counted, digits, in_bytes
 from ompq.errors import PlanError
 from ompq.files import read_json
 from ompq.policies import Plan
+from ompq.skeleton import unpack as unpack_file
 from ompq.stages import PLAN, RESULT, Progress
 from ompq.units import Choice, select
 
@@ -46,10 +49,10 @@ _COSTS = {
 
 def replan(
     file: PlanFile,
-    output: OutputOptions,
+    console: Console,
     budget: BudgetOption,
     target: Path | None = output_path("Save the plan."),
-) -> None:
+) -> View:
     """Solve a saved plan for another budget, without the network.
 
     Examples:
@@ -58,17 +61,16 @@ def replan(
 
     Choices, pins and score stay as they were when the plan was made.
     """
-    with opened(output) as console:
-        check_writable(target)
-        wanted = Budget.of(budget)
-        with console.stage("reading the plan"):
-            saved = Plan.load(file)
-        with console.stage("solving for the budget"):
-            made = saved.with_budget(wanted)
-        if target is not None:
-            made.save(target)
-        seconds = console.stages.seconds
-        render(plan_view(made, {"from": str(file)}, seconds, target), console)
+    check_writable(target)
+    wanted = Budget.of(budget)
+    with console.stage("reading the plan"):
+        saved = Plan.load(file)
+    with console.stage("solving for the budget"):
+        made = saved.with_budget(wanted)
+    if target is not None:
+        made.save(target)
+    seconds = console.stages.seconds
+    return plan_view(made, {"from": str(file)}, seconds, target)
 
 
 def explain(
@@ -76,8 +78,7 @@ def explain(
     unit: Annotated[
         str, argument("UNIT", "A layer's name, a glob, re:REGEX, @first or @last.")
     ],
-    output: OutputOptions,
-) -> None:
+) -> View:
     """Explain why a layer got its bits.
 
     Examples:
@@ -88,13 +89,12 @@ def explain(
     Shows every choice with its damage and cost, what one more byte would save, and
     the exchange with another layer that came closest to being better.
     """
-    with opened(output) as console:
-        plan = Plan.load(file)
-        found = [plan.explain(name) for name in select(plan.graph.names, unit)]
-        data = [asdict(one, dict_factory=_with_names) for one in found]
-        line = "\n".join(f"{one.unit}: {one.choice}" for one in found)
-        text = "\n\n".join(str(one) for one in found)
-        render(View(data, line, lambda _width: [text]), console)
+    plan = Plan.load(file)
+    found = [plan.explain(name) for name in select(plan.graph.names, unit)]
+    data = [asdict(one, dict_factory=_with_names) for one in found]
+    line = "\n".join(f"{one.unit}: {one.choice}" for one in found)
+    text = "\n\n".join(str(one) for one in found)
+    return View(data, line, [text])
 
 
 def _with_names(items: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -105,10 +105,10 @@ def _with_names(items: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def pareto(
     file: PlanFile,
-    output: OutputOptions,
+    console: Console,
     points: int = number(20, "How many steps.", least=2),
     cost: str = one_of("bytes", _COSTS, "the cost to limit. Default: bytes."),
-) -> None:
+) -> View:
     """Show damage against size, step by step.
 
     Examples:
@@ -118,18 +118,17 @@ def pareto(
 
     Every step is solved anew from the saved plan; each can be used as a budget.
     """
-    with opened(output) as console:
-        plan = Plan.load(file)
-        if cost not in plan.problem.costs:
-            raise PlanError(
-                f"{file} has no latency table, so no cost {cost}; plan with --latency"
-            )
-        with console.stage("solving") as progress:
-            curve = plan.pareto(cost, points, progress=progress)
-        steps = [replace(plan, allocation=point.allocation) for point in curve]
-        rows = [*map(pareto_row, steps), {**pareto_row(plan), "this": True}]
-        rows.sort(key=lambda row: (row[_COSTS[cost]], row["this"]))
-        render(pareto_view(cost, rows), console)
+    plan = Plan.load(file)
+    if cost not in plan.problem.costs:
+        raise PlanError(
+            f"{file} has no latency table, so no cost {cost}; plan with --latency"
+        )
+    with console.stage("solving") as progress:
+        curve = plan.pareto(cost, points, progress=progress)
+    steps = [replace(plan, allocation=point.allocation) for point in curve]
+    rows = [*map(pareto_row, steps), {**pareto_row(plan), "this": True}]
+    rows.sort(key=lambda row: (row[_COSTS[cost]], row["this"]))
+    return pareto_view(cost, rows)
 
 
 def pareto_row(plan: Plan) -> dict[str, Any]:
@@ -172,11 +171,11 @@ def compare(
     sources: Annotated[
         list[Path], argument("PLAN", "Two or more plans, or folders of ompq quantize.")
     ],
-    output: OutputOptions,
+    console: Console,
     page: Path | None = output_path(
         "Write the first plan's report, with the others to compare with."
     ),
-) -> None:
+) -> View:
     """Compare plans or results: size, damage, accuracy, bits that differ.
 
     Examples:
@@ -190,14 +189,13 @@ def compare(
     if len(sources) < 2:
         raise ValueError("compare needs two or more plans; one was given")
     check_writable(page)
-    with opened(output) as console:
-        entries = [Entry.read(source) for source in sources]
-        for entry in entries[1:]:
-            entry.plan.check_network(entries[0].plan.graph)
-        if page is not None:
-            with console.stage("writing the report") as progress:
-                write_comparison(page, entries, progress)
-        render(comparison_view(entries, page), console)
+    entries = [Entry.read(source) for source in sources]
+    for entry in entries[1:]:
+        entry.plan.check_network(entries[0].plan.graph)
+    if page is not None:
+        with console.stage("writing the report") as progress:
+            write_comparison(page, entries, progress)
+    return comparison_view(entries, page)
 
 
 @dataclass(frozen=True)
@@ -348,7 +346,7 @@ def _against(entry: Entry, first: Entry) -> str:
 
 def report(
     file: PlanFile,
-    output: OutputOptions,
+    console: Console,
     page: Path | None = output_path("The HTML file to write."),
     figures: Path | None = option(
         None, "DIR", "Write the paper's figures as SVG and PNG as well."
@@ -357,7 +355,7 @@ def report(
         None, "FILE", "A result.json of ompq quantize: adds accuracy, errors and times."
     ),
     title: str | None = option(None, "TEXT", "Heading of the page."),
-) -> None:
+) -> View:
     """Write a plan as one HTML page that works offline.
 
     Examples:
@@ -373,21 +371,17 @@ def report(
         raise ValueError("nothing to write: give -o FILE, --figures DIR or both")
     check_writable(page)
     check_folder(figures, "--figures")
-    with opened(output) as console:
-        plan = Plan.load(file)
-        sections = [] if results is None else read_sections(results)
-        written: list[Path] = []
-        with console.stage("writing the report") as progress:
-            if page is not None:
-                write_report(
-                    page, plan, results=sections, title=title, progress=progress
-                )
-                written.append(page)
-            if figures is not None:
-                written += write_figures(figures, plan, sections)
-        files = [str(path) for path in written]
-        text = "\n".join(files)
-        render(View({"written": files}, text, lambda _width: [text]), console)
+    plan = Plan.load(file)
+    sections = [] if results is None else read_sections(results)
+    written: list[Path] = []
+    with console.stage("writing the report") as progress:
+        if page is not None:
+            write_report(page, plan, results=sections, title=title, progress=progress)
+            written.append(page)
+        if figures is not None:
+            written += write_figures(figures, plan, sections)
+    files = [str(path) for path in written]
+    return View({"written": files}, "\n".join(files))
 
 
 def read_sections(path: Path) -> "list[Section]":
@@ -403,3 +397,25 @@ def read_sections(path: Path) -> "list[Section]":
         raise PlanError(
             f"{path} is not a result: {error}. Give a result.json of ompq quantize"
         ) from error
+
+
+def unpack(
+    file: Annotated[Path, argument("FILE", "A packed network that carries its graph.")],
+    target: Path | None = output_path("The ONNX file. Default: FILE as .onnx."),
+) -> View:
+    """Write the ONNX file that a packed network carries, without PyTorch.
+
+    Examples:
+      ompq unpack net.ompq.safetensors
+      ompq unpack net.ompq.safetensors -o net.onnx
+
+    Such a packed file is made by: ompq export OUT --format packed --with-graph -o FILE.
+    What is small is the file that travels: in memory and in the ONNX file, coded
+    weights are bytes. The result is the file that ompq export verified, byte for byte.
+    """
+    target = target or file.with_name(f"{file.name.partition('.')[0]}.onnx")
+    check_writable(target)
+    size, travelled = unpack_file(file, target), file.stat().st_size
+    line = f"{target}: {size:,} bytes, from {travelled:,}"
+    data = {"file": str(target), "bytes": size, "packed_bytes": travelled}
+    return View(data, line)
