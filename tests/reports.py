@@ -10,7 +10,7 @@ from ompq.allocation.solver import Allocation, Budget
 from ompq.audits import RANDOM, Audit, Correlation, Measured, ScoreAudit
 from ompq.graph import Choice, LayerGraph, Unit
 from ompq.plans import Plan, PlanConfig, plan
-from ompq.report import (
+from ompq.report.sections import (
     Accuracy,
     Agreement,
     BlockError,

@@ -16,14 +16,6 @@ import ompq
 from nets import TinyMobileNet, images, seeded
 from ompq.costs import counted, in_bytes, seconds, short, ticks
 from ompq.errors import MissingExtraError
-from ompq.report import (
-    Accuracy,
-    BlockError,
-    Histogram,
-    StageTime,
-    Versions,
-    write_figures,
-)
 from ompq.report.charts import (
     accuracy_chart,
     bar_column,
@@ -31,6 +23,8 @@ from ompq.report.charts import (
     heat_map,
     histogram_chart,
 )
+from ompq.report.figures import write_figures
+from ompq.report.sections import Accuracy, BlockError, Histogram, StageTime, Versions
 from ompq.scores import ScoreTable
 from reports import every_section, toy_plan
 

@@ -24,7 +24,7 @@ from ompq.demo import (
 )
 from ompq.errors import ExportError
 from ompq.models.demo_network import DemoNetwork, demo_data, demo_network
-from ompq.report import sections_from_json
+from ompq.report.sections import sections_from_json
 from ompq.workflow import Workflow
 
 SAMPLES = scenes(32)

@@ -12,7 +12,8 @@ from ompq.allocation.solver import Allocation, Budget, ParetoPoint
 from ompq.costs import in_bytes
 from ompq.graph import Choice, Skipped
 from ompq.plans import Measurement, Plan
-from ompq.report import Agreement, explorer as report_data, render_report, write_report
+from ompq.report import explorer as report_data, render_report, write_report
+from ompq.report.sections import Agreement
 from ompq.scores import ScoreTable
 from reports import (
     CLOSING,
@@ -66,7 +67,7 @@ def page(html):
 @pytest.fixture
 def few_steps(monkeypatch):
     """For tests of pages whose slider does not matter."""
-    monkeypatch.setattr("ompq.report.page.STEPS", 3)
+    monkeypatch.setattr("ompq.report.STEPS", 3)
 
 
 def test_the_file_is_written_whole_and_always_the_same(plan, html, tmp_path):
@@ -287,7 +288,7 @@ def test_large_networks_get_fewer_budgets_in_the_explorer(monkeypatch, units, bu
         asked.append(steps)
         raise InterruptedError
 
-    monkeypatch.setattr("ompq.report.page.explorer_data", explorer)
+    monkeypatch.setattr("ompq.report.explorer_data", explorer)
     with pytest.raises(InterruptedError):
         render_report(big_plan(units))
     assert asked == [budgets]

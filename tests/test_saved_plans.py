@@ -12,7 +12,7 @@ from cli_tools import network_file, run, run_json
 from ompq.cli.saved_plans import pareto_view
 from ompq.evaluation import Evaluation
 from ompq.plans import Plan
-from ompq.report import StageTime, sections_to_json
+from ompq.report.sections import StageTime, sections_to_json
 
 
 @pytest.fixture(scope="module")

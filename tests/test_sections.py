@@ -3,12 +3,12 @@ import math
 
 import pytest
 
-from ompq.report import (
+from ompq.report import render_report
+from ompq.report.sections import (
     Accuracy,
     BlockError,
     Histogram,
     audit_sections,
-    render_report,
     sections_from_json,
     sections_to_json,
 )

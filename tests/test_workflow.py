@@ -12,7 +12,7 @@ from ompq import stages
 from ompq.errors import PlanError
 from ompq.integer.finalization import INTEGERS
 from ompq.plans import read_bits, unit_rows
-from ompq.report import sections_from_json
+from ompq.report.sections import sections_from_json
 from ompq.workflow import Stages, Workflow, whole_folder
 
 MODEL, SAMPLES = seeded(TinyMobileNet()), scenes(32)

@@ -57,7 +57,10 @@ if TYPE_CHECKING:
     from ompq.reconstruction_score import BlockLoss, ReconstructionScore
     from ompq.refinement import RefineConfig, refine
     from ompq.reinforcement import ReinforceConfig, reinforce
-    from ompq.report import Accuracy, worst_histograms, write_figures, write_report
+    from ompq.report import write_report
+    from ompq.report.charts import worst_histograms
+    from ompq.report.figures import write_figures
+    from ompq.report.sections import Accuracy
     from ompq.samples import Samples
     from ompq.scores import (
         Blend,
@@ -104,7 +107,10 @@ _HOMES = {
     "ompq.reconstruction_score": "BlockLoss ReconstructionScore",
     "ompq.refinement": "RefineConfig refine",
     "ompq.reinforcement": "ReinforceConfig reinforce",
-    "ompq.report": "Accuracy worst_histograms write_figures write_report",
+    "ompq.report": "write_report",
+    "ompq.report.charts": "worst_histograms",
+    "ompq.report.figures": "write_figures",
+    "ompq.report.sections": "Accuracy",
     "ompq.goals": "Goal Smallest SmallestConfig smallest",
     "ompq.models": "load_model",
     "ompq.datasets.sources": "load_data",

@@ -19,7 +19,8 @@ from ompq.packing import Account, inspect_file, load, save
 from ompq.plans import Plan, PlanConfig
 from ompq.reconstruction import ReconstructConfig
 from ompq.reconstruction.rounding import RoundingConfig
-from ompq.report import Accuracy, Agreement, Remark, Section, worst_histograms
+from ompq.report.charts import worst_histograms
+from ompq.report.sections import Accuracy, Agreement, Remark, Section
 from ompq.samples import evaluating
 from ompq.workflow import (
     ONNX,

@@ -28,7 +28,9 @@ from ompq.quantization import BlockError, QuantizeConfig, quantization_of, quant
 from ompq.reconstruction import RECONSTRUCT_PROTOCOLS, ReconstructConfig, reconstruct
 from ompq.reconstruction.brecq import BrecqConfig
 from ompq.refinement import RefineConfig, refine
-from ompq.report import (
+from ompq.report import write_report
+from ompq.report.charts import worst_histograms
+from ompq.report.sections import (
     Accuracy,
     BlockError as BlockSection,
     Histogram,
@@ -37,8 +39,6 @@ from ompq.report import (
     StageTime,
     Versions,
     sections_to_json,
-    worst_histograms,
-    write_report,
 )
 from ompq.samples import Progress, Samples, SamplesLike
 from ompq.stages import (

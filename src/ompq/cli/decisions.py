@@ -49,7 +49,8 @@ from ompq.datasets.sources import load_data
 from ompq.graph import Choice, find_units, live_tensors, observe
 from ompq.plans import PlanConfig, choice_table, make_problem, planned_graph
 from ompq.reconstruction_score import SCORES
-from ompq.report import audit_sections, write_report
+from ompq.report import write_report
+from ompq.report.sections import audit_sections
 from ompq.samples import Samples, SamplesLike, batch_values
 from ompq.scores import score_name
 from ompq.userfiles import suggestion

@@ -67,7 +67,7 @@ from ompq.quantization import (
 )
 from ompq.reconstruction import ReconstructConfig
 from ompq.reconstruction.rounding import RoundingConfig
-from ompq.report import Remark
+from ompq.report.sections import Remark
 from ompq.samples import model_device
 from ompq.training import train as learn
 from ompq.training.batches import TrainingData, checked_length

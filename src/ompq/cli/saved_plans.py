@@ -36,7 +36,7 @@ from ompq.stages import PLAN, RESULT, Progress
 from ompq.units import Choice, select
 
 if TYPE_CHECKING:  # a page brings torch, which most of these commands do not need
-    from ompq.report import Section
+    from ompq.report.sections import Section
 
 # A cost → what its curve is sorted by; average bits follow the sum of bits.
 _COSTS = {
@@ -310,7 +310,8 @@ def _bits_table(
 
 def write_comparison(page: Path, entries: Sequence[Entry], progress: Progress) -> None:
     """Write the first plan's report, with the others to compare with."""
-    from ompq.report import Accuracy, write_report
+    from ompq.report import write_report
+    from ompq.report.sections import Accuracy
 
     first, *rest = entries
     sections = [
@@ -365,7 +366,8 @@ def report(
 
     The page has a slider: what other budgets would give, without solving again.
     """
-    from ompq.report import write_figures, write_report
+    from ompq.report import write_report
+    from ompq.report.figures import write_figures
 
     if page is None and figures is None:
         raise ValueError("nothing to write: give -o FILE, --figures DIR or both")
@@ -386,7 +388,7 @@ def report(
 
 def read_sections(path: Path) -> "list[Section]":
     """Read what a report shows besides the plan."""
-    from ompq.report import sections_from_json
+    from ompq.report.sections import sections_from_json
 
     try:
         data = read_json(path)

@@ -1,8 +1,29 @@
-"""The report: one HTML page that needs no network, and the paper's figures."""
+"""The report: a plan and its results as one HTML page that needs no network."""
 
-from ompq.report.charts import worst_histograms
-from ompq.report.figures import write_figures
-from ompq.report.page import render_report, write_report
+import base64
+import hashlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar, get_args
+
+import numpy as np
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from jinja2.utils import htmlsafe_json_dumps
+from markupsafe import Markup
+
+from ompq.costs import counted, digits, in_bytes, percent, seconds, short
+from ompq.files import library_version, write_text
+from ompq.plans import Plan
+from ompq.report.charts import (
+    accuracy_chart,
+    bar_column,
+    error_chart,
+    heat_map,
+    histogram_chart,
+    refinement_chart,
+    scatter_chart,
+)
+from ompq.report.explorer import explorer_data, limits, solution
 from ompq.report.sections import (
     Accuracy,
     Agreement,
@@ -14,27 +35,258 @@ from ompq.report.sections import (
     Section,
     StageTime,
     Versions,
-    audit_sections,
-    sections_from_json,
-    sections_to_json,
 )
+from ompq.samples import Progress
 
-__all__ = [
-    "Accuracy",
-    "Agreement",
-    "AuditedScore",
-    "BlockError",
-    "Histogram",
-    "LayerEffect",
-    "Remark",
-    "Section",
-    "StageTime",
-    "Versions",
-    "audit_sections",
-    "render_report",
-    "sections_from_json",
-    "sections_to_json",
-    "worst_histograms",
-    "write_figures",
-    "write_report",
-]
+_FOLDER = Path(__file__).parent
+# Budgets on each of the explorer's curves: smooth to drag, and solved in seconds. Large
+# networks, whose every budget takes long, get fewer.
+STEPS = 128
+_LARGE = 200  # units
+_COST_NAMES = {
+    "bytes": "Size",
+    "bit_ops": "Bit operations",
+    "weight_bits": "Average bits",
+    "milliseconds": "Latency",
+}
+_STEP_TEXTS = {None: "", 1: "1 step"}  # any other number has a plural
+_Kind = TypeVar("_Kind")
+
+
+def write_report(
+    path: str | Path,
+    plan: Plan,
+    *,
+    results: Sequence[Section] = (),
+    title: str | None = None,
+    others: Mapping[str, Plan] | None = None,
+    progress: Progress | None = None,
+) -> Path:
+    """Write a plan and its results as one HTML page that needs no network.
+
+    The same arguments give the same bytes.
+
+    Args:
+        results: Accuracies, errors, histograms and so on, in the order to be shown.
+        title: The heading, for example the network's name.
+        others: Plans of the same network and choices, by name, for comparison.
+        progress: Called as the explorer's budgets are solved for.
+
+    Raises:
+        TypeError: A result is not one of the sections.
+    """
+    write_text(path, render_report(plan, results, title, others, progress))
+    return Path(path)
+
+
+def render_report(
+    plan: Plan,
+    results: Sequence[Section] = (),
+    title: str | None = None,
+    others: Mapping[str, Plan] | None = None,
+    progress: Progress | None = None,
+) -> str:
+    """Return the page's HTML; see :func:`write_report`."""
+    for result in results:
+        if not isinstance(result, get_args(Section)):
+            kinds = ", ".join(kind.__name__ for kind in get_args(Section))
+            raise TypeError(
+                f"results hold a {type(result).__name__}; a report shows {kinds}"
+            )
+    script = "\n".join(map(_source, ("explorer.js", "layers.js", "page.js")))
+    digest = hashlib.sha256(script.encode()).digest()
+    environment = Environment(
+        loader=FileSystemLoader(_FOLDER),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    context = {
+        "title": title or "Mixed-precision plan",
+        "plan": plan,
+        "style": Markup(_source("style.css")),
+        "script": Markup(script),
+        # The page runs this one script and loads nothing, whatever its text holds.
+        "script_hash": base64.b64encode(digest).decode("ascii"),
+        "summary": _summary(plan),
+        "kinds": list(dict.fromkeys(unit.kind for unit in plan.graph.units)),
+        "layers": _layers(plan),
+        **_labels(plan),
+        **_orm(plan),
+        **_results(results),
+        "refinement": refinement_chart(plan.measured) if plan.measured else None,
+        "ompq_version": library_version(),
+    }
+    steps = min(STEPS, max(24, STEPS * _LARGE // len(plan.graph)))
+    data = {
+        **explorer_data(plan, steps, progress),
+        "others": {name: solution(one) for name, one in (others or {}).items()},
+        "orm": context["orm_data"],
+    }
+    embedded = htmlsafe_json_dumps(data, separators=(",", ":"), allow_nan=False)
+    template = environment.get_template("template.html.jinja")
+    return template.render(**context, data=embedded).lstrip()
+
+
+def _source(name: str) -> str:
+    return (_FOLDER / name).read_text(encoding="utf-8").strip()
+
+
+def _summary(plan: Plan) -> dict[str, Any]:
+    totals, costs = plan.totals, plan.problem.costs
+    items = plan.bytes_by_item if plan.accounting == "packed" else {}
+    return {
+        "uses": [
+            {
+                "name": _COST_NAMES.get(cost, cost),
+                "used": _cost_text(plan, cost, totals[cost]),
+                "limit": _cost_text(plan, cost, limit),
+                "left": _cost_text(plan, cost, limit - totals[cost]),
+                "percent": percent(totals[cost] / limit),
+                "width": min(100.0, 100 * totals[cost] / limit),
+            }
+            for cost, limit in limits(plan).items()
+        ],
+        "size": in_bytes(totals["bytes"]),
+        "exact_size": f"{totals['bytes']:,.0f} bytes",
+        "smaller": f"{short(costs['bytes'].reference / totals['bytes'])}× smaller",
+        "float_size": in_bytes(costs["bytes"].reference),
+        "bit_ops": counted(totals["bit_ops"]),
+        "macs": counted(sum(unit.macs for unit in plan.graph.units)),
+        "average_bits": short(totals["average_bits"]),
+        "weights": counted(costs["weight_bits"].reference),
+        "damage": digits(plan.damage, 4),
+        "items": [
+            (name.replace("_", " "), in_bytes(size), 100 * size / totals["bytes"])
+            for name, size in items.items()
+            if size
+        ],
+    }
+
+
+def _cost_text(plan: Plan, cost: str, value: float) -> str:
+    if cost == "bytes":
+        return in_bytes(value)
+    if cost == "bit_ops":
+        return counted(value)
+    if cost == "weight_bits":
+        return f"{value / plan.problem.costs[cost].reference:.3g} bits"
+    return f"{short(value)} ms"
+
+
+def _labels(plan: Plan) -> dict[str, Any]:
+    """Label choices by their weight bits if all activations have the same width."""
+    every = [*plan.choices, *plan.allocation.values()]
+    widths = {choice.activation for choice in every}
+    if len(widths) > 1:
+        return {"choice_label": str, "inputs_note": ""}
+    return {
+        "choice_label": lambda choice: choice.weight_text,
+        "inputs_note": f"; inputs have {widths.pop()} everywhere",
+    }
+
+
+def _layers(plan: Plan) -> list[dict[str, Any]]:
+    costs = plan.problem.costs
+    rows = np.arange(len(plan.graph))
+    size = costs["bytes"].table[rows, plan.columns]
+    ops = costs["bit_ops"].table[rows, plan.columns]
+    gamma = plan.scores.gamma
+    return [
+        {
+            "unit": unit,
+            "shape": "×".join(map(str, unit.weight_shape)),
+            "weights": counted(unit.weights),
+            "macs": counted(unit.macs),
+            "gamma": None if gamma is None else float(gamma[row]),
+            "column": int(plan.columns[row]),
+            "bits": plan.allocation[unit.name],
+            "size": in_bytes(size[row]),
+            "bytes": float(size[row]),
+            "size_share": 100 * float(size[row]) / plan.totals["bytes"],
+            "ops_share": 100 * float(ops[row]) / max(plan.totals["bit_ops"], 1),
+            "pinned": int(plan.allowed[row].sum()) == 1,
+            "scores": [
+                digits(score, 2) if allowed else ""
+                for score, allowed in zip(
+                    plan.scores.damage[row], plan.allowed[row], strict=True
+                )
+            ],
+        }
+        for row, unit in enumerate(plan.graph.units)
+    ]
+
+
+def _orm(plan: Plan) -> dict[str, Any]:
+    scores = plan.scores
+    if scores.orm is None or not scores.orm_labels:
+        return {"heat": None, "strips": [], "orm_data": None}
+    heat = heat_map(scores.orm, scores.orm_labels)
+    known = {name: row for row, name in enumerate(plan.graph.names)}
+    rows = [known.get(label) for label in scores.orm_labels[:: heat.pooled]]
+    data: dict[str, Any] = {"labels": heat.labels, "values": heat.values, "strips": []}
+    strips = []
+    for title, values in (("gamma", scores.gamma), ("importance", scores.importance)):
+        if values is None or any(row is None for row in rows):
+            continue
+        shown = values[np.array(rows)]
+        kinds = [plan.graph.units[row].kind for row in rows if row is not None]
+        strip = {
+            "title": title,
+            "values": [float(digits(float(value), 4)) for value in shown],
+        }
+        bars = list(zip(bar_column(shown), kinds, strict=True))
+        data["strips"].append(strip)
+        strips.append({**strip, "largest": digits(float(shown.max())), "bars": bars})
+    return {"heat": heat, "strips": strips, "orm_data": data}
+
+
+def _results(results: Sequence[Section]) -> dict[str, Any]:
+    accuracies = _of(results, Accuracy)
+    right = [one for one in accuracies if not one.answers]
+    answers = [one for one in accuracies if one.answers]
+    errors = _of(results, BlockError)
+    times = _of(results, StageTime)
+    total = sum(stage.seconds for stage in times)
+    return {
+        "accuracy": accuracy_chart(right) if right else None,
+        "answers": accuracy_chart(answers) if answers else None,
+        "errors": error_chart(errors) if errors else None,
+        "effects": [
+            {
+                "name": one.name,
+                "bits": one.bits,
+                "alone": digits(one.alone),
+                "without": digits(one.without),
+                "saved": percent(1 - one.without / one.all) if one.all else "",
+            }
+            for one in sorted(_of(results, LayerEffect), key=lambda e: -e.alone)
+        ],
+        "histograms": [histogram_chart(one) for one in _of(results, Histogram)],
+        "audited": [scatter_chart(one) for one in _of(results, AuditedScore)],
+        "times": [
+            (t.name, seconds(t.seconds), 100 * t.seconds / max(total, 1e-12))
+            for t in times
+        ],
+        "total_time": seconds(total),
+        "agreements": [
+            {
+                "name": a.name,
+                "top1": percent(a.top1, 2),
+                "count": f"{a.count:,}",
+                "codes": "" if a.codes_equal is None else percent(a.codes_equal, 3),
+                "step": _STEP_TEXTS.get(a.largest_step, f"{a.largest_step} steps"),
+                "note": a.note,
+            }
+            for a in _of(results, Agreement)
+        ],
+        "remarks": _of(results, Remark),
+        "versions": [
+            entry for one in _of(results, Versions) for entry in one.items.items()
+        ],
+    }
+
+
+def _of(results: Sequence[Section], kind: type[_Kind]) -> list[_Kind]:
+    return [result for result in results if isinstance(result, kind)]
