@@ -9,9 +9,8 @@ from nets import values
 from ompq.costs import coded_bytes
 from ompq.entropy import CodeModel
 from ompq.layers import quantized_layer
-from ompq.prices import ZERO, code_bits
 from ompq.quantizers import Grid
-from ompq.rates import code_bytes
+from ompq.rates import ZERO, code_bits, code_bytes
 from ompq.reconstruction.rounding import (
     RoundingConfig,
     SoftRounding,

@@ -10,9 +10,8 @@ from ompq.costs import can_be_coded, coded_bytes
 from ompq.errors import QuantizationError
 from ompq.graph import Choice
 from ompq.layers import ActivationQuantizer, quantized_layers
-from ompq.prices import code_bits
 from ompq.quantizers import Grid
-from ompq.rates import code_bytes
+from ompq.rates import code_bits, code_bytes
 from ompq.training.step import CodePenalty, memory_layout, training_loss
 from quantized import quantized
 from training_script import QUICK, state, toy

@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ompq.allocation.solver import Allocation, Budget
     from ompq.audits import Audit, AuditConfig, audit
-    from ompq.channels import Widened, one_bitwidth
+    from ompq.datasets.distilled_data import distilled_samples
     from ompq.datasets.images import image_views
     from ompq.datasets.sources import load_data
-    from ompq.distilled_data import distilled_samples
     from ompq.errors import (
         BudgetError,
         CheckpointError,
@@ -56,11 +55,11 @@ if TYPE_CHECKING:
     from ompq.reconstruction.rounding import RoundingConfig
     from ompq.reconstruction_score import BlockLoss, ReconstructionScore
     from ompq.refinement import RefineConfig, refine
-    from ompq.reinforcement import ReinforceConfig, reinforce
     from ompq.report import write_report
     from ompq.report.charts import worst_histograms
     from ompq.report.figures import write_figures
     from ompq.report.sections import Accuracy
+    from ompq.rivals import ReinforceConfig, Widened, one_bitwidth, reinforce
     from ompq.samples import Samples
     from ompq.scores import (
         Blend,
@@ -86,9 +85,8 @@ if TYPE_CHECKING:
 _HOMES = {
     "ompq.audits": "Audit AuditConfig audit",
     "ompq.allocation.solver": "Allocation Budget",
-    "ompq.channels": "Widened one_bitwidth",
     "ompq.datasets.images": "image_views",
-    "ompq.distilled_data": "distilled_samples",
+    "ompq.datasets.distilled_data": "distilled_samples",
     "ompq.errors": "BudgetError CheckpointError DataError ExportError FileError "
     "GoalError InfeasibleBudgetError MissingExtraError ModelError OmpqError "
     "PackedFileError PatternError PlanError ProcessError QuantizationError "
@@ -106,11 +104,11 @@ _HOMES = {
     "ompq.reconstruction.rounding": "RoundingConfig",
     "ompq.reconstruction_score": "BlockLoss ReconstructionScore",
     "ompq.refinement": "RefineConfig refine",
-    "ompq.reinforcement": "ReinforceConfig reinforce",
     "ompq.report": "write_report",
     "ompq.report.charts": "worst_histograms",
     "ompq.report.figures": "write_figures",
     "ompq.report.sections": "Accuracy",
+    "ompq.rivals": "ReinforceConfig Widened one_bitwidth reinforce",
     "ompq.goals": "Goal Smallest SmallestConfig smallest",
     "ompq.models": "load_model",
     "ompq.datasets.sources": "load_data",

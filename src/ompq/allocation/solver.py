@@ -7,7 +7,6 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from ompq.allocation.evolution import evolved
 from ompq.allocation.explanation import (
     Explanation,
     check_budget,
@@ -18,7 +17,7 @@ from ompq.allocation.explanation import (
     reachable,
 )
 from ompq.allocation.program import Allocation, Problem, Program
-from ompq.allocation.relaxations import floor_or_ceiling, relaxation, rounded
+from ompq.allocation.relaxations import evolved, floor_or_ceiling, relaxation, rounded
 from ompq.allocation.search import NODES, Optimum, minimum
 from ompq.costs import Budget, Cost
 from ompq.stages import Progress

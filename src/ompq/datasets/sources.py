@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ompq.datasets.distilled_data import distilled_samples
 from ompq.datasets.images import ImageFiles, decode, find_images, normalise
-from ompq.distilled_data import distilled_samples
 from ompq.errors import DataError, shortened
 from ompq.models import NamedModel, output_count
 from ompq.models.demo_network import demo_data

@@ -40,7 +40,6 @@ from ompq.layers import (
 )
 from ompq.notebook import data_frame, html_table
 from ompq.plans import Pin, Plan, read_bits
-from ompq.prices import lowered_codes, pulled_to
 from ompq.quantization.calibration import (
     READING,
     input_grams,
@@ -67,7 +66,14 @@ from ompq.ranges import (
     search_weight,
     shrunk_weight,
 )
-from ompq.rates import LARGEST_HALF, code_bytes, coded_grid, to_multiples
+from ompq.rates import (
+    LARGEST_HALF,
+    code_bytes,
+    coded_grid,
+    lowered_codes,
+    pulled_to,
+    to_multiples,
+)
 from ompq.samples import Progress, Samples, SamplesLike, evaluating, model_device
 
 # Called as weight_grid(unit, weight, axis of the output channels); returns the grid and

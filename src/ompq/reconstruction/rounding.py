@@ -23,7 +23,6 @@ from ompq.layers import (
     linear_map,
     quantized_layers,
 )
-from ompq.prices import ZERO, code_bits, entropy, lowered_codes
 from ompq.processes import add_up, average, copy_main, process_count, rank
 from ompq.quantization.moments import (
     FOR_MOMENTS,
@@ -33,7 +32,7 @@ from ompq.quantization.moments import (
     restore_moments,
 )
 from ompq.quantizers import LARGEST_BITS
-from ompq.rates import code_bytes
+from ompq.rates import ZERO, code_bits, code_bytes, entropy, lowered_codes
 from ompq.reconstruction.blocks import BlockCache
 from ompq.recording import detach_state
 from ompq.samples import Progress, attached, cudnn_kernels, evaluating, model_device

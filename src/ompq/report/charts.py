@@ -17,7 +17,7 @@ from ompq.costs import decades, digits, in_bytes, percent, seconds, ticks
 from ompq.graph import Unit, folded
 from ompq.layers import QuantizedLayer, quantized_layers
 from ompq.plans import Measurement, Plan
-from ompq.prices import ZERO
+from ompq.rates import ZERO
 from ompq.recording import tensors_in
 from ompq.report.sections import Accuracy, AuditedScore, BlockError, Histogram
 from ompq.samples import Samples, SamplesLike, collect

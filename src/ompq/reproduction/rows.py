@@ -14,10 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from ompq.allocation.solver import Budget, halfway
-from ompq.channels import one_bitwidth
+from ompq.datasets.distilled_data import distilled_samples
 from ompq.datasets.sources import Data
 from ompq.datasets.training_sets import training_data
-from ompq.distilled_data import distilled_samples
 from ompq.errors import InfeasibleBudgetError, PatternError
 from ompq.graph import Unit, select, trace
 from ompq.models import NamedModel
@@ -27,8 +26,8 @@ from ompq.plans import PLAN_PROTOCOLS, Plan, PlanConfig
 from ompq.quantization import QUANTIZE_PROTOCOLS, QuantizeConfig
 from ompq.ranges import search_weight
 from ompq.reconstruction_score import BlockLoss
-from ompq.reinforcement import ReinforceConfig, reinforce
 from ompq.reproduction.registry import ANY, HALFWAY, Experiment, Row
+from ompq.rivals import ReinforceConfig, one_bitwidth, reinforce
 from ompq.samples import Samples, model_device
 from ompq.scores import measure_orm
 from ompq.training import train

@@ -11,9 +11,9 @@ from torch.nn import functional as F
 from ompq.costs import FLOAT_BITS
 from ompq.errors import QuantizationError
 from ompq.layers import QuantizedLayer, activation_quantizers, quantized_layers
-from ompq.prices import between_codes
 from ompq.quantization import quantization_of
 from ompq.quantizers import SMALLEST_BITS
+from ompq.rates import between_codes
 from ompq.samples import Batch, call, first_tensor, to_device
 from ompq.training.config import TrainConfig
 

@@ -1,4 +1,4 @@
-"""Bits proposed by a reinforcement-learning agent, as HAQ does."""
+"""The paper's rivals that choose otherwise: HAQ's agent, and OneBitwidth's channels."""
 
 import copy
 from collections.abc import Callable, Sequence
@@ -9,13 +9,16 @@ from math import inf, log2
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from ompq.allocation.program import Allocation, Columns, Program
+from ompq.allocation.solver import Budget
 from ompq.costs import digits
+from ompq.errors import InfeasibleBudgetError
 from ompq.evaluation import kl_divergence, logits_of
 from ompq.graph import Choice, Unit, trace
-from ompq.plans import Plan
-from ompq.samples import Progress, Samples, SamplesLike
+from ompq.plans import Plan, PlanConfig, plan
+from ompq.samples import Progress, Samples, SamplesLike, call, model_device, to_device
 from ompq.scores.rounding_errors import check_weights_only, rounded_weights
 
 # As published, or where the paper is silent as in its released code.
@@ -285,3 +288,84 @@ def _descend(optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
     optimizer.zero_grad()
     loss.backward()  # type: ignore[no-untyped-call]
     optimizer.step()
+
+
+_STEPS_TO_ONE = 16  # multipliers are multiples of 1/16 ...
+_MOST_STEPS = 64  # ... up to 4
+_NORM_BATCH = 64
+
+
+@dataclass(frozen=True, eq=False)
+class Widened:
+    """A network whose channels were multiplied, to be trained from scratch."""
+
+    multiplier: float  # of the channels
+    model: nn.Module  # the float network, with random weights
+    plan: Plan  # the same bits for every unit that is not pinned
+
+
+def one_bitwidth(
+    build: Callable[[float], nn.Module],
+    samples: SamplesLike,
+    budget: Budget | str,
+    bits: int = 4,
+    config: PlanConfig = PlanConfig(),
+    *,
+    seed: int = 0,
+) -> Widened:
+    """Return the widest network that takes a budget with the same bits everywhere.
+
+    Instead of choosing bits layer by layer, the number of channels of all layers is
+    multiplied by one number. The network has random weights: quantize and train it with
+    ``TRAIN_PROTOCOLS["one-bitwidth"]``. How the published networks were rounded and
+    trained is not known in full.
+
+    Args:
+        build: Multiplier of channels → network, for example
+            ``lambda m: CifarResNet(20, width=m)``.
+        samples: A few inputs; the norms' first statistics are taken from them.
+        bits: Width of all weights that are not pinned.
+        config: Activation widths and pins; its choices and score are not used.
+        seed: Of the weights.
+
+    Raises:
+        InfeasibleBudgetError: Even the narrowest network takes more.
+
+    Example:
+        At 2 bits a network of the same bytes has about twice the weights of one at 4
+        bits, and so about 1.4 times the channels.
+    """
+    samples, budget = Samples.of(samples), Budget.of(budget)
+    same = replace(config, choices=(bits,), score="smallest_first")
+
+    def tried(steps: int) -> Widened:
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(seed)
+            model = build(steps / _STEPS_TO_ONE)
+        _calibrate_norms(model, samples)
+        return Widened(steps / _STEPS_TO_ONE, model, plan(model, samples, budget, same))
+
+    best, too_many = tried(1), _MOST_STEPS + 1
+    fits = 1
+    while too_many - fits > 1:
+        middle = (fits + too_many) // 2
+        try:
+            best, fits = tried(middle), middle
+        except InfeasibleBudgetError:
+            too_many = middle
+    return best
+
+
+@torch.no_grad()
+def _calibrate_norms(model: nn.Module, samples: Samples) -> None:
+    """Give the norms of a new network, in place, the statistics of some samples."""
+    norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
+    momenta = [norm.momentum for norm in norms]
+    for norm in norms:
+        norm.momentum = None  # the mean of all batches
+    model.train()
+    for batch in samples.batches(_NORM_BATCH):
+        call(model, to_device(batch, model_device(model)))
+    model.eval()
+    for norm, momentum in zip(norms, momenta, strict=True):
+        norm.momentum = momentum
