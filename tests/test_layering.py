@@ -50,7 +50,7 @@ ORDER = {
     "packing": "bitstream format",
     "goals": "",
     "onnx": "containers inspection model traced verification export",
-    "models": "cifar weights demo_network",
+    "models": "cifar weights decoders demo_network",
     "datasets": "images distilled_data sources training_sets",
     "report": "...",
     "workflow": "",

@@ -206,7 +206,10 @@ def test_timm_network_without_pretrained_weights_says_so():
         ("timm:resnet18.no_such_tag", "timm has no network 'resnet18.no_such_tag'"),
         ("timm:hf-hub:somebody/network", "timm has no network 'hf-hub:"),
         ("cifar:resnet21", r"did you mean cifar:resnet20"),
-        ("ompq:demonstration", r"Use torchvision:NAME, timm:NAME, cifar:NAME or FILE"),
+        (
+            "ompq:demonstration",
+            r"Use torchvision:NAME, timm:NAME, cifar:NAME, transformers:FOLDER or FILE",
+        ),
         ("", r"'' is not the name of a network\. Use"),
         ("net.safetensors", "Use .*; ompq evaluate NETWORK --packed FILE reads packed"),
         ("nowhere.py:make", "there is no file nowhere.py"),

@@ -500,7 +500,7 @@ def test_shapes_can_be_given_and_are_not_guessed_in_errors(tmp_path):
     text = run("budget", network, "--input-shape", "wide")
     assert "--input-shape wide is not a shape; write for example" in text.stderr
     metric = run("evaluate", network, "--data", "random", "--metric", "top1")
-    assert "--metric top1: write FILE.py:FUNCTION" in metric.stderr
+    assert "--metric top1: write perplexity or FILE.py:FUNCTION" in metric.stderr
 
 
 def test_a_run_can_be_repeated_from_its_file(net, finished, tmp_path):

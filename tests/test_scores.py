@@ -784,7 +784,7 @@ def test_sensitivity_is_noise_times_what_of_it_finite_differences_expect():
     noise, expected = np.zeros((len(graph), 3)), np.zeros((len(graph), 2))
     with torch.no_grad():
         log_p = network(inputs).log_softmax(1)
-        drawn = weighted_labels(log_p, torch.Generator().manual_seed(0))
+        drawn = weighted_labels(log_p, torch.Generator().manual_seed(0), 6)
         for row, unit in enumerate(graph.units):
             several, noise[row] = quickly_rounded(network, unit, choices, choices[:2])
             expected[row] = [
@@ -821,7 +821,7 @@ def test_weighted_labels_average_squared_gradients_over_the_answers(certain):
     # The gradient of class k's log probability is onehot(k) - p.
     along = direction - (p * direction).sum(1, keepdim=True)  # (3, 5)
     exact = (p * along.square()).sum(1)
-    labels, counts = weighted_labels(log_p.repeat(4000, 1), generator)
+    labels, counts = weighted_labels(log_p.repeat(4000, 1), generator, 12000)
     squares = along.repeat(4000, 1).gather(1, labels[:, None])[:, 0].square()
     found = (squares * counts).reshape(4000, 3).mean(0)
     assert found.tolist() == pytest.approx(exact.tolist(), rel=0.1)

@@ -40,11 +40,12 @@ if TYPE_CHECKING:
         TraceError,
         TrainingError,
     )
-    from ompq.evaluation import Evaluation, evaluate
+    from ompq.evaluation import Evaluation, Perplexity, evaluate
     from ompq.goals import Goal, Smallest, SmallestConfig, smallest
     from ompq.graph import Choice, LayerGraph, Unit, trace
     from ompq.integer.finalization import finalize
     from ompq.models import load_model
+    from ompq.models.decoders import with_linear_layers
     from ompq.onnx.export import export_onnx
     from ompq.packing import add_onnx, inspect_file, load, save
     from ompq.plans import PLAN_PROTOCOLS, Plan, PlanConfig, plan
@@ -91,7 +92,7 @@ _HOMES = {
     "GoalError InfeasibleBudgetError MissingExtraError ModelError OmpqError "
     "PackedFileError PatternError PlanError ProcessError QuantizationError "
     "SampleError ScoreError TargetError TraceError TrainingError",
-    "ompq.evaluation": "Evaluation evaluate",
+    "ompq.evaluation": "Evaluation Perplexity evaluate",
     "ompq.graph": "Choice LayerGraph Unit trace",
     "ompq.integer.finalization": "finalize",
     "ompq.onnx.export": "export_onnx",
@@ -111,6 +112,7 @@ _HOMES = {
     "ompq.rivals": "ReinforceConfig Widened one_bitwidth reinforce",
     "ompq.goals": "Goal Smallest SmallestConfig smallest",
     "ompq.models": "load_model",
+    "ompq.models.decoders": "with_linear_layers",
     "ompq.datasets.sources": "load_data",
     "ompq.samples": "Samples",
     "ompq.scores": "Blend Fisher Gradient Hessian Orm OrmDistortion OrmSettings "
@@ -157,6 +159,7 @@ __all__ = [
     "OutputDivergence",
     "PackedFileError",
     "PatternError",
+    "Perplexity",
     "Plan",
     "PlanConfig",
     "PlanError",
@@ -209,6 +212,7 @@ __all__ = [
     "trace",
     "train",
     "unpack",
+    "with_linear_layers",
     "worst_histograms",
     "write_figures",
     "write_report",

@@ -1,9 +1,10 @@
 """Evaluation: accuracy, agreement with the float network, and how sure that is."""
 
 import hashlib
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any, NamedTuple, TypeAlias
 
@@ -11,6 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from ompq.accuracy import (
     Evaluation as Evaluation,
@@ -25,16 +27,49 @@ from ompq.samples import (
     Samples,
     batch_length,
     call,
+    class_rows as class_rows,
     evaluating,
     first_tensor,
     model_device,
     to_device,
+    token_ids,
 )
 
 _BATCH = 64  # samples at a time
 
-# What the network returns and the targets of one batch → one number, its mean.
-Metric: TypeAlias = Callable[[Any, Any], float]
+# What the network returns and the targets of one batch → one number, its mean; or this
+# and what it weighs, where that is not the number of inputs.
+Metric: TypeAlias = Callable[[Any, Any], Any]
+
+
+@dataclass(frozen=True)
+class Perplexity:
+    """The perplexity of a decoder: exp of the mean cross entropy of its tokens.
+
+    Targets are the token ids themselves, (N, length): each place predicts the next one.
+    Places with the target -100 do not count.
+    """
+
+    def __call__(self, output: Any, targets: Any) -> tuple[float, int]:
+        """Return the mean cross entropy of a batch and the number of its tokens."""
+        logits = first_tensor(output)
+        if not isinstance(targets, Tensor) or targets.shape != logits.shape[:-1]:
+            raise DataError(
+                f"perplexity needs the token ids of every input, as many as logits of "
+                f"shape {tuple(logits.shape)} have places; give them as targets"
+            )
+        rows, wanted = class_rows(logits[:, :-1].float()), targets[:, 1:].flatten()
+        lost = F.cross_entropy(rows, wanted.long(), reduction="sum")
+        count = int((wanted != -100).sum())
+        return float(lost) / max(count, 1), count
+
+    @staticmethod
+    def of_mean(mean: float) -> float:
+        """Return the perplexity of a mean cross entropy."""
+        return math.exp(mean)
+
+
+METRICS: dict[str, Metric] = {"perplexity": Perplexity()}  # by name
 
 
 def evaluate(
@@ -53,11 +88,13 @@ def evaluate(
         model: The network; its outputs, or the first tensor of them, are logits
             (N, classes). With metrics or a reference they may be anything.
         batches: Pairs of inputs and targets (N,), for example a ``DataLoader``; or
-            ``ompq.Samples``, which have no targets, if there is a reference. Targets
-            that only metrics read may be anything.
+            ``ompq.Samples``, which have no targets, if there is a reference; those of
+            token ids are their own targets. Targets that only metrics read may be
+            anything.
         reference: The float network, for agreement, divergence and drop.
         metrics: Name → function of what the network returns and the targets, both on
-            its device, that returns one number; averaged over the images.
+            its device, that returns one number; averaged over the images. For a decoder
+            ``{"perplexity": ompq.Perplexity()}``.
 
     Raises:
         DataError: There is no batch, or targets do not fit the inputs or outputs.
@@ -90,7 +127,7 @@ def evaluate(
             "the processes read different batches: do not shuffle them, or seed the "
             "loader's generator"
         )
-    return _joined([parts for parts, _ in shares])
+    return _joined([parts for parts, _ in shares], metrics or {})
 
 
 class _Part(NamedTuple):
@@ -98,8 +135,8 @@ class _Part(NamedTuple):
 
     images: int
     columns: dict[str, NDArray[Any]]  # (N,) each
-    metrics: dict[str, float]
-    reference_metrics: dict[str, float]
+    metrics: dict[str, tuple[float, float]]  # the mean and its weight
+    reference_metrics: dict[str, tuple[float, float]]
     seconds: float
 
 
@@ -126,8 +163,12 @@ def _measured(
         other = first_tensor(expected).float().to(logits.device)
         found |= _closeness(logits, other, images)
 
-    def values(output: Any) -> dict[str, float]:
-        return {n: _number(n, one(output, targets)) for n, one in metrics.items()}
+    def values(output: Any) -> dict[str, tuple[float, float]]:
+        found = ((name, one(output, targets)) for name, one in metrics.items())
+        return {
+            name: value if isinstance(value, tuple) else (_number(name, value), images)
+            for name, value in found
+        }
 
     return _Part(
         images,
@@ -147,7 +188,9 @@ def _told(parts: Sequence[_Part]) -> str:
     )
 
 
-def _joined(shares: Sequence[Sequence[_Part]]) -> Evaluation:
+def _joined(
+    shares: Sequence[Sequence[_Part]], metrics: Mapping[str, Metric]
+) -> Evaluation:
     """Return the evaluation of all batches, of which each process did every nth."""
     rounds = zip_longest(*shares)
     parts = [part for each in rounds for part in each if part is not None]
@@ -162,11 +205,13 @@ def _joined(shares: Sequence[Sequence[_Part]]) -> Evaluation:
         for name in parts[0].columns
     }
 
-    def average(found: Sequence[Mapping[str, float]]) -> dict[str, float]:
-        return {
-            name: float(np.average([one[name] for one in found], weights=images))
-            for name in found[0]
-        }
+    def average(found: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+        means = {}
+        for name in found[0]:
+            values, weights = zip(*(one[name] for one in found), strict=True)
+            mean = float(np.average(values, weights=weights))
+            means[name] = getattr(metrics[name], "of_mean", float)(mean)
+        return means
 
     return replace(
         _summary(columns, sum(images)),
@@ -198,17 +243,6 @@ def _closeness(logits: Tensor, expected: Tensor, count: int) -> dict[str, Tensor
         "divergence": kl_divergence(others, rows),
     }
     return {name: one.view(count, -1).mean(1) for name, one in columns.items()}
-
-
-def class_rows(output: Tensor) -> Tensor:
-    """Return an output as rows of logits, (N × places, classes).
-
-    Classes are the second dimension of images (N, classes, H, W) and the last of
-    everything else, such as tokens (N, length, classes).
-    """
-    if output.dim() > 3:
-        output = output.movedim(1, -1)
-    return output.reshape(-1, output.shape[-1] if output.dim() > 1 else 1)
 
 
 def _number(metric: str, value: Any) -> float:
@@ -277,10 +311,10 @@ def kl_divergence(expected: Tensor, logits: Tensor) -> Tensor:
 
 def _unlabelled(
     samples: Samples, reference: nn.Module | None
-) -> Iterator[tuple[Batch, None]]:
-    if reference is None:
+) -> Iterator[tuple[Batch, Tensor | None]]:
+    if reference is None and token_ids(samples.first_batch(1)) is None:
         raise DataError("samples have no targets: give a reference to compare with")
-    return ((batch, None) for batch in samples.batches(_BATCH))
+    return ((batch, token_ids(batch)) for batch in samples.batches(_BATCH))
 
 
 def is_class_indices(targets: Any, count: int) -> bool:

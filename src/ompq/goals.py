@@ -53,6 +53,11 @@ class Goal:
             raise ValueError(
                 f"min_agreement={self.min_agreement} must be a fraction, 0 to 1"
             )
+        if self.max_drop is not None and hasattr(self.metric, "of_mean"):
+            raise ValueError(
+                f"max_drop={self.max_drop:g} limits a metric of which more is better, "
+                "and perplexity is better when it is less; use max_divergence"
+            )
         if self.max_divergence is not None and not self.max_divergence > 0:
             raise ValueError(f"max_divergence={self.max_divergence} must be positive")
 

@@ -22,7 +22,7 @@ Leave = Callable[[str, nn.Module, Any, Any, Any], None]
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a torch function that returned a tensor."""
+    """One call of a torch function that returned a float tensor."""
 
     position: int  # number of the call within the forward pass
     function: str  # the function's name without underscores: ``conv2d``, ``add``
@@ -66,7 +66,10 @@ class Recording:
 
 
 class Watch(TorchFunctionMode):
-    """Numbers the calls that return tensors and shows each to ``visit``."""
+    """Numbers the calls that return float tensors and shows each to ``visit``.
+
+    Positions and masks are left out: how they are made may depend on the batch.
+    """
 
     def __init__(self, visit: Visit = lambda *_: None) -> None:
         super().__init__()
@@ -82,7 +85,7 @@ class Watch(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         output = func(*args, **kwargs)
-        if any(True for _ in tensors_in(output)):
+        if any(tensor.is_floating_point() for tensor in tensors_in(output)):
             self.visit(self.position, func, args, kwargs, output)
             self.position += 1
         return output

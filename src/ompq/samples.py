@@ -188,6 +188,31 @@ def first_tensor(output: Any) -> Tensor:
     )
 
 
+def class_rows(output: Tensor) -> Tensor:
+    """Return an output as rows of logits, (N × places, classes).
+
+    Classes are the second dimension of images (N, classes, H, W) and the last of
+    everything else, such as tokens (N, length, classes).
+    """
+    if output.dim() > 3:
+        output = output.movedim(1, -1)
+    return output.reshape(-1, output.shape[-1] if output.dim() > 1 else 1)
+
+
+def token_ids(batch: Batch) -> Tensor | None:
+    """Return the token ids of a batch, -100 where a mask hides them, if it has any.
+
+    These are a tensor of int32 or int64, or what a dict has as ``input_ids``.
+    """
+    mask = None
+    if isinstance(batch, dict):
+        mask = batch.get("attention_mask")
+        batch = batch.get("input_ids", ())
+    if not isinstance(batch, Tensor) or batch.dtype not in (torch.int32, torch.int64):
+        return None
+    return batch if mask is None else batch.masked_fill(mask == 0, -100)
+
+
 def model_device(model: nn.Module) -> torch.device:
     """Return the device of the first parameter or buffer; CPU without any."""
     for tensor in chain(model.parameters(), model.buffers()):
@@ -199,20 +224,29 @@ def model_device(model: nn.Module) -> torch.device:
 def evaluating(*models: nn.Module) -> Iterator[None]:
     """Put networks into eval mode without gradients; restore every flag after.
 
+    Decoders keep no keys and values meanwhile: a block would see its last call's.
     Another thread that wants to run one of them so waits until then.
     """
     with ExitStack() as stack:
         for model in sorted(models, key=id):  # in one order: no two threads deadlock
             stack.enter_context(locked(model))
-        modes = [(module, module.training) for m in models for module in m.modules()]
+        modules = [module for model in models for module in model.modules()]
+        modes = [(module, "training", module.training) for module in modules]
+        configs = (getattr(module, "config", None) for module in modules)
+        modes += [(c, "use_cache", c.use_cache) for c in configs if _caches(c)]
         try:
-            for model in models:
-                model.eval()
+            for module, flag, _ in modes:
+                setattr(module, flag, False)
             with torch.no_grad():
                 yield
         finally:
-            for module, mode in modes:
-                module.training = mode
+            for module, flag, mode in modes:
+                setattr(module, flag, mode)
+
+
+def _caches(config: Any) -> bool:
+    """Whether this is what makes a decoder of transformers keep keys and values."""
+    return getattr(config, "use_cache", None) is True
 
 
 def locked(model: nn.Module) -> AbstractContextManager[object]:

@@ -52,7 +52,7 @@ from ompq.datasets.images import image_views
 from ompq.datasets.sources import Data
 from ompq.datasets.training_sets import training_data
 from ompq.errors import BudgetError, DataError, PlanError
-from ompq.evaluation import Evaluation, Metric, evaluate as measure
+from ompq.evaluation import METRICS, Evaluation, Metric, evaluate as measure
 from ompq.files import locked_folder
 from ompq.goals import Goal, Smallest, SmallestConfig, smallest
 from ompq.integer.engine import IntegerNetwork
@@ -130,8 +130,9 @@ class RunOptions:
     metric: str | None = option(
         None,
         "FUNCTION",
-        "FILE.py:FUNCTION: called with what the network returns and the targets of "
-        "--eval-data, a batch at a time, it returns one number; more is better.",
+        "perplexity, of a decoder; or FILE.py:FUNCTION: called with what the network "
+        "returns and the targets of --eval-data, a batch at a time, it returns one "
+        "number; more is better.",
     )
     measure_layers: int = option(
         0,
@@ -303,11 +304,12 @@ class GoalOptions:
 
 
 def user_metrics(name: str | None) -> dict[str, Metric]:
-    """Return the function that ``file.py:function`` names, by its short name."""
-    if name is None:
-        return {}
+    """Return a metric of ours or the one ``file.py:function`` names, by its name."""
+    if name is None or name in METRICS:
+        return {} if name is None else {name: METRICS[name]}
     if not is_user_function(name):
-        raise ValueError(f"--metric {name}: write FILE.py:FUNCTION")
+        known = ", ".join(METRICS)
+        raise ValueError(f"--metric {name}: write {known} or FILE.py:FUNCTION")
     return {name.rpartition(":")[2]: user_function(name, DataError)}
 
 
@@ -748,8 +750,8 @@ def evaluate(
     metric: str | None = option(
         None,
         "FUNCTION",
-        "FILE.py:FUNCTION of what the network returns and the targets of a batch that "
-        "returns one number.",
+        "perplexity, of a decoder; or FILE.py:FUNCTION of what the network returns and "
+        "the targets of a batch that returns one number.",
     ),
 ) -> View:
     """Measure a network's accuracy, with its 95 % interval.

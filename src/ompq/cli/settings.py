@@ -68,7 +68,8 @@ class NetworkOptions:
         str,
         argument(
             "NETWORK",
-            "torchvision:NAME, timm:NAME, cifar:resnet20, ompq:demo, or "
+            "torchvision:NAME, timm:NAME, cifar:resnet20, ompq:demo, "
+            "transformers:FOLDER with a decoder's config.json and weights, or "
             "FILE.py:FUNCTION, a function of your own that returns the network.",
         ),
     ]
@@ -113,9 +114,10 @@ class SourceOptions(NetworkOptions):
     data: str = option(
         REQUIRED,
         "SOURCE",
-        "A folder of images, digits (scikit-learn's), FILE.py:FUNCTION, which "
-        "returns or yields inputs of any kind, distilled: images made from the "
-        "network's batch norms, if you have none, or random: noise, to try things out.",
+        "A folder of images, digits (scikit-learn's), a text file for a decoder, "
+        "FILE.py:FUNCTION, which returns or yields inputs of any kind, distilled: "
+        "images made from the network's batch norms, if you have none, or random: "
+        "noise, to try things out.",
     )
     seed: int = number(0, "Seed for the choice of images.", least=None)
     skip_unreadable: bool = flag(

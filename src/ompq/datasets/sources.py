@@ -21,6 +21,7 @@ from ompq.datasets.distilled_data import distilled_samples
 from ompq.datasets.images import ImageFiles, decode, find_images, normalise
 from ompq.errors import DataError, shortened
 from ompq.models import NamedModel, output_count
+from ompq.models.decoders import tokenized
 from ompq.models.demo_network import demo_data
 from ompq.samples import (
     Progress,
@@ -30,6 +31,7 @@ from ompq.samples import (
     map_batch,
     model_device,
     to_device,
+    token_ids,
 )
 from ompq.userfiles import call_user_function, is_user_function, reason
 
@@ -216,7 +218,8 @@ def load_data(
 
     Args:
         name: A folder of images (class folders, or images alone: unlabelled),
-            ``digits``, ``distilled`` (made from the network's batch norms),
+            a text file for a decoder, which is cut into inputs of the network's
+            length, ``digits``, ``distilled`` (made from the network's batch norms),
             ``random`` or ``file.py:function`` (which is executed).
         split: Which part to use where the data has two: ``digits``, or a folder that
             holds ``train`` and ``test`` (or ``val``).
@@ -242,6 +245,8 @@ def load_data(
         return replace(_digits(model, split), seed=seed)
     if is_user_function(name):
         return replace(_from_user(name, model), seed=seed)
+    if model.vocabulary and Path(name).is_file():
+        return replace(_from_text(Path(name), model), seed=seed)
     return replace(
         _from_folder(Path(name), model, split),
         seed=seed,
@@ -252,9 +257,10 @@ def load_data(
 
 def _from_folder(folder: Path, model: NamedModel, split: str) -> Data:
     if len(model.input_shape) != 3:
+        text = "a text file or " if model.vocabulary else ""
         raise DataError(
             f"{folder}: {model.name} takes inputs of shape {model.input_shape}, not "
-            "images; give its own data: FILE.py:FUNCTION"
+            f"images; give its own data: {text}FILE.py:FUNCTION"
         )
     images = find_images(folder, split)
     targets = images.targets
@@ -265,6 +271,18 @@ def _from_folder(folder: Path, model: NamedModel, split: str) -> Data:
 
     problem = _class_problem(images, model)
     return Data(str(folder), model, len(images.files), read, targets, problem)
+
+
+def _from_text(path: Path, model: NamedModel) -> Data:
+    """Cut a text into inputs of token ids, which are their own targets."""
+    ids, (length,) = tokenized(path, model.name, model.tokenizer), model.input_shape
+    if len(ids) < length:
+        raise DataError(
+            f"{path}: its {len(ids)} tokens do not make one input of {length}; give a "
+            "longer text or a smaller --input-shape"
+        )
+    rows = ids[: len(ids) // length * length].reshape(-1, length)
+    return Data(str(path), model, len(rows), lambda at: (rows[at], rows[at]))
 
 
 def _class_problem(images: ImageFiles, model: NamedModel) -> str | None:
@@ -287,6 +305,10 @@ def _class_problem(images: ImageFiles, model: NamedModel) -> str | None:
 def _random(model: NamedModel, seed: int) -> Data:
     _LOG.warning("--data random is noise with random labels: the results mean nothing")
     generator = torch.Generator().manual_seed(seed)
+    if model.vocabulary:
+        shape = _RANDOM_LENGTH, *model.input_shape
+        ids = torch.randint(model.vocabulary, shape, generator=generator)
+        return Data("random", model, _RANDOM_LENGTH, lambda at: (ids[at], ids[at]))
     outputs = output_count(model)
     targets = torch.randint(outputs, (_RANDOM_LENGTH,), generator=generator).tolist()
 
@@ -354,6 +376,8 @@ def _from_user(name: str, model: NamedModel) -> Data:
         try:
             value, target = _item(get(position), model)
             shapes = _shapes(value)
+            if _is_none(target) and (ids := token_ids(value)) is not None:
+                target = ids  # each predicts the next one
         except Exception as error:  # whatever the user's code raises
             raise DataError(f"{name}: item {position}: {reason(error)}") from error
         if first and shapes != first[0]:
@@ -380,8 +404,11 @@ def _from_user(name: str, model: NamedModel) -> Data:
             "dimension counts inputs)"
         ) from error
     problem = "the inputs have no labels; return (inputs, targets)"
-    none = isinstance(target, int) and target < 0
-    return replace(data, label_problem=problem if none else None)
+    return replace(data, label_problem=problem if _is_none(target) else None)
+
+
+def _is_none(target: Any) -> bool:
+    return isinstance(target, int) and target < 0
 
 
 def _item(item: Any, model: NamedModel) -> Item:

@@ -15,6 +15,7 @@ from torch import nn
 
 from ompq.errors import MissingExtraError, ModelError
 from ompq.models.cifar import CifarResNet, cifar_resnet18
+from ompq.models.decoders import load_decoder
 from ompq.models.demo_network import DEMO_WEIGHTS, DemoNetwork
 from ompq.models.weights import INSTEAD, check_weights, downloading, load_weights
 from ompq.samples import evaluating, first_tensor, model_device
@@ -24,6 +25,7 @@ _LOG = logging.getLogger(__name__)
 _IMAGENET_MEAN = (0.485, 0.456, 0.406)
 _IMAGENET_STD = (0.229, 0.224, 0.225)
 _PREPROCESSING = ("input_shape", "mean", "std", "resize", "interpolation")
+_TOKENS = 128  # of one input of a decoder, if nothing else is said
 # What torchvision's pretrained builders of two networks set, for a file's weights too.
 _TRANSFORMED = ("googlenet", "inception_v3")
 _TRANSFORMING = {"aux_logits": False, "init_weights": False, "transform_input": True}
@@ -43,6 +45,8 @@ class NamedModel:
     resize: int | tuple[int, int]
     interpolation: str = "bilinear"  # ``bilinear`` or ``bicubic``
     weights: str = "as built"  # where the weights came from, for people
+    vocabulary: int = 0  # number of token ids, if these are its inputs
+    tokenizer: str = ""  # where transformers finds its tokenizer, if it has one
 
     def at(self, shape: tuple[int, ...]) -> "NamedModel":
         """Return the network for inputs of another shape."""
@@ -71,16 +75,18 @@ def load_model(name: str, weights: str | os.PathLike[str] | None = None) -> Name
     """Load a network by name.
 
     Args:
-        name: ``torchvision:...``, ``timm:...``, ``cifar:...`` or ``file.py:function``,
-            a function of the user's own file (which is executed) that takes no
-            argument and returns the network.
+        name: ``torchvision:...``, ``timm:...``, ``cifar:...``, ``transformers:...`` or
+            ``file.py:function``, a function of the user's own file (which is executed)
+            that takes no argument and returns the network. After ``transformers:``
+            stands a folder with a decoder's ``config.json`` and weights, the file
+            alone, or the name of one to download.
         weights: A file, as :func:`load_weights` reads it; ``"none"`` for random
             weights from a fixed seed; None for the library's own pretrained weights,
             which may be downloaded. A user's function brings its own weights.
 
     Raises:
         ModelError: The network is not known, or its weights cannot be loaded.
-        MissingExtraError: timm is not installed.
+        MissingExtraError: timm or transformers is not installed.
     """
     with torch.random.fork_rng(devices=[]):
         # manual_seed of the generator, not of torch: that one would seed CUDA as well.
@@ -100,8 +106,10 @@ def load_model(name: str, weights: str | os.PathLike[str] | None = None) -> Name
 
 
 def output_count(model: NamedModel) -> int:
-    """Return the number of outputs (logits), found by one pass of a zero image."""
-    zeros = torch.zeros(1, *model.input_shape, device=model_device(model.module))
+    """Return the number of outputs (logits), found by one pass of zeros."""
+    kind = torch.long if model.vocabulary else None
+    device = model_device(model.module)
+    zeros = torch.zeros(1, *model.input_shape, device=device, dtype=kind)
     try:
         with evaluating(model.module):
             return first_tensor(model.module(zeros)).shape[-1]
@@ -128,6 +136,9 @@ def _build(name: str, *, pretrained: bool) -> NamedModel:
         return _from_torchvision(name, short, pretrained=pretrained)
     if source == "timm":
         return _from_timm(name, short, pretrained=pretrained)
+    if source == "transformers":
+        made, origin = load_decoder(name, short, pretrained=pretrained)
+        return replace(_described(made, name), weights=origin, tokenizer=short)
     known = list(_BUILTIN)
     if source not in ("cifar", "ompq"):
         known = [f"torchvision:{one}" for one in _torchvision_names()]
@@ -135,7 +146,8 @@ def _build(name: str, *, pretrained: bool) -> NamedModel:
     hint = "; ompq evaluate NETWORK --packed FILE reads packed files" if packed else ""
     raise ModelError(
         f"{name!r} is not the name of a network{suggestion(name, known)}. "
-        f"Use torchvision:NAME, timm:NAME, cifar:NAME or FILE.py:FUNCTION{hint}"
+        "Use torchvision:NAME, timm:NAME, cifar:NAME, transformers:FOLDER or "
+        f"FILE.py:FUNCTION{hint}"
     )
 
 
@@ -217,6 +229,8 @@ def _timm_preprocessing(module: nn.Module) -> dict[str, Any]:
 def _described(module: nn.Module, name: str) -> NamedModel:
     if isinstance(getattr(module, "pretrained_cfg", None), dict):
         return NamedModel(module=module, name=name, **_timm_preprocessing(module))
+    if vocabulary := getattr(getattr(module, "config", None), "vocab_size", 0):
+        return _tokens(NamedModel(module, name, (), (), (), 0, vocabulary=vocabulary))
     given = getattr(module, "preprocessing", {})
     if not isinstance(given, Mapping) or not set(given) <= set(_PREPROCESSING):
         raise ModelError(
@@ -250,6 +264,13 @@ def _described(module: nn.Module, name: str) -> NamedModel:
         resize=given.get("resize", min(shape[1:], default=0)),
         interpolation=interpolation,
     )
+
+
+def _tokens(model: NamedModel) -> NamedModel:
+    """Return a decoder with the length of its inputs."""
+    config: Any = model.module.config
+    longest = getattr(config, "max_position_embeddings", None) or _TOKENS
+    return replace(model, input_shape=(min(_TOKENS, longest),))
 
 
 def _plain_statistics(

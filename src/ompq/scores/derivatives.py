@@ -22,6 +22,7 @@ from ompq.samples import (
     Samples,
     arguments,
     batch_length,
+    class_rows,
     cudnn_kernels,
     evaluating,
     first_tensor,
@@ -37,6 +38,7 @@ from ompq.scores.table import Needs, ScoreInputs, ScoreTable
 
 # Inputs and their class numbers, (N,).
 LabelledBatches: TypeAlias = Iterable[tuple[Batch, Tensor]]
+_ROWS = 1024  # of logits from which classes are drawn at a time
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,7 @@ class Fisher:
             # Not Samples.of: the batch stays on the network's device.
             for i, sample in enumerate(Samples((batch,)).batches(1)):
                 log_p = log_probabilities(given.model, sample, weights)
-                label, times = weighted_labels(log_p, generator)
+                label, times = weighted_labels(log_p, generator, 1)
                 if labels is not None:
                     label, times = labels[i : i + 1], torch.ones_like(times)
                 # The gradient is squared, so the root makes it count `times` times.
@@ -262,9 +264,12 @@ def differentiating(model: nn.Module) -> Iterator[None]:
 def log_probabilities(
     model: nn.Module, batch: Batch, weights: Mapping[str, Tensor]
 ) -> Tensor:
-    """Run the network with some weights replaced; return log softmax, (N, K)."""
+    """Run the network with some weights replaced; return log softmax, (N, K).
+
+    Where there are classes at many places, such as tokens, each place is a row.
+    """
     output = functional_call(model, dict(weights), *arguments(batch))
-    return first_tensor(output).float().flatten(1).log_softmax(1)
+    return class_rows(first_tensor(output).float()).log_softmax(1)
 
 
 def divergence(reference: Tensor, output: Tensor) -> Tensor:
@@ -281,21 +286,39 @@ def _mean_loss(log_p: Tensor, labels: Tensor | None) -> Tensor:
     """
     if labels is None:
         return -(log_p.detach().exp() * log_p).sum(1).mean()
-    return F.nll_loss(log_p, labels)
+    return F.nll_loss(log_p, labels.flatten())
 
 
-def weighted_labels(log_p: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Return a class for each row of (N, K), and how many it stands for, (N,).
+def weighted_labels(
+    log_p: Tensor, generator: torch.Generator, count: int
+) -> tuple[Tensor, Tensor]:
+    """Return a class for each row, (rows,), and how many each input counts for, (N,).
 
     Squared gradients are to be averaged over the network's own answers. A class is
     drawn with its probability times the length of its gradient at the logits: the
     sum of what counts is right, and varies less where one answer is nearly certain.
+    Where an input has several rows, such as tokens, their gradients add up before they
+    are squared: classes are drawn with their probability, and inputs count once.
+
+    Args:
+        log_p: Log probabilities, (rows, K).
+        generator: Draws the classes.
+        count: N, the number of inputs.
     """
     log_p = log_p.detach()
+    if len(log_p) > count:
+        # A vocabulary is large: some rows at a time.
+        drawn_rows = [_drawn(rows, generator) for rows in log_p.split(_ROWS)]
+        return torch.cat(drawn_rows), log_p.new_ones(count, dtype=torch.float64)
     p = log_p.double().exp()
     length = (1 - 2 * p + p.square().sum(1, keepdim=True)).clamp_min(1e-12).sqrt()
     drawn = p * length / (p * length).sum(1, keepdim=True)
+    labels = _drawn(drawn.log(), generator)
+    return labels, (p / drawn).gather(1, labels[:, None])[:, 0]
+
+
+def _drawn(log_p: Tensor, generator: torch.Generator) -> Tensor:
+    """Return a class for each row, drawn with its probability, (rows,)."""
     # The largest of log probability + Gumbel noise is a class drawn with it.
     noise = -torch.empty(log_p.shape).exponential_(generator=generator).log()
-    labels = (drawn.log() + noise.to(log_p.device)).argmax(1)
-    return labels, (p / drawn).gather(1, labels[:, None])[:, 0]
+    return (log_p + noise.to(log_p.device)).argmax(1)

@@ -23,6 +23,7 @@ from ompq.recording import (
 from ompq.samples import (
     arguments,
     batch_length,
+    class_rows,
     first_tensor,
     model_device,
     to_device,
@@ -122,15 +123,16 @@ class Sensitivity:
         with differentiating(model):
             for batch in samples.batches(size):
                 args, kwargs = arguments(to_device(batch, device))
-                watch = _Errors(rounded, batch_length(batch), device)
+                count = batch_length(batch)
+                watch = _Errors(rounded, count, device)
                 with watch:
                     output = model(*args, **kwargs)
-                log_p = first_tensor(output).float().flatten(1).log_softmax(1)
-                labels, counts = weighted_labels(log_p, generator)
+                log_p = class_rows(first_tensor(output).float()).log_softmax(1)
+                labels, counts = weighted_labels(log_p, generator, count)
                 loss = -log_p.gather(1, labels[:, None]).sum()
                 torch.autograd.grad(loss, watch.zero)
                 totals.append(watch.squares(counts))
-                done += batch_length(batch)
+                done += count
                 given.progress(done, len(samples), "expecting divergence")
         mean = torch.stack(totals).sum(0).prod(0).sqrt() / (2 * len(samples))
         return dict(zip(rounded, mean.tolist(), strict=True))
