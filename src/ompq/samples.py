@@ -231,9 +231,11 @@ def evaluating(*models: nn.Module) -> Iterator[None]:
         for model in sorted(models, key=id):  # in one order: no two threads deadlock
             stack.enter_context(locked(model))
         modules = [module for model in models for module in model.modules()]
-        modes = [(module, "training", module.training) for module in modules]
+        modes: list[tuple[Any, str, bool]] = [
+            (m, "training", m.training) for m in modules
+        ]
         configs = (getattr(module, "config", None) for module in modules)
-        modes += [(c, "use_cache", c.use_cache) for c in configs if _caches(c)]
+        modes += [(each, "use_cache", True) for each in configs if _caches(each)]
         try:
             for module, flag, _ in modes:
                 setattr(module, flag, False)

@@ -70,9 +70,10 @@ def _linearized(model: nn.Module) -> nn.Module:
     for name, module in list(model.named_modules()):
         if type(module).__name__ == "Conv1D" and hasattr(module, "nf"):
             weight: Any = module.weight
-            layer = nn.Linear(*weight.shape, device="meta")
+            inputs, outputs = weight.shape
+            layer = nn.Linear(inputs, outputs, device="meta")
             layer.weight = nn.Parameter(weight.detach().T.contiguous())
-            layer.bias = module.bias  # type: ignore[assignment]
+            layer.bias = module.bias
             replace_module(model, name, layer.train(module.training))
     return model
 

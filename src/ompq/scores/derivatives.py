@@ -308,7 +308,7 @@ def weighted_labels(
     log_p = log_p.detach()
     if len(log_p) > count:
         # A vocabulary is large: some rows at a time.
-        drawn_rows = [_drawn(rows, generator) for rows in log_p.split(_ROWS)]
+        drawn_rows = [_drawn(rows, generator) for rows in torch.split(log_p, _ROWS)]
         return torch.cat(drawn_rows), log_p.new_ones(count, dtype=torch.float64)
     p = log_p.double().exp()
     length = (1 - 2 * p + p.square().sum(1, keepdim=True)).clamp_min(1e-12).sqrt()
