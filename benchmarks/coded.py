@@ -29,10 +29,8 @@ from itertools import product
 from pathlib import Path
 
 import torch
-from common import RESULTS, everywhere, synchronise
-from ptq import NETWORKS, load
-from rounded import some_of
-from sharing import Rows, claimed, once
+from common import RESULTS, Rows, claimed, everywhere, once, synchronise
+from ptq import NETWORKS, load, some_of
 
 import ompq
 from ompq import Allocation, Choice, Plan

@@ -25,8 +25,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from common import RESULTS, synchronise
-from sharing import Rows, claimed, once
+from common import RESULTS, Rows, claimed, once, synchronise
 
 import ompq
 from ompq import Allocation, Choice, Plan
@@ -62,6 +61,12 @@ def load(name: str, folder: Path, device: torch.device):
     samples = calibration.samples(1000).to(device)
     batches = [(x.to(device), y.to(device)) for x, y in test.batches(batch_size=250)]
     return model.module.to(device).eval(), samples, batches
+
+
+def some_of(batches, images: int) -> list[tuple]:
+    """Return about so many images, of all classes: these come in order."""
+    every = max(1, sum(len(x) for x, _ in batches) // images)
+    return [(x[::every], y[::every]) for x, y in batches]
 
 
 def published(network: str, size: float, names, activation: int) -> Allocation | None:

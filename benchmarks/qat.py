@@ -20,9 +20,8 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from common import RESULTS, alternating, median_ratio, save, synchronise
+from common import RESULTS, Rows, alternating, median_ratio, once, save, synchronise
 from qat_setup import NETWORKS, Bench
-from sharing import Rows, once
 from torch import Tensor, nn
 
 import ompq

@@ -9,9 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from common import save, synchronise
+from common import once, save, synchronise
 from safetensors.torch import load_file, save_file
-from sharing import once
 from torch import Tensor, nn
 
 import ompq

@@ -24,11 +24,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from common import RESULTS, commit, synchronise
+from common import RESULTS, Rows, claimed, commit, once, synchronise
 from ptq import load
 from qat_setup import Bench
 from safetensors.torch import load_file, save_file
-from sharing import Rows, claimed, once
 from torch import nn
 
 import ompq

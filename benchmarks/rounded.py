@@ -1,73 +1,133 @@
-"""Networks rounded to nearest with one setting or another, side by side."""
+"""Networks rounded to nearest, with one setting of quantize() or another.
+
+python benchmarks/rounded.py moments --data FOLDER --network mobilenet_v2
+python benchmarks/rounded.py ranges --data FOLDER --network resnet20 --bits 8 6 4
+
+Four studies: ``channel-sizes`` (channels that depthwise layers read: as they are, or
+equalized), ``weight-ranges`` (chosen by the error of the weights, or of their outputs),
+``moments`` (what channels get back after rounding: nothing, the moments as read, or
+shrunk) and ``ranges`` (ways of finding the ranges of activations). All weights have the
+same bits, and activations 8; in ``ranges`` it is the other way round. FOLDER is as for
+ptq.py.
+"""
 
 import argparse
 import time
-from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
+from typing import NamedTuple
+from unittest.mock import patch
 
 import torch
 from common import RESULTS, everywhere, save, synchronise
-from ptq import NETWORKS, load
+from ptq import NETWORKS, load, some_of
 
 from ompq.evaluation import evaluate
 from ompq.graph import Choice
-from ompq.quantization import QuantizeConfig, quantize
+from ompq.quantization import QuantizeConfig, moments, quantize
 
 
-def some_of(batches, images: int) -> list[tuple]:
-    """Return about so many images, of all classes: these come in order."""
-    every = max(1, sum(len(x) for x, _ in batches) // images)
-    return [(x[::every], y[::every]) for x, y in batches]
+class Study(NamedTuple):
+    """What is compared, and the defaults of its options."""
+
+    column: str  # what the settings differ by
+    settings: dict[str | bool, QuantizeConfig]  # by what that column says
+    bits: tuple[int, ...]
+    images: int | None = 500  # to judge by; None: all
+    samples: tuple[int, ...] = (128,)
 
 
-def compare(
-    name: str,
-    column: str,
-    settings: Mapping[str | bool, QuantizeConfig],
-    *,
-    bits: Sequence[int],
-    images: int,
-    description: str | None,
-) -> None:
-    """Quantize with each setting, evaluate, and save a row of each.
+STUDIES = {
+    "channel-sizes": Study(
+        "equalize",
+        {value: QuantizeConfig(equalize=value) for value in (False, True)},
+        (8, 6, 4),
+        1000,
+    ),
+    "weight-ranges": Study(
+        "error_of",
+        {
+            "weights": QuantizeConfig(output_error=False),
+            "outputs": QuantizeConfig(output_error=True),
+        },
+        (6, 4, 3),
+    ),
+    "moments": Study(
+        "moments",
+        {
+            "none": QuantizeConfig(restore_moments=False),
+            "as read": QuantizeConfig(),
+            "shrunk": QuantizeConfig(),
+        },
+        (8, 4),
+        samples=(64, 256),
+    ),
+    "ranges": Study(
+        "method",
+        {
+            method: QuantizeConfig(activation_range=method)
+            for method in ("fisher", "mse", "percentile", "minmax")
+        },
+        (8,),
+        None,
+        (256,),
+    ),
+}
 
-    Args:
-        name: Of what is saved.
-        column: What the settings differ by.
-        settings: What is written in that column → the setting.
-        bits: Of all weights, unless the command line says others; activations have 8.
-        images: To judge by, unless the command line says otherwise.
-        description: For the command line.
-    """
-    parser = argparse.ArgumentParser(description=description)
+
+def measure(model, samples, judged, choice: Choice, value, config) -> dict:
+    """Quantize to nearest and evaluate."""
+    allocation = everywhere(model, samples, choice)
+    trusting = patch.object(moments, "_certain", lambda changes: changes.mean(0))
+    start = time.perf_counter()
+    with trusting if value == "as read" else nullcontext():
+        made = quantize(model, allocation, samples, config)
+    synchronise()
+    seconds = time.perf_counter() - start
+    found = evaluate(made, judged, reference=model)
+    return {
+        "samples": len(samples),
+        "images": found.count,
+        "top1": found.top1,
+        "drop": 100 * found.drop,
+        "drop_error": 100 * found.drop_error,
+        "divergence": found.divergence,
+        "agreement": found.agreement,
+        "quantize_s": seconds,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("study", choices=STUDIES)
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--network", choices=NETWORKS, required=True)
-    parser.add_argument("--bits", type=int, nargs="+", default=bits)
-    parser.add_argument("--samples", type=int, default=128)
-    parser.add_argument("--images", type=int, default=images, help="to judge by")
+    parser.add_argument("--only", nargs="+", help="some of the study's settings")
+    parser.add_argument("--bits", type=int, nargs="+")
+    parser.add_argument("--samples", type=int, nargs="+")
+    parser.add_argument("--images", type=int, help="to judge by")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
+    study, activations = STUDIES[options.study], options.study == "ranges"
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model, calibration, batches = load(options.network, options.data, device)
-    samples, judged = calibration[: options.samples], some_of(batches, options.images)
+    images = options.images or study.images
+    judged = some_of(batches, images) if images else batches
     rows = []
-    for width in options.bits:
-        for value, config in settings.items():
-            allocation = everywhere(model, samples, Choice(width, 8))
-            start = time.perf_counter()
-            made = quantize(model, allocation, samples, config)
-            synchronise()
-            seconds = time.perf_counter() - start
-            found = evaluate(made, judged, reference=model)
-            row = {
-                "bits": width,
-                column: value,
-                "samples": options.samples,
-                "images": sum(len(x) for x, _ in judged),
-                "divergence": found.divergence,
-                "agreement": found.agreement,
-                "quantize_s": seconds,
-            }
-            rows.append(row)
-            print(row, flush=True)
-            save(f"{name}-{options.network}", rows, options.out)
+    for bits in options.bits or study.bits:
+        choice = Choice(8, bits) if activations else Choice(bits, 8)
+        for count in options.samples or study.samples:
+            for value, config in study.settings.items():
+                if options.only and str(value) not in options.only:
+                    continue
+                about = {"activation_bits" if activations else "bits": bits}
+                found = measure(
+                    model, calibration[:count], judged, choice, value, config
+                )
+                rows.append({**about, study.column: value, **found})
+                print(rows[-1], flush=True)
+                save(f"{options.study}-{options.network}", rows, options.out)
+
+
+if __name__ == "__main__":
+    main()
