@@ -17,8 +17,7 @@ from ompq.demo import (
     NOISY,
     DemoConfig,
     coded_rival,
-    contend,
-    keeps,
+    contender,
     line_up,
     run_demo,
 )
@@ -209,7 +208,7 @@ def test_uniform_widths_enclose_the_budget(plan):
     for width in (4, 5):
         bits = contenders[f"uniform {width} bits"].allocation.values()
         assert {choice.weight for choice in bits} == {width}
-    assert [keeps(one) for one in contenders.values()] == [True, True, False]
+    assert [one.meets_budget() for one in contenders.values()] == [True, True, False]
 
 
 def test_sizes_of_uniform_networks_are_those_of_their_bits(plan):
@@ -235,7 +234,10 @@ def test_contenders_are_measured_rounded_and_reconstructed(plan):
     targets = torch.zeros(len(SAMPLES), dtype=torch.long)
     tests = {"same": [(SAMPLES, targets)]}
     work = Workflow(MODEL, SAMPLES)
-    small, mixed, large = contend(work, plan, tests, RECONSTRUCT)
+    small, mixed, large = (
+        contender(work, name, one, tests, RECONSTRUCT)
+        for name, one in line_up(plan).items()
+    )
     assert {"reconstructing", "finalizing integers", "evaluating"} <= set(
         work.stages.seconds
     )

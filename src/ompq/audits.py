@@ -25,6 +25,7 @@ from ompq.samples import Batch, Progress, Samples, SamplesLike
 from ompq.scores import Score, measure_orm, score_name
 from ompq.scores.baselines import Random
 from ompq.scores.rounding_errors import rounded_weights
+from ompq.stages import no_progress
 
 Floats = NDArray[np.float64]
 FORMAT = "ompq-audit/1"
@@ -200,7 +201,7 @@ def audit(  # noqa: PLR0913 - the last four are optional
         InfeasibleBudgetError: No allocation meets the budget.
     """
     calibration, judges = Samples.of(samples), Samples.of(held_out)
-    report = progress or (lambda _done, _total, _message: None)
+    report = progress or no_progress
     plans, seconds = _plans(model, calibration, budget, config, report)
     first = next(iter(plans.values()))
     rng = np.random.default_rng(config.seed)
@@ -290,14 +291,10 @@ def _plans(
 
 def _uniform(plan: Plan) -> dict[str, Allocation]:
     """Return the most bits that meet the budget everywhere, if any do."""
-    limits = plan.budget.limits(plan.problem.costs)
     for choice in reversed(by_bits(plan.choices)):
-        if not plan.allowed[:, plan.choices.index(choice)].all():
-            continue
-        column = np.full(len(plan.graph), plan.choices.index(choice))
-        everywhere = plan.problem.unit_allocation(column)
-        totals = replace(plan, allocation=everywhere).totals
-        if all(totals[name] <= limit for name, limit in limits.items()):
+        column = plan.choices.index(choice)
+        everywhere = plan.problem.unit_allocation(np.full(len(plan.graph), column))
+        if plan.allowed[:, column].all() and plan.meets_budget(everywhere):
             return {f"uniform {choice}": everywhere}
     return {}
 

@@ -92,21 +92,6 @@ class Contender:
         }
 
 
-def contend(
-    work: Workflow, plan: Plan, tests: Tests, config: ReconstructConfig
-) -> tuple[Contender, ...]:
-    """Quantize, reconstruct and measure the planned network and its uniform rivals.
-
-    Returns:
-        The largest uniform width within the budget, the plan, and the next uniform
-        width, which exceeds the budget, where there is one.
-    """
-    return tuple(
-        _contender(work, name, one, tests, config)
-        for name, one in line_up(plan).items()
-    )
-
-
 def coded_rival(
     work: Workflow, other: Contender, tests: Tests, config: ReconstructConfig
 ) -> Contender | None:
@@ -121,15 +106,16 @@ def coded_rival(
             smaller = plan.with_budget(f"{part * size:.0f}B")
         except InfeasibleBudgetError:
             continue
-        found = _contender(work, CODED, smaller, tests, config)
+        found = contender(work, CODED, smaller, tests, config)
         if agreement(found.final) >= agreement(other.final):
             return found
     return None
 
 
-def _contender(
+def contender(
     work: Workflow, name: str, plan: Plan, tests: Tests, config: ReconstructConfig
 ) -> Contender:
+    """Quantize, reconstruct and measure a network."""
     rounded = work.quantize(plan)
     learned = work.reconstruct(rounded, config)
     # What is measured is what its files compute.
@@ -137,7 +123,7 @@ def _contender(
     return Contender(
         name=name,
         plan=plan,
-        within=keeps(plan),
+        within=plan.meets_budget(),
         network=final,
         rounded=measured(work, nearest, tests),
         final=measured(work, final, tests),
@@ -164,16 +150,10 @@ def line_up(plan: Plan) -> dict[str, Plan]:
     }
     # Choices rise, so the last within the budget is the best, and the next the first
     # that is too large. The smallest choice for all is within any budget that is met.
-    within = [name for name, one in uniform.items() if keeps(one)]
+    within = [name for name, one in uniform.items() if one.meets_budget()]
     larger = [name for name in uniform if name not in within]
     found = {within[-1]: uniform[within[-1]], MIXED: plan}
     return found | {name: uniform[name] for name in larger[:1]}
-
-
-def keeps(plan: Plan) -> bool:
-    """Return whether a plan's bits keep to its budget."""
-    limits = plan.budget.limits(plan.problem.costs)
-    return all(plan.totals[cost] <= limit for cost, limit in limits.items())
 
 
 @dataclass(frozen=True)
@@ -297,7 +277,10 @@ def run_demo(
             planned(plan, reference)
         rounding = RoundingConfig(iterations=config.iterations)
         learning = ReconstructConfig(rounding=rounding, seed=config.seed)
-        contenders = contend(work, plan, tests, learning)
+        contenders = tuple(
+            contender(work, name, one, tests, learning)
+            for name, one in line_up(plan).items()
+        )
         demo = _packed(unfinished, config, work, contenders, reference)
         coded = coded_rival(work, demo.contenders[-1], tests, learning)
         demo = replace(demo, coded=coded).reported()

@@ -5,7 +5,7 @@ the range of sizes: first with weights rounded to nearest, which takes seconds, 
 reconstructed, from the smallest size that rounding keeps downwards.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from ompq.plans import Plan
 from ompq.quantization import quantize
 from ompq.reconstruction import ReconstructConfig, reconstruct
 from ompq.samples import Progress, Samples, SamplesLike
+from ompq.stages import no_progress
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,7 +222,7 @@ def smallest(  # noqa: PLR0913 - the last four are optional
         goal=goal,
         config=config,
         folder=None if folder is None else Path(folder),
-        progress=progress or (lambda _done, _total, _message: None),
+        progress=progress or no_progress,
     )
     return search.run()
 
@@ -295,14 +296,17 @@ class _Search:
         """Return the network as its files compute it."""
         made = quantize(self.model, plan, self.samples)
         if learned and self.config.reconstruct is not None:
-            kept = self.folder and self.folder / f"reconstructed-{size}.safetensors"
+            name = f"reconstructing to {in_bytes(size)}"
             made = reconstruct(
                 made,
                 self.model,
                 self.samples,
                 self.config.reconstruct,
-                checkpoint=kept,
-                progress=self._prefixed(in_bytes(size)),
+                checkpoint=self.folder
+                and self.folder / f"reconstructed-{size}.safetensors",
+                progress=lambda done, total, message: self.progress(
+                    done, total, f"{name}: {message}"
+                ),
             )
         return finalized(made, self.samples)[0]
 
@@ -315,11 +319,6 @@ class _Search:
             reference=self.model,
             metrics={} if metric is None else {"metric": metric},
             progress=self.progress,
-        )
-
-    def _prefixed(self, size: str) -> Callable[[int, int | None, str], None]:
-        return lambda done, total, message: self.progress(
-            done, total, f"reconstructing to {size}: {message}"
         )
 
 

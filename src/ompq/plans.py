@@ -58,6 +58,7 @@ from ompq.scores import (
     score_name,
     score_table,
 )
+from ompq.stages import no_progress
 from ompq.targets import Target, load_target
 
 # Rates that coded units may get; dense where a small file is decided.
@@ -161,7 +162,7 @@ def plan(
         TraceError: The network cannot be observed; or, if strict, stays partly float.
     """
     budget, samples = Budget.of(budget), Samples.of(samples)
-    report = progress or (lambda _done, _total, _message: None)
+    report = progress or no_progress
     report(0, 3, "observing the network")
     recording = observe(float_network(model), samples)
     graph = planned_graph(find_units(model, recording, tie=config.tie), config)

@@ -263,6 +263,13 @@ class Plan:
                 f"{path} is a damaged plan: {what}. Undo your edits or plan again"
             ) from error
 
+    def meets_budget(self, bits: Mapping[str, Choice] | None = None) -> bool:
+        """Return whether the plan's bits, or others, keep to its budget."""
+        columns = self.columns if bits is None else self.problem.columns(bits)
+        costs = self.problem.costs
+        limits = self.budget.limits(costs).items()
+        return all(costs[name].total(columns) <= limit for name, limit in limits)
+
     def check_network(self, graph: LayerGraph) -> None:
         """Make sure that the plan was made for this network.
 

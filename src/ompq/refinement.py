@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -105,7 +105,12 @@ def refine(
     steps = config.iterations if config.by == "reconstruct" else 0
     meter = Meter(model, calibration, judges, iterations=steps, seed=config.seed)
     known = [one for one in plan.measured if one.judge == meter.judge]
-    kept = Checkpoint(checkpoint, "refinement", _identity(plan, meter, config), _number)
+    kept = Checkpoint(
+        checkpoint,
+        "refinement",
+        _identity(plan, meter, config),
+        partial(json_number, what="divergence"),
+    )
     chooser = _Chooser(plan, config, _tables(plan, model, calibration, config))
     measured: list[Measurement] = []
     started = time.monotonic()
@@ -136,10 +141,6 @@ def _identity(plan: Plan, meter: Meter, config: RefineConfig) -> str:
 
 def _measure(meter: Meter, bits: Allocation) -> float:
     return meter.divergence(meter.quantized(bits))
-
-
-def _number(entry: Any) -> float:
-    return json_number(entry, "divergence")
 
 
 def _stale(measured: list[Measurement], patience: int) -> bool:
@@ -246,16 +247,10 @@ def _refined(
     plan: Plan, chooser: _Chooser, known: list[Measurement], new: list[Measurement]
 ) -> Plan:
     """Return the plan with the best allocation within its budget."""
-    problem = plan.problem
-    limits = plan.budget.limits(problem.costs)
-    fitting = [
-        one
-        for one in known
-        if all(problem.total(n, one.allocation) <= most for n, most in limits.items())
-    ]
+    fitting = [one for one in known if plan.meets_budget(one.allocation)]
     best = min(fitting, key=lambda one: one.divergence).allocation
     table = chooser.corrected(known)
-    corrected = replace(problem, damage=table)
+    corrected = replace(plan.problem, damage=table)
     least = allocate(corrected, plan.budget)
     bound = corrected.damage_of(least) - least.gap
     name = plan.score_name.removesuffix(_REFINED)

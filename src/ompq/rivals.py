@@ -88,18 +88,13 @@ def reinforce(
         bits = plan.problem.allocation(columns)
         found = judge.divergence(bits)
         agent.learn(steps, -found)
-        if found < least and _fits(plan, bits):
+        if found < least and plan.meets_budget(bits):
             best, least = bits, found
         if progress is not None:
             message = f"proposing bits: best divergence {digits(least)}"
             progress(episode + 1, config.episodes, message)
     worse = plan.problem.damage_of(best) - plan.damage
     return replace(plan, allocation=replace(best, gap=max(worse + plan.gap, 0.0)))
-
-
-def _fits(plan: Plan, bits: Allocation) -> bool:
-    limits = plan.budget.limits(plan.problem.costs)
-    return all(plan.problem.total(n, bits) <= most for n, most in limits.items())
 
 
 class _Judge:

@@ -16,10 +16,14 @@ REPORT, RESULT, CONFIG = "report.html", "result.json", "config.toml"
 Bar: TypeAlias = Callable[[str], AbstractContextManager[Progress]]
 
 
+def no_progress(_done: int, _total: int | None, _message: str) -> None:
+    """Report to nobody."""
+
+
 @contextmanager
 def silent(_name: str) -> Iterator[Progress]:
     """Show no progress."""
-    yield lambda _done, _total, _message: None
+    yield no_progress
 
 
 @dataclass(frozen=True)

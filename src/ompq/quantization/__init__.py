@@ -75,6 +75,7 @@ from ompq.rates import (
     to_multiples,
 )
 from ompq.samples import Progress, Samples, SamplesLike, evaluating, model_device
+from ompq.stages import no_progress
 
 # Called as weight_grid(unit, weight, axis of the output channels); returns the grid and
 # the weight that the layer rounds to it.
@@ -225,7 +226,7 @@ def quantize(
         PlanError: The plan was made for another network.
         QuantizationError: The allocation lacks units.
     """
-    report = progress or (lambda _done, _total, _message: None)
+    report = progress or no_progress
     report(0, 4, "observing the network")
     samples = Samples.of(samples)
     recording = observe(float_network(model), samples)

@@ -143,7 +143,11 @@ def measure_orm(
     gamma = layer_gamma(matrix)
     place = {at: functions.index(function) for at, function in function_of.items()}
     places = [-1 if u.name in left_out else place[u.feature] for u in graph.units]
-    worth = objective_coefficients(_theta(gamma, settings))
+    others = max(len(gamma) - 1, 1) if settings.per_function else 1
+    theta = importance(
+        gamma / others, beta=settings.beta, decreasing=settings.decreasing
+    )
+    worth = objective_coefficients(theta)
     # All functions but exp(-x) are negative: as the paper writes its program, the
     # fewest bits everywhere would be best. So the budget is made worth using up.
     worth = worth - worth.min().clamp(max=0)
@@ -166,13 +170,6 @@ def function_units(graph: LayerGraph, settings: OrmSettings) -> list[list[str]]:
     for unit in units:
         found.setdefault(function_of[unit.feature], []).append(unit.name)
     return list(found.values())
-
-
-def _theta(gamma: Tensor, settings: OrmSettings) -> Tensor:
-    others = max(len(gamma) - 1, 1) if settings.per_function else 1
-    return importance(
-        gamma / others, beta=settings.beta, decreasing=settings.decreasing
-    )
 
 
 def _functions(units: Sequence[Unit], granularity: Granularity) -> dict[int, int]:

@@ -23,13 +23,10 @@ from ompq.graph import Choice, LayerGraph
 from ompq.recording import tensors_in
 from ompq.samples import Progress, Samples, model_device
 from ompq.score_tables import ScoreTable as ScoreTable, Table as Table
+from ompq.stages import no_progress
 
 logger = logging.getLogger(__name__)
 FORMAT = "ompq-score-table/1"
-
-
-def _silent(_done: int, _total: int | None, _message: str) -> None:
-    """Report no progress."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +45,7 @@ class ScoreInputs:
     model: nn.Module
     samples: Samples
     choices: Sequence[Choice]
-    progress: Progress = _silent
+    progress: Progress = no_progress
 
 
 Score: TypeAlias = Callable[[ScoreInputs], ScoreTable | Any]
