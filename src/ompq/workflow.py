@@ -18,6 +18,7 @@ from ompq.costs import FLOAT_BITS
 from ompq.errors import PlanError, shortened
 from ompq.evaluation import Evaluation, Metric, evaluate, wilson_interval
 from ompq.files import library_version, write_text
+from ompq.goals import Goal, Smallest, SmallestConfig, smallest
 from ompq.graph import Choice
 from ompq.integer.finalization import finalized
 from ompq.measurement import Meter
@@ -137,6 +138,29 @@ class Workflow:
                 self.samples,
                 config,
                 checkpoint=checkpoint,
+                progress=progress,
+            )
+
+    def smallest(
+        self,
+        base: Plan,
+        goal: Goal,
+        learning: ReconstructConfig | None,
+        *,
+        batches: Iterable[Any] | None,
+        folder: Path,
+    ) -> Smallest:
+        """Search for the smallest network that keeps to a goal."""
+        config = SmallestConfig(reconstruct=learning)
+        with self.stages.stage("searching") as progress:
+            return smallest(
+                base,
+                self.model,
+                self.samples,
+                goal,
+                config,
+                batches=batches,
+                folder=folder,
                 progress=progress,
             )
 

@@ -54,7 +54,7 @@ from ompq.datasets.training_sets import training_data
 from ompq.errors import BudgetError, DataError, PlanError
 from ompq.evaluation import METRICS, Evaluation, Metric, evaluate as measure
 from ompq.files import locked_folder
-from ompq.goals import Goal, Smallest, SmallestConfig, smallest
+from ompq.goals import Goal, Smallest
 from ompq.integer.engine import IntegerNetwork
 from ompq.models import NamedModel
 from ompq.packing import load, save
@@ -90,6 +90,10 @@ from ompq.workflow import (
 
 CALIBRATION = 1024
 _ENGINES = ("simulated", "integer")
+# What a stopped run continues from: training and search are folders.
+_TRAINING, _START = "training", "start.ompq.safetensors"
+_CHECKPOINT, _SEARCH = "checkpoint.safetensors", "search"
+_STARTED = (_TRAINING, _START, _CHECKPOINT, _SEARCH)
 
 _LIMIT = "Use only this many images, spread over the classes. Default: all."
 
@@ -147,30 +151,10 @@ class RunOptions:
     )
 
     @property
-    def checkpoint(self) -> Path:
-        """Where a stopped reconstruction continues from."""
-        return self.folder / "checkpoint.safetensors"
-
-    @property
-    def search(self) -> Path:
-        """Where a stopped search for the smallest network continues from: a folder."""
-        return self.folder / "search"
-
-    @property
-    def training(self) -> Path:
-        """Where a stopped training continues from: a folder."""
-        return self.folder / "training"
-
-    @property
-    def start(self) -> Path:
-        """The packed network that a training starts from."""
-        return self.folder / "start.ompq.safetensors"
-
-    @property
     def started(self) -> Path | None:
         """What there is of a run that was stopped."""
-        kept = (self.training, self.start, self.checkpoint, self.search)
-        return next((path for path in kept if path.exists()), None)
+        paths = (self.folder / name for name in _STARTED)
+        return next((path for path in paths if path.exists()), None)
 
     def reconstruction(
         self, inputs: Data, protocol: str | None
@@ -199,10 +183,6 @@ class RunOptions:
                 "--no-reconstruct and --iterations contradict each other; give one"
             )
 
-    def metrics(self) -> dict[str, Metric]:
-        """Return the user's own metric, by the name of its function."""
-        return user_metrics(self.metric)
-
     def check_unfinished(self) -> None:
         """Make sure that a stopped run is continued only if that is wanted."""
         if self.overwrite:
@@ -217,12 +197,12 @@ class RunOptions:
     def clear(self, *kept: Path | None) -> None:
         """Remove what an earlier run left, if that is wanted, except what is used."""
         used = {path.resolve() for path in kept if path is not None}
-        files = (PLAN, PACKED, ONNX, REPORT, RESULT, CONFIG)
-        for path in (*map(self.folder.joinpath, files), self.checkpoint, self.start):
-            if self.overwrite and path.resolve() not in used:
+        files = (PLAN, PACKED, ONNX, REPORT, RESULT, CONFIG, *_STARTED)
+        for path in map(self.folder.joinpath, files if self.overwrite else ()):
+            if path.is_dir():
+                rmtree(path, ignore_errors=True)
+            elif path.resolve() not in used:
                 path.unlink(missing_ok=True)
-        for folder in (self.training, self.search) if self.overwrite else ():
-            rmtree(folder, ignore_errors=True)
 
     def check_budget(self, plan: Plan, begun: Path) -> None:
         """Make sure that the budget typed, if any, is that of the bits in ``begun``."""
@@ -383,7 +363,7 @@ def quantize(
     with run_folder(run, console):
         run.check(planning)
         goals.check(run)
-        metrics = run.metrics()
+        metrics = user_metrics(run.metric)
         source = run.bits_source(goal := goals.goal(metrics))
         # Wrong options should not wait for the network.
         _ = planning.config(), planning.refinement(sources.seed)
@@ -400,39 +380,18 @@ def quantize(
             plan, made = _quantized(work, source, inputs, run, planning)
         else:
             plan = _planned(work, source, inputs, planning)
-            search = _smallest(work, plan, goal, judged, run, learning)
+            search = work.smallest(
+                plan, goal, learning, batches=judged, folder=run.folder / _SEARCH
+            )
             plan, made = search.plan, search.network
         steps = learning.rounding.iterations if learning else 0
         more = {"samples": len(samples), "iterations": steps}
         about = provenance(inputs, eval_data=run.eval_data, **more)
         outcome = work.outcome(made, plan, judged, about, metrics)
         view = _finish(outcome, run, console, work, search)
-        run.checkpoint.unlink(missing_ok=True)
-        rmtree(run.search, ignore_errors=True)
+        (run.folder / _CHECKPOINT).unlink(missing_ok=True)
+        rmtree(run.folder / _SEARCH, ignore_errors=True)
     return view
-
-
-def _smallest(
-    work: Workflow,
-    base: Plan,
-    goal: Goal,
-    judged: Any,
-    run: RunOptions,
-    learning: ReconstructConfig | None,
-) -> Smallest:
-    """Search for the smallest network that keeps to a goal."""
-    config = SmallestConfig(reconstruct=learning)
-    with work.stages.stage("searching") as progress:
-        return smallest(
-            base,
-            work.model,
-            work.samples,
-            goal,
-            config,
-            batches=judged,
-            folder=run.search,
-            progress=progress,
-        )
 
 
 def _quantized(
@@ -453,7 +412,7 @@ def _quantized(
     if config is None:
         return plan, rounded
     plan.save(run.folder / PLAN)  # a run that is stopped continues with it
-    return plan, work.reconstruct(rounded, config, checkpoint=run.checkpoint)
+    return plan, work.reconstruct(rounded, config, checkpoint=run.folder / _CHECKPOINT)
 
 
 def _planned(
@@ -640,7 +599,8 @@ def train(
             run = replace(run, no_reconstruct=True)
         if in_first_process():  # the others may come when there is something already
             run.check_unfinished()
-        _take_gpu()
+        if "LOCAL_RANK" in os.environ and torch.cuda.is_available():
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))  # one for each process
         model = sources.load(console)
         inputs = sources.inputs(model)
         # Before the work: what cannot be trained with should not cost an hour.
@@ -661,21 +621,15 @@ def train(
                 config,
                 teacher=model.module,
                 validation=validation,
-                checkpoint=run.training,
+                checkpoint=run.folder / _TRAINING,
                 progress=progress,
             )
         if not in_first_process():
             return None
         work = Workflow(model.module, samples, console.stages)
         about = provenance(inputs, eval_data=run.eval_data, epochs=config.epochs)
-        found = work.outcome(made, plan, judged, about, run.metrics())
+        found = work.outcome(made, plan, judged, about, user_metrics(run.metric))
         return _finish(found, run, console, work)
-
-
-def _take_gpu() -> None:
-    """Let each process of a machine use a GPU of its own."""
-    if "LOCAL_RANK" in os.environ and torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
 
 
 def _images(inputs: Data, config: TrainConfig, console: Console) -> TrainingData:
@@ -696,23 +650,23 @@ def _prepare(
     console: Console,
 ) -> None:
     """Quantize, and write what all processes, and a resumed run, start from."""
-    source, model = run.bits_source(), inputs.model
-    if run.start.exists():
+    source, model, start = run.bits_source(), inputs.model, run.folder / _START
+    if start.exists():
         return
     samples = read_samples(inputs, run.calibration_count(inputs), console)
     work = Workflow(model.module, samples, console.stages)
     plan, made = _quantized(work, source, inputs, run, planning)
     plan.save(run.folder / PLAN)
-    save(made, run.start, plan=plan, network=model.name)
-    run.checkpoint.unlink(missing_ok=True)
+    save(made, start, plan=plan, network=model.name)
+    (run.folder / _CHECKPOINT).unlink(missing_ok=True)
 
 
 def _begin(
     training: TrainOptions, run: RunOptions, model: NamedModel
 ) -> tuple[Plan, nn.Module]:
     """Return the plan and the network to start from, once they are there."""
-    path = training.start or run.start
-    while path == run.start and not path.exists():
+    path = training.start or run.folder / _START
+    while training.start is None and not path.exists():
         time.sleep(0.5)  # the first process is at it; if it fails, all are ended
     network = load(path, model.module)
     record, beside = quantization_of(network), path.parent / PLAN
