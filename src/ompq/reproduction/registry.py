@@ -6,7 +6,8 @@ not here.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -23,7 +24,7 @@ Measure = Literal[
 Drawing = Literal["", "accuracy", "beta", "bits", "cost", "layer", "matrix", "scatter"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Row:
     """One row of a table, or one point of a figure.
 
@@ -45,6 +46,7 @@ class Row:
 
     name: str
     method: str
+    _: KW_ONLY
     protocol: str = "paper-ptq"
     plan: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
     budget: str = ANY
@@ -87,102 +89,82 @@ def _same(weight: int, activation: int, **more: Any) -> dict[str, Any]:
     return {"choices": ((weight, activation),), "score": "smallest_first", **more}
 
 
-def _ompq(size: float, published: float | None = None, **more: Any) -> Row:
-    name = f"ompq-{size:g}" + ("-a4" if more.get("plan") is _FOUR else "")
-    return Row(
-        name=name, method="OMPQ", budget=f"{size}MiB", published=published, **more
-    )
+def _sized(
+    name: str, method: str, size: float, published: float | None = None, **more: Any
+) -> Row:
+    """Return a row whose name and budget tell its size in MiB."""
+    bits = "-a4" if "activation_choices" in more.get("plan", ()) else ""
+    more |= {"budget": f"{size}MiB", "published": published}
+    return Row(f"{name}-{size:g}{bits}", method, **more)
 
 
-def _brecq(size: float, published: float | None = None) -> Row:
-    """Return BRECQ's own search, and its reconstruction."""
-    return Row(
-        name=f"brecq-{size:g}",
-        method="BRECQ",
-        protocol="brecq",
-        budget=f"{size}MiB",
-        published=published,
-    )
+_PAPER = {"accounting": "paper"}
+_ompq = partial(_sized, "ompq", "OMPQ")
+_brecq = partial(_sized, "brecq", "BRECQ", protocol="brecq")  # its own search, too
+_fracbits = partial(
+    _sized,
+    "fracbits",
+    "FracBits-PACT",
+    protocol="ours",
+    plan=_PAPER,
+    train="fracbits-pact",
+)
 
 
 def _ours(size: float, **plan: Any) -> Row:
     """Return what this library does by default, at the same size."""
-    settings = {"choices": (2, 3, 4), "accounting": "paper", **plan}
-    bits = "-a4" if "activation_choices" in plan else ""
-    return Row(
-        name=f"ours-{size:g}{bits}",
-        method="ompq (ours)",
-        protocol="ours",
-        plan=settings,
-        budget=f"{size}MiB",
-    )
-
-
-def _qat(name: str, method: str, size: float, published: float, **plan: Any) -> Row:
-    return Row(
-        name=name,
-        method=method,
-        protocol="paper-qat",
-        plan=plan,
-        budget=f"{size}MiB",
-        train="paper-qat",
-        published=published,
-    )
+    settings = {"choices": (2, 3, 4), **_PAPER, **plan}
+    return _sized("ours", "ompq (ours)", size, protocol="ours", plan=settings)
 
 
 def _trained(
     name: str, method: str, recipe: str, published: float, plan: Mapping[str, Any]
 ) -> Row:
+    settings = {**_PAPER, **plan}
     return Row(
-        name=name,
-        method=method,
-        protocol="ours",
-        plan={"accounting": "paper", **plan},
-        train=recipe,
-        published=published,
+        name, method, protocol="ours", plan=settings, train=recipe, published=published
     )
 
 
-def _hawq(name: str, published: float, budget: str = ANY, **plan: Any) -> Row:
+def _of_protocol(
+    method: str,
+    protocol: str,
+    name: str,
+    published: float,
+    budget: str = ANY,
+    **plan: Any,
+) -> Row:
+    """Return a row that is planned and trained as one protocol says."""
     return Row(
-        name=name,
-        method="HAWQ-V3",
-        protocol="hawq-v3",
+        name,
+        method,
+        protocol=protocol,
         plan=plan,
         budget=budget,
-        train="hawq-v3",
+        train=protocol,
         published=published,
     )
 
 
-def _fracbits(size: float, published: float) -> Row:
-    return Row(
-        name=f"fracbits-{size:g}",
-        method="FracBits-PACT",
-        protocol="ours",
-        plan={"accounting": "paper"},
-        budget=f"{size}MiB",
-        train="fracbits-pact",
-        published=published,
-    )
-
+_qat = partial(_of_protocol, "OMPQ", "paper-qat")
+_hawq = partial(_of_protocol, "HAWQ-V3", "hawq-v3")
 
 _QAT_18 = (
     _trained("rvquant", "RVQuant", "rvquant", 70.01, _same(8, 8)),
     _hawq("hawq-v3-8", 71.56, **_same(8, 8)),
-    _qat("ompq-a8", "OMPQ", 6.7, 72.30),
+    _qat("ompq-a8", 72.30, "6.7MiB"),
     _trained("pact", "PACT", "pact", 69.80, _same(5, 5, pinned=_FLOAT_ENDS)),
     _trained("lq-nets", "LQ-Nets", "lq-nets", 70.00, _same(4, 32, pinned=_FLOAT_ENDS)),
     _hawq("hawq-v3-mixed", 70.22, HALFWAY),
-    _qat("ompq-a6", "OMPQ", 6.7, 72.08, activation_choices=(6,)),
+    _qat("ompq-a6", 72.08, "6.7MiB", activation_choices=(6,)),
 )
 _QAT_50 = (
     _trained("pact", "PACT", "pact", 76.70, _same(5, 5, pinned=_FLOAT_ENDS)),
     _trained("lq-nets", "LQ-Nets", "lq-nets", 76.40, _same(4, 32, pinned=_FLOAT_ENDS)),
     _trained("rvquant", "RVQuant", "rvquant", 75.60, _same(5, 5)),
     Row(
-        name="haq",
-        method="HAQ",
+        "haq",
+        "HAQ",
         protocol="ours",
         plan={"activation_choices": (32,), "accounting": "paper"},
         budget="9.62MiB",
@@ -191,8 +173,8 @@ _QAT_50 = (
         search="reinforce",
     ),
     Row(
-        name="one-bitwidth",
-        method="OneBitwidth",
+        "one-bitwidth",
+        "OneBitwidth",
         protocol="ours",
         plan={"accounting": "paper"},
         budget="12.3MiB",
@@ -202,8 +184,8 @@ _QAT_50 = (
         note="runs for cifar:resnetN, whose channels can be multiplied",
     ),
     _hawq("hawq-v3-mixed", 75.39, HALFWAY),
-    _qat("ompq-16", "OMPQ", 16.0, 76.20, activation_choices=(5,)),
-    _qat("ompq-18.7", "OMPQ", 18.7, 76.28, activation_choices=(5,)),
+    _qat("ompq-16", 76.20, "16.0MiB", activation_choices=(5,)),
+    _qat("ompq-18.7", 76.28, "18.7MiB", activation_choices=(5,)),
 )
 _PTQ_18 = (
     _fracbits(4.5, 69.10),
@@ -212,8 +194,8 @@ _PTQ_18 = (
     _ours(4.5),
     _ours(4.5, **_FOUR),
     Row(
-        name="zeroq",
-        method="ZeroQ",
+        "zeroq",
+        "ZeroQ",
         protocol="ours",
         plan=_same(4, 4),
         quantize={
@@ -227,8 +209,8 @@ _PTQ_18 = (
         published=21.20,
     ),
     Row(
-        name="brecq-distilled",
-        method="BRECQ, distilled",
+        "brecq-distilled",
+        "BRECQ, distilled",
         protocol="brecq",
         plan=_same(4, 4, method="exact", pinned=_FOUR["pinned"]),
         distilled=True,
@@ -269,55 +251,23 @@ _GRANULARITIES: dict[Granularity, tuple[float, float]] = {
 _ENDS = ("@first", "@last")  # which the paper's training pins
 
 
-def _ablation(name: str, settings: dict[str, Any], published: Any, budget: str) -> Row:
-    """Return a row of post-training quantization with other settings of ORM."""
-    score = Orm(OrmSettings(**settings))
-    return Row(
-        name=name,
-        method=name,
-        plan={"score": score},
-        budget=budget,
-        published=published,
-        at=settings.get("beta"),
-    )
-
-
-def _trained_ablation(
-    name: str, settings: dict[str, Any], published: Any, budget: str
+def _ablation(
+    name: str,
+    settings: Mapping[str, Any],
+    published: float | None,
+    budget: str,
+    **more: Any,
 ) -> Row:
-    """Return the same of training, whose ends are pinned."""
-    score = Orm(OrmSettings(exclude=_ENDS, **settings))
-    return Row(
-        name=name,
-        method=name,
-        protocol="paper-qat",
-        plan={"score": score},
-        budget=budget,
-        train="paper-qat",
-        published=published,
-    )
+    """Return a row with other settings of ORM."""
+    plan, beta = {"score": Orm(OrmSettings(**settings))}, settings.get("beta")
+    more = {"budget": budget, "published": published, "at": beta, **more}
+    return Row(name, name, plan=plan, **more)
 
 
-def _ablations(kind: str, network: int) -> list[Row]:
-    """Return Table 1 or 2 for ResNet-18 (0) or MobileNetV2 (1)."""
-    make = (_trained_ablation, _ablation)[network]
-    if kind == "functions":
-        budget = ("6.7MiB", "0.9MiB")[network]
-        return [
-            make(name, {"decreasing": name}, found[network], budget)
-            for name, found in _FUNCTIONS.items()
-        ]
-    budget = ("5bits", "3bits")[network]
-    return [
-        make(name, {"granularity": name}, found[network], budget)
-        for name, found in _GRANULARITIES.items()
-    ]
-
-
-def _sizes(sizes: Sequence[float]) -> list[Row]:
+def _sizes(*sizes: float) -> list[Row]:
     """Return OMPQ, BRECQ and one width for all at several sizes."""
     unified = [
-        Row(name=f"unified-{b}", method="unified", protocol="brecq", plan=_same(b, 8))
+        Row(f"unified-{b}", "unified", protocol="brecq", plan=_same(b, 8))
         for b in (2, 3, 4)
     ]
     mixed = [make(size) for size in sizes for make in (_ompq, _brecq, _ours)]
@@ -326,40 +276,39 @@ def _sizes(sizes: Sequence[float]) -> list[Row]:
 
 _COSTS = (
     Row(
-        name="fracbits",
-        method="FracBits",
+        "fracbits",
+        "FracBits",
         measure="published",
         at=1_200_000,
         note="searches while it trains, 120 epochs",
     ),
     Row(
-        name="hawq",
-        method="HAWQ",
+        "hawq",
+        "HAWQ",
         measure="plan",
         plan={"score": Hessian()},
         budget="4.0MiB",
         note="50 iterations for each layer in the paper",
     ),
     Row(
-        name="brecq",
-        method="BRECQ",
+        "brecq",
+        "BRECQ",
         measure="plan",
         protocol="brecq",
         budget="4.0MiB",
         at=1024,
         note="1,024 images and 100 rounds in the paper",
     ),
-    Row(name="ompq", method="OMPQ", measure="plan", budget="4.0MiB", at=64),
+    Row("ompq", "OMPQ", measure="plan", budget="4.0MiB", at=64),
     Row(
-        name="ours",
-        method="ompq (ours)",
+        "ours",
+        "ompq (ours)",
         measure="plan",
         protocol="ours",
         plan={"choices": (2, 3, 4), "accounting": "paper"},
         budget="4.0MiB",
     ),
 )
-_BETAS = (0.01, 0.1, 1.0, 10.0, 100.0)
 _NETWORKS = {
     "resnet18": ("torchvision:resnet18", "ResNet-18", 44.6),
     "resnet50": ("torchvision:resnet50", "ResNet-50", 97.8),
@@ -369,18 +318,16 @@ _NETWORKS = {
 
 def _experiment(
     name: str,
-    network: str,
     title: str,
     rows: Sequence[Row],
-    *,
     top1: float | None = None,
     drawing: Drawing = "",
 ) -> Experiment:
-    spec, shown, size = _NETWORKS[network]
+    network, shown, size = _NETWORKS[name.rpartition("-")[2]]
     return Experiment(
-        name=f"{name}-{network}",
+        name=name,
         title=f"{title}, {shown}",
-        network=spec,
+        network=network,
         float_mib=size,
         rows=tuple(rows),
         float_top1=top1,
@@ -388,12 +335,41 @@ def _experiment(
     )
 
 
+def _ablations(
+    name: str,
+    title: str,
+    field: str,
+    table: Mapping[Any, Sequence[float | None]],
+    budgets: Sequence[str],
+) -> list[Experiment]:
+    """Return Table 1 or 2: training of ResNet-18, and MobileNetV2 without training."""
+    training = {"protocol": "paper-qat", "train": "paper-qat"}
+    networks = ("resnet18", 73.09, ", training"), ("mobilenetv2", 72.49, "")
+    found = []
+    for place, (network, top1, ending) in enumerate(networks):
+        ends = {"exclude": _ENDS} if ending else {}
+        rows = [
+            _ablation(
+                one,
+                {field: one, **ends},
+                published[place],
+                budgets[place],
+                **(training if ending else {}),
+            )
+            for one, published in table.items()
+        ]
+        found.append(
+            _experiment(f"table-{name}-{network}", f"{title}{ending}", rows, top1)
+        )
+    return found
+
+
 def _figures(network: str, size: float) -> list[Experiment]:
     """Return the figures that the paper has of a network, for bits of a size."""
     random = [
         Row(
-            name=f"random-{seed}",
-            method="random bits",
+            f"random-{seed}",
+            "random bits",
             plan={"score": Random(seed), "method": "exact"},
             budget=f"{size * factor:.3g}MiB",
             measure="orthogonality",
@@ -401,143 +377,93 @@ def _figures(network: str, size: float) -> list[Experiment]:
         )
         for seed, factor in enumerate((1.0, 1.05, 1.1, 1.15, 1.2, 1.25, 1.3, 1.35))
     ]
-    layers = [
-        Row(name=f"{b}-bits", method="layers", measure="layer", at=b)
-        for b in range(2, 9)
-    ]
+    layers = [Row(f"{b}-bits", "layers", measure="layer", at=b) for b in range(2, 9)]
     bits = [replace(_ompq(size), measure="plan")]
+    drawn: tuple[tuple[str, str, list[Row], Drawing], ...] = (
+        ("orm-accuracy", "Orthogonality and accuracy", random, "scatter"),
+        ("orthogonality-bits", "Orthogonality and bits of layers", layers, "layer"),
+        ("bits", f"Bits at {size:g} MiB", bits, "bits"),
+    )
     return [
-        _experiment(
-            "figure-orm-accuracy",
-            network,
-            "Orthogonality and accuracy",
-            random,
-            drawing="scatter",
-        ),
-        _experiment(
-            "figure-orthogonality-bits",
-            network,
-            "Orthogonality and bits of layers",
-            layers,
-            drawing="layer",
-        ),
-        _experiment(
-            "figure-bits", network, f"Bits at {size:g} MiB", bits, drawing="bits"
-        ),
+        _experiment(f"figure-{name}-{network}", title, rows, drawing=drawing)
+        for name, title, rows, drawing in drawn
     ]
 
 
-def _matrices(network: str) -> Experiment:
-    rows = [
-        Row(name=f"{count}-samples", method="ORM", measure="matrix", at=count)
-        for count in (8, 16, 32, 64)
-    ]
-    title = "ORM by number of samples"
-    return _experiment("figure-orm-matrices", network, title, rows, drawing="matrix")
-
-
-_SHAPES = ("10000x100", "100x10000")
+_MATRICES = [
+    Row(f"{count}-samples", "ORM", measure="matrix", at=count)
+    for count in (8, 16, 32, 64)
+]
+_SHAPES = [
+    Row(shape, "two random matrices", measure="time", at=shape)
+    for shape in ("10000x100", "100x10000")
+]
+_BETAS = [
+    _ablation(f"beta-{beta:g}", {"beta": beta}, None, "0.9MiB")
+    for beta in (0.01, 0.1, 1.0, 10.0, 100.0)
+]
+_TIMES, _PTQ = (
+    "ORM by Gram matrices and by features, in seconds",
+    "Post-training quantization",
+)
+_THREE = "OMPQ, BRECQ and one width"
 EXPERIMENTS: Mapping[str, Experiment] = MappingProxyType(
     {
         one.name: one
         for one in (
-            _experiment(
-                "table-functions",
-                "resnet18",
-                "Decreasing functions, training",
-                _ablations("functions", 0),
-                top1=73.09,
-            ),
-            _experiment(
-                "table-functions",
-                "mobilenetv2",
+            *_ablations(
+                "functions",
                 "Decreasing functions",
-                _ablations("functions", 1),
-                top1=72.49,
+                "decreasing",
+                _FUNCTIONS,
+                ("6.7MiB", "0.9MiB"),
             ),
-            _experiment(
-                "table-granularity",
-                "resnet18",
-                "Granularity, training",
-                _ablations("granularity", 0),
-                top1=73.09,
-            ),
-            _experiment(
-                "table-granularity",
-                "mobilenetv2",
+            *_ablations(
+                "granularity",
                 "Granularity",
-                _ablations("granularity", 1),
-                top1=72.49,
+                "granularity",
+                _GRANULARITIES,
+                ("5bits", "3bits"),
             ),
-            _experiment("table-qat", "resnet18", "Training", _QAT_18, top1=73.09),
-            _experiment("table-qat", "resnet50", "Training", _QAT_50, top1=77.72),
+            _experiment("table-qat-resnet18", "Training", _QAT_18, 73.09),
+            _experiment("table-qat-resnet50", "Training", _QAT_50, 77.72),
+            _experiment("table-ptq-resnet18", _PTQ, _PTQ_18, 71.08, "accuracy"),
+            _experiment("table-ptq-mobilenetv2", _PTQ, _PTQ_MOBILE, 72.49, "accuracy"),
+            _experiment("table-calculation-time-resnet18", _TIMES, _SHAPES),
             _experiment(
-                "table-ptq",
-                "resnet18",
-                "Post-training quantization",
-                _PTQ_18,
-                top1=71.08,
-                drawing="accuracy",
-            ),
-            _experiment(
-                "table-ptq",
-                "mobilenetv2",
-                "Post-training quantization",
-                _PTQ_MOBILE,
-                top1=72.49,
-                drawing="accuracy",
-            ),
-            _experiment(
-                "table-calculation-time",
-                "resnet18",
-                "ORM by Gram matrices and by features, in seconds",
-                [
-                    Row(
-                        name=shape,
-                        method="two random matrices",
-                        measure="time",
-                        at=shape,
-                    )
-                    for shape in _SHAPES
-                ],
-            ),
-            _experiment(
-                "figure-search-cost",
-                "resnet18",
+                "figure-search-cost-resnet18",
                 "What choosing the bits costs",
                 _COSTS,
                 drawing="cost",
             ),
             _experiment(
-                "figure-ompq-brecq",
-                "resnet18",
-                "OMPQ, BRECQ and one width",
-                _sizes((3.5, 4.0, 4.5)),
-                top1=71.08,
-                drawing="accuracy",
+                "figure-ompq-brecq-resnet18",
+                _THREE,
+                _sizes(3.5, 4.0, 4.5),
+                71.08,
+                "accuracy",
             ),
             _experiment(
-                "figure-ompq-brecq",
-                "mobilenetv2",
-                "OMPQ, BRECQ and one width",
-                _sizes((0.9, 1.1, 1.3, 1.5)),
-                top1=72.49,
-                drawing="accuracy",
+                "figure-ompq-brecq-mobilenetv2",
+                _THREE,
+                _sizes(0.9, 1.1, 1.3, 1.5),
+                72.49,
+                "accuracy",
             ),
             _experiment(
-                "figure-beta",
-                "mobilenetv2",
-                "Beta at 0.9 MiB",
-                [
-                    _ablation(f"beta-{beta:g}", {"beta": beta}, None, "0.9MiB")
-                    for beta in _BETAS
-                ],
-                top1=72.49,
-                drawing="beta",
+                "figure-beta-mobilenetv2", "Beta at 0.9 MiB", _BETAS, 72.49, "beta"
             ),
             *_figures("resnet18", 3.5),
             *_figures("mobilenetv2", 0.9),
-            *(_matrices(network) for network in _NETWORKS),
+            *(
+                _experiment(
+                    f"figure-orm-matrices-{network}",
+                    "ORM by number of samples",
+                    _MATRICES,
+                    drawing="matrix",
+                )
+                for network in _NETWORKS
+            ),
         )
     }
 )
