@@ -229,6 +229,11 @@ class Workflow:
         )
 
 
+def paper_samples(network: str) -> int:
+    """Return how many samples the paper plans with: 64, but 32 for MobileNetV2."""
+    return 32 if "mobilenetv2" in network.replace("_", "") else PLAN_SAMPLES
+
+
 def learning_config(
     protocol: str | None, network: str, *, iterations: int | None = None, seed: int = 0
 ) -> ReconstructConfig:

@@ -16,7 +16,6 @@ from ompq.audits import Audit, AuditConfig, audit as measure_scores
 from ompq.cli.console import Console, View, muted, say
 from ompq.cli.options import (
     BudgetOption,
-    check_folder,
     check_resumed,
     check_writable,
     flag,
@@ -84,7 +83,7 @@ def plan(
     Run ompq budget first to see what can be met.
     """
     check_writable(file)
-    check_folder(caching.folder, "--cache")
+    check_writable(caching.folder, "--cache", folder=True)
     wanted, config = Budget.of(budget), planning.config()
     refinement = planning.refinement(sources.seed)
     model = sources.load(console)
@@ -326,7 +325,7 @@ def audit(
     quantized and compared with the float network on held-out inputs. Beside the
     correlations stands what random scores reach.
     """
-    check_folder(options.folder)
+    check_writable(options.folder, folder=True)
     wanted, config = Budget.of(budget), options.config(planning, sources.seed)
     checkpoint = options.checkpoint()
     model = sources.load(console)

@@ -243,20 +243,19 @@ class OutputOptions:
     )
 
 
-def check_writable(path: Path | None) -> None:
-    """Make sure, before the work, that a file can be written."""
-    if path is not None:
-        if path.is_dir():
-            raise ValueError(f"--output {path} is a folder; name a file in it")
-        _check_access(path, path.absolute().parent, "--output")
-
-
-def check_folder(path: Path | None, option: str = "--output") -> None:
-    """Make sure, before the work, that files can be written into a folder."""
-    if path is not None:
-        if path.exists() and not path.is_dir():
-            raise ValueError(f"{option} {path} is a file; name a folder")
-        _check_access(path, path.absolute(), option)
+def check_writable(
+    path: Path | None, option: str = "--output", *, folder: bool = False
+) -> None:
+    """Make sure, before the work, that a file, or files in a folder, can be written."""
+    if path is None:
+        return
+    if path.exists() and path.is_dir() != folder:
+        wrong = "file; name a folder" if folder else "folder; name a file in it"
+        raise ValueError(f"{option} {path} is a {wrong}")
+    within = path.absolute() if folder else path.absolute().parent
+    there = next(one for one in (within, *within.parents) if one.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        raise ValueError(f"{option} {path}: {there} is not a writable folder")
 
 
 def check_resumed(left: Path | None, what: str, *, resume: bool) -> None:
@@ -268,9 +267,3 @@ def check_resumed(left: Path | None, what: str, *, resume: bool) -> None:
             f"{left} is left from an earlier {what}; add --resume to continue it, or "
             "remove it to start over"
         )
-
-
-def _check_access(path: Path, folder: Path, option: str) -> None:
-    there = next(one for one in (folder, *folder.parents) if one.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK):
-        raise ValueError(f"{option} {path}: {there} is not a writable folder")

@@ -21,8 +21,8 @@ from ompq.allocation.solver import Allocation, Budget
 from ompq.cli.console import Console, View, in_first_process, muted, say
 from ompq.cli.options import (
     REQUIRED,
-    check_folder,
     check_resumed,
+    check_writable,
     flag,
     number,
     one_of,
@@ -359,7 +359,7 @@ def quantize(
 
     Ctrl-C keeps what is done: the same command with --resume continues.
     """
-    check_folder(run.folder)
+    check_writable(run.folder, folder=True)
     with run_folder(run, console):
         run.check(planning)
         goals.check(run)
@@ -591,7 +591,7 @@ def train(
     --resume continues. torchrun and accelerate launch run it on several GPUs and
     machines.
     """
-    check_folder(run.folder)
+    check_writable(run.folder, folder=True)
     with run_folder(run, console):
         run.check(planning)
         config = training.config(planning.protocol, sources.seed, run.folder)

@@ -19,7 +19,6 @@ from ompq.cli.options import (
     BudgetOption,
     PlanFile,
     argument,
-    check_folder,
     check_writable,
     number,
     one_of,
@@ -372,7 +371,7 @@ def report(
     if page is None and figures is None:
         raise ValueError("nothing to write: give -o FILE, --figures DIR or both")
     check_writable(page)
-    check_folder(figures, "--figures")
+    check_writable(figures, "--figures", folder=True)
     plan = Plan.load(file)
     sections = [] if results is None else read_sections(results)
     written: list[Path] = []

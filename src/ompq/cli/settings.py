@@ -28,10 +28,8 @@ from ompq.scores import OrmSettings, Score, named_score, score_name
 from ompq.scores.orm import Granularity
 from ompq.targets import included_targets
 from ompq.userfiles import call_user_function, is_user_function, suggestion
-from ompq.workflow import PLAN_SAMPLES
+from ompq.workflow import PLAN_SAMPLES, paper_samples
 
-# The paper's numbers of samples: 64, but 32 for MobileNetV2.
-FEWER_SAMPLES = {"mobilenet_v2": 32, "mobilenetv2": 32}
 _DEVICES = ("auto", "cpu", "cuda")
 _SECONDS = {"s": 1, "min": 60, "h": 3600}
 _LIMIT = re.compile(r"(?P<number>[1-9]\d*)(?P<unit>s|min|h)?")
@@ -154,10 +152,8 @@ def read_samples(data: Data, count: int, console: Console) -> Samples:
 
 def sample_count(network: str, asked: int | None, protocol: str | None) -> int:
     """Return how many samples a plan is made from."""
-    if asked is not None:
-        return asked
-    fewer = [count for name, count in FEWER_SAMPLES.items() if name in network]
-    return fewer[0] if protocol not in (None, "ours") and fewer else PLAN_SAMPLES
+    paper = protocol not in (None, "ours")
+    return asked or (paper_samples(network) if paper else PLAN_SAMPLES)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -285,9 +281,9 @@ class PlanOptions:
         given: dict[str, Any] = {
             "score": self._score(base),
             "choices": _choices(self.choices),
-            "activation_choices": _bits("--activation-bits", self.activation_bits),
+            "activation_choices": _numbers("--activation-bits", self.activation_bits),
             "storage": "coded" if self.coded else None,
-            "rates": _rates(self.rates),
+            "rates": _numbers("--rates", self.rates, float),
             "pinned": {**base.pinned, **pins} if pins else None,
             "tie": False if self.no_tie else None,
             "tied": tuple(self.tie) if self.tie else None,
@@ -378,31 +374,24 @@ def _score(text: str) -> Score | str:
     return score  # type: ignore[no-any-return]
 
 
-def _bits(option: str, text: str | None) -> tuple[int, ...] | None:
+def _numbers(
+    option: str, text: str | None, kind: type[int] | type[float] = int
+) -> tuple[Any, ...] | None:
     if text is None:
         return None
     try:
-        return tuple(sorted({int(part) for part in text.split(",")}))
+        return tuple(sorted({kind(part) for part in text.split(",")}))
     except ValueError:
+        what, example = ("bits", "2,4,8") if kind is int else ("rates", "1.5,2,4")
         raise ValueError(
-            f"{option} {text} is not a list of bits; write for example {option} 2,4,8"
-        ) from None
-
-
-def _rates(text: str | None) -> tuple[float, ...] | None:
-    if text is None:
-        return None
-    try:
-        return tuple(sorted({float(part) for part in text.split(",")}))
-    except ValueError:
-        raise ValueError(
-            f"--rates {text} is not a list of rates; write for example --rates 1.5,2,4"
+            f"{option} {text} is not a list of {what}; write for example {option} "
+            f"{example}"
         ) from None
 
 
 def _choices(text: str | None) -> tuple[int | tuple[int, int], ...] | None:
     if text is None or not text.upper().startswith("W"):
-        return _bits("--choices", text)
+        return _numbers("--choices", text)
     pairs = [_PAIR.fullmatch(part.strip()) for part in text.split(",")]
     if not all(pairs):
         raise ValueError(

@@ -12,7 +12,7 @@ from rich.text import Text
 from ompq.cli.console import Console, View, say
 from ompq.cli.options import (
     argument,
-    check_folder,
+    check_writable,
     flag,
     number,
     one_of,
@@ -79,7 +79,7 @@ def demo(
     everywhere, and writes a report. It downloads nothing, needs no GPU, and takes
     about a minute. Budgets from 30.8KiB to 88.2KiB, or 2bits to 8bits, can be met.
     """
-    check_folder(folder)
+    check_writable(folder, folder=True)
     config = DemoConfig(budget=budget, iterations=iterations, seed=seed)
 
     def planned(plan: Plan, reference: Measured) -> None:
@@ -299,7 +299,7 @@ def reproduce(
     experiment = _experiment(name)
     if data is None:
         raise ValueError("--data is missing: give a folder of labelled images")
-    check_folder(folder)
+    check_writable(folder, folder=True)
     options = NetworkOptions(
         network=network or experiment.network, weights=weights, device=device
     )
@@ -307,14 +307,16 @@ def reproduce(
     inputs = load_data(data, model, split="train", seed=seed)
     judged = load_data(eval_data or data, model, split="test", seed=seed)
     count = samples or min(CALIBRATION, len(inputs))
-    count = min(count, QUICK_SAMPLES) if quick else count
+    if quick:
+        count = min(count, QUICK_SAMPLES)
+        limit = limit or min(QUICK_IMAGES, len(judged))
     images = read_samples(inputs, count, console)
     bench = Bench(
         experiment,
         model,
         inputs,
         images,
-        judged.batches(limit=_limit(limit, len(judged), quick=quick)),
+        judged.batches(limit=limit),
         folder / experiment.name,
         quick=quick,
         seed=seed,
@@ -338,10 +340,6 @@ def _experiment(name: str | None) -> Experiment:
             "ompq reproduce --list shows what there is"
         )
     return EXPERIMENTS[name]
-
-
-def _limit(asked: int | None, length: int, *, quick: bool) -> int | None:
-    return asked or (min(QUICK_IMAGES, length) if quick else None)
 
 
 def _tell(
@@ -371,6 +369,7 @@ def _list_view() -> View:
         }
         for one, row in entries
     ]
+    top1 = ["" if r.published is None else f"{r.published:.2f}" for _, r in entries]
     names = ["" if one.rows[0] is not row else one.name for one, row in entries]
     columns = [
         Column("table or figure", names, "left"),
@@ -378,11 +377,7 @@ def _list_view() -> View:
         Column("method", [row.method for _, row in entries], "left", rank=2),
         Column("budget", ["" if r.budget == ANY else r.budget for _, r in entries]),
         Column("training", [row.train or "" for _, row in entries], "left", rank=1),
-        Column("top-1, paper", [_shown(row.published) for _, row in entries]),
+        Column("top-1, paper", top1),
     ]
     line = f"{len(EXPERIMENTS)} tables and figures, {len(entries)} rows"
     return View(data, line, lambda width: [fitted(columns, width)])
-
-
-def _shown(top1: float | None) -> str:
-    return "" if top1 is None else f"{top1:.2f}"

@@ -48,7 +48,9 @@ class Column:
 def fitted(columns: Sequence[Column], width: int) -> Table:
     """Return a table that fits the width: columns are left out, then names are cut."""
     kept = list(columns)
-    while (spare := width - _least_width(kept)) < 0 and any(c.rank for c in kept):
+    while (spare := width + _GAP - sum(c.least + _GAP for c in kept)) < 0 and any(
+        c.rank for c in kept
+    ):
         kept.remove(max(kept, key=lambda column: column.rank))
     table = Table(
         box=box.SIMPLE_HEAD,
@@ -64,10 +66,6 @@ def fitted(columns: Sequence[Column], width: int) -> Table:
     for row in zip(*rows, strict=True):
         table.add_row(*(Text(cell) for cell in row))
     return table
-
-
-def _least_width(columns: Sequence[Column]) -> int:
-    return sum(column.least + _GAP for column in columns) - _GAP
 
 
 def middle_cut(text: str, width: int) -> str:

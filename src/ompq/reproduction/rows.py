@@ -32,7 +32,7 @@ from ompq.samples import Samples, model_device
 from ompq.scores import measure_orm
 from ompq.training import train
 from ompq.training.config import TRAIN_PROTOCOLS
-from ompq.workflow import PLAN_SAMPLES, Stages, Workflow, learning_config
+from ompq.workflow import Stages, Workflow, learning_config, paper_samples
 
 LAYERS = 4  # whose orthogonality is shown by their bits
 
@@ -63,8 +63,7 @@ class Bench:
     @property
     def plan_samples(self) -> int:
         """How many samples plans are made from: the paper's number."""
-        fewer = "mobilenet" in self.experiment.network
-        return 8 if self.quick else 32 if fewer else PLAN_SAMPLES
+        return 8 if self.quick else paper_samples(self.experiment.network)
 
     def work(self, samples: Samples | None = None) -> Workflow:
         """Return the stages of the work, with other samples if they are given."""
