@@ -119,10 +119,11 @@ def test_losses_follow_their_formulas():
 
 def test_the_side_loss_waits_and_its_exponent_falls_linearly():
     table = side_schedule(BrecqConfig(iterations=100, round_weight=0.1))
-    assert table[:20, 0].tolist() == [0] * 20
-    assert table[20:, 0].tolist() == pytest.approx([0.1] * 80)
+    assert table[:20, 1].tolist() == [0] * 20
+    assert table[20:, 1].tolist() == pytest.approx([0.1] * 80)
     wanted = [20.0] * 20 + [2 + 18 * (1 - (t - 20) / 80) for t in range(20, 100)]
-    assert table[:, 1].tolist() == pytest.approx(wanted)
+    assert table[:, 2].tolist() == pytest.approx(wanted)
+    assert table[:, 0].tolist() == pytest.approx([1e-3] * 100)
 
 
 def test_the_paper_and_brecq_share_their_settings():
@@ -209,10 +210,11 @@ def test_ranges_are_found_anew_from_what_the_rounded_layers_give(pair):
 
 def test_nothing_is_kept_that_makes_a_block_worse(pair):
     class Cache:
-        targets, batch_size, inputs = scenes(8), 8, scenes(8)
+        targets, batch_size, inputs = scenes(8), 8, [scenes(8)]
+        float_inputs = ()
 
         def pick(self, index):
-            return [self.inputs[index]], self.targets[index], None
+            return [self.inputs[0][index]], self.targets[index], None
 
         def batches(self, size):
             yield from torch.split(torch.arange(8), size)
@@ -223,7 +225,7 @@ def test_nothing_is_kept_that_makes_a_block_worse(pair):
     block = torch.nn.Sequential(quantized_layers(pair[1])["stem"])
     cache = Cache()
     with torch.no_grad():
-        cache.targets = block(cache.inputs)  # what rounding to nearest gives
+        cache.targets = block(cache.inputs[0])  # what rounding to nearest gives
     weight = block[0].weight.clone()
     before, after = learn_weights(block, cache, replace(QUICK, learning_rate=9.0), None)
     assert before == 0 <= after

@@ -38,7 +38,7 @@ ORDER = {
     "plans": "",
     "layers": "",
     "quantization": "products sites calibration moments equalization",
-    "reconstruction": "blocks rounding brecq",
+    "reconstruction": "blocks descent rounding brecq",
     "evaluation": "",
     "measurement": "",
     "reconstruction_score": "",

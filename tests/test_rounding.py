@@ -289,7 +289,8 @@ def coded(layer, rate, step=0.05):
 def test_weights_of_coded_layers_feel_what_their_neighbours_cost():
     layer, x = coded(nn.Conv2d(8, 16, 3), rate=2.0), values(4, 8, 6, 6)
     soft = soft_of(layer, x)
-    soft.set_prices(0.5)
+    for each in soft.coded:
+        each.set_price(0.5)
     soft.up.requires_grad_()
     with soft.used():
         layer(x).sum().backward()
@@ -314,7 +315,8 @@ def test_bits_cost_more_while_codes_take_too_much():
     taken, slopes = 8 * code_bytes(codes) / codes.numel(), []
     for rate in (1.03 * taken, taken, 0.97 * taken):
         soft = soft_of(coded(nn.Conv2d(8, 16, 3), rate=rate), values(4, 8, 6, 6))
-        soft.set_prices(0.5)
+        for each in soft.coded:
+            each.set_price(0.5)
         slopes.append(float(soft._slope.abs().sum()))
     assert slopes[0] < slopes[1] < slopes[2]
 
@@ -345,6 +347,7 @@ def test_weights_beyond_the_last_code_have_a_price_and_stay_there():
     soft = soft_of(layer, values(4, 8, 6, 6))
     (own,) = soft.coded
     assert torch.equal(own._codes(), rows_of(layer, codes).flatten())
-    soft.set_prices(1.0)
+    for each in soft.coded:
+        each.set_price(1.0)
     assert own._slope[0] == own._slope[-1] == 0
     assert torch.isfinite(own._slope).all()

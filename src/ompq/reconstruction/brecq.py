@@ -5,11 +5,10 @@ sigmoid (AdaRound) while activations are float; then activation steps, on inputs
 float network. One thing differs: a block that learning makes worse keeps what it had.
 """
 
-import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeAlias, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -20,10 +19,9 @@ from ompq.layers import (
     activation_quantizers,
     quantized_layers,
 )
-from ompq.processes import average
 from ompq.ranges import shrunk_tensor
 from ompq.reconstruction.blocks import BlockCache
-from ompq.reconstruction.rounding import block_error, kernel_graph, optimising
+from ompq.reconstruction.descent import Descent, Picked, kept_if_better, optimising
 from ompq.samples import (
     Progress,
     Samples,
@@ -34,12 +32,8 @@ from ompq.samples import (
     to_device,
 )
 
-# Called with a block's inputs, its target and the number of the step, (1,).
-_Loss: TypeAlias = Callable[[list[Tensor], Tensor, Tensor], Tensor]
 ZETA, GAMMA = 1.1, -0.1  # ends of the stretched sigmoid
 _FOR_RANGES = 64  # samples that ranges of activations are found with
-_REPORT_EVERY = 50  # iterations
-_EAGER = 3  # steps that run before one is captured on CUDA
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,13 +133,14 @@ def side_loss(up: Sequence[Tensor], exponent: Tensor) -> Tensor:
 
 
 def side_schedule(config: BrecqConfig) -> Tensor:
-    """Return weight and exponent of the regulariser, (iterations, 2)."""
+    """Return rate, and weight and exponent of the regulariser, (iterations, 3)."""
     step = torch.arange(config.iterations, dtype=torch.float32)
     begin = config.warmup * config.iterations
     left = 1 - (step - begin).clamp(min=0) / max(config.iterations - begin, 1)
     start, end = config.exponent
     weight = config.round_weight * (step >= begin)
-    return torch.stack([weight, end + (start - end) * left], 1)
+    rate = torch.full_like(step, config.learning_rate)
+    return torch.stack([rate, weight, end + (start - end) * left], 1)
 
 
 def learn_weights(
@@ -153,19 +148,22 @@ def learn_weights(
 ) -> tuple[float, float]:
     """Learn the rounding of a block's weights; return its error before and after."""
     soft = SigmoidRounding(list(quantized_layers(block).values()))
-    sides = side_schedule(config).to(model_device(block))
 
-    def loss(inputs: list[Tensor], target: Tensor, number: Tensor) -> Tensor:
-        up, (weight, exponent) = soft.up(), sides.index_select(0, number)[0]
+    def loss(picked: Picked, row: Tensor) -> Tensor:
+        up = soft.up()
         with soft.used(up):
-            output = cache.call(block, inputs)
-        sides_cost: Tensor = weight * side_loss(up, exponent)
-        return summed_error(output, target, 2.0) + sides_cost
+            output = cache.call(block, picked.inputs)
+        sides_cost: Tensor = row[1] * side_loss(up, row[2])
+        return summed_error(output, picked.target, 2.0) + sides_cost
 
-    rates = torch.full((config.iterations,), config.learning_rate)
-    with _kept_if_better(block, cache, config, 2.0) as errors:
-        descent = _Descent(cache, soft.alphas, rates, loss)
-        descent.run(config.batch_size, config.seed, progress)
+    table, learned = side_schedule(config), [(soft.alphas, 0)]
+    size = max(config.batch_size, cache.batch_size)
+    with (
+        kept_if_better(block, cache, size) as errors,
+        optimising(block, config.seed),
+    ):
+        order = _sample_order(len(cache.targets), len(table), config)
+        Descent(block, cache, learned, table, order, loss).run(progress)
         soft.finish()
     return errors[0], errors[1]
 
@@ -177,17 +175,29 @@ def learn_steps(
     scales: list[Tensor] = [q.scale for q in _quantizers(block)]
     power = config.activation_power
 
-    def loss(inputs: list[Tensor], target: Tensor, _number: Tensor) -> Tensor:
-        output = cache.call(block, inputs)
-        return summed_error(output, target, power)
+    def loss(picked: Picked, _row: Tensor) -> Tensor:
+        return summed_error(cache.call(block, picked.inputs), picked.target, power)
 
     share = torch.arange(config.activation_iterations) / config.activation_iterations
     rates = config.activation_learning_rate * (1 + (torch.pi * share).cos()) / 2
-    with _kept_if_better(block, cache, config, power) as errors:
+    size = max(config.batch_size, cache.batch_size)
+    with (
+        kept_if_better(block, cache, size, power) as errors,
+        optimising(block, config.seed),
+    ):
         if scales:
-            descent = _Descent(cache, scales, rates, loss)
-            descent.run(config.batch_size, config.seed, progress)
+            order = _sample_order(len(cache.targets), len(rates), config)
+            Descent(block, cache, [(scales, 0)], rates[:, None], order, loss).run(
+                progress
+            )
     return errors[0], errors[1]
+
+
+def _sample_order(count: int, iterations: int, config: BrecqConfig) -> Tensor:
+    """Return which samples each step sees, none twice, (iterations, batch size)."""
+    generator = torch.Generator().manual_seed(config.seed)
+    drawn = (torch.randperm(count, generator=generator) for _ in range(iterations))
+    return torch.stack([each[: config.batch_size] for each in drawn])
 
 
 def calibrate_steps(model: nn.Module, samples: Samples) -> None:
@@ -227,96 +237,3 @@ def float_activations(model: nn.Module, *, wanted: bool) -> Iterator[None]:
 
 def _quantizers(model: nn.Module) -> list[ActivationQuantizer]:
     return list(activation_quantizers(model).values())
-
-
-@contextmanager
-def _kept_if_better(
-    block: nn.Module, cache: BlockCache, config: BrecqConfig, power: float
-) -> Iterator[list[float]]:
-    """Yield a list for the errors before and after; undo what did not help."""
-    size = max(config.batch_size, cache.batch_size)
-    errors = [block_error(block, cache, size, power)]
-    state = copy.deepcopy(block.state_dict())
-    with optimising(block, config.seed):
-        yield errors
-    errors.append(block_error(block, cache, size, power))
-    if not errors[1] < errors[0]:  # NaN is no improvement either
-        block.load_state_dict(state)
-
-
-class _Descent:
-    """Adam on a block; on CUDA a step is captured once and replayed.
-
-    Processes, each with samples of its own, average their gradients.
-    """
-
-    def __init__(
-        self, cache: BlockCache, learned: list[Tensor], rates: Tensor, loss: _Loss
-    ) -> None:
-        """Prepare to learn these tensors with a rate for each step, (iterations,)."""
-        self.cache, self.learned, self.loss = cache, learned, loss
-        self.device = learned[0].device
-        self.rates = rates.to(self.device)
-        self.rate = self.rates[:1].clone()
-        self.number = torch.zeros(1, dtype=torch.long, device=self.device)
-        self.optimizer = torch.optim.Adam(
-            [{"params": [t.requires_grad_() for t in learned], "lr": self.rate[0]}],
-            capturable=self.device.type == "cuda",
-            fused=True,
-        )
-
-    def run(self, batch_size: int, seed: int, progress: Progress | None) -> None:
-        """Do all steps."""
-        count, total = len(self.cache.targets), len(self.rates)
-        generator = torch.Generator().manual_seed(seed)
-        drawn = [torch.randperm(count, generator=generator) for _ in range(total)]
-        self.order = torch.stack([each[:batch_size] for each in drawn])
-        self.order = self.order.to(self.cache.targets.device)
-        # A cache in host memory is picked from there and copied into fixed places.
-        away = self.cache.targets.device != self.device
-        first = self._pick(self.order[0]) if away else []
-        self.places = [tensor.to(self.device) for tensor in first]
-        compute, move = self._compute, self._move
-        if self.device.type == "cuda":
-            stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                for done in range(min(_EAGER, total)):
-                    self._step(done, compute, move)
-            torch.cuda.current_stream().wait_stream(stream)
-            self.optimizer.zero_grad(set_to_none=True)
-            compute, move = kernel_graph(compute), kernel_graph(move)
-        for done in range(int(self.number.item()), total):
-            self._step(done, compute, move)
-            if progress and (done + 1) % _REPORT_EVERY == 0:
-                progress(done + 1, total, "")
-        for tensor in self.learned:
-            tensor.requires_grad, tensor.grad = False, None
-
-    def _step(
-        self, done: int, compute: Callable[[], None], move: Callable[[], None]
-    ) -> None:
-        if self.places:
-            found = self._pick(self.order[done])
-            for place, tensor in zip(self.places, found, strict=True):
-                place.copy_(tensor)
-        compute()
-        average(tensor.grad for tensor in self.learned)
-        move()
-
-    def _pick(self, index: Tensor) -> list[Tensor]:
-        inputs, target, _ = self.cache.pick(index)
-        return [*inputs, target]
-
-    def _compute(self) -> None:
-        torch.index_select(self.rates, 0, self.number, out=self.rate)
-        found = self.places
-        if not found:
-            found = self._pick(self.order.index_select(0, self.number)[0])
-        *inputs, target = found
-        self.optimizer.zero_grad(set_to_none=True)
-        self.loss(inputs, target, self.number).backward()  # type: ignore[no-untyped-call]
-
-    def _move(self) -> None:
-        self.optimizer.step()
-        self.number.add_(1)

@@ -1,9 +1,8 @@
 """Learning the rounding of one block (AdaRound), and activation scales (LSQ)."""
 
-import copy
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -17,13 +16,14 @@ from torch.nn.modules.conv import _ConvTransposeNd
 from ompq.costs import coded_bytes
 from ompq.entropy import CodeModel
 from ompq.layers import (
+    ActivationQuantizer,
     QuantizedLayer,
     Size,
     activation_quantizers,
     linear_map,
     quantized_layers,
 )
-from ompq.processes import add_up, average, copy_main, process_count, rank
+from ompq.processes import average, copy_main, process_count, rank
 from ompq.quantization.moments import (
     FOR_MOMENTS,
     Moments,
@@ -34,8 +34,8 @@ from ompq.quantization.moments import (
 from ompq.quantizers import LARGEST_BITS
 from ompq.rates import ZERO, code_bits, code_bytes, entropy, lowered_codes
 from ompq.reconstruction.blocks import BlockCache
-from ompq.recording import detach_state
-from ompq.samples import Progress, attached, cudnn_kernels, evaluating, model_device
+from ompq.reconstruction.descent import Descent, Picked, kept_if_better, optimising
+from ompq.samples import Progress, attached, evaluating, model_device
 
 _FASTEST = 0.005  # steps of the grid per iteration; more overshoots in short runs
 _FEWEST_SAMPLES = 8  # an iteration with fewer is too noisy
@@ -43,7 +43,6 @@ _FEWEST_SAMPLES = 8  # an iteration with fewer is too noisy
 # take more than they should, and its logarithm at most; what they should take of what
 # they may: to lower codes in the end costs more than to leave some bytes.
 _PRICINGS, _GAIN, _MOST, _FILLED = 20, 60.0, 3.0, 0.99
-_REPORT_EVERY = 50  # iterations; on a CPU these can take seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,21 +118,15 @@ def learn_rounding(
     outputs are restored first: the blocks before this one have changed since it got its
     biases.
     """
-    before = block_error(block, cache, config.batch_size)
-    state = copy.deepcopy(block.state_dict())
     layers = {n: m for n, m in quantized_layers(block).items() if m.bias is not None}
     wanted = {name: each for name, each in (moments or {}).items() if name in layers}
-    with evaluating(block):
-        restore_moments(layers, wanted, _runs(block, cache))
-    copy_main(block.state_dict().values())  # others have seen other samples
-    with optimising(block, config.seed):
-        learner = _Learner(block, cache, config, before)
-        learner.run(progress)
-        learner.finish()
-    after = block_error(block, cache, config.batch_size)
-    if not after < before:  # NaN is no improvement either
-        block.load_state_dict(state)
-    return before, after
+    with kept_if_better(block, cache, config.batch_size) as errors:
+        with evaluating(block):
+            restore_moments(layers, wanted, _runs(block, cache))
+        copy_main(block.state_dict().values())  # others have seen other samples
+        with optimising(block, config.seed):
+            _descend(block, cache, config, errors[0], progress)
+    return errors[0], errors[1]
 
 
 def _runs(block: nn.Module, cache: BlockCache) -> Runs:
@@ -147,229 +140,94 @@ def _runs(block: nn.Module, cache: BlockCache) -> Runs:
     return [partial(run, index) for index in torch.split(first, cache.batch_size)]
 
 
-def block_error(
-    block: nn.Module, cache: BlockCache, batch_size: int, power: float = 2.0
-) -> float:
-    """Return ||output − target||² / ||target||² over all samples, or another power."""
-    device = model_device(block)
-    error = torch.zeros((), dtype=torch.float64, device=device)
-    norm = torch.zeros((), dtype=torch.float64, device=device)
-    with evaluating(block):
-        for index in cache.batches(batch_size):
-            inputs, target, _ = cache.pick(index)
-            output = cache.call(block, [t.to(device) for t in inputs])
-            target = target.to(device)
-            error += (output - target).double().abs().pow(power).sum()
-            norm += target.double().abs().pow(power).sum()
-    tiny = torch.finfo(torch.float64).tiny
-    return float(add_up(error) / add_up(norm).clamp_min(tiny))
+def _descend(
+    block: nn.Module,
+    cache: BlockCache,
+    config: RoundingConfig,
+    before: float,
+    progress: Progress | None,
+) -> None:
+    """Learn the rounding of a block whose error was this before."""
+    energy = cache.targets.double().square().mean()
+    average([energy])
+    usual = max(before * energy.item(), torch.finfo(torch.float32).tiny)
+    quantizers = list(activation_quantizers(block).values())
+    soft = SoftRounding(list(quantized_layers(block).values()), _runs(block, cache))
+    decided = first_decided(config)
+    every = max(1, config.iterations // _PRICINGS)
 
+    def loss(picked: Picked, _row: Tensor) -> Tensor:
+        with soft.used():
+            output = cache.call(block, _mixed(picked, config.float_inputs))
+        return _squared_error(output, picked) / usual
 
-@contextmanager
-def optimising(block: nn.Module, seed: int) -> Iterator[None]:
-    """Make the arithmetic repeatable, and leave the global generators as they were."""
-    device = model_device(block)
-    devices = [device] if device.type == "cuda" else []
-    with (
-        torch.random.fork_rng(devices=devices),
-        cudnn_kernels(repeatable=True),
-        evaluating(block),
-        torch.enable_grad(),
-    ):
-        torch.manual_seed(seed)
-        yield
-
-
-class _Learner:
-    """The optimisation of one block; on CUDA its step is captured once and replayed.
-
-    Everything that changes from step to step (the step's number, and with it the
-    samples, the rates and Adam's state) lives on the device, so that a replayed graph
-    needs nothing from the host.
-    """
-
-    def __init__(
-        self, block: nn.Module, cache: BlockCache, config: RoundingConfig, before: float
-    ) -> None:
-        self.block, self.cache, self.config = block, cache, config
-        energy = cache.targets.double().square().mean()
-        average([energy])
-        self.usual = max(before * energy.item(), torch.finfo(torch.float32).tiny)
-        self.device = model_device(block)
-        self.quantizers = list(activation_quantizers(block).values())
-        layers = list(quantized_layers(block).values())
-        self.soft = SoftRounding(layers, _runs(block, cache))
-        for quantizer in self.quantizers:
-            quantizer.keep = 1.0 - config.drop
-        self.schedule = schedule(config).to(self.device)  # (iterations, 6)
-        self.now = self.schedule[:1].clone()  # the row of this step
-        self.learned = self._learned()
-        self.optimizer = torch.optim.Adam(
-            [{"params": tensors, "lr": rate} for tensors, rate in self.learned],
-            capturable=self.device.type == "cuda",
-            fused=True,
-        )
-        self.number = torch.zeros(1, dtype=torch.long, device=self.device)
-        self.loss = torch.zeros((), device=self.device)
-        # A cache in host memory is picked from there and copied into fixed places.
-        self.on_device = cache.targets.device == self.device
-        self.order = sample_order(cache.targets, config).to(cache.targets.device)
-        first = [] if self.on_device else self._pick(self.order[0])
-        self.places = [tensor.to(self.device) for tensor in first]
-        self.keeps_state = True  # until a step has shown that no module keeps any
-
-    def _learned(self) -> list[tuple[list[Tensor], Tensor]]:
-        """Return what is learned, with the places from which its rates are read."""
-        config = self.config
-        # A finer step gains nothing at 8 bits, and its gradient is costly.
-        narrow = [q for q in self.quantizers if q.bits < LARGEST_BITS and q.learnable]
-        coarse: list[Tensor] = [q.scale for q in narrow]
-        rates = (
-            (coarse, config.activation_learning_rate),
-            ([self.soft.stretch], config.scale_learning_rate),
-            ([self.soft.bias], config.bias_learning_rate),
-        )
-        learned = [([self.soft.up], self.now[0, 0])]
-        for column, (tensors, rate) in enumerate(rates, start=1):
-            if tensors and rate > 0:
-                learned.append((tensors, self.now[0, column]))
-        for tensors, _ in learned:
-            for tensor in tensors:
-                tensor.requires_grad_()
-        return learned
-
-    def run(self, progress: Progress | None) -> None:
-        """Run all iterations."""
-        total = self.config.iterations
-        replay = self._captured() if self.device.type == "cuda" else self._advance
-        # The steps that warm the capture up are steps like any other.
-        for done in range(int(self.number.item()), total):
-            self._before(done)
-            replay()
-            if progress and (done + 1) % min(_REPORT_EVERY, total) == 0:
-                progress(done + 1, total, f"loss {self.loss.item():.4g}")
-
-    @torch.no_grad()
-    def _before(self, step: int) -> None:
-        """Do what a replayed step cannot do for itself."""
-        config = self.config
-        decided, every = first_decided(config), max(1, config.iterations // _PRICINGS)
+    def prepare(step: int) -> None:
         if step == decided:
-            self.soft.harden()
-            self.soft.keep_rates(self._importance())
+            soft.harden()
+            # Where a weight's error matters much, gradients vary much.
+            state = descent.optimizer.state[soft.up]
+            alike = torch.ones_like(soft.up)
+            soft.keep_rates(state["exp_avg_sq"].sqrt() if state else alike)
         elif config.price and step < decided and step % every == 0:
-            self.soft.set_prices(config.price)
-        if not self.on_device:
-            self._refill(self.order[step])
+            for each in soft.coded:
+                each.set_price(config.price)
 
-    def _importance(self) -> Tensor:
-        """Return how much the error of each weight matters, about, (W,).
-
-        Where it matters much, gradients vary much from step to step.
-        """
-        state = self.optimizer.state[self.soft.up]
-        return state["exp_avg_sq"].sqrt() if state else torch.ones_like(self.soft.up)
-
-    def _captured(self) -> Callable[[], None]:
-        """Return a step that replays its kernels; processes talk between two graphs."""
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for done in range(min(3, self.config.iterations)):
-                self._before(done)
-                self._advance()
-        torch.cuda.current_stream().wait_stream(stream)
-        self.optimizer.zero_grad(set_to_none=True)
-        if process_count() == 1:
-            return kernel_graph(self._advance)
-        compute, move = kernel_graph(self._compute), kernel_graph(self._move)
-
-        def advance() -> None:
-            compute()
-            self._average()
-            move()
-
-        return advance
-
-    def _advance(self) -> None:
-        """Do one step."""
-        self._compute()
-        self._average()
-        self._move()
-
-    def _average(self) -> None:
-        average(tensor.grad for tensors, _ in self.learned for tensor in tensors)
-
-    def _compute(self) -> None:
-        """Pick samples and compute the gradients of the loss."""
-        torch.index_select(self.schedule, 0, self.number, out=self.now)
-        inputs, target, weights = self._batch()
-        with self.soft.used():
-            output = self.cache.call(self.block, inputs)
-        loss = _squared_error(output, target, weights) / self.usual
-        self.optimizer.zero_grad(set_to_none=True)
-        loss.backward()  # type: ignore[no-untyped-call]
-        self.keeps_state = self.keeps_state and detach_state(self.block)
-        self.loss.copy_(loss.detach())
-
-    def _move(self) -> None:
-        """Move what is learned."""
-        self.optimizer.step()
-        with torch.no_grad():
-            self.soft.decide(self.now[0, 4], self.now[0, 5])
-        self.number += 1
-
-    def _batch(self) -> tuple[list[Tensor], Tensor, Tensor | None]:
-        """Return inputs, targets and weights of this step's samples."""
-        found = self.places
-        if self.on_device:
-            found = self._pick(self.order.index_select(0, self.number).squeeze(0))
-        count, others = len(self.cache.inputs), len(self.cache.float_inputs)
-        inputs, target, *weights = found[:count], *found[count + others :]
-        pairs = zip(inputs, found[count : count + others], strict=False)
-        mixed = [self._mixed(*pair) for pair in pairs]
-        return mixed or inputs, target, next(iter(weights), None)
-
-    def _mixed(self, rounded: Tensor, plain: Tensor) -> Tensor:
-        if not rounded.is_floating_point():
-            return rounded
-        taken = torch.rand_like(rounded) < self.config.float_inputs
-        return torch.where(taken, plain, rounded)
-
-    def _pick(self, index: Tensor) -> list[Tensor]:
-        """Return inputs, those of the float network, targets and weights."""
-        inputs, target, weights = self.cache.pick(index)
-        others = [t.index_select(0, index) for t in self.cache.float_inputs]
-        return [*inputs, *others, target, *([] if weights is None else [weights])]
-
-    def _refill(self, index: Tensor) -> None:
-        for place, tensor in zip(self.places, self._pick(index), strict=True):
-            place.copy_(tensor)
-
-    def finish(self) -> None:
-        """Put the learned rounding into the layers."""
-        with torch.no_grad():
-            self.soft.finish()
-        for tensors, _ in self.learned:
-            for tensor in tensors:
-                tensor.requires_grad = False
-                tensor.grad = None
-        for quantizer in self.quantizers:
-            quantizer.keep = 1.0
+    for quantizer in quantizers:
+        quantizer.keep = 1.0 - config.drop
+    descent = Descent(
+        block=block,
+        cache=cache,
+        learned=_learned(soft, quantizers, config),
+        schedule=schedule(config),
+        order=sample_order(cache.targets, config),
+        loss=loss,
+        before=prepare,
+        after=lambda row: soft.decide(row[4], row[5]),
+    )
+    descent.run(progress)
+    with torch.no_grad():
+        soft.finish()
+    for quantizer in quantizers:
+        quantizer.keep = 1.0
 
 
-def kernel_graph(step: Callable[[], None]) -> Callable[[], None]:
-    """Capture the kernels of a step, and return what runs them again."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    return graph.replay
+def _squared_error(output: Tensor, picked: Picked) -> Tensor:
+    if picked.weights is None:
+        return F.mse_loss(output, picked.target)
+    return ((output - picked.target).square() * picked.weights).mean()
 
 
-def _squared_error(output: Tensor, target: Tensor, weights: Tensor | None) -> Tensor:
-    if weights is None:
-        return F.mse_loss(output, target)
-    return ((output - target).square() * weights).mean()
+def _learned(
+    soft: "SoftRounding",
+    quantizers: Sequence[ActivationQuantizer],
+    config: RoundingConfig,
+) -> list[tuple[list[Tensor], int]]:
+    """Return what is learned, with the columns of the schedule that are its rates."""
+    # A finer step gains nothing at 8 bits, and its gradient is costly.
+    narrow = [q for q in quantizers if q.bits < LARGEST_BITS and q.learnable]
+    rates: tuple[tuple[list[Tensor], float], ...] = (
+        ([q.scale for q in narrow], config.activation_learning_rate),
+        ([soft.stretch], config.scale_learning_rate),
+        ([soft.bias], config.bias_learning_rate),
+    )
+    others = [
+        (tensors, column)
+        for column, (tensors, rate) in enumerate(rates, start=1)
+        if tensors and rate > 0
+    ]
+    return [([soft.up], 0), *others]
+
+
+def _mixed(picked: Picked, share: float) -> list[Tensor]:
+    """Return inputs of which a share of the elements is the float network's."""
+    if not picked.float_inputs:
+        return picked.inputs
+    return [
+        torch.where(torch.rand_like(rounded) < share, plain, rounded)
+        if rounded.is_floating_point()
+        else rounded
+        for rounded, plain in zip(picked.inputs, picked.float_inputs, strict=True)
+    ]
 
 
 def first_decided(config: RoundingConfig) -> int:
@@ -478,11 +336,6 @@ class SoftRounding:
     def harden(self) -> None:
         """Put each weight at its nearer neighbour."""
         self.up.round_()
-
-    def set_prices(self, price: float) -> None:
-        """Let the weights of coded layers feel what codes cost by now."""
-        for each in self.coded:
-            each.set_price(price)
 
     def keep_rates(self, importance: Tensor) -> None:
         """Lower codes of coded layers that take more than they may."""
