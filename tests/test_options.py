@@ -3,9 +3,11 @@
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
+import pytest
 import typer
 from typer.testing import CliRunner
 
+from ompq.cli.console import Console, View
 from ompq.cli.options import option, spread
 
 
@@ -37,3 +39,32 @@ def test_a_dataclass_stands_for_its_options():
     assert go.__doc__ == "Go there."
     shown = CliRunner().invoke(app, ["--help"]).stdout
     assert "Where to go" in shown and "Which floor." in shown
+
+
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [
+        (["3"], "3 steps\n"),
+        (["3", "--quiet"], "3\n"),
+        (["3", "--json", "--quiet"], '{\n  "steps": 3,\n  "quiet": true\n}\n'),
+    ],
+)
+def test_what_a_command_returns_is_printed_as_its_options_ask(words, shown):
+    @spread
+    def walk(steps: Annotated[int, typer.Argument()], console: Console) -> View:
+        data = {"steps": steps, "quiet": console.quiet}
+        return View(data, str(steps), [f"{steps} steps"])
+
+    app = typer.Typer()
+    app.command()(walk)
+    assert CliRunner().invoke(app, words).stdout == shown
+
+
+def test_a_view_without_tables_is_a_line():
+    @spread
+    def walk() -> View:
+        return View({}, "one line")
+
+    app = typer.Typer()
+    app.command()(walk)
+    assert CliRunner().invoke(app, []).stdout == "one line\n"

@@ -1,7 +1,8 @@
 """The program ``ompq``: its commands, found by name, and how it ends.
 
-A command is one line in ``_GROUPS`` and one function in the module named there.
-Modules are imported when their command is used: ``ompq --help`` needs no PyTorch.
+A command is one line in ``_GROUPS`` and one function in the module named there, which
+takes groups of options and returns what is shown. Modules are imported when their
+command is used: ``ompq --help`` needs no PyTorch.
 """
 
 import ctypes
