@@ -7,8 +7,8 @@ from torch import nn
 
 from nets import TinyMobileNet, images, seeded
 from ompq.allocation.solver import Allocation, Budget
-from ompq.audits import RANDOM, Audit, Correlation, Measured, ScoreAudit
 from ompq.graph import Choice, LayerGraph, Unit
+from ompq.measurement.audits import RANDOM, Audit, Correlation, Measured, ScoreAudit
 from ompq.plans import Plan, PlanConfig, plan
 from ompq.report.sections import (
     Accuracy,

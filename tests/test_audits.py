@@ -7,8 +7,8 @@ import torch
 
 import ompq
 from nets import TinyMobileNet, images, seeded
-from ompq.audits import random_allocation
 from ompq.errors import CheckpointError
+from ompq.measurement.audits import random_allocation
 
 BUDGET = "3.5bits"
 QUICK = ompq.AuditConfig(

@@ -8,8 +8,9 @@ import torch
 import ompq
 from cli_tools import network_file, run, run_json
 from nets import Chain, scenes, seeded
-from ompq import goals, reconstruction
+from ompq import reconstruction
 from ompq.errors import CheckpointError, GoalError
+from ompq.measurement import goals
 
 MODEL, SAMPLES = seeded(Chain()), scenes(48)
 BITS = ompq.PlanConfig(choices=(2, 3, 4, 8), score="weight_noise")

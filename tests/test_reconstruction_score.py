@@ -9,7 +9,7 @@ import ompq
 from nets import Chain, images, scenes, seeded
 from ompq.evaluation import kl_divergence, logits_of
 from ompq.graph import Choice
-from ompq.reconstruction_score import BlockLoss
+from ompq.measurement.reconstruction_score import BlockLoss
 from ompq.samples import Samples
 from ompq.scores import score_name, score_table
 from tables import score_inputs

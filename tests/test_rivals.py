@@ -10,8 +10,15 @@ from torch.nn import functional as F
 import ompq
 from nets import TinyResNet, scenes, seeded
 from ompq.errors import InfeasibleBudgetError, PlanError, ScoreError
+from ompq.measurement.rivals import (
+    ReinforceConfig,
+    _Agent,
+    _Judge,
+    _Ladder,
+    _Memory,
+    _Steps,
+)
 from ompq.models.cifar import CifarResNet
-from ompq.rivals import ReinforceConfig, _Agent, _Judge, _Ladder, _Memory, _Steps
 
 QUICK = ReinforceConfig(episodes=12, warmup=4)
 

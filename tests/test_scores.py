@@ -9,9 +9,9 @@ from torch.nn import functional as F
 from nets import Chain, TinyMobileNet, TinyResNet, images, seeded
 from ompq.errors import SampleError, ScoreError, TraceError
 from ompq.graph import Choice, trace
+from ompq.measurement.reconstruction_score import SCORES
 from ompq.orthogonality import debiased_products, gram_matrix, normalised
 from ompq.ranges import search_weight
-from ompq.reconstruction_score import SCORES
 from ompq.recording import watch
 from ompq.scores import (
     Blend,

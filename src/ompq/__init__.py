@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ompq.allocation.solver import Allocation, Budget
-    from ompq.audits import Audit, AuditConfig, audit
     from ompq.datasets.distilled_data import distilled_samples
     from ompq.datasets.images import image_views
     from ompq.datasets.sources import load_data
@@ -41,9 +40,18 @@ if TYPE_CHECKING:
         TrainingError,
     )
     from ompq.evaluation import Evaluation, Perplexity, evaluate
-    from ompq.goals import Goal, Smallest, SmallestConfig, smallest
     from ompq.graph import Choice, LayerGraph, Unit, trace
     from ompq.integer.finalization import finalize
+    from ompq.measurement.audits import Audit, AuditConfig, audit
+    from ompq.measurement.goals import Goal, Smallest, SmallestConfig, smallest
+    from ompq.measurement.reconstruction_score import BlockLoss, ReconstructionScore
+    from ompq.measurement.refinement import RefineConfig, refine
+    from ompq.measurement.rivals import (
+        ReinforceConfig,
+        Widened,
+        one_bitwidth,
+        reinforce,
+    )
     from ompq.models import load_model
     from ompq.models.decoders import with_linear_layers
     from ompq.onnx.export import export_onnx
@@ -54,13 +62,10 @@ if TYPE_CHECKING:
     from ompq.reconstruction import ReconstructConfig, reconstruct
     from ompq.reconstruction.brecq import BrecqConfig
     from ompq.reconstruction.rounding import RoundingConfig
-    from ompq.reconstruction_score import BlockLoss, ReconstructionScore
-    from ompq.refinement import RefineConfig, refine
     from ompq.report import write_report
     from ompq.report.charts import worst_histograms
     from ompq.report.figures import write_figures
     from ompq.report.sections import Accuracy
-    from ompq.rivals import ReinforceConfig, Widened, one_bitwidth, reinforce
     from ompq.samples import Samples
     from ompq.scores import (
         Blend,
@@ -84,7 +89,7 @@ if TYPE_CHECKING:
     from ompq.training.config import TRAIN_PROTOCOLS, TrainConfig
 
 _HOMES = {
-    "ompq.audits": "Audit AuditConfig audit",
+    "ompq.measurement.audits": "Audit AuditConfig audit",
     "ompq.allocation.solver": "Allocation Budget",
     "ompq.datasets.images": "image_views",
     "ompq.datasets.distilled_data": "distilled_samples",
@@ -103,14 +108,14 @@ _HOMES = {
     "ompq.reconstruction": "ReconstructConfig reconstruct",
     "ompq.reconstruction.brecq": "BrecqConfig",
     "ompq.reconstruction.rounding": "RoundingConfig",
-    "ompq.reconstruction_score": "BlockLoss ReconstructionScore",
-    "ompq.refinement": "RefineConfig refine",
+    "ompq.measurement.reconstruction_score": "BlockLoss ReconstructionScore",
+    "ompq.measurement.refinement": "RefineConfig refine",
     "ompq.report": "write_report",
     "ompq.report.charts": "worst_histograms",
     "ompq.report.figures": "write_figures",
     "ompq.report.sections": "Accuracy",
-    "ompq.rivals": "ReinforceConfig Widened one_bitwidth reinforce",
-    "ompq.goals": "Goal Smallest SmallestConfig smallest",
+    "ompq.measurement.rivals": "ReinforceConfig Widened one_bitwidth reinforce",
+    "ompq.measurement.goals": "Goal Smallest SmallestConfig smallest",
     "ompq.models": "load_model",
     "ompq.models.decoders": "with_linear_layers",
     "ompq.datasets.sources": "load_data",

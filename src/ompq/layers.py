@@ -18,8 +18,6 @@ from ompq.quantizers import (
     deployed,
     half_through,
     learned_clip,
-    like_weight,
-    of_groups,
     on_log_grid,
     rounded_to,
 )
@@ -134,12 +132,10 @@ class QuantizedLayer(nn.Module):
 
     weight: nn.Parameter  # the stored weight; float
     bias: nn.Parameter | None
-    # Step of each output channel, (C,), or of each group of its weights, (C, G).
-    weight_scale: nn.Parameter
-    weight_zero_point: Tensor  # code of 0 for each of them; multiples of 0.5
+    weight_scale: nn.Parameter  # step of each output channel, (C,)
+    weight_zero_point: Tensor  # code of 0 for each channel, (C,); multiples of 0.5
     bits: int  # width of the weight's codes
     narrow: bool  # whether the highest code is left out
-    group_size: int = 0  # inputs whose weights share a scale; 0 if all of a channel do
     # Bits a weight, at most, that the codes take once entropy-coded; 0 if they are not.
     rate: float = 0.0
     # Computes the layer with the batch norm that was folded into it, while the two are
@@ -175,15 +171,16 @@ class QuantizedLayer(nn.Module):
         weight: Tensor = self.weight
         if factor is not None:
             weight = scaled_channels(weight, factor, self)
-        shared = weight.numel() / self.weight_scale.numel()
-        return rounded_to(self.grid_like_weight(), weight, shared)
+        return rounded_to(self.grid_like_weight(), weight)
 
     def grid_like_weight(self) -> Grid:
         """Return the grid shaped so that it broadcasts with the weight."""
-        like = self.weight.shape, channel_axis(self), self.group_size
+        shape = [1] * self.weight.dim()
+        axis = channel_axis(self)
+        shape[axis] = self.weight.shape[axis]
         return Grid(
-            like_weight(self.weight_scale, *like),
-            like_weight(self.weight_zero_point, *like),
+            self.weight_scale.reshape(shape),
+            self.weight_zero_point.reshape(shape),
             self.bits,
             self.narrow,
         )
@@ -203,8 +200,7 @@ class QuantizedLayer(nn.Module):
 
     def extra_repr(self) -> str:
         """Tell the width next to what the replaced layer tells."""
-        groups = f", group_size={self.group_size}" if self.group_size else ""
-        return f"{super().extra_repr()}, bits={self.bits}{groups}"
+        return f"{super().extra_repr()}, bits={self.bits}"
 
 
 def linear_map(
@@ -317,13 +313,8 @@ def _probe(layer: nn.Module) -> Tensor:
     return torch.linspace(-1, 1, prod(shape)).reshape(shape).to(weight)
 
 
-def quantized_layer(
-    layer: nn.Module, grid: Grid, group_size: int = 0
-) -> QuantizedLayer:
-    """Return a quantized copy of a layer, its norm folded in.
-
-    The grid goes with the layer's weight, and has one scale for each channel, or group.
-    """
+def quantized_layer(layer: nn.Module, grid: Grid) -> QuantizedLayer:
+    """Return a quantized copy of a layer, its norm folded in, on a grid of (C,)."""
     kind = _replacement(layer)
     made = copy.deepcopy(layer)
     # The copy keeps every attribute of the layer, whatever its constructor took;
@@ -332,14 +323,10 @@ def quantized_layer(
     quantized = cast(QuantizedLayer, made)
     quantized.bits = grid.bits
     quantized.narrow = grid.narrow
-    quantized.group_size = group_size
     quantized.norm = None
-    scale, zero_point = (
-        of_groups(each.detach(), group_size).clone()
-        for each in (grid.scale, grid.zero_point)
-    )
-    quantized.weight_scale = nn.Parameter(scale, requires_grad=False)
-    quantized.register_buffer("weight_zero_point", zero_point)
+    scale, zero_point = grid.scale.detach().clone(), grid.zero_point.detach().clone()
+    quantized.weight_scale = nn.Parameter(scale.flatten(), requires_grad=False)
+    quantized.register_buffer("weight_zero_point", zero_point.flatten())
     return quantized
 
 

@@ -18,17 +18,17 @@ from ompq.costs import FLOAT_BITS
 from ompq.errors import PlanError, shortened
 from ompq.evaluation import Evaluation, Metric, evaluate, wilson_interval
 from ompq.files import library_version, write_text
-from ompq.goals import Goal, Smallest, SmallestConfig, smallest
 from ompq.graph import Choice
 from ompq.integer.finalization import finalized
-from ompq.measurement import Meter
+from ompq.measurement.goals import Goal, Smallest, SmallestConfig, smallest
+from ompq.measurement.meter import Meter
+from ompq.measurement.refinement import RefineConfig, refine
 from ompq.packing import save
 from ompq.plans import Pin, Plan, PlanConfig, plan, plan_summary
 from ompq.processes import wait_for_all
 from ompq.quantization import BlockError, QuantizeConfig, quantization_of, quantize
 from ompq.reconstruction import RECONSTRUCT_PROTOCOLS, ReconstructConfig, reconstruct
 from ompq.reconstruction.brecq import BrecqConfig
-from ompq.refinement import RefineConfig, refine
 from ompq.report import write_report
 from ompq.report.charts import worst_histograms
 from ompq.report.sections import (
@@ -192,8 +192,7 @@ class Workflow:
         worst = [bits.graph.names[at] for at in damage.argsort()[::-1][:count]]
         floats = dict.fromkeys(bits.graph.names, Choice(FLOAT_BITS, FLOAT_BITS))
         with self.stages.stage("measuring layers") as progress:
-            size = bits.graph.group_size
-            meter = Meter(self.model, samples, samples, group_size=size)
+            meter = Meter(self.model, samples, samples)
 
             def measured(given: Mapping[str, Choice]) -> float:
                 return meter.divergence(meter.quantized(Allocation(given)))

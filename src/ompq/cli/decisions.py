@@ -12,7 +12,6 @@ import typer
 from torch import nn
 
 from ompq.allocation.solver import Budget, Problem, reachable
-from ompq.audits import Audit, AuditConfig, audit as measure_scores
 from ompq.cli.console import Console, View, muted, say
 from ompq.cli.options import (
     BudgetOption,
@@ -46,8 +45,9 @@ from ompq.cli.views import (
 from ompq.costs import FLOAT_BITS, cost_tables, digits, in_bytes
 from ompq.datasets.sources import load_data
 from ompq.graph import Choice, find_units, live_tensors, observe
+from ompq.measurement.audits import Audit, AuditConfig, audit as measure_scores
+from ompq.measurement.reconstruction_score import SCORES
 from ompq.plans import PlanConfig, choice_table, make_problem, planned_graph
-from ompq.reconstruction_score import SCORES
 from ompq.report import write_report
 from ompq.report.sections import audit_sections
 from ompq.samples import Samples, SamplesLike, batch_values

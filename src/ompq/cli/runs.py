@@ -54,8 +54,8 @@ from ompq.datasets.training_sets import training_data
 from ompq.errors import BudgetError, DataError, PlanError
 from ompq.evaluation import METRICS, Evaluation, Metric, evaluate as measure
 from ompq.files import locked_folder
-from ompq.goals import Goal, Smallest
 from ompq.integer.engine import IntegerNetwork
+from ompq.measurement.goals import Goal, Smallest
 from ompq.models import NamedModel
 from ompq.packing import load, save
 from ompq.plans import Plan, read_bits

@@ -17,12 +17,12 @@ from ompq.cli.options import REQUIRED, argument, flag, number, one_of, option
 from ompq.costs import FLOAT_BITS, Accounting, load_latency
 from ompq.datasets.sources import Batches, Data, Split, load_data
 from ompq.errors import ScoreError
-from ompq.graph import CODED_BITS, GROUP_SIZES, Choice
+from ompq.graph import CODED_BITS, Choice
+from ompq.measurement.reconstruction_score import SCORES
+from ompq.measurement.refinement import RefineConfig
 from ompq.models import NamedModel, load_model
 from ompq.orthogonality import Decreasing
 from ompq.plans import PLAN_PROTOCOLS, Pin, PlanConfig
-from ompq.reconstruction_score import SCORES
-from ompq.refinement import RefineConfig
 from ompq.samples import Samples, model_device
 from ompq.scores import OrmSettings, Score, named_score, score_name
 from ompq.scores.orm import Granularity
@@ -185,13 +185,6 @@ class PlanOptions:
         "Bits a weight that coded weights may take, with --coded. "
         f"Default: {_joined(PlanConfig.rates)}.",
     )
-    group_size: int | None = option(
-        None,
-        "NUMBER",
-        f"{', '.join(map(str, GROUP_SIZES))}: give each so many inputs of a linear "
-        "layer a scale of their own in every output channel. Default: one scale per "
-        "channel.",
-    )
     score: str | None = option(
         None,
         "NAME",
@@ -291,7 +284,6 @@ class PlanOptions:
             "activation_choices": _numbers("--activation-bits", self.activation_bits),
             "storage": "coded" if self.coded else None,
             "rates": _numbers("--rates", self.rates, float),
-            "group_size": self.group_size,
             "pinned": {**base.pinned, **pins} if pins else None,
             "tie": False if self.no_tie else None,
             "tied": tuple(self.tie) if self.tie else None,

@@ -6,8 +6,8 @@ from math import isfinite
 from statistics import fmean, pstdev
 from typing import Any, TypeAlias, get_args
 
-from ompq.audits import Audit
 from ompq.evaluation import Evaluation
+from ompq.measurement.audits import Audit
 
 
 @dataclass(frozen=True)

@@ -19,15 +19,15 @@ from ompq.datasets.sources import Data
 from ompq.datasets.training_sets import training_data
 from ompq.errors import InfeasibleBudgetError, PatternError
 from ompq.graph import Unit, select, trace
+from ompq.measurement.reconstruction_score import BlockLoss
+from ompq.measurement.rivals import ReinforceConfig, one_bitwidth, reinforce
 from ompq.models import NamedModel
 from ompq.models.cifar import CifarResNet
 from ompq.orthogonality import gram_matrix
 from ompq.plans import PLAN_PROTOCOLS, Plan, PlanConfig
 from ompq.quantization import QUANTIZE_PROTOCOLS, QuantizeConfig
 from ompq.ranges import search_weight
-from ompq.reconstruction_score import BlockLoss
 from ompq.reproduction.registry import ANY, HALFWAY, Experiment, Row
-from ompq.rivals import ReinforceConfig, one_bitwidth, reinforce
 from ompq.samples import Samples, model_device
 from ompq.scores import measure_orm
 from ompq.training import train

@@ -74,7 +74,9 @@ SCORES: dict[str, Score] = {
 
 
 # A score that quantizes stands below this package, and is imported when it is named.
-_BELOW = dict.fromkeys(("block_loss", "reconstruction"), "ompq.reconstruction_score")
+_BELOW = dict.fromkeys(
+    ("block_loss", "reconstruction"), "ompq.measurement.reconstruction_score"
+)
 
 
 def named_score(name: str) -> Score:

@@ -73,12 +73,8 @@ def rounded_weights(
             rounded = coded_weight(coded, curve.step(choice.rate))
             yield weight * _kept(rounded, coded)
         else:
-            grid = search_weight(
-                weight.float(),
-                choice.weight,
-                channel_dim=channel_axis(module),
-                group_size=unit.group_size,
-            )
+            axis = channel_axis(module)
+            grid = search_weight(weight.float(), choice.weight, channel_dim=axis)
             yield grid.fake(weight)
 
 
@@ -93,9 +89,7 @@ def quickly_rounded(
     folded, module = unit_weight(model, unit)
     folded = folded.float()
     widths = [choice.weight for choice in choices if not choice.rate]
-    grids, found = quick_grids(
-        folded, widths, channel_dim=channel_axis(module), group_size=unit.group_size
-    )
+    grids, found = quick_grids(folded, widths, channel_dim=channel_axis(module))
     by_width = dict(zip(widths, grids, strict=True))
     noise = {Choice(w, FLOAT_BITS): n for w, n in zip(widths, found, strict=True)}
     rounded = {c: by_width[c.weight].fake(folded) for c in wanted if not c.rate}
@@ -176,9 +170,7 @@ def noise_table(given: ScoreInputs) -> Table:
     for row, unit in zip(table, graph.units, strict=True):
         weight, module = unit_weight(given.model, unit)
         axis = channel_axis(module)
-        noises = weight_noises(
-            weight.float(), widths, channel_dim=axis, group_size=unit.group_size
-        )
+        noises = weight_noises(weight.float(), widths, channel_dim=axis)
         found: dict[float, float] = dict(zip(widths, noises, strict=True))
         coded: dict[float, float] = {}
         if rates:

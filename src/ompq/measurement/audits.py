@@ -19,7 +19,7 @@ from ompq.costs import Budget, digits
 from ompq.evaluation import evaluate
 from ompq.files import json_list, json_object
 from ompq.graph import Choice, by_bits
-from ompq.measurement import Checkpoint, Meter
+from ompq.measurement.meter import Checkpoint, Meter
 from ompq.plans import Plan, PlanConfig, plan
 from ompq.samples import Batch, Progress, Samples, SamplesLike
 from ompq.scores import Score, measure_orm, score_name
@@ -215,12 +215,7 @@ def audit(  # noqa: PLR0913 - the last four are optional
         **(others or {}),
     }
     meter = Meter(
-        model,
-        calibration,
-        judges,
-        iterations=config.iterations,
-        seed=config.seed,
-        group_size=first.graph.group_size,
+        model, calibration, judges, iterations=config.iterations, seed=config.seed
     )
     identity = _identity(meter, first, candidates)
     kept = Checkpoint(checkpoint, "audit", identity, _read)

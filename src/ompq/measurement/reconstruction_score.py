@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ompq.allocation.program import Allocation
 from ompq.costs import FLOAT_BITS, can_be_coded
 from ompq.graph import Choice, Unit, normalised_by
-from ompq.measurement import Meter, split
+from ompq.measurement.meter import Meter, split
 from ompq.processes import share_out
 from ompq.reconstruction.blocks import fisher_weights
 from ompq.recording import tensors_in
@@ -42,8 +42,7 @@ class _OneByOne(ABC):
     def __call__(self, given: ScoreInputs) -> ScoreTable:
         """Return what is measured, (units, choices); processes share the cells."""
         graph, choices = given.graph, given.choices
-        few = given.samples.first(self.samples)
-        meter, measure = self._meter(given.model, few, graph.group_size)
+        meter, measure = self._meter(given.model, given.samples.first(self.samples))
         untouched = dict.fromkeys(graph.names, Choice(FLOAT_BITS, FLOAT_BITS))
         cells = [(unit, choice) for unit in graph.units for choice in choices]
 
@@ -63,9 +62,7 @@ class _OneByOne(ABC):
         return ScoreTable(table.reshape(len(graph), len(choices)))
 
     @abstractmethod
-    def _meter(
-        self, model: nn.Module, samples: Samples, group_size: int
-    ) -> tuple[Meter, Measure]:
+    def _meter(self, model: nn.Module, samples: Samples) -> tuple[Meter, Measure]:
         """Return what reconstructs, and what measures the result."""
 
 
@@ -78,16 +75,9 @@ class ReconstructionScore(_OneByOne):
 
     summary: ClassVar[str] = "divergence after one unit's block is reconstructed"
 
-    def _meter(
-        self, model: nn.Module, samples: Samples, group_size: int
-    ) -> tuple[Meter, Measure]:
-        meter = Meter(
-            model,
-            *split(samples, 0.5),
-            iterations=self.iterations,
-            seed=self.seed,
-            group_size=group_size,
-        )
+    def _meter(self, model: nn.Module, samples: Samples) -> tuple[Meter, Measure]:
+        steps, seed = self.iterations, self.seed
+        meter = Meter(model, *split(samples, 0.5), iterations=steps, seed=seed)
         return meter, lambda found, _unit: max(meter.divergence(found), 0.0)
 
 
@@ -102,17 +92,9 @@ class BlockLoss(_OneByOne):
 
     summary: ClassVar[str] = "BRECQ's: Fisher-weighted error of a reconstructed block"
 
-    def _meter(
-        self, model: nn.Module, samples: Samples, group_size: int
-    ) -> tuple[Meter, Measure]:
-        meter = Meter(
-            model,
-            samples,
-            samples,
-            iterations=self.iterations,
-            seed=self.seed,
-            group_size=group_size,
-        )
+    def _meter(self, model: nn.Module, samples: Samples) -> tuple[Meter, Measure]:
+        steps, seed = self.iterations, self.seed
+        meter = Meter(model, samples, samples, iterations=steps, seed=seed)
         return meter, lambda found, unit: block_loss(found, model, unit, samples)
 
 

@@ -21,7 +21,7 @@ from ompq.allocation.solver import Allocation, allocate
 from ompq.costs import digits
 from ompq.files import json_number
 from ompq.graph import trace
-from ompq.measurement import Checkpoint, Meter, split
+from ompq.measurement.meter import Checkpoint, Meter, split
 from ompq.plans import Measurement, Plan
 from ompq.samples import Progress, Samples, SamplesLike
 from ompq.scores import Score, ScoreInputs, score_name, score_table
@@ -103,14 +103,7 @@ def refine(
     plan.check_network(trace(model, given))
     calibration, judges = split(given, config.held_back)
     steps = config.iterations if config.by == "reconstruct" else 0
-    meter = Meter(
-        model,
-        calibration,
-        judges,
-        iterations=steps,
-        seed=config.seed,
-        group_size=plan.graph.group_size,
-    )
+    meter = Meter(model, calibration, judges, iterations=steps, seed=config.seed)
     known = [one for one in plan.measured if one.judge == meter.judge]
     kept = Checkpoint(
         checkpoint,

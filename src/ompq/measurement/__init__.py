@@ -1,0 +1,1 @@
+"""Deciding by measurement: whole allocations are quantized and compared."""
