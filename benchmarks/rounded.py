@@ -3,18 +3,20 @@
 python benchmarks/rounded.py moments --data FOLDER --network mobilenet_v2
 python benchmarks/rounded.py ranges --data FOLDER --network resnet20 --bits 8 6 4
 
-Four studies: ``channel-sizes`` (channels that depthwise layers read: as they are, or
+Five studies: ``channel-sizes`` (channels that depthwise layers read: as they are, or
 equalized), ``weight-ranges`` (chosen by the error of the weights, or of their outputs),
 ``moments`` (what channels get back after rounding: nothing, the moments as read, or
-shrunk) and ``ranges`` (ways of finding the ranges of activations). All weights have the
-same bits, and activations 8; in ``ranges`` it is the other way round. FOLDER is as for
-ptq.py.
+shrunk), ``group-sizes`` (weights of a linear layer that share a scale: all of a
+channel, or groups) and ``ranges`` (ways of finding the ranges of activations). All
+weights have the same bits, and activations 8; in ``ranges`` it is the other way round,
+and in ``group-sizes`` activations are float. FOLDER is as for ptq.py.
 """
 
 import argparse
 import time
 from contextlib import nullcontext
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import NamedTuple
 from unittest.mock import patch
 
@@ -23,7 +25,8 @@ from common import RESULTS, everywhere, save, synchronise
 from ptq import NETWORKS, load, some_of
 
 from ompq.evaluation import evaluate
-from ompq.graph import Choice
+from ompq.graph import GROUP_SIZES, Choice
+from ompq.packing import save as save_packed
 from ompq.quantization import QuantizeConfig, moments, quantize
 
 
@@ -31,10 +34,11 @@ class Study(NamedTuple):
     """What is compared, and the defaults of its options."""
 
     column: str  # what the settings differ by
-    settings: dict[str | bool, QuantizeConfig]  # by what that column says
+    settings: dict[str | bool | int, QuantizeConfig]  # by what that column says
     bits: tuple[int, ...]
     images: int | None = 500  # to judge by; None: all
     samples: tuple[int, ...] = (128,)
+    activation: int = 8  # bits, where those of weights differ
 
 
 STUDIES = {
@@ -61,6 +65,16 @@ STUDIES = {
         },
         (8, 4),
         samples=(64, 256),
+    ),
+    "group-sizes": Study(
+        "group_size",
+        {
+            size: QuantizeConfig(group_size=size or None)
+            for size in (0, *reversed(GROUP_SIZES))
+        },
+        (4, 3),
+        samples=(64,),
+        activation=32,
     ),
     "ranges": Study(
         "method",
@@ -93,8 +107,17 @@ def measure(model, samples, judged, choice: Choice, value, config) -> dict:
         "drop_error": 100 * found.drop_error,
         "divergence": found.divergence,
         "agreement": found.agreement,
+        "bytes": packed_bytes(made),
         "quantize_s": seconds,
     }
+
+
+def packed_bytes(network) -> int:
+    """Return what a network takes in a packed file."""
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "network.ompq.safetensors"
+        save_packed(network, path)
+        return path.stat().st_size
 
 
 def main() -> None:
@@ -115,7 +138,7 @@ def main() -> None:
     judged = some_of(batches, images) if images else batches
     rows = []
     for bits in options.bits or study.bits:
-        choice = Choice(8, bits) if activations else Choice(bits, 8)
+        choice = Choice(8, bits) if activations else Choice(bits, study.activation)
         for count in options.samples or study.samples:
             for value, config in study.settings.items():
                 if options.only and str(value) not in options.only:

@@ -6,12 +6,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 
 from nets import TinyMobileNet, TinyResNet, scenes, seeded, values
 from ompq.allocation.solver import Allocation
 from ompq.graph import Choice, trace
-from ompq.layers import activation_quantizers, quantized_layers
+from ompq.layers import activation_quantizers, quantized_layer, quantized_layers
 from ompq.quantization import QUANTIZE_PROTOCOLS, quantization_of, quantize
+from ompq.quantizers import Grid, like_weight
 from ompq.ranges import activation_grid, observe_range, shrunk_tensor, shrunk_weight
 from ompq.reconstruction import RECONSTRUCT_PROTOCOLS, ReconstructConfig, reconstruct
 from ompq.reconstruction.brecq import (
@@ -249,3 +251,12 @@ def test_captured_steps_do_what_plain_steps_do():
     assert any(error.improved for error in errors[0])
     for here, there in zip(errors[0], errors[2], strict=True):
         assert here.after == pytest.approx(there.after, rel=0.05)
+
+
+def test_groups_start_at_their_weights_and_end_at_the_nearest():
+    steps = like_weight(0.05 + torch.arange(6.0) / 100, (3, 40), group_size=32)
+    grid = Grid(steps, torch.full((3, 40), 3.5), 3)
+    layer = quantized_layer(nn.Linear(40, 3), grid, 32).requires_grad_(False)
+    nearest = layer.rounded_weight()
+    SigmoidRounding([layer]).finish()
+    torch.testing.assert_close(layer.weight.detach(), nearest)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torchvision import models
 
-from nets import Chain, TinyResNet, images, seeded
+from nets import Chain, TinyResNet, images, seeded, tokens
 from ompq.costs import (
     Budget,
     Cost,
@@ -351,3 +351,16 @@ def test_enough_is_the_least_budget_of_two_decimals_that_allows_an_amount():
         assert limit <= max(amount * 1.01, amount + 1)
     assert enough(COSTS["weight_bits"], 212.4) == "2.13bits"
     assert enough(COSTS["bit_ops"], 74.4e9) == "74.4GBOPs"
+
+
+def test_every_group_has_a_scale_and_a_zero_point():
+    graph = trace(tokens(), images(2)).grouped(32)
+    up, down, head = (graph[name] for name in ("up", "down", "head"))
+    items = unit_bytes(down, Choice(3, 8))  # 40 × 72: groups of 32, 32 and 8
+    assert (items.scales, items.zero_points) == (40 * 3 + 4, 40 * 3)
+    assert items.weights == 40 * 72 * 3 / 8
+    assert unit_bytes(up, Choice(4, 32)).scales == 72 * 2 + 4
+    assert unit_bytes(down, Choice(8, 8, rate=2.0)).scales == 40 + 4  # one step
+    assert unit_bytes(head, Choice(4, 8)).scales == 4 * 5  # 24 inputs
+    assert unit_bytes(graph["embed"], Choice(4, 8)).scales == 4 * 40
+    assert unit_bytes(down, Choice(32, 32)).total == 4 * 40 * 72

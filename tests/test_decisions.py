@@ -178,6 +178,23 @@ def test_pins_ties_and_choices_reach_the_plan(net):
     assert {unit["weight_bits"] for unit in tied} <= {2, 4}
 
 
+def test_groups_reach_the_plan_and_the_network(tmp_path):
+    code = (
+        "from torch import nn\ndef make():\n    layers = nn.Linear(80, 6), nn.ReLU()\n"
+    )
+    (tmp_path / "net.py").write_text(code + "    return nn.Sequential(*layers)\n")
+    words = (f"{tmp_path / 'net.py'}:make", "--data", "random", "--input-shape", "80")
+    file, out = tmp_path / "plan.json", tmp_path / "out"
+    more = ("--budget", "4bits", "--group-size", "64", "-o", file)
+    assert run_json("plan", *words, *more)["group_size"] == 64
+    scales = Plan.load(file).bytes_by_item["scales"]
+    assert scales == 4 + 6 * 2  # a number, and a byte for each group
+    result = run("quantize", *words, "--plan", file, "-o", out, "--no-reconstruct")
+    assert result.exit_code == 0, result.output
+    account = run_json("inspect", out / "network.ompq.safetensors")
+    assert account["items"]["scales"] == scales
+
+
 def test_coded_rates_reach_the_plan_and_its_table(net, tmp_path):
     path = tmp_path / "plan.json"
     words = (*net, "--budget", "7bits", "--score", "weight_noise", "--coded")
@@ -288,6 +305,7 @@ def test_latency_is_a_budget(net, tmp_path):
         (["--beta", "2"], "--beta is for the scores orm and orm_distortion, not"),
         (["--pin", "fc"], "--pin fc: write PATTERN=BITS"),
         (["--rates", "2,x"], "--rates 2,x is not a list of rates; write"),
+        (["--group-size", "48"], "group_size=48 must be one of 32, 64, 128, or None"),
         (["--rates", "2,3"], "--rates is for coded weights; add --coded"),
         (["--pin", "nothing=8"], "'nothing' matches no unit"),
         (["--tie", "re:["], "is not a regular expression"),

@@ -13,7 +13,7 @@ from ompq.integer.finalization import clear_scale, finalize
 from ompq.integer.lowering import lower
 from ompq.integer.operators import Average, Requantize, Sum
 from ompq.layers import activation_quantizers, quantized_layers
-from ompq.quantization import quantization_of
+from ompq.quantization import QuantizeConfig, quantization_of, quantize
 from ompq.reconstruction import ReconstructConfig, reconstruct
 from ompq.reconstruction.rounding import RoundingConfig
 from quantized import quantized, simulated_codes
@@ -295,3 +295,14 @@ def test_coarser_channels_keep_their_sums():
             errors.append(steps.flatten(1).sum(1)[changed].abs().max().item())
     assert max(found) < 1.0 < max(nearest)
     assert set(lower(network, images()).saturating()) <= {"stem", "head"}
+
+
+def test_groups_have_no_integer_form():
+    network = seeded(nn.Sequential(nn.Flatten(), nn.Linear(192, 6), nn.ReLU()))
+    config = QuantizeConfig(group_size=64)
+    made = quantize(network, {"*": 4}, images(8), config)
+    words = "has groups of 64 weights with scales of their own, and no integer form"
+    with pytest.raises(QuantizationError, match=words):
+        finalize(made, images(8))
+    same, arithmetic = finalization.finalized(made, images(8))
+    assert same is made and words in arithmetic

@@ -9,7 +9,16 @@ from torch.nn import functional as F
 from torchvision import models
 
 import ompq
-from nets import Chain, Recurrent, TinyMobileNet, TinyResNet, images, scenes, seeded
+from nets import (
+    Chain,
+    Recurrent,
+    TinyMobileNet,
+    TinyResNet,
+    images,
+    scenes,
+    seeded,
+    tokens,
+)
 from ompq.costs import unit_bytes
 from ompq.errors import PatternError, SampleError, TraceError
 from ompq.graph import Choice, LayerGraph, find_units, select, stored_dtype, trace
@@ -581,3 +590,32 @@ def test_embeddings_and_recurrent_layers_hold_units(layer, gates):
     ]
     assert graph.float_bytes == 4 * 2 * gates * 5  # the two biases
     assert [unit.replaced for unit in graph.units] == [False, False, False, True]
+
+
+def test_linear_units_of_many_inputs_have_groups(tmp_path):
+    graph = trace(tokens(), images(2))
+    assert graph.group_size == 0 and "group_size" not in str(graph.to_json())
+    grouped = graph.grouped(32)
+    sizes = {unit.name: unit.group_size for unit in grouped.units}
+    assert sizes == {
+        "embed": 0,  # a convolution
+        "attention.in_proj": 32,
+        "attention.out_proj": 32,
+        "up": 32,
+        "down": 32,
+        "head": 0,  # 24 inputs
+    }
+    assert LayerGraph.from_json(json.loads(json.dumps(grouped.to_json()))) == grouped
+    assert grouped.grouped(None) == graph
+    recurrent = trace(seeded(Recurrent()), torch.zeros(1, 3, dtype=torch.long))
+    assert recurrent.grouped(32) == recurrent
+
+
+@pytest.mark.parametrize(("name", "size"), [("up", 33), ("embed", 32)])
+def test_groups_that_cannot_be_are_refused(name, size):
+    grouped = trace(tokens(), images(2)).grouped(32)
+    data = json.loads(json.dumps(grouped.to_json()))
+    unit = next(one for one in data["units"] if one["name"] == name)
+    unit["group_size"] = size
+    with pytest.raises(ValueError, match=f"unit {name}, .*, has groups of {size}"):
+        LayerGraph.from_json(data)

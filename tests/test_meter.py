@@ -34,9 +34,10 @@ def test_judges_differ_by_what_divergences_depend_on():
         Meter(model, samples.first(3), samples),
         Meter(model, samples, samples.first(3)),
         Meter(seeded(Chain(), 1), samples, samples),
+        Meter(model, samples, samples, group_size=32),
     ]
     assert Meter(model, samples, samples).judge == first.judge
-    assert len({first.judge, *(other.judge for other in others)}) == 5
+    assert len({first.judge, *(other.judge for other in others)}) == 6
     bits = dict.fromkeys(ompq.trace(model, samples).names, ompq.Choice(32, 32))
     unchanged = first.quantized(ompq.Allocation(bits))
     assert first.divergence(unchanged) == pytest.approx(0, abs=1e-6)

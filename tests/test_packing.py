@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 from torchvision import models
 
-from nets import Chain, Recurrent, TinyMobileNet, TinyResNet, images, seeded
+from nets import Chain, Recurrent, TinyMobileNet, TinyResNet, images, seeded, tokens
 from ompq.allocation.solver import Allocation
 from ompq.costs import Bytes
 from ompq.entropy import encode
@@ -26,7 +26,7 @@ from ompq.models.demo_network import DemoNetwork
 from ompq.packing import inspect_file, load, save
 from ompq.packing.bitstream import unpack_bits
 from ompq.packing.format import read_contents
-from ompq.plans import Plan, plan as make_plan
+from ompq.plans import Plan, PlanConfig, plan as make_plan
 from ompq.quantization import (
     BlockError,
     Quantization,
@@ -596,3 +596,34 @@ def test_recurrent_network_is_planned_saved_and_loaded(layer, file):
     save(made, file)
     with torch.no_grad():
         assert torch.equal(load(file, Recurrent(layer))(tokens), made(tokens))
+
+
+@pytest.mark.parametrize("coded", [False, True])
+def test_groups_come_back_and_the_plan_counts_them(file, coded):
+    model, samples = tokens(), images(16)
+    config = PlanConfig(group_size=32, storage="coded" if coded else "fixed")
+    plan = make_plan(model, samples, "12KiB" if coded else "16KiB", config)
+    network = quantize(model, plan, samples)
+    save(network, file, plan=plan)
+    loaded = load(file, tokens)
+    assert_same_outputs(network, loaded)
+    assert quantization_of(loaded).graph == quantization_of(network).graph
+    assert file.stat().st_size <= plan.totals["bytes"] <= (12 if coded else 16) << 10
+    rates = [choice.rate for choice in plan.allocation.values()]
+    assert any(rates) == coded
+    for one in inspect_file(file).units:
+        assert one.bytes.scales == one.planned.scales
+        # At 8 bits all are the middle code.
+        stored = one.planned.zero_points if one.bits.weight < 7 else 0
+        assert one.bytes.zero_points == stored or not one.unit.group_size
+    shapes = {n: layer.weight_scale.shape for n, layer in named_layers(loaded)}
+    for name, layer in named_layers(network):
+        assert shapes[name] == layer.weight_scale.shape
+        grouped = layer.group_size == 32
+        assert grouped == (name in ("up", "down") and not layer.rate)
+    save(network, file, coded=True)  # units of a fixed width, too, without any loss
+    assert_same_outputs(network, load(file, tokens))
+
+
+def named_layers(network):
+    return quantized_layers(network).items()

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import ompq
-from nets import TinyMobileNet, TinyResNet, images, seeded
+from nets import TinyMobileNet, TinyResNet, images, seeded, tokens
 from ompq import plans
 from ompq.allocation import search
 from ompq.allocation.solver import reachable
@@ -581,3 +581,26 @@ def test_memory_counts_fixed_inputs():
     ]
     plain, fixed = (plan.totals["activation_bytes"] for plan in plans)
     assert fixed > plain
+
+
+def test_a_plan_knows_the_groups_it_counts(tmp_path):
+    model, samples = tokens(), images(8)
+    found = ompq.plan(model, samples, "4bits", ompq.PlanConfig(group_size=32))
+    plain = ompq.plan(model, samples, "4bits")
+    # Zero points and scales of 2 or 3 groups, a byte each, instead of 1 a channel.
+    groups, channels = 2 * (120 + 40 + 72) + 3 * 40, 120 + 40 + 72 + 40
+    items, ungrouped = found.bytes_by_item, plain.bytes_by_item
+    assert items["zero_points"] - ungrouped["zero_points"] == groups - channels
+    assert items["scales"] - ungrouped["scales"] == groups + 4 * 4 - 4 * channels
+    assert (found.scores.damage[3] < plain.scores.damage[3]).all()  # outliers
+    assert (found.scores.damage[0] > 0).all()
+    found.save(tmp_path / "plan.json")
+    again = ompq.Plan.load(tmp_path / "plan.json")
+    assert again.hash == found.hash and again.graph.group_size == 32
+    assert again.with_budget("3bits").graph == found.graph
+
+
+@pytest.mark.parametrize("config", [ompq.PlanConfig, ompq.QuantizeConfig])
+def test_groups_have_known_sizes(config):
+    with pytest.raises(ValueError, match="group_size=48 must be one of 32, 64, 128"):
+        config(group_size=48)

@@ -7,7 +7,16 @@ from torch.nn import functional as F
 from torchvision import models, ops
 
 import ompq
-from nets import Chain, TinyMobileNet, TinyResNet, images, scenes, seeded, values
+from nets import (
+    Chain,
+    TinyMobileNet,
+    TinyResNet,
+    images,
+    scenes,
+    seeded,
+    tokens,
+    values,
+)
 from ompq.allocation.solver import Allocation
 from ompq.errors import PlanError, QuantizationError
 from ompq.graph import Choice, bias_key, folded, norm_affine
@@ -16,6 +25,7 @@ from ompq.quantization import assemble, quantizer_names
 from ompq.quantization.sites import ActivationSite
 from ompq.quantizers import Grid
 from ompq.ranges import search_weight
+from ompq.rates import to_multiples
 
 SAMPLES = scenes(48)
 
@@ -454,3 +464,61 @@ def test_frozen_batch_norms_are_folded(act):
         wanted, got = model(SAMPLES), made(SAMPLES)
     assert (got - wanted).square().mean() < 1e-3 * wanted.square().mean()
     assert ompq.finalize(made, SAMPLES)(SAMPLES).shape == wanted.shape
+
+
+def test_groups_round_as_by_hand_and_lose_less():
+    model, samples = tokens(), images(16)
+    bits = {"*": (3, 32)}
+    config = ompq.QuantizeConfig(group_size=32, restore_moments=False)
+    made = ompq.quantize(model, bits, samples, config)
+    for name, layer in quantized_layers(made).items():
+        weight = model.get_submodule(name).weight
+        if name in ("embed", "head"):
+            assert layer.weight_scale.dim() == 1
+            continue
+        assert layer.weight_scale.shape == (len(weight), -(-weight.shape[1] // 32))
+        assert "group_size=32" in repr(layer)
+        for row, column in ((0, 0), (3, 33), (7, weight.shape[1] - 1)):
+            scale = layer.weight_scale[row, column // 32].item()
+            zero = layer.weight_zero_point[row, column // 32].item()
+            code = min(max(round(weight[row, column].item() / scale + zero), 0), 7)
+            value = layer.rounded_weight()[row, column].item()
+            assert value == pytest.approx(scale * (code - zero), rel=1e-5)
+    assert made.attention.in_proj_weight_scale.shape == (120, 2)
+    bits = {"*": (32, 32), "up": (3, 32), "down": (3, 32)}
+    whole = ompq.quantize(model, bits, samples)
+    grouped = ompq.quantize(model, bits, samples, ompq.QuantizeConfig(group_size=32))
+
+    def error(network):
+        with torch.no_grad():
+            return (network(samples) - model(samples)).square().mean()
+
+    assert error(grouped) < 0.6 * error(whole)
+
+
+def test_a_plan_says_what_groups_there_are():
+    model, samples = tokens(), images(8)
+    plan = ompq.plan(model, samples, "4bits", ompq.PlanConfig(group_size=32))
+    made = ompq.quantize(model, plan, samples)
+    assert ompq.quantization_of(made).graph.group_size == 32
+    assert quantized_layers(made)["up"].group_size == 32
+    ompq.quantize(model, plan, samples, ompq.QuantizeConfig(group_size=32))
+    words = "group_size=64, but the plan counts the scales of groups of 32: plan with"
+    with pytest.raises(PlanError, match=words):
+        ompq.quantize(model, plan, samples, ompq.QuantizeConfig(group_size=64))
+    plain = ompq.plan(model, samples, "4bits")
+    with pytest.raises(PlanError, match="counts the scales of whole channels"):
+        ompq.quantize(model, plain, samples, ompq.QuantizeConfig(group_size=64))
+
+
+def test_a_group_of_zeros_does_not_spoil_the_others():
+    model = seeded(nn.Sequential(nn.Flatten(), nn.Linear(192, 6)))
+    with torch.no_grad():
+        model[1].weight[2, 64:128] = 0
+        model[1].weight *= 1e-3
+    config = ompq.QuantizeConfig(group_size=64, restore_moments=False)
+    made = ompq.quantize(model, {"*": (6, 32)}, images(4), config)[1]
+    found, given = made.rounded_weight(), model[1].weight
+    assert (found[2, 64:128] == 0).all()
+    assert (found - given).square().sum() < 2e-3 * given.square().sum()
+    assert torch.equal(to_multiples(made.weight_scale), made.weight_scale)

@@ -10,6 +10,8 @@ from ompq.quantizers import (
     integer_weight,
     learned_clip,
     learned_step,
+    like_weight,
+    of_groups,
     round_through,
     straight_through,
 )
@@ -240,3 +242,14 @@ def test_the_step_is_captured_in_a_cuda_graph():
     gradients(*expected).backward()
     for one, other in zip(leaves, expected, strict=True):
         assert torch.allclose(one.grad, other.grad, rtol=1e-4, atol=1e-5)
+
+
+def test_what_groups_have_goes_with_a_weight_and_back():
+    given = torch.arange(6.0).reshape(2, 3)
+    wide = like_weight(given, (2, 8), group_size=3)
+    rows = [[0, 0, 0, 1, 1, 1, 2, 2], [3, 3, 3, 4, 4, 4, 5, 5]]
+    assert wide.tolist() == rows
+    assert torch.equal(of_groups(wide, 3), given)
+    channels = like_weight(torch.arange(4.0), (5, 4, 2), axis=1)
+    assert channels.shape == (1, 4, 1)
+    assert of_groups(channels, 0).tolist() == [0, 1, 2, 3]

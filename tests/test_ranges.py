@@ -17,10 +17,12 @@ from ompq.ranges import (
     fake_quantize_tensor,
     minmax_weight,
     observe_range,
+    quick_grids,
     range_grid,
     row_range,
     rule_range,
     search_weight,
+    shrunk_weight,
     tensor_noise,
     thinned,
     weight_noises,
@@ -622,3 +624,33 @@ def test_minmax_grids_hold_every_weight(kind):
         assert scale == pytest.approx(expected or 1.0, rel=1e-6)
         assert float(zero_point) * 2 == int(zero_point * 2)
     assert (grid.fake(weight) - weight).abs().max() <= 0.76 * grid.scale.max()
+
+
+@pytest.mark.parametrize("find", [search_weight, minmax_weight, shrunk_weight])
+@pytest.mark.parametrize("bits", [3, 8])
+def test_groups_have_the_grids_of_weights_of_their_own(find, bits):
+    weight = weights(5, 80, seed=3)
+    found = find(weight, bits, group_size=32)
+    for start in range(0, 80, 32):
+        part = weight[:, start : start + 32]
+        alone = find(part, bits)
+        own = [t[:, start : start + 32] for t in (found.scale, found.zero_point)]
+        if part.shape[1] == 32 or find is not search_weight:
+            assert torch.equal(own[0], alone.scale.expand_as(part))
+            assert torch.equal(own[1], alone.zero_point.expand_as(part))
+        lost = (Grid(*own, bits).fake(part) - part).square().sum()
+        assert lost <= 1.001 * (alone.fake(part) - part).square().sum()
+
+
+def test_noise_of_groups_is_that_of_their_grids():
+    weight = weights(9, 100, seed=4)
+    bits = (2, 3, 4, 6)
+    grids, noise = quick_grids(weight, bits, group_size=32)
+    for grid, found in zip(grids, noise, strict=True):
+        assert float(found) == pytest.approx(noise_of(weight, grid), rel=1e-4)
+    nearly = weight_noises(weight, bits, group_size=32)
+    assert nearly == pytest.approx(noise.tolist(), rel=1e-3)
+    assert all(noise < torch.tensor(weight_noises(weight, bits)))
+    many = weights(300, 100, seed=5)  # of which some are drawn
+    exact = quick_grids(many, bits, group_size=32)[1].tolist()
+    assert weight_noises(many, bits, group_size=32) == pytest.approx(exact, rel=0.15)

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from nets import Chain, TinyMobileNet, TinyResNet, scenes, seeded, values
+from nets import Chain, TinyMobileNet, TinyResNet, scenes, seeded, tokens, values
 from ompq.allocation.solver import Allocation
 from ompq.costs import can_be_coded, coded_bytes
 from ompq.errors import CheckpointError, QuantizationError, SampleError, TraceError
@@ -314,3 +314,20 @@ def test_network_that_keeps_keys_and_values_is_reconstructed():
     made = quantize(model, Allocation(bits), samples)
     config = ReconstructConfig(rounding=RoundingConfig(iterations=3))
     assert reconstruct(made, model, samples, config)(samples).shape == (8, 3)
+
+
+def test_groups_are_reconstructed():
+    model, samples = tokens(), scenes(24)
+    bits = dict.fromkeys(trace(model, samples).names, Choice(3, 32))
+    made = quantize(model, Allocation(bits), samples, QuantizeConfig(group_size=32))
+    config = ReconstructConfig(rounding=RoundingConfig(iterations=60))
+    better = reconstruct(made, model, samples, config)
+    errors = {one.block: one.improved for one in quantization_of(better).errors}
+    assert any(errors[name] for name in ("up", "down"))
+    for name in ("up", "down"):
+        layer, before = (quantized_layers(net)[name] for net in (better, made))
+        assert layer.weight_scale.shape == before.weight_scale.shape
+        assert torch.equal(to_multiples(layer.weight_scale), layer.weight_scale)
+        # Learned weights lie on the grid, but for the last rounding of its scales.
+        apart = (layer.rounded_weight() - layer.weight).abs()
+        assert not errors[name] or (apart < 0.02 * layer.weight.abs() + 1e-6).all()

@@ -9,7 +9,7 @@ from nets import values
 from ompq.costs import coded_bytes
 from ompq.entropy import CodeModel
 from ompq.layers import quantized_layer
-from ompq.quantizers import Grid
+from ompq.quantizers import Grid, like_weight
 from ompq.rates import ZERO, code_bits, code_bytes
 from ompq.reconstruction.rounding import (
     RoundingConfig,
@@ -351,3 +351,38 @@ def test_weights_beyond_the_last_code_have_a_price_and_stay_there():
         each.set_price(1.0)
     assert own._slope[0] == own._slope[-1] == 0
     assert torch.isfinite(own._slope).all()
+
+
+def test_scales_of_groups_have_gradients_of_their_own():
+    steps = like_weight(0.05 + torch.arange(6.0) / 100, (3, 40), group_size=32)
+    grid = Grid(steps, torch.full((3, 40), 3.5), 3)
+    layer = quantized_layer(nn.Linear(40, 3), grid, 32).requires_grad_(False)
+    x, start = values(8, 40, seed=7) + 0.5, layer.rounded_weight()
+    grid, bias = layer.grid_like_weight(), layer.bias.clone()
+    soft = soft_of(layer, x)
+    for tensor in (soft.up, soft.stretch, soft.bias):
+        tensor.requires_grad_()
+    with soft.used():
+        output = layer(x)
+    output.square().mean().backward()
+
+    position = layer.weight / grid.scale + grid.zero_point
+    up = (position - position.floor()).requires_grad_()
+    stretch = torch.zeros(3, 2, requires_grad=True)
+    each = torch.cat([stretch[:, :1].expand(3, 32), stretch[:, 1:].expand(3, 8)], 1)
+    code = (position.floor() + up).clamp(0, grid.qmax)
+    weight = grid.scale * each.exp() * (code - grid.zero_point)
+    moved = ((start - weight) * x.mean(0)).sum(1)
+    F.linear(x, weight, bias + moved).square().mean().backward()
+    close = {"atol": 1e-6, "rtol": 1e-4}
+    torch.testing.assert_close(soft.stretch.grad, stretch.grad.flatten(), **close)
+    inside = (position > 0) & (position < grid.qmax)
+    torch.testing.assert_close(
+        soft.up.grad.reshape(3, 40)[inside], up.grad[inside], **close
+    )
+    with torch.no_grad():
+        soft.stretch += torch.arange(6.0) / 10
+        before = layer.weight_scale.clone()
+        soft.finish()
+    factors = (torch.arange(6.0) / 10).exp().reshape(3, 2)
+    torch.testing.assert_close(layer.weight_scale, before * factors)

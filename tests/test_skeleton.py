@@ -14,6 +14,7 @@ from ompq.files import read_arrays, read_tensors, write_tensors
 from ompq.integer.finalization import finalize
 from ompq.onnx.export import export_onnx
 from ompq.packing import add_onnx, inspect_file, load, save
+from ompq.quantization import QuantizeConfig, quantize
 from ompq.skeleton import GRAPH, PACKED_FORMAT, unpack
 from packing_tools import coded, quantized
 
@@ -53,6 +54,20 @@ def test_the_very_file_comes_out(case, tmp_path):
     assert added < grown < added + 100
     one, other = (load(file, make) for file in (packed, both))
     assert torch.equal(one(images(4)), other(images(4)))
+
+
+def test_groups_travel_once(tmp_path):
+    packed, onnx, both, again = (tmp_path / name for name in ("a", "b", "c", "d"))
+    layers = (torch.nn.Linear(192, 80), torch.nn.GELU(), torch.nn.Linear(80, 70))
+    network = seeded(torch.nn.Sequential(torch.nn.Flatten(), *layers))
+    config = QuantizeConfig(group_size=64)
+    bits = {"1": (3, 32), "3": (8, 32)}
+    made = quantize(network, bits, images(4), config)
+    save(made, packed)
+    export_onnx(made, onnx, images(4))
+    assert add_onnx(packed, onnx, both) < 2500  # 13 KB of weights are not in it
+    assert unpack(both, again) == onnx.stat().st_size
+    assert again.read_bytes() == onnx.read_bytes()
 
 
 def test_weights_travel_once(tmp_path):

@@ -6,7 +6,7 @@ from torch import nn
 
 import ompq
 from cli_tools import network_file, run, run_json
-from nets import TinyMobileNet, images, seeded
+from nets import TinyMobileNet, images, seeded, tokens
 from ompq.errors import PlanError, TargetError
 from ompq.graph import Choice
 from ompq.plans import PlanConfig
@@ -224,3 +224,16 @@ def test_command_line_takes_targets(tmp_path):
     result = run(*words, "--target", "tpu")
     assert result.exit_code == 2
     assert "error: there is no target tpu" in result.stderr
+
+
+def test_groups_are_no_faster_in_integers():
+    config = PlanConfig(
+        target=Target.from_json({**PROFILE, "operators": {"default": OPERATOR}}),
+        group_size=32,
+    )
+    plan = ompq.plan(tokens(), images(8), "6bits", config)
+    slow = {entry.name: entry.reason for entry in plan.no_speed_up}
+    assert [*slow] == [unit.name for unit in plan.graph.units if unit.group_size]
+    assert set(slow.values()) == {
+        "groups with scales of their own are multiplied as floats"
+    }

@@ -12,7 +12,7 @@ from ompq.onnx.export import export_onnx
 from ompq.onnx.inspection import inspect_onnx
 from ompq.onnx.traced import float_model, traced_model
 from ompq.onnx.verification import open_session, run_session
-from ompq.quantization import quantization_of
+from ompq.quantization import QuantizeConfig, quantization_of, quantize
 from quantized import quantized
 
 onnx = pytest.importorskip("onnx")
@@ -252,3 +252,31 @@ def test_transposed_convolution_with_other_channels_is_exported(bits, tmp_path):
     result = export_onnx(network, tmp_path / "net.onnx", images(8))
     assert result.simulated.logits < 1e-5
     assert [one.bits for one in result.weights] == [bits, bits]
+
+
+@pytest.mark.parametrize("activation", [8, 32])
+def test_groups_are_blocks_of_the_file(activation, tmp_path):
+    layers = (nn.Linear(192, 80), nn.GELU(), nn.Linear(80, 40), nn.Linear(40, 5))
+    model, samples = seeded(nn.Sequential(nn.Flatten(), *layers)), images(16)
+    bits = {"1": (3, activation), "3": (8, activation), "4": (6, activation)}
+    network = quantize(model, bits, samples, QuantizeConfig(group_size=64))
+    result = export_onnx(network, tmp_path / "net.onnx", samples)
+    assert result.simulated.top1 == 1 and result.simulated.logits < 1e-4
+    proto = onnx.load(result.path)
+    blocks = {
+        node.output[0]: {one.name: one.i for one in node.attribute}
+        for node in proto.graph.node
+        if any(one.name == "block_size" for one in node.attribute)
+    }
+    assert blocks == {f"{n}/weight": {"axis": 1, "block_size": 64} for n in "13"}
+    shapes = {one.name: tuple(one.dims) for one in proto.graph.initializer}
+    assert shapes["3/scale"] == shapes["3/zeros"] == (40, 2)
+    names = [f"{n}/weight" for n in "13"]
+    proto.graph.output.extend(map(onnx.helper.make_empty_tensor_value_info, names))
+    _, *found = run_session(open_session(proto.SerializeToString()), samples[:1])
+    for name, weight in zip("13", found, strict=True):
+        assert torch.equal(weight, quantized_layers(network)[name].rounded_weight())
+    assert inspect_onnx(result.path).bits["1"] == 3
+    words = "groups of 64 weights have scales of their own, which opset=20 cannot say"
+    with pytest.raises(ExportError, match=words):
+        traced_model(network, samples, 20)

@@ -10,11 +10,13 @@ import torch
 from torch.nn import functional as F
 
 import ompq
-from nets import TinyResNet, scenes, seeded
+from nets import TinyResNet, scenes, seeded, tokens
+from ompq.errors import TrainingError
 from ompq.layers import activation_quantizers
 from ompq.quantizers import rounded_to
+from ompq.rates import to_multiples
 from quantized import quantized
-from training_script import QUICK, made, state, toy
+from training_script import QUICK, ToyData, made, state, toy
 
 
 @pytest.fixture(scope="module")
@@ -184,3 +186,39 @@ def test_half_precision_learns_as_well():
         before = F.cross_entropy(network(data.inputs), data.targets)
         after = F.cross_entropy(trained(data.inputs), data.targets)
     assert after < 0.5 * before
+
+
+def test_steps_of_groups_are_learned():
+    model, inputs = tokens(), scenes(16)
+    data = ToyData(inputs, torch.arange(16) % 5)
+    config = ompq.QuantizeConfig(group_size=32)
+    network = ompq.quantize(model, {"*": (3, 32)}, inputs, config)
+    trained = ompq.train(network, data, replace(QUICK, epochs=1, batch_size=16))
+    # The same by hand: the gradient of each step, by the formula of LSQ.
+    layer = copy.deepcopy(network).up
+    seen = []
+    hook = network.up.register_full_backward_hook(
+        lambda _module, grad_in, grad_out: seen.append(grad_out[0])
+    )
+    given = network.up.register_forward_hook(
+        lambda _module, args, _output: seen.append(args[0].detach())
+    )
+    F.cross_entropy(network(inputs.requires_grad_()), data.targets).backward()
+    hook.remove(), given.remove()
+    x, gradient = (each.flatten(0, 1) for each in seen)
+    of_weight = gradient.T @ x  # (72, 40)
+    grid = layer.grid_like_weight()
+    position = layer.weight / grid.scale + grid.zero_point
+    levels = position.round().clamp(0, 7) - grid.zero_point
+    inside = (position >= 0) & (position <= 7)
+    slope = of_weight * (levels - (position - grid.zero_point) * inside)
+    sums = torch.stack([slope[:, :32].sum(1), slope[:, 32:].sum(1)], 1)
+    shared = layer.weight.numel() / layer.weight_scale.numel()
+    zero = layer.weight_zero_point
+    factor = ((7 - zero).clamp(min=1) * shared).rsqrt()
+    moved = layer.weight_scale - 0.05 * sums * factor
+    moved = to_multiples(moved.detach())  # as a packed file holds them
+    assert (moved != layer.weight_scale).float().mean() > 0.5
+    torch.testing.assert_close(trained.up.weight_scale.detach(), moved)
+    with pytest.raises(TrainingError, match="weights='minmax' has one scale per chan"):
+        ompq.train(network, data, replace(QUICK, weights="minmax"))

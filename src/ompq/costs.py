@@ -202,11 +202,13 @@ def unit_bytes(unit: Unit, choice: Choice) -> Bytes:
 
     Weights are a dense stream of bits; each output channel has a float32 scale, a
     zero point of one byte and a 32-bit bias (batch norm and the correction of rounding
-    end up there); the input has a float32 scale and a 32-bit zero point. The codes of a
-    coded unit take what its rate promises; each scale takes a byte, and a number that
-    they are multiples of four; biases have 16 bits, and the zero point is known.
+    end up there); the input has a float32 scale and a 32-bit zero point. The scales of
+    groups take a byte each, and a number that they are multiples of four; so do those
+    of a coded unit, whose codes take what its rate promises, whose biases have 16 bits,
+    and whose zero point is known.
     """
     channels = unit.out_channels
+    scales, grouped = channels * unit.scales(choice), unit.shared_by(choice) > 0
     activations = 0 if choice.activation >= FLOAT_BITS else 8
     biased = unit.norm != "" or unit.bias_parameters > 0
     if choice.weight >= FLOAT_BITS:
@@ -215,8 +217,8 @@ def unit_bytes(unit: Unit, choice: Choice) -> Bytes:
         return Bytes(size * unit.weights, biases=biases, activations=activations)
     return Bytes(
         weights=coded_bytes(unit.weights, choice.bits),
-        scales=channels + 4 if choice.rate else 4 * channels,
-        zero_points=0 if choice.rate else channels,
+        scales=scales + 4 if choice.rate or grouped else 4 * scales,
+        zero_points=0 if choice.rate else scales,
         biases=(2 if choice.rate else 4) * channels * (biased or unit.replaced),
         activations=activations,
         metadata=_STREAM_BYTES if choice.rate else 0,

@@ -18,6 +18,8 @@ from ompq.quantizers import (
     deployed,
     half_through,
     learned_clip,
+    like_weight,
+    of_groups,
     on_log_grid,
     rounded_to,
 )
@@ -132,10 +134,12 @@ class QuantizedLayer(nn.Module):
 
     weight: nn.Parameter  # the stored weight; float
     bias: nn.Parameter | None
-    weight_scale: nn.Parameter  # step of each output channel, (C,)
-    weight_zero_point: Tensor  # code of 0 for each channel, (C,); multiples of 0.5
+    # Step of each output channel, (C,), or of each group of its weights, (C, G).
+    weight_scale: nn.Parameter
+    weight_zero_point: Tensor  # code of 0 for each of them; multiples of 0.5
     bits: int  # width of the weight's codes
     narrow: bool  # whether the highest code is left out
+    group_size: int = 0  # inputs whose weights share a scale; 0 if all of a channel do
     # Bits a weight, at most, that the codes take once entropy-coded; 0 if they are not.
     rate: float = 0.0
     # Computes the layer with the batch norm that was folded into it, while the two are
@@ -171,16 +175,15 @@ class QuantizedLayer(nn.Module):
         weight: Tensor = self.weight
         if factor is not None:
             weight = scaled_channels(weight, factor, self)
-        return rounded_to(self.grid_like_weight(), weight)
+        shared = weight.numel() / self.weight_scale.numel()
+        return rounded_to(self.grid_like_weight(), weight, shared)
 
     def grid_like_weight(self) -> Grid:
         """Return the grid shaped so that it broadcasts with the weight."""
-        shape = [1] * self.weight.dim()
-        axis = channel_axis(self)
-        shape[axis] = self.weight.shape[axis]
+        like = self.weight.shape, channel_axis(self), self.group_size
         return Grid(
-            self.weight_scale.reshape(shape),
-            self.weight_zero_point.reshape(shape),
+            like_weight(self.weight_scale, *like),
+            like_weight(self.weight_zero_point, *like),
             self.bits,
             self.narrow,
         )
@@ -200,7 +203,8 @@ class QuantizedLayer(nn.Module):
 
     def extra_repr(self) -> str:
         """Tell the width next to what the replaced layer tells."""
-        return f"{super().extra_repr()}, bits={self.bits}"
+        groups = f", group_size={self.group_size}" if self.group_size else ""
+        return f"{super().extra_repr()}, bits={self.bits}{groups}"
 
 
 def linear_map(
@@ -313,8 +317,13 @@ def _probe(layer: nn.Module) -> Tensor:
     return torch.linspace(-1, 1, prod(shape)).reshape(shape).to(weight)
 
 
-def quantized_layer(layer: nn.Module, grid: Grid) -> QuantizedLayer:
-    """Return a quantized copy of a layer, its norm folded in, on a grid of (C,)."""
+def quantized_layer(
+    layer: nn.Module, grid: Grid, group_size: int = 0
+) -> QuantizedLayer:
+    """Return a quantized copy of a layer, its norm folded in.
+
+    The grid goes with the layer's weight, and has one scale for each channel, or group.
+    """
     kind = _replacement(layer)
     made = copy.deepcopy(layer)
     # The copy keeps every attribute of the layer, whatever its constructor took;
@@ -323,10 +332,14 @@ def quantized_layer(layer: nn.Module, grid: Grid) -> QuantizedLayer:
     quantized = cast(QuantizedLayer, made)
     quantized.bits = grid.bits
     quantized.narrow = grid.narrow
+    quantized.group_size = group_size
     quantized.norm = None
-    scale, zero_point = grid.scale.detach().clone(), grid.zero_point.detach().clone()
-    quantized.weight_scale = nn.Parameter(scale.flatten(), requires_grad=False)
-    quantized.register_buffer("weight_zero_point", zero_point.flatten())
+    scale, zero_point = (
+        of_groups(each.detach(), group_size).clone()
+        for each in (grid.scale, grid.zero_point)
+    )
+    quantized.weight_scale = nn.Parameter(scale, requires_grad=False)
+    quantized.register_buffer("weight_zero_point", zero_point)
     return quantized
 
 

@@ -29,6 +29,7 @@ from ompq.graph import (
     Choice,
     LayerGraph,
     by_bits,
+    check_group_size,
     find_units,
     float_network,
     live_tensors,
@@ -82,6 +83,10 @@ class PlanConfig:
         storage: ``coded`` also offers entropy-coded weights: the same accuracy in a
             smaller file. In memory, coded weights are bytes.
         rates: Bits a weight that coded units may get, in the file.
+        group_size: Inputs of a linear unit, 32, 64 or 128, whose weights share a scale
+            in each output channel; None gives one to each channel. More scales, more
+            bytes, less damage by outliers. Convolutions have no groups, and coded
+            weights one step.
         activation_choices: Bits that a unit's input may get; 32 leaves it float.
         pinned: Pattern → bits of the units that are not to be chosen; a later pattern
             overrides an earlier one. 32 keeps a unit float; ``(None, 8)`` fixes the
@@ -101,6 +106,7 @@ class PlanConfig:
     choices: tuple[int | tuple[int, int], ...] = (2, 3, 4, 5, 6, 8)
     storage: Storage = "fixed"
     rates: tuple[float, ...] = RATES
+    group_size: int | None = None
     activation_choices: tuple[int, ...] = (8,)
     pinned: Mapping[str, Pin] = field(default_factory=lambda: MappingProxyType({}))
     tie: bool = True
@@ -125,6 +131,7 @@ class PlanConfig:
             raise ValueError(f"storage={self.storage!r} is unknown; use fixed or coded")
         if not self.rates or not all(0 < rate <= CODED_BITS for rate in self.rates):
             raise ValueError(f"rates={self.rates} must be above 0 and at most 8")
+        check_group_size(self.group_size)
 
     @property
     def free_choices(self) -> list[Choice]:
@@ -217,7 +224,7 @@ def plan(
 
 
 def planned_graph(graph: LayerGraph, config: PlanConfig) -> LayerGraph:
-    """Return the graph with the ties and fixed inputs that a plan's settings ask for.
+    """Return the graph with ties, fixed inputs and groups that settings ask for.
 
     A score of blocks, stages or the whole network decides on one width for each, in
     place of the ties that come from additions; pinned units stay apart.
@@ -232,7 +239,8 @@ def planned_graph(graph: LayerGraph, config: PlanConfig) -> LayerGraph:
         graph = graph.untie().tie([names for names in every if names])
     inputs = _pinned(graph, config)[1]
     units = (replace(u, input_bits=inputs.get(u.name, 0)) for u in graph.units)
-    return replace(graph, units=tuple(units)).tie(config.tied)
+    graph = replace(graph, units=tuple(units)).grouped(config.group_size)
+    return graph.tie(config.tied)
 
 
 def _pinned(

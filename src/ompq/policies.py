@@ -298,6 +298,7 @@ def plan_summary(plan: Plan) -> dict[str, Any]:
         "score": plan.score_name,
         "method": plan.method,
         "accounting": plan.accounting,
+        "group_size": plan.graph.group_size or None,
         "allocation": plan.allocation.to_json(),
         "measured": [
             {"name": one.name, "divergence": one.divergence} for one in plan.measured

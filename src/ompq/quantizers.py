@@ -1,5 +1,6 @@
 """Uniform quantization: the grid, its one formula, and straight-through gradients."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -58,6 +59,38 @@ class Grid:
     def fake(self, x: Tensor) -> Tensor:
         """Return ``x`` quantized and dequantized: the nearest values of the grid."""
         return self.scale * (_codes(x, self) - self.zero_point)
+
+
+def of_groups(values: Tensor, group_size: int) -> Tensor:
+    """Return what each group of weights has, (C, K / size), from (C, K).
+
+    Without groups, values that broadcast with a weight become one a channel, (C,).
+    """
+    return values[:, ::group_size] if group_size else values.flatten()
+
+
+def like_weight(
+    values: Tensor, shape: Sequence[int], axis: int = 0, group_size: int = 0
+) -> Tensor:
+    """Return what channels (C,) or groups (C, G) have so that it goes with a weight.
+
+    Args:
+        values: In this order, of any shape.
+        shape: The weight's.
+        axis: Of its channels.
+        group_size: Weights of a channel, next to each other, that share a value; 0 if
+            all do. The last group may have fewer.
+
+    Example:
+        >>> like_weight(torch.tensor([[1, 2]]), (1, 5), group_size=3)
+        tensor([[1, 1, 1, 2, 2]])
+    """
+    if group_size:
+        rows = values.reshape(shape[0], -1)
+        return rows.repeat_interleave(group_size, 1)[:, : shape[1]]
+    like = [1] * len(shape)
+    like[axis] = -1
+    return values.reshape(like)
 
 
 def integer_weight(

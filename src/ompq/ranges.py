@@ -8,8 +8,15 @@ from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from ompq.quantizers import LARGEST_HALF_BITS, Grid, check_bits, on_log_grid
+from ompq.quantizers import (
+    LARGEST_HALF_BITS,
+    Grid,
+    check_bits,
+    like_weight,
+    on_log_grid,
+)
 
 Kind = Literal["affine", "midrise", "midtread", "symmetric"]
 # The least error at every width on every network measured, as it contains the others.
@@ -118,21 +125,24 @@ class _Best(NamedTuple):
     zero_point: Tensor  # (B, C, 1)
 
 
-def search_weight(
+def search_weight(  # noqa: PLR0913
     weight: Tensor,
     bits: int,
     *,
     channel_dim: int = 0,
+    group_size: int = 0,
     kind: Kind = DEFAULT_KIND,
     power: float = 2.0,
     gram: Tensor | None = None,
 ) -> Grid:
-    """Return the grid with the least error in each channel.
+    """Return the grid with the least error in each channel, or each group of it.
 
     Ranges cut at either end are tried, then scales and zero points around the best,
     then both are fitted to the codes by least squares a few times.
 
     Args:
+        group_size: Weights of a channel, next to each other, that have a grid of their
+            own, in a weight of (C, K); 0 gives all of a channel one.
         power: The error is the sum of |error|^power: 2 for least squares; 2.4, as in
             BRECQ, clips less.
         gram: Products of what the weights of a channel are multiplied by, (K, K), or
@@ -140,7 +150,8 @@ def search_weight(
             the error is that of the outputs, errorᵀ · gram · error, whatever the power.
 
     Returns:
-        Scale and zero point have the weight's dimensions, all 1 but the channels'.
+        Scale and zero point have the weight's dimensions, all 1 but the channels'; with
+        groups they have its shape.
 
     Example:
         >>> grid = search_weight(torch.tensor([[-0.3, -0.1, 0.1, 0.3]]), bits=2)
@@ -150,7 +161,7 @@ def search_weight(
     rule = Rule.of(bits, kind)
     if not power >= 2:
         raise ValueError(f"power={power} must be at least 2, which is least squares")
-    rows = channel_rows(weight, channel_dim)
+    rows = channel_rows(weight, channel_dim, group_size)
     if not all(end.isfinite() for end in rows.aminmax()):
         raise ValueError("weight holds NaN or infinity; load other weights")
     if gram is not None:
@@ -158,13 +169,23 @@ def search_weight(
     rule = Rule(*(tensor.to(rows.device) for tensor in rule))
     found = [
         _search(part, rule, measure, _THOROUGH)
-        for part, measure in _pieces(rows, _Measure(power, gram))
+        for part, measure in _pieces(
+            rows, _Measure(power, gram, _counts(weight, group_size))
+        )
     ]
     scale = torch.cat([best.scale[0] for best in found])
     zero_point = torch.cat([best.zero_point[0] for best in found])
-    shape = [1] * weight.dim()
-    shape[channel_dim] = -1
-    return _weight_grid(scale.view(shape), zero_point.view(shape), bits, rule)
+    like = weight.shape, channel_dim, group_size
+    return _weight_grid(
+        like_weight(scale, *like), like_weight(zero_point, *like), bits, rule
+    )
+
+
+def _counts(weight: Tensor, group_size: int) -> Tensor | None:
+    """Return which weights of groups are there, 1 or 0; None if all are."""
+    if not group_size or weight.shape[1] % group_size == 0:
+        return None
+    return channel_rows(torch.ones_like(weight), 0, group_size)
 
 
 def _weight_grid(scale: Tensor, zero_point: Tensor, bits: int, rule: Rule) -> Grid:
@@ -176,37 +197,44 @@ def _weight_grid(scale: Tensor, zero_point: Tensor, bits: int, rule: Rule) -> Gr
 
 
 def minmax_weight(
-    weight: Tensor, bits: int, *, channel_dim: int = 0, kind: Kind = DEFAULT_KIND
+    weight: Tensor,
+    bits: int,
+    *,
+    channel_dim: int = 0,
+    group_size: int = 0,
+    kind: Kind = DEFAULT_KIND,
 ) -> Grid:
     """Return the least grid that holds all weights of each channel, and 0 (ZeroQ).
 
-    Scale and zero point are shaped as those of :func:`search_weight`.
+    Scale and zero point are shaped, and groups made, as by :func:`search_weight`.
     """
     rule = Rule.of(bits, kind)
     rule = Rule(*(tensor.to(weight.device) for tensor in rule))
-    rows = channel_rows(weight, channel_dim)
+    rows = channel_rows(weight, channel_dim, group_size)
     low, high = rule_range(*row_range(rows), rule)
     scale, zero_point = range_grid(low[0], high[0], rule.qmax[0])
-    shape = [1] * weight.dim()
-    shape[channel_dim] = -1
-    return _weight_grid(scale.view(shape), zero_point.view(shape), bits, rule)
+    like = weight.shape, channel_dim, group_size
+    return _weight_grid(
+        like_weight(scale, *like), like_weight(zero_point, *like), bits, rule
+    )
 
 
-def shrunk_weight(weight: Tensor, bits: int, *, channel_dim: int = 0) -> Grid:
+def shrunk_weight(
+    weight: Tensor, bits: int, *, channel_dim: int = 0, group_size: int = 0
+) -> Grid:
     """Return the grid of each channel as BRECQ finds it, with a whole zero point.
 
     Both ends of the range shrink alike, in steps of 1 % down to 21 %; the range with
     the least sum of |error|^2.4 is taken. Two things differ: ranges contain 0, and
     above 6 bits the zero point is the middle code, as int8 runtimes need it.
     """
-    rows = channel_rows(weight, channel_dim)
+    rows = channel_rows(weight, channel_dim, group_size)
     rule = Rule(*(tensor[0].to(rows.device) for tensor in Rule.of(bits, "affine")))
     low, high = rule_range(*row_range(rows), rule)
     scale, zero_point = _shrunk(rows, low, high, bits)
     zero_point = torch.where(low == high, float(1 << (bits - 1)), zero_point)
-    shape = [1] * weight.dim()
-    shape[channel_dim] = -1
-    return Grid(scale.view(shape), zero_point.view(shape), bits)
+    like = weight.shape, channel_dim, group_size
+    return Grid(like_weight(scale, *like), like_weight(zero_point, *like), bits)
 
 
 def shrunk_tensor(x: Tensor, bits: int) -> Grid:
@@ -234,39 +262,38 @@ def _shrunk(
 
 
 def quick_grids(
-    weight: Tensor, bits: Sequence[int], *, channel_dim: int = 0
+    weight: Tensor, bits: Sequence[int], *, channel_dim: int = 0, group_size: int = 0
 ) -> tuple[list[Grid], Tensor]:
     """Return good grids at several widths, and ||W - Q(W)||² / ||W||² of each, (B,).
 
     Few ranges are tried, for all widths at once.
     """
-    rows = channel_rows(weight, channel_dim)
+    rows = channel_rows(weight, channel_dim, group_size)
     if not bits:
         return [], rows.new_empty(0)
     rule = _rules(tuple(bits), rows.device)
-    found = [
-        _search(part, rule, one, _QUICK) for part, one in _pieces(rows, _Measure())
-    ]
+    measure = _Measure(counts=_counts(weight, group_size))
+    found = [_search(part, rule, one, _QUICK) for part, one in _pieces(rows, measure)]
     cost, scale, zero_point = (
         torch.cat(parts, 1) for parts in zip(*found, strict=True)
     )
-    shape = [1] * weight.dim()
-    shape[channel_dim] = -1
+    like = weight.shape, channel_dim, group_size
     grids = [
-        Grid(s.view(shape), z.view(shape), width)
+        Grid(like_weight(s, *like), like_weight(z, *like), width)
         for s, z, width in zip(scale, zero_point, bits, strict=True)
     ]
     return grids, cost.sum(1) / rows.square().sum().clamp(min=_TINY)
 
 
 def weight_noises(
-    weight: Tensor, bits: Sequence[int], *, channel_dim: int = 0
+    weight: Tensor, bits: Sequence[int], *, channel_dim: int = 0, group_size: int = 0
 ) -> list[float]:
     """Return ||W - Q(W)||^2 / ||W||^2 at each width, nearly; 0 for a weight of zeros.
 
     The search of :func:`search_weight` with fewer ranges, on a sample of the weights.
     """
-    rows = channel_rows(weight, channel_dim)
+    rows = channel_rows(weight, channel_dim, group_size)
+    counts = _counts(weight, group_size)
     if not bits:
         return []
     energy = rows.square().sum(1)
@@ -275,9 +302,11 @@ def weight_noises(
         # A channel is drawn as often as its share of the energy asks for.
         wanted = torch.arange(_NOISE_CHANNELS, device=rows.device) + 0.5
         drawn = torch.searchsorted(share.cumsum(0), wanted / _NOISE_CHANNELS)
-        rows = rows[drawn.clamp(max=len(rows) - 1)]
+        drawn = drawn.clamp(max=len(rows) - 1)
+        rows, counts = rows[drawn], None if counts is None else counts[drawn]
         share = share.new_full((_NOISE_CHANNELS,), 1 / _NOISE_CHANNELS)
-    rows, counts = _sampled(rows, _NOISE_WEIGHTS // len(rows))
+    if counts is None:  # groups that were filled up are small as they are
+        rows, counts = _sampled(rows, _NOISE_WEIGHTS // len(rows))
     energy = rows.square() if counts is None else rows.square() * counts
     energy = energy.sum(1).clamp(min=_TINY)
     rule = _rules(tuple(bits), rows.device)
@@ -298,12 +327,19 @@ def elements_at_once(device: torch.device) -> int:
     return 1 << 24 if device.type == "cuda" else 1 << 18
 
 
-def channel_rows(weight: Tensor, channel_dim: int) -> Tensor:
-    """Return the weight as float32 of shape (channels, weights of a channel)."""
+def channel_rows(weight: Tensor, channel_dim: int, group_size: int = 0) -> Tensor:
+    """Return the weight as float32 of shape (channels, weights of a channel).
+
+    With groups these are the rows, (channels * groups, size); zeros fill the last
+    group of each channel up.
+    """
     if weight.numel() == 0:
         raise ValueError(f"weight of shape {tuple(weight.shape)} is empty")
     rows = weight.detach().movedim(channel_dim, 0)
-    return rows.reshape(len(rows), -1).float()
+    rows = rows.reshape(len(rows), -1).float()
+    if not group_size:
+        return rows
+    return F.pad(rows, (0, -rows.shape[1] % group_size)).reshape(-1, group_size)
 
 
 def thinned(rows: Tensor, most: int) -> Tensor:
@@ -360,10 +396,12 @@ def _pieces(rows: Tensor, measure: _Measure) -> Iterator[tuple[Tensor, _Measure]
     """Yield a few channels at a time, with their measure."""
     channels = max(1, elements_at_once(rows.device) // rows.shape[1])
     for start in range(0, len(rows), channels):
-        gram = measure.gram
+        part = slice(start, start + channels)
+        gram, counts = measure.gram, measure.counts
         if gram is not None and len(gram) > 1:
-            gram = gram[start : start + channels]
-        yield rows[start : start + channels], measure._replace(gram=gram)
+            gram = gram[part]
+        counts = None if counts is None else counts[part]
+        yield rows[part], measure._replace(gram=gram, counts=counts)
 
 
 def _search(rows: Tensor, rule: Rule, measure: _Measure, effort: _Effort) -> _Best:

@@ -75,17 +75,19 @@ class StoredUnit:
     axis: int  # of the output channels
     bits: int
     coded: bool  # whether its stream is entropy-coded
+    grouped: bool  # whether channels have several scales and zero points
     stream: Place
-    scales: Place  # one for each channel, or what all are multiples of
-    multiples: Place  # one for each channel, or none
-    zero_points: Place  # one for each channel, or none if all are the middle code
+    scales: Place  # one for each channel or group, or what all are multiples of
+    multiples: Place  # one for each, or none
+    zero_points: Place  # one for each, or none if all are the middle code
     biases: Place  # one for each channel, or none
 
     def to_json(self) -> list[Any]:
         """Return plain data for JSON."""
         places = [getattr(self, name) for name in _PLACES]
         own = [list(self.shape), self.axis, self.bits, int(self.coded)]
-        return own + [part for one in places for part in vars(one).values()]
+        own += [part for one in places for part in vars(one).values()]
+        return [*own, 1] if self.grouped else own
 
     @classmethod
     def from_json(cls, data: Any) -> "StoredUnit":
@@ -101,7 +103,8 @@ class StoredUnit:
         if prod(sizes) > _MOST_CODES * places[0].count:
             raise ValueError(f"{places[0].count} bytes do not hold {sizes}")
         axis = json_whole(axis, "axis", 0, len(sizes) - 1)
-        return cls(sizes, axis, json_whole(bits, "bits", 2, 8), bool(coded), *places)
+        bits, grouped = json_whole(bits, "bits", 2, 8), len(rest) > 3 * len(_PLACES)
+        return cls(sizes, axis, bits, bool(coded), grouped, *places)
 
 
 @dataclass(frozen=True)
@@ -130,20 +133,29 @@ class Parts:
 
     @cached_property
     def halves(self) -> NDArray[np.int32]:
-        """Distances from the zero point, in halves of a step up to 6 bits."""
+        """Distances from the zero point, in halves of a step up to 6 bits.
+
+        Those of groups, whose zero points stand beside them, are from the middle.
+        """
         unit, whole = self.unit, 1 if self.unit.bits > LARGEST_HALF_BITS else 2
         # Zero points are stored in the same halves or whole steps.
         zeros = unit.zero_points.of(self.arrays).astype(np.int32)
-        if not len(zeros):
-            zeros = np.array([whole << (unit.bits - 1)], np.int32)
+        if unit.grouped or not len(zeros):
+            zeros = np.array([self._middle], np.int32)
         shape = [1] * len(unit.shape)
         shape[unit.axis] = -1
         return self.codes.astype(np.int32) * whole - zeros.reshape(shape)
 
     @property
+    def _middle(self) -> int:
+        """The middle code, in the same halves."""
+        whole = 1 if self.unit.bits > LARGEST_HALF_BITS else 2
+        return whole << (self.unit.bits - 1)
+
+    @property
     def stretch(self) -> int:
         """By what the integer form multiplies bytes of few bits."""
-        if self.unit.bits > LARGEST_HALF_BITS:
+        if self.unit.bits > LARGEST_HALF_BITS or self.unit.grouped:
             return 1
         return max(1, _STRETCHED // max(1, int(np.abs(self.halves).max())))
 
@@ -153,6 +165,7 @@ class Parts:
             "bytes": self._bytes,
             "plane": self._plane,
             "scale": self._scale,
+            "zeros": self._zeros,
             "bias": self._bias,
         }
         found: Array = recipes[recipe](*numbers)  # type: ignore[operator]
@@ -170,7 +183,7 @@ class Parts:
         return np.packbits(bits.reshape(-1), bitorder="little")
 
     def _steps(self, stretch: float) -> Array:
-        """Return the step of each channel's bytes, float64."""
+        """Return the step of the bytes of each channel, or group, float64."""
         unit = self.unit
         scales = unit.scales.of(self.arrays).astype(np.float64)
         if len(multiples := unit.multiples.of(self.arrays)):
@@ -178,11 +191,18 @@ class Parts:
         part = 0.5 if unit.bits <= LARGEST_HALF_BITS else 1.0
         if not stretch >= 1:
             raise ValueError(f"weights stretched by {stretch:g}")
+        if unit.grouped:
+            return np.array(scales * part / stretch)
         steps: Array = np.broadcast_to(scales * part / stretch, unit.shape[unit.axis])
         return steps
 
     def _scale(self, stretch: float) -> Array:
         return self._steps(stretch).astype("<f4")
+
+    def _zeros(self) -> Array:
+        """Return the zero points of groups, as distances from the middle."""
+        zeros = self.unit.zero_points.of(self.arrays).astype(np.int32)
+        return (zeros - self._middle).astype("i1")
 
     def _bias(self, stretch: float, source: float) -> Array:
         """Return the bias in steps of the accumulator, for inputs of this scale."""
@@ -252,6 +272,8 @@ def _recipes(
         yield from (("plane", width, *pair) for pair in product(rests, (0, 8)))
     elif role == "scale":
         yield from (("scale", stretch) for stretch in stretches)
+    elif role == "zeros" and parts.unit.grouped:
+        yield ("zeros",)
     elif role == "bias" and source is not None:
         yield from (("bias", stretch, source) for stretch in stretches)
 

@@ -15,6 +15,9 @@ _MOST_WEIGHTS = 1 << 53  # of a unit in a file: what float64 counts exactly
 _MOST_AXES = 8  # of a weight in a file; that of a Conv3d has five
 # Kinds of weights that are parameters of a module that does more than multiply by them.
 IN_PLACE = ("attention", "embedding", "recurrent")
+# Kinds whose weights, (out, in), may have a scale for each group of inputs.
+GROUPED = ("linear", "attention", "recurrent")
+GROUP_SIZES = (32, 64, 128)
 CODED_BITS = 8  # codes of a coded unit are bytes wherever they are not in a file
 
 
@@ -86,6 +89,16 @@ class Choice(NamedTuple):
         return self
 
 
+def check_group_size(size: int | None) -> None:
+    """Raise a ValueError unless groups may have this size, or there are none."""
+    if size is not None and size not in GROUP_SIZES:
+        known = ", ".join(map(str, GROUP_SIZES))
+        raise ValueError(
+            f"group_size={size} must be one of {known}, or None for one scale per "
+            "channel"
+        )
+
+
 def by_bits(choices: Iterable[Choice]) -> list[Choice]:
     """Return choices from the fewest bits to the most."""
     return sorted(choices, key=lambda c: (c.bits, c.activation, c.rate))
@@ -115,6 +128,8 @@ class Unit:
         element_size: Bytes of one weight in the float network.
         shared: Whether the weight belongs to another module, too: an embedding, say.
         input_bits: Bits of its input, where a plan fixes them whatever is chosen; or 0.
+        group_size: Inputs whose weights share a scale, in each output channel; 0 if all
+            do.
     """
 
     name: str
@@ -135,6 +150,7 @@ class Unit:
     element_size: int = 4
     shared: bool = False
     input_bits: int = 0
+    group_size: int = 0
 
     @property
     def replaced(self) -> bool:
@@ -148,6 +164,18 @@ class Unit:
     def weights(self) -> int:
         """Number of weights."""
         return prod(self.weight_shape)
+
+    def shared_by(self, choice: Choice) -> int:
+        """Return how many inputs share a scale at a choice; 0 if all do.
+
+        The weights of a coded unit have one step: the coder sees to sizes that differ.
+        """
+        return 0 if choice.rate else self.group_size
+
+    def scales(self, choice: Choice) -> int:
+        """Return how many scales an output channel has."""
+        size = self.shared_by(choice)
+        return -(-self.weight_shape[1] // size) if size else 1
 
 
 @dataclass(frozen=True)
@@ -227,6 +255,25 @@ class LayerGraph:
         """Return a graph in which every unit is free."""
         return replace(self, units=tuple(replace(u, group=u.name) for u in self.units))
 
+    @property
+    def group_size(self) -> int:
+        """Inputs whose weights share a scale in linear units; 0 if all do."""
+        return max((unit.group_size for unit in self.units), default=0)
+
+    def grouped(self, size: int | None) -> "LayerGraph":
+        """Return a graph whose linear units have a scale for each group of inputs.
+
+        Convolutions keep one scale per channel, and so do units of no more inputs than
+        a group has. None or 0 leaves one to every channel.
+        """
+        units = (
+            replace(u, group_size=size)
+            if size and u.kind in GROUPED and u.weight_shape[1] > size
+            else replace(u, group_size=0)
+            for u in self.units
+        )
+        return replace(self, units=tuple(units))
+
     def differing(self, other: "LayerGraph") -> list[str]:
         """Return the units that only one of two graphs has, or with another shape."""
         ours, theirs = (
@@ -239,9 +286,12 @@ class LayerGraph:
     def to_json(self) -> dict[str, Any]:
         """Return plain data for JSON."""
         found = asdict(self)
-        for unit in found["units"]:
-            if not unit["input_bits"]:
-                del unit["input_bits"]
+        for name in ("input_bits", "group_size"):  # as files ever were without them
+            if not any(unit[name] for unit in found["units"]):
+                found["units"] = [
+                    {k: v for k, v in unit.items() if k != name}
+                    for unit in found["units"]
+                ]
         return found
 
     @classmethod
@@ -260,6 +310,12 @@ class LayerGraph:
                 raise ValueError(
                     f"unit {unit.name:.80} has {unit.weights:,} weights; at most "
                     f"{_MOST_WEIGHTS:,} can be"
+                )
+            known = unit.group_size in GROUP_SIZES and unit.kind in GROUPED
+            if unit.group_size and not (known and len(axes) == 2):
+                raise ValueError(
+                    f"unit {unit.name:.80}, {unit.kind:.80}, has groups of "
+                    f"{unit.group_size}"
                 )
         if len(graph._by_name) < len(graph):
             raise ValueError("two units have the same name")

@@ -192,7 +192,8 @@ class Workflow:
         worst = [bits.graph.names[at] for at in damage.argsort()[::-1][:count]]
         floats = dict.fromkeys(bits.graph.names, Choice(FLOAT_BITS, FLOAT_BITS))
         with self.stages.stage("measuring layers") as progress:
-            meter = Meter(self.model, samples, samples)
+            size = bits.graph.group_size
+            meter = Meter(self.model, samples, samples, group_size=size)
 
             def measured(given: Mapping[str, Choice]) -> float:
                 return meter.divergence(meter.quantized(Allocation(given)))

@@ -17,7 +17,7 @@ from ompq.cli.options import REQUIRED, argument, flag, number, one_of, option
 from ompq.costs import FLOAT_BITS, Accounting, load_latency
 from ompq.datasets.sources import Batches, Data, Split, load_data
 from ompq.errors import ScoreError
-from ompq.graph import CODED_BITS, Choice
+from ompq.graph import CODED_BITS, GROUP_SIZES, Choice
 from ompq.measurement.reconstruction_score import SCORES
 from ompq.measurement.refinement import RefineConfig
 from ompq.models import NamedModel, load_model
@@ -185,6 +185,13 @@ class PlanOptions:
         "Bits a weight that coded weights may take, with --coded. "
         f"Default: {_joined(PlanConfig.rates)}.",
     )
+    group_size: int | None = option(
+        None,
+        "NUMBER",
+        f"{', '.join(map(str, GROUP_SIZES))}: give each so many inputs of a linear "
+        "layer a scale of their own in every output channel. Default: one scale per "
+        "channel.",
+    )
     score: str | None = option(
         None,
         "NAME",
@@ -284,6 +291,7 @@ class PlanOptions:
             "activation_choices": _numbers("--activation-bits", self.activation_bits),
             "storage": "coded" if self.coded else None,
             "rates": _numbers("--rates", self.rates, float),
+            "group_size": self.group_size,
             "pinned": {**base.pinned, **pins} if pins else None,
             "tie": False if self.no_tie else None,
             "tied": tuple(self.tie) if self.tie else None,

@@ -623,6 +623,12 @@ def layer_operator(layer: QuantizedLayer, dims: int, grid: CodeGrid) -> Operator
 
 def layer_weight(layer: QuantizedLayer, grid: CodeGrid) -> IntegerWeight:
     """Return the weight (O, ...) and bias of a layer whose input has a grid."""
+    if layer.group_size:
+        raise QuantizationError(
+            f"({type(layer).__name__}) has groups of {layer.group_size} weights with "
+            "scales of their own, and no integer form: one accumulator has one scale. "
+            "Save or export it as it is, or plan without group_size"
+        )
     return IntegerWeight.of(layer.codes(), layer.grid_like_weight(), layer.bias, grid)
 
 

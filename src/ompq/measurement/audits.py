@@ -215,7 +215,12 @@ def audit(  # noqa: PLR0913 - the last four are optional
         **(others or {}),
     }
     meter = Meter(
-        model, calibration, judges, iterations=config.iterations, seed=config.seed
+        model,
+        calibration,
+        judges,
+        iterations=config.iterations,
+        seed=config.seed,
+        group_size=first.graph.group_size,
     )
     identity = _identity(meter, first, candidates)
     kept = Checkpoint(checkpoint, "audit", identity, _read)

@@ -15,7 +15,7 @@ from ompq.errors import CheckpointError, SampleError
 from ompq.evaluation import kl_divergence, logits_of
 from ompq.files import json_object, read_json, write_text
 from ompq.processes import process_count, share_out
-from ompq.quantization import quantize
+from ompq.quantization import QuantizeConfig, quantize
 from ompq.reconstruction import ReconstructConfig, reconstruct
 from ompq.reconstruction.rounding import RoundingConfig
 from ompq.samples import Samples
@@ -34,6 +34,7 @@ class Meter:
         *,
         iterations: int = 0,
         seed: int = 0,
+        group_size: int = 0,
     ) -> None:
         """Run the float network.
 
@@ -42,22 +43,26 @@ class Meter:
             judges: What divergence is measured on.
             iterations: Reconstruction steps a block; 0 rounds to nearest.
             seed: Of the reconstruction.
+            group_size: Inputs whose weights share a scale in linear units; 0 if all do.
         """
         self.model, self.samples, self.judges = model, samples, judges
         self.iterations, self.seed = iterations, seed
+        self.config = QuantizeConfig(group_size=group_size or None)
         self._expected = logits_of(model, judges)
 
     @cached_property
     def judge(self) -> str:
         """A digest: only divergences of one judge may be compared."""
         way = f"reconstruct {self.iterations}" if self.iterations else "round"
+        if self.config.group_size:
+            way += f" groups of {self.config.group_size}"
         content = f"{way} {len(self.samples)}".encode()
         digest = hashlib.sha256(self._expected.numpy().tobytes() + content)
         return digest.hexdigest()[:16]
 
     def quantized(self, bits: Allocation) -> nn.Module:
         """Return the network with these bits, reconstructed if asked to."""
-        network = quantize(self.model, bits, self.samples)
+        network = quantize(self.model, bits, self.samples, self.config)
         if self.iterations:
             rounding = RoundingConfig(iterations=self.iterations)
             config = ReconstructConfig(rounding=rounding, seed=self.seed)

@@ -42,7 +42,8 @@ class _OneByOne(ABC):
     def __call__(self, given: ScoreInputs) -> ScoreTable:
         """Return what is measured, (units, choices); processes share the cells."""
         graph, choices = given.graph, given.choices
-        meter, measure = self._meter(given.model, given.samples.first(self.samples))
+        few = given.samples.first(self.samples)
+        meter, measure = self._meter(given.model, few, graph.group_size)
         untouched = dict.fromkeys(graph.names, Choice(FLOAT_BITS, FLOAT_BITS))
         cells = [(unit, choice) for unit in graph.units for choice in choices]
 
@@ -62,7 +63,9 @@ class _OneByOne(ABC):
         return ScoreTable(table.reshape(len(graph), len(choices)))
 
     @abstractmethod
-    def _meter(self, model: nn.Module, samples: Samples) -> tuple[Meter, Measure]:
+    def _meter(
+        self, model: nn.Module, samples: Samples, group_size: int
+    ) -> tuple[Meter, Measure]:
         """Return what reconstructs, and what measures the result."""
 
 
@@ -75,9 +78,16 @@ class ReconstructionScore(_OneByOne):
 
     summary: ClassVar[str] = "divergence after one unit's block is reconstructed"
 
-    def _meter(self, model: nn.Module, samples: Samples) -> tuple[Meter, Measure]:
-        steps, seed = self.iterations, self.seed
-        meter = Meter(model, *split(samples, 0.5), iterations=steps, seed=seed)
+    def _meter(
+        self, model: nn.Module, samples: Samples, group_size: int
+    ) -> tuple[Meter, Measure]:
+        meter = Meter(
+            model,
+            *split(samples, 0.5),
+            iterations=self.iterations,
+            seed=self.seed,
+            group_size=group_size,
+        )
         return meter, lambda found, _unit: max(meter.divergence(found), 0.0)
 
 
@@ -92,9 +102,17 @@ class BlockLoss(_OneByOne):
 
     summary: ClassVar[str] = "BRECQ's: Fisher-weighted error of a reconstructed block"
 
-    def _meter(self, model: nn.Module, samples: Samples) -> tuple[Meter, Measure]:
-        steps, seed = self.iterations, self.seed
-        meter = Meter(model, samples, samples, iterations=steps, seed=seed)
+    def _meter(
+        self, model: nn.Module, samples: Samples, group_size: int
+    ) -> tuple[Meter, Measure]:
+        meter = Meter(
+            model,
+            samples,
+            samples,
+            iterations=self.iterations,
+            seed=self.seed,
+            group_size=group_size,
+        )
         return meter, lambda found, unit: block_loss(found, model, unit, samples)
 
 

@@ -103,7 +103,14 @@ def refine(
     plan.check_network(trace(model, given))
     calibration, judges = split(given, config.held_back)
     steps = config.iterations if config.by == "reconstruct" else 0
-    meter = Meter(model, calibration, judges, iterations=steps, seed=config.seed)
+    meter = Meter(
+        model,
+        calibration,
+        judges,
+        iterations=steps,
+        seed=config.seed,
+        group_size=plan.graph.group_size,
+    )
     known = [one for one in plan.measured if one.judge == meter.judge]
     kept = Checkpoint(
         checkpoint,

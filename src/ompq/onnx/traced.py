@@ -2,7 +2,8 @@
 
 Any network that PyTorch can write: weights are integers that a DequantizeLinear or,
 where no kernel multiplies integers, a product turns into floats; activations are
-rounded by pairs of QuantizeLinear and DequantizeLinear. What is between them is float.
+rounded by pairs of QuantizeLinear and DequantizeLinear. What is between them is float,
+and so are products with weights whose groups have scales of their own.
 """
 
 import copy
@@ -11,7 +12,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -40,7 +41,7 @@ from ompq.onnx.containers import (
 )
 from ompq.packing.format import broadcast_grid, quantized_units
 from ompq.quantization import quantization_of
-from ompq.quantizers import Grid, integer_weight
+from ompq.quantizers import Grid, integer_weight, of_groups
 from ompq.recording import tensors_in
 from ompq.samples import Samples, SamplesLike, call, evaluating, model_device, to_device
 
@@ -48,6 +49,7 @@ _QUANTIZE, _DEQUANTIZE = "QuantizeLinear", "DequantizeLinear"
 _DOMAIN, _WEIGHT = "ompq", "Weight"  # a node that stands for a weight, while it is made
 _MULTIPLIED = {"Conv", "Gemm", "MatMul"}  # by kernels of 8 bits
 _BYTE, _LARGEST_CODE = 8, 255
+_BLOCKS_OPSET = 21  # the first in which blocks of a tensor have scales
 # Through these runtimes move the integers of what they compute, or clip them.
 _MOVED = {"Reshape", "Transpose", "Flatten", "Squeeze", "Unsqueeze", "Identity"}
 _CLIPS = {"Relu", "Clip"}
@@ -75,10 +77,16 @@ def traced_model(quantized: nn.Module, samples: SamplesLike, opset: int) -> Trac
     """Return the file of any quantized network.
 
     Raises:
-        ExportError: PyTorch cannot write the network as ONNX.
+        ExportError: PyTorch cannot write the network as ONNX, or the opset is too old
+            for its groups of weights.
     """
     record = quantization_of(quantized)
-    units = quantized_units(record)
+    units, size = quantized_units(record), record.graph.group_size
+    if size and opset < _BLOCKS_OPSET:
+        raise ExportError(
+            f"groups of {size} weights have scales of their own, which opset={opset} "
+            f"cannot say: use {_BLOCKS_OPSET} or later"
+        )
     network = copy.deepcopy(quantized).cpu()
     for unit in units:
         _hold(network, unit, opset)
@@ -333,19 +341,44 @@ class _Graph:
                 f"{name}: its weight is not in the graph that PyTorch wrote; pin it to "
                 "32 bits to keep it float"
             )
-        use = self._use(places)
+        # One accumulator has one scale: kernels of 8 bits do not know groups.
+        grouped = unit.group_size > 0 and grid.scale.shape == codes.shape
+        use = None if grouped else self._use(places)
         weight = None if use is None else self._multiplied(unit, codes, grid, use)
         if weight is None:
-            weight = _whole(codes, grid)
-            self._unpack(name, weight)
-            self._node("Cast", [f"{name}/bytes"], f"{name}/levels", to=1)
-            given = [f"{name}/levels", f"{name}/scale"]
-            self._constant(f"{name}/scale", weight.scale.numpy())
-            self._node("Mul", given, f"{name}/weight")
+            make = self._blocks if grouped else self._product
+            weight = make(unit, codes, grid)
             for place in places:
                 self._node("Identity", [f"{name}/weight"], place.output[0])
         own = {k: v for k, v in self.constants.items() if k.startswith(f"{name}/")}
         return StoredWeight.of(name, weight, own)
+
+    def _product(self, unit: Unit, codes: Tensor, grid: Grid) -> IntegerWeight:
+        """Turn a weight into floats by a product, which no runtime fuses."""
+        name, weight = unit.name, _whole(codes, grid)
+        self._unpack(name, weight)
+        self._node("Cast", [f"{name}/bytes"], f"{name}/levels", to=1)
+        given = [f"{name}/levels", f"{name}/scale"]
+        self._constant(f"{name}/scale", weight.scale.numpy())
+        self._node("Mul", given, f"{name}/weight")
+        return weight
+
+    def _blocks(self, unit: Unit, codes: Tensor, grid: Grid) -> IntegerWeight:
+        """Turn a weight into floats whose groups have scales and zero points."""
+        name, size = unit.name, unit.group_size
+        # Codes are stored as they are, around the middle one.
+        middle = torch.full((1, 1), float(1 << (grid.bits - 1)))
+        weight = _whole(codes, replace(grid, zero_point=middle))
+        weight = replace(weight, scale=of_groups(weight.scale, size))
+        zeros = of_groups(grid.zero_point - middle, size) * weight.unit
+        self._unpack(name, weight)
+        given = [
+            f"{name}/bytes",
+            self._constant(f"{name}/scale", weight.scale.numpy()),
+            self._constant(f"{name}/zeros", zeros.to(torch.int8).numpy()),
+        ]
+        self._node(_DEQUANTIZE, given, f"{name}/weight", axis=1, block_size=size)
+        return weight
 
     def _use(self, places: Sequence[Any]) -> _Use | None:
         """Return where kernels of 8 bits can multiply a weight, if they do alone."""

@@ -189,7 +189,9 @@ def _packed(
         owner = quantized.get_submodule(unit.parameter.rpartition(".")[0])
         choice = record.allocation[unit.name]
         one = _packed_unit(state, unit, choice.weight, owner)
-        units.append(one.entropy_coded() if coded or choice.rate else one)
+        entropy_coded = coded or choice.rate > 0
+        compact = entropy_coded or unit.group_size > 0
+        units.append(one.compact(coded=entropy_coded) if compact else one)
     _warn_of_excess(units, record)
     rest = {key: tensor.detach().cpu() for key, tensor in _rest(quantized, record)}
     return Contents(record, tuple(units), tuple(grids), rest, about)
@@ -232,7 +234,7 @@ def _packed_unit(
 def _flat_grid(
     state: Mapping[str, Tensor], unit: Unit, bits: int, *, narrow: bool
 ) -> Grid:
-    """Return the grid of a unit's weight as the file will hold it, (C,)."""
+    """Return the grid of a unit's weight as the file will hold it, (C,) or (C, G)."""
     step = zero_step(bits)
     zero_point = state[f"{unit.parameter}_zero_point"].detach() / step
     zero_point = _exactly(zero_point, torch.uint8, f"{unit.name}: zero / {step:g}")

@@ -43,7 +43,7 @@ from ompq.quantization import BlockError, Quantization
 from ompq.quantization.equalization import Equalized
 from ompq.quantization.products import OPERANDS
 from ompq.quantization.sites import ActivationSite, Link
-from ompq.quantizers import LARGEST_HALF_BITS, Grid
+from ompq.quantizers import LARGEST_HALF_BITS, Grid, like_weight
 from ompq.rates import multiplied, scale_multiples, to_multiples
 from ompq.skeleton import GRAPH, PACKED_FORMAT, Place, StoredUnit
 
@@ -57,7 +57,7 @@ _BROKEN = (*_WRONG, OmpqError, RuntimeError, zlib.error)  # RecursionError among
 
 
 class Form(IntFlag):
-    """How a coded unit is stored; a unit of fixed width has none of these."""
+    """How a unit is stored; one of fixed width and without groups has none of these."""
 
     CODED = 1  # its stream is entropy-coded
     MULTIPLES = 2  # its scales are bytes times one number
@@ -73,12 +73,13 @@ class PackedUnit:
     """One unit as it is in the file."""
 
     unit: Unit
-    grid: Grid  # scale and zero point of each output channel, (C,) each
+    # Scale and zero point of each output channel, (C,), or of each group, (C, G).
+    grid: Grid
     stream: Tensor  # its codes, uint8, (ceil(weights * bits / 8),) unless coded
     bias: Tensor | None  # its bias, float32, or None
     form: Form = _FIXED
 
-    def entropy_coded(self) -> "PackedUnit":
+    def compact(self, *, coded: bool) -> "PackedUnit":
         """Return the unit in fewer bytes where it can be: nothing is lost."""
         grid, bias = self.grid, self.bias
         found = {
@@ -88,6 +89,8 @@ class PackedUnit:
             and torch.equal(bias.half().float(), bias),
         }
         form = Form(sum(flag for flag, holds in found.items() if holds))
+        if not coded:
+            return replace(self, form=form)
         data = bytearray(encode(self.codes.numpy()))
         stream = torch.frombuffer(data, dtype=torch.uint8)
         if stream.numel() < self.stream.numel():
@@ -104,20 +107,20 @@ class PackedUnit:
 
     @property
     def scales(self) -> Tensor:
-        """Its scales as they are stored, (C,), or what they are multiples of, (1,)."""
+        """Its scales as they are stored, or what they are multiples of, (1,)."""
         if Form.MULTIPLES in self.form:
             return scale_multiples(self.grid.scale)[0]
         return self.grid.scale
 
     @property
     def multiples(self) -> Tensor:
-        """What its scales are multiples by, uint8, (C,) or (0,)."""
+        """What its scales are multiples by, uint8, one each or none."""
         found = scale_multiples(self.grid.scale)[1]
         return found if Form.MULTIPLES in self.form else found[:0]
 
     @property
     def zero_points(self) -> Tensor:
-        """Its zero points as they are stored, uint8, (C,) or (0,)."""
+        """Its zero points as they are stored, uint8, one each or none."""
         steps = (self.grid.zero_point / zero_step(self.grid.bits)).to(torch.uint8)
         return steps[:0] if Form.CENTRED in self.form else steps
 
@@ -163,11 +166,15 @@ def channel_axis_of(unit: Unit) -> int:
 
 
 def broadcast_grid(grid: Grid, unit: Unit, device: torch.device) -> Grid:
-    """Return a grid of (C,) shaped so that it broadcasts with the unit's weight."""
-    shape = [1] * len(unit.weight_shape)
-    shape[channel_axis_of(unit)] = -1
-    scale, zero_point = grid.scale.to(device), grid.zero_point.to(device)
-    return Grid(scale.reshape(shape), zero_point.reshape(shape), grid.bits, grid.narrow)
+    """Return a grid of (C,) or (C, G) so that it broadcasts with the unit's weight."""
+    group_size = unit.group_size if grid.scale.dim() == 2 else 0
+    scale, zero_point = (
+        like_weight(
+            values.to(device), unit.weight_shape, channel_axis_of(unit), group_size
+        )
+        for values in (grid.scale, grid.zero_point)
+    )
+    return Grid(scale, zero_point, grid.bits, grid.narrow)
 
 
 def write_contents(path: str | Path, contents: Contents) -> None:
@@ -231,6 +238,7 @@ def stored_units(units: Sequence[PackedUnit]) -> dict[str, StoredUnit]:
             axis=channel_axis_of(one.unit),
             bits=one.grid.bits,
             coded=Form.CODED in one.form,
+            grouped=one.grid.scale.dim() == 2,
             **{item: places[item][index] for item in items},
         )
         for index, one in enumerate(units)
@@ -458,22 +466,24 @@ def _read_units(
             size = json_whole(next(lengths, None), "length of a stream", 0, size)
         found.append((unit, bits, form, codes.take(size)))
     # Each item of all units is stored before the next.
-    channels = [unit.weight_shape[channel_axis_of(unit)] for unit in units]
+    shapes = [_grid_shape(unit, record.allocation[unit.name]) for unit in units]
     zeros = [
-        codes.take(0 if Form.CENTRED in form else count)
-        for (_, _, form, _), count in zip(found, channels, strict=True)
+        codes.take(0 if Form.CENTRED in form else prod(shape))
+        for (_, _, form, _), shape in zip(found, shapes, strict=True)
     ]
     grids = []
-    for (unit, bits, form, _), count, zero in zip(found, channels, zeros, strict=True):
-        zero_point = zero.to(torch.float32) * zero_step(bits)
+    for (unit, bits, form, _), shape, zero in zip(found, shapes, zeros, strict=True):
         if Form.CENTRED in form:
-            zero_point = torch.full((count,), _middle(bits))
+            zero_point = torch.full(shape, _middle(bits))
+        else:
+            zero_point = zero.reshape(shape).to(torch.float32) * zero_step(bits)
         if Form.MULTIPLES in form:
-            places = codes.take(count)
+            places = codes.take(prod(shape))
             scale = multiplied(numbers.take(1), places)
         else:
-            scale = numbers.take(count)
-        grids.append(Grid(scale, zero_point, bits, unit.name in narrow))
+            scale = numbers.take(prod(shape))
+        grid = Grid(scale.reshape(shape), zero_point, bits, unit.name in narrow)
+        grids.append(grid)
     biases = [
         None
         if unit.name in unbiased
@@ -486,6 +496,13 @@ def _read_units(
             found, grids, biases, strict=True
         )
     )
+
+
+def _grid_shape(unit: Unit, choice: Choice) -> tuple[int, ...]:
+    """Return the shape of a unit's scales: (C,), or (C, G) with groups."""
+    channels = unit.weight_shape[channel_axis_of(unit)]
+    grouped = unit.shared_by(choice) > 0
+    return (channels, unit.scales(choice)) if grouped else (channels,)
 
 
 def _dtype(name: Any) -> torch.dtype:

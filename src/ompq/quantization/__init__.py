@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ompq.allocation.solver import Allocation
 from ompq.costs import FLOAT_BITS, can_be_coded, coded_bytes, unit_bytes
-from ompq.errors import QuantizationError, shortened
+from ompq.errors import PlanError, QuantizationError, shortened
 from ompq.graph import (
     IN_PLACE,
     RECORD,
@@ -24,6 +24,7 @@ from ompq.graph import (
     Unit,
     bias_key,
     channel_axis,
+    check_group_size,
     find_units,
     float_network,
     folded,
@@ -55,12 +56,13 @@ from ompq.quantization.equalization import (
 from ompq.quantization.moments import batch_runs, float_moments, restore_moments
 from ompq.quantization.products import attach, quantizer_name
 from ompq.quantization.sites import ActivationSite, Link, find_sites
-from ompq.quantizers import LARGEST_HALF_BITS, Grid
+from ompq.quantizers import LARGEST_HALF_BITS, Grid, like_weight, of_groups
 from ompq.ranges import (
     DEFAULT_KIND,
     Kind,
     RangeMethod,
     activation_grid,
+    channel_rows,
     log_grid,
     minmax_weight,
     search_weight,
@@ -107,6 +109,9 @@ class QuantizeConfig:
             ``percentile`` hold all or nearly all of its values; ``shrink`` is BRECQ's.
         restore_moments: Whether scales and biases make up for what rounding does to the
             mean and the spread of each channel.
+        group_size: Inputs of a linear layer, 32, 64 or 128, whose weights share a scale
+            in each output channel; None gives one to each channel. A plan decides that
+            itself (:class:`ompq.PlanConfig`).
         batch_size: How many samples run at a time, at most.
     """
 
@@ -118,7 +123,11 @@ class QuantizeConfig:
     equalize_from: int = 6
     activation_range: RangeMethod = "fisher"
     restore_moments: bool = True
+    group_size: int | None = None
     batch_size: int = 64
+
+    def __post_init__(self) -> None:
+        check_group_size(self.group_size)
 
 
 _BRECQ = QuantizeConfig(
@@ -230,8 +239,7 @@ def quantize(
     report(0, 4, "observing the network")
     samples = Samples.of(samples)
     recording = observe(float_network(model), samples)
-    graph = find_units(model, recording)
-    allocation = _allocation(plan, graph)
+    graph, allocation = _allocation(plan, find_units(model, recording), config)
     sites, lost = find_sites(model, recording, graph, allocation)
     report(1, 4, READING)
     factors: tuple[Equalized, ...] = ()
@@ -279,13 +287,23 @@ def quantize(
 
 
 def _allocation(
-    plan: Plan | Allocation | Mapping[str, Pin] | str | Path, graph: LayerGraph
-) -> Allocation:
+    plan: Plan | Allocation | Mapping[str, Pin] | str | Path,
+    graph: LayerGraph,
+    config: QuantizeConfig,
+) -> tuple[LayerGraph, Allocation]:
+    """Return the graph, with groups if there are any, and the bits of all units."""
     if isinstance(plan, str | Path):
         plan = read_bits(Path(plan))
     if isinstance(plan, Plan):
         plan.check_network(graph)
-        return plan.allocation
+        planned = plan.graph.group_size
+        if config.group_size not in (None, planned):
+            raise PlanError(
+                f"group_size={config.group_size}, but the plan counts the scales of "
+                f"{f'groups of {planned}' if planned else 'whole channels'}: plan with "
+                "this group_size, or quantize without it"
+            )
+        return graph.grouped(planned), plan.allocation
     if not isinstance(plan, Allocation):
         plan = _by_patterns(plan, graph)
     missing = [name for name in graph.names if name not in plan]
@@ -294,7 +312,7 @@ def _allocation(
             f"the allocation has no bits for {shortened(missing)}; "
             'give them, or "*" for all (32 keeps a layer float)'
         )
-    return plan
+    return graph.grouped(config.group_size), plan
 
 
 def _by_patterns(bits: Mapping[str, Pin], graph: LayerGraph) -> Allocation:
@@ -341,7 +359,11 @@ def _grams(
     narrow = LARGEST_HALF_BITS
     return input_grams(
         model,
-        [unit for unit in graph.units if allocation[unit.name].weight <= narrow],
+        [
+            unit
+            for unit in graph.units
+            if allocation[unit.name].weight <= narrow and not unit.group_size
+        ],
         samples,
         centred=config.restore_moments,
         batch_size=config.batch_size,
@@ -365,21 +387,30 @@ def _weight_grids(
         if choice.rate:
             return _coded_weight(unit, choice, weight, axis, factors)
         bits = choice.weight
+        rows: Any = {"channel_dim": axis, "group_size": unit.group_size}
         if config.weight_range == "shrink":
-            return shrunk_weight(weight, bits, channel_dim=axis), weight
-        if config.weight_range != "search":
-            return minmax_weight(weight, bits, channel_dim=axis, kind=kind), weight
-        found = search_weight(
-            weight.float(),
-            bits,
-            channel_dim=axis,
-            kind=kind,
-            power=config.weight_power,
-            gram=grams.get(unit.name),
-        )
-        return found, weight
+            found = shrunk_weight(weight, bits, **rows)
+        elif config.weight_range != "search":
+            found = minmax_weight(weight, bits, kind=kind, **rows)
+        else:
+            gram, power = grams.get(unit.name), config.weight_power
+            given: Any = {"kind": kind, "power": power, "gram": gram}
+            found = search_weight(weight.float(), bits, **rows, **given)
+        return (_of_bytes(found, weight, unit) if unit.group_size else found), weight
 
     return weight_grid
+
+
+def _of_bytes(grid: Grid, weight: Tensor, unit: Unit) -> Grid:
+    """Return a grid whose groups have scales that take a byte in a packed file."""
+    size = unit.group_size
+    scale = of_groups(grid.scale, size)
+    # The scale of a group of zeros says nothing; it must not be the largest by far.
+    alive = channel_rows(weight, 0, size).any(1).view_as(scale)
+    if alive.any():
+        scale = torch.where(alive, scale, scale[alive].max())
+    wide = like_weight(to_multiples(scale), unit.weight_shape, group_size=size)
+    return replace(grid, scale=wide)
 
 
 def _coded_weight(
@@ -423,8 +454,7 @@ def assemble(
             _fold(quantized, unit)
         if allocation[unit.name].weight < FLOAT_BITS:
             tied = uses[id(quantized.get_parameter(unit.parameter))] > 1
-            rate = allocation[unit.name].rate
-            _replace(quantized, unit, weight_grid, rate=rate, tied=tied)
+            _replace(quantized, unit, allocation[unit.name], weight_grid, tied=tied)
     names = quantizer_names(quantized, sites)
     device = model_device(model)
     for name, site, grid in zip(names, sites, activation_grids, strict=True):
@@ -446,12 +476,12 @@ def _fold(model: nn.Module, unit: Unit) -> None:
 
 
 def _replace(
-    model: nn.Module, unit: Unit, weight_grid: WeightGrid, *, rate: float, tied: bool
+    model: nn.Module, unit: Unit, choice: Choice, weight_grid: WeightGrid, *, tied: bool
 ) -> None:
     """Round a unit's weight, in a quantized layer where that can be."""
     weight = model.get_parameter(unit.parameter).detach()
     holder, _, leaf = unit.parameter.rpartition(".")
-    owner = model.get_submodule(holder)
+    owner, group_size = model.get_submodule(holder), unit.shared_by(choice)
     grid, rounded = weight_grid(unit, weight, channel_axis(owner))
     weight.copy_(rounded)
     if unit.kind in IN_PLACE or unit.calls == 0 or tied:
@@ -459,24 +489,28 @@ def _replace(
         # rounded where it is; the grid stays next to it, for files and runtimes.
         weight.copy_(grid.fake(weight))
         for name in ("scale", "zero_point"):
-            values = getattr(grid, name).detach().clone().flatten()
-            owner.register_buffer(f"{leaf}_{name}", values)
+            values = of_groups(getattr(grid, name).detach(), group_size)
+            owner.register_buffer(f"{leaf}_{name}", values.clone())
         return
-    layer = quantized_layer(owner, grid)
-    layer.rate = rate
+    layer = quantized_layer(owner, grid, group_size)
+    layer.rate = choice.rate
     replace_module(model, unit.name, layer)
 
 
 @torch.no_grad()
 def keep_rates(quantized: nn.Module) -> None:
-    """Make coded units take what their rates promise in a packed file, in place.
+    """Make units take what was planned for them in a packed file, in place.
 
-    Scales become multiples of one number and biases numbers of 16 bits, and codes move
-    towards zero, those that matter least for the bits they save, while they take too
-    much. A network that keeps its promise stays as it is.
+    Scales of groups and of coded units become multiples of one number. Biases of coded
+    units become numbers of 16 bits, and their codes move towards zero, those that
+    matter least for the bits they save, while they take too much. A network that keeps
+    its promise stays as it is.
     """
     record, layers = quantization_of(quantized), quantized_layers(quantized)
     state = quantized.state_dict(keep_vars=True)
+    for layer in layers.values():
+        if layer.group_size:
+            layer.weight_scale.copy_(to_multiples(layer.weight_scale))
     for unit in record.graph.units:
         rate = record.allocation[unit.name].rate
         bias = state.get(bias_key(unit))

@@ -94,7 +94,8 @@ def restore_moments(
         bias = (bias - had) * ratio + mean
         layer.bias = nn.Parameter(bias, requires_grad=False)
         layer.weight.copy_(scaled_channels(layer.weight, ratio, layer))
-        layer.weight_scale.mul_(ratio[: len(layer.weight_scale)])
+        own = ratio[: len(layer.weight_scale)]
+        layer.weight_scale.mul_(own if layer.group_size == 0 else own[:, None])
         had, ratio, mean = (
             _like_channels(each, layer, outputs[0]) for each in (had, ratio, mean)
         )

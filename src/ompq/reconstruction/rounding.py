@@ -276,15 +276,16 @@ def sample_order(targets: Tensor, config: RoundingConfig) -> Tensor:
 class SoftRounding:
     """The weights of a block, each between two neighbours on its grid.
 
-    All weights lie in one tensor, (W,), and all channels in another, (C,): a step of
-    learning is bound by the number of its kernels, not by their work.
+    All weights lie in one tensor, (W,), all channels in another, (C,), and all scales,
+    of channels or groups, in a third, (S,): a step of learning is bound by the number
+    of its kernels, not by their work.
 
     Biases follow the weights: whatever side a weight takes, the mean output of its
     channel stays what it was, and only the rest has to be learned.
 
     Attributes:
         up: How far above its lower neighbour each weight is, 0 to 1, (W,); learned.
-        stretch: Logarithm of what each channel's scale is multiplied by, (C,); learned.
+        stretch: Logarithm of what each scale is multiplied by, (S,); learned.
         bias: Bias of each channel, (C,); learned.
     """
 
@@ -297,8 +298,12 @@ class SoftRounding:
         self._low = _flat([part.low for part in parts])
         self._free = _flat([part.free for part in parts])
         self._scale = _flat([part.scale for part in parts])
+        self._scales = [part.scale.numel() for part in parts]
         self._own = _flat([part.own for part in parts])
-        self._row = _row_numbers(self._shapes, self._low.device)
+        self._groups = [layer.group_size for layer in layers]
+        self._whole = [0] * len(layers)
+        self._row = self._numbers(self._whole)
+        self._place = self._numbers(self._groups) if any(self._groups) else self._row
         self.up = _flat([part.up for part in parts])
         self.stretch = torch.zeros_like(self._scale)
         self.bias = _flat([part.bias for part in parts])
@@ -312,7 +317,7 @@ class SoftRounding:
         with torch.no_grad():
             rounded = [rows_of(layer, layer.rounded_weight()) for layer in layers]
             average([self._inputs])
-            self._means = self._row_sums(_flat(rounded) * self._inputs)
+            self._means = self._sums(_flat(rounded) * self._inputs, self._whole)
 
     @contextmanager
     def used(self) -> Iterator[None]:
@@ -349,11 +354,12 @@ class SoftRounding:
         self.harden()
         weight, bias = _SoftWeights.apply(self.up, self.stretch, self.bias, self)
         scale = self._scale * self.stretch.exp()
-        scales = torch.split(scale, [rows for rows, _ in self._shapes])
+        scales = torch.split(scale, self._scales)
         found = zip(self._by_layer(weight, bias), scales, strict=True)
         for (layer, own, own_bias), own_scale in found:
             layer.weight.copy_(own)
-            layer.weight_scale.copy_(own_scale[: len(layer.weight_scale)])
+            kept = own_scale[: layer.weight_scale.numel()]
+            layer.weight_scale.copy_(kept.view_as(layer.weight_scale))
             if layer.bias is not None:
                 layer.bias.copy_(own_bias)
 
@@ -365,10 +371,29 @@ class SoftRounding:
         found = zip(self._layers, weights, biases, strict=True)
         return [(layer, weight_of(layer, w), b) for layer, w, b in found]
 
-    def _row_sums(self, flat: Tensor) -> Tensor:
+    def _numbers(self, sizes: Sequence[int]) -> Tensor:
+        """Return which group of so many weights each weight is in, of all, (W,).
+
+        Size 0 makes a whole channel a group.
+        """
+        widths: list[int] = []
+        for (rows, width), size in zip(self._shapes, sizes, strict=True):
+            starts = range(0, width, size or width)
+            widths += [min(size or width, width - start) for start in starts] * rows
+        device = self._low.device
+        numbers = torch.arange(len(widths), device=device)
+        return numbers.repeat_interleave(torch.tensor(widths, device=device))
+
+    def _sums(self, flat: Tensor, sizes: Sequence[int]) -> Tensor:
+        """Return sums over groups of so many weights; size 0 sums whole channels."""
+        sums = []
         parts = torch.split(flat, self._sizes)
-        pairs = zip(parts, self._shapes, strict=True)
-        return torch.cat([part.view(shape).sum(1) for part, shape in pairs])
+        for part, shape, size in zip(parts, self._shapes, sizes, strict=True):
+            rows = part.view(shape)
+            if size:
+                rows = F.pad(rows, (0, -shape[1] % size)).view(-1, size)
+            sums.append(rows.sum(1))
+        return torch.cat(sums)
 
 
 class CodedWeights:
@@ -440,9 +465,9 @@ class _SoftWeights(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         levels = torch.addcmul(soft._low, up, soft._free)
         scale = soft._scale * stretch.exp()
-        spread = scale.index_select(0, soft._row)
+        spread = scale.index_select(0, soft._place)
         weight = levels * spread
-        moved = soft._row_sums(weight * soft._inputs)
+        moved = soft._sums(weight * soft._inputs, soft._whole)
         ctx.save_for_backward(levels, scale, spread)
         ctx.soft = soft
         return weight, bias + (soft._means - moved)
@@ -453,7 +478,7 @@ class _SoftWeights(torch.autograd.Function):
         soft = ctx.soft
         through_bias = of_bias.index_select(0, soft._row)
         total = torch.addcmul(of_weight, through_bias, soft._inputs, value=-1)
-        of_stretch = soft._row_sums(total * levels).mul_(scale * soft._own)
+        of_stretch = soft._sums(total * levels, soft._groups).mul_(scale * soft._own)
         of_up = torch.addcmul(soft._slope, total * spread, soft._free)
         return of_up, of_stretch, of_bias, None
 
@@ -464,8 +489,8 @@ class _Rows(NamedTuple):
     low: Tensor  # code of the lower neighbour, less the zero, (C, K)
     free: Tensor  # 0 beyond the ends of the grid, with one neighbour only, (C, K)
     up: Tensor  # how far above it the weight is, (C, K)
-    scale: Tensor  # (C,)
-    own: Tensor  # 0 where groups of a transposed convolution share scales, (C,)
+    scale: Tensor  # (C,), or (C, G) with groups
+    own: Tensor  # 0 where groups of a transposed convolution share scales; like scale
     bias: Tensor  # (C,)
 
 
@@ -474,7 +499,8 @@ def _rows(layer: QuantizedLayer) -> _Rows:
     weight = layer.weight.detach()
     code = rows_of(layer, (weight / grid.scale + grid.zero_point).detach())
     zero_point = rows_of(layer, grid.zero_point.expand_as(weight))
-    scale = rows_of(layer, grid.scale.detach().expand_as(weight))[:, 0]
+    scale = rows_of(layer, grid.scale.detach().expand_as(weight))
+    scale = scale[:, :: layer.group_size or scale.shape[1]]
     floor = code.floor()
     own = float(len(layer.weight_scale) == len(scale))
     return _Rows(
@@ -483,7 +509,7 @@ def _rows(layer: QuantizedLayer) -> _Rows:
         up=code - floor,
         scale=scale,
         own=torch.full_like(scale, own),
-        bias=torch.zeros_like(scale) if layer.bias is None else layer.bias.detach(),
+        bias=scale.new_zeros(len(scale)) if layer.bias is None else layer.bias.detach(),
     )
 
 
@@ -507,13 +533,6 @@ def weight_of(layer: nn.Module, rows: Tensor) -> Tensor:
 
 def _flat(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat([tensor.flatten() for tensor in tensors])
-
-
-def _row_numbers(shapes: Sequence[torch.Size], device: torch.device) -> Tensor:
-    """Return the number of each weight's channel among all channels, (W,)."""
-    widths = [width for rows, width in shapes for _ in range(rows)]
-    numbers = torch.arange(len(widths), device=device)
-    return numbers.repeat_interleave(torch.tensor(widths, device=device))
 
 
 def _mapped(

@@ -73,8 +73,12 @@ def rounded_weights(
             rounded = coded_weight(coded, curve.step(choice.rate))
             yield weight * _kept(rounded, coded)
         else:
-            axis = channel_axis(module)
-            grid = search_weight(weight.float(), choice.weight, channel_dim=axis)
+            grid = search_weight(
+                weight.float(),
+                choice.weight,
+                channel_dim=channel_axis(module),
+                group_size=unit.group_size,
+            )
             yield grid.fake(weight)
 
 
@@ -89,7 +93,9 @@ def quickly_rounded(
     folded, module = unit_weight(model, unit)
     folded = folded.float()
     widths = [choice.weight for choice in choices if not choice.rate]
-    grids, found = quick_grids(folded, widths, channel_dim=channel_axis(module))
+    grids, found = quick_grids(
+        folded, widths, channel_dim=channel_axis(module), group_size=unit.group_size
+    )
     by_width = dict(zip(widths, grids, strict=True))
     noise = {Choice(w, FLOAT_BITS): n for w, n in zip(widths, found, strict=True)}
     rounded = {c: by_width[c.weight].fake(folded) for c in wanted if not c.rate}
@@ -170,7 +176,9 @@ def noise_table(given: ScoreInputs) -> Table:
     for row, unit in zip(table, graph.units, strict=True):
         weight, module = unit_weight(given.model, unit)
         axis = channel_axis(module)
-        noises = weight_noises(weight.float(), widths, channel_dim=axis)
+        noises = weight_noises(
+            weight.float(), widths, channel_dim=axis, group_size=unit.group_size
+        )
         found: dict[float, float] = dict(zip(widths, noises, strict=True))
         coded: dict[float, float] = {}
         if rates:

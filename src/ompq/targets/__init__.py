@@ -73,6 +73,8 @@ class Target:
     def no_speed_up(self, unit: Unit, choice: Choice) -> str:
         """Return why a choice makes a unit no faster; "" if it does."""
         found = self.operator(unit)
+        if unit.shared_by(choice) and choice.activation < 32:
+            return "groups with scales of their own are multiplied as floats"
         return "" if str(choice.computed) in found.accelerated else found.otherwise
 
     def to_json(self) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ompq.allocation.solver import Allocation
+from ompq.errors import TrainingError, shortened
 from ompq.layers import activation_quantizers, quantized_layers
 from ompq.quantization import keep_rates, quantization_of, with_quantization
 from ompq.samples import Progress, cudnn_kernels
@@ -49,7 +50,8 @@ def train(  # noqa: PLR0913
 
     Raises:
         QuantizationError: ``quantized`` is not quantized.
-        TrainingError: The loss is not finite.
+        TrainingError: The loss is not finite, or weights are to be rounded in a way
+            that knows no groups.
         CheckpointError: The checkpoint belongs to another run.
         MissingExtraError: Accelerate is not installed.
     """
@@ -59,6 +61,7 @@ def train(  # noqa: PLR0913
             f"distill={config.distill:g}, batch_norm={config.batch_norm!r}, "
             f"start={config.start!r} need the float network; pass teacher=model"
         )
+    _check_groups(quantized, config)
     run = Run(quantized, batches, config, teacher=teacher)
     tracker = Tracker(
         run,
@@ -84,6 +87,17 @@ def train(  # noqa: PLR0913
     result = _as_trained(result, run.model)
     keep_rates(result)
     return result
+
+
+def _check_groups(quantized: nn.Module, config: TrainConfig) -> None:
+    layers = quantized_layers(quantized).items()
+    grouped = [name for name, layer in layers if layer.group_size]
+    if grouped and config.weights != "stored":
+        raise TrainingError(
+            f"weights={config.weights!r} has one scale per channel, and "
+            f"{shortened(grouped)} one for each group of weights: train with "
+            "weights='stored', or plan without group_size"
+        )
 
 
 def _as_trained(result: nn.Module, model: nn.Module) -> nn.Module:

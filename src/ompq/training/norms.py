@@ -140,8 +140,8 @@ def fold_norms(quantized: nn.Module) -> None:
 def _unfolded(layer: QuantizedLayer, kept: _BatchNorm) -> KeptNorm:
     if not kept.affine:
         kept.affine = True
-        kept.weight = nn.Parameter(torch.ones_like(layer.weight_scale))
-        kept.bias = nn.Parameter(torch.zeros_like(layer.weight_scale))
+        kept.weight = nn.Parameter(layer.weight.new_ones(kept.num_features))
+        kept.bias = nn.Parameter(layer.weight.new_zeros(kept.num_features))
     factor, _ = norm_affine(kept)
     layer.weight.copy_(scaled_channels(layer.weight, 1 / _nonzero(factor), layer))
     assert layer.bias is not None and kept.running_mean is not None
