@@ -61,7 +61,7 @@ _GROUPS = {
     ("Plan", "decisions"): {
         "budget": "Show which budgets a network can meet.",
         "plan": "Choose bits for every layer so that a budget is met.",
-        "scores": "List the scores: what estimates the damage of few bits.",
+        "scores": "List the scores, which estimate the damage of few bits.",
         "audit": "Measure how well each score chooses bits for a network.",
     },
     ("Plan", "saved_plans"): {

@@ -228,7 +228,7 @@ def _uniform(problem: Problem, wanted: Choice) -> dict[str, float]:
 
 
 def scores() -> View:
-    """List the scores: what estimates the damage of few bits.
+    """List the scores, which estimate the damage of few bits.
 
     Examples:
       ompq scores
@@ -322,8 +322,8 @@ def audit(
         --budget 4.0MiB --reconstruct 100 -o audit/
 
     Random allocations at the budget, each score's own choice and uniform bits are
-    quantized and compared with the float network on held-out inputs. Beside the
-    correlations stands what random scores reach.
+    quantized and compared with the float network on held-out inputs. The correlations
+    that random scores reach are shown for comparison.
     """
     check_writable(options.folder, folder=True)
     wanted, config = Budget.of(budget), options.config(planning, sources.seed)

@@ -118,7 +118,7 @@ class RunOptions:
     )
     views: int = number(
         1,
-        "Versions of each image to learn from: itself and mirrored, shifted "
+        "Versions of each image to learn from: the image and mirrored, shifted "
         "copies. 8 to 16 help with fewer than 200 images.",
     )
     iterations: int | None = number(
@@ -134,15 +134,15 @@ class RunOptions:
     metric: str | None = option(
         None,
         "FUNCTION",
-        "perplexity, of a decoder; or FILE.py:FUNCTION: called with what the network "
-        "returns and the targets of --eval-data, a batch at a time, it returns one "
-        "number; more is better.",
+        "perplexity, for a decoder; or FILE.py:FUNCTION, which turns the network's "
+        "outputs and the targets of --eval-data, a batch at a time, into one number; "
+        "higher is better.",
     )
     measure_layers: int = option(
         0,
         "NUMBER",
-        "Measure what so many layers with most expected damage do, alone and left "
-        "out, for the report. Default: 0.",
+        "For the report: measure this many of the layers with the most expected "
+        "damage, each quantized alone and left float. Default: 0.",
         min=0,
     )
     resume: bool = flag("Continue a run that was stopped.", "--resume")
@@ -236,12 +236,12 @@ class RunOptions:
 class GoalOptions:
     """What the network must keep, instead of a budget."""
 
-    PANEL: ClassVar[str] = "Smallest network that keeps"
+    PANEL: ClassVar[str] = "A goal instead of a budget"
 
     max_drop: float | None = option(
         None,
         "POINTS",
-        "Find the smallest network that loses at most so many points of top-1 on "
+        "Find the smallest network that loses at most this many points of top-1 on "
         "--eval-data.",
     )
     min_agreement: str | None = option(
@@ -353,11 +353,11 @@ def quantize(
         -o out/
       ompq quantize net.py:make --data images/ --min-agreement 99% -o out/
 
-    Instead of a budget, --max-drop, --min-agreement and --max-divergence find the
-    smallest network that keeps this on the images of --eval-data or, without it, on
-    half of the samples.
+    --max-drop, --min-agreement and --max-divergence set a goal instead of a budget:
+    they find the smallest network that meets it on the images of --eval-data or,
+    without these, on half of the samples.
 
-    Ctrl-C keeps what is done: the same command with --resume continues.
+    After Ctrl-C, the same command with --resume continues.
     """
     check_writable(run.folder, folder=True)
     with run_folder(run, console):
@@ -587,9 +587,8 @@ def train(
       ompq train ompq:demo --data digits --from out/network.ompq.safetensors
         -o more/
 
-    Ctrl-C, or anything else that stops it, keeps what is done: the same command with
-    --resume continues. torchrun and accelerate launch run it on several GPUs and
-    machines.
+    If it is stopped, the same command with --resume continues. torchrun and accelerate
+    launch run it on several GPUs and machines.
     """
     check_writable(run.folder, folder=True)
     with run_folder(run, console):
@@ -704,8 +703,8 @@ def evaluate(
     metric: str | None = option(
         None,
         "FUNCTION",
-        "perplexity, of a decoder; or FILE.py:FUNCTION of what the network returns and "
-        "the targets of a batch that returns one number.",
+        "perplexity, for a decoder; or FILE.py:FUNCTION, which turns the network's "
+        "outputs and the targets of a batch into one number.",
     ),
 ) -> View:
     """Measure a network's accuracy, with its 95 % interval.

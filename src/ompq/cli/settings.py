@@ -74,14 +74,15 @@ class NetworkOptions:
     weights: str | None = option(
         None,
         "FILE",
-        "A .safetensors, .pt, .pth or .pth.tar file; none: random weights, to try "
-        "things out. Default: the library's pretrained weights, downloaded if needed.",
+        "A .safetensors, .pt, .pth or .pth.tar file, or none for random weights, to "
+        "try things out. Default: the library's pretrained weights, downloaded if "
+        "needed.",
     )
     device: str = one_of(
         _DEVICES[0], _DEVICES, "where to run. Default: auto, a GPU if there is one."
     )
 
-    threads: int | None = number(None, "Threads of PyTorch on the CPU.", "one per core")
+    threads: int | None = number(None, "CPU threads of PyTorch.", "one per core")
     input_shape: str | None = option(
         None,
         "SHAPE",
@@ -112,10 +113,10 @@ class SourceOptions(NetworkOptions):
     data: str = option(
         REQUIRED,
         "SOURCE",
-        "A folder of images, digits (scikit-learn's), a text file for a decoder, "
-        "FILE.py:FUNCTION, which returns or yields inputs of any kind, distilled: "
-        "images made from the network's batch norms, if you have none, or random: "
-        "noise, to try things out.",
+        "A folder of images; a text file for a decoder; FILE.py:FUNCTION, which "
+        "returns or yields inputs of any kind; digits, from scikit-learn; distilled, "
+        "images made from the network's batch norms, if you have none; or random, "
+        "noise to try things out.",
     )
     seed: int = number(0, "Seed for the choice of images.", least=None)
     skip_unreadable: bool = flag(
@@ -165,24 +166,24 @@ class PlanOptions:
     choices: str | None = option(
         None,
         "BITS",
-        "Widths that a layer's weights may get; W4A4,W8A8: with those of its input. "
+        "Bit widths to choose from for weights; W4A4,W8A8 for weights and inputs. "
         f"Default: {_joined(PlanConfig.choices)}.",
     )
     activation_bits: str | None = option(
         None,
         "BITS",
-        "Widths that a layer's input may get; 32 leaves it float. "
+        "Bit widths to choose from for inputs of layers; 32 keeps them float. "
         f"Default: {_joined(PlanConfig.activation_choices)}.",
     )
     coded: bool = flag(
-        "Offer entropy-coded weights, too: a smaller file at the same accuracy. When "
-        "the network runs, they are bytes.",
+        "Offer entropy-coded weights too: a smaller file at the same accuracy. In "
+        "memory they are bytes.",
         "--coded",
     )
     rates: str | None = option(
         None,
         "BITS",
-        "Bits a weight that coded weights may take, with --coded. "
+        "With --coded: bits per weight to choose from for coded weights. "
         f"Default: {_joined(PlanConfig.rates)}.",
     )
     group_size: int | None = option(
@@ -204,7 +205,7 @@ class PlanOptions:
         None,
         "PIN",
         "PATTERN=BITS fixes bits: fc=8, 'layer4.*=4', @first=W8A8, fc=float, fc=C2.5A8 "
-        "(coded), or those of a layer's input alone: fc=A8, @first=A32. "
+        "(coded), or those of the input alone: fc=A8, @first=A32. "
         "Patterns: a name, a glob, re:REGEX, @first, @last. Repeatable.",
     )
     tie: list[str] | None = option(
@@ -230,8 +231,9 @@ class PlanOptions:
     target: str | None = option(
         None,
         "NAME",
-        "Where the network will run: layers get only what works there, and what "
-        f"is no faster is listed. {', '.join(included_targets())}, or a JSON file.",
+        "Where the network will run. Layers get only what works there, and those "
+        f"that gain no speed are listed. {', '.join(included_targets())}, or a JSON "
+        "file.",
         autocompletion=included_targets,
     )
     protocol: str | None = one_of(
@@ -242,26 +244,27 @@ class PlanOptions:
     )
     beta: float | None = number(
         None,
-        "How much the layers' importance differs, for orm and orm_distortion.",
+        "How strongly layers differ in importance, for orm and orm_distortion.",
         OrmSettings.beta,
         least=None,
     )
     decreasing: str | None = one_of(
         None,
         get_args(Decreasing),
-        "from ORM to importance, likewise (write --decreasing='-x'). "
+        "from ORM to importance, for the same scores (write --decreasing='-x'). "
         f"Default: {OrmSettings.decreasing}.",
     )
     granularity: str | None = one_of(
         None,
         get_args(Granularity),
-        "what ORM compares, likewise; but for layer, each gets one width. "
+        "what ORM compares, for the same scores; each gets one width, layers apart. "
         f"Default: {OrmSettings.granularity}.",
     )
     centred: bool = flag(
-        "Centre ORM, as the paper's released code does; likewise.", "--centred"
+        "Centre ORM, as the paper's released code does, for the same scores.",
+        "--centred",
     )
-    strict: bool = flag("Make it an error if anything stays float.", "--strict")
+    strict: bool = flag("Fail if anything stays float.", "--strict")
 
     def _score(self, base: PlanConfig) -> Score | str | None:
         """Return the score that was asked for, if one was."""
@@ -321,13 +324,13 @@ class CacheOptions:
     cache: Path | None = option(
         None,
         "DIR",
-        "Keep the score's table there, and read it again when network, samples and "
-        "score are the same. Default: the folder that OMPQ_CACHE names, if any.",
+        "Keep score tables there, and reuse them when network, samples and score are "
+        "the same. Default: the folder that OMPQ_CACHE names, if any.",
         envvar="OMPQ_CACHE",
         show_envvar=False,
     )
     no_cache: bool = flag(
-        "Keep and read no table, whatever OMPQ_CACHE says.", "--no-cache"
+        "Neither read nor write score tables, even if OMPQ_CACHE is set.", "--no-cache"
     )
 
     @property
@@ -343,8 +346,8 @@ class RefineOptions(PlanOptions):
     refine: str | None = option(
         None,
         "LIMIT",
-        "Improve the bits by measuring whole allocations: at most so many (20), or for "
-        "so long (90s, 3min, 1h).",
+        "Improve the bits by measuring whole allocations: their number (20), or a time "
+        "limit (90s, 3min, 1h).",
     )
     refine_by: str = one_of(
         RefineConfig.by,

@@ -262,7 +262,7 @@ def reproduce(
         None, "SOURCE", "Labelled images to measure accuracy on. Default: --data."
     ),
     network: str | None = option(
-        None, "NETWORK", "Another network than the paper's, as for ompq plan."
+        None, "NETWORK", "A network other than the paper's, as for ompq plan."
     ),
     weights: str | None = option(None, "FILE", "As for ompq plan."),
     device: str = one_of("auto", ("auto", "cpu", "cuda"), "where to run."),
@@ -273,7 +273,7 @@ def reproduce(
     samples: int | None = number(
         None, "Images to calibrate with.", f"{CALIBRATION}, or all", least=8
     ),
-    limit: int | None = number(None, "Measure on so many images only.", "all"),
+    limit: int | None = number(None, "Measure on this many images only.", "all"),
     seed: int = number(0, "Seed for the choice of images and the order.", least=None),
     quick: bool = flag(
         "Scale every row down, to try it in minutes; the numbers mean nothing.",
@@ -291,8 +291,9 @@ def reproduce(
         --quick
 
     Writes NAME.json, NAME.md (a table beside the paper's numbers) and the figure as
-    SVG, PDF and PNG. Each row is kept when it is there: a stopped run continues with
-    the same command. Training rows take days on ImageNet; --rows leaves them out.
+    SVG, PDF and PNG. Each row is saved once it is measured, so the same command
+    continues a stopped run. Training rows take days on ImageNet; --rows leaves them
+    out.
     """
     if listed:
         return _list_view()
