@@ -21,7 +21,7 @@ from ompq.measurement.reconstruction_score import SCORES
 from ompq.models import load_model
 from ompq.plans import PLAN_PROTOCOLS, Plan, PlanConfig, plan as make_plan
 from ompq.scores import Orm, OrmSettings
-from ompq.workflow import Stages
+from ompq.stages import Stages
 
 NAMES = ["stem", "block.conv1", "block.conv2", "block.shortcut", "fc"]
 MACS = {

@@ -13,7 +13,8 @@ from ompq.errors import PlanError
 from ompq.integer.finalization import INTEGERS
 from ompq.plans import read_bits, unit_rows
 from ompq.report.sections import sections_from_json
-from ompq.workflow import Stages, Workflow, whole_folder
+from ompq.stages import Stages
+from ompq.workflow import Workflow, whole_folder
 
 MODEL, SAMPLES = seeded(TinyMobileNet()), scenes(32)
 TARGETS = torch.zeros(len(SAMPLES), dtype=torch.long)

@@ -22,20 +22,8 @@ from ompq.reconstruction.rounding import RoundingConfig
 from ompq.report.charts import worst_histograms
 from ompq.report.sections import Accuracy, Agreement, Remark, Section
 from ompq.samples import evaluating
-from ompq.workflow import (
-    ONNX,
-    PACKED,
-    PLAN,
-    REPORT,
-    RESULT,
-    Bar,
-    Outcome,
-    Stages,
-    Workflow,
-    silent,
-    whole_folder,
-    write_result,
-)
+from ompq.stages import ONNX, PACKED, PLAN, REPORT, RESULT, Bar, Stages, silent
+from ompq.workflow import Outcome, Workflow, whole_folder, write_result
 
 # Name of a test → its images (N, C, H, W) and targets (N,), in batches.
 Tests: TypeAlias = Mapping[str, list[tuple[Tensor, Tensor]]]

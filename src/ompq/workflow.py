@@ -42,17 +42,7 @@ from ompq.report.sections import (
     sections_to_json,
 )
 from ompq.samples import Progress, Samples, SamplesLike
-from ompq.stages import (
-    CONFIG as CONFIG,
-    ONNX as ONNX,
-    PACKED as PACKED,
-    PLAN as PLAN,
-    REPORT as REPORT,
-    RESULT as RESULT,
-    Bar as Bar,
-    Stages as Stages,
-    silent as silent,
-)
+from ompq.stages import CONFIG, PACKED, PLAN, REPORT, RESULT, Stages
 
 PLAN_SAMPLES = 64
 ANYTHING = "32bits"  # a budget that bits fixed beforehand always meet

@@ -43,7 +43,7 @@ from ompq.onnx.traced import float_model
 from ompq.packing import Account, add_onnx, inspect_file, load
 from ompq.packing.format import read_contents
 from ompq.samples import Samples
-from ompq.workflow import ONNX, PACKED, RESULT
+from ompq.stages import ONNX, PACKED, RESULT
 
 _FORMATS = ("onnx", "packed")
 

@@ -52,8 +52,9 @@ from ompq.report import write_report
 from ompq.report.sections import audit_sections
 from ompq.samples import Samples, SamplesLike, batch_values
 from ompq.scores import score_name
+from ompq.stages import REPORT
 from ompq.userfiles import suggestion
-from ompq.workflow import PLAN_SAMPLES, REPORT, Workflow, whole_folder, write_result
+from ompq.workflow import PLAN_SAMPLES, Workflow, whole_folder, write_result
 
 
 def plan(

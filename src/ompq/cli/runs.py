@@ -69,24 +69,13 @@ from ompq.reconstruction import ReconstructConfig
 from ompq.reconstruction.rounding import RoundingConfig
 from ompq.report.sections import Remark
 from ompq.samples import model_device
+from ompq.stages import CONFIG, ONNX, PACKED, PLAN, REPORT, RESULT
 from ompq.training import train as learn
 from ompq.training.batches import TrainingData, checked_length
 from ompq.training.config import TRAIN_PROTOCOLS, TrainConfig
 from ompq.training.run import check_installed
 from ompq.userfiles import is_user_function, suggestion, user_function
-from ompq.workflow import (
-    ANYTHING,
-    CONFIG,
-    ONNX,
-    PACKED,
-    PLAN,
-    REPORT,
-    RESULT,
-    Outcome,
-    Workflow,
-    learning_config,
-    made_folder,
-)
+from ompq.workflow import ANYTHING, Outcome, Workflow, learning_config, made_folder
 
 CALIBRATION = 1024
 _ENGINES = ("simulated", "integer")

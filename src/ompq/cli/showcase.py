@@ -43,8 +43,8 @@ from ompq.reproduction import (
     reproduce as run_experiment,
 )
 from ompq.reproduction.registry import ANY
+from ompq.stages import PLAN, REPORT
 from ompq.userfiles import suggestion
-from ompq.workflow import PLAN, REPORT
 
 FOLDER, REPRODUCED = Path("ompq-demo"), Path("reproduced")
 # Samples of a row, and samples and images of one that is scaled down.

@@ -30,9 +30,10 @@ from ompq.ranges import search_weight
 from ompq.reproduction.registry import ANY, HALFWAY, Experiment, Row
 from ompq.samples import Samples, model_device
 from ompq.scores import measure_orm
+from ompq.stages import Stages
 from ompq.training import train
 from ompq.training.config import TRAIN_PROTOCOLS
-from ompq.workflow import Stages, Workflow, learning_config, paper_samples
+from ompq.workflow import Workflow, learning_config, paper_samples
 
 LAYERS = 4  # whose orthogonality is shown by their bits
 
