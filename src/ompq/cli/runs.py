@@ -342,9 +342,9 @@ def quantize(
         -o out/
       ompq quantize net.py:make --data images/ --min-agreement 99% -o out/
 
-    --max-drop, --min-agreement and --max-divergence set a goal instead of a budget:
-    they find the smallest network that meets it on the images of --eval-data or,
-    without these, on half of the samples.
+    Instead of a budget, --max-drop, --min-agreement and --max-divergence set a goal:
+    the smallest network that meets it on --eval-data is found; without --eval-data, on
+    half of the samples.
 
     After Ctrl-C, the same command with --resume continues.
     """
