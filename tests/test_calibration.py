@@ -210,6 +210,13 @@ def test_average_of_single_values_passes_them_on():
     assert "2.output_quantizer" not in scales(quantize(network(8), images(8)))
 
 
+class Same(nn.Conv2d):
+    """Pads in its forward, more at the end than at the start."""
+
+    def forward(self, x):
+        return super().forward(nn.functional.pad(x, (1, 2, 1, 2)))
+
+
 LAYERS = {
     "convolution": (lambda: nn.Conv2d(4, 6, 3, stride=2, padding=1), (8, 4, 9, 7)),
     "grouped": (lambda: nn.Conv2d(4, 8, 3, groups=2, dilation=2), (8, 4, 9, 9)),
@@ -218,6 +225,7 @@ LAYERS = {
     "volume": (lambda: nn.Conv3d(2, 3, 2), (8, 2, 4, 5, 6)),
     "linear": (lambda: nn.Linear(5, 7), (32, 5)),
     "tokens": (lambda: nn.Linear(5, 7), (8, 9, 5)),
+    "padded in forward": (lambda: Same(2, 3, 5, stride=2), (8, 2, 4, 4)),
 }
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 

@@ -23,6 +23,7 @@ import ompq
             {"activations": "outliers"},
             r"activations='outliers' needs weights='outliers', not 'stored'",
         ),
+        ({"keep": "lats"}, r"must be one of best, last \(did you mean last\?\)"),
         ({"keep": "all"}, r"keep='all' must be one of best, last"),
         (
             {"activations": "no"},

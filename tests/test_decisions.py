@@ -58,7 +58,7 @@ def test_the_table_has_one_line_a_layer_with_its_bits(net, plan_file):
     plan = Plan.load(plan_file)
     result = run("plan", *net, "--budget", "60%")
     lines = [line.split() for line in result.stdout.splitlines()]
-    assert lines[0][:5] == ["layer", "kind", "weight", "params", "MACs"]
+    assert lines[0][:5] == ["layer", "kind", "shape", "params", "MACs"]
     assert [words[0] for words in lines[2:7]] == NAMES
     for unit, words in zip(plan.graph.units, lines[2:7], strict=True):
         bits = plan.allocation[unit.name].weight
@@ -307,7 +307,9 @@ def test_latency_is_a_budget(net, tmp_path):
         (["--rates", "2,x"], "--rates 2,x is not a list of rates; write"),
         (["--group-size", "48"], "group_size=48 must be one of 32, 64, 128, or None"),
         (["--rates", "2,3"], "--rates is for coded weights; add --coded"),
-        (["--pin", "nothing=8"], "'nothing' matches no unit"),
+        (["--pin", "nothing=8"], "'nothing' matches no unit; the"),
+        (["--pin", "stme=8"], "'stme' matches no unit (did you mean stem?); the"),
+        (["--tie", "blok.*"], "matches no unit (did you mean block.*"),
         (["--tie", "re:["], "is not a regular expression"),
         (["--method", "exakt"], "(did you mean exact?)"),
         (["--latency", "no.json"], "no.json is not a latency table"),

@@ -128,9 +128,7 @@ def test_reachable_minds_pins_ties_and_constants():
 
 
 def test_reachable_knows_the_costs():
-    with pytest.raises(
-        ValueError, match="cost='joules' is unknown; the costs are bytes"
-    ):
+    with pytest.raises(ValueError, match="cost='joules' is unknown; use bytes"):
         reachable(network(3), "joules")
 
 

@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import ompq
-from nets import seeded
+from nets import seeded, values
 from ompq.layers import LogQuantizer, activation_quantizers
 from ompq.quantization import quantization_of
 from ompq.quantization.products import rounded_product
@@ -226,3 +226,24 @@ def test_a_log_grid_is_the_best_of_those_tried():
         for part in range(9)
     ]
     assert error(found) < 1.02 * min(map(error, others))
+
+
+def test_a_network_that_computes_something_else_the_next_time_is_refused():
+    class Caching(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.key, self.last = nn.Linear(4, 4), None
+
+        def forward(self, x):
+            key = self.key(x)
+            if self.last is not None and len(self.last) == len(key):
+                key = torch.cat([self.last, key], 1)
+            self.last = key[:, :2]
+            return x @ key.transpose(1, 2)
+
+    model, inputs = seeded(Caching()), values(8, 3, 4)
+    plan = ompq.plan(model, inputs, "8bits")
+    model.last = None
+    message = "calls .* where it multiplied activations before.* empty its caches"
+    with pytest.raises(ompq.QuantizationError, match=message):
+        ompq.quantize(model, plan, inputs)

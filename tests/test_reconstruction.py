@@ -1,4 +1,5 @@
 import copy
+import re
 from dataclasses import replace
 
 import pytest
@@ -108,6 +109,33 @@ def test_interrupted_run_continues_to_the_same_result(pair, tmp_path):
     for key, value in whole.state_dict().items():
         assert torch.equal(value, resumed.state_dict()[key])
     assert quantization_of(resumed).errors == quantization_of(whole).errors
+
+
+def test_progress_tells_the_error_of_each_block_relative_to_its_start(pair):
+    model, quantized = pair
+    told = []
+    # Decided from the start and nothing learned: each block stays rounded to nearest.
+    frozen = RoundingConfig(
+        iterations=60,
+        tail=1.0,
+        scale_learning_rate=0,
+        bias_learning_rate=0,
+        activation_learning_rate=0,
+        float_inputs=0,
+    )
+    reconstruct(
+        quantized,
+        model,
+        scenes(64),
+        ReconstructConfig(rounding=frozen),
+        progress=lambda _done, _total, message: told.append(message),
+    )
+    *blocks, last = told
+    # Restored means help the first block, to which only the image comes.
+    assert last == "reconstructed" and len(blocks) > 2
+    for message in blocks[1:]:
+        share = re.fullmatch(r".* error (\d+)% of rounding to nearest", message)[1]
+        assert 90 <= int(share) <= 110, message
 
 
 def test_checkpoint_of_another_run_is_refused(pair, tmp_path):

@@ -1,8 +1,8 @@
 import torch
 from torch import nn
 
-from nets import TinyResNet, images, seeded
-from ompq.recording import detach_state, function_name, record, watch
+from nets import TinyResNet, images, seeded, values
+from ompq.recording import copied, detach_state, function_name, record, watch
 
 
 def test_positions_do_not_depend_on_the_batch():
@@ -91,3 +91,23 @@ def test_state_that_modules_keep_is_cut_off_its_graph():
     assert not detach_state(model)
     assert torch.equal(model.pair[1][0], kept[:, :1])
     assert model.layer.weight.requires_grad
+
+
+def test_a_copy_is_cut_off_the_graphs_of_tensors_that_modules_keep():
+    class Keeps(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(3, 2)
+            self.kept = []
+
+        def forward(self, x):
+            self.kept = [{"last": self.linear(x)}]
+            return self.kept[0]["last"]
+
+    model = Keeps()
+    wanted = model(values(4, 3))
+    made = copied(model)
+    assert torch.equal(made.kept[0]["last"], wanted)
+    assert not made.kept[0]["last"].requires_grad
+    assert model.kept[0]["last"] is wanted and wanted.grad_fn is not None
+    assert made.linear.weight is not model.linear.weight

@@ -24,7 +24,7 @@ def test_sections_survive_json():
 @pytest.mark.parametrize(
     ("entry", "words"),
     [
-        ({"section": "Chart"}, "section='Chart' is unknown; use one of Accuracy"),
+        ({"section": "Chart"}, "section='Chart' is unknown; use Accuracy"),
         ({"name": "x"}, "section=None is unknown"),
         (
             {"section": "StageTime", "name": "x"},
@@ -53,7 +53,7 @@ def test_an_audit_shows_its_scores_and_what_chance_gives():
     assert [type(one).__name__ for one in found] == ["AuditedScore", "Remark"]
     assert found[0].points == ((1.0, 0.3), (2.0, 0.1))
     assert found[0].spearman == (-1.0, -1.0, -1.0)
-    assert found[1].text == "random scores: Spearman 0.40 ± 0.10"
+    assert found[1].text == ("random scores: Spearman 0.40 ± 0.10 (standard deviation)")
     assert sections_from_json(sections_to_json(found)) == found
     page = render_report(toy_plan(), found)
     assert "Audit of scores" in page

@@ -382,6 +382,8 @@ def test_users_data_that_cannot_be_used(user_file, function, words):
 
 
 def test_wrong_arguments(tmp_path):
+    with pytest.raises(DataError, match=r"no folder digit \(did you mean digits\?\);"):
+        load_data("digit", network())
     with pytest.raises(DataError, match="there is no folder .*nowhere; .* random"):
         load_data(tmp_path / "nowhere", network())
     with pytest.raises(ValueError, match="split='val' must be 'train' or 'test'"):

@@ -139,7 +139,8 @@ def test_a_unit_without_a_choice_is_named():
     [
         (("format",), "other/1", "not a target profile of format ompq-target/1"),
         (("operators",), {}, '"operators" must have an entry "default"'),
-        (("operators", "winograd"), OPERATOR, 'operator "winograd" is unknown'),
+        (("operators", "winograd"), OPERATOR, 'operator "winograd" is unknown; '),
+        (("operators", "linaer"), OPERATOR, r"unknown \(did you mean linear\?\)"),
         (("name",), 3, '"name" must be text'),
         (("coded",), "no", "coded must be true or false, not 'no'"),
         (
@@ -223,7 +224,9 @@ def test_command_line_takes_targets(tmp_path):
     assert {unit["weight_bits"] for unit in data["units"]} <= {4, 8}
     result = run(*words, "--target", "tpu")
     assert result.exit_code == 2
-    assert "error: there is no target tpu" in result.stderr
+    assert "error: there is no target tpu; use" in result.stderr
+    result = run(*words, "--target", "openvino")
+    assert "there is no target openvino (did you mean openvino-cpu?)" in result.stderr
 
 
 def test_groups_are_no_faster_in_integers():

@@ -3,7 +3,7 @@ import sys
 import pytest
 
 from ompq.errors import DataError, ModelError
-from ompq.userfiles import call_user_function, is_user_function, reason, suggestion
+from ompq.userfiles import call_user_function, is_user_function, reason
 
 
 def write(path, text):
@@ -62,9 +62,3 @@ def test_reason_is_one_line_of_bounded_length():
     assert reason(ValueError()) == "ValueError"
     assert reason(ValueError("x" * 500)).endswith("x...")
     assert len(reason(ValueError("x" * 500))) == 120
-
-
-def test_suggestion_ignores_the_library_and_may_be_empty():
-    known = ["torchvision:resnet18", "torchvision:vgg11"]
-    assert suggestion("resnet81", known) == " (did you mean torchvision:resnet18?)"
-    assert suggestion("zzz", known) == ""

@@ -10,12 +10,12 @@ from functools import cached_property
 from math import ceil, floor, fsum, isfinite, log10
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ompq.errors import BudgetError, shortened
+from ompq.errors import BudgetError, check_known, shortened, suggestion
 from ompq.files import json_number, json_object, read_json
 from ompq.memory import LiveTensor, Memory
 from ompq.units import Choice, LayerGraph, Unit
@@ -280,13 +280,12 @@ def cost_tables(
         u.element_size * (u.weights + u.bias_parameters + u.norm_parameters)
         for u in graph.units
     )
+    check_known("accounting", accounting, get_args(Accounting))
     if accounting == "paper":
         size, constant = _table(graph, choices, paper_bytes), 0.0
-    elif accounting == "packed":
+    else:
         size = _table(graph, choices, lambda u, c: unit_bytes(u, c).total)
         constant = float(graph.float_bytes + overhead_bytes(graph))
-    else:
-        raise ValueError(f"accounting={accounting!r} is unknown; use packed or paper")
     costs = [
         Cost("bytes", size, constant, float(floats + graph.float_bytes)),
         Cost(
@@ -573,7 +572,8 @@ def _parse_part(part: str, text: str) -> tuple[str, float]:
             f"{unit!r} in {text!r} may be bits or bytes: use {better}; {EXAMPLES}"
         )
     if unit.lower() not in _UNITS:
-        raise BudgetError(f"{unit!r} in {text!r} is not a unit; {EXAMPLES}")
+        meant = suggestion(unit, sum(_WRITTEN.values(), ()))
+        raise BudgetError(f"{unit!r} in {text!r} is not a unit{meant}; {EXAMPLES}")
     if not Decimal(number) > 0:
         raise BudgetError(f"{part!r} is not positive; {EXAMPLES}")
     name, scale = _UNITS[unit.lower()]

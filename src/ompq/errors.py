@@ -24,7 +24,8 @@ OmpqError
 Wrong arguments raise ``ValueError`` or ``TypeError`` as everywhere in Python.
 """
 
-from collections.abc import Sequence
+import difflib
+from collections.abc import Iterable, Sequence
 
 
 class OmpqError(Exception):
@@ -143,3 +144,31 @@ def shortened(names: Sequence[str], limit: int = 5) -> str:
     shown = ", ".join(names[:limit])
     rest = len(names) - limit
     return f"{shown} and {rest} more" if rest > 0 else shown
+
+
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """Return " (did you mean ...?)" with up to three similar names, or nothing.
+
+    What stands before a colon, the library of ``library:network``, is not compared, and
+    neither is case.
+    """
+    full = {one.rpartition(":")[2].lower(): one for one in known}
+    close = difflib.get_close_matches(name.rpartition(":")[2].lower(), full, n=3)
+    return f" (did you mean {', '.join(full[one] for one in close)}?)" if close else ""
+
+
+def check_known(name: str, value: object, known: Iterable[str], more: str = "") -> None:
+    """Raise a ValueError unless the value is one of the names; ``more`` is used too.
+
+    Example:
+        >>> check_known("loss", "square", ("squared", "fisher"))
+        Traceback (most recent call last):
+        ValueError: loss='square' is unknown (did you mean squared?); use squared or \
+fisher
+    """
+    names = list(known)
+    if value not in names:
+        *others, last = (*names, more) if more else names
+        meant = suggestion(str(value), names)
+        used = f"{', '.join(others)} or {last}" if others else last
+        raise ValueError(f"{name}={value!r} is unknown{meant}; use {used}")

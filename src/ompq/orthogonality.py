@@ -8,10 +8,12 @@ product give all L^2 values.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
+
+from ompq.errors import check_known
 
 Decreasing = Literal["exp(-x)", "-log(x)", "-x", "-x^3", "-exp(x)"]
 
@@ -167,12 +169,8 @@ def importance(
         return -x
     if decreasing == "-x^3":
         return -(x**3)
-    if decreasing == "-exp(x)":
-        return -torch.exp(x - x.max())
-    raise ValueError(
-        f"decreasing={decreasing!r} is unknown; "
-        "use exp(-x), -log(x), -x, -x^3 or -exp(x)"
-    )
+    check_known("decreasing", decreasing, get_args(Decreasing))
+    return -torch.exp(x - x.max())
 
 
 def objective_coefficients(theta: Tensor) -> Tensor:

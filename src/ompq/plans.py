@@ -23,7 +23,7 @@ from ompq.costs import (
     can_be_coded,
     cost_tables,
 )
-from ompq.errors import TargetError, TraceError, shortened
+from ompq.errors import TargetError, TraceError, check_known, shortened
 from ompq.graph import (
     CODED_BITS,
     Choice,
@@ -127,8 +127,7 @@ class PlanConfig:
             known, bits = (*range(2, 9), *more), getattr(self, name)
             if not bits or any(b not in known for b in given[name]):
                 raise ValueError(f"{name}={bits} must be bits from 2 to 8")
-        if self.storage not in get_args(Storage):
-            raise ValueError(f"storage={self.storage!r} is unknown; use fixed or coded")
+        check_known("storage", self.storage, get_args(Storage))
         if not self.rates or not all(0 < rate <= CODED_BITS for rate in self.rates):
             raise ValueError(f"rates={self.rates} must be above 0 and at most 8")
         check_group_size(self.group_size)

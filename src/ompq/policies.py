@@ -36,7 +36,7 @@ from ompq.costs import (
     paper_bytes,
     unit_bytes,
 )
-from ompq.errors import OmpqError, PlanError, shortened
+from ompq.errors import OmpqError, PlanError, check_known, shortened
 from ompq.files import (
     json_list,
     json_number,
@@ -415,8 +415,7 @@ def _from_json(data: Mapping[str, Any]) -> Plan:
         for name in ("budget", "accounting", "method", "score")
     }
     for name, known in (("accounting", get_args(Accounting)), ("method", METHODS)):
-        if texts[name] not in known:
-            raise ValueError(f"{name} must be one of {', '.join(known)}")
+        check_known(name, texts[name], known)
     latency = data["latency"]
     loaded = Plan(
         graph=graph,

@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import TYPE_CHECKING, TypeVar
 
 from ompq.errors import ProcessError
@@ -74,6 +75,27 @@ def _backend() -> str:
     # NCCL wants a GPU for each process; Gloo does not mind if they share one.
     alone = gpus >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return "cpu:gloo,cuda:nccl" if gpus and alone else "gloo"
+
+
+def told_by_main() -> bool:
+    """Whether the first process fails as well, and so tells what is wrong.
+
+    What is wrong in all of them, such as an option, is then told once.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return False
+    from torch.distributed.rendezvous import rendezvous
+
+    patience = timedelta(seconds=10)
+    try:
+        store, number, _ = next(rendezvous("env://", timeout=patience))
+        if number == 0:
+            store.set("failed", "")
+        else:
+            store.wait(["failed"], patience)
+    except (RuntimeError, ValueError):  # no launcher to ask, or no answer in time
+        return False
+    return bool(number)
 
 
 def rank() -> int:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ompq.errors import check_known
 from ompq.quantizers import (
     LARGEST_HALF_BITS,
     Grid,
@@ -57,10 +58,7 @@ class Rule(NamedTuple):
             "midtread": (qmax, middle),
             "symmetric": (qmax - 1, middle - 1),
         }
-        if kind not in rules:
-            raise ValueError(
-                f"kind={kind!r} is unknown: choose from {', '.join(rules)}"
-            )
+        check_known("kind", kind, rules)
         qmax, zero_point = rules[kind if bits <= LARGEST_HALF_BITS else "midtread"]
         # The optimal range of a Gaussian, made smaller for heavier tails: measured on
         # the weights of MobileNetV2 and ResNet-18.
@@ -611,8 +609,7 @@ def activation_grid(
         fraction: For ``percentile``.
     """
     check_bits(bits)
-    if method not in _METHODS:
-        raise ValueError(f"method={method!r} is unknown: choose from {_METHODS}")
+    check_known("method", method, _METHODS)
     if not torch.isfinite(seen.high - seen.low):
         raise ValueError("activations hold NaN or infinity; check the samples")
     low, high = seen.low.clamp(max=0), seen.high.clamp(min=0)

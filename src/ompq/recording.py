@@ -180,6 +180,16 @@ def with_tensors(value: Any, tensors: Iterable[Tensor]) -> Any:
     return _nested_alike(value, iter(tensors))
 
 
+def copied(model: nn.Module) -> nn.Module:
+    """Return a copy of a network, cut off the graphs of tensors that modules keep.
+
+    PyTorch refuses to copy such a tensor, a cached feature for example.
+    """
+    kept = [t for m in model.modules() for t in tensors_in(m.__dict__)]
+    cut = {id(t): t.detach().clone() for t in kept if t.grad_fn is not None}
+    return copy.deepcopy(model, cut)
+
+
 def detach_state(model: nn.Module) -> bool:
     """Cut tensors that modules keep, such as cached keys, off their graphs.
 

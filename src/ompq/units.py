@@ -8,7 +8,7 @@ from functools import cached_property
 from math import prod
 from typing import Any, NamedTuple
 
-from ompq.errors import PatternError, shortened
+from ompq.errors import PatternError, shortened, suggestion
 from ompq.files import json_list, json_number, json_record, json_whole
 
 _MOST_WEIGHTS = 1 << 53  # of a unit in a file: what float64 counts exactly
@@ -363,4 +363,9 @@ def select(names: Sequence[str], pattern: str) -> list[str]:
 
 
 def _no_match(pattern: str, names: Sequence[str]) -> str:
-    return f"{pattern!r} matches no unit; the {len(names)} units are {shortened(names)}"
+    dots = [(name, dot.start()) for name in names for dot in re.finditer(r"\.", name)]
+    meant = suggestion(pattern, [*names, *(f"{name[:at]}.*" for name, at in dots)])
+    return (
+        f"{pattern!r} matches no unit{meant}; the {len(names)} units are "
+        f"{shortened(names)}"
+    )

@@ -1,16 +1,15 @@
 """``file.py:function``: what the user's own Python file gives."""
 
-import difflib
 import importlib.util
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from ompq.errors import OmpqError
+from ompq.errors import OmpqError, suggestion
 
 _USER_FUNCTION = re.compile(r"(?P<file>.+\.py):(?P<function>\w+)")
 
@@ -57,16 +56,6 @@ def reason(error: BaseException, limit: int = 120) -> str:
     first = next(iter(str(error).strip().splitlines()), "")
     text = f"{type(error).__name__}: {first}" if first else type(error).__name__
     return text if len(text) <= limit else f"{text[: limit - 3]}..."
-
-
-def suggestion(name: str, known: Iterable[str]) -> str:
-    """Return " (did you mean ...?)" with up to three similar names, or nothing.
-
-    What stands before a colon, the library of ``library:network``, is not compared.
-    """
-    full = {one.rpartition(":")[2]: one for one in known}
-    close = difflib.get_close_matches(name.rpartition(":")[2], full, n=3)
-    return f" (did you mean {', '.join(full[one] for one in close)}?)" if close else ""
 
 
 @contextmanager

@@ -9,7 +9,13 @@ from ompq.allocation.program import Columns, Problem, Program
 from ompq.allocation.relaxations import relaxation
 from ompq.allocation.search import minimum
 from ompq.costs import Budget, Cost, enough, readable
-from ompq.errors import InfeasibleBudgetError, PatternError, shortened
+from ompq.errors import (
+    InfeasibleBudgetError,
+    PatternError,
+    check_known,
+    shortened,
+    suggestion,
+)
 from ompq.units import Choice
 
 WORST = 5  # units named as standing in the way, besides pinned ones
@@ -17,10 +23,7 @@ WORST = 5  # units named as standing in the way, besides pinned ones
 
 def reachable(problem: Problem, cost: str) -> tuple[float, float]:
     """Return the least and the most that any allocation costs."""
-    if cost not in problem.costs:
-        raise ValueError(
-            f"cost={cost!r} is unknown; the costs are {', '.join(problem.costs)}"
-        )
+    check_known("cost", cost, problem.costs)
     table = problem.costs[cost].table
     if problem.costs[cost].memory is not None:
         # Its table is that of one moment, at which most units have nothing to choose.
@@ -188,8 +191,8 @@ def explain(
     """
     if unit not in problem.names:
         raise PatternError(
-            f"{unit!r} is not a unit; the {len(problem.names)} units are "
-            f"{shortened(problem.names)}"
+            f"{unit!r} is not a unit{suggestion(unit, problem.names)}; the "
+            f"{len(problem.names)} units are {shortened(problem.names)}"
         )
     limits = Budget.of(budget).limits(problem.costs)
     program = problem.program(limits)

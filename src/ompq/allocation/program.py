@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ompq.costs import Cost
-from ompq.errors import PlanError, ScoreError, shortened
+from ompq.errors import PlanError, ScoreError, shortened, suggestion
 from ompq.files import json_object, read_json, write_text
 from ompq.units import Choice, by_bits
 
@@ -169,7 +169,8 @@ class Allocation(Mapping[str, Choice]):
         unknown = [name for name in self.bits if name not in wanted]
         if unknown:
             raise PlanError(
-                f"bits for {shortened(unknown)}, which the network does not have. "
+                f"bits for {shortened(unknown)}, which the network does not have"
+                f"{suggestion(unknown[0], wanted)}. "
                 "Remove them, or give the network that they are for"
             )
 

@@ -20,6 +20,7 @@ from ompq.allocation.program import Allocation, Problem, Program
 from ompq.allocation.relaxations import evolved, floor_or_ceiling, relaxation, rounded
 from ompq.allocation.search import NODES, Optimum, minimum
 from ompq.costs import Budget, Cost
+from ompq.errors import check_known
 from ompq.stages import Progress
 
 __all__ = [
@@ -93,9 +94,7 @@ def allocate(
         >>> dict(allocate(problem, "80B"))
         {'a': Choice(weight=2, activation=8), 'b': Choice(weight=4, activation=8)}
     """
-    if method not in METHODS:
-        known = ", ".join(METHODS)
-        raise ValueError(f"method={method!r} is unknown; use one of {known}")
+    check_known("method", method, METHODS)
     limits = Budget.of(budget).limits(problem.costs)
     check_each(problem, limits)
     allocation = _within(problem, limits, method, seed=seed)

@@ -17,9 +17,9 @@ import typer
 from rich.console import Console
 from typer.core import TyperCommand, TyperGroup
 
-from ompq.errors import OmpqError, ProcessError
+from ompq.errors import OmpqError
 from ompq.files import library_version
-from ompq.processes import distributed
+from ompq.processes import distributed, told_by_main
 
 _LONGEST = 200  # characters of a file's name in an error
 
@@ -146,9 +146,9 @@ class _Commands(TyperGroup):
             if "--debug" in (sys.argv if typed is None else typed):
                 traceback.print_exception(error)
             text, code = explained(error)
-            process = os.environ.get("RANK", "0")  # as a launcher numbers them
-            where = "" if process == "0" else f"in process {process}: "
-            if not isinstance(error, ProcessError):  # the other one tells
+            if not told_by_main():
+                process = os.environ.get("RANK", "0")  # as a launcher numbers them
+                where = "" if process == "0" else f"in process {process}: "
                 _say(f"error: {where}{text}", style="red")
         sys.exit(code if isinstance(code, int) else 0)
 

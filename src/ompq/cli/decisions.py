@@ -44,6 +44,7 @@ from ompq.cli.views import (
 )
 from ompq.costs import FLOAT_BITS, cost_tables, digits, in_bytes
 from ompq.datasets.sources import load_data
+from ompq.errors import suggestion
 from ompq.graph import Choice, find_units, live_tensors, observe
 from ompq.measurement.audits import Audit, AuditConfig, audit as measure_scores
 from ompq.measurement.reconstruction_score import SCORES
@@ -53,7 +54,6 @@ from ompq.report.sections import audit_sections
 from ompq.samples import Samples, SamplesLike, batch_values
 from ompq.scores import score_name
 from ompq.stages import REPORT
-from ompq.userfiles import suggestion
 from ompq.workflow import PLAN_SAMPLES, Workflow, whole_folder, write_result
 
 
@@ -374,8 +374,9 @@ def audit_view(found: Audit, written: Sequence[str]) -> View:
         Column("seconds", [f"{row.seconds:.1f}" for row in rows], rank=1),
     ]
     null, best = np.array(found.null_spearman), found.best
+    spread = "(standard deviation) by random scores"
     facts_below = [
-        ("chance", f"Spearman {null.mean():.2f} ± {null.std():.2f} by random scores"),
+        ("chance", f"Spearman {null.mean():.2f} ± {null.std():.2f} {spread}"),
         ("best seen", f"{best.name}, divergence {digits(best.divergence)}"),
         *(("written", path) for path in written),
     ]

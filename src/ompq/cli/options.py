@@ -20,8 +20,7 @@ from typing import Annotated, Any, ClassVar, get_type_hints
 import typer
 
 from ompq.cli.console import View, opened, render
-from ompq.errors import CheckpointError
-from ompq.userfiles import suggestion
+from ompq.errors import CheckpointError, suggestion
 
 REQUIRED = MISSING  # the default of an option that must be given
 

@@ -51,7 +51,7 @@ from ompq.costs import digits, in_bytes
 from ompq.datasets.images import image_views
 from ompq.datasets.sources import Data
 from ompq.datasets.training_sets import training_data
-from ompq.errors import BudgetError, DataError, PlanError
+from ompq.errors import BudgetError, DataError, PlanError, suggestion
 from ompq.evaluation import METRICS, Evaluation, Metric, evaluate as measure
 from ompq.files import locked_folder
 from ompq.integer.engine import IntegerNetwork
@@ -74,7 +74,7 @@ from ompq.training import train as learn
 from ompq.training.batches import TrainingData, checked_length
 from ompq.training.config import TRAIN_PROTOCOLS, TrainConfig
 from ompq.training.run import check_installed
-from ompq.userfiles import is_user_function, suggestion, user_function
+from ompq.userfiles import is_user_function, user_function
 from ompq.workflow import ANYTHING, Outcome, Workflow, learning_config, made_folder
 
 CALIBRATION = 1024

@@ -33,6 +33,7 @@ from ompq.demo import (
     agreement,
     run_demo,
 )
+from ompq.errors import suggestion
 from ompq.evaluation import Evaluation
 from ompq.plans import Plan
 from ompq.reproduction import (
@@ -44,7 +45,6 @@ from ompq.reproduction import (
 )
 from ompq.reproduction.registry import ANY
 from ompq.stages import PLAN, REPORT
-from ompq.userfiles import suggestion
 
 FOLDER, REPRODUCED = Path("ompq-demo"), Path("reproduced")
 # Samples of a row, and samples and images of one that is scaled down.

@@ -214,10 +214,10 @@ def plan_table(plan: Plan, width: int) -> Table:
     columns = [
         Column("layer", [unit.name for unit in units], "left", shorten=True),
         Column("kind", [unit.kind for unit in units], "left", rank=4),
-        Column("weight", ["×".join(map(str, u.weight_shape)) for u in units], rank=6),
+        Column("shape", ["×".join(map(str, u.weight_shape)) for u in units], rank=6),
         Column("params", [counted(unit.weights) for unit in units], rank=2),
         Column("MACs", [counted(unit.macs) for unit in units], rank=3),
-        Column("score", [f"{row['damage']:.2e}" for row in rows], rank=1),
+        Column("damage", [f"{row['damage']:.2e}" for row in rows], rank=1),
         Column("bits", [str(b) if several else b.weight_text for b in bits]),
         Column("bytes", [in_bytes(row["bytes"]) for row in rows]),
         Column("", ["▬" * round(b.bits) for b in bits], "left", rank=8),

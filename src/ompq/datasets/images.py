@@ -11,12 +11,13 @@ from torch import Tensor
 from torch.nn import functional as F
 from torchvision.transforms import v2
 
-from ompq.errors import DataError, SampleError, shortened
+from ompq.errors import DataError, SampleError, shortened, suggestion
 from ompq.models import NamedModel
 from ompq.userfiles import reason
 
 _LOG = logging.getLogger(__name__)
 _SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".ppm", ".pgm", ".tif", ".tiff", ".webp"}
+_NAMED = ("digits", "distilled", "random")  # data that are not folders
 _SPLITS = {"train": ("train",), "test": ("test", "val", "valid", "validation")}
 _MODES = {1: "L", 3: "RGB"}
 _SHIFT = 8  # views are shifted by at most this part of an image's sides
@@ -64,8 +65,8 @@ def find_images(folder: Path, split: str) -> ImageFiles:
 def _split_folder(folder: Path, split: str) -> Path:
     if not folder.exists():
         raise DataError(
-            f"there is no folder {folder}; give a folder of images, digits, "
-            "distilled, random or FILE.py:FUNCTION"
+            f"there is no folder {folder}{suggestion(str(folder), _NAMED)}; give a "
+            f"folder of images, {', '.join(_NAMED)} or FILE.py:FUNCTION"
         )
     if not folder.is_dir():
         raise DataError(f"{folder} is a file; unpack it and give the folder")

@@ -1,6 +1,5 @@
 """finalize(): a simulated network that computes what integers compute, to the bit."""
 
-import copy
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
@@ -23,6 +22,7 @@ from ompq.layers import (
 )
 from ompq.quantization import keep_rates, quantization_of, with_quantization
 from ompq.quantization.sites import Link
+from ompq.recording import copied
 from ompq.samples import Samples, SamplesLike
 
 _BYTE = 8
@@ -63,7 +63,7 @@ def finalize(
         QuantizationError: An operation has no integer form; it is named.
     """
     record, samples = quantization_of(quantized), Samples.of(samples)
-    result = copy.deepcopy(quantized)
+    result = copied(quantized)
     steps = lower(result, samples)
     if saturation_safe:
         _avoid_saturation(result, steps)

@@ -3,7 +3,6 @@
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +20,7 @@ from ompq.files import json_list, json_object
 from ompq.graph import Choice, by_bits
 from ompq.measurement.meter import Checkpoint, Meter
 from ompq.plans import Plan, PlanConfig, plan
+from ompq.recording import copied
 from ompq.samples import Batch, Progress, Samples, SamplesLike
 from ompq.scores import Score, measure_orm, score_name
 from ompq.scores.baselines import Random
@@ -166,7 +166,8 @@ class Audit:
                 f"{digits(one.divergence):>10} {one.regret:>7.1%} {one.seconds:>8.1f}"
             )
         if len(null):
-            rows.append(f"{'chance':<18} {null.mean():.2f} ± {null.std():.2f}")
+            spread = f"{null.std():.2f} (standard deviation)"
+            rows.append(f"{'chance':<18} {null.mean():.2f} ± {spread}")
         return "\n".join(rows)
 
 
@@ -333,7 +334,7 @@ def _orthogonality(
     """
     if not count:
         return None
-    rounded = deepcopy(meter.model)
+    rounded = copied(meter.model)
     with torch.no_grad():
         for unit in plan.graph.units:
             weight = rounded.get_parameter(unit.parameter)

@@ -19,6 +19,7 @@ from torch import nn
 
 from ompq.allocation.solver import Allocation, allocate
 from ompq.costs import digits
+from ompq.errors import check_known
 from ompq.files import json_number
 from ompq.graph import trace
 from ompq.measurement.meter import Checkpoint, Meter, split
@@ -61,8 +62,7 @@ class RefineConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.by not in ("round", "reconstruct"):
-            raise ValueError(f"by={self.by!r} is unknown; use round or reconstruct")
+        check_known("by", self.by, ("round", "reconstruct"))
         if self.count < 1:
             raise ValueError(f"count={self.count} measures nothing; use 1 or more")
         for name in ("noise", "spread", "held_back"):

@@ -18,6 +18,7 @@ from ompq.errors import InfeasibleBudgetError
 from ompq.evaluation import kl_divergence, logits_of
 from ompq.graph import Choice, Unit, trace
 from ompq.plans import Plan, PlanConfig, plan
+from ompq.recording import copied
 from ompq.samples import Progress, Samples, SamplesLike, call, model_device, to_device
 from ompq.scores.rounding_errors import check_weights_only, rounded_weights
 
@@ -102,7 +103,7 @@ class _Judge:
 
     def __init__(self, model: nn.Module, plan: Plan, samples: Samples) -> None:
         self.model, self.units, self.samples = model, plan.graph.units, samples
-        self.network = copy.deepcopy(model)
+        self.network = copied(model)
         self.expected = logits_of(model, samples)
         self.rounded: dict[tuple[str, Choice], Tensor] = {}
 

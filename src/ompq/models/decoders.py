@@ -1,6 +1,5 @@
 """Decoders of transformers: built from a folder, and their text as token ids."""
 
-import copy
 import re
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 from ompq.errors import DataError, MissingExtraError, ModelError
 from ompq.layers import replace_module
 from ompq.models.weights import INSTEAD, downloading
+from ompq.recording import copied
 from ompq.userfiles import reason
 
 _HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
@@ -63,7 +63,7 @@ def with_linear_layers(model: nn.Module) -> nn.Module:
     GPT-2 and its relatives store weights (inputs, outputs) in layers called ``Conv1D``,
     which compute what linear layers compute. As linear layers they get bits.
     """
-    return _linearized(copy.deepcopy(model))
+    return _linearized(copied(model))
 
 
 def _linearized(model: nn.Module) -> nn.Module:

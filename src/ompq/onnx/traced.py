@@ -6,7 +6,6 @@ rounded by pairs of QuantizeLinear and DequantizeLinear. What is between them is
 and so are products with weights whose groups have scales of their own.
 """
 
-import copy
 import logging
 import warnings
 from collections import Counter
@@ -42,7 +41,7 @@ from ompq.onnx.containers import (
 from ompq.packing.format import broadcast_grid, quantized_units
 from ompq.quantization import quantization_of
 from ompq.quantizers import Grid, integer_weight, of_groups
-from ompq.recording import tensors_in
+from ompq.recording import copied, tensors_in
 from ompq.samples import Samples, SamplesLike, call, evaluating, model_device, to_device
 
 _QUANTIZE, _DEQUANTIZE = "QuantizeLinear", "DequantizeLinear"
@@ -87,14 +86,14 @@ def traced_model(quantized: nn.Module, samples: SamplesLike, opset: int) -> Trac
             f"groups of {size} weights have scales of their own, which opset={opset} "
             f"cannot say: use {_BLOCKS_OPSET} or later"
         )
-    network = copy.deepcopy(quantized).cpu()
+    network = copied(quantized).cpu()
     for unit in units:
         _hold(network, unit, opset)
     for quantizer in activation_quantizers(network).values():
         if not isinstance(quantizer, LogQuantizer):  # which no node rounds like
             _mark(quantizer, opset)
     graph = _Graph(_written(network, quantized, Samples.of(samples), opset), opset)
-    rounded = copy.deepcopy(quantized)
+    rounded = copied(quantized)
     state = rounded.state_dict()
     stored = []
     for unit in units:
@@ -109,7 +108,7 @@ def traced_model(quantized: nn.Module, samples: SamplesLike, opset: int) -> Trac
 
 def float_model(model: nn.Module, samples: SamplesLike, opset: int = 21) -> Any:
     """Return the ONNX file of a float network, as PyTorch writes it."""
-    network = copy.deepcopy(model).cpu()
+    network = copied(model).cpu()
     return _written(network, model, Samples.of(samples), opset)
 
 

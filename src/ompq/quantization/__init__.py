@@ -1,6 +1,5 @@
 """quantize(): fold, calibrate, round and correct, for a network that works at once."""
 
-import copy
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -76,6 +75,7 @@ from ompq.rates import (
     pulled_to,
     to_multiples,
 )
+from ompq.recording import copied
 from ompq.samples import Progress, Samples, SamplesLike, evaluating, model_device
 from ompq.stages import no_progress
 
@@ -442,7 +442,7 @@ def assemble(
 
     ``weight_grid`` is given a unit's weight with its batch norm folded.
     """
-    quantized = copy.deepcopy(model).eval()
+    quantized = copied(model).eval()
     modules = list(quantized.modules())
     uses = Counter(id(p) for m in modules for p in m.parameters(recurse=False))
     for module in modules:

@@ -261,7 +261,7 @@ class _InputSums:
         self._sum: Tensor | float = 0.0  # (groups, K, 1)
         self._products: Tensor | float = 0.0  # (groups, K, K)
 
-    def add(self, layer: nn.Module, args: Any, kwargs: Any, _output: Any) -> None:
+    def add(self, layer: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """Add what the layer gets: a collector."""
         x = next(tensors_in((args, kwargs)))
         if isinstance(layer, _ConvNd) and x.dim() == len(layer.kernel_size) + 1:
@@ -269,7 +269,7 @@ class _InputSums:
         # A convolution's patches are its input many times over: a sample at a time.
         for sample in torch.split(x, 1):
             # Double: means are taken off in the end, and may be nearly all there is.
-            columns = _columns(layer, sample).double()
+            columns = _columns(layer, sample, next(tensors_in(output)).shape).double()
             self.count += columns.shape[-1]
             self._sum = self._sum + columns.sum(-1, keepdim=True)
             self._products = self._products + columns @ columns.transpose(1, 2)
@@ -298,8 +298,11 @@ def _mean_diagonal(gram: Tensor) -> Tensor:
     return gram.diagonal(dim1=1, dim2=2).mean(1)
 
 
-def _columns(layer: nn.Module, x: Tensor) -> Tensor:
-    """Return what each weight of a channel is multiplied by, (groups, K, positions)."""
+def _columns(layer: nn.Module, x: Tensor, output: Sequence[int]) -> Tensor:
+    """Return what each weight of a channel is multiplied by, (groups, K, positions).
+
+    A layer may pad in its own forward, as TensorFlow does: ``output`` tells how much.
+    """
     if not isinstance(layer, _ConvNd):
         return x.reshape(-1, x.shape[-1]).T[None]
     dims = len(layer.kernel_size)
@@ -307,7 +310,11 @@ def _columns(layer: nn.Module, x: Tensor) -> Tensor:
     x = F.pad(x, layer._reversed_padding_repeated_twice, mode=mode)
     sizes = zip(layer.kernel_size, layer.stride, layer.dilation, strict=True)
     for axis, (size, stride, gap) in enumerate(sizes, start=2):
-        x = x.unfold(axis, gap * (size - 1) + 1, stride)[..., ::gap]
+        reach = gap * (size - 1) + 1
+        lack = max(stride * (output[axis - 2 - dims] - 1) + reach - x.shape[axis], 0)
+        others = (0, 0) * (x.dim() - 1 - axis)
+        x = F.pad(x, (*others, lack // 2, lack - lack // 2))
+        x = x.unfold(axis, reach, stride)[..., ::gap]
     # (N, C, positions..., kernel...)
     x = x.reshape(len(x), layer.groups, -1, *x.shape[2:])
     x = x.movedim(tuple(range(-dims, 0)), tuple(range(3, 3 + dims)))

@@ -4,7 +4,6 @@ The channels of a LayerNorm's output differ in size by far more than others do, 
 grid must hold them all: its scale can carry factors that the weights after it undo.
 """
 
-import copy
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from ompq.graph import Unit, scaled_channels
-from ompq.recording import Call, Recording, is_linear_map, tensors_in
+from ompq.recording import Call, Recording, copied, is_linear_map, tensors_in
 from ompq.samples import Collector, Report, Samples, collect
 
 _SAMPLES = 64  # tell the largest value of each channel well enough
@@ -78,7 +77,7 @@ def equalized(model: nn.Module, factors: Sequence[Equalized]) -> nn.Module:
     """Return a network that computes the same, its channels of other sizes."""
     if not factors:
         return model
-    result = copy.deepcopy(model)
+    result = copied(model)
     for producer, consumer, exponents in factors:
         enlarge(result.get_submodule(producer), exponents)
         layer = result.get_submodule(consumer)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from ompq.errors import QuantizationError
 from ompq.layers import ActivationQuantizer
 from ompq.recording import Call, Recording, function_name
 
@@ -65,7 +66,13 @@ def operands(
     function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> dict[str, Tensor]:
     """Return the operands that the arguments of a product hold, by name."""
-    names = OPERANDS[function_name(function)]
+    name = function_name(function)
+    if name not in OPERANDS:
+        raise QuantizationError(
+            f"the network calls {name} where it multiplied activations before, so what "
+            "it does depends on earlier calls; empty its caches when forward begins"
+        )
+    names = OPERANDS[name]
     if names[0] == "left":
         return dict(zip(names, [*args, *kwargs.values()], strict=False))
     given = attention_arguments(args, kwargs)

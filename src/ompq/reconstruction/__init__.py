@@ -1,6 +1,5 @@
 """reconstruct(): learn the rounding block by block so that outputs stay the same."""
 
-import copy
 import hashlib
 import json
 import logging
@@ -13,7 +12,7 @@ from typing import Literal, TypeAlias
 
 from torch import nn
 
-from ompq.errors import QuantizationError, shortened
+from ompq.errors import QuantizationError, check_known, shortened
 from ompq.files import read_checkpoint, write_checkpoint
 from ompq.graph import trace
 from ompq.layers import quantized_layers
@@ -36,7 +35,7 @@ from ompq.reconstruction.brecq import (
     learn_weights,
 )
 from ompq.reconstruction.rounding import RoundingConfig, learn_rounding
-from ompq.recording import tensors_in
+from ompq.recording import copied, tensors_in
 from ompq.samples import Progress, Samples, SamplesLike
 
 logger = logging.getLogger(__name__)
@@ -73,8 +72,7 @@ class ReconstructConfig:
         """Check the values."""
         if self.merge < 1:
             raise ValueError(f"merge={self.merge} must be at least 1")
-        if self.loss not in ("squared", "fisher"):
-            raise ValueError(f"loss={self.loss!r} is unknown; use squared or fisher")
+        check_known("loss", self.loss, ("squared", "fisher"))
 
 
 _BRECQ = ReconstructConfig(rounding=BrecqConfig())
@@ -114,7 +112,7 @@ def reconstruct(
     record, samples = quantization_of(quantized), Samples.of(samples)
     _check_network(record, model, samples)
     model = equalized(model, record.equalized)
-    result = copy.deepcopy(quantized).eval()
+    result = copied(quantized).eval()
     groups = merged(model, _learnable(result, record, config), samples, config.merge)
     identity = _identity(quantized, samples, config)
     done = _resume(result, checkpoint, identity)

@@ -149,12 +149,13 @@ def learn_weights(
     """Learn the rounding of a block's weights; return its error before and after."""
     soft = SigmoidRounding(list(quantized_layers(block).values()))
 
-    def loss(picked: Picked, row: Tensor) -> Tensor:
+    def loss(picked: Picked, row: Tensor) -> tuple[Tensor, Tensor]:
         up = soft.up()
         with soft.used(up):
             output = cache.call(block, picked.inputs)
         sides_cost: Tensor = row[1] * side_loss(up, row[2])
-        return summed_error(output, picked.target, 2.0) + sides_cost
+        error, share = _errors(output, picked.target, 2.0, errors[0])
+        return error + sides_cost, share
 
     table, learned = side_schedule(config), [(soft.alphas, 0)]
     size = max(config.batch_size, cache.batch_size)
@@ -175,8 +176,9 @@ def learn_steps(
     scales: list[Tensor] = [q.scale for q in _quantizers(block)]
     power = config.activation_power
 
-    def loss(picked: Picked, _row: Tensor) -> Tensor:
-        return summed_error(cache.call(block, picked.inputs), picked.target, power)
+    def loss(picked: Picked, _row: Tensor) -> tuple[Tensor, Tensor]:
+        output = cache.call(block, picked.inputs)
+        return _errors(output, picked.target, power, errors[0])
 
     share = torch.arange(config.activation_iterations) / config.activation_iterations
     rates = config.activation_learning_rate * (1 + (torch.pi * share).cos()) / 2
@@ -191,6 +193,15 @@ def learn_steps(
                 progress
             )
     return errors[0], errors[1]
+
+
+def _errors(
+    output: Tensor, target: Tensor, power: float, before: float
+) -> tuple[Tensor, Tensor]:
+    """Return the summed error, and its share of what it was before learning."""
+    error = summed_error(output, target, power)
+    usual = before * summed_error(torch.zeros_like(target), target, power)
+    return error, error / usual.clamp_min(torch.finfo(usual.dtype).tiny)
 
 
 def _sample_order(count: int, iterations: int, config: BrecqConfig) -> Tensor:

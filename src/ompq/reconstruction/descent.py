@@ -42,8 +42,9 @@ class Descent:
     learned: list[tuple[list[Tensor], int]]  # tensors, and the column of their rate
     schedule: Tensor  # what each step reads, (iterations, columns)
     order: Tensor  # which samples each step sees, (iterations, batch size)
-    # Called with what a step sees and its row of the schedule.
-    loss: Callable[[Picked, Tensor], Tensor]
+    # Called with what a step sees and its row of the schedule; returns the loss, and
+    # the error of the output as a share of what rounding to nearest leaves.
+    loss: Callable[[Picked, Tensor], tuple[Tensor, Tensor]]
     # Called before a step with its number, for what a replayed step cannot do.
     before: Callable[[int], None] = lambda _step: None
     # Called with the row after Adam has moved what is learned; may be replayed.
@@ -54,7 +55,7 @@ class Descent:
         self.schedule = self.schedule.to(self.device)
         self.now = self.schedule[:1].clone()  # the row of this step
         self.number = torch.zeros(1, dtype=torch.long, device=self.device)
-        self.last = torch.zeros((), device=self.device)  # the loss
+        self.shares = torch.zeros((), device=self.device)  # since the last report
         self.tensors = [tensor for tensors, _ in self.learned for tensor in tensors]
         for tensor in self.tensors:
             tensor.requires_grad_()
@@ -73,13 +74,16 @@ class Descent:
     def run(self, progress: Progress | None) -> None:
         """Do all steps."""
         total = len(self.schedule)
+        every = min(_REPORT_EVERY, total)
         advance = self._captured() if self.device.type == "cuda" else self._advance
         # The steps that warm the capture up are steps like any other.
         for done in range(int(self.number.item()), total):
             self._prepare(done)
             advance()
-            if progress and (done + 1) % min(_REPORT_EVERY, total) == 0:
-                progress(done + 1, total, f"loss {self.last.item():.4g}")
+            if progress and (done + 1) % every == 0:
+                share = self.shares.item() / every
+                progress(done + 1, total, f"error {share:.0%} of rounding to nearest")
+                self.shares.zero_()
         for tensor in self.tensors:
             tensor.requires_grad, tensor.grad = False, None
 
@@ -130,11 +134,11 @@ class Descent:
         inputs, (target, *weights) = found[:count], found[count + others :]
         plain = found[count : count + others]
         picked = Picked(inputs, plain, target, next(iter(weights), None))
-        loss = self.loss(picked, self.now[0])
+        loss, share = self.loss(picked, self.now[0])
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]
         self.keeps_state = self.keeps_state and detach_state(self.block)
-        self.last.copy_(loss.detach())
+        self.shares += share.detach()
 
     def _move(self) -> None:
         """Move what is learned."""

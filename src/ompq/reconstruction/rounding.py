@@ -156,10 +156,11 @@ def _descend(
     decided = first_decided(config)
     every = max(1, config.iterations // _PRICINGS)
 
-    def loss(picked: Picked, _row: Tensor) -> Tensor:
+    def loss(picked: Picked, _row: Tensor) -> tuple[Tensor, Tensor]:
         with soft.used():
             output = cache.call(block, _mixed(picked, config.float_inputs))
-        return _squared_error(output, picked) / usual
+        share = _squared_error(output, picked) / usual
+        return share, share
 
     def prepare(step: int) -> None:
         if step == decided:

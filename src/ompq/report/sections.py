@@ -6,6 +6,7 @@ from math import isfinite
 from statistics import fmean, pstdev
 from typing import Any, TypeAlias, get_args
 
+from ompq.errors import check_known
 from ompq.evaluation import Evaluation
 from ompq.measurement.audits import Audit
 
@@ -160,9 +161,8 @@ def audit_sections(audit: Audit) -> list[Section]:
         found.append(AuditedScore(one.name, *fit, points))
     if audit.null_spearman:
         chance = fmean(audit.null_spearman), pstdev(audit.null_spearman)
-        found.append(
-            Remark("audit", "random scores: Spearman {:.2f} ± {:.2f}".format(*chance))
-        )
+        text = "random scores: Spearman {:.2f} ± {:.2f} (standard deviation)"
+        found.append(Remark("audit", text.format(*chance)))
     return found
 
 
@@ -186,9 +186,7 @@ def sections_from_json(data: Iterable[Mapping[str, Any]]) -> list[Section]:
     for entry in data:
         fields = {key: _tuples(value) for key, value in entry.items()}
         kind = fields.pop("section", None)
-        if kind not in _KINDS:
-            known = ", ".join(_KINDS)
-            raise ValueError(f"section={kind!r} is unknown; use one of {known}")
+        check_known("section", kind, _KINDS)
         try:
             found.append(_KINDS[kind](**fields))
         except TypeError as error:

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable, Iterable, Mapping
-from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from shutil import rmtree
@@ -27,6 +26,7 @@ from ompq.orthogonality import gram_matrix
 from ompq.plans import PLAN_PROTOCOLS, Plan, PlanConfig
 from ompq.quantization import QUANTIZE_PROTOCOLS, QuantizeConfig
 from ompq.ranges import search_weight
+from ompq.recording import copied
 from ompq.reproduction.registry import ANY, HALFWAY, Experiment, Row
 from ompq.samples import Samples, model_device
 from ompq.scores import measure_orm
@@ -277,7 +277,7 @@ def _layer(row: Row, bench: Bench) -> dict[str, Any]:
 
 def _rounded(bench: Bench, bits: Mapping[str, int]) -> nn.Module:
     """Return a copy of the network with some weights rounded, all else as it was."""
-    network = deepcopy(bench.model.module)
+    network = copied(bench.model.module)
     units: dict[str, Unit] = {
         u.name: u for u in trace(network, bench.samples[:1]).units
     }

@@ -6,6 +6,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from ompq.errors import check_known
 from ompq.processes import from_main
 from ompq.samples import locked
 from ompq.scores.baselines import Random, SmallestFirst
@@ -88,8 +89,7 @@ def named_score(name: str) -> Score:
     if name in _BELOW:
         import_module(_BELOW[name])
     if name not in SCORES:
-        known = ", ".join(dict.fromkeys([*SCORES, *_BELOW]))
-        raise ValueError(f"score={name!r} is unknown; use {known} or a callable")
+        check_known("score", name, dict.fromkeys([*SCORES, *_BELOW]), "a callable")
     return SCORES[name]
 
 

@@ -1,7 +1,6 @@
 """ORM of a network, and the scores built on it: the paper's, and two of ours."""
 
 from collections.abc import Callable, Mapping, Sequence
-from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -9,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ompq.errors import SampleError, TraceError, shortened
+from ompq.errors import SampleError, TraceError, check_known, shortened
 from ompq.graph import LayerGraph, Unit, select
 from ompq.orthogonality import (
     BatchProducts,
@@ -21,7 +20,7 @@ from ompq.orthogonality import (
     normalised,
     objective_coefficients,
 )
-from ompq.recording import Watch, tensors_in
+from ompq.recording import Watch, copied, tensors_in
 from ompq.samples import (
     Progress,
     Samples,
@@ -180,10 +179,7 @@ def _functions(units: Sequence[Unit], granularity: Granularity) -> dict[int, int
         "stage": lambda u: u.stage,
         "net": lambda _: None,
     }
-    if granularity not in keys:
-        raise ValueError(
-            f"granularity={granularity!r} is unknown; use layer, block, stage or net"
-        )
+    check_known("granularity", granularity, keys)
     key = keys[granularity]
     last: dict[object, int] = {}
     for unit in units:
@@ -252,7 +248,8 @@ def sample_rows(feature: Tensor, count: int) -> Tensor:
     if not places:
         raise TraceError(
             f"a layer's output of shape {tuple(feature.shape)} has no dimension of "
-            f"{count} samples; ORM needs one"
+            f"{count} samples; ORM needs one. A network that takes images one by one, "
+            "as detectors do, is planned by the part that takes a batch, its backbone"
         )
     exact = [i for i in places if feature.shape[i] == count]
     axis = 0 if places[0] == 0 else (exact or places)[0]
@@ -346,7 +343,7 @@ class OrmShift:
         """Return absolute changes of the sum of ORM, (units, choices)."""
         check_weights_only(given.choices, "orm_shift")
         few = given.samples.first(self.samples)
-        other = deepcopy(given.model)
+        other = copied(given.model)
         before = measure_orm(given.graph, other, few).matrix.sum()
         done = 0
 

@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ompq.errors import TargetError
+from ompq.errors import TargetError, suggestion
 from ompq.files import json_flag, json_text, read_json
 from ompq.units import Choice, Unit
 
@@ -93,8 +93,10 @@ class Target:
             raise TargetError('"operators" must have an entry "default"')
         unknown = [kind for kind in kinds if kind not in (_DEFAULT, *KINDS)]
         if unknown:
+            meant = suggestion(unknown[0], KINDS)
             raise TargetError(
-                f'operator "{unknown[0]}" is unknown; there are {", ".join(KINDS)}'
+                f'operator "{unknown[0]}" is unknown{meant}; there are '
+                f"{', '.join(KINDS)}"
             )
         name = data.get("name")
         if not isinstance(name, str) or not name:
@@ -120,8 +122,8 @@ def load_target(name: str | Path) -> Target:
     path = _FOLDER / f"{name}.json" if str(name) in included_targets() else Path(name)
     if not path.exists():
         raise TargetError(
-            f"there is no target {name}; use {', '.join(included_targets())} or the "
-            "path of a JSON file"
+            f"there is no target {name}{suggestion(str(name), included_targets())}; "
+            f"use {', '.join(included_targets())} or the path of a JSON file"
         )
     try:
         return Target.from_json(read_json(path))

@@ -1,6 +1,5 @@
 """train(): quantization-aware training."""
 
-import copy
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ from ompq.allocation.solver import Allocation
 from ompq.errors import TrainingError, shortened
 from ompq.layers import activation_quantizers, quantized_layers
 from ompq.quantization import keep_rates, quantization_of, with_quantization
+from ompq.recording import copied
 from ompq.samples import Progress, cudnn_kernels
 from ompq.training.batches import Batches, LabelledBatch, epoch_batches
 from ompq.training.config import TrainConfig
@@ -82,7 +82,7 @@ def train(  # noqa: PLR0913
                         run.update()
                         tracker.after_step()
             tracker.end_epoch(epoch)
-    result = copy.deepcopy(quantized)
+    result = copied(quantized)
     result.load_state_dict(run.result(tracker.chosen()))
     result = _as_trained(result, run.model)
     keep_rates(result)

@@ -6,6 +6,8 @@ from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
 from typing import Any, Literal, get_args, get_type_hints
 
+from ompq.errors import suggestion
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
@@ -166,7 +168,8 @@ def _problem(name: str, value: Any, kind: Any) -> str:
     if kind == str | None:
         return "" if value is None or isinstance(value, str) else "a folder's name"
     words = get_args(kind)
-    return "" if value in words else f"one of {', '.join(words)}"
+    meant = suggestion(str(value), words)
+    return "" if value in words else f"one of {', '.join(words)}{meant}"
 
 
 def _number_problem(name: str, value: Any, kind: type) -> str:

@@ -1,6 +1,5 @@
 """A training run: its network and optimizer, its reports and its files."""
 
-import copy
 import hashlib
 import json
 import logging
@@ -21,6 +20,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from ompq.errors import DataError, MissingExtraError, TrainingError, shortened
 from ompq.files import read_checkpoint, write_checkpoint, write_text
 from ompq.layers import quantized_layers
+from ompq.recording import copied
 from ompq.samples import Progress, call, evaluating, first_tensor, model_device
 from ompq.training.batches import Batches, LabelledBatch, checked_length
 from ompq.training.config import TrainConfig
@@ -85,7 +85,7 @@ class Run:
         self.length = checked_length(batches, config, processes, self.device)
         self.step, self.epoch_steps = 0, self.length // config.accumulate
         self.steps = self.epoch_steps * config.epochs
-        self.model = copy.deepcopy(quantized).to(self.device)
+        self.model = copied(quantized).to(self.device)
         self._begin(teacher)
         self.rule = _weight_rule(self.model, config)
         self.trainable = make_trainable(self.model, config)
@@ -96,7 +96,7 @@ class Run:
         self.variances = Variances(self.model)
         self.ranges = _running_ranges(self.model, config)
         if teacher is not None and config.distill:
-            teacher = copy.deepcopy(teacher).to(self.device).eval()
+            teacher = copied(teacher).to(self.device).eval()
             teacher.to(memory_format=layout)
         self.gradients = Gradients(
             torch.compile(self.prepared) if config.compile else self.prepared,
