@@ -20,6 +20,7 @@ import ompq
 from ompq.layers import quantized_layers
 from ompq.reconstruction import _learnable, rounding
 from ompq.reconstruction.blocks import BlockRunner
+from ompq.reconstruction.descent import Descent, optimising
 
 BATCH = 32
 
@@ -82,12 +83,17 @@ def time_block(block, cache, steps: int) -> dict[str, float]:
         iterations=100 * steps, batch_size=BATCH, step_elements=1 << 40
     )
     found = {}
-    with rounding._optimising(block, 0):
-        step = rounding._Learner(copy.deepcopy(block), cache, config, 0.03)
-        found["eager"] = milliseconds(step._advance, steps)
+
+    def descent() -> Descent:
+        own = copy.deepcopy(block)
+        layers = list(quantized_layers(own).values())
+        soft = rounding.SoftRounding(layers, rounding._runs(own, cache))
+        return rounding.rounding_descent(own, cache, soft, config, 0.03)
+
+    with optimising(block, 0):
+        found["eager"] = milliseconds(descent()._advance, steps)
         if torch.cuda.is_available():
-            step = rounding._Learner(copy.deepcopy(block), cache, config, 0.03)
-            found["captured"] = milliseconds(step._capture(), steps)
+            found["captured"] = milliseconds(descent()._captured(), steps)
         found["plain"] = milliseconds(
             PlainStep(copy.deepcopy(block), cache).advance, steps
         )
@@ -113,7 +119,8 @@ def main() -> None:
     runner = BlockRunner(
         quantized, model, ompq.Samples.of(samples), batch_size=size, limit=limit
     )
-    for name in _learnable(quantized, ompq.quantization_of(quantized)):
+    record, defaults = ompq.quantization_of(quantized), ompq.ReconstructConfig()
+    for name in _learnable(quantized, record, defaults):
         cache = runner.gather(name)
         block = quantized.get_submodule(name)
         times = time_block(block, cache, options.steps)

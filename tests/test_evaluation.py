@@ -294,7 +294,7 @@ def test_without_labels_a_network_is_compared_with_the_reference():
     assert Evaluation.from_json(json.loads(json.dumps(found.to_json()))) == found
     with pytest.raises(ValueError, match="there is no top-1 to compare"):
         found.drop_from(known)
-    with pytest.raises(ValueError, match="there is no drop"):
+    with pytest.raises(ValueError, match="the drop is not known"):
         _ = found.drop_interval
     with pytest.raises(DataError, match="samples have no targets: give a reference"):
         evaluate(model, Samples.of(inputs))

@@ -169,9 +169,15 @@ def out_argument(x):
 @pytest.mark.parametrize(
     ("write", "words"),
     [
-        (assigned, "setitem in the network reads or writes a tensor out of sight"),
-        (through_numpy, "numpy in the network reads or writes a tensor out of sight"),
-        (through_array, "array in the network reads or writes a tensor out of sight"),
+        (assigned, "setitem in the network reads or writes a tensor where the export"),
+        (
+            through_numpy,
+            "numpy in the network reads or writes a tensor where the export",
+        ),
+        (
+            through_array,
+            "array in the network reads or writes a tensor where the export",
+        ),
         (through_data, "data in the network has no integer form"),
         (through_a_view, "reads a tensor that was written in place through a view"),
         (into_another, "zeros_like in the network has no integer form"),

@@ -98,7 +98,7 @@ REFUSED = {
     ),
     "adaptive": (
         lambda x: F.adaptive_avg_pool2d(x, 3),
-        "averages 8 × 8 to 3 × 3, which is no divisor",
+        "averages 8 × 8 to 3 × 3, which does not divide it",
     ),
     "ceil": (
         lambda x: F.avg_pool2d(x, 3, ceil_mode=True),

@@ -77,7 +77,7 @@ def test_layers_lose_bits_in_turn_until_the_budget_is_met(made):
 
 
 def test_every_step_of_an_episode_has_its_reward():
-    memory = _Memory()
+    memory = _Memory(2000)
     memory.add(_Steps(torch.eye(3), torch.full((3, 1), 0.5)), reward=-2.0)
     states, _, rewards, after, ends = (
         torch.stack(column) for column in zip(*memory.rows, strict=True)

@@ -68,7 +68,9 @@ def test_given_bits_become_a_plan(work, outcome, tmp_path):
 
 def test_bits_must_name_every_unit(work, outcome):
     name, choice = next(iter(outcome.plan.allocation.items()))
-    with pytest.raises(PlanError, match=r"gives bits to 1 of \d+ layers; add bits"):
+    with pytest.raises(
+        PlanError, match=r"no bits for \d+ of \d+ units: .* Give bits for every unit"
+    ):
         work.plan(ompq.Allocation({name: choice}))
 
 

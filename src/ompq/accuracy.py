@@ -1,4 +1,4 @@
-"""Evaluation: what a network does on images, and how sure that is."""
+"""Evaluation: what a network does on images, with confidence intervals."""
 
 import base64
 import math
@@ -62,7 +62,7 @@ class Evaluation:
         """The drop's 95 % confidence interval, by its paired standard error."""
         if self.drop is None or self.drop_error is None:
             raise ValueError(
-                "there is no drop: evaluate labelled images, and reference"
+                "the drop is not known: evaluate labelled images with a reference"
             )
         half = _Z95 * self.drop_error
         return self.drop - half, self.drop + half

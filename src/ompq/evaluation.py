@@ -97,8 +97,8 @@ def evaluate(
             ``{"perplexity": ompq.Perplexity()}``.
 
     Raises:
-        DataError: There is no batch, or targets do not fit the inputs or outputs.
-        ModelError: The outputs are no logits, or not finite.
+        DataError: There are no batches, or targets do not match inputs or outputs.
+        ModelError: The outputs are not logits, or not finite.
     """
     total = len(batches) if isinstance(batches, Sized) else None
     if isinstance(batches, Samples):

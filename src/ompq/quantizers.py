@@ -100,7 +100,7 @@ def integer_weight(
 
     Half-integer zeros are made whole by doubling: the weight's value is ``scale *
     factor * bytes``, where the factor is 0.5 up to 6 bits and 1 above. A ValueError
-    says that a zero is no multiple of the factor, or that a value does not fit.
+    says that a zero is not a multiple of the factor, or that a value does not fit.
 
     Example:
         >>> integer_weight(torch.tensor([0, 1, 2, 3]), torch.tensor(1.5), bits=2)

@@ -72,7 +72,7 @@ def _unit_values(data: Mapping[str, Any], name: str, count: int) -> Table | None
 
 
 def _packed_orm(orm: Table | None) -> Any:
-    """Return the upper triangle, which says all, as base64 of little-endian float32."""
+    """Return the upper triangle as base64 of little-endian float32."""
     if orm is None or len(orm) > _LARGEST_ORM:
         return None
     triangle = orm[np.triu_indices(len(orm))].astype("<f4")

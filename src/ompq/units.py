@@ -154,7 +154,7 @@ class Unit:
 
     @property
     def replaced(self) -> bool:
-        """Whether quantizing replaces the layer, which then gets a bias if need be.
+        """Whether quantizing replaces the layer, and gives it a bias if it has none.
 
         A weight that something else reads is rounded where it is.
         """

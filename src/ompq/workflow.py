@@ -15,7 +15,6 @@ from torch import nn
 
 from ompq.allocation.solver import Allocation, Budget
 from ompq.costs import FLOAT_BITS
-from ompq.errors import PlanError, shortened
 from ompq.evaluation import Evaluation, Metric, evaluate, wilson_interval
 from ompq.files import library_version, write_text
 from ompq.graph import Choice
@@ -93,7 +92,7 @@ class Workflow:
                 self.model, samples, budget, config, cache=cache, progress=progress
             )
         if isinstance(source, Allocation):
-            _check_complete(source, made)
+            source.check_units(made.graph.names)
         if refinement is None:
             return made
         with self.stages.stage("refining") as progress:
@@ -350,15 +349,6 @@ def made_folder(folder: Path) -> Iterator[None]:
         if new:
             with suppress(OSError):  # it holds something
                 folder.rmdir()
-
-
-def _check_complete(bits: Allocation, made: Plan) -> None:
-    missing = [name for name in made.graph.names if name not in bits]
-    if missing:
-        raise PlanError(
-            f"the allocation gives bits to {len(bits)} of {len(made.graph)} layers; "
-            f"add bits for {shortened(missing)}"
-        )
 
 
 def _accuracies(found: Evaluation, bits: Plan) -> list[Section]:

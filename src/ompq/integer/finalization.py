@@ -21,6 +21,7 @@ from ompq.layers import (
     quantized_layers,
 )
 from ompq.quantization import keep_rates, quantization_of, with_quantization
+from ompq.quantization.moments import like_channels
 from ompq.quantization.sites import Link
 from ompq.recording import copied
 from ompq.samples import Samples, SamplesLike
@@ -29,8 +30,8 @@ _BYTE = 8
 # With so many channels on, ONNX Runtime's faster convolutions need signed weights.
 _IMAGE = 4
 _WHOLE_FLOATS = 1 << 24  # up to here float32 holds every whole number
-# How far from the middle between two codes every result shall be, in steps: about what
-# float32 arithmetic errs near code 255.
+# The least distance of any result from the midpoint of two codes, in steps: about the
+# error of float32 arithmetic near code 255.
 _MARGIN = 4e-5
 # Scales are moved within intervals, this many in each factor of two ...
 _INTERVALS = 128
@@ -39,7 +40,7 @@ _CANDIDATES = 512
 _AT_ONCE = 1 << 22
 # Averages with more possible results than this cannot all be kept off the middle.
 _MOST_RESULTS = 1 << 18
-# Moving one scale may make it necessary to move another; twice is enough as a rule.
+# Moving one scale may make it necessary to move another; two rounds usually suffice.
 _ROUNDS = 8
 
 
@@ -106,9 +107,9 @@ def _avoid_saturation(model: nn.Module, steps: Steps) -> None:
         own, before = layer.grid_like_weight(), layer.weight_scale.detach().clone()
         low, high = -own.zero_point * own.scale, (own.qmax - own.zero_point) * own.scale
         with torch.no_grad():
-            # Rounding may lift a weight by half a step, so once may not do.
+            # Rounding may raise a weight by half a step, so one pass may not suffice.
             while (excess := layer_weight(layer, grid).pair_excess(grid)).max() > 1:
-                # What the grid clips shall not come back on a wider one.
+                # What the grid clips must stay clipped on a wider one.
                 layer.weight.clamp_(low, high)
                 layer.weight_scale.mul_(excess.clamp(min=1).to(layer.weight_scale))
             _keep_sums(layer, layer.weight_scale != before)
@@ -241,11 +242,11 @@ class IntegerMap:
         levels = (x / self.source.scale).round_().to(weight.dtype)
         sums = linear_map(layer, levels, weight, None)
         # A fast algorithm of convolution may leave a sum near its whole number.
-        sums = sums.round_().add_(_like(layer, bias, sums)).float()
+        sums = sums.round_().add_(like_channels(bias, layer, sums)).float()
+        scaled = sums.mul_(like_channels(ratio, layer, sums))
         if self.target is None:
-            return sums.mul_(_like(layer, ratio, sums)).to(x.dtype)
-        steps = sums.mul_(_like(layer, ratio, sums)).round_()
-        return steps.to(x.dtype).mul_(self.target.scale)
+            return scaled.to(x.dtype)
+        return scaled.round_().to(x.dtype).mul_(self.target.scale)
 
     def _weight(self, layer: QuantizedLayer) -> tuple[Tensor, Tensor, Tensor]:
         """Return weight (O, ...) and bias (O,) in whole floats, and the ratio (O,)."""
@@ -279,10 +280,3 @@ def link_layers(model: nn.Module, links: Iterable[Link]) -> None:
         layers[link.layer].integers = IntegerMap(
             quantizers[link.source], quantizers[link.target] if link.target else None
         )
-
-
-def _like(layer: nn.Module, values: Tensor, output: Tensor) -> Tensor:
-    """Return values (C,) in a shape that broadcasts with a layer's output."""
-    shape = [1] * output.dim()
-    shape[output.dim() - 1 if isinstance(layer, nn.Linear) else 1] = -1
-    return values.reshape(shape)

@@ -42,7 +42,7 @@ from ompq.samples import (
 INPUT, OUTPUT = "input", "logits"
 # Outputs use 30 bits: finer than any difference that could decide between two classes.
 _OUTPUT_BITS = 30
-# Functions and properties that tell of a tensor without its values.
+# Functions and properties that do not read a tensor's values.
 _HARMLESS = {
     *("device", "dim", "dtype", "get_device", "grad_fn", "hash", "is_complex"),
     *("is_contiguous", "is_cuda", "is_floating_point", "is_leaf", "is_sparse"),
@@ -197,8 +197,8 @@ class _Lowering(TorchFunctionMode):
             return
         if not any(True for _ in tensors_in(output)):
             raise QuantizationError(
-                f"{name} in {where} reads or writes a tensor out of sight of the "
-                "export; use functions that return a new tensor"
+                f"{name} in {where} reads or writes a tensor where the export "
+                "cannot follow it; use functions that return a new tensor"
             )
         if name not in OPERATORS or "out" in kwargs or not isinstance(output, Tensor):
             raise QuantizationError(

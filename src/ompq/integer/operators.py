@@ -370,7 +370,7 @@ class Average(Operator):
         if height % rows or width % columns:
             raise QuantizationError(
                 f"averages {height} × {width} to {rows} × {columns}, "
-                "which is no divisor"
+                "which does not divide it"
             )
         window = (height // rows, width // columns)
         if window == (1, 1):
@@ -540,7 +540,7 @@ class Concatenate(Operator):
 
 @dataclass(frozen=True, eq=False)
 class Slice(Operator):
-    """Every so-many-th element of a range in each dimension but the first."""
+    """A range with a step in each dimension but the first."""
 
     moves: ClassVar[bool] = True
     ranges: tuple[tuple[int, int, int], ...]  # start, stop, step

@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import cycle
+from itertools import chain, cycle
 from math import inf, log2
 
 import numpy as np
@@ -22,11 +22,8 @@ from ompq.recording import copied
 from ompq.samples import Progress, Samples, SamplesLike, call, model_device, to_device
 from ompq.scores.rounding_errors import check_weights_only, rounded_weights
 
-# As published, or where the paper is silent as in its released code.
-_HIDDEN = 300
-_ACTOR_RATE, _CRITIC_RATE, _FOLLOWING = 1e-4, 1e-3, 0.01
-_BATCH, _MEMORY = 64, 2000
-_NOISE, _NOISE_DECAY = 0.5, 0.99
+# As HAQ's released code has them; the paper is silent.
+_FOLLOWING = 0.01  # how far target networks follow in a step
 _BASELINE = 0.95  # momentum of the mean reward, which is subtracted
 
 
@@ -34,13 +31,27 @@ _BASELINE = 0.95  # momentum of the mean reward, which is subtracted
 class ReinforceConfig:
     """How an agent learns to propose bits.
 
+    Defaults are HAQ's, as published or, where the paper is silent, as released.
+
     Attributes:
         episodes: Allocations that it proposes and sees judged.
         warmup: Of these, how many at random in the beginning.
+        hidden: Units of each of the two hidden layers of actor and critic.
+        batch_size: Transitions that a step learns from.
+        memory: Transitions that are remembered.
+        noise: Standard deviation of an action after the warm-up.
+        noise_decay: What it is multiplied by after each episode.
     """
 
     episodes: int = 600
     warmup: int = 20
+    hidden: int = 300
+    actor_learning_rate: float = 1e-4
+    critic_learning_rate: float = 1e-3
+    batch_size: int = 64
+    memory: int = 2000
+    noise: float = 0.5
+    noise_decay: float = 0.99
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -58,14 +69,14 @@ def reinforce(
 ) -> Plan:
     """Return a plan whose bits an agent found by trial and error (HAQ).
 
-    Layer by layer the agent (DDPG: two networks of 300 + 300 units) sees a layer's
+    Layer by layer the agent (DDPG) sees a layer's
     shape, size and its own last action, and proposes a width; where the budget is
     exceeded, layers lose bits in turn. The reward of an episode is how little the
     outputs diverge from the float network's. The agent's best allocation is returned.
 
     HAQ rewards accuracy after an epoch of fine-tuning, and rounds to k-means codebooks;
     here weights are rounded to the grids of the product and nothing is tuned, so that
-    an episode takes one pass over the samples. Activations are float meanwhile.
+    an episode takes one pass over the samples. Activations stay float.
 
     Args:
         plan: Budget, choices and pins.
@@ -82,7 +93,7 @@ def reinforce(
     judge = _Judge(model, plan, given)
     limits = plan.budget.limits(plan.problem.costs)
     agent = _Agent(_Ladder(plan, plan.problem.program(limits)), config)
-    # The plan's own bits are no candidate: what is returned is the agent's.
+    # The plan's own bits are not a candidate: the agent's are returned.
     best, least = plan.allocation, inf
     for episode in range(config.episodes):
         steps, columns = agent.propose(episode)
@@ -176,6 +187,7 @@ class _Steps:
 class _Memory:
     """Transitions of past episodes; the oldest are forgotten."""
 
+    most: int
     rows: list[tuple[Tensor, ...]] = field(default_factory=list)
 
     def add(self, steps: _Steps, reward: float) -> None:
@@ -185,11 +197,11 @@ class _Memory:
         ends[-1] = 1.0
         rewards = torch.full((len(after), 1), reward)
         parts = (steps.states, steps.actions, rewards, after, ends)
-        self.rows = [*self.rows, *zip(*parts, strict=True)][-_MEMORY:]
+        self.rows = [*self.rows, *zip(*parts, strict=True)][-self.most :]
 
-    def batch(self, generator: np.random.Generator) -> list[Tensor]:
+    def batch(self, generator: np.random.Generator, size: int) -> list[Tensor]:
         """Return some transitions, drawn at random."""
-        drawn = generator.integers(len(self.rows), size=_BATCH)
+        drawn = generator.integers(len(self.rows), size=size)
         columns = zip(*(self.rows[at] for at in drawn), strict=True)
         return [torch.stack(column) for column in columns]
 
@@ -202,13 +214,18 @@ class _Agent:
         width = self.seen.shape[1] + 1  # and the last action
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(config.seed)
-            self.actor = _network(width, nn.Sigmoid())
-            self.critic = _network(width + 1, nn.Identity())
+            self.actor = _network(width, config.hidden, nn.Sigmoid())
+            self.critic = _network(width + 1, config.hidden, nn.Identity())
         self.targets = copy.deepcopy((self.actor, self.critic))
-        self.actor_steps = torch.optim.Adam(self.actor.parameters(), lr=_ACTOR_RATE)
-        self.critic_steps = torch.optim.Adam(self.critic.parameters(), lr=_CRITIC_RATE)
+        self.actor_steps, self.critic_steps = (
+            torch.optim.Adam(network.parameters(), lr=rate)
+            for network, rate in (
+                (self.actor, config.actor_learning_rate),
+                (self.critic, config.critic_learning_rate),
+            )
+        )
         self.generator = np.random.default_rng(config.seed)
-        self.memory, self.mean = _Memory(), 0.0
+        self.memory, self.mean = _Memory(config.memory), 0.0
 
     def propose(self, episode: int) -> tuple[_Steps, Columns]:
         """Return an episode and the columns, within the budget, of its groups."""
@@ -229,7 +246,8 @@ class _Agent:
         return float(self.generator.random())
 
     def _noisy(self, episode: int) -> Callable[[Tensor], float]:
-        spread = _NOISE * _NOISE_DECAY ** (episode - self.config.warmup)
+        config = self.config
+        spread = config.noise * config.noise_decay ** (episode - config.warmup)
 
         def act(state: Tensor) -> float:
             with torch.no_grad():
@@ -250,7 +268,9 @@ class _Agent:
                 self._learn_once()
 
     def _learn_once(self) -> None:
-        state, action, reward, after, end = self.memory.batch(self.generator)
+        state, action, reward, after, end = self.memory.batch(
+            self.generator, self.config.batch_size
+        )
         actor, critic = self.targets
         with torch.no_grad():
             future = critic(torch.cat([after, actor(after)], 1))
@@ -260,22 +280,19 @@ class _Agent:
         own = self.critic(torch.cat([state, self.actor(state)], 1))
         _descend(self.actor_steps, -own.mean())
         with torch.no_grad():
-            for target, network in zip(
-                self.targets, (self.actor, self.critic), strict=True
-            ):
-                for old, new in zip(
-                    target.parameters(), network.parameters(), strict=True
-                ):
-                    old.lerp_(new, _FOLLOWING)
+            followed = chain(self.actor.parameters(), self.critic.parameters())
+            following = chain(actor.parameters(), critic.parameters())
+            for old, new in zip(following, followed, strict=True):
+                old.lerp_(new, _FOLLOWING)
 
 
-def _network(inputs: int, end: nn.Module) -> nn.Sequential:
+def _network(inputs: int, hidden: int, end: nn.Module) -> nn.Sequential:
     return nn.Sequential(
-        nn.Linear(inputs, _HIDDEN),
+        nn.Linear(inputs, hidden),
         nn.ReLU(),
-        nn.Linear(_HIDDEN, _HIDDEN),
+        nn.Linear(hidden, hidden),
         nn.ReLU(),
-        nn.Linear(_HIDDEN, 1),
+        nn.Linear(hidden, 1),
         end,
     )
 

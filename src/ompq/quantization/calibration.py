@@ -181,7 +181,7 @@ def _sites_by_position(sites: Sequence[ActivationSite]) -> dict[int, list[int]]:
 
 @contextmanager
 def _differentiating(model: nn.Module, *, parameters: bool) -> Iterator[list[Tensor]]:
-    """Yield the network's parameters, and make gradients repeatable meanwhile.
+    """Yield the network's parameters; gradients are repeatable within the context.
 
     Where gradients flow to the input, ``parameters`` need none, and layers keep less
     for the backward pass.

@@ -32,7 +32,7 @@ Runs: TypeAlias = Sequence[Callable[[], Any]]
 # so that only rounding makes them differ.
 FOR_MOMENTS = 256
 
-# Channels that rounding has all but emptied are not blown up to what they were.
+# Limits how much channels are scaled that rounding has left almost empty.
 _LARGEST_RATIO = 2.0
 _LEAST_UNIT = 1e-3  # of a layer's mean spread
 
@@ -97,7 +97,7 @@ def restore_moments(
         own = ratio[: len(layer.weight_scale)]
         layer.weight_scale.mul_(own if layer.group_size == 0 else own[:, None])
         had, ratio, mean = (
-            _like_channels(each, layer, outputs[0]) for each in (had, ratio, mean)
+            like_channels(each, layer, outputs[0]) for each in (had, ratio, mean)
         )
         return [(output - had) * ratio + mean for output in outputs]
 
@@ -111,7 +111,7 @@ def _corrections(
     spread = found.spread.mean(0)
     unit = torch.maximum(spread, wanted.spread.mean(0))
     tiny = torch.finfo(unit.dtype).tiny
-    # In units of the channel's spread; one that hardly varies must not speak for all.
+    # In units of the channel's spread; one that hardly varies must not dominate.
     unit = unit.clamp_min(_LEAST_UNIT * unit.mean()).clamp_min(tiny)
     mean = found.mean.mean(0) + unit * _certain((wanted.mean - found.mean) / unit)
     change = unit * _certain((wanted.spread - found.spread) / unit)
@@ -126,8 +126,8 @@ def _corrections(
 def _certain(changes: Tensor) -> Tensor:
     """Return the mean of what samples (N, C) say, shrunk by what may be chance, (C,).
 
-    Where rounding does little, a few samples tell more of themselves than of rounding.
-    One factor for all channels, as James and Stein have it, errs less than none does.
+    Where rounding changes little, a few samples mostly show their own variation.
+    One factor for all channels (James-Stein shrinkage) errs less than none.
     """
     mean, count = changes.mean(0), len(changes)
     chance = changes.var(0, correction=min(1, count - 1)).sum() / count
@@ -144,7 +144,7 @@ def channel_moments(module: nn.Module, outputs: Sequence[Tensor]) -> Moments:
     """Return the moments of each channel of a layer's outputs, by sample."""
     axes = [axis for axis in _other_axes(module, outputs[0]) if axis != 0]
     mean = torch.cat([each.mean(axes) if axes else each for each in outputs])
-    centre = _like_channels(mean.mean(0), module, outputs[0])
+    centre = like_channels(mean.mean(0), module, outputs[0])
     spreads = []
     for output in outputs:
         distance = (output - centre).abs_()
@@ -152,7 +152,7 @@ def channel_moments(module: nn.Module, outputs: Sequence[Tensor]) -> Moments:
     return Moments(mean, torch.cat(spreads))
 
 
-def _like_channels(values: Tensor, module: nn.Module, output: Tensor) -> Tensor:
+def like_channels(values: Tensor, module: nn.Module, output: Tensor) -> Tensor:
     """Return one value a channel, (C,), shaped to go with what a layer returned."""
     shape = [1] * output.dim()
     shape[_channel_axis(module, output)] = -1

@@ -1,8 +1,8 @@
 """Products of two activations, as attention has them: their operands, rounded.
 
 ``torch.matmul`` of two activations has the operands ``left`` and ``right``. Fused
-attention has a ``query``, ``key`` and ``value``, and ``probabilities`` that no one sees
-from outside: where they are rounded, it is computed step by step.
+attention has a ``query``, ``key`` and ``value``, and ``probabilities`` that are
+not visible from outside: where they are rounded, it is computed step by step.
 """
 
 from collections.abc import Callable, Mapping, Sequence

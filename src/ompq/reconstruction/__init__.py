@@ -166,7 +166,7 @@ class _Phase:
     learn: _Learn
     suffix: str = ""  # of the names under which its errors are told
     begin: Callable[[nn.Module], None] = lambda _network: None
-    float_activations: bool = False  # whether activations are not rounded meanwhile
+    float_activations: bool = False  # whether activations stay float during this phase
 
     def name(self, group: tuple[str, ...]) -> str:
         return "+".join(group) + self.suffix

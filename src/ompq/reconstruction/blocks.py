@@ -327,7 +327,7 @@ def merged(
     """Group neighbouring blocks that can be reconstructed jointly.
 
     Each block of a group gets one tensor and returns one, which the next block alone
-    reads. A layer that stands alone is no such block.
+    reads. A layer outside any block is never merged.
     """
     if most == 1:
         return [(name,) for name in blocks]

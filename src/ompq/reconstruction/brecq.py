@@ -234,7 +234,7 @@ def calibrate_steps(model: nn.Module, samples: Samples) -> None:
 
 @contextmanager
 def float_activations(model: nn.Module, *, wanted: bool) -> Iterator[None]:
-    """Let activations pass unrounded meanwhile, if that is wanted."""
+    """Leave activations unrounded within the context, if ``wanted``."""
     quantizers = _quantizers(model)
     flags = [quantizer.enabled for quantizer in quantizers]
     try:

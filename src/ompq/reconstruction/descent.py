@@ -171,7 +171,7 @@ def kept_if_better(
     state = copy.deepcopy(block.state_dict())
     yield errors
     errors.append(_block_error(block, cache, batch_size, power))
-    if not errors[1] < errors[0]:  # NaN is no improvement either
+    if not errors[1] < errors[0]:  # NaN is not an improvement
         block.load_state_dict(state)
 
 

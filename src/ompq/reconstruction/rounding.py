@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -65,7 +65,7 @@ class RoundingConfig:
             side and only scales, steps and biases still learn.
         drive: How much faster than by its learning rate a weight is driven to its side
             at the end. It grows from 0, apart from Adam, as weight decay does in AdamW:
-            weights that matter much and weights that matter little decide alike.
+            weights that matter much and little decide at the same pace.
         exponent: The middle is driven less the higher this is; after the warm-up, and
             at the end.
         price: What a bit is worth to weights of coded layers while they learn, against
@@ -124,8 +124,16 @@ def learn_rounding(
         with evaluating(block):
             restore_moments(layers, wanted, _runs(block, cache))
         copy_main(block.state_dict().values())  # others have seen other samples
+        soft = SoftRounding(list(quantized_layers(block).values()), _runs(block, cache))
+        quantizers = activation_quantizers(block).values()
         with optimising(block, config.seed):
-            _descend(block, cache, config, errors[0], progress)
+            for quantizer in quantizers:
+                quantizer.keep = 1.0 - config.drop
+            rounding_descent(block, cache, soft, config, errors[0]).run(progress)
+            with torch.no_grad():
+                soft.finish()
+            for quantizer in quantizers:
+                quantizer.keep = 1.0
     return errors[0], errors[1]
 
 
@@ -140,19 +148,17 @@ def _runs(block: nn.Module, cache: BlockCache) -> Runs:
     return [partial(run, index) for index in torch.split(first, cache.batch_size)]
 
 
-def _descend(
+def rounding_descent(
     block: nn.Module,
     cache: BlockCache,
+    soft: "SoftRounding",
     config: RoundingConfig,
     before: float,
-    progress: Progress | None,
-) -> None:
-    """Learn the rounding of a block whose error was this before."""
+) -> Descent:
+    """Return the descent that learns a block's rounding; its error was ``before``."""
     energy = cache.targets.double().square().mean()
     average([energy])
     usual = max(before * energy.item(), torch.finfo(torch.float32).tiny)
-    quantizers = list(activation_quantizers(block).values())
-    soft = SoftRounding(list(quantized_layers(block).values()), _runs(block, cache))
     decided = first_decided(config)
     every = max(1, config.iterations // _PRICINGS)
 
@@ -167,29 +173,23 @@ def _descend(
             soft.harden()
             # Where a weight's error matters much, gradients vary much.
             state = descent.optimizer.state[soft.up]
-            alike = torch.ones_like(soft.up)
-            soft.keep_rates(state["exp_avg_sq"].sqrt() if state else alike)
+            equal = torch.ones_like(soft.up)
+            soft.keep_rates(state["exp_avg_sq"].sqrt() if state else equal)
         elif config.price and step < decided and step % every == 0:
             for each in soft.coded:
                 each.set_price(config.price)
 
-    for quantizer in quantizers:
-        quantizer.keep = 1.0 - config.drop
     descent = Descent(
         block=block,
         cache=cache,
-        learned=_learned(soft, quantizers, config),
+        learned=_learned(soft, activation_quantizers(block).values(), config),
         schedule=schedule(config),
         order=sample_order(cache.targets, config),
         loss=loss,
         before=prepare,
         after=lambda row: soft.decide(row[4], row[5]),
     )
-    descent.run(progress)
-    with torch.no_grad():
-        soft.finish()
-    for quantizer in quantizers:
-        quantizer.keep = 1.0
+    return descent
 
 
 def _squared_error(output: Tensor, picked: Picked) -> Tensor:
@@ -200,7 +200,7 @@ def _squared_error(output: Tensor, picked: Picked) -> Tensor:
 
 def _learned(
     soft: "SoftRounding",
-    quantizers: Sequence[ActivationQuantizer],
+    quantizers: Iterable[ActivationQuantizer],
     config: RoundingConfig,
 ) -> list[tuple[list[Tensor], int]]:
     """Return what is learned, with the columns of the schedule that are its rates."""

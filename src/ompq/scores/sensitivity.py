@@ -65,7 +65,7 @@ class Sensitivity:
         samples: How many inputs are used, at most.
         power: Of the expectation; the noise has the power that is left to 1.
         seed: Seed of the answers that are drawn.
-        orm: How ORM is measured, for the report; it is no part of the damage.
+        orm: How ORM is measured, for the report; the damage does not depend on it.
     """
 
     samples: int = 64
