@@ -206,3 +206,12 @@ def test_a_missing_library_says_what_to_install(folder, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "transformers", None)
     with pytest.raises(ompq.MissingExtraError, match=r"pip install 'ompq\[transf"):
         ompq.load_model(f"transformers:{folder}")
+
+
+def test_the_command_line_keeps_weights_on_the_host(folder):
+    words = ("plan", f"transformers:{folder}", "--data", "random", "--budget", "3bits")
+    whole = run_json(*words)
+    limited = run_json(*words, "--device-memory", "9KiB")
+    assert limited["units"] == whole["units"]
+    refused = run(*words, "--device-memory", "1KiB")
+    assert refused.exit_code == 2 and "does not hold the" in refused.stderr

@@ -21,6 +21,7 @@ ORDER = {
     "notebook": "",
     "accuracy": "",
     "score_tables": "",
+    "offload": "",
     "samples": "",
     "userfiles": "",
     "quantizers": "",

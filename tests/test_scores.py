@@ -786,7 +786,8 @@ def test_sensitivity_is_noise_times_what_of_it_finite_differences_expect():
         log_p = network(inputs).log_softmax(1)
         drawn = weighted_labels(log_p, torch.Generator().manual_seed(0), 6)
         for row, unit in enumerate(graph.units):
-            several, noise[row] = quickly_rounded(network, unit, choices, choices[:2])
+            rounded_to, noise[row] = quickly_rounded(network, unit, choices)
+            several = map(rounded_to, choices[:2])
             expected[row] = [
                 expected_divergence(network, unit, rounded, inputs.double(), *drawn)
                 for rounded in several
@@ -855,7 +856,8 @@ def test_quickly_rounded_weights_have_their_noise_once_norms_are_folded():
     graph = trace(network, images())
     choices = [Choice(3, 32), Choice(4, 32), Choice(8, 32, rate=2.5)]
     for unit in graph.units:
-        several, noise = quickly_rounded(network, unit, choices, choices)
+        rounded_to, noise = quickly_rounded(network, unit, choices)
+        several = map(rounded_to, choices)
         best = rounded_weights(network, unit, choices)
         weight = network.get_parameter(unit.parameter).detach()
         scale = torch.ones(len(weight))
@@ -885,7 +887,7 @@ def test_sensitivity_of_a_network_without_gradients_is_its_noise(caplog):
     choices = [Choice(bits, 8) for bits in (2, 4)]
     found = Sensitivity()(score_inputs(graph, network, images(), choices)).damage
     few = [Choice(bits, 32) for bits in (2, 4)]
-    noise = [quickly_rounded(network, unit, few, [])[1] for unit in graph.units]
+    noise = [quickly_rounded(network, unit, few)[1] for unit in graph.units]
     assert found == pytest.approx(np.stack(noise))
     assert "noise alone decides" in caplog.text
 

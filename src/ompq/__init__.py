@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         BudgetError,
         CheckpointError,
         DataError,
+        DeviceMemoryError,
         ExportError,
         FileError,
         GoalError,
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
     )
     from ompq.models import load_model
     from ompq.models.decoders import with_linear_layers
+    from ompq.offload import device_memory
     from ompq.onnx.export import export_onnx
     from ompq.packing import add_onnx, inspect_file, load, save
     from ompq.plans import PLAN_PROTOCOLS, Plan, PlanConfig, plan
@@ -93,10 +95,10 @@ _HOMES = {
     "ompq.allocation.solver": "Allocation Budget",
     "ompq.datasets.images": "image_views",
     "ompq.datasets.distilled_data": "distilled_samples",
-    "ompq.errors": "BudgetError CheckpointError DataError ExportError FileError "
-    "GoalError InfeasibleBudgetError MissingExtraError ModelError OmpqError "
-    "PackedFileError PatternError PlanError ProcessError QuantizationError "
-    "SampleError ScoreError TargetError TraceError TrainingError",
+    "ompq.errors": "BudgetError CheckpointError DataError DeviceMemoryError "
+    "ExportError FileError GoalError InfeasibleBudgetError MissingExtraError "
+    "ModelError OmpqError PackedFileError PatternError PlanError ProcessError "
+    "QuantizationError SampleError ScoreError TargetError TraceError TrainingError",
     "ompq.evaluation": "Evaluation Perplexity evaluate",
     "ompq.graph": "Choice LayerGraph Unit trace",
     "ompq.integer.finalization": "finalize",
@@ -116,6 +118,7 @@ _HOMES = {
     "ompq.report.sections": "Accuracy",
     "ompq.measurement.rivals": "ReinforceConfig Widened one_bitwidth reinforce",
     "ompq.measurement.goals": "Goal Smallest SmallestConfig smallest",
+    "ompq.offload": "device_memory",
     "ompq.models": "load_model",
     "ompq.models.decoders": "with_linear_layers",
     "ompq.datasets.sources": "load_data",
@@ -144,6 +147,7 @@ __all__ = [
     "CheckpointError",
     "Choice",
     "DataError",
+    "DeviceMemoryError",
     "Evaluation",
     "ExportError",
     "FileError",
@@ -195,6 +199,7 @@ __all__ = [
     "Widened",
     "add_onnx",
     "audit",
+    "device_memory",
     "distilled_samples",
     "distributed",
     "evaluate",

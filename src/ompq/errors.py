@@ -10,6 +10,7 @@ OmpqError
 ├── GoalError               a goal that no network keeps to, or that is not measured
 ├── TargetError             a target profile that is broken, or leaves no choice
 ├── PlanError               a plan file that is broken or of another network
+├── DeviceMemoryError       weights that take more than a device may hold
 ├── ModelError              a network or weights that cannot be loaded
 ├── DataError               images or batches that cannot be read
 ├── QuantizationError       a network that cannot be quantized as planned
@@ -127,6 +128,10 @@ class PackedFileError(OmpqError):
 
 class ExportError(OmpqError):
     """An exported file would not compute what the network computes."""
+
+
+class DeviceMemoryError(OmpqError):
+    """Weights that are needed at once take more than a device may hold."""
 
 
 class MissingExtraError(OmpqError):

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 from torch.utils.hooks import RemovableHandle
 
 from ompq.errors import SampleError
+from ompq.offload import running_device, visiting
 from ompq.stages import Progress as Progress
 
 Batch: TypeAlias = Tensor | tuple[Tensor, ...] | dict[str, Tensor]
@@ -166,7 +167,8 @@ def arguments(batch: Batch) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
 def call(model: nn.Module, batch: Batch) -> Any:
     """Call the network with the batch, whatever its form."""
     args, kwargs = arguments(batch)
-    return model(*args, **kwargs)
+    with visiting(model):
+        return model(*args, **kwargs)
 
 
 def first_tensor(output: Any) -> Tensor:
@@ -214,9 +216,9 @@ def token_ids(batch: Batch) -> Tensor | None:
 
 
 def model_device(model: nn.Module) -> torch.device:
-    """Return the device of the first parameter or buffer; CPU without any."""
+    """Return where a network runs: where its first weight is; CPU without any."""
     for tensor in chain(model.parameters(), model.buffers()):
-        return tensor.device
+        return running_device(tensor.device)
     return torch.device("cpu")
 
 
@@ -239,7 +241,7 @@ def evaluating(*models: nn.Module) -> Iterator[None]:
         try:
             for module, flag, _ in modes:
                 setattr(module, flag, False)
-            with torch.no_grad():
+            with torch.no_grad(), visiting(*models):
                 yield
         finally:
             for module, flag, mode in modes:

@@ -7,8 +7,14 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, redirect_stdout, suppress
-from dataclasses import dataclass, replace
+from contextlib import (
+    AbstractContextManager,
+    ExitStack,
+    contextmanager,
+    redirect_stdout,
+    suppress,
+)
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from io import StringIO
 from time import perf_counter
@@ -45,6 +51,7 @@ class Console:
     err: RichConsole
     json: bool = False
     quiet: bool = False
+    until_done: ExitStack = field(default_factory=ExitStack)  # left with the command
 
     @cached_property
     def stages(self) -> "Stages":
@@ -128,7 +135,7 @@ def opened(
         )
         if not in_first_process():  # which tells what all do
             console = replace(console, out=RichConsole(file=StringIO()), quiet=True)
-        with _logging(console, debug=debug):
+        with _logging(console, debug=debug), console.until_done:
             yield console
 
 

@@ -21,6 +21,7 @@ from ompq.graph import CODED_BITS, GROUP_SIZES, Choice
 from ompq.measurement.reconstruction_score import SCORES
 from ompq.measurement.refinement import RefineConfig
 from ompq.models import NamedModel, load_model
+from ompq.offload import device_memory
 from ompq.orthogonality import Decreasing
 from ompq.plans import PLAN_PROTOCOLS, Pin, PlanConfig
 from ompq.samples import Samples, model_device
@@ -82,6 +83,12 @@ class NetworkOptions:
         _DEVICES[0], _DEVICES, "where to run. Default: auto, a GPU if there is one."
     )
 
+    device_memory: str | None = option(
+        None,
+        "SIZE",
+        "For networks that do not fit: their weights stay in host memory, and at most "
+        "this much of them is on the GPU at a time: 8GiB.",
+    )
     threads: int | None = number(None, "CPU threads of PyTorch.", "one per core")
     input_shape: str | None = option(
         None,
@@ -102,7 +109,12 @@ class NetworkOptions:
         with console.stage("loading the network"):
             model = load_model(self.network, self.weights)
             model = model if shape is None else model.at(shape)
-            model.module.to("cuda" if gpu else "cpu")
+            device = "cuda" if gpu else "cpu"
+            if self.device_memory is None:
+                model.module.to(device)
+            else:
+                limited = device_memory(self.device_memory, device)
+                console.until_done.enter_context(limited)
         return model
 
 

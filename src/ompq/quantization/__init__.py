@@ -39,6 +39,7 @@ from ompq.layers import (
     replace_module,
 )
 from ompq.notebook import data_frame, html_table
+from ompq.offload import sent_home
 from ompq.plans import Pin, Plan, read_bits
 from ompq.quantization.calibration import (
     READING,
@@ -283,7 +284,7 @@ def quantize(
     with_quantization(quantized, record)
     keep_rates(quantized)
     report(4, 4, "done")
-    return quantized.train(model.training)
+    return sent_home(quantized).train(model.training)
 
 
 def _allocation(
@@ -482,8 +483,11 @@ def _replace(
     weight = model.get_parameter(unit.parameter).detach()
     holder, _, leaf = unit.parameter.rpartition(".")
     owner, group_size = model.get_submodule(holder), unit.shared_by(choice)
-    grid, rounded = weight_grid(unit, weight, channel_axis(owner))
+    visiting = weight.to(model_device(model))
+    grid, rounded = weight_grid(unit, visiting, channel_axis(owner))
     weight.copy_(rounded)
+    scale, zero_point = grid.scale.to(weight.device), grid.zero_point.to(weight.device)
+    grid = replace(grid, scale=scale, zero_point=zero_point)
     if unit.kind in IN_PLACE or unit.calls == 0 or tied:
         # Something else than the layer's own forward reads this weight, so it is
         # rounded where it is; the grid stays next to it, for files and runtimes.

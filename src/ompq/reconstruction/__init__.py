@@ -16,6 +16,7 @@ from ompq.errors import QuantizationError, check_known, shortened
 from ompq.files import read_checkpoint, write_checkpoint
 from ompq.graph import trace
 from ompq.layers import quantized_layers
+from ompq.offload import staying
 from ompq.processes import copy_main, process_count, rank
 from ompq.quantization import (
     BlockError,
@@ -134,14 +135,13 @@ def reconstruct(
                 if name in done:
                     continue
                 fisher = config.loss == "fisher"
-                errors = phase.learn(
-                    result,
-                    group,
+                given = (
                     runner.gather(group[0], group[-1], fisher=fisher),
                     config.seed + 7919 * number,
                     _within(progress, len(done), total, name),
                 )
-                done[name] = _told(name, *errors)
+                with staying(_joined(result, group)):
+                    done[name] = _told(name, *phase.learn(result, group, *given))
                 if checkpoint is not None:
                     _save(result, checkpoint, identity, done)
     if progress:

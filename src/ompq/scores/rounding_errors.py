@@ -1,7 +1,7 @@
 """Rounding a unit's weights: what is left of them, and the score by noise alone."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -21,7 +21,7 @@ from ompq.graph import (
 from ompq.processes import share_out
 from ompq.ranges import quick_grids, search_weight, tensor_noise, weight_noises
 from ompq.rates import coded_weight, rate_curve
-from ompq.samples import collect
+from ompq.samples import collect, model_device
 from ompq.scores.table import Needs, ScoreInputs, ScoreTable, Table
 
 _SAMPLES = 32  # inputs from which activation noise is read
@@ -35,7 +35,7 @@ def unit_weight(model: nn.Module, unit: Unit) -> tuple[Tensor, nn.Module]:
     if unit.norm:
         norm = model.get_submodule(unit.norm)
         weight = scaled_channels(weight, norm_affine(norm)[0].detach(), module)
-    return weight, module
+    return weight.to(model_device(model)), module
 
 
 def called_module(model: nn.Module, unit: Unit) -> nn.Module:
@@ -63,7 +63,7 @@ def rounded_weights(
     It is rounded to the best grid; with the step that keeps the rate where it is coded;
     not at all at 32 bits.
     """
-    weight = model.get_parameter(unit.parameter).detach()
+    weight = model.get_parameter(unit.parameter).detach().to(model_device(model))
     coded, module = unit_weight(model, unit)
     curve = rate_curve(coded) if any(choice.rate for choice in choices) else None
     for choice in choices:
@@ -83,9 +83,9 @@ def rounded_weights(
 
 
 def quickly_rounded(
-    model: nn.Module, unit: Unit, choices: Sequence[Choice], wanted: Sequence[Choice]
-) -> tuple[list[Tensor], Tensor]:
-    """Return weights as the wanted choices round them, and the noise of all choices.
+    model: nn.Module, unit: Unit, choices: Sequence[Choice]
+) -> tuple[Callable[[Choice], Tensor], Tensor]:
+    """Return what rounds a unit's weight to a choice, and the noise of all choices.
 
     The noise is ||W - Q(W)||² / ||W||² with batch norm folded in, (choices,). Grids of
     all widths are searched at once, nearly as well as for :func:`rounded_weights`.
@@ -98,17 +98,21 @@ def quickly_rounded(
     )
     by_width = dict(zip(widths, grids, strict=True))
     noise = {Choice(w, FLOAT_BITS): n for w, n in zip(widths, found, strict=True)}
-    rounded = {c: by_width[c.weight].fake(folded) for c in wanted if not c.rate}
-    if len(widths) < len(choices):
-        curve = rate_curve(folded)
-        for choice in choices:
-            if choice.rate:
-                noise[choice] = folded.new_tensor(curve.noise_at(choice.rate))
-            if choice.rate and choice in wanted:
-                rounded[choice] = coded_weight(folded, curve.step(choice.rate))
-    weight = model.get_parameter(unit.parameter).detach()
-    kept = [weight * _kept(rounded[choice], folded) for choice in wanted]
-    return kept, torch.stack([noise[choice] for choice in choices])
+    curve = rate_curve(folded) if len(widths) < len(choices) else None
+    for choice in choices:
+        if curve is not None and choice.rate:
+            noise[choice] = folded.new_tensor(curve.noise_at(choice.rate))
+
+    def rounded(choice: Choice) -> Tensor:
+        folded = unit_weight(model, unit)[0].float()
+        if curve is not None and choice.rate:
+            found = coded_weight(folded, curve.step(choice.rate))
+        else:
+            found = by_width[choice.weight].fake(folded)
+        weight = unit_weight(model, replace(unit, norm=""))[0]
+        return (weight * _kept(found, folded) if unit.norm else found).to(weight.dtype)
+
+    return rounded, torch.stack([noise[choice] for choice in choices])
 
 
 def _kept(rounded: Tensor, folded: Tensor) -> Tensor:

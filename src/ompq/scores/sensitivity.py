@@ -1,17 +1,19 @@
 """Sensitivity: the noise of rounding, weighed by how much of it reaches the answers."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from math import ceil
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ompq.costs import FLOAT_BITS
 from ompq.graph import Choice
+from ompq.offload import visiting
 from ompq.recording import (
     Watch,
     function_name,
@@ -42,6 +44,10 @@ _CPU_BATCH = 16
 _OTHER_READERS = (
     "embedding", "multi_head_attention_forward", "lstm", "gru", "rnn_tanh", "rnn_relu"
 )  # fmt: skip
+
+# Rounded weights are kept for the next batch if they are no more than so many.
+_KEPT = 1 << 27
+Rounding: TypeAlias = Callable[[], Tensor]
 
 logger = logging.getLogger(__name__)
 
@@ -84,12 +90,15 @@ class Sensitivity:
         weights = weight_choices(choices)
         measured = _measured(weights)
         wanted = [weights[column] for column in measured]
-        found = [quickly_rounded(model, u, weights, wanted) for u in graph.units]
+        found = [quickly_rounded(model, unit, weights) for unit in graph.units]
         noise = torch.stack([one for _, one in found]).double().cpu().numpy()
         keys = [id(model.get_parameter(unit.parameter)) for unit in graph.units]
-        rounded = dict(zip(keys, (several for several, _ in found), strict=True))
+        # Of a large network, one layer's rounded weights exist at a time.
+        few = len(wanted) * sum(unit.weights for unit in graph.units) <= _KEPT
+        keep: Any = cache if few else lambda one: one
+        several: Any = ([partial(keep(one), c) for c in wanted] for one, _ in found)
         try:
-            rows = self._expected(given, rounded)
+            rows = self._expected(given, dict(zip(keys, several, strict=True)))
             expected, alone = np.array([rows[key] for key in keys]), noise[:, measured]
             ratio = np.divide(
                 expected, alone, out=np.zeros_like(expected), where=alone > 0
@@ -103,8 +112,8 @@ class Sensitivity:
         nearest = np.abs(places[:, None] - places[measured]).argmin(1)
         factor = np.nan_to_num(ratio[:, nearest]) ** self.power  # (units, weights)
         factor = factor / (factor[:, 0].mean() or 1.0)
-        columns = {choice: column for column, choice in enumerate(weights)}
         by_weight = np.concatenate([noise * factor, np.zeros((len(graph), 1))], 1)
+        columns = dict(zip(weights, range(len(weights)), strict=True))
         table = by_weight[:, [columns.get(c.with_float_input, -1) for c in choices]]
         if len({c.activation for c in choices}) > 1:
             inputs = [Choice(FLOAT_BITS, c.activation) for c in choices]
@@ -112,7 +121,7 @@ class Sensitivity:
         return measure_orm(graph, model, given.samples, self.orm).table(table)
 
     def _expected(
-        self, given: ScoreInputs, rounded: Mapping[int, list[Tensor]]
+        self, given: ScoreInputs, rounded: Mapping[int, list[Rounding]]
     ) -> dict[int, list[float]]:
         """Return half the mean of (gradient · error)² of each weight's roundings."""
         model, samples = given.model, given.samples.first(self.samples)
@@ -124,7 +133,7 @@ class Sensitivity:
             for batch in samples.batches(size):
                 args, kwargs = arguments(to_device(batch, device))
                 count = batch_length(batch)
-                watch = _Errors(rounded, count, device)
+                watch = _Errors(model, rounded, count)
                 with watch:
                     output = model(*args, **kwargs)
                 log_p = class_rows(first_tensor(output).float()).log_softmax(1)
@@ -142,12 +151,12 @@ class _Errors(Watch):
     """Multiplies the errors that rounded weights cause by the gradients they meet."""
 
     def __init__(
-        self, rounded: Mapping[int, list[Tensor]], count: int, device: torch.device
+        self, model: nn.Module, rounded: Mapping[int, list[Rounding]], count: int
     ) -> None:
         super().__init__()
-        self.rounded, self.count = rounded, count
+        self.model, self.rounded, self.count = model, rounded, count
         # What gradients are asked of, so that they pass all outputs and no weight.
-        self.zero = torch.zeros((), device=device, requires_grad=True)
+        self.zero = torch.zeros((), device=model_device(model), requires_grad=True)
         # Of each weight and number of channels, which a weight that is tied may have
         # two of: gradient · error of each sample and channel, (choices, N, C).
         self.products: dict[tuple[int, int], Tensor] = {}
@@ -166,14 +175,17 @@ class _Errors(Watch):
 
         def hook(gradient: Tensor) -> None:
             for weight in weights:
-                errors = []
-                for other in self.rounded[id(weight)]:
+                found = []
+                for rounding in self.rounded[id(weight)]:
+                    other = rounding()
                     tensors = (other if t is weight else t for t in tensors_in(given))
                     moved_args, moved = with_tensors(given, tensors)
-                    errors.append(next(tensors_in(func(*moved_args, **moved))) - plain)
-                found = [self._products(name, gradient, error) for error in errors]
+                    # A GPU's backward pass has a thread of its own.
+                    with visiting(self.model):
+                        moved_to = next(tensors_in(func(*moved_args, **moved)))
+                    found.append(self._products(name, gradient, moved_to - plain))
                 several = torch.stack(found)
-                if several[0].numel() == errors[0].numel():
+                if several[0].numel() == plain.numel():
                     self.single.add(id(weight))
                 key = id(weight), several.shape[2]
                 self.products[key] = self.products.get(key, 0.0) + several

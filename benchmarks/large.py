@@ -1,0 +1,98 @@
+"""A decoder of a billion random weights: time and peak memory of planning it.
+
+    python large.py [--layers 22] [--limit 600MiB] [--out FOLDER]
+
+Each stage's peak is that of the whole process (resident set), weights included.
+"""
+
+import argparse
+import time
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch
+from common import RESULTS, save
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import ompq
+
+MIB = 1 << 20
+VOCABULARY, LENGTH, SAMPLES = 32_000, 16, 2
+
+
+def decoder(layers: int) -> torch.nn.Module:
+    """Return a decoder of TinyLlama's shape."""
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=2048,
+        intermediate_size=5632,
+        num_hidden_layers=layers,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        max_position_embeddings=2048,
+    )
+    torch.manual_seed(0)
+    return LlamaForCausalLM(config).requires_grad_(requires_grad=False).eval()
+
+
+def memory(key: str) -> float:
+    """Return MiB of this process: ``VmRSS`` now, ``VmHWM`` at most since reset."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(one.split()[1]) / 1024 for one in lines if one.startswith(key))
+
+
+def stage(name: str, limit: str, work) -> tuple[dict, object]:
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+    before, start, cpu = memory("VmRSS"), time.perf_counter(), time.process_time()
+    context = ompq.device_memory(limit, "cpu") if limit else nullcontext()
+    with context as visits:
+        made = work()
+    row = {
+        "stage": name,
+        "device_memory": limit or None,
+        "seconds": round(time.perf_counter() - start, 1),
+        "cpu_seconds": round(time.process_time() - cpu, 1),
+        "before_mib": round(before),
+        "peak_mib": round(memory("VmHWM")),
+        "copies_mib": round(visits.peak_bytes / MIB) if visits else None,
+    }
+    print(row, flush=True)
+    return row, made
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--layers", type=int, default=22)
+    parser.add_argument("--limit", default="600MiB")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    model = decoder(options.layers)
+    weights = sum(p.numel() for p in model.parameters())
+    ids = torch.randint(VOCABULARY, (SAMPLES, LENGTH))
+    config = ompq.PlanConfig(activation_choices=(32,))
+    about = {"weights": weights, "weights_mib": round(4 * weights / MIB)}
+    print(about, flush=True)
+    rows = []
+
+    def do(name: str, limit: str, work):
+        row, made = stage(name, limit, work)
+        rows.append(row)
+        save("large-decoder", rows, options.out, **about)
+        return made
+
+    with torch.no_grad():
+        do("forward", "", lambda: model(ids, use_cache=False))
+    limit = options.limit
+    do("observe", limit, lambda: ompq.trace(model, ids))
+    plan = do("plan", limit, lambda: ompq.plan(model, ids, "4bits", config))
+    quantized = do("quantize", limit, lambda: ompq.quantize(model, plan, ids))
+    do("save", "", lambda: ompq.save(quantized, options.out / "large.tmp", plan=plan))
+    file = options.out / "large.tmp"
+    about["file_mib"] = round(file.stat().st_size / MIB, 1)
+    about["planned_mib"] = round(plan.totals["bytes"] / MIB, 1)
+    file.unlink()
+    save("large-decoder", rows, options.out, **about)
+
+
+if __name__ == "__main__":
+    main()
