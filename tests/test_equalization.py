@@ -12,7 +12,12 @@ from ompq.allocation.solver import Allocation
 from ompq.graph import Choice
 from ompq.layers import activation_quantizers, quantized_layers
 from ompq.quantization import quantization_of
-from ompq.quantization.equalization import Equalized, equalized, find_factors
+from ompq.quantization.equalization import (
+    Equalized,
+    equalized,
+    find_factors,
+    find_pairs,
+)
 from ompq.recording import record
 from ompq.samples import Samples
 from ompq.training.norms import fold_norms, keep_norms
@@ -20,12 +25,12 @@ from ompq.training.norms import fold_norms, keep_norms
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 
 
-def factors(model, samples):
+def factors(model, samples, *, bits=(8, 8), **options):
     graph = ompq.trace(model, samples)
     recording = record(model, samples[:1])
-    return find_factors(
-        model, recording, graph.units, Samples.of(samples), batch_size=16
-    )
+    given = dict.fromkeys(graph.names, Choice(*bits))
+    pairs = find_pairs(model, recording, graph.units, given, 6)
+    return find_factors(model, pairs, Samples.of(samples), batch_size=16, **options)
 
 
 def uneven(seed=0):
@@ -236,16 +241,7 @@ def test_real_networks_compute_the_same_to_the_last_bit(name, count):
                 module.weight.uniform_(0.01, 2)
                 module.bias.uniform_(-0.3, 0.3)
     samples, seen = scenes(4, size=64), []
-    graph = ompq.trace(model, samples)
-    recording = record(model, samples[:1])
-    found = find_factors(
-        model,
-        recording,
-        graph.units,
-        Samples.of(samples),
-        batch_size=16,
-        report=lambda *done: seen.append(done),
-    )
+    found = factors(model, samples, report=lambda *done: seen.append(done))
     assert len(found) == count and seen == [(1, 1)]
     with torch.no_grad():
         assert torch.equal(equalized(model, found)(samples), model(samples))
@@ -347,39 +343,93 @@ def test_a_file_remembers_the_factors(tmp_path):
 def test_factors_are_the_same_on_cuda():
     model, samples = uneven(), scenes(32)
     there = copy.deepcopy(model).cuda()
-    graph = ompq.trace(there, samples.cuda())
-    recording = record(there, samples[:1].cuda())
-    found = find_factors(
-        there, recording, graph.units, Samples.of(samples), batch_size=16
-    )
+    found = factors(there, samples.cuda())
     assert found == factors(model, samples)
     with torch.no_grad():
         x = samples.cuda()
         assert torch.allclose(equalized(there, found)(x), there(x), atol=1e-5)
 
 
-def test_channels_of_a_layer_norm_are_brought_nearer_to_one_size():
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.norm, self.first, self.second = (
-                nn.LayerNorm(8),
-                nn.Linear(8, 6),
-                nn.Linear(6, 3),
-            )
+class NormNet(nn.Module):
+    def __init__(self, *, bias=True):
+        super().__init__()
+        self.norm, self.first = nn.LayerNorm(8), nn.Linear(8, 6, bias=bias)
+        self.act, self.second = nn.GELU(), nn.Linear(6, 3)
 
-        def forward(self, x):
-            return self.second(self.first(self.norm(x)).relu())
+    def forward(self, x):
+        return self.second(self.act(self.first(self.norm(x))))
 
-    network = seeded(Net())
+
+def norm_net(sizes=(1.0,) * 8, means=(0.0,) * 8, **options):
+    """Return a network with a LayerNorm whose channels differ in size and mean."""
+    network = seeded(NormNet(**options))
     with torch.no_grad():
-        network.norm.weight.copy_(2.0 ** torch.arange(-4, 4))
-    x = torch.randn(32, 5, 8, generator=torch.Generator().manual_seed(0))
-    recording = record(network, x)
-    units = ompq.trace(network, x).units
-    (found,) = find_factors(network, recording, units, Samples.of(x), batch_size=32)
+        network.norm.weight.copy_(torch.as_tensor(sizes))
+        network.norm.bias.copy_(torch.as_tensor(means))
+    return network
+
+
+def rows(seed=0):
+    return torch.randn(32, 5, 8, generator=torch.Generator().manual_seed(seed))
+
+
+def test_channels_of_a_layer_norm_are_brought_nearer_to_one_size():
+    network, x = norm_net(2.0 ** torch.arange(-4, 4)), rows()
+    (found,) = factors(network, x)
     assert (found.producer, found.consumer) == ("norm", "first")
     changed = equalized(network, [found])
     torch.testing.assert_close(changed(x), network(x))
     before, after = (n.norm(x).abs().amax((0, 1)) for n in (network, changed))
     assert after.max() / after.min() < 0.2 * before.max() / before.min()
+
+
+def test_channels_of_a_layer_norm_are_centred_in_steps_of_a_sixteenth():
+    network, x = norm_net(means=10.0 * torch.arange(-4, 4)), rows()
+    (found,) = factors(network, x, bits=(4, 4))
+    means = network.norm(x).detach().mean((0, 1))
+    assert found.shifts == tuple((means * 16).round().int().tolist())
+    changed = equalized(network, [found])
+    torch.testing.assert_close(changed(x), network(x), atol=1e-4, rtol=1e-4)
+    centred = changed.norm(x).detach().mean((0, 1))
+    assert centred.abs().max() <= 1 / 32 * 2.0 ** max(found.exponents) + 1e-5
+
+
+@pytest.mark.parametrize("bits", [(3, 3), (4, 4), (4, 8), (8, 4), (8, 8)])
+def test_a_layer_after_a_norm_keeps_its_output_at_least_as_well(bits):
+    network = norm_net([1, 1, 1, 1, 4, 4, 0.2, 0.2], torch.linspace(-6, 6, 8))
+    plain = {"restore_moments": False, "output_error": False, "activation_range": "mse"}
+    x, errors = rows(), []
+    for equalize in (False, True):
+        small = made(
+            network, x, weight=bits[0], activation=bits[1], equalize=equalize, **plain
+        )
+        with torch.no_grad():
+            wanted = network.first(network.norm(x))
+            found = small.first(small.norm(x))
+        errors.append((found - wanted).square().sum().item())
+    assert errors[1] < errors[0]
+
+
+def test_a_layer_without_bias_is_not_shifted():
+    network, x = norm_net(means=10.0 * torch.arange(-4, 4), bias=False), rows()
+    assert not any(any(one.shifts) for one in factors(network, x, bits=(4, 4)))
+
+
+def test_coded_weights_after_a_norm_are_shifted_and_not_scaled():
+    network, x = (
+        norm_net(2.0 ** torch.arange(-4, 4), 10.0 * torch.arange(-4, 4)),
+        rows(),
+    )
+    (found,) = factors(network, x, bits=(8, 4, 3.0))
+    assert any(found.shifts) and not any(found.exponents)
+
+
+def test_a_file_remembers_shifts(tmp_path):
+    network, x = norm_net(means=10.0 * torch.arange(-4, 4)), rows()
+    small = made(network, x, weight=4, activation=4)
+    ompq.save(small, tmp_path / "n.ompq.safetensors")
+    loaded = ompq.load(tmp_path / "n.ompq.safetensors", network)
+    (found,) = quantization_of(loaded).equalized
+    assert any(found.shifts) and (found,) == quantization_of(small).equalized
+    with torch.no_grad():
+        assert torch.equal(loaded(x), small(x))

@@ -7,11 +7,11 @@ from torch.nn import functional as F
 
 import ompq
 from nets import seeded, values
-from ompq.layers import LogQuantizer, activation_quantizers
+from ompq.layers import ActivationQuantizer, LogQuantizer, activation_quantizers
 from ompq.quantization import quantization_of
 from ompq.quantization.products import rounded_product
 from ompq.quantizers import Grid, on_log_grid
-from ompq.ranges import log_grid, observe_range
+from ompq.ranges import activation_grid, log_grid, observe_range
 from ompq.recording import record
 
 
@@ -215,7 +215,8 @@ def test_powers_hold_small_probabilities():
 def test_a_log_grid_is_the_best_of_those_tried():
     x = torch.rand(4000, generator=torch.Generator().manual_seed(0)) ** 6
     seen = observe_range(x)
-    found = log_grid(seen, 3)
+    found, shift = log_grid(seen, 3)
+    assert shift == 0
 
     def error(grid):
         return float((on_log_grid(grid, x) - x).square().mean())
@@ -247,3 +248,55 @@ def test_a_network_that_computes_something_else_the_next_time_is_refused():
     message = "calls .* where it multiplied activations before.* empty its caches"
     with pytest.raises(ompq.QuantizationError, match=message):
         ompq.quantize(model, plan, inputs)
+
+
+def gelu_values(count=4000):
+    x = torch.randn(count, generator=torch.Generator().manual_seed(0))
+    return nn.functional.gelu(2 * x - 1)
+
+
+@pytest.mark.parametrize("bits", [4, 6])
+def test_powers_hold_the_output_of_gelu_better_than_even_steps(bits):
+    x = gelu_values()
+    grid, shift = log_grid(observe_range(x), bits)
+    assert shift >= 0.16  # the least that GELU returns is -0.17
+    powers = on_log_grid(grid, x + shift) - shift
+    even = activation_grid(observe_range(x), bits, "mse").fake(x)
+    assert (powers - x).square().mean() < 0.8 * (even - x).square().mean()
+
+
+def test_even_steps_are_taken_where_they_are_better():
+    x = torch.linspace(-0.17, 3, 4000)
+    grid, shift = log_grid(observe_range(x), 4, "mse")
+    assert shift is None
+    expected = activation_grid(observe_range(x), 4, "mse")
+    assert (grid.scale, grid.zero_point) == (expected.scale, expected.zero_point)
+
+
+def test_few_bits_of_gelu_are_powers_and_eight_are_not(tmp_path):
+    network = seeded(nn.Sequential(nn.Linear(8, 12), nn.GELU(), nn.Linear(12, 3)))
+    x = torch.randn(32, 8, generator=torch.Generator().manual_seed(1))
+    for width, kind in ((8, ActivationQuantizer), (4, LogQuantizer)):
+        small = ompq.quantize(network, {"*": (8, width)}, x)
+        quantizer = small[1].output_quantizer
+        assert type(quantizer) is kind
+    y = nn.functional.gelu(small[0](small[0].input_quantizer(x)).detach())
+    grid = Grid(quantizer.scale, quantizer.zero_point, 4)
+    expected = on_log_grid(grid, y + quantizer.shift) - quantizer.shift
+    torch.testing.assert_close(quantizer(y), expected)
+    ompq.save(small, tmp_path / "n.ompq.safetensors")
+    loaded = ompq.load(tmp_path / "n.ompq.safetensors", network)
+    assert loaded[1].output_quantizer.shift == quantizer.shift > 0
+    with torch.no_grad():
+        assert torch.equal(loaded(x), small(x))
+
+
+def test_a_dropped_value_passes_a_log_grid_unchanged():
+    quantizer = LogQuantizer(Grid(torch.tensor(1.0), torch.tensor(1.0), 2), 0.2)
+    x = gelu_values()
+    rounded = quantizer(x)
+    quantizer.keep = 0.5
+    torch.manual_seed(0)
+    mixed = quantizer(x)
+    kept = mixed == rounded
+    assert torch.equal(mixed[~kept], x[~kept]) and 0.4 < kept.float().mean() < 0.6

@@ -75,10 +75,12 @@ class ActivationQuantizer(nn.Module):
             low, high = -self.zero_point - 0.5, grid.qmax - self.zero_point + 0.5
             beyond = (x < low * self.scale) | (x > high * self.scale)
             rounded = torch.where(beyond, half_through(x), rounded)
+        return self._kept(rounded, x)
+
+    def _kept(self, rounded: Tensor, x: Tensor) -> Tensor:
         if self.keep >= 1.0:
             return rounded
-        kept = torch.rand_like(x) < self.keep
-        return torch.where(kept, rounded, x)
+        return torch.where(torch.rand_like(x) < self.keep, rounded, x)
 
     def after(self, _module: nn.Module, _args: Any, output: Any) -> Any:
         """Forward hook: round the first tensor that a module returns."""
@@ -100,13 +102,18 @@ class ActivationQuantizer(nn.Module):
 
 
 class LogQuantizer(ActivationQuantizer):
-    """Rounds values from 0 on to powers, for what spans many orders: probabilities.
+    """Rounds to powers, for what has a long tail: probabilities, outputs of GELU.
 
     The largest level is ``scale``; ``zero_point`` levels make up a halving; the last
-    code is 0.
+    code is 0. ``shift`` is added before and subtracted after, so that values from
+    ``-shift`` on have a level.
     """
 
     learnable = False
+
+    def __init__(self, grid: Grid, shift: float) -> None:
+        super().__init__(grid)
+        self.shift = shift
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the rounded values; gradients pass as if nothing were rounded."""
@@ -114,7 +121,8 @@ class LogQuantizer(ActivationQuantizer):
             return x
         x = x.to(torch.promote_types(x.dtype, self.scale.dtype))
         grid = Grid(self.scale, self.zero_point, self.bits)
-        return on_log_grid(grid, x.detach()) + (x - x.detach())
+        rounded = on_log_grid(grid, x.detach() + self.shift) - self.shift
+        return self._kept(rounded + (x - x.detach()), x)
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,8 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import product
+from operator import itemgetter
 from typing import Literal, NamedTuple
 
 import torch
@@ -525,8 +527,10 @@ _SMALLEST_EXPONENT = -100
 # Share of the importance that all values get alike: gradients say what a small error
 # costs, and a value that is cut off has a large one.
 _EVEN = 0.1
-# What log grids are tried: codes to a halving, and scales below the largest value.
-_MOST_IN_OCTAVE, _SMALLER_SCALES = 4, 9
+# What log grids are tried: codes to a halving, scales below the largest value, and
+# shifts, as multiples of what makes the lowest value 0.
+_IN_OCTAVE, _SMALLER_SCALES = (1, 2, 3, 4, 6, 8, 12, 16, 24), 9
+_SHIFTS = (1.0, 1.5, 2.0, 2.5)
 
 
 @dataclass(frozen=True, eq=False)
@@ -627,25 +631,33 @@ def activation_grid(
     return Grid(torch.where(nothing, 1.0, scale), zero_point, bits)
 
 
-def log_grid(seen: Observed, bits: int) -> Grid:
-    """Return the grid of powers that costs the network's output least.
+def log_grid(
+    seen: Observed, bits: int, method: RangeMethod = "fisher"
+) -> tuple[Grid, float | None]:
+    """Return the grid of powers that costs the network's output least, and its shift.
 
-    The values seen are not negative. See :func:`ompq.quantizers.on_log_grid`.
+    See :func:`ompq.quantizers.on_log_grid`. The shift is None, and the grid one of even
+    steps, where that costs less; but not if all values are positive, as probabilities
+    are: small ones count by their sum, which the errors of single values do not show.
     """
     weights = _weights(seen, "fisher").double()
-    values = seen.values.clamp(min=0)
-    grids = [
-        Grid(
-            seen.high * 2.0 ** (-part / 4), torch.tensor(float(octave)).to(values), bits
-        )
-        for octave in range(1, _MOST_IN_OCTAVE + 1)
-        for part in range(_SMALLER_SCALES)
-    ]
-    errors = [
-        ((on_log_grid(grid, values) - values).double().square() * weights).sum()
-        for grid in grids
-    ]
-    return grids[int(torch.stack(errors).argmin())]
+
+    def error(rounded: Tensor) -> float:
+        return float(((rounded - seen.values).double().square() * weights).sum())
+
+    even, positive = activation_grid(seen, bits, method), bool(seen.low >= 0)
+    best: tuple[float, Grid, float | None] = math.inf, even, None
+    if not positive:
+        best = error(even.fake(seen.values)), even, None
+    for factor in (0.0,) if positive else _SHIFTS:
+        shift = round(factor * abs(float(seen.low)), 4)
+        values = (seen.values + shift).clamp(min=0)
+        for octave, part in product(_IN_OCTAVE, range(_SMALLER_SCALES)):
+            scale = (seen.high + shift) * 2.0 ** (-part / 4)
+            grid = Grid(scale, torch.tensor(float(octave)).to(values), bits)
+            tried = error(on_log_grid(grid, values) - shift), grid, shift
+            best = min(best, tried, key=itemgetter(0))
+    return best[1:]
 
 
 def fake_quantize_tensor(x: Tensor, bits: int) -> Tensor:

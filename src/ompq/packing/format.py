@@ -528,9 +528,15 @@ def _record(data: Mapping[str, Any]) -> Quantization:
         Equalized(
             json_text(producer, "producer"),
             json_text(consumer, "consumer"),
-            tuple(json_whole(one, "exponent", -128, 128) for one in exponents),
+            *(
+                tuple(
+                    json_whole(one, "exponent or shift", -(1 << 15), 1 << 15)
+                    for one in each
+                )
+                for each in moves
+            ),
         )
-        for producer, consumer, exponents in json_list(data["equalized"], "equalized")
+        for producer, consumer, *moves in json_list(data["equalized"], "equalized")
     ]
     return Quantization(
         graph=graph,

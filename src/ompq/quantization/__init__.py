@@ -52,6 +52,7 @@ from ompq.quantization.equalization import (
     channel_factor,
     equalized,
     find_factors,
+    find_pairs,
 )
 from ompq.quantization.moments import batch_runs, float_moments, restore_moments
 from ompq.quantization.products import attach, quantizer_name
@@ -101,10 +102,12 @@ class QuantizeConfig:
         output_error: Whether the ranges of channels of few weights minimise the squared
             error of their outputs instead. Only up to 6 bits, above which nothing is
             gained, and where the power is 2.
-        equalize: Whether channels that only a depthwise convolution reads are brought
-            nearer to one size, so that one step fits them all better.
-        equalize_from: Fewest weight bits of both layers at which they are: with fewer
-            bits it costs more accuracy than it gains.
+        equalize: Whether channels that only a depthwise convolution reads, or a linear
+            layer after a LayerNorm, are brought nearer to one size, so that one step
+            fits them all better.
+        equalize_from: Fewest weight bits of both layers at which those of a depthwise
+            convolution are: with fewer bits it costs more accuracy than it gains. After
+            a LayerNorm the error of the layer's output decides.
         activation_range: How ranges of activations are found: ``fisher`` costs the
             network's output least, ``mse`` the tensor itself; ``minmax`` and
             ``percentile`` hold all or nearly all of its values; ``shrink`` is BRECQ's.
@@ -248,14 +251,13 @@ def quantize(
         least = config.equalize_from
         factors = find_factors(
             model,
-            recording,
-            [unit for unit in graph.units if allocation[unit.name].weight >= least],
+            find_pairs(model, recording, graph.units, allocation, least),
             samples,
             batch_size=config.batch_size,
             report=lambda done, total: report(done, total, READING),
         )
     model = equalized(model, factors)
-    activation_grids = _calibrate(model, samples, sites, config, report)
+    sites, activation_grids = _calibrate(model, samples, sites, config, report)
     report(2, 4, _ROUNDING)
     quantized = assemble(
         model,
@@ -330,19 +332,23 @@ def _calibrate(
     sites: Sequence[ActivationSite],
     config: QuantizeConfig,
     report: Progress,
-) -> list[Grid]:
-    """Return the grid of each activation site."""
+) -> tuple[list[ActivationSite], list[Grid]]:
+    """Return the activation sites, with their shifts, and their grids."""
     size, method = config.batch_size, config.activation_range
     ranges = read_ranges(model, samples, sites, batch_size=size, report=report)
     if method == "fisher":
         given = (model, samples, sites, ranges)
         ranges = weigh_ranges(*given, batch_size=size, report=report)
-    return [
-        log_grid(observed, site.bits)
-        if site.powers
-        else activation_grid(observed, site.bits, method)
-        for site, observed in zip(sites, ranges, strict=True)
-    ]
+    found, grids = [], []
+    for site, observed in zip(sites, ranges, strict=True):
+        if site.powers:
+            grid, shift = log_grid(observed, site.bits, method)
+            site = replace(site, powers=shift is not None, shift=shift or 0.0)
+        else:
+            grid = activation_grid(observed, site.bits, method)
+        found.append(site)
+        grids.append(grid)
+    return found, grids
 
 
 def _grams(
@@ -459,8 +465,10 @@ def assemble(
     names = quantizer_names(quantized, sites)
     device = model_device(model)
     for name, site, grid in zip(names, sites, activation_grids, strict=True):
-        kind = LogQuantizer if site.powers else ActivationQuantizer
-        _attach(quantized, name, site, kind(grid).to(device))
+        quantizer = (
+            LogQuantizer(grid, site.shift) if site.powers else ActivationQuantizer(grid)
+        )
+        _attach(quantized, name, site, quantizer.to(device))
     return quantized
 
 

@@ -1,7 +1,8 @@
 """Cross-layer equalization of what a depthwise convolution or a linear layer reads.
 
-The channels of a LayerNorm's output differ in size by far more than others do, and one
-grid must hold them all: its scale can carry factors that the weights after it undo.
+The channels of a LayerNorm's output differ in mean and size by far more than others do,
+and one grid must hold them all: the norm can carry shifts and factors that the linear
+layer after it undoes.
 """
 
 from collections import Counter
@@ -12,7 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from ompq.graph import Unit, scaled_channels
+from ompq.costs import FLOAT_BITS
+from ompq.graph import Choice, Unit, scaled_channels
+from ompq.ranges import fake_quantize_tensor, search_weight
 from ompq.recording import Call, Recording, copied, is_linear_map, tensors_in
 from ompq.samples import Collector, Report, Samples, collect
 
@@ -21,69 +24,134 @@ _SAMPLES = 64  # tell the largest value of each channel well enough
 # would leave a clip at 6 no room above the largest value seen.
 _PART = 0.75
 _LARGEST_EXPONENT = 6
+# After a LayerNorm, the shares that are tried: the weights that undo the factors are
+# harder to round. They are judged by so many rows a sample and output channels.
+_PARTS = (0.0, 0.25, 0.5, 0.75, 1.0)
+_ROWS, _OUTPUTS = 16, 256
+SHIFT_STEP = 1 / 16  # shifts are whole multiples of it, which a file holds in a byte
 # They give a times as much for a times as much; relu6 as far as it does not clip.
 _SCALING = {"relu", "relu6", "leaky_relu"}
 _PRODUCERS = {"conv", "depthwise", "pointwise", "grouped"}
 
 
 class Equalized(NamedTuple):
-    """A tensor whose channels got factors."""
+    """A tensor whose channels got factors, and perhaps shifts before."""
 
     producer: str  # name of the unit, or of the batch norm after it, that makes it
     consumer: str  # name of the depthwise or linear unit that reads it
     exponents: tuple[int, ...]  # each channel of it is multiplied by two to this power
+    shifts: tuple[int, ...] = ()  # what is subtracted before, in steps of 1/16
+
+
+class Pair(NamedTuple):
+    """Two layers between which channels can change their size."""
+
+    producer: str
+    consumer: str
+    choice: Choice | None = None  # of a linear layer after a LayerNorm
+
+
+def find_pairs(
+    model: nn.Module,
+    recording: Recording,
+    units: Collection[Unit],
+    bits: Mapping[str, Choice],
+    least_bits: int,
+) -> list[Pair]:
+    """Return depthwise layers after one of ``least_bits`` too, and LayerNorms'."""
+    wide = [unit for unit in units if bits[unit.name].weight >= least_bits]
+    read = [unit for unit in units if bits[unit.name].activation < FLOAT_BITS]
+    pairs = [Pair(*names) for names in _depthwise_pairs(model, recording, wide)]
+    norms = _norm_pairs(model, recording, read)
+    return pairs + [Pair(norm, name, bits[name]) for norm, name in norms]
 
 
 def find_factors(
     model: nn.Module,
-    recording: Recording,
-    units: Collection[Unit],
+    pairs: Sequence[Pair],
     samples: Samples,
     *,
     batch_size: int,
     report: Report = lambda _done, _total: None,
 ) -> tuple[Equalized, ...]:
     """Return factors, from 64 samples, that bring channels nearer to one size."""
-    pairs = [*_depthwise_pairs(model, recording, units)]
-    pairs += _norm_pairs(model, recording, units)
-    largest: dict[str, Tensor] = {}  # unit → largest magnitude in each channel, (C,)
+    seen: dict[str, list[Tensor]] = {pair.consumer: [] for pair in pairs}
 
-    def collector(name: str) -> Collector:
-        def keep_largest(
-            layer: nn.Module, args: Any, kwargs: Any, _output: Any
-        ) -> None:
+    def collector(pair: Pair) -> Collector:
+        def keep(layer: nn.Module, args: Any, kwargs: Any, _output: Any) -> None:
             x = next(tensors_in((args, kwargs)))
-            axis = -1
-            if isinstance(layer, _ConvNd):
+            if isinstance(layer, _ConvNd):  # the largest of each channel, (1, C)
                 axis = x.dim() - 1 - len(layer.kernel_size)
-            found = x.abs().movedim(axis, 0).flatten(1).amax(1)
-            largest[name] = torch.maximum(largest.get(name, found), found)
+                kept = x.abs().movedim(axis, 0).flatten(1).amax(1)[None]
+            else:
+                every = max(1, x.shape[:-1].numel() // (_ROWS * len(x)))
+                kept = x.flatten(0, -2)[::every].float()
+            seen[pair.consumer].append(kept)
 
-        return keep_largest
+        return keep
 
-    if pairs:
-        names = [consumer for _, consumer in pairs]
-        collectors = [(model.get_submodule(name), collector(name)) for name in names]
-        first = samples.first(_SAMPLES)
-        collect(model, first, collectors, batch_size=batch_size, report=report)
-    found = (
-        Equalized(producer, consumer, _exponents(largest[consumer]))
-        for producer, consumer in pairs
-    )
-    return tuple(one for one in found if any(one.exponents))
+    if not pairs:
+        return ()
+    collectors = [(model.get_submodule(p.consumer), collector(p)) for p in pairs]
+    first = samples.first(_SAMPLES)
+    collect(model, first, collectors, batch_size=batch_size, report=report)
+    found = []
+    for producer, name, choice in pairs:
+        rows = torch.cat(seen.pop(name))
+        if choice is None:
+            found.append(Equalized(producer, name, _exponents(rows.amax(0), _PART)))
+        else:
+            layer = cast(nn.Linear, model.get_submodule(name))
+            found.append(Equalized(producer, name, *_moves(rows, layer, choice)))
+    return tuple(one for one in found if any(one.exponents) or any(one.shifts))
 
 
+def _moves(
+    rows: Tensor, layer: nn.Linear, choice: Choice
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return exponents and shifts that leave the output of a layer the least error.
+
+    Args:
+        rows: What it reads, (rows, C).
+    """
+    weight = layer.weight.detach().float()[:: -(-len(layer.weight) // _OUTPUTS)]
+    steps = (rows.mean(0) / SHIFT_STEP).round()
+    parts = (0.0,) if choice.rate else _PARTS  # coded weights have one step for all
+    best: tuple[float, Tensor, Tensor] | None = None
+    for shift in (torch.zeros_like(steps), steps)[: 1 + (layer.bias is not None)]:
+        centred = rows - shift * SHIFT_STEP
+        expected = centred @ weight.T
+        for part in parts:
+            exponents = torch.tensor(_exponents(centred.abs().amax(0), part))
+            factor = exponents.to(rows).exp2()
+            inputs = fake_quantize_tensor(centred * factor, choice.activation)
+            rounded = weight / factor
+            if choice.weight < FLOAT_BITS:
+                grid = search_weight(rounded, choice.weight, channel_dim=0)
+                rounded = grid.fake(rounded)
+            error = float((inputs @ rounded.T - expected).square().sum())
+            if best is None or error < best[0]:
+                best = error, exponents, shift
+    assert best is not None
+    _, exponents, shift = best
+    return tuple(exponents.tolist()), tuple(int(one) for one in shift.tolist())
+
+
+@torch.no_grad()
 def equalized(model: nn.Module, factors: Sequence[Equalized]) -> nn.Module:
     """Return a network that computes the same, its channels of other sizes."""
     if not factors:
         return model
     result = copied(model)
-    for producer, consumer, exponents in factors:
-        enlarge(result.get_submodule(producer), exponents)
-        layer = result.get_submodule(consumer)
+    for producer, consumer, exponents, shifts in factors:
+        source, layer = (result.get_submodule(name) for name in (producer, consumer))
+        if any(shifts):
+            shift = torch.tensor(shifts).to(layer.weight) * SHIFT_STEP
+            source.bias.sub_(shift)
+            layer.bias.add_(layer.weight @ shift)
+        enlarge(source, exponents)
         if isinstance(layer, nn.Linear):
-            with torch.no_grad():
-                layer.weight.div_(torch.tensor(exponents).to(layer.weight).exp2())
+            layer.weight.div_(torch.tensor(exponents).to(layer.weight).exp2())
             continue
         # Each input channel gives one output channel, or several next to each other.
         each = len(cast(Tensor, layer.weight)) // len(exponents)
@@ -95,10 +163,10 @@ def equalized(model: nn.Module, factors: Sequence[Equalized]) -> nn.Module:
 def channel_factor(unit: Unit, weight: Tensor, factors: Sequence[Equalized]) -> Tensor:
     """Return what each output channel was multiplied by, shaped to go with a weight."""
     exponents = torch.zeros(len(weight))
-    for producer, consumer, each in factors:
+    for producer, consumer, each, _ in factors:
         if producer in (unit.norm, unit.name):
             exponents += torch.tensor(each)
-        if consumer == unit.name:
+        if consumer == unit.name and unit.kind != "linear":
             times = len(weight) // len(each)
             exponents -= torch.tensor(each).repeat_interleave(times)
     shape = (-1, *[1] * (weight.dim() - 1))
@@ -137,11 +205,8 @@ def _norm_pairs(
 
 def _is_plain(norm: nn.Module) -> bool:
     """Whether a norm ends with factors, one for each of its last axis."""
-    return (
-        isinstance(norm, nn.LayerNorm)
-        and norm.weight is not None
-        and (norm.weight.dim() == 1)
-    )
+    affine = isinstance(norm, nn.LayerNorm) and norm.weight is not None
+    return affine and norm.bias is not None and norm.weight.dim() == 1
 
 
 def _depthwise_pairs(
@@ -192,9 +257,9 @@ def _producer(
     return at, norm
 
 
-def _exponents(largest: Tensor) -> tuple[int, ...]:
+def _exponents(largest: Tensor, part: float) -> tuple[int, ...]:
     """Return the exponent of each channel's factor from its largest value, (C,)."""
-    below = (largest.max() / largest).log2() * _PART
+    below = (largest.max() / largest).log2() * part
     # A channel that is always 0, of which nothing is known, stays as it is.
     whole = below.floor().clamp(max=_LARGEST_EXPONENT).where(largest > 0, 0)
     return tuple(int(exponent) for exponent in whole.tolist())

@@ -21,6 +21,8 @@ _PASSIVE = {
 }  # fmt: skip
 _AVERAGES = {"avg_pool1d", "avg_pool2d", "adaptive_avg_pool1d", "adaptive_avg_pool2d",
              "mean"}  # fmt: skip
+# Their outputs have a long tail, which few bits may hold better as powers.
+_LONG_TAILED = {"gelu"}
 _FLOAT_NORMS = {"layer_norm", "rms_norm", "group_norm"}
 _CLIPS = {"relu", "relu6", "clamp_min"}
 _LOST = "no module makes or reads this tensor alone: it stays float"
@@ -40,7 +42,9 @@ class ActivationSite:
     # first: which of the module's products, and which operand.
     product: int = 0
     operand: str = ""
-    powers: bool = False  # whether its grid is one of powers, as for probabilities
+    # Whether its grid is one of powers; before calibration, whether it may be.
+    powers: bool = False
+    shift: float = 0.0  # what is added to its values before they are rounded to powers
 
 
 class Link(NamedTuple):
@@ -204,11 +208,13 @@ class _Finder:
     def _site(self, members: Sequence[int], bits: int) -> ActivationSite:
         after = [site for s in members for site in self._after(s)]
         before = [s for m in members if not self._after(m) for s in self._before(m)]
+        functions = {self.calls[s].function if s >= 0 else "" for s in members}
         return ActivationSite(
             tuple(members),
             bits,
             tuple(dict.fromkeys(after)),
             tuple(dict.fromkeys(before)),
+            powers=bits < SUM_BITS and functions <= _LONG_TAILED,
         )
 
     def _after(self, at: int) -> list[str]:
