@@ -145,9 +145,9 @@ def equalized(model: nn.Module, factors: Sequence[Equalized]) -> nn.Module:
     result = copied(model)
     for producer, consumer, exponents, shifts in factors:
         source, layer = (result.get_submodule(name) for name in (producer, consumer))
-        if any(shifts):
+        if isinstance(layer, nn.Linear) and any(shifts):
             shift = torch.tensor(shifts).to(layer.weight) * SHIFT_STEP
-            source.bias.sub_(shift)
+            cast(Tensor, source.bias).sub_(shift)
             layer.bias.add_(layer.weight @ shift)
         enlarge(source, exponents)
         if isinstance(layer, nn.Linear):
@@ -205,8 +205,9 @@ def _norm_pairs(
 
 def _is_plain(norm: nn.Module) -> bool:
     """Whether a norm ends with factors, one for each of its last axis."""
-    affine = isinstance(norm, nn.LayerNorm) and norm.weight is not None
-    return affine and norm.bias is not None and norm.weight.dim() == 1
+    if not isinstance(norm, nn.LayerNorm) or norm.weight is None:
+        return False
+    return norm.bias is not None and norm.weight.dim() == 1
 
 
 def _depthwise_pairs(
