@@ -4,6 +4,7 @@ import shutil
 
 import pytest
 
+import ompq
 from cli_tools import network_file, run, run_json
 from nets import TinyMobileNet, images, seeded
 from ompq.costs import in_bytes
@@ -285,3 +286,22 @@ def test_bench_of_another_file_says_what_to_do(out, tmp_path):
     missing = run("bench", tmp_path)
     assert missing.exit_code == 2
     assert "network.onnx" in missing.stderr and missing.stderr.count("\n") == 1
+
+
+def test_runs_and_exports_keep_to_a_budget_for_the_onnx_file(tmp_path):
+    words = (network_file(tmp_path), "--data", "random", "--samples", "16")
+    words += ("--choices", "4")
+    planned = run_json("plan", *words, "--budget", "onnx:1MiB")["totals"]["onnx_bytes"]
+    budget, folder = f"onnx:{planned:.0f}B", tmp_path / "out"
+    data = run_json(
+        "quantize", *words, "--no-reconstruct", "--budget", budget, "-o", folder
+    )
+    sizes = data["sizes"]
+    assert list(sizes) == data["files"]
+    assert all((folder / n).stat().st_size == one["bytes"] for n, one in sizes.items())
+    assert sizes["network.onnx"]["bytes"] <= sizes["network.onnx"]["planned"] == planned
+    # Older operators have no type of 4 bits, so that weights take more.
+    late = run("export", folder, "--opset", "18", "-o", tmp_path / "net.onnx")
+    assert late.exit_code == 2
+    assert f"more than the budget of {ompq.Budget.of(budget)}" in late.stderr
+    assert not (tmp_path / "net.onnx").exists()

@@ -145,13 +145,30 @@ def test_impossible_budget_says_what_would_do():
         "a budget of 1.50 MiB cannot be met: allocations take from 1.75 MiB to "
         "5.50 MiB. Most is taken by unit1 (1.00 MiB), "
         "unit2 (512.00 KiB, pinned to W8A8), unit0 (256.00 KiB). "
-        "Raise it to 1.75MiB or more, allow fewer bits or remove pins"
+        "Raise it to 1.75MiB or more or remove pins. "
+        # One bit instead of two for all but the pinned unit: 5 * 2**20 / 8 bytes less.
+        'Coded weights (--coded, storage="coded") may take as little as about 1.12 MiB'
     )
     assert error.cost == "bytes"
     assert error.limit == 1.5 * 2**20
     assert error.smallest == 1.75 * 2**20
     assert error.largest == 5.5 * 2**20
     assert error.units == ("unit1", "unit2", "unit0")
+
+
+@pytest.mark.parametrize(
+    ("bits", "budget", "words"),
+    [
+        ((3, 4, 8), "1B", "or more or allow fewer bits. Coded weights"),
+        ((2, 4, 8), "1B", "or more. Coded weights .* about 200.00 B$"),
+        ((2, 4, 8), "0.9bits", "or more. Coded weights .* about 1.00 bits$"),
+        ((2, 4, 8), "1BOPs", "or more or allow fewer bits$"),
+    ],
+)
+def test_advice_is_what_there_is_to_do(bits, budget, words):
+    it = problem(np.zeros((2, 3)), weights=[800, 800], macs=[9, 9], bits=bits)
+    with pytest.raises(InfeasibleBudgetError, match=words):
+        check_budget(it, budget)
 
 
 def test_the_largest_five_and_all_pins_stand_in_the_way():

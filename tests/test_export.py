@@ -164,7 +164,7 @@ def test_wrong_file_is_not_left_behind(tmp_path, monkeypatch):
     def wrong(self, step, codes):
         if step.name != "blocks.0":
             return codes
-        return self._node("Clip", [codes, "zero/0", "zero/0"], f"{step.name}/clip")
+        return self._node("Clip", [codes, "zero/000", "zero/000"], f"{step.name}/clip")
 
     monkeypatch.setattr("ompq.onnx.model.OnnxGraph._clipped", wrong)
     with pytest.raises(
@@ -194,7 +194,7 @@ def test_file_whose_codes_are_wrong_is_refused_though_top_1_agrees(
     def wrong(self, step, codes):
         if step.name != "stem":
             return original(self, step, codes)
-        return self._node("Clip", [codes, "zero/0", "zero/0"], f"{step.name}/clip")
+        return self._node("Clip", [codes, "zero/000", "zero/000"], f"{step.name}/clip")
 
     original = OnnxGraph._clipped
     monkeypatch.setattr("ompq.onnx.model.OnnxGraph._clipped", wrong)

@@ -45,7 +45,7 @@ ORDER = {
     "integer": "arithmetic operators lowering finalization engine",
     "packing": "bitstream format",
     "measurement": "meter reconstruction_score refinement rivals audits goals",
-    "onnx": "containers inspection model traced verification export",
+    "onnx": "containers inspection model traced verification export sizes",
     "models": "cifar weights decoders demo_network",
     "datasets": "images distilled_data sources training_sets",
     "report": "...",

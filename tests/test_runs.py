@@ -43,6 +43,8 @@ def without_times(path: Path) -> dict:
     data = json.loads(path.read_text())
     data["sections"] = [s for s in data["sections"] if s["section"] != "StageTime"]
     data.pop("seconds")
+    for name in ("report.html", "config.toml"):  # which tell times and folders
+        data["sizes"].pop(name)
     if data["evaluation"]:
         data["evaluation"].pop("images_per_second")
     return data

@@ -1,3 +1,4 @@
+import itertools
 import time
 from math import fsum
 
@@ -5,7 +6,14 @@ import numpy as np
 import pytest
 
 from ompq.allocation import search
-from ompq.allocation.solver import Budget, Problem, allocate, pareto, reachable
+from ompq.allocation.solver import (
+    Budget,
+    Problem,
+    allocate,
+    check_budget,
+    pareto,
+    reachable,
+)
 from ompq.costs import Cost
 from ompq.errors import BudgetError, InfeasibleBudgetError
 from ompq.graph import Choice
@@ -370,3 +378,30 @@ def test_limits_between_the_costs_own_steps_are_no_harder(monkeypatch):
     )
     assert allocate(it, "6405B") == allocate(it, "6400B")
     assert len(widths) <= 4
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_what_is_shared_is_paid_once_and_only_if_used(seed):
+    rng = np.random.default_rng(seed)
+    table = rng.integers(1, 40, (4, 3)).astype(float)
+    shared = ((30.0, (0,)), (25.0, (0, 2)))
+    size = Cost("bytes", table, 5.0, shared=shared)
+    it = problem(rng.random((4, 3)), weights=[1] * 4, bytes=size)
+    totals = {}
+    for columns in itertools.product(range(3), repeat=4):
+        paid = 30 * (0 in columns) + 25 * (0 in columns or 2 in columns)
+        totals[columns] = 5 + paid + sum(table[u, c] for u, c in enumerate(columns))
+        assert size.total(np.array(columns)) == totals[columns]
+    assert reachable(it, "bytes")[0] == min(totals.values())
+    for limit in np.quantile([*totals.values()], [0.02, 0.2, 0.6]):
+        limit = float(np.floor(limit))
+        damages = [
+            it.damage[range(4), list(columns)].sum()
+            for columns, total in totals.items()
+            if total <= limit
+        ]
+        found = allocate(it, f"{limit:.0f}B")
+        assert it.damage_of(found) == pytest.approx(min(damages))
+        assert it.total("bytes", found) <= limit
+        assert found.gap == 0
+        check_budget(it, f"{limit:.0f}B, 8bits")

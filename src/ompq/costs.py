@@ -4,7 +4,7 @@ import json
 import re
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple, dataclass, fields
+from dataclasses import astuple, dataclass, fields, replace
 from decimal import Decimal
 from functools import cached_property
 from math import ceil, floor, fsum, isfinite, log10
@@ -16,7 +16,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ompq.errors import BudgetError, check_known, shortened, suggestion
-from ompq.files import json_number, json_object, read_json
+from ompq.files import (
+    json_list,
+    json_number,
+    json_object,
+    json_table,
+    json_whole,
+    read_json,
+)
 from ompq.memory import LiveTensor, Memory
 from ompq.units import Choice, LayerGraph, Unit
 
@@ -100,6 +107,7 @@ Table = NDArray[np.float64]
 Accounting = Literal["packed", "paper"]
 LatencyTable = Mapping[str, Mapping[str, float]]  # unit → "W4A8" → milliseconds
 
+FILES = ("onnx_bytes", "graph_bytes")  # costs of files, which need the network
 FLOAT_BITS = 32  # the width of a unit that stays float
 _PLACES = 13  # decimals that a cost may have and still be summed exactly
 
@@ -108,8 +116,8 @@ _PLACES = 13  # decimals that a cost may have and still be summed exactly
 class Cost:
     """What each choice of each unit costs."""
 
-    # ``bytes``, ``bit_ops``, ``weight_bits``, ``milliseconds``, ``activation_bytes`` or
-    # ``total_bytes``
+    # ``bytes``, ``bit_ops``, ``weight_bits``, ``milliseconds``, ``activation_bytes``,
+    # ``total_bytes``, ``onnx_bytes`` or ``graph_bytes``
     name: str
     table: Table  # cost of each choice, (units, choices)
     constant: float = 0.0  # what no choice changes, such as parameters that stay float
@@ -120,6 +128,8 @@ class Cost:
     # of one moment, and the total is that of the worst one.
     memory: Memory | None = None
     base: "Cost | None" = None
+    # What is paid once if any unit has one of these columns.
+    shared: tuple[tuple[float, tuple[int, ...]], ...] = ()
 
     @classmethod
     def of_memory(
@@ -155,10 +165,56 @@ class Cost:
             beside = 0.0 if self.base is None else self.base.total(columns)
             return beside + self.memory.peak(columns)[0]
         chosen = self.table[np.arange(len(columns)), columns]
+        constant = self.constant + sum(one for one, _ in self.paid(columns))
         if self.scale is None:
-            return fsum([*chosen, self.constant])
-        steps = np.rint(chosen * self.scale).sum() + round(self.constant * self.scale)
+            return fsum([*chosen, constant])
+        steps = np.rint(chosen * self.scale).sum() + round(constant * self.scale)
         return float(steps / self.scale)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data for JSON: of a file's bytes, which are whole numbers."""
+        return {
+            "name": self.name,
+            "table": self.table.astype(int).tolist(),
+            "constant": int(self.constant),
+            "shared": [[int(size), list(columns)] for size, columns in self.shared],
+        }
+
+    @classmethod
+    def from_json(cls, data: Any, shape: tuple[int, int]) -> "Cost":
+        """Rebuild the cost of a file; a ValueError says what is wrong."""
+        given = json_object(data, "a file's bytes")
+        if given.get("name") not in FILES:
+            raise ValueError(f"files must be of {', '.join(FILES)}")
+        shared = []
+        for entry in json_list(given.get("shared"), "shared", 16):
+            size, columns = json_list(entry, "shared", 2)
+            places = (
+                json_whole(one, "shared", 0, shape[1] - 1)
+                for one in json_list(columns, "shared", shape[1])
+            )
+            shared.append((float(json_whole(size, "shared")), tuple(places)))
+        table = json_table(given.get("table"), "a file's bytes", shape)
+        constant = float(json_whole(given.get("constant"), "constant"))
+        return cls(given["name"], np.array(table), constant, shared=tuple(shared))
+
+    def paid(self, columns: NDArray[np.intp]) -> list[tuple[float, tuple[int, ...]]]:
+        """Return what of the shared costs an allocation pays."""
+        return [one for one in self.shared if np.isin(columns, one[1]).any()]
+
+    def beside(self, columns: NDArray[np.intp]) -> "Cost":
+        """Return the cost of changing an allocation, in which nothing is shared.
+
+        What the allocation pays is constant; the rest is paid by whoever needs it.
+        """
+        table, constant = self.table.copy(), self.constant
+        paid = self.paid(columns)
+        for one in self.shared:
+            if one in paid:
+                constant += one[0]
+            else:
+                table[:, list(one[1])] += one[0]
+        return replace(self, table=table, constant=constant, shared=())
 
 
 @dataclass(frozen=True)
@@ -269,12 +325,14 @@ def cost_tables(
     accounting: Accounting = "packed",
     latency: LatencyTable | None = None,
     activations: Sequence[LiveTensor] = (),
+    files: Sequence[Cost] = (),
 ) -> dict[str, Cost]:
     """Return every cost that a budget may limit, by name.
 
     Args:
         accounting: ``packed`` counts all of a packed file; ``paper`` is the published
             convention, for comparison with its tables.
+        files: What other files than the packed one take, where that is known.
     """
     floats = sum(
         u.element_size * (u.weights + u.bias_parameters + u.norm_parameters)
@@ -305,7 +363,7 @@ def cost_tables(
         memory = Memory(tuple(activations), tuple(choices), len(graph), inputs)
         costs.append(Cost.of_memory("activation_bytes", memory, None))
         costs.append(Cost.of_memory("total_bytes", memory, costs[0]))
-    return {cost.name: cost for cost in costs}
+    return {cost.name: cost for cost in (*costs, *files)}
 
 
 def load_latency(path: str | Path) -> LatencyTable:
@@ -400,11 +458,15 @@ _WRITTEN: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "latency_ms": ("ms",),
         "activations_mib": ("MiB", "KiB", "GiB", "B"),
         "total_mib": ("MiB", "KiB", "GiB", "B"),
+        "onnx_mib": ("MiB", "KiB", "GiB", "B"),
+        "graph_mib": ("MiB", "KiB", "GiB", "B"),
         "bit_ops": ("BOPs", "kBOPs", "MBOPs", "GBOPs", "TBOPs"),
     }
 )
 # What stands before a size → the field that it limits instead of the packed file.
-_PREFIXES = MappingProxyType({"activations": "activations_mib", "total": "total_mib"})
+_PREFIXES = MappingProxyType(
+    {name: f"{name}_mib" for name in ("activations", "total", "onnx", "graph")}
+)
 _PART = re.compile(
     r"(?:(\w+):\s*)?([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d{1,3})?)\s*([A-Za-z%]*)"
 )
@@ -423,11 +485,14 @@ class Budget:
         latency_ms: Milliseconds, by a latency table.
         activations_mib: MiB of the activations alive at once, at most, for one input.
         total_mib: MiB of these and of the packed file together.
+        onnx_mib: MiB of the ONNX file.
+        graph_mib: MiB of a packed file that carries its ONNX graph.
 
     Example:
         >>> Budget.parse("1.5MiB, 75GBOPs")
         Budget(size_mib=1.5, size_mb=None, bit_ops=75000000000.0, average_bits=None, \
-percent=None, latency_ms=None, activations_mib=None, total_mib=None)
+percent=None, latency_ms=None, activations_mib=None, total_mib=None, onnx_mib=None, \
+graph_mib=None)
     """
 
     size_mib: float | None = None
@@ -438,6 +503,8 @@ percent=None, latency_ms=None, activations_mib=None, total_mib=None)
     latency_ms: float | None = None
     activations_mib: float | None = None
     total_mib: float | None = None
+    onnx_mib: float | None = None
+    graph_mib: float | None = None
 
     def __post_init__(self) -> None:
         if not self._given():
@@ -459,7 +526,8 @@ percent=None, latency_ms=None, activations_mib=None, total_mib=None)
 
         Units: B, KB, KiB, MB, MiB, GB, GiB; bits (the average over all weights); BOPs
         with k, M, G or T; % of the float network's size; ms. ``activations:512KiB``
-        limits the activations alive at once, ``total:2MiB`` these and the file.
+        limits the activations alive at once, ``total:2MiB`` these and the file;
+        ``onnx:2MiB`` the ONNX file, ``graph:2MiB`` a packed file with its graph.
 
         Raises:
             BudgetError: The text is not a budget.
@@ -496,6 +564,18 @@ percent=None, latency_ms=None, activations_mib=None, total_mib=None)
             found[cost_name] = min(float(limit), found.get(cost_name, float("inf")))
         return found
 
+    def excess(self, cost: str, size: int) -> str:
+        """Return in words by how much a file exceeds the budget; "" if it does not."""
+        for name, value in self._given().items():
+            limited, scale, relative = _LIMITED[name]
+            over = 0 if relative else size - floor(Decimal(repr(value)) * scale)
+            if limited == cost and over > 0:
+                return (
+                    f"the file takes {size:,} bytes, {over:,} more than the budget of "
+                    f"{_best_read(name, value)}; plan again for that much less"
+                )
+        return ""
+
     def _given(self) -> dict[str, float]:
         return {name: value for name, value in vars(self).items() if value is not None}
 
@@ -512,6 +592,8 @@ _LIMITED: Mapping[str, tuple[str, Decimal, bool]] = MappingProxyType(
         "latency_ms": ("milliseconds", Decimal(1), False),
         "activations_mib": ("activation_bytes", Decimal(2**20), False),
         "total_mib": ("total_bytes", Decimal(2**20), False),
+        "onnx_mib": ("onnx_bytes", Decimal(2**20), False),
+        "graph_mib": ("graph_bytes", Decimal(2**20), False),
     }
 )
 
@@ -547,10 +629,9 @@ def _scale(cost: Cost, values: tuple[float, ...]) -> tuple[float, str]:
         return cost.reference, "bits"
     sizes = [(2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB"), (1.0, "B")]
     scales: list[tuple[float, str]] = {
-        **dict.fromkeys(("bytes", "activation_bytes", "total_bytes"), sizes),
         "bit_ops": [(1e12, "TBOPs"), (1e9, "GBOPs"), (1e6, "MBOPs"), (1.0, "BOPs")],
         "milliseconds": [(1.0, "ms")],
-    }.get(cost.name, [(1.0, cost.name)])
+    }.get(cost.name, sizes if cost.name.endswith("bytes") else [(1.0, cost.name)])
     largest = max(values)
     smallest = min((value for value in values if value > 0), default=0.0)
     return next(
@@ -623,6 +704,6 @@ def _missing(name: str, value: float, cost_name: str, costs: Mapping[str, Cost])
     advice = f"use one of {', '.join(costs)}"
     if cost_name == "milliseconds":
         advice = "give a latency table, measured on your device (--latency FILE)"
-    elif cost_name in ("activation_bytes", "total_bytes"):
+    elif cost_name.endswith("_bytes"):
         advice = "plan again with such a budget: it needs the network"
     return f"{name}={value:g} limits {cost_name}, which are not known here; {advice}"

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
 from typing import Literal, get_args
@@ -13,12 +14,15 @@ from torch import nn
 from ompq.allocation.solver import (
     Budget,
     Method,
+    Problem,
     allocate,
     check_budget,
 )
 from ompq.costs import (
+    FILES,
     FLOAT_BITS,
     Accounting,
+    Cost,
     LatencyTable,
     can_be_coded,
     cost_tables,
@@ -162,6 +166,7 @@ def plan(
             the same, a later plan reads its table there.
 
     Raises:
+        ExportError: The budget limits the ONNX file, and none can be written.
         InfeasibleBudgetError: No allocation meets the budget.
         PatternError: A pinned or tied pattern matches no unit.
         TargetError: The target supports none of a unit's choices.
@@ -188,9 +193,11 @@ def plan(
         latency=config.latency,
         activations=alive,
     )
-    # Before the samples are run: a budget that cannot be met should say so at once.
     nothing = np.zeros((len(graph), len(choices)))
     problem = make_problem(graph, choices, nothing, allowed, costs)
+    files = _files(model, samples, graph, problem, budget)
+    problem = replace(problem, costs={**costs, **{one.name: one for one in files}})
+    # Before the samples are run: a budget that cannot be met should say so at once.
     check_budget(problem, budget)
     stage = "scoring the choices"
     report(1, 3, stage)
@@ -219,7 +226,26 @@ def plan(
         latency=config.latency,
         target=_target(config),
         activations=alive,
+        files=files,
     )
+
+
+def _files(
+    model: nn.Module,
+    samples: Samples,
+    graph: LayerGraph,
+    problem: Problem,
+    budget: Budget,
+) -> tuple[Cost, ...]:
+    """Return what the files take that a budget limits, beside the packed one."""
+    limited = (budget.onnx_mib, budget.graph_mib)
+    names = [name for name, limit in zip(FILES, limited, strict=True) if limit]
+    if not names:
+        return ()
+    # What writes files stands below this module, and is imported when it is needed.
+    sizes = import_module("ompq.onnx.sizes")
+    found: tuple[Cost, ...] = sizes.file_costs(model, samples, graph, problem, names)
+    return found
 
 
 def planned_graph(graph: LayerGraph, config: PlanConfig) -> LayerGraph:

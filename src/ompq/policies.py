@@ -90,6 +90,7 @@ class Plan:
         target: Where the network will run, if that was said.
         measured: Allocations that ``refine`` has measured, in that order.
         activations: When activations are alive, if a budget limits their memory.
+        files: What other files than the packed one take, if a budget limits them.
     """
 
     graph: LayerGraph
@@ -105,6 +106,7 @@ class Plan:
     target: Target | None = None
     measured: tuple[Measurement, ...] = ()
     activations: tuple[LiveTensor, ...] = ()
+    files: tuple[Cost, ...] = ()
 
     @cached_property
     def problem(self) -> Problem:
@@ -115,6 +117,7 @@ class Plan:
             accounting=self.accounting,
             latency=self.latency,
             activations=self.activations,
+            files=self.files,
         )
         return make_problem(
             self.graph, self.choices, self.scores.damage, self.allowed, costs
@@ -400,6 +403,7 @@ def _to_json(plan: Plan) -> dict[str, Any]:
             if plan.activations
             else {}
         ),
+        **({"files": [cost.to_json() for cost in plan.files]} if plan.files else {}),
     }
 
 
@@ -433,6 +437,10 @@ def _from_json(data: Mapping[str, Any]) -> Plan:
         latency=None if latency is None else latency_table(latency),
         target=Target.from_json(data["target"]) if "target" in data else None,
         activations=memory_from_json(data.get("activations", []), len(graph)),
+        files=tuple(
+            Cost.from_json(one, shape)
+            for one in json_list(data.get("files", []), "files")
+        ),
     )
     # The allocation may have been edited by hand: it must still be one of ours.
     loaded.allocation.check_units(graph.names)

@@ -8,13 +8,14 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from ompq.allocation.solver import Allocation, Budget
 from ompq.costs import FLOAT_BITS
+from ompq.errors import ExportError, PackedFileError
 from ompq.evaluation import Evaluation, Metric, evaluate, wilson_interval
 from ompq.files import library_version, write_text
 from ompq.graph import Choice
@@ -22,7 +23,8 @@ from ompq.integer.finalization import finalized
 from ompq.measurement.goals import Goal, Smallest, SmallestConfig, smallest
 from ompq.measurement.meter import Meter
 from ompq.measurement.refinement import RefineConfig, refine
-from ompq.packing import save
+from ompq.onnx.export import export_onnx
+from ompq.packing import add_onnx, save
 from ompq.plans import Pin, Plan, PlanConfig, plan, plan_summary
 from ompq.processes import wait_for_all
 from ompq.quantization import BlockError, QuantizeConfig, quantization_of, quantize
@@ -216,6 +218,7 @@ class Workflow:
             seconds=self.stages.seconds,
             accuracies=() if found is None else _accuracies(found, bits),
             histograms=worst_histograms(final, self.model, bits, self.samples),
+            samples=self.samples.first(PLAN_SAMPLES),
         )
 
 
@@ -243,6 +246,13 @@ def learning_config(
     return replace(base, rounding=replace(base.rounding, **more), seed=seed)
 
 
+class FileSize(NamedTuple):
+    """What a file takes."""
+
+    bytes: int
+    planned: float | None  # at most, by the plan; None for what is not planned
+
+
 @dataclass(frozen=True, eq=False)
 class Outcome:
     """A quantized network and how it came about."""
@@ -255,6 +265,7 @@ class Outcome:
     accuracies: Sequence[Section] = ()  # what the report compares it with
     histograms: Sequence[Histogram] = ()  # weights and inputs of its worst layers
     remarks: Sequence[Section] = ()  # what else the report says
+    samples: Samples | None = None  # what an ONNX file is verified with
 
     @property
     def errors(self) -> tuple[BlockError, ...]:
@@ -296,20 +307,59 @@ class Outcome:
 
     def write(
         self, folder: Path, progress: Progress | None = None, config: str = ""
-    ) -> list[str]:
+    ) -> dict[str, FileSize]:
         """Write plan, network, report and result, all of them or none.
 
+        A file of ONNX is written, or its graph packed, if the budget limits that.
         ``config`` is the text of a file that repeats the run, if there is one.
+
+        Returns:
+            Every file by name, with its size.
+
+        Raises:
+            ExportError: The ONNX file exceeds the budget; the others are written.
         """
+        failure = None
         with whole_folder(folder) as work:
-            if config:
-                write_text(work / CONFIG, config)
             self.plan.save(work / PLAN)
             name = self.about["network"]
             save(self.network, work / PACKED, plan=self.plan, network=name)
+            try:
+                self._write_onnx(work)
+            except (ExportError, PackedFileError) as error:
+                failure = error
             self.write_report(work / REPORT, name, progress)
-            write_result(work / RESULT, self.to_json())
-        return [PLAN, PACKED, REPORT, *([CONFIG] if config else []), RESULT]
+            if config:
+                write_text(work / CONFIG, config)
+            names = (PLAN, PACKED, ONNX, REPORT, CONFIG)
+            sizes = {n: self._size(work / n) for n in names if (work / n).exists()}
+            listed = {name: one._asdict() for name, one in sizes.items()}
+            write_result(work / RESULT, {**self.to_json(), "sizes": listed})
+            sizes[RESULT] = self._size(work / RESULT)
+        if failure is not None:
+            raise failure
+        return sizes
+
+    def _write_onnx(self, folder: Path) -> None:
+        """Write the files of ONNX that the plan's budget speaks of."""
+        budget, file = self.plan.budget, folder / ONNX
+        if self.samples is None or not (budget.onnx_mib or budget.graph_mib):
+            return
+        name = self.about["network"]
+        export_onnx(self.network, file, self.samples, network=name, budget=budget)
+        if budget.graph_mib:
+            add_onnx(folder / PACKED, file, folder / PACKED)
+        if not budget.onnx_mib:
+            file.unlink()
+
+    def _size(self, path: Path) -> FileSize:
+        plan = self.plan
+        packed = sum(plan.bytes_by_item.values())
+        planned = {
+            PACKED: plan.totals.get("graph_bytes", packed),
+            ONNX: plan.totals.get("onnx_bytes"),
+        }
+        return FileSize(path.stat().st_size, planned.get(path.name))
 
     def write_report(
         self, path: Path, title: str, progress: Progress | None = None

@@ -5,9 +5,9 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from ompq.allocation.program import Columns, Problem, Program
+from ompq.allocation.program import Columns, Problem, Program, least_allowed
 from ompq.allocation.relaxations import relaxation
-from ompq.allocation.search import minimum
+from ompq.allocation.search import Optimum, minimum
 from ompq.costs import Budget, Cost, enough, readable
 from ompq.errors import (
     InfeasibleBudgetError,
@@ -18,6 +18,9 @@ from ompq.errors import (
 )
 from ompq.units import Choice
 
+LEAST_BITS = 2  # of a weight that is not coded
+# Costs that are mostly weights, which may be coded.
+_WEIGHTS = ("bytes", "graph_bytes", "total_bytes", "weight_bits")
 WORST = 5  # units named as standing in the way, besides pinned ones
 
 
@@ -29,10 +32,13 @@ def reachable(problem: Problem, cost: str) -> tuple[float, float]:
         # Its table is that of one moment, at which most units have nothing to choose.
         table = table + 1e-3 * np.array([c.activation for c in problem.choices])
     table = problem.by_group(table)
-    least = np.where(problem.group_allowed, table, np.inf).argmin(1)
-    most = np.where(problem.group_allowed, table, -np.inf).argmax(1)
-    total = problem.costs[cost].total
-    return total(least[problem.group_of]), total(most[problem.group_of])
+    found = []
+    for case in problem.cases([cost]):
+        least = np.where(case.group_allowed, table, np.inf).argmin(1)
+        most = np.where(case.group_allowed, table, -np.inf).argmax(1)
+        total = case.costs[cost].total
+        found += [total(ends[problem.group_of]) for ends in (least, most)]
+    return min(found), max(found)
 
 
 def halfway(problem: Problem, cost: str) -> float:
@@ -48,10 +54,17 @@ def check_budget(problem: Problem, budget: Budget | str) -> None:
     limits = Budget.of(budget).limits(problem.costs)
     check_each(problem, limits)
     if len(limits) > 1:
-        program = problem.program(limits, slack=0.5)
-        free = minimum(replace(program, damage=np.zeros_like(program.damage)))
-        if free.columns is None:
-            raise conflict(problem, limits, proved=free.gap == 0)
+        found = [
+            _any(case.program(limits, slack=0.5)) for case in problem.cases(limits)
+        ]
+        if all(one.columns is None for one in found):
+            proved = all(one.gap == 0 for one in found)
+            raise conflict(problem, limits, proved=proved)
+
+
+def _any(program: Program) -> Optimum:
+    """Find an allocation within the limits, whatever its damage."""
+    return minimum(replace(program, damage=np.zeros_like(program.damage)))
 
 
 def check_each(problem: Problem, limits: Mapping[str, float]) -> None:
@@ -71,9 +84,17 @@ def conflict(
         if not others:
             break
         table = problem.by_group(problem.costs[name].table)
-        least = minimum(replace(problem.program(others), damage=table), nodes=0)
-        if least.columns is not None:
-            smallest = problem.total(name, problem.allocation(least.columns))
+        least = [
+            minimum(replace(case.program(others), damage=table), nodes=0).columns
+            for case in problem.cases(limits)
+        ]
+        totals = [
+            problem.total(name, problem.allocation(columns))
+            for columns in least
+            if columns is not None
+        ]
+        if totals:
+            smallest = min(totals)
             texts = [readable(problem.costs[k], v)[0] for k, v in others.items()]
             together = f" with {' and '.join(texts)}"
             return _infeasible(problem, name, limit, smallest, together, proved=proved)
@@ -99,14 +120,36 @@ def _infeasible(
     verdict = "cannot be met" if proved else "was not met within the search's limit"
     return InfeasibleBudgetError(
         f"a budget of {texts[0]} {verdict}{together}: allocations take from "
-        f"{texts[1]} to {texts[2]}. {most}"
-        f"Raise it to {enough(problem.costs[name], smallest)} or more, allow fewer "
-        "bits or remove pins",
+        f"{texts[1]} to {texts[2]}. {most}{_advice(problem, name, smallest)}",
         cost=name,
         limit=limit,
         smallest=smallest,
         largest=largest,
         units=units,
+    )
+
+
+def _advice(problem: Problem, name: str, smallest: float) -> str:
+    """Return what would make a budget feasible."""
+    cost, choices = problem.costs[name], problem.choices
+    ways = [f"Raise it to {enough(cost, smallest)} or more"]
+    if min(choice.weight for choice in choices) > LEAST_BITS or name not in _WEIGHTS:
+        ways.append("allow fewer bits")
+    if not problem.allowed.all():
+        ways.append("remove pins")
+    text = " or ".join([*([", ".join(ways[:-1])] if ways[1:] else []), ways[-1]])
+    known = name in _WEIGHTS and "weight_bits" in problem.costs
+    if not known or any(choice.rate for choice in choices):
+        return text
+    # A coded weight may take one bit; those of pinned units stay as they are.
+    free, bits = problem.allowed.sum(1) > 1, problem.costs["weight_bits"].table
+    least = least_allowed(bits, problem.allowed)
+    weights = bits[:, 0] / choices[0].bits
+    saved = (least - weights)[free].sum() / (1 if name == "weight_bits" else 8)
+    coded = readable(cost, max(smallest - saved, 0.0))[0]
+    return (
+        f'{text}. Coded weights (--coded, storage="coded") may take as little as '
+        f"about {coded}"
     )
 
 
@@ -195,8 +238,11 @@ def explain(
             f"{len(problem.names)} units are {shortened(problem.names)}"
         )
     limits = Budget.of(budget).limits(problem.costs)
+    chosen = problem.columns(allocation)
+    costs = {name: cost.beside(chosen) for name, cost in problem.costs.items()}
+    problem = replace(problem, costs=costs)
     program = problem.program(limits)
-    columns = problem.columns(allocation)[[units[0] for units in problem.members]]
+    columns = chosen[[units[0] for units in problem.members]]
     position = problem.names.index(unit)
     group = next(g for g, units in enumerate(problem.members) if position in units)
     options = _options(problem, program, columns, group, tuple(limits))
@@ -325,7 +371,7 @@ def _price(found: Explanation, cost: Cost) -> str:
     if price <= 0:
         return "it is not the limit here"
     amount, words = {
-        "bytes": (1024.0, "KiB"),
+        **dict.fromkeys(("bytes", "onnx_bytes", "graph_bytes"), (1024.0, "KiB")),
         "bit_ops": (1e9, "GBOP"),
         "weight_bits": (cost.reference / 100 or 1.0, "hundredth of a bit"),
         "milliseconds": (1.0, "ms"),

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from functools import cached_property
+from itertools import product
 from math import floor, frexp, fsum
 from operator import index
 from pathlib import Path
@@ -65,6 +66,7 @@ def least_allowed(table: Floats, allowed: Flags) -> Floats:
     return least
 
 
+_HARDLY = 1e-3  # a part of a cost that need not be used to the last byte
 LARGEST_DAMAGE = 1e300  # sums of more would overflow
 MOST_CHOICES = 256
 
@@ -286,7 +288,9 @@ class Problem:
             cost = self.costs[name]
             scale = cost.scale or self._fine_scale(cost, limit)
             row = self.by_group(np.rint(cost.table * scale))
-            row[0] += round(cost.constant * scale)  # rows sum to what is limited
+            # Rows sum to what is limited; all that is shared is paid.
+            constant = cost.constant + sum(one for one, _ in cost.shared)
+            row[0] += round(constant * scale)
             rows.append(row)
             scales.append(scale)
             whole.append(floor(Decimal(repr(float(limit))) * Decimal(scale)))
@@ -301,6 +305,33 @@ class Problem:
             allowed=self.group_allowed,
             scales=np.array(scales),
         )
+
+    def cases(self, names: Iterable[str]) -> Iterator["Problem"]:
+        """Yield the problem with each set of these costs' shared parts paid.
+
+        Choices that need what is not paid are not allowed then. The first case pays all
+        of it, and is the only one if that hardly matters.
+        """
+        name = next((name for name in names if self.costs[name].shared), None)
+        if name is None:
+            yield self
+            return
+        cost = self.costs[name]
+        least = cost.constant + least_allowed(cost.table, self.allowed).sum()
+        every = [(True,) * len(cost.shared)]
+        if sum(one for one, _ in cost.shared) > _HARDLY * least:
+            every = [*product((True, False), repeat=len(cost.shared))]
+        for paid in every:
+            allowed, constant = self.allowed.copy(), cost.constant
+            for (amount, columns), one in zip(cost.shared, paid, strict=True):
+                constant += amount * one
+                allowed[:, list(columns)] &= one
+            costs = {**self.costs, name: replace(cost, constant=constant, shared=())}
+            try:
+                case = replace(self, allowed=allowed, costs=costs)
+            except PlanError:  # some units have no other choice
+                continue
+            yield case
 
     def _fine_scale(self, cost: Cost, limit: float) -> float:
         """Return the power of 2 that makes sums up to a limit use 52 bits."""

@@ -1,7 +1,8 @@
 """allocate(): the bits of least damage within a budget, and the Pareto curve."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import inf
 from typing import Literal, get_args
 
@@ -97,10 +98,21 @@ def allocate(
     check_known("method", method, METHODS)
     limits = Budget.of(budget).limits(problem.costs)
     check_each(problem, limits)
-    allocation = _within(problem, limits, method, seed=seed)
+    solved = partial(_within, limits=limits, method=method, seed=seed)
+    allocation = _least(problem, [*map(solved, problem.cases(limits))])
     if allocation is None:
         raise conflict(problem, limits)
     return allocation
+
+
+def _least(problem: Problem, found: Sequence[Allocation | None]) -> Allocation | None:
+    """Return the allocation of least damage among those of a problem's cases."""
+    damages = [(problem.damage_of(one), one) for one in found if one is not None]
+    if not damages:
+        return None
+    damage, best = min(damages, key=lambda pair: pair[0])
+    bound = min(damage - one.gap for damage, one in damages)
+    return replace(best, gap=max(damage - bound, 0.0))
 
 
 def _within(
@@ -210,7 +222,11 @@ def pareto(
 
 
 def _best_under(problem: Problem, cost: str, limit: float) -> ParetoPoint:
-    while (allocation := _within(problem, {cost: limit}, quickly=True)) is None:
+    def solved(limit: float) -> Allocation | None:
+        each = partial(_within, limits={cost: limit}, quickly=True)
+        return _least(problem, [*map(each, problem.cases([cost]))])
+
+    while (allocation := solved(limit)) is None:
         limit = float(np.nextafter(limit, np.inf))  # the least cost, less a last bit
     used = problem.total(cost, allocation)
     return ParetoPoint(limit, used, problem.damage_of(allocation), allocation)

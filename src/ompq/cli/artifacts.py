@@ -114,17 +114,30 @@ def export(
         copied = {"file": str(file), "bytes": account.file_bytes}
         line = f"{file}: {in_bytes(account.file_bytes)}"
         return View(copied, line)
-    name = options.network or str(read_contents(packed).about.get("network") or "")
+    written = read_contents(packed).about
+    name = options.network or str(written.get("network") or "")
     if not name:
         raise ModelError(f"{packed} does not name its network; give --network")
     with console.stage("loading the network"), muted():
         model = load_model(name, "none")  # only the structure is used
         network = load(packed, model.module)
     samples, data = _inputs(model, source, options, console)
-    about = {"network": name, "data": data, "packed_bytes": packed.stat().st_size}
+    about: dict[str, Any] = {
+        "network": name,
+        "data": data,
+        "budget": (written.get("plan") or {}).get("budget"),
+        "packed_bytes": packed.stat().st_size,
+    }
     with console.stage("exporting and verifying"), TemporaryDirectory() as work:
         onnx = Path(work, ONNX) if options.with_graph else file
-        result = export_onnx(network, onnx, samples, opset=options.opset, network=name)
+        result = export_onnx(
+            network,
+            onnx,
+            samples,
+            opset=options.opset,
+            network=name,
+            budget=None if options.with_graph else about["budget"],
+        )
         if options.with_graph:
             about["graph_bytes"] = add_onnx(packed, onnx, file)
             about["packed_bytes"] = file.stat().st_size
@@ -154,6 +167,7 @@ def export_view(result: ExportResult, about: Mapping[str, Any]) -> View:
     rows = [
         ("network", str(about["network"])),
         ("file", file),
+        *([("budget", about["budget"])] if about.get("budget") else []),
         ("layers", ", ".join(f"{n} × {key}" for key, n in sorted(containers.items()))),
         ("verified", f"{result.runtime} on {about['data']}"),
         ("PyTorch", f"{result.simulated}; the limit is {result.limit:.1e}"),

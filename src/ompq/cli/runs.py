@@ -75,7 +75,14 @@ from ompq.training.batches import TrainingData, checked_length
 from ompq.training.config import TRAIN_PROTOCOLS, TrainConfig
 from ompq.training.run import check_installed
 from ompq.userfiles import is_user_function, user_function
-from ompq.workflow import ANYTHING, Outcome, Workflow, learning_config, made_folder
+from ompq.workflow import (
+    ANYTHING,
+    FileSize,
+    Outcome,
+    Workflow,
+    learning_config,
+    made_folder,
+)
 
 CALIBRATION = 1024
 _ENGINES = ("simulated", "integer")
@@ -434,7 +441,7 @@ def _finish(
     return outcome_view(outcome, run.folder, files)
 
 
-def outcome_view(made: Outcome, folder: Path, files: Sequence[str]) -> View:
+def outcome_view(made: Outcome, folder: Path, files: Mapping[str, FileSize]) -> View:
     """Return a quantized network, how it does, and its files."""
     found = made.evaluation
     rows = [
@@ -444,24 +451,24 @@ def outcome_view(made: Outcome, folder: Path, files: Sequence[str]) -> View:
         *quality_rows(found),
         ("arithmetic", made.about["arithmetic"]),
         ("time", time_line(made.seconds)),
-        *_file_rows(made.plan, folder, files),
+        *_file_rows(folder, files),
     ]
-    data = {**made.to_json(), "folder": str(folder), "files": files}
+    sizes = {name: one._asdict() for name, one in files.items()}
+    data = {**made.to_json(), "folder": str(folder), "files": [*files], "sizes": sizes}
     accuracy = "" if found is None else f", {quality_text(found)}"
     line = f"{folder}: {'; '.join(used(made.plan))}{accuracy}"
     shown = [facts(rows), *warning(made.about, "the results")]
     return View(data, line, shown)
 
 
-def _file_rows(plan: Plan, folder: Path, files: Sequence[str]) -> list[tuple[str, str]]:
-    """Return every file with its size, the network's beside what was planned."""
-    rows: list[tuple[str, str]] = []
-    for name in files:
-        size = in_bytes((folder / name).stat().st_size)
-        planned = in_bytes(plan.totals["bytes"])
-        beside = f", planned {planned}" if name == PACKED else ""
-        rows.append((("files" if not rows else ""), f"{folder / name}: {size}{beside}"))
-    return rows
+def _file_rows(folder: Path, files: Mapping[str, FileSize]) -> list[tuple[str, str]]:
+    """Return every file with its size, beside what was planned."""
+    texts = [
+        f"{folder / name}: {in_bytes(one.bytes)}"
+        + ("" if one.planned is None else f", planned {in_bytes(one.planned)}")
+        for name, one in files.items()
+    ]
+    return list(zip(["files", *[""] * len(texts)], texts, strict=False))
 
 
 def _search_rows(search: Mapping[str, Any] | None) -> list[tuple[str, str]]:

@@ -26,7 +26,7 @@ from ompq.cli.options import (
     output_path,
 )
 from ompq.cli.views import Column, cost_columns, fitted, plan_view, top1_text
-from ompq.costs import counted, digits, in_bytes
+from ompq.costs import FILES, counted, digits, in_bytes
 from ompq.errors import PlanError
 from ompq.files import read_json
 from ompq.policies import Plan
@@ -43,6 +43,7 @@ _COSTS = {
     "weight_bits": "average_bits",
     "bit_ops": "bit_ops",
     "milliseconds": "milliseconds",
+    **{name: name for name in FILES},
 }
 
 
@@ -121,6 +122,8 @@ def pareto(
     if cost not in plan.problem.costs:
         raise PlanError(
             f"{file} has no latency table, so no cost {cost}; plan with --latency"
+            if cost == "milliseconds"
+            else f"{file} does not know {cost}; plan again with a budget that limits it"
         )
     with console.stage("solving") as progress:
         curve = plan.pareto(cost, points, progress=progress)

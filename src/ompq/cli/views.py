@@ -275,6 +275,10 @@ def totals(plan: Plan) -> list[tuple[str, str]]:
         alive, total = in_bytes(found["activation_bytes"]), found["total_bytes"]
         text = f"{alive} of activations at once, {in_bytes(total)} with the weights"
         rows.append(("memory", text))
+    if plan.files:
+        words = {"onnx_bytes": "ONNX", "graph_bytes": "packed with its graph"}
+        sizes = [f"{words[one.name]} {in_bytes(found[one.name])}" for one in plan.files]
+        rows.append(("files", ", ".join(sizes)))
     if "milliseconds" in found:
         rows.append(("latency", f"{found['milliseconds']:.3g} ms"))
     if plan.target is not None:
@@ -301,6 +305,8 @@ def used(plan: Plan) -> list[str]:
         (budget.bit_ops, "bit_ops", ""),
         (budget.activations_mib, "activation_bytes", " for activations"),
         (budget.total_mib, "total_bytes", " in total"),
+        (budget.onnx_mib, "onnx_bytes", " as ONNX"),
+        (budget.graph_mib, "graph_bytes", " with its graph"),
     ):
         if part is not None:
             limit = part * (1 if name == "bit_ops" else 2**20)

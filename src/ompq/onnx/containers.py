@@ -79,6 +79,15 @@ def as_tensor(name: str, value: Any) -> Any:
     return value if hasattr(value, "raw_data") else numpy_helper.from_array(value, name)
 
 
+def grid_names(scale: float, zero_point: int) -> tuple[str, str]:
+    """Return what the scale and the zero point of a tensor's grid are called.
+
+    The same numbers have one name, and all names one length: so a file's size does not
+    depend on them.
+    """
+    return f"scale/{np.float32(scale).tobytes().hex()}", f"zero/{zero_point:03d}"
+
+
 def stored_bytes(
     name: str,
     weight: "IntegerWeight",
@@ -180,7 +189,7 @@ class _Unpacking:
 
     def _factor(self, factor: int, kind: Any) -> str:
         value = np.array([factor], kind)
-        return self._shared(f"times/{factor}/{value.itemsize}", value)
+        return self._shared(f"times/{factor:03d}/{value.itemsize}", value)
 
     def _looked_up(
         self, codes: Array, part: int, form: tuple[int, int], kind: Any

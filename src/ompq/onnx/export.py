@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import nn
 
-from ompq.errors import QuantizationError, shortened
+from ompq.costs import Budget
+from ompq.errors import ExportError, QuantizationError, shortened
 from ompq.files import replacing
 from ompq.integer.finalization import finalize
 from ompq.integer.lowering import Steps, lower
@@ -71,6 +72,7 @@ def export_onnx(  # noqa: PLR0913
     engine_images: int = 8,
     network: str = "",
     saturation_safe: bool = True,
+    budget: Budget | str | None = None,
 ) -> ExportResult:
     """Write a quantized network as ONNX and verify that it computes the same.
 
@@ -87,6 +89,7 @@ def export_onnx(  # noqa: PLR0913
         saturation_safe: Whether the file is right on processors without VNNI too, whose
             8-bit kernels saturate. Weights of 8 bits are then restricted to about 7 in
             convolutions (see :func:`ompq.finalize`) and unsigned in the other layers.
+        budget: The plan's; a file above what it allows for ONNX is not written.
 
     Returns:
         Where the file is, how large, and how nearly it agrees. In a file of integers
@@ -97,14 +100,14 @@ def export_onnx(  # noqa: PLR0913
 
     Raises:
         MissingExtraError: onnx or onnxruntime is not installed.
-        ExportError: The file does not compute what the network computes, or PyTorch
-            cannot write its graph.
+        ExportError: The file does not compute what the network computes, exceeds the
+            budget, or PyTorch cannot write its graph.
     """
     onnx, runtime = libraries()
     if opset < SMALLEST_OPSET:
         raise ValueError(f"opset={opset} is too old: use {SMALLEST_OPSET} or later")
     samples = Samples.of(samples)
-    finalized, reason = _finalized(quantized, samples, saturation_safe=saturation_safe)
+    finalized, reason = as_integers(quantized, samples, saturation_safe=saturation_safe)
     if finalized is None:
         made = _of_traced(traced_model(quantized, samples, opset), samples, reason)
     else:
@@ -113,6 +116,7 @@ def export_onnx(  # noqa: PLR0913
         made = _of_steps(graph, finalized, saturation_safe=saturation_safe)
     if network:
         made.model.metadata_props.add(key=NETWORK, value=network)
+    _check_size(path, made.model.ByteSize(), budget)
     onnx.checker.check_model(made.model, full_check=True)
     with replacing(path) as temporary:
         temporary.write_bytes(made.model.SerializeToString())
@@ -144,6 +148,12 @@ def export_onnx(  # noqa: PLR0913
     )
 
 
+def _check_size(path: str | Path, size: int, budget: Budget | str | None) -> None:
+    excess = "" if budget is None else Budget.of(budget).excess("onnx_bytes", size)
+    if excess:
+        raise ExportError(f"{path}: {excess}")
+
+
 @dataclass(frozen=True)
 class _Made:
     """A file's content, and what it is compared with."""
@@ -159,7 +169,7 @@ class _Made:
     reason: str = ""
 
 
-def _finalized(
+def as_integers(
     quantized: nn.Module, samples: Samples, *, saturation_safe: bool
 ) -> tuple[nn.Module | None, str]:
     """Return a network that integers compute; or None, and why they cannot."""

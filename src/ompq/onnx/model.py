@@ -13,6 +13,7 @@ from ompq.onnx.containers import (
     Array,
     StoredWeight,
     as_tensor,
+    grid_names,
     stored_bytes,
 )
 
@@ -111,8 +112,9 @@ class OnnxGraph:
         return self.values[position]
 
     def _grid(self, grid: CodeGrid) -> tuple[str, str]:
-        scale = self._constant(f"scale/{grid.scale:.9g}", grid.scale, np.float32)
-        zero = self._constant(f"zero/{grid.zero_point}", grid.zero_point, np.uint8)
+        scale, zero = grid_names(grid.scale, grid.zero_point)
+        self._constant(scale, grid.scale, np.float32)
+        self._constant(zero, grid.zero_point, np.uint8)
         return scale, zero
 
     def _limited(self, step: Step, values: str) -> str:
@@ -130,7 +132,7 @@ class OnnxGraph:
         low, high = step.grid.limits(step.low, step.high)
         if (low, high) == (0, _LARGEST_CODE):
             return codes
-        ends = [self._constant(f"code/{end}", end, np.uint8) for end in (low, high)]
+        ends = [self._constant(f"code/{end:03d}", end, np.uint8) for end in (low, high)]
         return self._node("Clip", [codes, *ends], f"{step.name}/clip")
 
     def _weight(self, step: Step, layer: Layer) -> None:

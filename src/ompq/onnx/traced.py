@@ -36,6 +36,7 @@ from ompq.onnx.containers import (
     Array,
     StoredWeight,
     as_tensor,
+    grid_names,
     stored_bytes,
 )
 from ompq.packing.format import broadcast_grid, quantized_units
@@ -283,6 +284,7 @@ class _Graph:
         self.model, self.opset = model, opset
         self.nodes = list(model.graph.node)
         self.made: list[Any] = []  # nodes that give weights; they come first
+        self.unpacked = 0  # weights that they give
         self.constants: dict[str, Any] = {t.name: t for t in model.graph.initializer}
         self.outputs = {output.name for output in model.graph.output}
         self._share_grids()
@@ -303,12 +305,13 @@ class _Graph:
         """Name the numbers of activations' grids by their values."""
         for node in self.nodes:
             if node.op_type in (_QUANTIZE, _DEQUANTIZE, "Clip"):
-                for at, kind in enumerate(node.input[1:], start=1):
-                    value = self._value(kind)
+                for at, given in enumerate(node.input[1:], start=1):
+                    value = self._value(given)
                     if value.dtype == np.uint8:
-                        name = f"{'code' if node.op_type == 'Clip' else 'zero'}/{value}"
+                        kind = "code" if node.op_type == "Clip" else "zero"
+                        name = f"{kind}/{value:03d}"
                     elif node.op_type != "Clip":
-                        name = f"scale/{value:.9g}"
+                        name = grid_names(float(value), 0)[0]
                     else:
                         continue
                     node.input[at] = self._constant(name, value)
@@ -461,7 +464,7 @@ class _Graph:
     def _unpack(
         self, name: str, weight: IntegerWeight, *, unsigned: bool = False
     ) -> None:
-        short = f"w{len(self.made)}"
+        short, self.unpacked = f"w{self.unpacked}", self.unpacked + 1
         arrays, nodes = stored_bytes(name, weight, self.opset, short, unsigned=unsigned)
         self.constants |= arrays
         for kind, inputs, output, attributes in nodes:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ompq.costs import Bytes, overhead_bytes, unit_bytes
+from ompq.costs import Budget, Bytes, overhead_bytes, unit_bytes
 from ompq.errors import PackedFileError, PlanError, QuantizationError, shortened
 from ompq.files import library_version
 from ompq.graph import COUNTER, Choice, Unit, bias_key
@@ -135,17 +135,34 @@ def add_onnx(path: str | Path, onnx: str | Path, output: str | Path) -> int:
         The bytes that the ONNX file adds.
 
     Raises:
-        PackedFileError: The packed file is damaged, or the ONNX file has none of its
-            weights.
+        PackedFileError: The packed file is damaged, the ONNX file has none of its
+            weights, or both exceed the plan's budget for them.
     """
     contents = read_contents(path)
-    arrays = {name: part.numpy() for name, part in vectors(contents).items()}
     try:
-        graph = hollowed(Path(onnx).read_bytes(), stored_units(contents.units), arrays)
+        graph = _hollowed(Path(onnx).read_bytes(), contents)
     except PackedFileError as error:
         raise PackedFileError(f"{onnx} is not of {path}: {error}") from error
     write_contents(output, replace(contents, graph=graph))
+    planned = contents.about.get("plan")
+    if planned is not None:
+        size = Path(output).stat().st_size
+        excess = Budget.of(planned["budget"]).excess("graph_bytes", size)
+        if excess:
+            Path(output).unlink()
+            raise PackedFileError(f"{output}: {excess}")
     return len(graph)
+
+
+def _hollowed(onnx: bytes, contents: Contents) -> bytes:
+    arrays = {name: part.numpy() for name, part in vectors(contents).items()}
+    return hollowed(onnx, stored_units(contents.units), arrays)
+
+
+def graph_bytes(quantized: nn.Module, onnx: bytes) -> int:
+    """Return what a network's ONNX file would add to its packed file."""
+    record = quantization_of(quantized)
+    return len(_hollowed(onnx, _packed(quantized, record, {}, coded=False)))
 
 
 def _figures(plan: Plan, record: Quantization) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ompq.allocation.solver import Allocation, Budget
+from ompq.costs import FILES, Cost
 from ompq.plans import Plan
 from ompq.samples import Progress
 
@@ -44,7 +45,7 @@ def explorer_data(
                 "reference": cost.reference,
             }
             for name, cost in problem.costs.items()
-            if cost.memory is None
+            if _shown(cost)
         },
         "plan": solution(plan),
         "axes": [_axis(plan, cost, steps, progress) for cost in axis_costs(plan)],
@@ -61,8 +62,13 @@ def limits(plan: Plan) -> dict[str, float]:
     """Return what the plan's budget allows, by cost."""
     costs = plan.problem.costs
     found = plan.budget.limits(costs)
-    # The page adds up tables; the peak of what is alive at once is not a sum.
-    return {name: limit for name, limit in found.items() if costs[name].memory is None}
+    return {name: limit for name, limit in found.items() if _shown(costs[name])}
+
+
+def _shown(cost: Cost) -> bool:
+    # The page adds up tables; the peak of what is alive at once is not a sum, nor is
+    # what weights share in an ONNX file.
+    return cost.memory is None and cost.name not in FILES
 
 
 def axis_costs(plan: Plan) -> list[str]:
