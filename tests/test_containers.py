@@ -46,14 +46,15 @@ def overstretched():
     return replace(known, codes=codes, offset=offset, stretch=stretch, values=values)
 
 
-def graph_of(weight, opset):
+def graph_of(weight, opset, *, unsigned=False):
     from onnx import TensorProto, helper
 
-    constants, nodes = stored_bytes("net", weight, opset, "w0")
+    constants, nodes = stored_bytes("net", weight, opset, "w0", unsigned=unsigned)
     given = helper.make_tensor_value_info("given", TensorProto.FLOAT, [1])
     same = helper.make_tensor_value_info("same", TensorProto.FLOAT, [1])
     shape = list(weight.codes.shape)
-    found = helper.make_tensor_value_info("net/bytes", TensorProto.INT8, shape)
+    kind = TensorProto.UINT8 if unsigned else TensorProto.INT8
+    found = helper.make_tensor_value_info("net/bytes", kind, shape)
     graph = helper.make_graph(
         [
             *(helper.make_node(k, i, [o], **more) for k, i, o, more in nodes),
@@ -115,6 +116,15 @@ def test_runtimes_give_the_bytes_back(name, run, opset, tmp_path):
     planes = weight.codes.numel() * weight.bits / 8
     channels = 4 * len(weight.codes) + 4  # offsets and stretches, at most 16 bits each
     assert planes <= stored.bytes <= planes + len(parts) + channels
+
+
+@pytest.mark.parametrize("run", [in_reference, in_onnxruntime, in_openvino])
+@pytest.mark.parametrize("name", ["6 bits", "7 bits, linear", "overstretched"])
+def test_unsigned_bytes_come_out_of_planes(name, run, tmp_path):
+    model, _ = graph_of(WEIGHTS[name], 21, unsigned=True)
+    found = run(model, tmp_path / "net.onnx")
+    assert found.dtype == np.uint8
+    assert np.array_equal(found, WEIGHTS[name].values.numpy().astype(int) + 128)
 
 
 @pytest.mark.parametrize("bits", [1, 2, 4])

@@ -102,13 +102,13 @@ def stored_bytes(
     have zero point 128: kernels that would saturate with signed ones add products of
     two unsigned bytes in 32 bits.
     """
-    if unsigned:
-        shifted = weight.values.numpy().astype(np.int16) + ZERO_OF_UNSIGNED
-        return {f"{name}/bytes": shifted.astype(np.uint8)}, []
     if not plane_parts(weight):
-        return {f"{name}/bytes": weight.values.numpy()}, []
+        values = weight.values.numpy()
+        if unsigned:
+            values = (values.astype(np.int16) + ZERO_OF_UNSIGNED).astype(np.uint8)
+        return {f"{name}/bytes": values}, []
     unpacking = _Unpacking(name, weight, opset, short)
-    unpacking.write()
+    unpacking.write(unsigned=unsigned)
     return unpacking.constants, unpacking.nodes
 
 
@@ -135,7 +135,7 @@ class _Unpacking:
         if self.same:
             self.stretch = self.stretch.reshape(-1)[:1]
 
-    def write(self) -> None:
+    def write(self, *, unsigned: bool) -> None:
         """Write it all."""
         from onnx import TensorProto
 
@@ -147,11 +147,16 @@ class _Unpacking:
         ends = [end(one) for one in (products, shift) for end in (np.min, np.max)]
         narrow = min(ends) >= -128 and max(ends) <= 127
         kind = np.int8 if narrow else np.int16
-        total = self._sum(kind)
+        total, to = self._sum(kind), TensorProto.INT8
+        if unsigned:
+            if narrow:
+                total = self._apply("Cast", [total], "wider", to=TensorProto.INT16)
+            narrow, kind, to = False, np.int16, TensorProto.UINT8
+            shift = shift - ZERO_OF_UNSIGNED
         given = self._constant("offset", shift.astype(kind))
         total = self._apply("Sub", [total, given], "bytes" if narrow else "wide")
         if not narrow:
-            self._apply("Cast", [total], "bytes", to=TensorProto.INT8)
+            self._apply("Cast", [total], "bytes", to=to)
 
     def _sum(self, kind: Any) -> str:
         """Add the parts up, stretched."""

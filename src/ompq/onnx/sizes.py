@@ -83,6 +83,7 @@ class _File:
     model: Any
     weights: Sequence[StoredWeight]
     network: nn.Module  # what it was made of
+    unsigned_from: int  # bits from which weights may be stored as unsigned bytes
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,7 +109,8 @@ class _Skeletons:
             least = min(choice.activation for choice in offered)
             stays = all(choice.weight == FLOAT_BITS for choice in offered)
             bits[name] = Choice(FLOAT_BITS if stays else next(turns), least)
-        return quantize(self.model, Allocation(bits), self.samples, _QUICKLY)
+        config = replace(_QUICKLY, group_size=self.graph.group_size or None)
+        return quantize(self.model, Allocation(bits), self.samples, config)
 
     def file(self, quantized: nn.Module, *, integers: bool = True) -> _File:
         """Return the file of a quantized network, as it is exported."""
@@ -117,9 +119,10 @@ class _Skeletons:
             network, _ = as_integers(quantized, samples, saturation_safe=True)
         if network is None:
             traced = traced_model(quantized, samples, _OPSET)
-            return _File(traced.model, traced.weights, quantized)
+            lopsided = LARGEST_HALF_BITS  # from here on, such weights may saturate
+            return _File(traced.model, traced.weights, quantized, lopsided)
         graph = OnnxGraph(lower(network, samples), _OPSET)
-        return _File(graph.model(), graph.weights, network)
+        return _File(graph.model(), graph.weights, network, _BYTE)
 
     def onnx_cost(self) -> Cost:
         """Return what an ONNX file takes."""
@@ -149,7 +152,8 @@ class _Skeletons:
             for column, choice in enumerate(self.problem.choices):
                 if choice.weight != FLOAT_BITS:
                     bits = choice.weight if planes else _BYTE
-                    table[unit, column] += sizes.most(bits)
+                    unsigned = bits >= file.unsigned_from
+                    table[unit, column] += sizes.most(bits, unsigned=unsigned)
                     for key, size in sizes.tables(bits).items():
                         shared.setdefault(key, (size, set()))[1].add(column)
         kept = tuple((float(size), tuple(sorted(own))) for size, own in shared.values())
@@ -177,23 +181,25 @@ class _Sizes:
     name: str  # what its constants are called
     short: str
     constants: Mapping[str, Any]  # of the skeleton
-    known: dict[int, dict[str, int]] = field(default_factory=dict)
+    known: dict[tuple[int, bool], dict[str, int]] = field(default_factory=dict)
 
-    def entries(self, bits: int) -> dict[str, int]:
+    def entries(self, bits: int, *, unsigned: bool = False) -> dict[str, int]:
         """Return what a container is made of, by name, with its bytes."""
         from onnx import helper
 
-        if bits not in self.known:
-            blank = self._blank(bits)
-            constants, nodes = stored_bytes(self.name, blank, _OPSET, self.short)
+        key = (bits, unsigned)
+        if key not in self.known:
+            constants, nodes = stored_bytes(
+                self.name, self._blank(bits), _OPSET, self.short, unsigned=unsigned
+            )
             found = {name: as_tensor(name, one) for name, one in constants.items()}
             for kind, inputs, output, given in nodes:
                 found[output] = helper.make_node(kind, inputs, [output], **given)
-            self.known[bits] = {name: _entry(one) for name, one in found.items()}
-        return self.known[bits]
+            self.known[key] = {name: _entry(one) for name, one in found.items()}
+        return self.known[key]
 
     def _blank(self, bits: int) -> IntegerWeight:
-        """Return a weight of zeros, with offsets and stretches as this file has them."""
+        """Return a weight of zeros, with offsets and stretches as the file has them."""
         shape, halves = self.unit.weight_shape, 2 - (bits > LARGEST_HALF_BITS)
         offset, middle = self.constants.get(f"{self.name}/offset"), 1 << (bits - 1)
         channels = [1] * len(shape) if offset is None else list(offset.dims)
@@ -219,18 +225,23 @@ class _Sizes:
             if not _FACTOR.match(key) and not _TABLE.match(key)
         )
 
-    def most(self, bits: int) -> int:
-        """Return the most that it takes, apart from tables."""
-        found = sum(n for key, n in self.entries(bits).items() if not _TABLE.match(key))
+    def most(self, bits: int, *, unsigned: bool) -> int:
+        """Return the most that it takes, apart from tables, if it may be unsigned."""
+        both = (False, True) if unsigned else (False,)
+        found = [
+            sum(
+                n
+                for key, n in self.entries(bits, unsigned=one).items()
+                if not _TABLE.match(key)
+            )
+            for one in both
+        ]
         zeros = f"{self.name}/zeros"
-        if bits <= LARGEST_HALF_BITS:
-            return found
-        found = max(found, sum(self.entries(_BYTE).values()))
-        if zeros in self.constants:
-            return found
-        # They may be stored as unsigned bytes, whose zero points are written.
+        if not unsigned or zeros in self.constants:
+            return max(found)
+        # Zero points of unsigned bytes are written.
         blank = np.zeros(self.unit.out_channels, np.uint8)
-        return found + _entry(as_tensor(zeros, blank)) + len(zeros) + 2
+        return max(found) + _entry(as_tensor(zeros, blank)) + len(zeros) + 2
 
     def tables(self, bits: int) -> dict[str, int]:
         """Return the tables that it shares with others, by name."""
