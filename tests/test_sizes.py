@@ -18,7 +18,8 @@ from ompq.errors import (
     PackedFileError,
     PlanError,
 )
-from ompq.workflow import ONNX, PACKED, RESULT, Workflow
+from ompq.stages import ONNX, PACKED, RESULT
+from ompq.workflow import Workflow
 
 pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")

@@ -43,7 +43,7 @@ from ompq.report.sections import (
     sections_to_json,
 )
 from ompq.samples import Progress, Samples, SamplesLike
-from ompq.stages import CONFIG, PACKED, PLAN, REPORT, RESULT, Stages
+from ompq.stages import CONFIG, ONNX, PACKED, PLAN, REPORT, RESULT, Stages
 
 PLAN_SAMPLES = 64
 ANYTHING = "32bits"  # a budget that bits fixed beforehand always meet
