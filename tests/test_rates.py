@@ -61,12 +61,11 @@ def test_a_code_costs_minus_log_of_its_frequency():
 
 def test_each_weight_has_the_cheaper_neighbour():
     position = laplacian(300, 0.7)
-    importance = torch.rand(300, generator=torch.Generator().manual_seed(0)) + 0.5
-    found = cheapest_codes(position, importance, rounds=1)
+    found = cheapest_codes(position, rounds=1)
     bits = code_bits(position.round())
-    for x, weight, code in zip(position, importance, found, strict=True):
+    for x, code in zip(position, found, strict=True):
         cost = {
-            c: float(weight * (x - c) ** 2 + PRICE * bits[c])
+            c: float((x - c) ** 2 + PRICE * bits[c])
             for c in (math.floor(x), math.floor(x) + 1)
         }
         assert cost[int(code)] <= min(cost.values()) + 1e-5

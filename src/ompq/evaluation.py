@@ -31,6 +31,7 @@ from ompq.samples import (
     evaluating,
     first_tensor,
     model_device,
+    run_batch,
     to_device,
     token_ids,
 )
@@ -290,15 +291,14 @@ def _moved(targets: Any, model: nn.Module) -> Any:
     return targets
 
 
-def logits_of(model: nn.Module, samples: Samples, *, batch_size: int = 64) -> Tensor:
+def logits_of(model: nn.Module, samples: Samples) -> Tensor:
     """Return the network's logits for all samples, (rows, classes), on the CPU."""
-    device = model_device(model)
 
     def run(batch: Batch) -> Tensor:
-        return first_tensor(call(model, to_device(batch, device))).float().cpu()
+        return first_tensor(run_batch(model, batch)).float().cpu()
 
     with evaluating(model):
-        found = share_out([*samples.batches(batch_size)], run)
+        found = share_out([*samples.batches(_BATCH)], run)
     return torch.cat([class_rows(logits) for logits in found])
 
 

@@ -78,19 +78,17 @@ def _counts(codes: Tensor, classes: Tensor | None) -> Tensor:
 
 def cheapest_codes(
     position: Tensor,
-    importance: Tensor | float = 1.0,
     *,
     price: float = PRICE,
     rounds: int = 3,
 ) -> Tensor:
     """Round to whichever neighbour has the least error and price together.
 
-    Each weight takes the code below or above it with the least ``importance * error² +
-    price * bits``, where bits follow from how often codes are taken, again and again.
+    Each weight takes the code below or above it with the least ``error² + price *
+    bits``, where bits follow from how often codes are taken, again and again.
 
     Args:
         position: Weights in steps of the grid, 0 at code 128, of any shape.
-        importance: Of each weight's error, 1 on average; broadcasts.
         price: Squared steps that a bit is worth; 0 rounds to nearest.
         rounds: How often codes are chosen; frequencies hardly change after three.
 
@@ -102,7 +100,7 @@ def cheapest_codes(
     low = position.floor().clamp_max(_CODES - 2)
     up = position - low
     # What the upper neighbour errs less by.
-    gain = importance * (2 * up - 1)
+    gain = 2 * up - 1
     index = low.long()
     for _ in range(rounds if price else 0):
         bits = code_bits(codes)

@@ -171,6 +171,11 @@ def call(model: nn.Module, batch: Batch) -> Any:
         return model(*args, **kwargs)
 
 
+def run_batch(model: nn.Module, batch: Batch) -> Any:
+    """Call the network with a batch that may lie on another device."""
+    return call(model, to_device(batch, model_device(model)))
+
+
 def first_tensor(output: Any) -> Tensor:
     """Return the first floating-point tensor of an output: its logits, usually."""
     if isinstance(output, Tensor) and output.is_floating_point():
@@ -288,14 +293,14 @@ def collect(
     report: Report = lambda _done, _total: None,
 ) -> None:
     """Run the network over all samples, in eval mode, for what modules get and give."""
-    device, total = model_device(model), samples.batch_count(batch_size)
+    total = samples.batch_count(batch_size)
     hooks = (
         module.register_forward_hook(in_this_thread(collector), with_kwargs=True)
         for module, collector in collectors
     )
     with evaluating(model), attached(hooks):
         for done, batch in enumerate(samples.batches(batch_size), 1):
-            call(model, to_device(batch, device))
+            run_batch(model, batch)
             report(done, total)
 
 

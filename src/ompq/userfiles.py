@@ -51,11 +51,11 @@ def user_function(name: str, error_type: type[OmpqError]) -> Callable[..., Any]:
     return function  # type: ignore[no-any-return]
 
 
-def reason(error: BaseException, limit: int = 120) -> str:
+def reason(error: BaseException) -> str:
     """Return an error's type and first line, for a message of one line."""
     first = next(iter(str(error).strip().splitlines()), "")
     text = f"{type(error).__name__}: {first}" if first else type(error).__name__
-    return text if len(text) <= limit else f"{text[: limit - 3]}..."
+    return text if len(text) <= 120 else f"{text[:117]}..."
 
 
 @contextmanager

@@ -236,23 +236,16 @@ PARENTS = 10  # not published; as in the search that BRECQ takes over (Guo et al
 Members = NDArray[np.intp]  # allocations, one a row, (M, units)
 
 
-def evolved(
-    program: Program,
-    *,
-    population: int = POPULATION,
-    mutation: float = MUTATION,
-    rounds: int = ROUNDS,
-    seed: int = 0,
-) -> Columns | None:
+def evolved(program: Program, *, rounds: int = ROUNDS, seed: int = 0) -> Columns | None:
     """Return the best allocation that a genetic search finds, (units,).
 
     The ten best so far are the parents. Half of each generation crosses two of them,
-    unit by unit; in the other half each unit of one of them changes with the
-    probability ``mutation``. An allocation that exceeds a limit gets cheaper choices
-    at random units until it does not. None if nothing keeps to the limits.
+    unit by unit; in the other half each unit of one of them changes with probability
+    0.1. An allocation that exceeds a limit gets cheaper choices at random units until
+    it does not. None if nothing keeps to the limits.
     """
     generator = np.random.default_rng(seed)
-    shape = population, len(program.damage)
+    shape = POPULATION, len(program.damage)
     counts = program.allowed.sum(1)
     options = np.argsort(~program.allowed, axis=1, kind="stable")  # allowed ones first
 
@@ -260,11 +253,11 @@ def evolved(
         places = (generator.random(shape) * counts).astype(np.intp)
         return np.take_along_axis(options, places.T, 1).T
 
-    crossed = np.arange(population)[:, None] < population // 2
-    rate = np.where(crossed, 0.5, mutation)
+    crossed = np.arange(POPULATION)[:, None] < POPULATION // 2
+    rate = np.where(crossed, 0.5, MUTATION)
     parents = _best(program, _within_limits(program, drawn(), generator))
     for _ in range(rounds if len(parents) else 0):
-        one, other = parents[generator.integers(len(parents), size=(2, population))]
+        one, other = parents[generator.integers(len(parents), size=(2, POPULATION))]
         changed = generator.random(shape) < rate
         children = np.where(changed, np.where(crossed, other, drawn()), one)
         children = _within_limits(program, children, generator)

@@ -19,7 +19,7 @@ from ompq.evaluation import kl_divergence, logits_of
 from ompq.graph import Choice, Unit, trace
 from ompq.plans import Plan, PlanConfig, plan
 from ompq.recording import copied
-from ompq.samples import Progress, Samples, SamplesLike, call, model_device, to_device
+from ompq.samples import Progress, Samples, SamplesLike, run_batch
 from ompq.scores.rounding_errors import check_weights_only, rounded_weights
 
 # As HAQ's released code has them; the paper is silent.
@@ -378,7 +378,7 @@ def _calibrate_norms(model: nn.Module, samples: Samples) -> None:
         norm.momentum = None  # the mean of all batches
     model.train()
     for batch in samples.batches(_NORM_BATCH):
-        call(model, to_device(batch, model_device(model)))
+        run_batch(model, batch)
     model.eval()
     for norm, momentum in zip(norms, momenta, strict=True):
         norm.momentum = momentum

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from ompq.graph import Unit, normalised_by, scaled_channels
 from ompq.layers import QuantizedLayer
 from ompq.passes import visit_outputs
-from ompq.samples import Samples, call, evaluating, model_device, to_device
+from ompq.samples import Samples, evaluating, run_batch
 
 # Each runs the layers on one batch.
 Runs: TypeAlias = Sequence[Callable[[], Any]]
@@ -46,12 +46,8 @@ class Moments(NamedTuple):
 
 def batch_runs(model: nn.Module, samples: Samples, batch_size: int) -> Runs:
     """Return functions that run a network on the samples that moments come from."""
-    device = model_device(model)
     first = Samples((samples.first_batch(FOR_MOMENTS),))
-    return [
-        partial(call, model, to_device(batch, device))
-        for batch in first.batches(batch_size)
-    ]
+    return [partial(run_batch, model, batch) for batch in first.batches(batch_size)]
 
 
 def float_moments(

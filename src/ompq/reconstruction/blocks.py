@@ -19,12 +19,11 @@ from ompq.samples import (
     Samples,
     attached,
     batch_length,
-    call,
     collect,
     evaluating,
     first_tensor,
     model_device,
-    to_device,
+    run_batch,
 )
 
 
@@ -148,7 +147,7 @@ def fisher_weights(
 
         block = model.get_submodule(end)
         with evaluating(model), block.register_forward_hook(leaf), torch.enable_grad():
-            output = call(model, to_device(batch, model_device(model)))
+            output = run_batch(model, batch)
             log_p = first_tensor(output).flatten(1).log_softmax(1)
             (gradient,) = torch.autograd.grad(-log_p.amax(1).sum(), seen[0])
         yield layout.sorted(gradient.square())
@@ -158,8 +157,7 @@ class _NetworkPass(ForwardPass):
     """One batch on its way through a network, from block to block."""
 
     def __init__(self, model: nn.Module, batch: Batch) -> None:
-        device = model_device(model)
-        super().__init__(lambda: call(model, to_device(batch, device)))
+        super().__init__(lambda: run_batch(model, batch))
         self._model = model
 
     def run_to(self, start: str, end: str | None = None) -> tuple[Any, Any]:

@@ -26,10 +26,8 @@ from ompq.samples import (
     Progress,
     Samples,
     attached,
-    call,
     evaluating,
-    model_device,
-    to_device,
+    run_batch,
 )
 
 ZETA, GAMMA = 1.1, -0.1  # ends of the stretched sigmoid
@@ -227,9 +225,8 @@ def calibrate_steps(model: nn.Module, samples: Samples) -> None:
             quantizer.zero_point.copy_(grid.zero_point)
 
     hooks = [q.register_forward_pre_hook(find) for q in _quantizers(model)]
-    batch = to_device(samples.first_batch(_FOR_RANGES), model_device(model))
     with attached(hooks), evaluating(model):
-        call(model, batch)
+        run_batch(model, samples.first_batch(_FOR_RANGES))
 
 
 @contextmanager
