@@ -619,3 +619,36 @@ def test_groups_that_cannot_be_are_refused(name, size):
     unit["group_size"] = size
     with pytest.raises(ValueError, match=f"unit {name}, .*, has groups of {size}"):
         LayerGraph.from_json(data)
+
+
+class Rotary(nn.Module):
+    """Attention whose queries are turned: parts of one tensor are added and joined."""
+
+    def __init__(self):
+        super().__init__()
+        self.query, self.out = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):  # (N, T, 8)
+        q = self.query(x)
+        angles = torch.arange(x.shape[1])[:, None] * torch.ones(8)
+        first, second = q.chunk(2, dim=-1)
+        q = q * angles.cos() + torch.cat((-second, first), dim=-1) * angles.sin()
+        scores = q @ q.transpose(1, 2) + torch.zeros(x.shape[1], x.shape[1]).tril()
+        return self.out(scores.softmax(-1) @ q)
+
+
+class RotaryLayer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention, self.wide = Rotary(), nn.Linear(8, 16)
+        self.narrow = nn.Linear(16, 8)
+
+    def forward(self, x):
+        x = x + self.attention(x)
+        return x + self.narrow(self.wide(x).relu())
+
+
+def test_parts_of_one_tensor_are_no_branches_of_a_block():
+    network = seeded(nn.Sequential(RotaryLayer(), RotaryLayer()))
+    graph = trace(network, values(2, 3, 8))
+    assert [unit.block for unit in graph.units] == ["0"] * 4 + ["1"] * 4

@@ -53,8 +53,11 @@ _LAYOUT = {
     "clone", "detach", "to", "type_as", "permute", "transpose", "movedim", "view",
     "reshape", "flatten", "unflatten", "squeeze", "unsqueeze",
 }  # fmt: skip
-_PASSED = _NORMS | _ACTIVATIONS | _LAYOUT
 _SCALINGS = {"add", "sub", "mul", "div"}  # by a constant or a parameter
+_REARRANGING = {
+    *_LAYOUT, *_SCALINGS, "neg", "cat", "stack", "getitem", "chunk", "split", "unbind",
+}  # fmt: skip
+_PASSED = _NORMS | _ACTIVATIONS | _LAYOUT
 # Products of two activations: arithmetic that no weight's bits describe.
 _PRODUCTS = {"matmul", "bmm", "baddbmm", "einsum", "scaled_dot_product_attention"}
 _MOST_OPERANDS = 4  # of a product: attention's queries, keys, values, probabilities
@@ -434,11 +437,7 @@ def _find_blocks(
     does every other module of that class (a MobileNetV2 block without a shortcut). A
     unit belongs to its innermost such module, or stands alone.
     """
-    joining = {
-        call.module
-        for call in recording.calls
-        if len(call.inputs) > 1 and (is_sum(call) or call.function == "cat")
-    }
+    joining = {call.module for call in _joins(recording)}
     classes = {type(model.get_submodule(name)) for name in joining if name}
     blocks = {name for name, m in model.named_modules() if name and type(m) in classes}
     # A block that holds another is a container; its own units stand alone.
@@ -449,6 +448,24 @@ def _find_blocks(
         innermost = inside[-1] if inside else unit
         found[unit] = unit if innermost in holders else innermost
     return found
+
+
+def _joins(recording: Recording) -> Iterator[Call]:
+    """Yield the calls that add or concatenate what different calls computed.
+
+    Rotary positions do so with parts of one tensor, which are no branches.
+    """
+    # Call → the calls that computed what it rearranges; none for constants.
+    origins: dict[int, frozenset[int]] = {-1: frozenset({-1})}
+    for call in recording.calls:
+        read = [found for at in call.inputs if (found := origins[at])]
+        if call.function in _REARRANGING:
+            origins[call.position] = frozenset[int]().union(*read)
+        else:
+            made = {call.position} if read or call.parameters else ()
+            origins[call.position] = frozenset(made)
+        if (is_sum(call) or call.function == "cat") and len({*read}) > 1:
+            yield call
 
 
 def _ancestors(name: str) -> list[str]:

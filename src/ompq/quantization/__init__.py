@@ -450,18 +450,20 @@ def assemble(
     ``weight_grid`` is given a unit's weight with its batch norm folded.
     """
     quantized = copied(model).eval()
-    modules = list(quantized.modules())
-    uses = Counter(id(p) for m in modules for p in m.parameters(recurse=False))
-    for module in modules:
+    # No module is held on to: a layer that was replaced must not take memory.
+    uses: Counter[int] = Counter()
+    for module in quantized.modules():
+        uses.update(map(id, module.parameters(recurse=False)))
         if isinstance(module, nn.TransformerEncoderLayer):
             # Its fused kernel would read the weights as they are stored.
             module.activation_relu_or_gelu = 0
-    for unit in graph.units:
+    times = [uses[id(quantized.get_parameter(unit.parameter))] for unit in graph.units]
+    for unit, count in zip(graph.units, times, strict=True):
         if unit.norm:
             _fold(quantized, unit)
-        if allocation[unit.name].weight < FLOAT_BITS:
-            tied = uses[id(quantized.get_parameter(unit.parameter))] > 1
-            _replace(quantized, unit, allocation[unit.name], weight_grid, tied=tied)
+        if (choice := allocation[unit.name]).weight < FLOAT_BITS:
+            tied = count > 1 and not unit.norm
+            _replace(quantized, unit, choice, weight_grid, tied=tied)
     names = quantizer_names(quantized, sites)
     device = model_device(model)
     for name, site, grid in zip(names, sites, activation_grids, strict=True):
