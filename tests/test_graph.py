@@ -650,5 +650,5 @@ class RotaryLayer(nn.Module):
 
 def test_parts_of_one_tensor_are_no_branches_of_a_block():
     network = seeded(nn.Sequential(RotaryLayer(), RotaryLayer()))
-    graph = trace(network, values(2, 3, 8))
+    graph = trace(network, torch.arange(48.0).reshape(2, 3, 8).sin())
     assert [unit.block for unit in graph.units] == ["0"] * 4 + ["1"] * 4

@@ -1,4 +1,5 @@
 import copy
+import gc
 
 import pytest
 import torch
@@ -522,3 +523,17 @@ def test_a_group_of_zeros_does_not_spoil_the_others():
     assert (found[2, 64:128] == 0).all()
     assert (found - given).square().sum() < 2e-3 * given.square().sum()
     assert torch.equal(to_multiples(made.weight_scale), made.weight_scale)
+
+
+def test_layers_that_were_replaced_are_freed_at_once():
+    network = seeded(nn.Sequential(*(nn.Linear(4, 4) for _ in range(4))))
+    graph, alive = ompq.trace(network, values(8, 4)), []
+
+    def grid(_unit, weight, axis):
+        kept = sum(type(each) is nn.Linear for each in gc.get_objects())
+        alive.append(kept)
+        return search_weight(weight, 4, channel_dim=axis), weight
+
+    bits = dict.fromkeys(graph.names, Choice(4, 32))
+    assemble(network, graph, bits, [], weight_grid=grid, activation_grids=[])
+    assert [alive[0] - kept for kept in alive] == [0, 1, 2, 3]

@@ -458,11 +458,11 @@ def assemble(
             # Its fused kernel would read the weights as they are stored.
             module.activation_relu_or_gelu = 0
     times = [uses[id(quantized.get_parameter(unit.parameter))] for unit in graph.units]
-    for unit, count in zip(graph.units, times, strict=True):
+    for unit, holders in zip(graph.units, times, strict=True):
         if unit.norm:
             _fold(quantized, unit)
         if (choice := allocation[unit.name]).weight < FLOAT_BITS:
-            tied = count > 1 and not unit.norm
+            tied = holders > 1 and not unit.norm
             _replace(quantized, unit, choice, weight_grid, tied=tied)
     names = quantizer_names(quantized, sites)
     device = model_device(model)
