@@ -18,7 +18,6 @@ With ``--epochs`` a network for CIFAR is then trained to give what the float net
 gives, and ``rate-aware`` ones with ``--code-penalty``.
 """
 
-import argparse
 import lzma
 import shutil
 import subprocess
@@ -28,8 +27,7 @@ from functools import cache
 from itertools import product
 from pathlib import Path
 
-import torch
-from common import RESULTS, Rows, claimed, everywhere, once, synchronise
+from common import DEVICE, Rows, arguments, claimed, everywhere, once, synchronise
 from ptq import NETWORKS, load, some_of
 
 import ompq
@@ -81,25 +79,24 @@ def sizes_of(network, path: Path) -> dict:
 
 
 @cache
-def training_images(network: str, folder: Path, device: torch.device):
+def training_images(network: str, folder: Path):
     """Return CIFAR's images, read once."""
     name, weights, _ = NETWORKS[network]
     named = load_model(name, str(folder / "weights" / f"{weights}.safetensors"))
     data = load_data(str(folder / "cifar10"), named, split="train")
-    return training_data(data, device=device)
+    return training_data(data, device=DEVICE)
 
 
 def trained(options, model, network, penalty: float, seed: int):
     """Return a network trained to give what the float network gives."""
-    device = next(model.parameters()).device
     config = ompq.TrainConfig(
         epochs=options.epochs,
         distill=1.0,
         code_penalty=penalty,
-        cuda_graph=device.type == "cuda",
+        cuda_graph=DEVICE.type == "cuda",
         seed=seed,
     )
-    images = training_images(options.network, options.data, device)
+    images = training_images(options.network, options.data)
     return ompq.train(network, images, config, teacher=model)
 
 
@@ -161,9 +158,7 @@ def show(row: dict) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--network", choices=NETWORKS, required=True)
+    parser = arguments(__doc__, NETWORKS, "out/coded")
     parser.add_argument("--sizes", type=float, nargs="+", required=True, help="MiB")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS[:3])
     default = ompq.PlanConfig().choices
@@ -178,11 +173,8 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=0, help="of training; CIFAR only")
     parser.add_argument("--code-penalty", type=float, default=1.0, help="in training")
     parser.add_argument("--name", default="coded")
-    parser.add_argument("--work", type=Path, default=Path("out/coded"))
-    parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model, samples, batches = load(options.network, options.data, device)
+    model, samples, batches = load(options.network, options.data)
     batches = some_of(batches, options.judged)
     reference = ompq.evaluate(model, batches)
     print(f"{options.network} float {reference.top1:.4f}", flush=True)

@@ -3,6 +3,7 @@
 Several processes may share the work through a folder; a run that was cut goes on.
 """
 
+import argparse
 import fcntl
 import json
 import os
@@ -12,7 +13,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,23 @@ from ompq.graph import Choice, trace
 
 RESULTS = Path(__file__).parent / "results"
 CODE = ("src", "benchmarks/*.py")  # what a result depends on
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def arguments(
+    description: str | None, networks: Iterable[str], work: str = ""
+) -> argparse.ArgumentParser:
+    """Return a parser of what most benchmarks are told.
+
+    ``work`` is the folder for what a run that was cut goes on from, if there is one.
+    """
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--network", choices=networks, required=True)
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    if work:
+        parser.add_argument("--work", type=Path, default=Path(work))
+    return parser
 
 
 def commit() -> str:

@@ -15,7 +15,6 @@ command may run several times at once with one ``--work``: each process takes wh
 has taken.
 """
 
-import argparse
 import json
 import time
 import zlib
@@ -24,8 +23,7 @@ from itertools import product
 from pathlib import Path
 
 import numpy as np
-import torch
-from common import RESULTS, Rows, claimed, once, synchronise
+from common import DEVICE, Rows, arguments, claimed, once, synchronise
 
 import ompq
 from ompq import Allocation, Choice, Plan
@@ -48,7 +46,7 @@ NETWORKS = {
 }
 
 
-def load(name: str, folder: Path, device: torch.device):
+def load(name: str, folder: Path):
     """Return the network, calibration samples and test batches, all on the device."""
     network, weights, unit = NETWORKS[name]
     model = load_model(network, str(folder / "weights" / f"{weights}.safetensors"))
@@ -58,9 +56,9 @@ def load(name: str, folder: Path, device: torch.device):
     else:
         calibration = load_data(str(folder / "cifar10"), model, split="train")
         test = load_data(str(folder / "cifar10"), model, split="test")
-    samples = calibration.samples(1000).to(device)
-    batches = [(x.to(device), y.to(device)) for x, y in test.batches(batch_size=250)]
-    return model.module.to(device).eval(), samples, batches
+    samples = calibration.samples(1000).to(DEVICE)
+    batches = [(x.to(DEVICE), y.to(DEVICE)) for x, y in test.batches(batch_size=250)]
+    return model.module.to(DEVICE).eval(), samples, batches
 
 
 def some_of(batches, images: int) -> list[tuple]:
@@ -216,9 +214,7 @@ def show(row: dict) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--network", choices=NETWORKS, required=True)
+    parser = arguments(__doc__, NETWORKS, "out/ptq")
     parser.add_argument("--budgets", type=float, nargs="+", required=True)
     parser.add_argument("--choices", type=int, nargs="+", default=[2, 3, 4])
     parser.add_argument("--activation-bits", type=int, nargs="+", default=[8])
@@ -233,11 +229,8 @@ def main() -> None:
     parser.add_argument("--rounding", default="{}", help="JSON of other settings")
     parser.add_argument("--loss", default="squared")
     parser.add_argument("--name", default="ptq")
-    parser.add_argument("--work", type=Path, default=Path("out/ptq"))
-    parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model, samples, batches = load(options.network, options.data, device)
+    model, samples, batches = load(options.network, options.data)
     seen = ompq.image_views(samples[: options.images], options.views)
     reference = ompq.evaluate(model, batches)
     print(f"{options.network} float {reference.top1:.4f}", flush=True)

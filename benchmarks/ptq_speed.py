@@ -108,8 +108,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100, help="timed at a time")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model, samples, _ = load(options.network, options.data, device)
+    model, samples, _ = load(options.network, options.data)
     samples = samples[: options.samples]
     config = ompq.PlanConfig(choices=(4,), score="random")
     plan = ompq.plan(model, samples[:32], "32bits", config)

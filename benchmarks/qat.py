@@ -9,24 +9,35 @@ trained networks are kept in ``--work``. So a call that was cut is just repeated
 pieces can be run one by one or, after ``float``, side by side with one ``--work``.
 """
 
-import argparse
 import copy
 import math
 import shutil
 import time
 import zlib
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 import torch
-from common import RESULTS, Rows, alternating, median_ratio, once, save, synchronise
-from qat_setup import NETWORKS, Bench
+from common import (
+    DEVICE,
+    Rows,
+    alternating,
+    arguments,
+    median_ratio,
+    once,
+    save,
+    synchronise,
+)
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import ompq
+from ompq.datasets.sources import load_data
+from ompq.datasets.training_sets import HeldSet, training_data
 from ompq.graph import folded
 from ompq.integer.engine import IntegerNetwork
+from ompq.models import load_model
 from ompq.training.run import Run
 from ompq.training.step import Gradients, Recorded
 
@@ -38,6 +49,178 @@ ROWS = {
 }
 LIMITS = {"a": 0.2, "b": 0.4, "c": 1.0}
 ENDS = {"@first": (8, 8), "@last": (8, 8)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class FloatTraining:
+    """How a float network is trained: SGD, a linear rise and fall of the rate.
+
+    Attributes:
+        epochs: Passes over the images.
+        batch: Images a step.
+        rate: The highest learning rate, reached after a fifth of the steps.
+        decay: Of weights; norms and biases have none.
+        smoothing: Of labels.
+        cutout: Side of the square that is blanked in each image; 0 blanks none.
+    """
+
+    epochs: int
+    batch: int
+    rate: float
+    decay: float = 5e-4
+    smoothing: float = 0.0
+    cutout: int = 0
+
+
+NETWORKS = {
+    "resnet20": ("cifar:resnet20", "cifar_resnet20"),
+    "resnet18": ("cifar:resnet18", None),
+}
+# A small network underfits: what makes images or labels harder does not help it.
+FLOAT = {
+    "resnet20": FloatTraining(epochs=100, batch=256, rate=0.2),
+    "resnet18": FloatTraining(epochs=60, batch=512, rate=0.4, smoothing=0.1, cutout=12),
+}
+
+
+class Bench:
+    """Network, data and options, on the device."""
+
+    def __init__(self, options) -> None:
+        self.options = options
+        self.name, weights = NETWORKS[options.network]
+        file = "none"
+        if weights is not None:
+            file = str(options.data / "weights" / f"{weights}.safetensors")
+        self.named = load_model(self.name, file)
+        options.work.mkdir(parents=True, exist_ok=True)
+        self.train = self._train_set()
+        test = load_data(options.data / "cifar10", self.named, split="test")
+        found = list(test.batches(batch_size=500, limit=options.test_limit))
+        self.test = [(x.to(DEVICE), y.to(DEVICE)) for x, y in found]
+
+    def _train_set(self) -> HeldSet:
+        def decode(path: Path) -> None:
+            start = time.perf_counter()
+            data = load_data(self.options.data / "cifar10", self.named, split="train")
+            held = training_data(data)
+            save_file({"inputs": held.inputs, "targets": held.targets}, path)
+            print(f"decoded images in {time.perf_counter() - start:.1f} s", flush=True)
+
+        cache = once(self.options.work / "cifar10-train.safetensors", decode)
+        stored = load_file(cache, device=str(DEVICE))
+        inputs, targets = stored["inputs"], stored["targets"]
+        if self.options.limit:
+            generator = torch.Generator().manual_seed(0)
+            order = torch.randperm(len(targets), generator=generator)
+            picked = order[: self.options.limit].to(DEVICE)
+            inputs, targets = inputs[picked], targets[picked]
+        mean = 255 * torch.tensor(self.named.mean, device=DEVICE)
+        std = 255 * torch.tensor(self.named.std, device=DEVICE)
+        return HeldSet(inputs, targets, 4, mean, std)
+
+    def samples(self) -> Tensor:
+        """Return calibration images as they are, without augmentation."""
+        count = min(self.options.samples, len(self.train))
+        held = replace(self.train, inputs=self.train.inputs[:, 4:-4, 4:-4], padding=0)
+        found, _ = next(held.epoch(0, batch_size=count, seed=1))
+        return found.contiguous()
+
+    def float_network(self) -> nn.Module:
+        """Return the float network, trained on these images now or before."""
+        path = self.options.work / f"{self.options.network}.safetensors"
+        once(path, lambda temporary: train_float(self, temporary))
+        self.named.module.load_state_dict(load_file(path))
+        return self.named.module.to(DEVICE).eval()
+
+
+def train_float(bench: Bench, path: Path) -> None:
+    """Train the float network; a GPU replays one recorded step, in bfloat16."""
+    plan = FLOAT[bench.options.network]
+    epochs = bench.options.float_epochs or plan.epochs
+    batch = min(plan.batch, len(bench.train))
+    cuda = DEVICE.type == "cuda"
+    model = bench.named.module.to(DEVICE)
+    before = ompq.evaluate(model.eval(), bench.test).top1
+    if cuda:
+        model.to(memory_format=torch.channels_last)
+    settings = ompq.TrainConfig(
+        label_smoothing=plan.smoothing, precision="bfloat16" if cuda else "float32"
+    )
+    gradients = Gradients(
+        model, None, settings, backward=Tensor.backward, device=DEVICE
+    )
+    compute = Recorded(gradients, model) if cuda else gradients
+    optimizer = sgd(model, plan)
+    steps = epochs * (len(bench.train) // batch)
+    rate = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, plan.rate, total_steps=steps, pct_start=0.2, anneal_strategy="linear"
+    )
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    torch.backends.cudnn.benchmark = True
+    start = time.perf_counter()
+    model.train()
+    for epoch in range(epochs):
+        for x, y in bench.train.epoch(epoch, batch_size=batch):
+            if not cuda:  # what is recorded overwrites gradients
+                optimizer.zero_grad()
+            compute(gradients.placed(blanked(x, plan.cutout, generator)), y)
+            optimizer.step()
+            rate.step()
+    synchronise()
+    seconds = time.perf_counter() - start
+    torch.backends.cudnn.benchmark = False
+    after = ompq.evaluate(model.eval(), bench.test)
+    print(f"float {before:.4f} -> {after.top1:.4f} in {seconds:.1f} s", flush=True)
+    save_file({k: v.contiguous() for k, v in model.state_dict().items()}, path)
+    row = {
+        "network": bench.options.network,
+        "before": before,
+        "top1": after.top1,
+        "interval": after.interval,
+        "images": after.count,
+        **plan.__dict__,
+        "epochs": epochs,
+        "seconds": seconds,
+    }
+    save(f"qat-{bench.options.network}-float", [row], bench.options.out)
+
+
+def sgd(model: nn.Module, plan: FloatTraining) -> torch.optim.SGD:
+    """Return Nesterov's gradient descent, with decay of weights alone."""
+    decayed = [p for p in model.parameters() if p.dim() > 1]
+    others = [p for p in model.parameters() if p.dim() <= 1]
+    groups = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
+    return torch.optim.SGD(
+        groups,
+        lr=plan.rate,
+        momentum=0.9,
+        nesterov=True,
+        weight_decay=plan.decay,
+        foreach=True,
+    )
+
+
+def blanked(images: Tensor, side: int, generator: torch.Generator) -> Tensor:
+    """Set a square of each image (N, C, H, W) to 0, which is the mean, where it falls.
+
+    Args:
+        images: Normalised.
+        side: Of the square; its centre may be any pixel.
+        generator: On the images' device.
+    """
+    if not side:
+        return images
+    count, _, *sizes = images.shape
+    inside = []
+    for size in sizes:
+        centre = torch.randint(
+            size, (count, 1), generator=generator, device=images.device
+        )
+        place = torch.arange(size, device=images.device) - centre + side // 2
+        inside.append((place >= 0) & (place < side))  # (N, H), then (N, W)
+    square = inside[0][:, None, :, None] & inside[1][:, None, None, :]
+    return images.masked_fill(square, 0.0)
 
 
 def allocations(model, samples, row: str):
@@ -58,7 +241,7 @@ def run_row(bench: Bench, row: str) -> None:
     options, model, samples = bench.options, bench.float_network(), bench.samples()
     reference = ompq.evaluate(model, bench.test)
     print(f"float {reference.top1:.4f}", flush=True)
-    settings = train_config(options, 0, bench).__dict__
+    settings = train_config(options, 0).__dict__
     rows = Rows(
         f"qat-{options.network}-{row}",
         ("bits", "method", "seed"),
@@ -117,7 +300,7 @@ def train_once(bench: Bench, first: nn.Module, samples, about: dict, seed: int) 
     options, model = bench.options, bench.named.module
     name = f"{options.network}-{about['row']}-{about['bits']}-{seed}"
     start, folder = time.perf_counter(), options.work / f"run-{name}"
-    config = train_config(options, seed, bench)
+    config = train_config(options, seed)
     trained = ompq.train(first, bench.train, config, teacher=model, checkpoint=folder)
     synchronise()
     seconds = time.perf_counter() - start
@@ -129,7 +312,7 @@ def train_once(bench: Bench, first: nn.Module, samples, about: dict, seed: int) 
     return {**measured, "unsettled": unsettled}
 
 
-def train_config(options, seed: int, bench: Bench) -> ompq.TrainConfig:
+def train_config(options, seed: int) -> ompq.TrainConfig:
     return ompq.TrainConfig(
         epochs=options.epochs,
         batch_size=options.batch_size,
@@ -141,7 +324,7 @@ def train_config(options, seed: int, bench: Bench) -> ompq.TrainConfig:
         temperature=options.temperature,
         precision=options.precision,
         compile=options.step == "compile",
-        cuda_graph=options.step == "graph" and bench.device.type == "cuda",
+        cuda_graph=options.step == "graph" and DEVICE.type == "cuda",
         report_steps=10_000,
         deterministic=False,
         seed=seed,
@@ -213,10 +396,10 @@ def run_speed(bench: Bench) -> None:
     quantized = ompq.quantize(model, plan, samples)
     batch = next(bench.train.epoch(0, batch_size=min(128, len(bench.train))))
     kinds = ["eager"]
-    kinds += ["graph"] if bench.device.type == "cuda" else []
+    kinds += ["graph"] if DEVICE.type == "cuda" else []
     kinds += [] if options.no_compile else ["compile"]
     size = len(batch[1])
-    base = replace(train_config(options, 0, bench), distill=0.0, batch_size=size)
+    base = replace(train_config(options, 0), distill=0.0, batch_size=size)
     base = replace(base, batch_norm="folded")
     functions = {}
     for kind in kinds:
@@ -294,9 +477,7 @@ def float_step(model: nn.Module, batch, kind: str):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--network", choices=NETWORKS, required=True)
+    parser = arguments(__doc__, NETWORKS, "out/qat")
     pieces = ["float", *ROWS, "speed", "engine"]
     parser.add_argument("--only", nargs="+", choices=pieces, default=pieces[:-1])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
@@ -319,8 +500,6 @@ def main() -> None:
     parser.add_argument("--no-compile", action="store_true")
     parser.add_argument("--limit", type=int, help="training images, for a dry run")
     parser.add_argument("--test-limit", type=int)
-    parser.add_argument("--work", type=Path, default=Path("out/qat"))
-    parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
     bench = Bench(options)
     for piece in options.only:

@@ -15,7 +15,6 @@ was cut is just repeated. No row is begun after ``--minutes``. The same command 
 several times at once with one ``--work``.
 """
 
-import argparse
 import time
 import traceback
 import zlib
@@ -24,9 +23,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from common import RESULTS, Rows, claimed, commit, once, synchronise
+from common import DEVICE, Rows, arguments, claimed, commit, once, synchronise
 from ptq import load
-from qat_setup import Bench
+from qat import Bench
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -55,13 +54,12 @@ class Networks:
 
     def __init__(self, options) -> None:
         self.options = options
-        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.bench = Bench(options) if options.network == "resnet20" else None
         if self.bench is not None:
             self.model, self.samples = self.bench.float_network(), self.bench.samples()
             self.test = self.bench.test
         else:
-            found = load(options.network, options.data, self.device)
+            found = load(options.network, options.data)
             self.model, self.samples, self.test = found
             self.samples = self.samples[: options.samples]
         limit = options.test_limit
@@ -153,7 +151,7 @@ def distilled(nets: Networks, seed: int) -> torch.Tensor:
 
     name = f"distilled-{options.network}-{count}-{steps}-{seed}-{commit()}"
     path = once(options.work / f"{name}.safetensors", make)
-    return load_file(path)["images"].to(nets.device)
+    return load_file(path)["images"].to(DEVICE)
 
 
 PTQ = (
@@ -200,7 +198,7 @@ def qat_plan(nets: Networks, method: str) -> tuple[ompq.Plan, nn.Module]:
     if method == "one-bitwidth":
 
         def build(width: float) -> nn.Module:
-            return CifarResNet(20, width=width).to(nets.device)
+            return CifarResNet(20, width=width).to(DEVICE)
 
         bits, config = options.channel_bits, replace(base, choices=(8,))
         found = ompq.one_bitwidth(build, nets.samples[:256], budget, bits, config)
@@ -224,7 +222,7 @@ def train_config(nets: Networks, method: str, seed: int) -> ompq.TrainConfig:
         learning_rate=RATES.get(method, RATE),
         warmup=10 * (method == "one-bitwidth"),
         freeze_norm_epoch=frozen,
-        cuda_graph=nets.device.type == "cuda" and not options.eager,
+        cuda_graph=DEVICE.type == "cuda" and not options.eager,
         report_steps=10_000,
         deterministic=False,
         seed=seed,
@@ -305,9 +303,7 @@ def run(nets: Networks, kind: str, rows: Rows, until: float) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--network", choices=NETWORKS, required=True)
+    parser = arguments(__doc__, NETWORKS, "out/rivals")
     parser.add_argument("--only", nargs="+", choices=["ptq", "qat"])
     parser.add_argument("--methods", nargs="+", choices=sorted({*PTQ, *QAT}))
     parser.add_argument("--bits", type=int, default=3)
@@ -327,8 +323,6 @@ def main() -> None:
     parser.add_argument("--limit", type=int, help="training images, for a dry run")
     parser.add_argument("--test-limit", type=int)
     parser.add_argument("--minutes", type=float, default=1e6)
-    parser.add_argument("--work", type=Path, default=Path("out/rivals"))
-    parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
     until = time.monotonic() + 60 * options.minutes
     options.work.mkdir(parents=True, exist_ok=True)

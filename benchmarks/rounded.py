@@ -12,7 +12,6 @@ weights have the same bits, and activations 8; in ``ranges`` it is the other way
 and in ``group-sizes`` activations are float. FOLDER is as for ptq.py.
 """
 
-import argparse
 import time
 from contextlib import nullcontext
 from pathlib import Path
@@ -20,8 +19,7 @@ from tempfile import TemporaryDirectory
 from typing import NamedTuple
 from unittest.mock import patch
 
-import torch
-from common import RESULTS, everywhere, save, synchronise
+from common import arguments, everywhere, save, synchronise
 from ptq import NETWORKS, load, some_of
 
 from ompq.evaluation import evaluate
@@ -121,19 +119,15 @@ def packed_bytes(network) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = arguments(__doc__, NETWORKS)
     parser.add_argument("study", choices=STUDIES)
-    parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--network", choices=NETWORKS, required=True)
     parser.add_argument("--only", nargs="+", help="some of the study's settings")
     parser.add_argument("--bits", type=int, nargs="+")
     parser.add_argument("--samples", type=int, nargs="+")
     parser.add_argument("--images", type=int, help="to judge by")
-    parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
     study, activations = STUDIES[options.study], options.study == "ranges"
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model, calibration, batches = load(options.network, options.data, device)
+    model, calibration, batches = load(options.network, options.data)
     images = options.images or study.images
     judged = some_of(batches, images) if images else batches
     rows = []
