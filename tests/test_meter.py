@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import ompq
-from nets import Chain, TinyResNet, images, seeded
+from nets import Chain, TinyResNet, images, seeded, tokens
 from ompq.errors import SampleError
 from ompq.measurement.meter import Checkpoint, Meter, split
 from ompq.samples import Samples
@@ -41,6 +41,15 @@ def test_judges_differ_by_what_divergences_depend_on():
     bits = dict.fromkeys(ompq.trace(model, samples).names, ompq.Choice(32, 32))
     unchanged = first.quantized(ompq.Allocation(bits))
     assert first.divergence(unchanged) == pytest.approx(0, abs=1e-6)
+
+
+def test_networks_are_measured_with_the_groups_of_their_plan():
+    model, samples = tokens(), Samples.of(images(4))
+    bits = dict.fromkeys(ompq.trace(model, samples).names, ompq.Choice(3, 32))
+    made = Meter(model, samples, samples, group_size=32).quantized(
+        ompq.Allocation(bits)
+    )
+    assert made.up.group_size == 32 and made.up.weight_scale.shape == (72, 2)
 
 
 def test_what_a_checkpoint_knows_is_not_measured_again(tmp_path):
