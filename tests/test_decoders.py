@@ -170,6 +170,15 @@ def test_a_folder_is_a_network_and_a_text_its_data(folder, tmp_path):
     assert alone["metrics"]["perplexity"] == value
 
 
+def test_decoders_are_float32_whatever_their_files_hold(tmp_path):
+    half, ids = llama().to(torch.bfloat16), tokens()
+    half.save_pretrained(tmp_path)
+    network = ompq.load_model(f"transformers:{tmp_path}").module
+    assert {p.dtype for p in network.parameters()} == {torch.float32}
+    with pytest.raises(ompq.QuantizationError, match=r"bfloat16.*: model.float\(\)"):
+        ompq.quantize(half, {"*": (4, 32)}, ids)
+
+
 def test_a_config_alone_has_random_weights(folder, tmp_path):
     file = tmp_path / "config.json"
     file.write_text((folder / "config.json").read_text())

@@ -51,7 +51,9 @@ def load_decoder(name: str, source: str, *, pretrained: bool) -> tuple[nn.Module
 
 def _built(library: Any, kind: Any, source: Any, *, pretrained: bool) -> nn.Module:
     if pretrained:
-        made = kind.from_pretrained(source, dtype="auto", trust_remote_code=False)
+        # Half a precision does not hold the values of a grid.
+        kept = {"dtype": torch.float32, "trust_remote_code": False}
+        made = kind.from_pretrained(source, **kept)
     else:
         made = kind.from_config(library.AutoConfig.from_pretrained(source))
     return _linearized(made)

@@ -491,6 +491,11 @@ def _replace(
 ) -> None:
     """Round a unit's weight, in a quantized layer where that can be."""
     weight = model.get_parameter(unit.parameter).detach()
+    if weight.element_size() < 4:
+        raise QuantizationError(
+            f"{unit.name}: its weight is {weight.dtype}, which does not hold a grid; "
+            "quantize the network in float32: model.float()"
+        )
     holder, _, leaf = unit.parameter.rpartition(".")
     owner, group_size = model.get_submodule(holder), unit.shared_by(choice)
     visiting = weight.to(model_device(model))
