@@ -88,7 +88,14 @@ def time_block(block, cache, steps: int) -> dict[str, float]:
         own = copy.deepcopy(block)
         layers = list(quantized_layers(own).values())
         soft = rounding.SoftRounding(layers, rounding._runs(own, cache))
-        return rounding.rounding_descent(own, cache, soft, config, 0.03)
+        return rounding.rounding_descent(
+            own,
+            cache,
+            soft,
+            config,
+            rounding.sample_order(cache.targets, config, 0),
+            0.03,
+        )
 
     with optimising(block, 0):
         found["eager"] = milliseconds(descent()._advance, steps)

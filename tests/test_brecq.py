@@ -229,7 +229,7 @@ def test_nothing_is_kept_that_makes_a_block_worse(pair):
     with torch.no_grad():
         cache.targets = block(cache.inputs[0])  # what rounding to nearest gives
     weight = block[0].weight.clone()
-    before, after = learn_weights(block, cache, replace(QUICK, learning_rate=9.0), None)
+    before, after = learn_weights(block, cache, replace(QUICK, learning_rate=9.0), 0)
     assert before == 0 <= after
     assert torch.equal(block[0].weight, weight)
 

@@ -191,7 +191,8 @@ def _phases(
         return learn_rounding(
             _joined(network, group),
             cache,
-            replace(rounding, seed=seed),
+            rounding,
+            seed=seed,
             moments=moments[group],
             progress=progress,
         )
@@ -204,13 +205,11 @@ def _brecq_phases(config: BrecqConfig, samples: Samples) -> list[_Phase]:
 
     def weights(network, group, cache, seed, progress):  # type: ignore[no-untyped-def]
         cache.float_inputs = []
-        block = _joined(network, group)
-        return learn_weights(block, cache, replace(config, seed=seed), progress)
+        return learn_weights(_joined(network, group), cache, config, seed, progress)
 
     def steps(network, group, cache, seed, progress):  # type: ignore[no-untyped-def]
         cache.inputs, cache.float_inputs = cache.float_inputs, []
-        block = _joined(network, group)
-        return learn_steps(block, cache, replace(config, seed=seed), progress)
+        return learn_steps(_joined(network, group), cache, config, seed, progress)
 
     return [
         _Phase(config.iterations, weights, ", weights", float_activations=True),

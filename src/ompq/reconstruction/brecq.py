@@ -49,7 +49,6 @@ class BrecqConfig:
         warmup: Fraction of the iterations before that loss counts.
         exponent: Of that loss, at first and at the end.
         activation_power: Of the error while steps are learned.
-        seed: Seed of the order of samples.
     """
 
     iterations: int = 20_000
@@ -61,7 +60,6 @@ class BrecqConfig:
     warmup: float = 0.2
     exponent: tuple[float, float] = (20.0, 2.0)
     activation_power: float = 2.4
-    seed: int = 0
 
     def __post_init__(self) -> None:
         """Check the values."""
@@ -142,7 +140,11 @@ def side_schedule(config: BrecqConfig) -> Tensor:
 
 
 def learn_weights(
-    block: nn.Module, cache: BlockCache, config: BrecqConfig, progress: Progress | None
+    block: nn.Module,
+    cache: BlockCache,
+    config: BrecqConfig,
+    seed: int,
+    progress: Progress | None = None,
 ) -> tuple[float, float]:
     """Learn the rounding of a block's weights; return its error before and after."""
     soft = SigmoidRounding(list(quantized_layers(block).values()))
@@ -159,16 +161,20 @@ def learn_weights(
     size = max(config.batch_size, cache.batch_size)
     with (
         kept_if_better(block, cache, size) as errors,
-        optimising(block, config.seed),
+        optimising(block, seed),
     ):
-        order = _sample_order(len(cache.targets), len(table), config)
+        order = _sample_order(cache, len(table), config.batch_size, seed)
         Descent(block, cache, learned, table, order, loss).run(progress)
         soft.finish()
     return errors[0], errors[1]
 
 
 def learn_steps(
-    block: nn.Module, cache: BlockCache, config: BrecqConfig, progress: Progress | None
+    block: nn.Module,
+    cache: BlockCache,
+    config: BrecqConfig,
+    seed: int,
+    progress: Progress | None = None,
 ) -> tuple[float, float]:
     """Learn the steps of a block's activations; return its error before and after."""
     scales: list[Tensor] = [q.scale for q in _quantizers(block)]
@@ -183,10 +189,10 @@ def learn_steps(
     size = max(config.batch_size, cache.batch_size)
     with (
         kept_if_better(block, cache, size, power) as errors,
-        optimising(block, config.seed),
+        optimising(block, seed),
     ):
         if scales:
-            order = _sample_order(len(cache.targets), len(rates), config)
+            order = _sample_order(cache, len(rates), config.batch_size, seed)
             Descent(block, cache, [(scales, 0)], rates[:, None], order, loss).run(
                 progress
             )
@@ -202,11 +208,13 @@ def _errors(
     return error, error / usual.clamp_min(torch.finfo(usual.dtype).tiny)
 
 
-def _sample_order(count: int, iterations: int, config: BrecqConfig) -> Tensor:
+def _sample_order(
+    cache: BlockCache, iterations: int, batch_size: int, seed: int
+) -> Tensor:
     """Return which samples each step sees, none twice, (iterations, batch size)."""
-    generator = torch.Generator().manual_seed(config.seed)
+    generator, count = torch.Generator().manual_seed(seed), len(cache.targets)
     drawn = (torch.randperm(count, generator=generator) for _ in range(iterations))
-    return torch.stack([each[: config.batch_size] for each in drawn])
+    return torch.stack([each[:batch_size] for each in drawn])
 
 
 def calibrate_steps(model: nn.Module, samples: Samples) -> None:

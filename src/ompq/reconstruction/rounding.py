@@ -75,7 +75,6 @@ class RoundingConfig:
         float_inputs: Probability with which an element of the block's input is the one
             that the float network has, while learning. The block then does not overfit
             to the errors that the blocks before it make on these few samples.
-        seed: Seed of the order of samples.
     """
 
     iterations: int = 1_000
@@ -92,7 +91,6 @@ class RoundingConfig:
     price: float = 0.1
     drop: float = 0.0
     float_inputs: float = 0.5
-    seed: int = 0
 
     def __post_init__(self) -> None:
         """Check the values."""
@@ -109,6 +107,7 @@ def learn_rounding(
     cache: BlockCache,
     config: RoundingConfig,
     *,
+    seed: int = 0,
     moments: Mapping[str, Moments] | None = None,
     progress: Progress | None = None,
 ) -> tuple[float, float]:
@@ -126,10 +125,12 @@ def learn_rounding(
         copy_main(block.state_dict().values())  # others have seen other samples
         soft = SoftRounding(list(quantized_layers(block).values()), _runs(block, cache))
         quantizers = activation_quantizers(block).values()
-        with optimising(block, config.seed):
+        with optimising(block, seed):
             for quantizer in quantizers:
                 quantizer.keep = 1.0 - config.drop
-            rounding_descent(block, cache, soft, config, errors[0]).run(progress)
+            order = sample_order(cache.targets, config, seed)
+            descent = rounding_descent(block, cache, soft, config, order, errors[0])
+            descent.run(progress)
             with torch.no_grad():
                 soft.finish()
             for quantizer in quantizers:
@@ -153,6 +154,7 @@ def rounding_descent(
     cache: BlockCache,
     soft: "SoftRounding",
     config: RoundingConfig,
+    order: Tensor,
     before: float,
 ) -> Descent:
     """Return the descent that learns a block's rounding; its error was ``before``."""
@@ -184,7 +186,7 @@ def rounding_descent(
         cache=cache,
         learned=_learned(soft, activation_quantizers(block).values(), config),
         schedule=schedule(config),
-        order=sample_order(cache.targets, config),
+        order=order,
         loss=loss,
         before=prepare,
         after=lambda row: soft.decide(row[4], row[5]),
@@ -261,7 +263,7 @@ def schedule(config: RoundingConfig) -> Tensor:
     return torch.stack(columns, dim=1)
 
 
-def sample_order(targets: Tensor, config: RoundingConfig) -> Tensor:
+def sample_order(targets: Tensor, config: RoundingConfig, seed: int) -> Tensor:
     """Return which samples each step sees, (iterations, batch size).
 
     Of several processes, each sees its share of the batch, from its own samples.
@@ -270,7 +272,7 @@ def sample_order(targets: Tensor, config: RoundingConfig) -> Tensor:
     fitting = config.step_elements // targets[0].numel()
     size = min(max(fitting, _FEWEST_SAMPLES), config.batch_size, count)
     size = max(size // process_count(), 1)
-    generator = torch.Generator().manual_seed(config.seed + rank())
+    generator = torch.Generator().manual_seed(seed + rank())
     return torch.randint(count, (config.iterations, size), generator=generator)
 
 

@@ -105,8 +105,6 @@ def measure_orm(
     """Measure ORM in one forward pass, keeping Gram matrices and no activation.
 
     Args:
-        graph: The network's units.
-        model: The network.
         samples: Inputs; with one batch (up to 256 samples) ORM is exact, with more
             it is an unbiased estimate from the pairs within batches.
         settings: The paper's by default.
