@@ -175,28 +175,16 @@ def plan(
     budget, samples = Budget.of(budget), Samples.of(samples)
     report = progress or no_progress
     report(0, 3, "observing the network")
-    recording = observe(float_network(model), samples)
-    graph = planned_graph(find_units(model, recording, tie=config.tie), config)
+    memory = bool(budget.activations_mib or budget.total_mib)
+    graph, alive, problem = unscored_problem(model, samples, config, memory=memory)
     if config.strict and graph.skipped:
         names = [f"{entry.name} ({entry.reason})" for entry in graph.skipped]
         raise TraceError(
             f"strict: not everything can be planned: {shortened(names, 3)}"
         )
-    choices, allowed = choice_table(graph, config)
-    alive: tuple[LiveTensor, ...] = ()
-    if budget.activations_mib or budget.total_mib:
-        alive = live_tensors(recording, graph, batch_values(samples.first_batch(1)))
-    costs = cost_tables(
-        graph,
-        choices,
-        accounting=config.accounting,
-        latency=config.latency,
-        activations=alive,
-    )
-    nothing = np.zeros((len(graph), len(choices)))
-    problem = make_problem(graph, choices, nothing, allowed, costs)
     files = _files(model, samples, graph, problem, budget)
-    problem = replace(problem, costs={**costs, **{one.name: one for one in files}})
+    costs = {**problem.costs, **{one.name: one for one in files}}
+    problem = replace(problem, costs=costs)
     # Before the samples are run: a budget that cannot be met should say so at once.
     check_budget(problem, budget)
     stage = "scoring the choices"
@@ -205,7 +193,7 @@ def plan(
         graph,
         model,
         samples,
-        choices,
+        problem.choices,
         lambda done, total, _: report(done, total, stage),
     )
     scores = score_table(config.score, given, cache).as_saved()
@@ -215,9 +203,9 @@ def plan(
     report(3, 3, "done")
     return Plan(
         graph=graph,
-        choices=choices,
+        choices=problem.choices,
         scores=scores,
-        allowed=allowed,
+        allowed=problem.allowed,
         budget=budget,
         allocation=allocation,
         accounting=config.accounting,
@@ -228,6 +216,31 @@ def plan(
         activations=alive,
         files=files,
     )
+
+
+def unscored_problem(
+    model: nn.Module, samples: SamplesLike, config: PlanConfig, *, memory: bool
+) -> tuple[LayerGraph, tuple[LiveTensor, ...], Problem]:
+    """Return a network's units, its live tensors, and the problem without any damage.
+
+    Live tensors, whose bytes a budget may limit, are found only if ``memory``.
+    """
+    samples = Samples.of(samples)
+    recording = observe(float_network(model), samples)
+    graph = planned_graph(find_units(model, recording, tie=config.tie), config)
+    choices, allowed = choice_table(graph, config)
+    alive: tuple[LiveTensor, ...] = ()
+    if memory:
+        alive = live_tensors(recording, graph, batch_values(samples.first_batch(1)))
+    costs = cost_tables(
+        graph,
+        choices,
+        accounting=config.accounting,
+        latency=config.latency,
+        activations=alive,
+    )
+    nothing = np.zeros((len(graph), len(choices)))
+    return graph, alive, make_problem(graph, choices, nothing, allowed, costs)
 
 
 def _files(

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import torch
 import typer
-from torch import nn
 
 from ompq.allocation.solver import Budget, Problem, reachable
 from ompq.cli.console import Console, View, muted, say
@@ -42,16 +41,15 @@ from ompq.cli.views import (
     plan_view,
     size_budgets,
 )
-from ompq.costs import FLOAT_BITS, cost_tables, digits, in_bytes
+from ompq.costs import FLOAT_BITS, digits, in_bytes
 from ompq.datasets.sources import load_data
 from ompq.errors import suggestion
-from ompq.graph import Choice, find_units, live_tensors, observe
+from ompq.graph import Choice
 from ompq.measurement.audits import Audit, AuditConfig, audit as measure_scores
 from ompq.measurement.reconstruction_score import SCORES
-from ompq.plans import PlanConfig, choice_table, make_problem, planned_graph
+from ompq.plans import unscored_problem
 from ompq.report import write_report
 from ompq.report.sections import audit_sections
-from ompq.samples import Samples, SamplesLike, batch_values
 from ompq.scores import score_name
 from ompq.stages import REPORT
 from ompq.workflow import PLAN_SAMPLES, Workflow, whole_folder, write_result
@@ -153,26 +151,8 @@ def budget(
     if data is not None:
         samples = load_data(data, model, split="train").samples(1)
     with console.stage("observing the network"):
-        problem = shape_problem(model.module, samples, config)
+        *_, problem = unscored_problem(model.module, samples, config, memory=True)
     return budget_view(model.name, problem)
-
-
-def shape_problem(
-    model: nn.Module, samples: SamplesLike, config: PlanConfig
-) -> Problem:
-    """Return the integer program of a network without any score."""
-    recording, one = observe(model, samples), Samples.of(samples).first_batch(1)
-    graph = planned_graph(find_units(model, recording, tie=config.tie), config)
-    choices, allowed = choice_table(graph, config)
-    costs = cost_tables(
-        graph,
-        choices,
-        accounting=config.accounting,
-        latency=config.latency,
-        activations=live_tensors(recording, graph, batch_values(one)),
-    )
-    nothing = np.zeros((len(graph), len(choices)))
-    return make_problem(graph, choices, nothing, allowed, costs)
 
 
 def budget_view(network: str, problem: Problem) -> View:
