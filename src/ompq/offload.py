@@ -214,12 +214,17 @@ class _Visits(TorchFunctionMode):
         held = chain.from_iterable(every)
         self.held = {id(each): each for each in held if each.device.type == "cpu"}
 
+    def _visits(self, tensor: Tensor) -> bool:
+        # Learning may give a layer another parameter while a pass is paused.
+        new = isinstance(tensor, nn.Parameter) and tensor.device.type == "cpu"
+        return id(tensor) in self.held or new
+
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         given = args, kwargs or {}
         every = (t for t in tree_flatten(given)[0] if isinstance(t, Tensor))
-        read = [tensor for tensor in every if id(tensor) in self.held]
+        read = [tensor for tensor in every if self._visits(tensor)]
         name = getattr(func, "__name__", "")
         if name == "__get__":
             name = func.__self__.__name__
