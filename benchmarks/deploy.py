@@ -2,15 +2,20 @@
 
 python benchmarks/deploy.py agreement --data FOLDER --work WORK --network resnet18
 python benchmarks/deploy.py latency --work WORK --network resnet18
+python benchmarks/deploy.py loading --data FOLDER --work WORK --network resnet18
 
 FOLDER holds ``imagenet-calib``, ``imagenet-val`` (ImageFolders) and ``weights``. The
 first part writes the files into WORK and compares what they compute with PyTorch, on
-all images; the second part, for a quiet machine, times them. Weights are rounded to
-nearest: agreement and time do not depend on how good a network is.
+all images; the second part, for a quiet machine, times them; the third writes files of
+one width each, unless they are there, and measures only what loading takes. Weights are
+rounded to nearest: agreement and time do not depend on how good a network is.
 """
 
 import argparse
 import copy
+import statistics
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -19,6 +24,7 @@ from common import RESULTS, alternating, everywhere, median_ratio, save
 from torch import nn
 
 import ompq
+from ompq.allocation.solver import Allocation
 from ompq.datasets.sources import load_data
 from ompq.graph import Choice
 from ompq.models import load_model
@@ -39,6 +45,26 @@ SCHEMES = {
     "mixed 2-4": ("3.2bits", (2, 3, 4)),
 }
 SHAPE = (1, 3, 224, 224)
+# Name → bits of the layers, in turn.
+WIDTHS = {
+    "8 bits": (8,),
+    **{f"{bits} bits": (bits,) for bits in (2, 3, 4, 5, 6)},
+    "2-8 bits in turn": (2, 3, 4, 5, 6, 8),
+}
+# Run in a process of its own: the runtime alone, time to load, memory then and after.
+LOAD = """
+import sys
+from time import perf_counter, process_time
+from ompq.onnx.inspection import load_runtime, most_memory, runner
+path, threads, *shape = sys.argv[1:]
+load_runtime("onnxruntime")
+start, wall, cpu = most_memory(), perf_counter(), process_time()
+run = runner(path, [int(size) for size in shape], int(threads))
+taken = perf_counter() - wall, process_time() - cpu
+loaded = most_memory()
+run()
+print(*taken, start, loaded, most_memory())
+"""
 
 
 def file_of(work: Path, network: str, scheme: str, kind: str) -> Path:
@@ -165,10 +191,58 @@ def latency(given) -> None:
     save(f"deploy-latency-{given.network}", rows, given.out, pytorch_ms=medians)
 
 
+def write_widths(given) -> dict[str, Path]:
+    """Write the files of all widths that are not there; return where they are."""
+    network, weights = NETWORKS[given.network]
+    files = {name: file_of(given.work, given.network, name, "onnx") for name in WIDTHS}
+    if all(path.exists() for path in files.values()):
+        return files
+    given.work.mkdir(parents=True, exist_ok=True)
+    file = given.data / "weights" / f"{weights}.safetensors"
+    model = load_model(network, file).module.eval()
+    samples = torch.randn((4, *SHAPE[1:]), generator=torch.Generator().manual_seed(0))
+    names = everywhere(model, samples, Choice(8, 8))
+    for scheme, bits in WIDTHS.items():
+        choices = {name: Choice(bits[i % len(bits)], 8) for i, name in enumerate(names)}
+        quantized = ompq.quantize(model, Allocation(choices), samples)
+        written = export_onnx(quantized, files[scheme], samples, engine_images=1)
+        print(scheme, written.bytes, written.engine, flush=True)
+    return files
+
+
+def loading(given) -> None:
+    """Load every file in processes of their own, in turn."""
+    files = write_widths(given)
+    taken: dict[str, list[list[float]]] = {name: [] for name in files}
+    for _ in range(given.repeats):
+        for name, path in files.items():
+            words = [str(path), str(given.threads), *map(str, SHAPE)]
+            done = subprocess.run(
+                [sys.executable, "-c", LOAD, *words],
+                capture_output=True,
+                text=True,
+                check=True,
+            )
+            taken[name].append([float(word) for word in done.stdout.split()])
+    rows = []
+    keys = ("seconds", "cpu_seconds", "runtime_mib", "load_mib", "peak_mib")
+    for name, runs in taken.items():
+        columns = zip(*runs, strict=True)
+        middle = dict(zip(keys, map(statistics.median, columns), strict=True))
+        for key in keys[2:]:
+            middle[key] /= 2**20
+        first = rows[0] if rows else middle
+        ratios = {f"{k}_ratio": middle[k] / first[k] for k in keys if k != keys[2]}
+        row = {"scheme": name, "onnx_bytes": files[name].stat().st_size}
+        rows.append(row | middle | ratios)
+        print(rows[-1], flush=True)
+    save(f"deploy-loading-{given.network}", rows, given.out, repeats=given.repeats)
+
+
 def main() -> None:
     """Measure one part for one network."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("part", choices=["agreement", "latency"])
+    parser.add_argument("part", choices=["agreement", "latency", "loading"])
     parser.add_argument("--data", type=Path, default=Path())
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--network", choices=NETWORKS, default="resnet18")
@@ -179,7 +253,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=50)
     parser.add_argument("--out", type=Path, default=RESULTS)
     given = parser.parse_args()
-    {"agreement": agreement, "latency": latency}[given.part](given)
+    parts = {"agreement": agreement, "latency": latency, "loading": loading}
+    parts[given.part](given)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,14 @@
 """How an ONNX file stores a weight of 2 to 8 bits, and the nodes that unpack it.
 
 A code is cut into parts of 4, 2 and 1 bits, each packed densely. Parts of 4 bits are
-ONNX's own INT4; the others are bytes that look up all their codes at once in a table of
-256 rows. Small integer arithmetic does the rest. Runtimes compute all of it once, when
-they load the file, and every number on the way fits into a byte: so ONNX Runtime and
-OpenVINO give the same bytes.
+ONNX's own INT4; the others are numbers of 8 or 16 bits that look up eight codes at once
+in a table. Small integer arithmetic does the rest. Runtimes compute all of it once,
+when they load the file, and what becomes of a code fits into a byte on the way: so ONNX
+Runtime and OpenVINO give the same bytes.
+
+ONNX Runtime folds constants in passes over the graph, and frees what it computed on the
+way only after a pass. So large networks are unpacked in stages, one a pass: the weights
+of a stage depend on a number that is known one pass later than the stage before.
 """
 
 from collections.abc import Mapping
@@ -19,11 +23,12 @@ if TYPE_CHECKING:  # a process that only times a file need not hold torch
 
 _PARTS = {2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 7: (4, 2, 1)}
 _INT4_OPSET = 21  # the first with INT4
+_ROW = 8  # codes that tables give together
+_STAGES = 6  # ONNX Runtime makes at most ten passes
+_STAGED = 1 << 22  # codes of a network that is worth it: a stage takes a millisecond
 ZERO_OF_UNSIGNED = 128  # the zero point of a weight that is stored as unsigned bytes
 
 Array = NDArray[Any]
-# Kind, inputs, output and attributes of a node.
-NodeData = tuple[str, list[str], str, dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -88,48 +93,61 @@ def grid_names(scale: float, zero_point: int) -> tuple[str, str]:
     return f"scale/{np.float32(scale).tobytes().hex()}", f"zero/{zero_point:03d}"
 
 
-def stored_bytes(
-    name: str,
-    weight: "IntegerWeight",
-    opset: int,
-    short: str,
-    *,
-    unsigned: bool = False,
-) -> tuple[dict[str, Any], list[NodeData]]:
-    """Return constants and nodes that give a weight as bytes, ``name/bytes``.
+class Unpacking:
+    """Stores the weights of one file, and writes the nodes that unpack them.
 
-    ``short`` is unique in the file, for what is passed on between nodes. Unsigned bytes
-    have zero point 128: kernels that would saturate with signed ones add products of
-    two unsigned bytes in 32 bits.
+    ``codes`` is how many codes all weights of the file have.
     """
-    if not plane_parts(weight):
-        values = weight.values.numpy()
-        if unsigned:
-            values = (values.astype(np.int16) + ZERO_OF_UNSIGNED).astype(np.uint8)
-        return {f"{name}/bytes": values}, []
-    unpacking = _Unpacking(name, weight, opset, short)
-    unpacking.write(unsigned=unsigned)
-    return unpacking.constants, unpacking.nodes
+
+    def __init__(self, opset: int, codes: int) -> None:
+        self.opset, self.total = opset, codes
+        self.stages = _STAGES if codes >= _STAGED else 0
+        self.stored, self.weights, self.stage = 0, 0, 0
+        self.written: set[str] = set()  # outputs of nodes: weights share some
+
+    @property
+    def short(self) -> str:
+        """Return a short name for what is only passed on; no layer has such a name."""
+        return f"/{self.weights}"
+
+    def store(
+        self, name: str, weight: "IntegerWeight", *, unsigned: bool = False
+    ) -> tuple[dict[str, Any], list[Any]]:
+        """Return constants and nodes that give a weight as bytes, ``name/bytes``.
+
+        Unsigned bytes have zero point 128: kernels that would saturate with signed ones
+        add products of two unsigned bytes in 32 bits.
+        """
+        self.weights += 1
+        due = self.stored * self.stages // max(self.total, 1)
+        self.stage += bool(self.stages) and due >= self.stage
+        self.stored += weight.codes.numel()
+        if not plane_parts(weight):
+            values = weight.values.numpy()
+            if unsigned:
+                values = (values.astype(np.int16) + ZERO_OF_UNSIGNED).astype(np.uint8)
+            return {f"{name}/bytes": values}, []
+        written = _Unpacked(name, weight, self)
+        written.write(unsigned=unsigned)
+        return written.constants, written.nodes
 
 
-class _Unpacking:
+class _Unpacked:
     """Constants and nodes that turn the parts of a weight into its bytes.
 
     The sum of the parts is ``(unit * code - centre) * stretch``, and what is taken from
     it, for each channel, ``(offset - centre) * stretch``.
     """
 
-    def __init__(
-        self, name: str, weight: "IntegerWeight", opset: int, short: str
-    ) -> None:
-        self.name, self.weight, self.opset, self.short = name, weight, opset, short
+    def __init__(self, name: str, weight: "IntegerWeight", file: Unpacking) -> None:
+        self.name, self.weight, self.file = name, weight, file
+        self.short = file.short
         self.shape = tuple(weight.codes.shape)
         self.constants: dict[str, Any] = {}
-        self.nodes: list[NodeData] = []
-        # Codes of 2 and 3 bits, which are stretched most, are centred to the half.
-        largest = weight.unit * ((1 << weight.bits) - 1)
-        half = weight.unit << (weight.bits - 1)
-        self.centre = largest // 2 if weight.bits <= 3 else half
+        self.nodes: list[Any] = []
+        # INT4 is signed: its codes are less 8.
+        signed = plane_parts(weight)[0] == 4 and file.opset >= _INT4_OPSET
+        self.centre = weight.unit << (weight.bits - 1) if signed else 0
         self.stretch = weight.per_channel(weight.stretch).numpy().astype(np.int64)
         self.same = bool((self.stretch == self.stretch.flat[0]).all())
         if self.same:
@@ -148,37 +166,44 @@ class _Unpacking:
         narrow = min(ends) >= -128 and max(ends) <= 127
         kind = np.int8 if narrow else np.int16
         total, to = self._sum(kind), TensorProto.INT8
+        if not self.same:
+            given = self._constant(f"{self.name}/stretch", self.stretch.astype(kind))
+            total = self._apply("Mul", [total, given], f"{self.short}/stretched")
         if unsigned:
             if narrow:
-                total = self._apply("Cast", [total], "wider", to=TensorProto.INT16)
+                given = f"{self.short}/wider"
+                total = self._apply("Cast", [total], given, to=TensorProto.INT16)
             narrow, kind, to = False, np.int16, TensorProto.UINT8
             shift = shift - ZERO_OF_UNSIGNED
-        given = self._constant("offset", shift.astype(kind))
-        total = self._apply("Sub", [total, given], "bytes" if narrow else "wide")
+        given = self._constant(f"{self.name}/offset", shift.astype(kind))
+        found = f"{self.name}/bytes" if narrow else f"{self.short}/wide"
+        total = self._apply("Sub", [total, given], found)
         if not narrow:
-            self._apply("Cast", [total], "bytes", to=to)
+            self._apply("Cast", [total], f"{self.name}/bytes", to=to)
 
     def _sum(self, kind: Any) -> str:
-        """Add the parts up, stretched."""
-        parts = plane_parts(self.weight)
+        """Add the parts up: those in tables first, which are shaped together."""
         codes, rest = self.weight.codes.numpy().reshape(-1), self.weight.bits
-        total = ""
-        for part in parts:
+        high, total = "", ""
+        for part in plane_parts(self.weight):
             rest -= part
             own = (codes >> rest) & ((1 << part) - 1)
-            times = self.weight.unit << rest
-            if part == 4 and self.opset >= _INT4_OPSET:
-                found = self._nibbles(own, times, kind)
-            else:
-                centre = 0 if total else self.centre
-                found = self._looked_up(own, part, (times, centre), kind)
-            total = self._apply("Add", [total, found], f"sum{part}") if total else found
-        if self.same:
-            return total
-        given = self._constant("stretch", self.stretch.astype(kind))
-        return self._apply("Mul", [total, given], "stretched")
+            times = (self.weight.unit << rest) * (self.stretch[0] if self.same else 1)
+            factor = self._constant(
+                f"times/{times:03d}/{kind().itemsize}", kind([times])
+            )
+            if part == 4 and self.centre:
+                high = self._nibbles(own, factor, kind)
+                continue
+            found = self._looked_up(own, part, factor, kind)
+            given, name = [total, found], f"{self.short}/sum{part}"
+            total = self._apply("Add", given, name) if total else found
+        if not total:
+            return high
+        total = self._shaped(total)
+        return self._apply("Add", [high, total], f"{self.short}/sum") if high else total
 
-    def _nibbles(self, codes: Array, times: int, kind: Any) -> str:
+    def _nibbles(self, codes: Array, factor: str, kind: Any) -> str:
         """Store a part of 4 bits as INT4, less 8, in the weight's own shape."""
         from onnx import TensorProto, helper
 
@@ -188,50 +213,98 @@ class _Unpacking:
             name, TensorProto.INT4, self.shape, packed, raw=True
         )
         to = helper.np_dtype_to_tensor_dtype(np.dtype(kind))
-        found = self._apply("Cast", [name], "nibbles", to=to)
-        factor = self.stretch[0] * times if self.same else times
-        return self._apply("Mul", [found, self._factor(factor, kind)], "high")
+        found = self._apply("Cast", [name], f"{self.short}/nibbles", to=to)
+        if self.file.stage:
+            stage = self._stage(self.file.stage)
+            one = self._apply("Cast", [stage], f"{stage}/{to}", to=to)
+            factor = self._apply("Mul", [factor, one], f"{stage}/{factor}")
+        return self._apply("Mul", [found, factor], f"{self.short}/high")
 
-    def _factor(self, factor: int, kind: Any) -> str:
-        value = np.array([factor], kind)
-        return self._shared(f"times/{factor:03d}/{value.itemsize}", value)
-
-    def _looked_up(
-        self, codes: Array, part: int, form: tuple[int, int], kind: Any
-    ) -> str:
-        """Store a part as bytes, each of which is a row of a table."""
+    def _looked_up(self, codes: Array, part: int, factor: str, kind: Any) -> str:
+        """Store a part as numbers, each of which is a row of a table."""
         from onnx import TensorProto
 
-        times, centre = form
-        shifts = np.arange(0, 8, part)
-        rows = (np.arange(256)[:, None] >> shifts) & ((1 << part) - 1)
-        values = (rows * times - centre).astype(kind)
-        table = self._shared(f"table/{part}/{times}/{centre}/{values.itemsize}", values)
-        if self.same:
-            given = self._factor(self.stretch[0], kind)
-            table = self._apply("Mul", [table, given], f"table{part}")
-        plane = self._constant(f"plane{part}", pack_plane(codes, part))
-        chosen = self._apply("Cast", [plane], f"rows{part}", to=TensorProto.INT32)
-        found = self._apply("Gather", [table, chosen], f"found{part}")
-        if codes.size % len(shifts):
-            flat = self._shared("shape/flat", np.array([-1]))
-            found = self._apply("Reshape", [found, flat], f"flat{part}")
-            first = self._shared("shape/first", np.array([0]))
-            count = self._shared(f"shape/{codes.size}", np.array([codes.size]))
-            found = self._apply("Slice", [found, first, count], f"cut{part}")
+        table = self._table(part, kind)
+        table = self._apply("Mul", [table, factor], f"/t{part}/{factor}")
+        filled = np.zeros(-(-codes.size // _ROW) * _ROW, np.uint8)
+        filled[: codes.size] = codes
+        packed, rows = pack_plane(filled, part), [-1]
+        if part == 2:
+            packed = packed.view("<u2")
+        elif part == 4:
+            rows = [-1, 4]
+        plane = self._constant(f"{self.name}/plane{part}", packed.reshape(rows))
+        if self.file.stage:
+            stage = self._stage(self.file.stage)
+            given = self._constant(f"shape/rows{part}", np.array(rows))
+            given = self._apply("Mul", [given, stage], f"{stage}/rows{part}")
+            plane = self._apply("Reshape", [plane, given], f"{self.short}/plane{part}")
+        name = f"{self.short}/rows{part}"
+        chosen = self._apply("Cast", [plane], name, to=TensorProto.INT32)
+        found = self._apply("Gather", [table, chosen], f"{self.short}/found{part}")
+        return self._eight(found) if part == 4 else found
+
+    def _table(self, part: int, kind: Any) -> str:
+        """Return a table of the codes in a byte; of 2 bits, of those in two bytes."""
+        codes = (np.arange(256)[:, None] >> np.arange(0, 8, part)) & ((1 << part) - 1)
+        name = f"table/{part}/{kind().itemsize}"
+        table = self._constant(name, codes.astype(kind))
+        if part != 2:
+            return table
+        shapes = {"low": (1, 256, 4), "high": (256, 1, 4), "all": (256, 256, 4)}
+        for key, shape in shapes.items():
+            self._constant(f"shape/{key}", np.array(shape))
+        halves = []
+        for key in ("low", "high"):
+            half = self._apply("Reshape", [table, f"shape/{key}"], f"/{name}/{key}")
+            halves.append(self._apply("Expand", [half, "shape/all"], f"{half}/all"))
+        return self._eight(self._apply("Concat", halves, f"/{name}", axis=2))
+
+    def _eight(self, found: str) -> str:
+        shape = self._constant("shape/eight", np.array([-1, _ROW]))
+        return self._apply("Reshape", [found, shape], f"{found}/eight")
+
+    def _shaped(self, found: str) -> str:
+        """Give the codes that tables gave, eight a row, the weight's own shape."""
+        count = self.weight.codes.numel()
+        if count % _ROW:
+            flat = self._constant("shape/flat", np.array([-1]))
+            found = self._apply("Reshape", [found, flat], f"{self.short}/flat")
+            first = self._constant("shape/first", np.array([0]))
+            last = self._constant(f"shape/{count}", np.array([count]))
+            found = self._apply("Slice", [found, first, last], f"{self.short}/cut")
         shape = f"shape/{'x'.join(map(str, self.shape))}"
-        self._shared(shape, np.array(self.shape))
-        return self._apply("Reshape", [found, shape], f"part{part}")
+        self._constant(shape, np.array(self.shape))
+        return self._apply("Reshape", [found, shape], f"{self.short}/shaped")
 
-    def _apply(self, kind: str, inputs: list[str], output: str, **given: Any) -> str:
-        # Names of what is only passed on are short: each is in the file twice.
-        owner = self.name if output == "bytes" else self.short
-        self.nodes.append((kind, inputs, f"{owner}/{output}", given))
-        return f"{owner}/{output}"
+    def _stage(self, number: int) -> str:
+        """Return the name of a 1 that is known ``number`` passes after the first.
 
-    def _constant(self, name: str, value: Array) -> str:
-        return self._shared(f"{self.name}/{name}", value)
+        A Dropout, which passes its input on, cannot be folded. It is removed before the
+        next pass, when nothing reads its mask any more: the shape of the mask is known.
+        """
+        from onnx import TensorProto
 
-    def _shared(self, name: str, value: Array) -> str:
+        if not number:
+            return self._constant("shape/one", np.array([1]))
+        before, name = self._stage(number - 1), f"/s{number}"
+        zero = self._apply("ConstantOfShape", [before], f"{name}/zero")
+        self._apply("Dropout", [zero], f"{name}/same", f"{name}/mask")
+        one = self._apply("Shape", [f"{name}/mask"], f"{name}/shape")
+        late = self._apply(
+            "Cast", [f"{name}/same"], f"{name}/late", to=TensorProto.INT64
+        )
+        return self._apply("Add", [one, late], name)
+
+    def _apply(self, kind: str, inputs: list[str], *outputs: str, **given: Any) -> str:
+        """Add a node, unless another weight's nodes give the same."""
+        from onnx import helper
+
+        if outputs[0] not in self.file.written:
+            self.file.written.add(outputs[0])
+            self.nodes.append(helper.make_node(kind, inputs, outputs, **given))
+        return outputs[0]
+
+    def _constant(self, name: str, value: Any) -> str:
         self.constants[name] = value
         return name

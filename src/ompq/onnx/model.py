@@ -12,9 +12,9 @@ from ompq.onnx.containers import (
     ZERO_OF_UNSIGNED,
     Array,
     StoredWeight,
+    Unpacking,
     as_tensor,
     grid_names,
-    stored_bytes,
 )
 
 _LARGEST_CODE = 255
@@ -29,6 +29,9 @@ class OnnxGraph:
         self.steps = steps
         self.opset = opset
         self.unsigned = set(steps.saturating() if saturation_safe else ())
+        layers = (each.operator for each in steps.steps)
+        sizes = (one.weight.codes.numel() for one in layers if isinstance(one, Layer))
+        self.unpacking = Unpacking(opset, sum(sizes))
         self.nodes: list[Any] = []
         self.constants: dict[str, Array] = {}
         self.weights: list[StoredWeight] = []
@@ -105,9 +108,8 @@ class OnnxGraph:
     def _values(self, position: int) -> str:
         """Return the tensor of a step's values; dequantizes its codes once."""
         if position not in self.values:
-            codes = self.codes[position]
-            inputs = [codes, *self._grid(self.steps.steps[position].grid)]
-            name = f"{codes}/values"
+            grid = self._grid(self.steps.steps[position].grid)
+            inputs, name = [self.codes[position], *grid], f"/v{position}"
             self.values[position] = self._node("DequantizeLinear", inputs, name)
         return self.values[position]
 
@@ -138,8 +140,8 @@ class OnnxGraph:
     def _weight(self, step: Step, layer: Layer) -> None:
         """Add a layer's weight as bytes, its bias, and the accumulator's step."""
         name, weight = step.name, layer.weight
-        unsigned, short = name in self.unsigned, f"w{len(self.weights)}"
-        arrays, nodes = stored_bytes(name, weight, self.opset, short, unsigned=unsigned)
+        unsigned = name in self.unsigned
+        arrays, nodes = self.unpacking.store(name, weight, unsigned=unsigned)
         arrays[f"{name}/scale"] = weight.scale.numpy().astype(np.float32)
         arrays[f"{name}/bias"] = weight.bias.numpy()
         if unsigned:
@@ -150,22 +152,21 @@ class OnnxGraph:
             arrays[f"{name}/zeros"] = np.zeros(len(weight.scale), np.int8)
         self.weights.append(StoredWeight.of(name, weight, arrays))
         self.constants |= arrays
-        for kind, inputs, output, attributes in nodes:
-            self._node(kind, inputs, output, **attributes)
+        self.nodes += nodes
         (source,) = self.steps.sources(step)
         given = [self._grid(source)[0], f"{name}/scale"]
-        self._node("Mul", given, f"{name}/unit")
+        self._node("Mul", given, f"{self.unpacking.short}/unit")
 
     def _computed(self, step: Step, node: Node, inputs: list[str]) -> str:
         """Add the node that computes values from values."""
-        name = step.name
+        name, short = step.name, self.unpacking.short
         if isinstance(step.operator, Layer):
             given = [f"{name}/bytes", f"{name}/scale"]
             given += [f"{name}/zeros"] * (f"{name}/zeros" in self.constants)
-            shift = [f"{name}/bias", f"{name}/unit"]
+            shift = [f"{name}/bias", f"{short}/unit"]
             inputs += [
-                self._node("DequantizeLinear", given, f"{name}/weight", axis=0),
-                self._node("DequantizeLinear", shift, f"{name}/shift", axis=0),
+                self._node("DequantizeLinear", given, f"{short}/weight", axis=0),
+                self._node("DequantizeLinear", shift, f"{short}/shift", axis=0),
             ]
         return self._node(node.kind, inputs, f"{name}/values", **node.attributes)
 
@@ -180,11 +181,12 @@ class OnnxGraph:
             inputs.append(self._constant("middle", ZERO_OF_UNSIGNED, np.uint8))
         self._node("ConvInteger", inputs, f"{name}/products", **given.attributes)
         shape = self._constant("channels", (1, -1, 1, 1), np.int64)
-        for part in ("bias", "unit"):
-            self._node("Reshape", [f"{name}/{part}", shape], f"{name}/{part}/shaped")
-        self._node("Add", [f"{name}/products", f"{name}/bias/shaped"], f"{name}/sums")
-        self._node("Cast", [f"{name}/sums"], f"{name}/floats", to=TensorProto.FLOAT)
-        inputs = [f"{name}/floats", f"{name}/unit/shaped"]
+        short = self.unpacking.short
+        bias = self._node("Reshape", [f"{name}/bias", shape], f"{short}/bias")
+        unit = self._node("Reshape", [f"{short}/unit", shape], f"{short}/units")
+        self._node("Add", [f"{name}/products", bias], f"{short}/sums")
+        self._node("Cast", [f"{short}/sums"], f"{short}/floats", to=TensorProto.FLOAT)
+        inputs = [f"{short}/floats", unit]
         return self._node("Mul", inputs, f"{name}/values")
 
 

@@ -22,7 +22,7 @@ from ompq.graph import Choice, LayerGraph, Unit
 from ompq.integer.arithmetic import IntegerWeight
 from ompq.integer.lowering import lower
 from ompq.layers import activation_quantizers
-from ompq.onnx.containers import StoredWeight, as_tensor, grid_names, stored_bytes
+from ompq.onnx.containers import StoredWeight, Unpacking, as_tensor, grid_names
 from ompq.onnx.export import as_integers
 from ompq.onnx.model import OnnxGraph
 from ompq.onnx.traced import traced_model
@@ -42,7 +42,8 @@ _QUICKLY = QuantizeConfig(
 _NAME_BYTES = 160
 # A graph is deflated, so that its size is only nearly known.
 _DEFLATED, _GRAPH_BYTES = 1.03, 160
-_FACTOR, _TABLE = re.compile(r"times/\d+/\d"), re.compile(r"table/\d")
+_FACTOR, _TABLE = re.compile(r"times/\d+/\d"), re.compile(r"/?table/\d")
+_STAGE = re.compile(r"/s\d|shape/one")  # of what is unpacked in stages
 
 
 def file_costs(
@@ -143,10 +144,11 @@ class _Skeletons:
         table = np.zeros((len(self.graph), len(self.problem.choices)))
         shared: dict[str, tuple[int, set[int]]] = {}
         positions = {name: at for at, name in enumerate(self.graph.names)}
+        codes = sum(unit.weights for unit in self.graph.units)
         for number, stored in enumerate(file.weights):
             name = stored.name  # a unit's, or with the number of its call
             unit = positions.get(name, positions.get(name.rpartition(".")[0], 0))
-            sizes = _Sizes(self.graph.units[unit], name, f"w{number}", constants)
+            sizes = _Sizes(self.graph.units[unit], name, number, codes, constants)
             planes = stored.container.startswith("planes")
             rest -= sizes.alone(_BITS if planes else _BYTE)
             for column, choice in enumerate(self.problem.choices):
@@ -179,22 +181,21 @@ class _Sizes:
 
     unit: Unit
     name: str  # what its constants are called
-    short: str
+    number: int
+    codes: int  # of all weights
     constants: Mapping[str, Any]  # of the skeleton
     known: dict[tuple[int, bool], dict[str, int]] = field(default_factory=dict)
 
     def entries(self, bits: int, *, unsigned: bool = False) -> dict[str, int]:
         """Return what a container is made of, by name, with its bytes."""
-        from onnx import helper
-
         key = (bits, unsigned)
         if key not in self.known:
-            constants, nodes = stored_bytes(
-                self.name, self._blank(bits), _OPSET, self.short, unsigned=unsigned
-            )
+            unpacking = Unpacking(_OPSET, self.codes)
+            unpacking.weights = self.number
+            blank = self._blank(bits)
+            constants, nodes = unpacking.store(self.name, blank, unsigned=unsigned)
             found = {name: as_tensor(name, one) for name, one in constants.items()}
-            for kind, inputs, output, given in nodes:
-                found[output] = helper.make_node(kind, inputs, [output], **given)
+            found |= {node.output[0]: node for node in nodes}
             self.known[key] = {name: _entry(one) for name, one in found.items()}
         return self.known[key]
 
@@ -222,7 +223,7 @@ class _Sizes:
         return sum(
             size
             for key, size in self.entries(bits).items()
-            if not _FACTOR.match(key) and not _TABLE.match(key)
+            if not any(one.match(key) for one in (_FACTOR, _TABLE, _STAGE))
         )
 
     def most(self, bits: int, *, unsigned: bool) -> int:

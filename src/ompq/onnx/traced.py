@@ -35,9 +35,9 @@ from ompq.onnx.containers import (
     ZERO_OF_UNSIGNED,
     Array,
     StoredWeight,
+    Unpacking,
     as_tensor,
     grid_names,
-    stored_bytes,
 )
 from ompq.packing.format import broadcast_grid, quantized_units
 from ompq.quantization import quantization_of
@@ -93,9 +93,11 @@ def traced_model(quantized: nn.Module, samples: SamplesLike, opset: int) -> Trac
     for quantizer in activation_quantizers(network).values():
         if not isinstance(quantizer, LogQuantizer):  # which no node rounds like
             _mark(quantizer, opset)
-    graph = _Graph(_written(network, quantized, Samples.of(samples), opset), opset)
+    written = _written(network, quantized, Samples.of(samples), opset)
     rounded = copied(quantized)
     state = rounded.state_dict()
+    sizes = (state[unit.parameter].numel() for unit in units)
+    graph = _Graph(written, Unpacking(opset, sum(sizes)))
     stored = []
     for unit in units:
         bits = record.allocation[unit.name].weight
@@ -280,11 +282,10 @@ class _Use(NamedTuple):
 class _Graph:
     """The graph of a network while its weights are given their integers."""
 
-    def __init__(self, model: Any, opset: int) -> None:
-        self.model, self.opset = model, opset
+    def __init__(self, model: Any, unpacking: Unpacking) -> None:
+        self.model, self.unpacking = model, unpacking
         self.nodes = list(model.graph.node)
         self.made: list[Any] = []  # nodes that give weights; they come first
-        self.unpacked = 0  # weights that they give
         self.constants: dict[str, Any] = {t.name: t for t in model.graph.initializer}
         self.outputs = {output.name for output in model.graph.output}
         self._share_grids()
@@ -464,11 +465,9 @@ class _Graph:
     def _unpack(
         self, name: str, weight: IntegerWeight, *, unsigned: bool = False
     ) -> None:
-        short, self.unpacked = f"w{self.unpacked}", self.unpacked + 1
-        arrays, nodes = stored_bytes(name, weight, self.opset, short, unsigned=unsigned)
+        arrays, nodes = self.unpacking.store(name, weight, unsigned=unsigned)
         self.constants |= arrays
-        for kind, inputs, output, attributes in nodes:
-            self._node(kind, inputs, output, **attributes)
+        self.made += nodes
 
     def finish(self) -> None:
         """Put the new nodes and constants into the graph."""
