@@ -51,18 +51,22 @@ WIDTHS = {
     **{f"{bits} bits": (bits,) for bits in (2, 3, 4, 5, 6)},
     "2-8 bits in turn": (2, 3, 4, 5, 6, 8),
 }
-# Run in a process of its own: the runtime alone, time to load, memory then and after.
+# Run in a process of its own: time to load, memory before, after, and once it has run.
 LOAD = """
 import sys
 from time import perf_counter, process_time
-from ompq.onnx.inspection import load_runtime, most_memory, runner
+import numpy
+from onnxruntime import InferenceSession, SessionOptions
+from ompq.onnx.inspection import most_memory
 path, threads, *shape = sys.argv[1:]
-load_runtime("onnxruntime")
+options = SessionOptions()
+options.intra_op_num_threads, options.log_severity_level = int(threads), 3
 start, wall, cpu = most_memory(), perf_counter(), process_time()
-run = runner(path, [int(size) for size in shape], int(threads))
+session = InferenceSession(path, options, providers=["CPUExecutionProvider"])
 taken = perf_counter() - wall, process_time() - cpu
 loaded = most_memory()
-run()
+image = numpy.zeros([int(size) for size in shape], numpy.float32)
+session.run(None, {"input": image})
 print(*taken, start, loaded, most_memory())
 """
 

@@ -4,7 +4,7 @@ import json
 import re
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from decimal import Decimal
 from functools import cached_property
 from math import ceil, floor, fsum, isfinite, log10
@@ -231,7 +231,14 @@ class Bytes:
     @property
     def total(self) -> int:
         """All items together."""
-        return sum(astuple(self))
+        return (
+            self.weights
+            + self.scales
+            + self.zero_points
+            + self.biases
+            + self.activations
+            + self.metadata
+        )
 
     @staticmethod
     def by_item(units: "Sequence[Bytes]") -> dict[str, int]:

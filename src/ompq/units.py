@@ -3,7 +3,7 @@
 import fnmatch
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from math import prod
 from typing import Any, NamedTuple
@@ -285,7 +285,10 @@ class LayerGraph:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data for JSON."""
-        found = asdict(self)
+        found = asdict(replace(self, units=()))
+        # Here ``asdict`` takes long: a graph may have thousands of units.
+        names = [field.name for field in fields(Unit)]
+        found["units"] = [{n: getattr(u, n) for n in names} for u in self.units]
         for name in ("input_bits", "group_size"):  # as files ever were without them
             if not any(unit[name] for unit in found["units"]):
                 found["units"] = [

@@ -253,15 +253,15 @@ class _Unpacked:
             return table
         shapes = {"low": (1, 256, 4), "high": (256, 1, 4), "all": (256, 256, 4)}
         for key, shape in shapes.items():
-            self._constant(f"shape/{key}", np.array(shape))
+            self._constant(f"table/{key}", np.array(shape))
         halves = []
         for key in ("low", "high"):
-            half = self._apply("Reshape", [table, f"shape/{key}"], f"/{name}/{key}")
-            halves.append(self._apply("Expand", [half, "shape/all"], f"{half}/all"))
+            half = self._apply("Reshape", [table, f"table/{key}"], f"/{name}/{key}")
+            halves.append(self._apply("Expand", [half, "table/all"], f"{half}/all"))
         return self._eight(self._apply("Concat", halves, f"/{name}", axis=2))
 
     def _eight(self, found: str) -> str:
-        shape = self._constant("shape/eight", np.array([-1, _ROW]))
+        shape = self._constant("table/eight", np.array([-1, _ROW]))
         return self._apply("Reshape", [found, shape], f"{found}/eight")
 
     def _shaped(self, found: str) -> str:

@@ -42,7 +42,7 @@ _QUICKLY = QuantizeConfig(
 _NAME_BYTES = 160
 # A graph is deflated, so that its size is only nearly known.
 _DEFLATED, _GRAPH_BYTES = 1.03, 160
-_FACTOR, _TABLE = re.compile(r"times/\d+/\d"), re.compile(r"/?table/\d")
+_FACTOR, _TABLE = re.compile(r"times/\d+/\d"), re.compile(r"/?table/")
 _STAGE = re.compile(r"/s\d|shape/one")  # of what is unpacked in stages
 
 
