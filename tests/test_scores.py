@@ -787,7 +787,7 @@ def test_sensitivity_is_noise_times_what_of_it_finite_differences_expect():
         drawn = weighted_labels(log_p, torch.Generator().manual_seed(0), 6)
         for row, unit in enumerate(graph.units):
             rounded_to, noise[row] = quickly_rounded(network, unit, choices)
-            several = map(rounded_to, choices[:2])
+            several = [rounded_to(choice) for choice in choices[:2]]
             expected[row] = [
                 expected_divergence(network, unit, rounded, inputs.double(), *drawn)
                 for rounded in several
@@ -857,7 +857,7 @@ def test_quickly_rounded_weights_have_their_noise_once_norms_are_folded():
     choices = [Choice(3, 32), Choice(4, 32), Choice(8, 32, rate=2.5)]
     for unit in graph.units:
         rounded_to, noise = quickly_rounded(network, unit, choices)
-        several = map(rounded_to, choices)
+        several = [rounded_to(choice) for choice in choices]
         best = rounded_weights(network, unit, choices)
         weight = network.get_parameter(unit.parameter).detach()
         scale = torch.ones(len(weight))
