@@ -1,5 +1,8 @@
 """Networks of which PyTorch writes the graph: any operation, weights only, float."""
 
+import copy
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -11,8 +14,9 @@ from ompq.layers import quantized_layers
 from ompq.onnx.export import export_onnx
 from ompq.onnx.inspection import inspect_onnx
 from ompq.onnx.traced import float_model, traced_model
-from ompq.onnx.verification import open_session, run_session
+from ompq.onnx.verification import open_session, require_codes, run_session
 from ompq.quantization import QuantizeConfig, quantization_of, quantize
+from ompq.samples import Samples
 from quantized import quantized
 
 onnx = pytest.importorskip("onnx")
@@ -209,6 +213,30 @@ def test_weak_comparison_is_told(tmp_path, monkeypatch, caplog):
     result = export_onnx(network, tmp_path / "net.onnx", images(8))
     assert result.limit > 0.5
     assert f"only compared within {result.limit:.2g} of their size" in caplog.text
+
+
+@pytest.mark.parametrize("factor", [0.97, 1.03])
+def test_a_wrong_scale_in_one_node_is_found(factor, tmp_path, monkeypatch):
+    network = quantized(seeded(Gated()), images(8), activation=8)
+    made = traced_model(network, images(8), 21)
+    grids = [n for n in made.model.graph.node if n.op_type == "QuantizeLinear"]
+    assert len(grids) > 2
+    good = {one.name: one for one in made.model.graph.initializer}
+    for at, node in enumerate(grids):
+        changed = copy.deepcopy(made.model)
+        scale = onnx.numpy_helper.to_array(good[node.input[1]]) * np.float32(factor)
+        changed.graph.initializer.append(onnx.numpy_helper.from_array(scale, "wrong"))
+        [n for n in changed.graph.node if n.op_type == "QuantizeLinear"][at].input[
+            1
+        ] = "wrong"
+        message = r"codes that differ from the network's by [\d.]+ on average"
+        with pytest.raises(ExportError, match=message):
+            require_codes(changed, made.network, Samples.of(images(8)))
+    wrong = replace(made, model=changed)
+    monkeypatch.setattr("ompq.onnx.export.traced_model", lambda *_: wrong)
+    with pytest.raises(ExportError, match="Nothing was written"):
+        export_onnx(network, tmp_path / "net.onnx", images(8))
+    assert not (tmp_path / "net.onnx").exists()
 
 
 def test_weight_that_is_not_in_the_graph_is_named(monkeypatch):

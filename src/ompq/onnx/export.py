@@ -24,6 +24,7 @@ from ompq.onnx.verification import (
     against_simulated,
     libraries,
     open_session,
+    require_codes,
     steps_tolerance,
     traced_tolerance,
 )
@@ -121,16 +122,7 @@ def export_onnx(  # noqa: PLR0913
     with replacing(path) as temporary:
         temporary.write_bytes(made.model.SerializeToString())
         session = open_session(temporary)
-        simulated = against_simulated(made.network, session, samples)
-        made.tolerance.require(simulated, "simulated network")
-        engine = None
-        if made.steps is not None:
-            images = first_tensor(samples.first_batch(engine_images))
-            given = (made.model, made.codes, made.network, made.steps, images)
-            found = against_codes(*given)
-            made.tolerance.require(found[0], "simulated network")
-            made.tolerance.require(found[1], "integer engine")
-            simulated, engine = simulated.with_codes(found[0]), found[1]
+        simulated, engine = _verify(made, session, samples, engine_images)
         as_given = against_simulated(quantized, session, samples)
     return ExportResult(
         path=Path(path),
@@ -193,6 +185,23 @@ def _of_steps(
         codes=graph.codes,
         saturation_safe=saturation_safe or not _warned(graph.steps),
     )
+
+
+def _verify(
+    made: _Made, session: Any, samples: Samples, engine_images: int
+) -> tuple[Agreement, Agreement | None]:
+    """Return how a file agrees with the network and with the integer engine."""
+    simulated = against_simulated(made.network, session, samples)
+    made.tolerance.require(simulated, "simulated network")
+    if made.steps is None:
+        require_codes(made.model, made.network, samples)
+        return simulated, None
+    images = first_tensor(samples.first_batch(engine_images))
+    given = (made.model, made.codes, made.network, made.steps, images)
+    found, engine = against_codes(*given)
+    made.tolerance.require(found, "simulated network")
+    made.tolerance.require(engine, "integer engine")
+    return simulated.with_codes(found), engine
 
 
 def _of_traced(traced: TracedModel, samples: Samples, reason: str) -> _Made:

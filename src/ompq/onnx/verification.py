@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ompq.errors import ExportError, MissingExtraError
 from ompq.integer.engine import IntegerNetwork
 from ompq.integer.lowering import Steps, input_names
-from ompq.layers import activation_quantizers
+from ompq.layers import LogQuantizer, activation_quantizers
 from ompq.recording import tensors_in
 from ompq.samples import (
     Batch,
@@ -100,6 +100,8 @@ _TINY = torch.finfo(torch.float32).tiny
 # From so many images on, a single one that differs cannot be told from a tie.
 _ENOUGH_IMAGES = 32
 _BATCH = 64
+_WATCHED = 8  # samples whose codes are compared at every place
+_CODES_APART = 0.02  # of codes that no noise explains, on average: ties of rounding
 _LAST_DIGITS = 1e-6  # of floats, relative to a tensor's usual size
 
 
@@ -161,23 +163,86 @@ def traced_tolerance(network: nn.Module, samples: Samples) -> Tolerance:
     quantizers = activation_quantizers(network).values()
     if not quantizers:
         return Tolerance()
+    batch = samples.first_batch(_BATCH)
+    plain, disturbed = (
+        _observed(network, batch, disturbed=n)[0] for n in (False, True)
+    )
+    step = 2 / min((1 << quantizer.bits) - 1 for quantizer in quantizers)
+    found = compare_outputs(plain, disturbed).logits
+    # Where outputs are so near, the largest logit is another one only in a tie.
+    return Tolerance(logits=max(step, 4 * found), top1=0.0)
+
+
+def require_codes(model: Any, network: nn.Module, samples: Samples) -> None:
+    """Make sure that a traced file rounds every activation to the codes it should.
+
+    A wrong scale in one node shows in the codes there, even in a network whose outputs
+    say little. They may differ from the network's, on average, by four times what
+    noise in the last digits of floats does to them, or by a fiftieth of a step.
+
+    Raises:
+        ExportError: They differ by more.
+    """
+    from onnx import ModelProto, helper
+
+    watched = ModelProto()
+    watched.CopyFrom(model)
+    count = len(watched.graph.output)
+    clipped = {n.input[0]: n.output[0] for n in model.graph.node if n.op_type == "Clip"}
+    names = [n.output[0] for n in model.graph.node if n.op_type == "QuantizeLinear"]
+    info = helper.make_empty_tensor_value_info
+    watched.graph.output.extend(info(clipped.get(name, name)) for name in names)
+    batch = to_device(samples.first_batch(_WATCHED), torch.device("cpu"))
+    found = run_session(open_session(watched.SerializeToString()), batch)[count:]
+    plain, noisy = (_observed(network, batch, disturbed=n)[1] for n in (False, True))
+    for name, codes in zip(names, found, strict=True):
+        # The exporter merges and moves nodes: the file's codes are those of some place.
+        alike = (
+            (_distance(ours, codes), _distance(ours, moved))
+            for ours, moved in zip(plain, noisy, strict=True)
+            if ours.shape == codes.shape
+        )
+        apart, noise = min(alike, default=(inf, 0.0))
+        if apart > 4 * noise + _CODES_APART:
+            raise ExportError(
+                f"the file rounds {name} to codes that differ from the network's by "
+                f"{apart:.3g} on average; the last digits of floats explain "
+                f"{noise:.3g}. Nothing was written; please report this with the "
+                "network and the version of onnxruntime"
+            )
+
+
+def _distance(first: Tensor, second: Tensor) -> float:
+    return float((first - second.int()).abs().double().mean())
+
+
+def _observed(
+    network: nn.Module, batch: Batch, *, disturbed: bool = False
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Run a network, perhaps with noise in the last digits before its quantizers.
+
+    Return its outputs, and the codes on every even grid in the order of use.
+    """
+    quantizers = activation_quantizers(network).values()
     generator = torch.Generator().manual_seed(0)
+    codes: list[Tensor] = []
 
     def disturb(_quantizer: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
         (x,) = args
         noise = torch.randn(x.shape, generator=generator).to(x)
         return (x + noise * x.square().mean().sqrt() * _LAST_DIGITS,)
 
-    batch = to_device(samples.first_batch(_BATCH), model_device(network))
-    hooks = (quantizer.register_forward_pre_hook(disturb) for quantizer in quantizers)
-    with evaluating(network):
-        plain = list(tensors_in(call(network, batch)))
-        with attached(hooks):
-            disturbed = list(tensors_in(call(network, batch)))
-    step = 2 / min((1 << quantizer.bits) - 1 for quantizer in quantizers)
-    found = compare_outputs(plain, disturbed).logits
-    # Where outputs are so near, the largest logit is another one only in a tie.
-    return Tolerance(logits=max(step, 4 * found), top1=0.0)
+    def note(quantizer: Any, _args: Any, output: Tensor) -> None:
+        if quantizer.enabled and not isinstance(quantizer, LogQuantizer):
+            levels = (output / quantizer.scale).round() + quantizer.zero_point
+            codes.append(levels.int().cpu())
+
+    hooks = [one.register_forward_hook(note) for one in quantizers]
+    if disturbed:
+        hooks += [one.register_forward_pre_hook(disturb) for one in quantizers]
+    with evaluating(network), attached(hooks):
+        output = call(network, to_device(batch, model_device(network)))
+    return [tensor.float().cpu() for tensor in tensors_in(output)], codes
 
 
 def libraries() -> tuple[Any, Any]:
@@ -253,30 +318,11 @@ def against_codes(
     watched.graph.output.extend(map(info, names.values()))
     results = run_session(open_session(watched.SerializeToString()), images)
     outputs, found = results[:count], dict(zip(names, results[count:], strict=True))
-    codes, expected = _simulated_codes(network, steps.sites, images)
-    pairs = [(one, found[at]) for at, one in codes]
+    expected, codes = _observed(network, images)
+    places = zip(steps.sites, codes, strict=True)
+    pairs = [(one, found[at]) for at, one in places if at is not None]
     simulated = compare_outputs(expected, outputs, pairs)
     engine = IntegerNetwork(steps)
     own = engine.codes(images)
     pairs = [(own[at], one) for at, one in found.items()]
     return simulated, compare_outputs([*engine.run(images).values()], outputs, pairs)
-
-
-def _simulated_codes(
-    network: nn.Module, sites: Sequence[int | None], images: Tensor
-) -> tuple[list[tuple[int, Tensor]], list[Tensor]]:
-    """Return steps with the codes that the network's quantizers give; its outputs."""
-    codes: list[Tensor] = []
-
-    def note(quantizer: Any, _args: Any, output: Tensor) -> None:
-        if quantizer.enabled:
-            levels = (output / quantizer.scale).round() + quantizer.zero_point
-            codes.append(levels.int().cpu())
-
-    quantizers = activation_quantizers(network).values()
-    hooks = (quantizer.register_forward_hook(note) for quantizer in quantizers)
-    with evaluating(network), attached(hooks):
-        output = call(network, images.to(model_device(network)))
-    outputs = [tensor.float().cpu() for tensor in tensors_in(output)]
-    pairs = zip(sites, codes, strict=True)
-    return [(at, one) for at, one in pairs if at is not None], outputs
