@@ -283,10 +283,9 @@ def _input_scales(proto: Any) -> dict[str, float]:
     constants = {one.name: one for one in proto.graph.initializer}
     found = {}
     for node in proto.graph.node:
-        layer, _, role = node.output[0].rpartition("/")
-        if role == "unit" and node.input[0] in constants:
+        if node.output[0].endswith("/unit") and node.input[0] in constants:
             scale = np.frombuffer(constants[node.input[0]].raw_data, "<f4")
-            found[layer] = float(scale[0])
+            found[node.input[1].removesuffix("/scale")] = float(scale[0])
     return found
 
 

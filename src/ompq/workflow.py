@@ -26,7 +26,7 @@ from ompq.measurement.refinement import RefineConfig, refine
 from ompq.onnx.export import export_onnx
 from ompq.packing import add_onnx, save
 from ompq.plans import Pin, Plan, PlanConfig, plan, plan_summary
-from ompq.processes import wait_for_all
+from ompq.processes import from_main, wait_for_all
 from ompq.quantization import BlockError, QuantizeConfig, quantization_of, quantize
 from ompq.reconstruction import RECONSTRUCT_PROTOCOLS, ReconstructConfig, reconstruct
 from ompq.reconstruction.brecq import BrecqConfig
@@ -319,6 +319,11 @@ class Outcome:
         Raises:
             ExportError: The ONNX file exceeds the budget; the others are written.
         """
+        return from_main(lambda: self._write(folder, progress, config))
+
+    def _write(
+        self, folder: Path, progress: Progress | None, config: str
+    ) -> dict[str, FileSize]:
         failure = None
         with whole_folder(folder) as work:
             self.plan.save(work / PLAN)
