@@ -158,7 +158,12 @@ class _Skeletons:
                     table[unit, column] += sizes.most(bits, unsigned=unsigned)
                     for key, size in sizes.tables(bits).items():
                         shared.setdefault(key, (size, set()))[1].add(column)
-        kept = tuple((float(size), tuple(sorted(own))) for size, own in shared.values())
+        # Tables of the same choices are paid together: few cases are left to solve.
+        together: dict[tuple[int, ...], float] = {}
+        for size, own in shared.values():
+            columns = tuple(sorted(own))
+            together[columns] = together.get(columns, 0.0) + size
+        kept = tuple((size, columns) for columns, size in together.items())
         return Cost("onnx_bytes", table, float(rest), shared=kept)
 
     def graph_cost(self) -> Cost:
