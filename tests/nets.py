@@ -192,3 +192,15 @@ def tokens() -> nn.Module:
         for layer in (network.up, network.down):
             layer.weight[:, -3:] *= 12
     return network
+
+
+class Branching(nn.Module):
+    """Control flow that depends on values, which PyTorch cannot write as ONNX."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+
+    def forward(self, x):
+        x = self.layer(x)
+        return x if x.sum() > 0 else -x

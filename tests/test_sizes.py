@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import ompq
-from nets import Chain, TinyMobileNet, TinyResNet, images, seeded
+from nets import Branching, Chain, TinyMobileNet, TinyResNet, images, seeded
 from ompq.allocation.solver import reachable
 from ompq.errors import (
     BudgetError,
@@ -128,15 +128,6 @@ def test_files_above_their_budget_are_not_kept(planned, tmp_path):
 
 
 def test_a_network_that_cannot_be_written_is_told_when_it_is_planned():
-    class Branching(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(3, 2)
-
-        def forward(self, x):
-            x = self.layer(x)
-            return x if x.sum() > 0 else -x
-
     words = "the budget limits the ONNX file, which cannot be made: PyTorch cannot"
     with pytest.raises(ExportError, match=words):
         ompq.plan(seeded(Branching()), torch.ones(4, 3), "onnx:1MiB")

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from nets import Recurrent, TinyResNet, images, seeded
+from nets import Branching, Recurrent, TinyResNet, images, seeded
 from ompq.errors import ExportError
 from ompq.layers import quantized_layers
 from ompq.onnx.export import export_onnx
@@ -105,15 +105,6 @@ def test_float_network_is_written_as_it_is():
 
 
 def test_what_pytorch_cannot_write_and_several_inputs_are_told():
-    class Branching(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(3, 2)
-
-        def forward(self, x):
-            x = self.layer(x)
-            return x if x.sum() > 0 else -x
-
     rows = torch.ones(4, 3)
     network = quantized(seeded(Branching()), rows, weight=8, activation=32)
     with pytest.raises(ExportError, match="PyTorch cannot write the network as ONNX"):
