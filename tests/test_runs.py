@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import sys
 import tomllib
 from pathlib import Path
 
@@ -527,3 +528,43 @@ def test_files_that_cannot_be_run_say_why(tmp_path, text, message):
     result = run("run", tmp_path / "c.toml")
     assert result.exit_code == 2
     assert message in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (b"command: [", "is not YAML"),
+        (b"command: \xff", "is not YAML"),
+        (b"a: !!python/object/apply:os.getcwd []", "is not YAML"),
+        (b"", "must hold options by name, as command: quantize"),
+        (b"command: walk", "for example command: quantize; there is no walk"),
+        (b"command: scores\nbudgets: 3", "no such option: --budgets"),
+    ],
+)
+def test_yaml_files_that_cannot_be_run_say_why(tmp_path, text, message):
+    (tmp_path / "c.yml").write_bytes(text)
+    result = run("run", tmp_path / "c.yml")
+    assert result.exit_code == 2
+    assert message in result.stderr
+
+
+def test_a_yaml_file_says_what_a_toml_file_says(net, tmp_path):
+    (tmp_path / "c.toml").write_text(
+        f'command = "budget"\nnetwork = "{net[0]}"\nactivation-bits = 8\n'
+        'pin = ["@first=8", "@last=8"]\nstrict = false\njson = true\n'
+    )
+    (tmp_path / "c.yaml").write_text(
+        f"command: budget\nnetwork: {net[0]}\nactivation-bits: 8\n"
+        "pin: ['@first=8', '@last=8']\nstrict: no\njson: yes\nthreads:\n"
+    )
+    toml, yaml = run("run", tmp_path / "c.toml"), run("run", tmp_path / "c.yaml")
+    assert toml.exit_code == yaml.exit_code == 0, yaml.output
+    assert toml.stdout == yaml.stdout
+
+
+def test_yaml_without_its_library_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "yaml", None)
+    (tmp_path / "c.yaml").write_text("command: scores")
+    result = run("run", tmp_path / "c.yaml")
+    assert result.exit_code == 2
+    assert "PyYAML is not installed. Run: pip install 'ompq[yaml]'" in result.stderr

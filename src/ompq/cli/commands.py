@@ -73,7 +73,7 @@ _GROUPS = {
         "evaluate": "Measure a network's accuracy, with an interval.",
     },
     ("Quantize", "options"): {
-        "run": "Run a command whose options are in a TOML file.",
+        "run": "Run a command whose options are in a TOML or YAML file.",
     },
     ("Quantize", "artifacts"): {
         "export": "Export a quantized network to ONNX, verified.",

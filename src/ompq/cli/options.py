@@ -20,7 +20,7 @@ from typing import Annotated, Any, ClassVar, get_type_hints
 import typer
 
 from ompq.cli.console import View, opened, render
-from ompq.errors import CheckpointError, suggestion
+from ompq.errors import CheckpointError, MissingExtraError, suggestion
 
 REQUIRED = MISSING  # the default of an option that must be given
 
@@ -104,7 +104,9 @@ def typed_toml() -> str:
 def run(
     file: Annotated[
         Path,
-        typer.Argument(metavar="CONFIG", help="A TOML file.", show_default=False),
+        typer.Argument(
+            metavar="CONFIG", help="A TOML or YAML file.", show_default=False
+        ),
     ],
     more: Annotated[
         list[str] | None,
@@ -113,11 +115,11 @@ def run(
         ),
     ] = None,
 ) -> None:
-    """Run a command whose options are in a TOML file.
+    """Run a command whose options are in a TOML or YAML file.
 
     Examples:
       ompq run out/config.toml --overwrite
-      ompq run config.toml --budget 3.5MiB -o smaller/
+      ompq run config.yaml --budget 3.5MiB -o smaller/
 
     Every run of ompq quantize and ompq train leaves such a file, config.toml, beside
     its results: the command and its options by name. Paths are relative to where ompq
@@ -125,14 +127,12 @@ def run(
     """
     from ompq.cli.commands import COMMANDS
 
-    try:
-        given = tomllib.loads(file.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ValueError(f"{file} is not TOML: {error}") from error
+    kind, given = _config(file)
     name = given.pop("command", None)
     if name not in COMMANDS or name == "run":
+        example = {"TOML": 'command = "quantize"', "YAML": "command: quantize"}[kind]
         raise ValueError(
-            f'{file} must name its command, for example command = "quantize"'
+            f"{file} must name its command, for example {example}"
             + (f"; there is no {name}" if name else "")
         )
     command = COMMANDS[name].load(name)
@@ -140,10 +140,29 @@ def run(
     words = [str(given.pop(place)) for place in places if place in given]
     for key, value in given.items():
         for one in value if isinstance(value, list) else [value]:
-            if one is not False:
+            if one is not None and one is not False:
                 words += [f"--{key}"] if one is True else [f"--{key}", str(one)]
     with command.make_context(f"ompq {name}", [*words, *(more or [])]) as context:
         command.invoke(context)
+
+
+def _config(file: Path) -> tuple[str, dict[str, Any]]:
+    """Return which format a file of options has, and what it holds."""
+    kind, read = "TOML", tomllib.loads
+    if file.suffix in (".yaml", ".yml"):
+        try:
+            import yaml
+        except ImportError:
+            raise MissingExtraError("PyYAML", "yaml") from None
+        kind, read = "YAML", yaml.safe_load
+    text = file.read_bytes()
+    try:
+        given = read(text.decode())
+    except Exception as error:  # PyYAML also raises what dates and numbers raise
+        raise ValueError(f"{file} is not {kind}: {error}") from error
+    if not isinstance(given, dict):
+        raise ValueError(f"{file} must hold options by name, as command: quantize")
+    return kind, given
 
 
 def _parameters(group: Any) -> list[inspect.Parameter]:
