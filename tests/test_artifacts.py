@@ -12,12 +12,12 @@ from cli_tools import network_file, run, run_json
 from nets import TinyMobileNet, images, seeded
 from ompq.costs import in_bytes
 from ompq.errors import ExportError, ModelError
+from ompq.files import call_user_function
 from ompq.onnx.export import export_onnx
 from ompq.onnx.inspection import installed_runtimes, time_files
 from ompq.packing import inspect_file, load, save
 from ompq.plans import plan as make_plan
 from ompq.quantization import quantize
-from ompq.userfiles import call_user_function
 from packing_tools import coded
 
 pytest.importorskip("onnxruntime")

@@ -23,7 +23,6 @@ ORDER = {
     "score_tables": "",
     "offload": "",
     "samples": "",
-    "userfiles": "",
     "quantizers": "",
     "ranges": "",
     "rates": "",

@@ -53,7 +53,7 @@ from ompq.datasets.sources import Data
 from ompq.datasets.training_sets import training_data
 from ompq.errors import BudgetError, DataError, PlanError, suggestion
 from ompq.evaluation import METRICS, Evaluation, Metric, evaluate as measure
-from ompq.files import locked_folder
+from ompq.files import is_user_function, locked_folder, user_function
 from ompq.integer.engine import IntegerNetwork
 from ompq.measurement.goals import Goal, Smallest
 from ompq.models import NamedModel
@@ -74,7 +74,6 @@ from ompq.training import train as learn
 from ompq.training.batches import TrainingData, checked_length
 from ompq.training.config import TRAIN_PROTOCOLS, TrainConfig
 from ompq.training.run import check_installed
-from ompq.userfiles import is_user_function, user_function
 from ompq.workflow import (
     ANYTHING,
     FileSize,

@@ -17,6 +17,7 @@ from ompq.cli.options import REQUIRED, argument, flag, number, one_of, option
 from ompq.costs import FLOAT_BITS, Accounting, load_latency
 from ompq.datasets.sources import Batches, Data, Split, load_data
 from ompq.errors import ScoreError, suggestion
+from ompq.files import call_user_function, is_user_function
 from ompq.graph import CODED_BITS, GROUP_SIZES, Choice
 from ompq.measurement.reconstruction_score import SCORES
 from ompq.measurement.refinement import RefineConfig
@@ -28,7 +29,6 @@ from ompq.samples import Samples, model_device
 from ompq.scores import OrmSettings, Score, named_score, score_name
 from ompq.scores.orm import Granularity
 from ompq.targets import included_targets
-from ompq.userfiles import call_user_function, is_user_function
 from ompq.workflow import PLAN_SAMPLES, paper_samples
 
 _DEVICES = ("auto", "cpu", "cuda")

@@ -12,8 +12,8 @@ from torch.nn import functional as F
 from torchvision.transforms import v2
 
 from ompq.errors import DataError, SampleError, shortened, suggestion
+from ompq.files import reason
 from ompq.models import NamedModel
-from ompq.userfiles import reason
 
 _LOG = logging.getLogger(__name__)
 _SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".ppm", ".pgm", ".tif", ".tiff", ".webp"}

@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from ompq.datasets.distilled_data import distilled_samples
 from ompq.datasets.images import ImageFiles, decode, find_images, normalise
 from ompq.errors import DataError, shortened
+from ompq.files import call_user_function, is_user_function, reason
 from ompq.models import NamedModel, output_count
 from ompq.models.decoders import tokenized
 from ompq.models.demo_network import demo_data
@@ -33,7 +34,6 @@ from ompq.samples import (
     to_device,
     token_ids,
 )
-from ompq.userfiles import call_user_function, is_user_function, reason
 
 # An input, which is a tensor or several of them in a tuple or dict, and its target: the
 # number of its class, -1 if it has none, or whatever a metric reads.

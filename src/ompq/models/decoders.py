@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from ompq.errors import DataError, MissingExtraError, ModelError
+from ompq.files import reason
 from ompq.layers import replace_module
 from ompq.models.weights import INSTEAD, downloading
 from ompq.recording import copied
-from ompq.userfiles import reason
 
 _HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 

@@ -18,8 +18,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from ompq.errors import ModelError, shortened
+from ompq.files import reason
 from ompq.graph import COUNTER
-from ompq.userfiles import reason
 
 INSTEAD = "Pass --weights FILE or --weights none"
 
