@@ -28,7 +28,6 @@ ORDER = {
     "rates": "",
     "orthogonality": "",
     "recording": "",
-    "passes": "",
     "graph": "",
     "costs": "",
     "targets": "",

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from ompq.graph import Unit, normalised_by, scaled_channels
 from ompq.layers import QuantizedLayer
-from ompq.passes import visit_outputs
+from ompq.recording import visit_outputs
 from ompq.samples import Samples, evaluating, run_batch
 
 # Each runs the layers on one batch.

@@ -10,9 +10,8 @@ from torch import Tensor, nn
 
 from ompq.errors import QuantizationError, SampleError
 from ompq.graph import normalised_by, observe
-from ompq.passes import ForwardPass
 from ompq.quantization import quantization_of
-from ompq.recording import tensors_in, with_tensors
+from ompq.recording import ForwardPass, tensors_in, with_tensors
 from ompq.samples import (
     Batch,
     Collector,
