@@ -17,6 +17,8 @@ from torch.utils.hooks import RemovableHandle
 
 from ompq.samples import Batch, attached, call, evaluating, in_this_thread, locked
 
+logger = logging.getLogger(__name__)
+
 Visit = Callable[[int, Any, tuple[Any, ...], dict[str, Any], Any], None]
 Enter = Callable[[str, nn.Module], None]
 Leave = Callable[[str, nn.Module, Any, Any, Any], None]
@@ -313,9 +315,6 @@ class _Recorder:
             calls[at] = replace(calls[at], inputs=())
         norm = replace(calls[own[-1]], function="batch_norm", inputs=(source,))
         calls[own[-1]] = norm
-
-
-logger = logging.getLogger(__name__)
 
 
 class _Abandoned(BaseException):

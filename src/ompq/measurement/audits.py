@@ -23,8 +23,8 @@ from ompq.plans import Plan, PlanConfig, plan
 from ompq.recording import copied
 from ompq.samples import Batch, Progress, Samples, SamplesLike
 from ompq.scores import Score, measure_orm, score_name
-from ompq.scores.baselines import Random
 from ompq.scores.rounding_errors import rounded_weights
+from ompq.scores.table import Random
 from ompq.stages import no_progress
 
 Floats = NDArray[np.float64]

@@ -9,7 +9,6 @@ from typing import Any
 from ompq.errors import check_known
 from ompq.processes import from_main
 from ompq.samples import locked
-from ompq.scores.baselines import Random, SmallestFirst
 from ompq.scores.derivatives import Fisher, Gradient, Hessian
 from ompq.scores.orm import (
     Orm,
@@ -24,9 +23,11 @@ from ompq.scores.rounding_errors import WeightNoise
 from ompq.scores.sensitivity import Sensitivity
 from ompq.scores.table import (
     Needs,
+    Random,
     Score,
     ScoreInputs,
     ScoreTable,
+    SmallestFirst,
     cached_table,
     checked,
 )

@@ -1,4 +1,4 @@
-"""What a score is given, what it needs and what it returns, checked and kept."""
+"""What a score is given and returns, the two simplest scores, and tables on disk."""
 
 import json
 import logging
@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias, overload
+from typing import Any, ClassVar, NamedTuple, TypeAlias, overload
 
 import numpy as np
 from torch import Tensor, nn
@@ -63,6 +63,43 @@ class Needs(NamedTuple):
     passes: str
     gradients: bool = False
     labels: bool = False
+
+
+@dataclass(frozen=True)
+class SmallestFirst:
+    """Gives bits to small layers first: they cost least.
+
+    A bit is worth the same everywhere, so a budget goes where bits are cheap.
+    """
+
+    summary: ClassVar[str] = "bits to the smallest layers first"
+    needs: ClassVar[Needs] = Needs("none")
+
+    def __call__(self, given: ScoreInputs) -> ScoreTable:
+        """Return −bits for every unit, (units, choices)."""
+        bits = [float(c.bits + c.activation) for c in given.choices]
+        return ScoreTable(-np.tile(np.array(bits), (len(given.graph), 1)))
+
+
+@dataclass(frozen=True)
+class Random:
+    """Gives each unit a random worth; distortion falls fourfold a bit."""
+
+    seed: int = 0
+
+    summary: ClassVar[str] = "a random worth for each unit, as a baseline"
+    needs: ClassVar[Needs] = Needs("none")
+
+    def __call__(self, given: ScoreInputs) -> ScoreTable:
+        """Return worth · 4^−bits, (units, choices)."""
+        return ScoreTable(self.worth(given.graph, given.choices))
+
+    def worth(self, graph: LayerGraph, choices: Sequence[Choice]) -> Table:
+        """Return the table itself, which depends on neither network nor samples."""
+        worth = np.random.default_rng(self.seed).lognormal(sigma=2.0, size=len(graph))
+        fall = np.array([4.0**-c.bits + 4.0**-c.activation for c in choices])
+        table: Table = worth[:, None] * fall
+        return table
 
 
 def checked(result: ScoreTable | Any, given: ScoreInputs) -> ScoreTable:
