@@ -10,7 +10,7 @@ import ompq
 from nets import TinyResNet, scenes, seeded, values
 from ompq.integer.engine import IntegerNetwork
 from ompq.layers import quantized_layers
-from ompq.training.dorefa import DoReFaWeights, dorefa, dorefa_levels
+from ompq.training.methods import DoReFaWeights, dorefa, dorefa_levels
 from quantized import quantized
 from training_script import loss, toy
 

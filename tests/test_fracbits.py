@@ -10,8 +10,7 @@ from torch.nn import functional as F
 import ompq
 from nets import values
 from ompq.layers import quantized_layers
-from ompq.training.dorefa import dorefa
-from ompq.training.fracbits import FractionalWidths, mixed, rounded_widths
+from ompq.training.methods import FractionalWidths, dorefa, mixed, rounded_widths
 from training_script import equal, toy
 
 RECIPE = replace(

@@ -39,7 +39,7 @@ ORDER = {
     "quantization": "products sites calibration moments equalization",
     "reconstruction": "blocks descent rounding brecq",
     "evaluation": "",
-    "training": "config norms minmax dorefa fracbits lqnets outliers step batches run",
+    "training": "config norms methods step batches run",
     "integer": "arithmetic operators lowering finalization engine",
     "packing": "bitstream format",
     "measurement": "meter reconstruction_score refinement rivals audits goals",

@@ -11,7 +11,7 @@ import ompq
 from nets import values
 from ompq.errors import QuantizationError
 from ompq.layers import StoredValues, quantized_layers
-from ompq.training.lqnets import (
+from ompq.training.methods import (
     LearnedLevels,
     fitted_basis,
     level_values,

@@ -12,7 +12,7 @@ from nets import TinyMobileNet, TinyResNet, scenes, seeded
 from ompq.errors import TrainingError
 from ompq.layers import ActivationQuantizer, activation_quantizers, quantized_layers
 from ompq.quantizers import Grid
-from ompq.training.minmax import ActivationRanges, WeightRanges
+from ompq.training.methods import ActivationRanges, WeightRanges
 from ompq.training.norms import fold_norms, keep_norms, restore_float_weights
 from quantized import quantized
 from training_script import QUICK, equal, hawq, state

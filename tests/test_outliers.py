@@ -11,8 +11,7 @@ from nets import values
 from ompq.errors import QuantizationError
 from ompq.layers import ActivationQuantizer, activation_quantizers, quantized_layers
 from ompq.quantizers import Grid
-from ompq.training.minmax import ActivationRanges
-from ompq.training.outliers import with_outliers
+from ompq.training.methods import ActivationRanges, with_outliers
 from training_script import toy
 
 

@@ -151,7 +151,7 @@ def test_what_is_shared_or_rounded_in_place_is_stored_once(file):
 
 
 @pytest.mark.parametrize("kind", [Chain, TinyResNet, TinyMobileNet])
-def test_settled_network_comes_back_settled(kind, file):
+def test_finalized_network_comes_back_finalized(kind, file):
     given = quantized(seeded(kind()))
     saved = finalize(given, images(4))
     save(saved, file)

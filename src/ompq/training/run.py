@@ -24,10 +24,14 @@ from ompq.recording import copied
 from ompq.samples import Progress, call, evaluating, first_tensor, model_device
 from ompq.training.batches import Batches, LabelledBatch, checked_length
 from ompq.training.config import TrainConfig
-from ompq.training.dorefa import DoReFaWeights
-from ompq.training.fracbits import FractionalWidths
-from ompq.training.lqnets import LearnedLevels
-from ompq.training.minmax import ActivationRanges, WeightRanges
+from ompq.training.methods import (
+    ActivationRanges,
+    DoReFaWeights,
+    FractionalWidths,
+    LearnedLevels,
+    OutlierWeights,
+    WeightRanges,
+)
 from ompq.training.norms import (
     Variances,
     fold_norms,
@@ -35,7 +39,6 @@ from ompq.training.norms import (
     norm_factor,
     restore_float_weights,
 )
-from ompq.training.outliers import OutlierWeights
 from ompq.training.step import (
     CodePenalty,
     Gradients,
@@ -209,7 +212,7 @@ class Run:
             for layer, factor, weight in zip(layers, factors, weights, strict=True):
                 layer.weight.copy_(weight)
                 assert self.rule is not None  # nothing else sets a rounding
-                self.rule.settle(layer, factor)
+                self.rule.finalize(layer, factor)
         if self.ranges is not None:
             self.ranges.detach()
         return self.model.state_dict()
