@@ -22,7 +22,7 @@ from ompq.demo import (
     run_demo,
 )
 from ompq.errors import ExportError
-from ompq.models.demo_network import DemoNetwork, demo_data, demo_network
+from ompq.models.networks import DemoNetwork, demo_data, demo_network
 from ompq.report.sections import sections_from_json
 from ompq.workflow import Workflow
 

@@ -9,8 +9,7 @@ from ompq.evaluation import evaluate
 from ompq.integer.engine import IntegerNetwork
 from ompq.integer.finalization import finalize
 from ompq.integer.lowering import Steps, lower
-from ompq.models.cifar import CifarResNet
-from ompq.models.demo_network import demo_data, demo_network
+from ompq.models.networks import CifarResNet, demo_data, demo_network
 from quantized import quantized
 
 

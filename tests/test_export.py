@@ -15,8 +15,7 @@ from ompq.integer.finalization import finalize
 from ompq.integer.lowering import lower
 from ompq.layers import quantized_layers
 from ompq.models import load_model
-from ompq.models.cifar import CifarResNet
-from ompq.models.demo_network import DemoNetwork, demo_data, demo_network
+from ompq.models.networks import CifarResNet, DemoNetwork, demo_data, demo_network
 from ompq.onnx.export import export_onnx
 from ompq.onnx.model import OnnxGraph
 from ompq.recording import tensors_in

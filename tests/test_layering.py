@@ -44,7 +44,7 @@ ORDER = {
     "packing": "bitstream format",
     "measurement": "meter reconstruction_score refinement rivals audits goals",
     "onnx": "containers inspection model traced verification export sizes",
-    "models": "cifar weights decoders demo_network",
+    "models": "weights decoders networks",
     "datasets": "images distilled_data sources training_sets",
     "report": "...",
     "workflow": "",

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from ompq import models
 from ompq.errors import MissingExtraError, ModelError
 from ompq.models import load_model, output_count
-from ompq.models.cifar import CifarResNet
+from ompq.models.networks import CifarResNet
 
 USER_FILE = """
 import torch

@@ -22,7 +22,7 @@ from ompq.errors import PackedFileError, PlanError, QuantizationError
 from ompq.graph import Choice, trace
 from ompq.integer.finalization import finalize
 from ompq.layers import quantized_layers
-from ompq.models.demo_network import DemoNetwork
+from ompq.models.networks import DemoNetwork
 from ompq.packing import inspect_file, load, save
 from ompq.packing.bitstream import unpack_bits
 from ompq.packing.format import read_contents

@@ -16,7 +16,7 @@ from ompq.entropy import encode
 from ompq.errors import QuantizationError
 from ompq.graph import Choice, bias_key, folded
 from ompq.layers import quantized_layers
-from ompq.models.demo_network import demo_data, demo_network
+from ompq.models.networks import demo_data, demo_network
 from ompq.quantization import keep_rates, quantization_of
 from ompq.rates import (
     PRICE,

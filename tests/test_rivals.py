@@ -18,7 +18,7 @@ from ompq.measurement.rivals import (
     _Memory,
     _Steps,
 )
-from ompq.models.cifar import CifarResNet
+from ompq.models.networks import CifarResNet
 
 QUICK = ReinforceConfig(episodes=12, warmup=4)
 

@@ -13,7 +13,7 @@ from ompq.allocation.solver import Allocation, Budget
 from ompq.costs import in_bytes, percent
 from ompq.errors import InfeasibleBudgetError, OmpqError
 from ompq.evaluation import Evaluation, wilson_interval
-from ompq.models.demo_network import DemoData, DemoNetwork, demo_data, demo_network
+from ompq.models.networks import DemoData, DemoNetwork, demo_data, demo_network
 from ompq.onnx.export import ExportResult, export_onnx
 from ompq.packing import Account, inspect_file, load, save
 from ompq.plans import Plan, PlanConfig

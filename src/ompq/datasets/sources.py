@@ -23,7 +23,7 @@ from ompq.errors import DataError, shortened
 from ompq.files import call_user_function, is_user_function, reason
 from ompq.models import NamedModel, output_count
 from ompq.models.decoders import tokenized
-from ompq.models.demo_network import demo_data
+from ompq.models.networks import demo_data
 from ompq.samples import (
     Progress,
     batch_length,

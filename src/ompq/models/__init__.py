@@ -15,9 +15,8 @@ from torch import nn
 
 from ompq.errors import MissingExtraError, ModelError, suggestion
 from ompq.files import call_user_function, is_user_function, reason
-from ompq.models.cifar import CifarResNet, cifar_resnet18
 from ompq.models.decoders import load_decoder
-from ompq.models.demo_network import DEMO_WEIGHTS, DemoNetwork
+from ompq.models.networks import DEMO_WEIGHTS, CifarResNet, DemoNetwork, cifar_resnet18
 from ompq.models.weights import INSTEAD, check_weights, downloading, load_weights
 from ompq.samples import evaluating, first_tensor, model_device
 

@@ -21,7 +21,7 @@ from ompq.graph import Unit, select, trace
 from ompq.measurement.reconstruction_score import BlockLoss
 from ompq.measurement.rivals import ReinforceConfig, one_bitwidth, reinforce
 from ompq.models import NamedModel
-from ompq.models.cifar import CifarResNet
+from ompq.models.networks import CifarResNet
 from ompq.orthogonality import gram_matrix
 from ompq.plans import PLAN_PROTOCOLS, Plan, PlanConfig
 from ompq.quantization import QUANTIZE_PROTOCOLS, QuantizeConfig
