@@ -48,7 +48,7 @@ ORDER = {
     "datasets": "images distilled_data sources training_sets",
     "report": "...",
     "workflow": "",
-    "reproduction": "registry rows drawings",
+    "reproduction": "registry rows",
     "demo": "",
     "cli": "...",
     "__main__": "",

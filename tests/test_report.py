@@ -12,7 +12,13 @@ from ompq.allocation.solver import Allocation, Budget, ParetoPoint
 from ompq.costs import in_bytes
 from ompq.graph import Choice, Skipped
 from ompq.plans import Measurement, Plan
-from ompq.report import explorer as report_data, render_report, write_report
+from ompq.report import (
+    axis_costs,
+    explorer_data,
+    render_report,
+    solution,
+    write_report,
+)
 from ompq.report.sections import Agreement
 from ompq.scores import ScoreTable
 from reports import (
@@ -145,7 +151,7 @@ def test_the_embedded_solutions_are_those_of_the_plan(plan, page):
 def test_every_step_is_what_with_budget_gives(method, cost):
     text = {"bytes": "3.9KiB", "bit_ops": "2MBOPs", "weight_bits": "4bits"}[cost]
     own = toy_plan(text, method=method)
-    axis = report_data.explorer_data(own, steps=12)["axes"][0]
+    axis = explorer_data(own, steps=12)["axes"][0]
     assert axis["cost"] == cost
     assert len(axis["limits"]) == 13
     reference = own.problem.costs[cost].reference
@@ -157,24 +163,24 @@ def test_every_step_is_what_with_budget_gives(method, cost):
         else:
             bits = limit / reference * (1 + 1e-12)
             expected = own.with_budget(Budget(average_bits=bits))
-        assert columns == report_data.solution(expected)
+        assert columns == solution(expected)
 
 
 def test_the_costs_that_a_budget_limits_have_a_slider_each():
     several = toy_plan("3.9KiB,0.004GBOPs")
-    assert report_data.axis_costs(several) == ["bytes", "bit_ops", "weight_bits"]
-    axes = report_data.explorer_data(several, steps=3)["axes"]
+    assert axis_costs(several) == ["bytes", "bit_ops", "weight_bits"]
+    axes = explorer_data(several, steps=3)["axes"]
     assert [axis["plan"] for axis in axes] == [-1, -1, -1]
     bits = toy_plan("4bits")
-    assert report_data.axis_costs(bits) == ["weight_bits", "bytes"]
-    axes = report_data.explorer_data(bits, steps=3)["axes"]
-    assert axes[0]["solutions"][axes[0]["plan"]] == report_data.solution(bits)
+    assert axis_costs(bits) == ["weight_bits", "bytes"]
+    axes = explorer_data(bits, steps=3)["axes"]
+    assert axes[0]["solutions"][axes[0]["plan"]] == solution(bits)
 
 
 @pytest.mark.parametrize("pinned", [{}, {"@first": (None, 32), "@last": (None, 4)}])
 def test_choices_are_embedded_as_an_allocation_saves_them(pinned):
     plan = toy_plan(pinned=pinned)
-    data = report_data.explorer_data(plan, steps=2)
+    data = explorer_data(plan, steps=2)
     units = zip(data["names"], data["plan"], data["inputs"], strict=True)
     copied = {name: data["saved"][bits][int(column)] for name, column, bits in units}
     assert copied == plan.allocation.to_json()
@@ -232,7 +238,7 @@ def test_units_that_may_have_one_choice_are_marked_as_pinned():
     pinned = toy_plan("4.4KiB", pinned={"@first": 8, "@last": 32})
     html = render_report(pinned)
     assert html.count('<abbr title="pinned') == 2
-    data = report_data.explorer_data(pinned, steps=2)
+    data = explorer_data(pinned, steps=2)
     assert [row.count("1") for row in data["allowed"]][:: len(data["names"]) - 1] == [
         1,
         1,
