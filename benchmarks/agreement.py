@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from common import RESULTS, save
 
-from ompq.allocation.solver import Allocation
+from ompq.allocation import Allocation
 from ompq.datasets.sources import load_data
 from ompq.graph import Choice, trace
 from ompq.integer.finalization import finalize

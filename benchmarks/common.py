@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from ompq.allocation.solver import Allocation
+from ompq.allocation import Allocation
 from ompq.graph import Choice, trace
 
 RESULTS = Path(__file__).parent / "results"

@@ -24,7 +24,7 @@ from common import RESULTS, alternating, everywhere, median_ratio, save
 from torch import nn
 
 import ompq
-from ompq.allocation.solver import Allocation
+from ompq.allocation import Allocation
 from ompq.datasets.sources import load_data
 from ompq.graph import Choice
 from ompq.models import load_model

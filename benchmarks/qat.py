@@ -36,7 +36,7 @@ import ompq
 from ompq.datasets.sources import load_data
 from ompq.datasets.training_sets import HeldSet, training_data
 from ompq.graph import folded
-from ompq.integer.engine import IntegerNetwork
+from ompq.integer import IntegerNetwork
 from ompq.models import load_model
 from ompq.training.run import Run
 from ompq.training.step import Gradients, Recorded

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from nets import images
-from ompq.allocation.solver import Allocation, Budget
+from ompq.allocation import Allocation, Budget
 from ompq.graph import Choice, trace
 from ompq.layers import quantized_layers
 from ompq.plans import Plan

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from ompq.allocation.solver import Allocation
+from ompq.allocation import Allocation
 from ompq.graph import Choice, trace
 from ompq.layers import activation_quantizers
 from ompq.quantization import quantize

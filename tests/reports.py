@@ -6,7 +6,7 @@ import numpy as np
 from torch import nn
 
 from nets import TinyMobileNet, images, seeded
-from ompq.allocation.solver import Allocation, Budget
+from ompq.allocation import Allocation, Budget
 from ompq.graph import Choice, LayerGraph, Unit
 from ompq.measurement.audits import RANDOM, Audit, Correlation, Measured, ScoreAudit
 from ompq.plans import Plan, PlanConfig, plan

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from nets import Chain, ResidualBlock, TinyMobileNet, TinyResNet, scenes, seeded, values
-from ompq.allocation.solver import Allocation
+from ompq.allocation import Allocation
 from ompq.errors import QuantizationError, SampleError
 from ompq.graph import Choice, trace
 from ompq.layers import quantized_layers

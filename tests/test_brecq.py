@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from nets import TinyMobileNet, TinyResNet, scenes, seeded, values
-from ompq.allocation.solver import Allocation
+from ompq.allocation import Allocation
 from ompq.graph import Choice, trace
 from ompq.layers import activation_quantizers, quantized_layer, quantized_layers
 from ompq.quantization import QUANTIZE_PROTOCOLS, quantization_of, quantize

@@ -8,7 +8,7 @@ from torch import nn
 
 import ompq
 from nets import TinyMobileNet, TinyResNet, images, scenes, seeded, values
-from ompq.allocation.solver import Allocation
+from ompq.allocation import Allocation
 from ompq.graph import Choice, trace
 from ompq.layers import activation_quantizers, quantized_layers
 from ompq.quantization.calibration import _loss, input_grams, read_ranges, weigh_ranges

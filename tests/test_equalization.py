@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 import ompq
 from nets import TinyMobileNet, TinyResNet, scenes, seeded
-from ompq.allocation.solver import Allocation
+from ompq.allocation import Allocation
 from ompq.graph import Choice
 from ompq.layers import activation_quantizers, quantized_layers
 from ompq.quantization import quantization_of

@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 
+from ompq.allocation import allocate
 from ompq.allocation.explanation import check_budget, conflict, explain, reachable
-from ompq.allocation.solver import allocate
 from ompq.costs import Cost
 from ompq.errors import BudgetError, InfeasibleBudgetError, PatternError, PlanError
 from ompq.graph import Choice

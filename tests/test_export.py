@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from test_engine import Fire, Shared, Vgg
 from torch import nn
 from torchvision import models
 
@@ -20,7 +21,6 @@ from ompq.onnx.export import export_onnx
 from ompq.onnx.model import OnnxGraph
 from ompq.recording import tensors_in
 from quantized import quantized
-from test_engine import Fire, Shared, Vgg
 
 onnx = pytest.importorskip("onnx")
 runtime = pytest.importorskip("onnxruntime")
@@ -177,7 +177,7 @@ def test_wrong_file_is_not_left_behind(tmp_path, monkeypatch):
 def test_engine_that_disagrees_stops_the_export(tmp_path, monkeypatch):
     network = quantized(seeded(TinyResNet()), images(8), weight=8)
     monkeypatch.setattr(
-        "ompq.integer.engine.IntegerNetwork.run",
+        "ompq.integer.IntegerNetwork.run",
         lambda self, x: {"logits": -torch.eye(len(x), 5)},
     )
     with pytest.raises(ExportError, match="disagrees with the integer engine"):

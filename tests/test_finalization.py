@@ -6,9 +6,8 @@ from torch import nn
 
 from nets import TinyMobileNet, TinyResNet, images, seeded
 from ompq.errors import QuantizationError
-from ompq.integer import finalization
+from ompq.integer import IntegerNetwork, finalization
 from ompq.integer.arithmetic import CodeGrid
-from ompq.integer.engine import IntegerNetwork
 from ompq.integer.finalization import clear_scale, finalize
 from ompq.integer.lowering import lower
 from ompq.integer.operators import Average, Requantize, Sum

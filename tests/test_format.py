@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from nets import Chain, images, seeded
-from ompq.allocation.solver import Allocation
+from ompq.allocation import Allocation
 from ompq.errors import OmpqError, PackedFileError
 from ompq.files import read_tensors, write_tensors
 from ompq.graph import Choice

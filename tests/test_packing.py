@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torchvision import models
 
 from nets import Chain, Recurrent, TinyMobileNet, TinyResNet, images, seeded, tokens
-from ompq.allocation.solver import Allocation
+from ompq.allocation import Allocation
 from ompq.costs import Bytes
 from ompq.entropy import encode
 from ompq.errors import PackedFileError, PlanError, QuantizationError

@@ -12,8 +12,7 @@ from torch import nn
 import ompq
 from nets import TinyMobileNet, TinyResNet, images, seeded, tokens
 from ompq import plans
-from ompq.allocation import search
-from ompq.allocation.solver import reachable
+from ompq.allocation import reachable, search
 from ompq.costs import overhead_bytes, unit_bytes
 from ompq.errors import (
     BudgetError,

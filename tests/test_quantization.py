@@ -18,7 +18,7 @@ from nets import (
     tokens,
     values,
 )
-from ompq.allocation.solver import Allocation
+from ompq.allocation import Allocation
 from ompq.errors import PlanError, QuantizationError
 from ompq.graph import Choice, bias_key, folded, norm_affine
 from ompq.layers import QuantizedConv2d, activation_quantizers, quantized_layers

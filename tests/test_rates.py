@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 import ompq
 from nets import TinyMobileNet, TinyResNet, images, scenes, seeded, values
-from ompq.allocation.solver import Allocation
+from ompq.allocation import Allocation
 from ompq.costs import can_be_coded, coded_bytes
 from ompq.entropy import encode
 from ompq.errors import QuantizationError

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from nets import Chain, TinyMobileNet, TinyResNet, scenes, seeded, tokens, values
-from ompq.allocation.solver import Allocation
+from ompq.allocation import Allocation
 from ompq.costs import can_be_coded, coded_bytes
 from ompq.errors import CheckpointError, QuantizationError, SampleError, TraceError
 from ompq.graph import Choice, trace

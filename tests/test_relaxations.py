@@ -3,6 +3,7 @@ from math import fsum
 import numpy as np
 import pytest
 
+from ompq.allocation import allocate, halfway
 from ompq.allocation.relaxations import (
     Relaxation,
     bracket,
@@ -12,7 +13,6 @@ from ompq.allocation.relaxations import (
     rounded,
 )
 from ompq.allocation.search import minimum
-from ompq.allocation.solver import allocate, halfway
 from tables import exhaustive, fixture, problem, program
 
 SMALL = fixture("alloc_small.json")

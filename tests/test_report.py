@@ -8,7 +8,7 @@ from html.parser import HTMLParser
 import numpy as np
 import pytest
 
-from ompq.allocation.solver import Allocation, Budget, ParetoPoint
+from ompq.allocation import Allocation, Budget, ParetoPoint
 from ompq.costs import in_bytes
 from ompq.graph import Choice, Skipped
 from ompq.plans import Measurement, Plan

@@ -10,7 +10,7 @@ from torch import nn
 
 import ompq
 from nets import Branching, Chain, TinyMobileNet, TinyResNet, images, seeded
-from ompq.allocation.solver import reachable
+from ompq.allocation import reachable
 from ompq.errors import (
     BudgetError,
     ExportError,

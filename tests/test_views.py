@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from ompq.allocation.solver import Budget, Problem
+from ompq.allocation import Budget, Problem
 from ompq.cli.decisions import budget_rows
 from ompq.cli.views import (
     Column,

@@ -13,7 +13,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ompq.allocation.solver import Allocation, Budget
+    from ompq.allocation import Allocation, Budget
     from ompq.datasets.distilled_data import distilled_samples
     from ompq.datasets.images import image_views
     from ompq.datasets.sources import load_data
@@ -92,7 +92,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "ompq.measurement.audits": "Audit AuditConfig audit",
-    "ompq.allocation.solver": "Allocation Budget",
+    "ompq.allocation": "Allocation Budget",
     "ompq.datasets.images": "image_views",
     "ompq.datasets.distilled_data": "distilled_samples",
     "ompq.errors": "BudgetError CheckpointError DataError DeviceMemoryError "

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from ompq.allocation.solver import Allocation, Budget
+from ompq.allocation import Allocation, Budget
 from ompq.costs import in_bytes, percent
 from ompq.errors import InfeasibleBudgetError, OmpqError
 from ompq.evaluation import Evaluation, wilson_interval

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import nn
 
-from ompq.allocation.solver import (
+from ompq.allocation import (
     Budget,
     Method,
     Problem,

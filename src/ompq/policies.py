@@ -11,7 +11,7 @@ from typing import Any, cast, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from ompq.allocation.solver import (
+from ompq.allocation import (
     METHODS,
     Allocation,
     Budget,

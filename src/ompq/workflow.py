@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ompq.allocation.solver import Allocation, Budget
+from ompq.allocation import Allocation, Budget
 from ompq.costs import FLOAT_BITS
 from ompq.errors import ExportError, PackedFileError
 from ompq.evaluation import Evaluation, Metric, evaluate, wilson_interval

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 import typer
 
-from ompq.allocation.solver import Budget, Problem, reachable
+from ompq.allocation import Budget, Problem, reachable
 from ompq.cli.console import Console, View, muted, say
 from ompq.cli.options import (
     BudgetOption,

@@ -17,7 +17,7 @@ import torch
 import typer
 from torch import nn
 
-from ompq.allocation.solver import Allocation, Budget
+from ompq.allocation import Allocation, Budget
 from ompq.cli.console import Console, View, in_first_process, muted, say
 from ompq.cli.options import (
     REQUIRED,
@@ -54,7 +54,7 @@ from ompq.datasets.training_sets import training_data
 from ompq.errors import BudgetError, DataError, PlanError, suggestion
 from ompq.evaluation import METRICS, Evaluation, Metric, evaluate as measure
 from ompq.files import is_user_function, locked_folder, user_function
-from ompq.integer.engine import IntegerNetwork
+from ompq.integer import IntegerNetwork
 from ompq.measurement.goals import Goal, Smallest
 from ompq.models import NamedModel
 from ompq.packing import load, save

@@ -13,7 +13,7 @@ import numpy as np
 from rich.console import RenderableType
 
 from ompq.accuracy import Evaluation
-from ompq.allocation.solver import Budget
+from ompq.allocation import Budget
 from ompq.cli.console import Console, View
 from ompq.cli.options import (
     BudgetOption,

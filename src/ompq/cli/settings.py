@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, get_args
 import torch
 import typer
 
-from ompq.allocation.solver import Method
+from ompq.allocation import Method
 from ompq.cli.console import Console
 from ompq.cli.options import REQUIRED, argument, flag, number, one_of, option
 from ompq.costs import FLOAT_BITS, Accounting, load_latency

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from ompq.allocation.solver import Budget, reachable
+from ompq.allocation import Budget, reachable
 from ompq.costs import digits, in_bytes, percent
 from ompq.errors import GoalError
 from ompq.evaluation import Evaluation, Metric, evaluate

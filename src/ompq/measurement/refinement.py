@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import nn
 
-from ompq.allocation.solver import Allocation, allocate
+from ompq.allocation import Allocation, allocate
 from ompq.costs import digits
 from ompq.errors import check_known
 from ompq.files import json_number

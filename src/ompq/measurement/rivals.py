@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from ompq.allocation import Budget
 from ompq.allocation.program import Allocation, Columns, Program
-from ompq.allocation.solver import Budget
 from ompq.costs import digits
 from ompq.errors import InfeasibleBudgetError
 from ompq.evaluation import kl_divergence, logits_of

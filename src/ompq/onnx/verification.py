@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ompq.errors import ExportError, MissingExtraError
-from ompq.integer.engine import IntegerNetwork
+from ompq.integer import IntegerNetwork
 from ompq.integer.lowering import Steps, input_names
 from ompq.layers import LogQuantizer, activation_quantizers
 from ompq.recording import tensors_in

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ompq.allocation.solver import Allocation
+from ompq.allocation import Allocation
 from ompq.costs import FLOAT_BITS
 from ompq.entropy import decode, encode
 from ompq.errors import OmpqError, PackedFileError

@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from ompq.allocation.solver import Allocation
+from ompq.allocation import Allocation
 from ompq.costs import FLOAT_BITS, can_be_coded, coded_bytes, unit_bytes
 from ompq.errors import PlanError, QuantizationError, shortened
 from ompq.graph import (

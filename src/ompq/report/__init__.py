@@ -12,7 +12,7 @@ from jinja2.utils import htmlsafe_json_dumps
 from markupsafe import Markup
 from numpy.typing import NDArray
 
-from ompq.allocation.solver import Allocation, Budget
+from ompq.allocation import Allocation, Budget
 from ompq.costs import FILES, Cost, counted, digits, in_bytes, percent, seconds, short
 from ompq.files import library_version, write_text
 from ompq.plans import Plan

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ompq.allocation.solver import Budget, halfway
+from ompq.allocation import Budget, halfway
 from ompq.datasets.distilled_data import distilled_samples
 from ompq.datasets.sources import Data
 from ompq.datasets.training_sets import training_data

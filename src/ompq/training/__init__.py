@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from ompq.allocation.solver import Allocation
+from ompq.allocation import Allocation
 from ompq.errors import TrainingError, shortened
 from ompq.layers import activation_quantizers, quantized_layers
 from ompq.quantization import keep_rates, quantization_of, with_quantization

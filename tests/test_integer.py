@@ -6,7 +6,7 @@ from torch.nn import functional as F
 from nets import TinyMobileNet, TinyResNet, images, seeded
 from ompq.errors import QuantizationError
 from ompq.evaluation import evaluate
-from ompq.integer.engine import IntegerNetwork
+from ompq.integer import IntegerNetwork
 from ompq.integer.finalization import finalize
 from ompq.integer.lowering import Steps, lower
 from ompq.models.networks import CifarResNet, demo_data, demo_network
@@ -120,7 +120,7 @@ def test_many_images_run_in_parts(monkeypatch):
         quantized(NETWORKS["resnet"](), samples), samples
     )
     whole = engine(samples)
-    monkeypatch.setattr("ompq.integer.engine._ELEMENTS", 1)
+    monkeypatch.setattr("ompq.integer._ELEMENTS", 1)
     assert torch.equal(engine(samples), whole)
 
 

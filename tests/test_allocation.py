@@ -5,14 +5,14 @@ from math import fsum
 import numpy as np
 import pytest
 
-from ompq.allocation import search
-from ompq.allocation.solver import (
+from ompq.allocation import (
     Budget,
     Problem,
     allocate,
     check_budget,
     pareto,
     reachable,
+    search,
 )
 from ompq.costs import Cost
 from ompq.errors import BudgetError, InfeasibleBudgetError
@@ -179,7 +179,7 @@ def test_budgets_of_decimals_are_met_exactly_with_others():
 
 def test_a_search_without_a_result_says_so(monkeypatch):
     monkeypatch.setattr(
-        "ompq.allocation.solver.minimum", lambda *_, **__: search.Optimum(None, np.inf)
+        "ompq.allocation.minimum", lambda *_, **__: search.Optimum(None, np.inf)
     )
     slow = Cost("milliseconds", np.array([[9.0, 5.0, 1.0]] * 2))
     it = problem(np.zeros((2, 3)), weights=[8, 8], milliseconds=slow)
@@ -250,7 +250,7 @@ def test_a_proof_given_up_is_told_by_the_gap(monkeypatch):
     monkeypatch.setattr(search, "LABELS", 1)
     monkeypatch.setattr(search, "NARROWEST", 2)
     monkeypatch.setattr(
-        "ompq.allocation.solver.minimum",
+        "ompq.allocation.minimum",
         lambda program, **_: search.minimum(program, passes=1, nodes=0),
     )
     it = network(30)
@@ -344,7 +344,7 @@ def test_pareto_gives_a_limit_the_last_bit_that_rounding_took(monkeypatch):
             return search.Optimum(None, 0.0)
         return search.minimum(*args, **options)
 
-    monkeypatch.setattr("ompq.allocation.solver.minimum", fails_at_first)
+    monkeypatch.setattr("ompq.allocation.minimum", fails_at_first)
     curve = pareto(it, points=3)
     assert [point.allocation for point in curve] == expected
     assert curve[-1].limit == np.nextafter(4.0, 5.0)
