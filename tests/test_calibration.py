@@ -290,21 +290,6 @@ def test_channels_of_many_weights_and_transposed_ones_are_left_out():
     assert grams(seeded(nn.Sequential(nn.Linear(80, 3))), values(4, 80)) == {}
 
 
-def test_projections_inside_an_attention_are_left_out():
-    class Attention(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = nn.MultiheadAttention(8, 2, batch_first=True)
-
-        def forward(self, x):
-            return self.inner(x, x, x)[0]
-
-    model, samples = seeded(Attention()), values(4, 5, 8)
-    kinds = {unit.name: unit.kind for unit in ompq.trace(model, samples).units}
-    assert "attention" in kinds.values()
-    assert all(kinds[name] != "attention" for name in grams(model, samples))
-
-
 @pytest.mark.parametrize("value", [0.0, 0.1, 1.0, 1234.567])
 def test_inputs_that_never_vary_leave_all_errors_alike(value):
     model = seeded(nn.Sequential(nn.Linear(3, 2)))

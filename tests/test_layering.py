@@ -28,6 +28,7 @@ ORDER = {
     "rates": "",
     "orthogonality": "",
     "recording": "",
+    "attention": "",
     "graph": "",
     "costs": "",
     "targets": "",

@@ -13,6 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.nn.modules.dropout import _DropoutNd
 
+from ompq.attention import with_layers
 from ompq.errors import (
     OmpqError,
     QuantizationError,
@@ -76,6 +77,7 @@ def trace(model: nn.Module, samples: SamplesLike, *, tie: bool = True) -> LayerG
     Raises:
         TraceError: The network fails on the samples or has no layer to quantize.
     """
+    model = with_layers(model, samples)
     return find_units(model, observe(model, samples), tie=tie)
 
 
@@ -157,7 +159,7 @@ def live_tensors(
     for call in calls:
         for source in call.inputs:
             last[home[source]] = call.position
-            maps = is_linear_map(call.function) or "attention" in call.function
+            maps = is_linear_map(call.function)
             found = [owner[k] for k in call.parameters if maps and k in owner]
             readers.setdefault(home[source], []).extend(found)
     returned = {home[place] for place in recording.returned}
@@ -191,17 +193,12 @@ def _find_layers(
     holders = Counter(
         id(p) for m in model.modules() for p in m.parameters(recurse=False)
     )
-    inside_attention = tuple(
-        f"{name}."
-        for name, module in model.named_modules()
-        if isinstance(module, nn.MultiheadAttention)
-    )
     # A weight that is a layer's as well is the layer's.
     modules = sorted(
         model.named_modules(), key=lambda each: isinstance(each[1], nn.Embedding)
     )
     for name, module in modules:
-        if not _may_be_unit(module) or name.startswith(inside_attention):
+        if not _may_be_unit(module):
             continue
         reason = _why_not(module, calls.get(name, []))
         if reason:
@@ -242,15 +239,13 @@ def _kind_in_place(module: nn.Module) -> str:
     if isinstance(module, nn.RNNBase):
         # With projections or without, its weights are a flat list.
         return "recurrent"
-    if isinstance(module, nn.Embedding):
-        return "embedding"
-    return "attention" if isinstance(module, nn.MultiheadAttention) else ""
+    return "embedding" if isinstance(module, nn.Embedding) else ""
 
 
 def _why_not(module: nn.Module, calls: list[ModuleCall]) -> str:
     if not calls:
         return "never called in the forward pass"
-    if not isinstance(module, nn.MultiheadAttention | nn.RNNBase):
+    if not isinstance(module, nn.RNNBase):
         weight = module._parameters.get("weight")
         if weight is None:
             return "its weight is computed (a parametrization), not stored"
@@ -262,7 +257,7 @@ def _why_not(module: nn.Module, calls: list[ModuleCall]) -> str:
 
 
 def _units_of(name: str, module: nn.Module, calls: list[ModuleCall]) -> Iterator[Unit]:
-    """Yield the unit that a layer is, or those that an attention holds."""
+    """Yield the unit that a layer is, or those that a recurrent one holds."""
     output = calls[-1].output
     assert output is not None  # _why_not has seen to it
     unplaced = partial(
@@ -369,7 +364,7 @@ def _placed(
                 norm_parameters=sum(p.numel() for p in held),
                 activation=first if first in _ACTIVATIONS else "",
                 block=blocks[unit.name],
-                # Projections inside one attention share its output, not their bits.
+                # Weights of one recurrent layer share its output, not their bits.
                 group=(head if head.feature != unit.feature else unit).name,
                 feature=feature,
             )

@@ -18,6 +18,7 @@ from ompq.allocation import (
     allocate,
     check_budget,
 )
+from ompq.attention import with_layers
 from ompq.costs import (
     FILES,
     FLOAT_BITS,
@@ -173,6 +174,7 @@ def plan(
         TraceError: The network cannot be observed; or, if strict, stays partly float.
     """
     budget, samples = Budget.of(budget), Samples.of(samples)
+    model = with_layers(model, samples)
     report = progress or no_progress
     report(0, 3, "observing the network")
     memory = bool(budget.activations_mib or budget.total_mib)
@@ -226,7 +228,8 @@ def unscored_problem(
     Live tensors, whose bytes a budget may limit, are found only if ``memory``.
     """
     samples = Samples.of(samples)
-    recording = observe(float_network(model), samples)
+    model = with_layers(float_network(model), samples)
+    recording = observe(model, samples)
     graph = planned_graph(find_units(model, recording, tie=config.tie), config)
     choices, allowed = choice_table(graph, config)
     alive: tuple[LiveTensor, ...] = ()

@@ -96,7 +96,11 @@ class Watch(TorchFunctionMode):
 
 
 def watch(
-    model: nn.Module, batch: Batch, visit: Visit, *, gradients: bool = False
+    model: nn.Module,
+    batch: Batch,
+    visit: Visit = lambda *_: None,
+    *,
+    gradients: bool = False,
 ) -> Any:
     """Run the network in eval mode, show every call to ``visit``, return its output."""
     with evaluating(model), torch.set_grad_enabled(gradients), Watch(visit):
@@ -184,14 +188,17 @@ def with_tensors(value: Any, tensors: Iterable[Tensor]) -> Any:
     return _nested_alike(value, iter(tensors))
 
 
-def copied(model: nn.Module) -> nn.Module:
+def copied(model: nn.Module, *, share_weights: bool = False) -> nn.Module:
     """Return a copy of a network, cut off the graphs of tensors that modules keep.
 
-    PyTorch refuses to copy such a tensor, a cached feature for example.
+    PyTorch refuses to copy such a tensor, a cached feature for example. Parameters and
+    buffers are copied, too, unless both networks are to share them.
     """
     kept = [t for m in model.modules() for t in tensors_in(m.__dict__)]
-    cut = {id(t): t.detach().clone() for t in kept if t.grad_fn is not None}
-    return copy.deepcopy(model, cut)
+    known = {id(t): t.detach().clone() for t in kept if t.grad_fn is not None}
+    if share_weights:
+        known |= {id(t): t for t in (*model.parameters(), *model.buffers())}
+    return copy.deepcopy(model, known)
 
 
 def detach_state(model: nn.Module) -> bool:

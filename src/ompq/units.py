@@ -14,9 +14,9 @@ from ompq.files import json_list, json_number, json_record, json_whole
 _MOST_WEIGHTS = 1 << 53  # of a unit in a file: what float64 counts exactly
 _MOST_AXES = 8  # of a weight in a file; that of a Conv3d has five
 # Kinds of weights that are parameters of a module that does more than multiply by them.
-IN_PLACE = ("attention", "embedding", "recurrent")
+IN_PLACE = ("embedding", "recurrent")
 # Kinds whose weights, (out, in), may have a scale for each group of inputs.
-GROUPED = ("linear", "attention", "recurrent")
+GROUPED = ("linear", "recurrent")
 GROUP_SIZES = (32, 64, 128)
 CODED_BITS = 8  # codes of a coded unit are bytes wherever they are not in a file
 
@@ -111,7 +111,7 @@ class Unit:
     Attributes:
         name: The module's name, for example ``layer1.0.conv1``.
         kind: ``conv``, ``depthwise``, ``pointwise``, ``grouped``, ``transposed``,
-            ``linear``, ``attention``, ``embedding`` or ``recurrent``.
+            ``linear``, ``embedding`` or ``recurrent``.
         parameter: The weight's key in the network's ``state_dict``.
         out_channels: Number of output channels; one scale each.
         bias_parameters: Length of the bias; 0 without one.
@@ -305,6 +305,7 @@ class LayerGraph:
             data = {**data, "float_bytes": 4 * data["float_parameters"]}
             del data["float_parameters"]
         graph = json_record(cls, data)
+        graph = replace(graph, units=tuple(map(_as_layer, graph.units)))
         for unit in graph.units:
             axes = unit.weight_shape
             if not 1 <= len(axes) <= _MOST_AXES or min(axes) < 1:
@@ -323,6 +324,13 @@ class LayerGraph:
         if len(graph._by_name) < len(graph):
             raise ValueError("two units have the same name")
         return graph
+
+
+def _as_layer(unit: Unit) -> Unit:
+    """Return a projection of attention, which 0.1 rounded in place, as a layer."""
+    if unit.kind != "attention":
+        return unit
+    return replace(unit, kind="linear", parameter=f"{unit.name}.weight")
 
 
 def _positions(names: Iterable[str]) -> dict[str, tuple[int, ...]]:

@@ -11,6 +11,7 @@ from typing import Any, Generic, TypeVar
 from torch import nn
 
 from ompq.allocation.program import Allocation
+from ompq.attention import with_layers
 from ompq.errors import CheckpointError, SampleError
 from ompq.evaluation import kl_divergence, logits_of
 from ompq.files import json_object, read_json, write_text
@@ -45,7 +46,8 @@ class Meter:
             seed: Of the reconstruction.
             group_size: Inputs whose weights share a scale in linear units; 0 if all do.
         """
-        self.model, self.samples, self.judges = model, samples, judges
+        self.model = with_layers(model, samples)
+        self.samples, self.judges = samples, judges
         self.iterations, self.seed = iterations, seed
         self.config = QuantizeConfig(group_size=group_size or None)
         self._expected = logits_of(model, judges)

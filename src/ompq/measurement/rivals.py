@@ -13,6 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ompq.allocation import Budget
 from ompq.allocation.program import Allocation, Columns, Program
+from ompq.attention import with_layers
 from ompq.costs import digits
 from ompq.errors import InfeasibleBudgetError
 from ompq.evaluation import kl_divergence, logits_of
@@ -90,7 +91,7 @@ def reinforce(
     check_weights_only(plan.choices, "reinforce")
     given = Samples.of(samples)
     plan.check_network(trace(model, given))
-    judge = _Judge(model, plan, given)
+    judge = _Judge(with_layers(model, given), plan, given)
     limits = plan.budget.limits(plan.problem.costs)
     agent = _Agent(_Ladder(plan, plan.problem.program(limits)), config)
     # The plan's own bits are not a candidate: the agent's are returned.

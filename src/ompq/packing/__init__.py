@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ompq.attention import with_named_layers
 from ompq.costs import Budget, Bytes, overhead_bytes, unit_bytes
 from ompq.errors import PackedFileError, PlanError, QuantizationError, shortened
 from ompq.files import library_version
@@ -95,7 +96,8 @@ def load(path: str | Path, model: nn.Module | Callable[[], nn.Module]) -> nn.Mod
         PackedFileError: The file is damaged, or of another network.
     """
     contents = read_contents(path)
-    network = _float_network(model)
+    names = contents.record.graph.names
+    network = with_named_layers(_float_network(model), names)
     _check(path, _differing(network, contents))
     units = {one.unit.name: one for one in contents.units}
 

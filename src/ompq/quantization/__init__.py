@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ompq.allocation import Allocation
+from ompq.attention import with_layers
 from ompq.costs import FLOAT_BITS, can_be_coded, coded_bytes, unit_bytes
 from ompq.errors import PlanError, QuantizationError, shortened
 from ompq.graph import (
@@ -242,7 +243,8 @@ def quantize(
     report = progress or no_progress
     report(0, 4, "observing the network")
     samples = Samples.of(samples)
-    recording = observe(float_network(model), samples)
+    model = with_layers(float_network(model), samples)
+    recording = observe(model, samples)
     graph, allocation = _allocation(plan, find_units(model, recording), config)
     sites, lost = find_sites(model, recording, graph, allocation)
     report(1, 4, READING)

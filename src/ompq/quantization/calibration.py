@@ -232,11 +232,10 @@ def input_grams(
     """Return Gram matrices of the inputs of units with few weights a channel, by name.
 
     (C, K, K) or, where all channels have the same inputs, (1, K, K); positive definite;
-    of the first 32 samples. Transposed convolutions and projections inside an attention
-    are left out. ``centred`` takes inputs as distances from their means, since biases
-    make up for the errors of means.
+    of the first 32 samples. Transposed convolutions are left out. ``centred`` takes
+    inputs as distances from their means, since biases make up for the errors of means.
     """
-    # The projections inside an attention have no module of their own.
+    # What is rounded in place has no module of its own.
     sums = {
         unit.name: _InputSums(model.get_submodule(unit.name))
         for unit in units

@@ -130,7 +130,7 @@ class _Finder:
         self.unit_of = {
             call.position: owner[key]
             for call in recording.calls
-            if is_linear_map(call.function) or "attention" in call.function
+            if is_linear_map(call.function)
             for key in call.parameters
             if key in owner
         }

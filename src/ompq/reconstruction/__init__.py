@@ -12,6 +12,7 @@ from typing import Literal, TypeAlias
 
 from torch import nn
 
+from ompq.attention import with_layers
 from ompq.errors import QuantizationError, check_known, shortened
 from ompq.files import read_checkpoint, write_checkpoint
 from ompq.graph import trace
@@ -112,7 +113,7 @@ def reconstruct(
     """
     record, samples = quantization_of(quantized), Samples.of(samples)
     _check_network(record, model, samples)
-    model = equalized(model, record.equalized)
+    model = equalized(with_layers(model, samples), record.equalized)
     result = copied(quantized).eval()
     groups = merged(model, _learnable(result, record, config), samples, config.merge)
     identity = _identity(quantized, samples, config)
@@ -259,7 +260,7 @@ def _learnable(
 def _module(model: nn.Module, name: str) -> nn.Module | None:
     try:
         return model.get_submodule(name)
-    except AttributeError:  # a projection inside an attention has no module
+    except AttributeError:  # a weight of a recurrent layer has no module
         return None
 
 

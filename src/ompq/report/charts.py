@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor, nn
 
+from ompq.attention import with_layers
 from ompq.costs import decades, digits, in_bytes, percent, seconds, ticks
 from ompq.graph import Unit, folded
 from ompq.layers import QuantizedLayer, quantized_layers
@@ -230,6 +231,7 @@ def worst_histograms(
     the lines show what the quantized layer reads, and so where values are clipped.
     """
     layers, samples = quantized_layers(quantized), Samples.of(samples)
+    model = with_layers(model, samples)
     damage = plan.scores.damage[range(len(plan.columns)), plan.columns]
     ranked = sorted(zip(damage, plan.graph.units, strict=True), key=lambda one: -one[0])
     worst = [unit for _, unit in ranked if unit.name in layers][:count]

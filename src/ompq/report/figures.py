@@ -25,7 +25,6 @@ _COLOURS = {
     "grouped": "#8159b8",
     "transposed": "#bd4f78",
     "linear": "#5b6774",
-    "attention": "#b5442f",
     "embedding": "#6b8e23",
     "recurrent": "#8b6b3d",
 }

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ompq.allocation import Budget, halfway
+from ompq.attention import with_layers
 from ompq.datasets.distilled_data import distilled_samples
 from ompq.datasets.sources import Data
 from ompq.datasets.training_sets import training_data
@@ -277,7 +278,7 @@ def _layer(row: Row, bench: Bench) -> dict[str, Any]:
 
 def _rounded(bench: Bench, bits: Mapping[str, int]) -> nn.Module:
     """Return a copy of the network with some weights rounded, all else as it was."""
-    network = copied(bench.model.module)
+    network = with_layers(copied(bench.model.module), bench.samples)
     units: dict[str, Unit] = {
         u.name: u for u in trace(network, bench.samples[:1]).units
     }

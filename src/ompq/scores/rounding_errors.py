@@ -40,11 +40,7 @@ def unit_weight(model: nn.Module, unit: Unit) -> tuple[Tensor, nn.Module]:
 
 def called_module(model: nn.Module, unit: Unit) -> nn.Module:
     """Return the module that is called for the unit, whose input is the unit's."""
-    owner, _, _ = unit.parameter.rpartition(".")
-    if unit.kind == "attention" and owner.endswith("out_proj"):
-        # It is never called itself: its input stands inside the attention.
-        owner, _, _ = owner.rpartition(".")
-    return model.get_submodule(owner)
+    return model.get_submodule(unit.parameter.rpartition(".")[0])
 
 
 def weight_choices(choices: Sequence[Choice]) -> list[Choice]:

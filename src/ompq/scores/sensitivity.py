@@ -41,9 +41,7 @@ _WIDEST_MEASURED = 4
 # Samples that run forward and backward together on a CPU; a GPU takes all.
 _CPU_BATCH = 16
 # Of a unit's weight.
-_OTHER_READERS = (
-    "embedding", "multi_head_attention_forward", "lstm", "gru", "rnn_tanh", "rnn_relu"
-)  # fmt: skip
+_OTHER_READERS = ("embedding", "lstm", "gru", "rnn_tanh", "rnn_relu")
 
 # Rounded weights are kept for the next batch if they are no more than so many.
 _KEPT = 1 << 27

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, NamedTuple, TypeAlias, overload
 import numpy as np
 from torch import Tensor, nn
 
+from ompq.attention import with_layers
 from ompq.errors import ScoreError, shortened
 from ompq.files import (
     json_object,
@@ -46,6 +47,10 @@ class ScoreInputs:
     samples: Samples
     choices: Sequence[Choice]
     progress: Progress = no_progress
+
+    def __post_init__(self) -> None:
+        # Units were found in a network whose attentions have layers.
+        object.__setattr__(self, "model", with_layers(self.model, self.samples))
 
 
 Score: TypeAlias = Callable[[ScoreInputs], ScoreTable | Any]

@@ -10,9 +10,10 @@ A profile is a small JSON file::
       "depthwise": {"weight_bits": [8], "activation_bits": [8], ...}}}
 
 Operators are kinds of units (conv, depthwise, pointwise, grouped, transposed, linear,
-attention); ``default`` stands for those that are not named. ``"coded": false``, next to
-the name, says that nothing can decode entropy-coded weights there. ``symmetric``, which
-older profiles have, is ignored: the weights in exported files always are.
+embedding, recurrent); ``default`` stands for those that are not named.
+``"coded": false``, next to the name, says that nothing can decode entropy-coded weights
+there. ``symmetric``, which older profiles have, is ignored: the weights in exported
+files always are.
 """
 
 import re
@@ -27,8 +28,8 @@ from ompq.units import Choice, Unit
 
 FORMAT = "ompq-target/1"
 KINDS = (
-    "conv", "depthwise", "pointwise", "grouped", "transposed", "linear", "attention",
-    "embedding", "recurrent",
+    "conv", "depthwise", "pointwise", "grouped", "transposed", "linear", "embedding",
+    "recurrent",
 )  # fmt: skip
 _DEFAULT = "default"
 _FOLDER = Path(__file__).parent
