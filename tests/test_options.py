@@ -16,14 +16,14 @@ class Where:
     PANEL: ClassVar[str] = "Where to go"
 
     place: Annotated[str, typer.Argument(metavar="PLACE")]
-    floor: int = option(3, "FLOOR", "Which floor.", "--floor", "-f")
+    floor: int = option("FLOOR", "Which floor.", "--floor", "-f", default=3)
 
 
 def test_a_dataclass_stands_for_its_options():
     seen = []
 
     @spread
-    def go(where: Where, times: int = option(1, "TIMES", "How often.")) -> None:
+    def go(where: Where, times: int = option("TIMES", "How often.", default=1)) -> None:
         """Go there."""
         seen.append((where, times))
 

@@ -55,18 +55,18 @@ class ExportOptions:
     file: Path | None = output_path(
         f"The file to write. Default: {ONNX} in the folder."
     )
-    format: str = one_of(_FORMATS[0], _FORMATS, "what to write. Default: onnx.")
+    format: str = one_of(_FORMATS, "what to write. Default: onnx.", default=_FORMATS[0])
     with_graph: bool = flag(
         "With --format packed: add the ONNX file, for ompq unpack.", "--with-graph"
     )
     network: str | None = option(
-        None, "NETWORK", "The network, if the packed file has no name."
+        "NETWORK", "The network, if the packed file has no name."
     )
     data: str | None = option(
-        None, "SOURCE", "Inputs to verify with. Default: those of the folder, or noise."
+        "SOURCE", "Inputs to verify with. Default: those of the folder, or noise."
     )
-    samples: int = number(64, "Inputs to verify with.")
-    opset: int = number(21, "Version of ONNX's operators.", least=None)
+    samples: int = number("Inputs to verify with.", default=64)
+    opset: int = number("Version of ONNX's operators.", default=21, least=None)
 
     def target(self, packed: Path) -> Path:
         """Return the file to write."""
@@ -289,15 +289,14 @@ def bench(
     ],
     console: Console,
     reference: str | None = option(
-        None,
         "NETWORK",
         "The float network, by name or as an ONNX file. Default: the one that "
         "the file names.",
         "--float",
     ),
-    threads: int = number(1, "Threads per run."),
-    repeats: int = number(50, "Timed runs of each network, in turn."),
-    batch: int = number(1, "Images per run."),
+    threads: int = number("Threads per run.", default=1),
+    repeats: int = number("Timed runs of each network, in turn.", default=50),
+    batch: int = number("Images per run.", default=1),
 ) -> View:
     """Time an exported network against the float one, on this machine's CPU.
 
@@ -370,9 +369,8 @@ def bench_view(
         Column("file", [in_bytes(sizes[one.name]) for one in timings]),
         Column("memory", memory),
     ]
-    titles = ["gains no time", *[""] * len(remarks)]
-    slow = list(zip(titles, remarks, strict=False))
-    below: list[RenderableType] = ["", facts(slow)] if slow else []
+    slow = facts([("gains no time", remarks)])
+    below: list[RenderableType] = ["", slow] if remarks else []
     rows = [{**one.to_json(), "file_bytes": sizes[one.name]} for one in timings]
     line = "\n".join(
         f"{one.runtime}, {one.name}: {one.milliseconds:.3g} ms, "

@@ -63,7 +63,6 @@ def plan(
     budget: BudgetOption,
     file: Path | None = output_path("Save the plan."),
     samples: int | None = number(
-        None,
         f"Inputs to plan with. Default: {PLAN_SAMPLES}; with --protocol the "
         f"paper's number; with --refine {REFINE_SAMPLES}.",
         least=2,
@@ -130,7 +129,7 @@ def budget(
     planning: PlanOptions,
     console: Console,
     data: str | None = option(
-        None, "SOURCE", "Not needed: sizes follow from the shapes alone."
+        "SOURCE", "Not needed: sizes follow from the shapes alone."
     ),
 ) -> View:
     """Show which budgets a network can meet.
@@ -241,22 +240,27 @@ _QUICK = ",".join(map(score_name, AuditConfig.scores))
 class AuditOptions:
     """What is measured, and where it goes."""
 
-    samples: int = number(256, "Inputs for scoring and calibration.", least=2)
-    held_out: int = number(256, "Held-out inputs, to measure divergence on.", least=2)
-    eval_data: str | None = option(
-        None, "SOURCE", "Labelled images, for top-1 beside the divergence."
+    samples: int = number("Inputs for scoring and calibration.", default=256, least=2)
+    held_out: int = number(
+        "Held-out inputs, to measure divergence on.", default=256, least=2
     )
-    limit: int | None = number(None, "Use only this many labelled images.", "all")
+    eval_data: str | None = option(
+        "SOURCE", "Labelled images, for top-1 beside the divergence."
+    )
+    limit: int | None = number("Use only this many labelled images.", shown="all")
     allocations: int = number(
-        AuditConfig.allocations, "Random allocations to measure.", least=3
+        "Random allocations to measure.", default=AuditConfig.allocations, least=3
     )
     scores: str = option(
-        _QUICK,
         "NAMES",
         f"Scores to audit, joined by commas, or all. Default: {_QUICK}.",
+        default=_QUICK,
     )
     reconstruct: int = option(
-        0, "STEPS", "Learning steps per block for each allocation. Default: 0.", min=0
+        "STEPS",
+        "Learning steps per block for each allocation. Default: 0.",
+        default=0,
+        min=0,
     )
     folder: Path | None = output_path("Write audit.json and report.html there.", "DIR")
     resume: bool = flag("Continue an audit that was stopped; needs -o.", "--resume")
@@ -358,7 +362,7 @@ def audit_view(found: Audit, written: Sequence[str]) -> View:
     facts_below = [
         ("chance", f"Spearman {null.mean():.2f} ± {null.std():.2f} {spread}"),
         ("best seen", f"{best.name}, divergence {digits(best.divergence)}"),
-        *(("written", path) for path in written),
+        ("written", written),
     ]
     line = f"{rows[0].name} chooses best: divergence {digits(rows[0].divergence)}"
     data = {**found.to_json(), "written": list(written)}

@@ -188,31 +188,37 @@ def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
 
 
 def option(
-    default: Any, metavar: str | None, text: str, *names: str, **more: Any
+    metavar: str, text: str, *names: str, default: Any = None, **more: Any
 ) -> Any:
     """Return an option: a dataclass's field, or the default of an argument.
 
     Its text names its default, where there is something to say about it.
     """
-    info = typer.Option(*names, metavar=metavar, help=text, show_default=False, **more)
-    return field(default=default, metadata={"typer": info})
+    return _field(default, text, *names, metavar=metavar, **more)
 
 
 def flag(text: str, *names: str) -> Any:
     """Return an option that takes no value, off by default."""
-    return option(False, None, text, *names)
+    return _field(False, text, *names)
 
 
-def number(default: Any, text: str, shown: Any = None, *, least: int | None = 1) -> Any:
+def _field(default: Any, text: str, *names: str, **more: Any) -> Any:
+    info = typer.Option(*names, help=text, show_default=False, **more)
+    return field(default=default, metadata={"typer": info})
+
+
+def number(
+    text: str, *, default: Any = None, shown: Any = None, least: int | None = 1
+) -> Any:
     """Return an option for a number; its help ends in the default, or in ``shown``."""
     shown = default if shown is None else shown
     told = text if shown is None else f"{text} Default: {shown}."
-    return option(default, "NUMBER", told, min=least)
+    return option("NUMBER", told, default=default, min=least)
 
 
 def output_path(text: str, metavar: str = "FILE", default: Any = None) -> Any:
     """Return the option for what is written."""
-    return option(default, metavar, text, "--output", "-o")
+    return option(metavar, text, "--output", "-o", default=default)
 
 
 def argument(metavar: str, text: str) -> Any:
@@ -220,7 +226,7 @@ def argument(metavar: str, text: str) -> Any:
     return typer.Argument(metavar=metavar, help=text, show_default=False)
 
 
-def one_of(default: Any, known: Iterable[str], text: str) -> Any:
+def one_of(known: Iterable[str], text: str, *, default: Any = None) -> Any:
     """Return an option that takes one of several names, completed by the shell."""
     names = list(known)
 
@@ -235,7 +241,8 @@ def one_of(default: Any, known: Iterable[str], text: str) -> Any:
         return [name for name in names if name.startswith(incomplete)]
 
     text = f"{', '.join(names)}: {text}"
-    return option(default, "NAME", text, callback=check, autocompletion=complete)
+    more = {"callback": check, "autocompletion": complete}
+    return option("NAME", text, default=default, **more)
 
 
 BUDGET = (

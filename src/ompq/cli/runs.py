@@ -100,44 +100,38 @@ class RunOptions:
     folder: Path = output_path(
         "Folder for the plan, network, result and report.", "DIR", REQUIRED
     )
-    budget: str | None = option(
-        None, "BUDGET", "As for ompq plan; not needed with --plan."
-    )
+    budget: str | None = option("BUDGET", "As for ompq plan; not needed with --plan.")
     plan: Path | None = option(
-        None,
-        "FILE",
-        "Use this plan, or bits copied from a report, instead of a new plan.",
+        "FILE", "Use this plan, or bits copied from a report, instead of a new plan."
     )
     samples: int | None = number(
-        None, "Inputs for calibration.", f"{CALIBRATION}, or all", least=2
+        "Inputs for calibration.", shown=f"{CALIBRATION}, or all", least=2
     )
     views: int = number(
-        1,
         "Versions of each image to learn from: the image and mirrored, shifted "
         "copies. 8 to 16 help with fewer than 200 images.",
+        default=1,
     )
     iterations: int | None = number(
-        None,
         "Learning steps per block.",
-        f"{RoundingConfig.iterations}, or the protocol's",
+        shown=f"{RoundingConfig.iterations}, or the protocol's",
     )
     no_reconstruct: bool = flag("Round to nearest; learn nothing.", "--no-reconstruct")
     eval_data: str | None = option(
-        None, "SOURCE", "Labelled images to measure accuracy on, as for ompq evaluate."
+        "SOURCE", "Labelled images to measure accuracy on, as for ompq evaluate."
     )
-    limit: int | None = number(None, _LIMIT)
+    limit: int | None = number(_LIMIT)
     metric: str | None = option(
-        None,
         "FUNCTION",
         "perplexity, for a decoder; or FILE.py:FUNCTION, which turns the network's "
         "outputs and the targets of --eval-data, a batch at a time, into one number; "
         "higher is better.",
     )
     measure_layers: int = option(
-        0,
         "NUMBER",
         "For the report: measure this many of the layers with the most expected "
         "damage, each quantized alone and left float. Default: 0.",
+        default=0,
         min=0,
     )
     resume: bool = flag("Continue a run that was stopped.", "--resume")
@@ -234,19 +228,16 @@ class GoalOptions:
     PANEL: ClassVar[str] = "A goal instead of a budget"
 
     max_drop: float | None = option(
-        None,
         "POINTS",
         "Find the smallest network that loses at most this many points of top-1 on "
         "--eval-data.",
     )
     min_agreement: str | None = option(
-        None,
         "SHARE",
         "Find the smallest network with at least this share of the float network's "
         "answers: 99%. Needs no labels.",
     )
     max_divergence: float | None = option(
-        None,
         "NATS",
         "Find the smallest network within this mean KL divergence from the float "
         "one: 0.05. Needs no labels.",
@@ -443,14 +434,21 @@ def _finish(
 def outcome_view(made: Outcome, folder: Path, files: Mapping[str, FileSize]) -> View:
     """Return a quantized network, how it does, and its files."""
     found = made.evaluation
+    search = made.about.get("search", {"goal": [], "tried": []})
+    listed = [
+        f"{folder / name}: {in_bytes(one.bytes)}"
+        + ("" if one.planned is None else f", planned {in_bytes(one.planned)}")
+        for name, one in files.items()
+    ]
     rows = [
         *totals(made.plan),
-        *_search_rows(made.about.get("search")),
+        ("goal", search["goal"]),
+        ("tried", search["tried"]),
         *_error_rows(made.errors),
         *quality_rows(found),
         ("arithmetic", made.about["arithmetic"]),
         ("time", time_line(made.seconds)),
-        *_file_rows(folder, files),
+        ("files", listed),
     ]
     sizes = {name: one._asdict() for name, one in files.items()}
     data = {**made.to_json(), "folder": str(folder), "files": [*files], "sizes": sizes}
@@ -458,25 +456,6 @@ def outcome_view(made: Outcome, folder: Path, files: Mapping[str, FileSize]) -> 
     line = f"{folder}: {'; '.join(used(made.plan))}{accuracy}"
     shown = [facts(rows), *warning(made.about, "the results")]
     return View(data, line, shown)
-
-
-def _file_rows(folder: Path, files: Mapping[str, FileSize]) -> list[tuple[str, str]]:
-    """Return every file with its size, beside what was planned."""
-    texts = [
-        f"{folder / name}: {in_bytes(one.bytes)}"
-        + ("" if one.planned is None else f", planned {in_bytes(one.planned)}")
-        for name, one in files.items()
-    ]
-    return list(zip(["files", *[""] * len(texts)], texts, strict=False))
-
-
-def _search_rows(search: Mapping[str, Any] | None) -> list[tuple[str, str]]:
-    """Return what a search for the smallest network has tried."""
-    if search is None:
-        return []
-    titles = ["tried", *[""] * len(search["tried"])]
-    rows = zip(titles, search["tried"], strict=False)
-    return [("goal", search["goal"]), *rows]
 
 
 def _error_rows(errors: Sequence[BlockError]) -> list[tuple[str, str]]:
@@ -499,35 +478,28 @@ class TrainOptions:
     PANEL: ClassVar[str] = "How it is trained"
 
     start: Path | None = option(
-        None,
-        "FILE",
-        "Start from this packed network instead of quantizing one.",
-        "--from",
+        "FILE", "Start from this packed network instead of quantizing one.", "--from"
     )
     validation: str | None = option(
-        None,
         "SOURCE",
         "Labelled images that decide which epoch is kept. Default: keep the last.",
     )
     recipe: str | None = one_of(
-        None,
         [name for name, one in TRAIN_PROTOCOLS.items() if one.keeps_plan],
         "how to train. Default: the protocol's way, or ours.",
     )
-    epochs: int | None = number(None, "Passes over the data.", TrainConfig.epochs)
+    epochs: int | None = number("Passes over the data.", shown=TrainConfig.epochs)
     batch_size: int | None = number(
-        None, "Images per step, over all processes.", TrainConfig.batch_size
+        "Images per step, over all processes.", shown=TrainConfig.batch_size
     )
     learning_rate: float | None = number(
-        None, "Initial learning rate.", TrainConfig.learning_rate, least=None
+        "Initial learning rate.", shown=TrainConfig.learning_rate, least=None
     )
     logger: str | None = one_of(
-        None,
         ("tensorboard", "wandb", "mlflow"),
         "follow the training there, if it is installed.",
     )
     settings: list[str] | None = option(
-        None,
         "NAME=VALUE",
         "Any other field of ompq.TrainConfig: distill=0.5, compile=true, "
         "activations=clip. Repeatable.",
@@ -685,18 +657,17 @@ def evaluate(
     sources: SourceOptions,
     console: Console,
     packed: Path | None = option(
-        None, "FILE", "Evaluate this packed network of ompq quantize or ompq train."
+        "FILE", "Evaluate this packed network of ompq quantize or ompq train."
     ),
     engine: str = one_of(
-        _ENGINES[0],
         _ENGINES,
         "what computes a packed network: PyTorch, or integers alone on the CPU, "
         "which is slow. Default: simulated.",
+        default=_ENGINES[0],
     ),
-    limit: int | None = number(None, _LIMIT),
-    batch_size: int = number(64, "Images per batch."),
+    limit: int | None = number(_LIMIT),
+    batch_size: int = number("Images per batch.", default=64),
     metric: str | None = option(
-        None,
         "FUNCTION",
         "perplexity, for a decoder; or FILE.py:FUNCTION, which turns the network's "
         "outputs and the targets of a batch into one number.",

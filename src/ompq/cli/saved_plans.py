@@ -106,8 +106,8 @@ def _with_names(items: list[tuple[str, Any]]) -> dict[str, Any]:
 def pareto(
     file: PlanFile,
     console: Console,
-    points: int = number(20, "How many steps.", least=2),
-    cost: str = one_of("bytes", _COSTS, "the cost to limit. Default: bytes."),
+    points: int = number("How many steps.", default=20, least=2),
+    cost: str = one_of(_COSTS, "the cost to limit. Default: bytes.", default="bytes"),
 ) -> View:
     """Show damage against size, step by step.
 
@@ -352,12 +352,12 @@ def report(
     console: Console,
     page: Path | None = output_path("The HTML file to write."),
     figures: Path | None = option(
-        None, "DIR", "Write the paper's figures as SVG and PNG as well."
+        "DIR", "Write the paper's figures as SVG and PNG as well."
     ),
     results: Path | None = option(
-        None, "FILE", "A result.json of ompq quantize: adds accuracy, errors and times."
+        "FILE", "A result.json of ompq quantize: adds accuracy, errors and times."
     ),
-    title: str | None = option(None, "TEXT", "Heading of the page."),
+    title: str | None = option("TEXT", "Heading of the page."),
 ) -> View:
     """Write a plan as one HTML page that works offline.
 

@@ -73,25 +73,24 @@ class NetworkOptions:
         ),
     ]
     weights: str | None = option(
-        None,
         "FILE",
         "A .safetensors, .pt, .pth or .pth.tar file, or none for random weights, to "
         "try things out. Default: the library's pretrained weights, downloaded if "
         "needed.",
     )
     device: str = one_of(
-        _DEVICES[0], _DEVICES, "where to run. Default: auto, a GPU if there is one."
+        _DEVICES,
+        "where to run. Default: auto, a GPU if there is one.",
+        default=_DEVICES[0],
     )
 
     device_memory: str | None = option(
-        None,
         "SIZE",
         "For networks that do not fit: their weights stay in host memory, and at most "
         "this much of them is on the GPU at a time: 8GiB.",
     )
-    threads: int | None = number(None, "CPU threads of PyTorch.", "one per core")
+    threads: int | None = number("CPU threads of PyTorch.", shown="one per core")
     input_shape: str | None = option(
-        None,
         "SHAPE",
         "Shape of one input, for images of another size, random data and ompq budget: "
         "3,160,160 or 1,16000. Default: what the network or the data says.",
@@ -123,14 +122,14 @@ class SourceOptions(NetworkOptions):
     """Which network, and which data."""
 
     data: str = option(
-        REQUIRED,
         "SOURCE",
         "A folder of images; a text file for a decoder; FILE.py:FUNCTION, which "
         "returns or yields inputs of any kind; digits, from scikit-learn; distilled, "
         "images made from the network's batch norms, if you have none; or random, "
         "noise to try things out.",
+        default=REQUIRED,
     )
-    seed: int = number(0, "Seed for the choice of images.", least=None)
+    seed: int = number("Seed for the choice of images.", default=0, least=None)
     skip_unreadable: bool = flag(
         "Skip broken images instead of stopping.", "--skip-unreadable"
     )
@@ -176,13 +175,11 @@ class PlanOptions:
     PANEL: ClassVar[str] = "How bits are chosen"
 
     choices: str | None = option(
-        None,
         "BITS",
         "Bit widths to choose from for weights; W4A4,W8A8 for weights and inputs. "
         f"Default: {_joined(PlanConfig.choices)}.",
     )
     activation_bits: str | None = option(
-        None,
         "BITS",
         "Bit widths to choose from for inputs of layers; 32 keeps them float. "
         f"Default: {_joined(PlanConfig.activation_choices)}.",
@@ -193,20 +190,17 @@ class PlanOptions:
         "--coded",
     )
     rates: str | None = option(
-        None,
         "BITS",
         "With --coded: bits per weight to choose from for coded weights. "
         f"Default: {_joined(PlanConfig.rates)}.",
     )
     group_size: int | None = option(
-        None,
         "NUMBER",
         f"{', '.join(map(str, GROUP_SIZES))}: give each so many inputs of a linear "
         "layer a scale of their own in every output channel. Default: one scale per "
         "channel.",
     )
     score: str | None = option(
-        None,
         "NAME",
         f"How damage is estimated: {', '.join(SCORES)}, or FILE.py:FUNCTION that "
         f"returns a score. Default: {score_name(PlanConfig.score)}.",
@@ -214,34 +208,30 @@ class PlanOptions:
         autocompletion=lambda: list(SCORES),
     )
     pin: list[str] | None = option(
-        None,
         "PIN",
         "PATTERN=BITS fixes bits: fc=8, 'layer4.*=4', @first=W8A8, fc=float, fc=C2.5A8 "
         "(coded), or those of the input alone: fc=A8, @first=A32. "
         "Patterns: a name, a glob, re:REGEX, @first, @last. Repeatable.",
     )
     tie: list[str] | None = option(
-        None, "PATTERN", "Layers that match share their bits. Repeatable."
+        "PATTERN", "Layers that match share their bits. Repeatable."
     )
     no_tie: bool = flag(
         "Let layers whose outputs are added differ in bits.", "--no-tie"
     )
     accounting: str | None = one_of(
-        None,
         get_args(Accounting),
         "count bytes as in our files, or as in the paper. "
         f"Default: {PlanConfig.accounting}.",
     )
     method: str | None = one_of(
-        None,
         get_args(Method),
         f"the optimum, or published approximations. Default: {PlanConfig.method}.",
     )
     latency: Path | None = option(
-        None, "FILE", 'Milliseconds for a budget in ms: JSON {"conv1": {"W4A8": 0.4}}.'
+        "FILE", 'Milliseconds for a budget in ms: JSON {"conv1": {"W4A8": 0.4}}.'
     )
     target: str | None = option(
-        None,
         "NAME",
         "Where the network will run. Layers get only what works there, and those "
         f"that gain no speed are listed. {', '.join(included_targets())}, or a JSON "
@@ -249,25 +239,21 @@ class PlanOptions:
         autocompletion=included_targets,
     )
     protocol: str | None = one_of(
-        None,
         PLAN_PROTOCOLS,
         "our settings, or those of published work; other options override them. "
         "Default: ours.",
     )
     beta: float | None = number(
-        None,
         "How strongly layers differ in importance, for orm and orm_distortion.",
-        OrmSettings.beta,
+        shown=OrmSettings.beta,
         least=None,
     )
     decreasing: str | None = one_of(
-        None,
         get_args(Decreasing),
         "from ORM to importance, for the same scores (write --decreasing='-x'). "
         f"Default: {OrmSettings.decreasing}.",
     )
     granularity: str | None = one_of(
-        None,
         get_args(Granularity),
         "what ORM compares, for the same scores; each gets one width, layers apart. "
         f"Default: {OrmSettings.granularity}.",
@@ -334,7 +320,6 @@ class CacheOptions:
     PANEL: ClassVar[str] = "How bits are chosen"
 
     cache: Path | None = option(
-        None,
         "DIR",
         "Keep score tables there, and reuse them when network, samples and score are "
         "the same. Default: the folder that OMPQ_CACHE names, if any.",
@@ -356,16 +341,15 @@ class RefineOptions(PlanOptions):
     """How bits are chosen, and whether they are refined by measuring."""
 
     refine: str | None = option(
-        None,
         "LIMIT",
         "Improve the bits by measuring whole allocations: their number (20), or a time "
         "limit (90s, 3min, 1h).",
     )
     refine_by: str = one_of(
-        RefineConfig.by,
         ("round", "reconstruct"),
         "how each is measured: rounded to nearest, or after a short reconstruction, "
         f"which is slower. Default: {RefineConfig.by}.",
+        default=RefineConfig.by,
     )
 
     def refinement(self, seed: int) -> RefineConfig | None:

@@ -54,16 +54,20 @@ CALIBRATION, QUICK_SAMPLES, QUICK_IMAGES = 1024, 16, 64
 def demo(
     console: Console,
     budget: str = option(
-        str(DemoConfig.budget),
         "BUDGET",
         f"As for ompq plan. Default: {DemoConfig.budget}.",
+        default=str(DemoConfig.budget),
     ),
     folder: Path = output_path(
         f"Where the files go. Default: {FOLDER}/.", "DIR", FOLDER
     ),
-    iterations: int = number(DemoConfig.iterations, "Learning steps per block."),
+    iterations: int = number(
+        "Learning steps per block.", default=DemoConfig.iterations
+    ),
     seed: int = number(
-        DemoConfig.seed, "Seed for the order of samples and for the noise.", least=None
+        "Seed for the order of samples and for the noise.",
+        default=DemoConfig.seed,
+        least=None,
     ),
 ) -> View:
     """Run the whole path on a small network that comes with ompq.
@@ -256,25 +260,27 @@ def reproduce(
     ] = None,
     listed: bool = flag("List every table, figure and row.", "--list"),
     data: str | None = option(
-        None, "SOURCE", "Labelled images to train with and to take samples from."
+        "SOURCE", "Labelled images to train with and to take samples from."
     ),
     eval_data: str | None = option(
-        None, "SOURCE", "Labelled images to measure accuracy on. Default: --data."
+        "SOURCE", "Labelled images to measure accuracy on. Default: --data."
     ),
     network: str | None = option(
-        None, "NETWORK", "A network other than the paper's, as for ompq plan."
+        "NETWORK", "A network other than the paper's, as for ompq plan."
     ),
-    weights: str | None = option(None, "FILE", "As for ompq plan."),
-    device: str = one_of("auto", ("auto", "cpu", "cuda"), "where to run."),
-    rows: str = option("*", "PATTERN", "Rows to run: ompq-*. Default: all."),
+    weights: str | None = option("FILE", "As for ompq plan."),
+    device: str = one_of(("auto", "cpu", "cuda"), "where to run.", default="auto"),
+    rows: str = option("PATTERN", "Rows to run: ompq-*. Default: all.", default="*"),
     folder: Path = output_path(
         f"Where the files go. Default: {REPRODUCED}/.", "DIR", REPRODUCED
     ),
     samples: int | None = number(
-        None, "Images to calibrate with.", f"{CALIBRATION}, or all", least=8
+        "Images to calibrate with.", shown=f"{CALIBRATION}, or all", least=8
     ),
-    limit: int | None = number(None, "Measure on this many images only.", "all"),
-    seed: int = number(0, "Seed for the choice of images and the order.", least=None),
+    limit: int | None = number("Measure on this many images only.", shown="all"),
+    seed: int = number(
+        "Seed for the choice of images and the order.", default=0, least=None
+    ),
     quick: bool = flag(
         "Scale every row down, to try it in minutes; the numbers mean nothing.",
         "--quick",

@@ -81,13 +81,14 @@ def middle_cut(text: str, width: int) -> str:
     return f"{text[: width - 1 - tail]}…{text[len(text) - tail :]}"
 
 
-def facts(rows: Iterable[tuple[str, str]]) -> Table:
-    """Return a table of names and what there is to say about them."""
+def facts(rows: Iterable[tuple[str, str | Sequence[str]]]) -> Table:
+    """Return a table of names and what there is to say of each, one line or several."""
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column(style="dim", no_wrap=True)
     table.add_column()
-    for name, text in rows:
-        table.add_row(Text(plain(name)), Text(plain(text)))
+    for name, texts in rows:
+        for place, text in enumerate([texts] if isinstance(texts, str) else texts):
+            table.add_row(Text("" if place else plain(name)), Text(plain(text)))
     return table
 
 
