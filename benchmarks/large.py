@@ -1,8 +1,10 @@
-"""A decoder of a billion random weights: time and peak memory of planning it.
+"""A decoder of a billion random weights: time and peak memory of quantizing it.
 
-    python large.py [--layers 22] [--limit 600MiB] [--out FOLDER]
+    python large.py [--layers 22] [--width 2048] [--limit 600MiB] [--out FOLDER]
+    python large.py --layers 12 --width 768 --limit 100MiB --reconstruct 20
 
-Each stage's peak is that of the whole process (resident set), weights included.
+``--reconstruct N`` learns the rounding of each block in N steps, too. Each stage's peak
+is that of the whole process (resident set), weights included.
 """
 
 import argparse
@@ -20,14 +22,14 @@ MIB = 1 << 20
 VOCABULARY, LENGTH, SAMPLES = 32_000, 16, 2
 
 
-def decoder(layers: int) -> torch.nn.Module:
-    """Return a decoder of TinyLlama's shape."""
+def decoder(layers: int, width: int) -> torch.nn.Module:
+    """Return a decoder of TinyLlama's shape, or narrower."""
     config = LlamaConfig(
         vocab_size=VOCABULARY,
-        hidden_size=2048,
-        intermediate_size=5632,
+        hidden_size=width,
+        intermediate_size=width * 11 // 4,
         num_hidden_layers=layers,
-        num_attention_heads=32,
+        num_attention_heads=width // 64,
         num_key_value_heads=4,
         max_position_embeddings=2048,
     )
@@ -63,13 +65,16 @@ def stage(name: str, limit: str, work) -> tuple[dict, object]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--layers", type=int, default=22)
+    parser.add_argument("--width", type=int, default=2048)
     parser.add_argument("--limit", default="600MiB")
+    parser.add_argument("--reconstruct", type=int, default=0, metavar="N")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
-    model = decoder(options.layers)
+    model = decoder(options.layers, options.width)
     weights = sum(p.numel() for p in model.parameters())
     ids = torch.randint(VOCABULARY, (SAMPLES, LENGTH))
     config = ompq.PlanConfig(activation_choices=(32,))
+    file_name = "large-decoder-learned" if options.reconstruct else "large-decoder"
     about = {"weights": weights, "weights_mib": round(4 * weights / MIB)}
     print(about, flush=True)
     rows = []
@@ -77,7 +82,7 @@ def main() -> None:
     def do(name: str, limit: str, work):
         row, made = stage(name, limit, work)
         rows.append(row)
-        save("large-decoder", rows, options.out, **about)
+        save(file_name, rows, options.out, **about)
         return made
 
     with torch.no_grad():
@@ -86,12 +91,24 @@ def main() -> None:
     do("observe", limit, lambda: ompq.trace(model, ids))
     plan = do("plan", limit, lambda: ompq.plan(model, ids, "4bits", config))
     quantized = do("quantize", limit, lambda: ompq.quantize(model, plan, ids))
-    do("save", "", lambda: ompq.save(quantized, options.out / "large.tmp", plan=plan))
+    if options.reconstruct:
+        steps = ompq.RoundingConfig(iterations=options.reconstruct)
+        settings = ompq.ReconstructConfig(rounding=steps)
+        about["steps"] = options.reconstruct
+        quantized = do(
+            "reconstruct",
+            limit,
+            lambda: ompq.reconstruct(quantized, model, ids, settings),
+        )
+        errors = ompq.quantization_of(quantized).errors
+        about["blocks"] = len(errors)
+        about["improved"] = sum(error.improved for error in errors)
     file = options.out / "large.tmp"
+    do("save", "", lambda: ompq.save(quantized, file, plan=plan))
     about["file_mib"] = round(file.stat().st_size / MIB, 1)
     about["planned_mib"] = round(plan.totals["bytes"] / MIB, 1)
     file.unlink()
-    save("large-decoder", rows, options.out, **about)
+    save(file_name, rows, options.out, **about)
 
 
 if __name__ == "__main__":

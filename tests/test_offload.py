@@ -1,5 +1,6 @@
 """Networks whose weights only visit the device: the same results in little memory."""
 
+import gc
 import weakref
 
 import numpy as np
@@ -7,10 +8,13 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torchvision.models import VisionTransformer
 
 import ompq
 from nets import TinyMobileNet, images, scenes, seeded
 from ompq.offload import device_memory
+from ompq.quantization import quantization_of
+from ompq.reconstruction.descent import Descent
 from ompq.samples import call, evaluating
 
 LOOSE = {"rtol": 1e-4, "atol": 1e-6}
@@ -76,6 +80,80 @@ def test_results_are_the_same_in_part_of_the_memory(kind):
         for key, value in one.state_dict().items():
             torch.testing.assert_close(state[key], value, **close)
     assert again[3].divergence == pytest.approx(found.divergence, rel=1e-4)
+
+
+def blocks_of(kind):
+    """Return a network of many equal blocks, and samples."""
+    if kind == "vision transformer":
+        shape = {"image_size": 16, "patch_size": 8, "num_classes": 5}
+        size = {"num_layers": 6, "num_heads": 2, "hidden_dim": 32, "mlp_dim": 64}
+        return seeded(VisionTransformer(**shape, **size)), images(8, size=16)
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=50,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=6,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=16,
+    )
+    ids = torch.arange(48).reshape(8, 6) * 7 % 50
+    return seeded(transformers.LlamaForCausalLM(config)), ids
+
+
+@pytest.mark.parametrize("kind", ["vision transformer", "decoder"])
+@pytest.mark.parametrize("loss", ["squared", "fisher"])
+def test_blocks_are_learned_in_the_memory_of_one(kind, loss):
+    network, samples = blocks_of(kind)
+    rounding = ompq.RoundingConfig(iterations=10)
+    config = ompq.ReconstructConfig(rounding=rounding, loss=loss)
+    bits = {"*": (3, 8)}
+    quantized = ompq.quantize(network, bits, samples)
+    expected = ompq.reconstruct(quantized, network, samples, config)
+    blocks = quantization_of(quantized).graph.blocks
+    largest = max(
+        sum(t.nbytes for t in quantized.get_submodule(name).state_dict().values())
+        for name in blocks
+        if not name.endswith("embed_tokens")
+    )
+    limit = 1.2 * largest
+    with device_memory(f"{limit / 1024}KiB", "cpu") as memory:
+        again = ompq.quantize(network, bits, samples)
+        found = ompq.reconstruct(again, network, samples, config)
+    assert largest <= memory.peak_bytes <= limit < weight_bytes(network) / 3
+    errors = [quantization_of(each).errors for each in (found, expected)]
+    assert errors[0] == errors[1]
+    assert sum(error.improved for error in errors[0]) > 2
+    for key, value in expected.state_dict().items():
+        assert torch.equal(found.state_dict()[key], value)
+
+
+@pytest.mark.parametrize("protocol", ["ours", "brecq"])
+def test_what_a_block_learned_with_is_gone_before_the_next(protocol, monkeypatch):
+    steps = {"iterations": 2}
+    rounding = ompq.RoundingConfig(**steps)
+    if protocol == "brecq":
+        rounding = ompq.BrecqConfig(**steps, activation_iterations=2)
+    network, samples = seeded(TinyMobileNet()), scenes(4)
+    quantized = ompq.quantize(network, {"*": (3, 4)}, samples)
+    made, alive = [], []
+
+    def remembered(self):
+        alive.append(sum(one() is not None for one in made))
+        made.append(weakref.ref(self))
+        prepared(self)
+
+    prepared = Descent.__post_init__
+    monkeypatch.setattr(Descent, "__post_init__", remembered)
+    gc.disable()  # nothing may wait for it
+    try:
+        config = ompq.ReconstructConfig(rounding=rounding)
+        ompq.reconstruct(quantized, network, samples, config)
+    finally:
+        gc.enable()
+    assert len(alive) > 3
+    assert not any(alive)
 
 
 def test_a_backward_pass_keeps_no_copies():

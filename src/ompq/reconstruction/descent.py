@@ -45,8 +45,9 @@ class Descent:
     # Called with what a step sees and its row of the schedule; returns the loss, and
     # the error of the output as a share of what rounding to nearest leaves.
     loss: Callable[[Picked, Tensor], tuple[Tensor, Tensor]]
-    # Called before a step with its number, for what a replayed step cannot do.
-    before: Callable[[int], None] = lambda _step: None
+    # Called before a step with its number and Adam, for what a replayed step cannot do.
+    # It must not hold the descent: the two would keep each other, and their memory.
+    before: Callable[[int, torch.optim.Adam], None] = lambda _step, _adam: None
     # Called with the row after Adam has moved what is learned; may be replayed.
     after: Callable[[Tensor], None] = lambda _row: None
 
@@ -89,7 +90,7 @@ class Descent:
 
     @torch.no_grad()
     def _prepare(self, step: int) -> None:
-        self.before(step)
+        self.before(step, self.optimizer)
         if self.places:
             found = self._pick(self.order[step])
             for place, tensor in zip(self.places, found, strict=True):

@@ -170,18 +170,18 @@ def rounding_descent(
         share = _squared_error(output, picked) / usual
         return share, share
 
-    def prepare(step: int) -> None:
+    def prepare(step: int, adam: torch.optim.Adam) -> None:
         if step == decided:
             soft.harden()
             # Where a weight's error matters much, gradients vary much.
-            state = descent.optimizer.state[soft.up]
+            state = adam.state[soft.up]
             equal = torch.ones_like(soft.up)
             soft.keep_rates(state["exp_avg_sq"].sqrt() if state else equal)
         elif config.price and step < decided and step % every == 0:
             for each in soft.coded:
                 each.set_price(config.price)
 
-    descent = Descent(
+    return Descent(
         block=block,
         cache=cache,
         learned=_learned(soft, activation_quantizers(block).values(), config),
@@ -191,7 +191,6 @@ def rounding_descent(
         before=prepare,
         after=lambda row: soft.decide(row[4], row[5]),
     )
-    return descent
 
 
 def _squared_error(output: Tensor, picked: Picked) -> Tensor:
@@ -384,7 +383,7 @@ class SoftRounding:
             starts = range(0, width, size or width)
             widths += [min(size or width, width - start) for start in starts] * rows
         device = self._low.device
-        numbers = torch.arange(len(widths), device=device)
+        numbers = torch.arange(len(widths), dtype=torch.int32, device=device)
         return numbers.repeat_interleave(torch.tensor(widths, device=device))
 
     def _sums(self, flat: Tensor, sizes: Sequence[int]) -> Tensor:
