@@ -5,9 +5,11 @@ python benchmarks/plan.py [--out FOLDER] [--quick]
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from common import RESULTS, alternating, median_ratio, save, seconds
@@ -156,12 +158,38 @@ def growth(device: torch.device, *, quick: bool) -> list[dict]:
     return rows
 
 
+@torch.no_grad()
+def scale(device: torch.device, *, units: int = 3000, points: int = 100) -> dict:
+    """Time a chain of thousands of small units, through which the signal survives."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(8, 8, bias=False) for _ in range(units)]
+    for layer in layers:
+        nn.init.orthogonal_(layer.weight)
+    model = nn.Sequential(*layers).eval().to(device)
+    samples = torch.randn(64, 8, device=device)
+    load = os.getloadavg()[0]
+    row = {"units": units, "forward_s": seconds(lambda: model(samples))}
+    row["plan_s"] = seconds(lambda: ompq.plan(model, samples, BUDGET))
+    plan = ompq.plan(model, samples, BUDGET)
+    row[f"pareto_{points}_s"] = seconds(lambda: plan.pareto(points=points))
+    with TemporaryDirectory() as folder:
+        saved, page = Path(folder) / "plan.json", Path(folder) / "report.html"
+        row["save_s"] = seconds(lambda: plan.save(saved))
+        row["report_s"] = seconds(lambda: ompq.write_report(page, plan))
+        row["plan_bytes"], row["report_bytes"] = (
+            path.stat().st_size for path in (saved, page)
+        )
+    row["load"] = [load, os.getloadavg()[0]]
+    print(json.dumps(row, indent=1))
+    return row
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--networks", nargs="+", default=list(NETWORKS))
-    parts = ["times", "memory", "growth"]
+    parts = ["times", "memory", "growth", "scale"]
     parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
     parser.add_argument("--memory", nargs=3, metavar=("JOB", "NETWORK", "DEVICE"))
     options = parser.parse_args()
@@ -175,6 +203,7 @@ def main() -> None:
         "times": lambda: [time_network(n, device, repeats) for n in options.networks],
         "memory": lambda: [memory(name, device) for name in options.networks],
         "growth": lambda: growth(device, quick=options.quick),
+        "scale": lambda: scale(device),
     }
     for part in options.parts:
         save(f"plan-{part}-{device.type}", jobs[part](), options.out)

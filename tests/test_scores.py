@@ -806,6 +806,7 @@ def test_sensitivity_does_not_depend_on_batches(monkeypatch):
     graph = trace(network, inputs)
     whole = Sensitivity()(score_inputs(graph, network, inputs, CHOICES)).damage
     monkeypatch.setattr("ompq.scores.sensitivity._CPU_BATCH", 4)
+    monkeypatch.setattr("ompq.scores.sensitivity._CPU_MACS", 0)
     parts = Sensitivity()(score_inputs(graph, network, inputs, CHOICES)).damage
     # But for the means, which are those of a batch.
     assert parts == pytest.approx(whole, rel=0.5)
@@ -890,6 +891,24 @@ def test_sensitivity_of_a_network_without_gradients_is_its_noise(caplog):
     noise = [quickly_rounded(network, unit, few)[1] for unit in graph.units]
     assert found == pytest.approx(np.stack(noise))
     assert "noise alone decides" in caplog.text
+
+
+@pytest.mark.parametrize("factor", [0.0, 1e-20], ids=["everywhere", "in the stem"])
+def test_noise_decides_where_gradients_vanish(factor):
+    class Faded(nn.Sequential):
+        def forward(self, x):
+            x = x.flatten(1)
+            return self[2](x[:, :8] + factor * self[1](self[0](x))) * (factor > 0)
+
+    network = seeded(Faded(nn.Linear(192, 8), nn.Linear(8, 8), nn.Linear(8, 5)))
+    graph = trace(network, images())
+    choices = [Choice(bits, 32) for bits in (2, 4)]
+    found = Sensitivity()(score_inputs(graph, network, images(), choices)).damage
+    noise = [quickly_rounded(network, unit, choices)[1] for unit in graph.units]
+    faded = slice(None, 2 if factor else None)
+    ratio = found[faded] / np.stack(noise)[faded]
+    assert (ratio > 0).all()
+    assert ratio == pytest.approx(np.full_like(ratio, ratio[0, 0]), rel=1e-5)
 
 
 def test_sensitivity_chooses_activation_bits_too():

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from torchvision import models
 
+import ompq
 from ompq.graph import trace
 
 # name, input size, expected: units, tied groups of more than one, blocks of more than
@@ -94,3 +95,45 @@ def test_timm_network(name, size, units, tied, blocks):
     timm = pytest.importorskip("timm")
     network = timm.create_model(name, pretrained=False)
     check(network, size, units, tied, blocks)
+
+
+class Dense(nn.Module):
+    """What of a detector takes a batch."""
+
+    def __init__(self, detector):
+        super().__init__()
+        self.backbone, self.head = detector.backbone, detector.head
+
+    def forward(self, images):
+        found = self.head(list(self.backbone(images).values()))
+        return found["cls_logits"], found["bbox_regression"]
+
+
+@pytest.mark.slow
+def test_a_detector_is_quantized_by_the_part_that_takes_a_batch():
+    network = models.detection.ssdlite320_mobilenet_v3_large
+    detector = network(weights=None, weights_backbone=None, num_classes=3).eval()
+    whole, images = torch.rand(2, 3, 64, 64), torch.randn(4, 3, 64, 64)
+    config = ompq.PlanConfig(score="orm_distortion")
+    says = "by the part that takes a batch: its backbone and head, see Detectors"
+    with pytest.raises(ompq.TraceError, match=says):
+        ompq.plan(detector, whole, "5bits", config)
+
+    dense = Dense(detector)
+    plan = ompq.plan(dense, images, "5bits", config)
+    layers = [m for m in dense.modules() if isinstance(m, nn.Conv2d)]
+    assert len(plan.graph) == len(layers)
+    small = ompq.quantize(dense, plan, images)
+    quantized = network(weights=None, weights_backbone=None, num_classes=3).eval()
+    quantized.backbone, quantized.head = small.backbone, small.head
+
+    # Boxes of two networks differ in number: a metric of one's own compares them.
+    counts = {"boxes": lambda found, _: sum(len(one["boxes"]) for one in found)}
+    batches = [(whole, [{}, {}])]
+    result = ompq.evaluate(quantized, batches, reference=detector, metrics=counts)
+    assert (result.agreement, result.divergence) == (None, None)
+    with torch.no_grad():
+        assert result.metrics["boxes"] == counts["boxes"](quantized(whole), None)
+        assert result.reference_metrics["boxes"] == counts["boxes"](
+            detector(whole), None
+        )

@@ -86,10 +86,18 @@ class BatchProducts:
         scale = stacked.abs().amax(1, keepdim=True).clamp_min(_tiny(stacked))
         stacked = (stacked / scale).double()
         size = scale.double().cpu()
-        on_diagonal = stacked[:, :: count + 1]  # (L, n)
-        diagonal = (on_diagonal @ on_diagonal.T).cpu() * size * size.T
-        total = (stacked @ stacked.T).cpu() * size * size.T
-        return cls(diagonal, total - diagonal, count, count * (count - 1))
+
+        def products(rows: Tensor) -> Tensor:
+            return (rows @ rows.T).cpu() * size * size.T
+
+        # Gram matrices are symmetric: one half of them says everything.
+        above = torch.ones(count, count, device=stacked.device).triu(1).bool()
+        return cls(
+            diagonal=products(stacked[:, :: count + 1]),
+            others=2 * products(stacked[:, above.flatten()]),
+            samples=count,
+            pairs=count * (count - 1),
+        )
 
     def __add__(self, other: "BatchProducts") -> "BatchProducts":
         return BatchProducts(

@@ -39,6 +39,12 @@ from ompq.scores.rounding_errors import (
 from ompq.scores.table import Needs, ScoreInputs, ScoreTable, Table
 
 Granularity = Literal["layer", "block", "stage", "net"]
+_OTHER_PATH = (
+    "the network took a different path than when it was traced with one sample; ORM "
+    "needs the same path for every batch. A network that takes images one by one, as "
+    "detectors do, is planned by the part that takes a batch: its backbone and head, "
+    "see Detectors in docs/guide.md"
+)
 _BATCH = 256  # samples whose Gram matrices, 256 × 256 a layer, are held at a time
 
 
@@ -123,6 +129,9 @@ def measure_orm(
     names = {u.feature: u.name for u in units}
     labels = tuple(names[at] for at in functions)
 
+    read = {u.feature: id(model.get_parameter(u.parameter)) for u in units}
+    weights = {at: read[at] for at in functions}
+
     given, device = Samples.of(samples), model_device(model)
     if len(given) < 2:
         raise SampleError("ORM needs at least 2 samples, got 1")
@@ -131,7 +140,7 @@ def measure_orm(
     total: Any = None
     for batch in given.batches(_BATCH):
         centred = settings.centred and not debiased
-        watch = _Grams(functions, batch_length(batch), progress, centred=centred)
+        watch = _Grams(weights, batch_length(batch), progress, centred=centred)
         args, kwargs = arguments(to_device(batch, device))
         with evaluating(model), watch:
             model(*args, **kwargs)
@@ -190,14 +199,16 @@ class _Grams(Watch):
 
     def __init__(
         self,
-        positions: Sequence[int],
+        weights: Mapping[int, int],
         count: int,
         progress: Progress | None,
         *,
         centred: bool,
     ) -> None:
         super().__init__()
-        self.wanted, self.count, self.progress = positions, count, progress
+        # Positions of the outputs, each with the identity of a weight behind it.
+        self.wanted, self.unread = weights, {*weights.values()}
+        self.count, self.progress = count, progress
         self.centred = centred
         self.found: dict[int, Tensor] = {}  # (n, n) each
 
@@ -206,7 +217,10 @@ class _Grams(Watch):
     ) -> Any:
         at = self.position
         output = super().__torch_function__(func, types, args, kwargs)
+        self.unread.difference_update(map(id, tensors_in((args, kwargs or {}))))
         if at < self.position and at in self.wanted:
+            if self.wanted[at] in self.unread:
+                raise TraceError(_OTHER_PATH)
             rows = sample_rows(next(tensors_in(output)), self.count)
             self.found[at] = gram_matrix(rows, centred=self.centred)
             if self.progress:
@@ -217,10 +231,7 @@ class _Grams(Watch):
     def found_at(self, labels: Sequence[str]) -> list[Tensor]:
         """Return the matrices in order, of functions with these labels."""
         if len(self.found) < len(self.wanted):
-            raise TraceError(
-                "the network took a different path than when it was traced; "
-                "ORM needs the same path for every batch"
-            )
+            raise TraceError(_OTHER_PATH)
         found = [self.found[at] for at in self.wanted]
         finite = torch.stack([torch.isfinite(g.sum()) for g in found]).tolist()
         broken = [name for name, good in zip(labels, finite, strict=True) if not good]
@@ -246,8 +257,7 @@ def sample_rows(feature: Tensor, count: int) -> Tensor:
     if not places:
         raise TraceError(
             f"a layer's output of shape {tuple(feature.shape)} has no dimension of "
-            f"{count} samples; ORM needs one. A network that takes images one by one, "
-            "as detectors do, is planned by the part that takes a batch, its backbone"
+            f"{count} samples; ORM needs one"
         )
     exact = [i for i in places if feature.shape[i] == count]
     axis = 0 if places[0] == 0 else (exact or places)[0]

@@ -100,13 +100,16 @@ def quickly_rounded(
             noise[choice] = folded.new_tensor(curve.noise_at(choice.rate))
 
     def rounded(choice: Choice) -> Tensor:
-        folded = unit_weight(model, unit)[0].float()
+        weight = unit_weight(model, unit)[0]
+        folded = weight.float()
         if curve is not None and choice.rate:
             found = coded_weight(folded, curve.step(choice.rate))
         else:
             found = by_width[choice.weight].fake(folded)
-        weight = unit_weight(model, replace(unit, norm=""))[0]
-        return (weight * _kept(found, folded) if unit.norm else found).to(weight.dtype)
+        if unit.norm:
+            weight = unit_weight(model, replace(unit, norm=""))[0]
+            found = weight * _kept(found, folded)
+        return found.to(weight.dtype)
 
     return rounded, torch.stack([noise[choice] for choice in choices])
 

@@ -33,13 +33,16 @@ from ompq.samples import (
 from ompq.scores.derivatives import differentiating, weighted_labels
 from ompq.scores.orm import OrmSettings, measure_orm, sample_rows
 from ompq.scores.rounding_errors import noise_table, quickly_rounded, weight_choices
-from ompq.scores.table import Needs, ScoreInputs, ScoreTable
+from ompq.scores.table import Needs, ScoreInputs, ScoreTable, Table
 
 # Above this width errors are so small that the divergence follows the noise.
 _WIDEST_MEASURED = 4
 
-# Samples that run forward and backward together on a CPU; a GPU takes all.
-_CPU_BATCH = 16
+# Samples that run forward and backward together on a CPU, or as many as take so many
+# multiply-accumulates; a GPU takes all.
+_CPU_BATCH, _CPU_MACS = 16, 1 << 24
+# Of the largest ratio of expected divergence to noise: smaller ones count as much.
+_VANISHED = 1e-12
 # Of a unit's weight.
 _OTHER_READERS = ("embedding", "lstm", "gru", "rnn_tanh", "rnn_relu")
 
@@ -106,10 +109,7 @@ class Sensitivity:
                 raise
             logger.warning("no gradients, so that noise alone decides: %s", error)
             ratio = np.ones((len(graph), len(measured)))
-        places = np.array([c.bits + 99 * (c.rate > 0) for c in weights])
-        nearest = np.abs(places[:, None] - places[measured]).argmin(1)
-        factor = np.nan_to_num(ratio[:, nearest]) ** self.power  # (units, weights)
-        factor = factor / (factor[:, 0].mean() or 1.0)
+        factor = self._factor(ratio, weights, measured)
         by_weight = np.concatenate([noise * factor, np.zeros((len(graph), 1))], 1)
         columns = dict(zip(weights, range(len(weights)), strict=True))
         table = by_weight[:, [columns.get(c.with_float_input, -1) for c in choices]]
@@ -118,13 +118,27 @@ class Sensitivity:
             table = table + factor[:, :1] * noise_table(replace(given, choices=inputs))
         return measure_orm(graph, model, given.samples, self.orm).table(table)
 
+    def _factor(
+        self, ratio: Table, weights: Sequence[Choice], measured: Sequence[int]
+    ) -> Table:
+        """Return what noise is multiplied by, (units, weights), about 1 on average."""
+        # Where no gradient is left, at the far end of a deep chain, noise decides.
+        ratio = np.nan_to_num(ratio)
+        ratio = np.maximum(ratio, _VANISHED * (ratio.max() or 1.0))
+        places = np.array([c.bits + 99 * (c.rate > 0) for c in weights])
+        nearest = np.abs(places[:, None] - places[measured]).argmin(1)
+        factor: Table = ratio[:, nearest] ** self.power
+        return factor / factor[:, 0].mean()
+
     def _expected(
         self, given: ScoreInputs, rounded: Mapping[int, list[Rounding]]
     ) -> dict[int, list[float]]:
         """Return half the mean of (gradient · error)² of each weight's roundings."""
         model, samples = given.model, given.samples.first(self.samples)
         device = model_device(model)
-        size = len(samples) if device.type == "cuda" else _CPU_BATCH
+        macs = sum(unit.macs for unit in given.graph.units)
+        few = max(_CPU_BATCH, _CPU_MACS // max(macs, 1))
+        size = len(samples) if device.type == "cuda" else few
         generator = torch.Generator().manual_seed(self.seed)
         totals, done = [], 0
         with differentiating(model):
@@ -172,6 +186,7 @@ class _Errors(Watch):
         plain = next(tensors_in(output)).detach()
 
         def hook(gradient: Tensor) -> None:
+            products = self._products(name, gradient)
             for weight in weights:
                 found = []
                 for rounding in self.rounded[id(weight)]:
@@ -181,7 +196,7 @@ class _Errors(Watch):
                     # A GPU's backward pass has a thread of its own.
                     with visiting(self.model):
                         moved_to = next(tensors_in(func(*moved_args, **moved)))
-                    found.append(self._products(name, gradient, moved_to - plain))
+                    found.append(products(moved_to - plain))
                 several = torch.stack(found)
                 if several[0].numel() == plain.numel():
                     self.single.add(id(weight))
@@ -196,19 +211,29 @@ class _Errors(Watch):
 
         return with_first_tensor(output, hooked)
 
-    def _products(self, function: str, gradient: Tensor, error: Tensor) -> Tensor:
-        """Return gradient · error without the error's mean in each channel, (N, C)."""
+    def _products(self, function: str, gradient: Tensor) -> Callable[[Tensor], Tensor]:
+        """Return what multiplies errors by the gradient, to (N, C).
+
+        The mean of the error in each channel is taken off first.
+        """
         conv = function.startswith("conv")  # (N, C, ...), not (..., C)
-        channels = error.shape[1 if conv else -1]
+        channel = 1 if conv else gradient.ndim - 1
+        channels = gradient.shape[channel]
+        others = [dim for dim in range(gradient.ndim) if dim != channel]
 
         def by_channel(values: Tensor) -> Tensor:
+            if values.shape == (self.count, channels):
+                return values
             summed = values.flatten(2).sum(2) if conv else values
             rows = sample_rows(summed, self.count)
             return rows.reshape(self.count, -1, channels).sum(1)
 
-        sums = by_channel(error).sum(0)  # (C,)
-        mean = sums * (sums.numel() / error.numel())
-        return by_channel(gradient * error) - mean * by_channel(gradient)
+        slope = by_channel(gradient)
+
+        def products(error: Tensor) -> Tensor:
+            return by_channel(gradient * error) - error.mean(others) * slope
+
+        return products
 
     def squares(self, counts: Tensor) -> Tensor:
         """Return sums over samples, counted so often: (2, weights, choices).
