@@ -127,8 +127,9 @@ class Sensitivity:
         ratio = np.maximum(ratio, _VANISHED * (ratio.max() or 1.0))
         places = np.array([c.bits + 99 * (c.rate > 0) for c in weights])
         nearest = np.abs(places[:, None] - places[measured]).argmin(1)
-        factor: Table = ratio[:, nearest] ** self.power
-        return factor / factor[:, 0].mean()
+        factor = ratio[:, nearest] ** self.power
+        normalised: Table = factor / factor[:, 0].mean()
+        return normalised
 
     def _expected(
         self, given: ScoreInputs, rounded: Mapping[int, list[Rounding]]
