@@ -21,7 +21,8 @@ CUDA = (
     pytest.mark.cuda,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
 )
-QUICK = ReconstructConfig(rounding=RoundingConfig(iterations=200, batch_size=16))
+QUICK = ReconstructConfig(rounding=RoundingConfig(iterations=120, batch_size=16))
+SHORT = ReconstructConfig(rounding=RoundingConfig(iterations=10, batch_size=16))
 
 
 def quantized_at(network, bits, samples, activation=8):
@@ -44,34 +45,37 @@ def pair(request):
     return network, quantized_at(network, 3, scenes(64))
 
 
-def test_reconstruction_brings_the_outputs_closer(pair):
+@pytest.fixture(scope="module")
+def learned(pair):
     model, quantized = pair
-    result = reconstruct(quantized, model, scenes(64), QUICK)
+    return reconstruct(quantized, model, scenes(64), QUICK)
+
+
+def test_reconstruction_brings_the_outputs_closer(pair, learned):
+    model, quantized = pair
     unseen = scenes(64, seed=9)
-    assert logit_error(model, result, unseen) < logit_error(model, quantized, unseen)
-    errors = quantization_of(result).errors
+    assert logit_error(model, learned, unseen) < logit_error(model, quantized, unseen)
+    errors = quantization_of(learned).errors
     assert [e.block for e in errors] == list(trace(model, scenes()).blocks)
     assert all(e.after <= e.before for e in errors)
     assert any(e.after < e.before for e in errors)
 
 
-def test_weights_end_on_their_grids(pair):
-    model, quantized = pair
-    result = reconstruct(quantized, model, scenes(64), QUICK)
-    kept = tuple(e.block for e in quantization_of(result).errors if not e.improved)
-    for name, layer in quantized_layers(result).items():
+def test_weights_end_on_their_grids(learned):
+    kept = tuple(e.block for e in quantization_of(learned).errors if not e.improved)
+    for name, layer in quantized_layers(learned).items():
         if not name.startswith(kept):
             torch.testing.assert_close(layer.rounded_weight(), layer.weight)
         assert layer.learning is None
         assert not layer.weight_scale.requires_grad
-    assert all(q.keep == 1.0 for q in activation_quantizers(result).values())
+    assert all(q.keep == 1.0 for q in activation_quantizers(learned).values())
 
 
 def test_arguments_and_generators_are_left_as_they_were(pair):
     model, quantized = pair
     states = [copy.deepcopy(m.state_dict()) for m in (model, quantized)]
     before = torch.get_rng_state()
-    reconstruct(quantized, model, scenes(64), QUICK)
+    reconstruct(quantized, model, scenes(64), SHORT)
     assert torch.equal(torch.get_rng_state(), before)
     for module, state in zip((model, quantized), states, strict=True):
         assert all(torch.equal(v, state[k]) for k, v in module.state_dict().items())
@@ -81,34 +85,31 @@ def test_arguments_and_generators_are_left_as_they_were(pair):
 
 def test_same_seed_same_bits(pair):
     model, quantized = pair
-    first, second = (reconstruct(quantized, model, scenes(64), QUICK) for _ in "ab")
+    first, second = (reconstruct(quantized, model, scenes(64), SHORT) for _ in "ab")
     for key, value in first.state_dict().items():
         assert torch.equal(value, second.state_dict()[key])
 
 
-def test_interrupted_run_continues_to_the_same_result(pair, tmp_path):
+def test_interrupted_run_continues_to_the_same_result(pair, learned, tmp_path):
     model, quantized = pair
     path = tmp_path / "checkpoint.safetensors"
-    whole = reconstruct(quantized, model, scenes(64), QUICK)
 
     class Stop(KeyboardInterrupt):
         pass
 
     def at_third(done, total, message):
-        if done >= 3 * 300:
+        if done >= 3 * QUICK.rounding.iterations:
             raise Stop
 
-    config = ReconstructConfig(rounding=RoundingConfig(iterations=300, batch_size=16))
-    whole = reconstruct(quantized, model, scenes(64), config)
     with pytest.raises(KeyboardInterrupt):
         reconstruct(
-            quantized, model, scenes(64), config, checkpoint=path, progress=at_third
+            quantized, model, scenes(64), QUICK, checkpoint=path, progress=at_third
         )
     assert path.exists()
-    resumed = reconstruct(quantized, model, scenes(64), config, checkpoint=path)
-    for key, value in whole.state_dict().items():
+    resumed = reconstruct(quantized, model, scenes(64), QUICK, checkpoint=path)
+    for key, value in learned.state_dict().items():
         assert torch.equal(value, resumed.state_dict()[key])
-    assert quantization_of(resumed).errors == quantization_of(whole).errors
+    assert quantization_of(resumed).errors == quantization_of(learned).errors
 
 
 def test_progress_tells_the_error_of_each_block_relative_to_its_start(pair):
@@ -141,19 +142,19 @@ def test_progress_tells_the_error_of_each_block_relative_to_its_start(pair):
 def test_checkpoint_of_another_run_is_refused(pair, tmp_path):
     model, quantized = pair
     path = tmp_path / "checkpoint.safetensors"
-    reconstruct(quantized, model, scenes(32), QUICK, checkpoint=path)
+    reconstruct(quantized, model, scenes(32), SHORT, checkpoint=path)
     other = ReconstructConfig(rounding=RoundingConfig(iterations=61))
     with pytest.raises(CheckpointError, match="belongs to another run"):
         reconstruct(quantized, model, scenes(32), other, checkpoint=path)
     changed = scenes(32)
     changed[-1] += 1  # the first is the same
     with pytest.raises(CheckpointError, match="belongs to another run"):
-        reconstruct(quantized, model, changed, QUICK, checkpoint=path)
+        reconstruct(quantized, model, changed, SHORT, checkpoint=path)
     path.write_bytes(b"nonsense")
     with pytest.raises(
         CheckpointError, match="is not a checkpoint of recon.*cut short"
     ):
-        reconstruct(quantized, model, scenes(32), QUICK, checkpoint=path)
+        reconstruct(quantized, model, scenes(32), SHORT, checkpoint=path)
     from safetensors.torch import save_file
 
     save_file({"a": torch.ones(1)}, path)
@@ -161,7 +162,7 @@ def test_checkpoint_of_another_run_is_refused(pair, tmp_path):
         CheckpointError,
         match="is not a checkpoint of reconstruction: it is a safetensors",
     ):
-        reconstruct(quantized, model, scenes(32), QUICK, checkpoint=path)
+        reconstruct(quantized, model, scenes(32), SHORT, checkpoint=path)
 
 
 def test_block_that_cannot_be_improved_keeps_its_rounding():
