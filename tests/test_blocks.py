@@ -29,7 +29,7 @@ from ompq.reconstruction.rounding import RoundingConfig, learn_rounding
 from ompq.samples import Samples
 
 Pair = namedtuple("Pair", "x mask")
-QUICK = ReconstructConfig(rounding=RoundingConfig(iterations=200, batch_size=16))
+QUICK = ReconstructConfig(rounding=RoundingConfig(iterations=30, batch_size=16))
 
 
 def quantized_at(network, bits, samples):
@@ -212,7 +212,7 @@ def layer_calls(depth):
 
 def test_a_layer_runs_as_often_in_a_long_chain_as_in_a_short_one():
     """Each of three batches for moments and for targets; to trace, and for layouts."""
-    assert layer_calls(4) == layer_calls(32) == {3 + 3 + 1 + 2}
+    assert layer_calls(4) == layer_calls(12) == {3 + 3 + 1 + 2}
 
 
 def test_no_thread_is_left_behind(monkeypatch):
@@ -355,7 +355,7 @@ def test_merged_blocks_learn_to_give_what_the_last_one_gives():
     torch.testing.assert_close(
         cache.targets, full_run(model, scenes(64), "blocks.1")[1]
     )
-    rounding = RoundingConfig(iterations=100, batch_size=16)
+    rounding = RoundingConfig(iterations=30, batch_size=16)
     config = ReconstructConfig(rounding=rounding, merge=2)
     result = reconstruct(quantized, model, scenes(64), config)
     errors = {e.block: e for e in quantization_of(result).errors}
@@ -572,7 +572,7 @@ def test_blocks_with_shared_arguments_are_reconstructed(first, loss, count):
     with torch.no_grad():
         found = cache.call(model.block, [cache.float_inputs[0][2:5]])
     torch.testing.assert_close(found, cache.targets[2:5])
-    rounding = RoundingConfig(iterations=100, batch_size=5)
+    rounding = RoundingConfig(iterations=30, batch_size=5)
     config = ReconstructConfig(rounding=rounding, loss=loss, batch_size=6)
     result = reconstruct(quantized, model, samples, config)
     errors = {e.block: e for e in quantization_of(result).errors}
