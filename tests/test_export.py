@@ -5,7 +5,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from test_engine import Fire, Shared, Vgg
 from torch import nn
 from torchvision import models
 
@@ -21,6 +20,7 @@ from ompq.onnx.export import export_onnx
 from ompq.onnx.model import OnnxGraph
 from ompq.recording import tensors_in
 from quantized import quantized
+from test_integer import Fire, Shared, Vgg
 
 onnx = pytest.importorskip("onnx")
 runtime = pytest.importorskip("onnxruntime")

@@ -279,9 +279,7 @@ def test_the_recipe_for_resnet50_plans_within_its_budget(crops):
     words = ("torchvision:resnet50", "--weights", "none", "--data", crops)
     recipe = ("--protocol", "paper-qat", "--budget", "16.0MiB")
     few = ("--activation-bits", "5", "--samples", "4")
-    assert_as_the_recipe_has_it(
-        run_json("plan", *words, *recipe, *few), "16.0MiB", "5"
-    )
+    assert_as_the_recipe_has_it(run_json("plan", *words, *recipe, *few), "16.0MiB", "5")
 
 
 def assert_as_the_recipe_has_it(plan, budget, bits):
