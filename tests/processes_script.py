@@ -1,6 +1,6 @@
 """Plans, measures and reconstructs a toy network: alone, or started by torchrun.
 
-python processes_script.py FOLDER [--fail]
+python processes_script.py FOLDER
 """
 
 import sys
@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 import ompq
 from nets import TinyResNet, scenes, seeded
 from ompq import processes
+from ompq.cli import app
 from ompq.errors import DataError
 
 ROUNDING = ompq.RoundingConfig(iterations=30, batch_size=8)
@@ -21,31 +22,30 @@ def main(folder: Path) -> None:
     model, inputs = seeded(TinyResNet()), scenes(32)
     targets = torch.arange(32) % 5
     batches = [(inputs[i : i + 5], targets[i : i + 5]) for i in range(0, 32, 5)]
-    with ompq.distributed():
-        for score in ("output_divergence", "fisher", "sensitivity"):
-            config = ompq.PlanConfig(score=score)
-            plan = ompq.plan(model, inputs, "3bit", config)
-            plan.save(folder / f"{score}.json")
-        rounded = ompq.quantize(model, plan, inputs)
-        learned = ompq.reconstruct(
-            rounded,
-            model,
-            inputs,
-            ompq.ReconstructConfig(rounding=ROUNDING),
-            checkpoint=folder / "blocks.safetensors",
-        )
-        for name, network in {"rounded": rounded, "learned": learned}.items():
-            found = ompq.evaluate(network, batches, reference=model)
-            numbers = [found.top1, found.agreement, found.divergence, found.count]
-            place = folder / f"{name}-{processes.rank()}.txt"
-            place.write_text(f"{numbers} {found.correct.hex()}")
-        save_file(learned.state_dict(), folder / f"{processes.rank()}.safetensors")
-        settings = ompq.AuditConfig(allocations=3, scores=("weight_noise",))
-        audit = ompq.audit(
-            model, inputs[:16], "3bit", inputs[16:], settings, batches=batches
-        )
-        rows = [(one.name, one.bits, one.divergence) for one in audit.measured]
-        (folder / f"audit-{processes.rank()}.txt").write_text(repr(rows))
+    for score in ("output_divergence", "fisher", "sensitivity"):
+        config = ompq.PlanConfig(score=score)
+        plan = ompq.plan(model, inputs, "3bit", config)
+        plan.save(folder / f"{score}.json")
+    rounded = ompq.quantize(model, plan, inputs)
+    learned = ompq.reconstruct(
+        rounded,
+        model,
+        inputs,
+        ompq.ReconstructConfig(rounding=ROUNDING),
+        checkpoint=folder / "blocks.safetensors",
+    )
+    for name, network in {"rounded": rounded, "learned": learned}.items():
+        found = ompq.evaluate(network, batches, reference=model)
+        numbers = [found.top1, found.agreement, found.divergence, found.count]
+        place = folder / f"{name}-{processes.rank()}.txt"
+        place.write_text(f"{numbers} {found.correct.hex()}")
+    save_file(learned.state_dict(), folder / f"{processes.rank()}.safetensors")
+    settings = ompq.AuditConfig(allocations=3, scores=("weight_noise",))
+    audit = ompq.audit(
+        model, inputs[:16], "3bit", inputs[16:], settings, batches=batches
+    )
+    rows = [(one.name, one.bits, one.divergence) for one in audit.measured]
+    (folder / f"audit-{processes.rank()}.txt").write_text(repr(rows))
 
 
 def fail() -> None:
@@ -56,16 +56,23 @@ def fail() -> None:
             raise DataError("image 1 is broken")
         return job
 
-    with ompq.distributed():
-        try:
-            processes.share_out(range(4), work)
-        except ompq.OmpqError as error:
-            # One write a line: that of the other process must not fall between.
-            sys.stdout.write(f"{processes.rank()}: {error}\n")
+    try:
+        processes.share_out(range(4), work)
+    except ompq.OmpqError as error:
+        # One write a line: that of the other process must not fall between.
+        sys.stdout.write(f"{processes.rank()}: {error}\n")
+
+
+def fail_everywhere() -> None:
+    """Run a command that every process refuses."""
+    try:
+        app(["plan", "ompq:demo", "--data", "none", "--budget", "4"])
+    except SystemExit as stop:
+        assert stop.code == 2
 
 
 if __name__ == "__main__":
-    if "--fail" in sys.argv:
-        fail()
-    else:
+    with ompq.distributed():
         main(Path(sys.argv[1]))
+        fail()
+        fail_everywhere()

@@ -4,29 +4,23 @@ import os
 import subprocess
 import sys
 from ast import literal_eval
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 import ompq
-from cli_tools import network_file
+import processes_script
+from cli_tools import network_file, run
 from ompq import processes
 from ompq.samples import Samples
 
-HERE = Path(__file__).parent
-SCRIPT = HERE / "processes_script.py"
 
-
-def launched(arguments, *, count=2):
-    """Run a command in several processes, or in one without a launcher."""
-    prefix = [sys.executable]
-    if count > 1:
-        launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(count)]
-        prefix += [*launcher, "--standalone"]
+def launched(arguments):
+    """Run a command in two processes."""
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
     return subprocess.run(
-        [*prefix, *map(str, arguments)],
+        [sys.executable, *launcher, *map(str, arguments)],
         env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
@@ -36,14 +30,24 @@ def launched(arguments, *, count=2):
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
+def folders(tmp_path_factory):
+    """Where the script's results go, by the number of processes."""
+    return {count: tmp_path_factory.mktemp(f"processes{count}") for count in (1, 2)}
+
+
+@pytest.fixture(scope="module")
+def printed(folders):
+    """What the script prints in two processes."""
+    result = launched([processes_script.__file__, folders[2]])
+    assert result.returncode == 0, result.stderr[-2000:]
+    return result
+
+
+@pytest.fixture(scope="module")
+def runs(folders, printed):
     """The script's results, in one process and in two."""
-    found = {}
-    for count in (1, 2):
-        found[count] = tmp_path_factory.mktemp(f"processes{count}")
-        result = launched([SCRIPT, found[count]], count=count)
-        assert result.returncode == 0, result.stderr[-2000:]
-    return found
+    processes_script.main(folders[1])
+    return folders
 
 
 @pytest.mark.slow
@@ -76,29 +80,29 @@ def test_reconstruction_ends_with_one_network_as_good_as_that_of_one_process(run
 
 
 @pytest.mark.slow
-def test_a_failure_in_one_process_reaches_all():
-    result = launched([SCRIPT, "--fail"])
-    assert sorted(result.stdout.split("\n"))[1:] == [
+def test_a_failure_in_one_process_reaches_all(printed):
+    assert sorted(printed.stdout.split("\n"))[1:] == [
         "0: in process 1: DataError: image 1 is broken",
         "1: image 1 is broken",
     ]
 
 
 @pytest.mark.slow
+def test_the_first_process_tells_what_all_refuse(printed):
+    assert printed.stderr.count("error: ") == 1
+    assert "in process" not in printed.stderr
+
+
+@pytest.mark.slow
 def test_the_command_line_writes_and_prints_once(tmp_path):
-    network, shown = network_file(tmp_path), {}
-    for count in (1, 2):
-        folder = tmp_path / str(count)
-        command = ["-m", "ompq", "quantize", network, "--data", "random", "--samples"]
-        options = ["16", "--budget", "4bit", "--iterations", "4", "--quiet"]
-        result = launched([*command, *options, "-o", folder], count=count)
-        assert result.returncode == 0, result.stderr[-2000:]
-        shown[count] = result.stdout.count("\n"), {p.name for p in folder.iterdir()}
-    assert shown[1] == shown[2]
-    wrong = launched(["-m", "ompq", "plan", network, "--data", "none", "--budget", "4"])
-    assert wrong.returncode != 0
-    assert wrong.stderr.count("error: ") == 1  # all met it; the first tells
-    assert "in process" not in wrong.stderr
+    words = ["quantize", network_file(tmp_path), "--data", "random", "--samples", "16"]
+    words += ["--budget", "4bit", "--iterations", "4", "--quiet", "-o"]
+    alone = run(*words, tmp_path / "1")
+    shared = launched(["-m", "ompq", *words, tmp_path / "2"])
+    assert shared.returncode == alone.exit_code == 0, shared.stderr[-2000:]
+    assert shared.stdout.count("\n") == alone.stdout.count("\n")
+    first, second = ({p.name for p in (tmp_path / n).iterdir()} for n in "12")
+    assert first == second
 
 
 def test_one_process_does_all_jobs_in_order():
