@@ -1,22 +1,26 @@
-"""The demonstration: its contest, its numbers and its files."""
+"""The demonstration: contest, numbers and files, and what the terminal shows."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 import ompq
+from cli_tools import run, run_json
 from nets import TinyMobileNet, scenes, seeded
 from ompq import demo as job
+from ompq.cli import showcase
+from ompq.cli.showcase import DemoView
 from ompq.demo import (
     COPIES,
     DIGITS,
     NOISE,
     NOISY,
     DemoConfig,
-    coded_rival,
     contender,
     line_up,
     run_demo,
@@ -84,16 +88,12 @@ def test_the_default_budget_is_kept_by_mixed_and_by_one_uniform_width(made):
 
 def test_coded_weights_keep_the_answers_in_fewer_bytes(made):
     found = made[0]
-    tests = job._tests(demo_data(), demo_network(), 0)
-    work = Workflow(demo_network(), demo_data().train_images[:64])
-    largest = found.contenders[-1]
-    coded = coded_rival(work, largest, tests, RECONSTRUCT)
+    largest, coded = found.contenders[-1], found.coded
     size = coded.plan.totals["bytes"]
     assert size <= 0.85 * largest.plan.totals["bytes"]
     assert any(choice.rate for choice in coded.plan.allocation.values())
     assert agreement(coded.network) >= agreement(largest.network)
-    text = replace(found, coded=coded).coded_text
-    assert f"(uniform 3 bits) → {size / 1024:.1f} KiB, with" in text
+    assert f"(uniform 3 bits) → {size / 1024:.1f} KiB, with" in found.coded_text
     none = replace(found, coded=None)
     assert none.coded_text.startswith("no smaller file keeps")
     assert none.to_json()["coded"] is None
@@ -171,6 +171,7 @@ def test_a_failure_leaves_old_files_as_they_were(made, tmp_path, monkeypatch):
         (_args[0] / "network.onnx").write_text("half")
         raise KeyboardInterrupt
 
+    monkeypatch.setattr(job, "contender", lambda *_: made[0].mixed)  # takes long
     monkeypatch.setattr(job, "_packed", stop)
     with pytest.raises(KeyboardInterrupt):
         run_demo(tmp_path, QUICK)
@@ -254,3 +255,134 @@ def test_contenders_are_measured_rounded_and_reconstructed(plan):
         reference=MODEL,
     )
     assert mixed.rounded["same"].divergence == rounded.divergence
+
+
+# As the terminal shows it.
+
+
+@pytest.fixture
+def shown(made, monkeypatch):
+    """The command, with that run instead of its own; and what it asked for."""
+    asked = {}
+
+    def instead(folder, config, *, bar, planned):
+        asked.update(folder=folder, config=config)
+        with bar("planning"):
+            pass
+        planned(made[0].plan, made[0].reference)
+        return made[0]
+
+    monkeypatch.setattr(showcase, "run_demo", instead)
+    return asked
+
+
+def test_the_help_tells_which_budgets_can_be_met(made):
+    sizes = [made[0].plan.pareto("bytes", 2)[end].cost / 1024 for end in (0, -1)]
+    low, high = (float(end) for end in re.findall(r"([\d.]+)KiB", demo_range()))
+    assert 0 <= low - sizes[0] < 0.1
+    assert 0 <= high - sizes[1] < 0.1
+    assert low < 32  # the budget of the examples
+
+
+def demo_range() -> str:
+    return showcase.demo.__doc__.partition("Budgets from")[2]
+
+
+def test_a_budget_that_cannot_be_met_leaves_nothing(tmp_path):
+    result = run("demo", "--budget", "20KiB", "-o", tmp_path / "out")
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert result.stderr.startswith(
+        "error: a budget of 20.00 KiB cannot be met: allocations take from 30."
+    )
+    assert result.stderr.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_terminal_tells_the_whole_story_within_80_columns(made, shown):
+    result = run("demo", env={"COLUMNS": "80"})
+    assert result.exit_code == 0, result.output
+    assert shown == {"folder": Path("ompq-demo"), "config": DemoConfig()}
+    text, lines = " ".join(result.stdout.split()), result.stdout.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert "21 layers, 78,400 weights, 314 KiB in float" in text
+    assert "It has to fit into 37KiB." in text
+    stem = next(line for line in lines if line.startswith("stem"))
+    bits = made[0].plan.allocation["stem"].weight
+    assert f"{'▬' * bits} {bits}" in stem
+    assert "blocks.4.conv2 and blocks.4.downsample share their bits" in text
+    mixed = next(line for line in lines if line.startswith("mixed"))
+    for found in (made[0].mixed.rounded, made[0].mixed.final):
+        assert f"{100 * found[NOISY].agreement:.1f}%" in mixed
+    assert "read back it gives the same logits" in text
+    assert "ompq-demo/report.html: open it in a browser" in text
+
+
+def test_json_and_quiet(made, shown, tmp_path):
+    data = run_json("demo", "--budget", "32KiB", "-o", tmp_path, "--seed", "3")
+    assert shown["folder"] == tmp_path
+    assert shown["config"] == DemoConfig(budget="32KiB", seed=3)
+    assert set(data["files"]) == FILES
+    assert data["folder"] == str(tmp_path)
+    quiet = run("demo", "--quiet")
+    assert quiet.stdout.count("\n") == 1
+    assert quiet.stdout.startswith("ompq-demo/report.html: Within 37KiB, mixed bits ")
+    assert quiet.stderr == ""
+
+
+def test_an_output_that_is_a_file_is_refused_at_once(tmp_path):
+    (tmp_path / "out").write_text("")
+    result = run("demo", "-o", tmp_path / "out")
+    assert result.exit_code == 2
+    assert (
+        result.stderr
+        == f"error: --output {tmp_path / 'out'} is a file; name a folder\n"
+    )
+
+
+def with_agreement(one, value):
+    noisy = one.final[NOISY]
+    order = np.random.default_rng(0).permutation(noisy.count)
+    right = order < value * noisy.count
+    packed = np.packbits(right).tobytes()
+    noisy = replace(noisy, agreement=value, correct=packed)
+    return replace(one, final={**one.final, NOISY: noisy})
+
+
+def view(made, contenders):
+    return DemoView(replace(made[0], contenders=tuple(contenders)), made[1])
+
+
+@pytest.mark.parametrize(
+    ("agreements", "end"),
+    [
+        ((0.90, 0.97, 0.95), "Even uniform 3 bits (40.3 KiB) keep only 95.0%."),
+        ((0.90, 0.95, 0.97), "to 6.0% more (95 % interval)."),
+        ((0.97, 0.95, 0.98), "That is no difference that 450 digits can show."),
+        ((0.95, 0.951, 0.95), "That is no difference that 450 digits can show."),
+    ],
+)
+def test_the_verdict_says_what_was_found(made, agreements, end):
+    contenders = map(with_agreement, made[0].contenders, agreements)
+    verdict = view(made, contenders).verdict()
+    assert verdict.startswith(f"Within 37KiB, mixed bits keep {agreements[1]:.1%} of ")
+    assert verdict.endswith(end)
+
+
+def test_the_verdict_says_when_mixed_is_uniform(made):
+    small, mixed, _ = made[0].contenders
+    same = replace(mixed, plan=small.plan)
+    verdict = view(made, (small, same)).verdict()
+    assert verdict == "At 37KiB every layer gets the same: uniform 2 bits."
+
+
+def test_layers_that_are_free_are_not_said_to_be_tied(made):
+    plan = made[0].plan
+    free = replace(plan, graph=plan.graph.untie())
+    assert showcase.ties(free) == []
+
+
+def test_a_missing_onnx_file_is_explained(made):
+    without = replace(made[0], exported=None, no_export="the file disagrees")
+    rows = DemoView(without, Path("out")).rows()
+    assert ("ONNX", "not written: the file disagrees") in rows

@@ -2,6 +2,9 @@
 
 import re
 import runpy
+from contextlib import chdir, redirect_stdout
+from functools import cache
+from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -15,13 +18,25 @@ SAID = {
 }
 
 
+@pytest.fixture(scope="module")
+def printed(tmp_path_factory):
+    """What an example prints; it runs once."""
+
+    @cache
+    def run(path: Path) -> str:
+        text = StringIO()
+        with chdir(tmp_path_factory.mktemp("example")), redirect_stdout(text):
+            runpy.run_path(str(path), run_name="__main__")
+        return text.getvalue()
+
+    return run
+
+
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_example_runs(path, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    runpy.run_path(str(path), run_name="__main__")
-    printed = capsys.readouterr().out
-    assert all(word in printed for word in SAID[path.stem]), printed
-    for found in re.findall(r"([\d,]+) bytes, ([\d,]+) planned", printed):
+def test_example_runs(path, printed):
+    text = printed(path)
+    assert all(word in text for word in SAID[path.stem]), text
+    for found in re.findall(r"([\d,]+) bytes, ([\d,]+) planned", text):
         size, planned = (int(number.replace(",", "")) for number in found)
         assert 0.95 * planned < size <= planned <= 37 * 1024
 
@@ -34,11 +49,9 @@ def test_example_is_short_and_says_what_it_shows(path):
     assert "Takes " in text.split('"""')[1]
 
 
-def test_budgets_of_an_example_are_met(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_budgets_of_an_example_are_met(printed):
     path = next(one for one in EXAMPLES if one.stem == "own_network_two_budgets")
-    runpy.run_path(str(path), run_name="__main__")
-    found = re.findall(r"([\d,]+) bytes, ([\d.]+) MBOPs", capsys.readouterr().out)
+    found = re.findall(r"([\d,]+) bytes, ([\d.]+) MBOPs", printed(path))
     size = [int(one.replace(",", "")) for one, _ in found]
     operations = [float(one) for _, one in found]
     assert size[0] <= 7 * 1024 and size[1] <= 7 * 1024
