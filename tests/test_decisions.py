@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+import ompq
 from cli_tools import network_file, run, run_json
 from ompq.cli import settings
 from ompq.cli.decisions import AuditOptions
@@ -422,6 +423,25 @@ def test_every_entry_of_the_budget_table_can_be_met(net, plan_file):
     for entry in smallest.split()[2:6]:  # the memory of activations is no size
         data = run_json("replan", plan_file, "--budget", entry)
         assert {unit["weight_bits"] for unit in data["units"]} == {2}, entry
+
+
+def test_budget_shows_what_onnx_files_take(net, tmp_path):
+    pytest.importorskip("onnxruntime")
+    data = run_json("budget", net[0], "--choices", "2,4", "--onnx")
+    rows = {row["mark"]: row["onnx_bytes"] for row in data["rows"]}
+    model = load_model(net[0], "none")
+    samples = torch.randn(4, *model.input_shape)
+    for bits in (2, 4):
+        made = ompq.quantize(model.module, {"*": (bits, 8)}, samples)
+        path = tmp_path / f"{bits}.onnx"
+        ompq.export_onnx(ompq.finalize(made, samples), path, samples)
+        # What cannot be known before the weights are rounded is counted in full.
+        assert 0.9 * rows[f"all W{bits}A8"] < path.stat().st_size
+        assert path.stat().st_size <= rows[f"all W{bits}A8"]
+    table = run("budget", net[0], "--choices", "2,4", "--onnx").stdout
+    entry = next(word for word in table.split() if word.startswith("onnx:"))
+    assert float(entry[5:-3]) * 1024 >= rows["all W2A8"]
+    assert "ONNX" not in run("budget", net[0]).stdout
 
 
 def test_budget_quietly_is_one_line(net):

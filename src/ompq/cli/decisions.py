@@ -50,6 +50,7 @@ from ompq.measurement.reconstruction_score import SCORES
 from ompq.plans import unscored_problem
 from ompq.report import write_report
 from ompq.report.sections import audit_sections
+from ompq.samples import Samples
 from ompq.scores import score_name
 from ompq.stages import REPORT
 from ompq.workflow import PLAN_SAMPLES, Workflow, whole_folder, write_result
@@ -131,6 +132,9 @@ def budget(
     data: str | None = option(
         "SOURCE", "Not needed: sizes follow from the shapes alone."
     ),
+    onnx: bool = flag(
+        "Show what the ONNX file takes at most, too; needs some seconds.", "--onnx"
+    ),
 ) -> View:
     """Show which budgets a network can meet.
 
@@ -138,6 +142,7 @@ def budget(
       ompq budget torchvision:resnet18
       ompq budget torchvision:mobilenet_v2 --choices 2,3,4 --accounting paper
       ompq budget net.py:make --pin @first=8 --pin @last=8 --activation-bits 4,8
+      ompq budget torchvision:resnet18 --onnx
 
     Every entry of the table can be given to ompq plan --budget. Sizes follow from the
     shapes alone, so neither weights nor data are needed.
@@ -150,7 +155,14 @@ def budget(
     if data is not None:
         samples = load_data(data, model, split="train").samples(1)
     with console.stage("observing the network"):
-        *_, problem = unscored_problem(model.module, samples, config, memory=True)
+        graph, _, problem = unscored_problem(model.module, samples, config, memory=True)
+    if onnx:
+        from ompq.onnx.sizes import file_costs
+
+        with console.stage("writing ONNX files"):
+            one = Samples.of(samples)
+            (size,) = file_costs(model.module, one, graph, problem, ["onnx_bytes"])
+        problem = replace(problem, costs={**problem.costs, size.name: size})
     return budget_view(model.name, problem)
 
 
@@ -170,6 +182,9 @@ def budget_view(network: str, problem: Problem) -> View:
     marks = Column("", [row["mark"] for row in lines], "left")
     alive = Column("activations", [in_bytes(r["activation_bytes"]) for r in lines])
     columns = [marks, *cost_columns(lines), alive]
+    if "onnx_bytes" in rows[0]:
+        sizes = size_budgets([row["onnx_bytes"] for row in lines])
+        columns.append(Column("ONNX", [f"onnx:{size}" for size in sizes]))
     if "milliseconds" in rows[0]:
         cells = [as_budget(row["milliseconds"], "ms") for row in lines]
         columns.append(Column("latency", cells))
