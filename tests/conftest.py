@@ -9,3 +9,15 @@ torch.set_num_threads(1)
 
 # Set in the processes of pytest-xdist; a test that wants a width says so itself.
 os.environ.pop("COLUMNS", None)
+
+# Files that take longest run first: at the end, one of them would keep one process busy
+# while the others wait.
+LONGEST = (
+    *("runs_training", "traced", "processes", "export", "docs", "demo", "run"),
+    *("runs", "artifacts", "packing", "scores", "reconstruction", "rates", "decisions"),
+)
+
+
+def pytest_collection_modifyitems(items):
+    places = {f"test_{name}": place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path.stem, len(LONGEST)))
