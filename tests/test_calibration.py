@@ -172,7 +172,7 @@ def test_network_without_gradients_weighs_all_values_alike(caplog):
     model = seeded(Frozen())
     with caplog.at_level(logging.WARNING):
         found = scales(quantize(model, samples))
-    assert "ranges of activations weigh all values alike: the network cannot be" in (
+    assert "all values of an activation get the same weight: the network cannot be" in (
         caplog.text
     )
     assert found == scales(quantize(model, samples, activation_range="mse"))

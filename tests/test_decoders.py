@@ -209,7 +209,7 @@ def test_what_is_no_decoder_is_explained(folder, tmp_path):
     )
     own = ompq.load_model(f"{tmp_path}/own.py:make")
     assert own.vocabulary == VOCABULARY and own.input_shape == (LENGTH,)
-    with pytest.raises(ompq.DataError, match="brings no tokenizer; give token ids"):
+    with pytest.raises(ompq.DataError, match="has no tokenizer; give token ids"):
         ompq.load_data(short, own)
 
 

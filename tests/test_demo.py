@@ -358,8 +358,8 @@ def view(made, contenders):
     [
         ((0.90, 0.97, 0.95), "Even uniform 3 bits (40.3 KiB) keep only 95.0%."),
         ((0.90, 0.95, 0.97), "to 6.0% more (95 % interval)."),
-        ((0.97, 0.95, 0.98), "That is no difference that 450 digits can show."),
-        ((0.95, 0.951, 0.95), "That is no difference that 450 digits can show."),
+        ((0.97, 0.95, 0.98), "450 digits cannot show a difference that small."),
+        ((0.95, 0.951, 0.95), "450 digits cannot show a difference that small."),
     ],
 )
 def test_the_verdict_says_what_was_found(made, agreements, end):

@@ -196,7 +196,7 @@ def test_too_little_memory_says_how_much_is_needed():
         with pytest.raises(ompq.DeviceMemoryError, match=words):
             ompq.trace(network, images())
     for text in ("8", "0GiB", "much"):
-        words = f"device_memory={text} is no amount"
+        words = f"device_memory={text} is not an amount"
         with pytest.raises(ValueError, match=words), device_memory(text):
             pass
 

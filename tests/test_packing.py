@@ -535,7 +535,7 @@ def with_more():
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        (without_norm, "norm is no batch norm"),
+        (without_norm, "norm is not a batch norm"),
         (with_more, "more.weight is not in the file, more.bias is not in the file"),
     ],
 )

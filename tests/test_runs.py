@@ -378,7 +378,7 @@ def test_another_process_at_work_in_the_folder_is_named(net, tmp_path):
     with locked_folder(tmp_path):
         result = run(*words)
     assert result.exit_code == 2
-    assert f"another process ({os.getpid()}) is at work in {tmp_path}" in result.stderr
+    assert f"another process ({os.getpid()}) is using {tmp_path}" in result.stderr
     assert list(tmp_path.iterdir()) == []
 
 

@@ -107,7 +107,7 @@ def test_files_without_onnx_and_other_files_are_refused(tmp_path):
         unpack(packed, target)
     with pytest.raises(PackedFileError, match="not a packed network: there is no"):
         unpack(tmp_path / "missing", target)
-    with pytest.raises(PackedFileError, match="is not of .*: it is no ONNX file"):
+    with pytest.raises(PackedFileError, match="is not of .*: it is not an ONNX file"):
         add_onnx(packed, packed, target)
     save(finalize(coded(seeded(TinyResNet()), 8.0), images(4)), packed)
     with pytest.raises(PackedFileError, match="has none of the packed weights"):

@@ -247,7 +247,7 @@ class Bytes:
 
 
 def coded_bytes(weights: int, bits: float) -> int:
-    """Return what so many weights may take of a packed file at so many bits each."""
+    """Return the bytes that coded weights may take in a packed file."""
     return ceil(weights * bits / 8)
 
 

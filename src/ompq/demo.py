@@ -146,14 +146,14 @@ def line_up(plan: Plan) -> dict[str, Plan]:
 
 @dataclass(frozen=True)
 class Demo:
-    """What came of a demonstration."""
+    """The results of a demonstration."""
 
     config: DemoConfig
     outcome: Outcome  # the planned network
     reference: Measured  # how the float network does, by test
     contenders: tuple[Contender, ...]  # from small to large
     account: Account  # what the packed file takes
-    same_logits: bool  # whether the packed file, read back, gives the very same logits
+    same_logits: bool  # whether the packed file, read back, gives the same logits
     exported: ExportResult | None  # the verified ONNX file
     no_export: str = ""  # why there is none
     # With coded weights, and smaller than the last, that keeps as many answers.
@@ -290,7 +290,7 @@ def _packed(
     contenders: tuple[Contender, ...],
     reference: Measured,
 ) -> Demo:
-    """Write the planned network's files, read them back, and tell how they do."""
+    """Write the planned network's files, read them back, and compare."""
     mixed = next(one for one in contenders if one.name == MIXED)
     images = demo_data().test_images
     with work.stages.stage("packing"):
@@ -341,7 +341,7 @@ def _exported(
 ) -> tuple[ExportResult | None, str]:
     try:
         return export_onnx(network, path, images), ""
-    except OmpqError as error:  # the rest is worth having without it
+    except OmpqError as error:  # the other files are useful without it
         logger.warning("no ONNX file: %s", error)
         return None, str(error)
 

@@ -6,7 +6,7 @@ OmpqError
 ├── PatternError            a pattern that matches no unit
 ├── ScoreError              a score that is not a finite table of units × choices
 ├── BudgetError             a budget that cannot be read
-├── InfeasibleBudgetError   a budget no allocation meets; tells what is reachable
+├── InfeasibleBudgetError   a budget no allocation meets; says what is reachable
 ├── GoalError               a goal that no network keeps to, or that is not measured
 ├── TargetError             a target profile that is broken, or leaves no choice
 ├── PlanError               a plan file that is broken or of another network
@@ -22,7 +22,7 @@ OmpqError
 ├── ExportError             a file that would not compute what the network does
 └── MissingExtraError       an optional dependency that is not installed
 
-Wrong arguments raise ``ValueError`` or ``TypeError`` as everywhere in Python.
+Wrong arguments raise ``ValueError`` or ``TypeError``, as usual in Python.
 """
 
 import difflib

@@ -104,7 +104,7 @@ def evaluate(
     total = len(batches) if isinstance(batches, Sized) else None
     if isinstance(batches, Samples):
         total, batches = batches.batch_count(_BATCH), _unlabelled(batches, reference)
-    loose = bool(metrics) or reference is not None  # what makes up for lacking accuracy
+    loose = bool(metrics) or reference is not None  # what can replace accuracy
     networks = (model,) if reference is None else (model, reference)
     processes = process_count()
 

@@ -96,7 +96,7 @@ def locked_folder(folder: Path) -> Iterator[None]:
     Of several processes that share the work, only the first one locks it.
 
     Raises:
-        FileError: Another process is at work there.
+        FileError: Another process is using it.
     """
     if not is_main() or sys.platform == "win32":  # which has no such locks
         yield
@@ -111,7 +111,7 @@ def locked_folder(folder: Path) -> Iterator[None]:
             file.seek(0)
             who = file.read(20).strip() or "unknown"
             raise FileError(
-                f"another process ({who}) is at work in {folder}; wait for it, or use "
+                f"another process ({who}) is using {folder}; wait for it, or use "
                 "another folder"
             ) from error
         file.truncate(0)
@@ -202,7 +202,7 @@ def json_object(value: Any, what: str) -> dict[str, Any]:
 
 
 def json_list(value: Any, what: str, most: int = 2**20) -> list[Any]:
-    """Return a JSON list of at most so many entries."""
+    """Return a JSON list of at most ``most`` entries."""
     if not isinstance(value, list) or len(value) > most:
         raise ValueError(
             f"{what} must be a list of at most {most:,} entries, not {_brief(value)}"

@@ -259,7 +259,7 @@ def _why_not(module: nn.Module, calls: list[ModuleCall]) -> str:
 def _units_of(name: str, module: nn.Module, calls: list[ModuleCall]) -> Iterator[Unit]:
     """Yield the unit that a layer is, or those that a recurrent one holds."""
     output = calls[-1].output
-    assert output is not None  # _why_not has seen to it
+    assert output is not None  # checked by _why_not
     unplaced = partial(
         Unit, norm="", norm_parameters=0, activation="", stage=0, feature=output
     )
@@ -299,7 +299,7 @@ def _units_of(name: str, module: nn.Module, calls: list[ModuleCall]) -> Iterator
         else module.out_channels,
         bias_parameters=0 if module.bias is None else module.bias.numel(),
         macs=sum(map(prod, values)) * prod(module.weight.shape[1:]),
-        # A function that is handed the weight is no call of the layer.
+        # A function that is given the weight is not a call of the layer.
         calls=sum(call.input_shape != () for call in calls),
         block=name,
         group=name,

@@ -33,7 +33,7 @@ class ActivationQuantizer(nn.Module):
 
     scale: nn.Parameter  # step of the grid, ()
     zero_point: Tensor  # code of the value 0, (); an integer
-    learnable = True  # whether gradients tell of the step
+    learnable = True  # whether the step has a gradient
     noise: Tensor | None
 
     def __init__(self, grid: Grid) -> None:
@@ -94,7 +94,7 @@ class ActivationQuantizer(nn.Module):
         return self.after(_module, args, (args, kwargs))
 
     def extra_repr(self) -> str:
-        """Tell the width and the grid."""
+        """Show the width and the grid."""
         return (
             f"bits={self.bits}, scale={self.scale.item():.4g}, "
             f"zero_point={self.zero_point:g}"
@@ -210,7 +210,7 @@ class QuantizedLayer(nn.Module):
             )
 
     def extra_repr(self) -> str:
-        """Tell the width next to what the replaced layer tells."""
+        """Show the width beside what the replaced layer shows."""
         groups = f", group_size={self.group_size}" if self.group_size else ""
         return f"{super().extra_repr()}, bits={self.bits}{groups}"
 
@@ -306,7 +306,7 @@ def _replacement(layer: nn.Module) -> type[QuantizedLayer]:
         with torch.no_grad():
             own, usual = (kind.forward(layer, probe) for kind in (type(layer), plain))
         same = torch.equal(own, usual)
-    except Exception:  # whatever the class's forward wants that a probe is not
+    except Exception:  # a forward that the probe does not suit may raise anything
         same = False
     if same:
         return _REPLACEMENTS[plain]

@@ -141,7 +141,7 @@ def _bytes(text: str) -> int:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(\w+)\s*", text)
     if match is None or match[2] not in _UNITS or not float(match[1]):
         raise ValueError(
-            f"device_memory={text} is no amount of memory; write for example 8GiB"
+            f"device_memory={text} is not an amount of memory; write for example 8GiB"
         )
     return int(float(match[1]) * _UNITS[match[2]])
 

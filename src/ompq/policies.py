@@ -314,7 +314,7 @@ def plan_summary(plan: Plan) -> dict[str, Any]:
 
 
 def unit_rows(plan: Plan) -> list[dict[str, Any]]:
-    """Return what there is to know about each unit and its bits."""
+    """Return all facts about each unit and its bits."""
     gamma, importance = plan.scores.gamma, plan.scores.importance
     widths = {choice.bits for choice in plan.choices}
     paper = plan.accounting == "paper"

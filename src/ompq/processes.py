@@ -43,7 +43,7 @@ def distributed() -> Iterator[None]:
     the first one alone. In a process that no launcher started nothing changes.
 
     Example:
-        >>> with distributed():  # one process: as ever
+        >>> with distributed():  # one process: nothing changes
         ...     process_count()
         1
     """
@@ -78,9 +78,9 @@ def _backend() -> str:
 
 
 def told_by_main() -> bool:
-    """Whether the first process fails as well, and so tells what is wrong.
+    """Whether the first process fails as well, and so reports the error.
 
-    What is wrong in all of them, such as an option, is then told once.
+    An error in all of them, such as a wrong option, is then reported once.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return False

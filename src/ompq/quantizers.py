@@ -230,7 +230,7 @@ def deployed(grid: Grid, x: Tensor) -> Tensor:
 
 
 def on_log_grid(grid: Grid, x: Tensor) -> Tensor:
-    """Round values from 0 on to levels that halve every so many codes.
+    """Round values from 0 on to levels that halve after every few codes.
 
     Args:
         grid: Its scale is the largest level and its zero point says how many codes make

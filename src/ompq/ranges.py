@@ -30,13 +30,13 @@ _SHRINKS, _SHRINK_POWER = 80, 2.4  # BRECQ's
 
 # The smallest scale, so that nothing is divided by 0.
 _TINY = 1e-30
-# Up to so many weights of a channel leave the error a jagged function of the range;
+# Up to this many weights of a channel leave the error a jagged function of the range;
 # with more, one good range is nearly as good as the next.
 FEW_WEIGHTS = 64
-# Channels of more than twice as many weights are searched on so many of them. On the
+# Channels of more than twice as many weights are searched on this many of them. On the
 # wide layers of ResNet-18 the squared error grows by at most 2.1 % (at 6 bits).
 _SEARCHED = 512
-# The noise of a layer is estimated from at most so many channels and weights: off by
+# The noise of a layer is estimated from at most this many channels and weights: off by
 # about 5 % on MobileNetV2 and ResNet-18, and a tenth of a forward pass in all.
 _NOISE_CHANNELS = 64
 _NOISE_WEIGHTS = 1 << 13
@@ -343,7 +343,7 @@ def channel_rows(weight: Tensor, channel_dim: int, group_size: int = 0) -> Tenso
 
 
 def thinned(rows: Tensor, most: int) -> Tensor:
-    """Return at most so many columns, evenly spread, of no common stride with rows."""
+    """Return at most ``most`` columns, evenly spread, of no common stride with rows."""
     width = rows.shape[1]
     if width <= most:
         return rows
@@ -354,7 +354,7 @@ def thinned(rows: Tensor, most: int) -> Tensor:
 
 
 def _sampled(rows: Tensor, most: int) -> tuple[Tensor, Tensor | None]:
-    """Return at most so many weights of each channel, and what each stands for.
+    """Return at most this many weights of each channel, and what each stands for.
 
     The largest and smallest weights decide where to clip, so all of them are there.
     """
@@ -512,7 +512,7 @@ def _best_of(
 def _split(
     scale: Tensor, zero_point: Tensor, count: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Return so many candidates at a time."""
+    """Yield the candidates, a few at a time."""
     return zip(torch.split(scale, count), torch.split(zero_point, count), strict=True)
 
 

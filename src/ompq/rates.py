@@ -166,8 +166,8 @@ def pulled_to(codes: Tensor, position: Tensor) -> Tensor:
 
 
 # A curve is drawn through steps of half an octave, in units of the weights' root mean
-# square, on a sample of so many weights; what the coder makes of neighbours, on rows of
-# so many in all, at three of the steps.
+# square, on a sample of this many weights; what the coder makes of neighbours, on rows
+# of this many in all, at three of the steps.
 _OCTAVES = np.arange(-6.5, 3.5, 0.5)
 _SAMPLED, _CODED = 1 << 13, 1 << 16
 _CODED_AT = (1.0, 2.5, 5.0)  # bits
@@ -188,7 +188,7 @@ class RateCurve(NamedTuple):
     noise: NDArray[np.float64]  # ||W - Q(W)||² / ||W||²
 
     def step(self, rate: float) -> float:
-        """Return the step at which weights take about so many bits."""
+        """Return the step at which weights take about this many bits."""
         return self._read(rate, self.steps)
 
     def noise_at(self, rate: float) -> float:

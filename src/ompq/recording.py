@@ -436,7 +436,7 @@ def visit_outputs(
             names = {one and one[0] for one in found}
             if len(names) > 1:
                 logger.warning(
-                    "batches take different paths from %s on; later layers are left "
+                    "batches take different paths from %s on; later layers stay "
                     "as they are",
                     min(name for name in names if name),
                 )

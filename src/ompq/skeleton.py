@@ -231,12 +231,12 @@ def hollowed(model: bytes, units: Mapping[str, StoredUnit], arrays: Arrays) -> b
         arrays: The tensors of the packed file.
 
     Raises:
-        PackedFileError: It is no ONNX file, or has none of the packed file's weights.
+        PackedFileError: It is not an ONNX file, or has none of the packed weights.
     """
     try:
         proto = _parsed(model)
     except ValueError as error:
-        raise PackedFileError(f"it is no ONNX file ({error})") from error
+        raise PackedFileError(f"it is not an ONNX file ({error})") from error
     sources = _input_scales(proto)
     made: list[list[Any]] = []
     parts = {name: Parts(unit, arrays) for name, unit in units.items()}

@@ -17,7 +17,7 @@ Bar: TypeAlias = Callable[[str], AbstractContextManager[Progress]]
 
 
 def no_progress(_done: int, _total: int | None, _message: str) -> None:
-    """Report to nobody."""
+    """Ignore the progress."""
 
 
 @contextmanager

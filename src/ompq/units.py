@@ -24,7 +24,7 @@ CODED_BITS = 8  # codes of a coded unit are bytes wherever they are not in a fil
 class Choice(NamedTuple):
     """What a unit may get: bit-widths of its weight and its input, or a coded rate.
 
-    A rate promises that the unit's weights, entropy-coded, take at most so many bits
+    A rate promises that the unit's weights, entropy-coded, take at most this many bits
     each in a packed file. Anywhere else they are ordinary weights of 8 bits.
 
     Example:

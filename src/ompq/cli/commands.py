@@ -243,7 +243,7 @@ _OWN = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
 
 
 def keep_freed_memory() -> bool:
-    """Have the C library keep the memory that tensors free, where it can.
+    """Let the C library keep the memory that tensors free, where it can.
 
     By default it returns every large piece, and the next layer asks for it again: the
     system then clears its pages once more, which on a virtual machine takes longer

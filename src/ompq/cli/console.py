@@ -25,12 +25,12 @@ from rich.console import Console as RichConsole, RenderableType
 from rich.table import Column
 from rich.text import Text
 
-if TYPE_CHECKING:  # these bring PyTorch, which errors need not wait for
+if TYPE_CHECKING:  # these import PyTorch, and errors should not wait for it
     from ompq.stages import Progress, Stages
 
 _LINE_SECONDS = 10.0  # how often progress is printed where there is no terminal
 _LOGGER = logging.getLogger("ompq")
-_UNBOUNDED = 10_000  # columns of a pipe: whoever reads it cuts lines, or does not
+_UNBOUNDED = 10_000  # columns of a pipe, where lines are not cut
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Console:
             with self.out.capture() as captured:
                 text = Text(plain(item)) if isinstance(item, str) else item
                 self.out.print(text, soft_wrap=self.quiet)
-            # Tables are padded to their width, which is of no use to a reader.
+            # Tables are padded to their width, which readers do not need.
             lines = [line.rstrip() for line in captured.get().split("\n")]
             self.out.file.write("\n".join(lines))
 
@@ -133,7 +133,7 @@ def opened(
             json=json,
             quiet=quiet,
         )
-        if not in_first_process():  # which tells what all do
+        if not in_first_process():  # which reports for all
             console = replace(console, out=RichConsole(file=StringIO()), quiet=True)
         with _logging(console, debug=debug), console.until_done:
             yield console
@@ -148,7 +148,7 @@ def in_first_process() -> bool:
 def _results_alone() -> Iterator[TextIO]:
     """Yield stdout for the results; what others print meanwhile goes to stderr.
 
-    A solver in C and a user's own file print when they like; results are parsed.
+    A solver in C and the user's own file may print, too, and results are parsed.
     """
     stdout = sys.stdout
     try:

@@ -69,9 +69,9 @@ def _taken(group: Any, values: dict[str, Any]) -> Any:
     return group(**{one.name: values.pop(one.name) for one in fields(group)})
 
 
-# What the command at work was given, by the names of its options.
+# The options given to the running command, by name.
 _TYPED: ContextVar[dict[str, Any]] = ContextVar("typed")
-# What does not say what is done, and would be in the way when it is done again.
+# Options that do not describe the work, and would disturb a repeated run.
 _FLEETING = ("json", "quiet", "debug", "resume", "overwrite")
 
 
@@ -93,7 +93,7 @@ def _typed(
 
 
 def typed_toml() -> str:
-    """Return what the command at work was given as TOML, for ``ompq run``."""
+    """Return the options of the running command as TOML, for ``ompq run``."""
     rows = ["# ompq run config.toml repeats this run; options after it override it."]
     for key, value in _TYPED.get({}).items():
         plain = value if isinstance(value, bool | int | float | list) else str(value)

@@ -141,7 +141,7 @@ class RunOptions:
 
     @property
     def started(self) -> Path | None:
-        """What there is of a run that was stopped."""
+        """The checkpoint of a stopped run, if there is one."""
         paths = (self.folder / name for name in _STARTED)
         return next((path for path in paths if path.exists()), None)
 
@@ -256,7 +256,7 @@ class GoalOptions:
         )
 
     def check(self, run: RunOptions) -> None:
-        """Refuse a goal beside something else that decides the size."""
+        """Refuse a goal together with another option that decides the size."""
         decided = [o for o, v in (("--budget", run.budget), ("--plan", run.plan)) if v]
         goal = self.goal({})
         if goal is None:
@@ -294,7 +294,7 @@ def _share(text: str) -> float:
 
 @contextmanager
 def run_folder(run: RunOptions, console: Console) -> Iterator[None]:
-    """Make the folder at once, for this process alone; if stopped, say how to go on."""
+    """Create and lock the folder; if stopped, say how to continue."""
     lock = locked_folder(run.folder) if in_first_process() else nullcontext()
     finished = run.folder / RESULT
     try:
@@ -303,7 +303,7 @@ def run_folder(run: RunOptions, console: Console) -> Iterator[None]:
             try:
                 yield
             finally:
-                # A plan without anything that was made with it helps nobody.
+                # A plan alone, without a network made with it, is of no use.
                 if not before and run.started is None and not finished.exists():
                     (run.folder / PLAN).unlink(missing_ok=True)
     except KeyboardInterrupt:
@@ -599,7 +599,7 @@ def train(
 
 
 def _images(inputs: Data, config: TrainConfig, console: Console) -> TrainingData:
-    """Return what is trained with, once it is sure that it can be."""
+    """Return the training images, checked before any work is done."""
     device = model_device(inputs.model.module)
     with console.stage("reading images") as progress:
         images = training_data(inputs, device=device, progress=progress)
@@ -633,7 +633,7 @@ def _begin(
     """Return the plan and the network to start from, once they are there."""
     path = training.start or run.folder / _START
     while training.start is None and not path.exists():
-        time.sleep(0.5)  # the first process is at it; if it fails, all are ended
+        time.sleep(0.5)  # the first process makes it; if it fails, all are stopped
     network = load(path, model.module)
     record, beside = quantization_of(network), path.parent / PLAN
     given = run.plan or beside

@@ -34,7 +34,7 @@ from ompq.skeleton import unpack as unpack_file
 from ompq.stages import PLAN, RESULT, Progress
 from ompq.units import Choice, select
 
-if TYPE_CHECKING:  # a page brings torch, which most of these commands do not need
+if TYPE_CHECKING:  # it imports torch, which most of these commands do not need
     from ompq.report.sections import Section
 
 # A cost → what its curve is sorted by; average bits follow the sum of bits.

@@ -149,7 +149,7 @@ class SourceOptions(NetworkOptions):
 
 
 def provenance(inputs: Data, **more: Any) -> dict[str, Any]:
-    """Return what a result says about how it came about."""
+    """Return where a result comes from: network, weights, data, seed, device."""
     model = inputs.model
     origin = {"network": model.name, "weights": model.weights, "data": inputs.name}
     device = str(model_device(model.module))
@@ -196,9 +196,9 @@ class PlanOptions:
     )
     group_size: int | None = option(
         "NUMBER",
-        f"{', '.join(map(str, GROUP_SIZES))}: give each so many inputs of a linear "
-        "layer a scale of their own in every output channel. Default: one scale per "
-        "channel.",
+        f"{', '.join(map(str, GROUP_SIZES))}: every group of this many inputs of a "
+        "linear layer has its own scale in every output channel. Default: one scale "
+        "per channel.",
     )
     score: str | None = option(
         "NAME",

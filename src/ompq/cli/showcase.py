@@ -90,7 +90,7 @@ def demo(
         if not console.json and not console.quiet:
             console.show(*beginning(plan, budget, reference, console.out.width))
 
-    # The network is too small to share: threads that wait for each other would take
+    # The network is too small for several threads: waiting for each other would take
     # most of the time, and on a busy machine ten times as long.
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -158,7 +158,7 @@ def ties(plan: Plan) -> list[RenderableType]:
 
 @dataclass(frozen=True)
 class DemoView:
-    """What came of the demonstration: the contest, and the files."""
+    """The results of the demonstration: the comparison, and the files."""
 
     found: Demo
     folder: Path
@@ -198,7 +198,7 @@ class DemoView:
         return fitted(columns, width)
 
     def verdict(self) -> str:
-        """Return in a sentence what the contest says, whatever that is."""
+        """Return the outcome of the comparison in a sentence."""
         found, mixed, uniform = self.found, self.found.mixed, self.found.uniform
         if mixed.plan.allocation == uniform.plan.allocation:
             return f"At {found.budget} every layer gets the same: {uniform.name}."
@@ -211,7 +211,7 @@ class DemoView:
         low, high = advantage(mixed.final, uniform.final)
         if low <= 0:
             digits = found.reference[DIGITS].count
-            return f"{text} That is no difference that {digits} digits can show."
+            return f"{text} {digits} digits cannot show a difference that small."
         text = f"{text[:-1]}: {percent(low)} to {percent(high)} more (95 % interval)."
         for larger in found.contenders:
             if not larger.within and advantage(mixed.final, larger.final)[0] > 0:
@@ -344,7 +344,7 @@ def _experiment(name: str | None) -> Experiment:
     if name not in EXPERIMENTS:
         raise ValueError(
             f"there is no {name!r}{suggestion(name, EXPERIMENTS)}; "
-            "ompq reproduce --list shows what there is"
+            "ompq reproduce --list shows all of them"
         )
     return EXPERIMENTS[name]
 

@@ -82,7 +82,7 @@ def middle_cut(text: str, width: int) -> str:
 
 
 def facts(rows: Iterable[tuple[str, str | Sequence[str]]]) -> Table:
-    """Return a table of names and what there is to say of each, one line or several."""
+    """Return a table of names and texts; several texts take a line each."""
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column(style="dim", no_wrap=True)
     table.add_column()
@@ -239,7 +239,7 @@ def _remark(plan: Plan, row: Mapping[str, Any]) -> str:
 
 
 def totals(plan: Plan) -> list[tuple[str, str]]:
-    """Return what the plan comes to, as names and texts."""
+    """Return the plan's totals as names and texts."""
     found, reference = plan.totals, plan.problem.costs["bytes"].reference
     items = [
         f"{name.replace('_', ' ')} {in_bytes(value)}"
@@ -318,7 +318,7 @@ def used(plan: Plan) -> list[str]:
 
 
 def reasons(skipped: Sequence[Skipped]) -> list[str]:
-    """Return what is left out and why, one line a reason."""
+    """Return what is left out and why, one line per reason."""
     floats: dict[str, list[tuple[str, int]]] = {}
     others: dict[str, list[str]] = {}
     for entry in skipped:

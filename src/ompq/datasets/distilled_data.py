@@ -24,7 +24,7 @@ from ompq.samples import (
 )
 
 _EPSILON = 1e-6  # added to variances, as in ZeroQ's released code
-# The learning rate falls to a tenth after so many steps without a lower loss, but no
+# The learning rate falls to a tenth after this many steps without a lower loss, but no
 # further than to the second number.
 _PATIENCE, _LEAST_RATE = 100, 1e-4
 
@@ -69,7 +69,7 @@ def distilled_samples(  # noqa: PLR0913 - only the network and the shape are nee
 
     As ZeroQ does it: Gaussian noise is moved by Adam until the mean and the standard
     deviation of each channel, image by image, are those that the norms remember of
-    their inputs. They look like nothing, but calibrate far better than noise.
+    their inputs. They show nothing recognizable, but calibrate far better than noise.
 
     Args:
         input_shape: Channels, height and width of an image.

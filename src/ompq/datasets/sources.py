@@ -102,7 +102,7 @@ class Data:
         """Return the inputs with their targets, to be iterated any number of times.
 
         Args:
-            limit: Use only so many, spread over the classes. None uses all, in
+            limit: Use only this many, spread over the classes. None uses all, in
                 their own order.
 
         Raises:

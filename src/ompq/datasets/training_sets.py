@@ -230,7 +230,7 @@ class _Crops(Dataset[Crop | DataError]):
                 return self._crop((position + further) % count)
             except DataError as error:
                 broken = error
-        return broken  # raised here, it would bring a worker's traceback along
+        return broken  # raised here, it would show a worker's traceback
 
     def _crop(self, position: int) -> Crop:
         path = self.images.files[position]

@@ -27,7 +27,7 @@ from ompq.recording import copied
 from ompq.samples import Samples, SamplesLike
 
 _BYTE = 8
-# With so many channels on, ONNX Runtime's faster convolutions need signed weights.
+# From this many channels on, ONNX Runtime's fast convolutions need signed weights.
 _IMAGE = 4
 _WHOLE_FLOATS = 1 << 24  # up to here float32 holds every whole number
 # The least distance of any result from the midpoint of two codes, in steps: about the
@@ -35,7 +35,7 @@ _WHOLE_FLOATS = 1 << 24  # up to here float32 holds every whole number
 _MARGIN = 4e-5
 # Scales are moved within intervals, this many in each factor of two ...
 _INTERVALS = 128
-# ... among so many scales in each interval.
+# ... among this many scales in each interval.
 _CANDIDATES = 512
 _AT_ONCE = 1 << 22
 # Averages with more possible results than this cannot all be kept off the middle.

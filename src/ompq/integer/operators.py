@@ -308,7 +308,7 @@ class Sum(Operator):
         return torch.stack(values, -1)
 
     def rescale(self, sums: Tensor, ratio: Dyadic, target: CodeGrid) -> Tensor:
-        """Add what both come to and shift the sum."""
+        """Add both products and shift the sum."""
         product = (sums.long() * ratio.multiplier).sum(-1)
         return rescaled(product, ratio.shift, target.zero_point)
 
@@ -605,7 +605,7 @@ def layer_operator(layer: QuantizedLayer, dims: int, grid: CodeGrid) -> Operator
     if isinstance(layer, QuantizedLinear) and dims == 2:
         return Product(layer_weight(layer, grid).cpu())
     if isinstance(layer, QuantizedConv2d) and layer.padding_mode == "zeros":
-        # torch keeps what any spelling of the padding comes to, last dimension first.
+        # torch keeps the numbers of any spelling of the padding, last dimension first.
         left, right, top, bottom = layer._reversed_padding_repeated_twice
         return Convolution(
             layer_weight(layer, grid).cpu(),

@@ -84,12 +84,12 @@ def tokenized(path: Path, name: str, tokenizer: str) -> Tensor:
     """Return the token ids of a text file, (tokens,).
 
     Raises:
-        DataError: The network brings no tokenizer, or the text cannot be read.
+        DataError: The network has no tokenizer, or the text cannot be read.
         MissingExtraError: transformers is not installed.
     """
     if not tokenizer:
         raise DataError(
-            f"{path}: {name} brings no tokenizer; give token ids: FILE.py:FUNCTION"
+            f"{path}: {name} has no tokenizer; give token ids: FILE.py:FUNCTION"
         )
     kind = _transformers().AutoTokenizer
     try:
@@ -97,7 +97,7 @@ def tokenized(path: Path, name: str, tokenizer: str) -> Tensor:
         ids = found(path.read_text(), verbose=False)["input_ids"]
     except (OSError, ValueError) as error:
         raise DataError(
-            f"{path} cannot be made tokens with the tokenizer of {name}: "
+            f"{path} cannot be tokenized with the tokenizer of {name}: "
             f"{reason(error)}; give token ids: FILE.py:FUNCTION"
         ) from error
     return torch.tensor(ids)

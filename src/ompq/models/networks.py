@@ -233,7 +233,7 @@ def demo_data() -> DemoData:
     except ImportError as error:
         raise MissingExtraError("scikit-learn", "demo") from error
     values, labels = load_digits(return_X_y=True)
-    # NumPy promises never to change this stream, so the split is fixed for good.
+    # NumPy promises never to change this stream, so the split is fixed.
     shuffled = np.random.RandomState(0).permutation(len(labels))
     images = torch.from_numpy(values[shuffled] / 16).float().view(-1, 1, 8, 8)
     targets = torch.from_numpy(labels[shuffled]).long()

@@ -36,8 +36,8 @@ class OnnxAccount:
     path: Path
     bytes: int
     # Bytes by item; they sum up to the file. ``float`` is what is stored as it was,
-    # ``graph`` all that is no constant: nodes, names, the functions that unpack
-    # weights.
+    # ``graph`` everything that is not a constant: nodes, names, the functions that
+    # unpack weights.
     items: Mapping[str, int]
     layers: Mapping[str, int]  # layer → bytes of its constants
     # Layer → width of its weight's codes; 8 for one that is stored as bytes.

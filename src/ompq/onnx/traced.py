@@ -180,7 +180,8 @@ def _written(
     """Return the graph of a network that computes what the original does."""
     if not hasattr(torch.onnx, "ops"):
         raise ExportError(
-            f"PyTorch {torch.__version__} cannot write this network: it takes 2.8"
+            f"PyTorch {torch.__version__} cannot write this network; PyTorch 2.8 or "
+            "newer is needed"
         )
     batch = samples.first_batch(2)
     arguments = () if isinstance(batch, dict) else tuple(tensors_in(batch))
@@ -231,7 +232,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _strip(model: Any) -> None:
-    """Remove what tells of the machine that wrote it: traces, paths, comments."""
+    """Remove traces of the machine that wrote it: stack traces, paths, comments."""
     model.producer_name, model.producer_version = "ompq", ""
     model.doc_string = ""
     del model.metadata_props[:]

@@ -97,7 +97,7 @@ def _furthest(first: Tensor, second: Tensor) -> float:
 
 
 _TINY = torch.finfo(torch.float32).tiny
-# From so many images on, a single one that differs cannot be told from a tie.
+# From this many images on, a single one that differs may be a tie.
 _ENOUGH_IMAGES = 32
 _BATCH = 64
 _WATCHED = 8  # samples whose codes are compared at every place

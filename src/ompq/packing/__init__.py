@@ -42,7 +42,7 @@ from ompq.recording import is_batch_norm
 from ompq.skeleton import GRAPH, hollowed
 
 _logger = logging.getLogger(__name__)
-# Between these, scale * (code - zero) is rounded back to the very same code.
+# Between these, scale * (code - zero) is rounded back to the same code.
 _SCALES = (1e-36, 1e36)
 
 
@@ -342,7 +342,7 @@ def _differing(model: nn.Module, contents: Contents) -> list[str]:
             shapes = f"{tuple(weight.shape)} instead of {unit.weight_shape}"
             found.append(f"{unit.name} is {shapes}")
         elif unit.norm and not is_batch_norm(modules.get(unit.norm, model)):
-            found.append(f"{unit.norm} is no batch norm")
+            found.append(f"{unit.norm} is not a batch norm")
         elif unit.name in unbiased and bias_key(unit) in parameters:
             found.append(f"{unit.name} has a bias")
     places = {place for p in contents.record.sites for place in p.after + p.before}

@@ -271,7 +271,7 @@ def _structure(contents: Contents) -> dict[str, Any]:
 
 
 def _forms(units: Sequence[PackedUnit]) -> dict[str, Any]:
-    """Return forms, and lengths of coded streams, if any unit is not as ever."""
+    """Return forms, and lengths of coded streams, unless all units are plain."""
     forms = [int(one.form) for one in units]
     coded = [one.stream.numel() for one in units if Form.CODED in one.form]
     return {"forms": forms, "streams": coded} if any(forms) else {}

@@ -114,7 +114,7 @@ def weigh_ranges(
             report(done, first.batch_count(size), READING)
     except RuntimeError as error:
         logger.warning(
-            "ranges of activations weigh all values alike: the network cannot be "
+            "all values of an activation get the same weight: the network cannot be "
             "differentiated (%s)",
             str(error).splitlines()[0],
         )
@@ -300,7 +300,7 @@ def _mean_diagonal(gram: Tensor) -> Tensor:
 def _columns(layer: nn.Module, x: Tensor, output: Sequence[int]) -> Tensor:
     """Return what each weight of a channel is multiplied by, (groups, K, positions).
 
-    A layer may pad in its own forward, as TensorFlow does: ``output`` tells how much.
+    A layer may pad in its own forward, as TensorFlow does: ``output`` shows how much.
     """
     if not isinstance(layer, _ConvNd):
         return x.reshape(-1, x.shape[-1]).T[None]

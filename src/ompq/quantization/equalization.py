@@ -25,7 +25,7 @@ _SAMPLES = 64  # tell the largest value of each channel well enough
 _PART = 0.75
 _LARGEST_EXPONENT = 6
 # After a LayerNorm, the shares that are tried: the weights that undo the factors are
-# harder to round. They are judged by so many rows a sample and output channels.
+# harder to round. They are judged by this many rows per sample and output channels.
 _PARTS = (0.0, 0.25, 0.5, 0.75, 1.0)
 _ROWS, _OUTPUTS = 16, 256
 SHIFT_STEP = 1 / 16  # shifts are whole multiples of it, which a file holds in a byte

@@ -165,7 +165,7 @@ class _Phase:
 
     iterations: int
     learn: _Learn
-    suffix: str = ""  # of the names under which its errors are told
+    suffix: str = ""  # of the names under which its errors are reported
     begin: Callable[[nn.Module], None] = lambda _network: None
     float_activations: bool = False  # whether activations stay float during this phase
 

@@ -352,7 +352,7 @@ class SoftRounding:
             each.keep_rate(of[each.layer])
 
     def finish(self) -> None:
-        """Write weights, scales and biases into the layers, for good."""
+        """Write the final weights, scales and biases into the layers."""
         self.harden()
         weight, bias = _SoftWeights.apply(self.up, self.stretch, self.bias, self)
         scale = self._scale * self.stretch.exp()
@@ -374,7 +374,7 @@ class SoftRounding:
         return [(layer, weight_of(layer, w), b) for layer, w, b in found]
 
     def _numbers(self, sizes: Sequence[int]) -> Tensor:
-        """Return which group of so many weights each weight is in, of all, (W,).
+        """Return the number of the group that each weight is in, (W,).
 
         Size 0 makes a whole channel a group.
         """
@@ -387,7 +387,7 @@ class SoftRounding:
         return numbers.repeat_interleave(torch.tensor(widths, device=device))
 
     def _sums(self, flat: Tensor, sizes: Sequence[int]) -> Tensor:
-        """Return sums over groups of so many weights; size 0 sums whole channels."""
+        """Return sums over groups of ``size`` weights; 0 sums whole channels."""
         sums = []
         parts = torch.split(flat, self._sizes)
         for part, shape, size in zip(parts, self._shapes, sizes, strict=True):

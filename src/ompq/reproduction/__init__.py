@@ -36,11 +36,11 @@ def reproduce(
 
     Each row is written when it is there, and read again the next time: a stopped run
     continues with the next row. A row that cannot be, such as samples distilled from a
-    network whose batch norms were folded, tells why, and is tried again the next time.
+    network whose batch norms were folded, says why, and is tried again the next time.
 
     Args:
         rows: A pattern of the rows that are run; the others appear if they are there.
-        told: Called with each row that there is.
+        told: Called with each row that was measured.
 
     Raises:
         CheckpointError: The folder holds rows of another network, data or settings.
@@ -75,7 +75,7 @@ def reproduce(
 
 
 def _tried(row: Row, bench: Bench) -> dict[str, Any]:
-    """Measure a row; one that this network or data does not allow tells why."""
+    """Measure a row; one that this network or data does not allow says why."""
     try:
         return measured(row, bench)
     except OmpqError as error:

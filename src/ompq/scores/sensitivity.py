@@ -46,7 +46,7 @@ _VANISHED = 1e-12
 # Of a unit's weight.
 _OTHER_READERS = ("embedding", "lstm", "gru", "rnn_tanh", "rnn_relu")
 
-# Rounded weights are kept for the next batch if they are no more than so many.
+# Rounded weights are kept for the next batch if they are at most this many.
 _KEPT = 1 << 27
 Rounding: TypeAlias = Callable[[], Tensor]
 
@@ -107,7 +107,7 @@ class Sensitivity:
         except (RuntimeError, NotImplementedError) as error:
             if isinstance(error, torch.OutOfMemoryError):
                 raise
-            logger.warning("no gradients, so that noise alone decides: %s", error)
+            logger.warning("no gradients, so only the noise decides: %s", error)
             ratio = np.ones((len(graph), len(measured)))
         factor = self._factor(ratio, weights, measured)
         by_weight = np.concatenate([noise * factor, np.zeros((len(graph), 1))], 1)

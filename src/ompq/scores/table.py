@@ -183,7 +183,7 @@ def cached_table(folder: str | Path, score: Score, given: ScoreInputs) -> ScoreT
                 raise ValueError("it belongs to another network, data or score")
             return ScoreTable.from_json(data, *shape)
         except (ValueError, KeyError) as error:
-            logger.warning("%s is damaged (%s): computing it again", path, error)
+            logger.warning("%s is damaged (%s); computing it again", path, error)
     saved = checked(score(given), given).to_json()
     write_text(path, json.dumps({**about, **saved}, indent=1) + "\n")
     return ScoreTable.from_json(saved, *shape)

@@ -212,7 +212,7 @@ def mixed(weight: Tensor, width: Tensor) -> Tensor:
 
 
 def rounded_widths(widths: Tensor, counts: Tensor, most: float) -> Tensor:
-    """Return whole widths (U,) whose weights take at most so many bits.
+    """Return whole widths (U,) whose weights take at most ``most`` bits.
 
     All widths less one number are rounded; the number is found by bisection.
     """
@@ -274,7 +274,7 @@ class FractionalWidths:
 
     @torch.no_grad()
     def follow(self) -> None:
-        """Keep the widths within what there is, or whole once they are."""
+        """Clamp the widths to the supported range; once rounded, they stay whole."""
         for at, width in enumerate(self.widths):
             width.clamp_(SMALLEST_BITS, LARGEST_BITS)
             if self.whole is not None:
