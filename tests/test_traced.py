@@ -111,9 +111,9 @@ def test_what_pytorch_cannot_write_and_several_inputs_are_told():
         traced_model(network, rows, 21)
 
 
-def test_old_torch_is_told(monkeypatch):
+def test_old_torch_is_named_with_the_version_needed(monkeypatch):
     monkeypatch.delattr("torch.onnx.ops")
-    with pytest.raises(ExportError, match=r"cannot write this network: it takes 2\.8"):
+    with pytest.raises(ExportError, match=r"cannot write this network; PyTorch 2\.8"):
         float_model(seeded(TinyResNet()), images(2))
 
 

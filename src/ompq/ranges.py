@@ -520,7 +520,7 @@ def _dot(first: Tensor, second: Tensor) -> Tensor:
     return (first * second).sum(-1, keepdim=True)
 
 
-_BINS = 4096
+_BINS = 4096  # of a histogram: 16 for each of the 256 levels of 8 bits
 # Values of one batch that enter the histogram; the extremes are those of all values.
 _COUNTED = 1 << 17
 _SMALLEST_EXPONENT = -100

@@ -241,8 +241,10 @@ def evaluating(*models: nn.Module) -> Iterator[None]:
         modes: list[tuple[Any, str, bool]] = [
             (m, "training", m.training) for m in modules
         ]
-        configs = (getattr(module, "config", None) for module in modules)
-        modes += [(each, "use_cache", True) for each in configs if _caches(each)]
+        # What makes a decoder of transformers keep keys and values.
+        configs = [getattr(module, "config", None) for module in modules]
+        caching = [c for c in configs if getattr(c, "use_cache", None) is True]
+        modes += [(config, "use_cache", True) for config in caching]
         try:
             for module, flag, _ in modes:
                 setattr(module, flag, False)
@@ -251,11 +253,6 @@ def evaluating(*models: nn.Module) -> Iterator[None]:
         finally:
             for module, flag, mode in modes:
                 setattr(module, flag, mode)
-
-
-def _caches(config: Any) -> bool:
-    """Whether this is what makes a decoder of transformers keep keys and values."""
-    return getattr(config, "use_cache", None) is True
 
 
 def locked(model: nn.Module) -> AbstractContextManager[object]:

@@ -45,7 +45,7 @@ from ompq.report.sections import (
 from ompq.samples import Progress, Samples, SamplesLike
 from ompq.stages import CONFIG, ONNX, PACKED, PLAN, REPORT, RESULT, Stages
 
-PLAN_SAMPLES = 64
+PLAN_SAMPLES, CALIBRATION_SAMPLES = 64, 1024  # the paper's, and BRECQ's
 ANYTHING = "32bits"  # a budget that bits fixed beforehand always meet
 
 

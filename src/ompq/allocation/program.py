@@ -68,7 +68,7 @@ def least_allowed(table: Floats, allowed: Flags) -> Floats:
 
 _HARDLY = 1e-3  # a part of a cost that need not be used to the last byte
 LARGEST_DAMAGE = 1e300  # sums of more would overflow
-MOST_CHOICES = 256
+MOST_CHOICES = 256  # far more than widths of weights and inputs make
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -76,6 +76,7 @@ from ompq.training.config import TRAIN_PROTOCOLS, TrainConfig
 from ompq.training.run import check_installed
 from ompq.workflow import (
     ANYTHING,
+    CALIBRATION_SAMPLES,
     FileSize,
     Outcome,
     Workflow,
@@ -83,7 +84,6 @@ from ompq.workflow import (
     made_folder,
 )
 
-CALIBRATION = 1024
 _ENGINES = ("simulated", "integer")
 # What a stopped run continues from: training and search are folders.
 _TRAINING, _START = "training", "start.ompq.safetensors"
@@ -105,7 +105,7 @@ class RunOptions:
         "FILE", "Use this plan, or bits copied from a report, instead of a new plan."
     )
     samples: int | None = number(
-        "Inputs for calibration.", shown=f"{CALIBRATION}, or all", least=2
+        "Inputs for calibration.", shown=f"{CALIBRATION_SAMPLES}, or all", least=2
     )
     views: int = number(
         "Versions of each image to learn from: the image and mirrored, shifted "
@@ -156,7 +156,7 @@ class RunOptions:
 
     def calibration_count(self, inputs: Data) -> int:
         """Return how many inputs calibrate."""
-        return self.samples or min(CALIBRATION, len(inputs))
+        return self.samples or min(CALIBRATION_SAMPLES, len(inputs))
 
     def check(self, planning: RefineOptions) -> None:
         """Refuse options that contradict each other."""

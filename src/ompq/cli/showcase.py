@@ -45,10 +45,10 @@ from ompq.reproduction import (
 )
 from ompq.reproduction.registry import ANY
 from ompq.stages import PLAN, REPORT
+from ompq.workflow import CALIBRATION_SAMPLES
 
 FOLDER, REPRODUCED = Path("ompq-demo"), Path("reproduced")
-# Samples of a row, and samples and images of one that is scaled down.
-CALIBRATION, QUICK_SAMPLES, QUICK_IMAGES = 1024, 16, 64
+QUICK_SAMPLES, QUICK_IMAGES = 16, 64  # of a row that is scaled down
 
 
 def demo(
@@ -275,7 +275,7 @@ def reproduce(
         f"Where the files go. Default: {REPRODUCED}/.", "DIR", REPRODUCED
     ),
     samples: int | None = number(
-        "Images to calibrate with.", shown=f"{CALIBRATION}, or all", least=8
+        "Images to calibrate with.", shown=f"{CALIBRATION_SAMPLES}, or all", least=8
     ),
     limit: int | None = number("Measure on this many images only.", shown="all"),
     seed: int = number(
@@ -313,7 +313,7 @@ def reproduce(
     model = options.load(console)
     inputs = load_data(data, model, split="train", seed=seed)
     judged = load_data(eval_data or data, model, split="test", seed=seed)
-    count = samples or min(CALIBRATION, len(inputs))
+    count = samples or min(CALIBRATION_SAMPLES, len(inputs))
     if quick:
         count = min(count, QUICK_SAMPLES)
         limit = limit or min(QUICK_IMAGES, len(judged))

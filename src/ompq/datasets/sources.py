@@ -41,7 +41,7 @@ Item: TypeAlias = tuple[Any, Any]
 Split: TypeAlias = Literal["train", "test"]
 
 _LOG = logging.getLogger(__name__)
-_RANDOM_LENGTH = 1024
+_RANDOM_LENGTH = 1024  # inputs of --data random, as many as calibration reads
 _DISTILLED_LENGTH = 128  # images that are made if no number is asked for
 _AHEAD = 4  # inputs that each thread reads in advance
 

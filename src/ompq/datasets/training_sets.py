@@ -26,7 +26,7 @@ from ompq.training.batches import Shard, TrainingData, dealt, mixed_seed
 Crop: TypeAlias = tuple[Tensor, int]
 
 _SMALL = 64  # up to this side images are shifted; above, cropped and resized
-_PADDING = 4
+_PADDING = 4  # pixels on each side, as is usual for CIFAR-10
 
 
 def training_data(

@@ -15,7 +15,7 @@ from ompq.quantizers import LARGEST_HALF_BITS, Grid, integer_weight
 Pair: TypeAlias = tuple[int, int]
 
 WIDE = 32  # bits of an output that is not rounded to a grid
-_MULTIPLIER_BITS = 31
+_MULTIPLIER_BITS = 31  # what a signed 32-bit integer holds
 _FLOAT_BITS = 24  # of a float32's significand
 # A product of 32 and 31 bits, and the half that rounds it, stay below 2^63.
 _LARGEST_SHIFT = 61

@@ -26,7 +26,7 @@ from ompq.quantization.sites import Link
 from ompq.recording import copied
 from ompq.samples import Samples, SamplesLike
 
-_BYTE = 8
+_BYTE = 8  # bits of a weight that ONNX stores without unpacking
 # From this many channels on, ONNX Runtime's fast convolutions need signed weights.
 _IMAGE = 4
 _WHOLE_FLOATS = 1 << 24  # up to here float32 holds every whole number

@@ -306,7 +306,7 @@ def _descend(optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
 
 _STEPS_TO_ONE = 16  # multipliers are multiples of 1/16 ...
 _MOST_STEPS = 64  # ... up to 4
-_NORM_BATCH = 64
+_NORM_BATCH = 64  # images from which batch norms are estimated at a time
 
 
 @dataclass(frozen=True, eq=False)

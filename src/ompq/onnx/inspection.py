@@ -128,7 +128,7 @@ def load_exported(path: Path) -> Any:
     return model
 
 
-_THIN = 4
+_THIN = 4  # input channels that an 8-bit dot product takes at once
 _LONGEST_NAME = 2000  # of a tensor: a layer's name and a word
 NETWORK = "network"  # the entry of a file's metadata that names the network
 
@@ -218,8 +218,8 @@ def _layer(node: Any) -> str:
 
 
 RUNTIMES = ("onnxruntime", "openvino")
-_WARM_UP = 3
-_LOADS = 3
+_WARM_UP = 3  # runs that are not timed: they fill caches
+_LOADS = 3  # of a file; the median counts
 
 # Run in a process of its own: memory with the runtime alone, and the most there was.
 _WEIGH = """

@@ -34,7 +34,7 @@ from ompq.samples import Samples
 
 _OPSET = 21  # of export_onnx
 _BITS, _BYTE = 4, 8  # of the skeleton's weights; of those that need no planes
-_SAMPLES = 8
+_SAMPLES = 8  # sizes do not depend on the inputs; a few show the shapes
 _QUICKLY = QuantizeConfig(
     weight_range="minmax", equalize=False, activation_range="minmax"
 )

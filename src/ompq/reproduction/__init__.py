@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -57,7 +58,8 @@ def reproduce(
     bench.folder.mkdir(parents=True, exist_ok=True)
     results: dict[str, Any] = {}
     for row in experiment.rows:
-        path = bench.folder / f"{_file_name(row.name)}.json"
+        name = re.sub(r"[^\w.()-]", "_", row.name)
+        path = bench.folder / f"{name}.json"
         found = _read(path, row, about)
         if found is None and row in wanted:
             found = _tried(row, bench)
@@ -99,10 +101,6 @@ def _about(bench: Bench) -> dict[str, Any]:
 def _identity(row: Row) -> str:
     """Return a digest of a row's settings: a row that has changed is run again."""
     return hashlib.sha256(repr(row).encode()).hexdigest()[:16]
-
-
-def _file_name(name: str) -> str:
-    return "".join(c if c.isalnum() or c in "-.()" else "_" for c in name)
 
 
 def _read(path: Path, row: Row, about: Mapping[str, Any]) -> Any:
