@@ -108,7 +108,10 @@ def test_budgets_of_memory_survive_a_file_and_are_solved_again(tmp_path):
     assert smaller.totals["activation_bytes"] <= 1.2 * 1024
     assert smaller.totals["total_bytes"] <= 4800
     # No layer takes such memory alone, so that none is named.
-    words = r"allocations take from [^.]+\.\d+ B to [^.]+\.\d+ B\. Raise it to"
+    words = (
+        r"100\.00 B for activations cannot be met: allocations take from [^.]+\.\d+ B "
+        r"to [^.]+\.\d+ B\. Raise it to"
+    )
     with pytest.raises(InfeasibleBudgetError, match=words):
         again.with_budget("activations:100B")
 

@@ -108,6 +108,13 @@ Accounting = Literal["packed", "paper"]
 LatencyTable = Mapping[str, Mapping[str, float]]  # unit → "W4A8" → milliseconds
 
 FILES = ("onnx_bytes", "graph_bytes")  # costs of files, which need the network
+# What a number of bytes is said to be for, where it is not the packed file's.
+PURPOSES = {
+    "activation_bytes": " for activations",
+    "total_bytes": " in total",
+    "onnx_bytes": " as ONNX",
+    "graph_bytes": " with its graph",
+}
 FLOAT_BITS = 32  # the width of a unit that stays float
 _PLACES = 13  # decimals that a cost may have and still be summed exactly
 

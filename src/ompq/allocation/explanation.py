@@ -8,7 +8,7 @@ import numpy as np
 from ompq.allocation.program import Columns, Problem, Program, least_allowed
 from ompq.allocation.relaxations import relaxation
 from ompq.allocation.search import Optimum, minimum
-from ompq.costs import Budget, Cost, enough, readable
+from ompq.costs import PURPOSES, Budget, Cost, enough, readable
 from ompq.errors import (
     InfeasibleBudgetError,
     PatternError,
@@ -95,7 +95,10 @@ def conflict(
         ]
         if totals:
             smallest = min(totals)
-            texts = [readable(problem.costs[k], v)[0] for k, v in others.items()]
+            texts = [
+                readable(problem.costs[k], v)[0] + PURPOSES.get(k, "")
+                for k, v in others.items()
+            ]
             together = f" with {' and '.join(texts)}"
             return _infeasible(problem, name, limit, smallest, together, proved=proved)
     name, limit = next(iter(limits.items()))
@@ -118,8 +121,9 @@ def _infeasible(
     units, described = _in_the_way(problem, name)
     most = f"Most is taken by {described}. " if units else ""
     verdict = "cannot be met" if proved else "was not met within the search's limit"
+    purpose = PURPOSES.get(name, "")
     return InfeasibleBudgetError(
-        f"a budget of {texts[0]} {verdict}{together}: allocations take from "
+        f"a budget of {texts[0]}{purpose} {verdict}{together}: allocations take from "
         f"{texts[1]} to {texts[2]}. {most}{_advice(problem, name, smallest)}",
         cost=name,
         limit=limit,

@@ -14,7 +14,14 @@ from rich.text import Text
 
 from ompq.accuracy import Evaluation
 from ompq.cli.console import View, plain
-from ompq.costs import counted, digits, in_bytes, readable, seconds as duration
+from ompq.costs import (
+    PURPOSES,
+    counted,
+    digits,
+    in_bytes,
+    readable,
+    seconds as duration,
+)
 from ompq.errors import shortened
 from ompq.policies import Plan, plan_summary, unit_rows
 from ompq.units import Skipped
@@ -301,19 +308,20 @@ def used(plan: Plan) -> list[str]:
     ):
         if part is not None:
             texts.append(f"{amount:.5g} of {part:g} {unit} ({amount / part:.1%})")
-    for part, name, word in (
-        (budget.size_mib, "bytes", ""),
-        (budget.bit_ops, "bit_ops", ""),
-        (budget.activations_mib, "activation_bytes", " for activations"),
-        (budget.total_mib, "total_bytes", " in total"),
-        (budget.onnx_mib, "onnx_bytes", " as ONNX"),
-        (budget.graph_mib, "graph_bytes", " with its graph"),
+    for part, name in (
+        (budget.size_mib, "bytes"),
+        (budget.bit_ops, "bit_ops"),
+        (budget.activations_mib, "activation_bytes"),
+        (budget.total_mib, "total_bytes"),
+        (budget.onnx_mib, "onnx_bytes"),
+        (budget.graph_mib, "graph_bytes"),
     ):
         if part is not None:
             limit = part * (1 if name == "bit_ops" else 2**20)
             amount_text, limit_text = readable(costs[name], found[name], limit)
             share = found[name] / limit
-            texts.append(f"{amount_text} of {limit_text}{word} ({share:.1%})")
+            purpose = PURPOSES.get(name, "")
+            texts.append(f"{amount_text} of {limit_text}{purpose} ({share:.1%})")
     return texts
 
 
