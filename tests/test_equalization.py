@@ -1,4 +1,5 @@
 import copy
+from itertools import product
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from ompq.quantization.equalization import (
     find_pairs,
 )
 from ompq.recording import record
-from ompq.samples import Samples
+from ompq.samples import Samples, attached
 from ompq.training.norms import fold_norms, keep_norms
 
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
@@ -29,7 +30,7 @@ def factors(model, samples, *, bits=(8, 8), **options):
     graph = ompq.trace(model, samples)
     recording = record(model, samples[:1])
     given = dict.fromkeys(graph.names, Choice(*bits))
-    pairs = find_pairs(model, recording, graph.units, given, 6)
+    pairs = find_pairs(model, recording, graph.units, given, 6, samples[:1])
     return find_factors(model, pairs, Samples.of(samples), batch_size=16, **options)
 
 
@@ -433,3 +434,140 @@ def test_a_file_remembers_shifts(tmp_path):
     assert any(found.shifts) and (found,) == quantization_of(small).equalized
     with torch.no_grad():
         assert torch.equal(loaded(x), small(x))
+
+
+class Attention(nn.Module):
+    """One attention between two sums, its values made or read in several ways."""
+
+    def __init__(self, kind="fused", width=8, heads=2):
+        super().__init__()
+        self.kind, self.heads = kind, heads
+        self.norm = nn.LayerNorm(width)
+        count = {"separate": 1, "shared": 2}.get(kind, 3)
+        self.qkv = nn.Linear(width, count * width, bias=kind != "unbiased")
+        if kind == "separate":
+            self.key, self.value = nn.Linear(width, width), nn.Linear(width, width)
+        self.proj, self.head = nn.Linear(width, width), nn.Linear(width, 3)
+
+    def forward(self, x):
+        y = self.norm(x)
+        if self.kind == "separate":
+            parts = self.qkv(y), self.key(y), self.value(y)
+        else:
+            parts = self.qkv(y).chunk(self.qkv.out_features // y.shape[-1], -1)
+        q, k, v = (
+            t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.three(parts)
+        )
+        if self.kind == "steps":
+            found = (q @ k.transpose(-2, -1) * 0.5).softmax(-1) @ v
+        else:
+            found = F.scaled_dot_product_attention(q, k, v)
+        if self.kind == "local":
+            found = found + v
+        found = found.transpose(1, 2).flatten(2)
+        if self.kind == "clipped":
+            found = found.relu()
+        return self.head(x + self.proj(found)).mean(1)
+
+    def three(self, parts):
+        return (parts[0], parts[1], parts[1]) if self.kind == "shared" else parts
+
+
+def attention(kind="fused", seed=0):
+    """Return an attention whose values differ in size and mean, and its inputs."""
+    network = seeded(Attention(kind), seed)
+    layer = network.value if kind == "separate" else network.qkv
+    with torch.no_grad():
+        layer.weight[-8:] *= (2.0 ** -torch.arange(8))[:, None]
+        if layer.bias is not None:
+            layer.bias[-8:] = torch.linspace(-4, 4, 8)
+    return network.eval(), rows(seed)
+
+
+def of_values(network, x, **options):
+    found = factors(network, x, **options)
+    return next((one for one in found if one.consumer == "proj"), None)
+
+
+@pytest.mark.parametrize(
+    ("kind", "producer", "first"),
+    [("fused", "qkv", 16), ("steps", "qkv", 16), ("separate", "value", 0)],
+)
+def test_values_of_an_attention_are_centred_and_brought_nearer_to_one_size(
+    kind, producer, first
+):
+    network, x = attention(kind)
+    found = of_values(network, x, bits=(8, 4))
+    assert (found.producer, found.first) == (producer, first)
+    changed = equalized(network, [found])
+    torch.testing.assert_close(changed(x), network(x), atol=1e-5, rtol=1e-4)
+    read = []
+    for each in (network, changed):
+        with attached(
+            [each.proj.register_forward_pre_hook(lambda _, a: read.append(a[0]))]
+        ):
+            each(x)
+    before, after = (t.detach().flatten(0, 1) for t in read)
+    ratio = [t.abs().amax(0).max() / t.abs().amax(0).min() for t in (before, after)]
+    assert ratio[1] < 0.5 * ratio[0]
+    means = before.mean(0)
+    assert found.shifts == tuple((means * 16).round().int().tolist())
+
+
+@pytest.mark.parametrize("kind", ["shared", "local", "clipped"])
+def test_values_that_are_used_otherwise_stay_as_they_are(kind):
+    assert of_values(*attention(kind), bits=(8, 4)) is None
+
+
+def test_values_without_a_bias_are_scaled_only():
+    found = of_values(*attention("unbiased"), bits=(8, 4))
+    assert any(found.exponents) and not any(found.shifts)
+
+
+def test_values_of_pytorchs_attention_are_equalized():
+    network = seeded(TransformerNet()).eval()
+    with torch.no_grad():
+        network.attention.in_proj_bias[-8:] = torch.linspace(-4, 4, 8)
+    x = rows()
+    small = made(network, x, weight=8, activation=4)
+    found = {one.consumer: one for one in quantization_of(small).equalized}
+    assert found["attention.out_proj"].first == 16
+
+
+class TransformerNet(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.head(x + self.attention(x, x, x, need_weights=False)[0]).mean(1)
+
+
+@pytest.mark.parametrize("bits", [(3, 3), (8, 4)])
+def test_an_attention_keeps_its_output_better_with_equalized_values(bits):
+    plain = {"restore_moments": False, "output_error": False, "activation_range": "mse"}
+    errors = {False: 0.0, True: 0.0}
+    for seed, on in product(range(4), errors):
+        (network, x), others = attention(seed=seed), rows(seed + 100)
+        small = made(
+            network, x, weight=bits[0], activation=bits[1], equalize=on, **plain
+        )
+        with torch.no_grad():
+            errors[on] += (small(others) - network(others)).square().sum().item()
+    assert errors[True] < 0.9 * errors[False]
+
+
+def test_a_file_remembers_which_values_were_moved(tmp_path):
+    network, x = attention()
+    small = made(network, x, weight=4, activation=4)
+    ompq.save(small, tmp_path / "n.ompq.safetensors")
+    loaded = ompq.load(tmp_path / "n.ompq.safetensors", network)
+    found = quantization_of(loaded).equalized
+    assert found == quantization_of(small).equalized
+    assert {one.first for one in found if one.consumer == "proj"} == {16}
+    # What continues from the file needs the float network as it was equalized.
+    config = ompq.ReconstructConfig(rounding=ompq.RoundingConfig(iterations=2))
+    with torch.no_grad():
+        assert torch.equal(loaded(x), small(x))
+    ompq.reconstruct(loaded, network, x, config)

@@ -37,7 +37,7 @@ ORDER = {
     "policies": "",
     "plans": "",
     "layers": "",
-    "quantization": "products sites calibration moments equalization",
+    "quantization": "products sites calibration moments value_channels equalization",
     "reconstruction": "blocks descent rounding brecq",
     "evaluation": "",
     "training": "config norms methods step batches run",

@@ -16,6 +16,7 @@ from torchvision import models
 
 from nets import Chain, Recurrent, TinyMobileNet, TinyResNet, images, seeded, tokens
 from ompq.allocation import Allocation
+from ompq.attention import with_layers
 from ompq.costs import Bytes
 from ompq.entropy import encode
 from ompq.errors import PackedFileError, PlanError, QuantizationError
@@ -254,6 +255,11 @@ def chain():
     return nn.Sequential(*(nn.Linear(8, 8) for _ in range(150)))
 
 
+def small_transformer():
+    network = models.VisionTransformer(32, 8, 3, 4, 64, 128)
+    return with_layers(network, torch.zeros(1, 3, 32, 32))
+
+
 SIZED = {
     "resnet18": (models.resnet18, torch.zeros(1, 3, 32, 32)),
     "mobilenet_v2": (models.mobilenet_v2, torch.zeros(1, 3, 32, 32)),
@@ -262,6 +268,7 @@ SIZED = {
     "chain": (chain, torch.zeros(1, 8)),
     "tied": (LanguageModel, torch.zeros(1, 4, dtype=torch.int64)),
     "odd": (Odd, images(1)),
+    "transformer": (small_transformer, torch.zeros(1, 3, 32, 32)),
 }
 
 
@@ -278,6 +285,14 @@ def laden(record):
         for u in record.graph.units
         if u.kind == "depthwise"
     ]
+    for u in record.graph.units:
+        if u.name.endswith(("in_proj", "out_proj", "mlp.0")):  # as in transformers
+            width = u.weight_shape[1]
+            exponents = tuple(order.choices(range(5), k=width))
+            shifts = tuple(round(order.gauss(0, 40)) for _ in range(width))
+            factors.append(
+                Equalized(f"{u.block}.ln", u.name, exponents, shifts, 2 * width)
+            )
     pairs = zip(record.graph.names, pairwise(["", *names]), strict=True)
     links = [Link(name, *pair) for name, pair in pairs]
     return replace(

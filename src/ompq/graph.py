@@ -55,9 +55,8 @@ _LAYOUT = {
     "reshape", "flatten", "unflatten", "squeeze", "unsqueeze",
 }  # fmt: skip
 _SCALINGS = {"add", "sub", "mul", "div"}  # by a constant or a parameter
-_REARRANGING = {
-    *_LAYOUT, *_SCALINGS, "neg", "cat", "stack", "getitem", "chunk", "split", "unbind",
-}  # fmt: skip
+_PARTS = {*_LAYOUT, "getitem", "chunk", "split", "unbind"}
+_REARRANGING = {*_PARTS, *_SCALINGS, "neg", "cat", "stack"}
 _PASSED = _NORMS | _ACTIVATIONS | _LAYOUT
 # Products of two activations: arithmetic that no weight's bits describe.
 _PRODUCTS = {"matmul", "bmm", "baddbmm", "einsum", "scaled_dot_product_attention"}
@@ -127,6 +126,7 @@ def find_units(
         skipped=tuple(skipped),
         float_bytes=sum(t.numel() * stored_dtype(t).itemsize for t in floats),
         other_tensors=len(floats) + _tensors_read(recording, units) - len(units),
+        movable_channels=_movable_channels(recording, units),
     )
     return graph if tie else graph.untie()
 
@@ -509,6 +509,31 @@ def _tensors_read(recording: Recording, units: Sequence[Unit]) -> int:
     products = [call for call in recording.calls if call.function in _PRODUCTS]
     read = sum(len(call.inputs) for call in joined) + _MOST_OPERANDS * len(products)
     return max(len(units), len(called)) + read
+
+
+def _movable_channels(recording: Recording, units: Sequence[Unit]) -> int:
+    """Return how many inputs linear units read from a LayerNorm or an attention."""
+    linear = {u.parameter: u.weight_shape[1] for u in units if u.kind == "linear"}
+    calls = recording.calls
+    return sum(
+        linear[key]
+        for call in calls
+        for key in call.parameters
+        if key in linear
+        for at in call.inputs
+        if any(
+            calls[source].function in ("layer_norm", *_PRODUCTS)
+            for source in makers(calls, at)
+            if source >= 0
+        )
+    )
+
+
+def makers(calls: Sequence[Call], at: int) -> set[int]:
+    """Return the calls whose values a tensor holds, through views and parts of them."""
+    if at < 0 or calls[at].function not in _PARTS:
+        return {at}
+    return {source for each in calls[at].inputs for source in makers(calls, each)}
 
 
 def _float_state(model: nn.Module, units: Sequence[Unit]) -> list[Tensor]:

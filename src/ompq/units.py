@@ -196,12 +196,15 @@ class LayerGraph:
             to no unit once the batch norms that follow units are folded into them.
         other_tensors: How many these are, and how many activations that a unit does
             not read alone may be quantized: those of sums, averages, repeated calls.
+        movable_channels: Inputs of linear units, after a LayerNorm or an attention,
+            whose sizes and means equalization may change.
     """
 
     units: tuple[Unit, ...]
     skipped: tuple[Skipped, ...] = ()
     float_bytes: int = 0
     other_tensors: int = 0
+    movable_channels: int = 0
 
     def __len__(self) -> int:
         return len(self.units)

@@ -524,20 +524,7 @@ def _record(data: Mapping[str, Any]) -> Quantization:
         if site.operand not in _OPERANDS or (site.operand and not site.before):
             raise ValueError(f"an operand {site.operand:.40} of {site.before[:3]}")
     bits = zip(graph.names, json_list(data["bits"], "bits"), strict=True)
-    equalized = [
-        Equalized(
-            json_text(producer, "producer"),
-            json_text(consumer, "consumer"),
-            *(
-                tuple(
-                    json_whole(one, "exponent or shift", -(1 << 15), 1 << 15)
-                    for one in each
-                )
-                for each in moves
-            ),
-        )
-        for producer, consumer, *moves in json_list(data["equalized"], "equalized")
-    ]
+    equalized = [_equalized(one) for one in json_list(data["equalized"], "equalized")]
     return Quantization(
         graph=graph,
         allocation=Allocation(
@@ -551,6 +538,25 @@ def _record(data: Mapping[str, Any]) -> Quantization:
             for names in json_list(data["links"], "links")
         ),
         equalized=tuple(equalized),
+    )
+
+
+def _equalized(data: Any) -> Equalized:
+    # Earlier versions wrote neither shifts nor the first channel, or only shifts.
+    producer, consumer, exponents, *more = data
+    shifts = more[0] if more else []
+    first = more[1] if len(more) > 1 else 0
+
+    def whole(values: Any) -> tuple[int, ...]:
+        what, limit = "exponent or shift", 1 << 15
+        return tuple(json_whole(one, what, -limit, limit) for one in values)
+
+    return Equalized(
+        json_text(producer, "producer"),
+        json_text(consumer, "consumer"),
+        whole(exponents),
+        whole(shifts),
+        json_whole(first, "first channel"),
     )
 
 

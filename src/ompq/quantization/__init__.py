@@ -253,7 +253,14 @@ def quantize(
         least = config.equalize_from
         factors = find_factors(
             model,
-            find_pairs(model, recording, graph.units, allocation, least),
+            find_pairs(
+                model,
+                recording,
+                graph.units,
+                allocation,
+                least,
+                samples.first_batch(1),
+            ),
             samples,
             batch_size=config.batch_size,
             report=lambda done, total: report(done, total, READING),

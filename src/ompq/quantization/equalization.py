@@ -2,7 +2,8 @@
 
 The channels of a LayerNorm's output differ in mean and size by far more than others do,
 and one grid must hold them all: the norm can carry shifts and factors that the linear
-layer after it undoes.
+layer after it undoes. An attention averages values, so the layer that makes these can
+carry them for the layer that reads the averages.
 """
 
 from collections import Counter
@@ -14,10 +15,11 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from ompq.costs import FLOAT_BITS
-from ompq.graph import Choice, Unit, scaled_channels
+from ompq.graph import Choice, Unit, channel_axis, scaled_channels
+from ompq.quantization.value_channels import value_channels
 from ompq.ranges import fake_quantize_tensor, search_weight
 from ompq.recording import Call, Recording, copied, is_linear_map, tensors_in
-from ompq.samples import Collector, Report, Samples, collect
+from ompq.samples import Batch, Collector, Report, Samples, collect
 
 _SAMPLES = 64  # tell the largest value of each channel well enough
 # How far channels go towards one size, as a part of the exponent. Going all the way
@@ -41,6 +43,7 @@ class Equalized(NamedTuple):
     consumer: str  # name of the depthwise or linear unit that reads it
     exponents: tuple[int, ...]  # each channel of it is multiplied by two to this power
     shifts: tuple[int, ...] = ()  # what is subtracted before, in steps of 1/16
+    first: int = 0  # of the producer's channels, the one that the first factor is for
 
 
 class Pair(NamedTuple):
@@ -48,7 +51,8 @@ class Pair(NamedTuple):
 
     producer: str
     consumer: str
-    choice: Choice | None = None  # of a linear layer after a LayerNorm
+    choice: Choice | None = None  # of a linear layer after a LayerNorm or attention
+    first: int = 0  # of the producer's channels, the one that is the consumer's first
 
 
 def find_pairs(
@@ -57,13 +61,20 @@ def find_pairs(
     units: Collection[Unit],
     bits: Mapping[str, Choice],
     least_bits: int,
+    batch: Batch,
 ) -> list[Pair]:
-    """Return depthwise layers after one of ``least_bits`` too, and LayerNorms'."""
+    """Return depthwise layers after one of ``least_bits`` too, and linear layers.
+
+    These are the ones after a LayerNorm or an attention, whatever their bits; which
+    channels an attention averages is seen on the batch.
+    """
     wide = [unit for unit in units if bits[unit.name].weight >= least_bits]
     read = [unit for unit in units if bits[unit.name].activation < FLOAT_BITS]
     pairs = [Pair(*names) for names in _depthwise_pairs(model, recording, wide)]
     norms = _norm_pairs(model, recording, read)
-    return pairs + [Pair(norm, name, bits[name]) for norm, name in norms]
+    pairs += [Pair(norm, name, bits[name]) for norm, name in norms]
+    values = value_channels(model, recording, read, batch)
+    return pairs + [Pair(by, n, bits[n], first) for n, (by, first) in values.items()]
 
 
 def find_factors(
@@ -96,29 +107,33 @@ def find_factors(
     first = samples.first(_SAMPLES)
     collect(model, first, collectors, batch_size=batch_size, report=report)
     found = []
-    for producer, name, choice in pairs:
+    for producer, name, choice, start in pairs:
         rows = torch.cat(seen.pop(name))
         if choice is None:
             found.append(Equalized(producer, name, _exponents(rows.amax(0), _PART)))
         else:
             layer = cast(nn.Linear, model.get_submodule(name))
-            found.append(Equalized(producer, name, *_moves(rows, layer, choice)))
+            biases = (layer.bias, model.get_submodule(producer).bias)
+            shifted = all(bias is not None for bias in biases)
+            moves = _moves(rows, layer, choice, shifted=shifted)
+            found.append(Equalized(producer, name, *moves, start))
     return tuple(one for one in found if any(one.exponents) or any(one.shifts))
 
 
 def _moves(
-    rows: Tensor, layer: nn.Linear, choice: Choice
+    rows: Tensor, layer: nn.Linear, choice: Choice, *, shifted: bool
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return exponents and shifts that leave the output of a layer the least error.
 
     Args:
         rows: What it reads, (rows, C).
+        shifted: Whether there are biases for shifts.
     """
     weight = layer.weight.detach().float()[:: -(-len(layer.weight) // _OUTPUTS)]
     steps = (rows.mean(0) / SHIFT_STEP).round()
     parts = (0.0,) if choice.rate else _PARTS  # coded weights have one step for all
     best: tuple[float, Tensor, Tensor] | None = None
-    for shift in (torch.zeros_like(steps), steps)[: 1 + (layer.bias is not None)]:
+    for shift in (torch.zeros_like(steps), steps)[: 1 + shifted]:
         centred = rows - shift * SHIFT_STEP
         expected = centred @ weight.T
         for part in parts:
@@ -143,13 +158,13 @@ def equalized(model: nn.Module, factors: Sequence[Equalized]) -> nn.Module:
     if not factors:
         return model
     result = copied(model)
-    for producer, consumer, exponents, shifts in factors:
+    for producer, consumer, exponents, shifts, first in factors:
         source, layer = (result.get_submodule(name) for name in (producer, consumer))
         if isinstance(layer, nn.Linear) and any(shifts):
             shift = torch.tensor(shifts).to(layer.weight) * SHIFT_STEP
-            cast(Tensor, source.bias).sub_(shift)
+            cast(Tensor, source.bias)[first : first + len(shift)].sub_(shift)
             layer.bias.add_(layer.weight @ shift)
-        enlarge(source, exponents)
+        enlarge(source, exponents, first=first)
         if isinstance(layer, nn.Linear):
             layer.weight.div_(torch.tensor(exponents).to(layer.weight).exp2())
             continue
@@ -163,9 +178,9 @@ def equalized(model: nn.Module, factors: Sequence[Equalized]) -> nn.Module:
 def channel_factor(unit: Unit, weight: Tensor, factors: Sequence[Equalized]) -> Tensor:
     """Return what each output channel was multiplied by, shaped to go with a weight."""
     exponents = torch.zeros(len(weight))
-    for producer, consumer, each, _ in factors:
+    for producer, consumer, each, _, first in factors:
         if producer in (unit.norm, unit.name):
-            exponents += torch.tensor(each)
+            exponents[first : first + len(each)] += torch.tensor(each)
         if consumer == unit.name and unit.kind != "linear":
             times = len(weight) // len(each)
             exponents -= torch.tensor(each).repeat_interleave(times)
@@ -174,10 +189,13 @@ def channel_factor(unit: Unit, weight: Tensor, factors: Sequence[Equalized]) -> 
 
 
 @torch.no_grad()
-def enlarge(module: nn.Module, exponents: Sequence[int], *, bias: bool = True) -> None:
-    """Multiply each output channel of a layer or norm by a power of two, in place."""
+def enlarge(
+    module: nn.Module, exponents: Sequence[int], *, bias: bool = True, first: int = 0
+) -> None:
+    """Multiply output channels of a layer or norm by powers of two, in place."""
     weight = cast(Tensor, module.weight)
-    factor = torch.tensor(exponents).to(weight).exp2()
+    factor = weight.new_ones(weight.shape[channel_axis(module)])
+    factor[first : first + len(exponents)] = torch.tensor(exponents).to(weight).exp2()
     weight.copy_(scaled_channels(weight, factor, module))
     if bias and isinstance(module.bias, Tensor):
         module.bias.mul_(factor)
