@@ -102,6 +102,9 @@ def allocations(options, model, samples, activation: int) -> list[tuple]:
                 "average_bits": totals["average_bits"],
             }
             each = {n: Choice(c.weight, activation) for n, c in bits.items()}
+            if options.image_bits:
+                first = next(iter(each))
+                each[first] = Choice(each[first].weight, options.image_bits)
             found.append((budget, score, Allocation(each), size))
     return found
 
@@ -134,7 +137,8 @@ def refined(options, model, samples, score: str, budget: float) -> Plan:
     start = scored(options, model, samples, "default")
     unit = NETWORKS[options.network][2]
     config = ompq.RefineConfig(by=REFINED[score], count=options.measurements)
-    of = "-".join([options.network, score, *map(str, options.choices), str(budget)])
+    settings = (*options.choices, budget, f"a{options.activation_bits[0]}")
+    of = "-".join([options.network, score, *map(str, settings)])
 
     def make(path: Path) -> None:
         plan = start.with_budget(f"{budget}{unit}")
@@ -155,7 +159,8 @@ def scored(options, model, samples, score: str) -> Plan:
         score=own.get(score, score),
     )
     count = options.samples
-    of = "-".join([options.network, score, *map(str, options.choices), str(count)])
+    settings = (*options.choices, count, f"a{options.activation_bits[0]}")
+    of = "-".join([options.network, score, *map(str, settings)])
 
     def make(path: Path) -> None:
         ompq.plan(model, samples[:count], "32bits", config).save(path)
@@ -173,7 +178,9 @@ def run_one(options, network, bits, seed: int, iterations: int) -> dict:
     rounding = ompq.RoundingConfig(
         iterations=iterations, **json.loads(options.rounding)
     )
-    config = ompq.ReconstructConfig(rounding=rounding, seed=seed, loss=options.loss)
+    config = ompq.ReconstructConfig(
+        rounding=rounding, seed=seed, loss=options.loss, merge=options.merge
+    )
     result = ompq.reconstruct(quantized, model, samples, config)
     synchronise()
     end = time.perf_counter()
@@ -184,7 +191,7 @@ def run_one(options, network, bits, seed: int, iterations: int) -> dict:
     return {
         "seed": seed,
         "iterations": iterations,
-        "activation_bits": next(iter(bits.values())).activation,
+        "activation_bits": list(bits.values())[-1].activation,
         "float": reference.top1,
         "nearest": nearest.top1,
         "nearest_divergence": nearest.divergence,
@@ -228,6 +235,8 @@ def main() -> None:
     parser.add_argument("--views", type=int, default=1, help="of each image")
     parser.add_argument("--rounding", default="{}", help="JSON of other settings")
     parser.add_argument("--loss", default="squared")
+    parser.add_argument("--merge", type=int, default=1, help="blocks, at most")
+    parser.add_argument("--image-bits", type=int, help="of the first layer's input")
     parser.add_argument("--name", default="ptq")
     options = parser.parse_args()
     model, samples, batches = load(options.network, options.data)
@@ -243,6 +252,8 @@ def main() -> None:
         choices=options.choices,
         rounding=options.rounding,
         loss=options.loss,
+        merge=options.merge,
+        image_bits=options.image_bits,
         images=options.images,
         views=options.views,
     )
