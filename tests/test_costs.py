@@ -81,14 +81,14 @@ def test_tables_by_hand(graph):
     assert costs["weight_bits"].table[1].tolist() == [24 * 2.0, 24 * 4.0]
     assert costs["weight_bits"].reference == 162 + 24
     assert costs["bytes"].reference == 4 * (162 + 6 + 24 + 4)
-    assert costs["bytes"].constant == overhead_bytes(graph)
+    assert costs["bytes"].constant == overhead_bytes(graph, choices)
 
 
 def test_what_stays_float_is_a_constant():
     network = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4))
     graph = trace(seeded(network), torch.ones(2, 4))
     costs = cost_tables(graph, [Choice(4, 8)])
-    assert costs["bytes"].constant == 4 * 8 + overhead_bytes(graph)
+    assert costs["bytes"].constant == 4 * 8 + overhead_bytes(graph, [Choice(4, 8)])
 
 
 def test_published_sizes_and_bops(published, networks):
@@ -365,3 +365,11 @@ def test_every_group_has_a_scale_and_a_zero_point():
     assert unit_bytes(head, Choice(4, 8)).scales == 4 * 5  # 24 inputs
     assert unit_bytes(graph["embed"], Choice(4, 8)).scales == 4 * 40
     assert unit_bytes(down, Choice(32, 32)).total == 4 * 40 * 72
+
+
+def test_a_file_says_what_equalization_did_only_with_rounded_activations():
+    network = torch.nn.Sequential(torch.nn.LayerNorm(64), torch.nn.Linear(64, 4))
+    graph = trace(seeded(network), torch.ones(2, 64))
+    assert graph.movable_channels == 64
+    plain, rounded = (overhead_bytes(graph, [Choice(4, a)]) for a in (32, 8))
+    assert rounded - plain == 1.5 * 64

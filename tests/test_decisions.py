@@ -106,7 +106,7 @@ def test_json_holds_what_a_program_needs(net, plan_file):
     assert data["allocation"] == plan.allocation.to_json()
     assert {unit["name"]: unit["macs"] for unit in data["units"]} == MACS
     units = sum(unit["bytes"] for unit in data["units"])
-    assert units + overhead_bytes(plan.graph) == data["totals"]["bytes"]
+    assert units + overhead_bytes(plan.graph, plan.choices) == data["totals"]["bytes"]
     assert data["totals"]["bytes"] <= data["limits"]["bytes"]
     assert set(data["seconds"]) == {
         "loading the network",

@@ -44,7 +44,7 @@ def test_budget_is_met_and_nearly_used(plan):
 
 def test_totals_are_sums_over_units(plan):
     size = sum(unit_bytes(u, plan.allocation[u.name]).total for u in plan.graph.units)
-    size += overhead_bytes(plan.graph)
+    size += overhead_bytes(plan.graph, plan.choices)
     assert plan.totals["bytes"] == size == sum(plan.bytes_by_item.values())
     ops = sum(
         u.macs * plan.allocation[u.name].weight * plan.allocation[u.name].activation

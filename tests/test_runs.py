@@ -337,6 +337,18 @@ def test_learning_steps_need_learning(net, tmp_path):
     result = run("quantize", *net, *words, "-o", tmp_path / "out")
     assert result.exit_code == 2
     assert "--no-reconstruct and --iterations contradict each other" in result.stderr
+    words = ("--budget", "40%", "--no-reconstruct", "--merge-blocks", "2")
+    result = run("quantize", *net, *words, "-o", tmp_path / "out")
+    assert result.exit_code == 2
+    assert "--no-reconstruct and --merge-blocks contradict" in result.stderr
+
+
+def test_neighbouring_blocks_are_learned_together(net, finished, tmp_path):
+    given = ("--plan", finished[0] / "plan.json", "-o", tmp_path / "out")
+    words = ("--samples", "8", "--iterations", "2", "--merge-blocks", "2")
+    data = run_json("quantize", *net, *words, *given)
+    sections = [section["section"] for section in data["sections"]]
+    assert sections.count("BlockError") == 2  # of stem, block and fc
 
 
 def test_a_full_disk_is_no_bug_and_leaves_nothing_half_written(

@@ -3,7 +3,7 @@
 import json
 import re
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from decimal import Decimal
 from functools import cached_property
@@ -308,12 +308,14 @@ _TENSOR_BYTES = 16
 _FACTOR_BYTES, _MOVE_BYTES = 0.5, 1.5
 
 
-def overhead_bytes(graph: LayerGraph) -> int:
+def overhead_bytes(graph: LayerGraph, choices: Iterable[Choice]) -> int:
     """Return at most what a packed file takes beside units and float parameters.
 
-    That is the header, all names and shapes, and activations that only sums read. What
-    is not known before the network is quantized is counted at its largest.
+    That is the header, all names and shapes, activations that only sums read and, with
+    a choice of quantized activations, what equalization does to channels. What is not
+    known before the network is quantized is counted at its largest.
     """
+    rounded = any(choice.activation < FLOAT_BITS for choice in choices)
     structure = len(zlib.compress(json.dumps(graph.to_json()).encode()))
     factors = sum(u.out_channels for u in graph.units if u.kind == "depthwise")
     return (
@@ -322,7 +324,7 @@ def overhead_bytes(graph: LayerGraph) -> int:
         + _BLOCK_BYTES * len(graph.blocks)
         + _LINK_BYTES * len(graph)
         + _TENSOR_BYTES * graph.other_tensors
-        + int(_FACTOR_BYTES * factors + _MOVE_BYTES * graph.movable_channels)
+        + int(_FACTOR_BYTES * factors + rounded * _MOVE_BYTES * graph.movable_channels)
     )
 
 
@@ -360,7 +362,7 @@ def cost_tables(
         size, constant = _table(graph, choices, paper_bytes), 0.0
     else:
         size = _table(graph, choices, lambda u, c: unit_bytes(u, c).total)
-        constant = float(graph.float_bytes + overhead_bytes(graph))
+        constant = float(graph.float_bytes + overhead_bytes(graph, choices))
     costs = [
         Cost("bytes", size, constant, float(floats + graph.float_bytes)),
         Cost(

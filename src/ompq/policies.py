@@ -154,7 +154,7 @@ class Plan:
         items = Bytes.by_item(
             [unit_bytes(u, self.allocation[u.name]) for u in graph.units]
         )
-        metadata = items.pop("metadata") + overhead_bytes(graph)
+        metadata = items.pop("metadata") + overhead_bytes(graph, self.choices)
         return {**items, "float": graph.float_bytes, "metadata": metadata}
 
     @property

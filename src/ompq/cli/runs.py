@@ -116,6 +116,11 @@ class RunOptions:
         "Learning steps per block.",
         shown=f"{RoundingConfig.iterations}, or the protocol's",
     )
+    merge_blocks: int = number(
+        "Neighbouring blocks that are learned together, at most. 2 helps transformers "
+        "whose activations have few bits.",
+        default=1,
+    )
     no_reconstruct: bool = flag("Round to nearest; learn nothing.", "--no-reconstruct")
     eval_data: str | None = option(
         "SOURCE", "Labelled images to measure accuracy on, as for ompq evaluate."
@@ -152,7 +157,8 @@ class RunOptions:
         if self.no_reconstruct:
             return None
         name, seed = inputs.model.name, inputs.seed
-        return learning_config(protocol, name, iterations=self.iterations, seed=seed)
+        config = learning_config(protocol, name, iterations=self.iterations, seed=seed)
+        return replace(config, merge=self.merge_blocks)
 
     def calibration_count(self, inputs: Data) -> int:
         """Return how many inputs calibrate."""
@@ -167,9 +173,14 @@ class RunOptions:
             )
         if self.resume and self.overwrite:
             raise ValueError("--resume and --overwrite contradict each other; give one")
-        if self.no_reconstruct and self.iterations is not None:
+        learning = {
+            "--iterations": self.iterations is not None,
+            "--merge-blocks": self.merge_blocks > 1,
+        }
+        if self.no_reconstruct and any(learning.values()):
+            named = " and ".join(name for name, given in learning.items() if given)
             raise ValueError(
-                "--no-reconstruct and --iterations contradict each other; give one"
+                f"--no-reconstruct and {named} contradict each other; give one"
             )
 
     def check_unfinished(self) -> None:

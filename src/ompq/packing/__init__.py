@@ -460,7 +460,8 @@ def inspect_file(path: str | Path) -> Account:
     items["metadata"] = size - sum(items.values())
     graph = contents.record.graph
     planned["float"] = graph.float_bytes
-    planned["metadata"] += overhead_bytes(graph)
+    choices = contents.record.allocation.values()
+    planned["metadata"] += overhead_bytes(graph, choices)
     return Account(Path(path), size, items, planned, units, contents.about)
 
 

@@ -129,7 +129,7 @@ def _moves(
         rows: What it reads, (rows, C).
         shifted: Whether there are biases for shifts.
     """
-    weight = layer.weight.detach().float()[:: -(-len(layer.weight) // _OUTPUTS)]
+    weight = layer.weight.detach().to(rows)[:: -(-len(layer.weight) // _OUTPUTS)]
     steps = (rows.mean(0) / SHIFT_STEP).round()
     parts = (0.0,) if choice.rate else _PARTS  # coded weights have one step for all
     best: tuple[float, Tensor, Tensor] | None = None
