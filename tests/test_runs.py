@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import ompq
-from cli_tools import network_file, run, run_json
+from cli_tools import NETWORK, network_file, run, run_json
 from ompq import reconstruction, workflow
 from ompq.costs import in_bytes
 from ompq.datasets.sources import load_data
@@ -343,12 +343,33 @@ def test_learning_steps_need_learning(net, tmp_path):
     assert "--no-reconstruct and --merge-blocks contradict" in result.stderr
 
 
-def test_neighbouring_blocks_are_learned_together(net, finished, tmp_path):
-    given = ("--plan", finished[0] / "plan.json", "-o", tmp_path / "out")
-    words = ("--samples", "8", "--iterations", "2", "--merge-blocks", "2")
-    data = run_json("quantize", *net, *words, *given)
-    sections = [section["section"] for section in data["sections"]]
-    assert sections.count("BlockError") == 2  # of stem, block and fc
+def test_neighbouring_blocks_are_learned_together(tmp_path):
+    text = NETWORK.replace(
+        "self.block = Block()",
+        "self.block = Block()\n"
+        "        self.again = Block()\n"
+        "        self.again.conv1 = nn.Conv2d(8, 8, 3, 1, 1)\n"
+        "        self.again.shortcut = nn.Conv2d(8, 8, 1)",
+    )
+    text = text.replace(
+        "self.fc(self.block(self.stem(x).relu())",
+        "self.fc(self.again(self.block(self.stem(x).relu()))",
+    )
+    file = tmp_path / "deeper.py"
+    file.write_text(text)
+    words = (f"{file}:make", "--data", "random", "--budget", "4bits", "--samples", "8")
+    data = run_json(
+        "quantize",
+        *words,
+        "--iterations",
+        "2",
+        "--merge-blocks",
+        "2",
+        "-o",
+        tmp_path / "out",
+    )
+    errors = [s["name"] for s in data["sections"] if s["section"] == "BlockError"]
+    assert len(errors) == 3  # of stem, block, again and fc
 
 
 def test_a_full_disk_is_no_bug_and_leaves_nothing_half_written(
