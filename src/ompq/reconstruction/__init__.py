@@ -38,7 +38,7 @@ from ompq.reconstruction.brecq import (
 )
 from ompq.reconstruction.rounding import RoundingConfig, learn_rounding
 from ompq.recording import copied, tensors_in
-from ompq.samples import Progress, Samples, SamplesLike
+from ompq.samples import Progress, Samples, SamplesLike, cudnn_kernels
 
 logger = logging.getLogger(__name__)
 _KIND = "reconstruction"  # of checkpoint
@@ -131,7 +131,12 @@ def reconstruct(
             copy_main(result.state_dict().values())
         limits = {"batch_size": config.batch_size, "limit": config.device_bytes}
         runner = BlockRunner(result, model, samples, **limits)
-        with closing(runner), float_activations(result, wanted=phase.float_activations):
+        # Kernels that add up in any order would give blocks other inputs every time.
+        with (
+            cudnn_kernels(repeatable=True),
+            closing(runner),
+            float_activations(result, wanted=phase.float_activations),
+        ):
             for number, (name, group) in enumerate(zip(names, groups, strict=True)):
                 if name in done:
                     continue
@@ -273,7 +278,8 @@ def _moments(
 ) -> dict[tuple[str, ...], dict[str, Moments]]:
     """Return, for each group, the float moments of its units by their names in it."""
     units = [unit for unit in record.graph.units if _module(model, unit.name)]
-    found = float_moments(model, units, samples, batch_size)
+    with cudnn_kernels(repeatable=True):
+        found = float_moments(model, units, samples, batch_size)
     result: dict[tuple[str, ...], dict[str, Moments]] = {}
     for group in groups:
         of = result.setdefault(group, {})
