@@ -299,3 +299,32 @@ def test_groups_are_blocks_of_the_file(activation, tmp_path):
     words = "groups of 64 weights have scales of their own, which opset=20 cannot say"
     with pytest.raises(ExportError, match=words):
         traced_model(network, samples, 20)
+
+
+class Pooled(nn.Module):
+    """Has one ReLU for several places, and a pool between codes and a convolution."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3)
+        self.third, self.head = nn.Conv2d(8, 8, 3), nn.Linear(8, 4)
+        self.relu, self.pool = nn.ReLU(), nn.MaxPool2d(3, 2, 1)
+
+    def forward(self, x):
+        y = self.pool(self.relu(self.first(x)))
+        y = self.third(self.relu(self.second(y)))
+        return self.head(nn.functional.silu(y).mean((2, 3)))
+
+
+def test_runtimes_are_left_no_float_weight_to_round(tmp_path):
+    x = torch.rand(16, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    network = quantize(seeded(Pooled()), {"*": (3, 8)}, x)
+    result = export_onnx(network, tmp_path / "n.onnx", x)
+    graph = onnx.load(tmp_path / "n.onnx").graph
+    made = {name: node for node in graph.node for name in node.output}
+    given = [node.input for node in graph.node if node.op_type == "Conv"]
+    kinds = [[made[name].op_type for name in names[:2]] for names in given]
+    read, pooled = ["DequantizeLinear"] * 2, ["MaxPool", "DequantizeLinear"]
+    assert kinds[:2] == [read, pooled]
+    assert kinds[2][0] == "DequantizeLinear"  # its output is not rounded at once
+    assert result.simulated.logits < 1e-2

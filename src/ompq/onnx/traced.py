@@ -290,6 +290,7 @@ class _Graph:
         self.constants: dict[str, Any] = {t.name: t for t in model.graph.initializer}
         self.outputs = {output.name for output in model.graph.output}
         self._share_grids()
+        self._drop_idle_relus()
         self.producer = {name: node for node in self.nodes for name in node.output}
         self.readers: dict[str, list[Any]] = {}
         for node in self.nodes:
@@ -317,6 +318,30 @@ class _Graph:
                     else:
                         continue
                     node.input[at] = self._constant(name, value)
+
+    def _drop_idle_relus(self) -> None:
+        """Let nodes read values of a grid that begins at 0 without a ReLU between.
+
+        ONNX Runtime would take it away itself, find a convolution of codes with a float
+        weight, and round that weight to 8 bits in its own way.
+        """
+        positive = {
+            node.output[0]
+            for node in self.nodes
+            if node.op_type == _DEQUANTIZE and not self._value(node.input[2]).any()
+        }
+        idle = {
+            node.output[0]: node
+            for node in self.nodes
+            if node.op_type == "Relu" and node.input[0] in positive
+        }
+        for name in self.outputs & idle.keys():
+            del idle[name]
+        for node in self.nodes:
+            for at, name in enumerate(node.input):
+                if name in idle:
+                    node.input[at] = idle[name].input[0]
+        self.nodes = [n for n in self.nodes if n.output[0] not in idle]
 
     def _value(self, name: str) -> Array:
         from onnx import numpy_helper
@@ -418,7 +443,7 @@ class _Graph:
     def _dequantized(self, name: str) -> Any:
         """Return the node that gives a tensor from codes, perhaps moved; or None."""
         node = self.producer.get(name)
-        while node is not None and node.op_type in _MOVED:
+        while node is not None and node.op_type in _MOVED | {"MaxPool"}:
             node = self.producer.get(node.input[0])
         return node if node is not None and node.op_type == _DEQUANTIZE else None
 
