@@ -519,6 +519,29 @@ def test_values_that_are_used_otherwise_stay_as_they_are(kind):
     assert of_values(*attention(kind), bits=(8, 4)) is None
 
 
+class Asked(Attention):
+    """Its queries come from a parameter, which no call made."""
+
+    def __init__(self):
+        super().__init__("separate")
+        self.question = nn.Parameter(torch.ones(1, 1, 8))
+
+    def forward(self, x):
+        given = self.qkv(self.question.view(1, 1, 8)).expand(len(x), 1, 8)
+        parts = (given, self.key(x), self.value(x))
+        q, k, v = (t.unflatten(-1, (2, -1)).transpose(1, 2) for t in parts)
+        found = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        return self.head(self.proj(input=found)).mean(1)
+
+
+def test_values_are_found_where_queries_are_parameters_and_arguments_have_names():
+    network = seeded(Asked()).eval()
+    with torch.no_grad():
+        network.value.bias[:] = torch.linspace(-4, 4, 8)
+    found = of_values(network, rows(), bits=(8, 4))
+    assert (found.producer, found.first) == ("value", 0) and any(found.shifts)
+
+
 def test_values_without_a_bias_are_scaled_only():
     found = of_values(*attention("unbiased"), bits=(8, 4))
     assert any(found.exponents) and not any(found.shifts)

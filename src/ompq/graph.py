@@ -1,7 +1,7 @@
 """LayerGraph: the units of a network, found by observing one forward pass."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from functools import partial
 from math import prod
@@ -527,6 +527,19 @@ def _movable_channels(recording: Recording, units: Sequence[Unit]) -> int:
             if source >= 0
         )
     )
+
+
+def units_read_once(recording: Recording, units: Collection[Unit]) -> dict[int, Unit]:
+    """Return the units whose weight one call alone reads, by the call's position."""
+    times = Counter(key for call in recording.calls for key in call.parameters)
+    by_weight = {u.parameter: u for u in units if times[u.parameter] == 1}
+    return {
+        call.position: by_weight[key]
+        for call in recording.calls
+        if is_linear_map(call.function)
+        for key in call.parameters
+        if key in by_weight
+    }
 
 
 def makers(calls: Sequence[Call], at: int) -> set[int]:

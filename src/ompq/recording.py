@@ -60,12 +60,17 @@ class Recording:
     # Positions of the calls whose outputs the network returned.
     returned: set[int] = field(default_factory=set)
 
-    def consumers(self) -> dict[int, list[int]]:
-        """Return, for each call, the positions of the calls that read its output."""
+    def consumers(self, *, caller: bool = False) -> dict[int, list[int]]:
+        """Return, for each call, the positions of the calls that read its output.
+
+        With ``caller``, -1 is among them where the network returns the output.
+        """
         found: dict[int, list[int]] = {}
         for each in self.calls:
             for source in each.inputs:
                 found.setdefault(source, []).append(each.position)
+        for at in self.returned if caller else ():
+            found.setdefault(at, []).append(-1)
         return found
 
 

@@ -119,7 +119,7 @@ class RunOptions:
     merge_blocks: int = number(
         "Neighbouring blocks that are learned together, at most. 2 helps transformers "
         "whose activations have few bits.",
-        default=1,
+        default=ReconstructConfig.merge,
     )
     no_reconstruct: bool = flag("Round to nearest; learn nothing.", "--no-reconstruct")
     eval_data: str | None = option(
@@ -175,7 +175,7 @@ class RunOptions:
             raise ValueError("--resume and --overwrite contradict each other; give one")
         learning = {
             "--iterations": self.iterations is not None,
-            "--merge-blocks": self.merge_blocks > 1,
+            "--merge-blocks": self.merge_blocks != ReconstructConfig.merge,
         }
         if self.no_reconstruct and any(learning.values()):
             named = " and ".join(name for name, given in learning.items() if given)

@@ -52,6 +52,7 @@ _BYTE, _LARGEST_CODE = 8, 255
 _BLOCKS_OPSET = 21  # the first in which blocks of a tensor have scales
 # Through these runtimes move the integers of what they compute, or clip them.
 _MOVED = {"Reshape", "Transpose", "Flatten", "Squeeze", "Unsqueeze", "Identity"}
+_PASSED = _MOVED | {"MaxPool"}  # their output has the codes of their input
 _CLIPS = {"Relu", "Clip"}
 # Beyond these and the multiplied, what runtimes compute with integers ...
 _INTEGER = _MULTIPLIED | {"Add", "MaxPool", "AveragePool", "GlobalAveragePool"}
@@ -443,7 +444,7 @@ class _Graph:
     def _dequantized(self, name: str) -> Any:
         """Return the node that gives a tensor from codes, perhaps moved; or None."""
         node = self.producer.get(name)
-        while node is not None and node.op_type in _MOVED | {"MaxPool"}:
+        while node is not None and node.op_type in _PASSED:
             node = self.producer.get(node.input[0])
         return node if node is not None and node.op_type == _DEQUANTIZE else None
 

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from ompq.costs import FLOAT_BITS
-from ompq.graph import Choice, Unit, channel_axis, scaled_channels
+from ompq.graph import Choice, Unit, channel_axis, scaled_channels, units_read_once
 from ompq.quantization.value_channels import value_channels
 from ompq.ranges import fake_quantize_tensor, search_weight
-from ompq.recording import Call, Recording, copied, is_linear_map, tensors_in
+from ompq.recording import Call, Recording, copied, tensors_in
 from ompq.samples import Batch, Collector, Report, Samples, collect
 
 _SAMPLES = 64  # tell the largest value of each channel well enough
@@ -232,18 +232,8 @@ def _depthwise_pairs(
     model: nn.Module, recording: Recording, units: Collection[Unit]
 ) -> Iterator[tuple[str, str]]:
     """Yield depthwise units, each after the unit or norm that it alone reads."""
-    consumers = recording.consumers()
-    for at in recording.returned:  # whoever called the network reads that too
-        consumers.setdefault(at, []).append(-1)
-    times = Counter(key for call in recording.calls for key in call.parameters)
-    by_weight = {u.parameter: u for u in units if times[u.parameter] == 1}
-    unit_at = {
-        call.position: by_weight[key]
-        for call in recording.calls
-        if is_linear_map(call.function)
-        for key in call.parameters
-        if key in by_weight
-    }
+    consumers = recording.consumers(caller=True)
+    unit_at = units_read_once(recording, units)
     for position, consumer in unit_at.items():
         if consumer.kind != "depthwise":
             continue

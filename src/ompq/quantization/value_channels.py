@@ -1,6 +1,5 @@
 """Which channels of which layer an attention averages: found by numbering them."""
 
-from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -9,13 +8,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from ompq.graph import Unit, makers
+from ompq.graph import Unit, makers, units_read_once
 from ompq.quantization.products import OPERANDS
 from ompq.recording import (
     Call,
     Recording,
     function_name,
-    is_linear_map,
     tensors_in,
     watch,
 )
@@ -61,26 +59,15 @@ class _Attention(NamedTuple):
 
 def _attentions(recording: Recording, units: Collection[Unit]) -> dict[str, _Attention]:
     """Return the linear units that alone read a product of what others return."""
-    calls, consumers = recording.calls, recording.consumers()
-    for at in recording.returned:  # whoever called the network reads that too
-        consumers.setdefault(at, []).append(-1)
-    times = Counter(key for call in calls for key in call.parameters)
-    linear = [u for u in units if u.kind == "linear" and times[u.parameter] == 1]
-    by_weight = {unit.parameter: unit.name for unit in linear}
-    unit_at = {
-        call.position: by_weight[key]
-        for call in calls
-        if is_linear_map(call.function)
-        for key in call.parameters
-        if key in by_weight
-    }
-
+    calls, consumers = recording.calls, recording.consumers(caller=True)
+    found_at = units_read_once(recording, units).items()
+    unit_at = {at: unit.name for at, unit in found_at if unit.kind == "linear"}
     every = [call.position for call in calls if call.function in OPERANDS]
     order = {position: number for number, position in enumerate(every)}
     found: dict[str, _Attention] = {}
     for position, name in unit_at.items():
-        made = makers(calls, calls[position].inputs[0])
-        (product, *_) = made
+        made = {s for at in calls[position].inputs for s in makers(calls, at)}
+        product = next(iter(made), -1)
         if len(made) > 1 or not _is_product(calls, product):
             continue
         if _readers(calls, consumers, product) != {position}:
@@ -131,13 +118,15 @@ class _Probe:
             yield layer.register_forward_hook(partial(self._number, name))
         for name in self.attentions:
             layer = self.model.get_submodule(name)
-            yield layer.register_forward_pre_hook(partial(self._keep, name))
+            keep = partial(self._keep, name)
+            yield layer.register_forward_pre_hook(keep, with_kwargs=True)
 
     def _number(self, name: str, _layer: nn.Module, _args: Any, output: Tensor) -> Any:
         return self.numbers[name].to(output).expand_as(output)
 
-    def _keep(self, name: str, _layer: nn.Module, args: Any) -> None:
-        self.read[name] = args[0].detach().flatten(0, -2).double().cpu()
+    def _keep(self, name: str, _layer: nn.Module, args: Any, kwargs: Any) -> None:
+        x = next(tensors_in((args, kwargs))).detach()
+        self.read[name] = x.flatten(0, -2).double().cpu()
 
     def visit(
         self, _at: int, function: Any, args: Any, kwargs: Any, _output: Any
