@@ -19,8 +19,6 @@ gives, and ``rate-aware`` ones with ``--code-penalty``.
 """
 
 import lzma
-import shutil
-import subprocess
 import time
 from dataclasses import replace
 from functools import cache
@@ -36,6 +34,11 @@ from ompq.datasets.sources import load_data
 from ompq.datasets.training_sets import training_data
 from ompq.errors import InfeasibleBudgetError
 from ompq.models import load_model
+
+try:
+    import zstandard
+except ImportError:
+    zstandard = None
 
 METHODS = ("fixed", "coded", "rate-aware", "int8")
 KEY = ("method", "size_mib", "iterations", "activation_bits", "epochs", "seed")
@@ -70,10 +73,9 @@ def sizes_of(network, path: Path) -> dict:
     ompq.save(network, path)
     data = path.read_bytes()
     found = {"bytes": len(data), "xz_bytes": len(lzma.compress(data, preset=9))}
-    if shutil.which("zstd"):
-        command = ["zstd", "-19", "--ultra", "-c", str(path)]
-        made = subprocess.run(command, capture_output=True, check=True).stdout
-        found["zstd_bytes"] = len(made)
+    if zstandard is not None:
+        best = zstandard.ZstdCompressor(level=zstandard.MAX_COMPRESSION_LEVEL)
+        found["zstd_bytes"] = len(best.compress(data))
     ompq.save(network, path, coded=True)
     return {**found, "coded_bytes": path.stat().st_size}
 
@@ -112,7 +114,7 @@ def run_one(options, network, method: str, size: float, seed: int) -> dict:
     rounding = ompq.RoundingConfig(iterations=options.iterations)
     if method == "coded":
         rounding = replace(rounding, price=0.0)
-    config = ompq.ReconstructConfig(rounding=rounding, seed=seed)
+    config = ompq.ReconstructConfig(rounding=rounding, seed=seed, merge=options.merge)
     result = ompq.reconstruct(quantized, model, samples, config)
     synchronise()
     end = time.perf_counter()
@@ -170,6 +172,7 @@ def main() -> None:
     parser.add_argument("--judged", type=int, default=10**9, help="images to judge by")
     steps = ompq.RoundingConfig().iterations
     parser.add_argument("--iterations", type=int, default=steps)
+    parser.add_argument("--merge", type=int, default=1, help="blocks, at most")
     parser.add_argument("--epochs", type=int, default=0, help="of training; CIFAR only")
     parser.add_argument("--code-penalty", type=float, default=1.0, help="in training")
     parser.add_argument("--name", default="coded")
@@ -189,6 +192,7 @@ def main() -> None:
         images=options.images,
         judged=sum(len(x) for x, _ in batches),
         code_penalty=options.code_penalty,
+        merge=options.merge,
     )
     # The first seed of everything comes first.
     for seed, size, method in product(options.seeds, options.sizes, options.methods):

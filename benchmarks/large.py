@@ -4,7 +4,8 @@
     python large.py --layers 12 --width 768 --limit 100MiB --reconstruct 20
 
 ``--reconstruct N`` learns the rounding of each block in N steps, too. Each stage's peak
-is that of the whole process (resident set), weights included.
+is that of the whole process (resident set), weights included; with ``--device cuda``
+that of what PyTorch took on the GPU stands beside it.
 """
 
 import argparse
@@ -43,12 +44,18 @@ def memory(key: str) -> float:
     return next(int(one.split()[1]) / 1024 for one in lines if one.startswith(key))
 
 
-def stage(name: str, limit: str, work) -> tuple[dict, object]:
+def stage(name: str, limit: str, device: str, work) -> tuple[dict, object]:
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+    on_gpu = torch.device(device).type == "cuda"
+    if on_gpu:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
     before, start, cpu = memory("VmRSS"), time.perf_counter(), time.process_time()
-    context = ompq.device_memory(limit, "cpu") if limit else nullcontext()
+    context = ompq.device_memory(limit, device) if limit else nullcontext()
     with context as visits:
         made = work()
+    if on_gpu:
+        torch.cuda.synchronize()
     row = {
         "stage": name,
         "device_memory": limit or None,
@@ -58,6 +65,8 @@ def stage(name: str, limit: str, work) -> tuple[dict, object]:
         "peak_mib": round(memory("VmHWM")),
         "copies_mib": round(visits.peak_bytes / MIB) if visits else None,
     }
+    if on_gpu:
+        row["gpu_peak_mib"] = round(torch.cuda.max_memory_allocated() / MIB)
     print(row, flush=True)
     return row, made
 
@@ -68,6 +77,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=2048)
     parser.add_argument("--limit", default="600MiB")
     parser.add_argument("--reconstruct", type=int, default=0, metavar="N")
+    parser.add_argument("--device", default="cpu", help="that the weights visit")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
     model = decoder(options.layers, options.width)
@@ -75,12 +85,13 @@ def main() -> None:
     ids = torch.randint(VOCABULARY, (SAMPLES, LENGTH))
     config = ompq.PlanConfig(activation_choices=(32,))
     file_name = "large-decoder-learned" if options.reconstruct else "large-decoder"
+    file_name += "" if options.device == "cpu" else f"-{options.device}"
     about = {"weights": weights, "weights_mib": round(4 * weights / MIB)}
     print(about, flush=True)
     rows = []
 
     def do(name: str, limit: str, work):
-        row, made = stage(name, limit, work)
+        row, made = stage(name, limit, options.device, work)
         rows.append(row)
         save(file_name, rows, options.out, **about)
         return made
