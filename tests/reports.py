@@ -9,7 +9,8 @@ from nets import TinyMobileNet, images, seeded
 from ompq.allocation import Allocation, Budget
 from ompq.graph import Choice, LayerGraph, Unit
 from ompq.measurement.audits import RANDOM, Audit, Correlation, Measured, ScoreAudit
-from ompq.plans import Plan, PlanConfig, plan
+from ompq.planner import PlanConfig, plan
+from ompq.plans import Plan
 from ompq.report.sections import (
     Accuracy,
     Agreement,

@@ -16,7 +16,7 @@ from ompq.files import call_user_function
 from ompq.onnx.export import export_onnx
 from ompq.onnx.inspection import installed_runtimes, time_files
 from ompq.packing import inspect_file, load, save
-from ompq.plans import plan as make_plan
+from ompq.planner import plan as make_plan
 from ompq.quantization import quantize
 from packing_tools import coded
 

@@ -20,7 +20,8 @@ from ompq.measurement import meter
 from ompq.measurement.audits import AuditConfig
 from ompq.measurement.reconstruction_score import SCORES
 from ompq.models import load_model
-from ompq.plans import PLAN_PROTOCOLS, Plan, PlanConfig, plan as make_plan
+from ompq.planner import PLAN_PROTOCOLS, PlanConfig, plan as make_plan
+from ompq.plans import Plan
 from ompq.scores import Orm, OrmSettings
 from ompq.stages import Stages
 

@@ -6,7 +6,7 @@ from torch import nn
 
 from nets import scenes, seeded
 from ompq.integer.finalization import finalize
-from ompq.plans import PlanConfig, plan
+from ompq.planner import PlanConfig, plan
 from ompq.quantization import quantize
 from ompq.reconstruction import ReconstructConfig, reconstruct
 from ompq.reconstruction.rounding import RoundingConfig

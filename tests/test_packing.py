@@ -27,7 +27,8 @@ from ompq.models.networks import DemoNetwork
 from ompq.packing import inspect_file, load, save
 from ompq.packing.bitstream import unpack_bits
 from ompq.packing.format import read_contents
-from ompq.plans import Plan, PlanConfig, plan as make_plan
+from ompq.planner import PlanConfig, plan as make_plan
+from ompq.plans import Plan
 from ompq.quantization import (
     BlockError,
     Quantization,

@@ -11,7 +11,7 @@ from nets import TinyResNet, images, seeded
 from ompq import reproduction
 from ompq.graph import trace
 from ompq.models import NamedModel
-from ompq.plans import PLAN_PROTOCOLS
+from ompq.planner import PLAN_PROTOCOLS
 from ompq.reproduction import EXPERIMENTS
 from ompq.reproduction.registry import HALFWAY
 from ompq.reproduction.rows import Bench, planned

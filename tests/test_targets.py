@@ -9,7 +9,7 @@ from cli_tools import network_file, run, run_json
 from nets import TinyMobileNet, images, seeded, tokens
 from ompq.errors import PlanError, TargetError
 from ompq.graph import Choice
-from ompq.plans import PlanConfig
+from ompq.planner import PlanConfig
 from ompq.targets import KINDS, Target, included_targets, load_target
 
 OPERATOR = {

@@ -58,7 +58,8 @@ if TYPE_CHECKING:
     from ompq.offload import device_memory
     from ompq.onnx.export import export_onnx
     from ompq.packing import add_onnx, inspect_file, load, save
-    from ompq.plans import PLAN_PROTOCOLS, Plan, PlanConfig, plan
+    from ompq.planner import PLAN_PROTOCOLS, PlanConfig, plan
+    from ompq.plans import Plan
     from ompq.processes import distributed
     from ompq.quantization import QuantizeConfig, quantization_of, quantize
     from ompq.reconstruction import ReconstructConfig, reconstruct
@@ -104,7 +105,8 @@ _HOMES = {
     "ompq.integer.finalization": "finalize",
     "ompq.onnx.export": "export_onnx",
     "ompq.packing": "add_onnx inspect_file load save",
-    "ompq.plans": "PLAN_PROTOCOLS Plan PlanConfig plan",
+    "ompq.planner": "PLAN_PROTOCOLS PlanConfig plan",
+    "ompq.plans": "Plan",
     "ompq.processes": "distributed",
     "ompq.quantization": "QuantizeConfig quantization_of quantize",
     "ompq.reconstruction": "ReconstructConfig reconstruct",

@@ -16,7 +16,8 @@ from ompq.evaluation import Evaluation, wilson_interval
 from ompq.models.networks import DemoData, DemoNetwork, demo_data, demo_network
 from ompq.onnx.export import ExportResult, export_onnx
 from ompq.packing import Account, inspect_file, load, save
-from ompq.plans import Plan, PlanConfig
+from ompq.planner import PlanConfig
+from ompq.plans import Plan
 from ompq.reconstruction import ReconstructConfig
 from ompq.reconstruction.rounding import RoundingConfig
 from ompq.report.charts import worst_histograms

@@ -1,410 +1,483 @@
-"""plan() and Plan: the bits of every unit, with everything they were decided from."""
+"""Plan: a decision with everything it was made from; read and solved without torch."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from importlib import import_module
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from types import MappingProxyType
-from typing import Literal, get_args
+from typing import Any, cast, get_args
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import nn
 
 from ompq.allocation import (
+    METHODS,
+    Allocation,
     Budget,
+    Explanation,
     Method,
+    ParetoPoint,
     Problem,
     allocate,
-    check_budget,
+    explain,
+    pareto,
 )
-from ompq.attention import with_layers
 from ompq.costs import (
-    FILES,
     FLOAT_BITS,
     Accounting,
+    Bytes,
     Cost,
     LatencyTable,
-    can_be_coded,
     cost_tables,
+    in_bytes,
+    latency_table,
+    overhead_bytes,
+    paper_bytes,
+    unit_bytes,
 )
-from ompq.errors import TargetError, TraceError, check_known, shortened
-from ompq.graph import (
-    CODED_BITS,
+from ompq.errors import OmpqError, PlanError, check_known, shortened
+from ompq.files import (
+    json_list,
+    json_number,
+    json_object,
+    json_table,
+    json_text,
+    json_whole,
+    library_version,
+    read_json,
+    write_text,
+)
+from ompq.memory import LiveTensor, memory_from_json, memory_to_json
+from ompq.notebook import data_frame, html_table
+from ompq.score_tables import ScoreTable
+from ompq.stages import Progress
+from ompq.targets import Target
+from ompq.units import (
     Choice,
     LayerGraph,
-    by_bits,
-    check_group_size,
-    find_units,
-    float_network,
-    live_tensors,
-    observe,
-    select,
+    Skipped,
 )
-from ompq.memory import LiveTensor
-from ompq.policies import (
-    FORMAT as FORMAT,
-    FORMATS as FORMATS,
-    Measurement as Measurement,
-    Plan as Plan,
-    make_problem as make_problem,
-    plan_summary as plan_summary,
-    read_bits as read_bits,
-    unit_rows as unit_rows,
-)
-from ompq.samples import Progress, Samples, SamplesLike, batch_values
-from ompq.scores import (
-    Hessian,
-    Orm,
-    OrmSettings,
-    Score,
-    ScoreInputs,
-    Sensitivity,
-    function_units,
-    score_name,
-    score_table,
-)
-from ompq.stages import no_progress
-from ompq.targets import Target, load_target
 
-# Rates that coded units may get; dense where a small file is decided.
-RATES = (1, 1.25, 1.5, 1.75, 2, 2.25, 2.5, 3, 3.5, 4, 4.5, 5, 6, 7)
+FORMAT = "ompq-plan/2"
+FORMATS = ("ompq-plan/1", FORMAT)  # the first wrote the ORM as lists of numbers
+_ADVICE = "Give a file that ompq plan or Plan.save wrote"
 
 
-# Weight bits; weight and activation bits; or a Choice.
-Pin = int | tuple[int | None, int] | tuple[int, int, float]
-Storage = Literal["fixed", "coded"]
-_PINNABLE = (*range(2, 9), FLOAT_BITS)
+@dataclass(frozen=True)
+class Measurement:
+    """An allocation whose true damage was measured."""
+
+    name: str  # where it came from: a score, or ``refit 3``
+    allocation: Allocation
+    divergence: float  # mean KL from the float network, in nats, on held-back samples
+    # A digest of these samples, the network and the way of quantizing: only divergences
+    # of one judge may be compared.
+    judge: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class PlanConfig:
-    """How a plan is made.
+@dataclass(frozen=True, repr=False)
+class Plan:
+    """A decision with everything it was made from; needs no model to be re-solved.
 
     Attributes:
-        score: What choosing few bits damages: a callable or the name of a score.
-        choices: Weight bits that a unit may get; a pair, ``(4, 4)``, is weight and
-            activation bits that go together, whatever ``activation_choices`` says.
-        storage: ``coded`` also offers entropy-coded weights: the same accuracy in a
-            smaller file. In memory, coded weights are bytes.
-        rates: Bits a weight that coded units may get, in the file.
-        group_size: Inputs of a linear unit, 32, 64 or 128, whose weights share a scale
-            in each output channel; None gives one to each channel. More scales, more
-            bytes, less damage by outliers. Convolutions have no groups, and coded
-            weights one step.
-        activation_choices: Bits that a unit's input may get; 32 leaves it float.
-        pinned: Pattern → bits of the units that are not to be chosen; a later pattern
-            overrides an earlier one. 32 keeps a unit float; ``(None, 8)`` fixes the
-            bits of a unit's input alone.
-        tie: Whether units that meet in one addition share their bits.
-        tied: Further patterns; the units that match one share their bits.
-        accounting: How bytes are counted: ``packed`` (exact) or ``paper``.
-        method: ``exact``, the paper's ``relax`` (or one of its two ways,
-            ``relax-round`` and ``relax-dfs``), or BRECQ's ``genetic``.
-        latency: Milliseconds of each unit at each choice, for a budget in ms.
-        target: Where the network will run: a profile, its file, or the name of one
-            that comes with ompq. Units get only what it takes.
-        strict: Whether anything that stays float is an error.
+        choices: Columns of the tables.
+        scores: Expected damage of each choice of each unit, and its reasons.
+        allowed: Which choices each unit may get, (units, choices).
+        budget: What the allocation keeps to.
+        score_name: What the damage is.
+        latency: Milliseconds of each unit at each choice, where known.
+        target: Where the network will run, if that was said.
+        measured: Allocations that ``refine`` has measured, in that order.
+        activations: When activations are alive, if a budget limits their memory.
+        files: What other files than the packed one take, if a budget limits them.
     """
 
-    score: Score | str = Sensitivity()
-    choices: tuple[int | tuple[int, int], ...] = (2, 3, 4, 5, 6, 8)
-    storage: Storage = "fixed"
-    rates: tuple[float, ...] = RATES
-    group_size: int | None = None
-    activation_choices: tuple[int, ...] = (8,)
-    pinned: Mapping[str, Pin] = field(default_factory=lambda: MappingProxyType({}))
-    tie: bool = True
-    tied: tuple[str, ...] = ()
+    graph: LayerGraph
+    choices: tuple[Choice, ...]
+    scores: ScoreTable
+    allowed: NDArray[np.bool_]
+    budget: Budget
+    allocation: Allocation
     accounting: Accounting = "packed"
     method: Method = "exact"
+    score_name: str = ""
     latency: LatencyTable | None = None
-    target: Target | str | None = None
-    strict: bool = False
+    target: Target | None = None
+    measured: tuple[Measurement, ...] = ()
+    activations: tuple[LiveTensor, ...] = ()
+    files: tuple[Cost, ...] = ()
 
-    def __post_init__(self) -> None:
-        pairs = [(b, 8) if isinstance(b, int) else tuple(b) for b in self.choices]
-        given = {
-            "choices": [pair[0] for pair in pairs],
-            "activation_choices": [*self.activation_choices, *(p[-1] for p in pairs)],
+    @cached_property
+    def problem(self) -> Problem:
+        """The integer program: damage, costs, ties and pins."""
+        costs = cost_tables(
+            self.graph,
+            self.choices,
+            accounting=self.accounting,
+            latency=self.latency,
+            activations=self.activations,
+            files=self.files,
+        )
+        return make_problem(
+            self.graph, self.choices, self.scores.damage, self.allowed, costs
+        )
+
+    @cached_property
+    def columns(self) -> NDArray[np.intp]:
+        """The column of each unit's choice, (units,)."""
+        return self.problem.columns(self.allocation)
+
+    @cached_property
+    def totals(self) -> dict[str, float]:
+        """What the allocation costs, by cost, and two averages.
+
+        ``average_bits`` is over the weights of all units, which a budget in bits
+        limits; ``bits_per_parameter`` over every parameter and buffer, with what stays
+        float, scales and zero points in the count.
+        """
+        costs = self.problem.costs
+        found = {name: cost.total(self.columns) for name, cost in costs.items()}
+        parameters = self.graph.float_bytes / 4 + sum(
+            u.weights + u.bias_parameters + u.norm_parameters for u in self.graph.units
+        )
+        return {
+            **found,
+            "average_bits": found["weight_bits"] / costs["weight_bits"].reference,
+            "bits_per_parameter": 8 * found["bytes"] / parameters,
         }
-        for name, more in (("choices", ()), ("activation_choices", (FLOAT_BITS,))):
-            known, bits = (*range(2, 9), *more), getattr(self, name)
-            if not bits or any(b not in known for b in given[name]):
-                raise ValueError(f"{name}={bits} must be bits from 2 to 8")
-        check_known("storage", self.storage, get_args(Storage))
-        if not self.rates or not all(0 < rate <= CODED_BITS for rate in self.rates):
-            raise ValueError(f"rates={self.rates} must be above 0 and at most 8")
-        check_group_size(self.group_size)
 
     @property
-    def free_choices(self) -> list[Choice]:
-        """What a unit that is not pinned may get."""
-        weights = [(width, 0.0) for width in self.choices if isinstance(width, int)]
-        if self.storage == "coded":
-            weights += [(CODED_BITS, float(rate)) for rate in self.rates]
-        inputs = self.activation_choices
-        pairs = [Choice(*pair) for pair in self.choices if not isinstance(pair, int)]
-        return [*pairs, *(Choice(w, a, rate) for w, rate in weights for a in inputs)]
+    def bytes_by_item(self) -> dict[str, int]:
+        """Bytes of a packed file, item by item, over all units and what stays float."""
+        graph = self.graph
+        items = Bytes.by_item(
+            [unit_bytes(u, self.allocation[u.name]) for u in graph.units]
+        )
+        metadata = items.pop("metadata") + overhead_bytes(graph, self.choices)
+        return {**items, "float": graph.float_bytes, "metadata": metadata}
+
+    @property
+    def no_speed_up(self) -> tuple[Skipped, ...]:
+        """The units whose bits make nothing faster on the target, with reasons."""
+        target, bits = self.target, self.allocation
+        if target is None:
+            return ()
+        reasons = ((u, target.no_speed_up(u, bits[u.name])) for u in self.graph.units)
+        return tuple(Skipped(unit.name, why) for unit, why in reasons if why)
+
+    @property
+    def damage(self) -> float:
+        """The expected damage of the allocation, as scored."""
+        return self.problem.damage_of(self.allocation)
+
+    @property
+    def gap(self) -> float:
+        """How much less damage another allocation could at most do; 0 is proved."""
+        return self.allocation.gap
+
+    @cached_property
+    def hash(self) -> str:
+        """A short digest of the whole plan: equal plans have equal hashes."""
+        text = json.dumps(_to_json(self), ensure_ascii=False)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return budget, totals, bits and what stays float as plain data."""
+        return plan_summary(self)
+
+    def to_dataframe(self) -> Any:
+        """Return one row a unit as a pandas DataFrame."""
+        return data_frame(unit_rows(self))
+
+    def _repr_html_(self) -> str:
+        rows = [
+            {
+                "layer": row["name"],
+                "kind": row["kind"],
+                "bits": row["weight_bits"],
+                "input bits": row["activation_bits"],
+                "bytes": f"{row['bytes']:,.0f}",
+                "damage": f"{row['damage']:.3g}",
+            }
+            for row in unit_rows(self)
+        ]
+        return html_table(repr(self), rows)
+
+    def __repr__(self) -> str:
+        gap = f", damage within {self.gap:.2g} of the least" if self.gap else ""
+        return (
+            f"Plan({len(self.graph)} units, {self.budget}: "
+            f"{in_bytes(self.totals['bytes'])}, "
+            f"{self.totals['average_bits']:.2f} bits a weight{gap})"
+        )
+
+    def with_budget(self, budget: Budget | str) -> "Plan":
+        """Solve again for another budget; needs neither model nor samples."""
+        budget = Budget.of(budget)
+        allocation = allocate(self.problem, budget, method=self.method)
+        return replace(self, budget=budget, allocation=allocation)
+
+    def pareto(
+        self,
+        cost: str = "bytes",
+        points: int = 100,
+        *,
+        progress: Progress | None = None,
+    ) -> tuple[ParetoPoint, ...]:
+        """Return the curve of damage against a cost, by re-solving."""
+        return pareto(self.problem, cost, points, progress=progress)
+
+    def explain(self, unit: str) -> Explanation:
+        """Explain why a unit got its bits."""
+        return explain(self.problem, self.budget, self.allocation, unit)
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan as JSON; the same plan gives the same bytes."""
+        data = {"format": FORMAT, "written_by": library_version(), **_to_json(self)}
+        write_text(path, json.dumps(data, indent=1, ensure_ascii=False) + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Plan":
+        """Read a plan.
+
+        Raises:
+            PlanError: The file is missing, no plan, broken, or of another version.
+        """
+        try:
+            data = read_json(path)
+        except ValueError as error:
+            raise PlanError(f"{path} is not a plan: {error}. {_ADVICE}") from error
+        written = data.get("format") if isinstance(data, dict) else None
+        if not isinstance(written, str) or not written.startswith("ompq-plan/"):
+            raise PlanError(f"{path} is not a plan. {_ADVICE}")
+        if written not in FORMATS:
+            raise PlanError(
+                f"{path} has the format {written[:40]}, written by ompq "
+                f"{str(data.get('written_by', 'of an unknown version'))[:40]}; this is "
+                f"ompq {library_version()}, which reads up to {FORMAT}. "
+                "Install that version, or plan again"
+            )
+        try:
+            return _from_json(data)
+        except (KeyError, ValueError, OmpqError) as error:
+            what = f"{error} is missing" if isinstance(error, KeyError) else error
+            raise PlanError(
+                f"{path} is a damaged plan: {what}. Undo your edits or plan again"
+            ) from error
+
+    def meets_budget(self, bits: Mapping[str, Choice] | None = None) -> bool:
+        """Return whether the plan's bits, or others, keep to its budget."""
+        columns = self.columns if bits is None else self.problem.columns(bits)
+        costs = self.problem.costs
+        limits = self.budget.limits(costs).items()
+        return all(costs[name].total(columns) <= limit for name, limit in limits)
+
+    def check_network(self, graph: LayerGraph) -> None:
+        """Make sure that the plan was made for this network.
+
+        Raises:
+            PlanError: It was not; says which units differ.
+        """
+        differing = self.graph.differing(graph)
+        if differing:
+            raise PlanError(
+                f"the plan was made for another network: {len(differing)} units differ "
+                f"({shortened(differing)})"
+            )
 
 
-def plan(
-    model: nn.Module,
-    samples: SamplesLike,
-    budget: Budget | str,
-    config: PlanConfig = PlanConfig(),
-    *,
-    cache: str | Path | None = None,
-    progress: Progress | None = None,
-) -> Plan:
-    """Choose bits for every unit of a network so that a budget is met.
+def plan_summary(plan: Plan) -> dict[str, Any]:
+    """Return budget, totals, bits and what stays float."""
+    return {
+        "hash": plan.hash,
+        "budget": str(plan.budget),
+        "limits": dict(plan.budget.limits(plan.problem.costs)),
+        "totals": plan.totals,
+        "bytes_by_item": plan.bytes_by_item,
+        "float_bytes": plan.problem.costs["bytes"].reference,
+        "damage": plan.damage,
+        "gap": plan.gap,
+        "score": plan.score_name,
+        "method": plan.method,
+        "accounting": plan.accounting,
+        "group_size": plan.graph.group_size or None,
+        "allocation": plan.allocation.to_json(),
+        "measured": [
+            {"name": one.name, "divergence": one.divergence} for one in plan.measured
+        ],
+        "units": unit_rows(plan),
+        "target": None if plan.target is None else plan.target.name,
+        "no_speed_up": [asdict(one) for one in plan.no_speed_up],
+        "skipped": [asdict(one) for one in plan.graph.skipped],
+    }
 
-    Args:
-        samples: A few unlabelled inputs; 32 to 64 are enough.
-        budget: For example ``"1.5MiB"``, ``"3.2bits"``, ``"75GBOPs"``, several joined
-            by commas, or a Budget.
-        cache: A folder that keeps score tables: where network, samples and score are
-            the same, a later plan reads its table there.
+
+def unit_rows(plan: Plan) -> list[dict[str, Any]]:
+    """Return all facts about each unit and its bits."""
+    gamma, importance = plan.scores.gamma, plan.scores.importance
+    widths = {choice.bits for choice in plan.choices}
+    paper = plan.accounting == "paper"
+    rows = []
+    for i, unit in enumerate(plan.graph.units):
+        bits = plan.allocation[unit.name]
+        allowed = zip(plan.choices, plan.allowed[i], strict=True)
+        free = {choice.bits for choice, may in allowed if may}
+        row = {
+            "name": unit.name,
+            "kind": unit.kind,
+            "shape": list(unit.weight_shape),
+            "parameters": unit.weights,
+            "macs": unit.macs,
+            "block": unit.block,
+            "group": unit.group,
+            "gamma": None if gamma is None else float(gamma[i]),
+            "importance": None if importance is None else float(importance[i]),
+            "damage": float(plan.scores.damage[i, plan.columns[i]]),
+            "weight_bits": bits.bits,
+            "coded": bits.rate > 0,
+            "activation_bits": bits.activation,
+            # Its weight bits were fixed while those of others were chosen.
+            "pinned": len(free) == 1 and len(widths) > 1,
+            "bytes": paper_bytes(unit, bits) if paper else unit_bytes(unit, bits).total,
+        }
+        rows.append(row)
+    return rows
+
+
+def read_bits(path: Path) -> Plan | Allocation:
+    """Read a plan, or an allocation alone: unit → bits.
 
     Raises:
-        ExportError: The budget limits the ONNX file, and none can be written.
-        InfeasibleBudgetError: No allocation meets the budget.
-        PatternError: A pinned or tied pattern matches no unit.
-        TargetError: The target supports none of a unit's choices.
-        TraceError: The network cannot be observed; or, if strict, stays partly float.
+        PlanError: The file is neither.
     """
-    budget, samples = Budget.of(budget), Samples.of(samples)
-    model = with_layers(model, samples)
-    report = progress or no_progress
-    report(0, 3, "observing the network")
-    memory = bool(budget.activations_mib or budget.total_mib)
-    graph, alive, problem = unscored_problem(model, samples, config, memory=memory)
-    if config.strict and graph.skipped:
-        names = [f"{entry.name} ({entry.reason})" for entry in graph.skipped]
-        raise TraceError(
-            f"strict: not everything can be planned: {shortened(names, 3)}"
-        )
-    files = _files(model, samples, graph, problem, budget)
-    costs = {**problem.costs, **{one.name: one for one in files}}
-    problem = replace(problem, costs=costs)
-    # Before the samples are run: a budget that cannot be met should say so at once.
-    check_budget(problem, budget)
-    stage = "scoring the choices"
-    report(1, 3, stage)
-    given = ScoreInputs(
-        graph,
-        model,
-        samples,
-        problem.choices,
-        lambda done, total, _: report(done, total, stage),
-    )
-    scores = score_table(config.score, given, cache).as_saved()
-    report(2, 3, "solving for the budget")
-    problem = replace(problem, damage=scores.damage)
-    allocation = allocate(problem, budget, method=config.method)
-    report(3, 3, "done")
-    return Plan(
-        graph=graph,
-        choices=problem.choices,
-        scores=scores,
-        allowed=problem.allowed,
-        budget=budget,
-        allocation=allocation,
-        accounting=config.accounting,
-        method=config.method,
-        score_name=score_name(config.score),
-        latency=config.latency,
-        target=_target(config),
-        activations=alive,
-        files=files,
-    )
+    try:
+        data = read_json(path)
+        if isinstance(data, dict) and "format" not in data:
+            return Allocation.from_json(data)
+    except (ValueError, TypeError, AttributeError, PlanError) as error:
+        raise PlanError(
+            f"{path} is neither a plan nor an allocation: {error}. Give a file that "
+            "ompq plan wrote, or bits copied from a report"
+        ) from error
+    return Plan.load(path)
 
 
-def unscored_problem(
-    model: nn.Module, samples: SamplesLike, config: PlanConfig, *, memory: bool
-) -> tuple[LayerGraph, tuple[LiveTensor, ...], Problem]:
-    """Return a network's units, its live tensors, and the problem without any damage.
-
-    Live tensors, whose bytes a budget may limit, are found only if ``memory``.
-    """
-    samples = Samples.of(samples)
-    model = with_layers(float_network(model), samples)
-    recording = observe(model, samples)
-    graph = planned_graph(find_units(model, recording, tie=config.tie), config)
-    choices, allowed = choice_table(graph, config)
-    alive: tuple[LiveTensor, ...] = ()
-    if memory:
-        alive = live_tensors(recording, graph, batch_values(samples.first_batch(1)))
-    costs = cost_tables(
-        graph,
-        choices,
-        accounting=config.accounting,
-        latency=config.latency,
-        activations=alive,
-    )
-    nothing = np.zeros((len(graph), len(choices)))
-    return graph, alive, make_problem(graph, choices, nothing, allowed, costs)
-
-
-def _files(
-    model: nn.Module,
-    samples: Samples,
-    graph: LayerGraph,
-    problem: Problem,
-    budget: Budget,
-) -> tuple[Cost, ...]:
-    """Return what the files take that a budget limits, beside the packed one."""
-    limited = (budget.onnx_mib, budget.graph_mib)
-    names = [name for name, limit in zip(FILES, limited, strict=True) if limit]
-    if not names:
-        return ()
-    # What writes files stands below this module, and is imported when it is needed.
-    sizes = import_module("ompq.onnx.sizes")
-    found: tuple[Cost, ...] = sizes.file_costs(model, samples, graph, problem, names)
-    return found
-
-
-def planned_graph(graph: LayerGraph, config: PlanConfig) -> LayerGraph:
-    """Return the graph with ties, fixed inputs and groups that settings ask for.
-
-    A score of blocks, stages or the whole network decides on one width for each, in
-    place of the ties that come from additions; pinned units stay apart.
-    """
-    settings = getattr(config.score, "settings", None)
-    if isinstance(settings, OrmSettings) and settings.granularity != "layer":
-        pins = {n for pattern in config.pinned for n in select(graph.names, pattern)}
-        every = (
-            [n for n in names if n not in pins]
-            for names in function_units(graph, settings)
-        )
-        graph = graph.untie().tie([names for names in every if names])
-    inputs = _pinned(graph, config)[1]
-    units = (replace(u, input_bits=inputs.get(u.name, 0)) for u in graph.units)
-    graph = replace(graph, units=tuple(units)).grouped(config.group_size)
-    return graph.tie(config.tied)
-
-
-def _pinned(
-    graph: LayerGraph, config: PlanConfig
-) -> tuple[dict[str, list[Choice]], dict[str, int]]:
-    """Return the choices of pinned units, and the inputs that are fixed, by name."""
-    pins: dict[str, list[Choice]] = {}
-    inputs: dict[str, int] = {}
-    for pattern, bits in config.pinned.items():
-        if not _is_pin(bits):
-            raise TypeError(
-                f"pinned[{pattern!r}]={bits!r} is not bits; give 4, (4, 8), (None, 8) "
-                "for the input alone, (8, 8, 2.5) for coded weights, or 32 for float"
-            )
-        for name in select(graph.names, pattern):
-            if isinstance(bits, int) or bits[0] is not None:
-                pins[name] = _pinned_choices(bits, config.activation_choices)
-            if not isinstance(bits, int):
-                inputs[name] = bits[1] if bits[0] is None else 0
-    wrong = [bits for bits in inputs.values() if bits not in (0, *_PINNABLE)]
-    if wrong:
-        raise ValueError(
-            f"pinned bits A{wrong[0]} must be from 2 to 8, or 32 for float"
-        )
-    return pins, inputs
-
-
-def choice_table(
-    graph: LayerGraph, config: PlanConfig
-) -> tuple[tuple[Choice, ...], NDArray[np.bool_]]:
-    """Return all choices, and which of them each unit may get, (units, choices)."""
-    free = config.free_choices
-    pins, _ = _pinned(graph, config)
-    extra = {choice for row in pins.values() for choice in row}
-    choices = tuple(by_bits({*free, *extra}))
-    rows = [
-        [choice in pins.get(name, free) for choice in choices] for name in graph.names
-    ]
-    allowed, target = np.array(rows), _target(config)
-    allowed &= [[can_be_coded(unit, c) for c in choices] for unit in graph.units]
-    if target is not None:
-        allowed &= _taken(graph, choices, allowed, target)
-    return choices, allowed
-
-
-def _target(config: PlanConfig) -> Target | None:
-    given = config.target
-    return load_target(given) if isinstance(given, str) else given
-
-
-def _taken(
+def make_problem(
     graph: LayerGraph,
     choices: tuple[Choice, ...],
+    damage: NDArray[np.float64],
     allowed: NDArray[np.bool_],
-    target: Target,
-) -> NDArray[np.bool_]:
-    """Return which choices the target takes, (units, choices); some for each unit."""
-    takes = np.array(
-        [
-            [target.takes(u, choice.with_input(u.input_bits)) for choice in choices]
-            for u in graph.units
-        ]
+    costs: Mapping[str, Cost],
+) -> Problem:
+    """Put the integer program together: ties come from the graph."""
+    order = {name: number for number, name in enumerate(graph.groups)}
+    return Problem(
+        names=graph.names,
+        choices=choices,
+        damage=damage,
+        costs=costs,
+        allowed=allowed,
+        groups=np.array([order[unit.group] for unit in graph.units]),
+        inputs={u.name: u.input_bits for u in graph.units if u.input_bits},
     )
-    for unit, own, taken in zip(graph.units, allowed, takes, strict=True):
-        if not (own & taken).any():
-            given = [str(c) for c, one in zip(choices, own, strict=True) if one]
-            found = target.operator(unit)
-            raise TargetError(
-                f"{target.name} supports none of {unit.name}'s choices "
-                f"{shortened(given)}: for {unit.kind} it supports weights of "
-                f"{_joined(found.weight_bits)} bits and inputs of "
-                f"{_joined(found.activation_bits)} (32 is float)"
-                + ("" if target.coded else ", and none that are coded")
-            )
-    return takes
 
 
-def _joined(bits: Sequence[int]) -> str:
-    return ", ".join(map(str, bits))
-
-
-def _is_pin(bits: object) -> bool:
-    if not isinstance(bits, tuple | list):
-        return isinstance(bits, int)
-    weight, *others = bits or ("",)
-    numbers = all(isinstance(each, int | float) for each in others)
-    return numbers and isinstance(weight, int | None) and 1 <= len(others) <= 2
-
-
-def _pinned_choices(bits: Pin, activations: Sequence[int]) -> list[Choice]:
-    if isinstance(bits, int):
-        found = [Choice(bits, activation) for activation in activations]
-    else:
-        found = [Choice(*bits).checked()]
-    if any(b not in _PINNABLE for c in found for b in c.computed[:2]):
-        raise ValueError(f"pinned bits {bits} must be from 2 to 8, or 32 for float")
-    return found
-
-
-_ENDS: Mapping[str, Pin] = MappingProxyType({"@first": (8, 8), "@last": (8, 8)})
-
-# The settings of published work, by name. The released code centres its ORM, though
-# the paper does not; the paper's text is what these follow.
-PLAN_PROTOCOLS: Mapping[str, PlanConfig] = MappingProxyType(
-    {
-        "ours": PlanConfig(),
-        "paper-ptq": PlanConfig(
-            score=Orm(), choices=(2, 3, 4), accounting="paper", method="relax"
+def _to_json(plan: Plan) -> dict[str, Any]:
+    return {
+        "budget": str(plan.budget),
+        "score": plan.score_name,
+        "method": plan.method,
+        "accounting": plan.accounting,
+        "allocation": plan.allocation.to_json(),
+        "gap": plan.gap,
+        "choices": [choice.to_json() for choice in plan.choices],
+        "allowed": plan.allowed.astype(int).tolist(),
+        **plan.scores.to_json(),
+        "latency": plan.latency,
+        "graph": plan.graph.to_json(),
+        **({} if plan.target is None else {"target": plan.target.to_json()}),
+        **({"measured": _measured_to_json(plan)} if plan.measured else {}),
+        **(
+            {"activations": memory_to_json(plan.activations)}
+            if plan.activations
+            else {}
         ),
-        "paper-qat": PlanConfig(
-            score=Orm(OrmSettings(exclude=tuple(_ENDS))),
-            choices=(4, 5, 6, 7, 8),
-            pinned=_ENDS,
-            accounting="paper",
-            method="relax",
-        ),
-        # Its own limits are halfway between W4A4 and W8A8 everywhere.
-        "hawq-v3": PlanConfig(
-            score=Hessian(), choices=((4, 4), (8, 8)), pinned=_ENDS, accounting="paper"
-        ),
-        # Its table of block losses, and the search on it.
-        "brecq": PlanConfig(
-            score="block_loss", choices=(2, 3, 4), accounting="paper", method="genetic"
-        ),
+        **({"files": [cost.to_json() for cost in plan.files]} if plan.files else {}),
     }
-)
+
+
+def _from_json(data: Mapping[str, Any]) -> Plan:
+    graph = LayerGraph.from_json(data["graph"])
+    listed = json_list(data["choices"], "choices", 256)
+    choices = tuple(Choice.from_json(one, "choices", FLOAT_BITS) for one in listed)
+    if len({*choices}) < max(len(listed), 1):
+        raise ValueError("choices must be different pairs of bits")
+    shape = (len(graph), len(choices))
+    texts = {
+        name: json_text(data[name], name)
+        for name in ("budget", "accounting", "method", "score")
+    }
+    for name, known in (("accounting", get_args(Accounting)), ("method", METHODS)):
+        check_known(name, texts[name], known)
+    latency = data["latency"]
+    loaded = Plan(
+        graph=graph,
+        choices=choices,
+        scores=ScoreTable.from_json(data, len(graph), len(choices)),
+        allowed=np.array(json_table(data["allowed"], "allowed", shape), dtype=bool),
+        budget=Budget.parse(texts["budget"]),
+        allocation=replace(
+            Allocation.from_json(data["allocation"]),
+            gap=json_number(data.get("gap", 0.0), "gap"),
+        ),
+        accounting=cast(Accounting, texts["accounting"]),
+        method=cast(Method, texts["method"]),
+        score_name=texts["score"],
+        latency=None if latency is None else latency_table(latency),
+        target=Target.from_json(data["target"]) if "target" in data else None,
+        activations=memory_from_json(data.get("activations", []), len(graph)),
+        files=tuple(
+            Cost.from_json(one, shape)
+            for one in json_list(data.get("files", []), "files")
+        ),
+    )
+    # The allocation may have been edited by hand: it must still be one of ours.
+    loaded.allocation.check_units(graph.names)
+    _ = loaded.columns
+    measured = _measured_from_json(loaded, data.get("measured", []))
+    return replace(loaded, measured=measured)
+
+
+def _measured_to_json(plan: Plan) -> list[dict[str, Any]]:
+    """Return what was measured as plain data; choices are numbers of columns."""
+    return [
+        {
+            "name": one.name,
+            "divergence": one.divergence,
+            "judge": one.judge,
+            "columns": plan.problem.columns(one.allocation).tolist(),
+        }
+        for one in plan.measured
+    ]
+
+
+def _measured_from_json(plan: Plan, data: Any) -> tuple[Measurement, ...]:
+    """Rebuild measurements of a plan's units."""
+    found = []
+    for entry in json_list(data, "measured"):
+        given = json_object(entry, "measured")
+        columns = json_list(given.get("columns"), "columns")
+        if len(columns) != len(plan.graph):
+            raise ValueError(f"columns must have {len(plan.graph)} entries")
+        last = len(plan.choices) - 1
+        places = np.array([json_whole(c, "columns", 0, last) for c in columns])
+        found.append(
+            Measurement(
+                json_text(given.get("name"), "name"),
+                plan.problem.unit_allocation(places),
+                json_number(given.get("divergence"), "divergence"),
+                json_text(given.get("judge"), "judge"),
+            )
+        )
+    return tuple(found)

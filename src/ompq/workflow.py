@@ -25,7 +25,8 @@ from ompq.measurement.meter import Meter
 from ompq.measurement.refinement import RefineConfig, refine
 from ompq.onnx.export import export_onnx
 from ompq.packing import add_onnx, save
-from ompq.plans import Pin, Plan, PlanConfig, plan, plan_summary
+from ompq.planner import Pin, PlanConfig, plan
+from ompq.plans import Plan, plan_summary
 from ompq.processes import from_main, wait_for_all
 from ompq.quantization import BlockError, QuantizeConfig, quantization_of, quantize
 from ompq.reconstruction import RECONSTRUCT_PROTOCOLS, ReconstructConfig, reconstruct

@@ -47,7 +47,7 @@ from ompq.errors import suggestion
 from ompq.graph import Choice
 from ompq.measurement.audits import Audit, AuditConfig, audit as measure_scores
 from ompq.measurement.reconstruction_score import SCORES
-from ompq.plans import unscored_problem
+from ompq.planner import unscored_problem
 from ompq.report import write_report
 from ompq.report.sections import audit_sections
 from ompq.samples import Samples

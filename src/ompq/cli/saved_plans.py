@@ -29,7 +29,7 @@ from ompq.cli.views import Column, cost_columns, fitted, plan_view, top1_text
 from ompq.costs import FILES, counted, digits, in_bytes
 from ompq.errors import PlanError
 from ompq.files import read_json
-from ompq.policies import Plan
+from ompq.plans import Plan
 from ompq.skeleton import unpack as unpack_file
 from ompq.stages import PLAN, RESULT, Progress
 from ompq.units import Choice, select

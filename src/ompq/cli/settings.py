@@ -24,7 +24,7 @@ from ompq.measurement.refinement import RefineConfig
 from ompq.models import NamedModel, load_model
 from ompq.offload import device_memory
 from ompq.orthogonality import Decreasing
-from ompq.plans import PLAN_PROTOCOLS, Pin, PlanConfig
+from ompq.planner import PLAN_PROTOCOLS, Pin, PlanConfig
 from ompq.samples import Samples, model_device
 from ompq.scores import OrmSettings, Score, named_score, score_name
 from ompq.scores.orm import Granularity

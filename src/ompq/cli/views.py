@@ -23,7 +23,7 @@ from ompq.costs import (
     seconds as duration,
 )
 from ompq.errors import shortened
-from ompq.policies import Plan, plan_summary, unit_rows
+from ompq.plans import Plan, plan_summary, unit_rows
 from ompq.units import Skipped
 
 _GAP = 2  # blanks between columns: one of padding, one of the box

@@ -19,7 +19,8 @@ from ompq.evaluation import evaluate
 from ompq.files import json_list, json_object
 from ompq.graph import Choice, by_bits
 from ompq.measurement.meter import Checkpoint, Meter
-from ompq.plans import Plan, PlanConfig, plan
+from ompq.planner import PlanConfig, plan
+from ompq.plans import Plan
 from ompq.recording import copied
 from ompq.samples import Batch, Progress, Samples, SamplesLike
 from ompq.scores import Score, measure_orm, score_name

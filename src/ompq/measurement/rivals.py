@@ -18,7 +18,8 @@ from ompq.costs import digits
 from ompq.errors import InfeasibleBudgetError
 from ompq.evaluation import kl_divergence, logits_of
 from ompq.graph import Choice, Unit, trace
-from ompq.plans import Plan, PlanConfig, plan
+from ompq.planner import PlanConfig, plan
+from ompq.plans import Plan
 from ompq.recording import copied
 from ompq.samples import Progress, Samples, SamplesLike, run_batch
 from ompq.scores.rounding_errors import check_weights_only, rounded_weights

@@ -41,7 +41,8 @@ from ompq.layers import (
 )
 from ompq.notebook import data_frame, html_table
 from ompq.offload import sent_home
-from ompq.plans import Pin, Plan, read_bits
+from ompq.planner import Pin
+from ompq.plans import Plan, read_bits
 from ompq.quantization.calibration import (
     READING,
     input_grams,

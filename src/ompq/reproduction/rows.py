@@ -24,7 +24,8 @@ from ompq.measurement.rivals import ReinforceConfig, one_bitwidth, reinforce
 from ompq.models import NamedModel
 from ompq.models.networks import CifarResNet
 from ompq.orthogonality import gram_matrix
-from ompq.plans import PLAN_PROTOCOLS, Plan, PlanConfig
+from ompq.planner import PLAN_PROTOCOLS, PlanConfig
+from ompq.plans import Plan
 from ompq.quantization import QUANTIZE_PROTOCOLS, QuantizeConfig
 from ompq.ranges import search_weight
 from ompq.recording import copied

@@ -1,0 +1,401 @@
+"""plan(): the bits of every unit, chosen so that a budget is met."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from importlib import import_module
+from pathlib import Path
+from types import MappingProxyType
+from typing import Literal, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import nn
+
+from ompq.allocation import (
+    Budget,
+    Method,
+    Problem,
+    allocate,
+    check_budget,
+)
+from ompq.attention import with_layers
+from ompq.costs import (
+    FILES,
+    FLOAT_BITS,
+    Accounting,
+    Cost,
+    LatencyTable,
+    can_be_coded,
+    cost_tables,
+)
+from ompq.errors import TargetError, TraceError, check_known, shortened
+from ompq.graph import (
+    CODED_BITS,
+    Choice,
+    LayerGraph,
+    by_bits,
+    check_group_size,
+    find_units,
+    float_network,
+    live_tensors,
+    observe,
+    select,
+)
+from ompq.memory import LiveTensor
+from ompq.plans import Plan, make_problem
+from ompq.samples import Progress, Samples, SamplesLike, batch_values
+from ompq.scores import (
+    Hessian,
+    Orm,
+    OrmSettings,
+    Score,
+    ScoreInputs,
+    Sensitivity,
+    function_units,
+    score_name,
+    score_table,
+)
+from ompq.stages import no_progress
+from ompq.targets import Target, load_target
+
+# Rates that coded units may get; dense where a small file is decided.
+RATES = (1, 1.25, 1.5, 1.75, 2, 2.25, 2.5, 3, 3.5, 4, 4.5, 5, 6, 7)
+
+
+# Weight bits; weight and activation bits; or a Choice.
+Pin = int | tuple[int | None, int] | tuple[int, int, float]
+Storage = Literal["fixed", "coded"]
+_PINNABLE = (*range(2, 9), FLOAT_BITS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanConfig:
+    """How a plan is made.
+
+    Attributes:
+        score: What choosing few bits damages: a callable or the name of a score.
+        choices: Weight bits that a unit may get; a pair, ``(4, 4)``, is weight and
+            activation bits that go together, whatever ``activation_choices`` says.
+        storage: ``coded`` also offers entropy-coded weights: the same accuracy in a
+            smaller file. In memory, coded weights are bytes.
+        rates: Bits a weight that coded units may get, in the file.
+        group_size: Inputs of a linear unit, 32, 64 or 128, whose weights share a scale
+            in each output channel; None gives one to each channel. More scales, more
+            bytes, less damage by outliers. Convolutions have no groups, and coded
+            weights one step.
+        activation_choices: Bits that a unit's input may get; 32 leaves it float.
+        pinned: Pattern → bits of the units that are not to be chosen; a later pattern
+            overrides an earlier one. 32 keeps a unit float; ``(None, 8)`` fixes the
+            bits of a unit's input alone.
+        tie: Whether units that meet in one addition share their bits.
+        tied: Further patterns; the units that match one share their bits.
+        accounting: How bytes are counted: ``packed`` (exact) or ``paper``.
+        method: ``exact``, the paper's ``relax`` (or one of its two ways,
+            ``relax-round`` and ``relax-dfs``), or BRECQ's ``genetic``.
+        latency: Milliseconds of each unit at each choice, for a budget in ms.
+        target: Where the network will run: a profile, its file, or the name of one
+            that comes with ompq. Units get only what it takes.
+        strict: Whether anything that stays float is an error.
+    """
+
+    score: Score | str = Sensitivity()
+    choices: tuple[int | tuple[int, int], ...] = (2, 3, 4, 5, 6, 8)
+    storage: Storage = "fixed"
+    rates: tuple[float, ...] = RATES
+    group_size: int | None = None
+    activation_choices: tuple[int, ...] = (8,)
+    pinned: Mapping[str, Pin] = field(default_factory=lambda: MappingProxyType({}))
+    tie: bool = True
+    tied: tuple[str, ...] = ()
+    accounting: Accounting = "packed"
+    method: Method = "exact"
+    latency: LatencyTable | None = None
+    target: Target | str | None = None
+    strict: bool = False
+
+    def __post_init__(self) -> None:
+        pairs = [(b, 8) if isinstance(b, int) else tuple(b) for b in self.choices]
+        given = {
+            "choices": [pair[0] for pair in pairs],
+            "activation_choices": [*self.activation_choices, *(p[-1] for p in pairs)],
+        }
+        for name, more in (("choices", ()), ("activation_choices", (FLOAT_BITS,))):
+            known, bits = (*range(2, 9), *more), getattr(self, name)
+            if not bits or any(b not in known for b in given[name]):
+                raise ValueError(f"{name}={bits} must be bits from 2 to 8")
+        check_known("storage", self.storage, get_args(Storage))
+        if not self.rates or not all(0 < rate <= CODED_BITS for rate in self.rates):
+            raise ValueError(f"rates={self.rates} must be above 0 and at most 8")
+        check_group_size(self.group_size)
+
+    @property
+    def free_choices(self) -> list[Choice]:
+        """What a unit that is not pinned may get."""
+        weights = [(width, 0.0) for width in self.choices if isinstance(width, int)]
+        if self.storage == "coded":
+            weights += [(CODED_BITS, float(rate)) for rate in self.rates]
+        inputs = self.activation_choices
+        pairs = [Choice(*pair) for pair in self.choices if not isinstance(pair, int)]
+        return [*pairs, *(Choice(w, a, rate) for w, rate in weights for a in inputs)]
+
+
+def plan(
+    model: nn.Module,
+    samples: SamplesLike,
+    budget: Budget | str,
+    config: PlanConfig = PlanConfig(),
+    *,
+    cache: str | Path | None = None,
+    progress: Progress | None = None,
+) -> Plan:
+    """Choose bits for every unit of a network so that a budget is met.
+
+    Args:
+        samples: A few unlabelled inputs; 32 to 64 are enough.
+        budget: For example ``"1.5MiB"``, ``"3.2bits"``, ``"75GBOPs"``, several joined
+            by commas, or a Budget.
+        cache: A folder that keeps score tables: where network, samples and score are
+            the same, a later plan reads its table there.
+
+    Raises:
+        ExportError: The budget limits the ONNX file, and none can be written.
+        InfeasibleBudgetError: No allocation meets the budget.
+        PatternError: A pinned or tied pattern matches no unit.
+        TargetError: The target supports none of a unit's choices.
+        TraceError: The network cannot be observed; or, if strict, stays partly float.
+    """
+    budget, samples = Budget.of(budget), Samples.of(samples)
+    model = with_layers(model, samples)
+    report = progress or no_progress
+    report(0, 3, "observing the network")
+    memory = bool(budget.activations_mib or budget.total_mib)
+    graph, alive, problem = unscored_problem(model, samples, config, memory=memory)
+    if config.strict and graph.skipped:
+        names = [f"{entry.name} ({entry.reason})" for entry in graph.skipped]
+        raise TraceError(
+            f"strict: not everything can be planned: {shortened(names, 3)}"
+        )
+    files = _files(model, samples, graph, problem, budget)
+    costs = {**problem.costs, **{one.name: one for one in files}}
+    problem = replace(problem, costs=costs)
+    # Before the samples are run: a budget that cannot be met should say so at once.
+    check_budget(problem, budget)
+    stage = "scoring the choices"
+    report(1, 3, stage)
+    given = ScoreInputs(
+        graph,
+        model,
+        samples,
+        problem.choices,
+        lambda done, total, _: report(done, total, stage),
+    )
+    scores = score_table(config.score, given, cache).as_saved()
+    report(2, 3, "solving for the budget")
+    problem = replace(problem, damage=scores.damage)
+    allocation = allocate(problem, budget, method=config.method)
+    report(3, 3, "done")
+    return Plan(
+        graph=graph,
+        choices=problem.choices,
+        scores=scores,
+        allowed=problem.allowed,
+        budget=budget,
+        allocation=allocation,
+        accounting=config.accounting,
+        method=config.method,
+        score_name=score_name(config.score),
+        latency=config.latency,
+        target=_target(config),
+        activations=alive,
+        files=files,
+    )
+
+
+def unscored_problem(
+    model: nn.Module, samples: SamplesLike, config: PlanConfig, *, memory: bool
+) -> tuple[LayerGraph, tuple[LiveTensor, ...], Problem]:
+    """Return a network's units, its live tensors, and the problem without any damage.
+
+    Live tensors, whose bytes a budget may limit, are found only if ``memory``.
+    """
+    samples = Samples.of(samples)
+    model = with_layers(float_network(model), samples)
+    recording = observe(model, samples)
+    graph = planned_graph(find_units(model, recording, tie=config.tie), config)
+    choices, allowed = choice_table(graph, config)
+    alive: tuple[LiveTensor, ...] = ()
+    if memory:
+        alive = live_tensors(recording, graph, batch_values(samples.first_batch(1)))
+    costs = cost_tables(
+        graph,
+        choices,
+        accounting=config.accounting,
+        latency=config.latency,
+        activations=alive,
+    )
+    nothing = np.zeros((len(graph), len(choices)))
+    return graph, alive, make_problem(graph, choices, nothing, allowed, costs)
+
+
+def _files(
+    model: nn.Module,
+    samples: Samples,
+    graph: LayerGraph,
+    problem: Problem,
+    budget: Budget,
+) -> tuple[Cost, ...]:
+    """Return what the files take that a budget limits, beside the packed one."""
+    limited = (budget.onnx_mib, budget.graph_mib)
+    names = [name for name, limit in zip(FILES, limited, strict=True) if limit]
+    if not names:
+        return ()
+    # What writes files stands below this module, and is imported when it is needed.
+    sizes = import_module("ompq.onnx.sizes")
+    found: tuple[Cost, ...] = sizes.file_costs(model, samples, graph, problem, names)
+    return found
+
+
+def planned_graph(graph: LayerGraph, config: PlanConfig) -> LayerGraph:
+    """Return the graph with ties, fixed inputs and groups that settings ask for.
+
+    A score of blocks, stages or the whole network decides on one width for each, in
+    place of the ties that come from additions; pinned units stay apart.
+    """
+    settings = getattr(config.score, "settings", None)
+    if isinstance(settings, OrmSettings) and settings.granularity != "layer":
+        pins = {n for pattern in config.pinned for n in select(graph.names, pattern)}
+        every = (
+            [n for n in names if n not in pins]
+            for names in function_units(graph, settings)
+        )
+        graph = graph.untie().tie([names for names in every if names])
+    inputs = _pinned(graph, config)[1]
+    units = (replace(u, input_bits=inputs.get(u.name, 0)) for u in graph.units)
+    graph = replace(graph, units=tuple(units)).grouped(config.group_size)
+    return graph.tie(config.tied)
+
+
+def _pinned(
+    graph: LayerGraph, config: PlanConfig
+) -> tuple[dict[str, list[Choice]], dict[str, int]]:
+    """Return the choices of pinned units, and the inputs that are fixed, by name."""
+    pins: dict[str, list[Choice]] = {}
+    inputs: dict[str, int] = {}
+    for pattern, bits in config.pinned.items():
+        if not _is_pin(bits):
+            raise TypeError(
+                f"pinned[{pattern!r}]={bits!r} is not bits; give 4, (4, 8), (None, 8) "
+                "for the input alone, (8, 8, 2.5) for coded weights, or 32 for float"
+            )
+        for name in select(graph.names, pattern):
+            if isinstance(bits, int) or bits[0] is not None:
+                pins[name] = _pinned_choices(bits, config.activation_choices)
+            if not isinstance(bits, int):
+                inputs[name] = bits[1] if bits[0] is None else 0
+    wrong = [bits for bits in inputs.values() if bits not in (0, *_PINNABLE)]
+    if wrong:
+        raise ValueError(
+            f"pinned bits A{wrong[0]} must be from 2 to 8, or 32 for float"
+        )
+    return pins, inputs
+
+
+def choice_table(
+    graph: LayerGraph, config: PlanConfig
+) -> tuple[tuple[Choice, ...], NDArray[np.bool_]]:
+    """Return all choices, and which of them each unit may get, (units, choices)."""
+    free = config.free_choices
+    pins, _ = _pinned(graph, config)
+    extra = {choice for row in pins.values() for choice in row}
+    choices = tuple(by_bits({*free, *extra}))
+    rows = [
+        [choice in pins.get(name, free) for choice in choices] for name in graph.names
+    ]
+    allowed, target = np.array(rows), _target(config)
+    allowed &= [[can_be_coded(unit, c) for c in choices] for unit in graph.units]
+    if target is not None:
+        allowed &= _taken(graph, choices, allowed, target)
+    return choices, allowed
+
+
+def _target(config: PlanConfig) -> Target | None:
+    given = config.target
+    return load_target(given) if isinstance(given, str) else given
+
+
+def _taken(
+    graph: LayerGraph,
+    choices: tuple[Choice, ...],
+    allowed: NDArray[np.bool_],
+    target: Target,
+) -> NDArray[np.bool_]:
+    """Return which choices the target takes, (units, choices); some for each unit."""
+    takes = np.array(
+        [
+            [target.takes(u, choice.with_input(u.input_bits)) for choice in choices]
+            for u in graph.units
+        ]
+    )
+    for unit, own, taken in zip(graph.units, allowed, takes, strict=True):
+        if not (own & taken).any():
+            given = [str(c) for c, one in zip(choices, own, strict=True) if one]
+            found = target.operator(unit)
+            raise TargetError(
+                f"{target.name} supports none of {unit.name}'s choices "
+                f"{shortened(given)}: for {unit.kind} it supports weights of "
+                f"{_joined(found.weight_bits)} bits and inputs of "
+                f"{_joined(found.activation_bits)} (32 is float)"
+                + ("" if target.coded else ", and none that are coded")
+            )
+    return takes
+
+
+def _joined(bits: Sequence[int]) -> str:
+    return ", ".join(map(str, bits))
+
+
+def _is_pin(bits: object) -> bool:
+    if not isinstance(bits, tuple | list):
+        return isinstance(bits, int)
+    weight, *others = bits or ("",)
+    numbers = all(isinstance(each, int | float) for each in others)
+    return numbers and isinstance(weight, int | None) and 1 <= len(others) <= 2
+
+
+def _pinned_choices(bits: Pin, activations: Sequence[int]) -> list[Choice]:
+    if isinstance(bits, int):
+        found = [Choice(bits, activation) for activation in activations]
+    else:
+        found = [Choice(*bits).checked()]
+    if any(b not in _PINNABLE for c in found for b in c.computed[:2]):
+        raise ValueError(f"pinned bits {bits} must be from 2 to 8, or 32 for float")
+    return found
+
+
+_ENDS: Mapping[str, Pin] = MappingProxyType({"@first": (8, 8), "@last": (8, 8)})
+
+# The settings of published work, by name. The released code centres its ORM, though
+# the paper does not; the paper's text is what these follow.
+PLAN_PROTOCOLS: Mapping[str, PlanConfig] = MappingProxyType(
+    {
+        "ours": PlanConfig(),
+        "paper-ptq": PlanConfig(
+            score=Orm(), choices=(2, 3, 4), accounting="paper", method="relax"
+        ),
+        "paper-qat": PlanConfig(
+            score=Orm(OrmSettings(exclude=tuple(_ENDS))),
+            choices=(4, 5, 6, 7, 8),
+            pinned=_ENDS,
+            accounting="paper",
+            method="relax",
+        ),
+        # Its own limits are halfway between W4A4 and W8A8 everywhere.
+        "hawq-v3": PlanConfig(
+            score=Hessian(), choices=((4, 4), (8, 8)), pinned=_ENDS, accounting="paper"
+        ),
+        # Its table of block losses, and the search on it.
+        "brecq": PlanConfig(
+            score="block_loss", choices=(2, 3, 4), accounting="paper", method="genetic"
+        ),
+    }
+)
