@@ -24,8 +24,7 @@ from ompq.files import (
     json_whole,
     read_json,
 )
-from ompq.memory import LiveTensor, Memory
-from ompq.units import Choice, LayerGraph, Unit
+from ompq.units import Choice, LayerGraph, LiveTensor, Table, Unit
 
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB")
 _DECIMAL = ("", "k", "M", "G", "T", "P")
@@ -103,7 +102,6 @@ def decades(values: Sequence[float]) -> tuple[int, int]:
     return low, max(high, low + 1)
 
 
-Table = NDArray[np.float64]
 Accounting = Literal["packed", "paper"]
 LatencyTable = Mapping[str, Mapping[str, float]]  # unit → "W4A8" → milliseconds
 
@@ -117,6 +115,69 @@ PURPOSES = {
 }
 FLOAT_BITS = 32  # the width of a unit that stays float
 _PLACES = 13  # decimals that a cost may have and still be summed exactly
+SUM_BITS = 8  # of an activation that only sums read: what an int8 runtime adds
+
+
+@dataclass(frozen=True, eq=False)
+class Memory:
+    """What the activations alive at one moment take, at most, by the units' choices."""
+
+    tensors: tuple[LiveTensor, ...]
+    choices: tuple[Choice, ...]
+    units: int
+    inputs: tuple[int, ...] = ()  # bits of each unit's input if they are fixed, or 0
+
+    @cached_property
+    def _widths(self) -> Table:
+        """Bits of each unit's input by its choice, (units, choices)."""
+        inputs = self.inputs or (0,) * self.units
+        rows = [[bits or c.activation for c in self.choices] for bits in inputs]
+        return np.array(rows, dtype=float)
+
+    @cached_property
+    def _fixed(self) -> Table:
+        """Bits of each tensor that no unit's choice changes."""
+        sums = SUM_BITS if self._widths.min() < FLOAT_BITS else FLOAT_BITS
+        return np.array([FLOAT_BITS if t.returned else sums for t in self.tensors])
+
+    def alive(self, columns: NDArray[np.intp]) -> Table:
+        """Return the bytes of activations at each moment, (moments,)."""
+        bits = self._widths[np.arange(len(columns)), columns]
+        change = np.zeros(self.tensors[-1].first + self._longest + 2)
+        for tensor, fixed in zip(self.tensors, self._fixed, strict=True):
+            width = max(bits[list(tensor.readers)], default=fixed)
+            size = np.ceil(tensor.values * width / 8)
+            change[tensor.first] += size
+            change[tensor.last + 1] -= size
+        return change.cumsum()
+
+    @cached_property
+    def _longest(self) -> int:
+        return max(tensor.last for tensor in self.tensors)
+
+    def peak(self, columns: NDArray[np.intp]) -> tuple[float, int]:
+        """Return the most bytes alive at once, and at which moment."""
+        alive = self.alive(columns)
+        moment = int(alive.argmax())
+        return float(alive[moment]), moment
+
+    def moment(self, moment: int) -> tuple[Table, float]:
+        """Return what choices cost at one moment, (units, choices), and a constant.
+
+        Of a tensor that several units read the widest decides; the sum of what each
+        takes beyond the narrowest is never less.
+        """
+        table, constant = np.zeros(self._widths.shape), 0.0
+        for tensor, fixed in zip(self.tensors, self._fixed, strict=True):
+            if not tensor.first <= moment <= tensor.last:
+                continue
+            if not tensor.readers:
+                constant += np.ceil(tensor.values * fixed / 8)
+                continue
+            sizes = np.ceil(tensor.values * self._widths[list(tensor.readers)] / 8)
+            constant += sizes.min()
+            table[list(tensor.readers)] += sizes - sizes.min()
+        return table, float(constant)
 
 
 @dataclass(frozen=True)

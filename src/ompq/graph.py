@@ -20,7 +20,6 @@ from ompq.errors import (
     TraceError,
     shortened,
 )
-from ompq.memory import LiveTensor
 from ompq.recording import (
     Call,
     ModuleCall,
@@ -36,6 +35,7 @@ from ompq.units import (
     IN_PLACE as IN_PLACE,
     Choice as Choice,
     LayerGraph as LayerGraph,
+    LiveTensor,
     Skipped as Skipped,
     Unit as Unit,
     by_bits as by_bits,

@@ -41,7 +41,6 @@ from ompq.graph import (
     observe,
     select,
 )
-from ompq.memory import LiveTensor
 from ompq.plans import Plan, make_problem
 from ompq.samples import Progress, Samples, SamplesLike, batch_values
 from ompq.scores import (
@@ -57,6 +56,7 @@ from ompq.scores import (
 )
 from ompq.stages import no_progress
 from ompq.targets import Target, load_target
+from ompq.units import LiveTensor
 
 # Rates that coded units may get; dense where a small file is decided.
 RATES = (1, 1.25, 1.5, 1.75, 2, 2.25, 2.5, 3, 3.5, 4, 4.5, 5, 6, 7)

@@ -48,15 +48,16 @@ from ompq.files import (
     read_json,
     write_text,
 )
-from ompq.memory import LiveTensor, memory_from_json, memory_to_json
 from ompq.notebook import data_frame, html_table
-from ompq.score_tables import ScoreTable
 from ompq.stages import Progress
 from ompq.targets import Target
 from ompq.units import (
     Choice,
     LayerGraph,
+    LiveTensor,
+    ScoreTable,
     Skipped,
+    live_tensors_from_json,
 )
 
 FORMAT = "ompq-plan/2"
@@ -384,6 +385,12 @@ def make_problem(
 
 
 def _to_json(plan: Plan) -> dict[str, Any]:
+    optional = {
+        "target": plan.target and plan.target.to_json(),
+        "measured": _measured_to_json(plan),
+        "activations": [one.to_json() for one in plan.activations],
+        "files": [cost.to_json() for cost in plan.files],
+    }
     return {
         "budget": str(plan.budget),
         "score": plan.score_name,
@@ -396,14 +403,7 @@ def _to_json(plan: Plan) -> dict[str, Any]:
         **plan.scores.to_json(),
         "latency": plan.latency,
         "graph": plan.graph.to_json(),
-        **({} if plan.target is None else {"target": plan.target.to_json()}),
-        **({"measured": _measured_to_json(plan)} if plan.measured else {}),
-        **(
-            {"activations": memory_to_json(plan.activations)}
-            if plan.activations
-            else {}
-        ),
-        **({"files": [cost.to_json() for cost in plan.files]} if plan.files else {}),
+        **{name: value for name, value in optional.items() if value},
     }
 
 
@@ -436,7 +436,7 @@ def _from_json(data: Mapping[str, Any]) -> Plan:
         score_name=texts["score"],
         latency=None if latency is None else latency_table(latency),
         target=Target.from_json(data["target"]) if "target" in data else None,
-        activations=memory_from_json(data.get("activations", []), len(graph)),
+        activations=live_tensors_from_json(data.get("activations", []), len(graph)),
         files=tuple(
             Cost.from_json(one, shape)
             for one in json_list(data.get("files", []), "files")

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from ompq.costs import FLOAT_BITS
+from ompq.costs import FLOAT_BITS, SUM_BITS
 from ompq.graph import Choice, LayerGraph, Skipped, is_sum
 from ompq.quantization.products import OPERANDS, find_products
 from ompq.recording import Call, Recording, is_linear_map
@@ -26,7 +26,6 @@ _LONG_TAILED = {"gelu"}
 _FLOAT_NORMS = {"layer_norm", "rms_norm", "group_norm"}
 _CLIPS = {"relu", "relu6", "clamp_min"}
 _LOST = "no module makes or reads this tensor alone: it stays float"
-SUM_BITS = 8  # operands that only a sum reads: what an int8 runtime adds
 
 
 @dataclass(frozen=True)

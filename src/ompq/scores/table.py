@@ -23,8 +23,8 @@ from ompq.files import (
 from ompq.graph import Choice, LayerGraph
 from ompq.recording import tensors_in
 from ompq.samples import Progress, Samples, model_device
-from ompq.score_tables import ScoreTable as ScoreTable, Table as Table
 from ompq.stages import no_progress
+from ompq.units import ScoreTable as ScoreTable, Table as Table
 
 logger = logging.getLogger(__name__)
 FORMAT = "ompq-score-table/1"
