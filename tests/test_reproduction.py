@@ -9,12 +9,11 @@ import torch
 from cli_tools import NETWORK, run, run_json
 from nets import TinyResNet, images, seeded
 from ompq import reproduction
+from ompq.experiments import EXPERIMENTS, HALFWAY
 from ompq.graph import trace
 from ompq.models import NamedModel
 from ompq.planner import PLAN_PROTOCOLS
-from ompq.reproduction import EXPERIMENTS
-from ompq.reproduction.registry import HALFWAY
-from ompq.reproduction.rows import Bench, planned
+from ompq.reproduction import Bench, planned
 from ompq.samples import Samples
 from ompq.training.config import TRAIN_PROTOCOLS
 

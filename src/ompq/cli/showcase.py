@@ -35,15 +35,9 @@ from ompq.demo import (
 )
 from ompq.errors import suggestion
 from ompq.evaluation import Evaluation
+from ompq.experiments import ANY, EXPERIMENTS, Experiment, Row
 from ompq.plans import Plan
-from ompq.reproduction import (
-    EXPERIMENTS,
-    Bench,
-    Experiment,
-    Row,
-    reproduce as run_experiment,
-)
-from ompq.reproduction.registry import ANY
+from ompq.reproduction import Bench, reproduce as run_experiment
 from ompq.stages import PLAN, REPORT
 from ompq.workflow import CALIBRATION_SAMPLES
 

@@ -151,16 +151,15 @@ def draw_bars(
     axes.set_xlim(-0.7, len(names) - 0.3)
     fontsize = 6 if len(names) <= _NAMED else 5
     axes.set_xticks(range(len(names)), names, rotation=90, fontsize=fontsize)
-    _legend_above(figure)
+    legend_above(figure)
 
 
 def _draw_accuracy(figure: "Figure", rows: Sequence[Accuracy]) -> None:
-    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+    from matplotlib.ticker import LogLocator
 
-    figure.set_size_inches(5.2, 3.6)
-    axes = figure.add_subplot()
     every = [row.size_bytes for row in rows if row.size_bytes]
     unit, scale = ("MiB", 2**20) if min(every) >= 0.2 * 2**20 else ("KiB", 2**10)
+    axes = plain_axes(figure, f"size, {unit}", "top-1, %")
     series: dict[str, list[Accuracy]] = {}
     for row in sorted(rows, key=lambda row: row.size_bytes or 0.0):
         series.setdefault(row.name.partition(",")[0], []).append(row)
@@ -170,16 +169,32 @@ def _draw_accuracy(figure: "Figure", rows: Sequence[Accuracy]) -> None:
         spread = [top1 - low, high - top1]
         axes.errorbar(sizes, top1, spread, fmt="o-", ms=4, capsize=2, lw=1, label=name)
     if max(every) > 4 * min(every):
-        axes.set_xscale("log")
+        logarithmic(axes)
         axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 3.0, 5.0)))
-        axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
-        axes.xaxis.set_minor_formatter(NullFormatter())
+    legend_above(figure)
+
+
+def plain_axes(figure: "Figure", x: str, y: str) -> Any:
+    """Return empty axes with a grid and these labels."""
+    figure.set_size_inches(5.2, 3.6)
+    axes = figure.add_subplot()
     axes.grid(color="#e3e2de", lw=0.6)
     axes.set_axisbelow(True)
-    axes.set_xlabel(f"size, {unit}")
-    axes.set_ylabel("top-1, %")
-    _legend_above(figure)
+    axes.set_xlabel(x)
+    axes.set_ylabel(y)
+    return axes
 
 
-def _legend_above(figure: "Figure") -> None:
+def logarithmic(axes: Any) -> None:
+    """Make the horizontal axis logarithmic, labelled in plain numbers."""
+    from matplotlib.ticker import NullFormatter, StrMethodFormatter
+
+    axes.set_xscale("log")
+    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.tick_params(axis="x", labelsize=7)
+
+
+def legend_above(figure: "Figure") -> None:
+    """Add the legend, above everything that is drawn."""
     figure.legend(loc="outside upper left", ncols=4, frameon=False, handlelength=1.2)

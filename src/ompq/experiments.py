@@ -1,0 +1,366 @@
+"""What the paper measured: its tables, figures and rows, and how each is run.
+
+Sizes are MiB in the paper's accounting, accuracies top-1 in per cent. The drawings that
+explain the method (overview, deconstruction, linear program) measure nothing and are
+not here.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field, replace
+from functools import partial
+from types import MappingProxyType
+from typing import Any, Literal
+
+from ompq.costs import FLOAT_BITS
+from ompq.scores import Hessian, Orm, OrmSettings, Random
+
+ANY = "32bits"  # a budget that one width for all layers always meets
+HALFWAY = "halfway"  # between the fewest and the most bits: HAWQ-V3's medium size
+Measure = Literal[
+    "network", "plan", "orthogonality", "layer", "matrix", "time", "published"
+]
+Drawing = Literal["", "accuracy", "beta", "bits", "cost", "layer", "matrix", "scatter"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of a table, or one point of a figure.
+
+    Attributes:
+        method: As the paper names it.
+        published: Top-1 in the paper.
+        budget: What ``ompq plan --budget`` takes, or ``halfway``.
+        protocol: Of planning, quantizing and reconstructing.
+        plan: Fields of ``PlanConfig`` that differ from the protocol's.
+        train: The training recipe; without one, the network is reconstructed.
+        measure: What the row measures.
+        at: Where on a figure's axis: beta, bits, number of samples or images.
+        quantize: Fields of ``QuantizeConfig`` that differ from the protocol's.
+        reconstruct: Whether rounding is learned, where nothing is trained.
+        distilled: Whether the samples are distilled from the network.
+        search: ``reinforce`` (HAQ) or ``channels`` (OneBitwidth) in place of a plan.
+        note: What to know about the row.
+    """
+
+    name: str
+    method: str
+    published: float | None = None
+    budget: str = ANY
+    _: KW_ONLY
+    protocol: str = "paper-ptq"
+    plan: Mapping[str, Any] = field(default_factory=dict)
+    train: str | None = None
+    measure: Measure = "network"
+    at: float | str | None = None
+    quantize: Mapping[str, Any] = field(default_factory=dict)
+    reconstruct: bool = True
+    distilled: bool = False
+    search: Literal["", "reinforce", "channels"] = ""
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """A table or a figure of the paper."""
+
+    name: str
+    title: str
+    network: str
+    float_mib: float  # the float network's size
+    rows: Sequence[Row]
+    float_top1: float | None = None  # as published
+    drawing: Drawing = ""
+
+
+_PAPER = {"accounting": "paper"}
+_FLOAT_ENDS = {"@first": FLOAT_BITS, "@last": FLOAT_BITS}
+# The authors keep the image float, and the stem's output at 8 bits.
+_STEM = {"@first": (None, FLOAT_BITS), "layer1.0.conv1": (None, 8)}
+_FOUR = {"activation_choices": (4,), "pinned": _STEM}
+_MINMAX = {"weight_range": "minmax", "activation_range": "minmax"}
+
+
+def _same(weight: int, activation: int, **more: Any) -> dict[str, Any]:
+    """Return the settings of one width for all layers."""
+    return {"choices": ((weight, activation),), "score": "smallest_first", **more}
+
+
+def _sized(
+    name: str, method: str, size: float, published: float | None = None, **more: Any
+) -> Row:
+    """Return a row whose name and budget tell its size in MiB."""
+    bits = "-a4" if "activation_choices" in more.get("plan", ()) else ""
+    return Row(f"{name}-{size:g}{bits}", method, published, f"{size}MiB", **more)
+
+
+_ompq = partial(_sized, "ompq", "OMPQ")
+_brecq = partial(_sized, "brecq", "BRECQ", protocol="brecq")  # its own search, too
+
+
+def _fracbits(size: float, top1: float) -> Row:
+    """Return FracBits, which searches while it trains."""
+    row = _sized("fracbits", "FracBits-PACT", size, top1, protocol="ours", plan=_PAPER)
+    return replace(row, train="fracbits-pact")
+
+
+def _ours(size: float, **plan: Any) -> Row:
+    """Return what this library does by default, at the same size."""
+    settings = {"choices": (2, 3, 4), **_PAPER, **plan}
+    return _sized("ours", "ompq (ours)", size, protocol="ours", plan=settings)
+
+
+def _trained(method: str, top1: float, budget: str = ANY, **more: Any) -> Row:
+    """Return a rival that is trained by a recipe of its name."""
+    name = {"OneBitwidth": "one-bitwidth"}.get(method, method.lower())
+    plan = {**_PAPER, **more.pop("plan")}
+    more = {"protocol": "ours", "train": name, "plan": plan, **more}
+    return Row(name, method, top1, budget, **more)
+
+
+def _as_protocol(
+    method: str, protocol: str, name: str, top1: float, budget: str = ANY, **plan: Any
+) -> Row:
+    """Return a row that is planned and trained as one protocol says."""
+    return Row(name, method, top1, budget, protocol=protocol, plan=plan, train=protocol)
+
+
+_qat = partial(_as_protocol, "OMPQ", "paper-qat")
+_hawq = partial(_as_protocol, "HAWQ-V3", "hawq-v3")
+
+_QAT_18 = (
+    _trained("RVQuant", 70.01, plan=_same(8, 8)),
+    _hawq("hawq-v3-8", 71.56, **_same(8, 8)),
+    _qat("ompq-a8", 72.30, "6.7MiB"),
+    _trained("PACT", 69.80, plan=_same(5, 5, pinned=_FLOAT_ENDS)),
+    _trained("LQ-Nets", 70.00, plan=_same(4, 32, pinned=_FLOAT_ENDS)),
+    _hawq("hawq-v3-mixed", 70.22, HALFWAY),
+    _qat("ompq-a6", 72.08, "6.7MiB", activation_choices=(6,)),
+)
+_CHANNELS = "runs for cifar:resnetN, whose channels can be multiplied"
+_FLOAT_INPUTS = {"activation_choices": (32,)}
+_QAT_50 = (
+    _trained("PACT", 76.70, plan=_same(5, 5, pinned=_FLOAT_ENDS)),
+    _trained("LQ-Nets", 76.40, plan=_same(4, 32, pinned=_FLOAT_ENDS)),
+    _trained("RVQuant", 75.60, plan=_same(5, 5)),
+    _trained(
+        "HAQ", 75.48, "9.62MiB", plan=_FLOAT_INPUTS, train="ours", search="reinforce"
+    ),
+    _trained(
+        "OneBitwidth", 76.70, "12.3MiB", plan={}, search="channels", note=_CHANNELS
+    ),
+    _hawq("hawq-v3-mixed", 75.39, HALFWAY),
+    _qat("ompq-16", 76.20, "16.0MiB", activation_choices=(5,)),
+    _qat("ompq-18.7", 76.28, "18.7MiB", activation_choices=(5,)),
+)
+_ZEROQ = Row(
+    "zeroq",
+    "ZeroQ",
+    21.20,
+    protocol="ours",
+    plan=_same(4, 4),
+    quantize={**_MINMAX, "equalize": False, "restore_moments": False},
+    reconstruct=False,
+    distilled=True,
+)
+_BRECQ_DISTILLED = Row(
+    "brecq-distilled",
+    "BRECQ, distilled",
+    69.32,
+    protocol="brecq",
+    plan=_same(4, 4, method="exact", pinned=_STEM),
+    distilled=True,
+)
+_PTQ_18 = (
+    _fracbits(4.5, 69.10),
+    _ompq(4.5, 68.69, plan=_FOUR),
+    _ompq(4.5, 69.94),
+    _ours(4.5),
+    _ours(4.5, **_FOUR),
+    _ZEROQ,
+    _BRECQ_DISTILLED,
+    _trained("PACT", 69.20, plan=_same(4, 4)),
+    _hawq("hawq-v3-4", 68.45, **_same(4, 4)),
+    _fracbits(5.81, 69.70),
+    _ompq(5.5, 69.38, plan=_FOUR),
+    _ours(5.5, **_FOUR),
+    _brecq(4.0, 68.82),
+    _ompq(4.0, 69.41),
+    _ours(4.0),
+)
+_PTQ_MOBILE = (
+    _brecq(1.3, 68.99),
+    _ompq(1.3, 69.62),
+    _ours(1.3),
+    _fracbits(1.84, 69.90),
+    _brecq(1.5, 70.28),
+    _ompq(1.5, 71.39, note="71.27 in the paper's abstract"),
+    _ours(1.5),
+)
+
+# Tables 1 and 2: ResNet-18 trained, and MobileNetV2 without training.
+_FUNCTIONS = {
+    "exp(-x)": (72.30, 63.51),
+    "-log(x)": (72.26, 63.20),
+    "-x": (72.36, 63.0),
+    "-x^3": (71.71, None),
+    "-exp(x)": (None, None),
+}
+_GRANULARITIES = {
+    "layer": (72.51, 69.37),
+    "block": (72.52, 69.10),
+    "stage": (72.47, 68.86),
+    "net": (72.31, 63.99),
+}
+_TRAINED = {"protocol": "paper-qat", "train": "paper-qat"}
+_ENDS = ("@first", "@last")  # which the paper's training pins
+
+
+def _ablation(
+    name: str, top1: float | None, budget: str, settings: Any, **more: Any
+) -> Row:
+    """Return a row with other settings of ORM."""
+    plan, beta = {"score": Orm(OrmSettings(**settings))}, settings.get("beta")
+    return Row(name, name, top1, budget, plan=plan, at=beta, **more)
+
+
+def _ablated(
+    setting: str, table: Mapping[str, Sequence[float | None]], *budgets: str
+) -> tuple[list[Row], list[Row]]:
+    """Return the rows of one setting: those that are trained, and the others."""
+    trained = [
+        _ablation(one, top1, budgets[0], {setting: one, "exclude": _ENDS}, **_TRAINED)
+        for one, (top1, _) in table.items()
+    ]
+    rest = [
+        _ablation(one, top1, budgets[1], {setting: one})
+        for one, (_, top1) in table.items()
+    ]
+    return trained, rest
+
+
+def _sizes(*sizes: float) -> list[Row]:
+    """Return OMPQ, BRECQ and one width for all at several sizes."""
+    unified = [
+        Row(f"unified-{b}", "unified", protocol="brecq", plan=_same(b, 8))
+        for b in (2, 3, 4)
+    ]
+    mixed = [make(size) for size in sizes for make in (_ompq, _brecq, _ours)]
+    return [*mixed, *unified]
+
+
+_HESSIAN, _ROUNDS = {"score": Hessian()}, "1,024 images and 100 rounds in the paper"
+
+
+def _search(name: str, method: str, note: str = "", **more: Any) -> Row:
+    """Return what choosing the bits costs one method."""
+    return Row(
+        name, method, **{"budget": "4.0MiB", "measure": "plan", "note": note, **more}
+    )
+
+
+_COSTS = (
+    _search(
+        "fracbits",
+        "FracBits",
+        "searches while it trains, 120 epochs",
+        measure="published",
+        budget=ANY,
+        at=1_200_000,
+    ),
+    _search("hawq", "HAWQ", "50 iterations for each layer in the paper", plan=_HESSIAN),
+    _search("brecq", "BRECQ", _ROUNDS, protocol="brecq", at=1024),
+    _search("ompq", "OMPQ", at=64),
+    replace(_ours(4.0), name="ours", measure="plan"),
+)
+_NETWORKS = {
+    "resnet18": ("torchvision:resnet18", "ResNet-18", 44.6),
+    "resnet50": ("torchvision:resnet50", "ResNet-50", 97.8),
+    "mobilenetv2": ("torchvision:mobilenet_v2", "MobileNetV2", 13.4),
+}
+
+
+def _experiment(
+    name: str, title: str, rows: Sequence[Row], *top1_and_drawing: Any
+) -> Experiment:
+    network, shown, size = _NETWORKS[name.rpartition("-")[2]]
+    title = f"{title}, {shown}"
+    return Experiment(name, title, network, size, tuple(rows), *top1_and_drawing)
+
+
+def _figures(network: str, size: float) -> list[tuple[Any, ...]]:
+    """Return the figures that the paper has of a network, for bits of a size."""
+    random = [
+        Row(
+            f"random-{seed}",
+            "random bits",
+            budget=f"{size * factor:.3g}MiB",
+            plan={"score": Random(seed), "method": "exact"},
+            measure="orthogonality",
+            at=seed,
+        )
+        for seed, factor in enumerate((1.0, 1.05, 1.1, 1.15, 1.2, 1.25, 1.3, 1.35))
+    ]
+    layers = [Row(f"{b}-bits", "layers", measure="layer", at=b) for b in range(2, 9)]
+    bits = [replace(_ompq(size), measure="plan")]
+    drawn = (
+        ("orm-accuracy", "Orthogonality and accuracy", random, None, "scatter"),
+        (
+            "orthogonality-bits",
+            "Orthogonality and bits of layers",
+            layers,
+            None,
+            "layer",
+        ),
+        ("bits", f"Bits at {size:g} MiB", bits, None, "bits"),
+    )
+    return [(f"figure-{name}-{network}", *rest) for name, *rest in drawn]
+
+
+_MATRICES = [
+    Row(f"{count}-samples", "ORM", measure="matrix", at=count)
+    for count in (8, 16, 32, 64)
+]
+_SHAPES = [
+    Row(shape, "two random matrices", measure="time", at=shape)
+    for shape in ("10000x100", "100x10000")
+]
+_BETAS = [
+    _ablation(f"beta-{beta:g}", None, "0.9MiB", {"beta": beta})
+    for beta in (0.01, 0.1, 1.0, 10.0, 100.0)
+]
+_TRAINED_FUNCTIONS, _OTHER_FUNCTIONS = _ablated(
+    "decreasing", _FUNCTIONS, "6.7MiB", "0.9MiB"
+)
+_TRAINED_LEVELS, _OTHER_LEVELS = _ablated(
+    "granularity", _GRANULARITIES, "5bits", "3bits"
+)
+_PTQ, _THREE = "Post-training quantization", "OMPQ, BRECQ and one width"
+_FALLING, _CHOOSING = "Decreasing functions", "What choosing the bits costs"
+_BY_SAMPLES = "ORM by number of samples"
+_TIMES = "ORM by Gram matrices and by features, in seconds"
+_SMALL, _LARGE = _sizes(0.9, 1.1, 1.3, 1.5), _sizes(3.5, 4.0, 4.5)
+# Name, title, rows, published top-1 of the float network, drawing.
+_ALL: tuple[tuple[Any, ...], ...] = (
+    ("table-functions-resnet18", f"{_FALLING}, training", _TRAINED_FUNCTIONS, 73.09),
+    ("table-functions-mobilenetv2", _FALLING, _OTHER_FUNCTIONS, 72.49),
+    ("table-granularity-resnet18", "Granularity, training", _TRAINED_LEVELS, 73.09),
+    ("table-granularity-mobilenetv2", "Granularity", _OTHER_LEVELS, 72.49),
+    ("table-qat-resnet18", "Training", _QAT_18, 73.09),
+    ("table-qat-resnet50", "Training", _QAT_50, 77.72),
+    ("table-ptq-resnet18", _PTQ, _PTQ_18, 71.08, "accuracy"),
+    ("table-ptq-mobilenetv2", _PTQ, _PTQ_MOBILE, 72.49, "accuracy"),
+    ("table-calculation-time-resnet18", _TIMES, _SHAPES),
+    ("figure-search-cost-resnet18", _CHOOSING, _COSTS, None, "cost"),
+    ("figure-ompq-brecq-resnet18", _THREE, _LARGE, 71.08, "accuracy"),
+    ("figure-ompq-brecq-mobilenetv2", _THREE, _SMALL, 72.49, "accuracy"),
+    ("figure-beta-mobilenetv2", "Beta at 0.9 MiB", _BETAS, 72.49, "beta"),
+    *_figures("resnet18", 3.5),
+    *_figures("mobilenetv2", 0.9),
+    *(
+        (f"figure-orm-matrices-{name}", _BY_SAMPLES, _MATRICES, None, "matrix")
+        for name in _NETWORKS
+    ),
+)
+EXPERIMENTS: Mapping[str, Experiment] = MappingProxyType(
+    {name: _experiment(name, *more) for name, *more in _ALL}
+)

@@ -1,0 +1,609 @@
+"""reproduce(): run a table or a figure of the paper, row by row, and write it down."""
+
+import hashlib
+import json
+import re
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+from shutil import rmtree
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ompq.allocation import Budget, halfway
+from ompq.attention import with_layers
+from ompq.datasets.distilled_data import distilled_samples
+from ompq.datasets.sources import Data
+from ompq.datasets.training_sets import training_data
+from ompq.errors import (
+    CheckpointError,
+    InfeasibleBudgetError,
+    ModelError,
+    OmpqError,
+    PatternError,
+    shortened,
+)
+from ompq.experiments import ANY, HALFWAY, Experiment, Row
+from ompq.files import json_object, library_version, read_json, write_text
+from ompq.graph import select, trace
+from ompq.measurement.reconstruction_score import BlockLoss
+from ompq.measurement.rivals import ReinforceConfig, one_bitwidth, reinforce
+from ompq.models import NamedModel
+from ompq.models.networks import CifarResNet
+from ompq.orthogonality import gram_matrix
+from ompq.planner import PLAN_PROTOCOLS, PlanConfig
+from ompq.plans import Plan
+from ompq.quantization import QUANTIZE_PROTOCOLS, QuantizeConfig
+from ompq.ranges import search_weight
+from ompq.recording import copied
+from ompq.report.figures import (
+    draw_bars,
+    draw_heat,
+    legend_above,
+    logarithmic,
+    plain_axes,
+    save_figure,
+    styled_figure,
+)
+from ompq.samples import Samples, model_device
+from ompq.scores import measure_orm
+from ompq.stages import Stages
+from ompq.training import train
+from ompq.training.config import TRAIN_PROTOCOLS
+from ompq.workflow import Workflow, learning_config, paper_samples
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Results = Mapping[str, Any]
+_MARKS = "os^Dv"  # of the methods in a figure
+_LAYERS = 4  # whose orthogonality is shown by their bits
+
+
+@dataclass(frozen=True, eq=False)
+class Bench:
+    """What the rows of an experiment share.
+
+    ``quick`` scales everything down, so that each path ends in minutes on two cores;
+    its numbers mean nothing.
+    """
+
+    experiment: Experiment
+    model: NamedModel
+    data: Data  # labelled images to train with; also the source of the samples
+    samples: Samples  # unlabelled images to plan, calibrate and reconstruct with
+    judged: Iterable[Any]  # labelled batches that accuracy is measured on
+    folder: Path  # where stopped rows are continued from
+    quick: bool = False
+    seed: int = 0
+    stages: Stages = field(default_factory=Stages)
+
+    @property
+    def own_network(self) -> bool:
+        """Whether the network is the one that the paper measured."""
+        return self.model.name == self.experiment.network
+
+    @property
+    def plan_samples(self) -> int:
+        """How many samples plans are made from: the paper's number."""
+        return 8 if self.quick else paper_samples(self.experiment.network)
+
+    def work(self, samples: Samples | None = None) -> Workflow:
+        """Return the stages of the work, with other samples if they are given."""
+        given = self.samples if samples is None else samples
+        return Workflow(self.model.module, given, self.stages)
+
+    def budget(self, text: str) -> str:
+        """Return a budget that means to this network what it means to the paper's."""
+        if self.own_network or not text.endswith("MiB"):
+            return text
+        size = float(text.removesuffix("MiB"))
+        return f"{100 * size / self.experiment.float_mib:.4g}%"
+
+
+def reproduce(
+    bench: Bench,
+    folder: Path,
+    *,
+    rows: str = "*",
+    told: Callable[[Row, Mapping[str, Any]], None] = lambda _row, _found: None,
+) -> list[Path]:
+    """Run the rows of an experiment and write JSON, a Markdown table and the figure.
+
+    Each row is written when it is there, and read again the next time: a stopped run
+    continues with the next row. A row that cannot be, such as samples distilled from a
+    network whose batch norms were folded, says why, and is tried again the next time.
+
+    Args:
+        rows: A pattern of the rows that are run; the others appear if they are there.
+        told: Called with each row that was measured.
+
+    Raises:
+        CheckpointError: The folder holds rows of another network, data or settings.
+        ValueError: No row matches.
+    """
+    experiment = bench.experiment
+    wanted = [row for row in experiment.rows if fnmatchcase(row.name, rows)]
+    if not wanted:
+        names = shortened([row.name for row in experiment.rows])
+        raise ValueError(
+            f"no row of {experiment.name} matches {rows!r}; it has {names}"
+        )
+    about = _about(bench)
+    bench.folder.mkdir(parents=True, exist_ok=True)
+    results: dict[str, Any] = {}
+    for row in experiment.rows:
+        name = re.sub(r"[^\w.()-]", "_", row.name)
+        path = bench.folder / f"{name}.json"
+        found = _read(path, row, about)
+        if found is None and row in wanted:
+            try:
+                found = measured(row, bench)
+                data = {**about, "row": _identity(row), "result": found}
+                _write(path, data)
+            except OmpqError as error:  # this network or data does not allow it
+                found = {"skipped": str(error), "seconds": 0.0}
+        if found is not None:
+            results[row.name] = found
+            told(row, found)
+    target, table = (folder / f"{experiment.name}.{end}" for end in ("json", "md"))
+    _write(target, {**about, "rows": results})
+    write_text(table, markdown(experiment, results, about))
+    return [target, table, *draw(experiment, results, folder)]
+
+
+def _write(path: Path, data: Mapping[str, Any]) -> None:
+    write_text(path, json.dumps(data, indent=1) + "\n")
+
+
+def _about(bench: Bench) -> dict[str, Any]:
+    return {
+        "experiment": bench.experiment.name,
+        "network": bench.model.name,
+        "weights": bench.model.weights,
+        "data": bench.data.name,
+        "samples": len(bench.samples),
+        "seed": bench.seed,
+        "quick": bench.quick,
+        "device": model_device(bench.model.module).type,
+        "ompq": library_version(),
+    }
+
+
+def _identity(row: Row) -> str:
+    """Return a digest of a row's settings: a row that has changed is run again."""
+    return hashlib.sha256(repr(row).encode()).hexdigest()[:16]
+
+
+def _read(path: Path, row: Row, about: Mapping[str, Any]) -> Any:
+    """Return what is known of a row; None if nothing is."""
+    if not path.exists():
+        return None
+    data = json_object(read_json(path), str(path))
+    differing = [name for name, value in about.items() if data.get(name) != value]
+    if differing:
+        raise CheckpointError(
+            f"{path} was measured with another {', '.join(differing)}; name another "
+            "folder, or remove it"
+        )
+    return data["result"] if data.get("row") == _identity(row) else None
+
+
+def measured(row: Row, bench: Bench) -> dict[str, Any]:
+    """Measure a row; returns plain data."""
+    start = time.perf_counter()
+    found = _MEASURES[row.measure](row, bench)
+    return {**found, "seconds": time.perf_counter() - start}
+
+
+def _network(row: Row, bench: Bench) -> dict[str, Any]:
+    """Plan, quantize, then reconstruct or train, and evaluate."""
+    if row.search == "channels":
+        return _channels(row, bench)
+    samples = _samples(row, bench)
+    work = bench.work(samples)
+    plan = planned(row, bench, samples)
+    base = QUANTIZE_PROTOCOLS.get(row.protocol, QuantizeConfig())
+    network = work.quantize(plan, replace(base, **row.quantize))
+    if row.train is not None:
+        network = _trained(row, network, bench, bench.model.module)
+    elif row.reconstruct:
+        iterations = 4 if bench.quick else None
+        name, seed = bench.model.name, bench.seed
+        config = learning_config(row.protocol, name, iterations=iterations, seed=seed)
+        checkpoint = bench.folder / f"{row.name}.safetensors"
+        network = work.reconstruct(network, config, checkpoint=checkpoint)
+        checkpoint.unlink(missing_ok=True)
+    return {**_finalized(work, network, bench), **_sizes(plan)}
+
+
+def _samples(row: Row, bench: Bench) -> Samples:
+    if not row.distilled:
+        return bench.samples
+    with bench.stages.stage("distilling samples") as progress:
+        made = distilled_samples(
+            bench.model.module,
+            bench.model.input_shape,
+            len(bench.samples),
+            steps=4 if bench.quick else 500,
+            seed=bench.seed,
+            progress=progress,
+        )
+    return Samples.of(made)
+
+
+def planned(row: Row, bench: Bench, samples: Samples | None = None) -> Plan:
+    """Return the plan of a row.
+
+    Another network than the paper's may not reach the same share of its float size;
+    there the budget is halfway between what it can reach.
+    """
+    work, config = bench.work(samples), _plan_config(row, bench)
+    budget = bench.budget(ANY if row.budget == HALFWAY else row.budget)
+    try:
+        found = work.plan(budget, config, count=bench.plan_samples)
+    except InfeasibleBudgetError:
+        if bench.own_network:
+            raise
+        found = _halfway(work.plan(ANY, config, count=bench.plan_samples))
+    if row.budget == HALFWAY:
+        found = _halfway(found)
+    if row.search == "reinforce":
+        learning = ReinforceConfig(seed=bench.seed)
+        if bench.quick:
+            learning = replace(learning, episodes=2, warmup=1)
+        with bench.stages.stage("searching") as progress:
+            found = reinforce(
+                found, bench.model.module, work.samples, learning, progress=progress
+            )
+    return found
+
+
+def _halfway(plan: Plan) -> Plan:
+    return plan.with_budget(Budget(size_mib=halfway(plan.problem, "bytes") / 2**20))
+
+
+def _plan_config(row: Row, bench: Bench) -> PlanConfig:
+    config = replace(PLAN_PROTOCOLS.get(row.protocol, PlanConfig()), **row.plan)
+    names = trace(bench.model.module, bench.samples[:1]).names
+    # A name of the paper's network may be missing from another one.
+    pins = {p: bits for p, bits in config.pinned.items() if _matches(names, p)}
+    score = config.score
+    if bench.quick and score == "block_loss":
+        score = BlockLoss(iterations=1, samples=4)
+    return replace(config, pinned=pins, score=score)
+
+
+def _matches(names: tuple[str, ...], pattern: str) -> bool:
+    try:
+        return bool(select(names, pattern))
+    except PatternError:
+        return False
+
+
+def _trained(
+    row: Row, network: nn.Module, bench: Bench, teacher: nn.Module
+) -> nn.Module:
+    config = replace(TRAIN_PROTOCOLS[str(row.train)], seed=bench.seed)
+    batches: Any
+    if bench.quick:
+        epochs = 2 if config.widths == "learned" else 1
+        config = replace(config, epochs=epochs, freeze_norm_epoch=0)
+        batches = list(bench.data.batches(batch_size=8, limit=16))
+    else:
+        batches = training_data(bench.data, device=model_device(teacher))
+    kept = bench.folder / f"{row.name}-training"  # where a stopped row continues
+    with bench.stages.stage("training") as progress:
+        made = train(
+            network,
+            batches,
+            config,
+            teacher=teacher,
+            checkpoint=kept,
+            progress=progress,
+        )
+    rmtree(kept, ignore_errors=True)
+    return made
+
+
+def _channels(row: Row, bench: Bench) -> dict[str, Any]:
+    """Widen a CIFAR ResNet in place of choosing bits, and train it from scratch."""
+    family, _, name = bench.model.name.partition(":resnet")
+    if family != "cifar" or not name.isdigit() or name == "18":
+        raise ModelError(row.note)
+    config = replace(_plan_config(row, bench), pinned={})
+    made = one_bitwidth(
+        lambda width: CifarResNet(int(name), width=width),
+        bench.samples[: bench.plan_samples],
+        bench.budget(row.budget),
+        config=config,
+        seed=bench.seed,
+    )
+    work = replace(bench.work(), model=made.model)
+    network = _trained(row, work.quantize(made.plan), bench, made.model)
+    return {**_finalized(bench.work(), network, bench), **_sizes(made.plan)}
+
+
+def _finalized(work: Workflow, network: nn.Module, bench: Bench) -> dict[str, Any]:
+    final, arithmetic = work.finalize(network)
+    return {**_evaluated(work, final, bench), "arithmetic": arithmetic}
+
+
+def _evaluated(work: Workflow, network: nn.Module, bench: Bench) -> dict[str, Any]:
+    found = work.evaluate(network, bench.judged).to_json()
+    names = ("top1", "drop", "drop_error", "divergence", "agreement", "count")
+    return {name: found[name] for name in names}
+
+
+def _sizes(plan: Plan) -> dict[str, Any]:
+    totals = plan.totals
+    return {
+        "mib": totals["bytes"] / 2**20,
+        "bit_ops": totals["bit_ops"],
+        "average_bits": totals["average_bits"],
+        "bits": {n: str(choice) for n, choice in plan.allocation.items()},
+        "kinds": {unit.name: unit.kind for unit in plan.graph.units},
+    }
+
+
+def _plan(row: Row, bench: Bench) -> dict[str, Any]:
+    plan = planned(row, bench)
+    return {**_sizes(plan), "images": min(bench.plan_samples, len(bench.samples))}
+
+
+def _orthogonality(row: Row, bench: Bench) -> dict[str, Any]:
+    """Round to random bits, and compare orthogonality with accuracy."""
+    plan = planned(row, bench)
+    bits = {n: choice.weight for n, choice in plan.allocation.items()}
+    rounded = _rounded(bench, bits)
+    few = bench.samples[: bench.plan_samples]
+    matrix = measure_orm(plan.graph, rounded, few).matrix
+    found = _evaluated(bench.work(), rounded, bench)
+    # ORM is 1 where functions depend on each other: what is missing is orthogonality.
+    return {**found, **_sizes(plan), "orthogonality": float((1 - matrix).sum())}
+
+
+def _layer(row: Row, bench: Bench) -> dict[str, Any]:
+    """Round one layer after another, and tell its orthogonality to all others."""
+    few = bench.samples[: bench.plan_samples]
+    graph = trace(bench.model.module, few)
+    step = max(1, len(graph) // _LAYERS)
+    found = {}
+    for unit in graph.units[step // 2 :: step][:_LAYERS]:
+        rounded = _rounded(bench, {unit.name: int(row.at or 0)})
+        result = measure_orm(graph, rounded, few)
+        others = max(len(result.labels) - 1, 1)
+        gamma = float(result.gamma[graph.names.index(unit.name)])
+        found[unit.name] = 1 - gamma / others
+    return {"layers": found}
+
+
+def _rounded(bench: Bench, bits: Mapping[str, int]) -> nn.Module:
+    """Return a copy of the network with some weights rounded, all else as it was."""
+    network = with_layers(copied(bench.model.module), bench.samples)
+    graph = trace(network, bench.samples[:1])
+    with torch.no_grad():
+        for name, width in bits.items():
+            weight = network.get_parameter(graph[name].parameter)
+            if width <= 8:
+                weight.copy_(search_weight(weight, width).fake(weight))
+    return network
+
+
+def _matrix(row: Row, bench: Bench) -> dict[str, Any]:
+    count = min(int(row.at or 0), len(bench.samples))
+    few = bench.samples[:count]
+    found = measure_orm(trace(bench.model.module, few), bench.model.module, few)
+    matrix, labels = found.matrix.tolist(), list(found.labels)
+    return {"samples": count, "matrix": matrix, "labels": labels}
+
+
+def _time(row: Row, bench: Bench) -> dict[str, Any]:
+    """Time both ways of ||Z^T Y||^2 for two random matrices of N × p."""
+    count, width = (
+        int(n) // (20 if bench.quick else 1) for n in str(row.at).split("x")
+    )
+    generator = torch.Generator().manual_seed(bench.seed)
+    y, z = torch.randn(2, count, width, generator=generator).to(
+        model_device(bench.model.module)
+    )
+
+    def timed(function: Callable[[], Tensor]) -> tuple[float, float]:
+        start = time.perf_counter()
+        value = float(function())
+        return value, time.perf_counter() - start
+
+    gram, inner = timed(lambda: (gram_matrix(y) * gram_matrix(z)).sum())
+    norm, features = timed(lambda: (z.double().T @ y.double()).square().sum())
+    assert np.isclose(gram, norm)
+    return {"inner_product": inner, "norm": features, "ratio": inner / features}
+
+
+_MEASURES: dict[str, Callable[[Row, Bench], dict[str, Any]]] = {
+    "network": _network,
+    "plan": _plan,
+    "orthogonality": _orthogonality,
+    "layer": _layer,
+    "matrix": _matrix,
+    "time": _time,
+    "published": lambda row, _bench: {"images": row.at},
+}
+
+
+def markdown(
+    experiment: Experiment, results: Mapping[str, Any], about: Mapping[str, Any]
+) -> str:
+    """Return the results beside the paper's numbers, as a Markdown table."""
+    told = ", ".join(f"{name} {value}" for name, value in about.items())
+    lines = [f"# {experiment.title}", "", told, ""]
+    if about["quick"]:
+        lines += ["**Quick: scaled down to try it. The numbers mean nothing.**", ""]
+    columns = [name for name in _COLUMNS if any(name in r for r in results.values())]
+    header = ["row", "method", "top-1, paper", "drop, paper"]
+    lines += _row([*header, *(_COLUMNS[name][0] for name in columns), "remarks"])
+    lines += _row(["---"] * (len(header) + len(columns) + 1))
+    for row in experiment.rows:
+        found = results.get(row.name, {})
+        cells = [
+            _COLUMNS[name][1](found[name]) if found.get(name) is not None else "-"
+            for name in columns
+        ]
+        remarks = "; ".join(t for t in (row.note, found.get("skipped")) if t)
+        lines += _row([row.name, row.method, *_paper(experiment, row), *cells, remarks])
+    return "\n".join([*lines, ""])
+
+
+def _paper(experiment: Experiment, row: Row) -> list[str]:
+    if row.published is None:
+        return ["-", "-"]
+    top1 = experiment.float_top1
+    drop = "-" if top1 is None else f"{top1 - row.published:.2f}"
+    return [f"{row.published:.2f}", drop]
+
+
+def _row(cells: Sequence[str]) -> list[str]:
+    return [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"]
+
+
+def _percent(value: float) -> str:
+    return f"{100 * value:.2f}"
+
+
+# Field of a result → its heading, and how it is shown.
+_COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
+    "top1": ("top-1", _percent),
+    "drop": ("drop", _percent),
+    "drop_error": ("± of the drop", _percent),
+    "divergence": ("divergence", lambda v: f"{v:.4f}"),
+    "orthogonality": ("orthogonality", lambda v: f"{v:.4g}"),
+    "mib": ("size, MiB", lambda v: f"{v:.2f}"),
+    "bit_ops": ("GBOPs", lambda v: f"{v / 1e9:.3g}"),
+    "images": ("images", lambda v: f"{v:,}"),
+    "inner_product": ("by Gram matrices, s", lambda v: f"{v:.3g}"),
+    "norm": ("by features, s", lambda v: f"{v:.3g}"),
+    "seconds": ("seconds", lambda v: f"{v:.1f}"),
+}
+
+
+def draw(experiment: Experiment, results: Results, folder: Path) -> list[Path]:
+    """Write the figure of an experiment, if it has one and there is something to show.
+
+    Raises:
+        MissingExtraError: matplotlib is not installed.
+    """
+    measured = [row for row in experiment.rows if row.name in results]
+    rows = [row for row in measured if "skipped" not in results[row.name]]
+    if not experiment.drawing or not rows:
+        return []
+    with styled_figure() as figure:
+        _DRAWINGS[experiment.drawing](figure, rows, results)
+        return save_figure(figure, folder / experiment.name, (".svg", ".pdf", ".png"))
+
+
+def _accuracy(figure: "Figure", rows: list[Row], results: Results) -> None:
+    """Draw accuracy against size, a line for each method; the paper's are hollow."""
+    axes = plain_axes(figure, "size, MiB", "top-1, %")
+    sizes = {row.name: results[row.name]["mib"] for row in rows}
+    for number, method in enumerate(dict.fromkeys(row.method for row in rows)):
+        own = sorted(
+            (row for row in rows if row.method == method), key=lambda r: sizes[r.name]
+        )
+        colour, mark = f"C{number}", _MARKS[number % len(_MARKS)]
+        _top1_line(
+            axes,
+            [sizes[row.name] for row in own],
+            [results[row.name] for row in own],
+            color=colour,
+            marker=mark,
+            label=method,
+        )
+        paper = [(sizes[row.name], row.published) for row in own if row.published]
+        if paper:
+            axes.plot(*zip(*paper, strict=True), mark, color=colour, mfc="none", ms=6)
+    legend_above(figure)
+
+
+def _top1_line(
+    axes: Any, across: Sequence[Any], found: Sequence[Results], **style: Any
+) -> None:
+    """Draw top-1 with the standard error of its drop."""
+    top1, error = ([100 * one[k] for one in found] for k in ("top1", "drop_error"))
+    axes.errorbar(across, top1, error, ms=4, lw=1, capsize=2, **style)
+
+
+def _beta(figure: "Figure", rows: list[Row], results: Results) -> None:
+    axes = plain_axes(figure, "β", "top-1, %")
+    found = [results[row.name] for row in rows]
+    _top1_line(axes, [row.at for row in rows], found, marker="o")
+    logarithmic(axes)
+
+
+def _scatter(figure: "Figure", rows: list[Row], results: Results) -> None:
+    axes = plain_axes(figure, "orthogonality, sum of 1 − ORM", "top-1, %")
+    found = [results[row.name] for row in rows]
+    points = np.array([(one["orthogonality"], 100 * one["top1"]) for one in found])
+    axes.plot(*points.T, "o", ms=4)
+    if len(points) > 2 and np.ptp(points, axis=0).all():
+        correlation = np.corrcoef(points.T)[0, 1]
+        axes.set_title(f"correlation {correlation:.2f}", fontsize=9)
+
+
+def _layers(figure: "Figure", rows: list[Row], results: Results) -> None:
+    axes = plain_axes(figure, "bits", "orthogonality, mean of 1 − ORM")
+    bits = [row.at for row in rows]
+    for number, name in enumerate(results[rows[0].name]["layers"]):
+        values = [results[row.name]["layers"][name] for row in rows]
+        mark = _MARKS[number % len(_MARKS)]
+        axes.plot(bits, values, marker=mark, ms=4, lw=1, label=name)
+    legend_above(figure)
+
+
+def _matrices(figure: "Figure", rows: list[Row], results: Results) -> None:
+    found = [results[row.name] for row in rows]
+    titles = [f"N = {one['samples']}" for one in found]
+    matrices = [np.array(one["matrix"]) for one in found]
+    draw_heat(figure, matrices, found[0]["labels"], titles)
+
+
+def _bits(figure: "Figure", rows: list[Row], results: Results) -> None:
+    found = results[rows[0].name]
+    bits = [int(text[1:].split("A")[0]) for text in found["bits"].values()]
+    names = list(found["bits"])
+    draw_bars(figure, names, bits, [found["kinds"][name] for name in names])
+
+
+def _cost(figure: "Figure", rows: list[Row], results: Results) -> None:
+    """Draw images and seconds that each method takes to choose the bits."""
+    figure.set_size_inches(6.4, 2.6)
+    paper = [float(row.at or np.nan) for row in rows]
+    images, seconds = (
+        [results[r.name][k] if r.measure == "plan" else np.nan for r in rows]
+        for k in ("images", "seconds")
+    )
+    axes = figure.subplots(1, 2, sharey=True)
+    places = np.arange(len(rows))
+    axes[0].barh(places - 0.2, paper, 0.38, color="#b8c4d2", label="the paper's")
+    axes[0].barh(places + 0.2, images, 0.38, label="here")
+    axes[1].barh(places, seconds, 0.5)
+    for one, title in zip(axes, ("images", "seconds to choose bits"), strict=True):
+        logarithmic(one)
+        one.set_xlabel(title)
+    axes[0].set_yticks(places, [row.method for row in rows])
+    axes[0].invert_yaxis()
+    legend_above(figure)
+
+
+_DRAWINGS: dict[str, Callable[["Figure", list[Row], Results], None]] = {
+    "accuracy": _accuracy,
+    "beta": _beta,
+    "bits": _bits,
+    "cost": _cost,
+    "layer": _layers,
+    "matrix": _matrices,
+    "scatter": _scatter,
+}
