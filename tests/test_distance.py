@@ -21,7 +21,7 @@ ARITHMETIC = [
     ("plan", "allocation/search", "_search"),
     ("quantize", "ranges", "_search"),
     ("reconstruct", "reconstruction/rounding", "_SoftWeights.forward"),
-    ("export_onnx", "onnx/model", "OnnxGraph._node"),
+    ("export_onnx", "onnx/export", "OnnxGraph._node"),
     ("train", "quantizers", "rounded_to"),
 ]
 

@@ -21,7 +21,7 @@ from ompq.quantization.equalization import (
 )
 from ompq.recording import record
 from ompq.samples import Samples, attached
-from ompq.training.norms import fold_norms, keep_norms
+from ompq.training.methods import fold_norms, keep_norms
 
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 

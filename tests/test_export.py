@@ -16,8 +16,7 @@ from ompq.integer.lowering import lower
 from ompq.layers import quantized_layers
 from ompq.models import load_model
 from ompq.models.networks import CifarResNet, DemoNetwork, demo_data, demo_network
-from ompq.onnx.export import export_onnx
-from ompq.onnx.model import OnnxGraph
+from ompq.onnx.export import OnnxGraph, export_onnx
 from ompq.recording import tensors_in
 from quantized import quantized
 from test_integer import Fire, Shared, Vgg
@@ -165,7 +164,7 @@ def test_wrong_file_is_not_left_behind(tmp_path, monkeypatch):
             return codes
         return self._node("Clip", [codes, "zero/000", "zero/000"], f"{step.name}/clip")
 
-    monkeypatch.setattr("ompq.onnx.model.OnnxGraph._clipped", wrong)
+    monkeypatch.setattr("ompq.onnx.export.OnnxGraph._clipped", wrong)
     with pytest.raises(
         ExportError,
         match="disagrees with the simulated network: top-1 .* At least 99.5%.*Nothing",
@@ -196,7 +195,7 @@ def test_file_whose_codes_are_wrong_is_refused_though_top_1_agrees(
         return self._node("Clip", [codes, "zero/000", "zero/000"], f"{step.name}/clip")
 
     original = OnnxGraph._clipped
-    monkeypatch.setattr("ompq.onnx.model.OnnxGraph._clipped", wrong)
+    monkeypatch.setattr("ompq.onnx.export.OnnxGraph._clipped", wrong)
     with pytest.raises(ExportError, match="top-1 equal on 100.00% of 8 images, logits"):
         export_onnx(network, tmp_path / "net.onnx", images(8))
     assert list(tmp_path.iterdir()) == []

@@ -12,8 +12,13 @@ from nets import TinyMobileNet, TinyResNet, scenes, seeded
 from ompq.errors import TrainingError
 from ompq.layers import ActivationQuantizer, activation_quantizers, quantized_layers
 from ompq.quantizers import Grid
-from ompq.training.methods import ActivationRanges, WeightRanges
-from ompq.training.norms import fold_norms, keep_norms, restore_float_weights
+from ompq.training.methods import (
+    ActivationRanges,
+    WeightRanges,
+    fold_norms,
+    keep_norms,
+    restore_float_weights,
+)
 from quantized import quantized
 from training_script import QUICK, equal, hawq, state
 

@@ -25,8 +25,7 @@ from ompq.integer.finalization import finalize
 from ompq.layers import quantized_layers
 from ompq.models.networks import DemoNetwork
 from ompq.packing import inspect_file, load, save
-from ompq.packing.bitstream import unpack_bits
-from ompq.packing.format import read_contents
+from ompq.packing.format import read_contents, unpack_bits
 from ompq.planner import PlanConfig, plan as make_plan
 from ompq.plans import Plan
 from ompq.quantization import (

@@ -1,11 +1,17 @@
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 from torchvision import models
 
-from nets import Chain, TinyMobileNet, TinyResNet, images, seeded
+import ompq
+from nets import Chain, TinyMobileNet, TinyResNet, images, seeded, values
 from ompq.graph import Choice, trace
-from ompq.quantization.sites import find_sites
+from ompq.layers import ActivationQuantizer, LogQuantizer, activation_quantizers
+from ompq.quantization import quantization_of
+from ompq.quantization.sites import find_sites, rounded_product
+from ompq.quantizers import Grid, on_log_grid
+from ompq.ranges import activation_grid, log_grid, observe_range
 from ompq.recording import record
 
 
@@ -90,3 +96,290 @@ def test_tensor_between_functions_is_listed():
     assert [entry.name for entry in lost] == ["(network).sigmoid()"]
     assert lost[0].reason.endswith("it stays float")
     assert [p.before for p in sites] == [("",)]
+
+
+class Attention(nn.Module):
+    """Self-attention of two heads, fused or step by step."""
+
+    def __init__(self, fused):
+        super().__init__()
+        self.fused = fused
+        self.qkv = nn.Linear(8, 24)
+        self.proj = nn.Linear(8, 8)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).reshape(len(x), -1, 3, 2, 4).permute(2, 0, 3, 1, 4)
+        if self.fused:
+            y = F.scaled_dot_product_attention(q, k, v)
+        else:
+            y = (0.5 * q @ k.transpose(-2, -1)).softmax(-1) @ v
+        return self.proj(y.transpose(1, 2).flatten(2))
+
+
+class Block(nn.Module):
+    def __init__(self, fused):
+        super().__init__()
+        self.norm1, self.attn = nn.LayerNorm(8), Attention(fused)
+        self.norm2 = nn.LayerNorm(8)
+        self.mlp = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+
+    def forward(self, x):
+        x = x + self.attn(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+
+class Transformer(nn.Module):
+    def __init__(self, fused=True):
+        super().__init__()
+        self.embed = nn.Linear(5, 8)
+        self.blocks = nn.Sequential(Block(fused), Block(fused))
+        self.norm, self.head = nn.LayerNorm(8), nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.head(self.norm(self.blocks(self.embed(x))).mean(1))
+
+
+def tokens(count=16):
+    return torch.randn(count, 6, 5, generator=torch.Generator().manual_seed(1))
+
+
+def quantized(network, bits):
+    graph = ompq.trace(network, tokens())
+    choice = ompq.Choice(8, bits)
+    allocation = ompq.Allocation(dict.fromkeys(graph.names, choice))
+    return ompq.quantize(network, allocation, tokens())
+
+
+def sites(network):
+    record = quantization_of(network)
+    return [(s.before[0], s.product, s.operand) for s in record.sites if s.operand]
+
+
+def test_operands_of_fused_attention_are_sites():
+    names = ("query", "key", "value", "probabilities")
+    assert sites(quantized(seeded(Transformer()), 4)) == [
+        (f"blocks.{block}.attn", 0, name) for block in (0, 1) for name in names
+    ]
+
+
+def test_operands_of_matrix_products_are_sites():
+    assert sites(quantized(seeded(Transformer(fused=False)), 4)) == [
+        (f"blocks.{block}.attn", number, name)
+        for block in (0, 1)
+        for number in (0, 1)
+        for name in ("left", "right")
+    ]
+
+
+def test_float_activations_have_no_sites():
+    assert sites(quantized(seeded(Transformer()), 32)) == []
+
+
+def test_the_residual_stream_stays_float():
+    found = quantization_of(quantized(seeded(Transformer()), 8)).sites
+    after = {name for site in found for name in site.after}
+    norms = {f"blocks.{n}.norm{m}" for n in (0, 1) for m in (1, 2)}
+    assert after == {*norms, "blocks.0.mlp.1", "blocks.1.mlp.1", "norm"}
+
+
+def test_the_network_computes_with_rounded_operands():
+    network = quantized(seeded(Transformer()), 3)
+    attention, x = network.blocks[0].attn, torch.randn(2, 6, 8)
+    held = dict(attention.products.named_children())
+    for quantizer in held.values():
+        assert quantizer.bits == 3
+    before = network.blocks[0].attn.proj.input_quantizer
+    parts = attention.qkv(x).reshape(2, 6, 3, 2, 4).permute(2, 0, 3, 1, 4)
+    q, k, v = (
+        held[f"0_{name}"](part)
+        for name, part in zip(("query", "key", "value"), parts, strict=True)
+    )
+    p = held["0_probabilities"]((q @ k.transpose(-2, -1) / 2).softmax(-1))
+    with torch.no_grad():
+        mixed = before((p @ v).transpose(1, 2).flatten(2))
+        weight = attention.proj.rounded_weight()
+        expected = mixed @ weight.T + attention.proj.bias
+        torch.testing.assert_close(attention(x), expected)
+
+
+def attention_cases():
+    mask = torch.randn(6, 6).tril() > 0.1
+    mask.fill_diagonal_(True)
+    return [
+        {},
+        {"attn_mask": mask},
+        {"attn_mask": torch.linspace(-3, 3, 36).reshape(6, 6)},
+        {"is_causal": True},
+        {"scale": 0.3},
+        {"enable_gqa": True},
+    ]
+
+
+@pytest.mark.parametrize("settings", attention_cases(), ids=lambda s: "".join(s))
+def test_without_rounding_attention_is_pytorchs(settings):
+    heads = 2 if "enable_gqa" in settings else 4
+    q, k, v = torch.randn(3, 4, 6, 5), *torch.randn(2, 3, heads, 6, 5)
+    function = F.scaled_dot_product_attention
+    found = rounded_product(function, (q, k), {"value": v, **settings}, lambda _, t: t)
+    torch.testing.assert_close(found, function(q, k, v, **settings))
+
+
+def test_importance_of_probabilities_is_their_squared_gradient():
+    """The same grids come out where the probabilities are a tensor of their own."""
+    fused, plain = seeded(Transformer()), seeded(Transformer(fused=False))
+    grids = []
+    for network, name in ((fused, "0_probabilities"), (plain, "1_left")):
+        attention = quantized(network, 3).blocks[1].attn
+        grids.append(attention.products.get_submodule(name))
+    assert {type(grid) for grid in grids} == {LogQuantizer}
+    torch.testing.assert_close(grids[0].scale, grids[1].scale)
+    assert grids[0].zero_point == grids[1].zero_point
+
+
+def test_a_failing_module_leaves_no_rounding_behind():
+    network = quantized(seeded(Transformer()), 2)
+    with pytest.raises(RuntimeError):
+        network.blocks[0].attn(torch.zeros(2, 6, 7))
+    a, b = torch.randn(2, 3, 4, 4)
+    assert torch.equal(a @ b, torch.matmul(a, b))
+    assert not network.blocks[0].attn.products._modes
+
+
+def test_files_and_reconstruction_keep_the_operands(tmp_path):
+    network = seeded(Transformer())
+    config = ompq.PlanConfig(choices=(3, 4), activation_choices=(4,))
+    plan = ompq.plan(network, tokens(), "4bit", config)
+    made = ompq.quantize(network, plan, tokens())
+    rounding = ompq.RoundingConfig(iterations=20)
+    settings = ompq.ReconstructConfig(rounding=rounding)
+    learned = ompq.reconstruct(made, network, tokens(), settings)
+    assert sites(learned) == sites(made)
+    before, after = (
+        activation_quantizers(n)["blocks.0.attn.products.0_query"].scale
+        for n in (made, learned)
+    )
+    assert before != after  # steps below 8 bits are learned
+    ompq.save(learned, tmp_path / "net.ompq.safetensors", plan=plan)
+    again = ompq.load(tmp_path / "net.ompq.safetensors", seeded(Transformer()))
+    assert torch.equal(again(tokens()), learned(tokens()))
+    assert (tmp_path / "net.ompq.safetensors").stat().st_size <= plan.totals["bytes"]
+
+
+def test_a_module_that_is_called_twice_keeps_its_products_float():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attn = Attention(fused=True)
+
+        def forward(self, x):
+            return self.attn(self.attn(x))
+
+    network = seeded(Twice())
+    x = torch.randn(4, 6, 8)
+    assert [c.function for c in record(network, x).calls].count(
+        "scaled_dot_product_attention"
+    ) == 2
+    graph = ompq.trace(network, x)
+    bits = ompq.Allocation(dict.fromkeys(graph.names, ompq.Choice(8, 8)))
+    assert sites(ompq.quantize(network, bits, x)) == []
+
+
+def test_powers_hold_small_probabilities():
+    levels = torch.tensor([1, 2**-0.5, 0.5, 2**-1.5, 0.25, 2**-2.5, 0.125, 0]) * 0.8
+    x = torch.rand(1000, generator=torch.Generator().manual_seed(0)) ** 3
+    grid = Grid(torch.tensor(0.8), torch.tensor(2.0), bits=3)
+    # The nearest in logarithms, zero beyond half a step below the least.
+    distance = (x.log()[:, None] - levels[:-1].log()).abs()
+    expected = levels[distance.argmin(1)]
+    expected[x < 0.8 * 2**-3.25] = 0
+    torch.testing.assert_close(on_log_grid(grid, x), expected)
+
+
+def test_a_log_grid_is_the_best_of_those_tried():
+    x = torch.rand(4000, generator=torch.Generator().manual_seed(0)) ** 6
+    seen = observe_range(x)
+    found, shift = log_grid(seen, 3)
+    assert shift == 0
+
+    def error(grid):
+        return float((on_log_grid(grid, x) - x).square().mean())
+
+    others = [
+        Grid(x.max() * 2.0 ** (-part / 4), torch.tensor(float(octave)), 3)
+        for octave in (1, 2, 3, 4)
+        for part in range(9)
+    ]
+    assert error(found) < 1.02 * min(map(error, others))
+
+
+def test_a_network_that_computes_something_else_the_next_time_is_refused():
+    class Caching(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.key, self.last = nn.Linear(4, 4), None
+
+        def forward(self, x):
+            key = self.key(x)
+            if self.last is not None and len(self.last) == len(key):
+                key = torch.cat([self.last, key], 1)
+            self.last = key[:, :2]
+            return x @ key.transpose(1, 2)
+
+    model, inputs = seeded(Caching()), values(8, 3, 4)
+    plan = ompq.plan(model, inputs, "8bits")
+    model.last = None
+    message = "calls .* where it multiplied activations before.* empty its caches"
+    with pytest.raises(ompq.QuantizationError, match=message):
+        ompq.quantize(model, plan, inputs)
+
+
+def gelu_values(count=4000):
+    x = torch.randn(count, generator=torch.Generator().manual_seed(0))
+    return nn.functional.gelu(2 * x - 1)
+
+
+@pytest.mark.parametrize("bits", [4, 6])
+def test_powers_hold_the_output_of_gelu_better_than_even_steps(bits):
+    x = gelu_values()
+    grid, shift = log_grid(observe_range(x), bits)
+    assert shift >= 0.16  # the least that GELU returns is -0.17
+    powers = on_log_grid(grid, x + shift) - shift
+    even = activation_grid(observe_range(x), bits, "mse").fake(x)
+    assert (powers - x).square().mean() < 0.8 * (even - x).square().mean()
+
+
+def test_even_steps_are_taken_where_they_are_better():
+    x = torch.linspace(-0.17, 3, 4000)
+    grid, shift = log_grid(observe_range(x), 4, "mse")
+    assert shift is None
+    expected = activation_grid(observe_range(x), 4, "mse")
+    assert (grid.scale, grid.zero_point) == (expected.scale, expected.zero_point)
+
+
+def test_few_bits_of_gelu_are_powers_and_eight_are_not(tmp_path):
+    network = seeded(nn.Sequential(nn.Linear(8, 12), nn.GELU(), nn.Linear(12, 3)))
+    x = torch.randn(32, 8, generator=torch.Generator().manual_seed(1))
+    for width, kind in ((8, ActivationQuantizer), (4, LogQuantizer)):
+        small = ompq.quantize(network, {"*": (8, width)}, x)
+        quantizer = small[1].output_quantizer
+        assert type(quantizer) is kind
+    y = nn.functional.gelu(small[0](small[0].input_quantizer(x)).detach())
+    grid = Grid(quantizer.scale, quantizer.zero_point, 4)
+    expected = on_log_grid(grid, y + quantizer.shift) - quantizer.shift
+    torch.testing.assert_close(quantizer(y), expected)
+    ompq.save(small, tmp_path / "n.ompq.safetensors")
+    loaded = ompq.load(tmp_path / "n.ompq.safetensors", network)
+    assert loaded[1].output_quantizer.shift == quantizer.shift > 0
+    with torch.no_grad():
+        assert torch.equal(loaded(x), small(x))
+
+
+def test_a_dropped_value_passes_a_log_grid_unchanged():
+    quantizer = LogQuantizer(Grid(torch.tensor(1.0), torch.tensor(1.0), 2), 0.2)
+    x = gelu_values()
+    rounded = quantizer(x)
+    quantizer.keep = 0.5
+    torch.manual_seed(0)
+    mixed = quantizer(x)
+    kept = mixed == rounded
+    assert torch.equal(mixed[~kept], x[~kept]) and 0.4 < kept.float().mean() < 0.6

@@ -53,8 +53,7 @@ if TYPE_CHECKING:
         one_bitwidth,
         reinforce,
     )
-    from ompq.models import load_model
-    from ompq.models.decoders import with_linear_layers
+    from ompq.models import load_model, with_linear_layers
     from ompq.offload import device_memory
     from ompq.onnx.export import export_onnx
     from ompq.packing import add_onnx, inspect_file, load, save
@@ -121,8 +120,7 @@ _HOMES = {
     "ompq.measurement.rivals": "ReinforceConfig Widened one_bitwidth reinforce",
     "ompq.measurement.goals": "Goal Smallest SmallestConfig smallest",
     "ompq.offload": "device_memory",
-    "ompq.models": "load_model",
-    "ompq.models.decoders": "with_linear_layers",
+    "ompq.models": "load_model with_linear_layers",
     "ompq.datasets.sources": "load_data",
     "ompq.samples": "Samples",
     "ompq.scores": "Blend Fisher Gradient Hessian Orm OrmDistortion OrmSettings "

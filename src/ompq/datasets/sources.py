@@ -21,8 +21,7 @@ from ompq.datasets.distilled_data import distilled_samples
 from ompq.datasets.images import ImageFiles, decode, find_images, normalise
 from ompq.errors import DataError, shortened
 from ompq.files import call_user_function, is_user_function, reason
-from ompq.models import NamedModel, output_count
-from ompq.models.decoders import tokenized
+from ompq.models import NamedModel, output_count, transformers_library
 from ompq.models.networks import demo_data
 from ompq.samples import (
     Progress,
@@ -275,7 +274,7 @@ def _from_folder(folder: Path, model: NamedModel, split: str) -> Data:
 
 def _from_text(path: Path, model: NamedModel) -> Data:
     """Cut a text into inputs of token ids, which are their own targets."""
-    ids, (length,) = tokenized(path, model.name, model.tokenizer), model.input_shape
+    ids, (length,) = _tokenized(path, model.name, model.tokenizer), model.input_shape
     if len(ids) < length:
         raise DataError(
             f"{path}: its {len(ids)} tokens do not make one input of {length}; give a "
@@ -503,3 +502,26 @@ def _unusable(name: str, given: Any) -> str:
         "(inputs, targets), a dataset with a length and indices, or yield batches: "
         "tensors, tuples, dicts, or pairs of these and targets"
     )
+
+
+def _tokenized(path: Path, name: str, tokenizer: str) -> Tensor:
+    """Return the token ids of a text file, (tokens,).
+
+    Raises:
+        DataError: The network has no tokenizer, or the text cannot be read.
+        MissingExtraError: transformers is not installed.
+    """
+    if not tokenizer:
+        raise DataError(
+            f"{path}: {name} has no tokenizer; give token ids: FILE.py:FUNCTION"
+        )
+    kind = transformers_library().AutoTokenizer
+    try:
+        found = kind.from_pretrained(tokenizer, trust_remote_code=False)
+        ids = found(path.read_text(), verbose=False)["input_ids"]
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"{path} cannot be tokenized with the tokenizer of {name}: "
+            f"{reason(error)}; give token ids: FILE.py:FUNCTION"
+        ) from error
+    return torch.tensor(ids)

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -15,15 +16,17 @@ from torch import nn
 
 from ompq.errors import MissingExtraError, ModelError, suggestion
 from ompq.files import call_user_function, is_user_function, reason
-from ompq.models.decoders import load_decoder
+from ompq.layers import replace_module
 from ompq.models.networks import DEMO_WEIGHTS, CifarResNet, DemoNetwork, cifar_resnet18
 from ompq.models.weights import INSTEAD, check_weights, downloading, load_weights
+from ompq.recording import copied
 from ompq.samples import evaluating, first_tensor, model_device
 
 _LOG = logging.getLogger(__name__)
 _IMAGENET_MEAN = (0.485, 0.456, 0.406)
 _IMAGENET_STD = (0.229, 0.224, 0.225)
 _PREPROCESSING = ("input_shape", "mean", "std", "resize", "interpolation")
+_HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 _TOKENS = 128  # of one input of a decoder, if nothing else is said
 # What torchvision's pretrained builders of two networks set, for a file's weights too.
 _TRANSFORMED = ("googlenet", "inception_v3")
@@ -136,8 +139,7 @@ def _build(name: str, *, pretrained: bool) -> NamedModel:
     if source == "timm":
         return _from_timm(name, short, pretrained=pretrained)
     if source == "transformers":
-        made, origin = load_decoder(name, short, pretrained=pretrained)
-        return replace(_described(made, name), weights=origin, tokenizer=short)
+        return _from_transformers(name, short, pretrained=pretrained)
     known = list(_BUILTIN)
     if source not in ("cifar", "ompq"):
         known = [f"torchvision:{one}" for one in _torchvision_names()]
@@ -223,6 +225,61 @@ def _timm_preprocessing(module: nn.Module) -> dict[str, Any]:
         "resize": tuple(scaled) if config["crop_mode"] == "squash" else min(scaled),
         "interpolation": config["interpolation"],
     }
+
+
+def _from_transformers(name: str, source: str, *, pretrained: bool) -> NamedModel:
+    library, path = transformers_library(), Path(source)
+    local = path.exists()
+    if not local and _HUB_NAME.fullmatch(source) is None:
+        raise ModelError(
+            f"{name}: there is no folder {source}; name one that holds config.json"
+        )
+    if local and pretrained and not any(path.glob("*.safetensors")):
+        raise ModelError(f"{source} holds no weights (*.safetensors). {INSTEAD}")
+    kind, given = library.AutoModelForCausalLM, path if local else source
+    try:
+        with nullcontext() if local else downloading("transformers", name):
+            if pretrained:
+                # Half a precision does not hold the values of a grid.
+                kept = {"dtype": torch.float32, "trust_remote_code": False}
+                made = kind.from_pretrained(given, **kept)
+            else:
+                made = kind.from_config(library.AutoConfig.from_pretrained(given))
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(f"{name} cannot be built: {reason(error)}") from error
+    origin = source if local else f"transformers {source}"
+    described = _described(_linearized(made), name)
+    return replace(described, weights=origin, tokenizer=source)
+
+
+def transformers_library() -> Any:
+    """Return transformers, or say which extra brings it."""
+    try:
+        import transformers
+    except ImportError as error:
+        raise MissingExtraError("transformers", "transformers") from error
+    return transformers
+
+
+def with_linear_layers(model: nn.Module) -> nn.Module:
+    """Return a copy of a network whose layers of the kind of GPT-2 are ``nn.Linear``.
+
+    GPT-2 and its relatives store weights (inputs, outputs) in layers called ``Conv1D``,
+    which compute what linear layers compute. As linear layers they get bits.
+    """
+    return _linearized(copied(model))
+
+
+def _linearized(model: nn.Module) -> nn.Module:
+    for name, module in list(model.named_modules()):
+        if type(module).__name__ == "Conv1D" and hasattr(module, "nf"):
+            weight: Any = module.weight
+            inputs, outputs = weight.shape
+            layer = nn.Linear(inputs, outputs, device="meta")
+            layer.weight = nn.Parameter(weight.detach().T.contiguous())
+            layer.bias = module.bias
+            replace_module(model, name, layer.train(module.training))
+    return model
 
 
 def _described(module: nn.Module, name: str) -> NamedModel:

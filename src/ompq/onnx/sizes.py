@@ -23,8 +23,7 @@ from ompq.integer.arithmetic import IntegerWeight
 from ompq.integer.lowering import lower
 from ompq.layers import activation_quantizers
 from ompq.onnx.containers import StoredWeight, Unpacking, as_tensor, grid_names
-from ompq.onnx.export import as_integers
-from ompq.onnx.model import OnnxGraph
+from ompq.onnx.export import OnnxGraph, as_integers
 from ompq.onnx.traced import traced_model
 from ompq.onnx.verification import libraries
 from ompq.packing import graph_bytes

@@ -16,12 +16,12 @@ from ompq.files import library_version
 from ompq.graph import COUNTER, Choice, Unit, bias_key
 from ompq.integer.finalization import link_layers
 from ompq.layers import QuantizedLayer, activation_quantizers, quantized_layers
-from ompq.packing.bitstream import pack_bits
 from ompq.packing.format import (
     Contents,
     Form,
     PackedUnit,
     broadcast_grid,
+    pack_bits,
     quantized_units,
     read_contents,
     stored_units,

@@ -57,8 +57,13 @@ from ompq.quantization.equalization import (
     find_pairs,
 )
 from ompq.quantization.moments import batch_runs, float_moments, restore_moments
-from ompq.quantization.products import attach, quantizer_name
-from ompq.quantization.sites import ActivationSite, Link, find_sites
+from ompq.quantization.sites import (
+    ActivationSite,
+    Link,
+    attach,
+    find_sites,
+    quantizer_name,
+)
 from ompq.quantizers import LARGEST_HALF_BITS, Grid, like_weight, of_groups
 from ompq.ranges import (
     DEFAULT_KIND,

@@ -11,13 +11,13 @@ from torch.nn import functional as F
 from torch.nn.modules.conv import _ConvNd
 
 from ompq.graph import IN_PLACE, Unit
-from ompq.quantization.products import (
+from ompq.quantization.sites import (
+    ActivationSite,
     attention_arguments,
     for_each_head,
     operands,
     probabilities,
 )
-from ompq.quantization.sites import ActivationSite
 from ompq.ranges import (
     FEW_WEIGHTS,
     Observed,

@@ -3,22 +3,33 @@
 HAWQ-V3 follows the largest weights and running ranges of activations; DoReFa-Net and
 PACT bend weights by tanh; FracBits learns widths; LQ-Nets learns levels; RVQuant keeps
 the largest weights in 16 bits.
+
+HAWQ-V3 also keeps batch norms: they stand beside their layers while both are trained.
+The layer computes with its weight folded with the running statistics and rounded, as it
+will be deployed. Until the norm is frozen its output is normalised by the statistics of
+the batch; afterwards what is computed is the folded layer, bit for bit.
 """
 
-from typing import Any
+import copy
+from typing import Any, cast
 
 import torch
 from torch import Tensor, distributed, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
-from ompq.graph import channel_axis, scaled_channels
+from ompq.errors import TrainingError
+from ompq.graph import channel_axis, folded, norm_affine, scaled_channels
 from ompq.layers import (
     ActivationQuantizer,
     QuantizedLayer,
+    Size,
     StoredValues,
     activation_quantizers,
+    linear_map,
     quantized_layers,
 )
 from ompq.quantization import quantization_of
+from ompq.quantization.equalization import enlarge, equalized
 from ompq.quantizers import (
     LARGEST_BITS,
     LARGEST_HALF_BITS,
@@ -29,7 +40,6 @@ from ompq.quantizers import (
     straight_through,
 )
 from ompq.ranges import thinned
-from ompq.training.norms import norm_factor
 
 _SMALLEST = 1e-8  # of a range, as in HAWQ-V3's released code
 # In units of the last place: the largest weight should not fall off its grid, and lose
@@ -450,3 +460,136 @@ class OutlierWeights:
         channels = 4 * len(layer.weight_scale) * (1 + (layer.bias is not None))
         size = -(-count * layer.bits // 8) + _BYTES * few + channels
         layer.rounding = StoredValues("RVQuant", size)
+
+
+# Running deviations may grow, or shrink, by this factor, far more than training needs.
+# Few bits may have no code for 0: weights that a small norm scales down are then
+# rounded up, the measured variance grows, which scales them down further, without end.
+_MOST = 16.0
+
+
+class KeptNorm(nn.Module):
+    """Computes a quantized layer whose weight is still to be folded with its norm."""
+
+    def __init__(self, norm: _BatchNorm) -> None:
+        super().__init__()
+        self.norm = norm
+
+    def forward(
+        self, layer: QuantizedLayer, x: Tensor, output_size: Size = None
+    ) -> Tensor:
+        """Return what the layer and its norm give for x (N, C, ...)."""
+        factor, shift = norm_affine(self.norm)
+        weight = layer.rounded_weight(factor)
+        if not self.norm.training:
+            return linear_map(layer, x, weight, shift, output_size)
+        y = linear_map(layer, x, weight, None, output_size)
+        shape = [1] * y.dim()
+        shape[1] = -1
+        # Nothing is learned from the divisor: norms undo whatever scales a channel.
+        divisor = _nonzero(factor.detach()).reshape(shape)
+        return cast(Tensor, self.norm(y / divisor))
+
+
+def norm_factor(layer: QuantizedLayer) -> Tensor | None:
+    """Return what the norm beside a layer multiplies its channels by, (C,)."""
+    return norm_affine(layer.norm.norm)[0] if isinstance(layer.norm, KeptNorm) else None
+
+
+class Variances:
+    """The running variances of kept norms, and limits around where they are now."""
+
+    def __init__(self, quantized: nn.Module) -> None:
+        norms = [m.norm for m in quantized.modules() if isinstance(m, KeptNorm)]
+        self.values = [cast(Tensor, norm.running_var) for norm in norms]
+        began = [cast(Tensor, norm.running_var) + norm.eps for norm in norms]
+        self.lowest = [value / _MOST**2 for value in began]
+        self.highest = [value * _MOST**2 for value in began]
+
+    @torch.no_grad()
+    def limit(self) -> None:
+        """Bring back those that have left their limits."""
+        if self.values:
+            torch._foreach_maximum_(self.values, self.lowest)
+            torch._foreach_minimum_(self.values, self.highest)
+
+
+def keep_norms(quantized: nn.Module, model: nn.Module) -> None:
+    """Give layers of a quantized network, in place, the float network's norms back.
+
+    The weights are divided by what the norms will multiply them by, so that at first
+    the network computes what it computed before.
+    """
+    layers, record = quantized_layers(quantized), quantization_of(quantized)
+    sizes = {one.producer: one.exponents for one in record.equalized}
+    for unit in record.graph.units:
+        if not unit.norm or unit.name not in layers:
+            continue
+        layer = layers[unit.name]
+        norm = dict(model.named_modules()).get(unit.norm)
+        count = len(layer.weight_scale)
+        if not isinstance(norm, _BatchNorm) or norm.num_features != count:
+            raise TrainingError(
+                f"{unit.norm} is not a batch norm of {count} channels in the float "
+                "network; give the network that was quantized"
+            )
+        norm = copy.deepcopy(norm).to(layer.weight)
+        if unit.norm in sizes:
+            enlarge(norm, sizes[unit.norm])
+        layer.norm = _unfolded(layer, norm)
+
+
+@torch.no_grad()
+def restore_float_weights(quantized: nn.Module, model: nn.Module) -> None:
+    """Give quantized layers the folded weights and biases of the float network."""
+    layers, record = quantized_layers(quantized), quantization_of(quantized)
+    sources = dict(equalized(model, record.equalized).named_modules())
+    for unit in record.graph.units:
+        if unit.name not in layers:
+            continue
+        layer, source = layers[unit.name], sources.get(unit.name)
+        weight, bias = getattr(source, "weight", None), getattr(source, "bias", None)
+        if weight is None or weight.shape != layer.weight.shape:
+            raise TrainingError(
+                f"{unit.name} has no weight of shape {tuple(layer.weight.shape)} in "
+                "the float network; give the network that was quantized"
+            )
+        norm = sources.get(unit.norm) if unit.norm else None
+        if source is not None and isinstance(norm, _BatchNorm):
+            weight, bias = folded(source, norm)
+        layer.weight.copy_(weight)
+        if layer.bias is not None:
+            layer.bias.copy_(torch.zeros_like(layer.bias) if bias is None else bias)
+
+
+@torch.no_grad()
+def fold_norms(quantized: nn.Module) -> None:
+    """Fold the norms that :func:`keep_norms` gave, so that layers stand alone again."""
+    for layer in quantized_layers(quantized).values():
+        if layer.norm is None:
+            continue
+        assert isinstance(layer.norm, KeptNorm)  # nothing else is ever put there
+        factor, shift = norm_affine(layer.norm.norm)
+        layer.weight.copy_(scaled_channels(layer.weight, factor, layer))
+        assert layer.bias is not None  # folding gave it one
+        layer.bias.copy_(shift)
+        layer.norm = None
+
+
+@torch.no_grad()
+def _unfolded(layer: QuantizedLayer, kept: _BatchNorm) -> KeptNorm:
+    if not kept.affine:
+        kept.affine = True
+        kept.weight = nn.Parameter(layer.weight.new_ones(kept.num_features))
+        kept.bias = nn.Parameter(layer.weight.new_zeros(kept.num_features))
+    factor, _ = norm_affine(kept)
+    layer.weight.copy_(scaled_channels(layer.weight, 1 / _nonzero(factor), layer))
+    assert layer.bias is not None and kept.running_mean is not None
+    kept.bias.copy_(layer.bias + kept.running_mean * factor)
+    return KeptNorm(kept)
+
+
+def _nonzero(factor: Tensor) -> Tensor:
+    """Replace factors (C,) so small that what is divided by them has no square."""
+    smallest = torch.finfo(factor.dtype).tiny ** 0.25
+    return torch.where(factor.abs() < smallest, torch.ones_like(factor), factor)

@@ -30,10 +30,8 @@ from ompq.training.methods import (
     FractionalWidths,
     LearnedLevels,
     OutlierWeights,
-    WeightRanges,
-)
-from ompq.training.norms import (
     Variances,
+    WeightRanges,
     fold_norms,
     keep_norms,
     norm_factor,
