@@ -16,7 +16,7 @@ import torch
 from common import RESULTS, save
 
 from ompq.allocation import Allocation
-from ompq.datasets.sources import load_data
+from ompq.datasets import load_data
 from ompq.graph import Choice, trace
 from ompq.integer.finalization import finalize
 from ompq.models import load_model

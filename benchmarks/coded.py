@@ -30,8 +30,7 @@ from ptq import NETWORKS, load, some_of
 
 import ompq
 from ompq import Allocation, Choice, Plan
-from ompq.datasets.sources import load_data
-from ompq.datasets.training_sets import training_data
+from ompq.datasets import load_data, training_data
 from ompq.errors import InfeasibleBudgetError
 from ompq.models import load_model
 

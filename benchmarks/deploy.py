@@ -25,7 +25,7 @@ from torch import nn
 
 import ompq
 from ompq.allocation import Allocation
-from ompq.datasets.sources import load_data
+from ompq.datasets import load_data
 from ompq.graph import Choice
 from ompq.models import load_model
 from ompq.onnx.export import export_onnx

@@ -27,7 +27,7 @@ from common import DEVICE, Rows, arguments, claimed, once, synchronise
 
 import ompq
 from ompq import Allocation, Choice, Plan
-from ompq.datasets.sources import load_data
+from ompq.datasets import load_data
 from ompq.models import load_model
 
 PUBLISHED = Path(__file__).parent.parent / "tests/fixtures/published_bit_configs.json"

@@ -33,12 +33,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import ompq
-from ompq.datasets.sources import load_data
-from ompq.datasets.training_sets import HeldSet, training_data
+from ompq.datasets import HeldSet, load_data, training_data
 from ompq.graph import folded
 from ompq.integer import IntegerNetwork
 from ompq.models import load_model
-from ompq.training.run import Run
+from ompq.training import Run
 from ompq.training.step import Gradients, Recorded
 
 # Choices of weights, activations, uniform bits of the same size.

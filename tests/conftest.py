@@ -13,7 +13,8 @@ os.environ.pop("COLUMNS", None)
 # Files that take longest run first: at the end, one of them would keep one process busy
 # while the others wait.
 LONGEST = (
-    *("runs_training", "traced", "processes", "export", "docs", "demo", "run"),
+    *("runs_training", "traced", "processes", "export", "docs", "demo"),
+    "training_run",
     *("runs", "artifacts", "packing", "scores", "reconstruction", "rates", "decisions"),
 )
 

@@ -14,7 +14,7 @@ from ompq.cli import settings
 from ompq.cli.decisions import AuditOptions
 from ompq.cli.settings import PlanOptions, sample_count
 from ompq.costs import overhead_bytes
-from ompq.datasets.sources import load_data
+from ompq.datasets import load_data
 from ompq.graph import Choice
 from ompq.measurement import meter
 from ompq.measurement.audits import AuditConfig

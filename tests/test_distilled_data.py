@@ -6,7 +6,7 @@ from torch import nn
 
 import ompq
 from nets import Chain, TinyResNet, seeded
-from ompq.datasets.sources import load_data
+from ompq.datasets import load_data
 from ompq.errors import DataError, SampleError
 from ompq.models import NamedModel
 
@@ -107,7 +107,7 @@ def test_data_by_name(model, monkeypatch):
         asked.append(more)
         return ompq.distilled_samples(*args, **more, steps=2)
 
-    monkeypatch.setattr("ompq.datasets.sources.distilled_samples", quickly)
+    monkeypatch.setattr("ompq.datasets.distilled_samples", quickly)
     named = NamedModel(model, "net", SHAPE, (0.5,) * 3, (0.5,) * 3, 8)
     data = load_data("distilled", named, seed=3)
     assert data.name == "distilled" and len(data) == 128

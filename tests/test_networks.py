@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from ompq.datasets.sources import load_data
+from ompq.datasets import load_data
 from ompq.errors import MissingExtraError
 from ompq.graph import trace
 from ompq.models import load_model

@@ -14,7 +14,7 @@ import ompq
 from cli_tools import NETWORK, network_file, run, run_json
 from ompq import reconstruction, workflow
 from ompq.costs import in_bytes
-from ompq.datasets.sources import load_data
+from ompq.datasets import load_data
 from ompq.evaluation import evaluate
 from ompq.files import locked_folder
 from ompq.models import load_model

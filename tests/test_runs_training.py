@@ -78,7 +78,7 @@ def test_what_was_trained_can_be_evaluated_by_both_engines(net, finished):
     assert "simulated" in shown.stdout and "mean nothing" not in shown.stdout
     # Another way: the library loads the file and evaluates it.
     model = load_model(net[0])
-    from ompq.datasets.sources import load_data
+    from ompq.datasets import load_data
 
     batches = load_data(net[2], model, split="test").batches()
     found = evaluate(load(packed, model.module), batches)

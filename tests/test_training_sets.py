@@ -6,8 +6,7 @@ from PIL import Image
 from torch import nn
 
 import ompq
-from ompq.datasets.sources import load_data
-from ompq.datasets.training_sets import HeldSet, ImageSet, training_data
+from ompq.datasets import HeldSet, ImageSet, load_data, training_data
 from ompq.errors import DataError
 from ompq.models import NamedModel
 from ompq.training.batches import TrainingData

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ompq.allocation import Allocation, Budget
+    from ompq.datasets import load_data, training_data
     from ompq.datasets.distilled_data import distilled_samples
     from ompq.datasets.images import image_views
-    from ompq.datasets.sources import load_data
     from ompq.errors import (
         BudgetError,
         CheckpointError,
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     )
     from ompq.evaluation import Evaluation, Perplexity, evaluate
     from ompq.graph import Choice, LayerGraph, Unit, trace
+    from ompq.integer import IntegerNetwork
     from ompq.integer.finalization import finalize
     from ompq.measurement.audits import Audit, AuditConfig, audit
     from ompq.measurement.goals import Goal, Smallest, SmallestConfig, smallest
@@ -101,6 +102,7 @@ _HOMES = {
     "QuantizationError SampleError ScoreError TargetError TraceError TrainingError",
     "ompq.evaluation": "Evaluation Perplexity evaluate",
     "ompq.graph": "Choice LayerGraph Unit trace",
+    "ompq.integer": "IntegerNetwork",
     "ompq.integer.finalization": "finalize",
     "ompq.onnx.export": "export_onnx",
     "ompq.packing": "add_onnx inspect_file load save",
@@ -121,7 +123,7 @@ _HOMES = {
     "ompq.measurement.goals": "Goal Smallest SmallestConfig smallest",
     "ompq.offload": "device_memory",
     "ompq.models": "load_model with_linear_layers",
-    "ompq.datasets.sources": "load_data",
+    "ompq.datasets": "load_data training_data",
     "ompq.samples": "Samples",
     "ompq.scores": "Blend Fisher Gradient Hessian Orm OrmDistortion OrmSettings "
     "OrmShift OutputDivergence Random ScoreInputs ScoreTable Sensitivity "
@@ -157,6 +159,7 @@ __all__ = [
     "Gradient",
     "Hessian",
     "InfeasibleBudgetError",
+    "IntegerNetwork",
     "LayerGraph",
     "MissingExtraError",
     "ModelError",
@@ -221,6 +224,7 @@ __all__ = [
     "smallest",
     "trace",
     "train",
+    "training_data",
     "unpack",
     "with_linear_layers",
     "worst_histograms",

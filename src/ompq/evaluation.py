@@ -14,13 +14,13 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ompq.accuracy import (
+from ompq.errors import DataError, ModelError
+from ompq.processes import process_count, share_out
+from ompq.results import (
     Evaluation as Evaluation,
     paired,
     wilson_interval as wilson_interval,
 )
-from ompq.errors import DataError, ModelError
-from ompq.processes import process_count, share_out
 from ompq.samples import (
     Batch,
     Progress,

@@ -17,9 +17,8 @@ from torch import Tensor, nn
 
 from ompq.allocation import Budget, halfway
 from ompq.attention import with_layers
+from ompq.datasets import Data, training_data
 from ompq.datasets.distilled_data import distilled_samples
-from ompq.datasets.sources import Data
-from ompq.datasets.training_sets import training_data
 from ompq.errors import (
     CheckpointError,
     InfeasibleBudgetError,

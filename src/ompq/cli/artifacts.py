@@ -24,7 +24,7 @@ from ompq.cli.options import (
 from ompq.cli.settings import read_samples
 from ompq.cli.views import Column, facts, fitted
 from ompq.costs import in_bytes
-from ompq.datasets.sources import load_data
+from ompq.datasets import load_data
 from ompq.errors import ExportError, ModelError, PackedFileError
 from ompq.files import read_json, replacing
 from ompq.models import NamedModel, load_model

@@ -42,7 +42,7 @@ from ompq.cli.views import (
     size_budgets,
 )
 from ompq.costs import FLOAT_BITS, digits, in_bytes
-from ompq.datasets.sources import load_data
+from ompq.datasets import load_data
 from ompq.errors import suggestion
 from ompq.graph import Choice
 from ompq.measurement.audits import Audit, AuditConfig, audit as measure_scores

@@ -48,9 +48,8 @@ from ompq.cli.views import (
     warning,
 )
 from ompq.costs import digits, in_bytes
+from ompq.datasets import Data, training_data
 from ompq.datasets.images import image_views
-from ompq.datasets.sources import Data
-from ompq.datasets.training_sets import training_data
 from ompq.errors import BudgetError, DataError, PlanError, suggestion
 from ompq.evaluation import METRICS, Evaluation, Metric, evaluate as measure
 from ompq.files import is_user_function, locked_folder, user_function
@@ -70,10 +69,9 @@ from ompq.reconstruction.rounding import RoundingConfig
 from ompq.report.sections import Remark
 from ompq.samples import model_device
 from ompq.stages import CONFIG, ONNX, PACKED, PLAN, REPORT, RESULT
-from ompq.training import train as learn
+from ompq.training import check_installed, train as learn
 from ompq.training.batches import TrainingData, checked_length
 from ompq.training.config import TRAIN_PROTOCOLS, TrainConfig
-from ompq.training.run import check_installed
 from ompq.workflow import (
     ANYTHING,
     CALIBRATION_SAMPLES,

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import numpy as np
 from rich.console import RenderableType
 
-from ompq.accuracy import Evaluation
 from ompq.allocation import Budget
 from ompq.cli.console import Console, View
 from ompq.cli.options import (
@@ -30,6 +29,7 @@ from ompq.costs import FILES, counted, digits, in_bytes
 from ompq.errors import PlanError
 from ompq.files import read_json
 from ompq.plans import Plan
+from ompq.results import Evaluation
 from ompq.skeleton import unpack as unpack_file
 from ompq.stages import PLAN, RESULT, Progress
 from ompq.units import Choice, select

@@ -15,7 +15,7 @@ from ompq.allocation import Method
 from ompq.cli.console import Console
 from ompq.cli.options import REQUIRED, argument, flag, number, one_of, option
 from ompq.costs import FLOAT_BITS, Accounting, load_latency
-from ompq.datasets.sources import Batches, Data, Split, load_data
+from ompq.datasets import Batches, Data, Split, load_data
 from ompq.errors import ScoreError, suggestion
 from ompq.files import call_user_function, is_user_function
 from ompq.graph import CODED_BITS, GROUP_SIZES, Choice

@@ -22,7 +22,7 @@ from ompq.cli.options import (
 from ompq.cli.settings import NetworkOptions, read_samples
 from ompq.cli.views import Column, facts, fitted, time_line
 from ompq.costs import in_bytes, percent
-from ompq.datasets.sources import load_data
+from ompq.datasets import load_data
 from ompq.demo import (
     DIGITS,
     NOISY,

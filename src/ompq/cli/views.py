@@ -12,7 +12,6 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ompq.accuracy import Evaluation
 from ompq.cli.console import View, plain
 from ompq.costs import (
     PURPOSES,
@@ -24,6 +23,7 @@ from ompq.costs import (
 )
 from ompq.errors import shortened
 from ompq.plans import Plan, plan_summary, unit_rows
+from ompq.results import Evaluation
 from ompq.units import Skipped
 
 _GAP = 2  # blanks between columns: one of padding, one of the box

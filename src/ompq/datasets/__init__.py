@@ -1,1 +1,758 @@
-"""Data sets by name, and the images in them."""
+"""Data by name: samples, labelled batches and training sets for a network.
+
+Training sets are shuffled, augmented and cut into batches. Small images are held in the
+memory of the device that trains, and cropped and flipped there, a batch at once. Larger
+ones are decoded and cropped by worker processes. Order and augmentation follow the
+seed, the epoch and the image alone: neither the number of processes nor that of
+workers, nor where a run was interrupted, changes them.
+"""
+
+import inspect
+import logging
+import os
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass, replace
+from itertools import chain, islice, pairwise
+from operator import itemgetter
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset, default_collate
+from torchvision.transforms import v2
+
+from ompq.datasets.distilled_data import distilled_samples
+from ompq.datasets.images import ImageFiles, decode, find_images, normalise, open_image
+from ompq.errors import DataError, shortened
+from ompq.files import call_user_function, is_user_function, reason
+from ompq.models import NamedModel, output_count, transformers_library
+from ompq.models.networks import demo_data
+from ompq.samples import (
+    Progress,
+    batch_length,
+    call,
+    evaluating,
+    map_batch,
+    model_device,
+    to_device,
+    token_ids,
+)
+from ompq.training.batches import Shard, TrainingData, dealt, mixed_seed
+
+# An input, which is a tensor or several of them in a tuple or dict, and its target: the
+# number of its class, -1 if it has none, or whatever a metric reads.
+Item: TypeAlias = tuple[Any, Any]
+Split: TypeAlias = Literal["train", "test"]
+
+_LOG = logging.getLogger(__name__)
+_RANDOM_LENGTH = 1024  # inputs of --data random, as many as calibration reads
+_DISTILLED_LENGTH = 128  # images that are made if no number is asked for
+_AHEAD = 4  # inputs that each thread reads in advance
+
+
+@dataclass(frozen=True)
+class Data:
+    """Inputs for one network, read when they are needed."""
+
+    name: str
+    model: NamedModel  # the network that takes them
+    length: int
+    # Position → input, for example (C, H, W), and target. An uint8 input is an image
+    # that is still to be normalised.
+    read: Callable[[int], Item]
+    # Class of each input, where known without reading it.
+    targets: tuple[int, ...] | None = None
+    # Why there are no usable labels; None when there are.
+    label_problem: str | None = None
+    workers: int = 1
+    seed: int = 0  # decides the choice of samples
+    # Whether unreadable images are skipped instead of an error.
+    skip_unreadable: bool = False
+    # Makes samples, as many as asked for, where there are none to read.
+    make: Callable[[int, Progress | None], Tensor] | None = None
+
+    def __len__(self) -> int:
+        return self.length
+
+    def samples(self, count: int, *, progress: Progress | None = None) -> Any:
+        """Return inputs spread over the classes as one batch: (count, C, H, W).
+
+        Inputs of several tensors give a tuple or a dict of tensors.
+
+        The choice follows the seed; fewer samples are a prefix of more.
+
+        Raises:
+            DataError: There are fewer inputs, or one cannot be read.
+        """
+        if self.make is not None:
+            return self.make(count, progress)
+        order = self._order(count)
+        # Skipped images are replaced by those that would come next.
+        wanted = order if self.skip_unreadable else order[:count]
+        inputs: list[Any] = []
+        with closing(self.items(wanted)) as items:
+            for value, _ in islice(items, count):
+                inputs.append(value)
+                if progress is not None:
+                    progress(len(inputs), count, "reading images")
+        if len(inputs) < count:
+            raise DataError(
+                f"{self.name}: asked for {count} samples, "
+                f"found {len(inputs)} that can be read; ask for fewer or add images"
+            )
+        return self.stack(inputs)
+
+    def batches(self, *, batch_size: int = 64, limit: int | None = None) -> "Batches":
+        """Return the inputs with their targets, to be iterated any number of times.
+
+        Args:
+            limit: Use only this many, spread over the classes. None uses all, in
+                their own order.
+
+        Raises:
+            DataError: There are no usable labels, or fewer inputs than asked for.
+        """
+        if batch_size < 1:
+            raise ValueError(f"batch_size={batch_size} must be at least 1")
+        if self.label_problem is not None:
+            raise DataError(f"{self.name}: {self.label_problem}")
+        order = range(self.length) if limit is None else self._order(limit)[:limit]
+        return Batches(self, tuple(order), batch_size)
+
+    def _order(self, count: int) -> list[int]:
+        """Return all positions: one of each class in turn, shuffled within."""
+        if count < 1:
+            raise ValueError(f"count={count} must be at least 1")
+        if count > self.length:
+            raise DataError(
+                f"{self.name}: asked for {count} samples, found {self.length}; "
+                "ask for fewer (--samples, --limit) or add some"
+            )
+        generator = torch.Generator().manual_seed(self.seed)
+        shuffled = torch.randperm(self.length, generator=generator).tolist()
+        if self.targets is None:
+            return shuffled
+        seen: dict[int, int] = {}
+        rounds = {}
+        for position in shuffled:
+            target = self.targets[position]
+            rounds[position] = seen[target] = seen.get(target, -1) + 1
+        return sorted(shuffled, key=lambda position: rounds[position])
+
+    def items(self, order: Sequence[int]) -> Generator[Item, None, None]:
+        """Yield the inputs at these positions and their targets, read by threads."""
+        ahead, skipped = _AHEAD * self.workers, []
+        pool = ThreadPoolExecutor(self.workers)
+        chunks = (order[i : i + ahead] for i in range(0, len(order), ahead))
+        reading = (pool.map(self._read, chunk) for chunk in chunks)
+        try:
+            # Pairs: the next chunk is being read while this one is used.
+            for results, _ in pairwise(chain(reading, [None])):
+                for result in results or ():
+                    if isinstance(result, DataError):
+                        skipped.append(str(result))
+                    else:
+                        yield result
+        finally:  # an error, Ctrl-C or a caller that has enough
+            pool.shutdown(cancel_futures=True)
+            if skipped:
+                _LOG.warning(
+                    "%s: skipped %d unreadable images: %s",
+                    self.name,
+                    len(skipped),
+                    shortened(skipped),
+                )
+
+    def _read(self, position: int) -> Item | DataError:
+        try:
+            return self.read(position)
+        except DataError as error:
+            if self.skip_unreadable:
+                return error
+            raise
+
+    def stack(self, inputs: Sequence[Any]) -> Any:
+        """Return inputs as one batch, (N, ...), images normalised."""
+        if isinstance(inputs[0], tuple):
+            return tuple(self.stack(column) for column in zip(*inputs, strict=True))
+        if isinstance(inputs[0], dict):
+            return {key: self.stack([one[key] for one in inputs]) for key in inputs[0]}
+        stacked = torch.stack(tuple(inputs))
+        images = stacked.dtype == torch.uint8
+        return normalise(stacked, self.model) if images else stacked
+
+
+@dataclass(frozen=True)
+class Batches:
+    """Labelled batches: pairs of inputs (N, ...) and targets, (N,) if class numbers."""
+
+    data: Data
+    order: tuple[int, ...]
+    batch_size: int
+
+    def __len__(self) -> int:
+        return -(-len(self.order) // self.batch_size)
+
+    def __iter__(self) -> Iterator[tuple[Any, Any]]:
+        with closing(self.data.items(self.order)) as items:
+            while held := list(islice(items, self.batch_size)):
+                inputs = self.data.stack([value for value, _ in held])
+                yield inputs, _joined([target for _, target in held])
+
+
+def _joined(targets: list[Any]) -> Any:
+    """Return targets as one tensor, where they are numbers or tensors of one shape."""
+    if all(isinstance(one, int | float) for one in targets):
+        return torch.tensor(targets)
+    shapes = {one.shape if isinstance(one, Tensor) else None for one in targets}
+    alike = len(shapes) == 1 and None not in shapes
+    return torch.stack(targets) if alike else targets
+
+
+def load_data(
+    name: str | os.PathLike[str],
+    model: NamedModel,
+    *,
+    split: Split = "test",
+    seed: int = 0,
+    workers: int | None = None,
+    skip_unreadable: bool = False,
+) -> Data:
+    """Find data by name; images are read later, when samples or batches are asked for.
+
+    Args:
+        name: A folder of images (class folders, or images alone: unlabelled),
+            a text file for a decoder, which is cut into inputs of the network's
+            length, ``digits``, ``distilled`` (made from the network's batch norms),
+            ``random`` or ``file.py:function`` (which is executed).
+        split: Which part to use where the data has two: ``digits``, or a folder that
+            holds ``train`` and ``test`` (or ``val``).
+        seed: Decides the choice of samples; for ``random`` and
+            ``distilled``, also the noise.
+        workers: Threads that decode; None for one per CPU core, at most 16.
+        skip_unreadable: Skip unreadable images, with a logged count.
+
+    Raises:
+        DataError: There is no such data, or it holds nothing that can be used.
+        MissingExtraError: ``digits`` without scikit-learn.
+    """
+    name = os.fspath(name)
+    if split not in ("train", "test"):
+        raise ValueError(f"split={split!r} must be 'train' or 'test'")
+    if workers is not None and workers < 1:
+        raise ValueError(f"workers={workers} must be at least 1")
+    if name == "random":
+        return _random(model, seed)
+    if name == "distilled":
+        return _distilled(model, seed)
+    if name == "digits":
+        return replace(_digits(model, split), seed=seed)
+    if is_user_function(name):
+        return replace(_from_user(name, model), seed=seed)
+    if model.vocabulary and Path(name).is_file():
+        return replace(_from_text(Path(name), model), seed=seed)
+    return replace(
+        _from_folder(Path(name), model, split),
+        seed=seed,
+        workers=workers or min(16, os.cpu_count() or 1),
+        skip_unreadable=skip_unreadable,
+    )
+
+
+def _from_folder(folder: Path, model: NamedModel, split: str) -> Data:
+    if len(model.input_shape) != 3:
+        text = "a text file or " if model.vocabulary else ""
+        raise DataError(
+            f"{folder}: {model.name} takes inputs of shape {model.input_shape}, not "
+            f"images; give its own data: {text}FILE.py:FUNCTION"
+        )
+    images = find_images(folder, split)
+    targets = images.targets
+
+    def read(position: int) -> Item:
+        target = -1 if targets is None else targets[position]
+        return decode(images.files[position], model), target
+
+    problem = _class_problem(images, model)
+    return Data(str(folder), model, len(images.files), read, targets, problem)
+
+
+def _from_text(path: Path, model: NamedModel) -> Data:
+    """Cut a text into inputs of token ids, which are their own targets."""
+    ids, (length,) = _tokenized(path, model.name, model.tokenizer), model.input_shape
+    if len(ids) < length:
+        raise DataError(
+            f"{path}: its {len(ids)} tokens do not make one input of {length}; give a "
+            "longer text or a smaller --input-shape"
+        )
+    rows = ids[: len(ids) // length * length].reshape(-1, length)
+    return Data(str(path), model, len(rows), lambda at: (rows[at], rows[at]))
+
+
+def _class_problem(images: ImageFiles, model: NamedModel) -> str | None:
+    if images.targets is None:
+        return "the images have no labels; sort them into one folder a class"
+    found, outputs = len(images.classes), output_count(model)
+    if images.numbered and found > outputs:
+        return (
+            f"class folder {found - 1} is beyond {model.name}'s {outputs} outputs; "
+            f"numbered folders are class indices, 0 to {outputs - 1}"
+        )
+    if not images.numbered and found != outputs:
+        return (
+            f"there are {found} class folders ({shortened(images.classes)}), "
+            f"but {model.name} has {outputs} outputs"
+        )
+    return None
+
+
+def _random(model: NamedModel, seed: int) -> Data:
+    _LOG.warning("--data random is noise with random labels: the results mean nothing")
+    generator = torch.Generator().manual_seed(seed)
+    if model.vocabulary:
+        shape = _RANDOM_LENGTH, *model.input_shape
+        ids = torch.randint(model.vocabulary, shape, generator=generator)
+        return Data("random", model, _RANDOM_LENGTH, lambda at: (ids[at], ids[at]))
+    outputs = output_count(model)
+    targets = torch.randint(outputs, (_RANDOM_LENGTH,), generator=generator).tolist()
+
+    def read(position: int) -> Item:
+        own = torch.Generator().manual_seed(seed * _RANDOM_LENGTH + position)
+        return torch.randn(model.input_shape, generator=own), targets[position]
+
+    return Data("random", model, _RANDOM_LENGTH, read, tuple(targets), seed=seed)
+
+
+def _distilled(model: NamedModel, seed: int) -> Data:
+    def make(count: int, progress: Progress | None) -> Tensor:
+        return distilled_samples(
+            model.module,
+            model.input_shape,
+            count,
+            normalised=any(model.mean),
+            seed=seed,
+            progress=progress,
+        )
+
+    def read(position: int) -> Item:
+        return make(position + 1, None)[position], -1
+
+    problem = "distilled images have no labels; name labelled ones (--eval-data)"
+    return Data(
+        "distilled",
+        model,
+        _DISTILLED_LENGTH,
+        read,
+        label_problem=problem,
+        seed=seed,
+        make=make,
+    )
+
+
+def _digits(model: NamedModel, split: str) -> Data:
+    # The demo network was trained on the same split, so the test images are new to it.
+    data = demo_data()
+    images, labels = data.test_images, data.test_targets
+    if split == "train":
+        images, labels = data.train_images, data.train_targets
+    targets = tuple(labels.tolist())
+    channels, height, width = model.input_shape
+    mean = torch.tensor(model.mean).view(-1, 1, 1)
+    std = torch.tensor(model.std).view(-1, 1, 1)
+
+    def read(position: int) -> Item:
+        image = images[position : position + 1]
+        image = F.interpolate(image, (height, width), mode=model.interpolation)[0]
+        return (image.expand(channels, -1, -1) - mean) / std, targets[position]
+
+    outputs, problem = output_count(model), None
+    if outputs != 10:
+        problem = f"there are 10 digits, but {model.name} has {outputs} outputs"
+    return Data("digits", model, len(targets), read, targets, problem)
+
+
+def _from_user(name: str, model: NamedModel) -> Data:
+    get, length, targets = _opened(name, call_user_function(name, DataError), model)
+    if length == 0:
+        raise DataError(f"{name} returned no inputs; give at least one")
+
+    def read(position: int) -> Item:
+        try:
+            value, target = _item(get(position), model)
+            shapes = _shapes(value)
+            if _is_none(target) and (ids := token_ids(value)) is not None:
+                target = ids  # each predicts the next one
+        except Exception as error:  # whatever the user's code raises
+            raise DataError(f"{name}: item {position}: {reason(error)}") from error
+        if first and shapes != first[0]:
+            raise DataError(
+                f"{name}: item {position} has shape {_shown(shapes)}; the first has "
+                f"{_shown(first[0])}"
+            )
+        return value, target
+
+    first: list[Any] = []
+    value, target = read(0)
+    first.append(_shapes(value))
+    if isinstance(value, Tensor):
+        model = replace(model, input_shape=tuple(value.shape))
+    data = Data(name, model, length, read, targets)
+    device = model_device(model.module)
+    try:
+        with evaluating(model.module):
+            call(model.module, to_device(data.stack([value]), device))
+    except Exception as error:
+        raise DataError(
+            f"{name}: {model.name} does not take an input of shape {_shown(first[0])}: "
+            f"{reason(error)}. (What a function yields are batches: their first "
+            "dimension counts inputs)"
+        ) from error
+    problem = "the inputs have no labels; return (inputs, targets)"
+    return replace(data, label_problem=problem if _is_none(target) else None)
+
+
+def _is_none(target: Any) -> bool:
+    return isinstance(target, int) and target < 0
+
+
+def _item(item: Any, model: NamedModel) -> Item:
+    """Return an input and its target; a pair is both if the network takes one input."""
+    if isinstance(item, list):
+        item = tuple(item)
+    pair = isinstance(item, tuple) and len(item) == 2
+    if pair and not (isinstance(item[0], Tensor) and _inputs_needed(model) > 1):
+        value, target = item
+        value = tuple(value) if isinstance(value, list) else value
+        if isinstance(target, Tensor) and not target.dim():
+            target = target.item()
+        return value, int(target) if isinstance(target, np.integer) else target
+    if isinstance(item, tuple) and len(item) == 1:
+        item = item[0]
+    return item, -1
+
+
+def _inputs_needed(model: NamedModel) -> int:
+    """Return how many arguments the network cannot do without."""
+    every = inspect.signature(model.module.forward).parameters.values()
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return sum(one.kind in kinds and one.default is one.empty for one in every)
+
+
+def _shapes(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(_shapes(one) for one in value)
+    if isinstance(value, dict):
+        return {key: _shapes(one) for key, one in value.items()}
+    return value.shape  # a tensor's; what has none cannot be used
+
+
+def _shown(shapes: Any) -> str:
+    if isinstance(shapes, dict):
+        return ", ".join(f"{key} {_shown(one)}" for key, one in shapes.items())
+    if type(shapes) is tuple:
+        return " and ".join(map(_shown, shapes))
+    return str(tuple(shapes))
+
+
+def _opened(
+    name: str, given: Any, model: NamedModel
+) -> tuple[Callable[[int], Any], int, tuple[int, ...] | None]:
+    """Return access by position, the length, and the targets where they are known."""
+    several = _inputs_needed(model) > 1
+    whole = isinstance(given, tuple) and len(given) == 2
+    if whole and isinstance(given[0], Tensor) and not several:
+        inputs, targets = given
+        if len(inputs) != len(targets):
+            raise DataError(
+                f"{name} returned {len(inputs)} inputs and {len(targets)} targets"
+            )
+        numbers = not (isinstance(targets, Tensor) and targets.dim() > 1)
+        known = tuple(int(target) for target in targets) if numbers else None
+        every = known or targets
+        return lambda position: (inputs[position], every[position]), len(inputs), known
+    one_batch = isinstance(given, tuple | dict)
+    if one_batch or not hasattr(given, "__getitem__"):
+        items = _split(name, [given] if one_batch else given, model)
+        return items.__getitem__, len(items), None
+    if not hasattr(given, "__len__"):
+        raise DataError(_unusable(name, given))
+    targets = getattr(given, "targets", None)
+    if targets is None or len(targets) != len(given):
+        return given.__getitem__, len(given), None
+    return given.__getitem__, len(given), tuple(int(target) for target in targets)
+
+
+def _split(name: str, batches: Any, model: NamedModel) -> list[Item]:
+    """Return the items of all batches that a function returned or yielded."""
+    if not hasattr(batches, "__iter__"):
+        raise DataError(_unusable(name, batches))
+    items: list[Item] = []
+    try:
+        for batch in batches:
+            inputs, targets = _item(batch, model)
+            none = isinstance(targets, int)
+            for place in range(batch_length(inputs)):
+                one = map_batch(inputs, itemgetter(place))
+                items.append(
+                    (one, -1 if none else _item((one, targets[place]), model)[1])
+                )
+    except Exception as error:  # whatever the user's code raises
+        raise DataError(f"{name}: batch {len(items)}: {reason(error)}") from error
+    return items
+
+
+def _unusable(name: str, given: Any) -> str:
+    return (
+        f"{name} returned {type(given).__name__}; it must return a tensor, "
+        "(inputs, targets), a dataset with a length and indices, or yield batches: "
+        "tensors, tuples, dicts, or pairs of these and targets"
+    )
+
+
+def _tokenized(path: Path, name: str, tokenizer: str) -> Tensor:
+    """Return the token ids of a text file, (tokens,).
+
+    Raises:
+        DataError: The network has no tokenizer, or the text cannot be read.
+        MissingExtraError: transformers is not installed.
+    """
+    if not tokenizer:
+        raise DataError(
+            f"{path}: {name} has no tokenizer; give token ids: FILE.py:FUNCTION"
+        )
+    kind = transformers_library().AutoTokenizer
+    try:
+        found = kind.from_pretrained(tokenizer, trust_remote_code=False)
+        ids = found(path.read_text(), verbose=False)["input_ids"]
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"{path} cannot be tokenized with the tokenizer of {name}: "
+            f"{reason(error)}; give token ids: FILE.py:FUNCTION"
+        ) from error
+    return torch.tensor(ids)
+
+
+Crop: TypeAlias = tuple[Tensor, int]
+
+_SMALL = 64  # up to this side images are shifted; above, cropped and resized
+_PADDING = 4  # pixels on each side, as is usual for CIFAR-10
+
+
+def training_data(
+    data: Data,
+    *,
+    device: torch.device | str = "cpu",
+    augment: bool = True,
+    progress: Progress | None = None,
+) -> TrainingData:
+    """Return labelled data as training reads it: small images in memory.
+
+    Args:
+        augment: Whether images are cropped and flipped at random; inputs that are not
+            images never are.
+
+    Raises:
+        DataError: It has no usable labels, or cannot be read.
+    """
+    if data.label_problem is not None:
+        raise DataError(f"{data.name}: {data.label_problem}")
+    device = torch.device(device)
+    large = max(data.model.input_shape[1:], default=0) > _SMALL
+    if not (large and Path(data.name).is_dir()):
+        return _held(data, device, augment=augment, progress=progress)
+    return ImageSet(
+        find_images(Path(data.name), "train"),
+        # Workers need to know how to prepare images, not the network itself.
+        replace(data.model, module=nn.Identity()),
+        workers=data.workers,
+        device=device,
+        augment=augment,
+        skip_unreadable=data.skip_unreadable,
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class HeldSet:
+    """Inputs held in memory; images are cropped and flipped where they are."""
+
+    # Images (N, H, W, C) as uint8, padded on all sides, or other inputs (N, ...) as
+    # floats, which are left as they are.
+    inputs: Tensor
+    targets: Tensor  # classes, (N,)
+    padding: int  # pixels on each side; 0 for no augmentation
+    mean: Tensor  # of the channels of an image in [0, 255], (C,)
+    std: Tensor  # of the same, (C,)
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def epoch(
+        self,
+        number: int,
+        *,
+        batch_size: int,
+        seed: int = 0,
+        start: int = 0,
+        shard: Shard = (0, 1),
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield inputs (N, C, H, W) and targets (N,), N = batch size / processes."""
+        device = self.inputs.device
+        generator = torch.Generator().manual_seed(mixed_seed(seed, number))
+        order = torch.randperm(len(self), generator=generator).to(device)
+        # For all images at once: a batch then needs nothing from the host.
+        shifts = torch.randint(
+            2 * self.padding + 1, (len(self), 2), generator=generator
+        ).to(device)
+        flips = torch.randint(2, (len(self),), generator=generator).bool().to(device)
+        for picked in dealt(order, batch_size=batch_size, start=start, shard=shard):
+            yield self._inputs(picked, shifts, flips), self.targets[picked]
+
+    def _inputs(self, picked: Tensor, shifts: Tensor, flips: Tensor) -> Tensor:
+        if self.inputs.dtype != torch.uint8:
+            return self.inputs[picked]
+        if not self.padding:
+            pixels = self.inputs[picked]
+        else:  # windows, some of them mirrored
+            down, right = shifts[picked, :1], shifts[picked, 1:]  # (B, 1)
+            height, width = (side - 2 * self.padding for side in self.inputs.shape[1:3])
+            rows = torch.arange(height, device=picked.device) + down  # (B, H)
+            across = torch.arange(width, device=picked.device)
+            across = torch.where(flips[picked, None], width - 1 - across, across)
+            columns = (across + right)[:, None]  # (B, 1, W)
+            pixels = self.inputs[picked[:, None, None], rows[:, :, None], columns]
+        values = (pixels.float() - self.mean) / self.std
+        return values.permute(0, 3, 1, 2)  # in memory it is channels-last
+
+
+def _held(
+    data: Data, device: torch.device, *, augment: bool, progress: Progress | None
+) -> HeldSet:
+    """Read everything into the device's memory."""
+    inputs: Tensor | None = None
+    targets = torch.zeros(len(data), dtype=torch.long)
+    found = 0
+    for value, target in data.items(range(len(data))):
+        if inputs is None:
+            inputs = torch.empty(len(data), *value.shape, dtype=value.dtype)
+        inputs[found], targets[found] = value, target
+        found += 1
+        if progress is not None and found % 100 == 0:
+            progress(found, len(data), "reading images")
+    if inputs is None:
+        raise DataError(f"{data.name}: none of its {len(data)} inputs can be read")
+    inputs, targets = inputs[:found], targets[:found]
+    outputs, low, high = output_count(data.model), targets.min(), targets.max()
+    if low < 0 or high >= outputs:
+        raise DataError(
+            f"{data.name}: targets go from {low} to {high}, but {data.model.name} has "
+            f"{outputs} outputs; targets are class indices, 0 to {outputs - 1}"
+        )
+    images = inputs.dtype == torch.uint8
+    padding = _PADDING if images and augment else 0
+    if images:
+        inputs = torch.nn.functional.pad(inputs, [padding] * 4).permute(0, 2, 3, 1)
+    return HeldSet(
+        inputs.contiguous().to(device),
+        targets.to(device),
+        padding,
+        255 * torch.tensor(data.model.mean, device=device),
+        255 * torch.tensor(data.model.std, device=device),
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class ImageSet:
+    """Image files that worker processes read, crop and flip."""
+
+    images: ImageFiles  # the files and their classes
+    model: NamedModel  # how images are prepared
+    workers: int  # processes that read; 0 reads in the process that trains
+    device: torch.device  # where images are normalised
+    augment: bool = True  # whether images are cropped and flipped at random
+    skip_unreadable: bool = False  # whether the next image replaces an unreadable one
+
+    def __len__(self) -> int:
+        return len(self.images.files)
+
+    def epoch(
+        self,
+        number: int,
+        *,
+        batch_size: int,
+        seed: int = 0,
+        start: int = 0,
+        shard: Shard = (0, 1),
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield inputs (N, C, H, W) and targets (N,), N = batch size / processes."""
+        generator = torch.Generator().manual_seed(mixed_seed(seed, number))
+        order = torch.randperm(len(self), generator=generator)
+        parts = dealt(order, batch_size=batch_size, start=start, shard=shard)
+        cuda = self.device.type == "cuda"
+        loader = DataLoader(
+            _Crops(self, (seed, number)),
+            batch_sampler=[part.tolist() for part in parts],
+            num_workers=self.workers,
+            pin_memory=cuda,
+            generator=generator,  # or it would draw from the global one
+            collate_fn=_batch,
+        )
+        mean = 255 * torch.tensor(self.model.mean, device=self.device).view(-1, 1, 1)
+        std = 255 * torch.tensor(self.model.std, device=self.device).view(-1, 1, 1)
+        for batch in loader:
+            if isinstance(batch, DataError):
+                raise batch
+            pixels, targets = batch
+            moved = pixels.to(self.device, non_blocking=True)
+            moved = moved.contiguous(memory_format=torch.channels_last)
+            yield (moved.float() - mean) / std, targets.to(self.device)
+
+
+def _batch(items: Sequence[Crop | DataError]) -> Any:
+    """Return pixels (N, C, H, W) and targets (N,), or the first error."""
+    broken = [item for item in items if isinstance(item, DataError)]
+    return broken[0] if broken else default_collate(list(items))
+
+
+class _Crops(Dataset[Crop | DataError]):
+    """A crop of each image in one epoch, as uint8 (C, H, W)."""
+
+    def __init__(self, owner: ImageSet, seeds: tuple[int, int]) -> None:
+        self.images, self.model, self.seeds = owner.images, owner.model, seeds
+        self.skip_unreadable = owner.skip_unreadable
+        self.augmented: v2.Compose | None = None
+        if owner.augment:
+            size = owner.model.input_shape[1:]
+            interpolation = v2.InterpolationMode(owner.model.interpolation)
+            self.augmented = v2.Compose(
+                [
+                    v2.RandomResizedCrop(size, interpolation=interpolation),
+                    v2.RandomHorizontalFlip(),
+                    v2.PILToTensor(),
+                ]
+            )
+
+    def __getitem__(self, position: int) -> Crop | DataError:
+        count = len(self.images.files)
+        broken = DataError("there are no images")
+        for further in range(count if self.skip_unreadable else 1):
+            try:
+                return self._crop((position + further) % count)
+            except DataError as error:
+                broken = error
+        return broken  # raised here, it would show a worker's traceback
+
+    def _crop(self, position: int) -> Crop:
+        path = self.images.files[position]
+        assert self.images.targets is not None  # training_data() checked the labels
+        target = self.images.targets[position]
+        if self.augmented is None:
+            return decode(path, self.model), target
+        with torch.random.fork_rng(devices=[]):
+            # Not torch.manual_seed, which would look for GPUs in every worker.
+            torch.default_generator.manual_seed(mixed_seed(*self.seeds, position))
+            return self.augmented(open_image(path, self.model)), target

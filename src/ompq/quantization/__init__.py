@@ -39,7 +39,6 @@ from ompq.layers import (
     quantized_layers,
     replace_module,
 )
-from ompq.notebook import data_frame, html_table
 from ompq.offload import sent_home
 from ompq.planner import Pin
 from ompq.plans import Plan, read_bits
@@ -85,6 +84,7 @@ from ompq.rates import (
     to_multiples,
 )
 from ompq.recording import copied
+from ompq.results import data_frame, html_table
 from ompq.samples import Progress, Samples, SamplesLike, evaluating, model_device
 from ompq.stages import no_progress
 

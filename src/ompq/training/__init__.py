@@ -1,23 +1,60 @@
 """train(): quantization-aware training."""
 
+import hashlib
+import json
+import logging
+import math
+import os
+import time
 import warnings
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, replace
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from ompq.allocation import Allocation
-from ompq.errors import TrainingError, shortened
+from ompq.errors import DataError, MissingExtraError, TrainingError, shortened
+from ompq.files import read_checkpoint, write_checkpoint, write_text
 from ompq.layers import activation_quantizers, quantized_layers
 from ompq.quantization import keep_rates, quantization_of, with_quantization
 from ompq.recording import copied
-from ompq.samples import Progress, cudnn_kernels
-from ompq.training.batches import Batches, LabelledBatch, epoch_batches
+from ompq.samples import (
+    Progress,
+    call,
+    cudnn_kernels,
+    evaluating,
+    first_tensor,
+    model_device,
+)
+from ompq.training.batches import Batches, LabelledBatch, checked_length, epoch_batches
 from ompq.training.config import TrainConfig
-from ompq.training.run import Run, Tracker, run_identity
+from ompq.training.methods import (
+    ActivationRanges,
+    DoReFaWeights,
+    FractionalWidths,
+    LearnedLevels,
+    OutlierWeights,
+    Variances,
+    WeightRanges,
+    fold_norms,
+    keep_norms,
+    norm_factor,
+    restore_float_weights,
+)
+from ompq.training.step import (
+    CodePenalty,
+    Gradients,
+    Recorded,
+    make_trainable,
+    may_leave_unused,
+    memory_layout,
+)
 
 
 def train(  # noqa: PLR0913
@@ -38,7 +75,7 @@ def train(  # noqa: PLR0913
 
     Args:
         quantized: From :func:`ompq.quantize` or, better, :func:`ompq.reconstruct`.
-        batches: Training data (:func:`ompq.datasets.training_sets.training_data`), or
+        batches: Training data (:func:`ompq.training_data`), or
             an iterable of inputs and targets that can be read once an epoch, for
             example a ``DataLoader``.
         teacher: The float network, for distillation or to keep its norms.
@@ -116,7 +153,7 @@ def _as_trained(result: nn.Module, model: nn.Module) -> nn.Module:
 
 
 @contextmanager
-def _isolated(run: Run) -> Iterator[None]:
+def _isolated(run: "Run") -> Iterator[None]:
     """Restore the global generators, and the settings of GPUs, afterwards."""
     with (
         torch.random.fork_rng([run.device] if run.device.type == "cuda" else []),
@@ -127,3 +164,417 @@ def _isolated(run: Run) -> Iterator[None]:
         # Shown where parameters could have been unused, and none were.
         warnings.filterwarnings("ignore", "find_unused_parameters=True was specified")
         yield
+
+
+_LOG = logging.getLogger(__name__)
+LAST, BEST = "last.safetensors", "best.safetensors"
+_MODEL, _MOMENTUM, _COUNTS = "model/", "momentum/", "counts"
+# Settings that may differ between a run and its continuation: they change no result.
+_FREE = {"checkpoint_steps", "report_steps", "tensorboard", "logger"}
+
+
+def check_installed(config: TrainConfig) -> None:
+    """Check that the packages that training needs are installed."""
+    needed = {"accelerate": "train"}
+    if config.tensorboard is not None:
+        needed["torch.utils.tensorboard"] = "tensorboard"
+    if config.logger != "none":
+        needed[config.logger] = config.logger
+    for module, extra in needed.items():
+        try:
+            import_module(module)
+        except ImportError as error:
+            raise MissingExtraError(module.rpartition(".")[2], extra) from error
+
+
+class Run:
+    """A training in progress: steps done, steps in all, and batches of a process."""
+
+    def __init__(
+        self,
+        quantized: nn.Module,
+        batches: Batches,
+        config: TrainConfig,
+        *,
+        teacher: nn.Module | None,
+    ) -> None:
+        self.config, self.device = config, model_device(quantized)
+        self.engine = _accelerator(quantized, config)
+        processes = self.engine.num_processes
+        if processes > 1:
+            self.device = self.engine.device
+        self.length = checked_length(batches, config, processes, self.device)
+        self.step, self.epoch_steps = 0, self.length // config.accumulate
+        self.steps = self.epoch_steps * config.epochs
+        self.model = copied(quantized).to(self.device)
+        self._begin(teacher)
+        self.rule = _weight_rule(self.model, config)
+        self.trainable = make_trainable(self.model, config)
+        layout = memory_layout(config, self.device)
+        self.model.to(memory_format=layout)
+        self.optimizer = self.trainable.optimizer(config)
+        self.prepared, self.stepping = self.engine.prepare(self.model, self.optimizer)
+        self.variances = Variances(self.model)
+        self.ranges = _running_ranges(self.model, config)
+        if teacher is not None and config.distill:
+            teacher = copied(teacher).to(self.device).eval()
+            teacher.to(memory_format=layout)
+        self.gradients = Gradients(
+            torch.compile(self.prepared) if config.compile else self.prepared,
+            teacher if config.distill else None,
+            config,
+            backward=self.engine.backward,
+            device=self.device,
+            penalty=self._penalty(),
+        )
+        self.compute: Callable[..., None] = self.gradients
+
+    def _begin(self, teacher: nn.Module | None) -> None:
+        """Take weights and norms of the float network, as the settings say."""
+        if self.config.start == "float":
+            assert teacher is not None  # checked by train()
+            restore_float_weights(self.model, teacher)
+        if self.config.batch_norm == "fold-and-train":
+            assert teacher is not None
+            keep_norms(self.model, teacher)
+
+    def _penalty(self) -> Callable[[], Tensor] | None:
+        if self.config.code_penalty:
+            return CodePenalty(self.model, self.config.code_penalty)
+        return getattr(self.rule, "penalty", None)
+
+    @property
+    def shard(self) -> tuple[int, int]:
+        """This process, and how many there are."""
+        return self.engine.process_index, self.engine.num_processes
+
+    def begin_epoch(self, number: int) -> range:
+        """Set the modes of the network; return the numbers of the batches to come."""
+        self.model.train()
+        if number >= self.config.freeze_norm_epoch:
+            for module in self.model.modules():
+                if isinstance(module, _BatchNorm):
+                    module.eval()
+        if (
+            isinstance(self.rule, FractionalWidths)
+            and number >= self.config.whole_epoch
+        ):
+            self.rule.make_whole()
+        if self.config.cuda_graph:
+            # A recorded step holds the norms' modes: frozen ones need another.
+            freezes = self.step == self.config.freeze_norm_epoch * self.epoch_steps
+            if freezes or not isinstance(self.compute, Recorded):
+                self.compute = Recorded(self.gradients, self.model)
+        done = (self.step - number * self.epoch_steps) * self.config.accumulate
+        return range(done, self.length)
+
+    def update(self) -> None:
+        """Take a step of the optimizer with the gradients that were computed."""
+        rate = self.rate()
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate * group["ratio"]
+        if self.config.gradient_norm:
+            parameters = [*self.trainable.named.values()]
+            # Accelerate's own: under fp16 it takes the scale of the loss out first.
+            self.engine.clip_grad_norm_(parameters, self.config.gradient_norm)
+        self.stepping.step()
+        if not isinstance(self.compute, Recorded):
+            self.stepping.zero_grad()
+        self.trainable.keep_positive()
+        self.variances.limit()
+        if self.rule is not None:
+            self.rule.follow()
+        self.step += 1
+
+    def rate(self) -> float:
+        """Return the learning rate of the next step: linear warm-up, then a cosine."""
+        done, warmup = self.step, self.config.warmup
+        if done < warmup:
+            return self.config.learning_rate * (done + 1) / warmup
+        share = (done - warmup) / max(1, self.steps - warmup)
+        return self.config.learning_rate * 0.5 * (1 + math.cos(math.pi * share))
+
+    def counts(self) -> Tensor:
+        """Return sums of the epoch so far: loss, correct, images; (processes, 3)."""
+        gathered: Tensor = self.engine.gather(self.gradients.counts[None])
+        return gathered.cpu()
+
+    def accuracy(self, batches: Iterable[LabelledBatch]) -> float:
+        """Return the share of images that the network gets right, all processes."""
+        process, processes = self.shard
+        counts = torch.zeros(2, device=self.device)
+        with evaluating(self.model):
+            for number, (inputs, targets) in enumerate(batches):
+                if number % processes == process:
+                    output = call(self.model, self.gradients.placed(inputs))
+                    answers = first_tensor(output).argmax(1)
+                    counts[0] += (answers == targets.to(self.device)).sum()
+                    counts[1] += len(targets)
+        correct, count = self.engine.reduce(counts).tolist()
+        if not count:
+            raise DataError(
+                "validation yielded no images; it is read once before training and "
+                "once an epoch: pass a list or a DataLoader that is not empty"
+            )
+        return float(correct / count)
+
+    def result(self, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return the state of an ordinary quantized network: norms are folded."""
+        self.model.load_state_dict(state)
+        layers = [x for x in quantized_layers(self.model).values() if x.rounding]
+        with torch.no_grad():
+            factors = [norm_factor(layer) for layer in layers]
+            pairs = zip(layers, factors, strict=True)
+            weights = [layer.rounded_weight(factor) for layer, factor in pairs]
+            fold_norms(self.model)
+            for layer, factor, weight in zip(layers, factors, weights, strict=True):
+                layer.weight.copy_(weight)
+                assert self.rule is not None  # nothing else sets a rounding
+                self.rule.finalize(layer, factor)
+        if self.ranges is not None:
+            self.ranges.detach()
+        return self.model.state_dict()
+
+    def state(self) -> dict[str, Tensor]:
+        """Return what a checkpoint holds: network, momentum, sums of the epoch."""
+        found = {_MODEL + key: value for key, value in self.model.state_dict().items()}
+        for name, parameter in self.trainable.named.items():
+            buffer = self.optimizer.state[parameter].get("momentum_buffer")
+            if buffer is not None:
+                found[_MOMENTUM + name] = buffer
+        return {**found, _COUNTS: self.counts()}
+
+    def restore(self, state: Mapping[str, Tensor], step: int) -> None:
+        """Continue from where a checkpoint was written."""
+        self.model.load_state_dict(_under(state, _MODEL))
+        for name, tensor in _under(state, _MOMENTUM).items():
+            parameter = self.trainable.named[name]
+            buffer = torch.empty_like(parameter).copy_(tensor)
+            self.optimizer.state[parameter]["momentum_buffer"] = buffer
+        counts, (process, processes) = state[_COUNTS], self.shard
+        if len(counts) != processes:  # the sums are right, if not to the last digit
+            counts = counts.sum(0) * torch.eye(processes, 1, dtype=counts.dtype)
+        self.gradients.counts.copy_(counts[process])
+        self.step = step
+
+
+def _weight_rule(model: nn.Module, config: TrainConfig) -> Any:
+    """Return what rounds the weights of a network, if its own grids do not."""
+    if config.widths == "learned":
+        return FractionalWidths(model, config.width_penalty)
+    if config.weights == "outliers":
+        return OutlierWeights(model, config.outlier_fraction)
+    rules = {"minmax": WeightRanges, "dorefa": DoReFaWeights, "lq-nets": LearnedLevels}
+    return rules[config.weights](model) if config.weights in rules else None
+
+
+def _running_ranges(model: nn.Module, config: TrainConfig) -> ActivationRanges | None:
+    """Return the ranges of activations that follow their values, if they do."""
+    if config.activations not in ("ema", "outliers"):
+        return None
+    few = config.outlier_fraction if config.activations == "outliers" else 0.0
+    return ActivationRanges(model, config.range_momentum, few)
+
+
+def _accelerator(quantized: nn.Module, config: TrainConfig) -> Any:
+    check_installed(config)
+    from accelerate import Accelerator, DistributedDataParallelKwargs
+
+    # Parameters that get no gradient: several processes would wait for it in vain.
+    unused = may_leave_unused(quantized)
+    several = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    return Accelerator(
+        gradient_accumulation_steps=config.accumulate,
+        log_with=None if config.logger == "none" else config.logger,
+        device_placement=False,  # training runs where the network is
+        kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=unused)],
+        # Without it processes on CPUs would not find each other. For one process it
+        # would only forbid a later run on another device.
+        cpu=several and model_device(quantized).type == "cpu",
+    )
+
+
+def _under(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {
+        name.removeprefix(prefix): tensor
+        for name, tensor in tensors.items()
+        if name.startswith(prefix)
+    }
+
+
+def run_identity(quantized: nn.Module, length: int, config: TrainConfig) -> str:
+    """Return a digest of what must be equal for a checkpoint to continue a run."""
+    settings = {k: v for k, v in asdict(config).items() if k not in _FREE}
+    digest = hashlib.sha256(json.dumps([settings, length]).encode())
+    for tensor in quantized.state_dict().values():
+        digest.update(tensor.detach().cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+class Tracker:
+    """Follows a run: reports its progress, finds the best epoch, writes checkpoints."""
+
+    def __init__(
+        self,
+        run: Run,
+        identity: str,
+        folder: Path | None,
+        *,
+        validation: Iterable[LabelledBatch] | None,
+        progress: Progress | None,
+    ) -> None:
+        self.run, self.identity, self.folder = run, identity, folder
+        self.validation, self.progress = validation, progress
+        self.best: float | None = None
+        self.best_model: Mapping[str, Tensor] | None = None
+        self.best_step: int | None = None
+        self.history: list[Mapping[str, Any]] = []
+        self.saved: int | None = None
+        self.reported, self.since = torch.zeros(3).double(), time.perf_counter()
+        self.write: Callable[..., Any] = lambda *_: None
+
+    @contextmanager
+    def following(self) -> Iterator[None]:
+        """Start, or resume from the checkpoint; close what is written meanwhile."""
+        with _scalars(self.run) as self.write:
+            if self.folder is not None and (self.folder / LAST).exists():
+                self._resume(self.folder)
+            elif self.validation is not None and self.run.config.keep == "best":
+                self._judge(self.run.accuracy(self.validation))
+            self.since = time.perf_counter()
+            yield
+
+    def _resume(self, folder: Path) -> None:
+        state, text = self._read(folder / LAST)
+        self.saved = int(text["step"])
+        self.run.restore(state, self.saved)
+        self.reported = self.run.counts().sum(0)
+        self.best, self.history = json.loads(text["best"]), json.loads(text["history"])
+        if self.best is not None:
+            best, text = self._read(folder / BEST)
+            self.best_model, self.best_step = _under(best, _MODEL), int(text["step"])
+        _LOG.info("resuming after step %d of %d", self.saved, self.run.steps)
+
+    def after_step(self) -> None:
+        """Report and write checkpoints, as often as the settings say."""
+        run, config = self.run, self.run.config
+        ended = run.step % run.epoch_steps == 0
+        due = config.checkpoint_steps and run.step % config.checkpoint_steps == 0
+        if ended or due or run.step % config.report_steps == 0:
+            self._report()
+        if due and not ended:
+            self._save()
+
+    def end_epoch(self, epoch: int) -> None:
+        """Measure the accuracy, remember the best, write a checkpoint."""
+        run = self.run
+        loss, correct, count = run.counts().sum(0).tolist()
+        entry = {"epoch": epoch + 1, "loss": loss / count, "top1": correct / count}
+        run.gradients.counts.zero_()
+        self.reported.zero_()
+        if self.validation is not None:
+            entry["validation"] = run.accuracy(self.validation)
+            self.write("validation top-1", entry["validation"], run.step)
+        self.history.append(entry)
+        _LOG.info("epoch %s", ", ".join(f"{k} {v:.4g}" for k, v in entry.items()))
+        if "validation" in entry and run.config.keep == "best":
+            self._judge(entry["validation"])
+        self._save()
+        self.since = time.perf_counter()
+
+    def _judge(self, accuracy: float) -> None:
+        if self.best is not None and accuracy <= self.best:
+            return
+        self.best, self.best_step = accuracy, self.run.step
+        model = self.run.model.state_dict()
+        self.best_model = {key: value.detach().clone() for key, value in model.items()}
+        self._write(BEST)
+
+    def _report(self) -> None:
+        run, sums = self.run, self.run.counts().sum(0)
+        new, self.reported = sums - self.reported, sums
+        loss, correct, count = new.tolist()
+        loss, correct = loss / count, correct / count
+        now = time.perf_counter()
+        speed, self.since = count / max(now - self.since, 1e-9), now
+        if not math.isfinite(loss):
+            raise TrainingError(
+                f"the loss is {loss} at step {run.step} of {run.steps}; "
+                f"{self._kept()}. Lower learning_rate={run.config.learning_rate:g}, "
+                "or set gradient_norm"
+            )
+        for name, value in (("loss", loss), ("top-1", correct), ("rate", run.rate())):
+            self.write(name, value, run.step)
+        if self.progress is not None:
+            epoch = -(-run.step // run.epoch_steps)
+            self.progress(
+                run.step,
+                run.steps,
+                f"epoch {epoch}/{run.config.epochs}: loss {loss:.3f}, "
+                f"top-1 {correct:.1%}, {speed:,.0f} images/s",
+            )
+
+    def _kept(self) -> str:
+        if self.folder is None or self.saved is None:
+            return "no checkpoint was written"
+        return f"{self.folder / LAST} holds the network after step {self.saved}"
+
+    def _save(self) -> None:
+        model = self.run.model.state_dict()
+        broken = [key for key, value in model.items() if not value.isfinite().all()]
+        if broken:
+            raise TrainingError(
+                f"{shortened(broken)} are not finite after step {self.run.step}; "
+                f"{self._kept()}. Lower "
+                f"learning_rate={self.run.config.learning_rate:g}"
+            )
+        self._write(LAST)
+        self.saved = self.run.step
+
+    def _write(self, name: str) -> None:
+        state = self.run.state()  # of all processes, so all must ask for it
+        if self.folder is not None and self.run.engine.is_main_process:
+            text = {
+                "step": str(self.run.step),
+                "best": json.dumps(self.best),
+                "history": json.dumps(self.history),
+            }
+            file = self.folder / name
+            write_checkpoint(file, state, text, kind="training", identity=self.identity)
+            lines = json.dumps(self.history, indent=1)
+            write_text(self.folder / "history.json", f"{lines}\n")
+        self.run.engine.wait_for_everyone()
+
+    def _read(self, path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+        return read_checkpoint(path, kind="training", identity=self.identity)
+
+    def chosen(self) -> Mapping[str, Tensor]:
+        """Return the state of the network to return."""
+        if self.best is not None and self.best_step == 0 and self.run.shard[0] == 0:
+            _LOG.warning(
+                "no epoch does better on the validation data than the start, %.2f %%; "
+                "the start is kept. Train longer, lower learning_rate=%g, or set "
+                "keep=last",
+                100 * self.best,
+                self.run.config.learning_rate,
+            )
+        return self.best_model or self.run.model.state_dict()
+
+
+@contextmanager
+def _scalars(run: Run) -> Iterator[Callable[..., Any]]:
+    """Yield a function that writes a scalar for trackers: name, value, step."""
+    config = run.config
+    with ExitStack() as stack:
+        writers: list[Callable[..., Any]] = []
+        if config.logger != "none":
+            run.engine.init_trackers("ompq", config=asdict(config))
+            stack.callback(run.engine.end_training)
+            writers.append(lambda name, value, at: run.engine.log({name: value}, at))
+        if config.tensorboard is not None and run.engine.is_main_process:
+            from torch.utils.tensorboard import SummaryWriter
+
+            board = SummaryWriter(config.tensorboard)
+            stack.callback(board.close)
+            writers.append(board.add_scalar)
+        yield lambda *scalar: [write(*scalar) for write in writers]

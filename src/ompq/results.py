@@ -1,15 +1,16 @@
-"""Evaluation: what a network does on images, with confidence intervals."""
+"""Results: evaluations, and how results look in a notebook."""
 
 import base64
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from html import escape
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ompq.notebook import data_frame, html_table
+from ompq.errors import MissingExtraError
 
 _Z95 = 1.959963984540054  # the normal distribution's 97.5 % point
 
@@ -143,3 +144,37 @@ def paired(better: NDArray[np.bool_], worse: NDArray[np.bool_]) -> tuple[float, 
     """Return the mean difference of two 0/1 arrays and its standard error."""
     difference = better.astype(float) - worse.astype(float)
     return float(difference.mean()), float(difference.std() / math.sqrt(len(worse)))
+
+
+_MOST_ROWS = 100  # of a table in a notebook
+
+
+def html_table(title: str, rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return rows as an HTML table; every value is escaped.
+
+    Example:
+        >>> html_table("bits", [{"layer": "fc", "bits": 4}])
+        '<b>bits</b><table><tr><th>layer</th><th>bits</th></tr>\
+<tr><td>fc</td><td>4</td></tr></table>'
+    """
+    heads = "".join(f"<th>{escape(str(key))}</th>" for key in rows[0]) if rows else ""
+    body = "".join(
+        f"<tr>{''.join(f'<td>{escape(str(one))}</td>' for one in row.values())}</tr>"
+        for row in rows[:_MOST_ROWS]
+    )
+    left = len(rows) - _MOST_ROWS
+    more = f"<p>and {left} more</p>" if left > 0 else ""
+    return f"<b>{escape(title)}</b><table><tr>{heads}</tr>{body}</table>{more}"
+
+
+def data_frame(rows: Sequence[Mapping[str, Any]]) -> Any:
+    """Return rows as a pandas DataFrame.
+
+    Raises:
+        MissingExtraError: pandas is not installed.
+    """
+    try:
+        import pandas
+    except ImportError as error:
+        raise MissingExtraError("pandas", "notebook") from error
+    return pandas.DataFrame(list(rows))

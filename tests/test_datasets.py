@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 from torch import nn
 
-from ompq.datasets.sources import Data, load_data
+from ompq.datasets import Data, load_data
 from ompq.errors import DataError, MissingExtraError, ModelError
 from ompq.models import NamedModel
 

@@ -9,7 +9,7 @@ import torch
 import ompq
 from nets import Chain, images, seeded
 from ompq.errors import MissingExtraError
-from ompq.notebook import data_frame, html_table
+from ompq.results import data_frame, html_table
 
 MODEL = seeded(Chain())
 PLAN = ompq.plan(MODEL, images(), "4bits", ompq.PlanConfig(score="weight_noise"))

@@ -18,10 +18,10 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import ompq
+from ompq import training
 from ompq.errors import CheckpointError, DataError, MissingExtraError, TrainingError
 from ompq.files import read_checkpoint
-from ompq.training import run as runs
-from ompq.training.run import Run, run_identity
+from ompq.training import Run, run_identity
 from training_script import CONFIG, QUICK, equal, hawq, kept, made, state, toy
 
 HERE = Path(__file__).parent
@@ -102,8 +102,8 @@ def test_gradients_of_a_scaled_loss_are_cut_to_the_same_length(toys, monkeypatch
     _, network, data = toys
     config = replace(QUICK, gradient_norm=0.1)
     expected = state(ompq.train(network, data, config))
-    make = runs._accelerator
-    monkeypatch.setattr(runs, "_accelerator", lambda *a: ScalingEngine(make(*a)))
+    make = training._accelerator
+    monkeypatch.setattr(training, "_accelerator", lambda *a: ScalingEngine(make(*a)))
     found = state(ompq.train(network, data, config))
     for key, value in expected.items():
         assert torch.allclose(value, found[key], rtol=1e-6), key
