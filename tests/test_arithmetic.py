@@ -6,7 +6,6 @@ import torch
 
 from ompq.errors import QuantizationError
 from ompq.integer.arithmetic import (
-    STRETCHED,
     CodeGrid,
     IntegerWeight,
     dyadic,
@@ -17,6 +16,7 @@ from ompq.integer.arithmetic import (
 )
 from ompq.quantizers import Grid
 from ompq.ranges import search_weight
+from ompq.skeleton import STRETCHED
 
 INPUT = CodeGrid(scale=0.02, zero_point=3, bits=8)
 

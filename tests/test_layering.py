@@ -11,11 +11,11 @@ SOURCE = Path(ompq.__file__).parent
 # order, or `...` where they are siblings in no order.
 ORDER = {
     "errors": "",
-    "entropy": "",
     "processes": "",
     "files": "",
     "stages": "",
     "units": "",
+    "streams": "",
     "skeleton": "",
     "results": "",
     "offload": "",

@@ -6,7 +6,6 @@ import torch
 
 from ompq.quantizers import (
     Grid,
-    check_bits,
     integer_weight,
     learned_clip,
     learned_step,
@@ -15,6 +14,7 @@ from ompq.quantizers import (
     round_through,
     straight_through,
 )
+from ompq.streams import check_bits
 
 WIDTHS = range(2, 9)
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")

@@ -12,7 +12,6 @@ import ompq
 from nets import TinyMobileNet, TinyResNet, images, scenes, seeded, values
 from ompq.allocation import Allocation
 from ompq.costs import can_be_coded, coded_bytes
-from ompq.entropy import encode
 from ompq.errors import QuantizationError
 from ompq.graph import Choice, bias_key, folded
 from ompq.layers import quantized_layers
@@ -37,6 +36,7 @@ from ompq.rates import (
 )
 from ompq.scores import SCORES
 from ompq.scores.rounding_errors import rounded_weights
+from ompq.streams import encode
 from tables import score_inputs
 
 

@@ -7,7 +7,6 @@ from torch.nn import functional as F
 
 from nets import values
 from ompq.costs import coded_bytes
-from ompq.entropy import CodeModel
 from ompq.layers import quantized_layer
 from ompq.quantizers import Grid, like_weight
 from ompq.rates import ZERO, code_bits, code_bytes
@@ -21,6 +20,7 @@ from ompq.reconstruction.rounding import (
     schedule,
     weight_of,
 )
+from ompq.streams import CodeModel
 
 
 def quantized(layer, bits=3, step=0.1):

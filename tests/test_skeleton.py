@@ -156,7 +156,10 @@ def test_graphs_made_wrong_are_refused(case, tmp_path):
 def test_dense_streams_must_have_their_length(tmp_path):
     *_, both, _ = files(quantized(seeded(Chain()), (4,)), tmp_path)
     with_graph(both, lambda text: text.replace('"codes",0,81', '"codes",0,80'))
-    with pytest.raises(PackedFileError, match="80 bytes do not hold"):
+    with pytest.raises(
+        PackedFileError,
+        match="80 bytes does not hold 162 codes",
+    ):
         unpack(both, tmp_path / "again.onnx")
 
 

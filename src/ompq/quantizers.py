@@ -7,20 +7,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-SMALLEST_BITS = 2
-LARGEST_BITS = 8
-# Up to this width twice a code, less twice a zero, fits into a signed byte.
-LARGEST_HALF_BITS = 6
-
-
-def check_bits(bits: int) -> int:
-    """Return the bits if they are an integer from 2 to 8; else raise a ValueError."""
-    if bits not in range(SMALLEST_BITS, LARGEST_BITS + 1):
-        raise ValueError(
-            f"bits={bits} is not supported: use an integer from "
-            f"{SMALLEST_BITS} to {LARGEST_BITS}"
-        )
-    return int(bits)
+from ompq.streams import LARGEST_HALF_BITS, check_bits
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,13 +13,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ompq.errors import check_known
-from ompq.quantizers import (
-    LARGEST_HALF_BITS,
-    Grid,
-    check_bits,
-    like_weight,
-    on_log_grid,
-)
+from ompq.quantizers import Grid, like_weight, on_log_grid
+from ompq.streams import LARGEST_HALF_BITS, check_bits
 
 Kind = Literal["affine", "midrise", "midtread", "symmetric"]
 # The least error at every width on every network measured, as it contains the others.

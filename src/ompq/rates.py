@@ -13,9 +13,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ompq.entropy import SCALE_MULTIPLES, coded_size
-from ompq.quantizers import LARGEST_BITS, Grid
+from ompq.quantizers import Grid
 from ompq.ranges import thinned
+from ompq.streams import LARGEST_BITS, SCALE_MULTIPLES, coded_size
 
 ZERO = 1 << (LARGEST_BITS - 1)  # the code of 0 in a coded layer
 _CODES = 1 << LARGEST_BITS

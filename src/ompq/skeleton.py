@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ompq.entropy import SCALE_MULTIPLES, decode
 from ompq.errors import MissingExtraError, OmpqError, PackedFileError
 from ompq.files import (
     json_list,
@@ -29,15 +28,16 @@ from ompq.files import (
     read_arrays,
     replacing,
 )
+from ompq.streams import LARGEST_HALF_BITS, SCALE_MULTIPLES, decode, unpack_bits
 
 PACKED_FORMAT = "ompq-packed/2"
 GRAPH = "graph"  # the tensor of a packed file that holds it
-LARGEST_HALF_BITS = 6  # up to here zero points may lie halfway between codes
-_STRETCHED = 64  # bytes of fewer bits are stretched up to this magnitude
+# Bytes of few bits are stretched up to this magnitude: two products with codes of at
+# most 255 fit into 16 bits, as the 8-bit kernels of processors without VNNI need.
+STRETCHED = 64
 _LARGEST = 1 << 28  # a deflated graph must not fill the memory
 _LONGEST_TEXT = 1 << 24  # of what describes units and constants
 _MOST_CODES = 512  # in a byte
-_AT_ONCE = 1 << 20  # codes unpacked at a time
 _LARGEST_FILE = (1 << 31) - 1  # that protocol buffers can hold
 _BROKEN = (
     *(ArithmeticError, AttributeError, LookupError, OverflowError, TypeError),
@@ -121,15 +121,7 @@ class Parts:
         stream = unit.stream.of(self.arrays)
         if unit.coded:
             return decode(stream.tobytes(), unit.shape)
-        count = prod(unit.shape)
-        if len(stream) != -(-count * unit.bits // 8):
-            raise ValueError(f"{len(stream)} bytes do not hold {unit.shape}")
-        step = _AT_ONCE * unit.bits // 8
-        parts = [
-            _unpacked(stream[start : start + step], unit.bits)
-            for start in range(0, len(stream), step)
-        ]
-        return np.concatenate(parts)[:count].reshape(unit.shape)
+        return unpack_bits(stream, unit.bits, unit.shape)
 
     @cached_property
     def halves(self) -> NDArray[np.int32]:
@@ -157,7 +149,7 @@ class Parts:
         """By what the integer form multiplies bytes of few bits."""
         if self.unit.bits > LARGEST_HALF_BITS or self.unit.grouped:
             return 1
-        return max(1, _STRETCHED // max(1, int(np.abs(self.halves).max())))
+        return max(1, STRETCHED // max(1, int(np.abs(self.halves).max())))
 
     def made(self, recipe: str, *numbers: float) -> bytes:
         """Return what a recipe makes of the unit, little-endian."""
@@ -213,13 +205,6 @@ class Parts:
         if not (steps > 0).all():
             raise ValueError(f"an input of scale {source:g}")
         return np.rint(biases / steps).astype("<i4")
-
-
-def _unpacked(stream: Array, bits: int) -> NDArray[np.uint8]:
-    """Return the codes of a dense stream, and those of the bits that are left over."""
-    spread = np.unpackbits(stream, bitorder="little")
-    rows = spread[: len(spread) // bits * bits].reshape(-1, bits)
-    return np.packbits(rows, axis=1, bitorder="little")[:, 0]
 
 
 def hollowed(model: bytes, units: Mapping[str, StoredUnit], arrays: Arrays) -> bytes:

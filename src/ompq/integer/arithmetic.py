@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from ompq.errors import QuantizationError
-from ompq.quantizers import LARGEST_HALF_BITS, Grid, integer_weight
+from ompq.quantizers import Grid, integer_weight
+from ompq.skeleton import STRETCHED
+from ompq.streams import LARGEST_HALF_BITS
 
 Pair: TypeAlias = tuple[int, int]
 
@@ -19,9 +21,6 @@ _MULTIPLIER_BITS = 31  # what a signed 32-bit integer holds
 _FLOAT_BITS = 24  # of a float32's significand
 # A product of 32 and 31 bits, and the half that rounds it, stay below 2^63.
 _LARGEST_SHIFT = 61
-# Bytes are stretched up to this magnitude: two products with codes of at most 255 fit
-# into 16 bits, as the 8-bit kernels of processors without VNNI need.
-STRETCHED = 64
 _LARGEST_PAIR = (1 << 15) - 1
 LARGEST_SUM = (1 << 31) - 1  # of all products and the bias, whatever the input
 

@@ -325,7 +325,7 @@ def runner(
     image = np.random.default_rng(0).normal(size=tuple(shape)).astype(np.float32)
     load = {"onnxruntime": _onnxruntime, "openvino": _openvino}[runtime]
     try:
-        return load(load_runtime(runtime), str(path), threads, image)
+        return load(str(path), threads, image)
     except Exception as error:
         # ONNX Runtime's own errors derive from nothing more particular.
         own = type(error).__module__.startswith("onnxruntime")
@@ -335,22 +335,26 @@ def runner(
         raise ExportError(f"{runtime} cannot load {path}: {first}") from error
 
 
-def _onnxruntime(
-    library: Any, path: str, threads: int, image: Any
-) -> Callable[[], Any]:
+def session_of(model: str | bytes, threads: int) -> Any:
+    """Load a file, or its content, into ONNX Runtime for this machine's CPU."""
+    library = load_runtime("onnxruntime")
     options = library.SessionOptions()
     options.intra_op_num_threads = threads
     options.log_severity_level = 3
-    session = library.InferenceSession(
-        path, options, providers=["CPUExecutionProvider"]
-    )
+    providers = ["CPUExecutionProvider"]
+    return library.InferenceSession(model, options, providers=providers)
+
+
+def _onnxruntime(path: str, threads: int, image: Any) -> Callable[[], Any]:
+    session = session_of(path, threads)
     given = {session.get_inputs()[0].name: image}
     return lambda: session.run(None, given)
 
 
-def _openvino(library: Any, path: str, threads: int, image: Any) -> Callable[[], Any]:
+def _openvino(path: str, threads: int, image: Any) -> Callable[[], Any]:
     settings = {"INFERENCE_NUM_THREADS": threads, "PERFORMANCE_HINT": "LATENCY"}
-    compiled = library.Core().compile_model(path, "CPU", settings)
+    core = load_runtime("openvino").Core()
+    compiled = core.compile_model(path, "CPU", settings)
     return lambda: compiled([image])
 
 

@@ -28,8 +28,8 @@ from ompq.onnx.traced import traced_model
 from ompq.onnx.verification import libraries
 from ompq.packing import graph_bytes
 from ompq.quantization import QuantizeConfig, quantize
-from ompq.quantizers import LARGEST_HALF_BITS
 from ompq.samples import Samples
+from ompq.streams import LARGEST_HALF_BITS
 
 _OPSET = 21  # of export_onnx
 _BITS, _BYTE = 4, 8  # of the skeleton's weights; of those that need no planes
@@ -53,13 +53,6 @@ def file_costs(
     names: Sequence[str],
 ) -> tuple[Cost, ...]:
     """Return costs of a network's files, by name: ``onnx_bytes``, ``graph_bytes``.
-
-    Args:
-        model: The float network.
-        samples: Inputs; the first few are run.
-        graph: Its units.
-        problem: Their choices.
-        names: The costs that are wanted.
 
     Raises:
         ExportError: The network cannot be written as ONNX.

@@ -13,6 +13,7 @@ from ompq.errors import ExportError, MissingExtraError
 from ompq.integer import IntegerNetwork
 from ompq.integer.lowering import Steps, input_names
 from ompq.layers import LogQuantizer, activation_quantizers
+from ompq.onnx.inspection import session_of
 from ompq.recording import tensors_in
 from ompq.samples import (
     Batch,
@@ -183,17 +184,10 @@ def require_codes(model: Any, network: nn.Module, samples: Samples) -> None:
     Raises:
         ExportError: They differ by more.
     """
-    from onnx import ModelProto, helper
-
-    watched = ModelProto()
-    watched.CopyFrom(model)
-    count = len(watched.graph.output)
     clipped = {n.input[0]: n.output[0] for n in model.graph.node if n.op_type == "Clip"}
     names = [n.output[0] for n in model.graph.node if n.op_type == "QuantizeLinear"]
-    info = helper.make_empty_tensor_value_info
-    watched.graph.output.extend(info(clipped.get(name, name)) for name in names)
     batch = to_device(samples.first_batch(_WATCHED), torch.device("cpu"))
-    found = run_session(open_session(watched.SerializeToString()), batch)[count:]
+    _, found = _with_codes(model, [clipped.get(name, name) for name in names], batch)
     plain, noisy = (_observed(network, batch, disturbed=n)[1] for n in (False, True))
     for name, codes in zip(names, found, strict=True):
         # The exporter merges and moves nodes: the file's codes are those of some place.
@@ -210,6 +204,20 @@ def require_codes(model: Any, network: nn.Module, samples: Samples) -> None:
                 f"{noise:.3g}. Nothing was written; please report this with the "
                 "network and the version of onnxruntime"
             )
+
+
+def _with_codes(
+    model: Any, names: Sequence[str], batch: Batch
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Run a file; return its outputs, and what tensors inside it hold."""
+    from onnx import ModelProto, helper
+
+    watched = ModelProto()
+    watched.CopyFrom(model)
+    count = len(watched.graph.output)
+    watched.graph.output.extend(map(helper.make_empty_tensor_value_info, names))
+    results = run_session(open_session(watched.SerializeToString()), batch)
+    return results[:count], results[count:]
 
 
 def _distance(first: Tensor, second: Tensor) -> float:
@@ -257,15 +265,8 @@ def libraries() -> tuple[Any, Any]:
 
 def open_session(model: Path | bytes) -> Any:
     """Load a file, or its content, for this machine's CPU, as users do."""
-    import onnxruntime
-
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = torch.get_num_threads()
-    options.log_severity_level = 3
     source = model if isinstance(model, bytes) else str(model)
-    return onnxruntime.InferenceSession(
-        source, options, providers=["CPUExecutionProvider"]
-    )
+    return session_of(source, torch.get_num_threads())
 
 
 def run_session(session: Any, batch: Batch) -> list[Tensor]:
@@ -307,17 +308,10 @@ def against_codes(
 ) -> tuple[Agreement, Agreement]:
     """Compare a file, with all its codes, to the finalized network and to the engine.
 
-    ``names`` gives the tensor of each step's codes, which a copy of the file gives out.
+    ``names`` gives the tensor of each step's codes.
     """
-    from onnx import ModelProto, helper
-
-    watched = ModelProto()
-    watched.CopyFrom(model)
-    count = len(watched.graph.output)
-    info = helper.make_empty_tensor_value_info
-    watched.graph.output.extend(map(info, names.values()))
-    results = run_session(open_session(watched.SerializeToString()), images)
-    outputs, found = results[:count], dict(zip(names, results[count:], strict=True))
+    outputs, results = _with_codes(model, list(names.values()), images)
+    found = dict(zip(names, results, strict=True))
     expected, codes = _observed(network, images)
     places = zip(steps.sites, codes, strict=True)
     pairs = [(one, found[at]) for at, one in places if at is not None]

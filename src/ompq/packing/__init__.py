@@ -21,7 +21,6 @@ from ompq.packing.format import (
     Form,
     PackedUnit,
     broadcast_grid,
-    pack_bits,
     quantized_units,
     read_contents,
     stored_units,
@@ -40,6 +39,7 @@ from ompq.quantization import (
 from ompq.quantizers import Grid
 from ompq.recording import is_batch_norm
 from ompq.skeleton import GRAPH, hollowed
+from ompq.streams import pack_bits
 
 _logger = logging.getLogger(__name__)
 # Between these, scale * (code - zero) is rounded back to the same code.
@@ -247,7 +247,8 @@ def _packed_unit(
     bias = state.get(bias_key(unit))
     if bias is not None:
         bias = _exactly(bias, torch.float32, f"{unit.name}: bias")
-    return PackedUnit(unit, flat, pack_bits(grid.quantize(weight), bits), bias)
+    stream = torch.from_numpy(pack_bits(grid.quantize(weight).numpy(), bits))
+    return PackedUnit(unit, flat, stream, bias)
 
 
 def _flat_grid(

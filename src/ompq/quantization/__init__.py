@@ -63,7 +63,7 @@ from ompq.quantization.sites import (
     find_sites,
     quantizer_name,
 )
-from ompq.quantizers import LARGEST_HALF_BITS, Grid, like_weight, of_groups
+from ompq.quantizers import Grid, like_weight, of_groups
 from ompq.ranges import (
     DEFAULT_KIND,
     Kind,
@@ -87,6 +87,7 @@ from ompq.recording import copied
 from ompq.results import data_frame, html_table
 from ompq.samples import Progress, Samples, SamplesLike, evaluating, model_device
 from ompq.stages import no_progress
+from ompq.streams import LARGEST_HALF_BITS
 
 # Called as weight_grid(unit, weight, axis of the output channels); returns the grid and
 # the weight that the layer rounds to it.

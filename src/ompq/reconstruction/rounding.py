@@ -14,7 +14,6 @@ from torch.nn import functional as F
 from torch.nn.modules.conv import _ConvTransposeNd
 
 from ompq.costs import coded_bytes
-from ompq.entropy import CodeModel
 from ompq.layers import (
     ActivationQuantizer,
     QuantizedLayer,
@@ -31,11 +30,11 @@ from ompq.quantization.moments import (
     channel_mean,
     restore_moments,
 )
-from ompq.quantizers import LARGEST_BITS
 from ompq.rates import ZERO, code_bits, code_bytes, entropy, lowered_codes
 from ompq.reconstruction.blocks import BlockCache
 from ompq.reconstruction.descent import Descent, Picked, kept_if_better, optimising
 from ompq.samples import Progress, attached, evaluating, model_device
+from ompq.streams import LARGEST_BITS, CodeModel
 
 _FASTEST = 0.005  # steps of the grid per iteration; more overshoots in short runs
 _FEWEST_SAMPLES = 8  # an iteration with fewer is too noisy

@@ -294,16 +294,12 @@ def weighted_labels(
 ) -> tuple[Tensor, Tensor]:
     """Return a class for each row, (rows,), and how many each input counts for, (N,).
 
-    Squared gradients are to be averaged over the network's own answers. A class is
-    drawn with its probability times the length of its gradient at the logits: the
-    sum of what counts is right, and varies less where one answer is nearly certain.
-    Where an input has several rows, such as tokens, their gradients add up before they
-    are squared: classes are drawn with their probability, and inputs count once.
-
-    Args:
-        log_p: Log probabilities, (rows, K).
-        generator: Draws the classes.
-        count: N, the number of inputs.
+    Of ``count`` inputs, log probabilities are given, (rows, K). Squared gradients are
+    to be averaged over the network's own answers. A class is drawn with its probability
+    times the length of its gradient at the logits: the sum of what counts is right, and
+    varies less where one answer is nearly certain. Where an input has several rows,
+    such as tokens, their gradients add up before they are squared: classes are drawn
+    with their probability, and inputs count once.
     """
     log_p = log_p.detach()
     if len(log_p) > count:

@@ -30,16 +30,9 @@ from ompq.layers import (
 )
 from ompq.quantization import quantization_of
 from ompq.quantization.equalization import enlarge, equalized
-from ompq.quantizers import (
-    LARGEST_BITS,
-    LARGEST_HALF_BITS,
-    SMALLEST_BITS,
-    Grid,
-    half_through,
-    round_through,
-    straight_through,
-)
+from ompq.quantizers import Grid, half_through, round_through, straight_through
 from ompq.ranges import thinned
+from ompq.streams import LARGEST_BITS, LARGEST_HALF_BITS, SMALLEST_BITS
 
 _SMALLEST = 1e-8  # of a range, as in HAWQ-V3's released code
 # In units of the last place: the largest weight should not fall off its grid, and lose

@@ -12,9 +12,9 @@ from ompq.costs import FLOAT_BITS
 from ompq.errors import QuantizationError
 from ompq.layers import QuantizedLayer, activation_quantizers, quantized_layers
 from ompq.quantization import quantization_of
-from ompq.quantizers import SMALLEST_BITS
 from ompq.rates import between_codes
 from ompq.samples import Batch, call, first_tensor, to_device
+from ompq.streams import SMALLEST_BITS
 from ompq.training.config import TrainConfig
 
 # A scale may shrink to this fraction of its initial value: it must stay positive, and

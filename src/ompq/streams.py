@@ -1,14 +1,15 @@
-"""Entropy coding of a layer's codes: how many bytes they take, and the bytes.
+"""Codes as streams of bytes: dense, or entropy-coded.
 
-A layer's codes are bytes of shape (rows, columns, ...): output channels, input channels
-and the kernel. Where weights are small, in a row, a column or a kernel, small codes are
-likelier; and kernels are smooth, so a code is mostly on the side of those next to it.
-So each code has a *context*: its level, the logarithm of the magnitude that its row,
-its column and the codes before it in its kernel lead to expect, and the side.
-Neighbouring contexts are merged into *classes* as long as that saves bytes. Each class
-has a distribution of its own, drawn through a few points of a logarithmic histogram.
+Codes to be entropy-coded are bytes of shape (rows, columns, ...): output channels,
+input channels and the kernel. Where weights are small, in a row, a column or a kernel,
+small codes are likelier; and kernels are smooth, so a code is mostly on the side of
+those next to it. So each code has a *context*: its level, the logarithm of the
+magnitude that its row, its column and the codes before it in its kernel lead to expect,
+and the side. Neighbouring contexts are merged into *classes* as long as that saves
+bytes. Each class has a distribution of its own, drawn through a few points of a
+logarithmic histogram.
 
-A stream holds all that :func:`decode` needs but the shape. Levels, classes and
+Such a stream holds all that :func:`decode` needs but the shape. Levels, classes and
 probabilities are integers made of integers, so every machine reads the same codes.
 """
 
@@ -28,6 +29,10 @@ from ompq.errors import PackedFileError
 Codes = NDArray[np.uint8]
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
+
+SMALLEST_BITS, LARGEST_BITS = 2, 8  # of a code
+# Up to this width twice a code, less twice a zero, fits into a signed byte.
+LARGEST_HALF_BITS = 6
 
 # Scales of a coded layer are one number times one of these, which a byte numbers.
 SCALE_MULTIPLES = np.array([(32.0 + m) * 2**e for e in range(8) for m in range(32)])
@@ -468,3 +473,105 @@ def _side_model(width: int) -> Any:
 def _read_side(decoder: Any, amount: int, width: int) -> Ints:
     numbers: Ints = decoder.decode(_side_model(width), amount).astype(np.int64)
     return numbers - _SIDE
+
+
+def check_bits(bits: int) -> int:
+    """Return the bits if they are an integer from 2 to 8; else raise a ValueError."""
+    if bits not in range(SMALLEST_BITS, LARGEST_BITS + 1):
+        raise ValueError(
+            f"bits={bits} is not supported: use an integer from "
+            f"{SMALLEST_BITS} to {LARGEST_BITS}"
+        )
+    return int(bits)
+
+
+# Codes of a fixed width are a dense stream: nothing is left between two codes. Code i
+# takes bits ``i * bits`` to ``(i + 1) * bits - 1`` of the stream; bit k is bit
+# ``k % 8`` of byte ``k // 8``. So eight codes take exactly ``bits`` bytes, and eight
+# at a time are moved together inside one 64-bit word:
+#
+#     one code a byte → two codes in 16 bits → four in 32 → eight, without gaps, in 64
+_TOGETHER = 8  # codes in one word
+_WORD = np.dtype("<u8")  # the stream is the same whatever the machine's byte order
+_LOWER_BYTES = np.uint64(0x00FF_00FF_00FF_00FF)
+_LOWER_PAIRS = np.uint64(0x0000_FFFF_0000_FFFF)
+_LOWER_HALF = np.uint64(0x0000_0000_FFFF_FFFF)
+# Words at a time: few enough for a processor's cache, where most of the time goes.
+_CHUNK = 1 << 14
+
+
+def stream_length(count: int, bits: int) -> int:
+    """Return the bytes that ``count`` codes take."""
+    return ceil(count * bits / 8)
+
+
+def pack_bits(codes: Codes, bits: int) -> Codes:
+    """Return codes of any shape as a dense stream, (ceil(n * bits / 8),).
+
+    The bits after the last code are 0.
+
+    Example:
+        >>> pack_bits(np.array([1, 2, 3], np.uint8), bits=2)
+        array([57], dtype=uint8)
+    """
+    check_bits(bits)
+    flat = codes.reshape(-1)
+    if flat.size and int(flat.max()) >> bits:
+        raise ValueError(
+            f"code {flat.max()} does not fit into {bits} bits: "
+            f"the largest that does is {(1 << bits) - 1}"
+        )
+    words = ceil(flat.size / _TOGETHER)
+    packed = np.empty((words, bits), np.uint8)
+    for start in range(0, words, _CHUNK):
+        part = flat[start * _TOGETHER : (start + _CHUNK) * _TOGETHER]
+        word = _squeezed(_padded(part, _TOGETHER).view(_WORD), bits)
+        packed[start : start + _CHUNK] = word.view(np.uint8).reshape(-1, 8)[:, :bits]
+    return packed.reshape(-1)[: stream_length(flat.size, bits)]
+
+
+def unpack_bits(packed: Codes, bits: int, shape: Sequence[int]) -> Codes:
+    """Return the codes of a dense stream in their shape."""
+    check_bits(bits)
+    count = prod(shape)
+    if len(packed) != stream_length(count, bits):
+        raise ValueError(
+            f"a stream of {len(packed)} bytes does not hold {count} codes of "
+            f"{bits} bits, which take {stream_length(count, bits)}"
+        )
+    words = ceil(count / _TOGETHER)
+    codes = np.empty(words * _TOGETHER, np.uint8)
+    for start in range(0, words, _CHUNK):
+        part = _padded(packed[start * bits : (start + _CHUNK) * bits], bits)
+        word = np.zeros((len(part) // bits, 8), np.uint8)
+        word[:, :bits] = part.reshape(-1, bits)
+        spread = _spread(word.reshape(-1).view(_WORD), bits)
+        codes[start * _TOGETHER : (start + _CHUNK) * _TOGETHER] = spread.view(np.uint8)
+    return codes[:count].reshape(shape)
+
+
+def _squeezed(word: NDArray[Any], bits: int) -> NDArray[Any]:
+    """Move the codes of each word, one a byte, together; (W,) → (W,)."""
+    word = (word & _LOWER_BYTES) | ((word & ~_LOWER_BYTES) >> np.uint64(8 - bits))
+    word = (word & _LOWER_PAIRS) | ((word & ~_LOWER_PAIRS) >> np.uint64(16 - 2 * bits))
+    return (word & _LOWER_HALF) | ((word & ~_LOWER_HALF) >> np.uint64(32 - 4 * bits))
+
+
+def _spread(word: NDArray[Any], bits: int) -> NDArray[Any]:
+    """Move the codes of each word apart, one a byte; (W,) → (W,)."""
+    for step in (32, 16, 8):
+        held = step * bits // 8  # bits that hold codes, of ``step`` bits
+        low = _every(held, 2 * step)
+        high = (word << np.uint64(step - held)) & (low << np.uint64(step))
+        word = (word & low) | high
+    return word
+
+
+def _every(held: int, lane: int) -> np.uint64:
+    """Return the mask of the lowest ``held`` bits of each lane of ``lane`` bits."""
+    return np.uint64(sum(((1 << held) - 1) << at for at in range(0, 64, lane)))
+
+
+def _padded(values: Codes, multiple: int) -> Codes:
+    missing = -len(values) % multiple
+    return np.pad(values, (0, missing)) if missing else values
