@@ -17,12 +17,13 @@ from common import RESULTS, save
 
 from ompq.allocation import Allocation
 from ompq.datasets import load_data
-from ompq.graph import Choice, trace
+from ompq.graph import trace
 from ompq.integer.finalization import finalize
 from ompq.models import load_model
 from ompq.onnx.export import export_onnx
 from ompq.onnx.verification import Agreement, compare_outputs
 from ompq.quantization import quantize
+from ompq.units import Choice
 
 NETWORKS = {
     "mobilenet_v2": ("torchvision:mobilenet_v2", "imagenet_mobilenet_v2", "imagenet"),

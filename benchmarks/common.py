@@ -21,7 +21,8 @@ from typing import Any
 import torch
 
 from ompq.allocation import Allocation
-from ompq.graph import Choice, trace
+from ompq.graph import trace
+from ompq.units import Choice
 
 RESULTS = Path(__file__).parent / "results"
 CODE = ("src", "benchmarks/*.py")  # what a result depends on

@@ -26,13 +26,13 @@ from torch import nn
 import ompq
 from ompq.allocation import Allocation
 from ompq.datasets import load_data
-from ompq.graph import Choice
 from ompq.models import load_model
 from ompq.onnx.export import export_onnx
 from ompq.onnx.inspection import load_seconds, peak_memory, runner
 from ompq.onnx.traced import float_model
 from ompq.onnx.verification import against_simulated, open_session
 from ompq.samples import Samples
+from ompq.units import Choice
 
 NETWORKS = {
     "resnet18": ("torchvision:resnet18", "imagenet_resnet18"),

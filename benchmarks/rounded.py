@@ -23,9 +23,9 @@ from common import arguments, everywhere, save, synchronise
 from ptq import NETWORKS, load, some_of
 
 from ompq.evaluation import evaluate
-from ompq.graph import GROUP_SIZES, Choice
 from ompq.packing import save as save_packed
 from ompq.quantization import QuantizeConfig, moments, quantize
+from ompq.units import GROUP_SIZES, Choice
 
 
 class Study(NamedTuple):

@@ -8,8 +8,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from nets import images
-from ompq.allocation import Allocation, Budget
-from ompq.graph import Choice, trace
+from ompq.allocation import Allocation
+from ompq.costs import Budget
+from ompq.graph import trace
 from ompq.layers import quantized_layers
 from ompq.plans import Plan
 from ompq.quantization import (
@@ -23,7 +24,7 @@ from ompq.quantization.sites import find_sites
 from ompq.quantizers import Grid
 from ompq.rates import to_multiples
 from ompq.recording import record
-from ompq.scores import ScoreTable
+from ompq.units import Choice, ScoreTable
 
 
 class Attention(nn.Module):

@@ -4,9 +4,10 @@ import torch
 from torch import nn
 
 from ompq.allocation import Allocation
-from ompq.graph import Choice, trace
+from ompq.graph import trace
 from ompq.layers import activation_quantizers
 from ompq.quantization import quantize
+from ompq.units import Choice
 
 
 def quantized(network, samples, weight=(2, 3, 4, 5, 6, 7, 8), activation=8):

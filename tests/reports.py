@@ -6,8 +6,8 @@ import numpy as np
 from torch import nn
 
 from nets import TinyMobileNet, images, seeded
-from ompq.allocation import Allocation, Budget
-from ompq.graph import Choice, LayerGraph, Unit
+from ompq.allocation import Allocation
+from ompq.costs import Budget
 from ompq.measurement.audits import RANDOM, Audit, Correlation, Measured, ScoreAudit
 from ompq.planner import PlanConfig, plan
 from ompq.plans import Plan
@@ -21,7 +21,7 @@ from ompq.report.sections import (
     StageTime,
     Versions,
 )
-from ompq.scores import ScoreTable
+from ompq.units import Choice, LayerGraph, ScoreTable, Unit
 
 HOSTILE = "<img src=x onerror=alert(1)>"
 CLOSING = "</script><script>alert(2)</script>"

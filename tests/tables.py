@@ -10,9 +10,9 @@ import numpy as np
 
 from ompq.allocation.program import Problem, Program
 from ompq.costs import Cost
-from ompq.graph import Choice
 from ompq.samples import Samples
 from ompq.scores import ScoreInputs
+from ompq.units import Choice
 
 FIXTURES = Path(__file__).parent / "fixtures"
 

@@ -5,18 +5,10 @@ from math import fsum
 import numpy as np
 import pytest
 
-from ompq.allocation import (
-    Budget,
-    Problem,
-    allocate,
-    check_budget,
-    pareto,
-    reachable,
-    search,
-)
-from ompq.costs import Cost
+from ompq.allocation import Problem, allocate, check_budget, pareto, reachable, search
+from ompq.costs import Budget, Cost
 from ompq.errors import BudgetError, InfeasibleBudgetError
-from ompq.graph import Choice
+from ompq.units import Choice
 from tables import exhaustive, fixture, network, problem
 
 METHODS = ("exact", "relax-round", "relax-dfs", "genetic")

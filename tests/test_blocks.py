@@ -11,7 +11,7 @@ from torch import nn
 from nets import Chain, ResidualBlock, TinyMobileNet, TinyResNet, scenes, seeded, values
 from ompq.allocation import Allocation
 from ompq.errors import QuantizationError, SampleError
-from ompq.graph import Choice, trace
+from ompq.graph import trace
 from ompq.layers import quantized_layers
 from ompq.quantization import QuantizeConfig, quantization_of, quantize
 from ompq.quantization.moments import float_moments
@@ -27,6 +27,7 @@ from ompq.reconstruction.blocks import (
 )
 from ompq.reconstruction.rounding import RoundingConfig, learn_rounding
 from ompq.samples import Samples
+from ompq.units import Choice
 
 Pair = namedtuple("Pair", "x mask")
 QUICK = ReconstructConfig(rounding=RoundingConfig(iterations=30, batch_size=16))

@@ -10,7 +10,7 @@ from torch import nn
 
 from nets import TinyMobileNet, TinyResNet, scenes, seeded, values
 from ompq.allocation import Allocation
-from ompq.graph import Choice, trace
+from ompq.graph import trace
 from ompq.layers import activation_quantizers, quantized_layer, quantized_layers
 from ompq.quantization import QUANTIZE_PROTOCOLS, quantization_of, quantize
 from ompq.quantizers import Grid, like_weight
@@ -26,6 +26,7 @@ from ompq.reconstruction.brecq import (
     summed_error,
 )
 from ompq.samples import Samples
+from ompq.units import Choice
 from ompq.workflow import learning_config
 
 QUICK = BrecqConfig(iterations=60, activation_iterations=20, batch_size=8)

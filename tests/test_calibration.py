@@ -9,7 +9,7 @@ from torch import nn
 import ompq
 from nets import TinyMobileNet, TinyResNet, images, scenes, seeded, values
 from ompq.allocation import Allocation
-from ompq.graph import Choice, trace
+from ompq.graph import trace
 from ompq.layers import activation_quantizers, quantized_layers
 from ompq.quantization.calibration import _loss, input_grams, read_ranges, weigh_ranges
 from ompq.quantization.sites import find_sites
@@ -22,6 +22,7 @@ from ompq.ranges import (
 )
 from ompq.recording import record
 from ompq.samples import Samples
+from ompq.units import Choice
 
 
 def silent(*_):

@@ -25,7 +25,7 @@ from ompq.report.charts import (
 )
 from ompq.report.figures import write_figures
 from ompq.report.sections import Accuracy, BlockError, Histogram, StageTime, Versions
-from ompq.scores import ScoreTable
+from ompq.units import ScoreTable
 from reports import every_section, toy_plan
 
 

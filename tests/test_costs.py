@@ -23,8 +23,8 @@ from ompq.costs import (
     unit_bytes,
 )
 from ompq.errors import BudgetError, InfeasibleBudgetError
-from ompq.graph import Choice, find_units, live_tensors, observe, trace
-from ompq.units import live_tensors_from_json
+from ompq.graph import find_units, live_tensors, observe, trace
+from ompq.units import Choice, live_tensors_from_json
 
 FIXTURES = Path(__file__).parent / "fixtures"
 

@@ -15,7 +15,6 @@ from ompq.cli.decisions import AuditOptions
 from ompq.cli.settings import PlanOptions, sample_count
 from ompq.costs import overhead_bytes
 from ompq.datasets import load_data
-from ompq.graph import Choice
 from ompq.measurement import meter
 from ompq.measurement.audits import AuditConfig
 from ompq.measurement.reconstruction_score import SCORES
@@ -24,6 +23,7 @@ from ompq.planner import PLAN_PROTOCOLS, PlanConfig, plan as make_plan
 from ompq.plans import Plan
 from ompq.scores import Orm, OrmSettings
 from ompq.stages import Stages
+from ompq.units import Choice
 
 NAMES = ["stem", "block.conv1", "block.conv2", "block.shortcut", "fc"]
 MACS = {

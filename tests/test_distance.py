@@ -9,7 +9,7 @@ import torch
 
 import ompq
 from nets import TinyResNet, scenes, seeded
-from ompq.graph import Choice
+from ompq.units import Choice
 
 PACKAGE = str(Path(ompq.__file__).parent)
 LIMIT = 5

@@ -10,7 +10,6 @@ from torch.nn import functional as F
 import ompq
 from nets import TinyMobileNet, TinyResNet, scenes, seeded
 from ompq.allocation import Allocation
-from ompq.graph import Choice
 from ompq.layers import activation_quantizers, quantized_layers
 from ompq.quantization import quantization_of
 from ompq.quantization.equalization import (
@@ -22,6 +21,7 @@ from ompq.quantization.equalization import (
 from ompq.recording import record
 from ompq.samples import Samples, attached
 from ompq.training.methods import fold_norms, keep_norms
+from ompq.units import Choice
 
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 

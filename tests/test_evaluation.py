@@ -7,8 +7,9 @@ from scipy.stats import binomtest
 from torch import nn
 
 from ompq.errors import DataError, ModelError
-from ompq.evaluation import Evaluation, class_rows, evaluate, wilson_interval
-from ompq.samples import Samples
+from ompq.evaluation import evaluate
+from ompq.results import Evaluation, wilson_interval
+from ompq.samples import Samples, class_rows
 
 
 class Table(nn.Module):

@@ -5,7 +5,7 @@ from ompq.allocation import allocate
 from ompq.allocation.explanation import check_budget, conflict, explain, reachable
 from ompq.costs import Cost
 from ompq.errors import BudgetError, InfeasibleBudgetError, PatternError, PlanError
-from ompq.graph import Choice
+from ompq.units import Choice
 from tables import network, problem
 
 

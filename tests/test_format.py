@@ -14,7 +14,6 @@ from nets import Chain, images, seeded
 from ompq.allocation import Allocation
 from ompq.errors import OmpqError, PackedFileError
 from ompq.files import read_tensors, write_tensors
-from ompq.graph import Choice
 from ompq.integer.finalization import finalize
 from ompq.packing import inspect_file, load, save
 from ompq.packing.format import (
@@ -25,6 +24,7 @@ from ompq.packing.format import (
     zero_step,
 )
 from ompq.quantization import quantization_of, quantize
+from ompq.units import Choice
 from packing_tools import coded
 
 

@@ -21,8 +21,9 @@ from nets import (
 )
 from ompq.costs import unit_bytes
 from ompq.errors import PatternError, SampleError, TraceError
-from ompq.graph import Choice, LayerGraph, find_units, select, stored_dtype, trace
+from ompq.graph import find_units, stored_dtype, trace
 from ompq.recording import Recording, record, watch
+from ompq.units import Choice, LayerGraph, select
 
 NAMES = ("stem", "layer1.conv1", "layer1.conv2", "layer2.conv1", "head")
 

@@ -19,7 +19,7 @@ from ompq.allocation import Allocation
 from ompq.attention import with_layers
 from ompq.costs import Bytes
 from ompq.errors import PackedFileError, PlanError, QuantizationError
-from ompq.graph import Choice, trace
+from ompq.graph import trace
 from ompq.integer.finalization import finalize
 from ompq.layers import quantized_layers
 from ompq.models.networks import DemoNetwork
@@ -41,6 +41,7 @@ from ompq.reconstruction import ReconstructConfig, reconstruct
 from ompq.reconstruction.rounding import RoundingConfig
 from ompq.recording import record
 from ompq.streams import encode, unpack_bits
+from ompq.units import Choice
 from packing_tools import Attention, Odd, assembled, coded, fake_plan, mixed, quantized
 
 NETWORKS = [Chain, TinyResNet, TinyMobileNet, Attention, Odd]

@@ -22,7 +22,7 @@ from ompq.errors import (
     ScoreError,
     TraceError,
 )
-from ompq.graph import Choice
+from ompq.units import Choice
 
 
 @pytest.fixture(scope="module")

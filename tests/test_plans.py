@@ -14,7 +14,7 @@ from ompq.costs import overhead_bytes, unit_bytes
 from ompq.errors import (
     PlanError,
 )
-from ompq.graph import Choice
+from ompq.units import Choice
 
 
 @pytest.fixture(scope="module")

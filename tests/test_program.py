@@ -8,7 +8,7 @@ import pytest
 from ompq.allocation.program import Allocation, Problem
 from ompq.costs import Cost
 from ompq.errors import PlanError, ScoreError
-from ompq.graph import Choice
+from ompq.units import Choice
 from tables import problem
 
 BITS = {"stem": Choice(8, 8), "a.conv1": Choice(4, 8), "fc": Choice(4, 6)}

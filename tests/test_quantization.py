@@ -20,13 +20,14 @@ from nets import (
 )
 from ompq.allocation import Allocation
 from ompq.errors import PlanError, QuantizationError
-from ompq.graph import Choice, bias_key, folded, norm_affine
+from ompq.graph import bias_key, folded, norm_affine
 from ompq.layers import QuantizedConv2d, activation_quantizers, quantized_layers
 from ompq.quantization import assemble, quantizer_names
 from ompq.quantization.sites import ActivationSite
 from ompq.quantizers import Grid
 from ompq.ranges import search_weight
 from ompq.rates import to_multiples
+from ompq.units import Choice
 
 SAMPLES = scenes(48)
 

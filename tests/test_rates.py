@@ -13,7 +13,7 @@ from nets import TinyMobileNet, TinyResNet, images, scenes, seeded, values
 from ompq.allocation import Allocation
 from ompq.costs import can_be_coded, coded_bytes
 from ompq.errors import QuantizationError
-from ompq.graph import Choice, bias_key, folded
+from ompq.graph import bias_key, folded
 from ompq.layers import quantized_layers
 from ompq.models.networks import demo_data, demo_network
 from ompq.quantization import keep_rates, quantization_of
@@ -37,6 +37,7 @@ from ompq.rates import (
 from ompq.scores import SCORES
 from ompq.scores.rounding_errors import rounded_weights
 from ompq.streams import encode
+from ompq.units import Choice
 from tables import score_inputs
 
 

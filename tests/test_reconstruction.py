@@ -10,12 +10,13 @@ from nets import Chain, TinyMobileNet, TinyResNet, scenes, seeded, tokens, value
 from ompq.allocation import Allocation
 from ompq.costs import can_be_coded, coded_bytes
 from ompq.errors import CheckpointError, QuantizationError, SampleError, TraceError
-from ompq.graph import Choice, trace
+from ompq.graph import trace
 from ompq.layers import activation_quantizers, quantized_layers
 from ompq.quantization import QuantizeConfig, quantization_of, quantize
 from ompq.rates import code_bytes, to_multiples
 from ompq.reconstruction import ReconstructConfig, reconstruct
 from ompq.reconstruction.rounding import RoundingConfig
+from ompq.units import Choice
 
 CUDA = (
     pytest.mark.cuda,

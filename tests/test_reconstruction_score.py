@@ -8,10 +8,10 @@ import torch
 import ompq
 from nets import Chain, images, scenes, seeded
 from ompq.evaluation import kl_divergence, logits_of
-from ompq.graph import Choice
 from ompq.measurement.reconstruction_score import BlockLoss
 from ompq.samples import Samples
 from ompq.scores import score_name, score_table
+from ompq.units import Choice
 from tables import score_inputs
 
 CHOICES = (Choice(2, 4), Choice(3, 8), Choice(32, 32))

@@ -8,9 +8,8 @@ from html.parser import HTMLParser
 import numpy as np
 import pytest
 
-from ompq.allocation import Allocation, Budget, ParetoPoint
-from ompq.costs import in_bytes
-from ompq.graph import Choice, Skipped
+from ompq.allocation import Allocation, ParetoPoint
+from ompq.costs import Budget, in_bytes
 from ompq.plans import Measurement, Plan
 from ompq.report import (
     axis_costs,
@@ -20,7 +19,7 @@ from ompq.report import (
     write_report,
 )
 from ompq.report.sections import Agreement
-from ompq.scores import ScoreTable
+from ompq.units import Choice, ScoreTable, Skipped
 from reports import (
     CLOSING,
     HOSTILE,

@@ -11,7 +11,8 @@ import shutil
 
 import pytest
 
-from ompq.allocation import Allocation, Budget
+from ompq.allocation import Allocation
+from ompq.costs import Budget
 from ompq.report import write_report
 from reports import CLOSING, HOSTILE, every_section, hostile_plan, toy_plan
 

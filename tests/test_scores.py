@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from nets import Chain, TinyMobileNet, TinyResNet, images, seeded
 from ompq.errors import SampleError, ScoreError, TraceError
-from ompq.graph import Choice, trace
+from ompq.graph import trace
 from ompq.measurement.reconstruction_score import (
     SCORES,
     BlockLoss,
@@ -28,7 +28,6 @@ from ompq.scores import (
     OrmShift,
     OutputDivergence,
     Random,
-    ScoreTable,
     Sensitivity,
     WeightNoise,
     measure_orm,
@@ -37,6 +36,7 @@ from ompq.scores import (
 )
 from ompq.scores.derivatives import weighted_labels
 from ompq.scores.rounding_errors import quickly_rounded, rounded_weights
+from ompq.units import Choice, ScoreTable
 from tables import score_inputs
 
 CHOICES = (Choice(2, 8), Choice(4, 8), Choice(8, 8))

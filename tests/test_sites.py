@@ -6,13 +6,14 @@ from torchvision import models
 
 import ompq
 from nets import Chain, TinyMobileNet, TinyResNet, images, seeded, values
-from ompq.graph import Choice, trace
+from ompq.graph import trace
 from ompq.layers import ActivationQuantizer, LogQuantizer, activation_quantizers
 from ompq.quantization import quantization_of
 from ompq.quantization.sites import find_sites, rounded_product
 from ompq.quantizers import Grid, on_log_grid
 from ompq.ranges import activation_grid, log_grid, observe_range
 from ompq.recording import record
+from ompq.units import Choice
 
 
 def sites_of(network, samples, bits=8, **more):

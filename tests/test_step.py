@@ -8,11 +8,11 @@ import torch
 import ompq
 from ompq.costs import can_be_coded, coded_bytes
 from ompq.errors import QuantizationError
-from ompq.graph import Choice
 from ompq.layers import ActivationQuantizer, quantized_layers
 from ompq.quantizers import Grid
 from ompq.rates import code_bits, code_bytes
 from ompq.training.step import CodePenalty, memory_layout, training_loss
+from ompq.units import Choice
 from quantized import quantized
 from training_script import QUICK, state, toy
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from ompq.allocation import Budget, Problem
+from ompq.allocation import Problem
 from ompq.cli.decisions import budget_rows
 from ompq.cli.views import (
     Column,
@@ -18,8 +18,8 @@ from ompq.cli.views import (
     reasons,
     size_budgets,
 )
-from ompq.costs import Cost
-from ompq.graph import Choice, Skipped
+from ompq.costs import Budget, Cost
+from ompq.units import Choice, Skipped
 
 LONG = "encoder.layers.encoder_layer_11.self_attention.out_proj"
 

@@ -13,7 +13,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ompq.allocation import Allocation, Budget
+    from ompq.allocation import Allocation
+    from ompq.costs import Budget
     from ompq.datasets import load_data, training_data
     from ompq.datasets.distilled_data import distilled_samples
     from ompq.datasets.images import image_views
@@ -40,8 +41,8 @@ if TYPE_CHECKING:
         TraceError,
         TrainingError,
     )
-    from ompq.evaluation import Evaluation, Perplexity, evaluate
-    from ompq.graph import Choice, LayerGraph, Unit, trace
+    from ompq.evaluation import Perplexity, evaluate
+    from ompq.graph import trace
     from ompq.integer import IntegerNetwork
     from ompq.integer.finalization import finalize
     from ompq.measurement.audits import Audit, AuditConfig, audit
@@ -69,6 +70,7 @@ if TYPE_CHECKING:
     from ompq.report.charts import worst_histograms
     from ompq.report.figures import write_figures
     from ompq.report.sections import Accuracy
+    from ompq.results import Evaluation
     from ompq.samples import Samples
     from ompq.scores import (
         Blend,
@@ -82,7 +84,6 @@ if TYPE_CHECKING:
         OutputDivergence,
         Random,
         ScoreInputs,
-        ScoreTable,
         Sensitivity,
         SmallestFirst,
         WeightNoise,
@@ -90,18 +91,20 @@ if TYPE_CHECKING:
     from ompq.skeleton import unpack
     from ompq.training import train
     from ompq.training.config import TRAIN_PROTOCOLS, TrainConfig
+    from ompq.units import Choice, LayerGraph, ScoreTable, Unit
 
 _HOMES = {
     "ompq.measurement.audits": "Audit AuditConfig audit",
-    "ompq.allocation": "Allocation Budget",
+    "ompq.allocation": "Allocation",
+    "ompq.costs": "Budget",
     "ompq.datasets.images": "image_views",
     "ompq.datasets.distilled_data": "distilled_samples",
     "ompq.errors": "BudgetError CheckpointError DataError DeviceMemoryError "
     "ExportError FileError GoalError InfeasibleBudgetError MissingExtraError "
     "ModelError OmpqError PackedFileError PatternError PlanError ProcessError "
     "QuantizationError SampleError ScoreError TargetError TraceError TrainingError",
-    "ompq.evaluation": "Evaluation Perplexity evaluate",
-    "ompq.graph": "Choice LayerGraph Unit trace",
+    "ompq.evaluation": "Perplexity evaluate",
+    "ompq.graph": "trace",
     "ompq.integer": "IntegerNetwork",
     "ompq.integer.finalization": "finalize",
     "ompq.onnx.export": "export_onnx",
@@ -124,9 +127,11 @@ _HOMES = {
     "ompq.offload": "device_memory",
     "ompq.models": "load_model with_linear_layers",
     "ompq.datasets": "load_data training_data",
+    "ompq.results": "Evaluation",
     "ompq.samples": "Samples",
+    "ompq.units": "Choice LayerGraph ScoreTable Unit",
     "ompq.scores": "Blend Fisher Gradient Hessian Orm OrmDistortion OrmSettings "
-    "OrmShift OutputDivergence Random ScoreInputs ScoreTable Sensitivity "
+    "OrmShift OutputDivergence Random ScoreInputs Sensitivity "
     "SmallestFirst WeightNoise",
     "ompq.skeleton": "unpack",
     "ompq.training": "train",

@@ -26,9 +26,6 @@ from ompq.files import (
 )
 from ompq.units import Choice, LayerGraph, LiveTensor, Table, Unit
 
-_BINARY = ("B", "KiB", "MiB", "GiB", "TiB")
-_DECIMAL = ("", "k", "M", "G", "T", "P")
-
 
 def short(value: float) -> str:
     """Return about three digits, no exponent: 1.23, 12.3, 123, 1234."""
@@ -44,10 +41,7 @@ def in_bytes(value: float) -> str:
         >>> in_bytes(1_572_864)
         '1.50 MiB'
     """
-    power = 0
-    while abs(value) >= 1024 and power < len(_BINARY) - 1:
-        value, power = value / 1024, power + 1
-    return f"{value:.0f} B" if power == 0 else f"{short(value)} {_BINARY[power]}"
+    return _scaled(value, 1024, 1024, (" B", " KiB", " MiB", " GiB", " TiB"))
 
 
 def counted(value: float) -> str:
@@ -57,10 +51,15 @@ def counted(value: float) -> str:
         >>> counted(3_469_760)
         '3.47M'
     """
+    return _scaled(value, 1000, 999.5, ("", "k", "M", "G", "T", "P"))
+
+
+def _scaled(value: float, base: int, limit: float, units: Sequence[str]) -> str:
+    """Return a value in the largest unit in which it is at least 1."""
     power = 0
-    while abs(value) >= 999.5 and power < len(_DECIMAL) - 1:
-        value, power = value / 1000, power + 1
-    return f"{value:.0f}" if power == 0 else f"{short(value)}{_DECIMAL[power]}"
+    while abs(value) >= limit and power < len(units) - 1:
+        value, power = value / base, power + 1
+    return f"{short(value) if power else format(value, '.0f')}{units[power]}"
 
 
 def digits(value: float, count: int = 3) -> str:
@@ -299,14 +298,7 @@ class Bytes:
     @property
     def total(self) -> int:
         """All items together."""
-        return (
-            self.weights
-            + self.scales
-            + self.zero_points
-            + self.biases
-            + self.activations
-            + self.metadata
-        )
+        return sum(vars(self).values())
 
     @staticmethod
     def by_item(units: "Sequence[Bytes]") -> dict[str, int]:

@@ -9,10 +9,9 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from ompq.allocation import Allocation, Budget
-from ompq.costs import in_bytes, percent
+from ompq.allocation import Allocation
+from ompq.costs import Budget, in_bytes, percent
 from ompq.errors import InfeasibleBudgetError, OmpqError
-from ompq.evaluation import Evaluation, wilson_interval
 from ompq.models.networks import DemoData, DemoNetwork, demo_data, demo_network
 from ompq.onnx.export import ExportResult, export_onnx
 from ompq.packing import Account, inspect_file, load, save
@@ -22,6 +21,7 @@ from ompq.reconstruction import ReconstructConfig
 from ompq.reconstruction.rounding import RoundingConfig
 from ompq.report.charts import worst_histograms
 from ompq.report.sections import Accuracy, Agreement, Remark, Section
+from ompq.results import Evaluation, wilson_interval
 from ompq.samples import evaluating
 from ompq.stages import ONNX, PACKED, PLAN, REPORT, RESULT, Bar, Stages, silent
 from ompq.workflow import Outcome, Workflow, whole_folder, write_result

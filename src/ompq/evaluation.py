@@ -17,13 +17,12 @@ from torch.nn import functional as F
 from ompq.errors import DataError, ModelError
 from ompq.processes import process_count, share_out
 from ompq.results import (
-    Evaluation as Evaluation,
+    Evaluation,
     paired,
-    wilson_interval as wilson_interval,
+    wilson_interval,
 )
 from ompq.samples import (
     Batch,
-    Progress,
     Samples,
     batch_length,
     call,
@@ -35,6 +34,7 @@ from ompq.samples import (
     to_device,
     token_ids,
 )
+from ompq.stages import Progress
 
 _BATCH = 64  # samples at a time
 

@@ -30,17 +30,11 @@ from ompq.recording import (
 )
 from ompq.samples import Samples, SamplesLike, model_device, to_device
 from ompq.units import (
-    CODED_BITS as CODED_BITS,
-    GROUP_SIZES as GROUP_SIZES,
-    IN_PLACE as IN_PLACE,
-    Choice as Choice,
-    LayerGraph as LayerGraph,
+    IN_PLACE,
+    LayerGraph,
     LiveTensor,
-    Skipped as Skipped,
-    Unit as Unit,
-    by_bits as by_bits,
-    check_group_size as check_group_size,
-    select as select,
+    Skipped,
+    Unit,
 )
 
 _NORMS = {"batch_norm", "layer_norm", "group_norm", "instance_norm", "rms_norm"}

@@ -11,38 +11,22 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import nn
 
-from ompq.allocation import (
-    Budget,
-    Method,
-    Problem,
-    allocate,
-    check_budget,
-)
+from ompq.allocation import Method, Problem, allocate, check_budget
 from ompq.attention import with_layers
 from ompq.costs import (
     FILES,
     FLOAT_BITS,
     Accounting,
+    Budget,
     Cost,
     LatencyTable,
     can_be_coded,
     cost_tables,
 )
 from ompq.errors import TargetError, TraceError, check_known, shortened
-from ompq.graph import (
-    CODED_BITS,
-    Choice,
-    LayerGraph,
-    by_bits,
-    check_group_size,
-    find_units,
-    float_network,
-    live_tensors,
-    observe,
-    select,
-)
+from ompq.graph import find_units, float_network, live_tensors, observe
 from ompq.plans import Plan, make_problem
-from ompq.samples import Progress, Samples, SamplesLike, batch_values
+from ompq.samples import Samples, SamplesLike, batch_values
 from ompq.scores import (
     Hessian,
     Orm,
@@ -54,9 +38,17 @@ from ompq.scores import (
     score_name,
     score_table,
 )
-from ompq.stages import no_progress
+from ompq.stages import Progress, no_progress
 from ompq.targets import Target, load_target
-from ompq.units import LiveTensor
+from ompq.units import (
+    CODED_BITS,
+    Choice,
+    LayerGraph,
+    LiveTensor,
+    by_bits,
+    check_group_size,
+    select,
+)
 
 # Rates that coded units may get; dense where a small file is decided.
 RATES = (1, 1.25, 1.5, 1.75, 2, 2.25, 2.5, 3, 3.5, 4, 4.5, 5, 6, 7)

@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from ompq.allocation import (
     METHODS,
     Allocation,
-    Budget,
     Explanation,
     Method,
     ParetoPoint,
@@ -26,6 +25,7 @@ from ompq.allocation import (
 from ompq.costs import (
     FLOAT_BITS,
     Accounting,
+    Budget,
     Bytes,
     Cost,
     LatencyTable,
@@ -185,7 +185,29 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """Return budget, totals, bits and what stays float as plain data."""
-        return plan_summary(self)
+        return {
+            "hash": self.hash,
+            "budget": str(self.budget),
+            "limits": dict(self.budget.limits(self.problem.costs)),
+            "totals": self.totals,
+            "bytes_by_item": self.bytes_by_item,
+            "float_bytes": self.problem.costs["bytes"].reference,
+            "damage": self.damage,
+            "gap": self.gap,
+            "score": self.score_name,
+            "method": self.method,
+            "accounting": self.accounting,
+            "group_size": self.graph.group_size or None,
+            "allocation": self.allocation.to_json(),
+            "measured": [
+                {"name": one.name, "divergence": one.divergence}
+                for one in self.measured
+            ],
+            "units": unit_rows(self),
+            "target": None if self.target is None else self.target.name,
+            "no_speed_up": [asdict(one) for one in self.no_speed_up],
+            "skipped": [asdict(one) for one in self.graph.skipped],
+        }
 
     def to_dataframe(self) -> Any:
         """Return one row a unit as a pandas DataFrame."""
@@ -286,32 +308,6 @@ class Plan:
                 f"the plan was made for another network: {len(differing)} units differ "
                 f"({shortened(differing)})"
             )
-
-
-def plan_summary(plan: Plan) -> dict[str, Any]:
-    """Return budget, totals, bits and what stays float."""
-    return {
-        "hash": plan.hash,
-        "budget": str(plan.budget),
-        "limits": dict(plan.budget.limits(plan.problem.costs)),
-        "totals": plan.totals,
-        "bytes_by_item": plan.bytes_by_item,
-        "float_bytes": plan.problem.costs["bytes"].reference,
-        "damage": plan.damage,
-        "gap": plan.gap,
-        "score": plan.score_name,
-        "method": plan.method,
-        "accounting": plan.accounting,
-        "group_size": plan.graph.group_size or None,
-        "allocation": plan.allocation.to_json(),
-        "measured": [
-            {"name": one.name, "divergence": one.divergence} for one in plan.measured
-        ],
-        "units": unit_rows(plan),
-        "target": None if plan.target is None else plan.target.name,
-        "no_speed_up": [asdict(one) for one in plan.no_speed_up],
-        "skipped": [asdict(one) for one in plan.graph.skipped],
-    }
 
 
 def unit_rows(plan: Plan) -> list[dict[str, Any]]:

@@ -15,8 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ompq.allocation import Budget, halfway
+from ompq.allocation import halfway
 from ompq.attention import with_layers
+from ompq.costs import Budget
 from ompq.datasets import Data, training_data
 from ompq.datasets.distilled_data import distilled_samples
 from ompq.errors import (
@@ -29,7 +30,7 @@ from ompq.errors import (
 )
 from ompq.experiments import ANY, HALFWAY, Experiment, Row
 from ompq.files import json_object, library_version, read_json, write_text
-from ompq.graph import select, trace
+from ompq.graph import trace
 from ompq.measurement.reconstruction_score import BlockLoss
 from ompq.measurement.rivals import ReinforceConfig, one_bitwidth, reinforce
 from ompq.models import NamedModel
@@ -54,6 +55,7 @@ from ompq.scores import measure_orm
 from ompq.stages import Stages
 from ompq.training import train
 from ompq.training.config import TRAIN_PROTOCOLS
+from ompq.units import select
 from ompq.workflow import Workflow, learning_config, paper_samples
 
 if TYPE_CHECKING:

@@ -21,7 +21,6 @@ from torch.utils.hooks import RemovableHandle
 
 from ompq.errors import SampleError
 from ompq.offload import running_device, visiting
-from ompq.stages import Progress as Progress
 
 Batch: TypeAlias = Tensor | tuple[Tensor, ...] | dict[str, Tensor]
 Report: TypeAlias = Callable[[int, int | None], None]  # the same without a message

@@ -13,12 +13,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ompq.allocation import Allocation, Budget
-from ompq.costs import FLOAT_BITS
+from ompq.allocation import Allocation
+from ompq.costs import FLOAT_BITS, Budget
 from ompq.errors import ExportError, PackedFileError
-from ompq.evaluation import Evaluation, Metric, evaluate, wilson_interval
+from ompq.evaluation import Metric, evaluate
 from ompq.files import library_version, write_text
-from ompq.graph import Choice
 from ompq.integer.finalization import finalized
 from ompq.measurement.goals import Goal, Smallest, SmallestConfig, smallest
 from ompq.measurement.meter import Meter
@@ -26,7 +25,7 @@ from ompq.measurement.refinement import RefineConfig, refine
 from ompq.onnx.export import export_onnx
 from ompq.packing import add_onnx, save
 from ompq.planner import Pin, PlanConfig, plan
-from ompq.plans import Plan, plan_summary
+from ompq.plans import Plan
 from ompq.processes import from_main, wait_for_all
 from ompq.quantization import BlockError, QuantizeConfig, quantization_of, quantize
 from ompq.reconstruction import RECONSTRUCT_PROTOCOLS, ReconstructConfig, reconstruct
@@ -43,8 +42,10 @@ from ompq.report.sections import (
     Versions,
     sections_to_json,
 )
-from ompq.samples import Progress, Samples, SamplesLike
-from ompq.stages import CONFIG, ONNX, PACKED, PLAN, REPORT, RESULT, Stages
+from ompq.results import Evaluation, wilson_interval
+from ompq.samples import Samples, SamplesLike
+from ompq.stages import CONFIG, ONNX, PACKED, PLAN, REPORT, RESULT, Progress, Stages
+from ompq.units import Choice
 
 PLAN_SAMPLES, CALIBRATION_SAMPLES = 64, 1024  # the paper's, and BRECQ's
 ANYTHING = "32bits"  # a budget that bits fixed beforehand always meet
@@ -303,7 +304,7 @@ class Outcome:
             "evaluation": None if found is None else found.to_json(),
             "seconds": dict(self.seconds),
             "sections": sections_to_json(self.sections),
-            "plan": plan_summary(self.plan),
+            "plan": self.plan.to_dict(),
         }
 
     def write(

@@ -27,7 +27,6 @@ from ompq.stages import Progress
 __all__ = [
     "METHODS",
     "Allocation",
-    "Budget",
     "Explanation",
     "Method",
     "ParetoPoint",

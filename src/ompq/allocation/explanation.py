@@ -7,7 +7,7 @@ import numpy as np
 
 from ompq.allocation.program import Columns, Problem, Program, least_allowed
 from ompq.allocation.relaxations import relaxation
-from ompq.allocation.search import Optimum, minimum
+from ompq.allocation.search import minimum
 from ompq.costs import PURPOSES, Budget, Cost, enough, readable
 from ompq.errors import (
     InfeasibleBudgetError,
@@ -54,17 +54,14 @@ def check_budget(problem: Problem, budget: Budget | str) -> None:
     limits = Budget.of(budget).limits(problem.costs)
     check_each(problem, limits)
     if len(limits) > 1:
+        programs = (case.program(limits, slack=0.5) for case in problem.cases(limits))
+        # Any allocation within the limits will do, whatever its damage.
         found = [
-            _any(case.program(limits, slack=0.5)) for case in problem.cases(limits)
+            minimum(replace(one, damage=np.zeros_like(one.damage))) for one in programs
         ]
         if all(one.columns is None for one in found):
             proved = all(one.gap == 0 for one in found)
             raise conflict(problem, limits, proved=proved)
-
-
-def _any(program: Program) -> Optimum:
-    """Find an allocation within the limits, whatever its damage."""
-    return minimum(replace(program, damage=np.zeros_like(program.damage)))
 
 
 def check_each(problem: Problem, limits: Mapping[str, float]) -> None:

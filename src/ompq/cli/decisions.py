@@ -10,7 +10,7 @@ import numpy as np
 import torch
 import typer
 
-from ompq.allocation import Budget, Problem, reachable
+from ompq.allocation import Problem, reachable
 from ompq.cli.console import Console, View, muted, say
 from ompq.cli.options import (
     BudgetOption,
@@ -41,10 +41,9 @@ from ompq.cli.views import (
     plan_view,
     size_budgets,
 )
-from ompq.costs import FLOAT_BITS, digits, in_bytes
+from ompq.costs import FLOAT_BITS, Budget, digits, in_bytes
 from ompq.datasets import load_data
 from ompq.errors import suggestion
-from ompq.graph import Choice
 from ompq.measurement.audits import Audit, AuditConfig, audit as measure_scores
 from ompq.measurement.reconstruction_score import SCORES
 from ompq.planner import unscored_problem
@@ -53,6 +52,7 @@ from ompq.report.sections import audit_sections
 from ompq.samples import Samples
 from ompq.scores import score_name
 from ompq.stages import REPORT
+from ompq.units import Choice
 from ompq.workflow import PLAN_SAMPLES, Workflow, whole_folder, write_result
 
 

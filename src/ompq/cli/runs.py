@@ -17,7 +17,7 @@ import torch
 import typer
 from torch import nn
 
-from ompq.allocation import Allocation, Budget
+from ompq.allocation import Allocation
 from ompq.cli.console import Console, View, in_first_process, muted, say
 from ompq.cli.options import (
     REQUIRED,
@@ -47,11 +47,11 @@ from ompq.cli.views import (
     used,
     warning,
 )
-from ompq.costs import digits, in_bytes
+from ompq.costs import Budget, digits, in_bytes
 from ompq.datasets import Data, training_data
 from ompq.datasets.images import image_views
 from ompq.errors import BudgetError, DataError, PlanError, suggestion
-from ompq.evaluation import METRICS, Evaluation, Metric, evaluate as measure
+from ompq.evaluation import METRICS, Metric, evaluate as measure
 from ompq.files import is_user_function, locked_folder, user_function
 from ompq.integer import IntegerNetwork
 from ompq.measurement.goals import Goal, Smallest
@@ -67,6 +67,7 @@ from ompq.quantization import (
 from ompq.reconstruction import ReconstructConfig
 from ompq.reconstruction.rounding import RoundingConfig
 from ompq.report.sections import Remark
+from ompq.results import Evaluation
 from ompq.samples import model_device
 from ompq.stages import CONFIG, ONNX, PACKED, PLAN, REPORT, RESULT
 from ompq.training import check_installed, train as learn

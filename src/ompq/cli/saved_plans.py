@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import numpy as np
 from rich.console import RenderableType
 
-from ompq.allocation import Budget
 from ompq.cli.console import Console, View
 from ompq.cli.options import (
     BudgetOption,
@@ -25,7 +24,7 @@ from ompq.cli.options import (
     output_path,
 )
 from ompq.cli.views import Column, cost_columns, fitted, plan_view, top1_text
-from ompq.costs import FILES, counted, digits, in_bytes
+from ompq.costs import FILES, Budget, counted, digits, in_bytes
 from ompq.errors import PlanError
 from ompq.files import read_json
 from ompq.plans import Plan

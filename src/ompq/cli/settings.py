@@ -18,7 +18,6 @@ from ompq.costs import FLOAT_BITS, Accounting, load_latency
 from ompq.datasets import Batches, Data, Split, load_data
 from ompq.errors import ScoreError, suggestion
 from ompq.files import call_user_function, is_user_function
-from ompq.graph import CODED_BITS, GROUP_SIZES, Choice
 from ompq.measurement.reconstruction_score import SCORES
 from ompq.measurement.refinement import RefineConfig
 from ompq.models import NamedModel, load_model
@@ -29,6 +28,7 @@ from ompq.samples import Samples, model_device
 from ompq.scores import OrmSettings, Score, named_score, score_name
 from ompq.scores.orm import Granularity
 from ompq.targets import included_targets
+from ompq.units import CODED_BITS, GROUP_SIZES, Choice
 from ompq.workflow import PLAN_SAMPLES, paper_samples
 
 _DEVICES = ("auto", "cpu", "cuda")

@@ -34,10 +34,10 @@ from ompq.demo import (
     run_demo,
 )
 from ompq.errors import suggestion
-from ompq.evaluation import Evaluation
 from ompq.experiments import ANY, EXPERIMENTS, Experiment, Row
 from ompq.plans import Plan
 from ompq.reproduction import Bench, reproduce as run_experiment
+from ompq.results import Evaluation
 from ompq.stages import PLAN, REPORT
 from ompq.workflow import CALIBRATION_SAMPLES
 

@@ -22,7 +22,7 @@ from ompq.costs import (
     seconds as duration,
 )
 from ompq.errors import shortened
-from ompq.plans import Plan, plan_summary, unit_rows
+from ompq.plans import Plan, unit_rows
 from ompq.results import Evaluation
 from ompq.units import Skipped
 
@@ -200,7 +200,7 @@ def plan_view(
         **about,
         "plan": None if file is None else str(file),
         "seconds": {name: round(value, 4) for name, value in seconds.items()},
-        **plan_summary(plan),
+        **plan.to_dict(),
     }
     rows = [
         *totals(plan),

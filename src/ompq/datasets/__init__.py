@@ -33,7 +33,6 @@ from ompq.files import call_user_function, is_user_function, reason
 from ompq.models import NamedModel, output_count, transformers_library
 from ompq.models.networks import demo_data
 from ompq.samples import (
-    Progress,
     batch_length,
     call,
     evaluating,
@@ -42,6 +41,7 @@ from ompq.samples import (
     to_device,
     token_ids,
 )
+from ompq.stages import Progress
 from ompq.training.batches import Shard, TrainingData, dealt, mixed_seed
 
 # An input, which is a tensor or several of them in a tuple or dict, and its target: the

@@ -15,13 +15,13 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ompq.errors import SampleError
 from ompq.samples import (
-    Progress,
     attached,
     cudnn_kernels,
     evaluating,
     in_this_thread,
     model_device,
 )
+from ompq.stages import Progress
 
 _EPSILON = 1e-6  # added to variances, as in ZeroQ's released code
 # The learning rate falls to a tenth after this many steps without a lower loss, but no

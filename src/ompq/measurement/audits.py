@@ -17,16 +17,16 @@ from ompq.allocation.program import Allocation
 from ompq.costs import Budget, digits
 from ompq.evaluation import evaluate
 from ompq.files import json_list, json_object
-from ompq.graph import Choice, by_bits
 from ompq.measurement.meter import Checkpoint, Meter
 from ompq.planner import PlanConfig, plan
 from ompq.plans import Plan
 from ompq.recording import copied
-from ompq.samples import Batch, Progress, Samples, SamplesLike
+from ompq.samples import Batch, Samples, SamplesLike
 from ompq.scores import Score, measure_orm, score_name
 from ompq.scores.rounding_errors import rounded_weights
 from ompq.scores.table import Random
-from ompq.stages import no_progress
+from ompq.stages import Progress, no_progress
+from ompq.units import Choice, by_bits
 
 Floats = NDArray[np.float64]
 FORMAT = "ompq-audit/1"

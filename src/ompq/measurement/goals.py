@@ -12,10 +12,10 @@ from typing import Any
 
 from torch import nn
 
-from ompq.allocation import Budget, reachable
-from ompq.costs import digits, in_bytes, percent
+from ompq.allocation import reachable
+from ompq.costs import Budget, digits, in_bytes, percent
 from ompq.errors import GoalError
-from ompq.evaluation import Evaluation, Metric, evaluate
+from ompq.evaluation import Metric, evaluate
 from ompq.files import json_object
 from ompq.graph import trace
 from ompq.integer.finalization import finalized
@@ -23,8 +23,9 @@ from ompq.measurement.meter import Checkpoint, split
 from ompq.plans import Plan
 from ompq.quantization import quantize
 from ompq.reconstruction import ReconstructConfig, reconstruct
-from ompq.samples import Progress, Samples, SamplesLike
-from ompq.stages import no_progress
+from ompq.results import Evaluation
+from ompq.samples import Samples, SamplesLike
+from ompq.stages import Progress, no_progress
 
 
 @dataclass(frozen=True, kw_only=True)

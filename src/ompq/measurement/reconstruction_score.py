@@ -10,13 +10,14 @@ from torch import Tensor, nn
 
 from ompq.allocation.program import Allocation
 from ompq.costs import FLOAT_BITS, can_be_coded
-from ompq.graph import Choice, Unit, normalised_by
+from ompq.graph import normalised_by
 from ompq.measurement.meter import Meter, split
 from ompq.processes import share_out
 from ompq.reconstruction.blocks import fisher_weights
 from ompq.recording import tensors_in
 from ompq.samples import Batch, Samples, collect
-from ompq.scores import SCORES, Needs, ScoreInputs, ScoreTable
+from ompq.scores import SCORES, Needs, ScoreInputs
+from ompq.units import Choice, ScoreTable, Unit
 
 __all__ = ["SCORES", "BlockLoss", "ReconstructionScore"]
 

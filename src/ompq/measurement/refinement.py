@@ -24,8 +24,9 @@ from ompq.files import json_number
 from ompq.graph import trace
 from ompq.measurement.meter import Checkpoint, Meter, split
 from ompq.plans import Measurement, Plan
-from ompq.samples import Progress, Samples, SamplesLike
+from ompq.samples import Samples, SamplesLike
 from ompq.scores import Score, ScoreInputs, score_name, score_table
+from ompq.stages import Progress
 
 Floats = NDArray[np.float64]
 

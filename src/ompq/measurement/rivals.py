@@ -11,18 +11,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ompq.allocation import Budget
 from ompq.allocation.program import Allocation, Columns, Program
 from ompq.attention import with_layers
-from ompq.costs import digits
+from ompq.costs import Budget, digits
 from ompq.errors import InfeasibleBudgetError
 from ompq.evaluation import kl_divergence, logits_of
-from ompq.graph import Choice, Unit, trace
+from ompq.graph import trace
 from ompq.planner import PlanConfig, plan
 from ompq.plans import Plan
 from ompq.recording import copied
-from ompq.samples import Progress, Samples, SamplesLike, run_batch
+from ompq.samples import Samples, SamplesLike, run_batch
 from ompq.scores.rounding_errors import check_weights_only, rounded_weights
+from ompq.stages import Progress
+from ompq.units import Choice, Unit
 
 # As HAQ's released code has them; the paper is silent.
 _FOLLOWING = 0.01  # how far target networks follow in a step

@@ -18,7 +18,6 @@ from torch import nn
 from ompq.allocation.program import Allocation, Problem
 from ompq.costs import FLOAT_BITS, Cost, cost_tables
 from ompq.errors import ExportError
-from ompq.graph import Choice, LayerGraph, Unit
 from ompq.integer.arithmetic import IntegerWeight
 from ompq.integer.lowering import lower
 from ompq.layers import activation_quantizers
@@ -30,6 +29,7 @@ from ompq.packing import graph_bytes
 from ompq.quantization import QuantizeConfig, quantize
 from ompq.samples import Samples
 from ompq.streams import LARGEST_HALF_BITS
+from ompq.units import Choice, LayerGraph, Unit
 
 _OPSET = 21  # of export_onnx
 _BITS, _BYTE = 4, 8  # of the skeleton's weights; of those that need no planes

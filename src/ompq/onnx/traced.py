@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from ompq.errors import ExportError, QuantizationError
-from ompq.graph import Unit, bias_key
+from ompq.graph import bias_key
 from ompq.integer.arithmetic import CodeGrid, IntegerWeight
 from ompq.integer.lowering import code_grid, input_names, output_names
 from ompq.layers import (
@@ -44,6 +44,7 @@ from ompq.quantization import quantization_of
 from ompq.quantizers import Grid, integer_weight, of_groups
 from ompq.recording import copied, tensors_in
 from ompq.samples import Samples, SamplesLike, call, evaluating, model_device, to_device
+from ompq.units import Unit
 
 _QUANTIZE, _DEQUANTIZE = "QuantizeLinear", "DequantizeLinear"
 _DOMAIN, _WEIGHT = "ompq", "Weight"  # a node that stands for a weight, while it is made

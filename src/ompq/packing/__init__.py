@@ -13,7 +13,7 @@ from ompq.attention import with_named_layers
 from ompq.costs import Budget, Bytes, overhead_bytes, unit_bytes
 from ompq.errors import PackedFileError, PlanError, QuantizationError, shortened
 from ompq.files import library_version
-from ompq.graph import COUNTER, Choice, Unit, bias_key
+from ompq.graph import COUNTER, bias_key
 from ompq.integer.finalization import link_layers
 from ompq.layers import QuantizedLayer, activation_quantizers, quantized_layers
 from ompq.packing.format import (
@@ -40,6 +40,7 @@ from ompq.quantizers import Grid
 from ompq.recording import is_batch_norm
 from ompq.skeleton import GRAPH, hollowed
 from ompq.streams import pack_bits
+from ompq.units import Choice, Unit
 
 _logger = logging.getLogger(__name__)
 # Between these, scale * (code - zero) is rounded back to the same code.

@@ -36,7 +36,7 @@ from ompq.files import (
     read_tensors,
     write_tensors,
 )
-from ompq.graph import Choice, LayerGraph, Skipped, Unit, stored_dtype
+from ompq.graph import stored_dtype
 from ompq.quantization import BlockError, Quantization
 from ompq.quantization.equalization import Equalized
 from ompq.quantization.sites import OPERANDS, ActivationSite, Link
@@ -44,6 +44,7 @@ from ompq.quantizers import Grid, like_weight
 from ompq.rates import multiplied, scale_multiples, to_multiples
 from ompq.skeleton import GRAPH, PACKED_FORMAT, Place, StoredUnit
 from ompq.streams import LARGEST_HALF_BITS, decode, encode, stream_length, unpack_bits
+from ompq.units import Choice, LayerGraph, Skipped, Unit
 
 FORMAT = PACKED_FORMAT
 _OLDEST = "ompq-packed/1"

@@ -16,20 +16,13 @@ from ompq.attention import with_layers
 from ompq.costs import FLOAT_BITS, can_be_coded, coded_bytes, unit_bytes
 from ompq.errors import PlanError, QuantizationError, shortened
 from ompq.graph import (
-    IN_PLACE,
     RECORD,
-    Choice,
-    LayerGraph,
-    Skipped,
-    Unit,
     bias_key,
     channel_axis,
-    check_group_size,
     find_units,
     float_network,
     folded,
     observe,
-    select,
 )
 from ompq.layers import (
     ActivationQuantizer,
@@ -85,9 +78,18 @@ from ompq.rates import (
 )
 from ompq.recording import copied
 from ompq.results import data_frame, html_table
-from ompq.samples import Progress, Samples, SamplesLike, evaluating, model_device
-from ompq.stages import no_progress
+from ompq.samples import Samples, SamplesLike, evaluating, model_device
+from ompq.stages import Progress, no_progress
 from ompq.streams import LARGEST_HALF_BITS
+from ompq.units import (
+    IN_PLACE,
+    Choice,
+    LayerGraph,
+    Skipped,
+    Unit,
+    check_group_size,
+    select,
+)
 
 # Called as weight_grid(unit, weight, axis of the output channels); returns the grid and
 # the weight that the layer rounds to it.

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.conv import _ConvNd
 
-from ompq.graph import IN_PLACE, Unit
 from ompq.quantization.sites import (
     ActivationSite,
     attention_arguments,
@@ -27,7 +26,6 @@ from ompq.ranges import (
 )
 from ompq.recording import tensors_in, watch
 from ompq.samples import (
-    Progress,
     Report,
     Samples,
     collect,
@@ -37,6 +35,8 @@ from ompq.samples import (
     model_device,
     to_device,
 )
+from ompq.stages import Progress
+from ompq.units import IN_PLACE, Unit
 
 logger = logging.getLogger(__name__)
 READING = "calibrating activations"

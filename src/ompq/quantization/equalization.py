@@ -17,14 +17,7 @@ from torch.nn.modules.conv import _ConvNd
 from torch.utils.hooks import RemovableHandle
 
 from ompq.costs import FLOAT_BITS
-from ompq.graph import (
-    Choice,
-    Unit,
-    channel_axis,
-    makers,
-    scaled_channels,
-    units_read_once,
-)
+from ompq.graph import channel_axis, makers, scaled_channels, units_read_once
 from ompq.quantization.sites import OPERANDS
 from ompq.ranges import fake_quantize_tensor, search_weight
 from ompq.recording import (
@@ -45,6 +38,7 @@ from ompq.samples import (
     model_device,
     to_device,
 )
+from ompq.units import Choice, Unit
 
 _SAMPLES = 64  # tell the largest value of each channel well enough
 # How far channels go towards one size, as a part of the exponent. Going all the way

@@ -20,10 +20,11 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from ompq.graph import Unit, normalised_by, scaled_channels
+from ompq.graph import normalised_by, scaled_channels
 from ompq.layers import QuantizedLayer
 from ompq.recording import visit_outputs
 from ompq.samples import Samples, evaluating, run_batch
+from ompq.units import Unit
 
 # Each runs the layers on one batch.
 Runs: TypeAlias = Sequence[Callable[[], Any]]

@@ -16,9 +16,10 @@ from torch.overrides import TorchFunctionMode
 
 from ompq.costs import FLOAT_BITS, SUM_BITS
 from ompq.errors import QuantizationError
-from ompq.graph import Choice, LayerGraph, Skipped, is_sum
+from ompq.graph import is_sum
 from ompq.layers import ActivationQuantizer
 from ompq.recording import Call, Recording, function_name, is_linear_map
+from ompq.units import Choice, LayerGraph, Skipped
 
 # These pass on the values they get: their output is on the grid of their input.
 _PASSIVE = {

@@ -38,7 +38,8 @@ from ompq.reconstruction.brecq import (
 )
 from ompq.reconstruction.rounding import RoundingConfig, learn_rounding
 from ompq.recording import copied, tensors_in
-from ompq.samples import Progress, Samples, SamplesLike, cudnn_kernels
+from ompq.samples import Samples, SamplesLike, cudnn_kernels
+from ompq.stages import Progress
 
 logger = logging.getLogger(__name__)
 _KIND = "reconstruction"  # of checkpoint

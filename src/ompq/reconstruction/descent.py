@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from ompq.processes import add_up, average, process_count
 from ompq.reconstruction.blocks import BlockCache
 from ompq.recording import detach_state
-from ompq.samples import Progress, cudnn_kernels, evaluating, model_device
+from ompq.samples import cudnn_kernels, evaluating, model_device
+from ompq.stages import Progress
 
 _REPORT_EVERY = 50  # iterations; on a CPU these can take seconds
 _EAGER = 3  # steps that run before one is captured on CUDA

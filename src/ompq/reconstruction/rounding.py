@@ -33,7 +33,8 @@ from ompq.quantization.moments import (
 from ompq.rates import ZERO, code_bits, code_bytes, entropy, lowered_codes
 from ompq.reconstruction.blocks import BlockCache
 from ompq.reconstruction.descent import Descent, Picked, kept_if_better, optimising
-from ompq.samples import Progress, attached, evaluating, model_device
+from ompq.samples import attached, evaluating, model_device
+from ompq.stages import Progress
 from ompq.streams import LARGEST_BITS, CodeModel
 
 _FASTEST = 0.005  # steps of the grid per iteration; more overshoots in short runs

@@ -12,8 +12,18 @@ from jinja2.utils import htmlsafe_json_dumps
 from markupsafe import Markup
 from numpy.typing import NDArray
 
-from ompq.allocation import Allocation, Budget
-from ompq.costs import FILES, Cost, counted, digits, in_bytes, percent, seconds, short
+from ompq.allocation import Allocation
+from ompq.costs import (
+    FILES,
+    Budget,
+    Cost,
+    counted,
+    digits,
+    in_bytes,
+    percent,
+    seconds,
+    short,
+)
 from ompq.files import library_version, write_text
 from ompq.plans import Plan
 from ompq.report.charts import (
@@ -37,7 +47,7 @@ from ompq.report.sections import (
     StageTime,
     Versions,
 )
-from ompq.samples import Progress
+from ompq.stages import Progress
 
 _FOLDER = Path(__file__).parent
 # Budgets on each of the explorer's curves: smooth to drag, and solved in seconds. Large

@@ -15,13 +15,14 @@ from torch import Tensor, nn
 
 from ompq.attention import with_layers
 from ompq.costs import decades, digits, in_bytes, percent, seconds, ticks
-from ompq.graph import Unit, folded
+from ompq.graph import folded
 from ompq.layers import QuantizedLayer, quantized_layers
 from ompq.plans import Measurement, Plan
 from ompq.rates import ZERO
 from ompq.recording import tensors_in
 from ompq.report.sections import Accuracy, AuditedScore, BlockError, Histogram
 from ompq.samples import Samples, SamplesLike, collect
+from ompq.units import Unit
 
 # From paper to ink; the style sheet inverts the picture in the dark.
 _HEAT_AT = (0.0, 0.45, 1.0)

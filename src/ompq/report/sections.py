@@ -7,8 +7,8 @@ from statistics import fmean, pstdev
 from typing import Any, TypeAlias, get_args
 
 from ompq.errors import check_known
-from ompq.evaluation import Evaluation
 from ompq.measurement.audits import Audit
+from ompq.results import Evaluation
 
 
 @dataclass(frozen=True)

@@ -26,11 +26,11 @@ from ompq.scores.table import (
     Random,
     Score,
     ScoreInputs,
-    ScoreTable,
     SmallestFirst,
     cached_table,
     checked,
 )
+from ompq.units import ScoreTable
 
 __all__ = [
     "SCORES",
@@ -47,7 +47,6 @@ __all__ = [
     "Random",
     "Score",
     "ScoreInputs",
-    "ScoreTable",
     "Sensitivity",
     "SmallestFirst",
     "WeightNoise",

@@ -16,7 +16,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ompq.costs import FLOAT_BITS
 from ompq.errors import SampleError
-from ompq.graph import Unit, by_bits
 from ompq.samples import (
     Batch,
     Samples,
@@ -34,7 +33,8 @@ from ompq.scores.rounding_errors import (
     rounded_weights,
     weight_table,
 )
-from ompq.scores.table import Needs, ScoreInputs, ScoreTable
+from ompq.scores.table import Needs, ScoreInputs
+from ompq.units import ScoreTable, Unit, by_bits
 
 # Inputs and their class numbers, (N,).
 LabelledBatches: TypeAlias = Iterable[tuple[Batch, Tensor]]

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from ompq.errors import SampleError, TraceError, check_known, shortened
-from ompq.graph import LayerGraph, Unit, select
 from ompq.orthogonality import (
     BatchProducts,
     Decreasing,
@@ -22,7 +21,6 @@ from ompq.orthogonality import (
 )
 from ompq.recording import Watch, copied, tensors_in
 from ompq.samples import (
-    Progress,
     Samples,
     SamplesLike,
     arguments,
@@ -36,7 +34,9 @@ from ompq.scores.rounding_errors import (
     noise_table,
     weight_table,
 )
-from ompq.scores.table import Needs, ScoreInputs, ScoreTable, Table
+from ompq.scores.table import Needs, ScoreInputs
+from ompq.stages import Progress
+from ompq.units import LayerGraph, ScoreTable, Table, Unit, select
 
 Granularity = Literal["layer", "block", "stage", "net"]
 _OTHER_PATH = (

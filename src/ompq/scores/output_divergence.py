@@ -9,7 +9,6 @@ import numpy as np
 from torch import Tensor, nn
 
 from ompq.costs import FLOAT_BITS
-from ompq.graph import Choice, Unit, by_bits
 from ompq.processes import share_out
 from ompq.ranges import fake_quantize_tensor
 from ompq.recording import with_first_tensor
@@ -21,7 +20,8 @@ from ompq.scores.rounding_errors import (
     rounded_weights,
     weight_choices,
 )
-from ompq.scores.table import Needs, ScoreInputs, ScoreTable, Table
+from ompq.scores.table import Needs, ScoreInputs
+from ompq.units import Choice, ScoreTable, Table, Unit, by_bits
 
 
 @dataclass(frozen=True)

@@ -10,19 +10,13 @@ from torch import Tensor, nn
 
 from ompq.costs import FLOAT_BITS
 from ompq.errors import ScoreError
-from ompq.graph import (
-    Choice,
-    Unit,
-    by_bits,
-    channel_axis,
-    norm_affine,
-    scaled_channels,
-)
+from ompq.graph import channel_axis, norm_affine, scaled_channels
 from ompq.processes import share_out
 from ompq.ranges import quick_grids, search_weight, tensor_noise, weight_noises
 from ompq.rates import coded_weight, rate_curve
 from ompq.samples import collect, model_device
-from ompq.scores.table import Needs, ScoreInputs, ScoreTable, Table
+from ompq.scores.table import Needs, ScoreInputs
+from ompq.units import Choice, ScoreTable, Table, Unit, by_bits
 
 _SAMPLES = 32  # inputs from which activation noise is read
 

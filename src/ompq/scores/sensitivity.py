@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from ompq.costs import FLOAT_BITS
-from ompq.graph import Choice
 from ompq.offload import visiting
 from ompq.recording import (
     Watch,
@@ -33,7 +32,8 @@ from ompq.samples import (
 from ompq.scores.derivatives import differentiating, weighted_labels
 from ompq.scores.orm import OrmSettings, measure_orm, sample_rows
 from ompq.scores.rounding_errors import noise_table, quickly_rounded, weight_choices
-from ompq.scores.table import Needs, ScoreInputs, ScoreTable, Table
+from ompq.scores.table import Needs, ScoreInputs
+from ompq.units import Choice, ScoreTable, Table
 
 # Above this width errors are so small that the divergence follows the noise.
 _WIDEST_MEASURED = 4

@@ -20,11 +20,10 @@ from ompq.files import (
     tensors_digest,
     write_text,
 )
-from ompq.graph import Choice, LayerGraph
 from ompq.recording import tensors_in
-from ompq.samples import Progress, Samples, model_device
-from ompq.stages import no_progress
-from ompq.units import ScoreTable as ScoreTable, Table as Table
+from ompq.samples import Samples, model_device
+from ompq.stages import Progress, no_progress
+from ompq.units import Choice, LayerGraph, ScoreTable, Table
 
 logger = logging.getLogger(__name__)
 FORMAT = "ompq-score-table/1"

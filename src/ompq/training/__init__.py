@@ -24,14 +24,8 @@ from ompq.files import read_checkpoint, write_checkpoint, write_text
 from ompq.layers import activation_quantizers, quantized_layers
 from ompq.quantization import keep_rates, quantization_of, with_quantization
 from ompq.recording import copied
-from ompq.samples import (
-    Progress,
-    call,
-    cudnn_kernels,
-    evaluating,
-    first_tensor,
-    model_device,
-)
+from ompq.samples import call, cudnn_kernels, evaluating, first_tensor, model_device
+from ompq.stages import Progress
 from ompq.training.batches import Batches, LabelledBatch, checked_length, epoch_batches
 from ompq.training.config import TrainConfig
 from ompq.training.methods import (
