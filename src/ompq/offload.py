@@ -184,12 +184,24 @@ def staying(module: nn.Module) -> Iterator[None]:
     memory.check(size := sum(each.nbytes for each in weights))
     memory.peak_bytes = max(memory.peak_bytes, size)
     home = {each.device for each in weights}
+    buffers = [
+        (part, name, buffer)
+        for part in module.modules()
+        for name, buffer in part._buffers.items()
+        if buffer is not None
+    ]
     try:
         module.to(memory.device)
         yield
     finally:
         if home == {torch.device("cpu")}:
             module.to("cpu")
+            # A parameter outlives the move, a buffer does not, and a paused pass knows
+            # by identity what visits.
+            for part, name, buffer in buffers:
+                new = part._buffers.get(name)
+                if new is not None and new.shape == buffer.shape:
+                    part._buffers[name] = buffer.copy_(new)
 
 
 class _Copy(torch.autograd.Function):
