@@ -37,7 +37,8 @@ _MARGIN = 4e-5
 _INTERVALS = 128
 # ... among this many scales in each interval.
 _CANDIDATES = 512
-_AT_ONCE = 1 << 22
+# Results times scales that are tried at once: 2 MiB each pass, which stay in the cache.
+_AT_ONCE = 1 << 18
 # Averages with more possible results than this cannot all be kept off the middle.
 _MOST_RESULTS = 1 << 18
 # Moving one scale may make it necessary to move another; two rounds usually suffice.
