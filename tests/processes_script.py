@@ -1,4 +1,4 @@
-"""Plans, measures and reconstructs a toy network: alone, or started by torchrun.
+"""Plans, reconstructs and trains a toy network: alone, or started by torchrun.
 
 python processes_script.py FOLDER
 """
@@ -10,6 +10,8 @@ import torch
 from safetensors.torch import save_file
 
 import ompq
+import training_script
+from cli_tools import network_file
 from nets import TinyResNet, scenes, seeded
 from ompq import processes
 from ompq.cli import app
@@ -71,8 +73,27 @@ def fail_everywhere() -> None:
         assert stop.code == 2
 
 
+def quantize_words(folder: Path) -> list[str]:
+    """Return a command that quantizes a network of its own."""
+    words = ["quantize", network_file(folder), "--data", "random", "--samples", "16"]
+    words += ["--budget", "4bit", "--iterations", "4", "--quiet"]
+    return [*words, "-o", str(folder / "quantized")]
+
+
+def run_command(folder: Path) -> None:
+    """Run a command, which joins the processes by itself."""
+    try:
+        app(quantize_words(folder))
+    except SystemExit as stop:
+        assert not stop.code
+
+
 if __name__ == "__main__":
+    # Starting processes takes longer than their work, so they are started once.
+    place = Path(sys.argv[1])
     with ompq.distributed():
-        main(Path(sys.argv[1]))
+        main(place)
         fail()
         fail_everywhere()
+    run_command(place)
+    training_script.train(place)

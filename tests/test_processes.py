@@ -1,6 +1,7 @@
 """Several processes give what one gives."""
 
 import os
+import re
 import subprocess
 import sys
 from ast import literal_eval
@@ -11,22 +12,12 @@ from safetensors.torch import load_file
 
 import ompq
 import processes_script
-from cli_tools import network_file, run
+from cli_tools import run
 from ompq import processes
 from ompq.samples import Samples
+from training_script import CONFIG, hawq, kept, made, state, toy
 
-
-def launched(arguments):
-    """Run a command in two processes."""
-    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
-    return subprocess.run(
-        [sys.executable, *launcher, *map(str, arguments)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+FAILED = re.compile(r"\d: .*image 1 is broken").fullmatch
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +29,15 @@ def folders(tmp_path_factory):
 @pytest.fixture(scope="module")
 def printed(folders):
     """What the script prints in two processes."""
-    result = launched([processes_script.__file__, folders[2]])
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+    result = subprocess.run(
+        [sys.executable, *launcher, processes_script.__file__, folders[2]],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
     assert result.returncode == 0, result.stderr[-2000:]
     return result
 
@@ -81,7 +80,7 @@ def test_reconstruction_ends_with_one_network_as_good_as_that_of_one_process(run
 
 @pytest.mark.slow
 def test_a_failure_in_one_process_reaches_all(printed):
-    assert sorted(printed.stdout.split("\n"))[1:] == [
+    assert sorted(line for line in printed.stdout.split("\n") if FAILED(line)) == [
         "0: in process 1: DataError: image 1 is broken",
         "1: image 1 is broken",
     ]
@@ -94,15 +93,44 @@ def test_the_first_process_tells_what_all_refuse(printed):
 
 
 @pytest.mark.slow
-def test_the_command_line_writes_and_prints_once(tmp_path):
-    words = ["quantize", network_file(tmp_path), "--data", "random", "--samples", "16"]
-    words += ["--budget", "4bit", "--iterations", "4", "--quiet", "-o"]
-    alone = run(*words, tmp_path / "1")
-    shared = launched(["-m", "ompq", *words, tmp_path / "2"])
-    assert shared.returncode == alone.exit_code == 0, shared.stderr[-2000:]
-    assert shared.stdout.count("\n") == alone.stdout.count("\n")
-    first, second = ({p.name for p in (tmp_path / n).iterdir()} for n in "12")
+def test_the_command_line_writes_and_prints_once(folders, printed):
+    alone = run(*processes_script.quantize_words(folders[1]))
+    assert alone.exit_code == 0, alone.output
+    shared = [line for line in printed.stdout.splitlines() if not FAILED(line)]
+    assert len(shared) == alone.stdout.count("\n")
+    first, second = (
+        {path.name for path in (folder / "quantized").iterdir()}
+        for folder in folders.values()
+    )
     assert first == second
+
+
+def close(one, other):
+    return all(torch.allclose(one[key], other[key], rtol=1e-9) for key in other)
+
+
+@pytest.mark.slow
+def test_training_in_two_processes_is_that_in_one(folders, printed):
+    folder = folders[2]
+    _, network, data = toy()
+    # Training data shares the images of each step out: the very same steps.
+    shared = load_file(folder / "shared.safetensors")
+    assert close(shared, state(ompq.train(network, data, CONFIG)))
+    assert not close(shared, state(network))
+    # Batches are dealt out in turn: one process with the double batch does the same.
+    batches = made(data)
+    doubled = [
+        tuple(torch.cat(parts) for parts in zip(*batches[i : i + 2], strict=True))
+        for i in range(0, 8, 2)
+    ]
+    found = load_file(folder / "made.safetensors")
+    assert close(found, state(ompq.train(network, doubled, CONFIG)))
+    # Norms that stand in for biases, and a parameter that nothing reaches; then ranges
+    # that all processes must agree on.
+    for name, (model, network, data, config) in (("kept", kept()), ("hawq", hawq())):
+        expected = state(ompq.train(network, data, config, teacher=model))
+        assert close(load_file(folder / f"{name}.safetensors"), expected)
+        assert not close(expected, state(network))
 
 
 def test_one_process_does_all_jobs_in_order():

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -22,7 +22,7 @@ from ompq import training
 from ompq.errors import CheckpointError, DataError, MissingExtraError, TrainingError
 from ompq.files import read_checkpoint
 from ompq.training import Run, run_identity
-from training_script import CONFIG, QUICK, equal, hawq, kept, made, state, toy
+from training_script import CONFIG, QUICK, equal, made, state, toy
 
 HERE = Path(__file__).parent
 SCRIPT = HERE / "training_script.py"
@@ -344,56 +344,14 @@ def test_sums_survive_another_number_of_processes(toys):
     assert run.counts().tolist() == [[3.0, 5.0, 16.0]]
 
 
-def run(*words, **more):
-    paths = [str(Path(ompq.__file__).parent.parent), str(HERE)]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(paths),
-        "OMP_NUM_THREADS": "1",
-    }
-    return subprocess.run(
-        [sys.executable, *map(str, words)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        **more,
-    )
-
-
-def close(one, other):
-    return all(torch.allclose(one[key], other[key], rtol=1e-9) for key in other)
-
-
-@pytest.mark.slow
-def test_two_processes_give_what_one_gives(tmp_path):
-    start = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
-    done = run(*start, SCRIPT, tmp_path)
-    assert done.returncode == 0, done.stderr[-3000:]
-    _, network, data = toy()
-    # Training data shares the images of each step out: the very same steps.
-    shared = load_file(tmp_path / "shared.safetensors")
-    assert close(shared, state(ompq.train(network, data, CONFIG)))
-    assert not close(shared, state(network))
-    # Batches are dealt out in turn: one process with the double batch does the same.
-    batches = made(data)
-    doubled = [
-        tuple(torch.cat(parts) for parts in zip(*batches[i : i + 2], strict=True))
-        for i in range(0, 8, 2)
-    ]
-    found = load_file(tmp_path / "made.safetensors")
-    assert close(found, state(ompq.train(network, doubled, CONFIG)))
-    # Norms that stand in for biases, and a parameter that nothing reaches; then ranges
-    # that all processes must agree on.
-    for name, (model, network, data, config) in (("kept", kept()), ("hawq", hawq())):
-        expected = state(ompq.train(network, data, config, teacher=model))
-        assert close(load_file(tmp_path / f"{name}.safetensors"), expected)
-        assert not close(expected, state(network))
-
-
 @pytest.mark.slow
 def test_a_killed_run_continues_to_the_same_bits(tmp_path):
-    killed = run(SCRIPT, tmp_path, "--kill-at", 7)
+    paths = [str(Path(ompq.__file__).parent.parent), str(HERE)]
+    killed = subprocess.run(
+        [sys.executable, SCRIPT, tmp_path, "--kill-at", "7"],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        timeout=120,
+    )
     assert killed.returncode == -signal.SIGKILL
     assert not (tmp_path / "shared.safetensors").exists()
     _, network, data = toy()

@@ -1,4 +1,4 @@
-"""Trains a toy network in processes of their own: started by torchrun, or killed.
+"""Trains a toy network in a process of its own, which is killed, or in several.
 
 python training_script.py FOLDER [--kill-at STEP]
 """
@@ -102,30 +102,22 @@ def equal(one, other):
     return all(torch.equal(first[key], second[key]) for key in second)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--kill-at", type=int)
-    options = parser.parse_args()
+def train(folder: Path, kill_at: int | None = None) -> None:
     torch.set_num_threads(1)
     _, network, data = toy()
 
     def progress(done, _total, _message):
-        if done == options.kill_at:
+        if done == kill_at:
             os.kill(os.getpid(), signal.SIGKILL)
 
     for name, batches in (("shared", data), ("made", made(data))):
         trained = ompq.train(
-            network,
-            batches,
-            CONFIG,
-            checkpoint=options.folder / name,
-            progress=progress,
+            network, batches, CONFIG, checkpoint=folder / name, progress=progress
         )
-        keep(trained, options.folder / f"{name}.safetensors")
+        keep(trained, folder / f"{name}.safetensors")
     for name, (model, network, data, config) in (("kept", kept()), ("hawq", hawq())):
         trained = ompq.train(network, data, config, teacher=model)
-        keep(trained, options.folder / f"{name}.safetensors")
+        keep(trained, folder / f"{name}.safetensors")
 
 
 def keep(trained: nn.Module, path: Path) -> None:
@@ -134,4 +126,8 @@ def keep(trained: nn.Module, path: Path) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--kill-at", type=int)
+    options = parser.parse_args()
+    train(options.folder, options.kill_at)

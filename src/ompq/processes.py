@@ -7,6 +7,7 @@ processes agree at every step, and a verb returns the same in each of them.
 Nothing here imports torch before there are several processes.
 """
 
+import atexit
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -52,17 +53,25 @@ def distributed() -> Iterator[None]:
         return
     from torch import distributed as torch_distributed
 
-    joins = not torch_distributed.is_initialized()
-    if joins:
+    if not torch_distributed.is_initialized():
         torch_distributed.init_process_group(_backend())
+        # Left only when the process ends: one that joins a second time may be sent to
+        # the address that another had the first time, and wait there for ever.
+        atexit.register(_leave)
     _GROUP.rank = torch_distributed.get_rank()
     _GROUP.count = torch_distributed.get_world_size()
     try:
         yield
     finally:
         _GROUP.rank, _GROUP.count = 0, 1
-        if joins:
-            torch_distributed.destroy_process_group()
+
+
+def _leave() -> None:
+    """Leave the processes, unless something else did so before."""
+    from torch import distributed as torch_distributed
+
+    if torch_distributed.is_initialized():
+        torch_distributed.destroy_process_group()
 
 
 def _backend() -> str:
