@@ -278,7 +278,21 @@ def test_onnx_files_are_inspected_too(tmp_path):
 def test_a_folder_is_told_from_a_file(tmp_path):
     result = run("inspect", tmp_path)
     assert result.exit_code == 2
-    assert result.stderr == f"error: {tmp_path} is a folder; name the file in it\n"
+    assert result.stderr == (
+        f"error: {tmp_path} is a folder; name the file in it, for example "
+        f"{tmp_path / 'network.ompq.safetensors'}\n"
+    )
+
+
+def test_files_that_are_not_there_are_named_once(tmp_path):
+    missing = run("inspect", tmp_path / "net.onnx")
+    assert missing.exit_code == 2
+    assert missing.stderr == f"error: {tmp_path / 'net.onnx'}: there is no such file\n"
+    bench = run("bench", tmp_path)
+    assert bench.exit_code == 2
+    assert bench.stderr == (
+        f"error: {tmp_path} has no network.onnx; run ompq export {tmp_path} first\n"
+    )
 
 
 def test_without_a_name_the_file_goes_into_the_run_s_folder(out, onnx_file, tmp_path):

@@ -599,11 +599,14 @@ def test_an_audit_ranks_the_scores_and_leaves_its_files(net, tmp_path):
 def test_an_audit_is_continued_only_on_demand(net, tmp_path):
     nothing = audited(net, "--resume", "-o", tmp_path / "out")
     assert nothing.exit_code == 2
-    assert "there is no stopped audit; omit --resume" in nothing.stderr
+    assert f"{tmp_path / 'out'} holds no stopped audit; omit --resume" in nothing.stderr
+    nowhere = audited(net, "--resume")
+    assert "--resume needs the folder of the stopped audit: -o DIR" in nowhere.stderr
     (tmp_path / "measured.json").write_text("{}")
     left = audited(net, "-o", tmp_path)
     assert left.exit_code == 2
-    assert "is left from an earlier audit; add --resume" in left.stderr
+    assert "is left from a stopped audit; add --resume" in left.stderr
+    assert f"or remove {tmp_path / 'measured.json'} to start over" in left.stderr
 
 
 def test_an_audit_takes_quick_scores_or_all_of_them():

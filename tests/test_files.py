@@ -381,6 +381,10 @@ def test_missing_function_gets_a_suggestion(tmp_path):
         ("import sys\nsys.exit(3)\n", "failed: SystemExit: 3"),
         ("def f(:\n", "failed: SyntaxError"),
         ("def f(x):\n    return x\n", "failed: TypeError: f\\(\\) missing 1"),
+        (
+            "class Net:\n    forward = __call__ = print\n\nf = Net()\n",
+            "f is a Net, not a function; name a function that returns f$",
+        ),
     ],
 )
 def test_failing_file_gives_one_line(tmp_path, text, words):

@@ -213,6 +213,7 @@ def test_timm_network_without_pretrained_weights_says_so():
         ("", r"'' is not the name of a network\. Use"),
         ("net.safetensors", "Use .*; ompq evaluate NETWORK --packed FILE reads packed"),
         ("nowhere.py:make", "there is no file nowhere.py"),
+        ("net.py", "here net.py:FUNCTION, where FUNCTION returns the network"),
     ],
 )
 def test_unknown_name_gets_close_matches(name, words):

@@ -172,7 +172,7 @@ def test_ctrl_c_keeps_what_is_done_and_resume_gives_the_same(
 
     refused = run(*words)
     assert refused.exit_code == 2
-    assert "add --resume to continue it, or remove it" in refused.stderr
+    assert "add --resume to continue it, or --overwrite" in refused.stderr
     other = run(*words, "--resume", "--budget", "75%")
     assert other.exit_code == 2
     assert "was started with the budget 70%, not 75%" in other.stderr

@@ -414,7 +414,7 @@ def contents(folder):
         ("--set accumulate=3", "batch_size=8 cannot be split evenly over 1 processes"),
         ("--set seed=3", "the seed is --seed"),
         ("--set distill", "a field of ompq.TrainConfig; the seed"),
-        ("--resume", "there is no stopped run; omit --resume"),
+        ("--resume", "/out holds no stopped run; omit --resume"),
         ("PLACE/none.py:make", "there is no file"),
     ],
 )

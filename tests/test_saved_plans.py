@@ -33,6 +33,14 @@ def test_explain_tells_what_the_plan_tells(plan_file):
     ]
 
 
+def test_a_folder_stands_for_the_plan_in_it(plan_file):
+    named = run("explain", plan_file, "@last")
+    assert run("explain", plan_file.parent, "@last").stdout == named.stdout
+    empty = run("explain", plan_file.parent / "nowhere", "@last")
+    assert empty.exit_code == 2
+    assert "nowhere is not a plan: there is no such file" in empty.stderr
+
+
 def test_explain_as_json_names_choices(plan_file):
     plan = Plan.load(plan_file)
     [data] = json.loads(run("explain", plan_file, "@last", "--json").stdout)

@@ -442,6 +442,11 @@ def call_user_function(name: str, error_type: type[OmpqError]) -> Any:
     of the given type says that file or function is missing or fails.
     """
     function = user_function(name, error_type)
+    if not isinstance(function, type) and hasattr(function, "forward"):
+        kind, short = type(function).__name__, name.rpartition(":")[2]
+        raise error_type(
+            f"{name} is a {kind}, not a function; name a function that returns {short}"
+        )
     with _importable(Path(name.rpartition(":")[0]).resolve().parent):
         try:
             return function()

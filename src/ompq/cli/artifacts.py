@@ -57,16 +57,16 @@ class ExportOptions:
     )
     format: str = one_of(_FORMATS, "what to write. Default: onnx.", default=_FORMATS[0])
     with_graph: bool = flag(
-        "With --format packed: add the ONNX file, for ompq unpack.", "--with-graph"
+        "With --format packed: include the ONNX graph, for ompq unpack.", "--with-graph"
     )
     network: str | None = option(
-        "NETWORK", "The network, if the packed file has no name."
+        "NETWORK", "The network, if the packed file does not name it."
     )
     data: str | None = option(
-        "SOURCE", "Inputs to verify with. Default: those of the folder, or noise."
+        "SOURCE", "Data to verify with. Default: that of the run, or noise."
     )
-    samples: int = number("Inputs to verify with.", default=64)
-    opset: int = number("Version of ONNX's operators.", default=21, least=None)
+    samples: int = number("How many inputs to verify with.", default=64)
+    opset: int = number("Version of the ONNX operator set.", default=21, least=None)
 
     def target(self, packed: Path) -> Path:
         """Return the file to write."""
@@ -88,7 +88,7 @@ def export(
     options: ExportOptions,
     console: Console,
 ) -> View:
-    """Export a quantized network to ONNX, verified before the file is kept.
+    """Export a quantized network to ONNX and verify the file.
 
     Examples:
       ompq export out/
@@ -96,8 +96,8 @@ def export(
       ompq export out/network.ompq.safetensors --format packed -o net.safetensors
       ompq export out/ --format packed --with-graph -o net.ompq.safetensors
 
-    With its graph, a packed file is all that ompq unpack needs to write the ONNX file.
-    The bits of each layer, for other tools, are in plan.json under "allocation".
+    A packed file with its graph is all that ompq unpack needs to write the ONNX file.
+    Other tools find the bits of each layer in plan.json, under "allocation".
     """
     packed = source / PACKED if source.is_dir() else source
     if not packed.exists():
@@ -187,18 +187,22 @@ def inspect(
         Path, argument("FILE", "A packed network, or an ONNX file of ompq export.")
     ],
 ) -> View:
-    """List what a packed network or an ONNX file takes on disk, item by item.
+    """Show what takes space in a packed network or an ONNX file.
 
     Examples:
       ompq inspect out/network.ompq.safetensors
       ompq inspect out/network.ompq.safetensors --json
       ompq inspect net.onnx
 
-    For a packed network the plan's figures are shown as well. A damaged file is an
+    For a packed network, the planned sizes are shown as well. A damaged file is an
     error.
     """
     if file.is_dir():
-        raise ValueError(f"{file} is a folder; name the file in it")
+        raise ValueError(
+            f"{file} is a folder; name the file in it, for example {file / PACKED}"
+        )
+    if not file.exists():
+        raise ValueError(f"{file}: there is no such file")
     if file.suffix == ".onnx":
         return onnx_view(inspect_onnx(file))
     return packed_view(file, inspect_file(file))
@@ -290,8 +294,8 @@ def bench(
     console: Console,
     reference: str | None = option(
         "NETWORK",
-        "The float network, by name or as an ONNX file. Default: the one that "
-        "the file names.",
+        "The float network, by name or as an ONNX file. Default: the network named in "
+        "the file.",
         "--float",
     ),
     threads: int = number("Threads per run.", default=1),
@@ -305,10 +309,13 @@ def bench(
       ompq bench net.onnx --float torchvision:resnet18 --threads 4
       ompq bench net.onnx --float float.onnx --repeats 200 --json
 
-    Runs take turns; medians are shown. Memory is that of a process of its own. Other
-    work on the machine disturbs the times. OpenVINO is timed too, if installed.
+    The networks run alternately, and medians are shown. Memory is measured in a
+    separate process. Times are reliable only on an idle machine. OpenVINO is timed,
+    too, if it is installed.
     """
     file = source / ONNX if source.is_dir() else source
+    if file != source and not file.exists():
+        raise ExportError(f"{source} has no {ONNX}; run ompq export {source} first")
     if file.suffix != ".onnx":
         raise ExportError(
             f"{file} is not an ONNX file; run ompq export first and give its output"

@@ -56,12 +56,12 @@ def _flowing(text: str) -> str:
 # Panel of the help and module → its commands, in the order of the help.
 _GROUPS = {
     ("Get started", "showcase"): {
-        "demo": "Run the whole path on a small network that comes with ompq.",
+        "demo": "Try everything on a small network that comes with ompq.",
     },
     ("Plan", "decisions"): {
         "budget": "Show which budgets a network can meet.",
-        "plan": "Choose bits for every layer so that a budget is met.",
-        "scores": "List the scores, which estimate the damage of few bits.",
+        "plan": "Choose a bit width for every layer within a budget.",
+        "scores": "List the scores that estimate the damage of low bit widths.",
         "audit": "Measure how well each score chooses bits for a network.",
     },
     ("Plan", "saved_plans"): {
@@ -70,28 +70,28 @@ _GROUPS = {
     ("Quantize", "runs"): {
         "quantize": "Plan, quantize, reconstruct, evaluate and save.",
         "train": "Plan, quantize, train on labelled images, evaluate and save.",
-        "evaluate": "Measure a network's accuracy, with an interval.",
+        "evaluate": "Measure a network's accuracy, with a confidence interval.",
     },
     ("Quantize", "options"): {
-        "run": "Run a command whose options are in a TOML or YAML file.",
+        "run": "Run a command with the options in a TOML or YAML file.",
     },
     ("Quantize", "artifacts"): {
-        "export": "Export a quantized network to ONNX, verified.",
+        "export": "Export a quantized network to ONNX and verify the file.",
     },
     ("Quantize", "saved_plans"): {
-        "unpack": "Write the ONNX file that a packed network carries, without PyTorch.",
+        "unpack": "Write the ONNX file inside a packed network, without PyTorch.",
     },
     ("Inspect", "saved_plans"): {
         "explain": "Explain why a layer got its bits.",
-        "pareto": "Show damage against size, step by step.",
+        "pareto": "Show the trade-off between size and damage.",
         "compare": "Compare plans or results: size, damage, accuracy, bits.",
         "report": "Write a plan as one HTML page that works offline.",
     },
     ("Inspect", "showcase"): {
-        "reproduce": "Run a table or a figure of the paper, rivals included.",
+        "reproduce": "Reproduce a table or figure of the OMPQ paper.",
     },
     ("Inspect", "artifacts"): {
-        "inspect": "List what a packed network or ONNX file takes on disk.",
+        "inspect": "Show what takes space in a packed network or ONNX file.",
         "bench": "Time an exported network against the float one.",
     },
 }
@@ -219,7 +219,7 @@ def ompq(
         bool, typer.Option("--debug", help="Show the traceback of an error.")
     ] = False,
 ) -> None:
-    """Choose how many bits each layer of a network gets, and make the small network.
+    """Choose a bit width for each layer of a network, then quantize the network.
 
     Examples:
       ompq demo

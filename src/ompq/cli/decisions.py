@@ -69,7 +69,7 @@ def plan(
         least=2,
     ),
 ) -> View:
-    """Choose bits for every layer so that a budget is met.
+    """Choose a bit width for every layer within a budget.
 
     Examples:
       ompq plan torchvision:resnet18 --data images/ --budget 4.0MiB -o plan.json
@@ -130,10 +130,10 @@ def budget(
     planning: PlanOptions,
     console: Console,
     data: str | None = option(
-        "SOURCE", "Not needed: sizes follow from the shapes alone."
+        "SOURCE", "Take the input's shape from this data. Rarely needed."
     ),
     onnx: bool = flag(
-        "Show what the ONNX file takes at most, too; needs some seconds.", "--onnx"
+        "Show the largest possible ONNX file, too. Takes a few seconds.", "--onnx"
     ),
 ) -> View:
     """Show which budgets a network can meet.
@@ -144,8 +144,8 @@ def budget(
       ompq budget net.py:make --pin @first=8 --pin @last=8 --activation-bits 4,8
       ompq budget torchvision:resnet18 --onnx
 
-    Every entry of the table can be given to ompq plan --budget. Sizes follow from the
-    shapes alone, so neither weights nor data are needed.
+    Every entry of the table is a valid --budget for ompq plan. Sizes depend on the
+    layers' shapes alone, so no weights and no data are needed.
     """
     config = planning.config()
     with muted():  # random weights are no reason to warn here
@@ -223,13 +223,13 @@ def _uniform(problem: Problem, wanted: Choice) -> dict[str, float]:
 
 
 def scores() -> View:
-    """List the scores, which estimate the damage of few bits.
+    """List the scores that estimate the damage of low bit widths.
 
     Examples:
       ompq scores
       ompq scores --json
 
-    Any of them can be given to --score; ompq audit measures how well they choose.
+    Pass one to --score. ompq audit measures how well each of them chooses bits.
     """
     known: dict[str, Any] = dict(SCORES)
     rows = [
@@ -260,7 +260,7 @@ class AuditOptions:
         "Held-out inputs, to measure divergence on.", default=256, least=2
     )
     eval_data: str | None = option(
-        "SOURCE", "Labelled images, for top-1 beside the divergence."
+        "SOURCE", "Labelled images, to measure top-1 as well."
     )
     limit: int | None = number("Use only this many labelled images.", shown="all")
     allocations: int = number(
@@ -268,12 +268,13 @@ class AuditOptions:
     )
     scores: str = option(
         "NAMES",
-        f"Scores to audit, joined by commas, or all. Default: {_QUICK}.",
+        "Scores to audit, joined by commas, or all. Default: "
+        f"{_QUICK.replace(',', ', ')}.",
         default=_QUICK,
     )
     reconstruct: int = option(
         "STEPS",
-        "Learning steps per block for each allocation. Default: 0.",
+        "Reconstruct each allocation with this many steps per block. Default: 0.",
         default=0,
         min=0,
     )
@@ -301,7 +302,7 @@ class AuditOptions:
         """Return where measurements are kept while it runs."""
         path = None if self.folder is None else self.folder / "measured.json"
         left = path if path is not None and path.exists() else None
-        check_resumed(left, "audit", resume=self.resume)
+        check_resumed(self.folder, left, "audit", resume=self.resume)
         return path
 
 
@@ -321,9 +322,9 @@ def audit(
       ompq audit torchvision:resnet18 --data train/ --eval-data val/ --limit 1000
         --budget 4.0MiB --reconstruct 100 -o audit/
 
-    Random allocations at the budget, each score's own choice and uniform bits are
-    quantized and compared with the float network on held-out inputs. The correlations
-    that random scores reach are shown for comparison.
+    Three kinds of allocations are quantized and compared with the float network on
+    held-out inputs: random ones within the budget, the choice of each score, and
+    uniform bits. The correlation that random scores reach is shown for comparison.
     """
     check_writable(options.folder, folder=True)
     wanted, config = Budget.of(budget), options.config(planning, sources.seed)

@@ -21,6 +21,7 @@ import typer
 
 from ompq.cli.console import View, opened, render
 from ompq.errors import CheckpointError, MissingExtraError, suggestion
+from ompq.stages import PLAN
 
 REQUIRED = MISSING  # the default of an option that must be given
 
@@ -111,19 +112,21 @@ def run(
     more: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="OPTIONS", help="Override it: -o again/.", show_default=False
+            metavar="OPTIONS",
+            help="Options that override the file's: -o again/.",
+            show_default=False,
         ),
     ] = None,
 ) -> None:
-    """Run a command whose options are in a TOML or YAML file.
+    """Run a command with the options in a TOML or YAML file.
 
     Examples:
       ompq run out/config.toml --overwrite
       ompq run config.yaml --budget 3.5MiB -o smaller/
 
-    Every run of ompq quantize and ompq train leaves such a file, config.toml, beside
-    its results: the command and its options by name. Paths are relative to where ompq
-    is started.
+    ompq quantize and ompq train write such a file, config.toml, next to their results.
+    It holds the command and its options by name. Paths are relative to the current
+    directory.
     """
     from ompq.cli.commands import COMMANDS
 
@@ -199,7 +202,7 @@ def option(
 
 def flag(text: str, *names: str) -> Any:
     """Return an option that takes no value, off by default."""
-    return _field(False, text, *names)
+    return _field(False, text, *names, metavar="")
 
 
 def _field(default: Any, text: str, *names: str, **more: Any) -> Any:
@@ -252,7 +255,21 @@ BUDGET = (
 BudgetOption = Annotated[
     str, typer.Option(metavar="BUDGET", help=f"The limit: {BUDGET}.")
 ]
-PlanFile = Annotated[Path, argument("PLAN", "A plan file.")]
+
+
+def _plan_in_folder(path: Path) -> Path:
+    return path / PLAN if (path / PLAN).exists() else path
+
+
+PlanFile = Annotated[
+    Path,
+    typer.Argument(
+        metavar="PLAN",
+        help="A plan file, or a folder of ompq quantize.",
+        show_default=False,
+        callback=_plan_in_folder,
+    ),
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -262,10 +279,8 @@ class OutputOptions:
     PANEL: ClassVar[str] = "Output"
 
     json: bool = flag("Print JSON on stdout.", "--json")
-    quiet: bool = flag("No progress; one line instead of tables.", "--quiet", "-q")
-    debug: bool = flag(
-        "Show the library's log and the traceback of an error.", "--debug"
-    )
+    quiet: bool = flag("No progress, and one line instead of tables.", "--quiet", "-q")
+    debug: bool = flag("Show the library's log, and tracebacks of errors.", "--debug")
 
 
 def check_writable(
@@ -283,12 +298,17 @@ def check_writable(
         raise ValueError(f"{option} {path}: {there} is not a writable folder")
 
 
-def check_resumed(left: Path | None, what: str, *, resume: bool) -> None:
+def check_resumed(
+    folder: Path | None, left: Path | None, what: str, *, resume: bool
+) -> None:
     """Make sure that stopped work is continued only if that is wanted."""
     if resume and left is None:
-        raise CheckpointError(f"there is no stopped {what}; omit --resume")
+        if folder is None:
+            raise ValueError(f"--resume needs the folder of the stopped {what}: -o DIR")
+        raise CheckpointError(f"{folder} holds no stopped {what}; omit --resume")
     if left is not None and not resume:
+        over = "--overwrite" if what == "run" else f"remove {left}"
         raise CheckpointError(
-            f"{left} is left from an earlier {what}; add --resume to continue it, or "
-            "remove it to start over"
+            f"{left} is left from a stopped {what}; add --resume to continue it, or "
+            f"{over} to start over"
         )

@@ -99,7 +99,7 @@ class RunOptions:
     folder: Path = output_path(
         "Folder for the plan, network, result and report.", "DIR", REQUIRED
     )
-    budget: str | None = option("BUDGET", "As for ompq plan; not needed with --plan.")
+    budget: str | None = option("BUDGET", "As for ompq plan. Not with --plan.")
     plan: Path | None = option(
         "FILE", "Use this plan, or bits copied from a report, instead of a new plan."
     )
@@ -107,34 +107,36 @@ class RunOptions:
         "Inputs for calibration.", shown=f"{CALIBRATION_SAMPLES}, or all", least=2
     )
     views: int = number(
-        "Versions of each image to learn from: the image and mirrored, shifted "
-        "copies. 8 to 16 help with fewer than 200 images.",
+        "Augment: learn from this many versions of each image, mirrored and shifted. "
+        "8 to 16 help with fewer than 200 images.",
         default=1,
     )
     iterations: int | None = number(
-        "Learning steps per block.",
+        "Reconstruction steps per block.",
         shown=f"{RoundingConfig.iterations}, or the protocol's",
     )
     merge_blocks: int = number(
-        "Neighbouring blocks that are learned together, at most. 2 helps transformers "
-        "whose activations have few bits.",
+        "Reconstruct up to this many neighbouring blocks together. 2 helps "
+        "transformers with low-bit activations.",
         default=ReconstructConfig.merge,
     )
-    no_reconstruct: bool = flag("Round to nearest; learn nothing.", "--no-reconstruct")
+    no_reconstruct: bool = flag(
+        "Round to nearest, without reconstruction.", "--no-reconstruct"
+    )
     eval_data: str | None = option(
         "SOURCE", "Labelled images to measure accuracy on, as for ompq evaluate."
     )
     limit: int | None = number(_LIMIT)
     metric: str | None = option(
         "FUNCTION",
-        "perplexity, for a decoder; or FILE.py:FUNCTION, which turns the network's "
-        "outputs and the targets of --eval-data, a batch at a time, into one number; "
+        "perplexity, for a decoder; or FILE.py:FUNCTION, called with the network's "
+        "outputs and the targets of a batch of --eval-data. It returns a number; "
         "higher is better.",
     )
     measure_layers: int = option(
         "NUMBER",
         "For the report: measure this many of the layers with the most expected "
-        "damage, each quantized alone and left float. Default: 0.",
+        "damage, each as the only quantized and as the only float layer. Default: 0.",
         default=0,
         min=0,
     )
@@ -191,7 +193,7 @@ class RunOptions:
                 f"{self.folder} holds a finished run; add --overwrite to replace it, "
                 "or name another folder"
             )
-        check_resumed(self.started, "run", resume=self.resume)
+        check_resumed(self.folder, self.started, "run", resume=self.resume)
 
     def clear(self, *kept: Path | None) -> None:
         """Remove what an earlier run left, if that is wanted, except what is used."""
@@ -244,13 +246,13 @@ class GoalOptions:
     )
     min_agreement: str | None = option(
         "SHARE",
-        "Find the smallest network with at least this share of the float network's "
-        "answers: 99%. Needs no labels.",
+        "Find the smallest network that gives the float network's answer to at least "
+        "this share of the images, for example 99%. Needs no labels.",
     )
     max_divergence: float | None = option(
         "NATS",
         "Find the smallest network within this mean KL divergence from the float "
-        "one: 0.05. Needs no labels.",
+        "network, for example 0.05. Needs no labels.",
     )
 
     def goal(self, metrics: Mapping[str, Metric]) -> Goal | None:
@@ -349,11 +351,11 @@ def quantize(
         -o out/
       ompq quantize net.py:make --data images/ --min-agreement 99% -o out/
 
-    Instead of a budget, --max-drop, --min-agreement and --max-divergence set a goal:
-    the smallest network that meets it on --eval-data is found; without --eval-data, on
-    half of the samples.
+    Instead of a budget, --max-drop, --min-agreement or --max-divergence set a goal.
+    ompq then finds the smallest network that meets it on --eval-data or, without that,
+    on half of the samples.
 
-    After Ctrl-C, the same command with --resume continues.
+    After Ctrl-C, add --resume to the same command to continue.
     """
     check_writable(run.folder, folder=True)
     with run_folder(run, console):
@@ -492,7 +494,7 @@ class TrainOptions:
     )
     validation: str | None = option(
         "SOURCE",
-        "Labelled images that decide which epoch is kept. Default: keep the last.",
+        "Labelled images that select the epoch to keep. Default: keep the last.",
     )
     recipe: str | None = one_of(
         [name for name, one in TRAIN_PROTOCOLS.items() if one.keeps_plan],
@@ -507,7 +509,7 @@ class TrainOptions:
     )
     logger: str | None = one_of(
         ("tensorboard", "wandb", "mlflow"),
-        "follow the training there, if it is installed.",
+        "log the training there, if it is installed.",
     )
     settings: list[str] | None = option(
         "NAME=VALUE",
@@ -564,8 +566,8 @@ def train(
       ompq train ompq:demo --data digits --from out/network.ompq.safetensors
         -o more/
 
-    If it is stopped, the same command with --resume continues. torchrun and accelerate
-    launch run it on several GPUs and machines.
+    After Ctrl-C, add --resume to the same command to continue. Start it with torchrun
+    or accelerate launch to use several GPUs or machines.
     """
     check_writable(run.folder, folder=True)
     with run_folder(run, console):
@@ -671,7 +673,7 @@ def evaluate(
     ),
     engine: str = one_of(
         _ENGINES,
-        "what computes a packed network: PyTorch, or integers alone on the CPU, "
+        "run a packed network in PyTorch, or with integer arithmetic alone on the CPU, "
         "which is slow. Default: simulated.",
         default=_ENGINES[0],
     ),
@@ -679,11 +681,11 @@ def evaluate(
     batch_size: int = number("Images per batch.", default=64),
     metric: str | None = option(
         "FUNCTION",
-        "perplexity, for a decoder; or FILE.py:FUNCTION, which turns the network's "
-        "outputs and the targets of a batch into one number.",
+        "perplexity, for a decoder; or FILE.py:FUNCTION, called with the network's "
+        "outputs and the targets of a batch. It returns a number.",
     ),
 ) -> View:
-    """Measure a network's accuracy, with its 95 % interval.
+    """Measure a network's accuracy, with a 95 % confidence interval.
 
     Examples:
       ompq evaluate torchvision:resnet18 --data imagenet/val

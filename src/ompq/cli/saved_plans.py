@@ -85,8 +85,8 @@ def explain(
       ompq explain plan.json @last
       ompq explain plan.json 'layer4.*' --json
 
-    Shows every choice with its damage and cost, what one more byte would save, and
-    the exchange with another layer that came closest to being better.
+    Shows the damage and cost of every choice, what one more byte would gain, and the
+    swap with another layer that came closest to being better.
     """
     plan = Plan.load(file)
     found = [plan.explain(name) for name in select(plan.graph.names, unit)]
@@ -105,17 +105,17 @@ def _with_names(items: list[tuple[str, Any]]) -> dict[str, Any]:
 def pareto(
     file: PlanFile,
     console: Console,
-    points: int = number("How many steps.", default=20, least=2),
+    points: int = number("How many sizes.", default=20, least=2),
     cost: str = one_of(_COSTS, "the cost to limit. Default: bytes.", default="bytes"),
 ) -> View:
-    """Show damage against size, step by step.
+    """Show the trade-off between size and damage.
 
     Examples:
       ompq pareto plan.json
       ompq pareto plan.json --points 100 --json
       ompq pareto plan.json --cost bit_ops
 
-    Every step is solved anew from the saved plan; each can be used as a budget.
+    Every row is solved from the saved plan, and its size can be used as a budget.
     """
     plan = Plan.load(file)
     if cost not in plan.problem.costs:
@@ -174,7 +174,7 @@ def compare(
     ],
     console: Console,
     page: Path | None = output_path(
-        "Write the first plan's report, with the others to compare with."
+        "Write a report of the first plan, compared with the others."
     ),
 ) -> View:
     """Compare plans or results: size, damage, accuracy, bits that differ.
@@ -184,8 +184,8 @@ def compare(
       ompq compare out-4MiB/ out-3MiB/ -o both.html
       ompq compare a.json b.json c.json --json
 
-    A folder of ompq quantize adds the accuracy that was measured there. Each plan is
-    judged by every plan's score: two scores need not agree on which is better.
+    A folder of ompq quantize adds the accuracy measured there. The damage of each plan
+    is shown by every plan's score, since scores may disagree on which plan is better.
     """
     if len(sources) < 2:
         raise ValueError("compare needs two or more plans; one was given")
@@ -351,10 +351,10 @@ def report(
     console: Console,
     page: Path | None = output_path("The HTML file to write."),
     figures: Path | None = option(
-        "DIR", "Write the paper's figures as SVG and PNG as well."
+        "DIR", "Also write the paper's figures, as SVG and PNG."
     ),
     results: Path | None = option(
-        "FILE", "A result.json of ompq quantize: adds accuracy, errors and times."
+        "FILE", "A result.json of ompq quantize, for accuracy, errors and times."
     ),
     title: str | None = option("TEXT", "Heading of the page."),
 ) -> View:
@@ -365,7 +365,7 @@ def report(
       ompq report out/plan.json --results out/result.json -o net.html
       ompq report plan.json --figures figures/
 
-    The page has a slider: what other budgets would give, without solving again.
+    A slider on the page shows what other budgets would give.
     """
     from ompq.report import write_report
     from ompq.report.figures import write_figures
@@ -406,15 +406,15 @@ def unpack(
     file: Annotated[Path, argument("FILE", "A packed network that carries its graph.")],
     target: Path | None = output_path("The ONNX file. Default: FILE as .onnx."),
 ) -> View:
-    """Write the ONNX file that a packed network carries, without PyTorch.
+    """Write the ONNX file inside a packed network, without PyTorch.
 
     Examples:
       ompq unpack net.ompq.safetensors
       ompq unpack net.ompq.safetensors -o net.onnx
 
-    Such a packed file is made by: ompq export OUT --format packed --with-graph -o FILE.
-    What is small is the file that travels: in memory and in the ONNX file, coded
-    weights are bytes. The result is the file that ompq export verified, byte for byte.
+    ompq export OUT --format packed --with-graph -o FILE writes such a packed file. The
+    result equals the ONNX file that ompq export verified, byte for byte. Only the
+    packed file is small: in the ONNX file and in memory, a coded weight takes a byte.
     """
     target = target or file.with_name(f"{file.name.partition('.')[0]}.onnx")
     check_writable(target)

@@ -53,8 +53,8 @@ def _known_score(value: str | None) -> str | None:
     )
 
 
-def _joined(values: tuple[Any, ...]) -> str:
-    return ",".join(str(value) for value in values)
+def _joined(values: tuple[Any, ...], comma: str = ",") -> str:
+    return comma.join(str(value) for value in values)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,15 +68,14 @@ class NetworkOptions:
         argument(
             "NETWORK",
             "torchvision:NAME, timm:NAME, cifar:resnet20, ompq:demo, "
-            "transformers:FOLDER with a decoder's config.json and weights, or "
-            "FILE.py:FUNCTION, a function of your own that returns the network.",
+            "transformers:FOLDER (a decoder's config.json and weights), or "
+            "FILE.py:FUNCTION, your own function that returns the network.",
         ),
     ]
     weights: str | None = option(
         "FILE",
-        "A .safetensors, .pt, .pth or .pth.tar file, or none for random weights, to "
-        "try things out. Default: the library's pretrained weights, downloaded if "
-        "needed.",
+        "A .safetensors, .pt, .pth or .pth.tar file, or none for random weights. "
+        "Default: the library's pretrained weights, downloaded if needed.",
     )
     device: str = one_of(
         _DEVICES,
@@ -86,14 +85,14 @@ class NetworkOptions:
 
     device_memory: str | None = option(
         "SIZE",
-        "For networks that do not fit: their weights stay in host memory, and at most "
-        "this much of them is on the GPU at a time: 8GiB.",
+        "For networks larger than the GPU's memory: keep the weights in host memory, "
+        "and at most this much of them on the GPU at a time, for example 8GiB.",
     )
     threads: int | None = number("CPU threads of PyTorch.", shown="one per core")
     input_shape: str | None = option(
         "SHAPE",
-        "Shape of one input, for images of another size, random data and ompq budget: "
-        "3,160,160 or 1,16000. Default: what the network or the data says.",
+        "Shape of one input, for example 3,160,160 or 1,16000: for images of another "
+        "size, random data and ompq budget. Default: from the network or the data.",
     )
 
     def load(self, console: Console) -> NamedModel:
@@ -123,10 +122,10 @@ class SourceOptions(NetworkOptions):
 
     data: str = option(
         "SOURCE",
-        "A folder of images; a text file for a decoder; FILE.py:FUNCTION, which "
-        "returns or yields inputs of any kind; digits, from scikit-learn; distilled, "
-        "images made from the network's batch norms, if you have none; or random, "
-        "noise to try things out.",
+        "A folder of images; a text file, for a decoder; FILE.py:FUNCTION, which "
+        "returns or yields inputs of any kind; digits (scikit-learn's); distilled "
+        "(images synthesized from the network's batch norms); or random (noise, to try "
+        "things out).",
         default=REQUIRED,
     )
     seed: int = number("Seed for the choice of images.", default=0, least=None)
@@ -185,20 +184,19 @@ class PlanOptions:
         f"Default: {_joined(PlanConfig.activation_choices)}.",
     )
     coded: bool = flag(
-        "Offer entropy-coded weights too: a smaller file at the same accuracy. In "
-        "memory they are bytes.",
+        "Offer entropy-coded weights, too: a smaller file at the same accuracy. In "
+        "memory each of them takes a byte.",
         "--coded",
     )
     rates: str | None = option(
         "BITS",
         "With --coded: bits per weight to choose from for coded weights. "
-        f"Default: {_joined(PlanConfig.rates)}.",
+        f"Default: {_joined(PlanConfig.rates, ', ')}.",
     )
     group_size: int | None = option(
         "NUMBER",
-        f"{', '.join(map(str, GROUP_SIZES))}: every group of this many inputs of a "
-        "linear layer has its own scale in every output channel. Default: one scale "
-        "per channel.",
+        f"{', '.join(map(str, GROUP_SIZES))}: group-wise scales for linear layers, one "
+        "for this many weights of an output channel. Default: per-channel scales.",
     )
     score: str | None = option(
         "NAME",
@@ -209,15 +207,15 @@ class PlanOptions:
     )
     pin: list[str] | None = option(
         "PIN",
-        "PATTERN=BITS fixes bits: fc=8, 'layer4.*=4', @first=W8A8, fc=float, fc=C2.5A8 "
-        "(coded), or those of the input alone: fc=A8, @first=A32. "
-        "Patterns: a name, a glob, re:REGEX, @first, @last. Repeatable.",
+        "PATTERN=BITS fixes the bits of layers: fc=8, 'layer4.*=4', @first=W8A8, "
+        "fc=float, fc=C2.5A8 (coded), or of their inputs alone: fc=A8, @first=A32. "
+        "A pattern is a name, a glob, re:REGEX, @first or @last. Repeatable.",
     )
     tie: list[str] | None = option(
-        "PATTERN", "Layers that match share their bits. Repeatable."
+        "PATTERN", "All layers that match get the same bits. Repeatable."
     )
     no_tie: bool = flag(
-        "Let layers whose outputs are added differ in bits.", "--no-tie"
+        "Let layers whose outputs are added have different bits.", "--no-tie"
     )
     accounting: str | None = one_of(
         get_args(Accounting),
@@ -229,13 +227,12 @@ class PlanOptions:
         f"the optimum, or published approximations. Default: {PlanConfig.method}.",
     )
     latency: Path | None = option(
-        "FILE", 'Milliseconds for a budget in ms: JSON {"conv1": {"W4A8": 0.4}}.'
+        "FILE", 'Latency table for a budget in ms: JSON {"conv1": {"W4A8": 0.4}}.'
     )
     target: str | None = option(
         "NAME",
-        "Where the network will run. Layers get only what works there, and those "
-        f"that gain no speed are listed. {', '.join(included_targets())}, or a JSON "
-        "file.",
+        f"Where the network will run: {', '.join(included_targets())}, or a JSON file. "
+        "Layers get only bits that run there; those that gain no speed are listed.",
         autocompletion=included_targets,
     )
     protocol: str | None = one_of(
@@ -250,13 +247,13 @@ class PlanOptions:
     )
     decreasing: str | None = one_of(
         get_args(Decreasing),
-        "from ORM to importance, for the same scores (write --decreasing='-x'). "
-        f"Default: {OrmSettings.decreasing}.",
+        "importance as a function of ORM, for the same scores (write "
+        f"--decreasing='-x'). Default: {OrmSettings.decreasing}.",
     )
     granularity: str | None = one_of(
         get_args(Granularity),
-        "what ORM compares, for the same scores; each gets one width, layers apart. "
-        f"Default: {OrmSettings.granularity}.",
+        "what ORM compares, for the same scores. All layers of a block, stage or net "
+        f"get the same bits. Default: {OrmSettings.granularity}.",
     )
     centred: bool = flag(
         "Centre ORM, as the paper's released code does, for the same scores.",
@@ -321,8 +318,8 @@ class CacheOptions:
 
     cache: Path | None = option(
         "DIR",
-        "Keep score tables there, and reuse them when network, samples and score are "
-        "the same. Default: the folder that OMPQ_CACHE names, if any.",
+        "Keep score tables there, and reuse them for the same network, samples and "
+        "score. Default: the folder named by OMPQ_CACHE, if set.",
         envvar="OMPQ_CACHE",
         show_envvar=False,
     )
@@ -342,8 +339,8 @@ class RefineOptions(PlanOptions):
 
     refine: str | None = option(
         "LIMIT",
-        "Improve the bits by measuring whole allocations: their number (20), or a time "
-        "limit (90s, 3min, 1h).",
+        "Improve the bits by measuring whole allocations: so many of them (20), or for "
+        "so long (90s, 3min, 1h).",
     )
     refine_by: str = one_of(
         ("round", "reconstruct"),

@@ -56,7 +56,7 @@ def demo(
         f"Where the files go. Default: {FOLDER}/.", "DIR", FOLDER
     ),
     iterations: int = number(
-        "Learning steps per block.", default=DemoConfig.iterations
+        "Reconstruction steps per block.", default=DemoConfig.iterations
     ),
     seed: int = number(
         "Seed for the order of samples and for the noise.",
@@ -64,7 +64,7 @@ def demo(
         least=None,
     ),
 ) -> View:
-    """Run the whole path on a small network that comes with ompq.
+    """Try everything on a small network that comes with ompq.
 
     Examples:
       ompq demo
@@ -72,10 +72,10 @@ def demo(
       ompq demo --budget 3.2bits --iterations 500
       ompq demo --json --quiet
 
-    It plans, quantizes, reconstructs, evaluates, packs and exports a network that
-    reads handwritten digits, compares it with networks that have the same bits
-    everywhere, and writes a report. It downloads nothing, needs no GPU, and takes
-    about a minute. Budgets from 30.8KiB to 88.2KiB, or 2bits to 8bits, can be met.
+    Plans, quantizes, reconstructs, evaluates, packs and exports a network that reads
+    handwritten digits, compares it with networks of uniform bits, and writes a report.
+    Takes about a minute and needs neither a GPU nor a download. Budgets from 30.8KiB to
+    88.2KiB, or 2bits to 8bits, can be met.
     """
     check_writable(folder, folder=True)
     config = DemoConfig(budget=budget, iterations=iterations, seed=seed)
@@ -276,11 +276,11 @@ def reproduce(
         "Seed for the choice of images and the order.", default=0, least=None
     ),
     quick: bool = flag(
-        "Scale every row down, to try it in minutes; the numbers mean nothing.",
+        "Scale every row down, to try it in minutes. The numbers mean nothing.",
         "--quick",
     ),
 ) -> View:
-    """Run a table or a figure of the paper, row by row, rivals included.
+    """Reproduce a table or figure of the OMPQ paper, including the methods it compares.
 
     Examples:
       ompq reproduce --list
@@ -290,10 +290,10 @@ def reproduce(
       ompq reproduce figure-beta-mobilenetv2 --network ompq:demo --data digits
         --quick
 
-    Writes NAME.json, NAME.md (a table beside the paper's numbers) and the figure as
-    SVG, PDF and PNG. Each row is saved once it is measured, so the same command
-    continues a stopped run. Training rows take days on ImageNet; --rows leaves them
-    out.
+    Writes NAME.json, NAME.md (a table next to the paper's numbers) and the figure as
+    SVG, PDF and PNG. Each row is saved as soon as it is measured; the same command
+    continues a stopped run. Rows that train take days on ImageNet; select others with
+    --rows.
     """
     if listed:
         return _list_view()

@@ -143,13 +143,18 @@ def _build(name: str, *, pretrained: bool) -> NamedModel:
     known = list(_BUILTIN)
     if source not in ("cifar", "ompq"):
         known = [f"torchvision:{one}" for one in _torchvision_names()]
-    packed = name.endswith((".safetensors", ".onnx")) or (name and Path(name).is_dir())
-    hint = "; ompq evaluate NETWORK --packed FILE reads packed files" if packed else ""
     raise ModelError(
         f"{name!r} is not the name of a network{suggestion(name, known)}. "
         "Use torchvision:NAME, timm:NAME, cifar:NAME, transformers:FOLDER or "
-        f"FILE.py:FUNCTION{hint}"
+        f"FILE.py:FUNCTION{_hint(name)}"
     )
+
+
+def _hint(name: str) -> str:
+    if name.endswith(".py"):
+        return f", here {name}:FUNCTION, where FUNCTION returns the network"
+    packed = name.endswith((".safetensors", ".onnx")) or (name and Path(name).is_dir())
+    return "; ompq evaluate NETWORK --packed FILE reads packed files" if packed else ""
 
 
 def _from_package(name: str, *, pretrained: bool) -> NamedModel:
