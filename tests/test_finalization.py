@@ -174,7 +174,7 @@ def test_layer_that_is_called_twice_keeps_its_float_arithmetic():
 
 def test_what_integers_cannot_do_cannot_be_finalized():
     network = nn.Sequential(nn.Conv2d(3, 4, 1), nn.GELU(), nn.Conv2d(4, 2, 1))
-    with pytest.raises(QuantizationError, match="gelu in 1 has no integer form"):
+    with pytest.raises(QuantizationError, match="gelu in 1 has no integer kernel"):
         finalize(quantized(seeded(network), images(), weight=8), images())
 
 
@@ -300,7 +300,7 @@ def test_groups_have_no_integer_form():
     network = seeded(nn.Sequential(nn.Flatten(), nn.Linear(192, 6), nn.ReLU()))
     config = QuantizeConfig(group_size=64)
     made = quantize(network, {"*": 4}, images(8), config)
-    words = "has groups of 64 weights with scales of their own, and no integer form"
+    words = "has groups of 64 weights with scales of their own, and no integer kernel"
     with pytest.raises(QuantizationError, match=words):
         finalize(made, images(8))
     same, arithmetic = finalization.finalized(made, images(8))

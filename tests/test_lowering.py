@@ -75,7 +75,7 @@ def test_names_of_modules_are_told():
         pass
 
     network = Net(nn.Conv2d(3, 4, 1), nn.Hardswish(), nn.Conv2d(4, 2, 1))
-    with pytest.raises(QuantizationError, match="hardswish in 1 has no integer form"):
+    with pytest.raises(QuantizationError, match="hardswish in 1 has no integer kernel"):
         lower(quantized(seeded(network), images(), 8), images())
 
 
@@ -91,7 +91,7 @@ def test_layer_that_stays_float_is_refused():
 
 def test_float_convolution_is_refused():
     network = quantized(seeded(Chain()), images(), (32, 8))
-    with pytest.raises(QuantizationError, match="conv2d in conv has no integer form"):
+    with pytest.raises(QuantizationError, match="conv2d in conv has no integer kernel"):
         lower(network, images())
 
 
@@ -178,10 +178,10 @@ def out_argument(x):
             through_array,
             "array in the network reads or writes a tensor where the export",
         ),
-        (through_data, "data in the network has no integer form"),
+        (through_data, "data in the network has no integer kernel"),
         (through_a_view, "reads a tensor that was written in place through a view"),
-        (into_another, "zeros_like in the network has no integer form"),
-        (out_argument, "empty_like in the network has no integer form"),
+        (into_another, "zeros_like in the network has no integer kernel"),
+        (out_argument, "empty_like in the network has no integer kernel"),
     ],
 )
 def test_writes_that_a_file_would_lose_are_refused(write, words):

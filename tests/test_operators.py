@@ -84,7 +84,7 @@ def test_slices_and_sides_are_counted_without_the_batch():
 REFUSED = {
     "hardswish": (
         F.hardswish,
-        "hardswish in the network has no integer form; integers",
+        "hardswish in the network has no integer kernel; integers",
     ),
     "constant": (
         lambda x: x + torch.ones(6, 8, 8),

@@ -284,7 +284,7 @@ def test_what_integers_cannot_do_stays_and_is_named(tmp_path):
     out = tmp_path / "out"
     result = run("quantize", *words, "--no-reconstruct", "--budget", "99%", "-o", out)
     assert result.exit_code == 0, result.output
-    assert "arithmetic  float: gelu in 1 has no integer form" in result.stdout
+    assert "arithmetic  float: gelu in 1 has no integer kernel" in result.stdout
 
 
 def test_views_are_what_is_learned_from(net, tmp_path, monkeypatch):

@@ -190,7 +190,7 @@ def test_floats_are_listed_and_the_rest_runs_in_kernels_of_8_bits(tmp_path):
     result = export_onnx(network, tmp_path / "net.onnx", images(8))
     # The first convolution ends in a SiLU, so nothing rounds what it gives.
     assert result.floats == {"Conv": 1, "Sigmoid": 2, "Mul": 2, "ReduceMean": 1}
-    assert result.reason.startswith("silu in act has no integer form")
+    assert result.reason.startswith("silu in act has no integer kernel")
     options = onnxruntime.SessionOptions()
     options.optimized_model_filepath = str(tmp_path / "optimized.onnx")
     onnxruntime.InferenceSession(str(result.path), options)

@@ -118,7 +118,7 @@ def evaluate(
             if index % processes == number:
                 parts.append(_measured(networks, inputs, targets, metrics or {}))
                 if progress is not None:
-                    progress(index + 1, total, f"evaluating{_told(parts)}")
+                    progress(index + 1, total, f"evaluating{_top1_so_far(parts)}")
         return parts, seen.hexdigest()
 
     with evaluating(*networks):
@@ -185,7 +185,7 @@ def _is_detections(output: Any) -> bool:
     return isinstance(output, list) and all(isinstance(one, dict) for one in output)
 
 
-def _told(parts: Sequence[_Part]) -> str:
+def _top1_so_far(parts: Sequence[_Part]) -> str:
     """Return top-1 so far, where it is known."""
     known = [part.columns["right"] for part in parts if "right" in part.columns]
     count = sum(map(len, known))

@@ -342,7 +342,7 @@ def _placed(
     heads: dict[int, Unit] = {}  # position of a sum → the first unit that it represents
     placed = []
     for unit in units:
-        readers = list(_sole_readers(recording, consumers, unit))
+        readers = list(_sole_consumers(recording, consumers, unit))
         # An inner convolution is represented by what its activation returns, a block's
         # last convolution by what the block returns.
         feature = readers[-1].position if readers else unit.feature
@@ -366,7 +366,7 @@ def _placed(
     return _staged(recording, placed)
 
 
-def _sole_readers(
+def _sole_consumers(
     recording: Recording, consumers: Mapping[int, list[int]], unit: Unit
 ) -> Iterator[Call]:
     """Yield the calls after a unit, each the only one that reads the one before.
@@ -517,7 +517,7 @@ def _movable_channels(recording: Recording, units: Sequence[Unit]) -> int:
         for at in call.inputs
         if any(
             calls[source].function in ("layer_norm", *_PRODUCTS)
-            for source in makers(calls, at)
+            for source in producers(calls, at)
             if source >= 0
         )
     )
@@ -536,11 +536,11 @@ def units_read_once(recording: Recording, units: Collection[Unit]) -> dict[int, 
     }
 
 
-def makers(calls: Sequence[Call], at: int) -> set[int]:
+def producers(calls: Sequence[Call], at: int) -> set[int]:
     """Return the calls whose values a tensor holds, through views and parts of them."""
     if at < 0 or calls[at].function not in _PARTS:
         return {at}
-    return {source for each in calls[at].inputs for source in makers(calls, each)}
+    return {source for each in calls[at].inputs for source in producers(calls, each)}
 
 
 def _float_state(model: nn.Module, units: Sequence[Unit]) -> list[Tensor]:

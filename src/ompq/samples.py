@@ -143,7 +143,7 @@ def batch_values(batch: Batch) -> int:
 
 
 def map_batch(batch: Batch, function: Callable[[Tensor], Tensor]) -> Batch:
-    """Return a batch of the same form with the function applied to its tensors."""
+    """Return a batch of the same structure with the function applied to its tensors."""
     if isinstance(batch, Tensor):
         return function(batch)
     if isinstance(batch, dict):
@@ -164,7 +164,7 @@ def arguments(batch: Batch) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
 
 
 def call(model: nn.Module, batch: Batch) -> Any:
-    """Call the network with the batch, whatever its form."""
+    """Call the network with a tensor, a tuple or a dict of tensors."""
     args, kwargs = arguments(batch)
     with visiting(model):
         return model(*args, **kwargs)
@@ -365,21 +365,21 @@ def _inputs(batch: Any) -> Batch:
             f"samples yield lists of {len(batch)}; pass the inputs alone, for example "
             "[x for x, _ in loader], or tuples if the network takes several"
         )
-    form = dict(batch) if isinstance(batch, Mapping) else batch
-    if not isinstance(form, Tensor | tuple | dict) or not all(
-        isinstance(value, Tensor) for value in _tensors(form)
+    inputs = dict(batch) if isinstance(batch, Mapping) else batch
+    if not isinstance(inputs, Tensor | tuple | dict) or not all(
+        isinstance(value, Tensor) for value in _tensors(inputs)
     ):
         raise SampleError(
             f"a batch must be a tensor, a tuple or a dict of tensors, "
             f"not {type(batch).__name__}"
         )
-    for value in _tensors(form):
+    for value in _tensors(inputs):
         if value.is_floating_point() and not torch.isfinite(value).all():
             raise SampleError("samples hold NaN or infinity; check the preprocessing")
-    return map_batch(form, lambda t: t.detach().cpu())
+    return map_batch(inputs, lambda t: t.detach().cpu())
 
 
-def _form(batch: Batch) -> tuple[Any, list[tuple[torch.dtype, torch.Size, bool]]]:
+def _types(batch: Batch) -> tuple[Any, list[tuple[torch.dtype, torch.Size, bool]]]:
     """Return keys, types and shapes, and which tensors have the batch dimension."""
     count = batch_length(batch)
     keys = [*batch] if isinstance(batch, dict) else type(batch)
@@ -391,15 +391,15 @@ def _form(batch: Batch) -> tuple[Any, list[tuple[torch.dtype, torch.Size, bool]]
 
 def _alike(one: Batch, other: Batch) -> bool:
     """Whether two batches can be joined: tensors that inputs share must be equal."""
-    if _form(one) != _form(other):
+    if _types(one) != _types(other):
         return False
-    pairs = zip(_tensors(one), _tensors(other), _form(one)[1], strict=True)
+    pairs = zip(_tensors(one), _tensors(other), _types(one)[1], strict=True)
     return all(own or torch.equal(a, b) for a, b, (_, _, own) in pairs)
 
 
 def _joined(run: list[Batch]) -> Batch:
     if len(run) == 1:
         return run[0]
-    columns = zip(zip(*map(_tensors, run), strict=True), _form(run[0])[1], strict=True)
+    columns = zip(zip(*map(_tensors, run), strict=True), _types(run[0])[1], strict=True)
     joined = iter([torch.cat(c) if own else c[0] for c, (_, _, own) in columns])
     return map_batch(run[0], lambda _: next(joined))

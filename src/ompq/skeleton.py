@@ -146,7 +146,7 @@ class Parts:
 
     @property
     def stretch(self) -> int:
-        """By what the integer form multiplies bytes of few bits."""
+        """By what integer arithmetic multiplies bytes of few bits."""
         if self.unit.bits > LARGEST_HALF_BITS or self.unit.grouped:
             return 1
         return max(1, STRETCHED // max(1, int(np.abs(self.halves).max())))

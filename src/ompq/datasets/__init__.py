@@ -391,8 +391,8 @@ def _from_user(name: str, model: NamedModel) -> Data:
             raise DataError(f"{name}: item {position}: {reason(error)}") from error
         if first and shapes != first[0]:
             raise DataError(
-                f"{name}: item {position} has shape {_shown(shapes)}; the first has "
-                f"{_shown(first[0])}"
+                f"{name}: item {position} has shape {_text(shapes)}; the first has "
+                f"{_text(first[0])}"
             )
         return value, target
 
@@ -408,7 +408,7 @@ def _from_user(name: str, model: NamedModel) -> Data:
             call(model.module, to_device(data.stack([value]), device))
     except Exception as error:
         raise DataError(
-            f"{name}: {model.name} does not take an input of shape {_shown(first[0])}: "
+            f"{name}: {model.name} does not take an input of shape {_text(first[0])}: "
             f"{reason(error)}. (What a function yields are batches: their first "
             "dimension counts inputs)"
         ) from error
@@ -451,11 +451,11 @@ def _shapes(value: Any) -> Any:
     return value.shape  # a tensor's; what has none cannot be used
 
 
-def _shown(shapes: Any) -> str:
+def _text(shapes: Any) -> str:
     if isinstance(shapes, dict):
-        return ", ".join(f"{key} {_shown(one)}" for key, one in shapes.items())
+        return ", ".join(f"{key} {_text(one)}" for key, one in shapes.items())
     if type(shapes) is tuple:
-        return " and ".join(map(_shown, shapes))
+        return " and ".join(map(_text, shapes))
     return str(tuple(shapes))
 
 

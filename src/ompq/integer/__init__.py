@@ -32,10 +32,10 @@ class IntegerNetwork(nn.Module):
     def from_quantized(
         cls, quantized: nn.Module, samples: SamplesLike
     ) -> "IntegerNetwork":
-        """Return the integer form of a quantized network; two samples are run.
+        """Return the integer network of a quantized one; two samples are run.
 
         Raises:
-            QuantizationError: An operation has no integer form; it is named.
+            QuantizationError: An operation has no integer kernel; it is named.
         """
         return cls(lower(quantized, samples))
 

@@ -48,7 +48,7 @@ _ROUNDS = 8
 def finalize(
     quantized: nn.Module, samples: SamplesLike, *, saturation_safe: bool = True
 ) -> nn.Module:
-    """Return a copy that computes exactly what its integer and ONNX forms compute.
+    """Return a copy that computes exactly what its integer engine and ONNX file do.
 
     It trains and reconstructs as before: only passes without gradients are exact.
     Finalize it again after that; a finalized network stays as it is.
@@ -62,7 +62,7 @@ def finalize(
             their grids: their kernels do not saturate, or not with unsigned weights.
 
     Raises:
-        QuantizationError: An operation has no integer form; it is named.
+        QuantizationError: An operation has no integer kernel; it is named.
     """
     record, samples = quantization_of(quantized), Samples.of(samples)
     result = copied(quantized)
@@ -86,8 +86,8 @@ INTEGERS = "integers; the integer engine and ONNX compute the same"
 def finalized(quantized: nn.Module, samples: SamplesLike) -> tuple[nn.Module, str]:
     """Return the network as its files compute it, and what it computes with.
 
-    A network in which something has no integer form is returned as it is, with a text
-    such as ``float: hardswish in features.0.2 has no integer form``.
+    A network in which something has no integer kernel is returned as it is, with a text
+    such as ``float: hardswish in features.0.2 has no integer kernel``.
     """
     try:
         return finalize(quantized, samples), INTEGERS

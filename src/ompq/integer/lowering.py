@@ -1,7 +1,7 @@
 """From a quantized network to integer steps, by watching one forward pass of it.
 
 Quantized layers and activation quantizers are seen as wholes; of everything else each
-torch function that reads a quantized tensor must be one that has an integer form.
+torch function that reads a quantized tensor must be one that has an integer kernel.
 """
 
 from collections.abc import Mapping
@@ -202,9 +202,9 @@ class _Lowering(TorchFunctionMode):
             )
         if name not in OPERATORS or "out" in kwargs or not isinstance(output, Tensor):
             raise QuantizationError(
-                f"{name} in {where} has no integer form; integers cover convolutions, "
-                "linear layers, ReLU and clipping, residual sums, pooling, "
-                "concatenation, slices, padding with zeros and flattening"
+                f"{name} in {where} has no integer kernel; integers cover "
+                "convolutions, linear layers, ReLU and clipping, residual sums, "
+                "pooling, concatenation, slices, padding with zeros and flattening"
             )
         recognized, defaults = OPERATORS[name]
         given = defaults | dict(zip(defaults, args[1:], strict=False)) | kwargs

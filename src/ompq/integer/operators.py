@@ -617,7 +617,7 @@ def layer_operator(layer: QuantizedLayer, dims: int, grid: CodeGrid) -> Operator
     mode = getattr(layer, "padding_mode", "zeros")
     raise QuantizationError(
         f"({type(layer).__name__}, {dims} dimensions, padding {mode}) has no "
-        "integer form; there is one for Conv2d with zeros and Linear on rows"
+        "integer kernel; there is one for Conv2d with zeros and Linear on rows"
     )
 
 
@@ -626,7 +626,7 @@ def layer_weight(layer: QuantizedLayer, grid: CodeGrid) -> IntegerWeight:
     if layer.group_size:
         raise QuantizationError(
             f"({type(layer).__name__}) has groups of {layer.group_size} weights with "
-            "scales of their own, and no integer form: one accumulator has one scale. "
+            "scales of their own, and no integer kernel: an accumulator has one scale. "
             "Save or export it as it is, or plan without group_size"
         )
     return IntegerWeight.of(layer.codes(), layer.grid_like_weight(), layer.bias, grid)

@@ -222,7 +222,7 @@ def _quiet() -> Iterator[None]:
     logger = logging.getLogger("torch.onnx")
     level, fast = logger.level, torch.backends.mha.get_fastpath_enabled()
     logger.setLevel(logging.ERROR)
-    # The fused kernel of a whole attention has no form in ONNX.
+    # ONNX has no operator for the fused kernel of a whole attention.
     torch.backends.mha.set_fastpath_enabled(False)
     try:
         with warnings.catch_warnings():

@@ -28,7 +28,7 @@ from ompq.samples import (
 
 @dataclass(frozen=True)
 class Agreement:
-    """How nearly two forms of a network agree on the same images."""
+    """How nearly two versions of a network agree on the same images."""
 
     images: int
     top1: float  # fraction of images with the same largest logit, in the first output
@@ -69,7 +69,7 @@ def compare_outputs(
         >>> print(compare_outputs([logits], [logits + 0.001]))
         top-1 equal on 100.00% of 2 images, logits within 7.1e-04
     """
-    shapes = [[tuple(output.shape) for output in form] for form in (first, second)]
+    shapes = [[tuple(output.shape) for output in each] for each in (first, second)]
     if shapes[0] != shapes[1]:
         raise ValueError(f"outputs of shapes {shapes[0]} and {shapes[1]} do not match")
     if not len(first[0]):
@@ -293,8 +293,8 @@ def against_simulated(
         ours.append([output.float().cpu() for output in outputs])
         theirs.append(run_session(session, to_device(batch, torch.device("cpu"))))
     first, second = (
-        [torch.cat(parts) for parts in zip(*form, strict=True)]
-        for form in (ours, theirs)
+        [torch.cat(parts) for parts in zip(*found, strict=True)]
+        for found in (ours, theirs)
     )
     return compare_outputs(first, second)
 

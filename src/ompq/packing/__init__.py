@@ -18,7 +18,7 @@ from ompq.integer.finalization import link_layers
 from ompq.layers import QuantizedLayer, activation_quantizers, quantized_layers
 from ompq.packing.format import (
     Contents,
-    Form,
+    Encoding,
     PackedUnit,
     broadcast_grid,
     quantized_units,
@@ -474,7 +474,7 @@ def _unit_accounts(contents: Contents) -> list[UnitAccount]:
         UnitAccount(
             unit,
             bits[unit.name],
-            unit.name in packed and Form.CODED in packed[unit.name].form,
+            unit.name in packed and Encoding.CODED in packed[unit.name].encoding,
             _taken(unit, packed.get(unit.name), contents.state),
             unit_bytes(unit, bits[unit.name]),
         )

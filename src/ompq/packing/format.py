@@ -55,7 +55,7 @@ _WRONG = (AttributeError, LookupError, OverflowError, TypeError, ValueError)
 _BROKEN = (*_WRONG, OmpqError, RuntimeError, zlib.error)  # RecursionError among them
 
 
-class Form(IntFlag):
+class Encoding(IntFlag):
     """How a unit is stored; one of fixed width and without groups has none of these."""
 
     CODED = 1  # its stream is entropy-coded
@@ -64,7 +64,7 @@ class Form(IntFlag):
     HALF_BIASES = 8  # 16 bits hold its biases
 
 
-_FIXED = Form(0)
+_FIXED = Encoding(0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,39 +76,39 @@ class PackedUnit:
     grid: Grid
     stream: Tensor  # its codes, uint8, (ceil(weights * bits / 8),) unless coded
     bias: Tensor | None  # its bias, float32, or None
-    form: Form = _FIXED
+    encoding: Encoding = _FIXED
 
     def compact(self, *, coded: bool) -> "PackedUnit":
         """Return the unit in fewer bytes where it can be: nothing is lost."""
         grid, bias = self.grid, self.bias
         found = {
-            Form.MULTIPLES: to_multiples(grid.scale).equal(grid.scale),
-            Form.CENTRED: (grid.zero_point == _middle(grid.bits)).all(),
-            Form.HALF_BIASES: bias is not None
+            Encoding.MULTIPLES: to_multiples(grid.scale).equal(grid.scale),
+            Encoding.CENTRED: (grid.zero_point == _middle(grid.bits)).all(),
+            Encoding.HALF_BIASES: bias is not None
             and torch.equal(bias.half().float(), bias),
         }
-        form = Form(sum(flag for flag, holds in found.items() if holds))
+        encoding = Encoding(sum(flag for flag, holds in found.items() if holds))
         if not coded:
-            return replace(self, form=form)
+            return replace(self, encoding=encoding)
         data = bytearray(encode(self.codes.numpy()))
         stream = torch.frombuffer(data, dtype=torch.uint8)
         if stream.numel() < self.stream.numel():
-            return replace(self, stream=stream, form=form | Form.CODED)
-        return replace(self, form=form)
+            return replace(self, stream=stream, encoding=encoding | Encoding.CODED)
+        return replace(self, encoding=encoding)
 
     @property
     def codes(self) -> Tensor:
         """Its codes, uint8, in the shape of the weight."""
         shape = self.unit.weight_shape
         stream = self.stream.numpy()
-        if Form.CODED in self.form:
+        if Encoding.CODED in self.encoding:
             return torch.from_numpy(decode(stream.tobytes(), shape))
         return torch.from_numpy(unpack_bits(stream, self.grid.bits, shape))
 
     @property
     def scales(self) -> Tensor:
         """Its scales as they are stored, or what they are multiples of, (1,)."""
-        if Form.MULTIPLES in self.form:
+        if Encoding.MULTIPLES in self.encoding:
             return scale_multiples(self.grid.scale)[0]
         return self.grid.scale
 
@@ -116,20 +116,20 @@ class PackedUnit:
     def multiples(self) -> Tensor:
         """What its scales are multiples by, uint8, one each or none."""
         found = scale_multiples(self.grid.scale)[1]
-        return found if Form.MULTIPLES in self.form else found[:0]
+        return found if Encoding.MULTIPLES in self.encoding else found[:0]
 
     @property
     def zero_points(self) -> Tensor:
         """Its zero points as they are stored, uint8, one each or none."""
         steps = (self.grid.zero_point / zero_step(self.grid.bits)).to(torch.uint8)
-        return steps[:0] if Form.CENTRED in self.form else steps
+        return steps[:0] if Encoding.CENTRED in self.encoding else steps
 
     @property
     def biases(self) -> Tensor:
         """Its biases as they are stored, (O,) or (0,)."""
         if self.bias is None:
             return torch.empty(0)
-        return self.bias.half() if Form.HALF_BIASES in self.form else self.bias
+        return self.bias.half() if Encoding.HALF_BIASES in self.encoding else self.bias
 
 
 def _middle(bits: int) -> float:
@@ -237,7 +237,7 @@ def stored_units(units: Sequence[PackedUnit]) -> dict[str, StoredUnit]:
             shape=one.unit.weight_shape,
             axis=channel_axis_of(one.unit),
             bits=one.grid.bits,
-            coded=Form.CODED in one.form,
+            coded=Encoding.CODED in one.encoding,
             grouped=one.grid.scale.dim() == 2,
             **{item: places[item][index] for item in items},
         )
@@ -272,8 +272,8 @@ def _structure(contents: Contents) -> dict[str, Any]:
 
 def _forms(units: Sequence[PackedUnit]) -> dict[str, Any]:
     """Return forms, and lengths of coded streams, unless all units are plain."""
-    forms = [int(one.form) for one in units]
-    coded = [one.stream.numel() for one in units if Form.CODED in one.form]
+    forms = [int(one.encoding) for one in units]
+    coded = [one.stream.numel() for one in units if Encoding.CODED in one.encoding]
     return {"forms": forms, "streams": coded} if any(forms) else {}
 
 
@@ -459,43 +459,37 @@ def _read_units(
     lengths = iter(json_list(data.get("streams", []), "streams"))
     found = []
     for unit, number in zip(units, forms, strict=True):
-        form = Form(json_whole(number, "form", 0, 2 * max(Form) - 1))
+        encoding = Encoding(json_whole(number, "form", 0, 2 * max(Encoding) - 1))
         bits = record.allocation[unit.name].weight
         size = stream_length(unit.weights, bits)
-        if Form.CODED in form:
+        if Encoding.CODED in encoding:
             size = json_whole(next(lengths, None), "length of a stream", 0, size)
-        found.append((unit, bits, form, codes.take(size)))
+        found.append((unit, bits, encoding, codes.take(size)))
     # Each item of all units is stored before the next.
     shapes = [_grid_shape(unit, record.allocation[unit.name]) for unit in units]
     zeros = [
-        codes.take(0 if Form.CENTRED in form else prod(shape))
-        for (_, _, form, _), shape in zip(found, shapes, strict=True)
+        codes.take(0 if Encoding.CENTRED in encoding else prod(shape))
+        for (_, _, encoding, _), shape in zip(found, shapes, strict=True)
     ]
     grids = []
-    for (unit, bits, form, _), shape, zero in zip(found, shapes, zeros, strict=True):
-        if Form.CENTRED in form:
+    for (unit, bits, how, _), shape, zero in zip(found, shapes, zeros, strict=True):
+        if Encoding.CENTRED in how:
             zero_point = torch.full(shape, _middle(bits))
         else:
             zero_point = zero.reshape(shape).to(torch.float32) * zero_step(bits)
-        if Form.MULTIPLES in form:
+        if Encoding.MULTIPLES in how:
             places = codes.take(prod(shape))
             scale = multiplied(numbers.take(1), places)
         else:
             scale = numbers.take(prod(shape))
         grid = Grid(scale.reshape(shape), zero_point, bits, unit.name in narrow)
         grids.append(grid)
-    biases = [
-        None
-        if unit.name in unbiased
-        else (halves if Form.HALF_BIASES in form else numbers).take(unit.out_channels)
-        for unit, _, form, _ in found
-    ]
-    return tuple(
-        PackedUnit(unit, grid, stream, None if bias is None else bias.float(), form)
-        for (unit, _, form, stream), grid, bias in zip(
-            found, grids, biases, strict=True
-        )
-    )
+    packed = []
+    for (unit, _, how, stream), grid in zip(found, grids, strict=True):
+        held = halves if Encoding.HALF_BIASES in how else numbers
+        bias = None if unit.name in unbiased else held.take(unit.out_channels).float()
+        packed.append(PackedUnit(unit, grid, stream, bias, how))
+    return tuple(packed)
 
 
 def _grid_shape(unit: Unit, choice: Choice) -> tuple[int, ...]:

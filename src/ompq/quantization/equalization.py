@@ -17,7 +17,7 @@ from torch.nn.modules.conv import _ConvNd
 from torch.utils.hooks import RemovableHandle
 
 from ompq.costs import FLOAT_BITS
-from ompq.graph import channel_axis, makers, scaled_channels, units_read_once
+from ompq.graph import channel_axis, producers, scaled_channels, units_read_once
 from ompq.quantization.sites import OPERANDS
 from ompq.ranges import fake_quantize_tensor, search_weight
 from ompq.recording import (
@@ -340,14 +340,14 @@ def _attentions(recording: Recording, units: Collection[Unit]) -> dict[str, _Att
     order = {position: number for number, position in enumerate(every)}
     found: dict[str, _Attention] = {}
     for position, name in unit_at.items():
-        made = {s for at in calls[position].inputs for s in makers(calls, at)}
+        made = {s for at in calls[position].inputs for s in producers(calls, at)}
         product = next(iter(made), -1)
         if len(made) > 1 or not _is_product(calls, product):
             continue
-        if _readers(calls, consumers, product) != {position}:
+        if _consumers(calls, consumers, product) != {position}:
             continue
-        sources = {s for at in calls[product].inputs for s in makers(calls, at)}
-        read = {s: _readers(calls, consumers, s) for s in sources & unit_at.keys()}
+        sources = {s for at in calls[product].inputs for s in producers(calls, at)}
+        read = {s: _consumers(calls, consumers, s) for s in sources & unit_at.keys()}
         alone = [s for s in sorted(read) if all(_is_product(calls, r) for r in read[s])]
         if alone:
             products = {order[reader] for source in alone for reader in read[source]}
@@ -359,14 +359,14 @@ def _is_product(calls: Sequence[Call], at: int) -> bool:
     return at >= 0 and calls[at].function in OPERANDS
 
 
-def _readers(
+def _consumers(
     calls: Sequence[Call], consumers: Mapping[int, list[int]], at: int
 ) -> set[int]:
     """Return the calls that read what a call made, through views and parts of it."""
     found: set[int] = set()
     for reader in consumers.get(at, ()):
-        passes = reader >= 0 and makers(calls, reader) != {reader}
-        found |= _readers(calls, consumers, reader) if passes else {reader}
+        passes = reader >= 0 and producers(calls, reader) != {reader}
+        found |= _consumers(calls, consumers, reader) if passes else {reader}
     return found
 
 

@@ -148,7 +148,7 @@ def reconstruct(
                     _within(progress, len(done), total, name),
                 )
                 with staying(_joined(result, group)):
-                    done[name] = _told(name, *phase.learn(result, group, *given))
+                    done[name] = _improvement(name, *phase.learn(result, group, *given))
                 if checkpoint is not None:
                     _save(result, checkpoint, identity, done)
     if progress:
@@ -229,7 +229,7 @@ def _brecq_phases(config: BrecqConfig, samples: Samples) -> list[_Phase]:
     ]
 
 
-def _told(name: str, before: float, after: float) -> BlockError:
+def _improvement(name: str, before: float, after: float) -> BlockError:
     error = BlockError(name, before, min(before, after), after < before)
     logger.info("block %s: error %.3g -> %.3g", name, before, error.after)
     return error

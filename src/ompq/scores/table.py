@@ -195,7 +195,7 @@ def _about(score: Score, given: ScoreInputs) -> dict[str, Any]:
     network = [given.graph.to_json(), repr(model)]
     named = [name for name, _ in chain(model.named_parameters(), model.named_buffers())]
     weights = chain(model.parameters(), model.buffers())
-    forms = [sorted(run) if isinstance(run, dict) else "" for run in runs]
+    keys = [sorted(run) if isinstance(run, dict) else "" for run in runs]
     inputs = (
         [run[key] for key in sorted(run)] if isinstance(run, dict) else run
         for run in runs
@@ -207,7 +207,7 @@ def _about(score: Score, given: ScoreInputs) -> dict[str, Any]:
         "choices": [choice.to_json() for choice in given.choices],
         "device": model_device(model).type,
         "network": _digest([network, named], weights),
-        "samples": _digest(forms, chain.from_iterable(map(tensors_in, inputs))),
+        "samples": _digest(keys, chain.from_iterable(map(tensors_in, inputs))),
     }
 
 

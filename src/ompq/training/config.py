@@ -29,9 +29,9 @@ class TrainConfig:
             and zero points; the others learn no scales. ``minmax`` (HAWQ-V3) has
             symmetric grids that follow the largest weight of each channel; ``dorefa``
             (PACT) rounds tanh w, divided by the layer's largest, in [0, 1]. Two leave
-            no uniform grid, so that there is no packed or integer form: ``lq-nets``
-            fits the levels of each channel to its weights; ``outliers`` (RVQuant)
-            keeps 16 bits for the largest weights of each layer.
+            no uniform grid, and their networks run as floats only: ``lq-nets`` fits the
+            levels of each channel to its weights; ``outliers`` (RVQuant) keeps 16 bits
+            for the largest weights of each layer.
         outlier_fraction: Of weights and activations that are outliers.
         widths: ``planned``; or ``learned`` (FracBits, with ``weights="dorefa"``), which
             start as planned and end, after 80 % of the epochs, as others that take no
