@@ -7,11 +7,13 @@ import pytest
 import torch
 
 import ompq.ranges
-from ompq.quantizers import Grid
+from ompq.quantizers import Grid, like_weight
 from ompq.ranges import (
     DEFAULT_KIND,
+    QuickGrids,
     Rule,
     activation_grid,
+    as_weights,
     channel_rows,
     elements_at_once,
     fake_quantize_tensor,
@@ -20,9 +22,11 @@ from ompq.ranges import (
     quick_grids,
     range_grid,
     row_range,
+    row_stacks,
     rule_range,
     search_weight,
     shrunk_weight,
+    stacked_rows,
     tensor_noise,
     thinned,
     weight_noises,
@@ -640,15 +644,69 @@ def test_groups_have_the_grids_of_weights_of_their_own(find, bits):
         assert lost <= 1.001 * (alone.fake(part) - part).square().sum()
 
 
+def quick_noise(grids: QuickGrids) -> torch.Tensor:
+    return grids.lost.sum(1) / grids.energy.sum()
+
+
 def test_noise_of_groups_is_that_of_their_grids():
     weight = weights(9, 100, seed=4)
     bits = (2, 3, 4, 6)
-    grids, noise = quick_grids(weight, bits, group_size=32)
-    for grid, found in zip(grids, noise, strict=True):
-        assert float(found) == pytest.approx(noise_of(weight, grid), rel=1e-4)
+    rows, counts = stacked_rows([channel_rows(weight, 0, 32)], [100])
+    grids = quick_grids(rows, bits, counts)
+    found = as_weights(grids.errors(rows, slice(None)), weight.shape, 0)
+    noise = found.square().sum((1, 2)) / weight.square().sum()
+    torch.testing.assert_close(quick_noise(grids), noise, rtol=1e-4, atol=0)
     nearly = weight_noises(weight, bits, group_size=32)
     assert nearly == pytest.approx(noise.tolist(), rel=1e-3)
     assert all(noise < torch.tensor(weight_noises(weight, bits)))
     many = weights(300, 100, seed=5)  # of which some are drawn
-    exact = quick_grids(many, bits, group_size=32)[1].tolist()
+    rows, counts = stacked_rows([channel_rows(many, 0, 32)], [100])
+    exact = quick_noise(quick_grids(rows, bits, counts)).tolist()
     assert weight_noises(many, bits, group_size=32) == pytest.approx(exact, rel=0.15)
+
+
+def test_quick_grids_round_as_grids_do():
+    weight, bits = weights(5, 3, 4, seed=6), (2, 5, 8)
+    rows = channel_rows(weight, 1)
+    grids = quick_grids(rows, bits)
+    errors = as_weights(grids.errors(rows, slice(1, 3)), weight.shape, 1)
+    for column, error in zip((1, 2), errors, strict=True):
+        scale, zero_point = (
+            like_weight(values[column], weight.shape, 1)
+            for values in (grids.scale, grids.zero_point)
+        )
+        rounded = Grid(scale, zero_point, bits[column]).fake(weight)
+        torch.testing.assert_close(weight + error, rounded)
+    part = grids.of_rows(slice(1, 3))
+    assert torch.equal(
+        part.errors(rows[1:3], slice(None)), grids.errors(rows, slice(None))[:, 1:3]
+    )
+    assert torch.equal(part.energy, rows[1:3].square().sum(1))
+
+
+@pytest.mark.parametrize("lengths", [(9, 27, 64), (65, 100, 128), (7, 7, 7)])
+def test_rows_are_rounded_in_a_stack_as_they_are_alone(lengths):
+    several = [weights(6, length, seed=length) for length in lengths]
+    rows, counts = stacked_rows(several, lengths)
+    if len(set(lengths)) == 1:
+        assert counts is None
+    else:
+        assert counts.sum(1).tolist() == [n for n in lengths for _ in range(6)]
+    grids = quick_grids(rows, BITS, counts)
+    for at, weight in enumerate(several):
+        part = grids.of_rows(slice(6 * at, 6 * at + 6))
+        alone = quick_grids(weight, BITS)
+        torch.testing.assert_close(part.scale, alone.scale, rtol=1e-4, atol=0)
+        assert torch.equal(part.zero_point, alone.zero_point)
+        torch.testing.assert_close(part.lost, alone.lost, rtol=1e-4, atol=1e-9)
+
+
+def test_stacks_hold_weights_of_one_length_or_similar_ones(monkeypatch):
+    sizes = [(8, 9), (8, 30), (4, 9), (8, 100), (8, 120), (2, 3000), (2, 3001)]
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    assert row_stacks(sizes, cpu) == [[0, 2], [1], [3], [4], [5], [6]]
+    # A GPU fills rows up where the search tries as many ranges and draws no sample.
+    assert row_stacks(sizes, cuda) == [[0, 1, 2], [3, 4], [5], [6]]
+    monkeypatch.setattr(ompq.ranges, "elements_at_once", lambda _device: 800)
+    assert row_stacks(sizes, cuda) == [[0], [1, 2], [3], [4], [5], [6]]
+    assert row_stacks(sizes[:3], cpu) == [[0, 2], [1]]

@@ -15,7 +15,7 @@ from ompq.measurement.reconstruction_score import (
     ReconstructionScore,
 )
 from ompq.orthogonality import debiased_products, gram_matrix, normalised
-from ompq.ranges import search_weight
+from ompq.ranges import row_stacks, search_weight
 from ompq.recording import watch
 from ompq.scores import (
     Blend,
@@ -31,8 +31,10 @@ from ompq.scores import (
     Sensitivity,
     WeightNoise,
     measure_orm,
+    rounding_errors,
     score_name,
     score_table,
+    sensitivity,
 )
 from ompq.scores.derivatives import weighted_labels
 from ompq.scores.rounding_errors import quickly_rounded, rounded_weights
@@ -797,11 +799,12 @@ def test_sensitivity_is_noise_times_what_of_it_finite_differences_expect():
         log_p = network(inputs).log_softmax(1)
         drawn = weighted_labels(log_p, torch.Generator().manual_seed(0), 6)
         for row, unit in enumerate(graph.units):
-            rounded_to, noise[row] = quickly_rounded(network, unit, choices)
-            several = [rounded_to(choice) for choice in choices[:2]]
+            [rounding] = quickly_rounded(network, [unit], choices)
+            noise[row] = [rounding.noise[choice] for choice in choices]
+            weight = network.get_parameter(unit.parameter)
             expected[row] = [
                 expected_divergence(network, unit, rounded, inputs.double(), *drawn)
-                for rounded in several
+                for rounded in weight + rounding.errors(tuple(choices[:2]))
             ]
     means = expected**0.7 * noise[:, :2] ** 0.3
     ratio = found.damage[:, :2] / means
@@ -868,10 +871,11 @@ def test_quickly_rounded_weights_have_their_noise_once_norms_are_folded():
     graph = trace(network, images())
     choices = [Choice(3, 32), Choice(4, 32), Choice(8, 32, rate=2.5)]
     for unit in graph.units:
-        rounded_to, noise = quickly_rounded(network, unit, choices)
-        several = [rounded_to(choice) for choice in choices]
+        [rounding] = quickly_rounded(network, [unit], choices)
+        noise = [rounding.noise[choice] for choice in choices]
         best = rounded_weights(network, unit, choices)
         weight = network.get_parameter(unit.parameter).detach()
+        several = weight + rounding.errors(tuple(choices))
         scale = torch.ones(len(weight))
         if unit.norm:
             norm = network.get_submodule(unit.norm)
@@ -883,7 +887,8 @@ def test_quickly_rounded_weights_have_their_noise_once_norms_are_folded():
             assert float(own) == pytest.approx(float(found), rel=1e-4)
             least = ((thorough - weight) * scale).square().sum() / signal
             assert 0.95 * least < found < 1.6 * least
-        assert torch.equal(several[2], list(rounded_weights(network, unit, choices))[2])
+        coded = list(rounded_weights(network, unit, choices))[2]
+        torch.testing.assert_close(several[2], coded, rtol=1e-4, atol=1e-6)
 
 
 def test_sensitivity_of_a_network_without_gradients_is_its_noise(caplog):
@@ -897,10 +902,11 @@ def test_sensitivity_of_a_network_without_gradients_is_its_noise(caplog):
     )
     graph = trace(network, images())
     choices = [Choice(bits, 8) for bits in (2, 4)]
-    found = Sensitivity()(score_inputs(graph, network, images(), choices)).damage
+    damage = Sensitivity()(score_inputs(graph, network, images(), choices)).damage
     few = [Choice(bits, 32) for bits in (2, 4)]
-    noise = [quickly_rounded(network, unit, few)[1] for unit in graph.units]
-    assert found == pytest.approx(np.stack(noise))
+    found = quickly_rounded(network, graph.units, few)
+    noise = [[one.noise[choice] for choice in few] for one in found]
+    assert damage == pytest.approx(np.stack(noise))
     assert "only the noise decides" in caplog.text
 
 
@@ -914,10 +920,11 @@ def test_noise_decides_where_gradients_vanish(factor):
     network = seeded(Faded(nn.Linear(192, 8), nn.Linear(8, 8), nn.Linear(8, 5)))
     graph = trace(network, images())
     choices = [Choice(bits, 32) for bits in (2, 4)]
-    found = Sensitivity()(score_inputs(graph, network, images(), choices)).damage
-    noise = [quickly_rounded(network, unit, choices)[1] for unit in graph.units]
+    damage = Sensitivity()(score_inputs(graph, network, images(), choices)).damage
+    found = quickly_rounded(network, graph.units, choices)
+    noise = [[one.noise[choice] for choice in choices] for one in found]
     faded = slice(None, 2 if factor else None)
-    ratio = found[faded] / np.stack(noise)[faded]
+    ratio = damage[faded] / np.stack(noise)[faded]
     assert (ratio > 0).all()
     assert ratio == pytest.approx(np.full_like(ratio, ratio[0, 0]), rel=1e-5)
 
@@ -939,3 +946,82 @@ def test_weights_that_are_zero_are_scored_without_a_warning(recwarn):
     assert np.isfinite(damage).all()
     assert not damage[0].any()
     assert not [w for w in recwarn if issubclass(w.category, RuntimeWarning)]
+
+
+class Mixed(nn.Module):
+    """Linear maps of all kinds, and layers that are none."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 3, padding=1)
+        self.grouped = nn.Conv2d(8, 12, 3, groups=4, bias=False)
+        self.norm = nn.BatchNorm2d(12)
+        self.up = nn.ConvTranspose2d(12, 6, 2, stride=2, groups=2)
+        self.up_norm = nn.BatchNorm2d(6)
+        self.recurrent = nn.GRU(6, 7, batch_first=True)
+        self.words = nn.Embedding(5, 7)
+        self.line = nn.Conv1d(7, 9, 3)
+        self.head = nn.Linear(9, 5)
+
+    def forward(self, x):  # (N, 3, 8, 8)
+        x = self.stem(x).relu_()
+        x = self.norm(self.grouped(x)).relu()
+        x = self.up_norm(self.up(x)).flatten(2).mT[:, :20]  # (N, 20, 6)
+        x = self.recurrent(x)[0]
+        x = x + self.words(torch.arange(20).expand(len(x), 20) % 5)
+        return self.head(self.line(x.mT).mean(2))
+
+
+def trained(network):
+    """Give batch norms statistics of their own."""
+    for module in network.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            nn.init.uniform_(module.weight, 0.5, 2)
+            nn.init.uniform_(module.running_var, 0.5, 2)
+    return network
+
+
+@pytest.mark.parametrize("kind", [Mixed, TinyMobileNet, TinyResNet])
+def test_errors_are_the_same_one_by_one_and_in_stacks(kind, monkeypatch):
+    network, inputs = trained(seeded(kind())), images(6)
+    graph = trace(network, inputs)
+    given = score_inputs(graph, network, inputs, CHOICES)
+    alone = Sensitivity()(given).damage
+    if kind is Mixed:
+        assert {unit.kind for unit in graph.units} >= {"transposed", "grouped"}
+        assert {unit.kind for unit in graph.units} >= {"recurrent", "embedding"}
+    cuda = torch.device("cuda")  # as on a GPU, but for the device
+    monkeypatch.setattr(rounding_errors, "row_stacks", lambda s, _: row_stacks(s, cuda))
+    monkeypatch.setitem(sensitivity._AT_ONCE, "cpu", 1 << 20)
+    np.testing.assert_allclose(Sensitivity()(given).damage, alone, rtol=1e-4)
+    monkeypatch.setattr(sensitivity, "_KEPT", 0)  # as of a large network
+    np.testing.assert_allclose(Sensitivity()(given).damage, alone, rtol=1e-4)
+
+
+def test_outputs_may_be_changed_in_place_but_inputs_may_not(caplog):
+    class Activated(nn.Module):
+        def __init__(self, mode):
+            super().__init__()
+            self.mode = mode
+            self.first, self.second = nn.Conv2d(3, 4, 3), nn.Conv2d(4, 5, 3)
+
+        def forward(self, x):
+            x = self.first(x)
+            x = x.relu_() if self.mode == "output" else x.relu()
+            y = self.second(x)
+            if self.mode == "input":
+                x.zero_()
+            return y.mean((2, 3))
+
+    damage = {}
+    for mode in ("none", "output"):
+        network = seeded(Activated(mode))
+        given = score_inputs(trace(network, images()), network, images(), CHOICES)
+        damage[mode] = Sensitivity()(given).damage
+    assert np.array_equal(damage["none"], damage["output"])
+    assert not caplog.text
+    network = seeded(Activated("input"))
+    given = score_inputs(trace(network, images()), network, images(), CHOICES)
+    Sensitivity()(given)
+    assert "what conv2d reads is changed in place later" in caplog.text
+    assert all(weight.requires_grad for weight in network.parameters())

@@ -322,8 +322,9 @@ def _check_weights(model: nn.Module, recording: Recording) -> None:
         if name in called and isinstance(module, _BatchNorm):
             statistics = module.named_buffers(prefix=name)
             tensors.update((k, b) for k, b in statistics if b.is_floating_point())
-    finite = torch.stack([torch.isfinite(t.detach().sum()) for t in tensors.values()])
-    pairs = zip(tensors, finite.tolist(), strict=True)
+    with torch.no_grad():
+        largest = torch.stack(torch._foreach_norm([*tensors.values()], torch.inf))
+    pairs = zip(tensors, largest.isfinite().tolist(), strict=True)
     broken = [key for key, good in pairs if not good]
     if broken:
         raise TraceError(
@@ -597,12 +598,17 @@ def normalised_by(model: nn.Module, unit: Unit) -> str:
 
 def norm_affine(norm: nn.Module) -> tuple[Tensor, Tensor]:
     """Return the scale and shift that a batch norm applies in eval mode, (C,) each."""
+    given: Any = norm
+    scale = norm_scale(norm)
+    shift = -given.running_mean * scale
+    return scale, shift if given.weight is None else shift + given.bias
+
+
+def norm_scale(norm: nn.Module) -> Tensor:
+    """Return what a batch norm multiplies channels by in eval mode, (C,)."""
     given: Any = norm  # only norms with statistics are folded
     scale = torch.rsqrt(given.running_var + given.eps)
-    if given.weight is None:
-        return scale, -given.running_mean * scale
-    scale = scale * given.weight
-    return scale, -given.running_mean * scale + given.bias
+    return scale if given.weight is None else scale * given.weight
 
 
 def channel_axis(module: nn.Module) -> int:
@@ -612,12 +618,16 @@ def channel_axis(module: nn.Module) -> int:
 
 def scaled_channels(weight: Tensor, scale: Tensor, module: nn.Module) -> Tensor:
     """Multiply the output channels, (C, ...) or (in, C/groups, ...), by scales (C,)."""
+    return weight * channel_factors(scale, weight.shape, module)
+
+
+def channel_factors(scale: Tensor, shape: Sequence[int], module: nn.Module) -> Tensor:
+    """Return scales of output channels, (C,), so that they go with a weight's shape."""
     if not isinstance(module, _ConvTransposeNd):
-        return weight * scale.reshape(-1, *[1] * (weight.dim() - 1))
+        return scale.reshape(-1, *[1] * (len(shape) - 1))
     groups = module.groups
-    parts = weight.reshape(groups, -1, *weight.shape[1:])  # (g, in/g, C/g, ...)
-    factor = scale.reshape(groups, 1, -1, *[1] * (weight.dim() - 2))
-    return (parts * factor).reshape(weight.shape)
+    of_inputs = scale.reshape(groups, 1, -1).expand(-1, shape[0] // groups, -1)
+    return of_inputs.reshape(*shape[:2], *[1] * (len(shape) - 2))  # (in, C/g, ...)
 
 
 def folded(module: nn.Module, norm: nn.Module) -> tuple[Tensor, Tensor]:

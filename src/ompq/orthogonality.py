@@ -17,7 +17,8 @@ from ompq.errors import check_known
 
 Decreasing = Literal["exp(-x)", "-log(x)", "-x", "-x^3", "-exp(x)"]
 
-_CHUNK = 1 << 22  # elements of a feature that are worked on at a time
+_CHUNK = 1 << 22  # elements of a feature that are worked on at a time, by a CPU
+_GPU_CHUNK = 1 << 26
 _COLUMNS = 2048  # columns that are multiplied at a time, in one thread
 
 
@@ -29,12 +30,12 @@ def gram_matrix(features: Tensor, *, centred: bool = False) -> Tensor:
     """
     flat = features.reshape(features.shape[0], -1)  # (N, D)
     count = len(flat)
-    width = max(1, _CHUNK // (count * _COLUMNS)) * _COLUMNS
-    total = flat.new_zeros(count, count, dtype=torch.float64)
+    chunk = _GPU_CHUNK if flat.is_cuda else _CHUNK
+    width = max(1, chunk // (count * _COLUMNS)) * _COLUMNS
     if not centred:
-        for part in torch.split(flat, width, dim=1):
-            total += _product(part)
-        return total
+        first, *others = torch.split(flat, width, dim=1)
+        return sum((_product(part) for part in others), _product(first))
+    total = flat.new_zeros(count, count, dtype=torch.float64)
     rounding = total.new_zeros(())  # what rounding alone leaves of a constant feature
     for part in torch.split(flat, width, dim=1):
         mean = part.mean(0, keepdim=True)
@@ -51,13 +52,13 @@ def _product(part: Tensor) -> Tensor:
     """
     count, width = part.shape
     columns = min(_COLUMNS, max(1, width // 8))  # eight products or more
-    whole = width // columns * columns
-    rest = part.new_zeros(2, count, columns)
-    rest[0, :, : width - whole] = part[:, whole:]
-    total = torch.bmm(rest, rest.mT).sum(0, dtype=torch.float64)
-    if whole:
-        parts = part[:, :whole].reshape(count, -1, columns).transpose(0, 1)
-        total += torch.bmm(parts, parts.mT).sum(0, dtype=torch.float64)
+    whole = width // columns * columns  # at least one
+    parts = part[:, :whole].reshape(count, -1, columns).transpose(0, 1)
+    total = torch.bmm(parts, parts.mT).sum(0, dtype=torch.float64)
+    if whole < width:
+        rest = part.new_zeros(2, count, columns)
+        rest[0, :, : width - whole] = part[:, whole:]
+        total += torch.bmm(rest, rest.mT).sum(0, dtype=torch.float64)
     return total
 
 

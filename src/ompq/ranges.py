@@ -8,7 +8,9 @@ from itertools import product
 from operator import itemgetter
 from typing import Literal, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -43,6 +45,12 @@ class Rule(NamedTuple):
     qmax: Tensor  # the highest code
     zero_point: Tensor  # the only zero point allowed; NaN where any may be chosen
     smallest: Tensor  # the smallest part of the channel's range worth trying
+    free: bool  # whether any zero point may be chosen at some width
+
+    def on(self, device: torch.device) -> "Rule":
+        """Return the rule with its tensors on a device."""
+        qmax, zero_point, smallest = (tensor.to(device) for tensor in self[:3])
+        return Rule(qmax, zero_point, smallest, self.free)
 
     @classmethod
     def of(cls, bits: int, kind: Kind) -> "Rule":
@@ -60,8 +68,12 @@ class Rule(NamedTuple):
         # The optimal range of a Gaussian, made smaller for heavier tails: measured on
         # the weights of MobileNetV2 and ResNet-18.
         smallest = (0.2, 0.35, 0.5, 0.6, 0.7, 0.75, 0.8)[bits - 2]
-        values = float(qmax), float(zero_point), smallest
-        return cls(*(torch.tensor([[[value]]]) for value in values))
+        return cls(
+            torch.tensor([[[float(qmax)]]]),
+            torch.tensor([[[float(zero_point)]]]),
+            torch.tensor([[[smallest]]]),
+            math.isnan(zero_point),
+        )
 
 
 class _Effort(NamedTuple):
@@ -161,7 +173,7 @@ def search_weight(  # noqa: PLR0913
         raise ValueError("weight holds NaN or infinity; load other weights")
     if gram is not None:
         gram = gram.to(rows).reshape(-1, *gram.shape[-2:])
-    rule = Rule(*(tensor.to(rows.device) for tensor in rule))
+    rule = rule.on(rows.device)
     found = [
         _search(part, rule, measure, _THOROUGH)
         for part, measure in _pieces(
@@ -203,8 +215,7 @@ def minmax_weight(
 
     Scale and zero point are shaped, and groups made, as by :func:`search_weight`.
     """
-    rule = Rule.of(bits, kind)
-    rule = Rule(*(tensor.to(weight.device) for tensor in rule))
+    rule = Rule.of(bits, kind).on(weight.device)
     rows = channel_rows(weight, channel_dim, group_size)
     low, high = rule_range(*row_range(rows), rule)
     scale, zero_point = range_grid(low[0], high[0], rule.qmax[0])
@@ -224,8 +235,8 @@ def shrunk_weight(
     above 6 bits the zero point is the middle code, as int8 runtimes need it.
     """
     rows = channel_rows(weight, channel_dim, group_size)
-    rule = Rule(*(tensor[0].to(rows.device) for tensor in Rule.of(bits, "affine")))
-    low, high = rule_range(*row_range(rows), rule)
+    rule = Rule.of(bits, "affine").on(rows.device)
+    low, high = (end[0] for end in rule_range(*row_range(rows), rule))
     scale, zero_point = _shrunk(rows, low, high, bits)
     zero_point = torch.where(low == high, float(1 << (bits - 1)), zero_point)
     like = weight.shape, channel_dim, group_size
@@ -256,28 +267,110 @@ def _shrunk(
     return torch.where(whole <= _TINY, 1.0, scale), zero_point
 
 
+class QuickGrids(NamedTuple):
+    """Good grids of C rows at B widths, and what they lose."""
+
+    scale: Tensor  # (B, C, 1)
+    zero_point: Tensor  # (B, C, 1)
+    qmax: Tensor  # (B, 1, 1)
+    lost: Tensor  # squared errors of each row, (B, C)
+    energy: Tensor  # squares of each row, (C,)
+
+    def errors(self, rows: Tensor, widths: slice) -> Tensor:
+        """Return rounded rows less the rows, (C, K), at b of the widths: (b, C, K)."""
+        scale, zero_point, qmax = (tensor[widths] for tensor in self[:3])
+        levels = (rows / scale).add_(zero_point).round_()
+        levels = torch.minimum(levels, qmax, out=levels).relu_()
+        return levels.sub_(zero_point).mul_(scale).sub_(rows)
+
+    def of_rows(self, rows: slice) -> "QuickGrids":
+        """Return the grids of some rows."""
+        scale, zero_point, lost = self.scale[:, rows], self.zero_point, self.lost
+        return QuickGrids(
+            scale, zero_point[:, rows], self.qmax, lost[:, rows], self.energy[rows]
+        )
+
+
 def quick_grids(
-    weight: Tensor, bits: Sequence[int], *, channel_dim: int = 0, group_size: int = 0
-) -> tuple[list[Grid], Tensor]:
-    """Return good grids at several widths, and ||W - Q(W)||² / ||W||² of each, (B,).
+    rows: Tensor, bits: Sequence[int], counts: Tensor | None = None
+) -> QuickGrids:
+    """Return good grids of rows, (C, K), at several widths.
 
     Few ranges are tried, for all widths at once.
+
+    Args:
+        counts: 1 for what is a weight and 0 for what fills a row up, (C, K).
     """
-    rows = channel_rows(weight, channel_dim, group_size)
-    if not bits:
-        return [], rows.new_empty(0)
     rule = _rules(tuple(bits), rows.device)
-    measure = _Measure(counts=_counts(weight, group_size))
+    measure = _Measure(counts=counts)
     found = [_search(part, rule, one, _QUICK) for part, one in _pieces(rows, measure)]
-    cost, scale, zero_point = (
+    lost, scale, zero_point = (
         torch.cat(parts, 1) for parts in zip(*found, strict=True)
     )
-    like = weight.shape, channel_dim, group_size
-    grids = [
-        Grid(like_weight(s, *like), like_weight(z, *like), width)
-        for s, z, width in zip(scale, zero_point, bits, strict=True)
-    ]
-    return grids, cost.sum(1) / rows.square().sum().clamp(min=_TINY)
+    return QuickGrids(scale, zero_point, rule.qmax, lost, rows.square().sum(1))
+
+
+def row_stacks(
+    sizes: Sequence[tuple[int, int]], device: torch.device
+) -> list[list[int]]:
+    """Return which weights, of so many rows and columns, are searched together.
+
+    A GPU waits for calls, so rows are filled up to few lengths; a CPU would spend time
+    on what fills them. What is too large to be stacked is alone.
+    """
+    stacks: dict[int, list[list[int]]] = {}
+    room: dict[int, int] = {}
+    for at, (rows, columns) in enumerate(sizes):
+        length = _stacked_length(columns) if device.type == "cuda" else columns
+        taken = rows * length
+        if room.get(length, 0) < taken:
+            stacks.setdefault(length, []).append([])
+            room[length] = _rows_at_once(device)
+        stacks[length][-1].append(at)
+        room[length] -= taken
+    return [stack for several in stacks.values() for stack in several]
+
+
+def stacked_rows(
+    weights: Sequence[Tensor], columns: Sequence[int]
+) -> tuple[Tensor, Tensor | None]:
+    """Return the rows of several weights, (C, K), and 1 for weights, 0 for the rest.
+
+    The second is None if there is no rest.
+
+    Args:
+        weights: As rows of one length or another; zeros fill them up.
+        columns: Of each weight, how many a channel has: where these make several rows,
+            the last is filled up already.
+    """
+    longest = max(each.shape[1] for each in weights)
+    rows = torch.cat([_filled(each, longest) for each in weights])
+    known = zip(weights, columns, strict=True)
+    lengths = np.concatenate([_lengths(each, count) for each, count in known])
+    if lengths.min() == longest:
+        return rows, None
+    length = torch.from_numpy(lengths).to(rows.device)[:, None]
+    return rows, (torch.arange(longest, device=rows.device) < length).float()
+
+
+def _filled(rows: Tensor, length: int) -> Tensor:
+    """Return the rows with zeros at their ends."""
+    missing = length - rows.shape[1]
+    return F.pad(rows, (0, missing)) if missing else rows
+
+
+def _lengths(rows: Tensor, columns: int) -> NDArray[np.int64]:
+    """Return how many weights each row has, of channels with so many, (C,)."""
+    full, rest = divmod(columns, rows.shape[1])
+    of_channel = [rows.shape[1]] * full + [rest] * (rest > 0)
+    return np.resize(np.array(of_channel), len(rows))
+
+
+def _stacked_length(columns: int) -> int:
+    """Return the length to fill rows up to: they must be searched in the same way."""
+    if columns > 2 * _SEARCHED:  # which ones are drawn depends on the length
+        return columns
+    return max(FEW_WEIGHTS, 1 << (columns - 1).bit_length())
 
 
 def weight_noises(
@@ -313,13 +406,21 @@ def weight_noises(
 @cache
 def _rules(bits: tuple[int, ...], device: torch.device) -> Rule:
     """Return the default rule at several widths."""
-    columns = zip(*(Rule.of(width, DEFAULT_KIND) for width in bits), strict=True)
-    return Rule(*(torch.cat(parts).to(device) for parts in columns))
+    rules = [Rule.of(width, DEFAULT_KIND) for width in bits]
+    columns = zip(*(rule[:3] for rule in rules), strict=True)
+    qmax, zero_point, smallest = (torch.cat(column) for column in columns)
+    free = any(rule.free for rule in rules)
+    return Rule(qmax, zero_point, smallest, free).on(device)
 
 
 def elements_at_once(device: torch.device) -> int:
     """Return how many elements to work on: what a core caches, or what fills a GPU."""
-    return 1 << 24 if device.type == "cuda" else 1 << 18
+    return 1 << 26 if device.type == "cuda" else 1 << 18
+
+
+def _rows_at_once(device: torch.device) -> int:
+    """Return how many elements of rows to search: each takes room at every width."""
+    return min(elements_at_once(device), 1 << 24)
 
 
 def channel_rows(weight: Tensor, channel_dim: int, group_size: int = 0) -> Tensor:
@@ -335,6 +436,18 @@ def channel_rows(weight: Tensor, channel_dim: int, group_size: int = 0) -> Tenso
     if not group_size:
         return rows
     return F.pad(rows, (0, -rows.shape[1] % group_size)).reshape(-1, group_size)
+
+
+def as_weights(rows: Tensor, shape: Sequence[int], channel_dim: int) -> Tensor:
+    """Return several weights of a shape from their rows, (B, C, K): (B, *shape).
+
+    The inverse of :func:`channel_rows`, for each of them.
+    """
+    channels, rest = shape[channel_dim], [*shape]
+    del rest[channel_dim]
+    columns = rows.reshape(len(rows), channels, -1)[..., : math.prod(rest)]
+    weights = columns.reshape(len(rows), channels, *rest)
+    return weights.movedim(1, 1 + channel_dim)
 
 
 def thinned(rows: Tensor, most: int) -> Tensor:
@@ -389,7 +502,7 @@ def range_grid(low: Tensor, high: Tensor, qmax: Tensor) -> tuple[Tensor, Tensor]
 
 def _pieces(rows: Tensor, measure: _Measure) -> Iterator[tuple[Tensor, _Measure]]:
     """Yield a few channels at a time, with their measure."""
-    channels = max(1, elements_at_once(rows.device) // rows.shape[1])
+    channels = max(1, _rows_at_once(rows.device) // rows.shape[1])
     for start in range(0, len(rows), channels):
         part = slice(start, start + channels)
         gram, counts = measure.gram, measure.counts
@@ -424,7 +537,7 @@ def _cut_ranges(rows: Tensor, rule: Rule, effort: _Effort) -> tuple[Tensor, Tens
     """Return scales and zero points, (A, B, C, 1), of the ranges to try first."""
     free = rule.zero_point.isnan()
     count = effort.few if rows.shape[1] <= FEW_WEIGHTS else effort.many
-    tries = count**2 if free.any() else 4 * count
+    tries = count**2 if rule.free else 4 * count
     at = torch.arange(tries, device=rows.device)[:, None, None, None]
     # How far to cut either end, from 0 to 1. A fixed zero point leaves one to choose.
     both = at % (4 * count) / (4 * count - 1)
@@ -440,7 +553,7 @@ def _cut_ranges(rows: Tensor, rule: Rule, effort: _Effort) -> tuple[Tensor, Tens
 def _neighbours(best: _Best, rule: Rule, count: int) -> tuple[Tensor, Tensor]:
     """Return scales and zero points near the best, (A, B, C, 1)."""
     free = rule.zero_point.isnan()
-    shifts = [-0.5, 0.0, 0.5] if free.any() else [0.0]
+    shifts = [-0.5, 0.0, 0.5] if rule.free else [0.0]
     factors = torch.linspace(0.94, 1.06, count)
     pairs = torch.cartesian_prod(factors, torch.tensor(shifts)).to(best.scale.device)
     factor, shift = pairs.T[..., None, None, None]
@@ -468,7 +581,9 @@ def _refitted(
     shifted = torch.minimum(best.zero_point + shift, rule.qmax).relu()
     usable = rule.zero_point.isnan() & (slope > 0)
     shift = torch.where(usable, shifted - best.zero_point, 0)
-    shift = torch.stack([torch.zeros_like(shift), shift][: 1 + bool(shift.any())])
+    # Whether any moves at all is not asked of a GPU: the host would wait for it.
+    moved = rule.free and (rows.is_cuda or bool(shift.any()))
+    shift = torch.stack([torch.zeros_like(shift), shift][: 1 + moved])
     squares = square - 2 * shift * level + shift.square() * count
     scale = (product - shift * row) / squares
     usable = (scale > 0) & scale.isfinite()

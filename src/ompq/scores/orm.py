@@ -233,7 +233,7 @@ class _Grams(Watch):
         if len(self.found) < len(self.wanted):
             raise TraceError(_OTHER_PATH)
         found = [self.found[at] for at in self.wanted]
-        finite = torch.stack([torch.isfinite(g.sum()) for g in found]).tolist()
+        finite = torch.stack([gram.sum() for gram in found]).isfinite().tolist()
         broken = [name for name, good in zip(labels, finite, strict=True) if not good]
         if broken:
             raise TraceError(f"activations are NaN or infinite at {shortened(broken)}")

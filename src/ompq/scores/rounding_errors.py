@@ -1,8 +1,9 @@
 """Rounding a unit's weights: what is left of them, and the score by noise alone."""
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import ceil, prod
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -10,15 +11,26 @@ from torch import Tensor, nn
 
 from ompq.costs import FLOAT_BITS
 from ompq.errors import ScoreError
-from ompq.graph import channel_axis, norm_affine, scaled_channels
+from ompq.graph import channel_axis, channel_factors, norm_scale
 from ompq.processes import share_out
-from ompq.ranges import quick_grids, search_weight, tensor_noise, weight_noises
-from ompq.rates import coded_weight, rate_curve
+from ompq.ranges import (
+    QuickGrids,
+    as_weights,
+    channel_rows,
+    quick_grids,
+    row_stacks,
+    search_weight,
+    stacked_rows,
+    tensor_noise,
+    weight_noises,
+)
+from ompq.rates import RateCurve, coded_weight, rate_curve
 from ompq.samples import collect, model_device
 from ompq.scores.table import Needs, ScoreInputs
 from ompq.units import Choice, ScoreTable, Table, Unit, by_bits
 
 _SAMPLES = 32  # inputs from which activation noise is read
+_TINY = 1e-30  # so that nothing is divided by 0
 
 
 def unit_weight(model: nn.Module, unit: Unit) -> tuple[Tensor, nn.Module]:
@@ -26,10 +38,18 @@ def unit_weight(model: nn.Module, unit: Unit) -> tuple[Tensor, nn.Module]:
     owner, _, _ = unit.parameter.rpartition(".")
     module = model.get_submodule(owner)
     weight = model.get_parameter(unit.parameter).detach()
-    if unit.norm:
-        norm = model.get_submodule(unit.norm)
-        weight = scaled_channels(weight, norm_affine(norm)[0].detach(), module)
-    return weight.to(model_device(model)), module
+    factor = _norm_factor(model, unit)
+    weight = weight.to(model_device(model))
+    return weight if factor is None else weight * factor, module
+
+
+def _norm_factor(model: nn.Module, unit: Unit) -> Tensor | None:
+    """Return what batch norm multiplies a unit's weight by; None without one."""
+    if not unit.norm:
+        return None
+    scale = norm_scale(model.get_submodule(unit.norm)).detach().to(model_device(model))
+    module = called_module(model, unit)
+    return channel_factors(scale, unit.weight_shape, module)
 
 
 def called_module(model: nn.Module, unit: Unit) -> nn.Module:
@@ -72,40 +92,132 @@ def rounded_weights(
             yield grid.fake(weight)
 
 
-def quickly_rounded(
-    model: nn.Module, unit: Unit, choices: Sequence[Choice]
-) -> tuple[Callable[[Choice], Tensor], Tensor]:
-    """Return what rounds a unit's weight to a choice, and the noise of all choices.
+class _Searched(NamedTuple):
+    """What was found for one unit's weight."""
 
-    The noise is ||W - Q(W)||² / ||W||² with batch norm folded in, (choices,). Grids of
-    all widths are searched at once, nearly as well as for :func:`rounded_weights`.
+    grids: QuickGrids  # of its rows, batch norm folded in
+    noise: list[float]  # ||W - Q(W)||² / ||W||² at each width
+    errors: Tensor | None  # of its rows at the first widths, (b, C, K), if kept
+
+
+@dataclass(frozen=True, eq=False)
+class QuickRounding:
+    """How a unit's weight is rounded to several choices.
+
+    Grids are nearly as good as for :func:`rounded_weights`.
     """
-    folded, module = unit_weight(model, unit)
-    folded = folded.float()
-    widths = [choice.weight for choice in choices if not choice.rate]
-    grids, found = quick_grids(
-        folded, widths, channel_dim=channel_axis(module), group_size=unit.group_size
-    )
-    by_width = dict(zip(widths, grids, strict=True))
-    noise = {Choice(w, FLOAT_BITS): n for w, n in zip(widths, found, strict=True)}
-    curve = rate_curve(folded) if len(widths) < len(choices) else None
-    for choice in choices:
-        if curve is not None and choice.rate:
-            noise[choice] = folded.new_tensor(curve.noise_at(choice.rate))
 
-    def rounded(choice: Choice) -> Tensor:
-        weight = unit_weight(model, unit)[0]
-        folded = weight.float()
-        if curve is not None and choice.rate:
-            found = coded_weight(folded, curve.step(choice.rate))
+    model: nn.Module
+    unit: Unit
+    columns: Mapping[Choice, int]  # of the choices that have a grid
+    found: _Searched | None  # None if no choice has a grid
+    curve: RateCurve | None  # None if no choice has a rate
+    # ||W - Q(W)||² / ||W||² of each choice, batch norm folded in.
+    noise: Mapping[Choice, float]
+
+    def errors(self, choices: tuple[Choice, ...]) -> Tensor:
+        """Return what choices change the weight by, (choices, *shape).
+
+        Batch norm is not folded in.
+        """
+        at = [self.columns.get(choice, -1) for choice in choices]
+        in_a_row = at[0] >= 0 and at == [*range(at[0], at[0] + len(at))]
+        if self.found is not None and in_a_row:
+            found = self._grid_errors(self.found, at)
+        elif len(choices) == 1 and self.curve is not None:
+            folded = unit_weight(self.model, self.unit)[0].float()
+            step = self.curve.step(choices[0].rate)
+            found = (coded_weight(folded, step) - folded)[None]
         else:
-            found = by_width[choice.weight].fake(folded)
-        if unit.norm:
-            weight = unit_weight(model, replace(unit, norm=""))[0]
-            found = weight * _kept(found, folded)
-        return found.to(weight.dtype)
+            return torch.cat([self.errors((choice,)) for choice in choices])
+        factor = _norm_factor(self.model, self.unit)
+        if factor is not None:
+            # A channel that the batch norm multiplies by 0 is lost anyway.
+            found = (found / factor).nan_to_num_(0.0, 0.0, 0.0)
+        return found.to(self.model.get_parameter(self.unit.parameter).dtype)
 
-    return rounded, torch.stack([noise[choice] for choice in choices])
+    def _grid_errors(self, searched: _Searched, at: Sequence[int]) -> Tensor:
+        axis = channel_axis(called_module(self.model, self.unit))
+        found = searched.errors
+        if found is None or at != [*range(len(found))]:
+            folded = unit_weight(self.model, self.unit)[0]
+            rows = channel_rows(folded, axis, self.unit.group_size)
+            found = searched.grids.errors(rows, slice(at[0], at[-1] + 1))
+        return as_weights(found, self.unit.weight_shape, axis)
+
+
+def quickly_rounded(
+    model: nn.Module,
+    units: Sequence[Unit],
+    choices: Sequence[Choice],
+    keep: Sequence[Choice] = (),
+) -> list[QuickRounding]:
+    """Return how the units' weights are rounded to the choices.
+
+    Grids of several units, at all widths, are searched at once.
+
+    Args:
+        keep: The first choices, if their errors are to be computed with the grids.
+    """
+    on_grids = [choice for choice in choices if not choice.rate]
+    kept = len(keep) if [*keep] == on_grids[: len(keep)] else 0
+    searched: Sequence[_Searched | None] = [None] * len(units)
+    if on_grids:
+        widths = [choice.weight for choice in on_grids]
+        searched = _searched(model, units, widths, kept=kept)
+    columns = {choice: column for column, choice in enumerate(on_grids)}
+    rated = [choice for choice in choices if choice.rate]
+    rounding = []
+    for unit, found in zip(units, searched, strict=True):
+        curve, noise = (
+            None,
+            dict(zip(on_grids, found.noise if found else (), strict=True)),
+        )
+        if rated:
+            curve = rate_curve(unit_weight(model, unit)[0].float())
+            noise |= {choice: curve.noise_at(choice.rate) for choice in rated}
+        rounding.append(QuickRounding(model, unit, columns, found, curve, noise))
+    return rounding
+
+
+def _searched(
+    model: nn.Module, units: Sequence[Unit], widths: Sequence[int], *, kept: int
+) -> list[_Searched]:
+    """Return grids of the rows of each unit's weight, batch norm folded in."""
+    axes = [channel_axis(called_module(model, unit)) for unit in units]
+    columns, sizes = [], []
+    for unit, axis in zip(units, axes, strict=True):
+        channels = unit.weight_shape[axis]
+        columns.append(count := prod(unit.weight_shape) // channels)
+        length = unit.group_size or count
+        sizes.append((channels * ceil(count / length), length))
+    parts: dict[int, tuple[QuickGrids, Tensor | None]] = {}
+    sums = []
+    for stack in row_stacks(sizes, model_device(model)):
+        weights = {at: unit_weight(model, units[at])[0] for at in stack}
+        several = [
+            channel_rows(weight, axes[at], units[at].group_size)
+            for at, weight in weights.items()
+        ]
+        rows, counts = stacked_rows(several, [columns[at] for at in stack])
+        grids = quick_grids(rows, widths, counts)
+        errors = grids.errors(rows, slice(kept)) if kept else None
+        sums.append(torch.cat([grids.lost, grids.energy[None]]))
+        start = 0
+        for at, own in zip(stack, several, strict=True):
+            part = slice(start, start := start + len(own))
+            its = None if errors is None else errors[:, part, : own.shape[1]]
+            parts[at] = grids.of_rows(part), its
+    # One transfer for all: each makes the host wait for a GPU.
+    table = torch.cat(sums, 1).double().cpu().numpy()  # (widths + 1, all rows)
+    starts = np.cumsum([0, *(sizes[at][0] for at in parts)])[:-1]
+    *lost, energy = np.add.reduceat(table, starts, axis=1)
+    noise = (np.array(lost) / np.maximum(energy, _TINY)).T.tolist()
+    found = {
+        at: _Searched(g, n, e)
+        for (at, (g, e)), n in zip(parts.items(), noise, strict=True)
+    }
+    return [found[at] for at in range(len(units))]
 
 
 def _kept(rounded: Tensor, folded: Tensor) -> Tensor:

@@ -1,9 +1,12 @@
 """Sensitivity: the noise of rounding, weighed by how much of it reaches the answers."""
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from itertools import chain
 from math import ceil
 from typing import Any, ClassVar, TypeAlias
 
@@ -13,6 +16,7 @@ from torch import Tensor, nn
 
 from ompq.costs import FLOAT_BITS
 from ompq.offload import visiting
+from ompq.ranges import elements_at_once
 from ompq.recording import (
     Watch,
     function_name,
@@ -46,9 +50,13 @@ _VANISHED = 1e-12
 # Of a unit's weight.
 _OTHER_READERS = ("embedding", "lstm", "gru", "rnn_tanh", "rnn_relu")
 
-# Rounded weights are kept for the next batch if they are at most this many.
+# Elements of errors at outputs, of several choices, that a device works on at once; a
+# CPU takes one choice at a time.
+_AT_ONCE = {"cuda": 1 << 28}
+# Errors of weights are kept for the next batch if they are at most this many.
 _KEPT = 1 << 27
-Rounding: TypeAlias = Callable[[], Tensor]
+# What several choices change a weight by, (choices, *shape).
+WeightErrors: TypeAlias = Callable[[], Tensor]
 
 logger = logging.getLogger(__name__)
 
@@ -90,16 +98,22 @@ class Sensitivity:
         graph, model, choices = given.graph, given.model, given.choices
         weights = weight_choices(choices)
         measured = _measured(weights)
-        wanted = [weights[column] for column in measured]
-        found = [quickly_rounded(model, unit, weights) for unit in graph.units]
-        noise = torch.stack([one for _, one in found]).double().cpu().numpy()
-        keys = [id(model.get_parameter(unit.parameter)) for unit in graph.units]
-        # Of a large network, one layer's rounded weights exist at a time.
+        wanted = tuple(weights[column] for column in measured)
+        # Of a large network, one layer's errors exist at a time, of one choice.
         few = len(wanted) * sum(unit.weights for unit in graph.units) <= _KEPT
-        keep: Any = cache if few else lambda one: one
-        several: Any = ([partial(keep(one), c) for c in wanted] for one, _ in found)
+        found = quickly_rounded(model, graph.units, weights, wanted if few else ())
+        noise = np.array([[one.noise[choice] for choice in weights] for one in found])
+        keys = [id(model.get_parameter(unit.parameter)) for unit in graph.units]
+        keep: Any = cache if few else lambda errors: errors
+        parts = [wanted] if few else [(choice,) for choice in wanted]
+        several: Any = (
+            [partial(errors, part) for part in parts]
+            for errors in (keep(one.errors) for one in found)
+        )
         try:
-            rows = self._expected(given, dict(zip(keys, several, strict=True)))
+            rows = self._expected(
+                given, dict(zip(keys, several, strict=True)), choices=len(wanted)
+            )
             expected, alone = np.array([rows[key] for key in keys]), noise[:, measured]
             ratio = np.divide(
                 expected, alone, out=np.zeros_like(expected), where=alone > 0
@@ -132,9 +146,13 @@ class Sensitivity:
         return normalised
 
     def _expected(
-        self, given: ScoreInputs, rounded: Mapping[int, list[Rounding]]
+        self,
+        given: ScoreInputs,
+        rounded: Mapping[int, list[WeightErrors]],
+        *,
+        choices: int,
     ) -> dict[int, list[float]]:
-        """Return half the mean of (gradient · error)² of each weight's roundings."""
+        """Return half the mean of (gradient · error)² of each weight's choices."""
         model, samples = given.model, given.samples.first(self.samples)
         device = model_device(model)
         macs = sum(unit.macs for unit in given.graph.units)
@@ -142,11 +160,11 @@ class Sensitivity:
         size = len(samples) if device.type == "cuda" else few
         generator = torch.Generator().manual_seed(self.seed)
         totals, done = [], 0
-        with differentiating(model):
+        with differentiating(model), _frozen(model):
             for batch in samples.batches(size):
                 args, kwargs = arguments(to_device(batch, device))
                 count = batch_length(batch)
-                watch = _Errors(model, rounded, count)
+                watch = _Errors(model, rounded, choices=choices, count=count)
                 with watch:
                     output = model(*args, **kwargs)
                 log_p = class_rows(first_tensor(output).float()).log_softmax(1)
@@ -156,20 +174,45 @@ class Sensitivity:
                 totals.append(watch.squares(counts))
                 done += count
                 given.progress(done, len(samples), "expecting divergence")
-        mean = torch.stack(totals).sum(0).prod(0).sqrt() / (2 * len(samples))
+        mean = np.sqrt(np.sum(totals, 0).prod(0)) / (2 * len(samples))
         return dict(zip(rounded, mean.tolist(), strict=True))
+
+
+@contextmanager
+def _frozen(model: nn.Module) -> Iterator[None]:
+    """Let no weight ask for gradients."""
+    asking = [weight for weight in model.parameters() if weight.requires_grad]
+    try:
+        _let_ask(asking, gradients=False)
+        yield
+    finally:
+        _let_ask(asking, gradients=True)
+
+
+def _let_ask(weights: Sequence[Tensor], *, gradients: bool) -> None:
+    for weight in weights:
+        # Not the attribute: where weights only visit the device, that has no setter.
+        weight.requires_grad_(gradients)
 
 
 class _Errors(Watch):
     """Multiplies the errors that rounded weights cause by the gradients they meet."""
 
     def __init__(
-        self, model: nn.Module, rounded: Mapping[int, list[Rounding]], count: int
+        self,
+        model: nn.Module,
+        rounded: Mapping[int, list[WeightErrors]],
+        *,
+        choices: int,
+        count: int,
     ) -> None:
         super().__init__()
-        self.model, self.rounded, self.count = model, rounded, count
-        # What gradients are asked of, so that they pass all outputs and no weight.
-        self.zero = torch.zeros((), device=model_device(model), requires_grad=True)
+        self.model, self.rounded = model, rounded
+        self.choices, self.count = choices, count
+        device = model_device(model)
+        # What gradients are asked of; weights, which are frozen, take none.
+        self.zero = torch.zeros((), device=device, requires_grad=True)
+        self.at_once = _AT_ONCE.get(device.type, 1)
         # Of each weight and number of channels, which a weight that is tied may have
         # two of: gradient · error of each sample and channel, (choices, N, C).
         self.products: dict[tuple[int, int], Tensor] = {}
@@ -184,74 +227,176 @@ class _Errors(Watch):
         name = function_name(func)
         if not weights or not (is_linear_map(name) or name in _OTHER_READERS):
             return output
-        plain = next(tensors_in(output)).detach()
+        caused = _caused_by(func, given, output)
+        size = next(tensors_in(output)).numel()
 
         def hook(gradient: Tensor) -> None:
             products = self._products(name, gradient)
+            at_once = max(1, self.at_once // size)
             for weight in weights:
-                found = []
-                for rounding in self.rounded[id(weight)]:
-                    other = rounding()
-                    tensors = (other if t is weight else t for t in tensors_in(given))
-                    moved_args, moved = with_tensors(given, tensors)
-                    # A GPU's backward pass has a thread of its own.
-                    with visiting(self.model):
-                        moved_to = next(tensors_in(func(*moved_args, **moved)))
-                    found.append(products(moved_to - plain))
-                several = torch.stack(found)
-                if several[0].numel() == plain.numel():
+                several = (errors() for errors in self.rounded[id(weight)])
+                # A GPU's backward pass has a thread of its own.
+                with visiting(self.model):
+                    parts = chain(*(torch.split(each, at_once) for each in several))
+                    made = [products(caused(weight, e)) for e in parts]
+                found = made[0] if len(made) == 1 else torch.cat(made)
+                if found[0].numel() == size:
                     self.single.add(id(weight))
-                key = id(weight), several.shape[2]
-                self.products[key] = self.products.get(key, 0.0) + several
+                key = id(weight), found.shape[2]
+                before = self.products.get(key)
+                self.products[key] = found if before is None else before + found
 
         def hooked(tensor: Tensor) -> Tensor:
-            # A sum, so that no later call changes in place what was kept.
-            tensor = tensor + self.zero.to(tensor.dtype)
+            # Outputs of linear maps are not read again: later calls may change them.
+            if not (tensor.requires_grad and is_linear_map(name)):
+                tensor = tensor + self.zero.to(tensor.dtype)
             tensor.register_hook(hook)  # type: ignore[no-untyped-call]
             return tensor
 
         return with_first_tensor(output, hooked)
 
     def _products(self, function: str, gradient: Tensor) -> Callable[[Tensor], Tensor]:
-        """Return what multiplies errors by the gradient, to (N, C).
+        """Return what multiplies errors, (choices, ...), by the gradient: to (., N, C).
 
         The mean of the error in each channel is taken off first.
         """
         conv = function.startswith("conv")  # (N, C, ...), not (..., C)
         channel = 1 if conv else gradient.ndim - 1
         channels = gradient.shape[channel]
-        others = [dim for dim in range(gradient.ndim) if dim != channel]
+        others = [dim + 1 for dim in range(gradient.ndim) if dim != channel]
 
         def by_channel(values: Tensor) -> Tensor:
-            if values.shape == (self.count, channels):
-                return values
-            summed = values.flatten(2).sum(2) if conv else values
-            rows = sample_rows(summed, self.count)
-            return rows.reshape(self.count, -1, channels).sum(1)
+            summed = values.flatten(3).sum(3) if conv and values.ndim > 3 else values
+            if summed.shape[1:] == (self.count, channels):
+                return summed
+            rows = (sample_rows(one, self.count) for one in summed)
+            parts = [one.reshape(self.count, -1, channels).sum(1) for one in rows]
+            return torch.stack(parts)
 
-        slope = by_channel(gradient)
+        slope = by_channel(gradient[None])[0]
 
         def products(error: Tensor) -> Tensor:
-            return by_channel(gradient * error) - error.mean(others) * slope
+            return by_channel(gradient * error) - error.mean(others)[:, None] * slope
 
         return products
 
-    def squares(self, counts: Tensor) -> Tensor:
+    def squares(self, counts: Tensor) -> Table:
         """Return sums over samples, counted so often: (2, weights, choices).
 
         First of the squares of all channels, then, where samples have one output each,
         of the squares of their sums. Weights that no gradient reached have 0.
         """
-        choices = len(next(iter(self.rounded.values())))
-        total = counts.new_zeros(2, len(self.rounded), choices)
+        total = np.zeros((2, len(self.rounded), self.choices))
         rows = {key: row for row, key in enumerate(self.rounded)}
-        for (key, _), found in self.products.items():
-            products = found.double()  # (choices, N, C)
-            independent = products.square().sum(2) @ counts
-            whole = products.sum(2).square() @ counts
-            total[0, rows[key]] += independent
-            total[1, rows[key]] += whole if key in self.single else independent
+        for part in self._parts(elements_at_once(counts.device)):
+            # Of several weights at once: a GPU waits for each call.
+            products = torch.cat([self.products[key] for key in part], 2).double()
+            squared = (products.square() * counts[:, None]).sum(1)  # (choices, C)
+            sizes = [self.products[key].shape[2] for key in part]
+            starts = np.cumsum([0, *sizes[:-1]])
+            sums = np.add.reduceat(squared.cpu().numpy(), starts, axis=1).T
+            for (key, _), independent in zip(part, sums, strict=True):
+                total[0, rows[key]] += independent
+                if key not in self.single:
+                    total[1, rows[key]] += independent
+        single = {k: p for k, p in self.products.items() if k[0] in self.single}
+        if single:
+            wholes = [p.double().sum(2).square() @ counts for p in single.values()]
+            for (key, _), whole in zip(
+                single, torch.stack(wholes).tolist(), strict=True
+            ):
+                total[1, rows[key]] += whole
         return total
+
+    def _parts(self, most: int) -> Iterator[list[tuple[int, int]]]:
+        """Yield keys of products, so many at a time that they have few elements."""
+        part: list[tuple[int, int]] = []
+        room = most
+        for key, products in self.products.items():
+            if part and products.numel() > room:
+                yield part
+                part, room = [], most
+            part.append(key)
+            room -= products.numel()
+        if part:
+            yield part
+
+
+def _caused_by(
+    func: Any, given: tuple[Any, Any], output: Any
+) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return what tells how much errors of a weight change the output of a call.
+
+    It takes the weight and its errors, (choices, ...), and returns (choices, ...).
+    """
+    name = function_name(func)
+    if not is_linear_map(name):
+        plain = next(tensors_in(output)).detach()
+
+        def changed(weight: Tensor, errors: Tensor) -> Tensor:
+            own = weight.detach().to(errors.device)
+            found = [_with_weight(func, given, weight, own + one) for one in errors]
+            return torch.stack(found) - plain
+
+        return changed
+    # Without its bias it maps errors to errors.
+    args, kwargs = given
+    args = (*args[:2], *(None for _ in args[2:3]), *args[3:])
+    bare = args, {key: value for key, value in kwargs.items() if key != "bias"}
+    before = [(tensor, _version(tensor)) for tensor in tensors_in(bare)]
+
+    def caused(weight: Tensor, errors: Tensor) -> Tensor:
+        if any(_version(tensor) != version for tensor, version in before):
+            raise RuntimeError(f"what {name} reads is changed in place later")
+        run = partial(_with_weight, func, bare, weight)
+        if len(errors) == 1:
+            return run(errors[0])[None]
+        if _stackable(name, bare, weight):
+            groups = kwargs.get("groups", args[6] if len(args) > 6 else 1)
+            return _stacked(run, name, groups, errors)
+        return torch.stack([run(one) for one in errors])
+
+    return caused
+
+
+def _stackable(name: str, given: tuple[Any, Any], weight: Tensor) -> bool:
+    """Whether a call with a stack of such weights is one whose outputs are stacked."""
+    args, _ = given
+    if len(args) < 2 or args[1] is not weight:
+        return False
+    known = re.fullmatch(r"conv(_transpose)?[123]d", name)
+    return name == "linear" or (known is not None and args[0].dim() == weight.dim())
+
+
+def _stacked(
+    run: Callable[[Tensor], Tensor], name: str, groups: int, weights: Tensor
+) -> Tensor:
+    """Return the outputs of a linear map with several weights, in one call of it."""
+    count = len(weights)
+    if name == "linear":
+        output = run(weights.flatten(0, 1))  # (..., choices · C)
+        return output.reshape(*output.shape[:-1], count, -1).movedim(-2, 0)
+    if "transpose" in name:  # (in, C/groups, ...)
+        stacked = weights.movedim(0, 1).flatten(1, 2)
+    else:  # the channels of a group stay together
+        shape = weights.shape[2:]
+        stacked = weights.reshape(count, groups, -1, *shape).transpose(0, 1)
+        stacked = stacked.reshape(-1, *shape)
+    output = run(stacked)  # (N, groups · choices · C/groups, ...)
+    output = output.reshape(len(output), groups, count, -1, *output.shape[2:])
+    return output.movedim(2, 0).flatten(2, 3)
+
+
+def _version(tensor: Tensor) -> int:
+    """Return how often a tensor was changed in place."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _with_weight(func: Any, given: Any, weight: Tensor, other: Tensor) -> Tensor:
+    """Return the output of a call that reads another weight."""
+    tensors = (other if t is weight else t for t in tensors_in(given))
+    args, kwargs = with_tensors(given, tensors)
+    return next(tensors_in(func(*args, **kwargs)))
 
 
 def _measured(weights: Sequence[Choice]) -> list[int]:
