@@ -130,7 +130,9 @@ class Bench:
         path = self.options.work / f"{self.options.network}.safetensors"
         once(path, lambda temporary: train_float(self, temporary))
         self.named.module.load_state_dict(load_file(path))
-        return self.named.module.to(DEVICE).eval()
+        # Training left channels last, whose kernels round otherwise.
+        model = self.named.module.to(memory_format=torch.contiguous_format)
+        return model.to(DEVICE).eval()
 
 
 def train_float(bench: Bench, path: Path) -> None:
