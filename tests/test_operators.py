@@ -133,7 +133,7 @@ REFUSED = {
         lambda x: x.clamp(min=torch.tensor(0.1)),
         "clamp in the network clips to a tensor",
     ),
-    "range": (lambda x: x.clamp(1, 2), "clips to 1.0 and 2.0, between which 0 is not"),
+    "range": (lambda x: x.clamp(1, 2), r"clips to \[1.0, 2.0\], which does not"),
     "chunk": (lambda x: torch.cat(x.chunk(2, 1), 1), "chunk in the network has no"),
 }
 

@@ -296,7 +296,7 @@ def test_groups_are_blocks_of_the_file(activation, tmp_path):
     for name, weight in zip("13", found, strict=True):
         assert torch.equal(weight, quantized_layers(network)[name].rounded_weight())
     assert inspect_onnx(result.path).bits["1"] == 3
-    words = "groups of 64 weights have scales of their own, which opset=20 cannot say"
+    words = "groups of 64 weights have scales of their own, which opset=20 cannot"
     with pytest.raises(ExportError, match=words):
         traced_model(network, samples, 20)
 

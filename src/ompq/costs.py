@@ -734,8 +734,8 @@ def _parse_part(part: str, text: str) -> tuple[str, float]:
         return name, float(Decimal(number) * scale)
     if prefix not in _PREFIXES or not name.startswith("size"):
         raise BudgetError(
-            f"{part!r} in {text!r} is not a budget: {', '.join(_PREFIXES)} may stand "
-            f"before a size; {EXAMPLES}"
+            f"{part!r} in {text!r} is not a budget: only sizes may follow "
+            f"{', '.join(_PREFIXES)}; {EXAMPLES}"
         )
     mebibytes = Decimal(1) if name == "size_mib" else Decimal(10**6) / 2**20
     return _PREFIXES[prefix], float(Decimal(number) * scale * mebibytes)

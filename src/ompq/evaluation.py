@@ -56,8 +56,8 @@ class Perplexity:
         logits = first_tensor(output)
         if not isinstance(targets, Tensor) or targets.shape != logits.shape[:-1]:
             raise DataError(
-                f"perplexity needs the token ids of every input, as many as logits of "
-                f"shape {tuple(logits.shape)} have places; give them as targets"
+                "perplexity needs token ids as targets, of shape "
+                f"{tuple(logits.shape[:-1])} for logits of {tuple(logits.shape)}"
             )
         rows, wanted = class_rows(logits[:, :-1].float()), targets[:, 1:].flatten()
         lost = F.cross_entropy(rows, wanted.long(), reduction="sum")

@@ -206,7 +206,7 @@ class QuantizedLayer(nn.Module):
         if isinstance(self.rounding, StoredValues):
             raise QuantizationError(
                 f"{self.rounding.kind} leaves weights on no uniform grid: the network "
-                "computes with floats and has no packed, integer or ONNX form"
+                "computes with floats, and cannot be packed, finalized or exported"
             )
 
     def extra_repr(self) -> str:

@@ -39,6 +39,7 @@ from ompq.scores import (
     score_table,
 )
 from ompq.stages import Progress, no_progress
+from ompq.streams import WIDTHS
 from ompq.targets import Target, load_target
 from ompq.units import (
     CODED_BITS,
@@ -57,7 +58,7 @@ RATES = (1, 1.25, 1.5, 1.75, 2, 2.25, 2.5, 3, 3.5, 4, 4.5, 5, 6, 7)
 # Weight bits; weight and activation bits; or a Choice.
 Pin = int | tuple[int | None, int] | tuple[int, int, float]
 Storage = Literal["fixed", "coded"]
-_PINNABLE = (*range(2, 9), FLOAT_BITS)
+_PINNABLE = (*WIDTHS, FLOAT_BITS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +113,7 @@ class PlanConfig:
             "activation_choices": [*self.activation_choices, *(p[-1] for p in pairs)],
         }
         for name, more in (("choices", ()), ("activation_choices", (FLOAT_BITS,))):
-            known, bits = (*range(2, 9), *more), getattr(self, name)
+            known, bits = (*WIDTHS, *more), getattr(self, name)
             if not bits or any(b not in known for b in given[name]):
                 raise ValueError(f"{name}={bits} must be bits from 2 to 8")
         check_known("storage", self.storage, get_args(Storage))

@@ -18,7 +18,7 @@ from ompq.ranges import thinned
 from ompq.streams import LARGEST_BITS, SCALE_MULTIPLES, coded_size
 
 ZERO = 1 << (LARGEST_BITS - 1)  # the code of 0 in a coded layer
-_CODES = 1 << LARGEST_BITS
+_CODES = 1 << LARGEST_BITS  # that there are
 
 # Squared steps that a bit is worth. Rounding to a fine step s errs by D = s²/12, and a
 # bit more halves s: dD/dR = -2 ln 2 · s²/12. A weight that saves a bit for less error
@@ -173,7 +173,7 @@ _SAMPLED, _CODED = 1 << 13, 1 << 16
 _CODED_AT = (1.0, 2.5, 5.0)  # bits
 # A step found is good enough if its codes fill this part of what they may take.
 _FILLED = 0.995
-_TRIES = 8
+_TRIES = 8  # steps that are tried at most
 LARGEST_HALF = 65504.0  # of numbers of 16 bits
 _SMALLEST = 1e-30  # of the largest scales
 _MULTIPLES = torch.from_numpy(SCALE_MULTIPLES)

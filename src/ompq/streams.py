@@ -30,7 +30,8 @@ Codes = NDArray[np.uint8]
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
-SMALLEST_BITS, LARGEST_BITS = 2, 8  # of a code
+WIDTHS = range(2, 9)  # bits that a code may have
+SMALLEST_BITS, LARGEST_BITS = min(WIDTHS), max(WIDTHS)
 # Up to this width twice a code, less twice a zero, fits into a signed byte.
 LARGEST_HALF_BITS = 6
 
@@ -44,14 +45,14 @@ _MAGNITUDES = np.array([round(4 * 2 ** (level / 4)) for level in range(53)])
 _BETWEEN = [round(4 * 2 ** (level / 4 - 1 / 8)) for level in range(1, 53)]
 _LEVEL_OF = np.searchsorted(_BETWEEN, np.arange(256 * _ONE), "right").astype(np.int16)
 _SIDES = 5  # far below the middle, below, unknown, above, far above
-_UNKNOWN = 2
-_MOST_CLASSES = 255
+_UNKNOWN = 2  # among the sides
+_MOST_CLASSES = 255  # a byte counts them
 _LARGEST_KERNEL = 64  # a larger one counts as columns
 # A chance is 2 ** (-step / 8) times the largest one of its class. The steps are written
 # down for codes at these distances from the middle and interpolated between them.
 _KNOTS = np.array([0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192])
 _FRACTIONS = np.array([round(2 ** (24 - eighth / 8)) for eighth in range(8)])
-_LARGEST_STEP = 127
+_LARGEST_STEP = 127  # about as unlikely as 2 ** -16
 _STEP_BITS, _LEVEL_BITS = 6.0, 2.5  # what writing one down takes, roughly
 _LOST_BITS = 1.4e-4  # what the coder loses on average, as its state is an integer
 _PRECISION = 24  # bits of the coder's probabilities
@@ -477,7 +478,7 @@ def _read_side(decoder: Any, amount: int, width: int) -> Ints:
 
 def check_bits(bits: int) -> int:
     """Return the bits if they are an integer from 2 to 8; else raise a ValueError."""
-    if bits not in range(SMALLEST_BITS, LARGEST_BITS + 1):
+    if bits not in WIDTHS:
         raise ValueError(
             f"bits={bits} is not supported: use an integer from "
             f"{SMALLEST_BITS} to {LARGEST_BITS}"

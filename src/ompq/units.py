@@ -31,7 +31,7 @@ _MOST_AXES = 8  # of a weight in a file; that of a Conv3d has five
 IN_PLACE = ("embedding", "recurrent")
 # Kinds whose weights, (out, in), may have a scale for each group of inputs.
 GROUPED = ("linear", "recurrent")
-GROUP_SIZES = (32, 64, 128)
+GROUP_SIZES = (32, 64, 128)  # which other tools use as well
 CODED_BITS = 8  # codes of a coded unit are bytes wherever they are not in a file
 
 
@@ -330,7 +330,7 @@ class LayerGraph:
             if unit.weights > _MOST_WEIGHTS:
                 raise ValueError(
                     f"unit {unit.name:.80} has {unit.weights:,} weights; at most "
-                    f"{_MOST_WEIGHTS:,} can be"
+                    f"{_MOST_WEIGHTS:,} are supported"
                 )
             known = unit.group_size in GROUP_SIZES and unit.kind in GROUPED
             if unit.group_size and not (known and len(axes) == 2):

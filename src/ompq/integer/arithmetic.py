@@ -21,7 +21,7 @@ _MULTIPLIER_BITS = 31  # what a signed 32-bit integer holds
 _FLOAT_BITS = 24  # of a float32's significand
 # A product of 32 and 31 bits, and the half that rounds it, stay below 2^63.
 _LARGEST_SHIFT = 61
-_LARGEST_PAIR = (1 << 15) - 1
+_LARGEST_PAIR = (1 << 15) - 1  # of two products: what 16 bits hold
 LARGEST_SUM = (1 << 31) - 1  # of all products and the bias, whatever the input
 
 

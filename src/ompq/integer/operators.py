@@ -337,9 +337,7 @@ class Requantize(Operator):
             for limit, default in zip(limits, (-inf, inf), strict=True)
         )
         if not low <= 0 <= high:
-            raise QuantizationError(
-                f"clips to {low} and {high}, between which 0 is not"
-            )
+            raise QuantizationError(f"clips to [{low}, {high}], which does not hold 0")
         value = call.value
         if isinstance(value, Pending):
             return replace(value, low=max(value.low, low), high=min(value.high, high))

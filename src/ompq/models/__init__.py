@@ -17,14 +17,19 @@ from torch import nn
 from ompq.errors import MissingExtraError, ModelError, suggestion
 from ompq.files import call_user_function, is_user_function, reason
 from ompq.layers import replace_module
-from ompq.models.networks import DEMO_WEIGHTS, CifarResNet, DemoNetwork, cifar_resnet18
+from ompq.models.networks import (
+    DEMO_WEIGHTS,
+    IMAGENET_MEAN,
+    IMAGENET_STD,
+    CifarResNet,
+    DemoNetwork,
+    cifar_resnet18,
+)
 from ompq.models.weights import INSTEAD, check_weights, downloading, load_weights
 from ompq.recording import copied
 from ompq.samples import evaluating, first_tensor, model_device
 
 _LOG = logging.getLogger(__name__)
-_IMAGENET_MEAN = (0.485, 0.456, 0.406)
-_IMAGENET_STD = (0.229, 0.224, 0.225)
 _PREPROCESSING = ("input_shape", "mean", "std", "resize", "interpolation")
 _HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 _TOKENS = 128  # of one input of a decoder, if nothing else is said
@@ -339,7 +344,7 @@ def _plain_statistics(
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Return ImageNet's mean and deviation for colour, none for other images."""
     if channels == 3:
-        return _IMAGENET_MEAN, _IMAGENET_STD
+        return IMAGENET_MEAN, IMAGENET_STD
     return (0.0,) * channels, (1.0,) * channels
 
 

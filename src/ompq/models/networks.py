@@ -19,11 +19,13 @@ from torch.nn import functional as F
 from ompq.errors import MissingExtraError
 from ompq.models.weights import load_weights
 
-# The published weights were trained with ImageNet's mean and standard deviation.
+# Of the colours of ImageNet's images, in [0, 1]: torchvision's numbers.
+IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+# The published weights for CIFAR-10 were trained with these, too.
 PREPROCESSING: dict[str, Any] = {
     "input_shape": (3, 32, 32),
-    "mean": (0.485, 0.456, 0.406),
-    "std": (0.229, 0.224, 0.225),
+    "mean": IMAGENET_MEAN,
+    "std": IMAGENET_STD,
     "resize": 32,
 }
 DEMO_WEIGHTS = Path(__file__).parent / "data" / "demo.safetensors"

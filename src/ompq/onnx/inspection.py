@@ -112,8 +112,8 @@ def load_exported(path: Path) -> Any:
     if model.producer_name != "ompq":
         writer = model.producer_name or "another program"
         raise ExportError(
-            f"{path} was written by {ascii(writer[:80])[1:-1]}, not by ompq; there is "
-            "no account of it"
+            f"{path} was written by {ascii(writer[:80])[1:-1]}, not by ompq, and "
+            "cannot be itemised"
         )
     graph = model.graph
     names = [tensor.name for tensor in graph.initializer]

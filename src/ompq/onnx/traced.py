@@ -49,7 +49,7 @@ from ompq.units import Unit
 _QUANTIZE, _DEQUANTIZE = "QuantizeLinear", "DequantizeLinear"
 _DOMAIN, _WEIGHT = "ompq", "Weight"  # a node that stands for a weight, while it is made
 _MULTIPLIED = {"Conv", "Gemm", "MatMul"}  # by kernels of 8 bits
-_BYTE, _LARGEST_CODE = 8, 255
+_BYTE, _LARGEST_CODE = 8, 255  # bits, and what they hold
 _BLOCKS_OPSET = 21  # the first in which blocks of a tensor have scales
 # Through these runtimes move the integers of what they compute, or clip them.
 _MOVED = {"Reshape", "Transpose", "Flatten", "Squeeze", "Unsqueeze", "Identity"}
@@ -87,7 +87,7 @@ def traced_model(quantized: nn.Module, samples: SamplesLike, opset: int) -> Trac
     if size and opset < _BLOCKS_OPSET:
         raise ExportError(
             f"groups of {size} weights have scales of their own, which opset={opset} "
-            f"cannot say: use {_BLOCKS_OPSET} or later"
+            f"cannot express: use {_BLOCKS_OPSET} or later"
         )
     network = copied(quantized).cpu()
     for unit in units:

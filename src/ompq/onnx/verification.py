@@ -100,7 +100,7 @@ def _furthest(first: Tensor, second: Tensor) -> float:
 _TINY = torch.finfo(torch.float32).tiny
 # From this many images on, a single one that differs may be a tie.
 _ENOUGH_IMAGES = 32
-_BATCH = 64
+_BATCH = 64  # samples at a time
 _WATCHED = 8  # samples whose codes are compared at every place
 _CODES_APART = 0.02  # of codes that no noise explains, on average: ties of rounding
 _LAST_DIGITS = 1e-6  # of floats, relative to a tensor's usual size

@@ -43,7 +43,14 @@ from ompq.quantization.sites import OPERANDS, ActivationSite, Link
 from ompq.quantizers import Grid, like_weight
 from ompq.rates import multiplied, scale_multiples, to_multiples
 from ompq.skeleton import GRAPH, PACKED_FORMAT, Place, StoredUnit
-from ompq.streams import LARGEST_HALF_BITS, decode, encode, stream_length, unpack_bits
+from ompq.streams import (
+    LARGEST_HALF_BITS,
+    WIDTHS,
+    decode,
+    encode,
+    stream_length,
+    unpack_bits,
+)
 from ompq.units import Choice, LayerGraph, Skipped, Unit
 
 FORMAT = PACKED_FORMAT
@@ -513,7 +520,7 @@ def _record(data: Mapping[str, Any]) -> Quantization:
     graph = LayerGraph.from_json(data["graph"])
     sites = [json_record(ActivationSite, one) for one in data["sites"]]
     for site in sites:
-        if site.bits not in range(2, 9) or not (site.after or site.before):
+        if site.bits not in WIDTHS or not (site.after or site.before):
             raise ValueError(f"an activation of {site.bits} bits at {site.after[:3]}")
         if site.operand not in _OPERANDS or (site.operand and not site.before):
             raise ValueError(f"an operand {site.operand:.40} of {site.before[:3]}")

@@ -44,7 +44,7 @@ _SAMPLES = 64  # tell the largest value of each channel well enough
 # How far channels go towards one size, as a part of the exponent. Going all the way
 # would leave a clip at 6 no room above the largest value seen.
 _PART = 0.75
-_LARGEST_EXPONENT = 6
+_LARGEST_EXPONENT = 6  # of a factor of two: a channel 64 times smaller is all but 0
 # After a LayerNorm, the shares that are tried: the weights that undo the factors are
 # harder to round. They are judged by this many rows per sample and output channels.
 _PARTS = (0.0, 0.25, 0.5, 0.75, 1.0)

@@ -22,8 +22,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from ompq.costs import FLOAT_BITS
 from ompq.errors import TargetError, suggestion
 from ompq.files import json_flag, json_text, read_json
+from ompq.streams import WIDTHS
 from ompq.units import Choice, Unit
 
 FORMAT = "ompq-target/1"
@@ -33,7 +35,7 @@ KINDS = (
 )  # fmt: skip
 _DEFAULT = "default"
 _FOLDER = Path(__file__).parent
-_WIDTHS = (*range(2, 9), 32)
+_WIDTHS = (*WIDTHS, FLOAT_BITS)
 _CHOICE = re.compile(r"W(\d+)A(\d+)")
 
 

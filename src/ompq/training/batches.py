@@ -103,7 +103,7 @@ def epoch_batches(
         if batch is None:
             raise DataError(
                 f"epoch {epoch + 1} ended after {number} of {numbers.stop} batches; "
-                "batches must yield as many every time as their length says"
+                "batches must yield as many in every epoch as their length says"
             )
         if number in numbers:
             yield _labelled(batch)
