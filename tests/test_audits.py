@@ -84,6 +84,14 @@ def test_by_default_scores_are_audited_that_can_choose_activations_too(network):
     assert {one.name for one in found.scores} == set(ompq.AuditConfig.scores)
 
 
+def test_repr_says_how_much_was_measured(found):
+    least = min(one.divergence for one in found.measured)
+    counts = f"{len(found.measured)} allocations, {len(found.scores)} scores"
+    assert repr(found) == (
+        f"Audit({found.budget}: {counts}; least divergence {least:.4g})"
+    )
+
+
 def test_regret_is_against_the_best_seen(found):
     least = min(one.divergence for one in found.measured)
     assert found.best.divergence == least

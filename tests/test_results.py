@@ -40,6 +40,28 @@ def test_plans_evaluations_and_networks_show_themselves():
     assert sizes == [row["bytes"] for row in PLAN.to_dict()["units"]]
 
 
+def test_reprs_are_one_line_that_says_how_much_there_is(tmp_path):
+    path = tmp_path / "chain.ompq.safetensors"
+    ompq.save(ompq.quantize(MODEL, PLAN, images()), path)
+    units, weights = len(PLAN.graph), sum(unit.weights for unit in PLAN.graph.units)
+    blocks = len({unit.block for unit in PLAN.graph.units})
+    expected = f"LayerGraph({units} units in {blocks} blocks, {weights:,} weights, 0 "
+    assert repr(PLAN.graph).startswith(expected)
+    choices = len(PLAN.choices)
+    assert repr(PLAN.scores) == f"ScoreTable({units} units × {choices} choices)"
+    bits = sum(
+        c.weight * u.weights
+        for c, u in zip(PLAN.allocation.values(), PLAN.graph.units, strict=True)
+    )
+    assert repr(ompq.inspect_file(path)) == (
+        f"Account({path.name}: {path.stat().st_size:,} bytes, {units} units, "
+        f"{bits / weights:.2f} bits a weight)"
+    )
+    both = ompq.Samples.of([images(), images()[:2, :, :4]])
+    shapes = [str(tuple(x.shape[1:])) for x in (images(), images()[:2, :, :4])]
+    assert repr(both) == f"Samples({len(images()) + 2} of {', '.join(sorted(shapes))})"
+
+
 def test_data_frames_need_pandas(monkeypatch):
     monkeypatch.setitem(sys.modules, "pandas", None)
     with pytest.raises(MissingExtraError, match=r"pip install 'ompq\[notebook\]'"):

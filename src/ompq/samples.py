@@ -84,6 +84,10 @@ class Samples:
             raise SampleError(f"samples are empty: give at least one input{hint}")
         return cls(tuple(map(_joined, runs)))
 
+    def __repr__(self) -> str:
+        shapes = {str(tuple(t.shape[1:])) for run in self.runs for t in _tensors(run)}
+        return f"Samples({len(self)} of {', '.join(sorted(shapes))})"
+
     def __len__(self) -> int:
         return sum(map(batch_length, self.runs))
 

@@ -223,6 +223,13 @@ class LayerGraph:
     def __len__(self) -> int:
         return len(self.units)
 
+    def __repr__(self) -> str:
+        weights = sum(unit.weights for unit in self.units)
+        return (
+            f"LayerGraph({len(self)} units in {len(self.blocks)} blocks, "
+            f"{weights:,} weights, {len(self.skipped)} layers left float)"
+        )
+
     def __getitem__(self, name: str) -> Unit:
         try:
             return self._by_name[name]
@@ -449,6 +456,11 @@ class ScoreTable:
     orm_labels: tuple[str, ...] = ()
     gamma: Table | None = None
     importance: Table | None = None
+
+    def __repr__(self) -> str:
+        units, choices = self.damage.shape
+        orm = "" if self.orm is None else f", ORM of {len(self.orm)} functions"
+        return f"ScoreTable({units} units × {choices} choices{orm})"
 
     def as_saved(self) -> "ScoreTable":
         """Return what a file gives back: an ORM of single precision."""

@@ -138,6 +138,12 @@ class Audit:
     null_spearman: tuple[float, ...]
     orthogonality: Correlation | None = None
 
+    def __repr__(self) -> str:
+        return (
+            f"Audit({self.budget}: {len(self.measured)} allocations, "
+            f"{len(self.scores)} scores; least divergence {self.best.divergence:.4g})"
+        )
+
     @property
     def best(self) -> Measured:
         """The allocation of least divergence."""

@@ -416,6 +416,12 @@ class Account:
     units: tuple[UnitAccount, ...]  # the same for each unit
     about: Mapping[str, Any]  # ``network``, ``versions`` and ``plan``, as saved
 
+    def __repr__(self) -> str:
+        return (
+            f"Account({self.path.name}: {self.file_bytes:,} bytes, {len(self.units)} "
+            f"units, {self.average_bits:.2f} bits a weight)"
+        )
+
     @property
     def planned_bytes(self) -> int:
         """What the file takes at most by the plan, whatever its own accounting."""
