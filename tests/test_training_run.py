@@ -21,7 +21,7 @@ import ompq
 from ompq import training
 from ompq.errors import CheckpointError, DataError, MissingExtraError, TrainingError
 from ompq.files import read_checkpoint
-from ompq.training import Run, run_identity
+from ompq.training import Run
 from training_script import CONFIG, QUICK, equal, made, state, toy
 
 HERE = Path(__file__).parent
@@ -276,7 +276,7 @@ def test_scalars_go_to_a_tracker_of_accelerate(toys, monkeypatch):
 def test_checkpoints_hold_what_a_run_needs(toys, tmp_path):
     _, network, data = toys
     ompq.train(network, data, QUICK, checkpoint=tmp_path)
-    identity = run_identity(network, 4, QUICK)
+    identity = Run(network, data, QUICK, teacher=None).identity(network)
     last = tmp_path / "last.safetensors"
     found, text = read_checkpoint(last, kind="training", identity=identity)
     assert text["step"] == "8" and text["best"] == "null"

@@ -162,6 +162,13 @@ def suggestion(name: str, known: Iterable[str]) -> str:
     return f" (did you mean {', '.join(full[one] for one in close)}?)" if close else ""
 
 
+def check_counts(**counts: int) -> None:
+    """Raise a ValueError that names the first count below 1."""
+    for name, count in counts.items():
+        if count < 1:
+            raise ValueError(f"{name}={count} must be at least 1")
+
+
 def check_known(name: str, value: object, known: Iterable[str], more: str = "") -> None:
     """Raise a ValueError unless the value is one of the names; ``more`` is used too.
 

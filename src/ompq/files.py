@@ -13,7 +13,7 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import MISSING, fields, is_dataclass
 from importlib import metadata
@@ -394,6 +394,14 @@ def _bytes_of(tensor: "Tensor | NDArray[Any]") -> memoryview:
     import torch
 
     return tensor.reshape(-1).view(torch.uint8).numpy().data
+
+
+def run_identity(settings: Any, tensors: "Iterable[Tensor]") -> str:
+    """Return a digest of what must be equal for a checkpoint to continue a run."""
+    digest = hashlib.sha256(json.dumps(settings).encode())
+    for tensor in tensors:
+        digest.update(tensor.detach().cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()
 
 
 def write_checkpoint(

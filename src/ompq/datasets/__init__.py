@@ -28,7 +28,7 @@ from torchvision.transforms import v2
 
 from ompq.datasets.distilled_data import distilled_samples
 from ompq.datasets.images import ImageFiles, decode, find_images, normalise, open_image
-from ompq.errors import DataError, shortened
+from ompq.errors import DataError, check_counts, shortened
 from ompq.files import call_user_function, is_user_function, reason
 from ompq.models import NamedModel, output_count, transformers_library
 from ompq.models.networks import demo_data
@@ -117,8 +117,7 @@ class Data:
         Raises:
             DataError: There are no usable labels, or fewer inputs than asked for.
         """
-        if batch_size < 1:
-            raise ValueError(f"batch_size={batch_size} must be at least 1")
+        check_counts(batch_size=batch_size)
         if self.label_problem is not None:
             raise DataError(f"{self.name}: {self.label_problem}")
         order = range(self.length) if limit is None else self._order(limit)[:limit]
@@ -126,8 +125,7 @@ class Data:
 
     def _order(self, count: int) -> list[int]:
         """Return all positions: one of each class in turn, shuffled within."""
-        if count < 1:
-            raise ValueError(f"count={count} must be at least 1")
+        check_counts(count=count)
         if count > self.length:
             raise DataError(
                 f"{self.name}: asked for {count} samples, found {self.length}; "
@@ -244,8 +242,8 @@ def load_data(
     name = os.fspath(name)
     if split not in ("train", "test"):
         raise ValueError(f"split={split!r} must be 'train' or 'test'")
-    if workers is not None and workers < 1:
-        raise ValueError(f"workers={workers} must be at least 1")
+    if workers is not None:
+        check_counts(workers=workers)
     if name == "random":
         return _random(model, seed)
     if name == "distilled":

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ompq.errors import SampleError
+from ompq.errors import SampleError, check_counts
 from ompq.samples import (
     attached,
     cudnn_kernels,
@@ -82,9 +82,7 @@ def distilled_samples(  # noqa: PLR0913 - only the network and the shape are nee
     Raises:
         SampleError: The network has no batch norms, or they remember nothing.
     """
-    for name, value in (("count", count), ("steps", steps), ("batch_size", batch_size)):
-        if value < 1:
-            raise ValueError(f"{name}={value} must be at least 1")
+    check_counts(count=count, steps=steps, batch_size=batch_size)
     generator = torch.Generator().manual_seed(seed)
     noise = torch.randn(count, *input_shape, generator=generator)
     total = -(-count // batch_size) * steps

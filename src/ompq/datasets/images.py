@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torchvision.transforms import v2
 
-from ompq.errors import DataError, SampleError, shortened, suggestion
+from ompq.errors import DataError, SampleError, check_counts, shortened, suggestion
 from ompq.files import reason
 from ompq.models import NamedModel
 
@@ -184,8 +184,7 @@ def image_views(images: Tensor, views: int, *, seed: int = 0) -> Tensor:
     Raises:
         SampleError: The tensor does not hold images.
     """
-    if views < 1:
-        raise ValueError(f"views={views} must be at least 1")
+    check_counts(views=views)
     if views == 1:
         return images
     if not isinstance(images, Tensor):

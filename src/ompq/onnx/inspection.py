@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ompq.errors import ExportError, MissingExtraError, shortened
+from ompq.errors import ExportError, MissingExtraError, check_counts, shortened
 
 # What a constant is, by the last part of its name.
 _ITEMS = {
@@ -289,9 +289,7 @@ def time_files(
         MissingExtraError: The runtime is not installed.
         ExportError: It cannot run a file.
     """
-    for name, value in (("repeats", repeats), ("threads", threads)):
-        if value < 1:
-            raise ValueError(f"{name}={value} is too small; use 1 or more")
+    check_counts(repeats=repeats, threads=threads)
     version = load_runtime(runtime).__version__
     runs = {name: runner(file, shape, threads, runtime) for name, file in files.items()}
     seconds: dict[str, list[float]] = {name: [] for name in runs}

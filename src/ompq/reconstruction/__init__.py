@@ -1,6 +1,5 @@
 """reconstruct(): learn the rounding block by block so that outputs stay the same."""
 
-import hashlib
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -13,8 +12,8 @@ from typing import Literal, TypeAlias
 from torch import nn
 
 from ompq.attention import with_layers
-from ompq.errors import QuantizationError, check_known, shortened
-from ompq.files import read_checkpoint, write_checkpoint
+from ompq.errors import QuantizationError, check_counts, check_known, shortened
+from ompq.files import read_checkpoint, run_identity, write_checkpoint
 from ompq.graph import trace
 from ompq.layers import quantized_layers
 from ompq.offload import staying
@@ -72,9 +71,7 @@ class ReconstructConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Check the values."""
-        if self.merge < 1:
-            raise ValueError(f"merge={self.merge} must be at least 1")
+        check_counts(merge=self.merge)
         check_known("loss", self.loss, ("squared", "fisher"))
 
 
@@ -307,14 +304,10 @@ def _within(
 
 
 def _identity(quantized: nn.Module, samples: Samples, config: ReconstructConfig) -> str:
-    """Return what must be equal for a checkpoint to continue a run."""
-    digest = hashlib.sha256(json.dumps(asdict(config)).encode())
-    seen = tensors_in(samples.runs)
     # Some values of each sample tell it from others; all would take seconds to read.
-    some = [t.reshape(len(t), -1)[:, ::_READ_EVERY] for t in seen if t.dim()]
-    for tensor in (*quantized.state_dict().values(), *some):
-        digest.update(tensor.detach().cpu().contiguous().numpy().tobytes())
-    return digest.hexdigest()
+    seen = tensors_in(samples.runs)
+    some = (t.reshape(len(t), -1)[:, ::_READ_EVERY] for t in seen if t.dim())
+    return run_identity(asdict(config), (*quantized.state_dict().values(), *some))
 
 
 def _save(

@@ -13,6 +13,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from ompq.errors import check_counts
 from ompq.layers import (
     ActivationQuantizer,
     QuantizedLayer,
@@ -57,10 +58,11 @@ class BrecqConfig:
     activation_power: float = 2.4
 
     def __post_init__(self) -> None:
-        """Check the values."""
-        for name in ("iterations", "activation_iterations", "batch_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        check_counts(
+            iterations=self.iterations,
+            activation_iterations=self.activation_iterations,
+            batch_size=self.batch_size,
+        )
 
 
 class SigmoidRounding:

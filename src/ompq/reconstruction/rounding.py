@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from torch.nn.modules.conv import _ConvTransposeNd
 
 from ompq.costs import coded_bytes
+from ompq.errors import check_counts
 from ompq.layers import (
     ActivationQuantizer,
     QuantizedLayer,
@@ -93,10 +94,7 @@ class RoundingConfig:
     float_inputs: float = 0.5
 
     def __post_init__(self) -> None:
-        """Check the values."""
-        for name in ("iterations", "batch_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        check_counts(iterations=self.iterations, batch_size=self.batch_size)
         for name in ("warmup", "tail", "drop", "float_inputs"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be from 0 to 1")

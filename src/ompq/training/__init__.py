@@ -1,6 +1,5 @@
 """train(): quantization-aware training."""
 
-import hashlib
 import json
 import logging
 import math
@@ -20,7 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ompq.allocation import Allocation
 from ompq.errors import DataError, MissingExtraError, TrainingError, shortened
-from ompq.files import read_checkpoint, write_checkpoint, write_text
+from ompq.files import read_checkpoint, run_identity, write_checkpoint, write_text
 from ompq.layers import activation_quantizers, quantized_layers
 from ompq.quantization import keep_rates, quantization_of, with_quantization
 from ompq.recording import copied
@@ -96,7 +95,7 @@ def train(  # noqa: PLR0913
     run = Run(quantized, batches, config, teacher=teacher)
     tracker = Tracker(
         run,
-        run_identity(quantized, run.length, config),
+        run.identity(quantized),
         None if checkpoint is None else Path(checkpoint),
         validation=validation,
         progress=progress,
@@ -241,6 +240,11 @@ class Run:
     def shard(self) -> tuple[int, int]:
         """This process, and how many there are."""
         return self.engine.process_index, self.engine.num_processes
+
+    def identity(self, quantized: nn.Module) -> str:
+        """Return what must be equal for a checkpoint to continue a run."""
+        settings = {k: v for k, v in asdict(self.config).items() if k not in _FREE}
+        return run_identity([settings, self.length], quantized.state_dict().values())
 
     def begin_epoch(self, number: int) -> range:
         """Set the modes of the network; return the numbers of the batches to come."""
@@ -394,15 +398,6 @@ def _under(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
         for name, tensor in tensors.items()
         if name.startswith(prefix)
     }
-
-
-def run_identity(quantized: nn.Module, length: int, config: TrainConfig) -> str:
-    """Return a digest of what must be equal for a checkpoint to continue a run."""
-    settings = {k: v for k, v in asdict(config).items() if k not in _FREE}
-    digest = hashlib.sha256(json.dumps([settings, length]).encode())
-    for tensor in quantized.state_dict().values():
-        digest.update(tensor.detach().cpu().contiguous().numpy().tobytes())
-    return digest.hexdigest()
 
 
 class Tracker:
