@@ -9,7 +9,15 @@ from rich.console import Console as RichConsole
 
 from ompq import stages
 from ompq.cli import console as consoles
-from ompq.cli.console import Console, View, muted, opened, plain, render
+from ompq.cli.console import (
+    Column,
+    Console,
+    View,
+    muted,
+    opened,
+    plain,
+    render,
+)
 
 
 def stream(*, terminal: bool) -> RichConsole:
@@ -165,7 +173,7 @@ def test_a_pipe_has_no_width_unless_it_is_given(monkeypatch):
 VIEW = View(
     data={"name": "[b]\x9b1m"},
     line="[/x] one\x1b[31m",
-    tables=lambda width: [f"{width} columns", "[/x]"],
+    body=[[Column("columns", ["80"])], "[/x]"],
 )
 
 
@@ -175,7 +183,7 @@ VIEW = View(
         ({"json": True}, '{\n  "name": "[b]\\u009b1m"\n}\n'),
         ({"quiet": True}, "[/x] one\\x1b[31m\n"),
         ({"json": True, "quiet": True}, '{\n  "name": "[b]\\u009b1m"\n}\n'),
-        ({}, "100 columns\n[/x]\n"),
+        ({}, "columns\n───────\n     80\n[/x]\n"),
     ],
 )
 def test_a_result_shows_itself_as_the_options_ask(settings, shown):
@@ -195,5 +203,5 @@ def test_what_a_terminal_would_obey_is_written_out():
 
 def test_a_quiet_result_is_one_line_however_narrow_the_terminal():
     console = Console(stream(terminal=False), stream(terminal=False), quiet=True)
-    render(View({}, "word " * 40 + "end", lambda _width: []), console)
+    render(View({}, "word " * 40 + "end", ["more"]), console)
     assert console.out.file.getvalue() == "word " * 40 + "end\n"

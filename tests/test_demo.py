@@ -14,7 +14,6 @@ from cli_tools import run, run_json
 from nets import TinyMobileNet, scenes, seeded
 from ompq import demo as job
 from ompq.cli import showcase
-from ompq.cli.showcase import DemoView
 from ompq.demo import (
     COPIES,
     DIGITS,
@@ -350,10 +349,6 @@ def with_agreement(one, value):
     return replace(one, final={**one.final, NOISY: noisy})
 
 
-def view(made, contenders):
-    return DemoView(replace(made[0], contenders=tuple(contenders)), made[1])
-
-
 @pytest.mark.parametrize(
     ("agreements", "end"),
     [
@@ -365,7 +360,7 @@ def view(made, contenders):
 )
 def test_the_verdict_says_what_was_found(made, agreements, end):
     contenders = map(with_agreement, made[0].contenders, agreements)
-    verdict = view(made, contenders).verdict()
+    verdict = replace(made[0], contenders=tuple(contenders)).verdict
     assert verdict.startswith(f"Within 37KiB, mixed bits keep {agreements[1]:.1%} of ")
     assert verdict.endswith(end)
 
@@ -373,7 +368,7 @@ def test_the_verdict_says_what_was_found(made, agreements, end):
 def test_the_verdict_says_when_mixed_is_uniform(made):
     small, mixed, _ = made[0].contenders
     same = replace(mixed, plan=small.plan)
-    verdict = view(made, (small, same)).verdict()
+    verdict = replace(made[0], contenders=(small, same)).verdict
     assert verdict == "At 37KiB every layer gets the same: uniform 2 bits."
 
 
@@ -385,5 +380,5 @@ def test_layers_that_are_free_are_not_said_to_be_tied(made):
 
 def test_a_missing_onnx_file_is_explained(made):
     without = replace(made[0], exported=None, no_export="the file disagrees")
-    rows = DemoView(without, Path("out")).rows()
+    rows = showcase.closing(without, Path("out"))
     assert ("ONNX", "not written: the file disagrees") in rows

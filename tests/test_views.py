@@ -7,17 +7,9 @@ import pytest
 from rich.console import Console
 
 from ompq.allocation import Problem
+from ompq.cli.console import Column, facts, fitted, middle_cut
 from ompq.cli.decisions import budget_rows
-from ompq.cli.views import (
-    Column,
-    as_budget,
-    facts,
-    fitted,
-    middle_cut,
-    operation_budgets,
-    reasons,
-    size_budgets,
-)
+from ompq.cli.views import as_budget, operation_budgets, reasons, size_budgets
 from ompq.costs import Budget, Cost
 from ompq.units import Choice, Skipped
 

@@ -190,6 +190,29 @@ class Demo:
         )
 
     @property
+    def verdict(self) -> str:
+        """The outcome of the comparison in a sentence."""
+        mixed, uniform = self.mixed, self.uniform
+        if mixed.plan.allocation == uniform.plan.allocation:
+            return f"At {self.budget} every layer gets the same: {uniform.name}."
+        text = (
+            f"Within {self.budget}, mixed bits keep {percent(agreement(mixed.final))} "
+            f"of the float network's answers to noisy digits; {uniform.name} keep "
+            f"{percent(agreement(uniform.final))}"
+        )
+        low, high = advantage(mixed.final, uniform.final)
+        if low <= 0:
+            digits = self.reference[DIGITS].count
+            return f"{text}. {digits} digits cannot show a difference that small."
+        text = f"{text}: {percent(low)} to {percent(high)} more (95 % interval)."
+        for larger in self.contenders:
+            if not larger.within and advantage(mixed.final, larger.final)[0] > 0:
+                size = in_bytes(larger.plan.totals["bytes"])
+                share = percent(agreement(larger.final))
+                return f"{text} Even {larger.name} ({size}) keep only {share}."
+        return text
+
+    @property
     def budget(self) -> str:
         """The budget as it was given."""
         return str(self.config.budget)

@@ -9,9 +9,8 @@ from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
 import torch
-from rich.console import RenderableType
 
-from ompq.cli.console import Console, View, muted
+from ompq.cli.console import Column, Console, Shown, View, facts, muted
 from ompq.cli.options import (
     argument,
     check_writable,
@@ -22,7 +21,6 @@ from ompq.cli.options import (
     output_path,
 )
 from ompq.cli.settings import read_samples
-from ompq.cli.views import Column, facts, fitted
 from ompq.costs import in_bytes
 from ompq.datasets import load_data
 from ompq.errors import ExportError, ModelError, PackedFileError
@@ -222,11 +220,7 @@ def onnx_view(account: OnnxAccount) -> View:
         Column("bytes", [f"{count:,}" for count in items.values()]),
     ]
     line = f"{account.path}: {in_bytes(account.bytes)}"
-
-    def tables(width: int) -> list[RenderableType]:
-        return [fitted(columns, width), "", fitted(sums, width), "", line]
-
-    return View(account.to_json(), line, tables)
+    return View(account.to_json(), line, [columns, "", sums, "", line])
 
 
 def packed_view(file: Path, account: Account) -> View:
@@ -243,15 +237,12 @@ def packed_view(file: Path, account: Account) -> View:
         rows.append(("plan", f"{plan['budget']} by {plan['score']}, {plan['hash']}"))
     rows.append(("bits", f"{account.average_bits:.3f} per weight on average"))
     rows.append(("size", size))
-
-    def tables(width: int) -> list[RenderableType]:
-        units, items = _unit_table(account, width), _item_table(account, width)
-        return [units, "", items, "", facts(rows)]
-
-    return View(account.to_json(), f"{file}: {size}", tables)
+    units, items = _unit_columns(account), _item_columns(account)
+    body: list[Shown] = [units, "", items, "", facts(rows)]
+    return View(account.to_json(), f"{file}: {size}", body)
 
 
-def _unit_table(account: Account, width: int) -> RenderableType:
+def _unit_columns(account: Account) -> list[Column]:
     units = account.units
     rows = [one.bytes for one in units]
     columns = [
@@ -270,20 +261,19 @@ def _unit_table(account: Account, width: int) -> RenderableType:
             for one in units
         ]
         columns.insert(3, Column("coded", rates, rank=2))
-    return fitted(columns, width)
+    return columns
 
 
-def _item_table(account: Account, width: int) -> RenderableType:
+def _item_columns(account: Account) -> list[Column]:
     found = {**account.items, "file": account.file_bytes}
     planned = {**account.planned, "file": account.planned_bytes}
     more = {name: size - planned[name] for name, size in found.items()}
-    columns = [
+    return [
         Column("item", [name.replace("_", " ") for name in found], "left"),
         Column("bytes", [f"{size:,}" for size in found.values()]),
         Column("plan", [f"{planned[name]:,}" for name in found]),
         Column("more", [f"{n:+,}" if n else "" for n in more.values()], rank=1),
     ]
-    return fitted(columns, width)
 
 
 def bench(
@@ -377,7 +367,7 @@ def bench_view(
         Column("memory", memory),
     ]
     slow = facts([("gains no time", remarks)])
-    below: list[RenderableType] = ["", slow] if remarks else []
+    below: list[Shown] = ["", slow] if remarks else []
     rows = [{**one.to_json(), "file_bytes": sizes[one.name]} for one in timings]
     line = "\n".join(
         f"{one.runtime}, {one.name}: {one.milliseconds:.3g} ms, "
@@ -385,4 +375,4 @@ def bench_view(
         for one in timings
     )
     data = {"rows": rows, "without_gain": remarks}
-    return View(data, line, lambda width: [fitted(columns, width), *below])
+    return View(data, line, [columns, *below])

@@ -1,4 +1,4 @@
-"""Where a command writes: results to stdout, progress and warnings to stderr."""
+"""What a command prints: results on stdout, progress and warnings on stderr."""
 
 import ctypes
 import json
@@ -6,7 +6,7 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import (
     AbstractContextManager,
     ExitStack,
@@ -18,11 +18,11 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from io import StringIO
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, Literal, TextIO, TypeAlias
 
-from rich import progress as bars
+from rich import box, progress as bars
 from rich.console import Console as RichConsole, RenderableType
-from rich.table import Column
+from rich.table import Column as RichColumn, Table
 from rich.text import Text
 
 if TYPE_CHECKING:  # these import PyTorch, and errors should not wait for it
@@ -31,6 +31,79 @@ if TYPE_CHECKING:  # these import PyTorch, and errors should not wait for it
 _LINE_SECONDS = 10.0  # how often progress is printed where there is no terminal
 _LOGGER = logging.getLogger("ompq")
 _UNBOUNDED = 10_000  # columns of a pipe, where lines are not cut
+_GAP = 2  # blanks between columns: one of padding, one of the box
+_NAME_LEAST = 24  # columns go before names are cut shorter than this
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column of a table."""
+
+    title: str
+    cells: Sequence[str]
+    justify: Literal["left", "right"] = "right"
+    rank: int = 0  # 0 is never left out; of the others the highest goes first
+    shorten: bool = False  # whether cells may be cut in the middle: names
+
+    @property
+    def width(self) -> int:
+        """Width of its widest cell."""
+        return max(len(self.title), *(len(plain(cell)) for cell in self.cells), 0)
+
+    @property
+    def least(self) -> int:
+        """Width that it can be cut to."""
+        return min(self.width, _NAME_LEAST) if self.shorten else self.width
+
+
+def fitted(columns: Iterable[Column], width: int) -> Table:
+    """Return a table that fits the width: columns are left out, then names are cut."""
+    kept = list(columns)
+    while (spare := width + _GAP - sum(c.least + _GAP for c in kept)) < 0 and any(
+        c.rank for c in kept
+    ):
+        kept.remove(max(kept, key=lambda column: column.rank))
+    table = Table(
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        padding=(0, _GAP - 1, 0, 0),
+        show_edge=False,
+    )
+    rows = []
+    for column in kept:
+        table.add_column(Text(column.title), justify=column.justify, no_wrap=True)
+        room = column.least + max(spare, 0) if column.shorten else column.width
+        rows.append([middle_cut(plain(cell), room) for cell in column.cells])
+    for row in zip(*rows, strict=True):
+        table.add_row(*(Text(cell) for cell in row))
+    return table
+
+
+def middle_cut(text: str, width: int) -> str:
+    """Return the text, cut in the middle where it is longer than the width.
+
+    Example:
+        >>> middle_cut("features.12.block.3.1", 12)
+        'featur…k.3.1'
+    """
+    if len(text) <= width:
+        return text
+    tail = (width - 1) // 2
+    return f"{text[: width - 1 - tail]}…{text[len(text) - tail :]}"
+
+
+def facts(rows: Iterable[tuple[str, str | Sequence[str]]]) -> Table:
+    """Return a table of names and texts; several texts take a line each."""
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column()
+    for name, texts in rows:
+        for place, text in enumerate([texts] if isinstance(texts, str) else texts):
+            table.add_row(Text("" if place else plain(name)), Text(plain(text)))
+    return table
+
+
+Shown: TypeAlias = RenderableType | list[Column]
 
 
 @dataclass(frozen=True)
@@ -39,8 +112,9 @@ class View:
 
     data: Any  # what --json prints
     line: str  # what --quiet prints
-    # Or a function of the width; without them the line is shown.
-    tables: Callable[[int], Iterable[RenderableType]] | Iterable[RenderableType] = ()
+    # Text and tables; the columns of a table are made to fit the terminal. Without
+    # them the line is shown.
+    body: Sequence[Shown] = ()
 
 
 @dataclass(frozen=True)
@@ -67,11 +141,13 @@ class Console:
         """Show the progress of a stage and keep its time."""
         return self.stages.stage(name)
 
-    def show(self, *items: RenderableType) -> None:
+    def show(self, *items: Shown) -> None:
         """Print results; strings are printed as they are, and wrapped unless quiet."""
         for item in items:
             with self.out.capture() as captured:
-                text = Text(plain(item)) if isinstance(item, str) else item
+                text: Any = Text(plain(item)) if isinstance(item, str) else item
+                if isinstance(item, list):
+                    text = fitted(item, self.out.width)
                 self.out.print(text, soft_wrap=self.quiet)
             # Tables are padded to their width, which readers do not need.
             lines = [line.rstrip() for line in captured.get().split("\n")]
@@ -89,12 +165,8 @@ def render(view: View, console: Console) -> None:
     """Print a result as the options ask: as JSON, as one line, or as tables."""
     if console.json:
         console.show_json(view.data)
-    elif console.quiet or not view.tables:
-        console.show(view.line)
-    elif callable(view.tables):
-        console.show(*view.tables(console.out.width))
     else:
-        console.show(*view.tables)
+        console.show(*((not console.quiet and view.body) or [view.line]))
 
 
 def plain(text: str) -> str:
@@ -211,7 +283,7 @@ def _bar(console: RichConsole, name: str) -> "Iterator[Progress]":
         bars.TextColumn(
             "{task.description}",
             markup=False,
-            table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis"),
+            table_column=RichColumn(ratio=1, no_wrap=True, overflow="ellipsis"),
         ),
         bars.BarColumn(bar_width=20),
         bars.TextColumn("{task.fields[count]}", style="dim"),

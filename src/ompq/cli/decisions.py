@@ -11,7 +11,7 @@ import torch
 import typer
 
 from ompq.allocation import Problem, reachable
-from ompq.cli.console import Console, View, muted, say
+from ompq.cli.console import Column, Console, View, facts, muted, say
 from ompq.cli.options import (
     BudgetOption,
     check_resumed,
@@ -32,15 +32,7 @@ from ompq.cli.settings import (
     read_samples,
     sample_count,
 )
-from ompq.cli.views import (
-    Column,
-    as_budget,
-    cost_columns,
-    facts,
-    fitted,
-    plan_view,
-    size_budgets,
-)
+from ompq.cli.views import as_budget, cost_columns, plan_view, size_budgets
 from ompq.costs import FLOAT_BITS, Budget, digits, in_bytes
 from ompq.datasets import load_data
 from ompq.errors import suggestion
@@ -189,7 +181,7 @@ def budget_view(network: str, problem: Problem) -> View:
         cells = [as_budget(row["milliseconds"], "ms") for row in lines]
         columns.append(Column("latency", cells))
     data = {"network": network, "rows": rows}
-    return View(data, line, lambda width: [line, "", fitted(columns, width)])
+    return View(data, line, [line, "", columns])
 
 
 def budget_rows(problem: Problem) -> list[dict[str, Any]]:
@@ -245,7 +237,7 @@ def scores() -> View:
         Column("", [row["summary"] for row in rows], "left", rank=1),
     ]
     line = ", ".join(SCORES)
-    return View(rows, line, lambda width: [fitted(columns, width)])
+    return View(rows, line, [columns])
 
 
 _QUICK = ",".join(map(score_name, AuditConfig.scores))
@@ -382,6 +374,4 @@ def audit_view(found: Audit, written: Sequence[str]) -> View:
     ]
     line = f"{rows[0].name} chooses best: divergence {digits(rows[0].divergence)}"
     data = {**found.to_json(), "written": list(written)}
-    return View(
-        data, line, lambda width: [fitted(columns, width), "", facts(facts_below)]
-    )
+    return View(data, line, [columns, "", facts(facts_below)])

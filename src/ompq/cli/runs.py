@@ -18,7 +18,7 @@ import typer
 from torch import nn
 
 from ompq.allocation import Allocation
-from ompq.cli.console import Console, View, in_first_process, muted, say
+from ompq.cli.console import Console, View, facts, in_first_process, muted, say
 from ompq.cli.options import (
     REQUIRED,
     check_resumed,
@@ -39,7 +39,6 @@ from ompq.cli.settings import (
     sample_count,
 )
 from ompq.cli.views import (
-    facts,
     quality_rows,
     quality_text,
     time_line,
@@ -466,8 +465,7 @@ def outcome_view(made: Outcome, folder: Path, files: Mapping[str, FileSize]) -> 
     data = {**made.to_json(), "folder": str(folder), "files": [*files], "sizes": sizes}
     accuracy = "" if found is None else f", {quality_text(found)}"
     line = f"{folder}: {'; '.join(used(made.plan))}{accuracy}"
-    shown = [facts(rows), *warning(made.about, "the results")]
-    return View(data, line, shown)
+    return View(data, line, [facts(rows), *warning(made.about, "the results")])
 
 
 def _error_rows(errors: Sequence[BlockError]) -> list[tuple[str, str]]:
@@ -742,5 +740,5 @@ def evaluation_view(
         ("time", time_line(seconds)),
     ]
     data = {**about, **found.to_json(), "seconds": seconds}
-    shown = [facts(rows), *warning(about, "the numbers")]
-    return View(data, quality_text(found), shown)
+    end = warning(about, "the numbers")
+    return View(data, quality_text(found), [facts(rows), *end])

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
-from rich.console import RenderableType
 
-from ompq.cli.console import Console, View
+from ompq.cli.console import Column, Console, Shown, View
 from ompq.cli.options import (
     BudgetOption,
     PlanFile,
@@ -23,7 +22,7 @@ from ompq.cli.options import (
     option,
     output_path,
 )
-from ompq.cli.views import Column, cost_columns, fitted, plan_view, top1_text
+from ompq.cli.views import cost_columns, plan_view, top1_text
 from ompq.costs import FILES, Budget, counted, digits, in_bytes
 from ompq.errors import PlanError
 from ompq.files import read_json
@@ -157,7 +156,7 @@ def pareto_view(cost: str, rows: Sequence[Mapping[str, Any]]) -> View:
     sizes = columns[0].cells
     line = f"{sizes[0]} to {sizes[-1]}: damage {damages[0]} to {damages[-1]}"
     data = {"cost": cost, "points": rows}
-    return View(data, line, lambda width: [fitted(columns, width)])
+    return View(data, line, [columns])
 
 
 def _bar(damage: float, low: float, high: float) -> str:
@@ -261,16 +260,13 @@ def comparison_view(entries: Sequence[Entry], page: Path | None) -> View:
         "differing": {name: [*map(str, row)] for name, row in differing.items()},
         "written": None if page is None else str(page),
     }
-
-    def tables(width: int) -> list[RenderableType]:
-        bits = [_bits_table(entries[0], differing, width), ""] if differing else []
-        written = [] if page is None else [f"{page}: open it in a browser"]
-        return [_totals_table(entries, width), "", *bits, verdict, *written]
-
-    return View(data, f"{verdict}; {', '.join(sizes)}", tables)
+    body: list[Shown] = [_totals_columns(entries), ""]
+    body += [_bits_columns(entries[0], differing), ""] if differing else []
+    body += [verdict] if page is None else [verdict, f"{page}: open it in a browser"]
+    return View(data, f"{verdict}; {', '.join(sizes)}", body)
 
 
-def _totals_table(entries: Sequence[Entry], width: int) -> RenderableType:
+def _totals_columns(entries: Sequence[Entry]) -> list[Column]:
     plans = [entry.plan for entry in entries]
     columns = [
         Column("", [str(number) for number in range(1, len(entries) + 1)]),
@@ -289,12 +285,12 @@ def _totals_table(entries: Sequence[Entry], width: int) -> RenderableType:
         columns.append(Column("top-1", [text or "-" for text in found_top1]))
         cells = [_against(entry, entries[0]) for entry in entries]
         columns.append(Column("against 1 (± standard error)", cells, rank=4))
-    return fitted(columns, width)
+    return columns
 
 
-def _bits_table(
-    first: Entry, differing: Mapping[str, Sequence[Choice]], width: int
-) -> RenderableType:
+def _bits_columns(
+    first: Entry, differing: Mapping[str, Sequence[Choice]]
+) -> list[Column]:
     units = [first.plan.graph[name] for name in differing]
     every = [choice for row in differing.values() for choice in row]
     one_width = len({choice.activation for choice in every}) == 1
@@ -306,7 +302,7 @@ def _bits_table(
     for place, column in enumerate(zip(*differing.values(), strict=True), 1):
         cells = [bits.weight_text if one_width else str(bits) for bits in column]
         columns.append(Column(f"bits of {place}", cells))
-    return fitted(columns, width)
+    return columns
 
 
 def write_comparison(page: Path, entries: Sequence[Entry], progress: Progress) -> None:

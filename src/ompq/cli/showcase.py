@@ -1,15 +1,13 @@
 """demo and reproduce: runs whose networks and settings are known beforehand."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
-from rich.console import RenderableType
 from rich.text import Text
 
-from ompq.cli.console import Console, View, say
+from ompq.cli.console import Column, Console, Shown, View, facts, say
 from ompq.cli.options import (
     argument,
     check_writable,
@@ -20,7 +18,7 @@ from ompq.cli.options import (
     output_path,
 )
 from ompq.cli.settings import NetworkOptions, read_samples
-from ompq.cli.views import Column, facts, fitted, time_line
+from ompq.cli.views import time_line
 from ompq.costs import in_bytes, percent
 from ompq.datasets import load_data
 from ompq.demo import (
@@ -29,13 +27,12 @@ from ompq.demo import (
     Demo,
     DemoConfig,
     Measured,
-    advantage,
     agreement,
     run_demo,
 )
 from ompq.errors import suggestion
 from ompq.experiments import ANY, EXPERIMENTS, Experiment, Row
-from ompq.plans import Plan
+from ompq.plans import Plan, unit_rows
 from ompq.reproduction import Bench, reproduce as run_experiment
 from ompq.results import Evaluation
 from ompq.stages import PLAN, REPORT
@@ -82,7 +79,7 @@ def demo(
 
     def planned(plan: Plan, reference: Measured) -> None:
         if not console.json and not console.quiet:
-            console.show(*beginning(plan, budget, reference, console.out.width))
+            console.show(*beginning(plan, budget, reference))
 
     # The network is too small for several threads: waiting for each other would take
     # most of the time, and on a busy machine ten times as long.
@@ -92,15 +89,24 @@ def demo(
         found = run_demo(folder, config, bar=console.stages.bar, planned=planned)
     finally:
         torch.set_num_threads(threads)
-    view = DemoView(found, folder)
     data = {**found.to_json(), "folder": str(folder), "files": list(found.files)}
-    line = f"{folder / REPORT}: {view.verdict()}"
-    return View(data, line, view.tables)
+    line = f"{folder / REPORT}: {found.verdict}"
+    noisy = found.reference[NOISY].count
+    body: list[Shown] = [
+        "Uniform networks have the same bits in every layer. The last two columns show "
+        f"how often a network gives the float network's answer to {noisy:,} noisy "
+        "digits: rounded to nearest, then reconstructed.",
+        "",
+        _contest(found),
+        "",
+        Text(found.verdict, style="bold"),
+        "",
+        facts(closing(found, folder)),
+    ]
+    return View(data, line, body)
 
 
-def beginning(
-    plan: Plan, budget: str, reference: Measured, width: int
-) -> list[RenderableType]:
+def beginning(plan: Plan, budget: str, reference: Measured) -> list[Shown]:
     """Return what is shown before the long stages: the task, and the decision."""
     weights = sum(unit.weights for unit in plan.graph.units)
     size = in_bytes(plan.problem.costs["bytes"].reference)
@@ -112,36 +118,33 @@ def beginning(
         "per byte. Damage is the rounding noise of a layer, weighted by how much of it "
         "is expected to reach the answers:",
         "",
-        _bits_table(plan, width),
+        _bits(plan),
         *ties(plan),
         "",
     ]
 
 
-def _bits_table(plan: Plan, width: int) -> RenderableType:
+def _bits(plan: Plan) -> list[Column]:
     """Return what each layer gets, and the two things that decide it."""
-    units, damage = plan.graph.units, plan.scores.damage
-    bits = [plan.allocation[unit.name] for unit in units]
-    table = plan.problem.costs["bytes"].table
-    sizes = [in_bytes(table[row, column]) for row, column in enumerate(plan.columns)]
-    least = plan.choices[0].bits
-    columns = [
+    units, bits = plan.graph.units, plan.allocation
+    bars = [f"{'▬' * round(b.bits)} {b.weight_text}" for b in bits.values()]
+    return [
         Column("layer", [unit.name for unit in units], "left", shorten=True),
         Column("kind", [unit.kind for unit in units], "left", rank=1),
         Column("weights", [f"{unit.weights:,}" for unit in units]),
-        Column(f"damage at {least:g} bits", [f"{row[0]:.3f}" for row in damage]),
         Column(
-            "bits", ["▬" * round(b.bits) + f" {b.weight_text}" for b in bits], "left"
+            f"damage at {plan.choices[0].bits:g} bits",
+            [f"{row[0]:.3f}" for row in plan.scores.damage],
         ),
-        Column("bytes", sizes),
+        Column("bits", bars, "left"),
+        Column("bytes", [in_bytes(row["bytes"]) for row in unit_rows(plan)]),
     ]
-    return fitted(columns, width)
 
 
-def ties(plan: Plan) -> list[RenderableType]:
+def ties(plan: Plan) -> list[str]:
     """Return a line for each group of layers that share their bits, after a gap."""
     names = plan.graph.names
-    lines: list[RenderableType] = [
+    lines = [
         f"{' and '.join(names[i] for i in group)} share their bits: "
         "their outputs are added."
         for group in plan.graph.groups.values()
@@ -150,96 +153,51 @@ def ties(plan: Plan) -> list[RenderableType]:
     return ["", *lines] if lines else []
 
 
-@dataclass(frozen=True)
-class DemoView:
-    """The results of the demonstration: the comparison, and the files."""
+def _contest(found: Demo) -> list[Column]:
+    """Return the networks side by side."""
+    rivals = found.contenders
+    sizes = [found.float_bytes, *(one.plan.totals["bytes"] for one in rivals)]
+    bits = [f"{one.plan.totals['average_bits']:.2f}" for one in rivals]
+    digits = [found.reference, *(one.final for one in rivals)]
+    rounded = [percent(agreement(one.rounded)) for one in rivals]
+    final = [percent(agreement(one.final)) for one in rivals]
+    remarks = ["" if one.within else "too large" for one in rivals]
+    return [
+        Column("network", ["float", *(one.name for one in rivals)], "left"),
+        Column("bits", ["32", *bits]),
+        Column("size", [in_bytes(size) for size in sizes]),
+        Column("correct digits", [_right(one[DIGITS]) for one in digits]),
+        Column("rounded", ["", *rounded]),
+        Column("reconstructed", ["", *final]),
+        Column("", ["", *remarks], "left", rank=1),
+    ]
 
-    found: Demo
-    folder: Path
 
-    def tables(self, width: int) -> list[RenderableType]:
-        """Return the networks side by side, the verdict, and the files."""
-        noisy = self.found.reference[NOISY].count
-        return [
-            "Uniform networks have the same bits everywhere. The last two columns show "
-            f"how often a network gives the float network's answer to {noisy:,} noisy "
-            "digits: rounded to nearest, then reconstructed.",
-            "",
-            self._contest(width),
-            "",
-            Text(self.verdict(), style="bold"),
-            "",
-            facts(self.rows()),
-        ]
-
-    def _contest(self, width: int) -> RenderableType:
-        found, rivals = self.found, self.found.contenders
-        sizes = [found.float_bytes, *(one.plan.totals["bytes"] for one in rivals)]
-        bits = [f"{one.plan.totals['average_bits']:.2f}" for one in rivals]
-        digits = [found.reference, *(one.final for one in rivals)]
-        rounded = [percent(agreement(one.rounded)) for one in rivals]
-        final = [percent(agreement(one.final)) for one in rivals]
-        remarks = ["" if one.within else "too large" for one in rivals]
-        columns = [
-            Column("network", ["float", *(one.name for one in rivals)], "left"),
-            Column("bits", ["32", *bits]),
-            Column("size", [in_bytes(size) for size in sizes]),
-            Column("correct digits", [_right(one[DIGITS]) for one in digits]),
-            Column("rounded", ["", *rounded]),
-            Column("reconstructed", ["", *final]),
-            Column("", ["", *remarks], "left", rank=1),
-        ]
-        return fitted(columns, width)
-
-    def verdict(self) -> str:
-        """Return the outcome of the comparison in a sentence."""
-        found, mixed, uniform = self.found, self.found.mixed, self.found.uniform
-        if mixed.plan.allocation == uniform.plan.allocation:
-            return f"At {found.budget} every layer gets the same: {uniform.name}."
-        kept = agreement(mixed.final)
-        text = (
-            f"Within {found.budget}, mixed bits keep {percent(kept)} of the float "
-            f"network's answers to noisy digits; {uniform.name} keep "
-            f"{percent(agreement(uniform.final))}."
+def closing(found: Demo, folder: Path) -> list[tuple[str, str]]:
+    """Return the files, and what to do next."""
+    account, exported, bits = found.account, found.exported, found.plan.allocation
+    same = "the same logits" if found.same_logits else "OTHER logits: please report"
+    onnx = f"not written: {found.no_export}"
+    if exported is not None:
+        answers = exported.simulated
+        equal = round(answers.top1 * answers.images)
+        onnx = (
+            f"{exported.path}: {in_bytes(exported.bytes)} with its graph; "
+            f"{exported.runtime} gives the quantized network's answer to {equal} "
+            f"of {answers.images} digits"
         )
-        low, high = advantage(mixed.final, uniform.final)
-        if low <= 0:
-            digits = found.reference[DIGITS].count
-            return f"{text} {digits} digits cannot show a difference that small."
-        text = f"{text[:-1]}: {percent(low)} to {percent(high)} more (95 % interval)."
-        for larger in found.contenders:
-            if not larger.within and advantage(mixed.final, larger.final)[0] > 0:
-                size = in_bytes(larger.plan.totals["bytes"])
-                share = percent(agreement(larger.final))
-                return f"{text} Even {larger.name} ({size}) keep only {share}."
-        return text
-
-    def rows(self) -> list[tuple[str, str]]:
-        """Return the files, and what to do next."""
-        found, account, exported = self.found, self.found.account, self.found.exported
-        same = "the same logits" if found.same_logits else "OTHER logits: please report"
-        onnx = f"not written: {found.no_export}"
-        if exported is not None:
-            answers = exported.simulated
-            equal = round(answers.top1 * answers.images)
-            onnx = (
-                f"{exported.path}: {in_bytes(exported.bytes)} with its graph; "
-                f"{exported.runtime} gives the quantized network's answer to {equal} "
-                f"of {answers.images} digits"
-            )
-        bits = found.plan.allocation
-        most = max(found.plan.graph.names, key=lambda name: bits[name].bits)
-        sizes = in_bytes(account.file_bytes), in_bytes(account.planned_bytes)
-        packed = "{}, within the {} of the plan; read back it gives".format(*sizes)
-        return [
-            ("packed", f"{account.path}: {packed} {same}"),
-            ("coded", found.coded_text),
-            ("ONNX", onnx),
-            ("report", f"{self.folder / REPORT}: open it in a browser"),
-            ("next", f"ompq explain {self.folder / PLAN} {most}"),
-            ("", "ompq demo --budget 32KiB, or your own network: ompq quantize --help"),
-            ("time", time_line(found.outcome.seconds)),
-        ]
+    most = max(bits, key=lambda name: bits[name].bits)
+    sizes = in_bytes(account.file_bytes), in_bytes(account.planned_bytes)
+    packed = "{}, within the {} of the plan; read back it gives".format(*sizes)
+    return [
+        ("packed", f"{account.path}: {packed} {same}"),
+        ("coded", found.coded_text),
+        ("ONNX", onnx),
+        ("report", f"{folder / REPORT}: open it in a browser"),
+        ("next", f"ompq explain {folder / PLAN} {most}"),
+        ("", "ompq demo --budget 32KiB, or your own network: ompq quantize --help"),
+        ("time", time_line(found.outcome.seconds)),
+    ]
 
 
 def _right(found: Evaluation) -> str:
@@ -357,16 +315,12 @@ def _tell(
 
 def _list_view() -> View:
     entries = [(one, row) for one in EXPERIMENTS.values() for row in one.rows]
+    told = ("method", "budget", "train", "published")
     data = [
         {
-            "name": one.name,
-            "title": one.title,
-            "network": one.network,
+            **{key: getattr(one, key) for key in ("name", "title", "network")},
             "row": row.name,
-            "method": row.method,
-            "budget": row.budget,
-            "train": row.train,
-            "published": row.published,
+            **{key: getattr(row, key) for key in told},
         }
         for one, row in entries
     ]
@@ -381,4 +335,4 @@ def _list_view() -> View:
         Column("top-1, paper", top1),
     ]
     line = f"{len(EXPERIMENTS)} tables and figures, {len(entries)} rows"
-    return View(data, line, lambda width: [fitted(columns, width)])
+    return View(data, line, [columns])

@@ -1,18 +1,14 @@
-"""What people read: tables no wider than the terminal, and plans as text."""
+"""Plans and evaluations as people read them."""
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from math import ceil, floor, log10
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from rich import box
-from rich.console import RenderableType
-from rich.table import Table
 from rich.text import Text
 
-from ompq.cli.console import View, plain
+from ompq.cli.console import Column, Shown, View, facts
 from ompq.costs import (
     PURPOSES,
     counted,
@@ -26,77 +22,7 @@ from ompq.plans import Plan, unit_rows
 from ompq.results import Evaluation
 from ompq.units import Skipped
 
-_GAP = 2  # blanks between columns: one of padding, one of the box
-_NAME_LEAST = 24  # columns go before names are cut shorter than this
 _STAYS_FLOAT = re.compile(r"(?P<kind>\w+) stays float: (?P<count>[\d,]+) parameters")
-
-
-@dataclass(frozen=True)
-class Column:
-    """One column of a table."""
-
-    title: str
-    cells: Sequence[str]
-    justify: Literal["left", "right"] = "right"
-    rank: int = 0  # 0 is never left out; of the others the highest goes first
-    shorten: bool = False  # whether cells may be cut in the middle: names
-
-    @property
-    def width(self) -> int:
-        """Width of its widest cell."""
-        return max(len(self.title), *(len(plain(cell)) for cell in self.cells), 0)
-
-    @property
-    def least(self) -> int:
-        """Width that it can be cut to."""
-        return min(self.width, _NAME_LEAST) if self.shorten else self.width
-
-
-def fitted(columns: Sequence[Column], width: int) -> Table:
-    """Return a table that fits the width: columns are left out, then names are cut."""
-    kept = list(columns)
-    while (spare := width + _GAP - sum(c.least + _GAP for c in kept)) < 0 and any(
-        c.rank for c in kept
-    ):
-        kept.remove(max(kept, key=lambda column: column.rank))
-    table = Table(
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
-        padding=(0, _GAP - 1, 0, 0),
-        show_edge=False,
-    )
-    rows = []
-    for column in kept:
-        table.add_column(Text(column.title), justify=column.justify, no_wrap=True)
-        room = column.least + max(spare, 0) if column.shorten else column.width
-        rows.append([middle_cut(plain(cell), room) for cell in column.cells])
-    for row in zip(*rows, strict=True):
-        table.add_row(*(Text(cell) for cell in row))
-    return table
-
-
-def middle_cut(text: str, width: int) -> str:
-    """Return the text, cut in the middle where it is longer than the width.
-
-    Example:
-        >>> middle_cut("features.12.block.3.1", 12)
-        'featur…k.3.1'
-    """
-    if len(text) <= width:
-        return text
-    tail = (width - 1) // 2
-    return f"{text[: width - 1 - tail]}…{text[len(text) - tail :]}"
-
-
-def facts(rows: Iterable[tuple[str, str | Sequence[str]]]) -> Table:
-    """Return a table of names and texts; several texts take a line each."""
-    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column()
-    for name, texts in rows:
-        for place, text in enumerate([texts] if isinstance(texts, str) else texts):
-            table.add_row(Text("" if place else plain(name)), Text(plain(text)))
-    return table
 
 
 def size_budgets(sizes: Sequence[float]) -> list[str]:
@@ -180,7 +106,7 @@ def quality_text(found: Evaluation) -> str:
     return "; ".join(" ".join(row) for row in quality_rows(found)[:1])
 
 
-def warning(about: Mapping[str, Any], what: str) -> list[RenderableType]:
+def warning(about: Mapping[str, Any], what: str) -> list[Shown]:
     """Return a warning that cannot be overlooked where nothing real was used."""
     options = ["--weights none"] if about.get("weights") == "none (random)" else []
     options += ["--data random"] if about.get("data") == "random" else []
@@ -208,13 +134,13 @@ def plan_view(
         *(("stays float", text) for text in reasons(plan.graph.skipped)),
         ("time", time_line(seconds)),
     ]
-    below: list[RenderableType] = ["", facts(rows), *warning(about, "these bits")]
     line = f"{'; '.join(used(plan))}, {identity}"
-    return View(data, line, lambda width: [plan_table(plan, width), *below])
+    end = warning(about, "these bits")
+    return View(data, line, [plan_columns(plan), "", facts(rows), *end])
 
 
-def plan_table(plan: Plan, width: int) -> Table:
-    """Return the units and their bits as a table no wider than ``width``."""
+def plan_columns(plan: Plan) -> list[Column]:
+    """Return the units and their bits."""
     units, gamma = plan.graph.units, plan.scores.gamma
     several = len({choice.activation for choice in plan.allocation.values()}) > 1
     bits = [plan.allocation[unit.name] for unit in units]
@@ -234,7 +160,7 @@ def plan_table(plan: Plan, width: int) -> Table:
     if gamma is not None:
         cells = [f"{value:.2f}" for value in gamma]
         columns.insert(5, Column("gamma", cells, rank=5))
-    return fitted(columns, width)
+    return columns
 
 
 def _remark(plan: Plan, row: Mapping[str, Any]) -> str:
