@@ -1,14 +1,23 @@
 """Settings of the whole suite."""
 
 import os
+from functools import cache
 
 import torch
+from torch.onnx._internal import _lazy_import
 
 # Toy networks are too small to share between threads, and the suite runs in processes.
 torch.set_num_threads(1)
 
 # Set in the processes of pytest-xdist; a test that wants a width says so itself.
 os.environ.pop("COLUMNS", None)
+
+# At every export PyTorch asks anew which functions there are, and parses the source of
+# hundreds of them: as long as the export of a toy network. They stay the same.
+exporter = _lazy_import.onnxscript_apis
+exporter.get_torchlib_ops = cache(
+    lambda: type(exporter).__getattr__(exporter, "get_torchlib_ops")()
+)
 
 # Files that take longest run first: at the end, one of them would keep one process busy
 # while the others wait.

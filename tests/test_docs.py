@@ -16,8 +16,11 @@ PAGES = ["README.md", "docs/guide.md"]
 def python_blocks(page: str) -> list[str]:
     """Return the code as it stands on a page, but with fewer samples and steps."""
     text = (ROOT / page).read_text()
-    text = text.replace(".samples(256)", ".samples(144)")
-    text = re.sub(r"iterations=\d+", "iterations=2", text)
+    text = text.replace(".samples(256)", ".samples(32)")
+    text = re.sub(r"samples\[:\d+\]", "samples[:16]", text)
+    text = text.replace("samples[128:]", "samples[16:]")
+    text = text.replace("limit=512", "limit=128")
+    text = re.sub(r"(iterations|steps)=\d+", r"\1=2", text)
     return re.findall(r"```python\n(.*?)```", text, re.DOTALL)
 
 
