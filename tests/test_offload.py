@@ -86,7 +86,7 @@ def blocks_of(kind):
     """Return a network of many equal blocks, and samples."""
     if kind == "vision transformer":
         shape = {"image_size": 16, "patch_size": 8, "num_classes": 5}
-        size = {"num_layers": 6, "num_heads": 2, "hidden_dim": 32, "mlp_dim": 64}
+        size = {"num_layers": 4, "num_heads": 2, "hidden_dim": 32, "mlp_dim": 64}
         return seeded(VisionTransformer(**shape, **size)), images(8, size=16)
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
@@ -103,14 +103,11 @@ def blocks_of(kind):
 
 
 @pytest.mark.parametrize("kind", ["vision transformer", "decoder"])
-@pytest.mark.parametrize("loss", ["squared", "fisher"])
-def test_blocks_are_learned_in_the_memory_of_one(kind, loss):
+def test_blocks_are_learned_in_the_memory_of_one(kind):
     network, samples = blocks_of(kind)
     rounding = ompq.RoundingConfig(iterations=10)
-    config = ompq.ReconstructConfig(rounding=rounding, loss=loss)
     bits = {"*": (3, 8)}
     quantized = ompq.quantize(network, bits, samples)
-    expected = ompq.reconstruct(quantized, network, samples, config)
     blocks = quantization_of(quantized).graph.blocks
     largest = max(
         sum(t.nbytes for t in quantized.get_submodule(name).state_dict().values())
@@ -120,13 +117,18 @@ def test_blocks_are_learned_in_the_memory_of_one(kind, loss):
     limit = 1.2 * largest
     with device_memory(f"{limit / 1024}KiB", "cpu") as memory:
         again = ompq.quantize(network, bits, samples)
-        found = ompq.reconstruct(again, network, samples, config)
-    assert largest <= memory.peak_bytes <= limit < weight_bytes(network) / 3
-    errors = [quantization_of(each).errors for each in (found, expected)]
-    assert errors[0] == errors[1]
-    assert sum(error.improved for error in errors[0]) > 2
-    for key, value in expected.state_dict().items():
-        assert torch.equal(found.state_dict()[key], value)
+    assert 0 < memory.peak_bytes <= limit
+    for loss in ("squared", "fisher"):
+        config = ompq.ReconstructConfig(rounding=rounding, loss=loss)
+        expected = ompq.reconstruct(quantized, network, samples, config)
+        with device_memory(f"{limit / 1024}KiB", "cpu") as memory:
+            found = ompq.reconstruct(again, network, samples, config)
+        assert largest <= memory.peak_bytes <= limit < weight_bytes(network) / 3
+        errors = [quantization_of(each).errors for each in (found, expected)]
+        assert errors[0] == errors[1]
+        assert sum(error.improved for error in errors[0]) > 2
+        for key, value in expected.state_dict().items():
+            assert torch.equal(found.state_dict()[key], value)
 
 
 @pytest.mark.parametrize("protocol", ["ours", "brecq"])

@@ -131,7 +131,9 @@ def _keep_sums(layer: QuantizedLayer, channels: Tensor) -> None:
     way = missing.sign()
     limit = (levels * way).topk(min(2, levels.shape[1]), dim=1).values[:, -1:]
     gain = ((exact - levels) * way).masked_fill(levels * way >= limit, 0)
-    rank = gain.argsort(1, descending=True).argsort(1)
+    order = gain.argsort(1, descending=True)
+    places = torch.arange(order.shape[1], device=order.device).expand_as(order)
+    rank = torch.empty_like(order).scatter_(1, order, places)
     moved = (rank < missing.abs()) & (gain > 0)
     rounded = ((levels + moved * way) * scale).view_as(layer.weight)
     like = (-1, *[1] * (layer.weight.dim() - 1))
