@@ -37,7 +37,7 @@ ORDER = {
     "quantization": "sites calibration moments equalization",
     "reconstruction": "blocks descent rounding brecq",
     "evaluation": "",
-    "training": "config methods step batches",
+    "training": "config methods step",
     "integer": "arithmetic operators lowering finalization",
     "packing": "format",
     "measurement": "meter reconstruction_score refinement rivals audits goals",

@@ -9,7 +9,7 @@ import ompq
 from ompq.datasets import HeldSet, ImageSet, load_data, training_data
 from ompq.errors import DataError
 from ompq.models import NamedModel
-from ompq.training.batches import TrainingData
+from ompq.training import TrainingData
 
 
 def named(side: int, channels: int = 3, outputs: int = 2) -> NamedModel:

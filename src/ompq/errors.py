@@ -146,9 +146,9 @@ class MissingExtraError(OmpqError):
 
 def shortened(names: Sequence[str], limit: int = 5) -> str:
     """Return names joined by commas, cut at ``limit`` with a count of the rest."""
-    shown = ", ".join(names[:limit])
+    listed = ", ".join(names[:limit])
     rest = len(names) - limit
-    return f"{shown} and {rest} more" if rest > 0 else shown
+    return f"{listed} and {rest} more" if rest > 0 else listed
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:

@@ -180,11 +180,15 @@ class QuantizedLayer(nn.Module):
         """
         if self.rounding is not None:
             return self.rounding(self, factor)
-        weight: Tensor = self.weight
-        if factor is not None:
-            weight = scaled_channels(weight, factor, self)
+        weight = self.folded_weight(factor)
         shared = weight.numel() / self.weight_scale.numel()
         return rounded_to(self.grid_like_weight(), weight, shared)
+
+    def folded_weight(self, factor: Tensor | None) -> Tensor:
+        """Return the weight, its output channels multiplied by factors (C,)."""
+        if factor is None:
+            return self.weight
+        return scaled_channels(self.weight, factor, self)
 
     def grid_like_weight(self) -> Grid:
         """Return the grid shaped so that it broadcasts with the weight."""

@@ -42,7 +42,7 @@ from ompq.samples import (
     token_ids,
 )
 from ompq.stages import Progress
-from ompq.training.batches import Shard, TrainingData, dealt, mixed_seed
+from ompq.training import Shard, TrainingData, dealt, mixed_seed
 
 # An input, which is a tensor or several of them in a tuple or dict, and its target: the
 # number of its class, -1 if it has none, or whatever a metric reads.

@@ -296,7 +296,10 @@ def _described(module: nn.Module, name: str) -> NamedModel:
     if isinstance(getattr(module, "pretrained_cfg", None), dict):
         return NamedModel(module=module, name=name, **_timm_preprocessing(module))
     if vocabulary := getattr(getattr(module, "config", None), "vocab_size", 0):
-        return _tokens(NamedModel(module, name, (), (), (), 0, vocabulary=vocabulary))
+        config: Any = module.config
+        longest = getattr(config, "max_position_embeddings", None) or _TOKENS
+        tokens = (min(_TOKENS, longest),)
+        return NamedModel(module, name, tokens, (), (), 0, vocabulary=vocabulary)
     given = getattr(module, "preprocessing", {})
     if not isinstance(given, Mapping) or not set(given) <= set(_PREPROCESSING):
         raise ModelError(
@@ -330,13 +333,6 @@ def _described(module: nn.Module, name: str) -> NamedModel:
         resize=given.get("resize", min(shape[1:], default=0)),
         interpolation=interpolation,
     )
-
-
-def _tokens(model: NamedModel) -> NamedModel:
-    """Return a decoder with the length of its inputs."""
-    config: Any = model.module.config
-    longest = getattr(config, "max_position_embeddings", None) or _TOKENS
-    return replace(model, input_shape=(min(_TOKENS, longest),))
 
 
 def _plain_statistics(

@@ -1,17 +1,19 @@
-"""train(): quantization-aware training."""
+"""train(): quantization-aware training; its runs, their batches and checkpoints."""
 
+import hashlib
 import json
 import logging
 import math
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from importlib import import_module
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -22,10 +24,16 @@ from ompq.errors import DataError, MissingExtraError, TrainingError, shortened
 from ompq.files import read_checkpoint, run_identity, write_checkpoint, write_text
 from ompq.layers import activation_quantizers, quantized_layers
 from ompq.quantization import keep_rates, quantization_of, with_quantization
-from ompq.recording import copied
-from ompq.samples import call, cudnn_kernels, evaluating, first_tensor, model_device
+from ompq.recording import copied, tensors_in
+from ompq.samples import (
+    Batch,
+    call,
+    cudnn_kernels,
+    evaluating,
+    first_tensor,
+    model_device,
+)
 from ompq.stages import Progress
-from ompq.training.batches import Batches, LabelledBatch, checked_length, epoch_batches
 from ompq.training.config import TrainConfig
 from ompq.training.methods import (
     ActivationRanges,
@@ -48,6 +56,41 @@ from ompq.training.step import (
     may_leave_unused,
     memory_layout,
 )
+
+_LOG = logging.getLogger(__name__)
+LAST, BEST = "last.safetensors", "best.safetensors"
+_MODEL, _MOMENTUM, _COUNTS = "model/", "momentum/", "counts"
+# Settings that may differ between a run and its continuation: they change no result.
+_FREE = {"checkpoint_steps", "report_steps", "tensorboard", "logger"}
+
+LabelledBatch: TypeAlias = tuple[Batch, Tensor]
+Shard: TypeAlias = tuple[int, int]  # a process, and the number of processes
+
+
+@runtime_checkable
+class TrainingData(Protocol):
+    """Labelled images that are shuffled, augmented and batched epoch by epoch."""
+
+    def __len__(self) -> int:
+        """Return the number of images."""
+
+    def epoch(
+        self,
+        number: int,
+        *,
+        batch_size: int,
+        seed: int = 0,
+        start: int = 0,
+        shard: Shard = (0, 1),
+    ) -> Iterator[LabelledBatch]:
+        """Yield the batches of an epoch, all of one size, from number ``start`` on.
+
+        Order and augmentation follow the epoch's number and the seed. Each process gets
+        its part of every batch: ``shard`` is its number, and the number of processes.
+        """
+
+
+Batches: TypeAlias = TrainingData | Iterable[LabelledBatch]
 
 
 def train(  # noqa: PLR0913
@@ -154,16 +197,9 @@ def _isolated(run: "Run") -> Iterator[None]:
         torch.enable_grad(),
         warnings.catch_warnings(),
     ):
-        # Shown where parameters could have been unused, and none were.
+        # Raised where parameters could have been unused, and none were.
         warnings.filterwarnings("ignore", "find_unused_parameters=True was specified")
         yield
-
-
-_LOG = logging.getLogger(__name__)
-LAST, BEST = "last.safetensors", "best.safetensors"
-_MODEL, _MOMENTUM, _COUNTS = "model/", "momentum/", "counts"
-# Settings that may differ between a run and its continuation: they change no result.
-_FREE = {"checkpoint_steps", "report_steps", "tensorboard", "logger"}
 
 
 def check_installed(config: TrainConfig) -> None:
@@ -567,3 +603,104 @@ def _scalars(run: Run) -> Iterator[Callable[..., Any]]:
             stack.callback(board.close)
             writers.append(board.add_scalar)
         yield lambda *scalar: [write(*scalar) for write in writers]
+
+
+def checked_length(
+    batches: Batches, config: TrainConfig, processes: int, device: torch.device
+) -> int:
+    """Return how many batches each process gets in an epoch: whole steps only."""
+    alone = processes == config.accumulate == 1
+    if config.cuda_graph and not (alone and device.type == "cuda"):
+        raise ValueError(
+            "cuda_graph needs one process on a GPU without accumulation, not "
+            f"{processes} on {device.type} with accumulate={config.accumulate}"
+        )
+    if not isinstance(batches, Sized):
+        raise TypeError(
+            f"batches is {type(batches).__name__} without a length; training reads "
+            "them once an epoch: pass a list, a DataLoader or training data"
+        )
+    parts, count = processes * config.accumulate, len(batches)
+    steps, found = count // parts, f"{count} batches, but a step takes {parts}"
+    if isinstance(batches, TrainingData):
+        if config.batch_size % parts:
+            raise ValueError(
+                f"batch_size={config.batch_size} cannot be split evenly over "
+                f"{processes} processes and accumulate={config.accumulate}; "
+                f"use a multiple of {parts}"
+            )
+        steps = count // config.batch_size
+        found = f"{count} images, fewer than batch_size={config.batch_size}"
+    if not steps:
+        raise DataError(f"an epoch has no step: {found}")
+    return steps * config.accumulate
+
+
+def epoch_batches(
+    batches: Batches, epoch: int, config: TrainConfig, numbers: range, shard: Shard
+) -> Iterator[LabelledBatch]:
+    """Yield one process's batches of an epoch, those of the given numbers.
+
+    Ready-made batches are dealt to the processes in turn; training data splits each
+    batch, so that a step sees the same images however many processes there are. The
+    global generator is seeded before every batch: what a loader shuffles and a network
+    drops then depends on the number of the batch alone, also in a resumed run.
+    """
+    torch.manual_seed(mixed_seed(config.seed, epoch, 0))
+    if isinstance(batches, TrainingData):
+        first = numbers.start
+        found = batches.epoch(
+            epoch,
+            batch_size=config.batch_size // config.accumulate,
+            seed=config.seed,
+            start=first,
+            shard=shard,
+        )
+    else:
+        process, processes = shard
+        first, found = 0, islice(batches, process, None, processes)
+    for number in range(first, numbers.stop):
+        torch.manual_seed(mixed_seed(config.seed, epoch, number))
+        batch = next(found, None)
+        if batch is None:
+            raise DataError(
+                f"epoch {epoch + 1} ended after {number} of {numbers.stop} batches; "
+                "batches must yield as many in every epoch as their length says"
+            )
+        if number in numbers:
+            yield _labelled(batch)
+
+
+def dealt(
+    order: Tensor, *, batch_size: int, start: int, shard: Shard
+) -> Iterator[Tensor]:
+    """Yield a process's part of each whole batch of images (N,), from ``start`` on."""
+    process, processes = shard
+    for batch in range(start, len(order) // batch_size):
+        yield order[batch * batch_size : (batch + 1) * batch_size][process::processes]
+
+
+def mixed_seed(*numbers: int) -> int:
+    """Return one seed for several numbers; other numbers give another seed."""
+    digest = hashlib.blake2b(repr(numbers).encode(), digest_size=6).digest()
+    return int.from_bytes(digest, "big")
+
+
+def _labelled(batch: Any) -> LabelledBatch:
+    if not isinstance(batch, tuple | list) or len(batch) != 2:
+        raise DataError(
+            f"a batch is {type(batch).__name__}; training needs (inputs, targets)"
+        )
+    inputs, targets = batch
+    count = next((len(tensor) for tensor in tensors_in(inputs) if tensor.dim()), 0)
+    whole = isinstance(targets, Tensor) and not (
+        targets.is_floating_point() or targets.is_complex()
+    )
+    if not whole or targets.shape != (count,):
+        found = getattr(targets, "dtype", type(targets).__name__)
+        shape = tuple(getattr(targets, "shape", ()))
+        raise DataError(
+            f"targets are {found} of shape {shape} for {count} inputs; training needs "
+            f"class indices, integers of shape ({count},)"
+        )
+    return inputs, targets.long()

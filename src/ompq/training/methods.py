@@ -60,10 +60,7 @@ class WeightRanges:
     def follow(self) -> None:
         """Set the scales by the weights, folded with their norms, as they are now."""
         for layer in self.layers:
-            weight: Tensor = layer.weight
-            factor = norm_factor(layer)
-            if factor is not None:
-                weight = scaled_channels(weight, factor, layer)
+            weight = layer.folded_weight(norm_factor(layer))
             largest = _rows(layer, weight).abs().amax(1).clamp(min=_SMALLEST)
             levels = layer.grid_like_weight().qmax - _middle(layer)
             margin = 1 + _MARGIN * torch.finfo(weight.dtype).eps
@@ -436,9 +433,7 @@ class OutlierWeights:
 
     def rounded(self, layer: QuantizedLayer, factor: Tensor | None) -> Tensor:
         """Return the rounded weight, folded with its norm's factor (C,)."""
-        weight: Tensor = layer.weight
-        if factor is not None:
-            weight = scaled_channels(weight, factor, layer)
+        weight = layer.folded_weight(factor)
         moved = weight.movedim(channel_axis(layer), 0)
         rounded = with_outliers(moved.flatten(1), layer.bits, self.fraction)
         return rounded.reshape(moved.shape).movedim(0, channel_axis(layer))
