@@ -131,10 +131,8 @@ def live_tensors(
     """Return every activation that takes memory of its own while the network runs.
 
     Norms and activation functions that alone read a tensor work in place, and views
-    take no memory. What a call reads and what it makes are alive together.
-
-    Args:
-        inputs: Values of one input of the network.
+    take no memory. What a call reads and what it makes are alive together. ``inputs``
+    is the number of values in one input of the network.
     """
     consumers, calls = recording.consumers(), recording.calls
     home = {-1: -1}  # call → the call whose memory holds its output

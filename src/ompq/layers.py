@@ -173,11 +173,7 @@ class QuantizedLayer(nn.Module):
         return linear_map(self, input, self.rounded_weight(), self.bias, output_size)
 
     def rounded_weight(self, factor: Tensor | None = None) -> Tensor:
-        """Return the weight on its grid, shaped as the weight.
-
-        Args:
-            factor: What a norm multiplies the output channels by, (C,).
-        """
+        """Return the weight, folded with a norm's factor (C,) if given, on its grid."""
         if self.rounding is not None:
             return self.rounding(self, factor)
         weight = self.folded_weight(factor)

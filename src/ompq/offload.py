@@ -117,12 +117,8 @@ def device_memory(
     """Run networks that are in host memory on a device, with few weights there.
 
     Verbs under it run networks whose weights are on the CPU on the device. The weights
-    visit it, call by call, and take at most ``limit``; what a network computes from one
-    batch comes on top.
-
-    Args:
-        limit: For example ``"8GiB"``.
-        device: Where they run.
+    visit it, call by call, and take at most ``limit``, for example ``"8GiB"``; what a
+    network computes from one batch comes on top.
 
     Raises:
         DeviceMemoryError: A layer takes more.

@@ -61,12 +61,8 @@ def like_weight(
 ) -> Tensor:
     """Return what channels (C,) or groups (C, G) have so that it goes with a weight.
 
-    Args:
-        values: In this order, of any shape.
-        shape: The weight's.
-        axis: Of its channels.
-        group_size: Weights of a channel, next to each other, that share a value; 0 if
-            all do. The last group may have fewer.
+    A group is so many weights of a channel next to each other; 0 takes all of them.
+    The last group may have fewer.
 
     Example:
         >>> like_weight(torch.tensor([[1, 2]]), (1, 5), group_size=3)
@@ -219,9 +215,8 @@ def deployed(grid: Grid, x: Tensor) -> Tensor:
 def on_log_grid(grid: Grid, x: Tensor) -> Tensor:
     """Round values from 0 on to levels that halve after every few codes.
 
-    Args:
-        grid: Its scale is the largest level and its zero point says how many codes make
-            up a halving. The last code is 0.
+    The grid's scale is the largest level, and its zero point says how many codes make
+    up a halving. The last code is 0.
 
     Example:
         >>> grid = Grid(torch.tensor(1.0), torch.tensor(1.0), bits=2)

@@ -119,14 +119,9 @@ def lowered_codes(
 ) -> Tensor:
     """Move codes towards zero until they take at most ``limit`` bytes.
 
-    Those move that add the least error for a bit they save, as few as will do.
-
-    Args:
-        codes: uint8, of any shape.
-        position: Where each weight should be, as for :func:`cheapest_codes`.
-        importance: Of each weight's error; broadcasts.
-        size: Returns the bytes that codes take.
-        limit: At least what zeros alone take.
+    Those move that add the least error, times its importance, for a bit they save, as
+    few as will do. Positions are those of :func:`cheapest_codes`; ``size`` returns the
+    bytes that codes take. The limit is at least what zeros alone take.
     """
     while size(codes) > limit and (codes != ZERO).any():
         less, rank = _lowest_damage(codes, position, importance)
@@ -201,11 +196,7 @@ class RateCurve(NamedTuple):
 
 
 def rate_curve(weight: Tensor) -> RateCurve:
-    """Return a layer's curve, within about 2 % of what the coder writes.
-
-    Args:
-        weight: With batch norm folded in, (rows, ...).
-    """
+    """Return a folded weight's curve, within about 2 % of what the coder writes."""
     rows = weight.detach().float().reshape(len(weight), -1)
     size = float(rows.square().mean().sqrt())
     steps = size * 2**_OCTAVES

@@ -210,10 +210,7 @@ class Parts:
 def hollowed(model: bytes, units: Mapping[str, StoredUnit], arrays: Arrays) -> bytes:
     """Return an ONNX file without what can be made of a packed file's units, deflated.
 
-    Args:
-        model: The ONNX file's content.
-        units: Where the packed file has them, by name.
-        arrays: The tensors of the packed file.
+    ``units`` says where the packed file, whose tensors are ``arrays``, has them.
 
     Raises:
         PackedFileError: It is not an ONNX file, or has none of the packed weights.

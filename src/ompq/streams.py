@@ -195,20 +195,12 @@ class CodeModel:
 
 
 def coded_size(codes: Codes) -> int:
-    """Return how many bytes codes take: what :func:`encode` writes, or a few more.
-
-    Args:
-        codes: Bytes of shape (rows, columns, ...).
-    """
+    """Return how many bytes codes take: what :func:`encode` writes, or a few more."""
     return CodeModel.fit(codes).size(codes) if codes.size else 0
 
 
 def encode(codes: Codes) -> bytes:
-    """Return the stream of a layer's codes.
-
-    Args:
-        codes: Bytes of shape (rows, columns, ...).
-    """
+    """Return the stream of a layer's codes, (rows, columns, ...)."""
     if not codes.size:
         return b""
     model, planes = CodeModel.fit(codes), _planes(codes)
@@ -230,10 +222,6 @@ def encode(codes: Codes) -> bytes:
 
 def decode(data: bytes, shape: Sequence[int]) -> Codes:
     """Return the codes of a stream; its length bounds the memory and the time.
-
-    Args:
-        data: From :func:`encode`.
-        shape: Of the codes, (rows, columns, ...).
 
     Raises:
         PackedFileError: The stream is damaged, or of another shape.
@@ -388,12 +376,9 @@ def _entropy(counts: Any) -> Any:
 def _class_starts(table: Ints, price: float) -> tuple[Ints, float]:
     """Merge contexts into classes while it saves bits.
 
-    Args:
-        table: Counts of each code in each context, (contexts, codes).
-        price: Bits that the distribution of a class takes.
-
-    Returns:
-        The first context of each class but the first, and the bits in all.
+    The table counts each code in each context, (contexts, codes); the distribution of a
+    class takes ``price`` bits. Return the first context of each class but the first,
+    and the bits in all.
     """
     starts = [0, *(np.flatnonzero(table.sum(1))[1:])]
     parts = [*np.add.reduceat(table, starts)]

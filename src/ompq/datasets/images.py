@@ -170,16 +170,10 @@ def normalise(pixels: Tensor, model: NamedModel) -> Tensor:
 
 
 def image_views(images: Tensor, views: int, *, seed: int = 0) -> Tensor:
-    """Return the images, followed by mirrored and shifted copies of them.
+    """Return the images, then mirrored and shifted copies, (views · N, C, H, W).
 
     With fewer than some 200 images reconstruction overfits; such copies help about as
     much as more images.
-
-    Args:
-        views: How many of each image there will be, the image itself included.
-
-    Returns:
-        (views · N, C, H, W); the images themselves first.
 
     Raises:
         SampleError: The tensor does not hold images.

@@ -88,9 +88,9 @@ def export_onnx(  # noqa: PLR0913
     """Write a quantized network as ONNX and verify that it computes the same.
 
     Args:
-        quantized: From :func:`ompq.quantize`, perhaps reconstructed or trained. What
-            is written is its finalized form; see :func:`ompq.finalize`. Where integers
-            do not cover it, the file computes with floats between them.
+        quantized: From :func:`ompq.quantize`, perhaps reconstructed or trained. It
+            is finalized first (:func:`ompq.finalize`). Where integers do not cover it,
+            the file computes with floats between them.
         path: The file to write; nothing is left there when verification fails.
         samples: Inputs to verify with; all are run. The file must agree with the
             network in its outputs and its codes; see :class:`Tolerance`.
