@@ -22,9 +22,9 @@ exporter.get_torchlib_ops = cache(
 # Files that take longest run first: at the end, one of them would keep one process busy
 # while the others wait.
 LONGEST = (
-    *("runs_training", "traced", "processes", "export", "docs", "demo"),
-    "training_run",
-    *("runs", "artifacts", "packing", "scores", "reconstruction", "rates", "decisions"),
+    *("export", "processes", "traced", "runs_training", "docs", "demo", "offload"),
+    *("artifacts", "attention", "reconstruction", "packing", "reproduction", "rates"),
+    *("scores", "runs", "commands", "quantization", "audits", "decisions", "zoo"),
 )
 
 

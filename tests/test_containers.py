@@ -15,6 +15,7 @@ from ompq.onnx.containers import (
     pack_plane,
     plane_parts,
 )
+from ompq.onnx.inspection import only_core
 from ompq.ranges import search_weight
 
 onnx = pytest.importorskip("onnx")
@@ -93,7 +94,8 @@ def in_onnxruntime(model, path):
 def in_openvino(model, path):
     openvino = pytest.importorskip("openvino")
     path.write_bytes(model.SerializeToString())
-    found = openvino.Core().compile_model(path, "CPU")([np.zeros(1, np.float32)])
+    core = only_core(openvino.Core)
+    found = core.compile_model(path, "CPU")([np.zeros(1, np.float32)])
     return list(found.values())
 
 

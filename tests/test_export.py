@@ -245,8 +245,8 @@ def vgg():
     return network
 
 
-def resnet(block, layers):
-    return lambda: models.ResNet(block, layers, num_classes=7)
+def resnet(block, layers, **settings):
+    return lambda: models.ResNet(block, layers, num_classes=7, **settings)
 
 
 def lite():
@@ -256,8 +256,11 @@ def lite():
 
 FAMILIES = {
     "resnet18": (resnet(models.resnet.BasicBlock, [1, 2, 1, 1]), 32),
-    "resnet50": (resnet(models.resnet.Bottleneck, [1, 1, 1, 1]), 32),
-    "mobilenet_v2": (lambda: models.mobilenet_v2(num_classes=7), 32),
+    "resnet50": (
+        resnet(models.resnet.Bottleneck, [1, 1, 1, 1], width_per_group=32),
+        32,
+    ),
+    "mobilenet_v2": (lambda: models.mobilenet_v2(num_classes=7, width_mult=0.5), 32),
     "vgg": (vgg, 28),
     "squeezenet": (lambda: models.squeezenet1_1(num_classes=7), 64),
     "efficientnet_lite": (lite, 32),

@@ -1,3 +1,4 @@
+import subprocess
 import sys
 from statistics import median
 from types import SimpleNamespace
@@ -117,6 +118,25 @@ def test_what_openvino_refuses_is_told_in_one_line(monkeypatch, tmp_path):
     path = tmp_path / "net.onnx"
     with pytest.raises(ExportError, match="openvino cannot load .* no such operator"):
         timing.runner(path, (1, 3, 8, 8), 2, "openvino")
+
+
+SIGNALLED = """
+import signal, sys
+from ompq.onnx.inspection import runner
+
+runs = [runner(sys.argv[1], (1, 3, 8, 8), 1, "openvino") for _ in range(2)]
+while runs:
+    del runs[0]
+signal.signal(signal.SIGINT, lambda *_: print("handled"))
+signal.raise_signal(signal.SIGINT)
+"""
+
+
+def test_a_process_that_ran_two_files_in_openvino_survives_signals(files):
+    pytest.importorskip("openvino")
+    command = [sys.executable, "-c", SIGNALLED, files["quantized"]]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "handled\n"), done.stderr
 
 
 def test_openvino_runs_what_it_has_compiled(monkeypatch):

@@ -5,6 +5,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -351,9 +352,20 @@ def _onnxruntime(path: str, threads: int, image: Any) -> Callable[[], Any]:
 
 def _openvino(path: str, threads: int, image: Any) -> Callable[[], Any]:
     settings = {"INFERENCE_NUM_THREADS": threads, "PERFORMANCE_HINT": "LATENCY"}
-    core = load_runtime("openvino").Core()
+    core = only_core(load_runtime("openvino").Core)
     compiled = core.compile_model(path, "CPU", settings)
     return lambda: compiled([image])
+
+
+@cache
+def only_core(kind: Callable[[], Any]) -> Any:
+    """Return OpenVINO's core, of which a process must have one, and keep it.
+
+    Each gives the process a stack for signals, takes it away when it is freed, and puts
+    back the stack that it found. If that was another core's, freed before, then the
+    next signal, be it Ctrl-C or the end of a child, ends the process.
+    """
+    return kind()
 
 
 def most_memory() -> int:
