@@ -22,8 +22,8 @@ from ompq.report.charts import (
     error_chart,
     heat_map,
     histogram_chart,
+    write_figures,
 )
-from ompq.report.figures import write_figures
 from ompq.report.sections import Accuracy, BlockError, Histogram, StageTime, Versions
 from ompq.units import ScoreTable
 from reports import every_section, toy_plan

@@ -609,6 +609,12 @@ def test_an_audit_is_continued_only_on_demand(net, tmp_path):
     assert f"or remove {tmp_path / 'measured.json'} to start over" in left.stderr
 
 
+def test_an_audit_s_limit_needs_labelled_images(net):
+    result = audited(net, "--limit", "3")
+    assert result.exit_code == 2
+    assert "--limit has no effect without --eval-data; give both" in result.stderr
+
+
 def test_an_audit_takes_quick_scores_or_all_of_them():
     planning = PlanOptions(activation_bits="4,8")
     assert AuditOptions().config(planning, 0).scores == AuditConfig.scores

@@ -415,6 +415,9 @@ def contents(folder):
         ("--set seed=3", "the seed is --seed"),
         ("--set distill", "a field of ompq.TrainConfig; the seed"),
         ("--resume", "/out holds no stopped run; omit --resume"),
+        ("--limit 3", "--limit has no effect without --eval-data; give both"),
+        ("--metric perplexity", "--metric has no effect without --eval-data"),
+        ("--refine-by reconstruct", "--refine-by has no effect without --refine; "),
         ("PLACE/none.py:make", "there is no file"),
     ],
 )

@@ -67,8 +67,7 @@ if TYPE_CHECKING:
     from ompq.reconstruction.brecq import BrecqConfig
     from ompq.reconstruction.rounding import RoundingConfig
     from ompq.report import write_report
-    from ompq.report.charts import worst_histograms
-    from ompq.report.figures import write_figures
+    from ompq.report.charts import worst_histograms, write_figures
     from ompq.report.sections import Accuracy
     from ompq.results import Evaluation
     from ompq.samples import Samples
@@ -119,8 +118,7 @@ _HOMES = {
     "ompq.measurement.reconstruction_score": "BlockLoss ReconstructionScore",
     "ompq.measurement.refinement": "RefineConfig refine",
     "ompq.report": "write_report",
-    "ompq.report.charts": "worst_histograms",
-    "ompq.report.figures": "write_figures",
+    "ompq.report.charts": "worst_histograms write_figures",
     "ompq.report.sections": "Accuracy",
     "ompq.measurement.rivals": "ReinforceConfig Widened one_bitwidth reinforce",
     "ompq.measurement.goals": "Goal Smallest SmallestConfig smallest",

@@ -19,7 +19,6 @@ from ompq.planner import PlanConfig
 from ompq.plans import Plan
 from ompq.reconstruction import ReconstructConfig
 from ompq.reconstruction.rounding import RoundingConfig
-from ompq.report.charts import worst_histograms
 from ompq.report.sections import Accuracy, Agreement, Remark, Section
 from ompq.results import Evaluation, wilson_interval
 from ompq.samples import evaluating
@@ -325,15 +324,8 @@ def _packed(
     with work.stages.stage("exporting to ONNX"):
         exported, why = _exported(mixed.network, folder / ONNX, images)
     asked = {"network": NETWORK, **asdict(config), "budget": str(config.budget)}
-    network, plan = mixed.network, mixed.plan
-    outcome = Outcome(
-        about={**asked, "threads": torch.get_num_threads()},
-        plan=plan,
-        network=network,
-        evaluation=mixed.final[DIGITS],
-        seconds=work.stages.seconds,
-        histograms=worst_histograms(network, work.model, plan, work.samples),
-    )
+    about = {**asked, "threads": torch.get_num_threads()}
+    outcome = work.outcome_of(mixed.network, mixed.plan, mixed.final[DIGITS], about)
     account = inspect_file(folder / PACKED)
     return Demo(config, outcome, reference, contenders, account, same, exported, why)
 

@@ -41,7 +41,7 @@ from ompq.plans import Plan
 from ompq.quantization import QUANTIZE_PROTOCOLS, QuantizeConfig
 from ompq.ranges import search_weight
 from ompq.recording import copied
-from ompq.report.figures import (
+from ompq.report.charts import (
     draw_bars,
     draw_heat,
     legend_above,

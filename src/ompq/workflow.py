@@ -212,8 +212,18 @@ class Workflow:
         """Finalize a network and, if there are labelled batches, evaluate it."""
         final, arithmetic = self.finalize(network)
         found = None if batches is None else self.evaluate(final, batches, metrics)
+        return self.outcome_of(final, bits, found, {**about, "arithmetic": arithmetic})
+
+    def outcome_of(
+        self,
+        final: nn.Module,
+        bits: Plan,
+        found: Evaluation | None,
+        about: Mapping[str, Any],
+    ) -> "Outcome":
+        """Return a network that is finalized and evaluated, and how it came about."""
         return Outcome(
-            about={**about, "arithmetic": arithmetic},
+            about=about,
             plan=bits,
             network=final,
             evaluation=found,

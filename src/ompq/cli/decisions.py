@@ -14,6 +14,7 @@ from ompq.allocation import Problem, reachable
 from ompq.cli.console import Column, Console, View, facts, muted, say
 from ompq.cli.options import (
     BudgetOption,
+    check_needed,
     check_resumed,
     check_writable,
     flag,
@@ -31,11 +32,11 @@ from ompq.cli.settings import (
     provenance,
     read_samples,
     sample_count,
+    unknown_score,
 )
 from ompq.cli.views import as_budget, cost_columns, plan_view, size_budgets
 from ompq.costs import FLOAT_BITS, Budget, digits, in_bytes
 from ompq.datasets import load_data
-from ompq.errors import suggestion
 from ompq.measurement.audits import Audit, AuditConfig, audit as measure_scores
 from ompq.measurement.reconstruction_score import SCORES
 from ompq.planner import unscored_problem
@@ -278,10 +279,7 @@ class AuditOptions:
         names = tuple(SCORES) if self.scores == "all" else self.scores.split(",")
         for name in names:
             if name not in SCORES:
-                raise ValueError(
-                    f"--scores {self.scores}: there is no score {name!r}"
-                    f"{suggestion(name, SCORES)}; use {', '.join(SCORES)}"
-                )
+                raise ValueError(f"--scores {self.scores}: {unknown_score(name)}")
         return AuditConfig(
             allocations=self.allocations,
             iterations=self.reconstruct,
@@ -292,6 +290,7 @@ class AuditOptions:
 
     def checkpoint(self) -> Path | None:
         """Return where measurements are kept while it runs."""
+        check_needed("--eval-data", self.eval_data, limit=self.limit)
         path = None if self.folder is None else self.folder / "measured.json"
         left = path if path is not None and path.exists() else None
         check_resumed(self.folder, left, "audit", resume=self.resume)

@@ -26,6 +26,11 @@ from ompq.stages import PLAN
 REQUIRED = MISSING  # the default of an option that must be given
 
 
+def argument(metavar: str, text: str, **more: Any) -> Any:
+    """Return a positional argument."""
+    return typer.Argument(metavar=metavar, help=text, show_default=False, **more)
+
+
 def spread(function: Callable[..., View | None]) -> Callable[..., None]:
     """Return the function as Typer wants it: every option an argument of its own.
 
@@ -103,19 +108,10 @@ def typed_toml() -> str:
 
 
 def run(
-    file: Annotated[
-        Path,
-        typer.Argument(
-            metavar="CONFIG", help="A TOML or YAML file.", show_default=False
-        ),
-    ],
+    file: Annotated[Path, argument("CONFIG", "A TOML or YAML file.")],
     more: Annotated[
         list[str] | None,
-        typer.Argument(
-            metavar="OPTIONS",
-            help="Options that override the file's: -o again/.",
-            show_default=False,
-        ),
+        argument("OPTIONS", "Options that override the file's: -o again/."),
     ] = None,
 ) -> None:
     """Run a command with the options in a TOML or YAML file.
@@ -224,11 +220,6 @@ def output_path(text: str, metavar: str = "FILE", default: Any = None) -> Any:
     return option(metavar, text, "--output", "-o", default=default)
 
 
-def argument(metavar: str, text: str) -> Any:
-    """Return a positional argument."""
-    return typer.Argument(metavar=metavar, help=text, show_default=False)
-
-
 def one_of(known: Iterable[str], text: str, *, default: Any = None) -> Any:
     """Return an option that takes one of several names, completed by the shell."""
     names = list(known)
@@ -261,15 +252,8 @@ def _plan_in_folder(path: Path) -> Path:
     return path / PLAN if (path / PLAN).exists() else path
 
 
-PlanFile = Annotated[
-    Path,
-    typer.Argument(
-        metavar="PLAN",
-        help="A plan file, or a folder of ompq quantize.",
-        show_default=False,
-        callback=_plan_in_folder,
-    ),
-]
+_PLAN_HELP = "A plan file, or a folder of ompq quantize."
+PlanFile = Annotated[Path, argument("PLAN", _PLAN_HELP, callback=_plan_in_folder)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -296,6 +280,13 @@ def check_writable(
     there = next(one for one in (within, *within.parents) if one.exists())
     if not there.is_dir() or not os.access(there, os.W_OK):
         raise ValueError(f"{option} {path}: {there} is not a writable folder")
+
+
+def check_needed(needed: str, value: Any, **others: Any) -> None:
+    """Make sure that options that only serve another one are not given alone."""
+    alone = [f"--{name.replace('_', '-')}" for name, given in others.items() if given]
+    if value is None and alone:
+        raise ValueError(f"{alone[0]} has no effect without {needed}; give both")
 
 
 def check_resumed(

@@ -21,6 +21,7 @@ from ompq.allocation import Allocation
 from ompq.cli.console import Console, View, facts, in_first_process, muted, say
 from ompq.cli.options import (
     REQUIRED,
+    check_needed,
     check_resumed,
     check_writable,
     flag,
@@ -181,6 +182,9 @@ class RunOptions:
             raise ValueError(
                 f"--no-reconstruct and {named} contradict each other; give one"
             )
+        check_needed(
+            "--eval-data", self.eval_data, limit=self.limit, metric=self.metric
+        )
 
     def check_unfinished(self) -> None:
         """Make sure that a stopped run is continued only if that is wanted."""

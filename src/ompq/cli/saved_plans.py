@@ -364,7 +364,7 @@ def report(
     A slider on the page shows what other budgets would give.
     """
     from ompq.report import write_report
-    from ompq.report.figures import write_figures
+    from ompq.report.charts import write_figures
 
     if page is None and figures is None:
         raise ValueError("nothing to write: give -o FILE, --figures DIR or both")

@@ -13,7 +13,15 @@ import typer
 
 from ompq.allocation import Method
 from ompq.cli.console import Console
-from ompq.cli.options import REQUIRED, argument, flag, number, one_of, option
+from ompq.cli.options import (
+    REQUIRED,
+    argument,
+    check_needed,
+    flag,
+    number,
+    one_of,
+    option,
+)
 from ompq.costs import FLOAT_BITS, Accounting, load_latency
 from ompq.datasets import Batches, Data, Split, load_data
 from ompq.errors import ScoreError, suggestion
@@ -47,10 +55,13 @@ _PIN = re.compile(
 def _known_score(value: str | None) -> str | None:
     if value is None or value in SCORES or is_user_function(value):
         return value
-    raise typer.BadParameter(
-        f"there is no score {value!r}{suggestion(value, SCORES)}; "
-        f"use {', '.join(SCORES)} or FILE.py:FUNCTION"
-    )
+    raise typer.BadParameter(f"{unknown_score(value)} or FILE.py:FUNCTION")
+
+
+def unknown_score(name: str) -> str:
+    """Return what to say about a score that there is not."""
+    close = suggestion(name, SCORES)
+    return f"there is no score {name!r}{close}; use {', '.join(SCORES)}"
 
 
 def _joined(values: tuple[Any, ...], comma: str = ",") -> str:
@@ -351,6 +362,8 @@ class RefineOptions(PlanOptions):
 
     def refinement(self, seed: int) -> RefineConfig | None:
         """Return the settings of a refinement, if one is asked for."""
+        by = self.refine_by if self.refine_by != RefineConfig.by else None
+        check_needed("--refine", self.refine, refine_by=by)
         if self.refine is None:
             return None
         match = _LIMIT.fullmatch(self.refine)

@@ -1,9 +1,8 @@
 """Reconstruction as a score: the damage that learned rounding cannot undo."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar
 
 import numpy as np
 from torch import Tensor, nn
@@ -24,10 +23,6 @@ __all__ = ["SCORES", "BlockLoss", "ReconstructionScore"]
 _BATCH = 64  # samples that run at a time
 
 
-# Called with the network in which one unit is quantized, and that unit.
-Measure: TypeAlias = Callable[[nn.Module, Unit], float]
-
-
 @dataclass(frozen=True)
 class _OneByOne(ABC):
     """One unit is quantized and its block reconstructed; all others stay float."""
@@ -43,8 +38,13 @@ class _OneByOne(ABC):
     def __call__(self, given: ScoreInputs) -> ScoreTable:
         """Return what is measured, (units, choices); processes share the cells."""
         graph, choices = given.graph, given.choices
-        few = given.samples.first(self.samples)
-        meter, measure = self._meter(given.model, few, graph.group_size)
+        meter = Meter(
+            given.model,
+            *self._parts(given.samples.first(self.samples)),
+            iterations=self.iterations,
+            seed=self.seed,
+            group_size=graph.group_size,
+        )
         untouched = dict.fromkeys(graph.names, Choice(FLOAT_BITS, FLOAT_BITS))
         cells = [(unit, choice) for unit in graph.units for choice in choices]
 
@@ -54,7 +54,7 @@ class _OneByOne(ABC):
             if refused or choice.weight == choice.activation == FLOAT_BITS:
                 return 0.0
             alone = Allocation({**untouched, unit.name: choice})
-            return measure(meter.quantized(alone), unit)
+            return self._measured(meter.quantized(alone), unit, given, meter)
 
         def report(done: int) -> None:
             name = cells[done - 1][0].name
@@ -64,10 +64,14 @@ class _OneByOne(ABC):
         return ScoreTable(table.reshape(len(graph), len(choices)))
 
     @abstractmethod
-    def _meter(
-        self, model: nn.Module, samples: Samples, group_size: int
-    ) -> tuple[Meter, Measure]:
-        """Return what reconstructs, and what measures the result."""
+    def _parts(self, samples: Samples) -> tuple[Samples, Samples]:
+        """Return the samples that calibrate and reconstruct, and those that measure."""
+
+    @abstractmethod
+    def _measured(
+        self, network: nn.Module, unit: Unit, given: ScoreInputs, meter: Meter
+    ) -> float:
+        """Return the damage to the network in which one unit is quantized."""
 
 
 class ReconstructionScore(_OneByOne):
@@ -79,17 +83,13 @@ class ReconstructionScore(_OneByOne):
 
     summary: ClassVar[str] = "divergence after one unit's block is reconstructed"
 
-    def _meter(
-        self, model: nn.Module, samples: Samples, group_size: int
-    ) -> tuple[Meter, Measure]:
-        meter = Meter(
-            model,
-            *split(samples, 0.5),
-            iterations=self.iterations,
-            seed=self.seed,
-            group_size=group_size,
-        )
-        return meter, lambda found, _unit: max(meter.divergence(found), 0.0)
+    def _parts(self, samples: Samples) -> tuple[Samples, Samples]:
+        return split(samples, 0.5)
+
+    def _measured(
+        self, network: nn.Module, _unit: Unit, _given: ScoreInputs, meter: Meter
+    ) -> float:
+        return max(meter.divergence(network), 0.0)
 
 
 class BlockLoss(_OneByOne):
@@ -103,18 +103,13 @@ class BlockLoss(_OneByOne):
 
     summary: ClassVar[str] = "BRECQ's: Fisher-weighted error of a reconstructed block"
 
-    def _meter(
-        self, model: nn.Module, samples: Samples, group_size: int
-    ) -> tuple[Meter, Measure]:
-        meter = Meter(
-            model,
-            samples,
-            samples,
-            iterations=self.iterations,
-            seed=self.seed,
-            group_size=group_size,
-        )
-        return meter, lambda found, unit: block_loss(found, model, unit, samples)
+    def _parts(self, samples: Samples) -> tuple[Samples, Samples]:
+        return samples, samples
+
+    def _measured(
+        self, network: nn.Module, unit: Unit, given: ScoreInputs, meter: Meter
+    ) -> float:
+        return block_loss(network, given.model, unit, meter.samples)
 
 
 def block_loss(

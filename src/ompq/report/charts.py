@@ -1,11 +1,16 @@
-"""Geometry of the charts: positions in percent, drawn by the template."""
+"""Charts: their geometry for the page, and figures for papers as PNG, SVG and PDF.
+
+Positions on the page are in per cent; its template draws them.
+"""
 
 import base64
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from math import log10
-from typing import Any
+from math import ceil, log10
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -14,15 +19,26 @@ from PIL import Image
 from torch import Tensor, nn
 
 from ompq.attention import with_layers
-from ompq.costs import decades, digits, in_bytes, percent, seconds, ticks
+from ompq.costs import FLOAT_BITS, decades, digits, in_bytes, percent, seconds, ticks
+from ompq.errors import MissingExtraError
+from ompq.files import replacing
 from ompq.graph import folded
 from ompq.layers import QuantizedLayer, quantized_layers
 from ompq.plans import Measurement, Plan
 from ompq.rates import ZERO
 from ompq.recording import tensors_in
-from ompq.report.sections import Accuracy, AuditedScore, BlockError, Histogram
+from ompq.report.sections import (
+    Accuracy,
+    AuditedScore,
+    BlockError,
+    Histogram,
+    Section,
+)
 from ompq.samples import Samples, SamplesLike, collect
 from ompq.units import Unit
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 # From paper to ink; the style sheet inverts the picture in the dark.
 _HEAT_AT = (0.0, 0.45, 1.0)
@@ -311,3 +327,185 @@ def _histogram(
         low, high = low - 0.5, high + 0.5
     counts, edges = torch.histogram(flat, _BINS, range=(low, high))
     return Histogram(name, tuple(edges.tolist()), tuple(counts.tolist()), tuple(lines))
+
+
+_COLOURS = {
+    "conv": "#2f6db3",
+    "pointwise": "#1f9388",
+    "depthwise": "#d9861a",
+    "grouped": "#8159b8",
+    "transposed": "#bd4f78",
+    "linear": "#5b6774",
+    "embedding": "#6b8e23",
+    "recurrent": "#8b6b3d",
+}
+_NAMED = 40  # layers; the names of more are smaller
+_STYLE: dict[Any, Any] = {
+    "font.size": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "svg.fonttype": "none",  # text stays text
+    "svg.hashsalt": "ompq",  # the same plan gives the same file
+    "text.parse_math": False,  # a "$" in a name is a "$"
+}
+
+
+def write_figures(
+    folder: str | Path, plan: Plan, results: Sequence[Section] = ()
+) -> list[Path]:
+    """Write figures of a plan for a paper or a talk, each as PNG and as SVG.
+
+    They are ``orm`` if ORM was measured, ``bits``, and ``accuracy`` if results hold
+    accuracies of at least two sizes. There, "mixed, 1.5 MiB" and "mixed, 1.3 MiB" are
+    joined to one line, named by what stands before the comma.
+
+    Raises:
+        MissingExtraError: matplotlib is not installed.
+    """
+    drawings: dict[str, Callable[[Figure], None]] = {}
+    if plan.scores.orm is not None:
+        matrix, labels = plan.scores.orm, plan.scores.orm_labels
+        drawings["orm"] = lambda figure: draw_heat(figure, [matrix], labels)
+    drawings["bits"] = lambda figure: _draw_bits(figure, plan)
+    sized = [r for r in results if isinstance(r, Accuracy) and r.size_bytes]
+    if len({result.size_bytes for result in sized}) > 1:
+        drawings["accuracy"] = lambda figure: _draw_accuracy(figure, sized)
+    written = []
+    for name, draw in drawings.items():
+        with styled_figure() as figure:
+            draw(figure)
+            written += save_figure(figure, Path(folder) / name)
+    return written
+
+
+@contextmanager
+def styled_figure() -> Iterator["Figure"]:
+    """Yield an empty figure; what is drawn and saved within has our style.
+
+    Raises:
+        MissingExtraError: matplotlib is not installed.
+    """
+    try:
+        import matplotlib as mpl
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise MissingExtraError("matplotlib", "figures") from error
+    with mpl.rc_context(_STYLE):
+        yield Figure(layout="constrained", dpi=200)
+
+
+# Ending → what keeps the date out: the same figure gives the same file.
+_UNDATED = {".png": {}, ".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
+
+
+def save_figure(
+    figure: "Figure", path: Path, endings: Sequence[str] = (".png", ".svg")
+) -> list[Path]:
+    """Write a figure in several formats; returns the files."""
+    written = []
+    for ending in endings:
+        target = path.with_name(path.name + ending)
+        with replacing(target) as temporary:
+            figure.savefig(temporary, format=ending[1:], metadata=_UNDATED[ending])
+        written.append(target)
+    return written
+
+
+def draw_heat(
+    figure: "Figure",
+    matrices: Sequence[NDArray[np.float64]],
+    labels: Sequence[str],
+    titles: Sequence[str] = ("",),
+) -> None:
+    """Draw ORM matrices of the same functions, with colours that fit their values."""
+    size = max(2.6, min(8.0, 0.11 * len(labels) + 1.2))
+    figure.set_size_inches(size * len(matrices) + 1.4, size + 0.6)
+    every = figure.subplots(1, len(matrices), squeeze=False)[0]
+    others = [m[~np.eye(len(m), dtype=bool)] for m in matrices]
+    # The diagonal is 1 whatever the network: it must not decide the colours.
+    low = min((float(m.min()) for m in others if m.size), default=0.0)
+    high = max((float(m.max()) for m in others if m.size), default=1.0)
+    low, high = (low, high) if high > low else (0.0, 1.0)
+    fontsize = 6 if len(labels) <= _NAMED else 4
+    for axes, matrix, title in zip(every, matrices, titles, strict=True):
+        image = axes.imshow(matrix, cmap="Blues", vmin=low, vmax=high)
+        axes.spines[:].set_visible(False)
+        axes.set_title(title, fontsize=9)
+        axes.set_xticks(range(len(labels)), labels, fontsize=fontsize, rotation=90)
+        axes.set_yticks(
+            range(len(labels)), labels if axes is every[0] else [], fontsize=fontsize
+        )
+        axes.tick_params(length=0)
+    bar = figure.colorbar(image, ax=list(every), label="ORM", shrink=0.8)
+    bar.outline.set_visible(False)
+
+
+def _draw_bits(figure: "Figure", plan: Plan) -> None:
+    units = plan.graph.units
+    widest = max(c.bits for c in plan.choices if c.weight < FLOAT_BITS)
+    bits = [min(plan.allocation[unit.name].bits, widest) for unit in units]
+    draw_bars(figure, plan.graph.names, bits, [unit.kind for unit in units])
+
+
+def draw_bars(
+    figure: "Figure", names: Sequence[str], bits: Sequence[float], kinds: Sequence[str]
+) -> None:
+    """Draw the bits of layers, in order of execution, coloured by their kinds."""
+    figure.set_size_inches(max(5.0, min(16.0, 0.14 * len(names) + 1.5)), 3.4)
+    axes = figure.add_subplot()
+    for kind in dict.fromkeys(kinds):
+        rows = [row for row, one in enumerate(kinds) if one == kind]
+        colour = _COLOURS.get(kind, "#66727f")
+        axes.bar(rows, [bits[row] for row in rows], 0.8, color=colour, label=kind)
+    axes.set_ylabel("weight bits")
+    axes.set_yticks(range(ceil(max(bits)) + 1))
+    axes.set_xlim(-0.7, len(names) - 0.3)
+    fontsize = 6 if len(names) <= _NAMED else 5
+    axes.set_xticks(range(len(names)), names, rotation=90, fontsize=fontsize)
+    legend_above(figure)
+
+
+def _draw_accuracy(figure: "Figure", rows: Sequence[Accuracy]) -> None:
+    from matplotlib.ticker import LogLocator
+
+    every = [row.size_bytes for row in rows if row.size_bytes]
+    unit, scale = ("MiB", 2**20) if min(every) >= 0.2 * 2**20 else ("KiB", 2**10)
+    axes = plain_axes(figure, f"size, {unit}", "top-1, %")
+    series: dict[str, list[Accuracy]] = {}
+    for row in sorted(rows, key=lambda row: row.size_bytes or 0.0):
+        series.setdefault(row.name.partition(",")[0], []).append(row)
+    for name, members in series.items():
+        table = np.array([[m.size_bytes, m.top1, m.low, m.high] for m in members])
+        sizes, (top1, low, high) = table[:, 0] / scale, 100 * table[:, 1:].T
+        spread = [top1 - low, high - top1]
+        axes.errorbar(sizes, top1, spread, fmt="o-", ms=4, capsize=2, lw=1, label=name)
+    if max(every) > 4 * min(every):
+        logarithmic(axes)
+        axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 3.0, 5.0)))
+    legend_above(figure)
+
+
+def plain_axes(figure: "Figure", x: str, y: str) -> Any:
+    """Return empty axes with a grid and these labels."""
+    figure.set_size_inches(5.2, 3.6)
+    axes = figure.add_subplot()
+    axes.grid(color="#e3e2de", lw=0.6)
+    axes.set_axisbelow(True)
+    axes.set_xlabel(x)
+    axes.set_ylabel(y)
+    return axes
+
+
+def logarithmic(axes: Any) -> None:
+    """Make the horizontal axis logarithmic, labelled in plain numbers."""
+    from matplotlib.ticker import NullFormatter, StrMethodFormatter
+
+    axes.set_xscale("log")
+    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.tick_params(axis="x", labelsize=7)
+
+
+def legend_above(figure: "Figure") -> None:
+    """Add the legend, above everything that is drawn."""
+    figure.legend(loc="outside upper left", ncols=4, frameon=False, handlelength=1.2)
