@@ -52,7 +52,7 @@ def graph_of(weights, opset, *, unsigned=False):
     """Return a graph that gives weights, name → weight, as bytes; and its constants."""
     from onnx import TensorProto, helper
 
-    unpacking = Unpacking(opset, sum(one.codes.numel() for one in weights.values()))
+    unpacking = Unpacking(opset, [one.codes.numel() for one in weights.values()])
     constants, nodes = {}, []
     for name, weight in weights.items():
         arrays, written = unpacking.store(name, weight, unsigned=unsigned)
@@ -202,6 +202,11 @@ def test_a_stage_holds_its_share_of_the_codes(monkeypatch):
     assert [stages[f"{name}/bytes"] for name in weights] == [
         stage for stage in range(1, 7) for _ in range(2)
     ]
+    # The largest first, whatever the order in which they are stored.
+    channels = (8, 64, 8, 32, 8)
+    unlike = {f"net{n}": weight_of(3, (c, 8)) for n, c in enumerate(channels)}
+    found = stages_of(graph_of(unlike, 21)[0])
+    assert [found[f"{name}/bytes"] for name in unlike] == [3, 1, 4, 2, 5]
     # INT4 can only be cast, which nothing holds back; what weights share is small.
     early = [name for name, stage in stages.items() if not stage]
     own = {name for name in early if not name.startswith(("/t", "/s", "same"))}
@@ -224,6 +229,6 @@ def test_nothing_is_left_to_unpack_once_a_file_is_loaded(tmp_path, monkeypatch):
 def test_bytes_need_no_planes():
     weight = weight_of(8)
     assert plane_parts(weight) == ()
-    constants, nodes = Unpacking(21, weight.codes.numel()).store("net", weight)
+    constants, nodes = Unpacking(21, [weight.codes.numel()]).store("net", weight)
     assert (list(constants), nodes) == (["net/bytes"], [])
     assert StoredWeight.of("net", weight, constants).container == "int8"

@@ -8,10 +8,11 @@ Runtime and OpenVINO give the same bytes.
 
 ONNX Runtime folds constants in passes over the graph, and frees what it computed on the
 way only after a pass. So large networks are unpacked in stages, one a pass: the weights
-of a stage depend on a number that is known one pass later than the stage before.
+of a stage depend on a number that is known one pass later than the stage before. Large
+weights come first: what they leave has room for the smaller ones.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -96,13 +97,14 @@ def grid_names(scale: float, zero_point: int) -> tuple[str, str]:
 class Unpacking:
     """Stores the weights of one file, and writes the nodes that unpack them.
 
-    ``codes`` is how many codes all weights of the file have.
+    ``sizes`` are the numbers of codes that the weights have, in the order in which they
+    will be stored.
     """
 
-    def __init__(self, opset: int, codes: int) -> None:
-        self.opset, self.total = opset, codes
-        self.stages = _STAGES if codes >= _STAGED else 0
-        self.stored, self.weights, self.stage = 0, 0, 0
+    def __init__(self, opset: int, sizes: Sequence[int]) -> None:
+        self.opset, self.weights = opset, 0
+        self.stage = 0  # of the present weight; 0 waits for nothing
+        self._stages = iter(_stages(sizes))
         self.written: set[str] = set()  # outputs of nodes: weights share some
 
     @property
@@ -119,9 +121,7 @@ class Unpacking:
         add products of two unsigned bytes in 32 bits.
         """
         self.weights += 1
-        due = self.stored * self.stages // max(self.total, 1)
-        self.stage += bool(self.stages) and due >= self.stage
-        self.stored += weight.codes.numel()
+        self.stage = next(self._stages)
         if not plane_parts(weight):
             values = weight.values.numpy()
             if unsigned:
@@ -130,6 +130,20 @@ class Unpacking:
         written = _Unpacked(name, weight, self)
         written.write(unsigned=unsigned)
         return written.constants, written.nodes
+
+
+def _stages(sizes: Sequence[int]) -> list[int]:
+    """Return in which stage weights of so many codes are unpacked; 0 for at once."""
+    total = sum(sizes)
+    found = [0] * len(sizes)
+    if total < _STAGED:
+        return found
+    stored, stage = 0, 0
+    for place in sorted(range(len(sizes)), key=lambda place: -sizes[place]):
+        stage += stored * _STAGES // total >= stage
+        stored += sizes[place]
+        found[place] = stage
+    return found
 
 
 class _Unpacked:

@@ -257,8 +257,8 @@ class OnnxGraph:
         self.opset = opset
         self.unsigned = set(steps.saturating() if saturation_safe else ())
         layers = (each.operator for each in steps.steps)
-        sizes = (one.weight.codes.numel() for one in layers if isinstance(one, Layer))
-        self.unpacking = Unpacking(opset, sum(sizes))
+        sizes = [one.weight.codes.numel() for one in layers if isinstance(one, Layer)]
+        self.unpacking = Unpacking(opset, sizes)
         self.nodes: list[Any] = []
         self.constants: dict[str, Array] = {}
         self.weights: list[StoredWeight] = []

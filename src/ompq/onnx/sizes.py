@@ -187,7 +187,7 @@ class _Sizes:
         """Return what a container is made of, by name, with its bytes."""
         key = (bits, unsigned)
         if key not in self.known:
-            unpacking = Unpacking(_OPSET, self.codes)
+            unpacking = Unpacking(_OPSET, [self.codes])
             unpacking.weights = self.number
             blank = self._blank(bits)
             constants, nodes = unpacking.store(self.name, blank, unsigned=unsigned)

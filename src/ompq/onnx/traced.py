@@ -98,8 +98,8 @@ def traced_model(quantized: nn.Module, samples: SamplesLike, opset: int) -> Trac
     written = _written(network, quantized, Samples.of(samples), opset)
     rounded = copied(quantized)
     state = rounded.state_dict()
-    sizes = (state[unit.parameter].numel() for unit in units)
-    graph = _Graph(written, Unpacking(opset, sum(sizes)))
+    sizes = [state[unit.parameter].numel() for unit in units]
+    graph = _Graph(written, Unpacking(opset, sizes))
     stored = []
     for unit in units:
         bits = record.allocation[unit.name].weight
