@@ -372,7 +372,7 @@ def test_users_labels_are_used(user_file, function, expected):
         ("nothing", "returned no inputs; give at least one"),
         ("wrong_size", r"net does not take an input of shape \(1, 8, 9\): .* batches"),
         ("endless", "returned Endless; it must return a tensor"),
-        ("words", "item 0: AttributeError: 'str' object"),
+        ("words", "item 0: TypeError: str is not a tensor; return tensors"),
         ("absent", "has no function absent"),
     ],
 )

@@ -212,11 +212,15 @@ def ompq(
     version: Annotated[  # noqa: ARG001
         bool,
         typer.Option(
-            "--version", callback=_version, is_eager=True, help="Show the version."
+            "--version",
+            callback=_version,
+            is_eager=True,
+            help="Show the version.",
+            metavar="",
         ),
     ] = False,
     debug: Annotated[  # noqa: ARG001
-        bool, typer.Option("--debug", help="Show the traceback of an error.")
+        bool, typer.Option("--debug", help="Show tracebacks of errors.", metavar="")
     ] = False,
 ) -> None:
     """Choose a bit width for each layer of a network, then quantize the network.

@@ -446,7 +446,10 @@ def _shapes(value: Any) -> Any:
         return tuple(_shapes(one) for one in value)
     if isinstance(value, dict):
         return {key: _shapes(one) for key, one in value.items()}
-    return value.shape  # a tensor's; what has none cannot be used
+    if not hasattr(value, "shape"):
+        kind = type(value).__name__
+        raise TypeError(f"{kind} is not a tensor; return tensors, or tuples or dicts")
+    return value.shape
 
 
 def _text(shapes: Any) -> str:
