@@ -525,7 +525,12 @@ def _movable_channels(recording: Recording, units: Sequence[Unit]) -> int:
 def units_read_once(recording: Recording, units: Collection[Unit]) -> dict[int, Unit]:
     """Return the units whose weight one call alone reads, by the call's position."""
     times = Counter(key for call in recording.calls for key in call.parameters)
-    by_weight = {u.parameter: u for u in units if times[u.parameter] == 1}
+    return unit_calls(recording, [u for u in units if times[u.parameter] == 1])
+
+
+def unit_calls(recording: Recording, units: Collection[Unit]) -> dict[int, Unit]:
+    """Return the unit whose weight a call multiplies by, by the call's position."""
+    by_weight = {unit.parameter: unit for unit in units}
     return {
         call.position: by_weight[key]
         for call in recording.calls

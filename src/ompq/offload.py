@@ -147,7 +147,7 @@ def running_device(stored: torch.device) -> torch.device:
     return stored if _memory is None or stored.type != "cpu" else _memory.device
 
 
-def sent_home(model: nn.Module) -> nn.Module:
+def to_host(model: nn.Module) -> nn.Module:
     """Return a network with all of it on the host, if its weights only visit."""
     return model if _memory is None else model.to("cpu")
 

@@ -216,7 +216,7 @@ def hollowed(model: bytes, units: Mapping[str, StoredUnit], arrays: Arrays) -> b
         PackedFileError: It is not an ONNX file, or has none of the packed weights.
     """
     try:
-        proto = _parsed(model)
+        proto = parsed_onnx(model)
     except ValueError as error:
         raise PackedFileError(f"it is not an ONNX file ({error})") from error
     sources = _input_scales(proto)
@@ -315,7 +315,7 @@ def _filled(arrays: Arrays) -> bytes:
     if len(text) > _LONGEST_TEXT:
         raise ValueError(f"{len(text)} bytes describe its units")
     listed = parse_json(text.decode())
-    proto = _parsed(rest)
+    proto = parsed_onnx(rest)
     units = [StoredUnit.from_json(one) for one in json_list(listed["units"], "units")]
     by_unit: dict[int, list[Any]] = {}
     for index, unit, recipe, *numbers in json_list(listed["made"], "made"):
@@ -333,7 +333,8 @@ def _filled(arrays: Arrays) -> bytes:
     return bytes(proto.SerializeToString(deterministic=True))
 
 
-def _parsed(content: bytes) -> Any:
+def parsed_onnx(content: bytes) -> Any:
+    """Return the model in an ONNX file's content; a ValueError says what is wrong."""
     try:
         from google.protobuf.message import (  # type: ignore[import-untyped]
             DecodeError,

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from ompq.errors import ExportError, MissingExtraError, check_counts, shortened
+from ompq.skeleton import parsed_onnx
 
 # What a constant is, by the last part of its name.
 _ITEMS = {
@@ -100,15 +101,8 @@ def _item(layer: str, kind: str) -> str:
 def load_exported(path: Path) -> Any:
     """Return the content of a file that :func:`ompq.export_onnx` wrote."""
     try:
-        import onnx
-        from google.protobuf.message import (  # type: ignore[import-untyped]
-            DecodeError,
-        )
-    except ImportError as error:
-        raise MissingExtraError(error.name or "onnx", "onnx") from error
-    try:
-        model = onnx.load(path, load_external_data=False)
-    except (OSError, DecodeError) as error:
+        model = parsed_onnx(path.read_bytes())
+    except (OSError, ValueError) as error:
         raise ExportError(f"{path} cannot be read as ONNX: {error}") from error
     if model.producer_name != "ompq":
         writer = model.producer_name or "another program"

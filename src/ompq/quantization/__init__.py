@@ -32,7 +32,7 @@ from ompq.layers import (
     quantized_layers,
     replace_module,
 )
-from ompq.offload import sent_home
+from ompq.offload import to_host
 from ompq.planner import Pin
 from ompq.plans import Plan, read_bits
 from ompq.quantization.calibration import (
@@ -304,7 +304,7 @@ def quantize(
     with_quantization(quantized, record)
     keep_rates(quantized)
     report(4, 4, "done")
-    return sent_home(quantized).train(model.training)
+    return to_host(quantized).train(model.training)
 
 
 def _allocation(

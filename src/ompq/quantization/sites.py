@@ -16,9 +16,9 @@ from torch.overrides import TorchFunctionMode
 
 from ompq.costs import FLOAT_BITS, SUM_BITS
 from ompq.errors import QuantizationError
-from ompq.graph import is_sum
+from ompq.graph import is_sum, unit_calls
 from ompq.layers import ActivationQuantizer
-from ompq.recording import Call, Recording, function_name, is_linear_map
+from ompq.recording import Call, Recording, function_name
 from ompq.units import Choice, LayerGraph, Skipped
 
 # These pass on the values they get: their output is on the grid of their input.
@@ -135,14 +135,8 @@ class _Finder:
             self.times[call.name] = self.times.get(call.name, 0) + 1
             if call.output is not None:
                 self.producers.setdefault(call.output, []).append(call.name)
-        owner = {unit.parameter: unit.name for unit in graph.units}
-        self.unit_of = {
-            call.position: owner[key]
-            for call in recording.calls
-            if is_linear_map(call.function)
-            for key in call.parameters
-            if key in owner
-        }
+        found = unit_calls(recording, graph.units).items()
+        self.unit_of = {position: unit.name for position, unit in found}
         self.parent: dict[int, int] = {}  # concatenated sources share a grid
         self.ends_in_float = self._ends_in_float()
 
