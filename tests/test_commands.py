@@ -79,6 +79,18 @@ def test_help_of_each_command_has_examples_before_its_options(name):
     assert COMMANDS[name].summary.split(",")[0].rstrip(".")[:30] in result.stdout
 
 
+@pytest.mark.parametrize(
+    "words",
+    [("scores",), ("budget", "ompq:demo"), ("reproduce", "--list")],
+    ids=lambda words: words[0],
+)
+def test_a_narrow_terminal_cuts_no_cell_at_its_end(words):
+    lines = run(*words, env={"COLUMNS": "60"}).stdout.splitlines()
+    assert len(lines) > 3
+    assert max(map(len, lines)) <= 60
+    assert not [line for line in lines if re.search("…( |$)", line)]
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_help_breaks_its_lines_where_the_terminal_ends(name):
     shown = run(name, "--help", env={"COLUMNS": "80"}).stdout.partition("╭")[0]

@@ -180,7 +180,7 @@ def test_a_failure_leaves_old_files_as_they_were(made, tmp_path, monkeypatch):
 
 
 def test_without_onnx_the_rest_is_there_and_it_is_said(made, monkeypatch, caplog):
-    def refuse(*_args):
+    def refuse(*_args, **_named):
         raise ExportError("the file disagrees")
 
     monkeypatch.setattr(job, "export_onnx", refuse)
@@ -309,13 +309,20 @@ def test_the_terminal_tells_the_whole_story_within_80_columns(made, shown):
     assert "It has to fit into 37KiB." in text
     stem = next(line for line in lines if line.startswith("stem"))
     bits = made[0].plan.allocation["stem"].weight
-    assert f"{'▬' * bits} {bits}" in stem
+    assert stem.split()[-4] == str(bits)  # before "260 B" and the bar
+    assert stem.endswith(f" {'▬' * bits}")
     assert "blocks.4.conv2 and blocks.4.downsample share their bits" in text
     mixed = next(line for line in lines if line.startswith("mixed"))
     for found in (made[0].mixed.rounded, made[0].mixed.final):
         assert f"{100 * found[NOISY].agreement:.1f}%" in mixed
     assert "read back it gives the same logits" in text
     assert "ompq-demo/report.html: open it in a browser" in text
+
+
+def test_a_narrow_terminal_cuts_no_number(made, shown):
+    lines = run("demo", env={"COLUMNS": "60"}).stdout.splitlines()
+    assert max(map(len, lines)) <= 60
+    assert not [line for line in lines if re.search("…( |$)", line)]
 
 
 def test_json_and_quiet(made, shown, tmp_path):

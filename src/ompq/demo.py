@@ -356,7 +356,7 @@ def _exported(
     network: nn.Module, path: Path, images: Tensor
 ) -> tuple[ExportResult | None, str]:
     try:
-        return export_onnx(network, path, images), ""
+        return export_onnx(network, path, images, network=NETWORK), ""
     except OmpqError as error:  # the other files are useful without it
         logger.warning("no ONNX file: %s", error)
         return None, str(error)

@@ -96,7 +96,7 @@ def facts(rows: Iterable[tuple[str, str | Sequence[str]]]) -> Table:
     """Return a table of names and texts; several texts take a line each."""
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column(style="dim", no_wrap=True)
-    table.add_column()
+    table.add_column(overflow="fold")  # long paths can be copied
     for name, texts in rows:
         for place, text in enumerate([texts] if isinstance(texts, str) else texts):
             table.add_row(Text("" if place else plain(name)), Text(plain(text)))

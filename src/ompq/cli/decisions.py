@@ -173,8 +173,8 @@ def budget_view(network: str, problem: Problem) -> View:
     ends = [row for row in (rows[0], rows[-1]) if {**row, "mark": ""} not in costs]
     lines = sorted([*rows[1:-1], *ends], key=lambda row: row["bytes"])
     marks = Column("", [row["mark"] for row in lines], "left")
-    alive = Column("activations", [in_bytes(r["activation_bytes"]) for r in lines])
-    columns = [marks, *cost_columns(lines), alive]
+    alive = [in_bytes(row["activation_bytes"]) for row in lines]
+    columns = [marks, *cost_columns(lines), Column("activations", alive, rank=3)]
     if "onnx_bytes" in rows[0]:
         sizes = size_budgets([row["onnx_bytes"] for row in lines])
         columns.append(Column("ONNX", [f"onnx:{size}" for size in sizes]))
@@ -233,9 +233,9 @@ def scores() -> View:
     passes = [row["passes"] for row in rows]
     columns = [
         Column("score", list(known), "left"),
-        Column("needs", [", ".join(names) or "-" for names in needs], "left"),
+        Column("needs", [", ".join(names) or "-" for names in needs], "left", rank=1),
         Column("forward passes", passes, "left", shorten=True),
-        Column("", [row["summary"] for row in rows], "left", rank=1),
+        Column("", [row["summary"] for row in rows], "left", rank=2),
     ]
     line = ", ".join(SCORES)
     return View(rows, line, [columns])

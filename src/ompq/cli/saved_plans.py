@@ -148,7 +148,7 @@ def pareto_view(cost: str, rows: Sequence[Mapping[str, Any]]) -> View:
     low, high = (f(row["damage"] for row in rows) for f in (min, max))
     damages = [digits(row["damage"]) for row in rows]
     columns = [
-        *cost_columns(rows, float_rank=2, ops_rank=1),
+        *cost_columns(rows),
         Column("damage", damages),
         Column("", [_bar(row["damage"], low, high) for row in rows], "left", rank=3),
         Column("", ["this plan" if row["this"] else "" for row in rows], "left"),

@@ -126,18 +126,16 @@ def beginning(plan: Plan, budget: str, reference: Measured) -> list[Shown]:
 
 def _bits(plan: Plan) -> list[Column]:
     """Return what each layer gets, and the two things that decide it."""
-    units, bits = plan.graph.units, plan.allocation
-    bars = [f"{'▬' * round(b.bits)} {b.weight_text}" for b in bits.values()]
+    units, bits = plan.graph.units, plan.allocation.values()
+    least = f"damage at {plan.choices[0].bits:g} bits"
     return [
         Column("layer", [unit.name for unit in units], "left", shorten=True),
-        Column("kind", [unit.kind for unit in units], "left", rank=1),
-        Column("weights", [f"{unit.weights:,}" for unit in units]),
-        Column(
-            f"damage at {plan.choices[0].bits:g} bits",
-            [f"{row[0]:.3f}" for row in plan.scores.damage],
-        ),
-        Column("bits", bars, "left"),
+        Column("kind", [unit.kind for unit in units], "left", rank=3),
+        Column("weights", [f"{unit.weights:,}" for unit in units], rank=1),
+        Column(least, [f"{row[0]:.3f}" for row in plan.scores.damage]),
+        Column("bits", [choice.weight_text for choice in bits]),
         Column("bytes", [in_bytes(row["bytes"]) for row in unit_rows(plan)]),
+        Column("", ["▬" * round(choice.bits) for choice in bits], "left", rank=2),
     ]
 
 
@@ -166,10 +164,10 @@ def _contest(found: Demo) -> list[Column]:
         Column("network", ["float", *(one.name for one in rivals)], "left"),
         Column("bits", ["32", *bits]),
         Column("size", [in_bytes(size) for size in sizes]),
-        Column("correct digits", [_right(one[DIGITS]) for one in digits]),
+        Column("correct digits", [_right(one[DIGITS]) for one in digits], rank=1),
         Column("rounded", ["", *rounded]),
         Column("reconstructed", ["", *final]),
-        Column("", ["", *remarks], "left", rank=1),
+        Column("", ["", *remarks], "left", rank=2),
     ]
 
 
@@ -324,14 +322,15 @@ def _list_view() -> View:
         }
         for one, row in entries
     ]
+    budgets = ["" if row.budget == ANY else row.budget for _, row in entries]
     top1 = ["" if r.published is None else f"{r.published:.2f}" for _, r in entries]
     names = ["" if one.rows[0] is not row else one.name for one, row in entries]
     columns = [
-        Column("table or figure", names, "left"),
+        Column("table or figure", names, "left", shorten=True),
         Column("row", [row.name for _, row in entries], "left"),
-        Column("method", [row.method for _, row in entries], "left", rank=2),
-        Column("budget", ["" if r.budget == ANY else r.budget for _, r in entries]),
-        Column("training", [row.train or "" for _, row in entries], "left", rank=1),
+        Column("method", [row.method for _, row in entries], "left", rank=3),
+        Column("budget", budgets, rank=1),
+        Column("training", [row.train or "" for _, row in entries], "left", rank=2),
         Column("top-1, paper", top1),
     ]
     line = f"{len(EXPERIMENTS)} tables and figures, {len(entries)} rows"

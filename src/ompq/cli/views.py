@@ -37,18 +37,16 @@ def operation_budgets(numbers: Sequence[float]) -> list[str]:
     return [as_budget(number / factor, unit) for number in numbers]
 
 
-def cost_columns(
-    rows: Sequence[Mapping[str, Any]], *, float_rank: int = 0, ops_rank: int = 0
-) -> list[Column]:
+def cost_columns(rows: Sequence[Mapping[str, Any]]) -> list[Column]:
     """Return size, share of float, average bits and BOPs, each fit for a budget."""
     shares = [as_budget(row["percent"], "%") for row in rows]
     averages = [as_budget(row["average_bits"], "bits") for row in rows]
     operations = [row["bit_ops"] for row in rows]
     return [
         Column("size", size_budgets([row["bytes"] for row in rows])),
-        Column("of float", shares, rank=float_rank),
+        Column("of float", shares, rank=2),
         Column("average", averages),
-        Column("BOPs", operation_budgets(operations), rank=ops_rank),
+        Column("BOPs", operation_budgets(operations), rank=1),
     ]
 
 
