@@ -150,9 +150,9 @@ def test_pretrained_weights_bring_their_own_preprocessing(monkeypatch):
 def test_networks_are_built_without_network_access(monkeypatch, user_file):
     monkeypatch.setattr("socket.socket", offline)
     monkeypatch.setattr("socket.getaddrinfo", offline)
-    for name in ("torchvision:squeezenet1_1", "timm:test_resnet", "cifar:resnet20"):
-        load_model(name, "none")
-    load_model(f"{user_file}:plain")
+    builtin = ("torchvision:squeezenet1_1", "timm:test_resnet", "cifar:resnet20")
+    for name in (*builtin, f"{user_file}:plain"):
+        assert load_model(name, "none").name == name
 
 
 def test_googlenet_is_built_as_the_published_weights_need_it():
