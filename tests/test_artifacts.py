@@ -105,6 +105,10 @@ def test_bench_shows_both_networks_and_what_gains_nothing(onnx_file):
     assert named == ["float", "quantized"]
     assert "gains no time" in result.stdout
     assert "they save size, not time" in result.stdout
+    narrow = run("bench", path, "--repeats", "1", env={"COLUMNS": "60"}).stdout
+    title, _, *rows = narrow.partition("\n\n")[0].splitlines()
+    assert title.split()[:4] == ["runtime", "network", "ms", "speed-up"]
+    assert "…" not in narrow and max(map(len, rows)) <= 60
 
 
 def test_bench_takes_a_float_file_and_gives_json(onnx_file):

@@ -362,9 +362,9 @@ def bench_view(
         Column("network", [one.name for one in timings], "left"),
         Column("ms", [f"{one.milliseconds:.2f}" for one in timings]),
         Column("speed-up", [f"{one.ratio:.2f} ×" for one in timings]),
-        Column("load, s", [f"{one.load_seconds:.3f}" for one in timings]),
-        Column("file", [in_bytes(sizes[one.name]) for one in timings]),
-        Column("memory", memory),
+        Column("load, s", [f"{one.load_seconds:.3f}" for one in timings], rank=2),
+        Column("file", [in_bytes(sizes[one.name]) for one in timings], rank=3),
+        Column("memory", memory, rank=1),
     ]
     slow = facts([("gains no time", remarks)])
     below: list[Shown] = ["", slow] if remarks else []
