@@ -421,9 +421,14 @@ def test_budget_shows_ends_that_are_no_uniform_width(net):
 def test_every_entry_of_the_budget_table_can_be_met(net, plan_file):
     text = run("budget", *net[:3]).stdout
     smallest = next(line for line in text.splitlines() if line.startswith("all W2A8"))
-    for entry in smallest.split()[2:6]:  # the memory of activations is no size
+    *limits, memory = smallest.split()[2:]
+    assert len(limits) == 4
+    for entry in limits:
         data = run_json("replan", plan_file, "--budget", entry)
         assert {unit["weight_bits"] for unit in data["units"]} == {2}, entry
+    assert memory.startswith("activations:")
+    planned = run("plan", *net, "--budget", f"60%,{memory}")
+    assert planned.exit_code == 0, planned.output
 
 
 def test_budget_shows_what_onnx_files_take(net, tmp_path):

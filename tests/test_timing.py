@@ -4,6 +4,7 @@ from statistics import median
 from types import SimpleNamespace
 
 import pytest
+from torch import nn
 
 from nets import TinyMobileNet, TinyResNet, images, seeded
 from ompq.errors import ExportError, MissingExtraError
@@ -94,7 +95,7 @@ def test_what_cannot_be_measured_is_told(files, tmp_path, monkeypatch):
 def test_what_gains_nothing_is_told(files, tmp_path):
     narrow, depthwise, thin = without_gain(files["quantized"])
     assert "layers below 8 bits (stem" in narrow
-    assert depthwise.startswith("3 depthwise or grouped convolutions (blocks.")
+    assert depthwise.startswith("depthwise or grouped convolutions (blocks.")
     assert thin.startswith("convolutions of fewer than 4 channels (stem.0)")
     seven = quantized(seeded(TinyMobileNet()), images(8), weight=8, activation=7)
     export_onnx(seven, tmp_path / "seven.onnx", images(4), engine_images=1)
@@ -105,6 +106,16 @@ def test_what_gains_nothing_is_told(files, tmp_path):
     export_onnx(network, tmp_path / "net.onnx", images(4))
     assert "smaller and not faster" in without_gain(tmp_path / "net.onnx")[0]
     assert network_name(tmp_path / "net.onnx") == ""
+
+
+def test_layers_of_a_file_that_pytorch_wrote_are_named(tmp_path):
+    stem = nn.Conv2d(3, 8, 3)
+    model = nn.Sequential(stem, nn.SiLU(), nn.Conv2d(8, 8, 3, groups=8), nn.SiLU())
+    network = quantized(seeded(model).eval(), images(8), weight=8, activation=8)
+    export_onnx(network, tmp_path / "net.onnx", images(4))
+    depthwise, thin = without_gain(tmp_path / "net.onnx")
+    assert depthwise.startswith("depthwise or grouped convolutions (2): ")
+    assert thin.startswith("convolutions of fewer than 4 channels (0): ")
 
 
 def test_what_openvino_refuses_is_told_in_one_line(monkeypatch, tmp_path):

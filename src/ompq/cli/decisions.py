@@ -173,8 +173,9 @@ def budget_view(network: str, problem: Problem) -> View:
     ends = [row for row in (rows[0], rows[-1]) if {**row, "mark": ""} not in costs]
     lines = sorted([*rows[1:-1], *ends], key=lambda row: row["bytes"])
     marks = Column("", [row["mark"] for row in lines], "left")
-    alive = [in_bytes(row["activation_bytes"]) for row in lines]
-    columns = [marks, *cost_columns(lines), Column("activations", alive, rank=3)]
+    alive = size_budgets([row["activation_bytes"] for row in lines])
+    cells = [f"activations:{size}" for size in alive]
+    columns = [marks, *cost_columns(lines), Column("activations", cells, rank=3)]
     if "onnx_bytes" in rows[0]:
         sizes = size_budgets([row["onnx_bytes"] for row in lines])
         columns.append(Column("ONNX", [f"onnx:{size}" for size in sizes]))

@@ -3,7 +3,7 @@
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from importlib import import_module
@@ -144,13 +144,18 @@ def without_gain(path: str | Path) -> list[str]:
             f"{len(narrow)} of {len(bits)} layers below 8 bits ({shortened(narrow, 3)})"
             ": they save size, not time; a CPU computes them in 8 bits"
         )
-    depthwise = [_layer(n) for n in graph.node if _groups(n) > 1]
+    convolutions = _convolutions(model, bits)
+    depthwise = [layer for layer, groups in convolutions.items() if groups > 1]
     if depthwise:
         found.append(
-            f"{len(depthwise)} depthwise or grouped convolutions "
-            f"({shortened(depthwise, 3)}): 8 bits gain less there than elsewhere"
+            f"depthwise or grouped convolutions ({shortened(depthwise, 3)}): "
+            "8 bits gain less there than elsewhere"
         )
-    thin = [layer for layer in bits if 0 < _channels(model, layer) < _THIN]
+    thin = [
+        layer
+        for layer, groups in convolutions.items()
+        if groups == 1 and 0 < _weight_shape(model, layer)[1] < _THIN
+    ]
     if thin:
         found.append(
             f"convolutions of fewer than {_THIN} channels ({shortened(thin, 3)}): "
@@ -177,18 +182,23 @@ def input_shape(path: str | Path) -> tuple[int, ...]:
     return tuple(int(size.dim_value) for size in sizes)[1:]
 
 
-def _groups(node: Any) -> int:
-    if node.op_type != "Conv":
-        return 1
-    return next((int(one.i) for one in node.attribute if one.name == "group"), 1)
+def _convolutions(model: Any, layers: Collection[str]) -> dict[str, int]:
+    """Return the groups of each layer that is a convolution.
 
-
-def _channels(model: Any, layer: str) -> int:
-    """Return the channels that a convolution reads; 0 for others."""
+    PyTorch names nodes after their operator, so a layer is found by its weight.
+    """
+    made = {node.output[0]: node for node in model.graph.node if node.output}
+    found = {}
     for node in model.graph.node:
-        if node.op_type == "Conv" and _layer(node) == layer and _groups(node) == 1:
-            return _weight_shape(model, layer)[1]
-    return 0
+        if node.op_type != "Conv" or len(node.input) < 2:
+            continue
+        unseen, name = dict(made), node.input[1]
+        while name.rpartition("/")[0] not in layers and name in unseen:
+            name = next(iter(unseen.pop(name).input), "")
+        if (layer := name.rpartition("/")[0]) in layers:
+            groups = (int(one.i) for one in node.attribute if one.name == "group")
+            found[layer] = next(groups, 1)
+    return found
 
 
 def _weight_shape(model: Any, layer: str) -> tuple[int, ...]:
@@ -206,10 +216,6 @@ def _weight_shape(model: Any, layer: str) -> tuple[int, ...]:
         return (0, 0)  # a damaged file: nothing is said of it
     sizes = np.frombuffer(tensors[shape].raw_data[:64], dtype="<i8")
     return tuple(map(int, sizes)) if len(sizes) > 1 else (0, 0)
-
-
-def _layer(node: Any) -> str:
-    return str(node.output[0].rpartition("/")[0])
 
 
 RUNTIMES = ("onnxruntime", "openvino")
