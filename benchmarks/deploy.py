@@ -28,7 +28,7 @@ from ompq.allocation import Allocation
 from ompq.datasets import load_data
 from ompq.models import load_model
 from ompq.onnx.export import export_onnx
-from ompq.onnx.inspection import load_seconds, peak_memory, runner
+from ompq.onnx.inspection import Input, load_seconds, peak_memory, runner
 from ompq.onnx.traced import float_model
 from ompq.onnx.verification import against_simulated, open_session
 from ompq.samples import Samples
@@ -45,6 +45,7 @@ SCHEMES = {
     "mixed 2-4": ("3.2bits", (2, 3, 4)),
 }
 SHAPE = (1, 3, 224, 224)
+INPUTS = [Input(SHAPE)]
 # Name → bits of the layers, in turn.
 WIDTHS = {
     "8 bits": (8,),
@@ -160,7 +161,7 @@ def latency(given) -> None:
         scheme: file_of(given.work, given.network, scheme, "onnx")
         for scheme in ("float", *given.schemes)
     }
-    runs = {name: runner(path, SHAPE, given.threads) for name, path in files.items()}
+    runs = {name: runner(path, INPUTS, given.threads) for name, path in files.items()}
     last = copy.deepcopy(model).to(memory_format=torch.channels_last)
     image_last = image.to(memory_format=torch.channels_last)
     compiled = torch.compile(copy.deepcopy(model))
@@ -173,7 +174,7 @@ def latency(given) -> None:
         times = alternating({**runs, **pytorch}, given.repeats)
     rows = []
     for name, path in files.items():
-        memory = peak_memory(path, SHAPE, given.threads)
+        memory = peak_memory(path, INPUTS, given.threads)
         row = {
             "scheme": name,
             "ms": round(1000 * sorted(times[name])[given.repeats // 2], 3),
@@ -181,7 +182,7 @@ def latency(given) -> None:
             "times_faster_than": {
                 kind: round(median_ratio(times, kind, name), 2) for kind in pytorch
             },
-            "load_seconds": round(load_seconds(path, SHAPE, given.threads), 3),
+            "load_seconds": round(load_seconds(path, INPUTS, given.threads), 3),
             "peak_mib": round(memory.peak / 2**20, 1),
             "runtime_mib": round(memory.start / 2**20, 1),
             "onnx_bytes": path.stat().st_size,

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 import ompq
 from cli_tools import network_file, run, run_json
@@ -122,6 +123,33 @@ def test_bench_takes_a_float_file_and_gives_json(onnx_file):
         installed_runtimes()
     )
     assert {row["file_bytes"] for row in rows} == {onnx_file[0].stat().st_size}
+
+
+TOKENS_AND_FACTS = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words, self.head = nn.Embedding(9, 8), nn.Linear(12, 5)
+
+    def forward(self, ids, facts):
+        return self.head(torch.cat([self.words(ids).mean(1), facts], 1))
+"""
+
+
+@pytest.mark.usefixtures("one_runtime")
+@pytest.mark.parametrize("keys", [("ids", "facts"), None])
+def test_bench_gives_a_network_the_inputs_that_its_file_takes(keys, tmp_path):
+    (tmp_path / "net.py").write_text(TOKENS_AND_FACTS)
+    name = f"{tmp_path / 'net.py'}:Net"
+    inputs = (torch.arange(64).reshape(8, 8) % 9, torch.randn(8, 4))
+    samples = dict(zip(keys, inputs, strict=True)) if keys else inputs
+    network = quantize(ompq.load_model(name, "none").module, {"*": 8}, samples)
+    export_onnx(network, tmp_path / "net.onnx", samples, network=name)
+    data = run_json("bench", tmp_path / "net.onnx", "--repeats", "1", "--batch", "3")
+    assert [row["name"] for row in data["rows"]] == ["float", "quantized"]
 
 
 @pytest.mark.usefixtures("one_runtime")

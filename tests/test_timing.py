@@ -11,7 +11,8 @@ from ompq.errors import ExportError, MissingExtraError
 from ompq.onnx import inspection as timing
 from ompq.onnx.export import export_onnx
 from ompq.onnx.inspection import (
-    input_shape,
+    Input,
+    inputs_of,
     installed_runtimes,
     load_runtime,
     network_name,
@@ -25,6 +26,8 @@ from quantized import quantized
 
 pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")
+
+IMAGE = [Input((1, 3, 8, 8))]
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +54,7 @@ def test_runs_take_turns_and_medians_are_taken(files, monkeypatch):
     monkeypatch.setattr(timing, "load_seconds", lambda *_: 0.5)
     memory = timing.Memory(1, 2)
     monkeypatch.setattr(timing, "peak_memory", lambda *_: memory)
-    first, second = time_files(files, (1, 3, 8, 8), repeats=5)
+    first, second = time_files(files, IMAGE, repeats=5)
     assert order == ["float.onnx", "net.onnx"] * 8
     # Warming up takes ticks 0 to 5; ticks 2n and 2n + 1 are 4n + 1 seconds apart.
     spans = [4 * n + 1 for n in range(3, 13)]
@@ -66,7 +69,7 @@ def test_runs_take_turns_and_medians_are_taken(files, monkeypatch):
 
 
 def test_files_are_measured(files):
-    found = time_files(files, (2, 3, 8, 8), repeats=3)
+    found = time_files(files, [Input((2, 3, 8, 8))], repeats=3)
     assert [one.name for one in found] == ["float", "quantized"]
     for one in found:
         assert one.runtime.startswith("onnxruntime ")
@@ -76,17 +79,17 @@ def test_files_are_measured(files):
 
 def test_memory_is_that_of_the_file_alone(files):
     ballast = bytearray(300 << 20)
-    memory = peak_memory(files["float"], (1, 3, 8, 8))
+    memory = peak_memory(files["float"], IMAGE)
     assert memory.peak < len(ballast)
 
 
 def test_what_cannot_be_measured_is_told(files, tmp_path, monkeypatch):
     assert "onnxruntime" in installed_runtimes()
     with pytest.raises(ValueError, match="repeats=0 must be at least 1"):
-        time_files(files, (1, 3, 8, 8), repeats=0)
+        time_files(files, IMAGE, repeats=0)
     (tmp_path / "broken.onnx").write_bytes(b"\xff nothing")
     with pytest.raises(ExportError, match="onnxruntime cannot load .*broken.onnx: "):
-        runner(tmp_path / "broken.onnx", (1, 3, 8, 8))
+        runner(tmp_path / "broken.onnx", IMAGE)
     monkeypatch.setitem(sys.modules, "openvino", None)
     with pytest.raises(MissingExtraError, match="openvino is not installed"):
         load_runtime("openvino")
@@ -101,7 +104,7 @@ def test_what_gains_nothing_is_told(files, tmp_path):
     export_onnx(seven, tmp_path / "seven.onnx", images(4), engine_images=1)
     assert "Clip" in " ".join(without_gain(tmp_path / "seven.onnx"))
     assert network_name(files["quantized"]) == "net.py:make"
-    assert input_shape(files["quantized"]) == (3, 8, 8)
+    assert inputs_of(files["quantized"], 5) == [Input((5, 3, 8, 8))]
     network = quantized(seeded(TinyResNet()), images(8), weight=8, activation=32)
     export_onnx(network, tmp_path / "net.onnx", images(4))
     assert "smaller and not faster" in without_gain(tmp_path / "net.onnx")[0]
@@ -128,14 +131,15 @@ def test_what_openvino_refuses_is_told_in_one_line(monkeypatch, tmp_path):
     monkeypatch.setattr(timing, "load_runtime", lambda _: library)
     path = tmp_path / "net.onnx"
     with pytest.raises(ExportError, match="openvino cannot load .* no such operator"):
-        timing.runner(path, (1, 3, 8, 8), 2, "openvino")
+        timing.runner(path, IMAGE, 2, "openvino")
 
 
 SIGNALLED = """
 import signal, sys
-from ompq.onnx.inspection import runner
+from ompq.onnx.inspection import Input, runner
 
-runs = [runner(sys.argv[1], (1, 3, 8, 8), 1, "openvino") for _ in range(2)]
+image = [Input((1, 3, 8, 8))]
+runs = [runner(sys.argv[1], image, 1, "openvino") for _ in range(2)]
 while runs:
     del runs[0]
 signal.signal(signal.SIGINT, lambda *_: print("handled"))
@@ -157,11 +161,11 @@ def test_openvino_runs_what_it_has_compiled(monkeypatch):
 
     library = SimpleNamespace(Core=Core)
     monkeypatch.setattr(timing, "load_runtime", lambda _: library)
-    assert timing.runner("net.onnx", (1, 3, 8, 8), 1, "openvino")() == [(1, 3, 8, 8)]
+    assert timing.runner("net.onnx", IMAGE, 1, "openvino")() == [(1, 3, 8, 8)]
 
 
 def test_a_file_that_a_runtime_cannot_run_is_told(tmp_path):
     path = tmp_path / "broken.onnx"
     path.write_bytes(b"nothing")
     with pytest.raises(ExportError, match="onnxruntime fails on .*broken.onnx: "):
-        peak_memory(path, (1, 3, 8, 8))
+        peak_memory(path, IMAGE)

@@ -25,12 +25,14 @@ from ompq.costs import in_bytes
 from ompq.datasets import load_data
 from ompq.errors import ExportError, ModelError, PackedFileError
 from ompq.files import read_json, replacing
+from ompq.integer.lowering import input_names
 from ompq.models import NamedModel, load_model
 from ompq.onnx.export import ExportResult, export_onnx
 from ompq.onnx.inspection import (
+    Input,
     OnnxAccount,
     Timing,
-    input_shape,
+    inputs_of,
     inspect_onnx,
     installed_runtimes,
     network_name,
@@ -40,7 +42,7 @@ from ompq.onnx.inspection import (
 from ompq.onnx.traced import float_model
 from ompq.packing import Account, add_onnx, inspect_file, load
 from ompq.packing.format import read_contents
-from ompq.samples import Samples
+from ompq.samples import Batch, Samples
 from ompq.stages import ONNX, PACKED, RESULT
 
 _FORMATS = ("onnx", "packed")
@@ -312,9 +314,9 @@ def bench(
         )
     with TemporaryDirectory() as work:
         remarks = without_gain(file)
-        shape = (batch, *input_shape(file))
+        inputs = inputs_of(file, batch)
         with console.stage("writing the float network"), muted():
-            floats = _float(file, reference, shape[1:], Path(work))
+            floats = _float(file, reference, Path(work))
         timings: list[Timing] = []
         failed: list[str] = []
         for runtime in installed_runtimes():
@@ -322,7 +324,7 @@ def bench(
                 with console.stage(f"timing {runtime}"):
                     timings += time_files(
                         {"float": floats, "quantized": file},
-                        shape,
+                        inputs,
                         repeats=repeats,
                         threads=threads,
                         runtime=runtime,
@@ -336,9 +338,7 @@ def bench(
         return bench_view(timings, sizes, remarks)
 
 
-def _float(
-    file: Path, reference: str | None, shape: tuple[int, ...], work: Path
-) -> Path:
+def _float(file: Path, reference: str | None, work: Path) -> Path:
     name = reference or network_name(file)
     if not name:
         raise ModelError(
@@ -348,8 +348,18 @@ def _float(
         return Path(name)
     model = load_model(name, "none").module  # any weights take the same time
     path = work / "float.onnx"
-    path.write_bytes(float_model(model, torch.zeros(2, *shape)).SerializeToString())
+    written = float_model(model, _batch(inputs_of(file, 2)))
+    path.write_bytes(written.SerializeToString())
     return path
+
+
+def _batch(inputs: Sequence[Input]) -> Batch:
+    """Return a batch that a network takes if its file takes these inputs."""
+    tensors = {one.name: torch.from_numpy(one.made()) for one in inputs}
+    values = tuple(tensors.values())
+    if list(tensors) != input_names(values):  # they are named after a dict's keys
+        return tensors
+    return values if len(values) > 1 else values[0]
 
 
 def bench_view(

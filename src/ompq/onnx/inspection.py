@@ -1,5 +1,6 @@
 """What an exported ONNX file takes, byte by byte, and how fast it runs."""
 
+import json
 import subprocess
 import sys
 from collections import Counter
@@ -176,10 +177,33 @@ def network_name(path: str | Path) -> str:
     return next((str(one.value) for one in entries if one.key == NETWORK), "")
 
 
-def input_shape(path: str | Path) -> tuple[int, ...]:
-    """Return the shape of one input, without the batch dimension."""
-    sizes = load_exported(Path(path)).graph.input[0].type.tensor_type.shape.dim
-    return tuple(int(size.dim_value) for size in sizes)[1:]
+@dataclass(frozen=True)
+class Input:
+    """A tensor that a file takes: its shape with the batch, NumPy's type, its name."""
+
+    shape: tuple[int, ...]
+    dtype: str = "float32"
+    name: str = "input"
+
+    def made(self) -> Any:
+        """Return an array to run a file on: noise, or zeros, which any table holds."""
+        if not np.issubdtype(self.dtype, np.floating):
+            return np.zeros(self.shape, self.dtype)
+        noise = np.random.default_rng(0).normal(size=self.shape)
+        return noise.astype(self.dtype)
+
+
+def inputs_of(path: str | Path, batch: int = 1) -> list[Input]:
+    """Return what a file takes for a batch of inputs."""
+    from onnx.helper import tensor_dtype_to_np_dtype
+
+    found = []
+    for one in load_exported(Path(path)).graph.input:
+        kind = one.type.tensor_type
+        sizes = [int(size.dim_value) for size in kind.shape.dim][1:]
+        dtype = tensor_dtype_to_np_dtype(kind.elem_type).name
+        found.append(Input((batch, *sizes), dtype, one.name))
+    return found
 
 
 def _convolutions(model: Any, layers: Collection[str]) -> dict[str, int]:
@@ -224,12 +248,13 @@ _LOADS = 3  # of a file; the median counts
 
 # Run in a process of its own: memory with the runtime alone, and the most there was.
 _WEIGH = """
-import sys
-from ompq.onnx.inspection import load_runtime, most_memory, runner
-path, threads, runtime, *shape = sys.argv[1:]
+import json, sys
+from ompq.onnx.inspection import Input, load_runtime, most_memory, runner
+path, threads, runtime, given = sys.argv[1:]
 load_runtime(runtime)
 start = most_memory()
-run = runner(path, [int(size) for size in shape], int(threads), runtime)
+inputs = [Input(**one) for one in json.loads(given)]
+run = runner(path, inputs, int(threads), runtime)
 for _ in range(3):
     run()
 print(start, most_memory())
@@ -275,7 +300,7 @@ def load_runtime(name: str) -> Any:
 
 def time_files(
     files: Mapping[str, Path],
-    shape: Sequence[int],
+    inputs: Sequence[Input],
     *,
     repeats: int = 50,
     threads: int = 1,
@@ -285,6 +310,7 @@ def time_files(
 
     Args:
         files: Name → ONNX file; the first one is what the others are compared with.
+        inputs: What all of them take, in their order.
 
     Raises:
         MissingExtraError: The runtime is not installed.
@@ -292,7 +318,7 @@ def time_files(
     """
     check_counts(repeats=repeats, threads=threads)
     version = load_runtime(runtime).__version__
-    runs = {name: runner(file, shape, threads, runtime) for name, file in files.items()}
+    runs = {name: runner(f, inputs, threads, runtime) for name, f in files.items()}
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for number in range(_WARM_UP + repeats):
         for name, run in runs.items():
@@ -307,8 +333,8 @@ def time_files(
             runtime=f"{runtime} {version.partition('-')[0]}",
             milliseconds=1000 * median(own),
             ratio=median(a / b for a, b in zip(first, own, strict=True)),
-            load_seconds=load_seconds(files[name], shape, threads, runtime),
-            memory=peak_memory(files[name], shape, threads, runtime),
+            load_seconds=load_seconds(files[name], inputs, threads, runtime),
+            memory=peak_memory(files[name], inputs, threads, runtime),
         )
         for name, own in seconds.items()
     ]
@@ -316,15 +342,15 @@ def time_files(
 
 def runner(
     path: str | Path,
-    shape: Sequence[int],
+    inputs: Sequence[Input],
     threads: int = 1,
     runtime: str = "onnxruntime",
 ) -> Callable[[], Any]:
-    """Load a file and return what runs it once, on noise of a shape."""
-    image = np.random.default_rng(0).normal(size=tuple(shape)).astype(np.float32)
+    """Load a file and return what runs it once."""
+    arrays = [one.made() for one in inputs]
     load = {"onnxruntime": _onnxruntime, "openvino": _openvino}[runtime]
     try:
-        return load(str(path), threads, image)
+        return load(str(path), threads, arrays)
     except Exception as error:
         # ONNX Runtime's own errors derive from nothing more particular.
         own = type(error).__module__.startswith("onnxruntime")
@@ -344,17 +370,18 @@ def session_of(model: str | bytes, threads: int) -> Any:
     return library.InferenceSession(model, options, providers=providers)
 
 
-def _onnxruntime(path: str, threads: int, image: Any) -> Callable[[], Any]:
+def _onnxruntime(path: str, threads: int, arrays: list[Any]) -> Callable[[], Any]:
     session = session_of(path, threads)
-    given = {session.get_inputs()[0].name: image}
+    names = [one.name for one in session.get_inputs()]
+    given = dict(zip(names, arrays, strict=True))
     return lambda: session.run(None, given)
 
 
-def _openvino(path: str, threads: int, image: Any) -> Callable[[], Any]:
+def _openvino(path: str, threads: int, arrays: list[Any]) -> Callable[[], Any]:
     settings = {"INFERENCE_NUM_THREADS": threads, "PERFORMANCE_HINT": "LATENCY"}
     core = only_core(load_runtime("openvino").Core)
     compiled = core.compile_model(path, "CPU", settings)
-    return lambda: compiled([image])
+    return lambda: compiled(arrays)
 
 
 @cache
@@ -383,7 +410,7 @@ def most_memory() -> int:
 
 def load_seconds(
     path: str | Path,
-    shape: Sequence[int],
+    inputs: Sequence[Input],
     threads: int = 1,
     runtime: str = "onnxruntime",
 ) -> float:
@@ -391,19 +418,20 @@ def load_seconds(
     seconds = []
     for _ in range(_LOADS):
         start = perf_counter()
-        runner(path, shape, threads, runtime)
+        runner(path, inputs, threads, runtime)
         seconds.append(perf_counter() - start)
     return median(seconds)
 
 
 def peak_memory(
     path: str | Path,
-    shape: Sequence[int],
+    inputs: Sequence[Input],
     threads: int = 1,
     runtime: str = "onnxruntime",
 ) -> Memory:
     """Return the memory of a process that loads a file and runs it."""
-    words = [str(path), str(threads), runtime, *map(str, shape)]
+    given = json.dumps([asdict(one) for one in inputs])
+    words = [str(path), str(threads), runtime, given]
     done = subprocess.run(
         [sys.executable, "-c", _WEIGH, *words], capture_output=True, text=True
     )
