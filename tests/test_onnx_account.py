@@ -7,7 +7,7 @@ from nets import TinyResNet, images, seeded
 from ompq.errors import ExportError, MissingExtraError
 from ompq.layers import quantized_layers
 from ompq.onnx.export import export_onnx
-from ompq.onnx.inspection import input_shape, inspect_onnx, without_gain
+from ompq.onnx.inspection import inputs_of, inspect_onnx, without_gain
 from quantized import quantized
 
 onnx = pytest.importorskip("onnx")
@@ -76,7 +76,7 @@ def test_damaged_files_give_one_clear_error_or_an_account(exported, tmp_path):
         try:
             account = inspect_onnx(path)
             without_gain(path)
-            input_shape(path)
+            inputs_of(path)
             assert all(name.isprintable() for name in account.layers)
         except ExportError as error:
             assert len(str(error)) < 500

@@ -14,6 +14,7 @@ from ompq.onnx.inspection import (
     Input,
     inputs_of,
     installed_runtimes,
+    load_exported,
     load_runtime,
     network_name,
     peak_memory,
@@ -119,6 +120,15 @@ def test_layers_of_a_file_that_pytorch_wrote_are_named(tmp_path):
     depthwise, thin = without_gain(tmp_path / "net.onnx")
     assert depthwise.startswith("depthwise or grouped convolutions (2): ")
     assert thin.startswith("convolutions of fewer than 4 channels (0): ")
+
+
+def test_an_input_of_no_known_type_is_told(files, tmp_path):
+    model = load_exported(files["quantized"])
+    model.graph.input[0].type.tensor_type.elem_type = 0
+    path = tmp_path / "net.onnx"
+    path.write_bytes(model.SerializeToString())
+    with pytest.raises(ExportError, match="net.onnx: the input 'input' is of no known"):
+        inputs_of(path)
 
 
 def test_what_openvino_refuses_is_told_in_one_line(monkeypatch, tmp_path):

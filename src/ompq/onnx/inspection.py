@@ -201,7 +201,12 @@ def inputs_of(path: str | Path, batch: int = 1) -> list[Input]:
     for one in load_exported(Path(path)).graph.input:
         kind = one.type.tensor_type
         sizes = [int(size.dim_value) for size in kind.shape.dim][1:]
-        dtype = tensor_dtype_to_np_dtype(kind.elem_type).name
+        try:
+            dtype = tensor_dtype_to_np_dtype(kind.elem_type).name
+        except KeyError as error:
+            raise ExportError(
+                f"{path}: the input {one.name!r} is of no known type"
+            ) from error
         found.append(Input((batch, *sizes), dtype, one.name))
     return found
 
