@@ -202,7 +202,7 @@ def test_ctrl_c_before_the_first_block_leaves_nothing_to_resume(
         ([], "no budget: give --budget, for example 4.0MiB, or --plan"),
         (["--budget", "0.1%"], "cannot be met"),
         (["--budget", "70%", "--eval-data", "nowhere"], "nowhere"),
-        (["--plan", "no.json"], "no.json is neither a plan nor an allocation"),
+        (["--plan", "no.json"], "no.json cannot be read as a plan or an allocation"),
         (["--budget", "70%", "--iterations", "0"], "--iterations"),
     ],
 )

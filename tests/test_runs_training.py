@@ -394,7 +394,7 @@ def contents(folder):
         ("--learning-rate inf", "learning_rate=inf must be above 0, and finite"),
         ("--protocol paper", "did you mean paper-"),
         ("--plan PLACE/run-wider/plan.json", "made for another network: 3 units"),
-        ("--plan PLACE/file", "is neither a plan nor an allocation"),
+        ("--plan PLACE/file", "cannot be read as a plan or an allocation"),
         ("--plan PLACE/none", "there is no such file"),
         ("--plan PLACE/run-net/plan.json --pin fc=8", "leave out --pin"),
         ("--from PLACE/none", "there is no such file. Give a file"),

@@ -154,7 +154,7 @@ def test_figures_need_a_folder(plan_file, tmp_path):
 
 @pytest.fixture(scope="module")
 def plans(tmp_path_factory) -> Path:
-    """Three plans of one network, a plan of another, and two result planss."""
+    """Three plans of one network, a plan of another, and two results."""
     made = tmp_path_factory.mktemp("plans")
     network = (network_file(made), "--data", "random", "--samples", "8")
     run("plan", *network, "--budget", "60%", "-o", made / "a.json")
@@ -227,7 +227,7 @@ def test_the_table_shows_what_differs(plans):
     assert quiet.stdout.count("\n") == 1
 
 
-def test_planss_add_accuracy_and_its_paired_difference(plans):
+def test_results_add_accuracy_and_its_paired_difference(plans):
     result = run("compare", plans / "one", plans / "two")
     assert "50.00 % (10.00 to 90.00)" in result.stdout
     # one of four images: a quarter, with sqrt(1/4 - 1/16) / 2 or so of error

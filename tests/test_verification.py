@@ -25,7 +25,10 @@ def test_equal_outputs_agree_wholly():
     logits = torch.zeros(3, 2)
     found = compare_outputs([logits], [logits])
     assert (found.top1, found.logits, found.codes) == (1.0, 0.0, 0)
-    assert "codes" not in str(found)
+    assert str(found) == "top-1 equal on 100.00% of 3 images, equal logits"
+    codes = [(torch.tensor([1, 2]), torch.tensor([1, 2]))]
+    same = compare_outputs([logits], [logits], codes)
+    assert str(same).endswith("equal logits, all codes equal")
 
 
 def test_no_image_is_an_error():

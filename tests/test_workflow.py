@@ -76,7 +76,7 @@ def test_bits_must_name_every_unit(work, outcome):
 
 def test_files_that_hold_no_bits_are_named(tmp_path):
     (tmp_path / "bits.json").write_text('{"fc": "four"}')
-    with pytest.raises(PlanError, match="is neither a plan nor an allocation"):
+    with pytest.raises(PlanError, match="cannot be read as a plan or an allocation"):
         read_bits(tmp_path / "bits.json")
 
 

@@ -354,8 +354,8 @@ def read_bits(path: Path) -> Plan | Allocation:
             return Allocation.from_json(data)
     except (ValueError, TypeError, AttributeError, PlanError) as error:
         raise PlanError(
-            f"{path} is neither a plan nor an allocation: {error}. Give a file that "
-            "ompq plan wrote, or bits copied from a report"
+            f"{path} cannot be read as a plan or an allocation: {error}. Give a file "
+            "that ompq plan wrote, or bits copied from a report"
         ) from error
     return Plan.load(path)
 

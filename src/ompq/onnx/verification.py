@@ -45,16 +45,16 @@ class Agreement:
         return replace(self, **{name: getattr(other, name) for name in names})
 
     def __str__(self) -> str:
-        text = (
-            f"top-1 equal on {self.top1:.2%} of {self.images} images, "
-            f"logits within {self.logits:.1e}"
+        logits = f"logits within {self.logits:.1e}" if self.logits else "equal logits"
+        text = f"top-1 equal on {self.top1:.2%} of {self.images} images, {logits}"
+        if not self.codes:
+            return text
+        if self.codes_equal == 1:
+            return f"{text}, all codes equal"
+        return (
+            f"{text}, {self.codes_equal:.5%} of codes equal and the rest within "
+            f"{self.codes_furthest}"
         )
-        if self.codes:
-            text += (
-                f", {self.codes_equal:.5%} of codes equal and the rest within "
-                f"{self.codes_furthest}"
-            )
-        return text
 
 
 def compare_outputs(
