@@ -321,6 +321,25 @@ def test_tokens_have_their_classes_last():
     assert class_rows(torch.zeros(3)).shape == (3, 1)
 
 
+def test_one_number_for_each_input_may_be_nan_as_well():
+    class Sum(nn.Module):
+        def forward(self, x):
+            return x.sum(1)
+
+    def error(output, targets):
+        return (output - targets).abs().mean()
+
+    inputs = torch.arange(6.0).view(3, 2)
+    found = evaluate(Sum(), [(inputs, torch.zeros(3))], metrics={"error": error})
+    assert found.metrics["error"] == (1 + 5 + 9) / 3
+    with pytest.raises(ModelError, match="NaN or infinity for 1 of 3 images"):
+        evaluate(
+            Sum(),
+            [(inputs / torch.tensor([[1.0], [0.0], [1.0]]), torch.zeros(3))],
+            metrics={"error": error},
+        )
+
+
 def test_metrics_get_what_the_network_returns_and_any_targets():
     images, masks = torch.randn(4, 4, 3, 3), torch.zeros(4, 3, 3, dtype=torch.long)
     targets = {"masks": masks, "names": ["a", "b", "c", "d"]}

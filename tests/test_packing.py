@@ -607,9 +607,13 @@ def test_recurrent_network_is_planned_saved_and_loaded(layer, file):
     model = seeded(Recurrent(layer))
     plan = make_plan(model, tokens, "4bits")
     made = quantize(model, plan, tokens)
-    weight = made.get_parameter("recurrent.weight_hh_l0")
-    assert all(row.unique().numel() <= 2**8 for row in weight)
-    assert not torch.equal(weight, model.get_parameter("recurrent.weight_hh_l0"))
+    names = ["embedding", "recurrent.weight_ih_l0", "recurrent.weight_hh_l0", "head"]
+    assert list(plan.allocation) == names
+    for unit in plan.graph.units[:3]:  # weights only: what they read stays float
+        weight = made.get_parameter(unit.parameter)
+        bits = plan.allocation[unit.name].weight
+        assert all(row.unique().numel() <= 2**bits for row in weight)
+        assert not torch.equal(weight, model.get_parameter(unit.parameter))
     save(made, file)
     with torch.no_grad():
         assert torch.equal(load(file, Recurrent(layer))(tokens), made(tokens))

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import runpy
 import sys
 import tomllib
 from pathlib import Path
@@ -473,6 +474,22 @@ def ids():
 
 def pairs(): return values(16, 4), values(16, 2)
 
+class Regression(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.hidden, self.out = nn.Linear(6, 16), nn.Linear(16, 1)
+
+    def forward(self, x):
+        return self.out(self.hidden(x).relu()).squeeze(1)  # one number an input
+
+def regression(): return made(Regression)
+
+def measured():
+    for part in values(32, 6).split(8):
+        yield part, part.sum(1) / 10  # targets are floats
+
+def squared_error(output, targets): return (output - targets).square().mean()
+
 def pictures(): return values(16, 3, 8, 8), torch.zeros(16, 8, 8, dtype=torch.long)
 
 def places(output, masks):
@@ -513,6 +530,35 @@ def test_a_metric_of_one_s_own_judges_what_has_no_top1(tmp_path):
     )
     kept = goal["evaluation"]
     assert kept["reference_metrics"]["places"] - kept["metrics"]["places"] <= 0.1
+
+
+def test_a_regression_is_judged_by_a_metric_of_one_s_own(tmp_path):
+    (tmp_path / "any.py").write_text(ANY_INPUT)
+    file = tmp_path / "any.py"
+    network, data = f"{file}:regression", f"{file}:measured"
+    judged = ("--metric", f"{file}:squared_error")
+    settings = ("--budget", "6bits", "--samples", "16", "--iterations", "2")
+    made = run_json(
+        "quantize", network, "--data", data, "--eval-data", data, *judged, *settings,
+        "-o", tmp_path / "out",
+    )  # fmt: skip
+    found = made["evaluation"]
+    assert found["top1"] is None
+    scope = runpy.run_path(str(file))
+    given = list(scope["measured"]())
+    with torch.no_grad():
+        network_itself = scope["regression"]()
+        errors = [scope["squared_error"](network_itself(x), y) for x, y in given]
+    expected = float(sum(errors) / len(errors))
+    floats = found["reference_metrics"]["squared_error"]
+    assert floats == pytest.approx(expected, rel=1e-5)
+    assert found["metrics"]["squared_error"] == pytest.approx(expected, rel=0.5)
+    packed = tmp_path / "out" / "network.ompq.safetensors"
+    again = run_json("evaluate", network, "--packed", packed, "--data", data, *judged)
+    metrics = again["metrics"]
+    assert metrics["squared_error"] == pytest.approx(found["metrics"]["squared_error"])
+    alone = run("evaluate", network, "--data", data)
+    assert "give one class index per input, or a metric of your own" in alone.stderr
 
 
 def test_shapes_can_be_given_and_are_not_guessed_in_errors(tmp_path):

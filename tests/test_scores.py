@@ -948,6 +948,32 @@ def test_weights_that_are_zero_are_scored_without_a_warning(recwarn):
     assert not [w for w in recwarn if issubclass(w.category, RuntimeWarning)]
 
 
+@pytest.mark.parametrize(("width", "count"), [(7, 6), (16, 8)])
+def test_positions_that_all_samples_share_are_scored(width, count, caplog):
+    class Placed(nn.Module):
+        def __init__(self, shared):
+            super().__init__()
+            self.shared = shared
+            self.words, self.places = nn.Embedding(11, width), nn.Embedding(5, width)
+            self.head = nn.Linear(width, 11)
+
+        def forward(self, tokens):  # (N, 5)
+            at = torch.arange(5)
+            at = at if self.shared else at.expand(len(tokens), 5)
+            return self.head((self.words(tokens) + self.places(at)).mean(1))
+
+    tokens = torch.arange(count * 5).reshape(count, 5) * 7 % 11
+    damage = []
+    for shared in (True, False):
+        network = seeded(Placed(shared))
+        graph = trace(network, tokens)
+        given = score_inputs(graph, network, tokens, CHOICES)
+        table = Sensitivity()(given).damage
+        damage.append(dict(zip(graph.names, table, strict=True))["places"])
+    assert not caplog.text
+    np.testing.assert_allclose(damage[0], damage[1], rtol=0.6)
+
+
 class Mixed(nn.Module):
     """Linear maps of all kinds, and layers that are none."""
 

@@ -273,6 +273,29 @@ def test_transposed_convolution_with_other_channels_is_exported(bits, tmp_path):
     assert [one.bits for one in result.weights] == [bits, bits]
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize(("dims", "kernel", "groups"), [(1, 3, 1), (2, 2, 2)])
+def test_transposed_convolution_between_codes_is_exact(
+    dims, kernel, groups, bits, tmp_path
+):
+    # A runtime rounds float weights there to 8 bits, in its own way.
+    conv, back = (
+        (nn.Conv1d, nn.ConvTranspose1d)
+        if dims == 1
+        else (nn.Conv2d, nn.ConvTranspose2d)
+    )
+    model = seeded(
+        nn.Sequential(
+            conv(3, 8, 3), nn.ReLU(), back(8, 6, kernel, groups=groups), conv(6, 4, 3)
+        )
+    )
+    samples = images(8) if dims == 2 else images(8).flatten(2)
+    network = quantized(model, samples, weight=bits, activation=8)
+    result = export_onnx(network, tmp_path / "net.onnx", samples)
+    assert result.simulated.logits < 1e-5
+    assert [one.bits for one in result.weights] == [bits] * 3
+
+
 @pytest.mark.parametrize("activation", [8, 32])
 def test_groups_are_blocks_of_the_file(activation, tmp_path):
     layers = (nn.Linear(192, 80), nn.GELU(), nn.Linear(80, 40), nn.Linear(40, 5))

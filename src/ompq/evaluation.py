@@ -277,7 +277,9 @@ def _timed(model: nn.Module, inputs: Batch) -> tuple[Any, float]:
 
 
 def _finite(logits: Tensor) -> Tensor:
-    bad = int((~torch.isfinite(logits)).flatten(1).any(1).sum()) if logits.dim() else 0
+    # One number for each input has no second dimension; None adds it.
+    wrong = ~torch.isfinite(logits[..., None])
+    bad = int(wrong.flatten(1).any(1).sum()) if logits.dim() else 0
     if bad:
         raise ModelError(
             f"the network returned NaN or infinity for {bad} of {len(logits)} images"

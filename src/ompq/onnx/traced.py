@@ -388,11 +388,42 @@ class _Graph:
         """Turn a weight into floats by a product, which no runtime fuses."""
         name, weight = unit.name, _whole(codes, grid)
         self._unpack(name, weight)
+        if unit.kind == "transposed":
+            self._transposed(name, weight.scale.flatten().numpy())
+            return weight
         self._node("Cast", [f"{name}/bytes"], f"{name}/levels", to=1)
         given = [f"{name}/levels", f"{name}/scale"]
         self._constant(f"{name}/scale", weight.scale.numpy())
         self._node("Mul", given, f"{name}/weight")
         return weight
+
+    def _transposed(self, name: str, scale: Array) -> None:
+        """Turn the weight and bias of a transposed convolution into floats.
+
+        ONNX Runtime would round floats in its own way where codes are read and made.
+        """
+        given = [
+            f"{name}/bytes",
+            self._constant(f"{name}/scale", scale),
+            self._constant(f"{name}/zeros", np.zeros(len(scale), np.int8)),
+        ]
+        self._node(_DEQUANTIZE, given, f"{name}/weight", axis=1)
+        [place, *others] = self.places[name]
+        node = None if others else self._reader(place)
+        source = None if node is None else self._dequantized(node.input[0])
+        shift = node.input[2] if node is not None and len(node.input) > 2 else ""
+        if node is None or source is None or shift not in self.constants:
+            return
+        bias = self._value(shift)
+        # A group's channels have the scales of the next group's.
+        step = np.resize(scale, len(bias)) * np.float32(self._value(source.input[1]))
+        codes = np.rint(bias / step).astype(np.int32)
+        self.biases[name] = torch.from_numpy(codes * step)
+        given = [
+            self._constant(f"{name}/bias", codes),
+            self._constant(f"{name}/unit", step),
+        ]
+        node.input[2] = self._node(_DEQUANTIZE, given, f"{name}/shift", axis=0)
 
     def _blocks(self, unit: Unit, codes: Tensor, grid: Grid) -> IntegerWeight:
         """Turn a weight into floats whose groups have scales and zero points."""

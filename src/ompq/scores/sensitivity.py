@@ -1,13 +1,13 @@
 """Sensitivity: the noise of rounding, weighed by how much of it reaches the answers."""
 
 import logging
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import chain
-from math import ceil
 from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
@@ -269,6 +269,11 @@ class _Errors(Watch):
             summed = values.flatten(3).sum(3) if conv and values.ndim > 3 else values
             if summed.shape[1:] == (self.count, channels):
                 return summed
+            if not any(size % self.count == 0 for size in summed.shape[1:-1]):
+                # All samples share it, such as positions: their gradients are
+                # independent, so the square of the sum is the sum of the squares.
+                whole: Tensor = summed.flatten(1, -2).sum(1, keepdim=True)
+                return (whole / math.sqrt(self.count)).expand(-1, self.count, -1)
             rows = (sample_rows(one, self.count) for one in summed)
             parts = [one.reshape(self.count, -1, channels).sum(1) for one in rows]
             return torch.stack(parts)
@@ -405,7 +410,7 @@ def _measured(weights: Sequence[Choice]) -> list[int]:
     Rates lie so close together that one in each bit is enough.
     """
     found = {
-        (choice.rate > 0, ceil(choice.bits)): column
+        (choice.rate > 0, math.ceil(choice.bits)): column
         for column, choice in enumerate(weights)
         if choice.bits <= _WIDEST_MEASURED
     }
