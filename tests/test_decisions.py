@@ -409,6 +409,21 @@ def test_budget_needs_no_data_and_warns_of_nothing():
     assert result.stdout.startswith("cifar:resnet20: 20 layers, 1.03 MiB as float; ")
 
 
+def test_budget_asks_for_data_that_suits_the_network(tmp_path):
+    (tmp_path / "two.py").write_text(
+        "from torch import nn\n"
+        "class Two(nn.Linear):\n"
+        "    def forward(self, x, y):\n"
+        "        return super().forward(x + y)\n"
+        "def make():\n"
+        "    return Two(8, 4)\n"
+    )
+    found = run("budget", f"{tmp_path / 'two.py'}:make", "--input-shape", "8")
+    assert found.exit_code == 2
+    assert "make does not take an input of shape (8,): TypeError" in found.stderr
+    assert "give its own data: --data FILE.py:FUNCTION" in found.stderr
+
+
 def test_budget_shows_ends_that_are_no_uniform_width(net):
     words = ("budget", net[0], "--choices", "2,4", "--pin", "stem=8")
     lines = [line.split() for line in run(*words).stdout.splitlines()]

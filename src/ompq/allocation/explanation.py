@@ -149,8 +149,8 @@ def _advice(problem: Problem, name: str, smallest: float) -> str:
     saved = (least - weights)[free].sum() / (1 if name == "weight_bits" else 8)
     coded = readable(cost, max(smallest - saved, 0.0))[0]
     return (
-        f'{text}. Coded weights (--coded, storage="coded") may take as little as '
-        f"about {coded}"
+        f'{text}. Coded weights (--coded, storage="coded") may take about {coded} '
+        "or less"
     )
 
 

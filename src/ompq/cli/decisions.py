@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 import typer
 
 from ompq.allocation import Problem, reachable
@@ -39,6 +38,7 @@ from ompq.costs import FLOAT_BITS, Budget, digits, in_bytes
 from ompq.datasets import load_data
 from ompq.measurement.audits import Audit, AuditConfig, audit as measure_scores
 from ompq.measurement.reconstruction_score import SCORES
+from ompq.models import blank_input, output_count
 from ompq.planner import unscored_problem
 from ompq.report import write_report
 from ompq.report.sections import audit_sections
@@ -144,8 +144,10 @@ def budget(
     with muted():  # random weights are no reason to warn here
         named = replace(network, weights=network.weights or "none")
         model = named.load(console)
-    samples = torch.zeros(1, *model.input_shape)
-    if data is not None:
+    if data is None:
+        output_count(model)  # tells what to give if it does not take such an input
+        samples = blank_input(model)
+    else:
         samples = load_data(data, model, split="train").samples(1)
     with console.stage("observing the network"):
         graph, _, problem = unscored_problem(model.module, samples, config, memory=True)

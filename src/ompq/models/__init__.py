@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torchvision
-from torch import nn
+from torch import Tensor, nn
 
 from ompq.errors import MissingExtraError, ModelError, suggestion
 from ompq.files import call_user_function, is_user_function, reason
@@ -112,14 +112,18 @@ def load_model(name: str, weights: str | os.PathLike[str] | None = None) -> Name
     return model
 
 
-def output_count(model: NamedModel) -> int:
-    """Return the number of outputs (logits), found by one pass of zeros."""
+def blank_input(model: NamedModel) -> Tensor:
+    """Return one input of zeros: tokens, where the network has a vocabulary."""
     kind = torch.long if model.vocabulary else None
     device = model_device(model.module)
-    zeros = torch.zeros(1, *model.input_shape, device=device, dtype=kind)
+    return torch.zeros(1, *model.input_shape, device=device, dtype=kind)
+
+
+def output_count(model: NamedModel) -> int:
+    """Return the number of outputs (logits), found by one pass of zeros."""
     try:
         with evaluating(model.module):
-            return first_tensor(model.module(zeros)).shape[-1]
+            return first_tensor(model.module(blank_input(model))).shape[-1]
     except Exception as error:
         raise ModelError(
             f"{model.name} does not take an input of shape {model.input_shape}: "
