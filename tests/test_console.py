@@ -9,15 +9,7 @@ from rich.console import Console as RichConsole
 
 from ompq import stages
 from ompq.cli import console as consoles
-from ompq.cli.console import (
-    Column,
-    Console,
-    View,
-    muted,
-    opened,
-    plain,
-    render,
-)
+from ompq.cli.console import Column, Console, View, muted, opened, plain, render
 
 
 def stream(*, terminal: bool) -> RichConsole:

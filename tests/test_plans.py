@@ -11,9 +11,7 @@ import ompq
 from nets import TinyMobileNet, TinyResNet, images, seeded
 from ompq.allocation import reachable
 from ompq.costs import overhead_bytes, unit_bytes
-from ompq.errors import (
-    PlanError,
-)
+from ompq.errors import PlanError
 from ompq.units import Choice
 
 

@@ -16,11 +16,7 @@ from torch.nn import functional as F
 
 from ompq.errors import DataError, ModelError
 from ompq.processes import process_count, share_out
-from ompq.results import (
-    Evaluation,
-    paired,
-    wilson_interval,
-)
+from ompq.results import Evaluation, paired, wilson_interval
 from ompq.samples import (
     Batch,
     Samples,

@@ -14,12 +14,7 @@ from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.nn.modules.dropout import _DropoutNd
 
 from ompq.attention import with_layers
-from ompq.errors import (
-    OmpqError,
-    QuantizationError,
-    TraceError,
-    shortened,
-)
+from ompq.errors import OmpqError, QuantizationError, TraceError, shortened
 from ompq.recording import (
     Call,
     ModuleCall,
@@ -29,13 +24,7 @@ from ompq.recording import (
     record,
 )
 from ompq.samples import Samples, SamplesLike, model_device, to_device
-from ompq.units import (
-    IN_PLACE,
-    LayerGraph,
-    LiveTensor,
-    Skipped,
-    Unit,
-)
+from ompq.units import IN_PLACE, LayerGraph, LiveTensor, Skipped, Unit
 
 _NORMS = {"batch_norm", "layer_norm", "group_norm", "instance_norm", "rms_norm"}
 _ACTIVATIONS = {

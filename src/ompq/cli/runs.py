@@ -39,14 +39,7 @@ from ompq.cli.settings import (
     read_samples,
     sample_count,
 )
-from ompq.cli.views import (
-    quality_rows,
-    quality_text,
-    time_line,
-    totals,
-    used,
-    warning,
-)
+from ompq.cli.views import quality_rows, quality_text, time_line, totals, used, warning
 from ompq.costs import Budget, digits, in_bytes
 from ompq.datasets import Data, training_data
 from ompq.datasets.images import image_views

@@ -21,15 +21,7 @@ from ompq.cli.settings import NetworkOptions, read_samples
 from ompq.cli.views import time_line
 from ompq.costs import in_bytes, percent
 from ompq.datasets import load_data
-from ompq.demo import (
-    DIGITS,
-    NOISY,
-    Demo,
-    DemoConfig,
-    Measured,
-    agreement,
-    run_demo,
-)
+from ompq.demo import DIGITS, NOISY, Demo, DemoConfig, Measured, agreement, run_demo
 from ompq.errors import suggestion
 from ompq.experiments import ANY, EXPERIMENTS, Experiment, Row
 from ompq.plans import Plan, unit_rows

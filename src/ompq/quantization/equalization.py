@@ -20,14 +20,7 @@ from ompq.costs import FLOAT_BITS
 from ompq.graph import channel_axis, producers, scaled_channels, units_read_once
 from ompq.quantization.sites import OPERANDS
 from ompq.ranges import fake_quantize_tensor, search_weight
-from ompq.recording import (
-    Call,
-    Recording,
-    copied,
-    function_name,
-    tensors_in,
-    watch,
-)
+from ompq.recording import Call, Recording, copied, function_name, tensors_in, watch
 from ompq.samples import (
     Batch,
     Collector,

@@ -29,11 +29,7 @@ from ompq.samples import (
     model_device,
     to_device,
 )
-from ompq.scores.rounding_errors import (
-    check_weights_only,
-    noise_table,
-    weight_table,
-)
+from ompq.scores.rounding_errors import check_weights_only, noise_table, weight_table
 from ompq.scores.table import Needs, ScoreInputs
 from ompq.stages import Progress
 from ompq.units import LayerGraph, ScoreTable, Table, Unit, select
