@@ -12,7 +12,8 @@ FOLDER is as for ptq.py. Sizes are MiB of the packed file. The methods are
 - ``int8``: 8 bits everywhere, whatever the size.
 
 Each row has the network rounded to nearest, too, and what general compressors make of
-the file. It is written when it is there, and not made again by the same commit.
+the file. It is written when it is there, and not made again by the same commit. The
+packed files stay in ``--work``.
 
 With ``--epochs`` a network for CIFAR is then trained to give what the float network
 gives, and ``rate-aware`` ones with ``--code-penalty``.
@@ -20,7 +21,6 @@ gives, and ``rate-aware`` ones with ``--code-penalty``.
 
 import lzma
 import time
-from dataclasses import replace
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -110,9 +110,8 @@ def run_one(options, network, method: str, size: float, seed: int) -> dict:
     quantized = ompq.quantize(model, allocation, samples)
     synchronise()
     between = time.perf_counter()
-    rounding = ompq.RoundingConfig(iterations=options.iterations)
-    if method == "coded":
-        rounding = replace(rounding, price=0.0)
+    price = 0.0 if method == "coded" else options.price
+    rounding = ompq.RoundingConfig(iterations=options.iterations, price=price)
     config = ompq.ReconstructConfig(rounding=rounding, seed=seed, merge=options.merge)
     result = ompq.reconstruct(quantized, model, samples, config)
     synchronise()
@@ -126,7 +125,7 @@ def run_one(options, network, method: str, size: float, seed: int) -> dict:
     drop, error = found.drop_from(reference)
     ompq.save(quantized, path)
     nearest_bytes = path.stat().st_size
-    row = {
+    return {
         "planned_bytes": None if plan is allocation else plan.totals["bytes"],
         **sizes_of(result, path),
         "divergence": found.divergence,
@@ -143,8 +142,6 @@ def run_one(options, network, method: str, size: float, seed: int) -> dict:
         "bits": [choice.bits for choice in allocation.values()],
         "coded_units": sum(choice.rate > 0 for choice in allocation.values()),
     }
-    path.unlink()
-    return row
 
 
 def show(row: dict) -> None:
@@ -171,6 +168,8 @@ def main() -> None:
     parser.add_argument("--judged", type=int, default=10**9, help="images to judge by")
     steps = ompq.RoundingConfig().iterations
     parser.add_argument("--iterations", type=int, default=steps)
+    price = ompq.RoundingConfig().price
+    parser.add_argument("--price", type=float, default=price, help="of a bit")
     parser.add_argument("--merge", type=int, default=1, help="blocks, at most")
     parser.add_argument("--epochs", type=int, default=0, help="of training; CIFAR only")
     parser.add_argument("--code-penalty", type=float, default=1.0, help="in training")
@@ -192,6 +191,7 @@ def main() -> None:
         judged=sum(len(x) for x, _ in batches),
         code_penalty=options.code_penalty,
         merge=options.merge,
+        price=options.price,
     )
     # The first seed of everything comes first.
     for seed, size, method in product(options.seeds, options.sizes, options.methods):
