@@ -188,7 +188,25 @@ def test_reconstruction_may_be_what_is_measured(network, plan):
     assert found.measured[0].divergence != rounded.measured[0].divergence
 
 
+def test_bits_stay_where_rounding_says_little(network, plan, refined, caplog):
+    starts = refined.measured[:2]
+    least = min(one.divergence for one in starts)
+    wary = replace(BRIEF, trusted=0.99 * least)
+    found = ompq.refine(plan, network, images(32), wary)
+    assert found.allocation == plan.allocation
+    assert found.measured == starts
+    assert "the bits stay as planned: rounded to nearest" in caplog.text
+    assert f"diverges by {least:.3g} nats" in caplog.text
+    # Not where all that is measured was reconstructed, or rounding is trusted.
+    reconstructed = replace(wary, by="reconstruct", iterations=1, count=3)
+    assert len(ompq.refine(plan, network, images(32), reconstructed).measured) == 3
+    always = replace(BRIEF, trusted=float("inf"))
+    assert ompq.refine(plan, network, images(32), always).hash == refined.hash
+
+
 def test_wrong_arguments_say_what_would_be_right(network, plan):
+    with pytest.raises(ValueError, match=r"trusted=0\.0 must be above 0"):
+        ompq.RefineConfig(trusted=0.0)
     with pytest.raises(ValueError, match="by='guess' is unknown; use round or rec"):
         ompq.RefineConfig(by="guess")
     with pytest.raises(ValueError, match="count=0 measures nothing; use 1 or more"):

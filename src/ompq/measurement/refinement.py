@@ -6,6 +6,7 @@ best one is corrected, one factor a unit, to predict what was measured, and solv
 again, until the count is used up. Every measurement stays in the plan.
 """
 
+import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -29,6 +30,7 @@ from ompq.scores import Score, ScoreInputs, score_name, score_table
 from ompq.stages import Progress
 
 Floats = NDArray[np.float64]
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +44,10 @@ class RefineConfig:
         by: ``round`` measures allocations rounded to nearest, ``reconstruct`` after a
             short reconstruction, which is slower and nearer to what PTQ ends with.
         iterations: Of that reconstruction, for each block.
+        trusted: Divergence, in nats, up to which rounding to nearest is taken to
+            predict the reconstructed network. If every start diverges more, the plan
+            keeps its bits; infinity trusts it always, for a network that will not be
+            reconstructed.
         scores: Scores whose optima are measured first, besides the plan's own.
         held_back: Fraction of the samples, the last ones, that only measure. Of many
             allocations one is always best on few samples: 64 of them are too few.
@@ -56,6 +62,7 @@ class RefineConfig:
     patience: int = 12
     by: Literal["round", "reconstruct"] = "round"
     iterations: int = 250
+    trusted: float = 0.5
     scores: tuple[Score | str, ...] = ("weight_noise", "output_divergence", "blend")
     held_back: float = 0.5
     noise: float = 0.03
@@ -70,6 +77,8 @@ class RefineConfig:
             value, limit = getattr(self, name), 1 if name == "held_back" else np.inf
             if not 0 < value < limit:
                 raise ValueError(f"{name}={value} must be above 0 and below {limit}")
+        if not self.trusted > 0:
+            raise ValueError(f"trusted={self.trusted} must be above 0")
 
 
 def refine(
@@ -84,9 +93,9 @@ def refine(
     """Return a plan whose allocation is the best of many that were measured.
 
     It is never worse, on the samples held back, than the best allocation it starts
-    from. Its damage is the corrected score, so that ``with_budget`` profits too; a
-    plan that was refined already brings its measurements along. The same count gives
-    the same plan.
+    from, unless rounding is not trusted and the plan keeps its bits. Its damage is the
+    corrected score, so that ``with_budget`` profits too; a plan that was refined
+    already brings its measurements along. The same count gives the same plan.
 
     Args:
         plan: Budget, choices and pins, and the first allocation.
@@ -137,7 +146,24 @@ def refine(
         )
         if late or len(measured) == config.count or _stale(measured, config.patience):
             break
+        if chooser.started(measured) and not _trusted(measured, config):
+            return replace(plan, measured=(*plan.measured, *measured))
     return _refined(plan, chooser, [*known, *measured], measured)
+
+
+def _trusted(measured: list[Measurement], config: RefineConfig) -> bool:
+    """Return whether what was measured tells how good the final networks will be."""
+    best = min(one.divergence for one in measured)
+    if config.by == "reconstruct" or best <= config.trusted:
+        return True
+    logger.warning(
+        "the bits stay as planned: rounded to nearest, the best allocation diverges by "
+        "%s nats, and above %s that says little about the reconstructed network. "
+        "Refine by reconstruction instead (--refine-by reconstruct)",
+        digits(best),
+        digits(config.trusted),
+    )
+    return False
 
 
 def _identity(plan: Plan, meter: Meter, config: RefineConfig) -> str:
@@ -186,6 +212,10 @@ class _Chooser:
             for name, table in tables.items()
             if name != plan.score_name
         ]
+
+    def started(self, measured: list[Measurement]) -> bool:
+        """Return whether every start was measured."""
+        return {bits for _, bits in self.starts} <= {m.allocation for m in measured}
 
     def next(self, measured: list[Measurement]) -> tuple[str, Allocation] | None:
         """Return an allocation that was not measured, or None if none is at hand."""
