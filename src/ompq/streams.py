@@ -405,6 +405,7 @@ def _guesses(plane: Codes, centre: int, magnitude: int) -> Iterator[NDArray[np.i
     weights = np.zeros((len(plane), len(plane)), np.float32)
     for start in range(0, plane.shape[1], _BLOCK):
         known = np.empty((0, min(_BLOCK, plane.shape[1] - start)), np.float32)
+        products = known.T @ known
         for first in _WAVES:
             part = plane[first :: len(_WAVES), start : start + _BLOCK]
             own = weights[len(known) : len(known) + len(part), : len(known)]
@@ -416,12 +417,13 @@ def _guesses(plane: Codes, centre: int, magnitude: int) -> Iterator[NDArray[np.i
             codes = scaled[part]  # which have been read by now
             error = np.rint(16 * (codes - guess)).clip(-_LARGEST_ERROR, _LARGEST_ERROR)
             # The largest step that is stable, however alike rows are, is 2 / power.
-            power = float(np.linalg.norm((known.T @ known).astype(np.float64)))
+            power = float(np.linalg.norm(products.astype(np.float64)))
             change = error @ known.T
             change *= np.float32(_UNIT * 2 / (16 * max(power, 1.0)))
             own += np.rint(change, out=change)
             own.clip(-_LARGEST_WEIGHT, _LARGEST_WEIGHT, out=own)
             known = np.concatenate([known, codes])
+            products += codes.T @ codes
 
 
 def rows_are_alike(values: NDArray[Any]) -> bool:
