@@ -97,8 +97,8 @@ def test_any_damage_is_noticed(file):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("", "is a safetensors file, but not of the kind ompq-packed/2. Give a"),
-        ('{"format": "ompq-packed/3"}', "its format is ompq-packed/3; this version of"),
+        ("", "is a safetensors file, but not of the kind ompq-packed/3. Give a"),
+        ('{"format": "ompq-packed/4"}', "its format is ompq-packed/4; this version of"),
     ],
 )
 def test_foreign_and_newer_files_are_refused(text, words, tmp_path):

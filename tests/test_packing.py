@@ -17,14 +17,14 @@ from torchvision import models
 from nets import Chain, Recurrent, TinyMobileNet, TinyResNet, images, seeded, tokens
 from ompq.allocation import Allocation
 from ompq.attention import with_layers
-from ompq.costs import Bytes
 from ompq.errors import PackedFileError, PlanError, QuantizationError
+from ompq.files import read_tensors
 from ompq.graph import trace
 from ompq.integer.finalization import finalize
 from ompq.layers import quantized_layers
 from ompq.models.networks import DemoNetwork
 from ompq.packing import inspect_file, load, save
-from ompq.packing.format import read_contents
+from ompq.packing.format import FORMAT, read_contents
 from ompq.planner import PlanConfig, plan as make_plan
 from ompq.plans import Plan
 from ompq.quantization import (
@@ -336,6 +336,11 @@ def test_coded_units_are_counted_as_they_are_stored(file):
     assert account.file_bytes <= plan.totals["bytes"]
     assert account.planned == plan.bytes_by_item
     assert account.average_bits == pytest.approx(6)
+    # What scales and biases take together is known; a unit takes its part of it.
+    vectors = read_tensors(file, FORMAT)[1]
+    sizes = {name: t.nbytes for name, t in vectors.items()}
+    assert account.items["scales"] == 4 * len(account.units) + sizes["multiples.lzma"]
+    assert account.items["biases"] == sizes["halves.lzma"]
     for one in account.units:
         layer = quantized_layers(saved)[one.unit.name]
         shape = (-1, *[1] * (layer.weight.dim() - 1))
@@ -344,8 +349,9 @@ def test_coded_units_are_counted_as_they_are_stored(file):
         # Scales are bytes times a number; the zero point is known.
         assert one.coded and one.bytes.weights == len(encode(codes))
         channels = one.unit.out_channels
-        biases = 0 if layer.bias is None else 2 * channels
-        assert one.bytes == Bytes(one.bytes.weights, channels + 4, biases=biases)
+        assert 4 < one.bytes.scales <= channels + 4 == one.planned.scales
+        assert one.bytes.biases <= one.planned.biases == 2 * channels
+        assert one.bytes.zero_points == 0
         assert one.bytes.total <= one.planned.total
     assert json.dumps(account.to_json())
 
@@ -387,6 +393,27 @@ def test_files_of_0_1_load(name, make, file):
     assert file.stat().st_size < 0.85 * old.stat().st_size
     assert_same_outputs(loaded, load(file, make))
     assert inspect_file(old).about["network"] == f"net.py:{name}"
+
+
+def test_coded_files_of_version_2_load(file):
+    old = OLD / "coded-0.2.ompq.safetensors"
+    loaded = load(old, TinyMobileNet)
+    account = inspect_file(old)
+    assert sum(account.items.values()) == old.stat().st_size
+    assert account.items["biases"] == 2 * sum(
+        u.unit.out_channels for u in account.units
+    )
+    with torch.no_grad():
+        given = loaded(images(2))
+    torch.testing.assert_close(given, torch.tensor(OF_VERSION_2), rtol=1e-5, atol=1e-6)
+    save(loaded, file)
+    assert_same_outputs(loaded, load(file, TinyMobileNet))
+
+
+OF_VERSION_2 = [
+    [-0.32057238, 0.12946193, 0.1561763, -0.73978245, 0.8415026],
+    [-0.32057238, 0.12946193, 0.19522038, -0.65758443, 0.88465655],
+]
 
 
 def test_plan_and_network_are_written_down(file):
@@ -633,7 +660,8 @@ def test_groups_come_back_and_the_plan_counts_them(file, coded):
     rates = [choice.rate for choice in plan.allocation.values()]
     assert any(rates) == coded
     for one in inspect_file(file).units:
-        assert one.bytes.scales == one.planned.scales
+        assert one.bytes.scales <= one.planned.scales
+        assert one.bytes.scales == one.planned.scales or coded
         # At 8 bits all are the middle code.
         stored = one.planned.zero_points if one.bits.weight < 7 else 0
         assert one.bytes.zero_points == stored or not one.unit.group_size

@@ -176,6 +176,16 @@ def test_the_curve_foretells_bytes_and_noise(weight, rate):
     assert curve.noise_at(rate) == pytest.approx(noise, rel=0.1)
 
 
+def test_the_curve_counts_on_rows_that_are_alike():
+    # Most rows would be left out of a sample, and what they have in common with them.
+    alike = values(600, 8) @ values(8, 500) + 8**0.5 * values(600, 500)
+    curve = rate_curve(alike)
+    codes = coded_codes(alike, curve.step(3))
+    used = 8 * len(encode(codes.numpy())) / alike.numel()
+    assert used == pytest.approx(3, rel=0.02)
+    assert used < 0.95 * entropy(codes) / alike.numel()
+
+
 def test_noise_is_near_what_rate_distortion_theory_allows():
     # A Gaussian needs R bits for a noise of 2^-2R; a uniform grid with entropy coding
     # loses at most pi e / 6 of it.

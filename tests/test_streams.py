@@ -2,6 +2,7 @@
 
 import math
 import time
+from base64 import b85decode
 from collections import Counter
 
 import numpy as np
@@ -14,8 +15,11 @@ from ompq.streams import (
     decode,
     encode,
     pack_bits,
+    rows_are_alike,
+    squeezed,
     stream_length,
     unpack_bits,
+    with_squeezed,
 )
 
 RANDOM = np.random.default_rng(0)
@@ -128,6 +132,52 @@ def test_the_codes_before_decide_on_a_class():
     assert not np.array_equal(model.classes(codes), model.classes(other))
 
 
+def rows_of_a_classifier(rows, columns, noise):
+    """Rows that are sums of the same eight, and noise."""
+    parts = RANDOM.normal(0, 1, (rows, 8)) @ RANDOM.normal(0, 1, (8, columns))
+    values = parts + RANDOM.normal(0, noise, (rows, columns))
+    return (128 + np.round(values)).clip(0, 255).astype(np.uint8)
+
+
+@pytest.mark.parametrize("shape", [(300, 400), (61, 900, 1, 1), (1024, 130)])
+def test_rows_that_are_alike_take_fewer_bytes(shape):
+    codes = rows_of_a_classifier(*shape[:2], 1.5).reshape(shape)
+    assert rows_are_alike(codes - 128.0)
+    data = encode(codes)
+    assert len(data) < 0.93 * entropy_bytes(codes)
+    assert np.array_equal(decode(data, codes.shape), codes)
+    assert len(data) <= coded_size(codes) <= len(data) + 16
+    model = CodeModel.fit(codes)
+    priced = model.bits[model.classes(codes), codes].sum()
+    assert priced < 8 * len(data) < priced + 9 * model.steps.size + 150
+    # Rows of their own, and as many codes, are as long as their frequencies say.
+    mixed = RANDOM.permutation(codes.ravel()).reshape(shape)
+    assert not rows_are_alike(mixed - 128.0)
+    assert len(encode(mixed)) > 0.99 * entropy_bytes(codes)
+
+
+def test_a_filter_looks_only_at_codes_before():
+    codes = rows_of_a_classifier(300, 400, 1.5)
+    model = CodeModel.fit(codes)
+    other = codes.copy()
+    other[:, 384:] = 128  # the last block
+    assert len(model.bits) > 1
+    classes, changed = model.classes(codes), model.classes(other)
+    assert np.array_equal(classes[:, :384], changed[:, :384])
+    # Of that, only the first rows to be read, every eighth one, have no rows before.
+    assert np.array_equal(classes[::8, 384:], changed[::8, 384:])
+    assert not np.array_equal(classes[:, 384:], changed[:, 384:])
+
+
+def test_filters_are_for_few_rows_and_for_many_bits():
+    many = rows_of_a_classifier(1025, 200, 1.0)
+    few = rows_of_a_classifier(300, 400, 1.0) // 64 * 64  # nearly all are 64 or 128
+    same = np.repeat(RANDOM.integers(0, 9, (1, 400), dtype=np.uint8), 300, axis=0)
+    for codes in (many, few, same):
+        assert CodeModel.fit(codes).width == 0
+        assert np.array_equal(decode(encode(codes), codes.shape), codes)
+
+
 def test_a_model_has_no_price_for_codes_it_does_not_know():
     model = CodeModel.fit(np.array([[3, 4, 5]], np.uint8))
     assert model.size(np.array([[4, 4, 4]], np.uint8)) < 24
@@ -146,6 +196,80 @@ STREAM = (
     "94e43a8bb786075de8270bbab138aa7680cc5f638baa9ef08e3a0da5dc037e3d25f445dfd3c2"
     "088fb99483ba1460db2156dee0f23afa43ea34a436f6281bc7c9a011890fb93aae75"
 )
+
+
+def test_filtered_streams_of_other_machines_are_read():
+    row, column = np.indices((24, 128))
+    noise = (row * 7919 + column * 104729 + row * column * 31) % 101 // 34 - 1
+    expected = 128 + 2 * (-1) ** (column * column % 11 + row % 3) + noise
+    found = decode(b85decode(FILTERED), (24, 128))
+    assert np.array_equal(found, expected)
+    assert CodeModel.fit(found).width < 0
+
+
+FILTERED = (
+    "NK#Q!sB(<ryY&G|aE&g+Z&!dK<EitTcx!I10XgvcQO)0S^dFa}gtk}TUYuD2ecpFSg{U?gMA~-ybNUG&"
+    "aJ^kEXDaL%8Ez>K{pPAn@P&Q>!pkCXb1N)<2N*-ADVd2ZfbgHg^K}w|$i1>`kG<<j?oZd@9|Z}KS18^y"
+    "45zM|J<}Iy*J(FvW{H=wEu(Rt8;=;C8Wbcy#%v?rWcHZ29V(HVKEsjUxZOoq1&p1+8bz{$DuksG<*%V6"
+    "yz^IoiPy5$s`b9Ewe*Sz;u7A3Vp9EWGcX);xqyfJB7^tjtf0wNsyzGsRUvA9?6#~8&6=rp5}FV5jBYD>"
+    "A|O(cTQ+wC4?H-vHV-b>g)o9b&XR836J>$Z^F^B<0swIdH&=L7P7T`ZC?S(rIJe+`2uXSx*%*O3TIck9"
+    "Ih~PH!qT4|82FK+r^pam?jwO3E!`h36Xz=VvYEC0*WMwN>ZzbCqoHNZKLbMsxJf$c&zC^7GMnP3Mk-;I"
+    "c)+?malHKi^egc|vgx6OWuMu>0Ij0wDW?`sMB+|Wn6myWY$`#wt~=2U2LdX;&>$AP4LNk{?~l_krndy#"
+    "Yk2pR@3Vb9EZ4`eB(3hB0%K#mdScLmnH`2tDPA#^LL;|jg%?N0r;AHZIRd?9RFJE7mNS7iZnrch`>PS~"
+    "7#H2!;Gi@sZ}Z#Lh=)E~+HC$Lkc^H@M2Y&!*D!+Z1HTkLIa`@^5E4UVFelNmycpaL9GRn$8hhHlGmf3y"
+    "EwGby!&@%JHy37=r*yu~p6{lDLoZ6&2X>7=x|`x1(iB}`Tb>B;ELXzSk-VW?dNM1ya$wYNcHfW*{i{>1"
+    "#%@+?5Y`AYWM9SHdqOqYoJ5M_Qa?;KzV^!-V+s-b9o@dUY7*z46y!*8w-hocou*Xvn#V&i&`I_;u}{vh"
+    "?a;;W-580lHu<(biO=)U8JwE-4KN%2Rg*C3(lb7@yMhfG*}SmsDr7S7(sQ*ru(w=7_g&71cxpwWIDQ`^"
+    "$vyO_at6WYID_-nb698+&(=DNJ_6y_b?>R;WOAV=mES7n)sg{L`?yxp@=W#2id)X<*a2@pg8ulOB1Hb{"
+    ")7V3**sG~m!Os~JE|jFw"
+)
+
+
+def test_streams_with_a_filter_they_may_not_have_are_refused():
+    codes = rows_of_a_classifier(300, 400, 1.5)
+    data = encode(codes)
+    for place in RANDOM.integers(0, len(data), 20):
+        broken = bytearray(data)
+        broken[place] ^= 1 << int(RANDOM.integers(0, 8))
+        with pytest.raises(PackedFileError, match="a stream of codes is damaged"):
+            decode(bytes(broken), codes.shape)
+    with pytest.raises(PackedFileError, match="damaged: a filter of 1200 rows"):
+        decode(data, (1200, 100))
+    with pytest.raises(PackedFileError, match="damaged: a filter of 300 rows"):
+        decode(data, (300, 100, 2, 2))
+    with pytest.raises(PackedFileError, match="damaged: a filter for 1024000 codes"):
+        decode(data, (1000, 1024))
+
+
+def test_numbers_are_compressed_without_loss():
+    scales = RANDOM.integers(250, 256, 3000, dtype=np.uint8)
+    biases = RANDOM.normal(0, 0.3, 3000).astype("<f2")
+    arrays = {"codes": np.arange(5), "halves": biases}
+    given = {"multiples": squeezed(scales), "halves": squeezed(biases)}
+    assert len(given["multiples"]) < 0.45 * scales.nbytes
+    assert len(given["halves"]) < 0.9 * biases.nbytes
+    stored = {f"{n}.lzma": np.frombuffer(data, "u1") for n, data in given.items()}
+    found = with_squeezed({"codes": arrays["codes"], **stored})
+    assert set(found) == {"codes", "multiples", "halves"}
+    for name, values in {**arrays, "multiples": scales}.items():
+        assert found[name].dtype == values.dtype
+        assert np.array_equal(found[name], values)
+    assert squeezed(RANDOM.integers(0, 256, 3000, dtype=np.uint8)) is None
+    assert squeezed(scales[:5]) is None
+
+
+def test_damaged_numbers_are_refused(monkeypatch):
+    data = squeezed(RANDOM.normal(0, 0.3, 3000).astype("<f2"))
+    odd = squeezed(np.zeros(333, np.uint8))
+    for broken in (data[:-1], data + b"\0", odd):
+        with pytest.raises(PackedFileError, match="halves are damaged: they do not"):
+            with_squeezed({"halves.lzma": np.frombuffer(broken, "u1")})
+    with pytest.raises(PackedFileError, match="halves are damaged: Corrupt input"):
+        with_squeezed({"halves.lzma": np.frombuffer(b"\x7f" + data, "u1")})
+    bomb = squeezed(np.zeros(1 << 24, np.uint8))
+    monkeypatch.setattr("ompq.streams._LARGEST_SQUEEZED", 1 << 20)
+    with pytest.raises(PackedFileError, match="multiples are damaged: they do not"):
+        with_squeezed({"multiples.lzma": np.frombuffer(bomb, "u1")})
 
 
 def test_damaged_streams_are_refused():

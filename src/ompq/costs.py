@@ -328,7 +328,7 @@ def unit_bytes(unit: Unit, choice: Choice) -> Bytes:
     end up there); the input has a float32 scale and a 32-bit zero point. The scales of
     groups take a byte each, and a number that they are multiples of four; so do those
     of a coded unit, whose codes take what its rate promises, whose biases have 16 bits,
-    and whose zero point is known.
+    and whose zero point is known. Scales and biases that are compressed take less.
     """
     channels = unit.out_channels
     scales, grouped = channels * unit.scales(choice), unit.shared_by(choice) > 0

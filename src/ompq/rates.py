@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ompq.quantizers import Grid
 from ompq.ranges import thinned
-from ompq.streams import LARGEST_BITS, SCALE_MULTIPLES, coded_size
+from ompq.streams import LARGEST_BITS, SCALE_MULTIPLES, coded_size, rows_are_alike
 
 ZERO = 1 << (LARGEST_BITS - 1)  # the code of 0 in a coded layer
 _CODES = 1 << LARGEST_BITS  # that there are
@@ -162,7 +162,7 @@ def pulled_to(codes: Tensor, position: Tensor) -> Tensor:
 
 # A curve is drawn through steps of half an octave, in units of the weights' root mean
 # square, on a sample of this many weights; what the coder makes of neighbours, on rows
-# of this many in all, at three of the steps.
+# of this many in all, or on all rows where these are alike, at three of the steps.
 _OCTAVES = np.arange(-6.5, 3.5, 0.5)
 _SAMPLED, _CODED = 1 << 13, 1 << 16
 _CODED_AT = (1.0, 2.5, 5.0)  # bits
@@ -223,8 +223,9 @@ def _coder_gain(
     weight: Tensor, steps: NDArray[np.float64], bits: NDArray[np.float64]
 ) -> NDArray[np.float64]:
     """Return bits that the coder writes over those by frequency, at each step."""
-    every = -(-weight.numel() // _CODED)
-    part = weight.detach()[:: min(every, len(weight))]
+    every = min(-(-weight.numel() // _CODED), len(weight))
+    alike = every > 1 and rows_are_alike(weight.detach().float().cpu().numpy())
+    part = weight.detach()[:: 1 if alike else every]
     places = sorted({int(np.abs(bits - wanted).argmin()) for wanted in _CODED_AT})
     ratios = []
     for place in places:

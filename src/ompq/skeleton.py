@@ -28,9 +28,16 @@ from ompq.files import (
     read_arrays,
     replacing,
 )
-from ompq.streams import LARGEST_HALF_BITS, SCALE_MULTIPLES, decode, unpack_bits
+from ompq.streams import (
+    LARGEST_HALF_BITS,
+    SCALE_MULTIPLES,
+    decode,
+    unpack_bits,
+    with_squeezed,
+)
 
-PACKED_FORMAT = "ompq-packed/2"
+PACKED_FORMAT = "ompq-packed/3"
+SECOND_FORMAT = "ompq-packed/2"  # which is read, too
 GRAPH = "graph"  # the tensor of a packed file that holds it
 # Bytes of few bits are stretched up to this magnitude: two products with codes of at
 # most 255 fit into 16 bits, as the 8-bit kernels of processors without VNNI need.
@@ -285,7 +292,7 @@ def unpack(path: str | Path, output: str | Path) -> int:
         MissingExtraError: onnx is not installed.
     """
     try:
-        _, arrays = read_arrays(path, PACKED_FORMAT)
+        _, arrays = read_arrays(path, PACKED_FORMAT, SECOND_FORMAT)
     except ValueError as error:
         raise PackedFileError(f"{path} is not a packed network: {error}") from error
     if GRAPH not in arrays:
@@ -294,7 +301,7 @@ def unpack(path: str | Path, output: str | Path) -> int:
             "ompq export FOLDER --format packed --with-graph -o FILE"
         )
     try:
-        content = _filled(arrays)
+        content = _filled(with_squeezed(arrays))
     except MissingExtraError:
         raise
     except _BROKEN as error:

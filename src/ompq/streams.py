@@ -1,22 +1,26 @@
-"""Codes as streams of bytes: dense, or entropy-coded.
+"""Codes as streams of bytes: dense, or entropy-coded; and numbers beside them.
 
 Codes to be entropy-coded are bytes of shape (rows, columns, ...): output channels,
 input channels and the kernel. Where weights are small, in a row, a column or a kernel,
 small codes are likelier; and kernels are smooth, so a code is mostly on the side of
 those next to it. So each code has a *context*: its level, the logarithm of the
 magnitude that its row, its column and the codes before it in its kernel lead to expect,
-and the side. Neighbouring contexts are merged into *classes* as long as that saves
-bytes. Each class has a distribution of its own, drawn through a few points of a
-logarithmic histogram.
+and the side. Rows of a classifier are alike where classes are; there, the side is what
+the rows before lead to expect, by a linear filter that learns from the columns before.
+Neighbouring contexts are merged into *classes* as long as that saves bytes. Each class
+has a distribution of its own, drawn through a few points of a logarithmic histogram.
 
 Such a stream holds all that :func:`decode` needs but the shape. Levels, classes and
-probabilities are integers made of integers, so every machine reads the same codes.
+probabilities are integers made of integers, and sums of products are of integers that
+float32 holds exactly, so every machine reads the same codes.
 """
 
+import lzma
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import product
 from math import ceil, prod
 from typing import Any
 
@@ -46,6 +50,21 @@ _BETWEEN = [round(4 * 2 ** (level / 4 - 1 / 8)) for level in range(1, 53)]
 _LEVEL_OF = np.searchsorted(_BETWEEN, np.arange(256 * _ONE), "right").astype(np.int16)
 _SIDES = 5  # far below the middle, below, unknown, above, far above
 _UNKNOWN = 2  # among the sides
+# Instead of a kernel's width: sides are what the filter guesses, or nothing. Guesses
+# are in quarters of the mean magnitude, up to 4 of it.
+_BY_ROWS = -1
+_LARGEST_GUESS = 16
+_GUESSES = 2 * _LARGEST_GUESS + 2
+# Rows are read in this order, every eighth one at a time, and columns in blocks.
+_WAVES = (0, 4, 2, 6, 1, 5, 3, 7)
+_BLOCK = 64
+# Integers hold 4096 times the filter's weights, which are from -1/4 to 1/4. Sums of so
+# many products are below 2**24: float32 holds them exactly.
+_UNIT, _LARGEST_WEIGHT = 1 << 12, 1 << 10
+_LARGEST_INPUT, _LARGEST_ERROR, _MOST_ROWS = 15, 1 << 10, 1 << 10
+# A code takes a thousand products; streams with fewer bits for each have no filter.
+_FEWEST_FILTERED_BITS = 0.5
+_COMPARED_ROWS, _ALIKE = 128, 1000  # see rows_are_alike
 _MOST_CLASSES = 255  # a byte counts them
 _LARGEST_KERNEL = 64  # a larger one counts as columns
 # A chance is 2 ** (-step / 8) times the largest one of its class. The steps are written
@@ -71,7 +90,7 @@ class CodeModel:
     high: int
     rows: Ints  # the level of each row, (rows,), or of all of them, (1,)
     columns: Ints  # what each column adds to it, (columns,) or (1,)
-    width: int  # of the kernel, if contexts have sides; else 0
+    width: int  # of the kernel, or _BY_ROWS, if contexts have sides; else 0
     starts: Ints  # the first context of each class but the first, (classes - 1,)
     steps: Ints  # the distribution of each class, (classes, knots)
 
@@ -87,23 +106,23 @@ class CodeModel:
         centre = int(counts.cumsum().searchsorted(counts.sum() / 2))
         knots = _knots(low, high, centre)
         rows, columns = _scales(_distances(planes, centre))
-        width, price = _width(codes.shape), _STEP_BITS * len(knots)
-        table = np.zeros((_context_count(width), 256), np.int64)
-        for plane, contexts in zip(
-            planes, _contexts(planes, centre, rows, columns, width), strict=True
-        ):
-            pairs = contexts * np.int32(256) + plane
-            table += np.bincount(pairs.ravel(), minlength=table.size).reshape(-1, 256)
-        table = table[:, low : high + 1]
-        starts, bits = _class_starts(table, price)
-        if width:  # perhaps levels alone do better
-            levels = table.reshape(_SIDES, len(_MAGNITUDES), -1).sum(0)
-            fewer, less = _class_starts(levels, price)
-            if less <= bits:
-                table, starts, bits, width = levels, fewer, less, 0
-        bits += _LEVEL_BITS * sum(len(x) for x in (rows, columns) if len(x) > 1)
-        if not len(starts) or bits >= _entropy(table.sum(0)) + price:
-            rows, columns, starts, width = rows[:1] * 0, columns[:1] * 0, starts[:0], 0
+        price = _STEP_BITS * len(knots)
+        by_level = _LEVEL_BITS * sum(len(x) for x in (rows, columns) if len(x) > 1)
+        tables = _tables(planes, centre, rows, columns, _width(codes.shape))
+        width, starts, fewest = 0, np.zeros(0, np.int64), _entropy(counts) + price
+        for tried, table in tables.items():
+            found, bits = _class_starts(table, price)
+            if tried != _BY_ROWS:
+                bits += by_level
+            elif bits < 2 * _FEWEST_FILTERED_BITS * codes.size:
+                continue
+            if len(found) and bits < fewest:
+                width, starts, fewest = tried, found, bits
+        if not len(starts):
+            rows, columns = rows[:1] * 0, columns[:1] * 0
+        elif width == _BY_ROWS:
+            rows, columns = np.array([_middle(rows)]), columns[:1] * 0
+        table = tables[width][:, low : high + 1]
         parts = np.add.reduceat(table, [0, *starts])
         steps = np.array([_fitted_steps(part, knots) for part in parts])
         return cls(centre, low, high, rows, columns, width, starts, steps)
@@ -125,18 +144,19 @@ class CodeModel:
 
     def classes(self, codes: Codes) -> Codes:
         """Return the class of each code; those before it in its kernel decide on it."""
-        planes = [*self._classes(_planes(codes))]
-        return np.stack(planes, -1).reshape(codes.shape)
+        planes = _planes(codes)
+        found = np.empty_like(planes)
+        parts = zip(_parts(found, self.width), self._classes(planes), strict=True)
+        for part, classes in parts:
+            part[...] = classes
+        return np.moveaxis(found, 0, -1).reshape(codes.shape)
 
     def size(self, codes: Codes) -> int:
         """Return the bytes that codes take with this model, or a few more."""
         bits, planes = self.bits, _planes(codes)
-        counts = np.zeros(bits.size, np.int64)
-        for plane, classes in zip(planes, self._classes(planes), strict=True):
-            pairs = classes * np.int32(256) + plane
-            counts += np.bincount(pairs.ravel(), minlength=bits.size)
-        used = np.flatnonzero(counts)
-        total = counts[used] @ bits.ravel()[used] + _LOST_BITS * codes.size
+        counts = _counted(planes, self._classes(planes), self.width, len(bits))
+        used = counts > 0
+        total = counts[used] @ bits[used] + _LOST_BITS * codes.size
         for numbers, width in zip(self._numbers(), (1, 8), strict=True):
             chances = _side_chances(width)
             total -= np.log2(chances[numbers + _SIDE] / chances.sum()).sum()
@@ -147,9 +167,9 @@ class CodeModel:
         return _knots(self.low, self.high, self.centre)
 
     def _classes(self, planes: Codes) -> Iterator[Codes]:
-        """Yield the class of each code, plane by plane; each looks at those before."""
+        """Yield the class of each code, part by part; each looks at those before."""
         if not len(self.starts):
-            yield from np.zeros_like(planes)
+            yield from map(np.zeros_like, _parts(planes, self.width))
             return
         every = np.arange(_context_count(self.width))
         class_of: Codes = np.searchsorted(self.starts, every, "right").astype("u1")
@@ -162,7 +182,7 @@ class CodeModel:
         middle = int(np.median(self.rows))
         few = [self.centre - 128, self.centre - self.low, self.high - self.centre]
         few += [len(self.starts), len(self.rows) > 1, len(self.columns) > 1, middle]
-        few += [self.width > 0]
+        few += [2 if self.width == _BY_ROWS else self.width > 0]
         parts = [np.array(few), np.diff(self.starts, prepend=0)]
         parts += [x for x in (self.rows - middle, self.columns) if len(x) > 1]
         return np.concatenate(parts), np.diff(self.steps, prepend=0).ravel()
@@ -172,7 +192,9 @@ class CodeModel:
         """Read a model for (kernel, rows, columns) codes."""
         few = _read_side(decoder, 8, 1)
         centre, below, above, merges, by_row, by_column, middle, sides = map(int, few)
-        width = width if sides else 0
+        width = _BY_ROWS if sides == 2 else width if sides else 0
+        if width == _BY_ROWS and (shape[0] > 1 or shape[1] > _MOST_ROWS):
+            raise ValueError(f"a filter of {shape[1]} rows")
         centre += 128
         low, high = centre - below, centre + above
         if not (0 <= low <= centre <= high <= 255 and low < high):
@@ -208,10 +230,11 @@ def encode(codes: Codes) -> bytes:
     for numbers, width in zip(model._numbers(), (1, 8), strict=True):
         encoder.encode((numbers + _SIDE).astype(np.int32), _side_model(width))
     distributions = _distributions(model)
-    for plane, classes in zip(planes, model._classes(planes), strict=True):
-        for part, kinds in _chunks(plane, classes):
+    parts = zip(_parts(planes, model.width), model._classes(planes), strict=True)
+    for part, classes in parts:
+        for some, kinds in _chunks(part, classes):
             order, ends = _grouped(kinds, len(distributions))
-            symbols = part[order].astype(np.int32) - model.low
+            symbols = some[order].astype(np.int32) - model.low
             for group, distribution in zip(
                 np.split(symbols, ends), distributions, strict=True
             ):
@@ -234,6 +257,9 @@ def decode(data: bytes, shape: Sequence[int]) -> Codes:
     try:
         if size:
             model = CodeModel._read(decoder, planes.shape, _width(shape))
+            filtered = 8 * len(data) / _FEWEST_FILTERED_BITS
+            if model.width == _BY_ROWS and size > filtered:
+                raise ValueError(f"a filter for {size} codes")
             _read_codes(decoder, model, planes)
             if decoder.decode(_CHECKSUM) != _checksum(planes):
                 raise ValueError("its checksum is wrong")
@@ -246,16 +272,19 @@ def decode(data: bytes, shape: Sequence[int]) -> Codes:
 
 def _read_codes(decoder: Any, model: CodeModel, planes: Codes) -> None:
     distributions = _distributions(model)
-    # Classes look at the planes before, which have been read by then.
-    for plane, classes in zip(planes, model._classes(planes), strict=True):
-        for part, kinds in _chunks(plane, classes):
+    # Classes look at the parts before, which have been read by then.
+    parts = zip(_parts(planes, model.width), model._classes(planes), strict=True)
+    for part, classes in parts:
+        read = np.empty(part.shape, np.uint8)
+        for some, kinds in _chunks(read, classes):
             order, ends = _grouped(kinds, len(distributions))
             counts = np.diff([0, *ends, len(kinds)])
             groups = [
                 decoder.decode(distribution, int(count))
                 for distribution, count in zip(distributions, counts, strict=True)
             ]
-            part[order] = np.concatenate(groups) + model.low
+            some[order] = np.concatenate(groups) + model.low
+        part[...] = read
 
 
 def _checksum(planes: Codes) -> int:
@@ -270,7 +299,13 @@ def _width(shape: Sequence[int]) -> int:
 
 
 def _context_count(width: int) -> int:
+    if width == _BY_ROWS:
+        return _GUESSES
     return len(_MAGNITUDES) * (_SIDES if width else 1)
+
+
+def _middle(rows: Ints) -> int:
+    return int(np.median(rows.clip(0, len(_MAGNITUDES) - 1)))
 
 
 def _planes(codes: Codes) -> Codes:
@@ -281,8 +316,42 @@ def _planes(codes: Codes) -> Codes:
     return np.ascontiguousarray(np.moveaxis(cells, -1, 0))
 
 
-def _chunks(plane: Codes, classes: Codes) -> Iterator[tuple[Codes, Codes]]:
-    flat, kinds = plane.reshape(-1), classes.reshape(-1)
+def _parts(planes: Codes, width: int) -> Iterator[Codes]:
+    """Yield views of what is coded together, in order."""
+    if width != _BY_ROWS:
+        yield from planes
+        return
+    for start, first in product(range(0, planes.shape[2], _BLOCK), _WAVES):
+        yield planes[0, first :: len(_WAVES), start : start + _BLOCK]
+
+
+def _tables(
+    planes: Codes, centre: int, rows: Ints, columns: Ints, width: int
+) -> dict[int, Ints]:
+    """Return counts of codes by context, (contexts, 256), for each width to try."""
+    alike = not width and rows_are_alike(planes[0].astype(np.float32) - centre)
+    found = {}
+    for tried in (width, _BY_ROWS) if alike else (width,):
+        contexts = _contexts(planes, centre, rows, columns, tried)
+        found[tried] = _counted(planes, contexts, tried, _context_count(tried))
+    if width:
+        found[0] = found[width].reshape(_SIDES, -1, 256).sum(0)
+    return found
+
+
+def _counted(
+    planes: Codes, kinds: Iterable[NDArray[Any]], width: int, count: int
+) -> Ints:
+    """Return how often each code has each class or context, (count, 256)."""
+    table = np.zeros(count * 256, np.int64)
+    for part, kind in zip(_parts(planes, width), kinds, strict=True):
+        pairs = kind * np.int32(256) + part
+        table += np.bincount(pairs.ravel(), minlength=len(table))
+    return table.reshape(count, 256)
+
+
+def _chunks(part: Codes, classes: Codes) -> Iterator[tuple[Codes, Codes]]:
+    flat, kinds = part.reshape(-1), classes.reshape(-1)
     for start in range(0, len(flat), _AT_ONCE):
         cut = slice(start, start + _AT_ONCE)
         yield flat[cut], kinds[cut]
@@ -302,7 +371,10 @@ def _distances(planes: Codes, centre: int) -> Codes:
 def _contexts(
     planes: Codes, centre: int, rows: Ints, columns: Ints, width: int
 ) -> Iterator[NDArray[np.int32]]:
-    """Yield the context of each code, plane by plane; each looks at those before."""
+    """Yield the context of each code, part by part; each looks at those before."""
+    if width == _BY_ROWS:
+        yield from _guesses(planes[0], centre, int(_MAGNITUDES[_middle(rows)]))
+        return
     levels = (rows[:, None] + columns).clip(0, len(_MAGNITUDES) - 1)
     levels = np.broadcast_to(levels, planes.shape[1:]).astype(np.int32)
     yield levels + len(_MAGNITUDES) * _UNKNOWN if width else levels
@@ -319,6 +391,54 @@ def _contexts(
             far = np.abs(slope) * np.int32(_ONE // 2) > expected
             levels += (np.sign(slope) * (1 + far) + _UNKNOWN) * len(_MAGNITUDES)
         yield levels
+
+
+def _guesses(plane: Codes, centre: int, magnitude: int) -> Iterator[NDArray[np.int32]]:
+    """Yield the side of each code by a filter over rows, part by part.
+
+    A code is expected to be a sum of those of its column in the waves before, each
+    times a weight. The weights of a wave follow the errors in each block: normalised
+    least mean squares.
+    """
+    scaled = np.rint((np.arange(256) - centre) * (4 * _ONE / magnitude))
+    scaled = scaled.clip(-_LARGEST_INPUT, _LARGEST_INPUT).astype(np.float32)
+    weights = np.zeros((len(plane), len(plane)), np.float32)
+    for start in range(0, plane.shape[1], _BLOCK):
+        known = np.empty((0, min(_BLOCK, plane.shape[1] - start)), np.float32)
+        products = known.T @ known
+        for first in _WAVES:
+            part = plane[first :: len(_WAVES), start : start + _BLOCK]
+            own = weights[len(known) : len(known) + len(part), : len(known)]
+            guess = (own @ known) * np.float32(1 / _UNIT)
+            sides = np.rint(guess).clip(-_LARGEST_GUESS, _LARGEST_GUESS)
+            if start == 0 or not len(known):
+                sides[:] = _LARGEST_GUESS + 1  # there is none
+            yield sides.astype(np.int32) + np.int32(_LARGEST_GUESS)
+            codes = scaled[part]  # which have been read by now
+            error = np.rint(16 * (codes - guess)).clip(-_LARGEST_ERROR, _LARGEST_ERROR)
+            # The largest step that is stable, however alike rows are, is 2 / power.
+            power = float(np.linalg.norm(products.astype(np.float64)))
+            change = error @ known.T
+            change *= np.float32(_UNIT * 2 / (16 * max(power, 1.0)))
+            own += np.rint(change, out=change)
+            own.clip(-_LARGEST_WEIGHT, _LARGEST_WEIGHT, out=own)
+            known = np.concatenate([known, codes])
+            products += codes.T @ codes
+
+
+def rows_are_alike(values: NDArray[Any]) -> bool:
+    """Return whether rows, (rows, columns, ...), have so much in common that it pays.
+
+    Squared correlations of independent rows are 1 / columns on average. All rows before
+    a row lead to expect what they have in common beyond that.
+    """
+    rows, columns = len(values), values.size // max(len(values), 1)
+    if _width(values.shape) or rows > _MOST_ROWS or columns < 2 * _BLOCK:
+        return False
+    some = values[:: max(1, rows // _COMPARED_ROWS)].reshape(-1, columns)
+    some = some / np.sqrt(np.square(some).sum(1, keepdims=True)).clip(1e-30)
+    common = np.square(some @ some.T).mean() - 1 / len(some)
+    return bool(rows * (common * columns - 1) > _ALIKE)
 
 
 def _slope(planes: Codes, place: int, width: int, centre: int) -> NDArray[np.int32]:
@@ -459,6 +579,49 @@ def _side_model(width: int) -> Any:
 def _read_side(decoder: Any, amount: int, width: int) -> Ints:
     numbers: Ints = decoder.decode(_side_model(width), amount).astype(np.int64)
     return numbers - _SIDE
+
+
+# How numbers of channels are compressed; byte by byte, since few of them repeat.
+_FILTERS: list[dict[str, Any]] = [
+    {"id": lzma.FILTER_LZMA2, "dict_size": 1 << 20, "lc": 0, "pb": 0}
+]
+_LARGEST_SQUEEZED = 1 << 26  # bytes; a compressed file must not fill the memory
+SQUEEZED = ".lzma"  # at the end of the name of a tensor that is compressed
+# Those that may be, and what they hold.
+SQUEEZABLE: dict[str, np.dtype[Any]] = {
+    "multiples": np.dtype("u1"),
+    "halves": np.dtype("<f2"),
+}
+
+
+def squeezed(values: NDArray[Any]) -> bytes | None:
+    """Return numbers in fewer bytes, nothing lost; None if it cannot be."""
+    planes = np.ascontiguousarray(values).view(np.uint8).reshape(-1, values.itemsize).T
+    found = lzma.compress(planes.tobytes(), lzma.FORMAT_RAW, filters=_FILTERS)
+    fewer = len(found) + len(SQUEEZED) < values.nbytes <= _LARGEST_SQUEEZED
+    return found if fewer else None
+
+
+def with_squeezed(arrays: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+    """Return the tensors of a packed file, those that are compressed included.
+
+    Raises:
+        PackedFileError: One of them is damaged.
+    """
+    found = dict(arrays)
+    for name, kind in SQUEEZABLE.items():
+        if (given := found.pop(name + SQUEEZED, None)) is None:
+            continue
+        decoder = lzma.LZMADecompressor(lzma.FORMAT_RAW, filters=_FILTERS)
+        try:
+            data = decoder.decompress(given.tobytes(), _LARGEST_SQUEEZED)
+        except (lzma.LZMAError, EOFError) as error:
+            raise PackedFileError(f"{name} are damaged: {error}") from error
+        if not decoder.eof or decoder.unused_data or len(data) % kind.itemsize:
+            raise PackedFileError(f"{name} are damaged: they do not end")
+        planes = np.frombuffer(data, np.uint8).reshape(kind.itemsize, -1)
+        found[name] = planes.T.reshape(-1).copy().view(kind)
+    return found
 
 
 def check_bits(bits: int) -> int:

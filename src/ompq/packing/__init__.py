@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -474,32 +475,55 @@ def inspect_file(path: str | Path) -> Account:
 
 
 def _unit_accounts(contents: Contents) -> list[UnitAccount]:
-    packed = {one.unit.name: one for one in contents.units}
-    bits = contents.record.allocation
+    coded = {one.unit.name: Encoding.CODED in one.encoding for one in contents.units}
+    taken, bits = _taken(contents), contents.record.allocation
     return [
         UnitAccount(
             unit,
             bits[unit.name],
-            unit.name in packed and Encoding.CODED in packed[unit.name].encoding,
-            _taken(unit, packed.get(unit.name), contents.state),
+            coded.get(unit.name, False),
+            taken.get(unit.name) or _taken_by_float(unit, contents.state),
             unit_bytes(unit, bits[unit.name]),
         )
         for unit in contents.record.graph.units
     ]
 
 
-def _taken(unit: Unit, packed: PackedUnit | None, state: Mapping[str, Tensor]) -> Bytes:
-    if packed is None:  # it stays float
-        return Bytes(
-            weights=_size(state.get(unit.parameter)),
-            biases=_size(state.get(bias_key(unit))),
-        )
+def _taken_by_float(unit: Unit, state: Mapping[str, Tensor]) -> Bytes:
     return Bytes(
-        weights=_size(packed.stream),
-        scales=_size(packed.scales) + _size(packed.multiples),
-        zero_points=_size(packed.zero_points),
-        biases=_size(packed.biases),
+        weights=_size(state.get(unit.parameter)),
+        biases=_size(state.get(bias_key(unit))),
     )
+
+
+def _taken(contents: Contents) -> dict[str, Bytes]:
+    """Return what each quantized unit takes; of what is compressed together, a part."""
+    units, squeezed = contents.units, contents.squeezed
+    multiples = [_size(one.multiples) for one in units]
+    whole = [one.biases if one.biases.dtype == torch.float32 else None for one in units]
+    halves = [_size(one.biases) - _size(w) for one, w in zip(units, whole, strict=True)]
+    shared = zip(
+        _shares(multiples, squeezed.get("multiples")),
+        _shares(halves, squeezed.get("halves")),
+        strict=True,
+    )
+    return {
+        one.unit.name: Bytes(
+            weights=_size(one.stream),
+            scales=_size(one.scales) + multiple,
+            zero_points=_size(one.zero_points),
+            biases=_size(wide) + half,
+        )
+        for one, wide, (multiple, half) in zip(units, whole, shared, strict=True)
+    }
+
+
+def _shares(sizes: Sequence[int], total: int | None) -> Sequence[int]:
+    """Return whole parts of a total, in proportion to sizes; the sizes without one."""
+    if total is None:
+        return sizes
+    ends = [end * total // sum(sizes) for end in accumulate(sizes, initial=0)]
+    return [end - start for start, end in pairwise(ends)]
 
 
 def _size(tensor: Tensor | None) -> int:

@@ -1,19 +1,21 @@
 """The packed file: safetensors that hold codes, numbers and a small structure.
 
-Version 2 has three tensors. ``codes`` (uint8): the weights' streams of bits, their zero
+Version 3 has three tensors. ``codes`` (uint8): the weights' streams of bits, their zero
 points, and buffers that are not float32. ``numbers`` (float32): scales, biases, scales
 and zero points of activations, and what stays float. ``structure`` (uint8): deflated
-JSON that names everything, in columns. Where streams are entropy-coded, ``halves``
-(float16) holds the biases that lose nothing in 16 bits. Files of version 1,
-which ompq 0.1 wrote, are read too. ``graph`` (uint8), if there is one, is the ONNX file
-that travels along; see :mod:`ompq.skeleton`.
+JSON that names everything, in columns. Where streams are entropy-coded, ``multiples``
+(uint8) holds the scales that are multiples of one number, and ``halves`` (float16) the
+biases that lose nothing in 16 bits. If they are smaller then, both are compressed, and
+called ``multiples.lzma`` and ``halves.lzma``. ``graph`` (uint8), if there is one, is
+the ONNX file that travels along; see :mod:`ompq.skeleton`. Files of version 2, whose
+multiples are in ``codes``, and of version 1, which ompq 0.1 wrote, are read too.
 """
 
 import json
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from enum import IntFlag
 from itertools import accumulate, chain, pairwise
 from math import prod
@@ -42,14 +44,18 @@ from ompq.quantization.equalization import Equalized
 from ompq.quantization.sites import OPERANDS, ActivationSite, Link
 from ompq.quantizers import Grid, like_weight
 from ompq.rates import multiplied, scale_multiples, to_multiples
-from ompq.skeleton import GRAPH, PACKED_FORMAT, Place, StoredUnit
+from ompq.skeleton import GRAPH, PACKED_FORMAT, SECOND_FORMAT, Place, StoredUnit
 from ompq.streams import (
     LARGEST_HALF_BITS,
+    SQUEEZABLE,
+    SQUEEZED,
     WIDTHS,
     decode,
     encode,
+    squeezed,
     stream_length,
     unpack_bits,
+    with_squeezed,
 )
 from ompq.units import Choice, LayerGraph, Skipped, Unit
 
@@ -154,6 +160,8 @@ class Contents:
     state: Mapping[str, Tensor]
     about: Mapping[str, Any]  # ``network``, ``versions`` and ``plan``: plain data
     graph: bytes = b""  # the ONNX file that travels along, of ompq.skeleton
+    # Bytes that compressed vectors take in the file that was read, by name.
+    squeezed: Mapping[str, int] = field(default_factory=dict)
 
 
 def quantized_units(record: Quantization) -> list[Unit]:
@@ -187,7 +195,7 @@ def broadcast_grid(grid: Grid, unit: Unit, device: torch.device) -> Grid:
 def write_contents(path: str | Path, contents: Contents) -> None:
     """Write a packed file; the same contents give the same bytes."""
     text = json.dumps(_structure(contents), separators=(",", ":"))
-    tensors = {**vectors(contents), "structure": zlib.compress(text.encode(), 9)}
+    tensors = {**_stored(contents), "structure": zlib.compress(text.encode(), 9)}
     if contents.graph:
         tensors[GRAPH] = contents.graph
     made = {
@@ -199,12 +207,25 @@ def write_contents(path: str | Path, contents: Contents) -> None:
     write_tensors(path, {"format": FORMAT}, made)
 
 
+def _stored(contents: Contents) -> dict[str, Any]:
+    """Return the numbers of a packed file as they are there.
+
+    With coded units, scales and biases are compressed where that is smaller.
+    """
+    found = vectors(contents)
+    if any(Encoding.CODED in one.encoding for one in contents.units):
+        for name in [name for name in SQUEEZABLE if name in found]:
+            if (smaller := squeezed(found[name].numpy())) is not None:
+                found[name + SQUEEZED] = smaller
+                del found[name]
+    return found
+
+
 def vectors(contents: Contents) -> dict[str, Any]:
     """Return the numbers of a packed file."""
     units, grids, state = contents.units, contents.activations, contents.state.values()
-    others = [t for t in map(_stored, state) if t.dtype != torch.float32]
-    items = ("stream", "zero_points", "multiples")
-    codes = [getattr(one, item) for item in items for one in units]
+    others = [t for t in map(_kept, state) if t.dtype != torch.float32]
+    codes = [one.stream for one in units] + [one.zero_points for one in units]
     codes += [t.contiguous().flatten().view(torch.uint8) for t in others]
     own = [one.scales for one in units] + [one.biases for one in units]
     halves = [values for values in own if values.dtype == torch.float16]
@@ -212,16 +233,19 @@ def vectors(contents: Contents) -> dict[str, Any]:
         *(values for values in own if values.dtype == torch.float32),
         *(grid.scale for grid in grids),
         *(grid.zero_point for grid in grids),
-        *(t for t in map(_stored, state) if t.dtype == torch.float32),
+        *(t for t in map(_kept, state) if t.dtype == torch.float32),
     ]
     found = {
         "codes": _joined(codes, torch.uint8),
         "numbers": _joined(numbers, torch.float32),
+        "multiples": _joined([one.multiples for one in units], torch.uint8),
+        "halves": _joined(halves, torch.float16),
     }
-    return {**found, "halves": _joined(halves, torch.float16)} if halves else found
+    always = ("codes", "numbers")
+    return {name: t for name, t in found.items() if len(t) or name in always}
 
 
-def _stored(tensor: Tensor) -> Tensor:
+def _kept(tensor: Tensor) -> Tensor:
     return tensor.to(stored_dtype(tensor))
 
 
@@ -232,13 +256,15 @@ def stored_units(units: Sequence[PackedUnit]) -> dict[str, StoredUnit]:
     """Return where :func:`vectors` has each unit, by name."""
     ends: Counter[str] = Counter()
 
-    def place(values: Tensor) -> Place:
-        name, count = _VECTOR[values.dtype], values.numel()
-        ends[name] += count
-        return Place(name, ends[name] - count, count)
+    def place(one: PackedUnit, item: str) -> Place:
+        values: Tensor = getattr(one, item)
+        own = item == "multiples" and values.numel() > 0
+        name = item if own else _VECTOR[values.dtype]
+        ends[name] += values.numel()
+        return Place(name, ends[name] - values.numel(), values.numel())
 
     items = ("stream", "zero_points", "multiples", "scales", "biases")
-    places = {item: [place(getattr(one, item)) for one in units] for item in items}
+    places = {item: [place(one, item) for one in units] for item in items}
     return {
         one.unit.name: StoredUnit(
             shape=one.unit.weight_shape,
@@ -272,7 +298,7 @@ def _structure(contents: Contents) -> dict[str, Any]:
         "unbiased": [one.unit.name for one in units if one.bias is None],
         **_forms(units),
         "state": [
-            [key, _kind(_stored(t)), list(t.shape)] for key, t in contents.state.items()
+            [key, _kind(_kept(t)), list(t.shape)] for key, t in contents.state.items()
         ],
     }
 
@@ -325,7 +351,7 @@ def _usual(name: str) -> dict[str, str]:
 def read_contents(path: str | Path) -> Contents:
     """Return what a packed file holds; needs no network."""
     try:
-        header, tensors = read_tensors(path, FORMAT, _OLDEST)
+        header, tensors = read_tensors(path, FORMAT, SECOND_FORMAT, _OLDEST)
     except ValueError as error:
         raise PackedFileError(
             f"{path} is not a packed network: {error}. Give a file that ompq.save "
@@ -343,12 +369,18 @@ def read_contents(path: str | Path) -> Contents:
                 data[name] = _rows(data[name], name)
         if not all(map(_is_plain, _texts(data))):
             raise ValueError("a text is not printable, or too long")
-        return _contents(data, tensors)
+        return _contents(data, _with_squeezed(tensors))
     except _BROKEN as error:
         reason = ascii(f"{type(error).__name__}: {error}"[:300])[1:-1]
         raise PackedFileError(
             f"{path} is a broken packed file ({reason}); save the network again"
         ) from error
+
+
+def _with_squeezed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    few = {name: t.numpy() for name, t in tensors.items() if name.endswith(SQUEEZED)}
+    made = {name: torch.from_numpy(one) for name, one in with_squeezed(few).items()}
+    return {**tensors, **made}
 
 
 def _texts(data: Any) -> Iterator[str]:
@@ -403,7 +435,10 @@ def _contents(data: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Content
     codes = _Reader(tensors, "codes", torch.uint8)
     numbers = _Reader(tensors, "numbers", torch.float32)
     halves = _Reader(tensors, "halves", torch.float16)
-    units = _read_units(data, record, (codes, numbers, halves))
+    multiples = _Reader(tensors, "multiples", torch.uint8)
+    if "multiples" not in tensors:  # version 2 has them among the codes
+        multiples = codes
+    units = _read_units(data, record, (codes, multiples, numbers, halves))
     steps, offsets = ([numbers.take(1) for _ in record.sites] for _ in range(2))
     state = {}
     for key, name, shape in json_list(data["state"], "state"):
@@ -413,7 +448,7 @@ def _contents(data: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Content
         else:
             part = codes.take(count * kind.itemsize).clone().view(kind)  # aligned
         state[json_text(key, "key")] = part.reshape(shape)
-    for reader in (codes, numbers, halves):
+    for reader in (codes, multiples, numbers, halves):
         reader.end()
     return Contents(
         record,
@@ -425,6 +460,7 @@ def _contents(data: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Content
         state,
         _about(data["about"]),
         tensors[GRAPH].numpy().tobytes() if GRAPH in tensors else b"",
+        {n: len(tensors[n + SQUEEZED]) for n in SQUEEZABLE if n + SQUEEZED in tensors},
     )
 
 
@@ -435,7 +471,7 @@ class _Reader:
         self, tensors: Mapping[str, Tensor], name: str, kind: torch.dtype
     ) -> None:
         self.name, self.read = name, 0
-        none = torch.empty(0, dtype=kind) if name == "halves" else None
+        none = torch.empty(0, dtype=kind) if name in SQUEEZABLE else None
         tensor = tensors.get(name, none)
         if tensor is None or tensor.dtype != kind or tensor.dim() != 1:
             raise ValueError(f"{name} must be a vector of {kind}")
@@ -457,9 +493,9 @@ class _Reader:
 def _read_units(
     data: Mapping[str, Any],
     record: Quantization,
-    readers: tuple[_Reader, _Reader, _Reader],
+    readers: tuple[_Reader, _Reader, _Reader, _Reader],
 ) -> tuple[PackedUnit, ...]:
-    codes, numbers, halves = readers
+    codes, multiples, numbers, halves = readers
     units = quantized_units(record)
     unbiased, narrow = set(data["unbiased"]), set(data["narrow"])
     forms = json_list(data.get("forms", [0] * len(units)), "forms")
@@ -485,7 +521,7 @@ def _read_units(
         else:
             zero_point = zero.reshape(shape).to(torch.float32) * zero_step(bits)
         if Encoding.MULTIPLES in how:
-            places = codes.take(prod(shape))
+            places = multiples.take(prod(shape))
             scale = multiplied(numbers.take(1), places)
         else:
             scale = numbers.take(prod(shape))
