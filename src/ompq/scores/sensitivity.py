@@ -297,7 +297,7 @@ class _Errors(Watch):
             parts = [one.reshape(self.count, -1, channels).sum(1) for one in rows]
             return torch.stack(parts)
 
-        slope = by_channel(gradient[None])[0]
+        slope = by_channel(gradient[None])  # (1, N, C)
 
         def products(error: Tensor) -> Tensor:
             return by_channel(gradient * error) - error.mean(others)[:, None] * slope
