@@ -110,7 +110,7 @@ class Sensitivity:
         few = len(wanted) * sum(unit.weights for unit in graph.units) <= _KEPT
         found = quickly_rounded(model, graph.units, weights, wanted if few else ())
         noise = np.array([[one.noise[choice] for choice in weights] for one in found])
-        keys = [id(model.get_parameter(unit.parameter)) for unit in graph.units]
+        keys = [id(one.stored.parameter) for one in found]
         keep: Any = cache if few else lambda errors: errors
         parts = [wanted] if few else [(choice,) for choice in wanted]
         several: Any = (
@@ -162,17 +162,14 @@ class Sensitivity:
     ) -> tuple[dict[int, list[float]], OrmResult | None]:
         """Return half the mean of (gradient · error)² of each weight's choices.
 
-        And ORM, if all samples run in one batch.
+        And ORM, where all samples run in one batch.
         """
         model, samples = given.model, given.samples.first(self.samples)
-        device = model_device(model)
-        macs = sum(unit.macs for unit in given.graph.units)
-        few = max(_CPU_BATCH, _CPU_MACS // max(macs, 1))
-        size = len(samples) if device.type == "cuda" else few
+        device, size = model_device(model), _batch_size(given, len(samples))
+        whole = 2 <= len(given.samples) == len(samples) <= ORM_BATCH
+        whole = whole and samples.batch_count(size) == 1
         generator = torch.Generator().manual_seed(self.seed)
         totals, done, orm = [], 0, None
-        whole = 2 <= len(given.samples) == len(samples)
-        whole = whole and samples.batch_count(min(size, ORM_BATCH)) == 1
         with differentiating(model), _frozen(model):
             for batch in samples.batches(size):
                 args, kwargs = arguments(to_device(batch, device))
@@ -193,6 +190,14 @@ class Sensitivity:
                 given.progress(done, len(samples), "expecting divergence")
         mean = np.sqrt(np.sum(totals, 0).prod(0)) / (2 * len(samples))
         return dict(zip(rounded, mean.tolist(), strict=True)), orm
+
+
+def _batch_size(given: ScoreInputs, samples: int) -> int:
+    """Return how many samples run forward and backward together."""
+    if model_device(given.model).type == "cuda":
+        return samples
+    macs = sum(unit.macs for unit in given.graph.units)
+    return max(_CPU_BATCH, _CPU_MACS // max(macs, 1))
 
 
 @contextmanager
@@ -418,8 +423,12 @@ def _version(tensor: Tensor) -> int:
 
 def _with_weight(func: Any, given: Any, weight: Tensor, other: Tensor) -> Tensor:
     """Return the output of a call that reads another weight."""
-    tensors = (other if t is weight else t for t in tensors_in(given))
-    args, kwargs = with_tensors(given, tensors)
+    args, kwargs = given
+    if len(args) > 1 and args[1] is weight:  # as modules call linear maps
+        args = (args[0], other, *args[2:])
+    else:
+        tensors = (other if t is weight else t for t in tensors_in(given))
+        args, kwargs = with_tensors(given, tensors)
     return next(tensors_in(func(*args, **kwargs)))
 
 
