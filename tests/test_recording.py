@@ -55,6 +55,23 @@ def test_in_place_calls_become_the_new_source():
     ]
 
 
+def test_a_norm_that_is_called_twice_reads_what_it_was_given_each_time():
+    class Shared(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.BatchNorm2d(3)
+
+        def forward(self, x):
+            return self.norm(self.norm(x).relu())
+
+    calls = record(seeded(Shared()), images(1)).calls
+    assert [(c.function, c.inputs) for c in calls] == [
+        ("batch_norm", (-1,)),
+        ("relu", (0,)),
+        ("batch_norm", (1,)),
+    ]
+
+
 def test_module_calls_say_who_made_the_output():
     recording = record(seeded(TinyResNet()), images(1))
     calls = {c.name: c for c in recording.module_calls}

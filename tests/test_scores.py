@@ -822,6 +822,22 @@ def test_sensitivity_does_not_depend_on_batches(monkeypatch):
     assert parts == pytest.approx(whole, rel=0.5)
 
 
+@pytest.mark.parametrize(("most", "passes"), [(8, 1), (3, 4)])
+def test_sensitivity_takes_orm_in_its_own_pass_if_that_sees_all_samples_at_once(
+    network, graph, monkeypatch, most, passes
+):
+    monkeypatch.setattr("ompq.scores.sensitivity._CPU_BATCH", most)
+    monkeypatch.setattr("ompq.scores.sensitivity._CPU_MACS", 0)
+    inputs, seen = images(8), []
+    with network.register_forward_pre_hook(lambda _, args: seen.append(len(args[0]))):
+        found = Sensitivity()(score_inputs(graph, network, inputs, CHOICES))
+    assert len(seen) == passes
+    features = kept_features(network, graph, inputs)
+    expected = orm_matrix([features[name] for name in found.orm_labels])
+    assert found.orm == pytest.approx(expected, abs=1e-5)
+    assert len(found.orm_labels) == len(graph) - 1  # one sum has two units
+
+
 @pytest.mark.parametrize("certain", [0.0, 6.0])
 def test_weighted_labels_average_squared_gradients_over_the_answers(certain):
     logits = torch.randn(3, 5, generator=torch.Generator().manual_seed(0))

@@ -92,16 +92,17 @@ def find_units(
     model: nn.Module, recording: Recording, *, tie: bool = True
 ) -> LayerGraph:
     """Return the units of a network of which a forward pass was recorded."""
-    units, skipped = _find_layers(model, recording)
+    modules = dict(model.named_modules())
+    units, skipped = _find_layers(modules, recording)
     if not units:
         raise TraceError(
             "no convolution or linear layer was called, so there is nothing to plan"
             + (f"; skipped: {shortened([s.name for s in skipped])}" if skipped else "")
         )
-    _check_weights(model, recording)
-    units = _placed(model, recording, units)
+    _check_weights(modules, recording)
+    units = _placed(modules, recording, units)
     named = {entry.name for entry in skipped} | {u.norm for u in units if u.norm}
-    skipped += _float_layers(model, units, named)
+    skipped += _float_layers(modules, units, named)
     skipped += _products(recording)
     floats = _float_state(model, units)
     graph = LayerGraph(
@@ -159,26 +160,24 @@ def live_tensors(
 
 
 def _find_layers(
-    model: nn.Module, recording: Recording
+    modules: Mapping[str, nn.Module], recording: Recording
 ) -> tuple[list[Unit], list[Skipped]]:
     """Return the layers with a weight in order of execution, and those left out.
 
     The feature of each is its plain output; nothing is known of what is around it.
     """
     calls: dict[str, list[ModuleCall]] = {}
-    for each in (*recording.module_calls, *_functional_calls(model, recording)):
+    for each in (*recording.module_calls, *_functional_calls(modules, recording)):
         calls.setdefault(each.name, []).append(each)
     units: list[Unit] = []
     skipped: list[Skipped] = []
     owner: dict[int, str] = {}  # id of a weight → the unit that has it
-    holders = Counter(
-        id(p) for m in model.modules() for p in m.parameters(recurse=False)
-    )
+    holders = Counter(id(p) for m in modules.values() for p in m._parameters.values())
     # A weight that is a layer's as well is the layer's.
-    modules = sorted(
-        model.named_modules(), key=lambda each: isinstance(each[1], nn.Embedding)
+    embeddings_last = sorted(
+        modules.items(), key=lambda each: isinstance(each[1], nn.Embedding)
     )
-    for name, module in modules:
+    for name, module in embeddings_last:
         if not _may_be_unit(module):
             continue
         reason = _why_not(module, calls.get(name, []))
@@ -186,7 +185,7 @@ def _find_layers(
             skipped.append(Skipped(name, reason))
             continue
         for unit in _units_of(name, module, calls[name]):
-            weight = id(model.get_parameter(unit.parameter))
+            weight = id(_parameter(modules, unit.parameter))
             first = owner.setdefault(weight, unit.name)
             if first == unit.name:
                 units.append(replace(unit, shared=holders[weight] > 1))
@@ -196,7 +195,15 @@ def _find_layers(
     return sorted(units, key=lambda unit: unit.feature), skipped
 
 
-def _functional_calls(model: nn.Module, recording: Recording) -> Iterator[ModuleCall]:
+def _parameter(modules: Mapping[str, nn.Module], key: str) -> nn.Parameter:
+    """Return the parameter that has a key in the ``state_dict``."""
+    owner, _, name = key.rpartition(".")
+    return modules[owner].get_parameter(name)
+
+
+def _functional_calls(
+    modules: Mapping[str, nn.Module], recording: Recording
+) -> Iterator[ModuleCall]:
     """Yield the uses of a layer's weight while the layer itself is never called.
 
     Torchvision's Swin hands ``self.qkv.weight`` to a function, for example.
@@ -207,7 +214,7 @@ def _functional_calls(model: nn.Module, recording: Recording) -> Iterator[Module
             name = key.removesuffix(".weight")
             if not key.endswith(".weight") or name in called:
                 continue
-            if isinstance(model.get_submodule(name), nn.Linear):
+            if isinstance(modules[name], nn.Linear):
                 yield ModuleCall(name, (), call.shape, call.position, weight_used=True)
 
 
@@ -298,17 +305,18 @@ def _kind(module: _ConvNd | nn.Linear) -> str:
     return "pointwise" if prod(module.kernel_size) == 1 else "conv"
 
 
-def _check_weights(model: nn.Module, recording: Recording) -> None:
+def _check_weights(modules: Mapping[str, nn.Module], recording: Recording) -> None:
     """Make sure that what the network computes with is finite."""
-    read = {key for call in recording.calls for key in call.parameters}
     tensors: dict[str, Tensor] = {
-        key: weight for key, weight in model.named_parameters() if key in read
+        key: _parameter(modules, key)
+        for call in recording.calls
+        for key in call.parameters
     }
-    called = {call.name for call in recording.module_calls}
-    for name, module in model.named_modules():
-        if name in called and isinstance(module, _BatchNorm):
-            statistics = module.named_buffers(prefix=name)
-            tensors.update((k, b) for k, b in statistics if b.is_floating_point())
+    for name in {call.name: None for call in recording.module_calls}:
+        if isinstance(modules[name], _BatchNorm):
+            for key, buffer in modules[name]._buffers.items():
+                if buffer is not None and buffer.is_floating_point():
+                    tensors[f"{name}.{key}"] = buffer
     with torch.no_grad():
         largest = torch.stack(torch._foreach_norm([*tensors.values()], torch.inf))
     pairs = zip(tensors, largest.isfinite().tolist(), strict=True)
@@ -321,12 +329,12 @@ def _check_weights(model: nn.Module, recording: Recording) -> None:
 
 
 def _placed(
-    model: nn.Module, recording: Recording, units: Sequence[Unit]
+    modules: Mapping[str, nn.Module], recording: Recording, units: Sequence[Unit]
 ) -> list[Unit]:
     """Return the units with what is known from the calls around them."""
     consumers = recording.consumers()
     times = Counter(call.name for call in recording.module_calls)
-    blocks = _find_blocks(model, recording, [unit.name for unit in units])
+    blocks = _find_blocks(modules, recording, [unit.name for unit in units])
     heads: dict[int, Unit] = {}  # position of a sum → the first unit that it represents
     placed = []
     for unit in units:
@@ -336,8 +344,8 @@ def _placed(
         feature = readers[-1].position if readers else unit.feature
         head = heads.setdefault(feature, unit) if any(map(is_sum, readers)) else unit
         once = unit.calls == 1 and unit.kind not in IN_PLACE
-        norm = _find_norm(model, readers, times) if once else ""
-        held = model.get_submodule(norm).parameters() if norm else ()
+        norm = _find_norm(modules, readers, times) if once else ""
+        held = modules[norm].parameters() if norm else ()
         first = next((c.function for c in readers if c.function not in _NORMS), "")
         placed.append(
             replace(
@@ -378,13 +386,13 @@ def is_sum(call: Call) -> bool:
 
 
 def _find_norm(
-    model: nn.Module, readers: Sequence[Call], times: Mapping[str, int]
+    modules: Mapping[str, nn.Module], readers: Sequence[Call], times: Mapping[str, int]
 ) -> str:
     """Return the batch norm, called once, that is the first reader, or ""."""
     first = readers[0] if readers else None
     if first is None or first.function != "batch_norm" or times.get(first.module) != 1:
         return ""
-    norm = model.get_submodule(first.module)
+    norm = modules[first.module]
     # A subclass may do more than normalise (timm fuses the activation into it); its
     # batch_norm call is still the plain one, so folding stays right.
     folds = is_batch_norm(norm) and norm._buffers.get("running_mean") is not None
@@ -406,7 +414,7 @@ def _staged(recording: Recording, units: Sequence[Unit]) -> list[Unit]:
 
 
 def _find_blocks(
-    model: nn.Module, recording: Recording, units: Sequence[str]
+    modules: Mapping[str, nn.Module], recording: Recording, units: Sequence[str]
 ) -> dict[str, str]:
     """Return the block of each unit: the module that reconstructs as one piece.
 
@@ -415,8 +423,8 @@ def _find_blocks(
     unit belongs to its innermost such module, or stands alone.
     """
     joining = {call.module for call in _joins(recording)}
-    classes = {type(model.get_submodule(name)) for name in joining if name}
-    blocks = {name for name, m in model.named_modules() if name and type(m) in classes}
+    classes = {type(modules[name]) for name in joining if name}
+    blocks = {name for name, m in modules.items() if name and type(m) in classes}
     # A block that holds another is a container; its own units stand alone.
     holders = {outer for inner in blocks for outer in _ancestors(inner)} & blocks
     found = {}
@@ -452,12 +460,13 @@ def _ancestors(name: str) -> list[str]:
 
 
 def _float_layers(
-    model: nn.Module, units: Sequence[Unit], named: Set[str]
+    modules: Mapping[str, nn.Module], units: Sequence[Unit], named: Set[str]
 ) -> Iterator[Skipped]:
     """Name the modules whose own parameters stay float, those already named aside."""
-    planned = {id(model.get_parameter(unit.parameter)) for unit in units}
-    for name, module in model.named_modules():
-        own = [p for p in module.parameters(recurse=False) if id(p) not in planned]
+    planned = {id(_parameter(modules, unit.parameter)) for unit in units}
+    for name, module in modules.items():
+        held = (p for p in module._parameters.values() if p is not None)
+        own = [p for p in held if id(p) not in planned]
         if own and name not in named and not _may_be_unit(module):
             count = sum(p.numel() for p in own)
             reason = f"{type(module).__name__} stays float: {count:,} parameters"

@@ -262,10 +262,11 @@ def planned_graph(graph: LayerGraph, config: PlanConfig) -> LayerGraph:
             for names in function_units(graph, settings)
         )
         graph = graph.untie().tie([names for names in every if names])
-    inputs = _pinned(graph, config)[1]
-    units = (replace(u, input_bits=inputs.get(u.name, 0)) for u in graph.units)
-    graph = replace(graph, units=tuple(units)).grouped(config.group_size)
-    return graph.tie(config.tied)
+    if inputs := _pinned(graph, config)[1]:
+        units = (replace(u, input_bits=inputs.get(u.name, 0)) for u in graph.units)
+        graph = replace(graph, units=tuple(units))
+    graph = graph.grouped(config.group_size) if config.group_size else graph
+    return graph.tie(config.tied) if config.tied else graph
 
 
 def _pinned(

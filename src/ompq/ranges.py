@@ -431,8 +431,8 @@ def channel_rows(weight: Tensor, channel_dim: int, group_size: int = 0) -> Tenso
     """
     if weight.numel() == 0:
         raise ValueError(f"weight of shape {tuple(weight.shape)} is empty")
-    rows = weight.detach().movedim(channel_dim, 0)
-    rows = rows.reshape(len(rows), -1).float()
+    rows = weight.detach().movedim(channel_dim, 0) if channel_dim else weight.detach()
+    rows = rows.reshape(rows.shape[0], -1).float()
     if not group_size:
         return rows
     return F.pad(rows, (0, -rows.shape[1] % group_size)).reshape(-1, group_size)
@@ -445,9 +445,10 @@ def as_weights(rows: Tensor, shape: Sequence[int], channel_dim: int) -> Tensor:
     """
     channels, rest = shape[channel_dim], [*shape]
     del rest[channel_dim]
-    columns = rows.reshape(len(rows), channels, -1)[..., : math.prod(rest)]
-    weights = columns.reshape(len(rows), channels, *rest)
-    return weights.movedim(1, 1 + channel_dim)
+    count = rows.shape[0]
+    columns = rows.reshape(count, channels, -1)[..., : math.prod(rest)]
+    weights = columns.reshape(count, channels, *rest)
+    return weights.movedim(1, 1 + channel_dim) if channel_dim else weights
 
 
 def thinned(rows: Tensor, most: int) -> Tensor:

@@ -7,10 +7,11 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from threading import Semaphore, Thread, current_thread
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._C import DisableTorchFunction
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
@@ -254,6 +255,14 @@ _ALIASES = {
 }
 
 
+class _Scope(NamedTuple):
+    """A call of a module that has not returned yet."""
+
+    name: str
+    start: int  # position of its first call
+    multiplied: set[int]  # ids of what linear maps and lookups in it read
+
+
 class _Recorder:
     """Builds a Recording from the calls and the module hooks of one pass."""
 
@@ -262,9 +271,7 @@ class _Recorder:
         self.producer: dict[int, int] = {}  # id of a tensor → position of its call
         self.parameters = {id(p): key for key, p in model.named_parameters()}
         self.alive: list[Any] = []  # so that no id is used twice
-        self.scopes = [""]
-        # For each open scope, the ids of the tensors that such functions read in it.
-        self.multiplied: list[set[int]] = [set()]
+        self.scopes = [_Scope("", 0, set())]
 
     def visit(
         self,
@@ -275,16 +282,17 @@ class _Recorder:
         output: Any,
     ) -> None:
         read = [id(tensor) for tensor in tensors_in((args, kwargs))]
-        if is_linear_map(name := function_name(function)) or name == "embedding":
-            self.multiplied[-1].update(read)
+        name = _called(function, args, kwargs)
+        if is_linear_map(name) or name == "embedding":
+            self.scopes[-1].multiplied.update(read)
         made = list(tensors_in(output))
         sources = [self.producer[key] for key in read if key in self.producer]
         keys = [self.parameters[key] for key in read if key in self.parameters]
         self.recording.calls.append(
             Call(
                 position=position,
-                function=_called(function, args, kwargs),
-                module=self.scopes[-1],
+                function=name,
+                module=self.scopes[-1].name,
                 inputs=tuple(dict.fromkeys(sources)),
                 parameters=tuple(keys),
                 shape=tuple(made[0].shape),
@@ -294,33 +302,33 @@ class _Recorder:
         self.producer.update({id(tensor): position for tensor in made})
 
     def enter(self, name: str, _module: nn.Module) -> None:
-        self.scopes.append(name)
-        self.multiplied.append(set())
+        self.scopes.append(_Scope(name, len(self.recording.calls), set()))
 
     def leave(
         self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any
     ) -> None:
-        self.scopes.pop()
-        read = self.multiplied.pop()
+        scope = self.scopes.pop()
         given = next(tensors_in((args, kwargs)), None)
         if given is not None and is_batch_norm(module):
-            self._as_one_norm(name, self.producer.get(id(given)))
+            self._as_one_norm(scope, self.producer.get(id(given)))
         made = next(tensors_in(output), None)
         weight = module._parameters.get("weight")
+        with DisableTorchFunction():  # the watch need not see that shapes are read
+            shapes = [() if t is None else tuple(t.shape) for t in (given, made)]
         self.recording.module_calls.append(
             ModuleCall(
                 name=name,
-                input_shape=() if given is None else tuple(given.shape),
-                output_shape=() if made is None else tuple(made.shape),
+                input_shape=shapes[0],
+                output_shape=shapes[1],
                 output=None if made is None else self.producer.get(id(made)),
-                weight_used=weight is not None and id(weight) in read,
+                weight_used=id(weight) in scope.multiplied,
             )
         )
 
-    def _as_one_norm(self, name: str, source: int | None) -> None:
+    def _as_one_norm(self, scope: _Scope, source: int | None) -> None:
         """Let the last call of a norm that is spelled out stand for all of it."""
         calls = self.recording.calls
-        own = [call.position for call in calls if call.module == name]
+        own = [c.position for c in calls[scope.start :] if c.module == scope.name]
         if source is None or len(own) < 2:
             return
         for at in own:

@@ -249,13 +249,15 @@ def evaluating(*models: nn.Module) -> Iterator[None]:
         caching = [c for c in configs if getattr(c, "use_cache", None) is True]
         modes += [(config, "use_cache", True) for config in caching]
         try:
-            for module, flag, _ in modes:
-                setattr(module, flag, False)
+            for module, flag, mode in modes:
+                if mode:
+                    setattr(module, flag, False)
             with torch.no_grad(), visiting(*models):
                 yield
         finally:
             for module, flag, mode in modes:
-                setattr(module, flag, mode)
+                if getattr(module, flag) is not mode:  # setting a module's is slow
+                    setattr(module, flag, mode)
 
 
 def locked(model: nn.Module) -> AbstractContextManager[object]:
@@ -267,10 +269,13 @@ def locked(model: nn.Module) -> AbstractContextManager[object]:
 @contextmanager
 def attached(hooks: Iterable[RemovableHandle]) -> Iterator[None]:
     """Remove hooks in the end, whatever happens."""
-    with ExitStack() as stack:
-        for hook in hooks:
-            stack.enter_context(hook)
+    handles: list[RemovableHandle] = []
+    try:
+        handles.extend(hooks)
         yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def in_this_thread(hook: Callable[..., None]) -> Callable[..., None]:

@@ -329,33 +329,36 @@ class _Labels(NamedTuple):
         damage, used, ties, columns = self
         return _Labels(damage[which], used[:, which], ties[which], columns[which])
 
-    def ranks(self) -> Columns:
-        """Return each label's place by damage, ties, rows and columns, (S,)."""
+    def best_first(self) -> Columns:
+        """Return the labels in the order of damage, ties, rows and columns, (S,)."""
         keys = np.stack([*self.used[::-1], self.ties, self.damage])
         order = np.lexsort(keys)
         if (np.diff(keys[:, order]) == 0).all(0).any():
             words = self.columns.view(f"S{self.columns.shape[1]}")[:, 0]
             order = np.lexsort((words, *keys))
-        ranks = np.empty(len(order), dtype=np.intp)
-        ranks[order] = np.arange(len(order))
-        return ranks
+        return order
 
     def undominated(self) -> Columns:
         """Return labels that no other one equals or betters in rank and every row.
 
-        Under several budgets only neighbours are compared, which finds most.
+        They are in the order of their rows. Under several budgets only neighbours are
+        compared, which finds most.
         """
-        ranks = self.ranks()
-        order: Columns = np.lexsort((ranks, *self.used[::-1])).astype(np.intp)
-        ranks, used = ranks[order], self.used[:, order]
-        good = np.minimum.accumulate(ranks) == ranks
-        if len(used) > 1:
-            good = np.ones(len(order), dtype=bool)
-            for shift in range(1, min(WINDOW + 1, len(order))):
-                cheaper = (used[:, :-shift] <= used[:, shift:]).all(0)
-                good[shift:] &= ~(cheaper & (ranks[:-shift] < ranks[shift:]))
-        kept: Columns = order[good]
-        return kept
+        order = self.best_first()
+        good = np.ones(len(order), dtype=bool)
+        if len(self.used) == 1:
+            used = self.used[0, order]
+            good[1:] = used[1:] < np.minimum.accumulate(used)[:-1]
+            # What is worse is kept only if it uses less.
+            return order[good][::-1]
+        ranks = np.empty(len(order), dtype=np.intp)
+        ranks[order] = np.arange(len(order))
+        order = np.lexsort((ranks, *self.used[::-1]))
+        ranks, rows = ranks[order], self.used[:, order]
+        for shift in range(1, min(WINDOW + 1, len(order))):
+            cheaper = (rows[:, :-shift] <= rows[:, shift:]).all(0)
+            good[shift:] &= ~(cheaper & (ranks[:-shift] < ranks[shift:]))
+        return order[good]
 
 
 def _search(
@@ -380,7 +383,7 @@ def _search(
         labels = labels.take(kept)
     if not len(labels.damage):
         return None, complete
-    return labels.columns[labels.ranks().argmin()].astype(np.intp), complete
+    return labels.columns[labels.best_first()[0]].astype(np.intp), complete
 
 
 def _first_label(program: Program) -> _Labels:

@@ -1,7 +1,7 @@
 """ORM of a network, and the scores built on it: the paper's, and two of ours."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -19,13 +19,11 @@ from ompq.orthogonality import (
     normalised,
     objective_coefficients,
 )
-from ompq.recording import Watch, copied, tensors_in
+from ompq.recording import copied, tensors_in, watch
 from ompq.samples import (
     Samples,
     SamplesLike,
-    arguments,
     batch_length,
-    evaluating,
     model_device,
     to_device,
 )
@@ -41,7 +39,7 @@ _OTHER_PATH = (
     "detectors do, is planned by the part that takes a batch: its backbone and head, "
     "see Detectors in docs/guide.md"
 )
-_BATCH = 256  # samples whose Gram matrices, 256 × 256 a layer, are held at a time
+ORM_BATCH = 256  # samples whose Gram matrices, 256 × 256 a layer, are held at a time
 
 
 @dataclass(frozen=True)
@@ -118,33 +116,31 @@ def measure_orm(
             path than when it was traced.
     """
     settings = settings or OrmSettings()
-    left_out = {n for p in settings.exclude for n in select(graph.names, p)}
-    units = [u for u in graph.units if u.name not in left_out]
-    function_of = _functions(units, settings.granularity)
-    functions = sorted(set(function_of.values()))
-    names = {u.feature: u.name for u in units}
-    labels = tuple(names[at] for at in functions)
-
-    read = {u.feature: id(model.get_parameter(u.parameter)) for u in units}
-    weights = {at: read[at] for at in functions}
-
     given, device = Samples.of(samples), model_device(model)
     if len(given) < 2:
         raise SampleError("ORM needs at least 2 samples, got 1")
     # A stream has no mean at hand to centre by: there the estimate is debiased.
-    debiased = settings.centred and given.batch_count(_BATCH) > 1
+    debiased = settings.centred and given.batch_count(ORM_BATCH) > 1
+    wanted = replace(settings, centred=settings.centred and not debiased)
     total: Any = None
-    for batch in given.batches(_BATCH):
-        centred = settings.centred and not debiased
-        watch = _Grams(weights, batch_length(batch), progress, centred=centred)
-        args, kwargs = arguments(to_device(batch, device))
-        with evaluating(model), watch:
-            model(*args, **kwargs)
-        total = _added(total, watch.found_at(labels), debiased=debiased)
-    matrix = normalised(total if debiased else total.products)
+    for batch in given.batches(ORM_BATCH):
+        grams = Grams(graph, model, wanted, batch_length(batch), progress)
+        watch(model, to_device(batch, device), grams.visit)
+        total = _added(total, grams.matrices(), debiased=debiased)
+    products = total if debiased else total.products
+    return orm_result(graph, settings, products)
+
+
+def orm_result(graph: LayerGraph, settings: OrmSettings, products: Tensor) -> OrmResult:
+    """Return ORM and what follows from it, given the products <K_i, K_j>, (L, L)."""
+    units = _taking_part(graph, settings)
+    function_of = _functions(units, settings.granularity)
+    functions = sorted({*function_of.values()})
+    names = {unit.feature: unit.name for unit in units}
+    place = {unit.name: functions.index(function_of[unit.feature]) for unit in units}
+    places = [place.get(name, -1) for name in graph.names]
+    matrix = normalised(products)
     gamma = layer_gamma(matrix)
-    place = {at: functions.index(function) for at, function in function_of.items()}
-    places = [-1 if u.name in left_out else place[u.feature] for u in graph.units]
     others = max(len(gamma) - 1, 1) if settings.per_function else 1
     theta = importance(
         gamma / others, beta=settings.beta, decreasing=settings.decreasing
@@ -155,7 +151,7 @@ def measure_orm(
     worth = worth - worth.min().clamp(max=0)
     return OrmResult(
         matrix=matrix.numpy(),
-        labels=labels,
+        labels=tuple(names[at] for at in functions),
         gamma=_per_unit(gamma, places),
         importance=_per_unit(worth, places),
     )
@@ -165,13 +161,18 @@ def function_units(graph: LayerGraph, settings: OrmSettings) -> list[list[str]]:
     """Return the names of the units of each function coarser than a layer."""
     if settings.granularity == "layer":
         return []
-    left_out = {n for p in settings.exclude for n in select(graph.names, p)}
-    units = [u for u in graph.units if u.name not in left_out]
+    units = _taking_part(graph, settings)
     function_of = _functions(units, settings.granularity)
     found: dict[int, list[str]] = {}
     for unit in units:
         found.setdefault(function_of[unit.feature], []).append(unit.name)
     return list(found.values())
+
+
+def _taking_part(graph: LayerGraph, settings: OrmSettings) -> list[Unit]:
+    """Return the units that are not excluded."""
+    left_out = {n for p in settings.exclude for n in select(graph.names, p)}
+    return [unit for unit in graph.units if unit.name not in left_out]
 
 
 def _functions(units: Sequence[Unit], granularity: Granularity) -> dict[int, int]:
@@ -190,50 +191,68 @@ def _functions(units: Sequence[Unit], granularity: Granularity) -> dict[int, int
     return {unit.feature: last[key(unit)] for unit in units}
 
 
-class _Grams(Watch):
-    """Takes the Gram matrices of the wanted outputs while a batch runs."""
+class Grams:
+    """Takes the Gram matrix of each function's output while a batch runs."""
 
     def __init__(
         self,
-        weights: Mapping[int, int],
+        graph: LayerGraph,
+        model: nn.Module,
+        settings: OrmSettings,
         count: int,
-        progress: Progress | None,
-        *,
-        centred: bool,
+        progress: Progress | None = None,
     ) -> None:
-        super().__init__()
-        # Positions of the outputs, each with the identity of a weight behind it.
-        self.wanted, self.unread = weights, {*weights.values()}
+        self.graph, self.settings = graph, settings
         self.count, self.progress = count, progress
-        self.centred = centred
+        units = _taking_part(graph, settings)
+        last = {unit.feature: unit for unit in units}
+        functions = {*_functions(units, settings.granularity).values()}
+        # Positions of the outputs, each with the last unit behind it.
+        self.units = {at: last[at] for at in sorted(functions)}
+        # The identity of that unit's weight.
+        self.weights = {
+            at: id(model.get_parameter(unit.parameter))
+            for at, unit in self.units.items()
+        }
+        self.unread = {*self.weights.values()}
         self.found: dict[int, Tensor] = {}  # (n, n) each
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        at = self.position
-        output = super().__torch_function__(func, types, args, kwargs)
-        self.unread.difference_update(map(id, tensors_in((args, kwargs or {}))))
-        if at < self.position and at in self.wanted:
-            if self.wanted[at] in self.unread:
-                raise TraceError(_OTHER_PATH)
-            rows = sample_rows(next(tensors_in(output)), self.count)
-            self.found[at] = gram_matrix(rows, centred=self.centred)
-            if self.progress:
-                done, total = len(self.found), len(self.wanted)
-                self.progress(done, total, "measuring orthogonality")
-        return output
-
-    def found_at(self, labels: Sequence[str]) -> list[Tensor]:
-        """Return the matrices in order, of functions with these labels."""
-        if len(self.found) < len(self.wanted):
+    def visit(
+        self,
+        position: int,
+        _function: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        output: Any,
+    ) -> None:
+        """See one call of the pass."""
+        self.unread.difference_update(map(id, tensors_in((args, kwargs))))
+        if position not in self.units:
+            return
+        if self.weights[position] in self.unread:
             raise TraceError(_OTHER_PATH)
-        found = [self.found[at] for at in self.wanted]
-        finite = torch.stack([gram.sum() for gram in found]).isfinite().tolist()
-        broken = [name for name, good in zip(labels, finite, strict=True) if not good]
+        rows = sample_rows(next(tensors_in(output)).detach(), self.count)
+        self.found[position] = gram_matrix(rows, centred=self.settings.centred)
+        if self.progress:
+            done, total = len(self.found), len(self.units)
+            self.progress(done, total, "measuring orthogonality")
+
+    def matrices(self) -> list[Tensor]:
+        """Return the matrices in the order of the functions."""
+        if len(self.found) < len(self.units):
+            raise TraceError(_OTHER_PATH)
+        found = [self.found[at] for at in self.units]
+        finite = torch.stack(found).sum((1, 2)).isfinite().tolist()
+        pairs = zip(self.units.values(), finite, strict=True)
+        broken = [unit.name for unit, good in pairs if not good]
         if broken:
             raise TraceError(f"activations are NaN or infinite at {shortened(broken)}")
         return found
+
+    def result(self) -> OrmResult:
+        """Return ORM, if this batch was all there is."""
+        products = BatchProducts.of(self.matrices()).products
+        return orm_result(self.graph, self.settings, products)
 
 
 def _added(total: Any, grams: Sequence[Tensor], *, debiased: bool) -> Any:
@@ -257,7 +276,7 @@ def sample_rows(feature: Tensor, count: int) -> Tensor:
         )
     exact = [i for i in places if feature.shape[i] == count]
     axis = 0 if places[0] == 0 else (exact or places)[0]
-    return feature.movedim(axis, 0).reshape(count, -1)
+    return (feature.movedim(axis, 0) if axis else feature).reshape(count, -1)
 
 
 def _per_unit(values: Tensor, places: Sequence[int]) -> Table:

@@ -33,23 +33,33 @@ _SAMPLES = 32  # inputs from which activation noise is read
 _TINY = 1e-30  # so that nothing is divided by 0
 
 
-def unit_weight(model: nn.Module, unit: Unit) -> tuple[Tensor, nn.Module]:
-    """Return the unit's weight with its batch norm folded in, and its module."""
-    owner, _, _ = unit.parameter.rpartition(".")
-    module = model.get_submodule(owner)
-    weight = model.get_parameter(unit.parameter).detach()
-    factor = _norm_factor(model, unit)
-    weight = weight.to(model_device(model))
-    return weight if factor is None else weight * factor, module
+class StoredWeight(NamedTuple):
+    """A unit's weight in the network."""
 
+    parameter: nn.Parameter
+    axis: int  # of its output channels
+    factor: Tensor | None  # what batch norm multiplies it by; None without one
+    device: torch.device  # where the network runs
 
-def _norm_factor(model: nn.Module, unit: Unit) -> Tensor | None:
-    """Return what batch norm multiplies a unit's weight by; None without one."""
-    if not unit.norm:
-        return None
-    scale = norm_scale(model.get_submodule(unit.norm)).detach().to(model_device(model))
-    module = called_module(model, unit)
-    return channel_factors(scale, unit.weight_shape, module)
+    @classmethod
+    @torch.no_grad()
+    def of(cls, model: nn.Module, unit: Unit) -> "StoredWeight":
+        """Find the weight of a unit."""
+        module, device = called_module(model, unit), model_device(model)
+        parameter = module.get_parameter(unit.parameter.rpartition(".")[2])
+        factor = None
+        if unit.norm:
+            scale = norm_scale(model.get_submodule(unit.norm)).to(device)
+            factor = channel_factors(scale, unit.weight_shape, module)
+        return cls(parameter, channel_axis(module), factor, device)
+
+    def plain(self) -> Tensor:
+        """Return the weight where the network runs, batch norm not folded in."""
+        return self.parameter.detach().to(self.device)
+
+    def folded(self) -> Tensor:
+        """Return the weight where the network runs, batch norm folded in."""
+        return self.plain() if self.factor is None else self.plain() * self.factor
 
 
 def called_module(model: nn.Module, unit: Unit) -> nn.Module:
@@ -73,8 +83,8 @@ def rounded_weights(
     It is rounded to the best grid; with the step that keeps the rate where it is coded;
     not at all at 32 bits.
     """
-    weight = model.get_parameter(unit.parameter).detach().to(model_device(model))
-    coded, module = unit_weight(model, unit)
+    stored = StoredWeight.of(model, unit)
+    weight, coded = stored.plain(), stored.folded()
     curve = rate_curve(coded) if any(choice.rate for choice in choices) else None
     for choice in choices:
         if choice.weight >= FLOAT_BITS:
@@ -86,7 +96,7 @@ def rounded_weights(
             grid = search_weight(
                 weight.float(),
                 choice.weight,
-                channel_dim=channel_axis(module),
+                channel_dim=stored.axis,
                 group_size=unit.group_size,
             )
             yield grid.fake(weight)
@@ -95,7 +105,8 @@ def rounded_weights(
 class _Searched(NamedTuple):
     """What was found for one unit's weight."""
 
-    grids: QuickGrids  # of its rows, batch norm folded in
+    grids: QuickGrids  # of the rows of several units, batch norms folded in
+    rows: slice  # its own
     noise: list[float]  # ||W - Q(W)||² / ||W||² at each width
     errors: Tensor | None  # of its rows at the first widths, (b, C, K), if kept
 
@@ -107,7 +118,7 @@ class QuickRounding:
     Grids are nearly as good as for :func:`rounded_weights`.
     """
 
-    model: nn.Module
+    stored: StoredWeight
     unit: Unit
     columns: Mapping[Choice, int]  # of the choices that have a grid
     found: _Searched | None  # None if no choice has a grid
@@ -125,24 +136,22 @@ class QuickRounding:
         if self.found is not None and in_a_row:
             found = self._grid_errors(self.found, at)
         elif len(choices) == 1 and self.curve is not None:
-            folded = unit_weight(self.model, self.unit)[0].float()
+            folded = self.stored.folded().float()
             step = self.curve.step(choices[0].rate)
             found = (coded_weight(folded, step) - folded)[None]
         else:
             return torch.cat([self.errors((choice,)) for choice in choices])
-        factor = _norm_factor(self.model, self.unit)
-        if factor is not None:
+        if self.stored.factor is not None:
             # A channel that the batch norm multiplies by 0 is lost anyway.
-            found = (found / factor).nan_to_num_(0.0, 0.0, 0.0)
-        return found.to(self.model.get_parameter(self.unit.parameter).dtype)
+            found = (found / self.stored.factor).nan_to_num_(0.0, 0.0, 0.0)
+        return found.to(self.stored.parameter.dtype)
 
     def _grid_errors(self, searched: _Searched, at: Sequence[int]) -> Tensor:
-        axis = channel_axis(called_module(self.model, self.unit))
-        found = searched.errors
+        axis, found = self.stored.axis, searched.errors
         if found is None or at != [*range(len(found))]:
-            folded = unit_weight(self.model, self.unit)[0]
-            rows = channel_rows(folded, axis, self.unit.group_size)
-            found = searched.grids.errors(rows, slice(at[0], at[-1] + 1))
+            rows = channel_rows(self.stored.folded(), axis, self.unit.group_size)
+            grids = searched.grids.of_rows(searched.rows)
+            found = grids.errors(rows, slice(at[0], at[-1] + 1))
         return as_weights(found, self.unit.weight_shape, axis)
 
 
@@ -161,43 +170,46 @@ def quickly_rounded(
     """
     on_grids = [choice for choice in choices if not choice.rate]
     kept = len(keep) if [*keep] == on_grids[: len(keep)] else 0
+    stored = [StoredWeight.of(model, unit) for unit in units]
     searched: Sequence[_Searched | None] = [None] * len(units)
     if on_grids:
         widths = [choice.weight for choice in on_grids]
-        searched = _searched(model, units, widths, kept=kept)
+        searched = _searched(stored, units, widths, kept=kept)
     columns = {choice: column for column, choice in enumerate(on_grids)}
     rated = [choice for choice in choices if choice.rate]
     rounding = []
-    for unit, found in zip(units, searched, strict=True):
+    for weight, unit, found in zip(stored, units, searched, strict=True):
         curve, noise = (
             None,
             dict(zip(on_grids, found.noise if found else (), strict=True)),
         )
         if rated:
-            curve = rate_curve(unit_weight(model, unit)[0].float())
+            curve = rate_curve(weight.folded().float())
             noise |= {choice: curve.noise_at(choice.rate) for choice in rated}
-        rounding.append(QuickRounding(model, unit, columns, found, curve, noise))
+        rounding.append(QuickRounding(weight, unit, columns, found, curve, noise))
     return rounding
 
 
 def _searched(
-    model: nn.Module, units: Sequence[Unit], widths: Sequence[int], *, kept: int
+    stored: Sequence[StoredWeight],
+    units: Sequence[Unit],
+    widths: Sequence[int],
+    *,
+    kept: int,
 ) -> list[_Searched]:
     """Return grids of the rows of each unit's weight, batch norm folded in."""
-    axes = [channel_axis(called_module(model, unit)) for unit in units]
     columns, sizes = [], []
-    for unit, axis in zip(units, axes, strict=True):
-        channels = unit.weight_shape[axis]
+    for weight, unit in zip(stored, units, strict=True):
+        channels = unit.weight_shape[weight.axis]
         columns.append(count := prod(unit.weight_shape) // channels)
         length = unit.group_size or count
         sizes.append((channels * ceil(count / length), length))
-    parts: dict[int, tuple[QuickGrids, Tensor | None]] = {}
+    parts: dict[int, tuple[QuickGrids, slice, Tensor | None]] = {}
     sums = []
-    for stack in row_stacks(sizes, model_device(model)):
-        weights = {at: unit_weight(model, units[at])[0] for at in stack}
+    for stack in row_stacks(sizes, stored[0].device):
         several = [
-            channel_rows(weight, axes[at], units[at].group_size)
-            for at, weight in weights.items()
+            channel_rows(stored[at].folded(), stored[at].axis, units[at].group_size)
+            for at in stack
         ]
         rows, counts = stacked_rows(several, [columns[at] for at in stack])
         grids = quick_grids(rows, widths, counts)
@@ -207,15 +219,15 @@ def _searched(
         for at, own in zip(stack, several, strict=True):
             part = slice(start, start := start + len(own))
             its = None if errors is None else errors[:, part, : own.shape[1]]
-            parts[at] = grids.of_rows(part), its
+            parts[at] = grids, part, its
     # One transfer for all: each makes the host wait for a GPU.
     table = torch.cat(sums, 1).double().cpu().numpy()  # (widths + 1, all rows)
     starts = np.cumsum([0, *(sizes[at][0] for at in parts)])[:-1]
     *lost, energy = np.add.reduceat(table, starts, axis=1)
     noise = (np.array(lost) / np.maximum(energy, _TINY)).T.tolist()
     found = {
-        at: _Searched(g, n, e)
-        for (at, (g, e)), n in zip(parts.items(), noise, strict=True)
+        at: _Searched(grids, part, n, errors)
+        for (at, (grids, part, errors)), n in zip(parts.items(), noise, strict=True)
     }
     return [found[at] for at in range(len(units))]
 
@@ -283,8 +295,8 @@ def noise_table(given: ScoreInputs) -> Table:
     rates = [choice.rate for choice in weights if choice.rate]
     table = np.zeros((len(graph), len(choices)))
     for row, unit in zip(table, graph.units, strict=True):
-        weight, module = unit_weight(given.model, unit)
-        axis = channel_axis(module)
+        stored = StoredWeight.of(given.model, unit)
+        weight, axis = stored.folded(), stored.axis
         noises = weight_noises(
             weight.float(), widths, channel_dim=axis, group_size=unit.group_size
         )

@@ -34,7 +34,14 @@ from ompq.samples import (
     to_device,
 )
 from ompq.scores.derivatives import differentiating, weighted_labels
-from ompq.scores.orm import OrmSettings, measure_orm, sample_rows
+from ompq.scores.orm import (
+    ORM_BATCH,
+    Grams,
+    OrmResult,
+    OrmSettings,
+    measure_orm,
+    sample_rows,
+)
 from ompq.scores.rounding_errors import noise_table, quickly_rounded, weight_choices
 from ompq.scores.table import Needs, ScoreInputs
 from ompq.units import Choice, ScoreTable, Table
@@ -103,7 +110,7 @@ class Sensitivity:
         few = len(wanted) * sum(unit.weights for unit in graph.units) <= _KEPT
         found = quickly_rounded(model, graph.units, weights, wanted if few else ())
         noise = np.array([[one.noise[choice] for choice in weights] for one in found])
-        keys = [id(model.get_parameter(unit.parameter)) for unit in graph.units]
+        keys = [id(one.stored.parameter) for one in found]
         keep: Any = cache if few else lambda errors: errors
         parts = [wanted] if few else [(choice,) for choice in wanted]
         several: Any = (
@@ -111,7 +118,7 @@ class Sensitivity:
             for errors in (keep(one.errors) for one in found)
         )
         try:
-            rows = self._expected(
+            rows, orm = self._expected(
                 given, dict(zip(keys, several, strict=True)), choices=len(wanted)
             )
             expected, alone = np.array([rows[key] for key in keys]), noise[:, measured]
@@ -122,7 +129,7 @@ class Sensitivity:
             if isinstance(error, torch.OutOfMemoryError):
                 raise
             logger.warning("no gradients, so only the noise decides: %s", error)
-            ratio = np.ones((len(graph), len(measured)))
+            ratio, orm = np.ones((len(graph), len(measured))), None
         factor = self._factor(ratio, weights, measured)
         by_weight = np.concatenate([noise * factor, np.zeros((len(graph), 1))], 1)
         columns = dict(zip(weights, range(len(weights)), strict=True))
@@ -130,7 +137,8 @@ class Sensitivity:
         if len({c.activation for c in choices}) > 1:
             inputs = [Choice(FLOAT_BITS, c.activation) for c in choices]
             table = table + factor[:, :1] * noise_table(replace(given, choices=inputs))
-        return measure_orm(graph, model, given.samples, self.orm).table(table)
+        orm = orm or measure_orm(graph, model, given.samples, self.orm)
+        return orm.table(table)
 
     def _factor(
         self, ratio: Table, weights: Sequence[Choice], measured: Sequence[int]
@@ -151,20 +159,25 @@ class Sensitivity:
         rounded: Mapping[int, list[WeightErrors]],
         *,
         choices: int,
-    ) -> dict[int, list[float]]:
-        """Return half the mean of (gradient · error)² of each weight's choices."""
+    ) -> tuple[dict[int, list[float]], OrmResult | None]:
+        """Return half the mean of (gradient · error)² of each weight's choices.
+
+        And ORM, where all samples run in one batch.
+        """
         model, samples = given.model, given.samples.first(self.samples)
-        device = model_device(model)
-        macs = sum(unit.macs for unit in given.graph.units)
-        few = max(_CPU_BATCH, _CPU_MACS // max(macs, 1))
-        size = len(samples) if device.type == "cuda" else few
+        device, size = model_device(model), _batch_size(given, len(samples))
+        whole = 2 <= len(given.samples) == len(samples) <= ORM_BATCH
+        whole = whole and samples.batch_count(size) == 1
         generator = torch.Generator().manual_seed(self.seed)
-        totals, done = [], 0
+        totals, done, orm = [], 0, None
         with differentiating(model), _frozen(model):
             for batch in samples.batches(size):
                 args, kwargs = arguments(to_device(batch, device))
                 count = batch_length(batch)
                 watch = _Errors(model, rounded, choices=choices, count=count)
+                if whole:
+                    grams = Grams(given.graph, model, self.orm, count)
+                    watch.visit = grams.visit
                 with watch:
                     output = model(*args, **kwargs)
                 log_p = class_rows(first_tensor(output).float()).log_softmax(1)
@@ -172,10 +185,19 @@ class Sensitivity:
                 loss = -log_p.gather(1, labels[:, None]).sum()
                 torch.autograd.grad(loss, watch.zero)
                 totals.append(watch.squares(counts))
+                orm = grams.result() if whole else None
                 done += count
                 given.progress(done, len(samples), "expecting divergence")
         mean = np.sqrt(np.sum(totals, 0).prod(0)) / (2 * len(samples))
-        return dict(zip(rounded, mean.tolist(), strict=True))
+        return dict(zip(rounded, mean.tolist(), strict=True)), orm
+
+
+def _batch_size(given: ScoreInputs, samples: int) -> int:
+    """Return how many samples run forward and backward together."""
+    if model_device(given.model).type == "cuda":
+        return samples
+    macs = sum(unit.macs for unit in given.graph.units)
+    return max(_CPU_BATCH, _CPU_MACS // max(macs, 1))
 
 
 @contextmanager
@@ -223,9 +245,11 @@ class _Errors(Watch):
     ) -> Any:
         given = args, kwargs or {}
         output = super().__torch_function__(func, types, *given)
-        weights = [t for t in tensors_in(given) if id(t) in self.rounded]
         name = function_name(func)
-        if not weights or not (is_linear_map(name) or name in _OTHER_READERS):
+        if not (is_linear_map(name) or name in _OTHER_READERS):
+            return output
+        weights = [t for t in tensors_in(given) if id(t) in self.rounded]
+        if not weights:
             return output
         caused = _caused_by(func, given, output)
         size = next(tensors_in(output)).numel()
@@ -278,7 +302,7 @@ class _Errors(Watch):
             parts = [one.reshape(self.count, -1, channels).sum(1) for one in rows]
             return torch.stack(parts)
 
-        slope = by_channel(gradient[None])[0]
+        slope = by_channel(gradient[None])  # (1, N, C)
 
         def products(error: Tensor) -> Tensor:
             return by_channel(gradient * error) - error.mean(others)[:, None] * slope
@@ -399,8 +423,12 @@ def _version(tensor: Tensor) -> int:
 
 def _with_weight(func: Any, given: Any, weight: Tensor, other: Tensor) -> Tensor:
     """Return the output of a call that reads another weight."""
-    tensors = (other if t is weight else t for t in tensors_in(given))
-    args, kwargs = with_tensors(given, tensors)
+    args, kwargs = given
+    if len(args) > 1 and args[1] is weight:  # as modules call linear maps
+        args = (args[0], other, *args[2:])
+    else:
+        tensors = (other if t is weight else t for t in tensors_in(given))
+        args, kwargs = with_tensors(given, tensors)
     return next(tensors_in(func(*args, **kwargs)))
 
 
