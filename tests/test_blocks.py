@@ -356,7 +356,7 @@ def test_merged_blocks_learn_to_give_what_the_last_one_gives():
     torch.testing.assert_close(
         cache.targets, full_run(model, scenes(64), "blocks.1")[1]
     )
-    rounding = RoundingConfig(iterations=30, batch_size=16)
+    rounding = RoundingConfig(iterations=100, batch_size=16)
     config = ReconstructConfig(rounding=rounding, merge=2)
     result = reconstruct(quantized, model, scenes(64), config)
     errors = {e.block: e for e in quantization_of(result).errors}
