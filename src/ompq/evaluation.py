@@ -85,8 +85,8 @@ def evaluate(
         model: The network. Its output, or the first tensor of it, must be logits
             (N, classes), unless there are metrics or a reference.
         batches: Pairs of inputs and targets (N,), for example a ``DataLoader``. Targets
-            that only metrics read may be anything. With a reference, ``ompq.Samples``
-            will do, which have no targets; token ids are their own targets.
+            that only metrics read may be anything. With a reference, they may also be
+            ``ompq.Samples``, which have no targets; token ids are their own targets.
         reference: The float network, for agreement, divergence and accuracy drop.
         metrics: Name → function that returns one number for the network's output and
             the targets, both on its device; it is averaged over the images. For a

@@ -39,7 +39,7 @@ _SAMPLES = 64  # enough to estimate the largest value of each channel
 _STRENGTH = 0.75
 _LARGEST_EXPONENT = 6  # a channel with 1/64 of the largest range is all but 0
 # After a LayerNorm these are tried, since the weights that undo the factors are harder
-# to round. The error is measured on so many rows per sample and output channels.
+# to round. The error is measured on this many rows per sample and output channels.
 _STRENGTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 _ROWS, _OUTPUTS = 16, 256
 SHIFT_STEP = 1 / 16  # shifts are whole multiples of it, which a file holds in a byte
