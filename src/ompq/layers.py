@@ -161,7 +161,7 @@ class QuantizedLayer(nn.Module):
     integers: Callable[["QuantizedLayer", Tensor], Tensor] | None = None
 
     def forward(self, input: Tensor, output_size: Size = None) -> Tensor:
-        """Compute the layer with its rounded weight, as the float layer is called."""
+        """Apply the layer with its rounded weight; same arguments as the float one."""
         if self.norm is not None:
             return cast(Tensor, self.norm(self, input, output_size))
         if self.learning is not None:
@@ -357,6 +357,6 @@ def activation_quantizers(model: nn.Module) -> dict[str, ActivationQuantizer]:
 
 
 def replace_module(model: nn.Module, name: str, new: nn.Module) -> None:
-    """Replace the submodule with a dotted name."""
+    """Replace the submodule of this dotted name."""
     owner, _, leaf = name.rpartition(".")
     setattr(model.get_submodule(owner), leaf, new)

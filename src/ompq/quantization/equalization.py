@@ -262,8 +262,8 @@ def _producer(
 ) -> tuple[int, str]:
     """Go back from a call, through activation and batch norm, to its producer.
 
-    Return the position of the producing call and the norm's name. The position is -1 if
-    other calls read the tensor too, so that factors cannot be undone.
+    Return the position of the producing call and the norm's name. The position is -1 at
+    the network's input and at tensors that other calls read too.
     """
     at, norm = position, ""
     while len(calls[at].inputs) == 1:

@@ -138,7 +138,7 @@ class _Finder:
         self.ends_in_float = self._ends_in_float()
 
     def _ends_in_float(self) -> set[int]:
-        """Return the positions of tensors that reach a float norm through sums alone.
+        """Return the positions of tensors that reach a float norm through sums.
 
         Such sums are not computed in integers: a transformer's residual stream stays
         float.
