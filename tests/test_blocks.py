@@ -266,7 +266,7 @@ def test_samples_of_several_sizes_are_refused():
     model = seeded(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3)))
     quantized = quantized_at(model, 4, scenes(4))
     mixed = [scenes(4), scenes(4, size=12)]
-    with pytest.raises(SampleError, match="differ in shape from batch to batch"):
+    with pytest.raises(SampleError, match="differ in shape between batches"):
         gather(quantized, model, "2", mixed)
 
 
@@ -506,14 +506,14 @@ def test_moments_are_compared_on_the_same_samples():
 def test_two_shapes_tell_the_layout(one, two, layout):
     assert layout_of(one, two) == layout
     tensor = torch.randn(two, generator=torch.Generator().manual_seed(0))
-    sorted_ = layout.sorted(tensor)
-    assert len(sorted_) == (1 if layout.axis is None else 2)
-    assert torch.equal(layout.restored(sorted_), tensor)
+    first = layout.samples_first(tensor)
+    assert len(first) == (1 if layout.axis is None else 2)
+    assert torch.equal(layout.restored(first), tensor)
 
 
 @pytest.mark.parametrize("two", [(2, 2), (3, 1), (1,)])
 def test_a_tensor_without_one_dimension_of_samples_is_refused(two):
-    with pytest.raises(QuantizationError, match=r"shape \(1, 1\) with one sample has"):
+    with pytest.raises(QuantizationError, match=r"shape \(1, 1\) with one sample and"):
         layout_of((1, 1), two)
 
 

@@ -507,11 +507,11 @@ def test_a_plan_says_what_groups_there_are():
     assert ompq.quantization_of(made).graph.group_size == 32
     assert quantized_layers(made)["up"].group_size == 32
     ompq.quantize(model, plan, samples, ompq.QuantizeConfig(group_size=32))
-    words = "group_size=64, but the plan counts the scales of groups of 32: plan with"
+    words = "group_size=64, but the plan was made for scales of groups of 32: plan with"
     with pytest.raises(PlanError, match=words):
         ompq.quantize(model, plan, samples, ompq.QuantizeConfig(group_size=64))
     plain = ompq.plan(model, samples, "4bits")
-    with pytest.raises(PlanError, match="counts the scales of whole channels"):
+    with pytest.raises(PlanError, match="made for scales of whole channels"):
         ompq.quantize(model, plain, samples, ompq.QuantizeConfig(group_size=64))
 
 

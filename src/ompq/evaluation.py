@@ -1,4 +1,4 @@
-"""Evaluation: accuracy, agreement with the float network, and how sure that is."""
+"""Evaluation: accuracy and agreement with the float network, with error bars."""
 
 import hashlib
 import math
@@ -32,10 +32,10 @@ from ompq.samples import (
 )
 from ompq.stages import Progress
 
-_BATCH = 64  # samples at a time
+_BATCH_SIZE = 64
 
-# What the network returns and the targets of one batch → one number, its mean; or this
-# and what it weighs, where that is not the number of inputs.
+# Called with the network's output and the targets of a batch. Returns the batch's mean,
+# or (mean, weight) where the weight is not the number of inputs.
 Metric: TypeAlias = Callable[[Any, Any], Any]
 
 
@@ -43,26 +43,26 @@ Metric: TypeAlias = Callable[[Any, Any], Any]
 class Perplexity:
     """The perplexity of a decoder: exp of the mean cross entropy of its tokens.
 
-    Targets are the token ids themselves, (N, length): each place predicts the next one.
-    Places with the target -100 do not count.
+    Targets are the token ids themselves, (N, length): each position predicts the next
+    token. Targets of -100 are ignored.
     """
 
     def __call__(self, output: Any, targets: Any) -> tuple[float, int]:
-        """Return the mean cross entropy of a batch and the number of its tokens."""
+        """Return the mean cross entropy of a batch and its number of tokens."""
         logits = first_tensor(output)
         if not isinstance(targets, Tensor) or targets.shape != logits.shape[:-1]:
             raise DataError(
                 "perplexity needs token ids as targets, of shape "
                 f"{tuple(logits.shape[:-1])} for logits of {tuple(logits.shape)}"
             )
-        rows, wanted = class_rows(logits[:, :-1].float()), targets[:, 1:].flatten()
-        lost = F.cross_entropy(rows, wanted.long(), reduction="sum")
-        count = int((wanted != -100).sum())
-        return float(lost) / max(count, 1), count
+        rows, following = class_rows(logits[:, :-1].float()), targets[:, 1:].flatten()
+        total = F.cross_entropy(rows, following.long(), reduction="sum")
+        count = int((following != -100).sum())
+        return float(total) / max(count, 1), count
 
     @staticmethod
     def of_mean(mean: float) -> float:
-        """Return the perplexity of a mean cross entropy."""
+        """Return the perplexity from the mean cross entropy of all batches."""
         return math.exp(mean)
 
 
@@ -77,21 +77,20 @@ def evaluate(
     metrics: Mapping[str, Metric] | None = None,
     progress: Progress | None = None,
 ) -> Evaluation:
-    """Evaluate a network on labelled batches, or beside the float one on any inputs.
+    """Evaluate a network on labelled batches, or compare it with a float network.
 
     Several processes (:func:`ompq.distributed`) share the batches.
 
     Args:
-        model: The network; its outputs, or the first tensor of them, are logits
-            (N, classes). With metrics or a reference they may be anything.
-        batches: Pairs of inputs and targets (N,), for example a ``DataLoader``; or
-            ``ompq.Samples``, which have no targets, if there is a reference; those of
-            token ids are their own targets. Targets that only metrics read may be
-            anything.
-        reference: The float network, for agreement, divergence and drop.
-        metrics: Name → function of what the network returns and the targets, both on
-            its device, that returns one number; averaged over the images. For a decoder
-            ``{"perplexity": ompq.Perplexity()}``.
+        model: The network. Its output, or the first tensor of it, must be logits
+            (N, classes), unless there are metrics or a reference.
+        batches: Pairs of inputs and targets (N,), for example a ``DataLoader``. Targets
+            that only metrics read may be anything. With a reference, they may also be
+            ``ompq.Samples``, which have no targets; token ids are their own targets.
+        reference: The float network, for agreement, divergence and accuracy drop.
+        metrics: Name → function that returns one number for the network's output and
+            the targets, both on its device; it is averaged over the images. For a
+            decoder, ``{"perplexity": ompq.Perplexity()}``.
 
     Raises:
         DataError: There are no batches, or targets do not match inputs or outputs.
@@ -99,27 +98,28 @@ def evaluate(
     """
     total = len(batches) if isinstance(batches, Sized) else None
     if isinstance(batches, Samples):
-        total, batches = batches.batch_count(_BATCH), _unlabelled(batches, reference)
-    loose = bool(metrics) or reference is not None  # what can replace accuracy
+        total = batches.batch_count(_BATCH_SIZE)
+        batches = _unlabelled(batches, reference)
+    any_targets = bool(metrics) or reference is not None
     networks = (model,) if reference is None else (model, reference)
     processes = process_count()
 
     def share(number: int) -> tuple[list[_Part], str]:
-        """Measure every nth batch; return a hash of all targets too."""
-        parts, seen = [], hashlib.sha256()
+        """Measure one process's batches; return them with a hash of all targets."""
+        parts, digest = [], hashlib.sha256()
         for index, batch in enumerate(batches):
-            inputs, targets = _pair(batch, index, loose=loose)
+            inputs, targets = _pair(batch, index, any_targets=any_targets)
             if isinstance(targets, Tensor):
-                seen.update(targets.numpy(force=True).tobytes())
+                digest.update(targets.numpy(force=True).tobytes())
             if index % processes == number:
                 parts.append(_measured(networks, inputs, targets, metrics or {}))
                 if progress is not None:
                     progress(index + 1, total, f"evaluating{_top1_so_far(parts)}")
-        return parts, seen.hexdigest()
+        return parts, digest.hexdigest()
 
     with evaluating(*networks):
         shares = share_out(range(processes), share)
-    if len({seen for _, seen in shares}) > 1:
+    if len({digest for _, digest in shares}) > 1:
         raise DataError(
             "the processes read different batches: do not shuffle them, or seed the "
             "loader's generator"
@@ -128,11 +128,11 @@ def evaluate(
 
 
 class _Part(NamedTuple):
-    """What is known of one batch."""
+    """The measurements of one batch."""
 
     images: int
-    columns: dict[str, NDArray[Any]]  # (N,) each
-    metrics: dict[str, tuple[float, float]]  # the mean and its weight
+    columns: dict[str, NDArray[Any]]  # one value per image, (N,) each
+    metrics: dict[str, tuple[float, float]]  # mean and weight
     reference_metrics: dict[str, tuple[float, float]]
     seconds: float
 
@@ -177,29 +177,26 @@ def _measured(
 
 
 def _is_detections(output: Any) -> bool:
-    """Whether each image has a dict of its own: as many boxes as a detector found."""
+    """Whether an output is a list of dicts, one per image, as detectors return."""
     return isinstance(output, list) and all(isinstance(one, dict) for one in output)
 
 
 def _top1_so_far(parts: Sequence[_Part]) -> str:
-    """Return top-1 so far, where it is known."""
     known = [part.columns["right"] for part in parts if "right" in part.columns]
     count = sum(map(len, known))
-    return (
-        f": top-1 {sum(int(one.sum()) for one in known) / count:.1%}" if count else ""
-    )
+    return f": top-1 {sum(map(np.sum, known)) / count:.1%}" if count else ""
 
 
 def _joined(
     shares: Sequence[Sequence[_Part]], metrics: Mapping[str, Metric]
 ) -> Evaluation:
-    """Return the evaluation of all batches, of which each process did every nth."""
-    rounds = zip_longest(*shares)
-    parts = [part for each in rounds for part in each if part is not None]
-    images = [part.images for part in parts]
-    if not sum(images):
+    """Return the evaluation of all batches, which processes measured in turns."""
+    turns = zip_longest(*shares)
+    parts = [part for turn in turns for part in turn if part is not None]
+    count = sum(part.images for part in parts)
+    if not count:
         raise DataError("batches are empty: give at least one image with its target")
-    # A process's first batch warms up caches and kernels.
+    # Not timed: the first batch of a process, which warms up caches and kernels.
     timed = [part for share in shares for part in (share[1:] or share)]
     seconds = sum(part.seconds for part in timed) / len(shares)
     columns = {
@@ -216,7 +213,7 @@ def _joined(
         return means
 
     return replace(
-        _summary(columns, sum(images)),
+        _summary(columns, count),
         images_per_second=sum(part.images for part in timed) / max(seconds, 1e-9),
         metrics=average([part.metrics for part in parts]),
         reference_metrics=average([part.reference_metrics for part in parts]),
@@ -224,7 +221,7 @@ def _joined(
 
 
 def _accuracy(logits: Tensor, targets: Tensor, expected: Any) -> dict[str, Tensor]:
-    """Return which images of a batch are right, (N,) each."""
+    """Return which images of a batch are classified correctly, (N,) each."""
     _check_range(targets, logits.shape[1])
     columns = {"target": targets.long(), "right": logits.argmax(1) == targets}
     if logits.shape[1] >= 5:
@@ -236,9 +233,9 @@ def _accuracy(logits: Tensor, targets: Tensor, expected: Any) -> dict[str, Tenso
 
 
 def _closeness(logits: Tensor, expected: Tensor, count: int) -> dict[str, Tensor]:
-    """Return how near a batch's outputs are to the reference's, (N,) each."""
+    """Return the agreement of a batch's outputs with the reference's, (N,) each."""
     rows, others = class_rows(logits), class_rows(expected)
-    if rows.shape[1] < 2:  # one number: a softmax of it says nothing
+    if rows.shape[1] < 2:  # the softmax of one number is always 1
         return {}
     columns = {
         "agreement": (rows.argmax(1) == others.argmax(1)).double(),
@@ -255,13 +252,13 @@ def _number(metric: str, value: Any) -> float:
         if isinstance(value, Tensor):
             what = f"a tensor of shape {tuple(value.shape)}"
         raise ValueError(
-            f"metric {metric!r} returned {what}, not one number: let it return the "
-            "mean over the batch"
+            f"metric {metric!r} returned {what}, not one number: return the mean over "
+            "the batch"
         ) from error
 
 
 def _timed(model: nn.Module, inputs: Batch) -> tuple[Any, float]:
-    """Return what the network returns, and the seconds it took."""
+    """Return the network's output, and the seconds it took."""
     device = model_device(model)
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda _: None
     inputs = to_device(inputs, device)
@@ -273,7 +270,7 @@ def _timed(model: nn.Module, inputs: Batch) -> tuple[Any, float]:
 
 
 def _finite(logits: Tensor) -> Tensor:
-    # One number for each input has no second dimension; None adds it.
+    # [..., None] adds a second dimension where there is one number per input.
     wrong = ~torch.isfinite(logits[..., None])
     bad = int(wrong.flatten(1).any(1).sum()) if logits.dim() else 0
     if bad:
@@ -284,7 +281,7 @@ def _finite(logits: Tensor) -> Tensor:
 
 
 def _moved(targets: Any, model: nn.Module) -> Any:
-    """Return targets on the network's device, whatever holds them."""
+    """Return targets, which may be nested, on the network's device."""
     if isinstance(targets, Tensor):
         return targets.to(model_device(model))
     if isinstance(targets, tuple | list):
@@ -301,7 +298,7 @@ def logits_of(model: nn.Module, samples: Samples) -> Tensor:
         return first_tensor(run_batch(model, batch)).float().cpu()
 
     with evaluating(model):
-        found = share_out([*samples.batches(_BATCH)], run)
+        found = share_out([*samples.batches(_BATCH_SIZE)], run)
     return torch.cat([class_rows(logits) for logits in found])
 
 
@@ -317,7 +314,7 @@ def _unlabelled(
 ) -> Iterator[tuple[Batch, Tensor | None]]:
     if reference is None and token_ids(samples.first_batch(1)) is None:
         raise DataError("samples have no targets: give a reference to compare with")
-    return ((batch, token_ids(batch)) for batch in samples.batches(_BATCH))
+    return ((batch, token_ids(batch)) for batch in samples.batches(_BATCH_SIZE))
 
 
 def is_class_indices(targets: Any, count: int) -> bool:
@@ -329,14 +326,14 @@ def is_class_indices(targets: Any, count: int) -> bool:
     )
 
 
-def _pair(batch: Any, index: int, *, loose: bool) -> tuple[Batch, Any]:
+def _pair(batch: Any, index: int, *, any_targets: bool) -> tuple[Batch, Any]:
     if not isinstance(batch, tuple | list) or len(batch) != 2:
         raise DataError(
             f"batch {index} is {type(batch).__name__}; it must be (inputs, targets)"
         )
     inputs, targets = batch
     count = batch_length(inputs)
-    if not loose and not is_class_indices(targets, count):
+    if not any_targets and not is_class_indices(targets, count):
         what = type(targets).__name__
         if isinstance(targets, Tensor):
             what = f"targets of shape {tuple(targets.shape)}, {targets.dtype}"

@@ -1,4 +1,4 @@
-"""Quantized convolution and linear layers, and the activation quantizer."""
+"""Quantized convolution and linear layers, and activation quantizers."""
 
 import copy
 from collections.abc import Callable, Sequence
@@ -29,12 +29,11 @@ Size: TypeAlias = Sequence[int] | None
 
 
 class ActivationQuantizer(nn.Module):
-    """Rounds a tensor to one grid, wherever it is attached."""
+    """Rounds tensors to a grid; it is attached to modules as a hook."""
 
     scale: nn.Parameter  # step of the grid, ()
     zero_point: Tensor  # code of the value 0, (); an integer
     learnable = True  # whether the step has a gradient
-    noise: Tensor | None
 
     def __init__(self, grid: Grid) -> None:
         super().__init__()
@@ -42,20 +41,20 @@ class ActivationQuantizer(nn.Module):
         self.scale = nn.Parameter(grid.scale.detach().clone(), requires_grad=False)
         self.register_buffer("zero_point", grid.zero_point.detach().clone())
         self.enabled = True
-        # Probability with which a value is rounded; the rest pass as they are. Below 1
-        # only while a block is reconstructed with QDrop.
+        # Probability that a value is rounded; below 1 only while a block is
+        # reconstructed with QDrop.
         self.keep = 1.0
-        # What gradients move in training: the ``step`` (LSQ) or the end of the range
-        # (``clip``, PACT); ``straight`` passes them on as if nothing were rounded.
+        # What training learns: the ``step`` (LSQ) or the end of the range (``clip``,
+        # PACT). ``straight`` learns neither: gradients pass through unchanged.
         self.gradient: Literal["step", "clip", "straight"] = "step"
-        # Whether values beyond the grid are not clipped but keep 16 bits (RVQuant).
+        # Whether values beyond the grid become 16-bit floats instead (RVQuant).
         self.outliers = False
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the rounded values, shaped as ``x``."""
         if not self.enabled:
             return x
-        # Under autocast, half a precision would not hold 8 bits and their rounding.
+        # Under autocast, half precision is too coarse to round to 8 bits.
         x = x.to(torch.promote_types(x.dtype, self.scale.dtype))
         grid = Grid(self.scale, self.zero_point, self.bits)
         if not torch.is_grad_enabled():
@@ -63,13 +62,13 @@ class ActivationQuantizer(nn.Module):
         elif self.gradient == "straight":
             rounded = deployed(grid, x.detach()) + (x - x.detach())
         elif self.gradient == "clip":
-            # The optimizer moves the limit by what it would move it by if the limit,
-            # and not a step of it, were the parameter.
+            # Scaled so that a gradient step on the scale moves the limit as far as if
+            # the limit itself were the parameter.
             steps = grid.qmax - self.zero_point
             limit = self.scale.detach() * steps
             limit = limit + (self.scale - self.scale.detach()) / steps
             rounded = learned_clip(x, limit, self.zero_point, self.bits)
-        else:  # the batch does not count
+        else:  # LSQ counts the elements of one sample
             rounded = rounded_to(grid, x, prod(x.shape[1:]))
         if self.outliers:
             low, high = -self.zero_point - 0.5, grid.qmax - self.zero_point + 0.5
@@ -83,18 +82,18 @@ class ActivationQuantizer(nn.Module):
         return torch.where(torch.rand_like(x) < self.keep, rounded, x)
 
     def after(self, _module: nn.Module, _args: Any, output: Any) -> Any:
-        """Forward hook: round the first tensor that a module returns."""
+        """Forward hook: round the first tensor of a module's output."""
         tensors = list(tensors_in(output))
         if not tensors or not tensors[0].is_floating_point():
             return output
         return with_tensors(output, [self(tensors[0]), *tensors[1:]])
 
     def before(self, _module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Forward pre-hook: round the first tensor that a module gets."""
+        """Forward pre-hook: round the first tensor among a module's arguments."""
         return self.after(_module, args, (args, kwargs))
 
     def extra_repr(self) -> str:
-        """Show the width and the grid."""
+        """Show the bits and the grid."""
         return (
             f"bits={self.bits}, scale={self.scale.item():.4g}, "
             f"zero_point={self.zero_point:g}"
@@ -102,11 +101,11 @@ class ActivationQuantizer(nn.Module):
 
 
 class LogQuantizer(ActivationQuantizer):
-    """Rounds to powers, for what has a long tail: probabilities, outputs of GELU.
+    """Rounds to a grid of powers, for long tails: probabilities, outputs of GELU.
 
-    The largest level is ``scale``; ``zero_point`` levels make up a halving; the last
-    code is 0. ``shift`` is added before and subtracted after, so that values from
-    ``-shift`` on have a level.
+    The largest level is ``scale``, ``zero_point`` is the number of levels per halving,
+    and the last code means 0. ``shift`` is added before rounding and subtracted
+    afterwards, so that the grid covers values from ``-shift`` on.
     """
 
     learnable = False
@@ -116,7 +115,7 @@ class LogQuantizer(ActivationQuantizer):
         self.shift = shift
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the rounded values; gradients pass as if nothing were rounded."""
+        """Return the rounded values, with a straight-through gradient."""
         if not self.enabled:
             return x
         x = x.to(torch.promote_types(x.dtype, self.scale.dtype))
@@ -127,10 +126,10 @@ class LogQuantizer(ActivationQuantizer):
 
 @dataclass(frozen=True)
 class StoredValues:
-    """Says of a layer that its weight lies on no uniform grid and is used as it is."""
+    """Marks a layer whose weight lies on no uniform grid and is used as stored."""
 
     kind: str  # how the weight was rounded
-    bytes: int  # what the unit takes, scales or levels and the bias included
+    bytes: int  # size of the unit, including its scales or levels and its bias
 
     def __call__(self, layer: "QuantizedLayer", _factor: Tensor | None) -> Tensor:
         """Return the layer's weight."""
@@ -138,32 +137,31 @@ class StoredValues:
 
 
 class QuantizedLayer(nn.Module):
-    """What a quantized layer adds to the layer it replaces."""
+    """Mixin that rounds the weight of the layer class it is combined with."""
 
-    weight: nn.Parameter  # the stored weight; float
+    weight: nn.Parameter  # stored as floats and rounded in every forward pass
     bias: nn.Parameter | None
     # Step of each output channel, (C,), or of each group of its weights, (C, G).
     weight_scale: nn.Parameter
-    weight_zero_point: Tensor  # code of 0 for each of them; multiples of 0.5
+    weight_zero_point: Tensor  # code of 0, shaped as weight_scale; multiples of 0.5
     bits: int  # width of the weight's codes
-    narrow: bool  # whether the highest code is left out
-    group_size: int = 0  # inputs whose weights share a scale; 0 if all of a channel do
-    # Bits a weight, at most, that the codes take once entropy-coded; 0 if they are not.
-    rate: float = 0.0
-    # Computes the layer with the batch norm that was folded into it, while the two are
-    # trained together; else None.
+    narrow: bool  # whether the highest code is unused
+    group_size: int = 0  # inputs that share a scale; 0 for one scale per channel
+    rate: float = 0.0  # maximum bits per weight when entropy-coded; 0 if not coded
+    # If set, computes the layer together with the batch norm that was folded into it,
+    # while the two are trained.
     norm: nn.Module | None
-    # Weight and bias while rounding is being learned; else None.
+    # If set, weight and bias to compute with, while rounding is being learned.
     learning: tuple[Tensor, Tensor | None] | None = None
-    # Rounds the weight, its channels multiplied by factors (C,) if there are any, in
-    # another way than to the layer's grid: in training, or because no grid can say it.
+    # If set, replaces rounding to the grid, for training methods and for weights on no
+    # uniform grid. The second argument is an optional factor on each channel, (C,).
     rounding: Callable[["QuantizedLayer", Tensor | None], Tensor] | None = None
-    # Computes the layer in integers, once the network is finalized
-    # (:func:`ompq.finalize`) and no gradient is needed; else None.
+    # If set (:func:`ompq.finalize`), computes the layer in integers when no gradient is
+    # needed.
     integers: Callable[["QuantizedLayer", Tensor], Tensor] | None = None
 
     def forward(self, input: Tensor, output_size: Size = None) -> Tensor:
-        """Compute the layer with its rounded weight; arguments as in the float one."""
+        """Apply the layer with its rounded weight; same arguments as the float one."""
         if self.norm is not None:
             return cast(Tensor, self.norm(self, input, output_size))
         if self.learning is not None:
@@ -173,7 +171,7 @@ class QuantizedLayer(nn.Module):
         return linear_map(self, input, self.rounded_weight(), self.bias, output_size)
 
     def rounded_weight(self, factor: Tensor | None = None) -> Tensor:
-        """Return the weight, folded with a norm's factor (C,) if given, on its grid."""
+        """Return the rounded weight; ``factor`` (C,) scales its channels beforehand."""
         if self.rounding is not None:
             return self.rounding(self, factor)
         weight = self.folded_weight(factor)
@@ -181,20 +179,17 @@ class QuantizedLayer(nn.Module):
         return rounded_to(self.grid_like_weight(), weight, shared)
 
     def folded_weight(self, factor: Tensor | None) -> Tensor:
-        """Return the weight, its output channels multiplied by factors (C,)."""
+        """Return the weight with its output channels multiplied by ``factor`` (C,)."""
         if factor is None:
             return self.weight
         return scaled_channels(self.weight, factor, self)
 
     def grid_like_weight(self) -> Grid:
-        """Return the grid shaped so that it broadcasts with the weight."""
-        like = self.weight.shape, channel_axis(self), self.group_size
-        return Grid(
-            like_weight(self.weight_scale, *like),
-            like_weight(self.weight_zero_point, *like),
-            self.bits,
-            self.narrow,
-        )
+        """Return the grid, shaped to broadcast with the weight."""
+        layout = self.weight.shape, channel_axis(self), self.group_size
+        scale = like_weight(self.weight_scale, *layout)
+        zero_point = like_weight(self.weight_zero_point, *layout)
+        return Grid(scale, zero_point, self.bits, self.narrow)
 
     def codes(self) -> Tensor:
         """Return the weight's codes, uint8, shaped as the weight."""
@@ -210,7 +205,7 @@ class QuantizedLayer(nn.Module):
             )
 
     def extra_repr(self) -> str:
-        """Show the width beside what the replaced layer shows."""
+        """Append the bits to the representation of the replaced layer."""
         groups = f", group_size={self.group_size}" if self.group_size else ""
         return f"{super().extra_repr()}, bits={self.bits}{groups}"
 
@@ -222,19 +217,19 @@ def linear_map(
     bias: Tensor | None,
     output_size: Size = None,
 ) -> Tensor:
-    """Apply a layer's convolution or product with another weight and bias."""
-    if isinstance(layer, _OwnForward):
-        return layer.computed(x, weight, bias)
+    """Apply a layer's convolution or matrix product with another weight and bias."""
+    if isinstance(layer, _CustomForward):
+        return layer.forward_with(x, weight, bias)
     if isinstance(layer, nn.Linear):
         return F.linear(x, weight, bias)
     if isinstance(layer, _ConvTransposeNd):
         dims = weight.dim() - 2
         size = None if output_size is None else list(output_size)
-        place = (layer.stride, layer.padding, layer.kernel_size, dims, layer.dilation)
-        padding = layer._output_padding(x, size, *place)  # type: ignore[arg-type]
+        sizes = (layer.stride, layer.padding, layer.kernel_size, dims, layer.dilation)
+        padding = layer._output_padding(x, size, *sizes)  # type: ignore[arg-type]
         function = getattr(F, f"conv_transpose{dims}d")
-        more = (layer.stride, layer.padding, padding, layer.groups, layer.dilation)
-        return cast(Tensor, function(x, weight, bias, *more))
+        options = (layer.stride, layer.padding, padding, layer.groups, layer.dilation)
+        return cast(Tensor, function(x, weight, bias, *options))
     assert isinstance(layer, _ConvNd)
     return layer._conv_forward(x, weight, bias)
 
@@ -267,12 +262,12 @@ class QuantizedConvTranspose3d(QuantizedLayer, nn.ConvTranspose3d):  # type: ign
     """A transposed 3-D convolution with rounded weights."""
 
 
-class _OwnForward(QuantizedLayer):
-    """A layer of a class whose forward does more, such as to pad, and is kept."""
+class _CustomForward(QuantizedLayer):
+    """Mixin for subclasses whose forward does more, such as padding, and is kept."""
 
-    def computed(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Run the forward of the layer's class with another weight and bias."""
-        # What is in an instance's own dict comes before its parameters.
+    def forward_with(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Run the forward of the replaced class with another weight and bias."""
+        # Attributes in the instance's dict take precedence over parameters.
         self.__dict__ |= {"weight": weight, "bias": bias}
         try:
             return cast(Tensor, plain_class(self).forward(self, x))
@@ -283,59 +278,58 @@ class _OwnForward(QuantizedLayer):
 _REPLACEMENTS: dict[type[nn.Module], type[QuantizedLayer]] = {
     kind.__mro__[2]: kind
     for kind in QuantizedLayer.__subclasses__()
-    if kind is not _OwnForward
+    if kind is not _CustomForward
 }
-
-
-_OWN: dict[type[nn.Module], type[QuantizedLayer]] = {}  # of classes met
+# Classes made for layers with a forward of their own, by the class they replace.
+_CUSTOM_REPLACEMENTS: dict[type[nn.Module], type[QuantizedLayer]] = {}
 
 
 def plain_class(layer: QuantizedLayer) -> Any:
-    """Return the class of the layer that a quantized one replaced."""
+    """Return the class of the layer that a quantized layer replaced."""
     kinds = type(layer).__mro__
     return next(kind for kind in kinds if not issubclass(kind, QuantizedLayer))
 
 
 def _replacement(layer: nn.Module) -> type[QuantizedLayer]:
-    """Return the class that a layer gets; a subclass that computes alike is plain."""
-    plain = next(kind for kind in _REPLACEMENTS if isinstance(layer, kind))
-    if type(layer) is plain or type(layer).forward is plain.forward:
-        return _REPLACEMENTS[plain]
+    """Return the quantized class for a layer.
+
+    A subclass that computes the same as its PyTorch base class is treated as the base.
+    """
+    base = next(kind for kind in _REPLACEMENTS if isinstance(layer, kind))
+    kind: Any = type(layer)
+    if kind is base or kind.forward is base.forward:
+        return _REPLACEMENTS[base]
     probe = _probe(layer)
     try:
         with torch.no_grad():
-            own, usual = (kind.forward(layer, probe) for kind in (type(layer), plain))
-        same = torch.equal(own, usual)
-    except Exception:  # a forward that the probe does not suit may raise anything
-        same = False
-    if same:
-        return _REPLACEMENTS[plain]
-    kind: Any = type(layer)
-    made: Any = type(f"Quantized{kind.__name__}", (_OwnForward, kind), {})
-    return _OWN.setdefault(kind, made)
+            if torch.equal(kind.forward(layer, probe), base.forward(layer, probe)):
+                return _REPLACEMENTS[base]
+    except Exception:  # a custom forward may raise anything on an unsuitable input
+        pass
+    made: Any = type(f"Quantized{kind.__name__}", (_CustomForward, kind), {})
+    return _CUSTOM_REPLACEMENTS.setdefault(kind, made)
 
 
 def _probe(layer: nn.Module) -> Tensor:
-    """Return an input, neither zero nor constant, for a layer."""
+    """Return an input for a layer that is neither zero nor constant."""
     weight = cast(Tensor, layer.weight)
     shape = [2, weight.shape[1]]
     if isinstance(layer, _ConvNd):
-        sizes = zip(layer.kernel_size, layer.dilation, strict=True)
-        shape = [2, layer.in_channels, *(size * gap + 5 for size, gap in sizes)]
+        pairs = zip(layer.kernel_size, layer.dilation, strict=True)
+        shape = [2, layer.in_channels, *(size * gap + 5 for size, gap in pairs)]
     return torch.linspace(-1, 1, prod(shape)).reshape(shape).to(weight)
 
 
 def quantized_layer(
     layer: nn.Module, grid: Grid, group_size: int = 0
 ) -> QuantizedLayer:
-    """Return a quantized copy of a layer, its norm folded in.
+    """Return a quantized copy of a layer whose batch norm, if any, is folded.
 
-    The grid goes with the layer's weight, and has one scale for each channel, or group.
+    The grid broadcasts with the weight and has one scale per channel, or per group.
     """
     kind = _replacement(layer)
+    # A copy with another class keeps every attribute, whatever the constructor takes.
     made = copy.deepcopy(layer)
-    # The copy keeps every attribute of the layer, whatever its constructor took;
-    # only what it computes changes.
     made.__class__ = kind
     quantized = cast(QuantizedLayer, made)
     quantized.bits = grid.bits
@@ -363,6 +357,6 @@ def activation_quantizers(model: nn.Module) -> dict[str, ActivationQuantizer]:
 
 
 def replace_module(model: nn.Module, name: str, new: nn.Module) -> None:
-    """Put a module in the place that a dotted name says."""
+    """Replace the submodule of this dotted name."""
     owner, _, leaf = name.rpartition(".")
     setattr(model.get_submodule(owner), leaf, new)

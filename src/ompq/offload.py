@@ -1,7 +1,8 @@
-"""Weights that stay on the host and visit the device, call by call.
+"""Offloading: weights stay in host memory and are copied to the device when needed.
 
-Accelerate's hooks put placeholders without values where the weights were. Scores and
-grids read the weights, so here these stay, and the calls that read them get copies.
+Accelerate's hooks replace offloaded weights by placeholders without values. Scores and
+grids read the weights between calls, so here the weights stay where they are, and only
+the calls of torch functions that read them are given copies on the device.
 """
 
 import re
@@ -22,33 +23,33 @@ from ompq.errors import DeviceMemoryError
 _UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "GB": 10**9, "MB": 10**6}
 # Attributes of a tensor that are tensors; the others need no copy.
 _VIEWS = {"T", "mT", "H", "mH", "real", "imag"}
-# Functions that read no values, or concern the parameter itself.
-_ABOUT = {
+# Functions that read no values, or must act on the parameter itself.
+_METADATA = {
     "size", "dim", "numel", "nelement", "element_size", "stride", "is_floating_point",
     "is_complex", "is_contiguous", "data_ptr", "untyped_storage", "storage_offset",
     "__len__", "__hash__", "register_hook", "requires_grad_", "detach_",
 }  # fmt: skip
-_RUNNING = local()  # in each thread: the networks whose weights visit
+_THREAD = local()  # its ``models`` are the networks offloaded in this thread
 
 
 class DeviceMemory:
-    """What weights take on a device.
+    """A least-recently-used cache of weights on a device.
 
     Attributes:
-        limit_bytes: The most.
+        limit_bytes: Maximum size of the copies on the device.
         device: Where networks run.
-        peak_bytes: The most there has been.
+        peak_bytes: Largest size so far.
     """
 
     def __init__(self, limit_bytes: int, device: torch.device) -> None:
         self.limit_bytes, self.device = limit_bytes, device
         self.peak_bytes = 0
-        # By id: the weight, its version and its copy, the last used at the end.
+        # id → (weight, its version, its copy); the most recently used come last.
         self._copies: dict[int, tuple[Tensor, int, Tensor]] = {}
         self._lock = RLock()
 
     def fetch(self, tensors: Iterable[Tensor]) -> dict[int, Tensor]:
-        """Return copies on the device, by id; others have to leave for them."""
+        """Return copies on the device, by id; evict others if necessary."""
         with self._lock:
             wanted = {id(tensor): tensor for tensor in tensors}
             self._make_room(wanted)
@@ -58,30 +59,26 @@ class DeviceMemory:
                     copy = tensor.detach().to(self.device, copy=True)
                     found = tensor, tensor._version, copy
                 self._copies[key] = found
-            taken = sum(copy.nbytes for _, _, copy in self._copies.values())
-            self.peak_bytes = max(self.peak_bytes, taken)
+            used = sum(copy.nbytes for _, _, copy in self._copies.values())
+            self.peak_bytes = max(self.peak_bytes, used)
             return {key: self._copies[key][2] for key in wanted}
 
     def _make_room(self, wanted: dict[int, Tensor]) -> None:
         needed = sum(tensor.nbytes for tensor in wanted.values())
         self.check(needed)
         others = [key for key in self._copies if key not in wanted]
-        taken = needed + sum(self._copies[key][2].nbytes for key in others)
+        used = needed + sum(self._copies[key][2].nbytes for key in others)
         for key in others:
-            if taken <= self.limit_bytes:
+            if used <= self.limit_bytes:
                 return
-            taken -= self._copies.pop(key)[2].nbytes
+            used -= self._copies.pop(key)[2].nbytes
 
     def check(self, needed: int) -> None:
-        """Refuse what takes more than there may be.
-
-        Raises:
-            DeviceMemoryError: It does.
-        """
+        """Raise a DeviceMemoryError if the limit is smaller than ``needed`` bytes."""
         if needed > self.limit_bytes:
             raise DeviceMemoryError(
                 f"device_memory={self.limit_bytes / 2**20:.1f}MiB does not hold the "
-                f"{needed / 2**20:.1f} MiB of weights needed at once; give more"
+                f"{needed / 2**20:.1f} MiB of weights needed at once; raise it"
             )
 
     def forget(self) -> None:
@@ -90,21 +87,21 @@ class DeviceMemory:
             self._copies.clear()
 
     def pack(self, tensor: Tensor) -> Any:
-        """Return what a backward pass keeps of a tensor: not the copy of a weight."""
+        """Return what autograd saves of a tensor: for a copy, the weight and a view."""
         with self._lock:
-            place = tensor.untyped_storage().data_ptr()
+            address = tensor.untyped_storage().data_ptr()
             for weight, _, copy in self._copies.values():
-                if place and copy.untyped_storage().data_ptr() == place:
-                    form = tensor.size(), tensor.stride(), tensor.storage_offset()
-                    return weight, form
+                if address and copy.untyped_storage().data_ptr() == address:
+                    view = tensor.size(), tensor.stride(), tensor.storage_offset()
+                    return weight, view
         return tensor
 
-    def unpack(self, kept: Any) -> Tensor:
+    def unpack(self, saved: Any) -> Tensor:
         """Return the tensor that :meth:`pack` was given."""
-        if isinstance(kept, Tensor):
-            return kept
-        weight, form = kept
-        return self.fetch([weight])[id(weight)].as_strided(*form)
+        if isinstance(saved, Tensor):
+            return saved
+        weight, view = saved
+        return self.fetch([weight])[id(weight)].as_strided(*view)
 
 
 _memory: DeviceMemory | None = None
@@ -114,23 +111,23 @@ _memory: DeviceMemory | None = None
 def device_memory(
     limit: str, device: str | torch.device = "cuda"
 ) -> Iterator[DeviceMemory]:
-    """Run networks that are in host memory on a device, with few weights there.
+    """Run networks whose weights are in host memory on a device.
 
-    Verbs under it run networks whose weights are on the CPU on the device. The weights
-    visit it, call by call, and take at most ``limit``, for example ``"8GiB"``; what a
-    network computes from one batch comes on top.
+    Inside the context, weights are copied to the device when a call reads them. The
+    copies take at most ``limit``, for example ``"8GiB"``; the activations of one batch
+    take memory in addition.
 
     Raises:
-        DeviceMemoryError: A layer takes more.
+        DeviceMemoryError: A single layer exceeds the limit.
     """
     global _memory
-    before = _memory
-    _memory = made = DeviceMemory(_bytes(limit), torch.device(device))
+    outer = _memory
+    _memory = memory = DeviceMemory(_bytes(limit), torch.device(device))
     try:
-        yield made
+        yield memory
     finally:
-        _memory = before
-        made.forget()
+        _memory = outer
+        memory.forget()
 
 
 def _bytes(text: str) -> int:
@@ -143,34 +140,34 @@ def _bytes(text: str) -> int:
 
 
 def running_device(stored: torch.device) -> torch.device:
-    """Return where a network runs whose weights are stored on a device."""
+    """Return the device on which a network runs whose weights are on ``stored``."""
     return stored if _memory is None or stored.type != "cpu" else _memory.device
 
 
 def to_host(model: nn.Module) -> nn.Module:
-    """Return a network with all of it on the host, if its weights only visit."""
+    """Move a network to host memory if weights are offloaded; return it."""
     return model if _memory is None else model.to("cpu")
 
 
 @contextmanager
 def visiting(*models: nn.Module) -> Iterator[None]:
-    """Let weights of networks visit the device in this thread, if that is wanted."""
-    running: list[nn.Module] = getattr(_RUNNING, "models", [])
+    """If weights are offloaded, give calls in this thread copies on the device."""
+    running: list[nn.Module] = getattr(_THREAD, "models", [])
     memory = _memory
     if memory is None or all(model in running for model in models):
         yield
         return
-    _RUNNING.models = [*running, *models]
+    _THREAD.models = [*running, *models]
     try:
-        with saved_tensors_hooks(memory.pack, memory.unpack), _Visits(memory, models):
+        with saved_tensors_hooks(memory.pack, memory.unpack), _Fetch(memory, models):
             yield
     finally:
-        _RUNNING.models = running
+        _THREAD.models = running
 
 
 @contextmanager
 def staying(module: nn.Module) -> Iterator[None]:
-    """Keep all weights of a module on the device, if these are to visit it at all."""
+    """If weights are offloaded, keep those of a module on the device meanwhile."""
     memory = _memory
     if memory is None:
         yield
@@ -179,7 +176,7 @@ def staying(module: nn.Module) -> Iterator[None]:
     memory.forget()
     memory.check(size := sum(each.nbytes for each in weights))
     memory.peak_bytes = max(memory.peak_bytes, size)
-    home = {each.device for each in weights}
+    devices = {each.device for each in weights}
     buffers = [
         (part, name, buffer)
         for part in module.modules()
@@ -190,18 +187,18 @@ def staying(module: nn.Module) -> Iterator[None]:
         module.to(memory.device)
         yield
     finally:
-        if home == {torch.device("cpu")}:
+        if devices == {torch.device("cpu")}:
             module.to("cpu")
-            # A parameter outlives the move, a buffer does not, and a paused pass knows
-            # by identity what visits.
+            # Moving a module replaces its buffers, but not its parameters. A paused
+            # pass identifies offloaded tensors by id, so the old buffers are put back.
             for part, name, buffer in buffers:
                 new = part._buffers.get(name)
                 if new is not None and new.shape == buffer.shape:
                     part._buffers[name] = buffer.copy_(new)
 
 
-class _Copy(torch.autograd.Function):
-    """Takes a weight's copy for the weight; gradients go back to the host."""
+class _UseCopy(torch.autograd.Function):
+    """Returns the copy of a weight; gradients go back to the weight on the host."""
 
     @staticmethod
     def forward(_context: Any, _weight: Tensor, copy: Tensor) -> Tensor:
@@ -212,46 +209,46 @@ class _Copy(torch.autograd.Function):
         return gradient.cpu(), None
 
 
-class _Visits(TorchFunctionMode):
-    """Gives copies on the device to calls that read weights."""
+class _Fetch(TorchFunctionMode):
+    """Replaces offloaded weights among the arguments of calls by copies."""
 
     def __init__(self, memory: DeviceMemory, models: Iterable[nn.Module]) -> None:
         super().__init__()
         self.memory = memory
         every = (chain(model.parameters(), model.buffers()) for model in models)
-        held = chain.from_iterable(every)
-        self.held = {id(each): each for each in held if each.device.type == "cpu"}
+        tensors = chain.from_iterable(every)
+        self.weights = {id(t): t for t in tensors if t.device.type == "cpu"}
 
-    def _visits(self, tensor: Tensor) -> bool:
-        # Learning may give a layer another parameter while a pass is paused.
+    def _is_offloaded(self, tensor: Tensor) -> bool:
+        # A layer may get a new parameter while a pass is paused.
         new = isinstance(tensor, nn.Parameter) and tensor.device.type == "cpu"
-        return id(tensor) in self.held or new
+        return id(tensor) in self.weights or new
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         given = args, kwargs or {}
-        every = (t for t in tree_flatten(given)[0] if isinstance(t, Tensor))
-        read = [tensor for tensor in every if self._visits(tensor)]
+        tensors = (t for t in tree_flatten(given)[0] if isinstance(t, Tensor))
+        read = [tensor for tensor in tensors if self._is_offloaded(tensor)]
         name = getattr(func, "__name__", "")
         if name == "__get__":
             name = func.__self__.__name__
             if read and name == "device":
                 return self.memory.device
             read = read if name in _VIEWS else []
-        if not read or name in _ABOUT:
+        if not read or name in _METADATA:
             return func(*given[0], **given[1])
         copies = self.memory.fetch(read)
         if torch.is_grad_enabled():
             for tensor in read:
                 if tensor.requires_grad:
-                    copies[id(tensor)] = _Copy.apply(tensor, copies[id(tensor)])
-        moved_args, moved = tree_map_only(
+                    copies[id(tensor)] = _UseCopy.apply(tensor, copies[id(tensor)])
+        moved_args, moved_kwargs = tree_map_only(
             Tensor, lambda tensor: copies.get(id(tensor), tensor), given
         )
-        output = func(*moved_args, **moved)
-        changed = name.endswith("_") and not name.endswith("__")
-        if changed and args and id(args[0]) in copies:
+        output = func(*moved_args, **moved_kwargs)
+        in_place = name.endswith("_") and not name.endswith("__")
+        if in_place and args and id(args[0]) in copies:
             with torch.no_grad():
                 args[0].copy_(copies[id(args[0])])
             return args[0]

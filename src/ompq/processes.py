@@ -1,10 +1,10 @@
-"""Several processes: each does a share of the work, and one of them writes.
+"""Several processes share the work, and one of them writes files.
 
 ``torchrun`` and ``accelerate launch`` start the same command several times. Every
-process does what is quick; what is long is shared out, and all get all results. So the
-processes agree at every step, and a verb returns the same in each of them.
+process does the quick work itself. Long work is divided, and every process gets all
+results, so they agree at every step and a verb returns the same value in each.
 
-Nothing here imports torch before there are several processes.
+Nothing here imports torch unless there are several processes.
 """
 
 import atexit
@@ -26,11 +26,11 @@ _Result = TypeVar("_Result")
 
 @dataclass
 class _Group:
-    """The processes that share the work of the verbs."""
+    """The processes that share work."""
 
     rank: int = 0
     count: int = 1
-    sharing: bool = True  # False while this process does its own share
+    sharing: bool = True  # False while this process works on its own share
 
 
 _GROUP = _Group()
@@ -38,13 +38,13 @@ _GROUP = _Group()
 
 @contextmanager
 def distributed() -> Iterator[None]:
-    """Share the work of the verbs inside among the processes of a launcher.
+    """Divide the work of verbs called inside among the processes of a launcher.
 
-    Every process must call the same verbs with the same arguments. Files are written by
-    the first one alone. In a process that no launcher started nothing changes.
+    Every process must call the same verbs with the same arguments. Only the first one
+    writes files. Without a launcher there is one process, and nothing changes.
 
     Example:
-        >>> with distributed():  # one process: nothing changes
+        >>> with distributed():
         ...     process_count()
         1
     """
@@ -55,9 +55,9 @@ def distributed() -> Iterator[None]:
 
     if not torch_distributed.is_initialized():
         torch_distributed.init_process_group(_backend())
-        # Left only when the process ends: one that joins a second time may be sent to
-        # the address that another had the first time, and wait there for ever.
-        atexit.register(_leave)
+        # The group is destroyed only at exit: a process that joins a second group may
+        # be given the address of the first one and wait there for ever.
+        atexit.register(_destroy_group)
     _GROUP.rank = torch_distributed.get_rank()
     _GROUP.count = torch_distributed.get_world_size()
     try:
@@ -66,8 +66,7 @@ def distributed() -> Iterator[None]:
         _GROUP.rank, _GROUP.count = 0, 1
 
 
-def _leave() -> None:
-    """Leave the processes, unless something else did so before."""
+def _destroy_group() -> None:
     from torch import distributed as torch_distributed
 
     if torch_distributed.is_initialized():
@@ -75,34 +74,34 @@ def _leave() -> None:
 
 
 def _backend() -> str:
-    """Give this process its GPU, and return what the processes talk through."""
+    """Select this process's GPU and return the communication backend."""
     import torch
 
     gpus = torch.cuda.device_count()
     if gpus:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % gpus)
-    # NCCL wants a GPU for each process; Gloo does not mind if they share one.
-    alone = gpus >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return "cpu:gloo,cuda:nccl" if gpus and alone else "gloo"
+    # NCCL needs a GPU for each process; with Gloo they can share one.
+    enough = gpus >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return "cpu:gloo,cuda:nccl" if gpus and enough else "gloo"
 
 
 def told_by_main() -> bool:
-    """Whether the first process fails as well, and so reports the error.
+    """Whether the first process fails too, and so reports the error.
 
-    An error in all of them, such as a wrong option, is then reported once.
+    An error in all processes, such as a wrong option, is then reported once.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return False
     from torch.distributed.rendezvous import rendezvous
 
-    patience = timedelta(seconds=10)
+    timeout = timedelta(seconds=10)
     try:
-        store, number, _ = next(rendezvous("env://", timeout=patience))
+        store, number, _ = next(rendezvous("env://", timeout=timeout))
         if number == 0:
             store.set("failed", "")
         else:
-            store.wait(["failed"], patience)
-    except (RuntimeError, ValueError):  # no launcher to ask, or no answer in time
+            store.wait(["failed"], timeout)
+    except (RuntimeError, ValueError):  # no launcher, or no answer in time
         return False
     return bool(number)
 
@@ -118,7 +117,7 @@ def is_main() -> bool:
 
 
 def process_count() -> int:
-    """Return how many processes share the work that is being done."""
+    """Return the number of processes that share the current work."""
     return _GROUP.count if _GROUP.sharing else 1
 
 
@@ -127,27 +126,26 @@ def share_out(
     work: Callable[[_Job], _Result],
     report: Callable[[int], None] = lambda _done: None,
 ) -> list[_Result]:
-    """Return what ``work`` gives for each job; each process does some of them.
+    """Return ``work(job)`` for each job; each process does some of the jobs.
 
     Args:
         jobs: The same in every process.
-        work: Whatever it calls is done by its process alone.
-        report: Called with about how many jobs are done.
+        work: Anything it calls runs in its process alone, without sharing.
+        report: Called with the approximate number of finished jobs.
 
     Raises:
         ProcessError: A job failed in another process.
     """
-    count = process_count()
+    count, total = process_count(), len(jobs)
     if count == 1:
-        return [_reported(work(job), report, n) for n, job in enumerate(jobs, 1)]
+        return _do_all(jobs, work, report)
     mine: list[_Result] = []
     failure: Exception | None = None
     _GROUP.sharing = False
     try:
-        for job in jobs[_GROUP.rank :: count]:
-            mine.append(work(job))
-            report(min(count * len(mine), len(jobs)))
-    except Exception as error:  # the others wait for this process: tell them
+        own = jobs[_GROUP.rank :: count]
+        mine = _do_all(own, work, lambda done: report(min(count * done, total)))
+    except Exception as error:  # the others wait for this process and must be told
         failure = error
     finally:
         _GROUP.sharing = True
@@ -159,31 +157,39 @@ def share_out(
             raise ProcessError(f"in process {number}: {message}")
     results: dict[int, _Result] = {}
     for number, (part, _) in enumerate(found):
-        results.update(zip(range(number, len(jobs), count), part, strict=True))
-    return [results[place] for place in range(len(jobs))]
+        results.update(zip(range(number, total, count), part, strict=True))
+    return [results[index] for index in range(total)]
 
 
-def _reported(result: _Result, report: Callable[[int], None], done: int) -> _Result:
-    report(done)
-    return result
+def _do_all(
+    jobs: Sequence[_Job],
+    work: Callable[[_Job], _Result],
+    report: Callable[[int], None],
+) -> list[_Result]:
+    results = []
+    for job in jobs:
+        results.append(work(job))
+        report(len(results))
+    return results
 
 
 def from_main(work: Callable[[], _Result]) -> _Result:
-    """Return what ``work`` gives in the first process, in all of them."""
+    """Call ``work`` in the first process and return its result in all of them."""
     return share_out([None], lambda _: work())[0]
 
 
 def _gathered(value: _Result) -> list[_Result]:
+    """Return the values of all processes, in the order of their numbers."""
     from torch import distributed as torch_distributed
 
-    # Pickled, but only between the processes of one run.
+    # Uses pickle, which is safe between the processes of one run.
     found: list[_Result] = [value] * _GROUP.count
     torch_distributed.all_gather_object(found, value)
     return found
 
 
 def wait_for_all() -> None:
-    """Wait until every process that shares the work is here."""
+    """Wait until all processes that share the work have arrived here."""
     if process_count() > 1:
         from torch import distributed as torch_distributed
 
@@ -208,7 +214,7 @@ def average(tensors: Iterable["Tensor | None"]) -> None:
 
 
 def copy_main(tensors: Iterable["Tensor"]) -> None:
-    """Replace each tensor by the first process's."""
+    """Replace each tensor by its value in the first process."""
     if process_count() > 1:
         from torch import distributed as torch_distributed
 

@@ -1,4 +1,4 @@
-"""Uniform quantization: the grid, its one formula, and straight-through gradients."""
+"""Uniform quantization: the grid, its formula, and straight-through gradients."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from ompq.streams import LARGEST_HALF_BITS, check_bits
 
 @dataclass(frozen=True, eq=False)
 class Grid:
-    """The values that a tensor may take: ``scale * (code - zero)``.
+    """The values that a quantized tensor can take: ``scale * (code - zero_point)``.
 
     Example:
         >>> grid = Grid(torch.tensor(0.5), torch.tensor(1.5), bits=2)
@@ -20,12 +20,10 @@ class Grid:
         tensor([-0.7500, -0.2500,  0.2500,  0.7500])
     """
 
-    scale: Tensor  # positive step, of a shape that broadcasts against the tensor
-    # The code, perhaps between two codes, that stands for 0. Same shape.
-    zero_point: Tensor
+    scale: Tensor  # positive step, of a shape that broadcasts with the tensor
+    zero_point: Tensor  # the code of 0, not necessarily an integer; same shape
     bits: int  # width of a code, 2 to 8
-    # Whether the highest code is left out, as for -1, 0, 1 in two bits.
-    narrow: bool = False
+    narrow: bool = False  # whether the highest code is unused: -1, 0, 1 in two bits
 
     def __post_init__(self) -> None:
         check_bits(self.bits)
@@ -36,22 +34,22 @@ class Grid:
         return (1 << self.bits) - 1 - self.narrow
 
     def quantize(self, x: Tensor) -> Tensor:
-        """Return the codes of ``x`` as uint8, of its shape."""
+        """Return the codes of ``x`` as uint8, shaped as ``x``."""
         return _codes(x, self).to(torch.uint8)
 
     def dequantize(self, codes: Tensor) -> Tensor:
-        """Return the values of the codes as float32, of their shape."""
+        """Return the values of the codes as float32, shaped as the codes."""
         return self.scale * (codes - self.zero_point)
 
     def fake(self, x: Tensor) -> Tensor:
-        """Return ``x`` quantized and dequantized: the nearest values of the grid."""
+        """Return ``x`` quantized and dequantized: the nearest values on the grid."""
         return self.scale * (_codes(x, self) - self.zero_point)
 
 
 def of_groups(values: Tensor, group_size: int) -> Tensor:
-    """Return what each group of weights has, (C, K / size), from (C, K).
+    """Return one value per group, (C, K / size), from one per weight, (C, K).
 
-    Without groups, values that broadcast with a weight become one a channel, (C,).
+    Without groups, values that broadcast with a weight become one per channel, (C,).
     """
     return values[:, ::group_size] if group_size else values.flatten()
 
@@ -59,10 +57,10 @@ def of_groups(values: Tensor, group_size: int) -> Tensor:
 def like_weight(
     values: Tensor, shape: Sequence[int], axis: int = 0, group_size: int = 0
 ) -> Tensor:
-    """Return what channels (C,) or groups (C, G) have so that it goes with a weight.
+    """Shape values of channels (C,) or groups (C, G) to broadcast with a weight.
 
-    A group is so many weights of a channel next to each other; 0 takes all of them.
-    The last group may have fewer.
+    A group is ``group_size`` consecutive weights of a channel; the last one may be
+    smaller. 0 means one value per channel.
 
     Example:
         >>> like_weight(torch.tensor([[1, 2]]), (1, 5), group_size=3)
@@ -79,11 +77,11 @@ def like_weight(
 def integer_weight(
     codes: Tensor, zero_point: Tensor, bits: int
 ) -> tuple[Tensor, float]:
-    """Return a weight as signed bytes with zero point 0, and the factor of their step.
+    """Return a weight as signed bytes with zero point 0, and the factor on its scale.
 
-    Half-integer zeros are made whole by doubling: the weight's value is ``scale *
-    factor * bytes``, where the factor is 0.5 up to 6 bits and 1 above. A ValueError
-    says that a zero is not a multiple of the factor, or that a value does not fit.
+    The weight is ``scale * factor * bytes``. The factor is 0.5 up to 6 bits, to allow
+    half-integer zero points, and 1 above. If a zero point is not a multiple of the
+    factor, or a value does not fit a byte, a ValueError is raised.
 
     Example:
         >>> integer_weight(torch.tensor([0, 1, 2, 3]), torch.tensor(1.5), bits=2)
@@ -102,26 +100,26 @@ def integer_weight(
 
 
 def round_through(x: Tensor) -> Tensor:
-    """Round to nearest; the gradient passes as if nothing had been rounded."""
+    """Round to nearest, with a straight-through gradient."""
     # The bracket is exactly zero, so the sum is exactly the rounded value.
     return x.round().detach() + (x - x.detach())
 
 
 def half_through(x: Tensor) -> Tensor:
-    """Round to 16-bit floats; the gradient passes as if nothing had been rounded."""
-    most = torch.finfo(torch.float16).max
-    return x.detach().clamp(-most, most).half().to(x) + (x - x.detach())
+    """Round to 16-bit floats, with a straight-through gradient."""
+    largest = torch.finfo(torch.float16).max
+    return x.detach().clamp(-largest, largest).half().to(x) + (x - x.detach())
 
 
 def straight_through(x: Tensor, grid: Grid) -> Tensor:
-    """Fake-quantize; the gradient of ``x`` passes inside the range and stops outside.
+    """Fake-quantize; the gradient of ``x`` is 1 inside the range and 0 outside.
 
-    A scale that requires a gradient gets the derivative of the learned-step paper
-    (LSQ, equation 3): round(x/s) - x/s inside the range, its end outside.
+    A scale that requires a gradient gets that of LSQ (equation 3 of the paper):
+    round(x/s) - x/s inside the range, and the end of the range outside.
     """
     position = x / grid.scale + grid.zero_point
-    # The gradient of clamp at its very ends differs between versions of PyTorch, and
-    # zeros that come from a ReLU lie there.
+    # Not clamp, whose gradient exactly at its ends, where the zeros of a ReLU lie,
+    # differs between versions of PyTorch.
     inside = (position >= 0) & (position <= grid.qmax)
     ends = position.detach().clamp(0, grid.qmax)
     codes = round_through(torch.where(inside, position, ends))
@@ -129,11 +127,11 @@ def straight_through(x: Tensor, grid: Grid) -> Tensor:
 
 
 def learned_step(x: Tensor, grid: Grid, shared: float | None = None) -> Tensor:
-    """Fake-quantize with a learned scale, the grid's (LSQ).
+    """Fake-quantize and learn the grid's scale (LSQ).
 
-    The scale's gradient is multiplied by 1 / sqrt(n * q): n elements share one scale
-    and q is the highest level, as the paper does to make steps of a size. ``shared`` is
-    n; None counts ``x``. The paper leaves the batch out of it for activations.
+    As in the paper, the scale's gradient is multiplied by 1 / sqrt(n * q), where n
+    elements share one scale and q is the highest level. ``shared`` is n, by default
+    counted in ``x``; for activations, the paper counts one sample, not the batch.
     """
     shared = shared or x.numel() / grid.scale.numel()
     factor = ((grid.qmax - grid.zero_point).clamp(min=1) * shared).rsqrt()
@@ -143,11 +141,11 @@ def learned_step(x: Tensor, grid: Grid, shared: float | None = None) -> Tensor:
 
 
 def learned_clip(x: Tensor, limit: Tensor, zero_point: Tensor, bits: int) -> Tensor:
-    """Clip to a learned limit and fake-quantize what remains (PACT).
+    """Clip to a learned positive limit and fake-quantize (PACT).
 
-    The limit, positive, gets a gradient of 1 where ``x`` exceeds it and 0 inside the
-    range. With a zero point above 0 (the paper has 0) the range has a lower end too,
-    which moves with the limit.
+    The limit's gradient is 1 where ``x`` exceeds it and 0 inside the range. With a zero
+    point above 0 (the paper has 0), the range also has a lower end, which moves with
+    the limit.
     """
     qmax = (1 << check_bits(bits)) - 1
     clipped = torch.clamp(x, -zero_point / (qmax - zero_point) * limit, limit)
@@ -160,25 +158,25 @@ def _codes(x: Tensor, grid: Grid) -> Tensor:
 
 
 def rounded_to(grid: Grid, x: Tensor, shared: float | None = None) -> Tensor:
-    """Round to a grid, with the gradients of :func:`learned_step` where asked for."""
+    """Fake-quantize, with the gradients of :func:`learned_step` if they are enabled."""
     if not torch.is_grad_enabled():
         return grid.fake(x)
     shared = shared or x.numel() / grid.scale.numel()
-    if torch.compiler.is_compiling():  # which fuses better than what is written by hand
+    if torch.compiler.is_compiling():  # its fusion beats the hand-written function
         return learned_step(x, grid, shared)
     if grid.scale.dim() == 0 and not grid.scale.requires_grad:
-        # One kernel instead of ten. It multiplies by 1/scale, so a value that lies
-        # between two codes may fall to the other one: learning does not notice.
+        # One kernel instead of ten. It multiplies by 1/scale, so a value halfway
+        # between two codes may get the other one, which does not matter for learning.
         zero_point = grid.zero_point.to(torch.int32)
         return torch.fake_quantize_per_tensor_affine(
             x, grid.scale, zero_point, 0, grid.qmax
         )
-    rounded = _Rounded.apply(x, grid.scale, grid.zero_point, grid.qmax, shared)
+    rounded = _LearnedStep.apply(x, grid.scale, grid.zero_point, grid.qmax, shared)
     return cast(Tensor, rounded)
 
 
-class _Rounded(torch.autograd.Function):
-    """``learned_step`` with a third of its passes over memory, which bind training."""
+class _LearnedStep(torch.autograd.Function):
+    """``learned_step`` with a third of the memory traffic, which limits training."""
 
     @staticmethod
     def forward(
@@ -197,26 +195,26 @@ class _Rounded(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         inside, slope, scale, zero_point = ctx.saved_tensors
-        of_x = gradient * inside if ctx.needs_input_grad[0] else None
+        grad_x = gradient * inside if ctx.needs_input_grad[0] else None
         if slope is None:
-            return of_x, None, None, None, None
+            return grad_x, None, None, None, None
         factor = ((ctx.qmax - zero_point).clamp(min=1) * ctx.shared).rsqrt()
-        of_scale = (gradient * slope).sum_to_size(scale.shape) * factor
-        return of_x, of_scale, None, None, None
+        grad_scale = (gradient * slope).sum_to_size(scale.shape) * factor
+        return grad_x, grad_scale, None, None, None
 
 
 def deployed(grid: Grid, x: Tensor) -> Tensor:
-    """Round an activation as ONNX defines it: the zero is added after rounding."""
+    """Fake-quantize as ONNX defines it: the zero point is added after rounding."""
     return grid.scale * (x / grid.scale).round().clamp(
         -grid.zero_point, grid.qmax - grid.zero_point
     )
 
 
 def on_log_grid(grid: Grid, x: Tensor) -> Tensor:
-    """Round values from 0 on to levels that halve after every few codes.
+    """Round non-negative values to a logarithmic grid.
 
-    The grid's scale is the largest level, and its zero point says how many codes make
-    up a halving. The last code is 0.
+    The grid's scale is the largest level, and its zero point the number of codes per
+    halving. The last code means 0.
 
     Example:
         >>> grid = Grid(torch.tensor(1.0), torch.tensor(1.0), bits=2)

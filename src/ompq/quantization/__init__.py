@@ -1,4 +1,4 @@
-"""quantize(): fold, calibrate, round and correct, for a network that works at once."""
+"""quantize(): fold batch norms, calibrate, round weights and correct their biases."""
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -92,11 +92,11 @@ from ompq.units import (
 )
 
 # Called as weight_grid(unit, weight, axis of the output channels); returns the grid and
-# the weight that the layer rounds to it.
+# the weight that the layer stores and rounds to it.
 WeightGrid: TypeAlias = Callable[[Unit, Tensor, int], tuple[Grid, Tensor]]
 
 _ROUNDING = "rounding weights"
-_INPUT_BITS = 8  # where only the bits of weights are given
+_DEFAULT_ACTIVATION_BITS = 8  # where only weight bits are given
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,28 +105,29 @@ class QuantizeConfig:
 
     Attributes:
         weight_grid: Kind of grid for the weights.
-        weight_range: How ranges of weights are found: by ``search`` for the least
-            error; as ``minmax``, which hold all weights of a channel; or by BRECQ's
-            ``shrink``, in which both ends shrink alike.
-        weight_power: Ranges of weights minimise the sum of |error| to this power.
-        output_error: Whether the ranges of channels of few weights minimise the squared
-            error of their outputs instead. Only up to 6 bits, above which nothing is
-            gained, and where the power is 2.
-        equalize: Whether channels that only a depthwise convolution reads, or a linear
-            layer after a LayerNorm, are brought nearer to one size, so that one step
-            fits them all better.
-        equalize_from: Fewest weight bits of both layers at which those of a depthwise
-            convolution are: with fewer bits it costs more accuracy than it gains. After
-            a LayerNorm the error of the layer's output decides.
-        activation_range: How ranges of activations are found: ``fisher`` costs the
-            network's output least, ``mse`` the tensor itself; ``minmax`` and
-            ``percentile`` hold all or nearly all of its values; ``shrink`` is BRECQ's.
-        restore_moments: Whether scales and biases make up for what rounding does to the
-            mean and the spread of each channel.
-        group_size: Inputs of a linear layer, 32, 64 or 128, whose weights share a scale
-            in each output channel; None gives one to each channel. A plan decides that
-            itself (:class:`ompq.PlanConfig`).
-        batch_size: How many samples run at a time, at most.
+        weight_range: How clipping ranges of weights are found: ``search`` minimises the
+            error, ``minmax`` covers all weights of a channel, and ``shrink`` is
+            BRECQ's search, which scales both ends by one factor.
+        weight_power: ``search`` minimises the sum of |error| to this power.
+        output_error: Whether channels with few weights minimise the squared error of
+            their output instead. This applies up to 6 bits, above which nothing is
+            gained, and only to a power of 2.
+        equalize: Whether to equalize the ranges of channels that only a depthwise
+            convolution reads, or a linear layer after a LayerNorm, so that one step
+            suits them all better.
+        equalize_from: Minimum weight bits of both layers for equalization before a
+            depthwise convolution; with fewer it costs accuracy. After a LayerNorm, the
+            error of the linear layer's output decides instead.
+        activation_range: How clipping ranges of activations are found: ``fisher``
+            minimises the effect on the network's output, ``mse`` the error of the
+            tensor itself; ``minmax`` and ``percentile`` cover all or nearly all of its
+            values; ``shrink`` is BRECQ's search.
+        restore_moments: Whether scales and biases are corrected so that each channel
+            keeps its mean and spread in spite of rounding.
+        group_size: Number of inputs of a linear layer, 32, 64 or 128, that share a
+            scale in each output channel; None means one scale per channel. A plan has
+            its own (:class:`ompq.PlanConfig`).
+        batch_size: Maximum number of samples per forward pass.
     """
 
     weight_grid: Kind = DEFAULT_KIND
@@ -150,7 +151,7 @@ _BRECQ = QuantizeConfig(
     activation_range="shrink",
     restore_moments=False,
 )
-# The settings of published work, by name.
+# Published settings by name.
 QUANTIZE_PROTOCOLS: Mapping[str, QuantizeConfig] = MappingProxyType(
     {"ours": QuantizeConfig(), "brecq": _BRECQ, "paper-ptq": _BRECQ}
 )
@@ -161,10 +162,9 @@ class BlockError:
     """How far reconstruction improved one block."""
 
     block: str
-    before: float  # ||output − target||² / ||target||² before
-    after: float  # the same after; equal to ``before`` when nothing was improved
-    # Whether learning lowered the error; if not, the block kept the rounding it had.
-    improved: bool
+    before: float  # ||output − target||² / ||target||² before reconstruction
+    after: float  # the same afterwards; equal to ``before`` if it did not improve
+    improved: bool  # whether the error fell; if not, the block kept its rounding
 
 
 @dataclass(frozen=True, repr=False)
@@ -176,16 +176,15 @@ class Quantization:
     sites: tuple[ActivationSite, ...]  # where activations are quantized
     skipped: tuple[Skipped, ...]  # what stays float, with reasons
     errors: tuple[BlockError, ...] = ()  # how far reconstruction improved each block
-    # Layers that compute with integers; none before :func:`ompq.finalize`.
+    # Layers that compute with integers; empty before :func:`ompq.finalize`.
     links: tuple[Link, ...] = ()
-    # Channels whose sizes are not those of the float network.
-    equalized: tuple[Equalized, ...] = ()
+    equalized: tuple[Equalized, ...] = ()  # channels that were rescaled
 
     def __repr__(self) -> str:
         return f"Quantization({self.allocation!r}, {len(self.skipped)} left float)"
 
     def to_dict(self) -> list[dict[str, Any]]:
-        """Return one row a unit: its bits and what it takes in a packed file."""
+        """Return one row per unit: its bits and its size in a packed file."""
         bits = self.allocation
         return [
             {
@@ -198,7 +197,7 @@ class Quantization:
         ]
 
     def to_dataframe(self) -> Any:
-        """Return one row a unit as a pandas DataFrame."""
+        """Return one row per unit as a pandas DataFrame."""
         return data_frame(self.to_dict())
 
     def _repr_html_(self) -> str:
@@ -209,18 +208,18 @@ def quantization_of(model: nn.Module) -> Quantization:
     """Return how a network was quantized.
 
     Raises:
-        QuantizationError: It is not quantized.
+        QuantizationError: The network is not quantized.
     """
-    found = getattr(model, RECORD, None)
-    if not isinstance(found, Quantization):
+    record = getattr(model, RECORD, None)
+    if not isinstance(record, Quantization):
         raise QuantizationError(
             f"{type(model).__name__} is not quantized; call ompq.quantize first"
         )
-    return found
+    return record
 
 
 def with_quantization(model: nn.Module, record: Quantization) -> nn.Module:
-    """Store on a network how it was quantized; returns the network."""
+    """Store how a network was quantized on the network, and return it."""
     setattr(model, RECORD, record)
     return model
 
@@ -233,17 +232,17 @@ def quantize(
     *,
     progress: Progress | None = None,
 ) -> nn.Module:
-    """Return a quantized copy of a network that works at once.
+    """Return a quantized copy of a network, ready to use.
 
     Batch norms are folded, weights rounded to nearest, activation ranges calibrated on
-    the samples, and each channel given the mean and the spread it had before rounding.
+    the samples, and the mean and spread that each channel had before are restored.
 
     Args:
-        plan: A plan; the bits of every layer; a file of either; or a dict, pattern →
+        plan: A plan; the bits of every layer; a file with either; or a dict, pattern →
             bits, in which later patterns override: ``{"*": 4, "fc": (8, 8)}``.
         samples: Unlabelled inputs for calibration, 32 to 1,024.
-        progress: Called as stages begin, with their number and name; and with the
-            same name, batch by batch or unit by unit, as they proceed.
+        progress: Called with the number and name of each stage as it begins, and with
+            the same name after each of its batches or units.
 
     Raises:
         PlanError: The plan was made for another network.
@@ -254,22 +253,15 @@ def quantize(
     samples = Samples.of(samples)
     model = with_layers(float_network(model), samples)
     recording = observe(model, samples)
-    graph, allocation = _allocation(plan, find_units(model, recording), config)
-    sites, lost = find_sites(model, recording, graph, allocation)
+    graph, allocation = _resolve(plan, find_units(model, recording), config)
+    sites, unplaced = find_sites(model, recording, graph, allocation)
     report(1, 4, READING)
     factors: tuple[Equalized, ...] = ()
     if config.equalize and sites:
-        least = config.equalize_from
+        least, batch = config.equalize_from, samples.first_batch(1)
         factors = find_factors(
             model,
-            find_pairs(
-                model,
-                recording,
-                graph.units,
-                allocation,
-                least,
-                samples.first_batch(1),
-            ),
+            find_pairs(model, recording, graph.units, allocation, least, batch),
             samples,
             batch_size=config.batch_size,
             report=lambda done, total: report(done, total, READING),
@@ -277,21 +269,16 @@ def quantize(
     model = equalized(model, factors)
     sites, activation_grids = _calibrate(model, samples, sites, config, report)
     report(2, 4, _ROUNDING)
+    grams = _grams(model, graph, allocation, samples, config, report)
     quantized = assemble(
         model,
         graph,
         allocation,
         sites,
-        weight_grid=_weight_grids(
-            allocation,
-            _grams(model, graph, allocation, samples, config, report),
-            factors,
-            config,
-            report,
-        ),
+        weight_grid=_weight_grids(allocation, grams, factors, config, report),
         activation_grids=activation_grids,
     )
-    skipped = (*graph.skipped, *lost)
+    skipped = (*graph.skipped, *unplaced)
     record = Quantization(graph, allocation, tuple(sites), skipped, equalized=factors)
     report(3, 4, "bias correction")
     if config.restore_moments:
@@ -301,18 +288,17 @@ def quantize(
         runs = batch_runs(quantized, samples, config.batch_size)
         with evaluating(quantized):
             restore_moments(layers, moments, runs)
-    with_quantization(quantized, record)
-    keep_rates(quantized)
+    keep_rates(with_quantization(quantized, record))
     report(4, 4, "done")
     return to_host(quantized).train(model.training)
 
 
-def _allocation(
+def _resolve(
     plan: Plan | Allocation | Mapping[str, Pin] | str | Path,
     graph: LayerGraph,
     config: QuantizeConfig,
 ) -> tuple[LayerGraph, Allocation]:
-    """Return the graph, with groups if there are any, and the bits of all units."""
+    """Return the graph with its group size, and the bits of all units."""
     if isinstance(plan, str | Path):
         plan = read_bits(Path(plan))
     if isinstance(plan, Plan):
@@ -320,13 +306,13 @@ def _allocation(
         planned = plan.graph.group_size
         if config.group_size not in (None, planned):
             raise PlanError(
-                f"group_size={config.group_size}, but the plan counts the scales of "
+                f"group_size={config.group_size}, but the plan was made for scales of "
                 f"{f'groups of {planned}' if planned else 'whole channels'}: plan with "
                 "this group_size, or quantize without it"
             )
         return graph.grouped(planned), plan.allocation
     if not isinstance(plan, Allocation):
-        plan = _by_patterns(plan, graph)
+        plan = _match_patterns(plan, graph)
     missing = [name for name in graph.names if name not in plan]
     if missing:
         raise QuantizationError(
@@ -336,11 +322,11 @@ def _allocation(
     return graph.grouped(config.group_size), plan
 
 
-def _by_patterns(bits: Mapping[str, Pin], graph: LayerGraph) -> Allocation:
+def _match_patterns(bits: Mapping[str, Pin], graph: LayerGraph) -> Allocation:
     found: dict[str, Choice] = {}
     for pattern, given in bits.items():
-        choice = Choice(given, _INPUT_BITS) if isinstance(given, int) else given
-        found |= dict.fromkeys(select(graph.names, pattern), Choice(*choice))
+        pair = (given, _DEFAULT_ACTIVATION_BITS) if isinstance(given, int) else given
+        found |= dict.fromkeys(select(graph.names, pattern), Choice(*pair))
     return Allocation(found)
 
 
@@ -352,11 +338,11 @@ def _calibrate(
     report: Progress,
 ) -> tuple[list[ActivationSite], list[Grid]]:
     """Return the activation sites, with their shifts, and their grids."""
-    size, method = config.batch_size, config.activation_range
-    ranges = read_ranges(model, samples, sites, batch_size=size, report=report)
+    method = config.activation_range
+    options: Any = {"batch_size": config.batch_size, "report": report}
+    ranges = read_ranges(model, samples, sites, **options)
     if method == "fisher":
-        given = (model, samples, sites, ranges)
-        ranges = weigh_ranges(*given, batch_size=size, report=report)
+        ranges = weigh_ranges(model, samples, sites, ranges, **options)
     found, grids = [], []
     for site, observed in zip(sites, ranges, strict=True):
         if site.powers:
@@ -377,17 +363,16 @@ def _grams(
     config: QuantizeConfig,
     report: Progress,
 ) -> dict[str, Tensor]:
-    """Return Grams of the inputs of units whose ranges minimise errors of outputs."""
+    """Return input Gram matrices of the units whose output error is minimised."""
     searched = config.weight_range == "search" and config.weight_power == 2
     if not searched or not config.output_error:
         return {}
-    narrow = LARGEST_HALF_BITS
     return input_grams(
         model,
         [
             unit
             for unit in graph.units
-            if allocation[unit.name].weight <= narrow and not unit.group_size
+            if allocation[unit.name].weight <= LARGEST_HALF_BITS and not unit.group_size
         ],
         samples,
         centred=config.restore_moments,
@@ -412,43 +397,43 @@ def _weight_grids(
         if choice.rate:
             return _coded_weight(unit, choice, weight, axis, factors)
         bits = choice.weight
-        rows: Any = {"channel_dim": axis, "group_size": unit.group_size}
+        options: Any = {"channel_dim": axis, "group_size": unit.group_size}
         if config.weight_range == "shrink":
-            found = shrunk_weight(weight, bits, **rows)
-        elif config.weight_range != "search":
-            found = minmax_weight(weight, bits, kind=kind, **rows)
+            grid = shrunk_weight(weight, bits, **options)
+        elif config.weight_range == "minmax":
+            grid = minmax_weight(weight, bits, kind=kind, **options)
         else:
             gram, power = grams.get(unit.name), config.weight_power
-            given: Any = {"kind": kind, "power": power, "gram": gram}
-            found = search_weight(weight.float(), bits, **rows, **given)
-        return (_of_bytes(found, weight, unit) if unit.group_size else found), weight
+            options |= {"kind": kind, "power": power, "gram": gram}
+            grid = search_weight(weight.float(), bits, **options)
+        return (_byte_scales(grid, weight, unit) if unit.group_size else grid), weight
 
     return weight_grid
 
 
-def _of_bytes(grid: Grid, weight: Tensor, unit: Unit) -> Grid:
-    """Return a grid whose groups have scales that take a byte in a packed file."""
+def _byte_scales(grid: Grid, weight: Tensor, unit: Unit) -> Grid:
+    """Round the scales of groups so that each takes one byte in a packed file."""
     size = unit.group_size
     scale = of_groups(grid.scale, size)
-    # The scale of a group of zeros says nothing; it must not be the largest by far.
-    alive = channel_rows(weight, 0, size).any(1).view_as(scale)
-    if alive.any():
-        scale = torch.where(alive, scale, scale[alive].max())
-    wide = like_weight(to_multiples(scale), unit.weight_shape, group_size=size)
-    return replace(grid, scale=wide)
+    # An all-zero group has an arbitrary scale, which must not become the largest.
+    nonzero = channel_rows(weight, 0, size).any(1).view_as(scale)
+    if nonzero.any():
+        scale = torch.where(nonzero, scale, scale[nonzero].max())
+    scale = like_weight(to_multiples(scale), unit.weight_shape, group_size=size)
+    return replace(grid, scale=scale)
 
 
 def _coded_weight(
     unit: Unit, choice: Choice, weight: Tensor, axis: int, factors: Sequence[Equalized]
 ) -> tuple[Grid, Tensor]:
-    """Return the grid that keeps a unit's rate, and the weight that rounds to it."""
+    """Return a grid that meets a unit's rate, and the weight that rounds to it."""
     if not can_be_coded(unit, choice):
         raise QuantizationError(
             f"{unit.name}: its {unit.weights} weights are too few to be coded at "
             f"{choice.rate:g} bits; raise the rate or give it a fixed width"
         )
     limit = coded_bytes(unit.weights, choice.rate)
-    # One step suits the sizes that channels had before they were equalized.
+    # A single step suits the channels best as they were before equalization.
     factor = channel_factor(unit, weight, factors)
     grid, moved = coded_grid(weight / factor, limit, channel_dim=axis)
     return replace(grid, scale=grid.scale * factor), moved * factor
@@ -465,23 +450,23 @@ def assemble(
 ) -> nn.Module:
     """Return a quantized copy of a float network, in eval mode.
 
-    ``weight_grid`` is given a unit's weight with its batch norm folded.
+    ``weight_grid`` is called with a unit's weight after folding its batch norm.
     """
     quantized = copied(model).eval()
-    # No module is held on to: a layer that was replaced must not take memory.
+    # Parameters are counted by id: holding on to replaced layers would cost memory.
     uses: Counter[int] = Counter()
     for module in quantized.modules():
         uses.update(map(id, module.parameters(recurse=False)))
         if isinstance(module, nn.TransformerEncoderLayer):
-            # Its fused kernel would read the weights as they are stored.
+            # Its fused kernel would read the stored weights, which are not rounded.
             module.activation_relu_or_gelu = 0
-    times = [uses[id(quantized.get_parameter(unit.parameter))] for unit in graph.units]
-    for unit, holders in zip(graph.units, times, strict=True):
+    counts = [uses[id(quantized.get_parameter(unit.parameter))] for unit in graph.units]
+    for unit, users in zip(graph.units, counts, strict=True):
         if unit.norm:
-            _fold(quantized, unit)
+            _fold_norm(quantized, unit)
         if (choice := allocation[unit.name]).weight < FLOAT_BITS:
-            tied = holders > 1 and not unit.norm
-            _replace(quantized, unit, choice, weight_grid, tied=tied)
+            tied = users > 1 and not unit.norm
+            _quantize_unit(quantized, unit, choice, weight_grid, tied=tied)
     names = quantizer_names(quantized, sites)
     device = model_device(model)
     for name, site, grid in zip(names, sites, activation_grids, strict=True):
@@ -492,38 +477,38 @@ def assemble(
     return quantized
 
 
-def _fold(model: nn.Module, unit: Unit) -> None:
+def _fold_norm(model: nn.Module, unit: Unit) -> None:
     module, norm = model.get_submodule(unit.name), model.get_submodule(unit.norm)
     with torch.no_grad():
         weight, bias = folded(module, norm)
         module.weight = nn.Parameter(weight.detach())
         module.bias = nn.Parameter(bias.detach())
-    # Batch norms of timm hold the activation that follows, and perhaps a dropout.
-    held = OrderedDict(norm.named_children())
-    rest = nn.Sequential(held).train(norm.training) if held else nn.Identity()
+    # A batch norm of timm contains the activation after it, and sometimes a dropout.
+    children = OrderedDict(norm.named_children())
+    rest = nn.Sequential(children).train(norm.training) if children else nn.Identity()
     replace_module(model, unit.norm, rest)
 
 
-def _replace(
+def _quantize_unit(
     model: nn.Module, unit: Unit, choice: Choice, weight_grid: WeightGrid, *, tied: bool
 ) -> None:
-    """Round a unit's weight, in a quantized layer where that can be."""
+    """Replace a unit by a quantized layer, or else round its weight in place."""
     weight = model.get_parameter(unit.parameter).detach()
     if weight.element_size() < 4:
         raise QuantizationError(
-            f"{unit.name}: its weight is {weight.dtype}, which does not hold a grid; "
-            "quantize the network in float32: model.float()"
+            f"{unit.name}: its weight is {weight.dtype}, which is too coarse for a "
+            "grid; quantize the network in float32: model.float()"
         )
     holder, _, leaf = unit.parameter.rpartition(".")
     owner, group_size = model.get_submodule(holder), unit.shared_by(choice)
-    visiting = weight.to(model_device(model))
-    grid, rounded = weight_grid(unit, visiting, channel_axis(owner))
-    weight.copy_(rounded)
+    on_device = weight.to(model_device(model))
+    grid, stored = weight_grid(unit, on_device, channel_axis(owner))
+    weight.copy_(stored)
     scale, zero_point = grid.scale.to(weight.device), grid.zero_point.to(weight.device)
     grid = replace(grid, scale=scale, zero_point=zero_point)
     if unit.kind in IN_PLACE or unit.calls == 0 or tied:
-        # Something else than the layer's own forward reads this weight, so it is
-        # rounded where it is; the grid stays next to it, for files and runtimes.
+        # Other code than the layer's own forward reads this weight, so it is rounded in
+        # place; its grid is kept in buffers beside it, for files and runtimes.
         weight.copy_(grid.fake(weight))
         for name in ("scale", "zero_point"):
             values = of_groups(getattr(grid, name).detach(), group_size)
@@ -536,12 +521,12 @@ def _replace(
 
 @torch.no_grad()
 def keep_rates(quantized: nn.Module) -> None:
-    """Make units take what was planned for them in a packed file, in place.
+    """Make units fit their planned sizes in a packed file, in place.
 
-    Scales of groups and of coded units become multiples of one number. Biases of coded
-    units become numbers of 16 bits, and their codes move towards zero, those that
-    matter least for the bits they save, while they take too much. A network that keeps
-    its promise stays as it is.
+    Scales of groups and of coded units become multiples of one number, and biases of
+    coded units 16-bit floats. While codes exceed their limit, those that matter least
+    for the bits they save move towards zero. A network that already fits stays as it
+    is.
     """
     record, layers = quantization_of(quantized), quantized_layers(quantized)
     state = quantized.state_dict(keep_vars=True)
@@ -578,7 +563,7 @@ def quantizer_names(model: nn.Module, sites: Sequence[ActivationSite]) -> list[s
             continue
         kind, places = ("output", site.after) if site.after else ("input", site.before)
         owner = places[0]
-        # A module added to a Sequential would run as its last one.
+        # A module added to a Sequential would become its last layer.
         while isinstance(inner := model.get_submodule(owner), nn.Sequential):
             owner = f"{owner}.{next(iter(inner._modules))}".removeprefix(".")
         base = f"{owner}.{kind}_quantizer".removeprefix(".")
@@ -590,7 +575,7 @@ def quantizer_names(model: nn.Module, sites: Sequence[ActivationSite]) -> list[s
 def _attach(
     model: nn.Module, name: str, site: ActivationSite, quantizer: ActivationQuantizer
 ) -> None:
-    """Hook a quantizer to all its places; the first one owns it."""
+    """Hook a quantizer to all modules of its site; the first becomes its parent."""
     if site.operand:
         attach(model, site.before[0], site.product, site.operand, quantizer)
         return

@@ -1,4 +1,4 @@
-"""Calibration: activation ranges, the importance of values, Grams of layer inputs."""
+"""Calibration: activation histograms, importance of values, Grams of layer inputs."""
 
 import logging
 from collections.abc import Iterator, Sequence
@@ -41,11 +41,11 @@ from ompq.units import IN_PLACE, Unit
 logger = logging.getLogger(__name__)
 READING = "calibrating activations"
 
-# Samples that suffice to tell which values matter, and how many of them run at a time
-# at most: a backward pass keeps what the forward pass computed.
-_FOR_IMPORTANCE, _BACKWARD_BATCH = 64, 16
-_FOR_GRAMS = 32  # samples; each has many positions
-_LEAST_VARIANCE = 1e-9  # of the mean square; what is less is rounding
+# Number of samples that importance is estimated from, and the largest batch, small
+# because a backward pass needs all activations in memory.
+_IMPORTANCE_SAMPLES, _BACKWARD_BATCH = 64, 16
+_GRAM_SAMPLES = 32  # each has many positions
+_LEAST_VARIANCE = 1e-9  # relative to the mean square; anything below is rounding error
 
 
 def read_ranges(
@@ -58,10 +58,10 @@ def read_ranges(
 ) -> list[Observed]:
     """Run the float network and return a histogram of the values at each site."""
     found: dict[int, Observed] = {}
-    sites_at = _sites_by_position(sites)
+    by_position = _sites_by_position(sites)
 
     def visit(at: int, function: Any, args: Any, kwargs: Any, output: Any) -> None:
-        for site in sites_at.get(at, ()):
+        for site in by_position.get(at, ()):
             operand = sites[site].operand
             if operand == "probabilities":
                 tensor = probabilities(attention_arguments(args, kwargs))
@@ -89,28 +89,28 @@ def weigh_ranges(
     batch_size: int,
     report: Progress,
 ) -> list[Observed]:
-    """Add how much the values at each site matter to the network's output.
+    """Add the importance of the values at each site for the network's output.
 
-    To second order, an error changes the divergence between the network's answers by
-    half its square times the squared gradient of the network's own likelihood (its
-    Fisher information), here on the first 64 samples. Where the network cannot be
-    differentiated, all values count alike, and a warning says so.
+    To second order, an error changes the network's output distribution by a divergence
+    of half its square times the Fisher information: the squared gradient of the
+    network's own log-likelihood, here on the first 64 samples. If the network cannot be
+    differentiated, all values get the same weight and a warning is logged.
     """
     importance = _Importance(sites, seen)
     generator = torch.Generator().manual_seed(0)
-    first, device = samples.first(_FOR_IMPORTANCE), model_device(model)
+    first, device = samples.first(_IMPORTANCE_SAMPLES), model_device(model)
     size = min(batch_size, _BACKWARD_BATCH)
     try:
         for done, batch in enumerate(first.batches(size), 1):
             leaf = map_batch(to_device(batch, device), _leaf)
-            ends = [t for t in tensors_in(leaf) if t.requires_grad]
-            with _differentiating(model, parameters=not ends) as parameters:
-                # The network may work on its input in place, which no leaf allows.
+            leaves = [t for t in tensors_in(leaf) if t.requires_grad]
+            with _differentiating(model, parameters=not leaves) as parameters:
+                # The network may modify its input in place, which a leaf forbids.
                 inputs = map_batch(leaf, torch.clone)
                 importance.visit(-1, None, (), {}, inputs)
                 output = watch(model, inputs, importance.visit, gradients=True)
                 loss = _loss(first_tensor(output), generator)
-                torch.autograd.grad(loss, ends or parameters, allow_unused=True)
+                torch.autograd.grad(loss, leaves or parameters, allow_unused=True)
             report(done, first.batch_count(size), READING)
     except RuntimeError as error:
         logger.warning(
@@ -123,41 +123,44 @@ def weigh_ranges(
 
 
 class _Importance:
-    """Counts the squared gradients of the values at each site, as they come."""
+    """Adds squared gradients to the histograms of sites during backward passes."""
 
     def __init__(
         self, sites: Sequence[ActivationSite], seen: Sequence[Observed]
     ) -> None:
         self.found = list(seen)
-        self._sites, self._sites_at = sites, _sites_by_position(sites)
+        self._sites, self._by_position = sites, _sites_by_position(sites)
 
     def visit(
         self, at: int, function: Any, args: Any, kwargs: Any, output: Any
     ) -> None:
-        """Have the gradients of the tensors of a call counted."""
-        for site in self._sites_at.get(at, ()):
+        """Hook the tensors of a call that belong to sites."""
+        for site in self._by_position.get(at, ()):
             operand = self._sites[site].operand
             if operand == "probabilities":
-                self._await_probabilities(
-                    site, attention_arguments(args, kwargs), output
-                )
+                arguments = attention_arguments(args, kwargs)
+                self._hook_probabilities(site, arguments, output)
             elif operand:
-                self._await(site, operands(function, args, kwargs)[operand])
+                self._hook(site, operands(function, args, kwargs)[operand])
             else:
-                self._await(site, next(tensors_in(output)))
+                self._hook(site, next(tensors_in(output)))
 
-    def _await(self, site: int, tensor: Tensor) -> None:
+    def _hook(self, site: int, tensor: Tensor) -> None:
         if not tensor.requires_grad:
             return
-        bins = value_bins(self.found[site], tensor)  # now: it may be changed in place
+        # Computed now, because the tensor may be modified in place later.
+        bins = value_bins(self.found[site], tensor)
 
         def add(gradient: Tensor) -> None:
             self.found[site] = with_importance(self.found[site], bins, gradient)
 
         tensor.register_hook(add)  # type: ignore[no-untyped-call]
 
-    def _await_probabilities(self, site: int, given: Any, output: Tensor) -> None:
-        """Fused attention has no such tensor: its gradient is the output's times V."""
+    def _hook_probabilities(self, site: int, given: Any, output: Tensor) -> None:
+        """Hook the output instead: fused attention never returns its probabilities.
+
+        Their gradient is the output's gradient times the transposed values.
+        """
         if not output.requires_grad:
             return
         with torch.no_grad():
@@ -165,8 +168,8 @@ class _Importance:
         values = for_each_head(given, "value").detach().transpose(-2, -1)
 
         def add(gradient: Tensor) -> None:
-            of_each = gradient @ values
-            self.found[site] = with_importance(self.found[site], bins, of_each)
+            gradient = gradient @ values
+            self.found[site] = with_importance(self.found[site], bins, gradient)
 
         output.register_hook(add)  # type: ignore[no-untyped-call]
 
@@ -181,38 +184,38 @@ def _sites_by_position(sites: Sequence[ActivationSite]) -> dict[int, list[int]]:
 
 @contextmanager
 def _differentiating(model: nn.Module, *, parameters: bool) -> Iterator[list[Tensor]]:
-    """Yield the network's parameters; gradients are repeatable within the context.
+    """Enable deterministic gradients; yield the network's floating-point parameters.
 
-    Where gradients flow to the input, ``parameters`` need none, and layers keep less
-    for the backward pass.
+    They require gradients only if ``parameters`` is true. Otherwise gradients flow to
+    the input alone, and layers save less for the backward pass.
     """
-    each: list[Tensor] = [p for p in model.parameters() if p.is_floating_point()]
-    flags = [p.requires_grad for p in each]
+    found: list[Tensor] = [p for p in model.parameters() if p.is_floating_point()]
+    flags = [p.requires_grad for p in found]
     try:
-        for parameter in each:
+        for parameter in found:
             parameter.requires_grad_(parameters)
         with torch.enable_grad(), cudnn_kernels(repeatable=True):
-            yield each
+            yield found
     finally:
-        for parameter, flag in zip(each, flags, strict=True):
+        for parameter, flag in zip(found, flags, strict=True):
             parameter.requires_grad_(flag)
 
 
 def _leaf(tensor: Tensor) -> Tensor:
-    """Return a copy that gradients flow to, if it can be one."""
+    """Return a copy that requires gradients if it is floating-point."""
     tensor = tensor.detach().clone()
     return tensor.requires_grad_(tensor.is_floating_point())
 
 
 def _loss(output: Tensor, generator: torch.Generator) -> Tensor:
-    """Return a loss whose squared gradients are the output's Fisher information.
+    """Return a loss whose squared gradients estimate the Fisher information.
 
-    For logits, −log p of classes drawn from p itself; else the output's elements with
-    signs drawn at random, as for a squared error.
+    For logits, it is −log p of classes drawn from p; otherwise the sum of the elements
+    with random signs, which corresponds to a squared error.
     """
     if output.dim() == 2 and output.shape[1] > 1:
         log_p = output.float().log_softmax(1)
-        # The largest of log p + Gumbel noise is a class drawn from p.
+        # The argmax of log p + Gumbel noise is a class drawn from p.
         noise = -torch.empty(log_p.shape).exponential_(generator=generator).log()
         drawn = (log_p.detach() + noise.to(log_p.device)).argmax(1, keepdim=True)
         return -log_p.gather(1, drawn).sum()
@@ -229,13 +232,13 @@ def input_grams(
     batch_size: int,
     report: Report = lambda _done, _total: None,
 ) -> dict[str, Tensor]:
-    """Return Gram matrices of the inputs of units with few weights a channel, by name.
+    """Return input Gram matrices, by name, of units with few weights per channel.
 
-    (C, K, K) or, where all channels have the same inputs, (1, K, K); positive definite;
-    of the first 32 samples. Transposed convolutions are left out. ``centred`` takes
-    inputs as distances from their means, since biases make up for the errors of means.
+    They are positive definite, (C, K, K) or, where all channels have the same inputs,
+    (1, K, K), and come from the first 32 samples. Transposed convolutions are left out.
+    ``centred`` subtracts the mean input, whose error the bias can correct.
     """
-    # What is rounded in place has no module of its own.
+    # Weights that are rounded in place have no module of their own.
     sums = {
         unit.name: _InputSums(model.get_submodule(unit.name))
         for unit in units
@@ -245,14 +248,13 @@ def input_grams(
     if not sums:
         return {}
     collectors = [(each.layer, each.add) for each in sums.values()]
-    first = samples.first(_FOR_GRAMS)
+    first = samples.first(_GRAM_SAMPLES)
     collect(model, first, collectors, batch_size=batch_size, report=report)
-    seen = {name: each for name, each in sums.items() if each.count}
-    return {name: each.gram(centred=centred) for name, each in seen.items()}
+    return {n: each.gram(centred=centred) for n, each in sums.items() if each.count}
 
 
 class _InputSums:
-    """Sums over the inputs of a layer, while the network runs."""
+    """Running sums over the inputs of a layer."""
 
     def __init__(self, layer: nn.Module) -> None:
         self.layer = layer
@@ -261,31 +263,31 @@ class _InputSums:
         self._products: Tensor | float = 0.0  # (groups, K, K)
 
     def add(self, layer: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        """Add what the layer gets: a collector."""
+        """Add the input of one call of the layer."""
         x = next(tensors_in((args, kwargs)))
         if isinstance(layer, _ConvNd) and x.dim() == len(layer.kernel_size) + 1:
-            x = x[None]  # one sample without an axis for samples
-        # A convolution's patches are its input many times over: a sample at a time.
+            x = x[None]  # one sample without a batch dimension
+        # One sample at a time, as the patches of a convolution repeat its input.
         for sample in torch.split(x, 1):
-            # Double: means are taken off in the end, and may be nearly all there is.
+            # In double precision, since the means that are subtracted may be large.
             columns = _columns(layer, sample, next(tensors_in(output)).shape).double()
             self.count += columns.shape[-1]
             self._sum = self._sum + columns.sum(-1, keepdim=True)
             self._products = self._products + columns @ columns.transpose(1, 2)
 
     def gram(self, *, centred: bool) -> Tensor:
-        """Return the Gram matrix of each output channel's inputs, or the only one."""
+        """Return the Gram matrix of each output channel's inputs, or the shared one."""
         gram = torch.as_tensor(self._products) / self.count
-        square = usual = _mean_diagonal(gram)
+        mean_square = variance = _mean_diagonal(gram)
         if centred:
             mean = torch.as_tensor(self._sum) / self.count
             gram = gram - mean @ mean.transpose(1, 2)
-            usual = _mean_diagonal(gram)
-        # Fewer positions than weights say little of how inputs vary together, and
-        # inputs that are always the same say nothing: all errors count there.
+            variance = _mean_diagonal(gram)
+        # With fewer positions than weights the estimate is poor, and constant inputs
+        # give none at all: the ridge then makes all weight errors count alike.
         width = gram.shape[-1]
-        varying = usual > _LEAST_VARIANCE * square
-        ridge = torch.where(varying, usual * width / self.count, 1.0)
+        varying = variance > _LEAST_VARIANCE * mean_square
+        ridge = torch.where(varying, variance * width / self.count, 1.0)
         gram = gram + ridge[:, None, None] * torch.eye(width).to(gram)
         if len(gram) > 1:
             channels = len(cast(Tensor, self.layer.weight))
@@ -298,9 +300,10 @@ def _mean_diagonal(gram: Tensor) -> Tensor:
 
 
 def _columns(layer: nn.Module, x: Tensor, output: Sequence[int]) -> Tensor:
-    """Return what each weight of a channel is multiplied by, (groups, K, positions).
+    """Return the inputs that each weight is multiplied by, (groups, K, positions).
 
-    A layer may pad in its own forward, as TensorFlow does: ``output`` shows how much.
+    A layer may pad its input itself, as TensorFlow does; the shape of its ``output``
+    shows by how much.
     """
     if not isinstance(layer, _ConvNd):
         return x.reshape(-1, x.shape[-1]).T[None]
@@ -308,12 +311,13 @@ def _columns(layer: nn.Module, x: Tensor, output: Sequence[int]) -> Tensor:
     mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
     x = F.pad(x, layer._reversed_padding_repeated_twice, mode=mode)
     sizes = zip(layer.kernel_size, layer.stride, layer.dilation, strict=True)
-    for axis, (size, stride, gap) in enumerate(sizes, start=2):
-        reach = gap * (size - 1) + 1
-        lack = max(stride * (output[axis - 2 - dims] - 1) + reach - x.shape[axis], 0)
-        others = (0, 0) * (x.dim() - 1 - axis)
-        x = F.pad(x, (*others, lack // 2, lack - lack // 2))
-        x = x.unfold(axis, reach, stride)[..., ::gap]
+    for axis, (size, stride, dilation) in enumerate(sizes, start=2):
+        extent = dilation * (size - 1) + 1
+        needed = stride * (output[axis - 2 - dims] - 1) + extent
+        missing = max(needed - x.shape[axis], 0)
+        later_axes = (0, 0) * (x.dim() - 1 - axis)
+        x = F.pad(x, (*later_axes, missing // 2, missing - missing // 2))
+        x = x.unfold(axis, extent, stride)[..., ::dilation]
     # (N, C, positions..., kernel...)
     x = x.reshape(len(x), layer.groups, -1, *x.shape[2:])
     x = x.movedim(tuple(range(-dims, 0)), tuple(range(3, 3 + dims)))

@@ -1,9 +1,9 @@
-"""Cross-layer equalization of what a depthwise convolution or a linear layer reads.
+"""Cross-layer equalization of the inputs of depthwise convolutions and linear layers.
 
-The channels of a LayerNorm's output differ in mean and size by far more than others do,
-and one grid must hold them all: the norm can carry shifts and factors that the linear
-layer after it undoes. An attention averages values, so the layer that makes these can
-carry them for the layer that reads the averages.
+The channels of a LayerNorm's output differ a lot in mean and range, and one grid must
+hold them all. Shifts and factors can be folded into the norm and undone by the linear
+layer after it. Attention averages its values, so the layer that computes the values and
+the layer that reads the averages can be equalized in the same way.
 """
 
 from collections import Counter
@@ -33,38 +33,38 @@ from ompq.samples import (
 )
 from ompq.units import Choice, Unit
 
-_SAMPLES = 64  # tell the largest value of each channel well enough
-# How far channels go towards one size, as a part of the exponent. Going all the way
-# would leave a clip at 6 no room above the largest value seen.
-_PART = 0.75
-_LARGEST_EXPONENT = 6  # of a factor of two: a channel 64 times smaller is all but 0
-# After a LayerNorm, the shares that are tried: the weights that undo the factors are
-# harder to round. They are judged by this many rows per sample and output channels.
-_PARTS = (0.0, 0.25, 0.5, 0.75, 1.0)
+_SAMPLES = 64  # enough to estimate the largest value of each channel
+# How far ranges are equalized, as a fraction of the exponents. Going all the way would
+# leave no room below a clip at 6 for values above the largest one seen.
+_STRENGTH = 0.75
+_LARGEST_EXPONENT = 6  # a channel with 1/64 of the largest range is all but 0
+# After a LayerNorm these are tried, since the weights that undo the factors are harder
+# to round. The error is measured on this many rows per sample and output channels.
+_STRENGTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 _ROWS, _OUTPUTS = 16, 256
 SHIFT_STEP = 1 / 16  # shifts are whole multiples of it, which a file holds in a byte
-# They give a times as much for a times as much; relu6 as far as it does not clip.
+# Scaling their input scales their output; for relu6, as far as it does not clip.
 _SCALING = {"relu", "relu6", "leaky_relu"}
 _PRODUCERS = {"conv", "depthwise", "pointwise", "grouped"}
 
 
 class Equalized(NamedTuple):
-    """A tensor whose channels got factors, and perhaps shifts before."""
+    """A tensor whose channels were shifted, perhaps, and multiplied by factors."""
 
-    producer: str  # name of the unit, or of the batch norm after it, that makes it
-    consumer: str  # name of the depthwise or linear unit that reads it
-    exponents: tuple[int, ...]  # each channel of it is multiplied by two to this power
-    shifts: tuple[int, ...] = ()  # what is subtracted before, in steps of 1/16
-    first: int = 0  # of the producer's channels, the one that the first factor is for
+    producer: str  # name of the unit, or of the norm after it, that computes the tensor
+    consumer: str  # name of the depthwise or linear unit that reads the tensor
+    exponents: tuple[int, ...]  # each channel is multiplied by two to this power
+    shifts: tuple[int, ...] = ()  # subtracted beforehand, in steps of 1/16
+    first: int = 0  # index of the producer's channel that has the first factor
 
 
 class Pair(NamedTuple):
-    """Two layers between which channels can change their size."""
+    """Two layers between which channels can be rescaled."""
 
     producer: str
     consumer: str
     choice: Choice | None = None  # of a linear layer after a LayerNorm or attention
-    first: int = 0  # of the producer's channels, the one that is the consumer's first
+    first: int = 0  # index of the producer's channel that the consumer reads first
 
 
 def find_pairs(
@@ -75,17 +75,18 @@ def find_pairs(
     least_bits: int,
     batch: Batch,
 ) -> list[Pair]:
-    """Return depthwise layers after one of ``least_bits`` too, and linear layers.
+    """Return the pairs of layers that can be equalized.
 
-    These are the ones after a LayerNorm or an attention, whatever their bits; which
-    channels an attention averages is seen on the batch.
+    The consumer is a depthwise convolution, if both layers have at least ``least_bits``
+    weight bits, or a linear layer after a LayerNorm or attention, with any bits. The
+    batch shows which channels an attention averages.
     """
     wide = [unit for unit in units if bits[unit.name].weight >= least_bits]
-    read = [unit for unit in units if bits[unit.name].activation < FLOAT_BITS]
+    rounded = [unit for unit in units if bits[unit.name].activation < FLOAT_BITS]
     pairs = [Pair(*names) for names in _depthwise_pairs(model, recording, wide)]
-    norms = _norm_pairs(model, recording, read)
+    norms = _norm_pairs(model, recording, rounded)
     pairs += [Pair(norm, name, bits[name]) for norm, name in norms]
-    values = value_channels(model, recording, read, batch)
+    values = value_channels(model, recording, rounded, batch)
     return pairs + [Pair(by, n, bits[n], first) for n, (by, first) in values.items()]
 
 
@@ -97,13 +98,13 @@ def find_factors(
     batch_size: int,
     report: Report = lambda _done, _total: None,
 ) -> tuple[Equalized, ...]:
-    """Return factors, from 64 samples, that bring channels nearer to one size."""
+    """Return factors, from 64 samples, that bring the ranges of channels together."""
     seen: dict[str, list[Tensor]] = {pair.consumer: [] for pair in pairs}
 
     def collector(pair: Pair) -> Collector:
         def keep(layer: nn.Module, args: Any, kwargs: Any, _output: Any) -> None:
             x = next(tensors_in((args, kwargs)))
-            if isinstance(layer, _ConvNd):  # the largest of each channel, (1, C)
+            if isinstance(layer, _ConvNd):  # the largest value of each channel, (1, C)
                 axis = x.dim() - 1 - len(layer.kernel_size)
                 kept = x.abs().movedim(axis, 0).flatten(1).amax(1)[None]
             else:
@@ -122,34 +123,36 @@ def find_factors(
     for producer, name, choice, start in pairs:
         rows = torch.cat(seen.pop(name))
         if choice is None:
-            found.append(Equalized(producer, name, _exponents(rows.amax(0), _PART)))
+            found.append(Equalized(producer, name, _exponents(rows.amax(0), _STRENGTH)))
         else:
             layer = cast(nn.Linear, model.get_submodule(name))
             biases = (layer.bias, model.get_submodule(producer).bias)
-            shifted = all(bias is not None for bias in biases)
-            moves = _moves(rows, layer, choice, shifted=shifted)
-            found.append(Equalized(producer, name, *moves, start))
+            shiftable = all(bias is not None for bias in biases)
+            best = _best_factors(rows, layer, choice, shiftable=shiftable)
+            found.append(Equalized(producer, name, *best, start))
     return tuple(one for one in found if any(one.exponents) or any(one.shifts))
 
 
-def _moves(
-    rows: Tensor, layer: nn.Linear, choice: Choice, *, shifted: bool
+def _best_factors(
+    rows: Tensor, layer: nn.Linear, choice: Choice, *, shiftable: bool
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return exponents and shifts that leave the output of a layer the least error.
+    """Return the exponents and shifts with the least error of a layer's output.
 
     Args:
-        rows: What it reads, (rows, C).
-        shifted: Whether there are biases for shifts.
+        rows: Inputs of the layer, (rows, C).
+        shiftable: Whether both layers have biases to absorb shifts.
     """
     weight = layer.weight.detach().to(rows)[:: -(-len(layer.weight) // _OUTPUTS)]
     steps = (rows.mean(0) / SHIFT_STEP).round()
-    parts = (0.0,) if choice.rate else _PARTS  # coded weights have one step for all
-    best: tuple[float, Tensor, Tensor] | None = None
-    for shift in (torch.zeros_like(steps), steps)[: 1 + shifted]:
+    # Coded weights have one step for all channels, which factors would spoil.
+    strengths = (0.0,) if choice.rate else _STRENGTHS
+    unchanged = torch.zeros_like(steps)
+    best_error, best = float("inf"), (unchanged, unchanged)
+    for shift in (unchanged, steps)[: 1 + shiftable]:
         centred = rows - shift * SHIFT_STEP
         expected = centred @ weight.T
-        for part in parts:
-            exponents = torch.tensor(_exponents(centred.abs().amax(0), part))
+        for strength in strengths:
+            exponents = torch.tensor(_exponents(centred.abs().amax(0), strength))
             factor = exponents.to(rows).exp2()
             inputs = fake_quantize_tensor(centred * factor, choice.activation)
             rounded = weight / factor
@@ -157,16 +160,15 @@ def _moves(
                 grid = search_weight(rounded, choice.weight, channel_dim=0)
                 rounded = grid.fake(rounded)
             error = float((inputs @ rounded.T - expected).square().sum())
-            if best is None or error < best[0]:
-                best = error, exponents, shift
-    assert best is not None
-    _, exponents, shift = best
-    return tuple(exponents.tolist()), tuple(int(one) for one in shift.tolist())
+            if error < best_error:
+                best_error, best = error, (exponents, shift)
+    exponents, shift = best
+    return tuple(map(int, exponents.tolist())), tuple(map(int, shift.tolist()))
 
 
 @torch.no_grad()
 def equalized(model: nn.Module, factors: Sequence[Equalized]) -> nn.Module:
-    """Return a network that computes the same, its channels of other sizes."""
+    """Return a network with rescaled channels that computes the same function."""
     if not factors:
         return model
     result = copied(model)
@@ -180,22 +182,22 @@ def equalized(model: nn.Module, factors: Sequence[Equalized]) -> nn.Module:
         if isinstance(layer, nn.Linear):
             layer.weight.div_(torch.tensor(exponents).to(layer.weight).exp2())
             continue
-        # Each input channel gives one output channel, or several next to each other.
-        each = len(cast(Tensor, layer.weight)) // len(exponents)
-        opposite = [-exponent for exponent in exponents for _ in range(each)]
-        enlarge(layer, opposite, bias=False)
+        # Each input channel feeds one or more consecutive output channels.
+        multiplier = len(cast(Tensor, layer.weight)) // len(exponents)
+        inverse = [-exponent for exponent in exponents for _ in range(multiplier)]
+        enlarge(layer, inverse, bias=False)
     return result
 
 
 def channel_factor(unit: Unit, weight: Tensor, factors: Sequence[Equalized]) -> Tensor:
-    """Return what each output channel was multiplied by, shaped to go with a weight."""
+    """Return the factor on each output channel, shaped to broadcast with the weight."""
     exponents = torch.zeros(len(weight))
     for producer, consumer, each, _, first in factors:
         if producer in (unit.norm, unit.name):
             exponents[first : first + len(each)] += torch.tensor(each)
         if consumer == unit.name and unit.kind != "linear":
-            times = len(weight) // len(each)
-            exponents -= torch.tensor(each).repeat_interleave(times)
+            multiplier = len(weight) // len(each)
+            exponents -= torch.tensor(each).repeat_interleave(multiplier)
     shape = (-1, *[1] * (weight.dim() - 1))
     return exponents.to(weight).exp2().reshape(shape)
 
@@ -204,7 +206,7 @@ def channel_factor(unit: Unit, weight: Tensor, factors: Sequence[Equalized]) -> 
 def enlarge(
     module: nn.Module, exponents: Sequence[int], *, bias: bool = True, first: int = 0
 ) -> None:
-    """Multiply output channels of a layer or norm by powers of two, in place."""
+    """Multiply output channels, from ``first`` on, by powers of two, in place."""
     weight = cast(Tensor, module.weight)
     factor = weight.new_ones(weight.shape[channel_axis(module)])
     factor[first : first + len(exponents)] = torch.tensor(exponents).to(weight).exp2()
@@ -216,25 +218,23 @@ def enlarge(
 def _norm_pairs(
     model: nn.Module, recording: Recording, units: Collection[Unit]
 ) -> Iterator[tuple[str, str]]:
-    """Yield linear units, each after the LayerNorm whose output it alone reads."""
+    """Yield each LayerNorm whose output only one linear unit reads, with that unit."""
     consumers = recording.consumers()
-    times = Counter(call.name for call in recording.module_calls)
+    call_counts = Counter(call.name for call in recording.module_calls)
     linear = {unit.name for unit in units if unit.kind == "linear"}
     for call in recording.calls:
-        readers = [
-            recording.calls[at].module for at in consumers.get(call.position, ())
-        ]
         if call.function != "layer_norm" or call.position in recording.returned:
             continue
-        norm = model.get_submodule(call.module)
-        if len(readers) != 1 or readers[0] not in linear or not _is_plain(norm):
+        readers = consumers.get(call.position, ())
+        if len(readers) != 1 or not _is_affine(model.get_submodule(call.module)):
             continue
-        if times[call.module] == times[readers[0]] == 1:
-            yield call.module, readers[0]
+        reader = recording.calls[readers[0]].module
+        if reader in linear and call_counts[call.module] == call_counts[reader] == 1:
+            yield call.module, reader
 
 
-def _is_plain(norm: nn.Module) -> bool:
-    """Whether a norm ends with factors, one for each of its last axis."""
+def _is_affine(norm: nn.Module) -> bool:
+    """Whether a norm has a weight and a bias for each element of its last axis."""
     if not isinstance(norm, nn.LayerNorm) or norm.weight is None:
         return False
     return norm.bias is not None and norm.weight.dim() == 1
@@ -243,7 +243,7 @@ def _is_plain(norm: nn.Module) -> bool:
 def _depthwise_pairs(
     model: nn.Module, recording: Recording, units: Collection[Unit]
 ) -> Iterator[tuple[str, str]]:
-    """Yield depthwise units, each after the unit or norm that it alone reads."""
+    """Yield each unit or norm that only one depthwise unit reads, with that unit."""
     consumers = recording.consumers(caller=True)
     unit_at = units_read_once(recording, units)
     for position, consumer in unit_at.items():
@@ -260,10 +260,10 @@ def _depthwise_pairs(
 def _producer(
     calls: Sequence[Call], consumers: Mapping[int, list[int]], position: int
 ) -> tuple[int, str]:
-    """Go back from a call to the one that made the tensor that it alone reads.
+    """Go back from a call, through activation and batch norm, to its producer.
 
-    Return the position of that call, before activation and batch norm, and the norm's
-    name; -1 where factors would not pass through.
+    Return the position of the producing call and the norm's name. The position is -1 at
+    the network's input and at tensors that other calls read too.
     """
     at, norm = position, ""
     while len(calls[at].inputs) == 1:
@@ -278,16 +278,16 @@ def _producer(
     return at, norm
 
 
-def _exponents(largest: Tensor, part: float) -> tuple[int, ...]:
+def _exponents(largest: Tensor, strength: float) -> tuple[int, ...]:
     """Return the exponent of each channel's factor from its largest value, (C,)."""
-    below = (largest.max() / largest).log2() * part
-    # A channel that is always 0, of which nothing is known, stays as it is.
-    whole = below.floor().clamp(max=_LARGEST_EXPONENT).where(largest > 0, 0)
+    exponents = (largest.max() / largest).log2() * strength
+    # A channel that was always 0 says nothing about its range and stays as it is.
+    whole = exponents.floor().clamp(max=_LARGEST_EXPONENT).where(largest > 0, 0)
     return tuple(int(exponent) for exponent in whole.tolist())
 
 
-_START = 2  # above all probabilities, which are operands of products, too
-_NEAR = 0.1  # how far an average may be from a number; numbers are 1 apart
+_FIRST_LABEL = 2  # above all probabilities, which are operands of products too
+_TOLERANCE = 0.1  # of an averaged label; labels are 1 apart
 
 
 class Values(NamedTuple):
@@ -300,12 +300,12 @@ class Values(NamedTuple):
 def value_channels(
     model: nn.Module, recording: Recording, units: Collection[Unit], batch: Batch
 ) -> dict[str, Values]:
-    """Return the linear units that read averages of values, each with these values.
+    """Return the linear units that read averages of attention values, with the values.
 
-    Nothing else reads these values, nor what is between the two layers: the second can
-    undo what the first does to them. Every output of the first layers is replaced by
-    the number of its channel. Averages of equal numbers arrive at the second as they
-    are and tell which channels they were.
+    Nothing else reads these values or anything between the two layers, so the second
+    can undo a change of the first. To find the channels, every output of the first
+    layers is replaced by a label of its channel. Averages of equal labels are the label
+    itself, so the labels that arrive at the second layer name the channels it reads.
     """
     attentions = _attentions(recording, units)
     if not attentions:
@@ -318,33 +318,33 @@ def value_channels(
 
 
 class _Attention(NamedTuple):
-    """What a linear layer reads, if it is a product."""
+    """A product whose result a linear layer reads."""
 
-    sources: list[str]  # linear layers whose outputs only products read
+    sources: list[str]  # linear layers whose outputs are read only by products
     products: set[int]  # these products, numbered in order of execution
 
 
 def _attentions(recording: Recording, units: Collection[Unit]) -> dict[str, _Attention]:
-    """Return the linear units that alone read a product of what others return."""
+    """Return the linear units that are sole readers of a product of other outputs."""
     calls, consumers = recording.calls, recording.consumers(caller=True)
     found_at = units_read_once(recording, units).items()
     unit_at = {at: unit.name for at, unit in found_at if unit.kind == "linear"}
-    every = [call.position for call in calls if call.function in OPERANDS]
-    order = {position: number for number, position in enumerate(every)}
+    positions = [call.position for call in calls if call.function in OPERANDS]
+    order = {position: number for number, position in enumerate(positions)}
     found: dict[str, _Attention] = {}
     for position, name in unit_at.items():
-        made = {s for at in calls[position].inputs for s in producers(calls, at)}
-        product = next(iter(made), -1)
-        if len(made) > 1 or not _is_product(calls, product):
+        inputs = {s for at in calls[position].inputs for s in producers(calls, at)}
+        product = next(iter(inputs), -1)
+        if len(inputs) > 1 or not _is_product(calls, product):
             continue
         if _consumers(calls, consumers, product) != {position}:
             continue
         sources = {s for at in calls[product].inputs for s in producers(calls, at)}
         read = {s: _consumers(calls, consumers, s) for s in sources & unit_at.keys()}
-        alone = [s for s in sorted(read) if all(_is_product(calls, r) for r in read[s])]
-        if alone:
-            products = {order[reader] for source in alone for reader in read[source]}
-            found[name] = _Attention([unit_at[source] for source in alone], products)
+        only = [s for s in sorted(read) if all(_is_product(calls, r) for r in read[s])]
+        if only:
+            products = {order[reader] for source in only for reader in read[source]}
+            found[name] = _Attention([unit_at[source] for source in only], products)
     return found
 
 
@@ -355,7 +355,7 @@ def _is_product(calls: Sequence[Call], at: int) -> bool:
 def _consumers(
     calls: Sequence[Call], consumers: Mapping[int, list[int]], at: int
 ) -> set[int]:
-    """Return the calls that read what a call made, through views and parts of it."""
+    """Return the calls that read a call's output, directly or through views of it."""
     found: set[int] = set()
     for reader in consumers.get(at, ()):
         passes = reader >= 0 and producers(calls, reader) != {reader}
@@ -364,36 +364,36 @@ def _consumers(
 
 
 class _Probe:
-    """Numbers the channels of layers and looks where the numbers go."""
+    """Labels the channels of layers and follows the labels through the network."""
 
     def __init__(self, model: nn.Module, attentions: Mapping[str, _Attention]) -> None:
         self.model, self.attentions = model, attentions
-        self.numbers: dict[str, Tensor] = {}  # of a layer's output channels, (C,)
+        self.labels: dict[str, Tensor] = {}  # of each layer's output channels, (C,)
         for attention in attentions.values():
-            start = _START
+            start = _FIRST_LABEL
             for name in attention.sources:
                 width = len(cast(Tensor, model.get_submodule(name).weight))
-                self.numbers[name] = torch.arange(start, start + width)
+                self.labels[name] = torch.arange(start, start + width)
                 start += width
-        self.read: dict[str, Tensor] = {}  # what layers after products read, (rows, C)
-        # Of products, in order. Their positions would count the numbering's calls, too.
+        self.inputs: dict[str, Tensor] = {}  # of layers after products, (rows, C)
+        # Of products, in order. Positions are of no use: labelling adds calls.
         self.operands: list[list[Tensor]] = []
 
     def hooks(self) -> Iterator[RemovableHandle]:
-        for name in self.numbers:
+        for name in self.labels:
             layer = self.model.get_submodule(name)
-            yield layer.register_forward_hook(partial(self._number, name))
+            yield layer.register_forward_hook(partial(self._label, name))
         for name in self.attentions:
             layer = self.model.get_submodule(name)
             keep = partial(self._keep, name)
             yield layer.register_forward_pre_hook(keep, with_kwargs=True)
 
-    def _number(self, name: str, _layer: nn.Module, _args: Any, output: Tensor) -> Any:
-        return self.numbers[name].to(output).expand_as(output)
+    def _label(self, name: str, _layer: nn.Module, _args: Any, output: Tensor) -> Any:
+        return self.labels[name].to(output).expand_as(output)
 
     def _keep(self, name: str, _layer: nn.Module, args: Any, kwargs: Any) -> None:
         x = next(tensors_in((args, kwargs))).detach()
-        self.read[name] = x.flatten(0, -2).double().cpu()
+        self.inputs[name] = x.flatten(0, -2).double().cpu()
 
     def visit(
         self, _at: int, function: Any, args: Any, kwargs: Any, _output: Any
@@ -403,17 +403,17 @@ class _Probe:
             self.operands.append([t.detach() for t in tensors_in((args, kwargs))])
 
     def values(self, name: str) -> Values | None:
-        """Return the values whose averages a layer reads, if it does."""
-        rows, attention = self.read[name], self.attentions[name]
+        """Return the values whose averages a layer reads, if it reads any."""
+        rows, attention = self.inputs[name], self.attentions[name]
         low, high = rows[0, 0].round(), rows[0, 0].round() + rows.shape[1]
-        # Keys and queries must not be made from the same channels.
+        # One operand alone may have these labels: keys and queries must not read them.
         holding = sum(
             bool(((tensor >= low) & (tensor < high)).any())
             for product in attention.products
             for tensor in self.operands[product]
         )
-        arrived = low + torch.arange(rows.shape[1])
-        if holding != 1 or not (rows - arrived).abs().max() < _NEAR:
+        expected = low + torch.arange(rows.shape[1])
+        if holding != 1 or not (rows - expected).abs().max() < _TOLERANCE:
             return None
-        (source,) = (s for s in attention.sources if low in self.numbers[s])
-        return Values(source, int(low) - int(self.numbers[source][0]))
+        (source,) = (s for s in attention.sources if low in self.labels[s])
+        return Values(source, int(low) - int(self.labels[source][0]))

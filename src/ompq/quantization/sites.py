@@ -1,11 +1,11 @@
-"""Where activations are quantized: found from the observed flow of data.
+"""Activation sites: where activations are quantized, from the recorded data flow.
 
-So are the operands of products of two activations. ``torch.matmul`` has the operands
-``left`` and ``right``. Fused attention has a ``query``, ``key`` and ``value``, and
-``probabilities`` that are not visible from outside: where they are rounded, it is
-computed step by step.
+Operands of products of two activations are sites too. ``torch.matmul`` has the operands
+``left`` and ``right``. Fused attention has ``query``, ``key`` and ``value``, and
+``probabilities``, which it does not expose: to round them, it is computed step by step.
 """
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
@@ -21,7 +21,7 @@ from ompq.layers import ActivationQuantizer
 from ompq.recording import Call, Recording, function_name
 from ompq.units import Choice, LayerGraph, Skipped
 
-# These pass on the values they get: their output is on the grid of their input.
+# These return values of their input, so their output is on the grid of their input.
 _PASSIVE = {
     "max_pool1d", "max_pool2d", "max_pool3d", "adaptive_max_pool2d", "flatten",
     "unflatten", "view", "reshape", "permute", "transpose", "movedim", "contiguous",
@@ -31,29 +31,29 @@ _PASSIVE = {
 }  # fmt: skip
 _AVERAGES = {"avg_pool1d", "avg_pool2d", "adaptive_avg_pool1d", "adaptive_avg_pool2d",
              "mean"}  # fmt: skip
-# Their outputs have a long tail, which few bits may hold better as powers.
+# Their outputs have a long tail, which a grid of powers may represent better.
 _LONG_TAILED = {"gelu"}
 _FLOAT_NORMS = {"layer_norm", "rms_norm", "group_norm"}
 _CLIPS = {"relu", "relu6", "clamp_min"}
-_LOST = "no module makes or reads this tensor alone: it stays float"
+_UNPLACED = "no single module returns or reads this tensor: it stays float"
 
 
 @dataclass(frozen=True)
 class ActivationSite:
     """A quantized tensor, or several that share a grid."""
 
-    # Calls whose outputs it stands for; -1 is the network's input.
+    # Calls whose outputs are quantized; -1 is the network's input.
     positions: tuple[int, ...]
     bits: int
-    after: tuple[str, ...]  # modules after which it is applied
-    before: tuple[str, ...]  # modules before which it is applied; "" is the network
-    # The operand of a product that it rounds instead, inside the module it names
-    # first: which of the module's products, and which operand.
+    after: tuple[str, ...]  # modules whose outputs are quantized
+    before: tuple[str, ...]  # modules whose inputs are quantized; "" is the network
+    # For an operand of a product inside the module ``before[0]``: the number of the
+    # product within the module, and the operand.
     product: int = 0
     operand: str = ""
-    # Whether its grid is one of powers; before calibration, whether it may be.
+    # Whether the grid consists of powers; before calibration, whether it may.
     powers: bool = False
-    shift: float = 0.0  # what is added to its values before they are rounded to powers
+    shift: float = 0.0  # added to the values before they are rounded to powers
 
 
 class Link(NamedTuple):
@@ -71,6 +71,9 @@ def find_sites(
     bits: Mapping[str, Choice],
 ) -> tuple[list[ActivationSite], list[Skipped]]:
     """Return the sites of a network, and the tensors that stay float."""
+    # If all activations stay float, there is no integer arithmetic to prepare.
+    if all(choice.activation >= FLOAT_BITS for choice in bits.values()):
+        return [], []
     finder = _Finder(model, recording, graph)
     widths: dict[int, int] = {}  # source → bits
     for call in recording.calls:
@@ -82,10 +85,6 @@ def find_sites(
         width = bits[unit].activation if unit else 0
         for source in finder.read_by(call):
             widths[source] = max(widths.get(source, 0), width)
-    # With float activations everywhere there is no integer arithmetic to prepare.
-    integer = any(choice.activation < FLOAT_BITS for choice in bits.values())
-    if not integer:
-        return [], []
     sites, skipped = finder.sites(widths)
     return [*sites, *_product_sites(finder, recording, bits)], skipped
 
@@ -95,8 +94,8 @@ def _product_sites(
 ) -> list[ActivationSite]:
     """Return a site for each operand of a product of activations.
 
-    It is as wide as the widest input of the layers in its module. Few bits hold
-    probabilities only as powers: most are small, and their sum counts.
+    It gets the most activation bits of the layers in its module. With few bits,
+    probabilities need a grid of powers: most are small, and their sum matters.
     """
     sites = []
     for module, number, call in find_products(recording):
@@ -104,9 +103,7 @@ def _product_sites(
         width = max(choice.activation for choice in inside or bits.values())
         if width >= FLOAT_BITS:
             continue
-        probable = {"probabilities"} | (
-            {"left"} if finder.left_is_softmax(call) else set()
-        )
+        as_powers = {"probabilities", "left" if finder.left_is_softmax(call) else ""}
         sites += [
             ActivationSite(
                 (call.position,),
@@ -115,7 +112,7 @@ def _product_sites(
                 (module,),
                 number,
                 operand,
-                powers=operand in probable and width < SUM_BITS,
+                powers=operand in as_powers and width < SUM_BITS,
             )
             for operand in OPERANDS[call.function]
         ]
@@ -129,21 +126,22 @@ class _Finder:
         self.model = model
         self.calls = recording.calls
         self.consumers = recording.consumers()
-        self.times: dict[str, int] = {}
+        self.call_counts: dict[str, int] = {}
         self.producers: dict[int, list[str]] = {}  # position → modules that return it
         for call in recording.module_calls:
-            self.times[call.name] = self.times.get(call.name, 0) + 1
+            self.call_counts[call.name] = self.call_counts.get(call.name, 0) + 1
             if call.output is not None:
                 self.producers.setdefault(call.output, []).append(call.name)
         found = unit_calls(recording, graph.units).items()
         self.unit_of = {position: unit.name for position, unit in found}
-        self.parent: dict[int, int] = {}  # concatenated sources share a grid
+        self.parent: dict[int, int] = {}  # union-find: sources that share a grid
         self.ends_in_float = self._ends_in_float()
 
     def _ends_in_float(self) -> set[int]:
-        """Return the positions of tensors that sums carry to a norm that stays float.
+        """Return the positions of tensors that reach a float norm through sums.
 
-        No integer adds them: the residual stream of a transformer stays float.
+        Such sums are not computed in integers: a transformer's residual stream stays
+        float.
         """
         found: set[int] = set()
         for call in reversed(self.calls):
@@ -154,33 +152,35 @@ class _Finder:
 
     def left_is_softmax(self, call: Call) -> bool:
         """Whether the first operand of a product comes from a softmax."""
-        found = self._sources(call.inputs[0]) if call.inputs else []
-        return [self.calls[at].function for at in found if at >= 0] == ["softmax"]
+        sources = self._sources(call.inputs[0]) if call.inputs else []
+        return [self.calls[at].function for at in sources if at >= 0] == ["softmax"]
 
     def read_by(self, call: Call) -> list[int]:
-        """Return the sources that a call reads, through passive calls."""
+        """Return the sources that a call reads, directly or through passive calls."""
         return [source for at in call.inputs for source in self._sources(at)]
 
     def _sources(self, at: int) -> list[int]:
+        """Return the calls that computed a tensor's values; concatenated ones merge."""
         if at < 0:
             return [-1]
         call = self.calls[at]
         if call.function == "cat":
-            found = self.read_by(call)
-            for source in found[1:]:
-                self.parent[self._root(source)] = self._root(found[0])
-            return found
+            sources = self.read_by(call)
+            for source in sources[1:]:
+                self.parent[self._root(source)] = self._root(sources[0])
+            return sources
         if len(call.inputs) == 1 and self._passes_on(call):
             return self._sources(call.inputs[0])
-        return [at] if call.inputs else []  # made from parameters alone: a constant
+        return [at] if call.inputs else []  # computed from parameters alone: a constant
 
     def _passes_on(self, call: Call) -> bool:
-        """Whether a call of one input returns the values it gets."""
+        """Whether a call with one input returns values of its input."""
         if call.function in _PASSIVE:
             return True
         (source,) = call.inputs
-        same = source >= 0 and self.calls[source].shape == call.shape
-        return same and call.function.startswith("adaptive_avg_pool")  # of one value
+        same_shape = source >= 0 and self.calls[source].shape == call.shape
+        # An adaptive pool that keeps the shape averages single values.
+        return same_shape and call.function.startswith("adaptive_avg_pool")
 
     def _root(self, source: int) -> int:
         while (parent := self.parent.get(source, source)) != source:
@@ -199,18 +199,18 @@ class _Finder:
             if bits >= FLOAT_BITS:
                 continue
             placed = [s for s in members if self._after(s) or self._before(s)]
-            lost = [self.calls[s] for s in members if s not in placed]
+            unplaced = [self.calls[s] for s in members if s not in placed]
             skipped += [
-                Skipped(f"{call.module or '(network)'}.{call.function}()", _LOST)
-                for call in lost
+                Skipped(f"{call.module or '(network)'}.{call.function}()", _UNPLACED)
+                for call in unplaced
             ]
             if placed:
                 sites.append(self._site(placed, bits))
         return sites, skipped
 
     def _site(self, members: Sequence[int], bits: int) -> ActivationSite:
-        after = [site for s in members for site in self._after(s)]
-        before = [s for m in members if not self._after(m) for s in self._before(m)]
+        after = [name for s in members for name in self._after(s)]
+        before = [n for s in members if not self._after(s) for n in self._before(s)]
         functions = {self.calls[s].function if s >= 0 else "" for s in members}
         return ActivationSite(
             tuple(members),
@@ -221,17 +221,17 @@ class _Finder:
         )
 
     def _after(self, at: int) -> list[str]:
-        """Return the innermost module, called once, that returns this tensor."""
+        """Return the innermost module called once that returns this tensor, if any."""
         for name in self.producers.get(at, ()):
             module = self.model.get_submodule(name)
-            if self.times[name] == 1 and not isinstance(module, nn.Sequential):
+            if self.call_counts[name] == 1 and not isinstance(module, nn.Sequential):
                 return [name]
-        # A clip without a module of its own: a grid that ends where it clips does
-        # the clipping, so the quantizer may stand before it.
+        # An activation without a module: a grid with the same range clips as well, so
+        # the quantizer may come before it.
         if at >= 0 and self.calls[at].function in _CLIPS:
-            (before, *_) = self.calls[at].inputs
-            if self.consumers.get(before) == [at]:
-                return self._after(before)
+            source = self.calls[at].inputs[0]
+            if self.consumers.get(source) == [at]:
+                return self._after(source)
         return []
 
     def _before(self, at: int) -> list[str]:
@@ -245,7 +245,7 @@ class _Finder:
                 found.append(call.module)
             elif call.function in _PASSIVE:
                 found += self._before(consumer)
-        return [name for name in found if self.times.get(name) == 1]
+        return [name for name in found if self.call_counts.get(name) == 1]
 
 
 ATTENTION = "scaled_dot_product_attention"
@@ -255,54 +255,53 @@ OPERANDS = {
     ATTENTION: ("query", "key", "value", "probabilities"),
 }
 _ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-_CHILD = "products"  # the module that holds the quantizers of another one's products
+_CHILD = "products"  # name of the submodule with the quantizers of a module's products
 
 # Called with the name of an operand and its values; returns them rounded.
 Rounding: TypeAlias = Callable[[str, Tensor], Tensor]
 
 
 class Product(NamedTuple):
-    """A product of activations that a module computes, itself and not in a child."""
+    """A product of activations that a module computes itself, not in a child."""
 
     module: str
-    number: int  # of the products that the module computes, from 0
+    number: int  # among the module's products, from 0
     call: Call
 
 
 def find_products(recording: Recording) -> list[Product]:
-    """Return the products of activations, of modules that are called once."""
-    times: dict[str, int] = {"": 1}
-    for one in recording.module_calls:
-        times[one.name] = times.get(one.name, 0) + 1
+    """Return the products of activations in modules that are called once."""
+    call_counts = Counter({"": 1})
+    call_counts.update(call.name for call in recording.module_calls)
     calls = [call for call in recording.calls if call.function in OPERANDS]
     owners = {call.module for call in calls}
-    # What a child computes would be counted among its parent's.
-    outer = {
-        o
-        for o in owners
-        for i in owners
-        if i != o and i.startswith(f"{o}." * (o != ""))
+    # Left out, since products of children would be counted among their own.
+    parents = {
+        owner
+        for owner in owners
+        for other in owners
+        if other != owner and other.startswith(f"{owner}." if owner else "")
     }
-    numbers: dict[str, int] = {}
+    numbers: Counter[str] = Counter()
     found = []
     for call in calls:
-        number = numbers.get(call.module, 0)
-        numbers[call.module] = number + 1
-        # A product with a parameter is none of two activations.
-        if times[call.module] == 1 and call.module not in outer and not call.parameters:
-            found.append(Product(call.module, number, call))
+        owner, number = call.module, numbers[call.module]
+        numbers[owner] += 1
+        # A product with a parameter is not one of two activations.
+        if call_counts[owner] == 1 and owner not in parents and not call.parameters:
+            found.append(Product(owner, number, call))
     return found
 
 
 def operands(
     function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> dict[str, Tensor]:
-    """Return the operands that the arguments of a product hold, by name."""
+    """Return the operands of a product, from its arguments, by name."""
     name = function_name(function)
     if name not in OPERANDS:
         raise QuantizationError(
-            f"the network calls {name} where it multiplied activations before, so what "
-            "it does depends on earlier calls; empty its caches when forward begins"
+            f"the network calls {name} where it multiplied activations before, so it "
+            "depends on earlier calls; clear its caches at the start of forward"
         )
     names = OPERANDS[name]
     if names[0] == "left":
@@ -314,16 +313,16 @@ def operands(
 def attention_arguments(
     args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the arguments of an attention by name."""
+    """Return the arguments of fused attention by name."""
     return {**dict(zip(_ARGUMENTS, args, strict=False)), **kwargs}
 
 
 def probabilities(given: Mapping[str, Any]) -> Tensor:
-    """Return the probabilities of an attention from its arguments."""
+    """Return the attention probabilities, (..., L, S), from the arguments by name."""
     query, key = given["query"], for_each_head(given, "key")
     scale = given.get("scale")
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    # Scaled afterwards, so that a runtime multiplies two tensors of integers.
+    # Scaled afterwards, so that a runtime can multiply two integer tensors.
     logits = (query @ key.transpose(-2, -1)) * scale
     mask = given.get("attn_mask")
     if given.get("is_causal"):
@@ -338,7 +337,7 @@ def probabilities(given: Mapping[str, Any]) -> Tensor:
 
 
 def for_each_head(given: Mapping[str, Any], name: str) -> Tensor:
-    """Return keys or values, repeated where several queries share a head of them."""
+    """Return keys or values, repeated where several query heads share one of them."""
     tensor: Tensor = given[name]
     if not given.get("enable_gqa"):
         return tensor
@@ -361,29 +360,29 @@ def rounded_product(
 
 
 class ProductQuantizers(nn.Module):
-    """The quantizers of the operands of a module's products, which are its children."""
+    """Holds the quantizers of the operands of a module's products, as children."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._modes: list[_Rounded] = []  # of the calls that are running
+        self._modes: list[_RoundOperands] = []  # one for each active call of the module
 
     def add(self, number: int, operand: str, quantizer: ActivationQuantizer) -> None:
-        """Round an operand of a product from now on."""
+        """Add the quantizer of an operand of a product."""
         self.add_module(f"{number}_{operand}", quantizer)
 
     def enter(self, _module: nn.Module, _args: Any) -> None:
-        """Forward pre-hook of the module."""
-        self._modes.append(_Rounded(self))
+        """Forward pre-hook of the module: start to round operands."""
+        self._modes.append(_RoundOperands(self))
         self._modes[-1].__enter__()  # type: ignore[no-untyped-call]
 
     def leave(self, _module: nn.Module, _args: Any, _output: Any) -> None:
-        """Forward hook of the module, also when it fails."""
+        """Forward hook of the module, called even if it fails: stop."""
         mode = self._modes.pop()
         mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
 
-class _Rounded(TorchFunctionMode):
-    """Rounds operands while a module runs."""
+class _RoundOperands(TorchFunctionMode):
+    """Rounds the operands of products while a module runs."""
 
     def __init__(self, quantizers: ProductQuantizers) -> None:
         super().__init__()
@@ -396,10 +395,10 @@ class _Rounded(TorchFunctionMode):
         if function_name(func) not in OPERANDS:
             return func(*args, **kwargs)
         number, self.number = self.number, self.number + 1
-        held = dict(self.quantizers.named_children())
+        quantizers = dict(self.quantizers.named_children())
 
         def rounded(operand: str, tensor: Tensor) -> Tensor:
-            quantizer = held.get(f"{number}_{operand}")
+            quantizer = quantizers.get(f"{number}_{operand}")
             return tensor if quantizer is None else quantizer(tensor)
 
         return rounded_product(func, args, kwargs, rounded)
@@ -414,13 +413,13 @@ def attach(
 ) -> None:
     """Round an operand of a product that a module of the network computes."""
     owner = model.get_submodule(module)
-    held = owner._modules.get(_CHILD)
-    if not isinstance(held, ProductQuantizers):
-        held = ProductQuantizers()
-        owner.add_module(_CHILD, held)
-        owner.register_forward_pre_hook(held.enter)
-        owner.register_forward_hook(held.leave, always_call=True)
-    held.add(number, operand, quantizer)
+    quantizers = owner._modules.get(_CHILD)
+    if not isinstance(quantizers, ProductQuantizers):
+        quantizers = ProductQuantizers()
+        owner.add_module(_CHILD, quantizers)
+        owner.register_forward_pre_hook(quantizers.enter)
+        owner.register_forward_hook(quantizers.leave, always_call=True)
+    quantizers.add(number, operand, quantizer)
 
 
 def quantizer_name(module: str, number: int, operand: str) -> str:

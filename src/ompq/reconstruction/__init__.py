@@ -1,4 +1,4 @@
-"""reconstruct(): learn the rounding block by block so that outputs stay the same."""
+"""reconstruct(): learn how to round, block by block, so that outputs are preserved."""
 
 import json
 import logging
@@ -41,8 +41,8 @@ from ompq.samples import Samples, SamplesLike, cudnn_kernels
 from ompq.stages import Progress
 
 logger = logging.getLogger(__name__)
-_KIND = "reconstruction"  # of checkpoint
-_READ_EVERY = 499  # values of a sample: a prime, so that no row or column is favoured
+_CHECKPOINT_KIND = "reconstruction"
+_HASH_EVERY = 499  # elements of a sample; a prime, so that no row or column is favoured
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,17 +50,17 @@ class ReconstructConfig:
     """How blocks are reconstructed.
 
     Attributes:
-        rounding: The optimisation of one block; with a ``BrecqConfig`` it is BRECQ's,
-            which learns weights, then activation steps, and leaves a stem alone.
-        loss: ``squared`` error of the block's output, or ``fisher``: each element
-            weighted by the squared gradient of the network's loss.
-        merge: How many neighbouring blocks, at most, are reconstructed jointly, where
-            each alone reads what the one before returns; 1 keeps blocks apart.
-        batch_size: How many samples run at a time while inputs are gathered.
-        device_bytes: Inputs and targets of a block that take more stay in host memory.
-            Those that take more than half of it are gathered anew from the network's
-            input, which is slower in deep networks.
-        seed: Seed of the order of samples.
+        rounding: How one block is optimised. A ``BrecqConfig`` selects BRECQ, which
+            learns the rounding of weights, then activation steps, and skips the stem.
+        loss: ``squared`` error of the block's output, or ``fisher``: the squared error
+            with each element weighted by the squared gradient of the network's loss.
+        merge: Maximum number of consecutive blocks to reconstruct jointly. Blocks are
+            merged only where each is the sole reader of the previous one's output.
+        batch_size: Number of samples per forward pass while inputs are gathered.
+        device_bytes: Maximum size of a block's inputs and targets on the device; larger
+            ones stay in host memory. Above half of it, each block is gathered by a new
+            pass from the network's input, which is slower in deep networks.
+        seed: Seed of the sample order.
     """
 
     rounding: RoundingConfig | BrecqConfig = RoundingConfig()
@@ -76,7 +76,7 @@ class ReconstructConfig:
 
 
 _BRECQ = ReconstructConfig(rounding=BrecqConfig())
-# The settings of published work, by name.
+# Published settings by name.
 RECONSTRUCT_PROTOCOLS: Mapping[str, ReconstructConfig] = MappingProxyType(
     {"ours": ReconstructConfig(), "brecq": _BRECQ, "paper-ptq": _BRECQ}
 )
@@ -91,21 +91,23 @@ def reconstruct(
     checkpoint: str | Path | None = None,
     progress: Progress | None = None,
 ) -> nn.Module:
-    """Return a quantized network whose blocks give nearly what the float ones give.
+    """Return a quantized network whose blocks closely match the float blocks.
 
-    Blocks are taken in order of execution. Each sees what the quantized blocks before
-    it return and learns to return what the float block returns. A block that learning
-    does not improve keeps the rounding it had. Several processes share the samples.
+    Blocks are reconstructed in order of execution. Each reads the outputs of the
+    quantized blocks before it and learns to return what the float block returns. If
+    learning does not improve a block, it keeps its previous rounding. When there are
+    several processes, they share the samples.
 
     Args:
-        quantized: From :func:`ompq.quantize`; left as it is.
+        quantized: Result of :func:`ompq.quantize`; it is not modified.
         samples: Unlabelled inputs, 32 to 1,024.
-        checkpoint: File that is written after each block; if it is there already,
-            the run continues from it and gives the same result.
-        progress: Called after each block and now and then within one.
+        checkpoint: File that is written after each block. If it already exists, the
+            run resumes from it and gives the same result.
+        progress: Called after each block and at intervals within it.
 
     Raises:
-        QuantizationError: ``quantized`` is not quantized, or made from another network.
+        QuantizationError: ``quantized`` is not quantized, or was not made from
+            ``model``.
         TraceError: The float network fails on the samples, or is broken.
         CheckpointError: The checkpoint belongs to another run.
     """
@@ -118,18 +120,18 @@ def reconstruct(
     done = _resume(result, checkpoint, identity)
     copy_main(result.state_dict().values())
     samples = samples.share(rank(), process_count())
-    every = {
+    names_by_phase = {
         phase: [phase.name(group) for group in groups]
         for phase in _phases(config, model, record, groups, samples)
     }
-    total = sum(map(len, every.values()))
-    for phase, names in every.items():
+    total = sum(map(len, names_by_phase.values()))
+    for phase, names in names_by_phase.items():
         if not done.keys() & set(names):
             phase.begin(result)
             copy_main(result.state_dict().values())
-        limits = {"batch_size": config.batch_size, "limit": config.device_bytes}
-        runner = BlockRunner(result, model, samples, **limits)
-        # Kernels that add up in any order would give blocks other inputs every time.
+        options = {"batch_size": config.batch_size, "limit": config.device_bytes}
+        runner = BlockRunner(result, model, samples, **options)
+        # Nondeterministic kernels would give blocks different inputs in every run.
         with (
             cudnn_kernels(repeatable=True),
             closing(runner),
@@ -139,24 +141,24 @@ def reconstruct(
                 if name in done:
                     continue
                 fisher = config.loss == "fisher"
-                given = (
+                task = (
                     runner.gather(group[0], group[-1], fisher=fisher),
                     config.seed + 7919 * number,
-                    _within(progress, len(done), total, name),
+                    _block_progress(progress, len(done), total, name),
                 )
                 with staying(_joined(result, group)):
-                    done[name] = _improvement(name, *phase.learn(result, group, *given))
+                    done[name] = _block_error(name, *phase.learn(result, group, *task))
                 if checkpoint is not None:
                     _save(result, checkpoint, identity, done)
     if progress:
         progress(total * phase.iterations, total * phase.iterations, "reconstructed")
-    found = tuple(done[name] for names in every.values() for name in names)
+    found = tuple(done[name] for names in names_by_phase.values() for name in names)
     keep_rates(with_quantization(result, replace(record, errors=found)))
     return result.train(quantized.training)
 
 
-# Called with the network, the names of neighbouring blocks, what they get and give, a
-# seed and progress; returns the error before and after.
+# Called with the network, the names of the blocks to learn jointly, their inputs and
+# targets, a seed and a progress callback; returns the error before and after.
 _Learn: TypeAlias = Callable[
     [nn.Module, tuple[str, ...], BlockCache, int, Progress | None], tuple[float, float]
 ]
@@ -164,11 +166,11 @@ _Learn: TypeAlias = Callable[
 
 @dataclass(frozen=True, eq=False)
 class _Phase:
-    """One way through all blocks."""
+    """One pass over all blocks."""
 
     iterations: int
     learn: _Learn
-    suffix: str = ""  # of the names under which its errors are reported
+    suffix: str = ""  # appended to block names when errors are reported
     begin: Callable[[nn.Module], None] = lambda _network: None
     float_activations: bool = False  # whether activations stay float during this phase
 
@@ -183,7 +185,7 @@ def _phases(
     groups: Sequence[tuple[str, ...]],
     samples: Samples,
 ) -> list[_Phase]:
-    """Return the ways through all blocks, in their order."""
+    """Return the passes over all blocks, in order."""
     rounding = config.rounding
     if isinstance(rounding, BrecqConfig):
         return _brecq_phases(rounding, samples)
@@ -205,7 +207,7 @@ def _phases(
 
 
 def _brecq_phases(config: BrecqConfig, samples: Samples) -> list[_Phase]:
-    """Return BRECQ's two: rounding with float activations, then activation steps."""
+    """Return BRECQ's phases: rounding with float activations, then activation steps."""
 
     def weights(network, group, cache, seed, progress):  # type: ignore[no-untyped-def]
         cache.float_inputs = []
@@ -226,7 +228,7 @@ def _brecq_phases(config: BrecqConfig, samples: Samples) -> list[_Phase]:
     ]
 
 
-def _improvement(name: str, before: float, after: float) -> BlockError:
+def _block_error(name: str, before: float, after: float) -> BlockError:
     error = BlockError(name, before, min(before, after), after < before)
     logger.info("block %s: error %.3g -> %.3g", name, before, error.after)
     return error
@@ -242,29 +244,25 @@ def _check_network(record: Quantization, model: nn.Module, samples: Samples) -> 
     if differing:
         raise QuantizationError(
             f"the quantized network was made from another one: {len(differing)} units "
-            f"differ ({shortened(differing)}); give the float network it was made from"
+            f"differ ({shortened(differing)}); pass the float network it was made from"
         )
 
 
 def _learnable(
     model: nn.Module, record: Quantization, config: ReconstructConfig
 ) -> list[str]:
-    """Return the blocks that hold quantized layers, in order of execution."""
+    """Return the blocks with quantized layers, in order of execution.
+
+    BRECQ leaves out a stem, a first layer that is a block of its own.
+    """
     layers, names = quantized_layers(model), record.graph.names
-    found = [
+    blocks = [
         block
-        for block, held in record.graph.blocks.items()
-        if any(names[i] in layers for i in held)
+        for block, units in record.graph.blocks.items()
+        if any(names[i] in layers for i in units)
     ]
-    stem = isinstance(config.rounding, BrecqConfig) and found[:1] == [names[0]]
-    return found[1:] if stem else found
-
-
-def _module(model: nn.Module, name: str) -> nn.Module | None:
-    try:
-        return model.get_submodule(name)
-    except AttributeError:  # a weight of a recurrent layer has no module
-        return None
+    skip_stem = isinstance(config.rounding, BrecqConfig) and blocks[:1] == [names[0]]
+    return blocks[1:] if skip_stem else blocks
 
 
 def _moments(
@@ -274,39 +272,43 @@ def _moments(
     samples: Samples,
     batch_size: int,
 ) -> dict[tuple[str, ...], dict[str, Moments]]:
-    """Return, for each group, the float moments of its units by their names in it."""
-    units = [unit for unit in record.graph.units if _module(model, unit.name)]
+    """Return the float moments of each group's units, by their names within it."""
+    # The weights of a recurrent layer are units without a module.
+    modules = dict(model.named_modules(remove_duplicate=False))
+    units = [unit for unit in record.graph.units if unit.name in modules]
     with cudnn_kernels(repeatable=True):
-        found = float_moments(model, units, samples, batch_size)
+        moments = float_moments(model, units, samples, batch_size)
     result: dict[tuple[str, ...], dict[str, Moments]] = {}
     for group in groups:
-        of = result.setdefault(group, {})
+        inside = result.setdefault(group, {})
         for number, block in enumerate(group):
             for index in record.graph.blocks[block]:
                 name = record.graph.names[index]
                 inner = name.removeprefix(block).removeprefix(".")
-                if name in found:
-                    of[inner if len(group) == 1 else f"{number}.{inner}"] = found[name]
+                if name in moments:
+                    key = inner if len(group) == 1 else f"{number}.{inner}"
+                    inside[key] = moments[name]
     return result
 
 
-def _within(
+def _block_progress(
     progress: Progress | None, number: int, total: int, name: str
 ) -> Progress | None:
+    """Return a callback that reports one block's steps as part of the whole run."""
     if progress is None:
         return None
 
-    def report(done: int, of: int | None, message: str) -> None:
-        steps = of or 1
+    def report(done: int, block_total: int | None, message: str) -> None:
+        steps = block_total or 1
         progress(number * steps + done, total * steps, f"{name} {message}")
 
     return report
 
 
 def _identity(quantized: nn.Module, samples: Samples, config: ReconstructConfig) -> str:
-    # Some values of each sample tell it from others; all would take seconds to read.
-    seen = tensors_in(samples.runs)
-    some = (t.reshape(len(t), -1)[:, ::_READ_EVERY] for t in seen if t.dim())
+    # A few values tell samples apart; hashing all of them would take seconds.
+    tensors = tensors_in(samples.runs)
+    some = (t.reshape(len(t), -1)[:, ::_HASH_EVERY] for t in tensors if t.dim())
     return run_identity(asdict(config), (*quantized.state_dict().values(), *some))
 
 
@@ -314,7 +316,8 @@ def _save(
     model: nn.Module, path: str | Path, identity: str, done: Mapping[str, BlockError]
 ) -> None:
     text = {"done": json.dumps([asdict(error) for error in done.values()])}
-    write_checkpoint(path, model.state_dict(), text, kind=_KIND, identity=identity)
+    state = model.state_dict()
+    write_checkpoint(path, state, text, kind=_CHECKPOINT_KIND, identity=identity)
 
 
 def _resume(
@@ -322,7 +325,7 @@ def _resume(
 ) -> dict[str, BlockError]:
     if path is None or not Path(path).exists():
         return {}
-    tensors, text = read_checkpoint(path, kind=_KIND, identity=identity)
+    tensors, text = read_checkpoint(path, kind=_CHECKPOINT_KIND, identity=identity)
     model.load_state_dict(tensors)
     done = [BlockError(**entry) for entry in json.loads(text["done"])]
     return {error.block: error for error in done}

@@ -1,4 +1,4 @@
-"""Inputs and targets of one block after another."""
+"""Inputs and targets of each block, from the quantized and the float network."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -28,14 +28,13 @@ from ompq.samples import (
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the samples of a tensor are."""
+    """How samples are laid out in a tensor."""
 
-    # The dimension along which they lie; None for what all samples share.
-    axis: int | None = 0
-    rows: int = 1  # how many neighbours along it belong to one sample
+    axis: int | None = 0  # the dimension of the samples; None if all share the tensor
+    rows: int = 1  # number of consecutive rows along the axis that make up one sample
 
-    def sorted(self, tensor: Tensor) -> Tensor:
-        """Return the tensor with its samples first, (N, ...); N is 1 if shared."""
+    def samples_first(self, tensor: Tensor) -> Tensor:
+        """Return the tensor as (N, ...); N is 1 if all samples share it."""
         if self.axis is None:
             return tensor[None]
         tensor = tensor.movedim(self.axis, 0)
@@ -43,7 +42,7 @@ class Layout:
         return tensor if self.rows == 1 else tensor.reshape(shape)
 
     def restored(self, tensor: Tensor) -> Tensor:
-        """Undo :meth:`sorted`."""
+        """Undo :meth:`samples_first`."""
         if self.axis is None:
             return tensor[0]
         tensor = tensor if self.rows == 1 else tensor.flatten(0, 1)
@@ -51,7 +50,7 @@ class Layout:
 
 
 def layout_of(one: Sequence[int], two: Sequence[int]) -> Layout:
-    """Return the layout of a tensor from its shapes with one sample and with two."""
+    """Infer a tensor's layout from its shapes with one sample and with two."""
     if tuple(one) == tuple(two):
         return Layout(None)
     pairs = zip(one, two, strict=False)
@@ -61,25 +60,25 @@ def layout_of(one: Sequence[int], two: Sequence[int]) -> Layout:
         if two[axis] == 2 * one[axis]:
             return Layout(axis, one[axis])
     raise QuantizationError(
-        f"a tensor of shape {tuple(one)} with one sample has {tuple(two)} with two; "
-        "reconstruction needs one dimension that grows with the samples"
+        f"a tensor has shape {tuple(one)} with one sample and {tuple(two)} with two; "
+        "reconstruction needs exactly one dimension that grows with the samples"
     )
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """How a block is called."""
+    """The signature of a block's call: an example, and which tensors hold samples."""
 
-    example: Any  # its arguments and keyword arguments, nested, for any samples
-    layouts: Sequence[Layout]  # the layout of each tensor in it, in order
+    example: Any  # (args, kwargs) of one call, possibly nested
+    layouts: Sequence[Layout]  # the layout of each tensor in the example, in order
 
     def own(self, given: Any) -> list[Tensor]:
-        """Return the tensors of such arguments that samples do not share, (N, ...)."""
+        """Return those tensors of (args, kwargs) that differ by sample, (N, ...)."""
         pairs = zip(self.layouts, tensors_in(given), strict=True)
-        return [layout.sorted(t) for layout, t in pairs if layout.axis is not None]
+        return [one.samples_first(t) for one, t in pairs if one.axis is not None]
 
     def filled(self, own: Sequence[Tensor]) -> Any:
-        """Return arguments with these tensors, and what is shared as it was."""
+        """Return (args, kwargs) with these tensors; shared ones are the example's."""
         rest = iter(own)
         pairs = zip(self.layouts, tensors_in(self.example), strict=True)
         tensors = [
@@ -91,38 +90,37 @@ class Arguments:
 
 @dataclass
 class BlockCache:
-    """What a block gets and what it should return, for all samples."""
+    """A block's inputs and targets for all samples."""
 
-    # The block's tensor arguments that samples do not share, each (N, ...).
-    inputs: list[Tensor]
-    targets: Tensor  # what the float block returns, (N, ...)
-    arguments: Arguments  # how the block is called with them
-    # What the float block gets in their place, or none.
+    inputs: list[Tensor]  # tensor arguments that differ by sample, each (N, ...)
+    targets: Tensor  # outputs of the float block, (N, ...)
+    arguments: Arguments  # how the block is called with the inputs
+    # The float network's inputs of the block, as ``inputs``; empty if not needed.
     float_inputs: list[Tensor] = field(default_factory=list)
-    batch_size: int = 64  # how many samples the networks ran at a time
-    weights: Tensor | None = None  # importance of each element of the targets, or None
-    # Range to which an activation after the block cuts its output, or None.
+    batch_size: int = 64  # number of samples per forward pass of the networks
+    weights: Tensor | None = None  # importance of each element of the targets
+    # Range to which the activation that follows clips the block's output, if any.
     clip: tuple[float, float | None] | None = None
-    layout: Layout = Layout()  # where the samples are in what the block returns
+    layout: Layout = Layout()  # of the block's output
 
     def call(self, block: nn.Module, tensors: list[Tensor]) -> Tensor:
-        """Call the block with these tensors in the places of its inputs."""
+        """Call the block with these inputs; return its first output, (N, ...)."""
         args, kwargs = self.arguments.filled(tensors)
         output = next(tensors_in(block(*args, **kwargs)))
-        return self.clipped(self.layout.sorted(output))
+        return self.clipped(self.layout.samples_first(output))
 
     def clipped(self, output: Tensor) -> Tensor:
-        """Return what the activation after the block leaves of its output."""
+        """Clip an output as the activation after the block does."""
         return output if self.clip is None else output.clamp(*self.clip)
 
     def pick(self, index: Tensor) -> tuple[list[Tensor], Tensor, Tensor | None]:
-        """Return inputs, targets and weights of some samples."""
+        """Return inputs, targets and weights of the samples with these indices."""
         inputs = [t.index_select(0, index) for t in self.inputs]
         weights = None if self.weights is None else self.weights.index_select(0, index)
         return inputs, self.clipped(self.targets.index_select(0, index)), weights
 
     def batches(self, size: int) -> Iterator[Tensor]:
-        """Yield the sample numbers in order, ``size`` at a time."""
+        """Yield sample indices in order, ``size`` at a time."""
         device = self.targets.device
         yield from torch.split(torch.arange(len(self.targets), device=device), size)
 
@@ -130,7 +128,7 @@ class BlockCache:
 def fisher_weights(
     model: nn.Module, end: str, batches: Iterable[Batch], *, layout: Layout = Layout()
 ) -> Iterator[Tensor]:
-    """Yield squared gradients of the network's loss at a block's output, (N, ...).
+    """Yield squared gradients of the network's loss by a block's output, (N, ...).
 
     The loss is −log p of the network's own most likely class.
     """
@@ -138,10 +136,10 @@ def fisher_weights(
         seen: list[Tensor] = []
 
         def leaf(_module: nn.Module, _args: Any, result: Any, seen: Any = seen) -> Any:
-            # Cut here: what is before the block needs no gradient.
+            # Detached: layers up to here need no gradient.
             first, *others = tensors_in(result)
             seen.append(first.detach().requires_grad_())
-            # What follows may work in place, which a leaf does not allow.
+            # Later layers may modify it in place, which a leaf does not allow.
             return with_tensors(result, [seen[0].clone(), *others])
 
         block = model.get_submodule(end)
@@ -149,25 +147,25 @@ def fisher_weights(
             output = run_batch(model, batch)
             log_p = first_tensor(output).flatten(1).log_softmax(1)
             (gradient,) = torch.autograd.grad(-log_p.amax(1).sum(), seen[0])
-        yield layout.sorted(gradient.square())
+        yield layout.samples_first(gradient.square())
 
 
 class _NetworkPass(ForwardPass):
-    """One batch on its way through a network, from block to block."""
+    """A forward pass of one batch that can be paused at blocks."""
 
     def __init__(self, model: nn.Module, batch: Batch) -> None:
         super().__init__(lambda: run_batch(model, batch))
         self._model = model
 
     def run_to(self, start: str, end: str | None = None) -> tuple[Any, Any]:
-        """Run until a block is reached, and through it if its end is given.
+        """Run up to the block ``start``, and through ``end`` if it is given.
 
-        Return the block's arguments and keyword arguments, and what ``end`` returns. A
-        pass that has left the block behind starts again from the input.
+        Return (args, kwargs) of ``start``, and the output of ``end``. A pass that is
+        already past the block starts again from the input.
         """
-        again = self.paused
+        was_paused = self.paused
         found = self._advance(start, end)
-        if found is None and again:
+        if found is None and was_paused:
             found = self._advance(start, end)
         if found is None:
             raise QuantizationError(
@@ -182,7 +180,7 @@ class _NetworkPass(ForwardPass):
         def before(_module: nn.Module, args: Any, kwargs: Any) -> None:
             if end is None:
                 self.pause(((args, kwargs), None))
-            elif not arguments:  # copied: the block may change its input in place
+            elif not arguments:  # cloned: the block may modify its input in place
                 copies = [t.clone() for t in tensors_in((args, kwargs))]
                 arguments.append(with_tensors((args, kwargs), copies))
 
@@ -191,7 +189,8 @@ class _NetworkPass(ForwardPass):
                 self.pause((arguments[0], output))
 
         first = self._model.get_submodule(start)
-        # First among the hooks: quantizers round the input when the block runs.
+        # Before other hooks, so that the input is not rounded yet: the quantizers among
+        # them round it again whenever the block runs.
         register = first.register_forward_pre_hook
         hooks = [register(before, prepend=True, with_kwargs=True)]
         if end is not None:
@@ -201,21 +200,21 @@ class _NetworkPass(ForwardPass):
             return self.resume()
 
 
-class _Row(NamedTuple):
-    """What one batch gives: inputs of both blocks, and what the float one returns."""
+class _GatheredBatch(NamedTuple):
+    """The fields of a :class:`BlockCache` for one batch."""
 
     inputs: list[Tensor]
     float_inputs: list[Tensor]
     targets: list[Tensor]
 
-    def to(self, device: torch.device) -> "_Row":
-        return _Row(*([t.to(device) for t in part] for part in self))
+    def to(self, device: torch.device) -> "_GatheredBatch":
+        return _GatheredBatch(*([t.to(device) for t in part] for part in self))
 
     def bytes(self) -> int:
-        return sum(t.numel() * t.element_size() for t in tensors_in(self))
+        return sum(t.nbytes for t in tensors_in(self))
 
 
-# Activations cut off parts of the output that then need not be reconstructed.
+# The part of an output that the next activation clips need not be reconstructed.
 _CLIPS = {"relu": (0.0, None), "relu6": (0.0, 6.0)}
 
 
@@ -233,10 +232,10 @@ class BlockRunner:
     ) -> None:
         """Prepare the passes; nothing runs yet.
 
-        Inputs of blocks come from the quantized network, targets from the float one. Up
-        to ``limit`` bytes of them stay on the network's device. Passes hold about as
-        much again: they pause up to half of the limit, and start from the input for
-        each block beyond it.
+        Inputs of blocks come from the quantized network, targets from the float one.
+        They stay on the network's device up to ``limit`` bytes. Paused passes hold
+        about as much again, so above half the limit they are closed, and the passes for
+        the next block start from the network's input.
         """
         self._networks = quantized, model
         self._graph = quantization_of(quantized).graph
@@ -244,7 +243,7 @@ class BlockRunner:
         one, two = samples.first_batch(1), samples.first_batch(2)
         if batch_length(two) == 1:
             two = with_tensors(one, [torch.cat([t, t]) for t in tensors_in(one)])
-        # These show which dimension of a block's tensors grows with the samples.
+        # Comparing these shows which dimension of a block's tensors is the samples'.
         self._probes = [_NetworkPass(model, batch) for batch in (one, two)]
         self._example = _NetworkPass(quantized, one)
         self._batches = list(samples.batches(batch_size))
@@ -254,23 +253,24 @@ class BlockRunner:
         ]
 
     def gather(self, block: str, last: str = "", *, fisher: bool = False) -> BlockCache:
-        """Run both networks to a block and return its inputs and targets.
+        """Run both networks up to a block and return its inputs and targets.
 
-        The blocks before it are done. The target is the output of ``last``, if that is
-        a later block; ``fisher`` weights its elements by their importance.
+        All earlier blocks must be reconstructed already. The targets are the outputs of
+        ``last``, which may be a later block; ``fisher`` also computes the importance of
+        their elements.
         """
         quantized, model = self._networks
         units = {unit.name: unit for unit in self._graph.units}
         if any(unit.calls != 1 for unit in units.values() if unit.block == block):
-            self.close()  # a later call is not the first one
-        # A unit that stands alone ends after its norm, which the quantized one folded.
+            self.close()  # a paused pass may already be past the first call
+        # A lone unit ends after its norm, which is folded in the quantized network.
         end = normalised_by(model, units[block]) if block in units else last or block
         with evaluating(quantized, model):
             arguments, layout = self._layouts(block, end)
-            rows = self._rows(block, end, arguments, layout)
+            batches = self._gather_batches(block, end, arguments, layout)
         inputs, others, (targets,) = (
-            [_together(parts) for parts in zip(*column, strict=True)]
-            for column in zip(*rows, strict=True)
+            [_concatenated(parts) for parts in zip(*column, strict=True)]
+            for column in zip(*batches, strict=True)
         )
         size = self._batch_size
         cache = BlockCache(inputs, targets, arguments, others, size, layout=layout)
@@ -283,95 +283,95 @@ class BlockRunner:
             cache.weights = weights / weights.mean().clamp_min(tiny)
         return cache
 
-    def _rows(
+    def _gather_batches(
         self, block: str, end: str, arguments: Arguments, layout: Layout
-    ) -> list[_Row]:
+    ) -> list[_GatheredBatch]:
         device = model_device(self._networks[1])
-        rows: list[_Row] = []
-        for rounded, plain in self._passes:
-            given, _ = rounded.run_to(block)
-            wanted, output = plain.run_to(block, end)
-            target = layout.sorted(next(tensors_in(output)))
-            row = _Row(arguments.own(given), arguments.own(wanted), [target])
-            rows.append(row.to(device))
-            size = sum(one.bytes() for one in rows)
+        batches: list[_GatheredBatch] = []
+        for quantized_pass, float_pass in self._passes:
+            given, _ = quantized_pass.run_to(block)
+            float_given, output = float_pass.run_to(block, end)
+            target = layout.samples_first(next(tensors_in(output)))
+            inputs, float_inputs = arguments.own(given), arguments.own(float_given)
+            batches.append(_GatheredBatch(inputs, float_inputs, [target]).to(device))
+            size = sum(batch.bytes() for batch in batches)
             if 2 * size > self._limit:
                 self.close()
             if size > self._limit:
                 device = torch.device("cpu")
-                rows = [one.to(device) for one in rows]
-        return rows
+                batches = [batch.to(device) for batch in batches]
+        return batches
 
     def close(self) -> None:
-        """Give up all passes; those for the next block start from the input."""
+        """Close all passes; the next block is reached from the network's input."""
         for each in (*self._probes, self._example, *sum(self._passes, ())):
             each.close()
 
     def _layouts(self, block: str, end: str) -> tuple[Arguments, Layout]:
-        """Return how a block is called, and where the samples are in its output."""
+        """Return how a block is called, and the layout of its output."""
         example, _ = self._example.run_to(block)
         probes = [probe.run_to(block, end) for probe in self._probes]
         (given, output), (given_two, output_two) = probes
         pairs = zip(tensors_in(given), tensors_in(given_two), strict=True)
         layouts = [layout_of(a.shape, b.shape) for a, b in pairs]
-        returned = (next(tensors_in(each)).shape for each in (output, output_two))
-        return Arguments(example, layouts), layout_of(*returned)
+        shapes = (next(tensors_in(each)).shape for each in (output, output_two))
+        return Arguments(example, layouts), layout_of(*shapes)
 
 
 def merged(
     model: nn.Module, blocks: Sequence[str], samples: Samples, most: int
 ) -> list[tuple[str, ...]]:
-    """Group neighbouring blocks that can be reconstructed jointly.
+    """Group up to ``most`` consecutive blocks that can be reconstructed jointly.
 
-    Each block of a group gets one tensor and returns one, which the next block alone
+    Each block of a group takes one tensor and returns one, which only the next block
     reads. A layer outside any block is never merged.
     """
     if most == 1:
         return [(name,) for name in blocks]
     recording = observe(model, samples)
     consumers = recording.consumers()
-    made = {each.name: each.output for each in recording.module_calls}
-    times = Counter(each.name for each in recording.module_calls)
-    plain: set[str] = set()  # blocks that get one tensor and return one
+    outputs = {each.name: each.output for each in recording.module_calls}
+    call_counts = Counter(each.name for each in recording.module_calls)
+    plain: set[str] = set()  # blocks that take one tensor and return one
 
     def collector(name: str) -> Collector:
-        def see(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            tensors = len(args) == 1 and not kwargs and isinstance(args[0], Tensor)
-            if tensors and isinstance(output, Tensor) and any(module.children()):
+        def check(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            one_tensor = len(args) == 1 and not kwargs and isinstance(args[0], Tensor)
+            if one_tensor and isinstance(output, Tensor) and any(module.children()):
                 plain.add(name)
 
-        return see
+        return check
 
     modules = [(model.get_submodule(name), collector(name)) for name in blocks]
     collect(model, samples.first(1), modules)
 
     def joins(first: str, second: str) -> bool:
-        own = [c for c in recording.calls if f"{c.module}.".startswith(f"{second}.")]
-        inside = {call.position for call in own}
-        read = {source for call in own for source in call.inputs} - inside
-        output = made[first]
-        alone = output not in recording.returned and read == {output}
-        return alone and inside.issuperset(consumers[cast(int, output)])
+        calls = [c for c in recording.calls if f"{c.module}.".startswith(f"{second}.")]
+        inside = {call.position for call in calls}
+        read = {source for call in calls for source in call.inputs} - inside
+        output = outputs[first]
+        only_input = output not in recording.returned and read == {output}
+        return only_input and inside.issuperset(consumers[cast(int, output)])
 
     groups: list[tuple[str, ...]] = []
     for name in blocks:
         last = groups[-1] if groups else ()
-        usable = 0 < len(last) < most and all(
-            one in plain and times[one] == 1 for one in (*last, name)
+        mergeable = 0 < len(last) < most and all(
+            one in plain and call_counts[one] == 1 for one in (*last, name)
         )
-        if usable and joins(last[-1], name):
+        if mergeable and joins(last[-1], name):
             groups[-1] = (*last, name)
         else:
             groups.append((name,))
     return groups
 
 
-def _together(parts: Sequence[Tensor]) -> Tensor:
+def _concatenated(parts: Sequence[Tensor]) -> Tensor:
     shapes = {tuple(part.shape[1:]) for part in parts}
     if len(shapes) > 1:
         found = " and ".join(str(shape) for shape in sorted(shapes)[:2])
         raise SampleError(
-            f"a block's tensors differ in shape from batch to batch, {found}; "
+            f"a block's tensors differ in shape between batches, {found}; "
             "give samples of one size"
         )
     return torch.cat(list(parts))

@@ -1,8 +1,9 @@
-"""Blocks reconstructed as BRECQ does it: first the weights' rounding, then the steps.
+"""BRECQ: learn each block's weight rounding first, then its activation steps.
 
-Li et al., BRECQ, 2021, with the settings of its released code: rounding as a rectified
-sigmoid (AdaRound) while activations are float; then activation steps, on inputs of the
-float network. One thing differs: a block that learning makes worse keeps what it had.
+Li et al., BRECQ, 2021, with the settings of the released code. Rounding is a rectified
+sigmoid (AdaRound) and learned with float activations; activation steps are learned on
+inputs from the float network. One thing differs: a block whose error does not fall is
+left as it was.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,7 +28,7 @@ from ompq.samples import Samples, attached, evaluating, run_batch
 from ompq.stages import Progress
 
 ZETA, GAMMA = 1.1, -0.1  # ends of the stretched sigmoid
-_FOR_RANGES = 64  # samples that ranges of activations are found with
+_RANGE_SAMPLES = 64  # samples that activation ranges are calibrated on
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,16 +36,17 @@ class BrecqConfig:
     """How BRECQ reconstructs a block.
 
     Attributes:
-        iterations: Steps of Adam for the rounding of weights.
-        activation_iterations: Steps of Adam for the steps of activations.
-        batch_size: Samples a step, out of 1,024.
-        learning_rate: Of the rounding.
-        activation_learning_rate: Of the steps at first; it falls as a cosine.
-        round_weight: Weight of the loss that drives the rounding to a side; BRECQ has
-            0.01, and 0.1 for MobileNetV2.
-        warmup: Fraction of the iterations before that loss counts.
-        exponent: Of that loss, at first and at the end.
-        activation_power: Of the error while steps are learned.
+        iterations: Number of Adam steps for the weight rounding.
+        activation_iterations: Number of Adam steps for the activation steps.
+        batch_size: Samples per Adam step; BRECQ draws them from 1,024.
+        learning_rate: Learning rate of the rounding.
+        activation_learning_rate: Initial learning rate of the activation steps; it
+            follows a cosine to 0.
+        round_weight: Weight of the regulariser that drives weights to grid points.
+            BRECQ uses 0.01, and 0.1 for MobileNetV2.
+        warmup: Fraction of the iterations before the regulariser is switched on.
+        exponent: Exponent of the regulariser at the start and at the end.
+        activation_power: Power of the error while activation steps are learned.
     """
 
     iterations: int = 20_000
@@ -66,14 +68,14 @@ class BrecqConfig:
 
 
 class SigmoidRounding:
-    """Weights between two neighbours of their grids, by AdaRound's rectified sigmoid.
+    """Weights between two neighbouring grid points, by AdaRound's rectified sigmoid.
 
     Attributes:
-        alphas: What is learned, shaped as the weight of each layer.
+        alphas: The learned tensors, each shaped as the weight of its layer.
     """
 
     def __init__(self, layers: Sequence[QuantizedLayer]) -> None:
-        """Start at the layers' weights before rounding."""
+        """Start from the layers' unrounded weights."""
         self._layers, self.alphas = layers, list[Tensor]()
         self._low: list[Tensor] = []
         for layer in layers:
@@ -84,13 +86,13 @@ class SigmoidRounding:
             self.alphas.append(-((ZETA - GAMMA) / (rest - GAMMA) - 1).log())
 
     def up(self) -> list[Tensor]:
-        """Return how far above its lower neighbour each weight is, 0 to 1."""
+        """Return the distance of each weight from its lower neighbour, 0 to 1."""
         stretched = (a.sigmoid() * (ZETA - GAMMA) + GAMMA for a in self.alphas)
         return [s.clamp(0, 1) for s in stretched]
 
     @contextmanager
     def used(self, up: Sequence[Tensor]) -> Iterator[None]:
-        """Let the layers compute with weights so far above their lower neighbours."""
+        """Make the layers compute with weights at these distances."""
         for layer, weight in zip(self._layers, self._weights(up), strict=True):
             layer.learning = (weight, layer.bias)
         try:
@@ -100,33 +102,32 @@ class SigmoidRounding:
                 layer.learning = None
 
     def _weights(self, up: Sequence[Tensor]) -> Iterator[Tensor]:
-        for layer, low, each in zip(self._layers, self._low, up, strict=True):
+        for layer, low, distance in zip(self._layers, self._low, up, strict=True):
             grid = layer.grid_like_weight()
-            codes = (low + each).clamp(0, grid.qmax)
+            codes = (low + distance).clamp(0, grid.qmax)
             yield grid.scale * (codes - grid.zero_point)
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Put each weight at the neighbour that it is nearer to."""
-        sides = [(alpha >= 0).to(alpha.dtype) for alpha in self.alphas]
-        for layer, weight in zip(self._layers, self._weights(sides), strict=True):
+        """Put each weight on the nearer grid point."""
+        up = [(alpha >= 0).to(alpha.dtype) for alpha in self.alphas]
+        for layer, weight in zip(self._layers, self._weights(up), strict=True):
             layer.weight.copy_(weight)
 
 
 def summed_error(output: Tensor, target: Tensor, power: float) -> Tensor:
-    """Return |error|^power summed over channels, averaged over all else."""
-    error = (output - target).abs().pow(power)
-    return error.sum(1).mean()
+    """Return |output − target|^power, summed over dimension 1, averaged over others."""
+    return (output - target).abs().pow(power).sum(1).mean()
 
 
 def side_loss(up: Sequence[Tensor], exponent: Tensor) -> Tensor:
-    """Return AdaRound's regulariser, 0 where every weight is at a side."""
+    """Return AdaRound's regulariser; it is 0 if every weight is on a grid point."""
     parts = [(1 - (2 * each - 1).abs().pow(exponent)).sum() for each in up]
     return torch.stack(parts).sum()
 
 
 def side_schedule(config: BrecqConfig) -> Tensor:
-    """Return rate, and weight and exponent of the regulariser, (iterations, 3)."""
+    """Return learning rate, and weight and exponent of the regulariser, (steps, 3)."""
     step = torch.arange(config.iterations, dtype=torch.float32)
     begin = config.warmup * config.iterations
     left = 1 - (step - begin).clamp(min=0) / max(config.iterations - begin, 1)
@@ -150,18 +151,15 @@ def learn_weights(
         up = soft.up()
         with soft.used(up):
             output = cache.call(block, picked.inputs)
-        sides_cost: Tensor = row[1] * side_loss(up, row[2])
-        error, share = _errors(output, picked.target, 2.0, errors[0])
-        return error + sides_cost, share
+        regulariser: Tensor = row[1] * side_loss(up, row[2])
+        error, relative = _errors(output, picked.target, 2.0, errors[0])
+        return error + regulariser, relative
 
-    table, learned = side_schedule(config), [(soft.alphas, 0)]
+    schedule, learned = side_schedule(config), [(soft.alphas, 0)]
     size = max(config.batch_size, cache.batch_size)
-    with (
-        kept_if_better(block, cache, size) as errors,
-        optimising(block, seed),
-    ):
-        order = _sample_order(cache, len(table), config.batch_size, seed)
-        Descent(block, cache, learned, table, order, loss).run(progress)
+    with kept_if_better(block, cache, size) as errors, optimising(block, seed):
+        order = _sample_order(cache, len(schedule), config.batch_size, seed)
+        Descent(block, cache, learned, schedule, order, loss).run(progress)
         soft.finish()
     return errors[0], errors[1]
 
@@ -173,7 +171,7 @@ def learn_steps(
     seed: int,
     progress: Progress | None = None,
 ) -> tuple[float, float]:
-    """Learn the steps of a block's activations; return its error before and after."""
+    """Learn a block's activation steps; return its error before and after."""
     scales: list[Tensor] = [q.scale for q in _quantizers(block)]
     power = config.activation_power
 
@@ -181,62 +179,58 @@ def learn_steps(
         output = cache.call(block, picked.inputs)
         return _errors(output, picked.target, power, errors[0])
 
-    share = torch.arange(config.activation_iterations) / config.activation_iterations
-    rates = config.activation_learning_rate * (1 + (torch.pi * share).cos()) / 2
+    time = torch.arange(config.activation_iterations) / config.activation_iterations
+    rates = config.activation_learning_rate * (1 + (torch.pi * time).cos()) / 2
+    learned, schedule = [(scales, 0)], rates[:, None]
     size = max(config.batch_size, cache.batch_size)
-    with (
-        kept_if_better(block, cache, size, power) as errors,
-        optimising(block, seed),
-    ):
+    with kept_if_better(block, cache, size, power) as errors, optimising(block, seed):
         if scales:
             order = _sample_order(cache, len(rates), config.batch_size, seed)
-            Descent(block, cache, [(scales, 0)], rates[:, None], order, loss).run(
-                progress
-            )
+            Descent(block, cache, learned, schedule, order, loss).run(progress)
     return errors[0], errors[1]
 
 
 def _errors(
     output: Tensor, target: Tensor, power: float, before: float
 ) -> tuple[Tensor, Tensor]:
-    """Return the summed error, and its share of what it was before learning."""
+    """Return the summed error, and its ratio to the error before learning."""
     error = summed_error(output, target, power)
-    usual = before * summed_error(torch.zeros_like(target), target, power)
-    return error, error / usual.clamp_min(torch.finfo(usual.dtype).tiny)
+    expected = before * summed_error(torch.zeros_like(target), target, power)
+    return error, error / expected.clamp_min(torch.finfo(expected.dtype).tiny)
 
 
 def _sample_order(
     cache: BlockCache, iterations: int, batch_size: int, seed: int
 ) -> Tensor:
-    """Return which samples each step sees, none twice, (iterations, batch size)."""
+    """Return the indices of each step's samples, all distinct, (steps, batch size)."""
     generator, count = torch.Generator().manual_seed(seed), len(cache.targets)
     drawn = (torch.randperm(count, generator=generator) for _ in range(iterations))
     return torch.stack([each[:batch_size] for each in drawn])
 
 
 def calibrate_steps(model: nn.Module, samples: Samples) -> None:
-    """Find the range of every activation anew, in one pass of 64 samples.
+    """Calibrate all activation ranges again, in one pass of 64 samples.
 
-    Each is found from what its quantizer gets from the quantized layers before it.
+    Each quantizer's range comes from the values it reads in the quantized network.
     """
-    seen: set[nn.Module] = set()
+    calibrated: set[nn.Module] = set()
 
-    def find(module: nn.Module, args: tuple[Tensor]) -> None:
+    def calibrate(module: nn.Module, args: tuple[Tensor]) -> None:
         quantizer = cast(ActivationQuantizer, module)
-        if quantizer not in seen:
-            seen.add(quantizer)
+        if quantizer not in calibrated:
+            calibrated.add(quantizer)
             grid = shrunk_tensor(args[0], quantizer.bits)
             quantizer.scale.copy_(grid.scale)
             quantizer.zero_point.copy_(grid.zero_point)
 
-    hooks = [q.register_forward_pre_hook(find) for q in _quantizers(model)]
+    hooks = [q.register_forward_pre_hook(calibrate) for q in _quantizers(model)]
     with attached(hooks), evaluating(model):
-        run_batch(model, samples.first_batch(_FOR_RANGES))
+        run_batch(model, samples.first_batch(_RANGE_SAMPLES))
 
 
 @contextmanager
 def float_activations(model: nn.Module, *, wanted: bool) -> Iterator[None]:
-    """Leave activations unrounded within the context, if ``wanted``."""
+    """If ``wanted``, leave activations unrounded within the context."""
     quantizers = _quantizers(model)
     flags = [quantizer.enabled for quantizer in quantizers]
     try:

@@ -1,4 +1,4 @@
-"""Gradient descent on one block, shared by all ways of learning its rounding."""
+"""Gradient descent on one block, shared by all methods that learn its rounding."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -11,153 +11,151 @@ from torch import Tensor, nn
 
 from ompq.processes import add_up, average, process_count
 from ompq.reconstruction.blocks import BlockCache
-from ompq.recording import detach_state
+from ompq.recording import detach_state, tensors_in, with_tensors
 from ompq.samples import cudnn_kernels, evaluating, model_device
 from ompq.stages import Progress
 
 _REPORT_EVERY = 50  # iterations; on a CPU these can take seconds
-_EAGER = 3  # steps that run before one is captured on CUDA
+_WARMUP_STEPS = 3  # eager steps before one is captured as a CUDA graph
 
 
 class Picked(NamedTuple):
-    """What a step sees, on the block's device; samples first."""
+    """The samples of one step, on the block's device; each tensor is (N, ...)."""
 
     inputs: list[Tensor]
-    float_inputs: list[Tensor]  # what the float block gets in their place, or none
+    float_inputs: list[Tensor]  # the float network's inputs of the block, or empty
     target: Tensor
     weights: Tensor | None  # importance of each element of the target
 
 
 @dataclass(eq=False)
 class Descent:
-    """Adam on a block; on CUDA a step is captured once and replayed.
+    """Adam on a block; on CUDA, one step is captured as a graph and replayed.
 
-    Everything that changes from step to step (the step's number, and with it the
-    samples, the rates and Adam's state) lives on the device, so that a replayed graph
-    needs nothing from the host. Processes, each with samples of its own, average their
-    gradients.
+    Everything that changes between steps (the step number, which selects the samples
+    and the learning rates, and Adam's state) lives on the device, so that a replayed
+    graph needs nothing from the host. Several processes, each with its own samples,
+    average their gradients.
     """
 
     block: nn.Module
     cache: BlockCache
     learned: list[tuple[list[Tensor], int]]  # tensors, and the column of their rate
-    schedule: Tensor  # what each step reads, (iterations, columns)
-    order: Tensor  # which samples each step sees, (iterations, batch size)
-    # Called with what a step sees and its row of the schedule; returns the loss, and
-    # the error of the output as a share of what rounding to nearest leaves.
+    schedule: Tensor  # learning rates and other values of each step, (steps, columns)
+    order: Tensor  # indices of the samples of each step, (steps, batch size)
+    # Called with the samples and the schedule row of a step. Returns the loss, and the
+    # output error relative to that of rounding to nearest.
     loss: Callable[[Picked, Tensor], tuple[Tensor, Tensor]]
-    # Called before a step with its number and Adam, for what a replayed step cannot do.
-    # It must not hold the descent: the two would keep each other, and their memory.
+    # Called with the step number and Adam before each step, for work that cannot be
+    # captured. It must not refer to the Descent: a reference cycle would keep both
+    # alive, with their memory.
     before: Callable[[int, torch.optim.Adam], None] = lambda _step, _adam: None
-    # Called with the row after Adam has moved what is learned; may be replayed.
+    # Called with the schedule row after each Adam update; may be captured.
     after: Callable[[Tensor], None] = lambda _row: None
 
     def __post_init__(self) -> None:
         self.device = model_device(self.block)
         self.schedule = self.schedule.to(self.device)
-        self.now = self.schedule[:1].clone()  # the row of this step
-        self.number = torch.zeros(1, dtype=torch.long, device=self.device)
-        self.shares = torch.zeros((), device=self.device)  # since the last report
+        self.row = self.schedule[:1].clone()  # the schedule row of this step
+        self.step = torch.zeros(1, dtype=torch.long, device=self.device)
+        self.error_sum = torch.zeros((), device=self.device)  # since the last report
         self.tensors = [tensor for tensors, _ in self.learned for tensor in tensors]
         for tensor in self.tensors:
             tensor.requires_grad_()
         self.optimizer = torch.optim.Adam(
-            [{"params": given, "lr": self.now[0, at]} for given, at in self.learned],
+            [{"params": given, "lr": self.row[0, at]} for given, at in self.learned],
             capturable=self.device.type == "cuda",
             fused=True,
         )
-        # A cache in host memory is picked from there and copied into fixed places.
         home = self.cache.targets.device
         self.order = self.order.to(home)
-        first = [] if home == self.device else self._pick(self.order[0])
-        self.places = [tensor.to(self.device) for tensor in first]
-        self.keeps_state = True  # until a step has shown that no module keeps any
+        # Samples of a cache in host memory are copied into fixed buffers on the device.
+        self.buffers: Picked | None = None
+        if home != self.device:
+            first = self._pick(self.order[0])
+            moved = [tensor.to(self.device) for tensor in tensors_in(first)]
+            self.buffers = with_tensors(first, moved)
+        self.keeps_state = True  # until a step shows that no module keeps any
 
     def run(self, progress: Progress | None) -> None:
-        """Do all steps."""
+        """Run all steps."""
         total = len(self.schedule)
         every = min(_REPORT_EVERY, total)
         advance = self._captured() if self.device.type == "cuda" else self._advance
-        # The steps that warm the capture up are steps like any other.
-        for done in range(int(self.number.item()), total):
-            self._prepare(done)
+        # The warm-up before the capture has already done the first steps.
+        for step in range(int(self.step.item()), total):
+            self._prepare(step)
             advance()
-            if progress and (done + 1) % every == 0:
-                share = self.shares.item() / every
-                progress(done + 1, total, f"error {share:.0%} of rounding to nearest")
-                self.shares.zero_()
+            if progress and (step + 1) % every == 0:
+                error = self.error_sum.item() / every
+                progress(step + 1, total, f"error {error:.0%} of rounding to nearest")
+                self.error_sum.zero_()
         for tensor in self.tensors:
             tensor.requires_grad, tensor.grad = False, None
 
     @torch.no_grad()
     def _prepare(self, step: int) -> None:
         self.before(step, self.optimizer)
-        if self.places:
-            found = self._pick(self.order[step])
-            for place, tensor in zip(self.places, found, strict=True):
-                place.copy_(tensor)
+        if self.buffers is not None:
+            picked = tensors_in(self._pick(self.order[step]))
+            for buffer, tensor in zip(tensors_in(self.buffers), picked, strict=True):
+                buffer.copy_(tensor)
 
     def _captured(self) -> Callable[[], None]:
-        """Return a step that replays its kernels; processes talk between two graphs."""
+        """Run the first steps, capture one, and return what replays it.
+
+        With several processes, gradients are averaged between two graphs.
+        """
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            for done in range(min(_EAGER, len(self.schedule))):
-                self._prepare(done)
+            for step in range(min(_WARMUP_STEPS, len(self.schedule))):
+                self._prepare(step)
                 self._advance()
         torch.cuda.current_stream().wait_stream(stream)
         self.optimizer.zero_grad(set_to_none=True)
         if process_count() == 1:
             return _kernel_graph(self._advance)
-        compute, move = _kernel_graph(self._compute), _kernel_graph(self._move)
+        compute, update = _kernel_graph(self._compute), _kernel_graph(self._update)
 
         def advance() -> None:
             compute()
-            self._average()
-            move()
+            average(tensor.grad for tensor in self.tensors)
+            update()
 
         return advance
 
     def _advance(self) -> None:
         self._compute()
-        self._average()
-        self._move()
-
-    def _average(self) -> None:
         average(tensor.grad for tensor in self.tensors)
+        self._update()
 
     def _compute(self) -> None:
         """Pick samples and compute the gradients of the loss."""
-        torch.index_select(self.schedule, 0, self.number, out=self.now)
-        found = self.places
-        if not found:
-            found = self._pick(self.order.index_select(0, self.number).squeeze(0))
-        count, others = len(self.cache.inputs), len(self.cache.float_inputs)
-        inputs, (target, *weights) = found[:count], found[count + others :]
-        plain = found[count : count + others]
-        picked = Picked(inputs, plain, target, next(iter(weights), None))
-        loss, share = self.loss(picked, self.now[0])
+        torch.index_select(self.schedule, 0, self.step, out=self.row)
+        picked = self.buffers
+        if picked is None:
+            picked = self._pick(self.order.index_select(0, self.step).squeeze(0))
+        loss, error = self.loss(picked, self.row[0])
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]
         self.keeps_state = self.keeps_state and detach_state(self.block)
-        self.shares += share.detach()
+        self.error_sum += error.detach()
 
-    def _move(self) -> None:
-        """Move what is learned."""
+    def _update(self) -> None:
         self.optimizer.step()
         with torch.no_grad():
-            self.after(self.now[0])
-        self.number += 1
+            self.after(self.row[0])
+        self.step += 1
 
-    def _pick(self, index: Tensor) -> list[Tensor]:
-        """Return inputs, those of the float network, targets and weights."""
+    def _pick(self, index: Tensor) -> Picked:
         inputs, target, weights = self.cache.pick(index)
-        others = [t.index_select(0, index) for t in self.cache.float_inputs]
-        return [*inputs, *others, target, *([] if weights is None else [weights])]
+        float_inputs = [t.index_select(0, index) for t in self.cache.float_inputs]
+        return Picked(inputs, float_inputs, target, weights)
 
 
 def _kernel_graph(step: Callable[[], None]) -> Callable[[], None]:
-    """Capture the kernels of a step, and return what runs them again."""
+    """Capture a step as a CUDA graph and return the function that replays it."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step()
@@ -168,19 +166,22 @@ def _kernel_graph(step: Callable[[], None]) -> Callable[[], None]:
 def kept_if_better(
     block: nn.Module, cache: BlockCache, batch_size: int, power: float = 2.0
 ) -> Iterator[list[float]]:
-    """Yield a list of a block's errors before and after; undo what did not help."""
+    """Undo changes to a block that do not lower its error; yield [before, after].
+
+    The second error is appended to the list when the context ends.
+    """
     errors = [_block_error(block, cache, batch_size, power)]
     state = copy.deepcopy(block.state_dict())
     yield errors
     errors.append(_block_error(block, cache, batch_size, power))
-    if not errors[1] < errors[0]:  # NaN is not an improvement
+    if not errors[1] < errors[0]:  # also if it is NaN
         block.load_state_dict(state)
 
 
 def _block_error(
     block: nn.Module, cache: BlockCache, batch_size: int, power: float
 ) -> float:
-    """Return ||output − target||² / ||target||² over all samples, or another power."""
+    """Return sum |output − target|^power / sum |target|^power over all samples."""
     device = model_device(block)
     error = torch.zeros((), dtype=torch.float64, device=device)
     norm = torch.zeros((), dtype=torch.float64, device=device)
@@ -197,7 +198,7 @@ def _block_error(
 
 @contextmanager
 def optimising(block: nn.Module, seed: int) -> Iterator[None]:
-    """Make the arithmetic repeatable, and leave the global generators as they were."""
+    """Use deterministic kernels and a local seed; restore the global generators."""
     device = model_device(block)
     devices = [device] if device.type == "cuda" else []
     with (

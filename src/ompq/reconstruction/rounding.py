@@ -1,4 +1,4 @@
-"""Learning the rounding of one block (AdaRound), and activation scales (LSQ)."""
+"""Learn the rounding of one block's weights (AdaRound) and activation scales (LSQ)."""
 
 import math
 from collections import Counter
@@ -38,12 +38,12 @@ from ompq.samples import attached, evaluating, model_device
 from ompq.stages import Progress
 from ompq.streams import LARGEST_BITS, CodeModel
 
-_FASTEST = 0.005  # steps of the grid per iteration; more overshoots in short runs
+_LARGEST_RATE = 0.005  # grid steps per iteration; more overshoots in short runs
 _FEWEST_SAMPLES = 8  # an iteration with fewer is too noisy
-# How often in all the prices of codes are set; how much more a bit is worth if codes
-# take more than they should, and its logarithm at most; what they should take of what
-# they may: to lower codes in the end costs more than to leave some bytes.
-_PRICINGS, _GAIN, _MOST, _FILLED = 20, 60.0, 3.0, 0.99
+# The price of a bit in entropy-coded layers: the number of its updates, how fast its
+# logarithm grows with the relative excess of bits, and the limit of that logarithm.
+_PRICE_UPDATES, _PRICE_GAIN, _LARGEST_LOG_PRICE = 20, 60.0, 3.0
+_TARGET_FILL = 0.99  # of the bytes allowed; lowering codes at the end costs more
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,31 +51,30 @@ class RoundingConfig:
     """How the rounding of one block is learned.
 
     Attributes:
-        iterations: Steps of Adam.
-        batch_size: Samples a step, at most.
-        step_elements: Elements of the block's output a step, about: where outputs are
-            large, fewer samples will do, but never fewer than eight.
-        travel: How far a weight may move in all, in steps of its grid; the learning
-            rate is this over the iterations, so that fewer iterations still decide.
-        activation_learning_rate: Of the steps of activations below 8 bits; 0 keeps
-            them.
-        scale_learning_rate: Of the logarithm of the weights' scales; 0 keeps them.
-        bias_learning_rate: Of the biases; 0 keeps them.
-        warmup: Fraction of the iterations before weights are driven to a side.
-        tail: Fraction of the iterations, at the end, in which each weight is at its
-            side and only scales, steps and biases still learn.
-        drive: How much faster than by its learning rate a weight is driven to its side
-            at the end. It grows from 0, apart from Adam, as weight decay does in AdamW:
-            weights that matter much and little decide at the same pace.
-        exponent: The middle is driven less the higher this is; after the warm-up, and
-            at the end.
-        price: What a bit is worth to weights of coded layers while they learn, against
-            what it is worth before. The more codes take than they may, the more it is.
-            0 leaves it to the end, when codes are lowered that take too much.
-        drop: Probability with which an activation passes unrounded (QDrop); 0 is off.
-        float_inputs: Probability with which an element of the block's input is the one
-            that the float network has, while learning. The block then does not overfit
-            to the errors that the blocks before it make on these few samples.
+        iterations: Number of Adam steps.
+        batch_size: Maximum number of samples per step.
+        step_elements: Approximate number of output elements per step. Blocks with large
+            outputs use fewer samples, but at least eight.
+        travel: How far a weight can move in total, in grid steps. The learning rate of
+            the rounding is this over the iterations, so that short runs converge too.
+        activation_learning_rate: For activation steps below 8 bits; 0 freezes them.
+        scale_learning_rate: For the logarithm of weight scales; 0 freezes them.
+        bias_learning_rate: For biases; 0 freezes them.
+        warmup: Fraction of the iterations before weights are driven to grid points.
+        tail: Fraction of the iterations, at the end, in which the rounding is fixed and
+            only scales, activation steps and biases are learned.
+        drive: Final strength of the drive to the nearer grid point, relative to the
+            learning rate. It grows from 0 and bypasses Adam, like weight decay in
+            AdamW, so that important and unimportant weights settle at the same pace.
+        exponent: Shape of the drive, after the warm-up and at the end; the higher it
+            is, the less the drive moves weights halfway between two grid points.
+        price: Price of a bit in entropy-coded layers while they learn, relative to its
+            marginal value before learning. It rises while codes exceed their limit.
+            With 0, codes are lowered to the limit only at the end.
+        drop: Probability that an activation stays unrounded while learning (QDrop).
+        float_inputs: Probability that an input element of the block is taken from the
+            float network while learning. This keeps the block from overfitting to the
+            errors that earlier blocks make on these few samples.
     """
 
     iterations: int = 1_000
@@ -109,18 +108,18 @@ def learn_rounding(
     moments: Mapping[str, Moments] | None = None,
     progress: Progress | None = None,
 ) -> tuple[float, float]:
-    """Learn the rounding of a block's weights; keep it only where it helps.
+    """Learn the rounding of a block's weights; keep it only if the error falls.
 
-    Return the relative squared error of its output, before and after. Moments of
-    outputs are restored first: the blocks before this one have changed since it got its
-    biases.
+    Return the relative squared error of the block's output before and after. Output
+    moments are restored first, because earlier blocks have changed since this block's
+    biases were set.
     """
     layers = {n: m for n, m in quantized_layers(block).items() if m.bias is not None}
     wanted = {name: each for name, each in (moments or {}).items() if name in layers}
     with kept_if_better(block, cache, config.batch_size) as errors:
         with evaluating(block):
             restore_moments(layers, wanted, _runs(block, cache))
-        copy_main(block.state_dict().values())  # others have seen other samples
+        copy_main(block.state_dict().values())  # each process has its own samples
         soft = SoftRounding(list(quantized_layers(block).values()), _runs(block, cache))
         quantizers = activation_quantizers(block).values()
         with optimising(block, seed):
@@ -137,7 +136,7 @@ def learn_rounding(
 
 
 def _runs(block: nn.Module, cache: BlockCache) -> Runs:
-    """Return what runs a block on the samples that moments come from."""
+    """Return functions that run a block on the samples that moments are read from."""
 
     def run(index: Tensor) -> None:
         inputs, _, _ = cache.pick(index)
@@ -155,23 +154,23 @@ def rounding_descent(
     order: Tensor,
     before: float,
 ) -> Descent:
-    """Return the descent that learns a block's rounding; its error was ``before``."""
+    """Return the descent that learns the rounding of a block with error ``before``."""
     energy = cache.targets.double().square().mean()
     average([energy])
-    usual = max(before * energy.item(), torch.finfo(torch.float32).tiny)
+    error_before = max(before * energy.item(), torch.finfo(torch.float32).tiny)
     decided = first_decided(config)
-    every = max(1, config.iterations // _PRICINGS)
+    every = max(1, config.iterations // _PRICE_UPDATES)
 
     def loss(picked: Picked, _row: Tensor) -> tuple[Tensor, Tensor]:
         with soft.used():
             output = cache.call(block, _mixed(picked, config.float_inputs))
-        share = _squared_error(output, picked) / usual
-        return share, share
+        relative = _squared_error(output, picked) / error_before
+        return relative, relative
 
     def prepare(step: int, adam: torch.optim.Adam) -> None:
         if step == decided:
             soft.harden()
-            # Where a weight's error matters much, gradients vary much.
+            # The size of its gradients shows how much a weight matters.
             state = adam.state[soft.up]
             equal = torch.ones_like(soft.up)
             soft.keep_rates(state["exp_avg_sq"].sqrt() if state else equal)
@@ -202,8 +201,8 @@ def _learned(
     quantizers: Iterable[ActivationQuantizer],
     config: RoundingConfig,
 ) -> list[tuple[list[Tensor], int]]:
-    """Return what is learned, with the columns of the schedule that are its rates."""
-    # A finer step gains nothing at 8 bits, and its gradient is costly.
+    """Return the learned tensors, with the schedule columns of their learning rates."""
+    # At 8 bits a better step gains nothing, and its gradient is costly.
     narrow = [q for q in quantizers if q.bits < LARGEST_BITS and q.learnable]
     rates: tuple[tuple[list[Tensor], float], ...] = (
         ([q.scale for q in narrow], config.activation_learning_rate),
@@ -218,36 +217,36 @@ def _learned(
     return [([soft.up], 0), *others]
 
 
-def _mixed(picked: Picked, share: float) -> list[Tensor]:
-    """Return inputs of which a share of the elements is the float network's."""
+def _mixed(picked: Picked, probability: float) -> list[Tensor]:
+    """Return the inputs with random elements replaced by the float network's."""
     if not picked.float_inputs:
         return picked.inputs
     return [
-        torch.where(torch.rand_like(rounded) < share, plain, rounded)
-        if rounded.is_floating_point()
-        else rounded
-        for rounded, plain in zip(picked.inputs, picked.float_inputs, strict=True)
+        torch.where(torch.rand_like(own) < probability, plain, own)
+        if own.is_floating_point()
+        else own
+        for own, plain in zip(picked.inputs, picked.float_inputs, strict=True)
     ]
 
 
 def first_decided(config: RoundingConfig) -> int:
-    """Return the step from which on each weight is at its side."""
+    """Return the first step at which the rounding of all weights is fixed."""
     return int(config.iterations * (1 - config.tail))
 
 
 def schedule(config: RoundingConfig) -> Tensor:
-    """Return what each step reads, (iterations, 6).
+    """Return the values that each step reads, (iterations, 6).
 
-    The columns are the rates of weights, steps of activations, scales and biases, and
-    exponent and size of what drives weights to their sides.
+    The columns are the learning rates of the rounding, activation steps, scales and
+    biases, then the exponent and the strength of the drive to grid points.
     """
     count = config.iterations
     step = torch.arange(count, dtype=torch.float32)
     left = 1 - step / count
-    soft = (step < first_decided(config)).float()
-    learning = max(1 - config.warmup - config.tail, 1 / count)
-    phase = ((1 - left - config.warmup) / learning).clamp(0, 1)
-    rate = min(config.travel / count, _FASTEST) * soft
+    undecided = (step < first_decided(config)).float()
+    driven = max(1 - config.warmup - config.tail, 1 / count)
+    phase = ((1 - left - config.warmup) / driven).clamp(0, 1)
+    rate = min(config.travel / count, _LARGEST_RATE) * undecided
     start, end = config.exponent
     columns = (
         rate,
@@ -261,9 +260,9 @@ def schedule(config: RoundingConfig) -> Tensor:
 
 
 def sample_order(targets: Tensor, config: RoundingConfig, seed: int) -> Tensor:
-    """Return which samples each step sees, (iterations, batch size).
+    """Return the indices of each step's samples, (iterations, batch size).
 
-    Of several processes, each sees its share of the batch, from its own samples.
+    With several processes, each draws its share of the batch from its own samples.
     """
     count = len(targets)
     fitting = config.step_elements // targets[0].numel()
@@ -274,23 +273,23 @@ def sample_order(targets: Tensor, config: RoundingConfig, seed: int) -> Tensor:
 
 
 class SoftRounding:
-    """The weights of a block, each between two neighbours on its grid.
+    """The weights of a block, each between two neighbouring grid points.
 
-    All weights lie in one tensor, (W,), all channels in another, (C,), and all scales,
-    of channels or groups, in a third, (S,): a step of learning is bound by the number
-    of its kernels, not by their work.
+    All weights are one tensor, (W,), all channels another, (C,), and all scales, of
+    channels or groups, a third, (S,): the time of a step depends on the number of its
+    kernels, not on their work.
 
-    Biases follow the weights: whatever side a weight takes, the mean output of its
-    channel stays what it was, and only the rest has to be learned.
+    Biases follow the weights. However a weight is rounded, the mean output of its
+    channel stays the same, and only the remaining error has to be learned.
 
     Attributes:
-        up: How far above its lower neighbour each weight is, 0 to 1, (W,); learned.
-        stretch: Logarithm of what each scale is multiplied by, (S,); learned.
+        up: Distance of each weight from its lower neighbour, 0 to 1, (W,); learned.
+        stretch: Logarithm of a factor on each scale, (S,); learned.
         bias: Bias of each channel, (C,); learned.
     """
 
     def __init__(self, layers: Sequence[QuantizedLayer], runs: Runs) -> None:
-        """Start from the layers' weights before rounding."""
+        """Start from the layers' unrounded weights."""
         self._layers = layers
         parts = [_rows(layer) for layer in layers]
         self._shapes = [part.up.shape for part in parts]
@@ -298,18 +297,20 @@ class SoftRounding:
         self._low = _flat([part.low for part in parts])
         self._free = _flat([part.free for part in parts])
         self._scale = _flat([part.scale for part in parts])
-        self._scales = [part.scale.numel() for part in parts]
-        self._own = _flat([part.own for part in parts])
-        self._groups = [layer.group_size for layer in layers]
-        self._whole = [0] * len(layers)
-        self._row = self._numbers(self._whole)
-        self._place = self._numbers(self._groups) if any(self._groups) else self._row
+        self._scale_counts = [part.scale.numel() for part in parts]
+        self._learnable = _flat([part.learnable for part in parts])
+        self._group_sizes = [layer.group_size for layer in layers]
+        self._whole = [0] * len(layers)  # group sizes that make each channel a group
+        self._channel_of = self._indices(self._whole)
+        self._scale_of = self._channel_of
+        if any(self._group_sizes):
+            self._scale_of = self._indices(self._group_sizes)
         self.up = _flat([part.up for part in parts])
         self.stretch = torch.zeros_like(self._scale)
         self.bias = _flat([part.bias for part in parts])
         pairs = zip(layers, mean_inputs(layers, runs), strict=True)
         self._inputs = _flat([rows_of(layer, mean) for layer, mean in pairs])
-        self._slope = torch.zeros_like(self.up)  # of the loss, by the price of codes
+        self._slope = torch.zeros_like(self.up)  # gradient of the price of codes
         flat = (self._low, self._free, self.up, self._slope)
         views = [torch.split(tensor, self._sizes) for tensor in flat]
         found = zip(layers, *views, strict=True)
@@ -321,40 +322,40 @@ class SoftRounding:
 
     @contextmanager
     def used(self) -> Iterator[None]:
-        """Let the layers compute with their soft weights, and biases to match."""
+        """Make the layers compute with their soft weights and matching biases."""
         weight, bias = _SoftWeights.apply(self.up, self.stretch, self.bias, self)
         for layer, own, own_bias in self._by_layer(weight, bias):
             layer.learning = (own, None if layer.bias is None else own_bias)
         try:
             yield
         finally:
-            # What is kept from one step to the next keeps that step's graph alive.
+            # These tensors would keep this step's graph alive during the next one.
             for layer in self._layers:
                 layer.learning = None
 
     def decide(self, exponent: Tensor, step: Tensor) -> None:
-        """Move each weight to its nearer side; a large exponent spares the middle."""
+        """Move weights to the nearer grid point; a high exponent spares the middle."""
         side = (2 * self.up).sub_(1)  # -1 to 1
         self.up.addcmul_(side.abs().pow_(exponent - 1).copysign_(side), step)
         self.up.clamp_(0, 1)
 
     def harden(self) -> None:
-        """Put each weight at its nearer neighbour."""
+        """Put each weight on the nearer grid point."""
         self.up.round_()
 
     def keep_rates(self, importance: Tensor) -> None:
-        """Lower codes of coded layers that take more than they may."""
+        """Lower codes of coded layers that exceed their limit."""
         parts = torch.split(importance, self._sizes)
-        of = dict(zip(self._layers, parts, strict=True))
+        by_layer = dict(zip(self._layers, parts, strict=True))
         for each in self.coded:
-            each.keep_rate(of[each.layer])
+            each.keep_rate(by_layer[each.layer])
 
     def finish(self) -> None:
         """Write the final weights, scales and biases into the layers."""
         self.harden()
         weight, bias = _SoftWeights.apply(self.up, self.stretch, self.bias, self)
         scale = self._scale * self.stretch.exp()
-        scales = torch.split(scale, self._scales)
+        scales = torch.split(scale, self._scale_counts)
         found = zip(self._by_layer(weight, bias), scales, strict=True)
         for (layer, own, own_bias), own_scale in found:
             layer.weight.copy_(own)
@@ -371,21 +372,21 @@ class SoftRounding:
         found = zip(self._layers, weights, biases, strict=True)
         return [(layer, weight_of(layer, w), b) for layer, w, b in found]
 
-    def _numbers(self, sizes: Sequence[int]) -> Tensor:
-        """Return the number of the group that each weight is in, (W,).
+    def _indices(self, sizes: Sequence[int]) -> Tensor:
+        """Return the index of each weight's group, (W,).
 
-        Size 0 makes a whole channel a group.
+        ``sizes`` holds each layer's group size; 0 makes each channel a group.
         """
         widths: list[int] = []
         for (rows, width), size in zip(self._shapes, sizes, strict=True):
             starts = range(0, width, size or width)
             widths += [min(size or width, width - start) for start in starts] * rows
         device = self._low.device
-        numbers = torch.arange(len(widths), dtype=torch.int32, device=device)
-        return numbers.repeat_interleave(torch.tensor(widths, device=device))
+        indices = torch.arange(len(widths), dtype=torch.int32, device=device)
+        return indices.repeat_interleave(torch.tensor(widths, device=device))
 
     def _sums(self, flat: Tensor, sizes: Sequence[int]) -> Tensor:
-        """Return sums over groups of ``size`` weights; 0 sums whole channels."""
+        """Return the sum of each group's values; ``sizes`` as for ``_indices``."""
         sums = []
         parts = torch.split(flat, self._sizes)
         for part, shape, size in zip(parts, self._shapes, sizes, strict=True):
@@ -397,11 +398,11 @@ class SoftRounding:
 
 
 class CodedWeights:
-    """The weights of a coded layer while their rounding is learned, (W,) each.
+    """The weights of an entropy-coded layer while their rounding is learned.
 
-    Besides its part of the error, each weight feels the price of bits: what the codes
-    of its two neighbours differ by. The price follows what all codes take, so that in
-    the end they take what the layer's rate allows.
+    Besides the gradient of the error, each weight gets that of the code length: the
+    bits by which the codes of its two neighbours differ, times a price. The price
+    follows the total size of the codes, so that they end near the layer's limit.
     """
 
     def __init__(
@@ -412,17 +413,17 @@ class CodedWeights:
         up: Tensor,
         slope: Tensor,
     ) -> None:
-        """Take views of what is learned, and of the slope of the loss to be set."""
+        """Take this layer's parts of the tensors of :class:`SoftRounding`, (W,)."""
         self.layer, self._low, self._free, self._up = layer, low, free, up
         self._slope = slope
         self._limit = coded_bytes(len(low), layer.rate)
         codes = layer.codes().cpu().numpy()
         model = CodeModel.fit(codes)
-        # Which weights are small changes little, and with it what the coder expects.
+        # Computed once: rounding hardly changes which weights are small.
         classes = torch.from_numpy(model.classes(codes)).to(low.device)
         self._classes = rows_of(layer, classes).flatten().long()
-        spent = entropy(self._codes(), self._classes) / (8 * model.size(codes))
-        self._goal = max(_FILLED * spent * 8 * self._limit, 1.0)  # bits
+        ratio = entropy(self._codes(), self._classes) / (8 * model.size(codes))
+        self._target_bits = max(_TARGET_FILL * ratio * 8 * self._limit, 1.0)
 
     def _codes(self) -> Tensor:
         return (self._low + self._free * self._up.round() + ZERO).to(torch.uint8)
@@ -431,33 +432,32 @@ class CodedWeights:
         return code_bytes(weight_of(self.layer, codes))
 
     def set_price(self, price: float) -> None:
-        """Set the slope of the loss by what codes cost now; ``price`` is relative.
+        """Set the gradient of the price from the present lengths of the codes.
 
-        The block's error was 1 before learning. A bit more for each weight divides it
-        by four: at its price, 1, the first part of a bit lowers it by 2 ln 2 as much.
+        The error is 1 before learning, and b more bits a weight would make it 4^-b: at
+        a ``price`` of 1, a bit a weight is worth the slope of that at 0, 2 ln 2.
         """
         codes = self._codes()
-        excess = entropy(codes, self._classes) / self._goal - 1
+        excess = entropy(codes, self._classes) / self._target_bits - 1
         price *= 2 * math.log(2) / len(codes)
-        price *= math.exp(min(max(_GAIN * excess, -_MOST), _MOST))
+        log_factor = min(_PRICE_GAIN * excess, _LARGEST_LOG_PRICE)
+        price *= math.exp(max(log_factor, -_LARGEST_LOG_PRICE))
         bits = code_bits(codes, self._classes)
-        dearer = (bits[:, 1:] - bits[:, :-1]).flatten()
+        increase = (bits[:, 1:] - bits[:, :-1]).flatten()
         # A weight beyond the last code has no neighbour above it.
         low = (self._low + ZERO).clamp(max=bits.shape[1] - 2).long()
-        place = self._classes * (bits.shape[1] - 1) + low
-        torch.mul(dearer[place] * self._free, price, out=self._slope)
+        index = self._classes * (bits.shape[1] - 1) + low
+        torch.mul(increase[index] * self._free, price, out=self._slope)
 
     def keep_rate(self, importance: Tensor) -> None:
-        """Lower codes that take more than they may."""
-        codes = self._codes()
-        found = lowered_codes(
-            codes, codes, importance, size=self._bytes, limit=self._limit
-        )
-        self._low += found.float() - codes.float()
+        """Lower codes until they fit the limit."""
+        codes, limit = self._codes(), self._limit
+        lowered = lowered_codes(codes, codes, importance, size=self._bytes, limit=limit)
+        self._low += lowered.float() - codes.float()
 
 
 class _SoftWeights(torch.autograd.Function):
-    """Weights and biases from what is learned, in few kernels both ways."""
+    """Weights and biases from the learned tensors, in few kernels both ways."""
 
     @staticmethod
     def forward(
@@ -465,32 +465,34 @@ class _SoftWeights(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         levels = torch.addcmul(soft._low, up, soft._free)
         scale = soft._scale * stretch.exp()
-        spread = scale.index_select(0, soft._place)
-        weight = levels * spread
-        moved = soft._sums(weight * soft._inputs, soft._whole)
-        ctx.save_for_backward(levels, scale, spread)
+        steps = scale.index_select(0, soft._scale_of)  # (W,)
+        weight = levels * steps
+        means = soft._sums(weight * soft._inputs, soft._whole)
+        ctx.save_for_backward(levels, scale, steps)
         ctx.soft = soft
-        return weight, bias + (soft._means - moved)
+        return weight, bias + (soft._means - means)
 
     @staticmethod
-    def backward(ctx: Any, of_weight: Tensor, of_bias: Tensor) -> Any:
-        levels, scale, spread = ctx.saved_tensors
+    def backward(ctx: Any, grad_weight: Tensor, grad_bias: Tensor) -> Any:
+        levels, scale, steps = ctx.saved_tensors
         soft = ctx.soft
-        through_bias = of_bias.index_select(0, soft._row)
-        total = torch.addcmul(of_weight, through_bias, soft._inputs, value=-1)
-        of_stretch = soft._sums(total * levels, soft._groups).mul_(scale * soft._own)
-        of_up = torch.addcmul(soft._slope, total * spread, soft._free)
-        return of_up, of_stretch, of_bias, None
+        through_bias = grad_bias.index_select(0, soft._channel_of)
+        total = torch.addcmul(grad_weight, through_bias, soft._inputs, value=-1)
+        grad_stretch = soft._sums(total * levels, soft._group_sizes)
+        grad_stretch.mul_(scale * soft._learnable)
+        grad_up = torch.addcmul(soft._slope, total * steps, soft._free)
+        return grad_up, grad_stretch, grad_bias, None
 
 
 class _Rows(NamedTuple):
-    """A layer's weight as one row for each output channel."""
+    """A layer's weight with one row per output channel."""
 
-    low: Tensor  # code of the lower neighbour, less the zero, (C, K)
-    free: Tensor  # 0 beyond the ends of the grid, with one neighbour only, (C, K)
-    up: Tensor  # how far above it the weight is, (C, K)
+    low: Tensor  # code of the lower neighbour minus the zero point, (C, K)
+    free: Tensor  # 0 beyond the ends of the grid, where there is one neighbour, (C, K)
+    up: Tensor  # distance from the lower neighbour, (C, K)
     scale: Tensor  # (C,), or (C, G) with groups
-    own: Tensor  # 0 where groups of a transposed convolution share scales; like scale
+    # 0 if channels share scales, as in grouped transposed convolutions; like ``scale``.
+    learnable: Tensor
     bias: Tensor  # (C,)
 
 
@@ -502,19 +504,19 @@ def _rows(layer: QuantizedLayer) -> _Rows:
     scale = rows_of(layer, grid.scale.detach().expand_as(weight))
     scale = scale[:, :: layer.group_size or scale.shape[1]]
     floor = code.floor()
-    own = float(len(layer.weight_scale) == len(scale))
+    learnable = float(len(layer.weight_scale) == len(scale))
     return _Rows(
         low=floor.clamp(0, grid.qmax) - zero_point,
         free=((floor >= 0) & (floor < grid.qmax)).to(weight.dtype),
         up=code - floor,
         scale=scale,
-        own=torch.full_like(scale, own),
+        learnable=torch.full_like(scale, learnable),
         bias=scale.new_zeros(len(scale)) if layer.bias is None else layer.bias.detach(),
     )
 
 
 def rows_of(layer: nn.Module, weight: Tensor) -> Tensor:
-    """Return a layer's weight as one row for each output channel, (C, K)."""
+    """Return a layer's weight with one row per output channel, (C, K)."""
     if not isinstance(layer, _ConvTransposeNd):
         return weight.flatten(1)
     groups, shape = layer.groups, weight.shape
@@ -523,7 +525,7 @@ def rows_of(layer: nn.Module, weight: Tensor) -> Tensor:
 
 
 def weight_of(layer: nn.Module, rows: Tensor) -> Tensor:
-    """Return the weight, in the layer's shape, whose rows these are, flat or not."""
+    """Undo :func:`rows_of`; the rows may be flattened."""
     shape = cast(Tensor, layer.weight).shape
     if not isinstance(layer, _ConvTransposeNd):
         return rows.reshape(shape)
@@ -535,28 +537,28 @@ def _flat(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat([tensor.flatten() for tensor in tensors])
 
 
-def _mapped(
+def _without_bias(
     layer: QuantizedLayer, weight: Tensor, input: Tensor, output_size: Size = None
 ) -> Tensor:
-    """Return what a layer gives for its arguments with this weight and no bias."""
+    """Return the output of a layer with this weight and no bias."""
     return linear_map(layer, input.detach(), weight, None, output_size)
 
 
 def mean_inputs(layers: Sequence[QuantizedLayer], runs: Runs) -> list[Tensor]:
-    """Return what each weight is multiplied by on average, shaped as the weights.
+    """Return the mean of what each weight is multiplied by, shaped as the weights.
 
-    The mean output of a channel, less its bias, is the sum of its weights times these.
-    Each layer runs once.
+    A channel's mean output without its bias is the sum of its weights times these. Each
+    layer must run once per pass.
     """
     sums: dict[nn.Module, Tensor] = {}
     counts: Counter[nn.Module] = Counter()
 
     def hook(module: nn.Module, args: Any, kwargs: Any, _output: Any) -> None:
         layer = cast(QuantizedLayer, module)
-        # Each weight belongs to one channel and enters linearly: a gradient will do.
+        # Outputs are linear in the weights, so a gradient is the mean we look for.
         weight = layer.weight.detach().requires_grad_()
         with torch.enable_grad():
-            output = _mapped(layer, weight, *args, **kwargs)
+            output = _without_bias(layer, weight, *args, **kwargs)
             total = channel_mean(layer, output).sum() * len(output)
         (found,) = torch.autograd.grad(total, weight)
         sums[layer] = sums[layer] + found if layer in sums else found
