@@ -102,7 +102,7 @@ def conflict(
             return _infeasible(problem, name, limit, smallest, together, proved=proved)
     name, limit = next(iter(limits.items()))
     together = " with the other limits" if len(limits) > 1 else ""
-    smallest, _ = reachable(problem, name)
+    smallest = reachable(problem, name)[0]
     return _infeasible(problem, name, limit, smallest, together, proved=proved)
 
 
@@ -141,7 +141,7 @@ def _advice(problem: Problem, name: str, smallest: float) -> str:
         ways.append("allow fewer bits")
     if not problem.allowed.all():
         ways.append("remove pins")
-    text = " or ".join([*([", ".join(ways[:-1])] if ways[1:] else []), ways[-1]])
+    text = " or ".join(filter(None, [", ".join(ways[:-1]), ways[-1]]))
     already_coded = any(choice.rate for choice in choices)
     if already_coded or not weights_count or "weight_bits" not in problem.costs:
         return text
@@ -246,7 +246,7 @@ def explain(
     program = problem.program(limits)
     columns = chosen[[units[0] for units in problem.members]]
     position = problem.names.index(unit)
-    group = next(g for g, units in enumerate(problem.members) if position in units)
+    group = int(problem.group_of[position])
     options = _options(problem, program, columns, group, tuple(limits))
     current = options[columns[group]]
     allowed = sorted((o for o in options if o.allowed), key=lambda o: o.damage)

@@ -21,11 +21,12 @@ class Relaxation(NamedTuple):
 
 def relaxation(program: Program) -> Relaxation:
     """Solve the linear relaxation."""
-    undecidable = not program.allowed.any(1).all()
-    if undecidable or (program.least.sum(1) > program.limits).any():
-        return Relaxation(None, np.zeros(len(program.limits)))
+    no_prices = np.zeros(len(program.limits))
+    no_choice = not program.allowed.any(1).all()
+    if no_choice or (program.least.sum(1) > program.limits).any():
+        return Relaxation(None, no_prices)
     if not len(program.damage):
-        return Relaxation(program.damage, np.zeros(len(program.limits)))
+        return Relaxation(program.damage, no_prices)
     solve = _with_one_limit if len(program.limits) == 1 else _with_several_limits
     return solve(program)
 

@@ -116,15 +116,10 @@ class _Core(NamedTuple):
         limits = np.minimum(room, rows.max(2, initial=0.0).sum(1))
         grains = np.array([_grain(row) for row in rows])
         limits = np.floor(limits / grains) * grains
-        return cls(
-            replace(
-                program, damage=damage, rows=rows, limits=limits, ties=ties,
-                allowed=allowed,
-            ),
-            units,
-            exponent,
-            _grain(damage),
-        )  # fmt: skip
+        core = replace(
+            program, damage=damage, rows=rows, limits=limits, ties=ties, allowed=allowed
+        )
+        return cls(core, units, exponent, _grain(damage))
 
     def all_columns(self, columns: Columns, program: Program) -> Columns:
         """Extend columns of the undecided units to all units of the program."""

@@ -254,13 +254,11 @@ class IntegerMap:
     def _weight(self, layer: QuantizedLayer) -> tuple[Tensor, Tensor, Tensor]:
         """Return integral weight (O, ...) and bias (O,), and the float ratio (O,)."""
         target = self.target
-        tensors = [layer.weight, layer.weight_scale, layer.weight_zero_point]
-        tensors += [layer.bias, self.source.scale, self.source.zero_point]
-        tensors += [None if target is None else target.scale]
+        read = [layer.weight, layer.weight_scale, layer.weight_zero_point, layer.bias]
+        read += [self.source.scale, self.source.zero_point]
+        read += [] if target is None else [target.scale]
         key = tuple(
-            (t.data_ptr(), t._version, t.dtype, t.device)
-            for t in tensors
-            if t is not None
+            (t.data_ptr(), t._version, t.dtype, t.device) for t in read if t is not None
         )
         if self._prepared is None or key != self._key:
             grid = code_grid(self.source)

@@ -175,8 +175,8 @@ class Gradients:
             self.counts[2] += len(targets)
 
     def _autocast(self) -> torch.autocast:
-        # Every weight is used once, so caching cast weights would gain nothing, and a
-        # recorded CUDA graph would keep using the stale ones.
+        # Every weight is used once, so caching cast weights would gain nothing, and the
+        # cache does not work with CUDA graphs.
         return torch.autocast(
             self.device.type,
             torch.bfloat16,
