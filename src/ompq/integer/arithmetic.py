@@ -216,7 +216,7 @@ class IntegerWeight:
         return products + self.bias.long().abs()
 
     def pair_excess(self, source: CodeGrid) -> Tensor:
-        """Return the largest sum of two products, relative to 16 bits, (O,); 1 still fits.
+        """Return the largest sum of two products relative to 16 bits, (O,); 1 fits.
 
         Processors with AVX2 or AVX-512 but without VNNI add products of unsigned and
         signed bytes in pairs, in saturating 16-bit arithmetic. The runtime decides
