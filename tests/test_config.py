@@ -17,7 +17,7 @@ import ompq
         ({"weight_decay": "x"}, r"weight_decay='x' must be a number"),
         ({"compile": 1}, r"compile=1 must be true or false"),
         ({"tensorboard": 3}, r"tensorboard=3 must be a folder's name"),
-        ({"learning_rate": 0.0}, r"learning_rate=0.0 must be above 0, and finite"),
+        ({"learning_rate": 0.0}, r"learning_rate=0.0 must be above 0 and finite"),
         ({"distill": 1.5}, r"distill=1.5 must be from 0 to 1"),
         (
             {"activations": "outliers"},

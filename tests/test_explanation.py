@@ -46,7 +46,7 @@ def test_a_unit_at_its_best_under_a_loose_budget_has_nothing_better():
     assert found.better is None
     assert found.worse.choice == Choice(3, 8)
     assert found.prices == {"bytes": 0.0}
-    assert "it is not the limit here" in str(found)
+    assert "this limit is not binding" in str(found)
     assert "Next better" not in str(found)
 
 

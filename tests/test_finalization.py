@@ -300,7 +300,7 @@ def test_groups_have_no_integer_form():
     network = seeded(nn.Sequential(nn.Flatten(), nn.Linear(192, 6), nn.ReLU()))
     config = QuantizeConfig(group_size=64)
     made = quantize(network, {"*": 4}, images(8), config)
-    words = "has groups of 64 weights with scales of their own, and no integer kernel"
+    words = "has a scale for each group of 64 weights and so no integer kernel"
     with pytest.raises(QuantizationError, match=words):
         finalize(made, images(8))
     same, arithmetic = finalization.finalized(made, images(8))

@@ -106,7 +106,7 @@ def test_layers_of_other_kinds_are_refused():
 
 def test_several_inputs_and_strange_outputs_are_refused():
     pair = (torch.ones(4, 3), torch.ones(4, 2))
-    with pytest.raises(QuantizationError, match="takes 2 inputs: .* covers one"):
+    with pytest.raises(QuantizationError, match="takes 2 inputs; .* supports one"):
         lower(quantized(seeded(TwoInputs()), pair, 8), pair)
 
     class Blind(nn.Module):
@@ -169,17 +169,17 @@ def out_argument(x):
 @pytest.mark.parametrize(
     ("write", "words"),
     [
-        (assigned, "setitem in the network reads or writes a tensor where the export"),
+        (assigned, "setitem in the network reads or writes a tensor in a way"),
         (
             through_numpy,
-            "numpy in the network reads or writes a tensor where the export",
+            "numpy in the network reads or writes a tensor in a way",
         ),
         (
             through_array,
-            "array in the network reads or writes a tensor where the export",
+            "array in the network reads or writes a tensor in a way",
         ),
         (through_data, "data in the network has no integer kernel"),
-        (through_a_view, "reads a tensor that was written in place through a view"),
+        (through_a_view, "reads a tensor that was modified in place through a view"),
         (into_another, "zeros_like in the network has no integer kernel"),
         (out_argument, "empty_like in the network has no integer kernel"),
     ],

@@ -63,7 +63,7 @@ def test_a_step_moves_the_basis_a_tenth_of_the_way():
     before = layer.weight_basis.clone()
     rows = layer.weight.detach().flatten(1)
     fitted = fitted_basis(rows, nearest_codes(rows, before), before)
-    rule.follow()
+    rule.update()
     assert torch.allclose(layer.weight_basis, 0.9 * before + 0.1 * fitted)
 
 

@@ -84,14 +84,14 @@ def test_slices_and_sides_are_counted_without_the_batch():
 REFUSED = {
     "hardswish": (
         F.hardswish,
-        "hardswish in the network has no integer kernel; integers",
+        "hardswish in the network has no integer kernel; there are",
     ),
     "constant": (
         lambda x: x + torch.ones(6, 8, 8),
         "add in the network reads a tensor without a grid, from a constant",
     ),
-    "number": (lambda x: x + 1, "adds something else than two tensors"),
-    "alpha": (lambda x: torch.add(x, x, alpha=2), "adds something else than two"),
+    "number": (lambda x: x + 1, "adds something other than two tensors"),
+    "alpha": (lambda x: torch.add(x, x, alpha=2), "adds something other than two"),
     "broadcast": (
         lambda x: x + x[:, :, :1, :1],
         r"adds shapes \(6, 8, 8\) and \(6, 1, 1\)",
@@ -120,15 +120,15 @@ REFUSED = {
         lambda x: x.view(-1, 6, 4, 16),
         r"reshapes \(6, 8, 8\) to \(6, 4, 16\), not to a row",
     ),
-    "cat": (lambda x: torch.cat([x, x], 2), "joins dimension 2, not 1"),
-    "index": (lambda x: x[:, :, 0:1, 0][..., None], "picks single elements"),
-    "images": (lambda x: x[1:], "picks single elements, or images of the batch"),
+    "cat": (lambda x: torch.cat([x, x], 2), "concatenates along dimension 2, not 1"),
+    "index": (lambda x: x[:, :, 0:1, 0][..., None], "selects single elements"),
+    "images": (lambda x: x[1:], "selects single elements or images of the batch"),
     "reflect": (
         lambda x: F.pad(x, (1, 1, 1, 1), mode="reflect"),
-        "pads with something else than zeros",
+        "pads with something other than zeros",
     ),
-    "value": (lambda x: F.pad(x, (1, 1), value=2.0), "pads with something else"),
-    "crop": (lambda x: F.pad(x, (-1, 0)), "pads the batch, or by a negative number"),
+    "value": (lambda x: F.pad(x, (1, 1), value=2.0), "pads with something other"),
+    "crop": (lambda x: F.pad(x, (-1, 0)), "pads the batch or by a negative number"),
     "tensor": (
         lambda x: x.clamp(min=torch.tensor(0.1)),
         "clamp in the network clips to a tensor",
@@ -152,7 +152,9 @@ def test_different_grids_cannot_be_joined():
     )
     call = FunctionCall("cat", sources, {"dim": 1}, (4, 4, 4), same_batch=True)
     join, _ = OPERATORS["cat"]
-    with pytest.raises(QuantizationError, match="joins tensors on different grids"):
+    with pytest.raises(
+        QuantizationError, match="concatenates tensors on different grids"
+    ):
         join(call)
 
 

@@ -133,8 +133,16 @@ HUGE = int("9" * 400)
         (("choices",), [], "choices must be different pairs"),
         (("choices",), [[4, 8]] * 6, "choices must be different pairs"),
         (("choices",), [[4]] * 6, "choices must be two widths"),
-        (("choices", 0), [4, 8, 2.5], "rate=2.5 of 4 bits: a rate must be above 0 and"),
-        (("choices", 0), [8, 8, -1], "rate=-1 of 8 bits: a rate must be above 0 and"),
+        (
+            ("choices", 0),
+            [4, 8, 2.5],
+            "rate=2.5 with 4-bit weights: a rate must be above 0",
+        ),
+        (
+            ("choices", 0),
+            [8, 8, -1],
+            "rate=-1 with 8-bit weights: a rate must be above 0",
+        ),
         (("choices", 0), [2**40, 8], "choices must be a whole number from 1 to 32"),
         (("choices",), [[4, 8]] * 300, "choices must be a list of at most 256"),
         (("budget",), 3, "budget must be text, not 3"),

@@ -141,7 +141,7 @@ def test_a_unit_without_a_choice_is_named():
         (("operators",), {}, '"operators" must have an entry "default"'),
         (("operators", "winograd"), OPERATOR, 'operator "winograd" is unknown; '),
         (("operators", "linaer"), OPERATOR, r"unknown \(did you mean linear\?\)"),
-        (("name",), 3, '"name" must be text'),
+        (("name",), 3, '"name" must be a non-empty string'),
         (("coded",), "no", "coded must be true or false, not 'no'"),
         (
             ("operators", "default"),
@@ -165,7 +165,7 @@ def test_a_unit_without_a_choice_is_named():
         (
             ("operators", "default", "per_channel"),
             False,
-            "per_channel must be true: ompq",
+            "per_channel must be true, because ompq",
         ),
         (
             ("operators", "default", "accelerated"),
@@ -208,8 +208,8 @@ def test_kinds_are_those_of_units():
     assert {unit.kind for unit in units} <= set(KINDS)
     target = Target.from_json(PROFILE)
     depthwise = next(unit for unit in units if unit.kind == "depthwise")
-    assert not target.operator(depthwise).takes(Choice(4, 8))
-    assert target.operator(units[0]).takes(Choice(4, 8))
+    assert not target.takes(depthwise, Choice(4, 8))
+    assert target.takes(units[0], Choice(4, 8))
 
 
 def test_command_line_takes_targets(tmp_path):
@@ -238,5 +238,5 @@ def test_groups_are_no_faster_in_integers():
     slow = {entry.name: entry.reason for entry in plan.no_speed_up}
     assert [*slow] == [unit.name for unit in plan.graph.units if unit.group_size]
     assert set(slow.values()) == {
-        "groups with scales of their own are multiplied as floats"
+        "weights with a scale per group are multiplied as floats"
     }

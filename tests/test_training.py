@@ -220,5 +220,5 @@ def test_steps_of_groups_are_learned():
     moved = to_multiples(moved.detach())  # as a packed file holds them
     assert (moved != layer.weight_scale).float().mean() > 0.5
     torch.testing.assert_close(trained.up.weight_scale.detach(), moved)
-    with pytest.raises(TrainingError, match="weights='minmax' has one scale per chan"):
+    with pytest.raises(TrainingError, match="weights='minmax' needs one scale per cha"):
         ompq.train(network, data, replace(QUICK, weights="minmax"))

@@ -1,4 +1,4 @@
-"""Plan: a decision with everything it was made from; read and solved without torch."""
+"""Plans: an allocation with all it was computed from. Reading one needs no torch."""
 
 import hashlib
 import json
@@ -61,7 +61,7 @@ from ompq.units import (
 )
 
 FORMAT = "ompq-plan/2"
-FORMATS = ("ompq-plan/1", FORMAT)  # the first wrote the ORM as lists of numbers
+FORMATS = ("ompq-plan/1", FORMAT)  # ompq-plan/1 has the ORM as lists of numbers
 _ADVICE = "Give a file that ompq plan or Plan.save wrote"
 
 
@@ -71,27 +71,27 @@ class Measurement:
 
     name: str  # where it came from: a score, or ``refit 3``
     allocation: Allocation
-    divergence: float  # mean KL from the float network, in nats, on held-back samples
-    # A digest of these samples, the network and the way of quantizing: only divergences
-    # of one judge may be compared.
+    divergence: float  # mean KL from the float network, in nats, on held-out samples
+    # Digest of the samples, the network and the quantization settings. Divergences can
+    # be compared only if their judges are equal.
     judge: str
 
 
 @dataclass(frozen=True, repr=False)
 class Plan:
-    """A decision with everything it was made from; needs no model to be re-solved.
+    """An allocation with all it was computed from; can be re-solved without the model.
 
     Attributes:
-        choices: Columns of the tables.
-        scores: Expected damage of each choice of each unit, and its reasons.
+        choices: The columns of all tables.
+        scores: Expected damage of each choice of each unit, and what explains it.
         allowed: Which choices each unit may get, (units, choices).
-        budget: What the allocation keeps to.
-        score_name: What the damage is.
+        budget: The limits that the allocation keeps.
+        score_name: Name of the score that the damage comes from.
         latency: Milliseconds of each unit at each choice, where known.
-        target: Where the network will run, if that was said.
-        measured: Allocations that ``refine`` has measured, in that order.
-        activations: When activations are alive, if a budget limits their memory.
-        files: What other files than the packed one take, if a budget limits them.
+        target: Where the network will run, if given.
+        measured: Allocations that ``refine`` has measured, in order.
+        activations: Lifetimes of the activations, if a budget limits their memory.
+        files: Sizes of files other than the packed one, if a budget limits them.
     """
 
     graph: LayerGraph
@@ -111,7 +111,7 @@ class Plan:
 
     @cached_property
     def problem(self) -> Problem:
-        """The integer program: damage, costs, ties and pins."""
+        """The allocation problem: damage, costs, ties and pins."""
         costs = cost_tables(
             self.graph,
             self.choices,
@@ -131,26 +131,26 @@ class Plan:
 
     @cached_property
     def totals(self) -> dict[str, float]:
-        """What the allocation costs, by cost, and two averages.
+        """Total of each cost, and two averages.
 
-        ``average_bits`` is over the weights of all units, which a budget in bits
-        limits; ``bits_per_parameter`` over every parameter and buffer, with what stays
-        float, scales and zero points in the count.
+        ``average_bits`` is the average over the weights of all units, which a budget in
+        bits limits. ``bits_per_parameter`` averages the whole file, including scales,
+        zero points and what stays float, over all parameters and buffers.
         """
         costs = self.problem.costs
-        found = {name: cost.total(self.columns) for name, cost in costs.items()}
+        totals = {name: cost.total(self.columns) for name, cost in costs.items()}
         parameters = self.graph.float_bytes / 4 + sum(
             u.weights + u.bias_parameters + u.norm_parameters for u in self.graph.units
         )
         return {
-            **found,
-            "average_bits": found["weight_bits"] / costs["weight_bits"].reference,
-            "bits_per_parameter": 8 * found["bytes"] / parameters,
+            **totals,
+            "average_bits": totals["weight_bits"] / costs["weight_bits"].reference,
+            "bits_per_parameter": 8 * totals["bytes"] / parameters,
         }
 
     @property
     def bytes_by_item(self) -> dict[str, int]:
-        """Bytes of a packed file, item by item, over all units and what stays float."""
+        """Bytes of the packed file by item: weights, scales, what stays float, ..."""
         graph = self.graph
         items = Bytes.by_item(
             [unit_bytes(u, self.allocation[u.name]) for u in graph.units]
@@ -160,7 +160,7 @@ class Plan:
 
     @property
     def no_speed_up(self) -> tuple[Skipped, ...]:
-        """The units whose bits make nothing faster on the target, with reasons."""
+        """The units that get no faster on the target with their bits, with reasons."""
         target, bits = self.target, self.allocation
         if target is None:
             return ()
@@ -174,7 +174,7 @@ class Plan:
 
     @property
     def gap(self) -> float:
-        """How much less damage another allocation could at most do; 0 is proved."""
+        """Bound on how much less damage another allocation could do; 0 if optimal."""
         return self.allocation.gap
 
     @cached_property
@@ -184,7 +184,7 @@ class Plan:
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return budget, totals, bits and what stays float as plain data."""
+        """Return a summary as plain data: budget, totals, bits, what stays float."""
         return {
             "hash": self.hash,
             "budget": str(self.budget),
@@ -210,7 +210,7 @@ class Plan:
         }
 
     def to_dataframe(self) -> Any:
-        """Return one row a unit as a pandas DataFrame."""
+        """Return a pandas DataFrame with one row per unit."""
         return data_frame(unit_rows(self))
 
     def _repr_html_(self) -> str:
@@ -236,7 +236,7 @@ class Plan:
         )
 
     def with_budget(self, budget: Budget | str) -> "Plan":
-        """Solve again for another budget; needs neither model nor samples."""
+        """Solve again for another budget, without the model or samples."""
         budget = Budget.of(budget)
         allocation = allocate(self.problem, budget, method=self.method)
         return replace(self, budget=budget, allocation=allocation)
@@ -248,7 +248,7 @@ class Plan:
         *,
         progress: Progress | None = None,
     ) -> tuple[ParetoPoint, ...]:
-        """Return the curve of damage against a cost, by re-solving."""
+        """Return the least damage at increasing limits on one cost."""
         return pareto(self.problem, cost, points, progress=progress)
 
     def explain(self, unit: str) -> Explanation:
@@ -256,7 +256,7 @@ class Plan:
         return explain(self.problem, self.budget, self.allocation, unit)
 
     def save(self, path: str | Path) -> None:
-        """Write the plan as JSON; the same plan gives the same bytes."""
+        """Write the plan as JSON. Equal plans give identical files."""
         data = {"format": FORMAT, "written_by": library_version(), **_to_json(self)}
         write_text(path, json.dumps(data, indent=1, ensure_ascii=False) + "\n")
 
@@ -265,7 +265,7 @@ class Plan:
         """Read a plan.
 
         Raises:
-            PlanError: The file is missing, no plan, broken, or of another version.
+            PlanError: The file is missing, damaged, not a plan, or of a later version.
         """
         try:
             data = read_json(path)
@@ -290,17 +290,17 @@ class Plan:
             ) from error
 
     def meets_budget(self, bits: Mapping[str, Choice] | None = None) -> bool:
-        """Return whether the plan's bits, or others, keep to its budget."""
+        """Return whether the plan's bits, or other bits, are within its budget."""
         columns = self.columns if bits is None else self.problem.columns(bits)
         costs = self.problem.costs
         limits = self.budget.limits(costs).items()
         return all(costs[name].total(columns) <= limit for name, limit in limits)
 
     def check_network(self, graph: LayerGraph) -> None:
-        """Make sure that the plan was made for this network.
+        """Check that the plan was made for this network.
 
         Raises:
-            PlanError: It was not; says which units differ.
+            PlanError: It was not. The message names the units that differ.
         """
         differing = self.graph.differing(graph)
         if differing:
@@ -311,7 +311,7 @@ class Plan:
 
 
 def unit_rows(plan: Plan) -> list[dict[str, Any]]:
-    """Return all facts about each unit and its bits."""
+    """Return one row per unit: its properties, bits, damage and bytes."""
     gamma, importance = plan.scores.gamma, plan.scores.importance
     widths = {choice.bits for choice in plan.choices}
     paper = plan.accounting == "paper"
@@ -319,7 +319,7 @@ def unit_rows(plan: Plan) -> list[dict[str, Any]]:
     for i, unit in enumerate(plan.graph.units):
         bits = plan.allocation[unit.name]
         allowed = zip(plan.choices, plan.allowed[i], strict=True)
-        free = {choice.bits for choice, may in allowed if may}
+        allowed_bits = {choice.bits for choice, may in allowed if may}
         row = {
             "name": unit.name,
             "kind": unit.kind,
@@ -334,8 +334,7 @@ def unit_rows(plan: Plan) -> list[dict[str, Any]]:
             "weight_bits": bits.bits,
             "coded": bits.rate > 0,
             "activation_bits": bits.activation,
-            # Its weight bits were fixed while those of others were chosen.
-            "pinned": len(free) == 1 and len(widths) > 1,
+            "pinned": len(allowed_bits) == 1 and len(widths) > 1,
             "bytes": paper_bytes(unit, bits) if paper else unit_bytes(unit, bits).total,
         }
         rows.append(row)
@@ -343,7 +342,7 @@ def unit_rows(plan: Plan) -> list[dict[str, Any]]:
 
 
 def read_bits(path: Path) -> Plan | Allocation:
-    """Read a plan, or an allocation alone: unit → bits.
+    """Read a plan, or a bare allocation: unit → bits.
 
     Raises:
         PlanError: The file is neither.
@@ -367,15 +366,15 @@ def make_problem(
     allowed: NDArray[np.bool_],
     costs: Mapping[str, Cost],
 ) -> Problem:
-    """Put the integer program together: ties come from the graph."""
-    order = {name: number for number, name in enumerate(graph.groups)}
+    """Return the allocation problem; units of one group of the graph are tied."""
+    group_numbers = {name: number for number, name in enumerate(graph.groups)}
     return Problem(
         names=graph.names,
         choices=choices,
         damage=damage,
         costs=costs,
         allowed=allowed,
-        groups=np.array([order[unit.group] for unit in graph.units]),
+        groups=np.array([group_numbers[unit.group] for unit in graph.units]),
         inputs={u.name: u.input_bits for u in graph.units if u.input_bits},
     )
 
@@ -438,7 +437,7 @@ def _from_json(data: Mapping[str, Any]) -> Plan:
             for one in json_list(data.get("files", []), "files")
         ),
     )
-    # The allocation may have been edited by hand: it must still be one of ours.
+    # The file may have been edited by hand, so check the units and their bits.
     loaded.allocation.check_units(graph.names)
     _ = loaded.columns
     measured = _measured_from_json(loaded, data.get("measured", []))
@@ -446,7 +445,7 @@ def _from_json(data: Mapping[str, Any]) -> Plan:
 
 
 def _measured_to_json(plan: Plan) -> list[dict[str, Any]]:
-    """Return what was measured as plain data; choices are numbers of columns."""
+    """Return the measurements as plain data; choices are written as column numbers."""
     return [
         {
             "name": one.name,
@@ -459,7 +458,6 @@ def _measured_to_json(plan: Plan) -> list[dict[str, Any]]:
 
 
 def _measured_from_json(plan: Plan, data: Any) -> tuple[Measurement, ...]:
-    """Rebuild measurements of a plan's units."""
     found = []
     for entry in json_list(data, "measured"):
         given = json_object(entry, "measured")
@@ -467,11 +465,11 @@ def _measured_from_json(plan: Plan, data: Any) -> tuple[Measurement, ...]:
         if len(columns) != len(plan.graph):
             raise ValueError(f"columns must have {len(plan.graph)} entries")
         last = len(plan.choices) - 1
-        places = np.array([json_whole(c, "columns", 0, last) for c in columns])
+        numbers = np.array([json_whole(c, "columns", 0, last) for c in columns])
         found.append(
             Measurement(
                 json_text(given.get("name"), "name"),
-                plan.problem.unit_allocation(places),
+                plan.problem.unit_allocation(numbers),
                 json_number(given.get("divergence"), "divergence"),
                 json_text(given.get("judge"), "judge"),
             )

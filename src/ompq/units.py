@@ -1,4 +1,4 @@
-"""What a plan is about, as plain data: units, their choices, activations and scores."""
+"""The plain data of a plan: units, their choices, activations and scores."""
 
 import base64
 import fnmatch
@@ -25,21 +25,21 @@ from ompq.files import (
 
 Table = NDArray[np.float64]
 
-_MOST_WEIGHTS = 1 << 53  # of a unit in a file: what float64 counts exactly
-_MOST_AXES = 8  # of a weight in a file; that of a Conv3d has five
-# Kinds of weights that are parameters of a module that does more than multiply by them.
+_MOST_WEIGHTS = 1 << 53  # limit for a unit read from a file; exact in float64
+_MOST_AXES = 8  # limit for a weight read from a file; a Conv3d's has five
+# Kinds whose weights are rounded in place, because the module does more than multiply.
 IN_PLACE = ("embedding", "recurrent")
 # Kinds whose weights, (out, in), may have a scale for each group of inputs.
 GROUPED = ("linear", "recurrent")
-GROUP_SIZES = (32, 64, 128)  # which other tools use as well
-CODED_BITS = 8  # codes of a coded unit are bytes wherever they are not in a file
+GROUP_SIZES = (32, 64, 128)  # the usual ones, which other tools support as well
+CODED_BITS = 8  # width of a coded unit's codes before entropy coding
 
 
 class Choice(NamedTuple):
-    """What a unit may get: bit-widths of its weight and its input, or a coded rate.
+    """Bit-widths of a unit's weight and input; coded weights also have a rate.
 
-    A rate promises that the unit's weights, entropy-coded, take at most this many bits
-    each in a packed file. Anywhere else they are ordinary weights of 8 bits.
+    Entropy-coded weights take on average at most ``rate`` bits each in a packed file.
+    Everywhere else they are ordinary 8-bit weights.
 
     Example:
         >>> print(Choice(4, 8), Choice(8, 8, rate=2.5))
@@ -48,7 +48,7 @@ class Choice(NamedTuple):
 
     weight: int
     activation: int
-    rate: float = 0.0  # 0 for weights of a fixed width
+    rate: float = 0.0  # bits per coded weight; 0 for weights of fixed width
 
     def __str__(self) -> str:
         weight = f"C{self.rate:g}" if self.rate else f"W{self.weight}"
@@ -61,21 +61,21 @@ class Choice(NamedTuple):
 
     @property
     def weight_text(self) -> str:
-        """The bits of a weight for people: ``4``, or ``2.5 coded``."""
+        """The bits of a weight, for display: ``4``, or ``2.5 coded``."""
         return f"{self.rate:g} coded" if self.rate else str(self.weight)
 
     @property
     def computed(self) -> "Choice":
-        """The widths that a runtime computes with."""
+        """The widths that a runtime computes with: without the rate."""
         return Choice(self.weight, self.activation)
 
     @property
     def with_float_input(self) -> "Choice":
-        """The same weight with an input that is not quantized."""
+        """The same weight bits with a float input."""
         return self._replace(activation=32)
 
     def with_input(self, bits: int) -> "Choice":
-        """Return the choice with other bits of the input; 0 leaves it as it is."""
+        """Return the choice with other input bits; 0 keeps them."""
         return self._replace(activation=bits) if bits else self
 
     def to_json(self) -> list[float]:
@@ -92,19 +92,19 @@ class Choice(NamedTuple):
         return cls(*bits, *(json_number(rate, what) for rate in numbers[2:])).checked()
 
     def checked(self) -> "Choice":
-        """Return the choice if a unit can have it; else raise a ValueError."""
+        """Return the choice itself, or raise a ValueError if it is impossible."""
         if min(self.weight, self.activation) < 1:
             raise ValueError(f"bits must be positive, not {self}")
         if self.rate and (not 0 < self.rate <= CODED_BITS or self.weight != CODED_BITS):
             raise ValueError(
-                f"rate={self.rate:g} of {self.weight} bits: a rate must be above 0 and "
-                f"at most {CODED_BITS}, and its weights have {CODED_BITS} bits"
+                f"rate={self.rate:g} with {self.weight}-bit weights: a rate must be "
+                f"above 0 and at most {CODED_BITS}, with {CODED_BITS}-bit weights"
             )
         return self
 
 
 def check_group_size(size: int | None) -> None:
-    """Raise a ValueError unless groups may have this size, or there are none."""
+    """Raise a ValueError unless the group size is supported or None."""
     if size is not None and size not in GROUP_SIZES:
         known = ", ".join(map(str, GROUP_SIZES))
         raise ValueError(
@@ -131,19 +131,19 @@ class Unit:
         bias_parameters: Length of the bias; 0 without one.
         norm: Name of the batch norm that follows directly and can be folded, or "".
         norm_parameters: Its affine parameters, or 0.
-        activation: Function that alone reads the (normalised) output, or "".
-        macs: Multiply-accumulates for one input, all calls together.
+        activation: Activation function that alone reads the (normalized) output, or "".
+        macs: Multiply-accumulates for one input, summed over all calls.
         calls: How often one forward pass calls the layer.
         block: Name of the block; the unit's own name when it stands alone.
         stage: Number of the stage: it grows where the resolution changes.
         group: Units with the same group share their bits.
-        feature: Position, among the observed calls, of the output that represents
+        feature: Position, among the recorded calls, of the output that represents
             the unit (after batch norm and activation, after a residual sum).
         element_size: Bytes of one weight in the float network.
-        shared: Whether the weight belongs to another module, too: an embedding, say.
-        input_bits: Bits of its input, where a plan fixes them whatever is chosen; or 0.
-        group_size: Inputs whose weights share a scale, in each output channel; 0 if all
-            do.
+        shared: Whether another module, such as an embedding, has the same weight.
+        input_bits: Bits of its input if a plan fixes them for every choice, or 0.
+        group_size: Number of inputs whose weights share a scale within an output
+            channel; 0 for one scale per channel.
     """
 
     name: str
@@ -168,9 +168,9 @@ class Unit:
 
     @property
     def replaced(self) -> bool:
-        """Whether quantizing replaces the layer, and gives it a bias if it has none.
+        """Whether quantization replaces the layer, adding a bias if it has none.
 
-        A weight that something else reads is rounded where it is.
+        A weight that another module reads as well is rounded in place instead.
         """
         return self.kind not in IN_PLACE and self.calls > 0 and not self.shared
 
@@ -180,14 +180,14 @@ class Unit:
         return prod(self.weight_shape)
 
     def shared_by(self, choice: Choice) -> int:
-        """Return how many inputs share a scale at a choice; 0 if all do.
+        """Return how many inputs share a scale at a choice; 0 for one per channel.
 
-        The weights of a coded unit have one step: the coder sees to sizes that differ.
+        Coded weights need no groups: the entropy coder adapts to their magnitudes.
         """
         return 0 if choice.rate else self.group_size
 
     def scales(self, choice: Choice) -> int:
-        """Return how many scales an output channel has."""
+        """Return the number of scales per output channel."""
         size = self.shared_by(choice)
         return -(-self.weight_shape[1] // size) if size else 1
 
@@ -207,11 +207,11 @@ class LayerGraph:
     Attributes:
         skipped: Layers that are not units, with reasons.
         float_bytes: Bytes, in a packed file, of the parameters and buffers that belong
-            to no unit once the batch norms that follow units are folded into them.
-        other_tensors: How many these are, and how many activations that a unit does
-            not read alone may be quantized: those of sums, averages, repeated calls.
-        movable_channels: Inputs of linear units, after a LayerNorm or an attention,
-            whose sizes and means equalization may change.
+            to no unit after batch norms are folded.
+        other_tensors: Number of these tensors, plus the number of quantizable
+            activations not read by exactly one unit: sums, averages, repeated calls.
+        movable_channels: Number of inputs of linear units, after a LayerNorm or an
+            attention, whose scales and means equalization may change.
     """
 
     units: tuple[Unit, ...]
@@ -256,18 +256,18 @@ class LayerGraph:
         return _positions(unit.block for unit in self.units)
 
     def tie(self, patterns: Iterable[str | Sequence[str]]) -> "LayerGraph":
-        """Return a graph in which the units that match one pattern share their bits.
+        """Return a graph in which units that match the same pattern share their bits.
 
         Args:
-            patterns: Each ties its matches: a pattern, or several patterns together.
+            patterns: Each entry, a pattern or several, ties all units that it matches.
 
         Raises:
             PatternError: A pattern matches nothing.
         """
         group_of = {unit.name: unit.group for unit in self.units}
         for pattern in patterns:
-            several = [pattern] if isinstance(pattern, str) else pattern
-            names = [name for one in several for name in select(self.names, one)]
+            parts = [pattern] if isinstance(pattern, str) else pattern
+            names = [name for part in parts for name in select(self.names, part)]
             merged = {group_of[name] for name in names}
             target = group_of[names[0]]
             group_of = {n: target if g in merged else g for n, g in group_of.items()}
@@ -276,19 +276,19 @@ class LayerGraph:
         )
 
     def untie(self) -> "LayerGraph":
-        """Return a graph in which every unit is free."""
+        """Return a graph without ties between units."""
         return replace(self, units=tuple(replace(u, group=u.name) for u in self.units))
 
     @property
     def group_size(self) -> int:
-        """Inputs whose weights share a scale in linear units; 0 if all do."""
+        """Number of inputs that share a scale in linear units; 0 without groups."""
         return max((unit.group_size for unit in self.units), default=0)
 
     def grouped(self, size: int | None) -> "LayerGraph":
         """Return a graph whose linear units have a scale for each group of inputs.
 
-        Convolutions keep one scale per channel, and so do units of no more inputs than
-        a group has. None or 0 leaves one to every channel.
+        Convolutions, and units with no more inputs than one group, keep one scale per
+        channel. With None or 0 all units do.
         """
         units = (
             replace(u, group_size=size)
@@ -299,7 +299,7 @@ class LayerGraph:
         return replace(self, units=tuple(units))
 
     def differing(self, other: "LayerGraph") -> list[str]:
-        """Return the units that only one of two graphs has, or with another shape."""
+        """Return the units that two graphs do not have in common with equal shapes."""
         ours, theirs = (
             {unit.name: unit.weight_shape for unit in graph.units}
             for graph in (self, other)
@@ -309,23 +309,19 @@ class LayerGraph:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data for JSON."""
-        found = asdict(replace(self, units=()))
-        # Here ``asdict`` takes long: a graph may have thousands of units.
-        names = [field.name for field in fields(Unit)]
-        found["units"] = [{n: getattr(u, n) for n in names} for u in self.units]
-        for name in ("input_bits", "group_size"):  # as files ever were without them
-            if not any(unit[name] for unit in found["units"]):
-                found["units"] = [
-                    {k: v for k, v in unit.items() if k != name}
-                    for unit in found["units"]
-                ]
-        return found
+        # ``asdict`` would be slow for graphs with thousands of units. Fields that no
+        # unit uses are left out, as in files written before there were such fields.
+        optional = ("input_bits", "group_size")
+        unused = {n for n in optional if not any(getattr(u, n) for u in self.units)}
+        names = [f.name for f in fields(Unit) if f.name not in unused]
+        units = [{n: getattr(u, n) for n in names} for u in self.units]
+        return {**asdict(replace(self, units=())), "units": units}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "LayerGraph":
         """Rebuild a graph from :meth:`to_json`, or from what version 0.1 wrote."""
         if isinstance(data, Mapping) and "float_parameters" in data:
-            # 0.1 took all that stays float for float32.
+            # Version 0.1 assumed that all tensors that stay float are float32.
             data = {**data, "float_bytes": 4 * data["float_parameters"]}
             del data["float_parameters"]
         graph = json_record(cls, data)
@@ -342,7 +338,7 @@ class LayerGraph:
             known = unit.group_size in GROUP_SIZES and unit.kind in GROUPED
             if unit.group_size and not (known and len(axes) == 2):
                 raise ValueError(
-                    f"unit {unit.name:.80}, {unit.kind:.80}, has groups of "
+                    f"unit {unit.name:.80} ({unit.kind:.80}) cannot have groups of "
                     f"{unit.group_size}"
                 )
         if len(graph._by_name) < len(graph):
@@ -351,17 +347,17 @@ class LayerGraph:
 
 
 def _as_layer(unit: Unit) -> Unit:
-    """Return a projection of attention, which 0.1 rounded in place, as a layer."""
+    """Convert an attention projection, which version 0.1 rounded in place."""
     if unit.kind != "attention":
         return unit
     return replace(unit, kind="linear", parameter=f"{unit.name}.weight")
 
 
 def _positions(names: Iterable[str]) -> dict[str, tuple[int, ...]]:
-    found: dict[str, list[int]] = {}
+    positions: dict[str, list[int]] = {}
     for position, name in enumerate(names):
-        found.setdefault(name, []).append(position)
-    return {name: tuple(members) for name, members in found.items()}
+        positions.setdefault(name, []).append(position)
+    return {name: tuple(members) for name, members in positions.items()}
 
 
 def select(names: Sequence[str], pattern: str) -> list[str]:
@@ -369,7 +365,7 @@ def select(names: Sequence[str], pattern: str) -> list[str]:
 
     Args:
         pattern: An exact name, a glob (``layer4.*``), a regular expression
-            (``re:conv[12]$``, searched), ``@first`` or ``@last``.
+            (``re:conv[12]$``, which may match anywhere), ``@first`` or ``@last``.
 
     Raises:
         PatternError: Nothing matches, or the regular expression is malformed.
@@ -399,21 +395,21 @@ def select(names: Sequence[str], pattern: str) -> list[str]:
 
 def _no_match(pattern: str, names: Sequence[str]) -> str:
     dots = [(name, dot.start()) for name in names for dot in re.finditer(r"\.", name)]
-    meant = suggestion(pattern, [*names, *(f"{name[:at]}.*" for name, at in dots)])
+    hint = suggestion(pattern, [*names, *(f"{name[:at]}.*" for name, at in dots)])
     return (
-        f"{pattern!r} matches no unit{meant}; the {len(names)} units are "
+        f"{pattern!r} matches no unit{hint}; the {len(names)} units are "
         f"{shortened(names)}"
     )
 
 
 class LiveTensor(NamedTuple):
-    """An activation and when it is alive, in positions of the recorded calls."""
+    """An activation and its lifetime, in positions of the recorded calls."""
 
-    values: int  # of one input
-    first: int  # the call that makes it
+    values: int  # number of values for one input
+    first: int  # the call that computes it
     last: int  # the last call that reads it
-    readers: tuple[int, ...]  # units that read it, and so decide its bits
-    returned: bool  # whether the network returns it, as float
+    readers: tuple[int, ...]  # units that read it, whose choices set its bits
+    returned: bool  # whether the network returns it, which keeps it float
 
     def to_json(self) -> list[Any]:
         """Return plain data for JSON."""
@@ -448,7 +444,7 @@ class ScoreTable:
         orm: ORM between the observed functions, (L, L); None when not measured.
         orm_labels: Names of the functions: for each, the last unit it represents.
         gamma: Sum of each unit's ORM with all other functions, (units,).
-        importance: What a bit of each unit is worth, (units,).
+        importance: How much one more bit would help each unit, (units,).
     """
 
     damage: Table
@@ -463,7 +459,7 @@ class ScoreTable:
         return f"ScoreTable({units} units × {choices} choices{orm})"
 
     def as_saved(self) -> "ScoreTable":
-        """Return what a file gives back: an ORM of single precision."""
+        """Return the table as a file would restore it: with a float32 ORM."""
         if self.orm is None or len(self.orm) > _LARGEST_ORM:
             return self
         return replace(self, orm=_unpacked_orm(_packed_orm(self.orm), len(self.orm)))
@@ -482,7 +478,7 @@ class ScoreTable:
     def from_json(
         cls, data: Mapping[str, Any], units: int, choices: int
     ) -> "ScoreTable":
-        """Rebuild a table; anything else is a KeyError or a ValueError."""
+        """Rebuild a table; malformed data raises a KeyError or a ValueError."""
         labels = json_list(data["orm_labels"], "orm_labels")
         return cls(
             damage=np.array(json_table(data["damage"], "damage", (units, choices))),
@@ -493,7 +489,7 @@ class ScoreTable:
         )
 
 
-# A larger ORM is left out of files: at 3,000 units it alone would take 24 MB.
+# A larger ORM is not saved: with 3,000 units it alone would take 24 MB.
 _LARGEST_ORM = 700
 
 
@@ -513,7 +509,7 @@ def _packed_orm(orm: Table | None) -> Any:
 def _unpacked_orm(data: Any, count: int) -> Table | None:
     if data is None:
         return None
-    if isinstance(data, list):  # written by the first format of plans
+    if isinstance(data, list):  # format ompq-plan/1
         return np.array(json_table(data, "orm", (count, count)))
     text = json_text(json_object(data, "orm").get("float32"), "orm")
     numbers = np.frombuffer(base64.b64decode(text, validate=True), dtype="<f4")

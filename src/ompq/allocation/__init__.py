@@ -1,4 +1,4 @@
-"""allocate(): the bits of least damage within a budget, and the Pareto curve."""
+"""Choose the bits that do least damage within a budget; trace the Pareto curve."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -42,10 +42,10 @@ __all__ = [
 Method = Literal["exact", "relax", "relax-round", "relax-dfs", "genetic"]
 METHODS: tuple[str, ...] = get_args(Method)
 
-# The paper searches depth-first for small networks, such as ResNet-18, and rounds for
-# large ones: those with more decisions than this, such as MobileNetV2 and ResNet-50.
+# The paper searches depth-first in small networks, such as ResNet-18, and rounds in
+# those with more decisions than this, such as MobileNetV2 and ResNet-50.
 DEPTH_FIRST = 32
-CURVE_GAP = 1e-5  # of a point of a curve: far less than a line's width
+CURVE_GAP = 1e-5  # relative gap that no one would see in a plotted Pareto curve
 
 
 @dataclass(frozen=True)
@@ -61,18 +61,17 @@ class ParetoPoint:
 def allocate(
     problem: Problem, budget: Budget | str, *, method: Method = "exact", seed: int = 0
 ) -> Allocation:
-    """Return the allocation of least damage that keeps to a budget.
+    """Return the allocation of least damage within a budget.
 
-    Its ``gap`` is what is not proved.
+    Its ``gap`` bounds how much better another allocation could be; 0 proves it optimal.
 
     Args:
-        method: ``exact``; or the paper's ways, which keep to the budget too:
-            ``relax-round`` rounds the linear relaxation, ``relax-dfs`` searches its
-            floors and ceilings, ``relax`` does the one for large networks and the other
-            for small ones; or BRECQ's ``genetic`` search. Where these find nothing
-            within budgets that pull in opposite directions, the exact allocation is
-            returned.
-        seed: Of the genetic search.
+        method: ``exact``, or a published method. The paper's ``relax-round`` rounds the
+            linear relaxation, ``relax-dfs`` searches its floors and ceilings, and
+            ``relax`` picks the first for large networks, the second for small ones.
+            ``genetic`` is BRECQ's search. All of them keep to the budget; one that
+            finds nothing, because limits conflict, falls back to ``exact``.
+        seed: Seed of the genetic search.
 
     Raises:
         BudgetError: The budget cannot be read, or limits a cost that is not there.
@@ -97,15 +96,15 @@ def allocate(
     check_known("method", method, METHODS)
     limits = Budget.of(budget).limits(problem.costs)
     check_each(problem, limits)
-    solved = partial(_within, limits=limits, method=method, seed=seed)
-    allocation = _least(problem, [*map(solved, problem.cases(limits))])
+    solve = partial(_solve, limits=limits, method=method, seed=seed)
+    allocation = _best_of(problem, [*map(solve, problem.cases(limits))])
     if allocation is None:
         raise conflict(problem, limits)
     return allocation
 
 
-def _least(problem: Problem, found: Sequence[Allocation | None]) -> Allocation | None:
-    """Return the allocation of least damage among those of a problem's cases."""
+def _best_of(problem: Problem, found: Sequence[Allocation | None]) -> Allocation | None:
+    """Return the best allocation of all cases of a problem, with the overall gap."""
     damages = [(problem.damage_of(one), one) for one in found if one is not None]
     if not damages:
         return None
@@ -114,68 +113,70 @@ def _least(problem: Problem, found: Sequence[Allocation | None]) -> Allocation |
     return replace(best, gap=max(damage - bound, 0.0))
 
 
-def _within(
+def _solve(
     problem: Problem,
     limits: Mapping[str, float],
     method: Method = "exact",
     *,
     seed: int = 0,
-    quickly: bool = False,
+    quick: bool = False,
 ) -> Allocation | None:
-    """Return the best allocation whose totals keep to the limits.
+    """Return the best allocation within the limits, or None if there is none.
 
-    Memory is limited at every moment, but few moments matter: those that an allocation
-    exceeds are added, until none is.
+    A limit on memory holds at every moment of a forward pass, but few moments matter.
+    Constraints are added only for those at which a solution exceeds the limit.
     """
-    nodes, enough = (0, CURVE_GAP) if quickly else (NODES, 0.0)
+    nodes, enough = (0, CURVE_GAP) if quick else (NODES, 0.0)
     problem, limits = _with_moments(problem, limits)
-    rows = {n: m for n, m in limits.items() if problem.costs[n].memory is None}
-    # Costs that are not short decimals are rounded to steps. Begin with the room that
-    # this may take away, and take it back where it was used.
-    exact = all(problem.costs[name].scale is not None for name in rows)
+    linear = {n: m for n, m in limits.items() if problem.costs[n].memory is None}
+    # Costs that are not short decimals are rounded to steps. Start with limits raised
+    # by what rounding may have added; tighten them if the true total is too high.
+    exact = all(problem.costs[name].scale is not None for name in linear)
     for slack in (0.0,) if exact else (0.5, 0.0, -0.5):
-        program = problem.program(rows, slack)
-        found = _rough(program, method, seed)
+        program = problem.program(linear, slack)
+        found = _by_published_method(program, method, seed)
         found = found or minimum(program, nodes=nodes, enough=enough)
         if found.columns is None:
             if found.gap > 0:
-                raise conflict(problem, rows, proved=False)
+                raise conflict(problem, linear, proved=False)
             return None
         allocation = replace(problem.allocation(found.columns), gap=found.gap)
-        if all(problem.total(name, allocation) <= rows[name] for name in rows):
+        if all(problem.total(name, allocation) <= linear[name] for name in linear):
             more = _with_moments(problem, limits, allocation)
             if len(more[1]) == len(limits):
                 return allocation
-            return _within(*more, method, seed=seed, quickly=quickly)
+            return _solve(*more, method, seed=seed, quick=quick)
     return None
 
 
 def _with_moments(
-    problem: Problem, limits: Mapping[str, float], given: Allocation | None = None
+    problem: Problem, limits: Mapping[str, float], allocation: Allocation | None = None
 ) -> tuple[Problem, Mapping[str, float]]:
-    """Return the problem with a cost, and a limit, for one more moment of memory.
+    """Add a linear cost and limit for one more moment of each limited memory.
 
-    That is the first, or the one at which a given allocation takes most, if that is
-    more than the limit.
+    Without an allocation, that is the moment of the peak with the fewest bits. With
+    one, it is the moment of its peak, and nothing is added if the peak fits.
     """
-    costs, found = dict(problem.costs), dict(limits)
+    costs, more_limits = dict(problem.costs), dict(limits)
     for name, limit in limits.items():
         cost, moment = problem.costs[name], None
         if cost.memory is None:
             continue
-        if given is not None:
-            columns = problem.columns(given)
+        if allocation is not None:
+            columns = problem.columns(allocation)
             if cost.total(columns) <= limit:
                 continue
             moment = cost.memory.peak(columns)[1]
-        row = Cost.of_memory(name, cost.memory, cost.base, moment)
-        costs[f"{name} {moment}"] = replace(row, memory=None)
-        found[f"{name} {moment}"] = limit
-    return (problem if found == limits else replace(problem, costs=costs)), found
+        linear = Cost.of_memory(name, cost.memory, cost.base, moment)
+        costs[f"{name} {moment}"] = replace(linear, memory=None)
+        more_limits[f"{name} {moment}"] = limit
+    if more_limits == limits:  # keeps what the problem has cached
+        return problem, limits
+    return replace(problem, costs=costs), more_limits
 
 
-def _rough(program: Program, method: Method, seed: int) -> Optimum | None:
-    """Solve by a published method, if that is asked for and finds something."""
+def _by_published_method(program: Program, method: Method, seed: int) -> Optimum | None:
+    """Solve with a published method; None for ``exact`` or if it finds nothing."""
     columns = None
     if method == "relax":
         method = "relax-dfs" if len(program.damage) <= DEPTH_FIRST else "relax-round"
@@ -199,12 +200,12 @@ def pareto(
     *,
     progress: Progress | None = None,
 ) -> tuple[ParetoPoint, ...]:
-    """Return the curve of damage against one cost, from the smallest to the largest.
+    """Return the least damage at increasing limits on one cost.
 
     Args:
-        points: Limits to try, evenly spaced from the least that any allocation costs
-            to what the allocation of least damage costs. Limits with the same answer
-            give one point, so fewer may be returned.
+        points: Number of limits, evenly spaced between the cheapest allocation and the
+            one of least damage. Limits with the same solution share a point, so fewer
+            points may be returned.
     """
     if points < 2:
         raise ValueError(f"points={points} is too few for a curve; use at least 2")
@@ -212,7 +213,7 @@ def pareto(
     found = [_best_under(problem, cost, largest)]
     limits = np.linspace(smallest, found[0].cost, points)[-2::-1].tolist()
     for done, limit in enumerate(limits, 2):
-        if limit < found[-1].cost:  # otherwise the last point is the answer here, too
+        if limit < found[-1].cost:  # otherwise the last point solves this limit, too
             point = _best_under(problem, cost, limit)
             found = [p for p in found if p.damage < point.damage] + [point]
         if progress is not None:
@@ -221,11 +222,12 @@ def pareto(
 
 
 def _best_under(problem: Problem, cost: str, limit: float) -> ParetoPoint:
-    def solved(limit: float) -> Allocation | None:
-        each = partial(_within, limits={cost: limit}, quickly=True)
-        return _least(problem, [*map(each, problem.cases([cost]))])
+    def solve(limit: float) -> Allocation | None:
+        each = partial(_solve, limits={cost: limit}, quick=True)
+        return _best_of(problem, [*map(each, problem.cases([cost]))])
 
-    while (allocation := solved(limit)) is None:
-        limit = float(np.nextafter(limit, np.inf))  # the least cost, less a last bit
+    while (allocation := solve(limit)) is None:
+        # Rounding put the lowest limit just below the cheapest allocation.
+        limit = float(np.nextafter(limit, np.inf))
     used = problem.total(cost, allocation)
     return ParetoPoint(limit, used, problem.damage_of(allocation), allocation)

@@ -1,4 +1,4 @@
-"""Why a unit got its bits, and why a budget cannot be met."""
+"""Explain why a unit got its bits, or why a budget cannot be met."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -18,10 +18,10 @@ from ompq.errors import (
 )
 from ompq.units import Choice
 
-LEAST_BITS = 2  # of a weight that is not coded
-# Costs that are mostly weights, which may be coded.
-_WEIGHTS = ("bytes", "graph_bytes", "total_bytes", "weight_bits")
-WORST = 5  # units named as standing in the way, besides pinned ones
+LEAST_BITS = 2  # fewest bits of a weight that is not coded
+# Costs that coding the weights would reduce.
+_WEIGHT_COSTS = ("bytes", "graph_bytes", "total_bytes", "weight_bits")
+WORST = 5  # number of largest units to name, besides pinned ones
 
 
 def reachable(problem: Problem, cost: str) -> tuple[float, float]:
@@ -29,43 +29,42 @@ def reachable(problem: Problem, cost: str) -> tuple[float, float]:
     check_known("cost", cost, problem.costs)
     table = problem.costs[cost].table
     if problem.costs[cost].memory is not None:
-        # Its table is that of one moment, at which most units have nothing to choose.
+        # The table is that of one moment, where most units have the same cost at every
+        # choice. Break these ties by the bits of the activations.
         table = table + 1e-3 * np.array([c.activation for c in problem.choices])
     table = problem.by_group(table)
-    found = []
+    totals = []
     for case in problem.cases([cost]):
         least = np.where(case.group_allowed, table, np.inf).argmin(1)
         most = np.where(case.group_allowed, table, -np.inf).argmax(1)
         total = case.costs[cost].total
-        found += [total(ends[problem.group_of]) for ends in (least, most)]
-    return min(found), max(found)
+        totals += [total(columns[problem.group_of]) for columns in (least, most)]
+    return min(totals), max(totals)
 
 
 def halfway(problem: Problem, cost: str) -> float:
     """Return the mean of the least and the most that any allocation costs.
 
-    With the choices W4A4 and W8A8 it is HAWQ-V3's medium limit.
+    With the choices W4A4 and W8A8 this is HAWQ-V3's medium limit.
     """
     return sum(reachable(problem, cost)) / 2
 
 
 def check_budget(problem: Problem, budget: Budget | str) -> None:
-    """Make sure that a budget can be met."""
+    """Raise an InfeasibleBudgetError if a budget cannot be met."""
     limits = Budget.of(budget).limits(problem.costs)
     check_each(problem, limits)
     if len(limits) > 1:
         programs = (case.program(limits, slack=0.5) for case in problem.cases(limits))
         # Any allocation within the limits will do, whatever its damage.
-        found = [
-            minimum(replace(one, damage=np.zeros_like(one.damage))) for one in programs
-        ]
-        if all(one.columns is None for one in found):
-            proved = all(one.gap == 0 for one in found)
+        found = [minimum(replace(p, damage=np.zeros_like(p.damage))) for p in programs]
+        if all(optimum.columns is None for optimum in found):
+            proved = all(optimum.gap == 0 for optimum in found)
             raise conflict(problem, limits, proved=proved)
 
 
 def check_each(problem: Problem, limits: Mapping[str, float]) -> None:
-    """Make sure that each limit can be met if the others are ignored."""
+    """Raise an InfeasibleBudgetError if a limit cannot be met even on its own."""
     for name, limit in limits.items():
         smallest, _ = reachable(problem, name)
         if smallest > limit:
@@ -75,7 +74,10 @@ def check_each(problem: Problem, limits: Mapping[str, float]) -> None:
 def conflict(
     problem: Problem, limits: Mapping[str, float], *, proved: bool = True
 ) -> InfeasibleBudgetError:
-    """Return the error that names a cost and the least that the other limits leave."""
+    """Return the error for limits that cannot be met together.
+
+    It names one cost and its least value within the other limits.
+    """
     for name, limit in reversed([*limits.items()]):
         others = {key: value for key, value in limits.items() if key != name}
         if not others:
@@ -93,14 +95,14 @@ def conflict(
         if totals:
             smallest = min(totals)
             texts = [
-                readable(problem.costs[k], v)[0] + PURPOSES.get(k, "")
-                for k, v in others.items()
+                readable(problem.costs[other], amount)[0] + PURPOSES.get(other, "")
+                for other, amount in others.items()
             ]
             together = f" with {' and '.join(texts)}"
             return _infeasible(problem, name, limit, smallest, together, proved=proved)
     name, limit = next(iter(limits.items()))
     together = " with the other limits" if len(limits) > 1 else ""
-    smallest, _ = reachable(problem, name)
+    smallest = reachable(problem, name)[0]
     return _infeasible(problem, name, limit, smallest, together, proved=proved)
 
 
@@ -115,7 +117,7 @@ def _infeasible(
 ) -> InfeasibleBudgetError:
     largest = reachable(problem, name)[1]
     texts = readable(problem.costs[name], limit, smallest, largest)
-    units, described = _in_the_way(problem, name)
+    units, described = _largest_units(problem, name)
     most = f"Most is taken by {described}. " if units else ""
     verdict = "cannot be met" if proved else "was not met within the search's limit"
     purpose = PURPOSES.get(name, "")
@@ -131,18 +133,19 @@ def _infeasible(
 
 
 def _advice(problem: Problem, name: str, smallest: float) -> str:
-    """Return what would make a budget feasible."""
+    """Return a sentence that says what would make a budget feasible."""
     cost, choices = problem.costs[name], problem.choices
+    weights_count = name in _WEIGHT_COSTS
     ways = [f"Raise it to {enough(cost, smallest)} or more"]
-    if min(choice.weight for choice in choices) > LEAST_BITS or name not in _WEIGHTS:
+    if min(choice.weight for choice in choices) > LEAST_BITS or not weights_count:
         ways.append("allow fewer bits")
     if not problem.allowed.all():
         ways.append("remove pins")
-    text = " or ".join([*([", ".join(ways[:-1])] if ways[1:] else []), ways[-1]])
-    known = name in _WEIGHTS and "weight_bits" in problem.costs
-    if not known or any(choice.rate for choice in choices):
+    text = " or ".join(filter(None, [", ".join(ways[:-1]), ways[-1]]))
+    already_coded = any(choice.rate for choice in choices)
+    if already_coded or not weights_count or "weight_bits" not in problem.costs:
         return text
-    # A coded weight may take one bit; those of pinned units stay as they are.
+    # A coded weight may take as little as one bit. Pinned units keep their bits.
     free, bits = problem.allowed.sum(1) > 1, problem.costs["weight_bits"].table
     least = least_allowed(bits, problem.allowed)
     weights = bits[:, 0] / choices[0].bits
@@ -154,10 +157,10 @@ def _advice(problem: Problem, name: str, smallest: float) -> str:
     )
 
 
-def _in_the_way(problem: Problem, name: str) -> tuple[tuple[str, ...], str]:
-    """Return the units that cost most at their least, and pins, most first."""
+def _largest_units(problem: Problem, name: str) -> tuple[tuple[str, ...], str]:
+    """Name and describe the units that cost most, and pinned ones, at their least."""
     cost = problem.costs[name]
-    if cost.memory is not None and cost.base is None:  # activations are no unit's own
+    if cost.memory is not None and cost.base is None:  # activations belong to no unit
         return (), ""
     table = np.where(problem.group_allowed, problem.by_group(cost.table), np.inf)
     least: dict[int, float] = {}
@@ -179,14 +182,14 @@ def _in_the_way(problem: Problem, name: str) -> tuple[tuple[str, ...], str]:
 
 @dataclass(frozen=True)
 class Option:
-    """One choice of the unit, together with the units tied to it."""
+    """One choice for a unit and the units tied to it."""
 
     choice: Choice
     damage: float
-    costs: Mapping[str, float]  # what it costs, by the costs that the budget limits
+    costs: Mapping[str, float]  # by name, for the costs that the budget limits
     # By how much limits would be exceeded if all other units kept their bits.
     over: Mapping[str, float]
-    allowed: bool  # whether the unit may get it
+    allowed: bool
 
 
 @dataclass(frozen=True)
@@ -196,29 +199,27 @@ class Exchange:
     choice: Choice  # what this unit would get
     unit: str  # the other unit
     before: Choice  # what the other unit has
-    after: Choice  # what it would get
-    damage: float  # what both would change; an optimal allocation leaves none below 0
+    after: Choice  # what the other unit would get
+    damage: float  # change of the total damage; never negative at the optimum
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """Why a unit got its bits; ``str`` puts it in words."""
+    """Why a unit got its bits; ``str`` gives it in words."""
 
     unit: str
     tied: tuple[str, ...]  # units that share its bits
     choice: Choice
     options: tuple[Option, ...]  # every choice, in the order of the columns
     limits: Mapping[str, float]  # the budget, by cost
-    used: Mapping[str, float]  # what the allocation uses of it
-    # Damage that one more unit of each limit would save, at the margin: the dual prices
-    # of the linear relaxation.
+    used: Mapping[str, float]  # what the allocation uses of the budget
+    # Marginal damage saved by one more unit of each limit: the dual prices of the
+    # linear relaxation.
     prices: Mapping[str, float]
     better: Option | None  # the next allowed choice of less damage, if there is one
     worse: Option | None  # the next allowed choice of more damage, if there is one
-    # The best exchange with one other unit within the budget: the one that was refused
-    # most narrowly.
-    exchange: Exchange | None
-    text: str = field(default="", repr=False)  # all of it in words
+    exchange: Exchange | None  # the best exchange with one other unit within the budget
+    text: str = field(default="", repr=False)  # the explanation in words
 
     def __str__(self) -> str:
         return self.text
@@ -245,24 +246,24 @@ def explain(
     program = problem.program(limits)
     columns = chosen[[units[0] for units in problem.members]]
     position = problem.names.index(unit)
-    group = next(g for g, units in enumerate(problem.members) if position in units)
+    group = int(problem.group_of[position])
     options = _options(problem, program, columns, group, tuple(limits))
-    now = options[columns[group]]
+    current = options[columns[group]]
     allowed = sorted((o for o in options if o.allowed), key=lambda o: o.damage)
     prices = relaxation(program).prices * program.scales
     found = Explanation(
         unit=unit,
         tied=tuple(problem.names[u] for u in problem.members[group] if u != position),
-        choice=now.choice,
+        choice=current.choice,
         options=options,
         limits=limits,
         used={name: problem.total(name, allocation) for name in limits},
         prices=dict(zip(limits, prices.tolist(), strict=True)),
-        better=next((o for o in reversed(allowed) if o.damage < now.damage), None),
-        worse=next((o for o in allowed if o.damage > now.damage), None),
+        better=next((o for o in reversed(allowed) if o.damage < current.damage), None),
+        worse=next((o for o in allowed if o.damage > current.damage), None),
         exchange=_best_exchange(problem, program, columns, group),
     )
-    return replace(found, text="\n".join(_lines(found, now, problem.costs)))
+    return replace(found, text="\n".join(_lines(found, current, problem.costs)))
 
 
 def _options(
@@ -324,7 +325,7 @@ def _best_exchange(
     )
 
 
-def _lines(found: Explanation, now: Option, costs: Mapping[str, Cost]) -> list[str]:
+def _lines(found: Explanation, current: Option, costs: Mapping[str, Cost]) -> list[str]:
     tied = f", shared with {shortened(found.tied)}" if found.tied else ""
     lines = [f"{found.unit}: {found.choice}{tied}", ""]
     amounts = [
@@ -332,7 +333,7 @@ def _lines(found: Explanation, now: Option, costs: Mapping[str, Cost]) -> list[s
         for name in found.limits
     ]
     for option, *cells in zip(found.options, *amounts, strict=True):
-        mark = ">" if option is now else " "
+        mark = ">" if option is current else " "
         spent = "".join(f"{cell:>16}" for cell in cells)
         note = "" if option.allowed else "   not allowed"
         lines.append(
@@ -345,9 +346,9 @@ def _lines(found: Explanation, now: Option, costs: Mapping[str, Cost]) -> list[s
     if found.better:
         over = [readable(costs[n], v)[0] for n, v in found.better.over.items()]
         fits = f", {' and '.join(over)} too much" if over else ", and it would fit"
-        lines.append(f"Next better: {_step(found.better, now, costs)}{fits}.")
+        lines.append(f"Next better: {_difference(found.better, current, costs)}{fits}.")
     if found.worse:
-        lines.append(f"Next worse: {_step(found.worse, now, costs)}.")
+        lines.append(f"Next worse: {_difference(found.worse, current, costs)}.")
     if found.exchange:
         e = found.exchange
         verdict = "refused" if e.damage >= 0 else "that would help"
@@ -358,10 +359,10 @@ def _lines(found: Explanation, now: Option, costs: Mapping[str, Cost]) -> list[s
     return lines
 
 
-def _step(option: Option, now: Option, costs: Mapping[str, Cost]) -> str:
-    parts = [f"damage {option.damage - now.damage:+.4g}"]
+def _difference(option: Option, current: Option, costs: Mapping[str, Cost]) -> str:
+    parts = [f"damage {option.damage - current.damage:+.4g}"]
     for name, value in option.costs.items():
-        change = value - now.costs[name]
+        change = value - current.costs[name]
         sign = "-" if change < 0 else "+"
         parts.append(f"{sign}{readable(costs[name], abs(change))[0]}")
     return f"{option.choice} ({', '.join(parts)})"
@@ -370,11 +371,11 @@ def _step(option: Option, now: Option, costs: Mapping[str, Cost]) -> str:
 def _price(found: Explanation, cost: Cost) -> str:
     price = found.prices[cost.name]
     if price <= 0:
-        return "it is not the limit here"
-    amount, words = {
+        return "this limit is not binding"
+    amount, unit = {
         **dict.fromkeys(("bytes", "onnx_bytes", "graph_bytes"), (1024.0, "KiB")),
         "bit_ops": (1e9, "GBOP"),
         "weight_bits": (cost.reference / 100 or 1.0, "hundredth of a bit"),
         "milliseconds": (1.0, "ms"),
     }.get(cost.name, (1.0, "unit"))
-    return f"one {words} more would save about {price * amount:.3g} damage"
+    return f"one {unit} more would save about {price * amount:.3g} damage"

@@ -26,11 +26,10 @@ Columns = NDArray[np.intp]
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """One choice for each unit, of least damage within the limits."""
+    """An integer program: one choice for each unit, least damage within K limits."""
 
-    damage: Floats  # what each choice does, (U, C)
-    # What each choice costs in whole steps, a table for each budget, (K, U, C).
-    rows: Floats
+    damage: Floats  # damage of each choice of each unit, (U, C)
+    rows: Floats  # each choice's cost in whole steps, for each limit, (K, U, C)
     limits: Floats  # the most steps that each row may sum to, (K,)
     ties: Floats  # of equally good allocations the one with the least sum wins, (U, C)
     allowed: Flags  # choices that may be taken, (U, C)
@@ -47,11 +46,14 @@ class Program:
 
     @cached_property
     def least(self) -> Floats:
-        """The least that each unit costs, (K, U)."""
+        """Cost of each unit's cheapest allowed choice, (K, U)."""
         return least_allowed(self.rows, self.allowed)
 
     def affordable(self) -> "Program | None":
-        """Return the program without choices that fit nowhere; None if nothing fits."""
+        """Drop choices that exceed a limit even if all other units cost their least.
+
+        Returns None if a unit has no choice left.
+        """
         if not self.allowed.any(1).all():
             return None
         room = self.limits - self.least.sum(1)
@@ -61,24 +63,24 @@ class Program:
 
 
 def least_allowed(table: Floats, allowed: Flags) -> Floats:
-    """Return each unit's least allowed value; of (..., U, C), (..., U)."""
+    """Return each unit's smallest allowed value, (..., U), of a table (..., U, C)."""
     least: Floats = np.where(allowed, table, np.inf).min(-1)
     return least
 
 
-_HARDLY = 1e-3  # a part of a cost that need not be used to the last byte
-LARGEST_DAMAGE = 1e300  # sums of more would overflow
-MOST_CHOICES = 256  # far more than widths of weights and inputs make
+_NEGLIGIBLE = 1e-3  # shared costs below this fraction are always counted as paid
+LARGEST_DAMAGE = 1e300  # sums of larger damages could overflow
+MOST_CHOICES = 256  # columns are stored as uint8
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Allocation(Mapping[str, Choice]):
-    """Bits for every unit: a mapping, unit name → Choice, that cannot be changed.
+    """Bits for every unit: an immutable mapping, unit name → Choice.
 
     Attributes:
         bits: Unit name → bits.
-        gap: How much less damage another allocation within the budget could at most
-            do; 0 if it is proved that none does less. Equality ignores it.
+        gap: Upper bound on how much less damage another allocation within the budget
+            could do; 0 if this one is proved optimal. Equality ignores it.
 
     Example:
         >>> Allocation({"stem": Choice(8, 8), "fc": Choice(4, 8)})
@@ -91,9 +93,9 @@ class Allocation(Mapping[str, Choice]):
     def __post_init__(self) -> None:
         bits = {}
         for name, (weight, activation, *rate) in self.bits.items():
-            found = Choice(index(weight), index(activation), *map(float, rate))
+            choice = Choice(index(weight), index(activation), *map(float, rate))
             try:
-                bits[name] = found.checked()
+                bits[name] = choice.checked()
             except ValueError as error:
                 raise ValueError(f"{name}: {error}") from error
         object.__setattr__(self, "bits", bits)
@@ -119,7 +121,7 @@ class Allocation(Mapping[str, Choice]):
     def to_json(self) -> dict[str, dict[str, float]]:
         """Return plain data: ``{"fc": {"weight": 4, "activation": 8}, ...}``.
 
-        A coded unit has a ``rate``, too.
+        A coded unit also has a ``rate``.
         """
         return {
             name: dict(zip(Choice._fields, choice.to_json(), strict=False))
@@ -131,7 +133,7 @@ class Allocation(Mapping[str, Choice]):
         """Rebuild an allocation from :meth:`to_json`.
 
         Raises:
-            PlanError: The data is something else.
+            PlanError: The data is not an allocation.
         """
         try:
             entries = json_object(data, "an allocation")
@@ -155,10 +157,10 @@ class Allocation(Mapping[str, Choice]):
         return cls(bits)
 
     def check_units(self, names: Iterable[str]) -> None:
-        """Make sure that these are the units of a network.
+        """Check that there are bits for exactly these units.
 
         Raises:
-            PlanError: Units of the network have no bits, or there are bits for others.
+            PlanError: A unit has no bits, or there are bits for unknown units.
         """
         wanted = dict.fromkeys(names)
         missing = [name for name in wanted if name not in self.bits]
@@ -177,7 +179,7 @@ class Allocation(Mapping[str, Choice]):
             )
 
     def save(self, path: str | Path) -> None:
-        """Write the allocation as JSON; the file is either whole or not there."""
+        """Write the allocation as JSON, atomically."""
         text = json.dumps(self.to_json(), indent=1, ensure_ascii=False)
         write_text(path, f"{text}\n")
 
@@ -196,27 +198,26 @@ class Allocation(Mapping[str, Choice]):
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """Everything an allocation is decided from.
+    """Damage and costs of every choice of every unit, from which to allocate bits.
 
     Raises:
-        PlanError: A group has no choice that all of it may get.
+        PlanError: The units of a group have no choice that all of them may get.
         ScoreError: A damage is not finite.
     """
 
     names: tuple[str, ...]  # the U units
     choices: tuple[Choice, ...]  # the C columns of all tables
     damage: Floats  # expected damage of each choice of each unit, (U, C)
-    costs: Mapping[str, Cost]  # name → what each choice of each unit costs
+    costs: Mapping[str, Cost]  # by name; their tables are (U, C)
     allowed: Flags  # choices that each unit may get, (U, C)
-    # Units with the same number share their choice, (U,).
-    groups: NDArray[np.integer[Any]]
-    # Unit → bits of its input, where these are fixed whatever is chosen.
+    groups: NDArray[np.integer[Any]]  # units with the same number share bits, (U,)
+    # Bits of the inputs of units for which they are fixed, whatever is chosen.
     inputs: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._check_shapes()
-        fine = np.abs(self.damage) <= LARGEST_DAMAGE  # NaN is not
-        names = [self.names[unit] for unit in np.flatnonzero(~fine.all(1))]
+        finite = np.abs(self.damage) <= LARGEST_DAMAGE  # False for NaN
+        names = [self.names[unit] for unit in np.flatnonzero(~finite.all(1))]
         if names:
             raise ScoreError(
                 f"the score is not finite for {shortened(names)}; "
@@ -252,11 +253,11 @@ class Problem:
 
     @cached_property
     def members(self) -> tuple[tuple[int, ...], ...]:
-        """The units of each group, in order of each group's first unit."""
-        found: dict[int, list[int]] = {}
+        """The units of each group; groups are ordered by their first unit."""
+        by_group: dict[int, list[int]] = {}
         for unit, group in enumerate(self.groups.tolist()):
-            found.setdefault(group, []).append(unit)
-        return tuple(tuple(units) for units in found.values())
+            by_group.setdefault(group, []).append(unit)
+        return tuple(tuple(units) for units in by_group.values())
 
     @cached_property
     def group_of(self) -> Columns:
@@ -268,7 +269,7 @@ class Problem:
 
     @cached_property
     def group_allowed(self) -> Flags:
-        """Choices that all units of a group may get, (groups, C)."""
+        """Choices allowed for every unit of a group, (groups, C)."""
         return np.array([self.allowed[list(units)].all(0) for units in self.members])
 
     def by_group(self, table: Floats) -> Floats:
@@ -278,39 +279,40 @@ class Problem:
         return sums
 
     def program(self, limits: Mapping[str, float], slack: float = 0.0) -> Program:
-        """Return the integer program of the groups under limits on some costs.
+        """Return the integer program over groups with limits on some costs.
 
-        Limits of costs that are not short decimals are raised by ``slack`` steps a
-        unit: half a step is what rounding them to steps may take away.
+        Costs that are not short decimals are rounded to steps, with an error of at most
+        half a step per unit. Their limits are raised by ``slack`` steps per unit.
         """
-        rows, whole, scales = [], [], []
+        rows, steps, scales = [], [], []
         for name, limit in limits.items():
             cost = self.costs[name]
             scale = cost.scale or self._fine_scale(cost, limit)
             row = self.by_group(np.rint(cost.table * scale))
-            # Rows sum to what is limited; all that is shared is paid.
-            constant = cost.constant + sum(one for one, _ in cost.shared)
+            # The first group carries the constant and all shared costs.
+            constant = cost.constant + sum(amount for amount, _ in cost.shared)
             row[0] += round(constant * scale)
             rows.append(row)
             scales.append(scale)
-            whole.append(floor(Decimal(repr(float(limit))) * Decimal(scale)))
+            steps.append(floor(Decimal(repr(float(limit))) * Decimal(scale)))
             if cost.scale is None:
-                whole[-1] += floor(slack * (len(self.names) + 1))
+                steps[-1] += floor(slack * (len(self.names) + 1))
         size = self.costs.get("bytes", self.costs[next(iter(limits))])
         return Program(
             damage=self.by_group(self.damage),
             rows=np.array(rows),
-            limits=np.array(whole, dtype=np.float64),
+            limits=np.array(steps, dtype=np.float64),
             ties=self.by_group(size.table),
             allowed=self.group_allowed,
             scales=np.array(scales),
         )
 
     def cases(self, names: Iterable[str]) -> Iterator["Problem"]:
-        """Yield the problem with each set of these costs' shared parts paid.
+        """Split the problem by which shared costs are paid.
 
-        Choices that need what is not paid are not allowed then. The first case pays all
-        of it, and is the only one if that hardly matters.
+        A shared cost is paid once if any unit has one of its columns. A case that does
+        not pay it forbids these columns. The first case pays everything; it is the only
+        one if the shared costs are negligible.
         """
         name = next((name for name in names if self.costs[name].shared), None)
         if name is None:
@@ -318,23 +320,23 @@ class Problem:
             return
         cost = self.costs[name]
         least = cost.constant + least_allowed(cost.table, self.allowed).sum()
-        every = [(True,) * len(cost.shared)]
-        if sum(one for one, _ in cost.shared) > _HARDLY * least:
-            every = [*product((True, False), repeat=len(cost.shared))]
-        for paid in every:
+        subsets = [(True,) * len(cost.shared)]
+        if sum(amount for amount, _ in cost.shared) > _NEGLIGIBLE * least:
+            subsets = [*product((True, False), repeat=len(cost.shared))]
+        for subset in subsets:
             allowed, constant = self.allowed.copy(), cost.constant
-            for (amount, columns), one in zip(cost.shared, paid, strict=True):
-                constant += amount * one
-                allowed[:, list(columns)] &= one
+            for (amount, columns), paid in zip(cost.shared, subset, strict=True):
+                constant += amount * paid
+                allowed[:, list(columns)] &= paid
             costs = {**self.costs, name: replace(cost, constant=constant, shared=())}
             try:
                 case = replace(self, allowed=allowed, costs=costs)
-            except PlanError:  # some units have no other choice
+            except PlanError:  # a unit has no choice without what is not paid
                 continue
             yield case
 
     def _fine_scale(self, cost: Cost, limit: float) -> float:
-        """Return the power of 2 that makes sums up to a limit use 52 bits."""
+        """Return the power of 2 by which sums up to a limit take 52 bits in steps."""
         least = least_allowed(cost.table, self.allowed)
         room = limit - cost.constant - least.sum()
         affordable = self.allowed & (cost.table - least[:, None] <= max(room, 0.0))
@@ -342,16 +344,16 @@ class Problem:
         return float(np.ldexp(1.0, 52 - frexp(max(most, abs(limit), 1e-290))[1]))
 
     def allocation(self, columns: Columns) -> Allocation:
-        """Return the allocation in which each group has its column, (groups,)."""
+        """Return the allocation for one column per group, (groups,)."""
         return self.unit_allocation(columns[self.group_of])
 
     def unit_allocation(self, columns: NDArray[np.integer[Any]]) -> Allocation:
-        """Return the allocation in which each unit has its column, (U,)."""
+        """Return the allocation for one column per unit, (U,)."""
         pairs = zip(self.names, columns.tolist(), strict=True)
         return Allocation({name: self.chosen(name, column) for name, column in pairs})
 
     def chosen(self, name: str, column: int) -> Choice:
-        """Return what a unit gets by a column."""
+        """Return the bits that a unit gets from a column."""
         return self.choices[column].with_input(self.inputs.get(name, 0))
 
     def columns(self, allocation: Mapping[str, Choice]) -> Columns:
@@ -368,17 +370,17 @@ class Problem:
     def _column(self, name: str, choice: Choice | None) -> int | None:
         if name not in self.inputs:
             return self._column_of.get(choice)
-        # Several columns may be the same to it: one that it may get.
-        row = self.allowed[self.names.index(name)]
-        same = [c for c in range(len(row)) if self.chosen(name, c) == choice]
-        return next((c for c in same if row[c]), next(iter(same), None))
+        # With a fixed input several columns may mean the same; prefer an allowed one.
+        allowed = self.allowed[self.names.index(name)]
+        same = [c for c in range(len(allowed)) if self.chosen(name, c) == choice]
+        return next((c for c in same if allowed[c]), next(iter(same), None))
 
     @cached_property
     def _column_of(self) -> dict[Choice | None, int]:
         return {choice: column for column, choice in enumerate(self.choices)}
 
     def total(self, cost: str, allocation: Mapping[str, Choice]) -> float:
-        """Return what an allocation costs, its constant included."""
+        """Return what an allocation costs, including the constant."""
         return self.costs[cost].total(self.columns(allocation))
 
     def damage_of(self, allocation: Mapping[str, Choice]) -> float:

@@ -8,35 +8,31 @@ from numpy.typing import NDArray
 
 from ompq.allocation.program import Columns, Floats, Program, least_allowed
 
-SHARE_TOLERANCE = 1e-6  # shares of the relaxation are as exact as the solver
-MOVE_TOLERANCE = 1e-12  # a move that removes less of the excess may be rounding
+SHARE_TOLERANCE = 1e-6  # accuracy of the solver's shares
+MOVE_TOLERANCE = 1e-12  # removing less of the excess than this may be rounding error
 
 
 class Relaxation(NamedTuple):
-    """The linear relaxation: a mixture of choices for each unit, and what limits cost.
+    """Solution of the linear relaxation, in which a unit may mix its choices."""
 
-    ``shares`` is (U, C), or None if it is proved that nothing meets the limits;
-    ``prices`` (K,) is the damage that one more step of each limit would save.
-    """
-
-    shares: Floats | None
-    prices: Floats
+    shares: Floats | None  # (U, C); None if it is proved that nothing meets the limits
+    prices: Floats  # damage that one more step of each limit would save, (K,)
 
 
 def relaxation(program: Program) -> Relaxation:
-    """Solve the linear relaxation, in which a unit may mix its choices."""
-    if (
-        not program.allowed.any(1).all()
-        or (program.least.sum(1) > program.limits).any()
-    ):
-        return Relaxation(None, np.zeros(len(program.limits)))
+    """Solve the linear relaxation."""
+    no_prices = np.zeros(len(program.limits))
+    no_choice = not program.allowed.any(1).all()
+    if no_choice or (program.least.sum(1) > program.limits).any():
+        return Relaxation(None, no_prices)
     if not len(program.damage):
-        return Relaxation(program.damage, np.zeros(len(program.limits)))
-    return _one_limit(program) if len(program.limits) == 1 else _any_limits(program)
+        return Relaxation(program.damage, no_prices)
+    solve = _with_one_limit if len(program.limits) == 1 else _with_several_limits
+    return solve(program)
 
 
-def _one_limit(program: Program) -> Relaxation:
-    """Take the steps that save most for what they cost, until the limit is reached."""
+def _with_one_limit(program: Program) -> Relaxation:
+    """Greedily take the steps that save most damage per cost, up to the limit."""
     units = np.arange(len(program.damage))
     cheapest = program.rows[0] == program.least[0][:, None]
     cheapest &= program.allowed
@@ -44,7 +40,7 @@ def _one_limit(program: Program) -> Relaxation:
     rate, cost, unit, start, end = _hull_steps(program, column)
     room = program.limits[0] - program.least[0].sum()
     taken = int(np.searchsorted(np.cumsum(cost), room, side="right"))
-    column[unit[:taken]] = end[:taken]  # in order: a unit's last step is what stays
+    column[unit[:taken]] = end[:taken]  # in order, so that a unit's last step counts
     shares = np.zeros(program.damage.shape)
     shares[units, column] = 1.0
     if taken == len(unit):
@@ -58,10 +54,10 @@ def _one_limit(program: Program) -> Relaxation:
 def _hull_steps(
     program: Program, at: Columns
 ) -> tuple[Floats, Floats, Columns, Columns, Columns]:
-    """Return the steps along the lower convex hulls of damage over cost, best first.
+    """Return the edges of all lower convex hulls of damage over cost, best first.
 
-    They are damage saved for each step of cost, cost, unit, and the columns from which
-    and to which it leads, (S,) each. ``at`` holds the columns where hulls begin.
+    ``at`` holds the columns at which the hulls begin, (U,). Returns, (S,) each: damage
+    saved per cost, cost, unit, and the columns at which the edge starts and ends.
     """
     units = np.arange(len(at))
     cost = np.where(program.allowed, program.rows[0], -np.inf)
@@ -71,7 +67,7 @@ def _hull_steps(
         saved = program.damage[units, at][:, None] - program.damage
         useful = (more > 0) & (saved > 0)
         rates = np.where(useful, saved / np.where(useful, more, 1.0), 0.0)
-        rate = np.minimum(rate, rates.max(1))  # rounding must not turn a hull around
+        rate = np.minimum(rate, rates.max(1))  # stays convex despite rounding
         going = np.flatnonzero(rates.max(1) > 0)
         if not len(going):
             break
@@ -80,43 +76,44 @@ def _hull_steps(
         spent = more[going, end[going]]
         steps.append(np.stack([rate[going], spent, going, at[going], end[going]]))
         at = np.where(rates.max(1) > 0, end, at)
-    found = np.concatenate(steps, 1)
-    found = found[:, np.argsort(-found[0], kind="stable")]
-    unit, start, to = found[2:].astype(np.intp)
-    return found[0], found[1], unit, start, to
+    edges = np.concatenate(steps, 1)
+    edges = edges[:, np.argsort(-edges[0], kind="stable")]
+    unit, start, stop = edges[2:].astype(np.intp)
+    return edges[0], edges[1], unit, start, stop
 
 
-def _any_limits(program: Program) -> Relaxation:
+def _with_several_limits(program: Program) -> Relaxation:
     units, choices = np.nonzero(program.allowed)
     low = least_allowed(program.damage, program.allowed)
     damage = (program.damage - low[:, None])[units, choices]
     rows = (program.rows - program.least[:, :, None])[:, units, choices]
-    # The solver's tolerances are absolute: every row and the objective get range 1.
-    unit_damage = damage.max() or 1.0
-    unit_rows = np.where(rows.max(1) > 0, rows.max(1), 1.0)
-    room = (program.limits - program.least.sum(1)) / unit_rows
-    rows = rows / unit_rows[:, None]
-    x, prices = _linear_program(damage / unit_damage, rows, room, units)
+    # The solver's tolerances are absolute, so scale every row and the objective to 1.
+    damage_scale = damage.max() or 1.0
+    row_scales = np.where(rows.max(1) > 0, rows.max(1), 1.0)
+    room = (program.limits - program.least.sum(1)) / row_scales
+    rows = rows / row_scales[:, None]
+    x, prices = _linear_program(damage / damage_scale, rows, room, units)
     if x is None:
-        # How far must all limits rise together? Its prices prove that they are too low.
+        # Raise all limits together as little as possible. The prices of that program
+        # may prove that the limits are too low.
         raised = np.append(rows, -np.ones((len(rows), 1)), axis=1)
         objective = np.append(np.zeros(len(units)), 1.0)
         x, prices = _linear_program(objective, raised, room, units)
-        if x is None or _too_low(prices, rows, room, units):
+        if x is None or _limits_too_low(prices, rows, room, units):
             return Relaxation(None, np.zeros(len(rows)))
     shares = np.zeros(program.damage.shape)
     shares[units, choices] = x[: len(units)]
-    return Relaxation(shares, prices * unit_damage / unit_rows)
+    return Relaxation(shares, prices * damage_scale / row_scales)
 
 
 def _linear_program(
     objective: Floats, rows: Floats, room: Floats, units: Columns
 ) -> tuple[Floats | None, Floats]:
-    """Return the solution, if there is one, and the prices of the rows.
+    """Return the solution, or None if there is none, and the prices of the rows.
 
-    Each entry of ``units`` says whose choice a variable is; further variables are free.
+    The first variables are choices of ``units``; further ones belong to no unit.
     """
-    # Imported here: it takes longer than most plans with a single limit.
+    # Importing scipy takes longer than most plans with a single limit.
     from scipy import sparse
     from scipy.optimize import linprog
 
@@ -137,40 +134,40 @@ def _linear_program(
     return result.x, np.maximum(-result.ineqlin.marginals, 0)
 
 
-def _too_low(prices: Floats, rows: Floats, room: Floats, units: Columns) -> bool:
-    """Whether even the cheapest choices at these prices cost more than the limits."""
-    priced = np.full(units.max() + 1, np.inf)
-    np.minimum.at(priced, units, prices @ rows)
-    allowance = 1e-14 * (len(priced) + 4) * (priced.sum() + prices @ room)
-    return bool(priced.sum() - prices @ room > allowance)
+def _limits_too_low(prices: Floats, rows: Floats, room: Floats, units: Columns) -> bool:
+    """Return whether the cheapest choices exceed the limits at these prices."""
+    cheapest = np.full(units.max() + 1, np.inf)
+    np.minimum.at(cheapest, units, prices @ rows)
+    allowance = 1e-14 * (len(cheapest) + 4) * (cheapest.sum() + prices @ room)
+    return bool(cheapest.sum() - prices @ room > allowance)
 
 
 def bracket(program: Program, relaxed: Relaxation) -> tuple[Columns, Columns]:
     """Return the choices just below and just above each unit's mixture, (U,) each.
 
-    Choices are ordered by what they spend at the relaxation's prices, which for costs
-    that grow with the bits is the order of the bits: the paper's floor and ceiling. A
-    unit that mixes nothing has both equal to its choice.
+    Choices are ordered by their cost at the relaxation's prices. If costs grow with the
+    bits, these are the paper's floor and ceiling. Both are the same for a unit that
+    does not mix choices.
     """
     if relaxed.shares is None:
         raise ValueError("a relaxation without a solution has nothing to round")
     spend = np.tensordot(relaxed.prices, program.rows, 1)  # (U, C)
     at = (relaxed.shares * spend).sum(1)[:, None]
-    blur = SHARE_TOLERANCE * np.ptp(spend, axis=1, keepdims=True)
-    below = np.where(program.allowed & (spend <= at + blur), spend, -np.inf)
-    above = np.where(program.allowed & (spend >= at - blur), spend, np.inf)
-    # Of choices that spend the same, the one of least damage.
+    tolerance = SHARE_TOLERANCE * np.ptp(spend, axis=1, keepdims=True)
+    below = np.where(program.allowed & (spend <= at + tolerance), spend, -np.inf)
+    above = np.where(program.allowed & (spend >= at - tolerance), spend, np.inf)
+    # Of choices that cost the same, take the one of least damage.
     down = np.where(below == below.max(1, keepdims=True), program.damage, np.inf)
     up = np.where(above == above.min(1, keepdims=True), program.damage, np.inf)
     return down.argmin(1), up.argmin(1)
 
 
 def rounded(program: Program) -> Columns | None:
-    """Solve the relaxation and round, as the paper does, but never beyond a limit.
+    """Solve the relaxation and round, as the paper does, but keep to the limits.
 
     Each unit takes the nearer of its two bracketing choices. While a limit is exceeded,
-    the unit moves that does least damage for the excess it removes; None if no single
-    move removes it.
+    one unit at a time changes to the choice of least damage per excess removed. Returns
+    None if the excess remains and no single change reduces it.
     """
     relaxed = relaxation(program)
     if relaxed.shares is None:
@@ -203,18 +200,17 @@ def _repaired(program: Program, columns: Columns) -> Columns | None:
 
 
 def _excess(used: Floats, limits: Floats, span: Floats) -> Floats:
-    """Return how far costs (K, U, C) exceed the limits, in shares of spans, (U, C)."""
+    """Return the total relative excess of costs (K, U, C) over limits, (U, C)."""
     over = np.maximum(used - limits[:, None, None], 0) / span[:, None, None]
     excess: Floats = over.sum(0)
     return excess
 
 
 def floor_or_ceiling(program: Program) -> Program:
-    """Return the program in which each unit has the paper's two choices.
+    """Restrict each unit to the paper's two choices, which bracket its mixture.
 
-    They bracket the unit's mixture in the relaxation; a unit that mixes nothing may
-    stay or take the next cheaper choice, so that there is something to search. Without
-    a solution of the relaxation every choice stays.
+    A unit that does not mix choices may also take the next cheaper one, so that there
+    is something to search. An infeasible program is returned unchanged.
     """
     relaxed = relaxation(program)
     if relaxed.shares is None:
@@ -223,50 +219,50 @@ def floor_or_ceiling(program: Program) -> Program:
     units = np.arange(len(down))
     spend = np.tensordot(relaxed.prices, program.rows, 1)
     cheaper = program.allowed & (spend < spend[units, down][:, None])
-    kept = np.zeros_like(program.allowed)
-    kept[units, down] = kept[units, up] = True
-    step_down = np.where(cheaper, spend, -np.inf).argmax(1)
-    free = (down == up) & cheaper.any(1)
-    kept[units[free], step_down[free]] = True
-    return replace(program, allowed=kept)
+    allowed = np.zeros_like(program.allowed)
+    allowed[units, down] = allowed[units, up] = True
+    next_cheaper = np.where(cheaper, spend, -np.inf).argmax(1)
+    unmixed = (down == up) & cheaper.any(1)
+    allowed[units[unmixed], next_cheaper[unmixed]] = True
+    return replace(program, allowed=allowed)
 
 
-POPULATION, MUTATION, ROUNDS = 50, 0.1, 100  # BRECQ's
-PARENTS = 10  # not published; as in the search that BRECQ takes over (Guo et al., 2020)
-Members = NDArray[np.intp]  # allocations, one a row, (M, units)
+POPULATION, MUTATION, ROUNDS = 50, 0.1, 100  # as published by BRECQ
+PARENTS = 10  # not published; from the search that BRECQ builds on (Guo et al., 2020)
+Members = NDArray[np.intp]  # one allocation per row, (M, units)
 
 
 def evolved(program: Program, *, rounds: int = ROUNDS, seed: int = 0) -> Columns | None:
-    """Return the best allocation that a genetic search finds, (units,).
+    """Return the best allocation found by a genetic search, (units,).
 
-    The ten best so far are the parents. Half of each generation crosses two of them,
-    unit by unit; in the other half each unit of one of them changes with probability
-    0.1. An allocation that exceeds a limit gets cheaper choices at random units until
-    it does not. None if nothing keeps to the limits.
+    The ten best so far are the parents. Half of each generation crosses two parents,
+    unit by unit; in the other half each unit of one parent mutates with probability
+    0.1. An allocation that exceeds a limit gets cheaper choices in random units until
+    it fits. Returns None if none could be made to fit.
     """
     generator = np.random.default_rng(seed)
     shape = POPULATION, len(program.damage)
     counts = program.allowed.sum(1)
     options = np.argsort(~program.allowed, axis=1, kind="stable")  # allowed ones first
 
-    def drawn() -> Members:
+    def random_members() -> Members:
         places = (generator.random(shape) * counts).astype(np.intp)
         return np.take_along_axis(options, places.T, 1).T
 
     crossed = np.arange(POPULATION)[:, None] < POPULATION // 2
     rate = np.where(crossed, 0.5, MUTATION)
-    parents = _best(program, _within_limits(program, drawn(), generator))
+    parents = _best(program, _within_limits(program, random_members(), generator))
     for _ in range(rounds if len(parents) else 0):
         one, other = parents[generator.integers(len(parents), size=(2, POPULATION))]
         changed = generator.random(shape) < rate
-        children = np.where(changed, np.where(crossed, other, drawn()), one)
+        children = np.where(changed, np.where(crossed, other, random_members()), one)
         children = _within_limits(program, children, generator)
         parents = _best(program, np.concatenate([parents, children]))
     return parents[0] if len(parents) else None
 
 
 def _best(program: Program, members: Members) -> Members:
-    """Return the parents: those of least damage, each once."""
+    """Return the distinct members of least damage, as the next parents."""
     distinct = np.unique(members, axis=0)
     damage = program.damage[np.arange(distinct.shape[1]), distinct].sum(1)
     best: Members = distinct[np.argsort(damage, kind="stable")[:PARENTS]]
@@ -276,7 +272,7 @@ def _best(program: Program, members: Members) -> Members:
 def _within_limits(
     program: Program, members: Members, generator: np.random.Generator
 ) -> Members:
-    """Lower random units until no limit is exceeded; leave out what cannot be."""
+    """Lower random units until the limits are met; drop members that never do."""
     rows, limits = program.rows, program.limits[:, None]
     units = np.arange(members.shape[1])
     used = rows[:, units, members].sum(2)  # (K, M)
@@ -288,7 +284,7 @@ def _within_limits(
         own = unit[over]
         now = rows[:, own, members[over, own]]  # (K, over)
         after = (used[:, over] - now)[:, :, None] + rows[:, own]  # (K, over, C)
-        # Of the choices that leave least of what is too much, the one of least damage.
+        # Minimise the excess, then the damage.
         excess = np.maximum(after - limits[:, :, None], 0).sum(0)
         excess = np.where(program.allowed[own], excess, np.inf)
         least = excess == excess.min(1, keepdims=True)

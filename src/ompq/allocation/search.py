@@ -1,16 +1,17 @@
-"""The exact solution of an allocation program, proved by its own bounds.
+"""Exact solution of an allocation program, with its own proof of optimality.
 
-For any prices ``p >= 0`` weak duality gives a lower bound that takes one minimum a
-unit: ``sum_u min_c (damage + p·rows)[u, c] - p·limits``. The search decides unit after
-unit and keeps *labels*: partial allocations that no other one dominates and whose
-bound, the best over many vectors of prices around those of the linear relaxation, does
-not exceed the best allocation known. It begins narrow, which finds a good allocation,
-and widens. Where labels had to be cut to the end, branch and bound on the linear
-relaxation goes on, for a limited number of nodes; what it leaves open is the gap.
+For any prices ``p >= 0``, weak duality gives a lower bound that takes one minimum per
+unit: ``sum_u min_c (damage + p·rows)[u, c] - p·limits``. The search decides one unit
+after the other and keeps *labels*: partial allocations that no other one dominates and
+whose bound does not exceed the best known allocation. The bound is the best over many
+price vectors around those of the linear relaxation. A first pass keeps few labels and
+finds a good allocation; later passes keep more. If even the last pass had to drop
+labels, branch and bound on the linear relaxation continues for a limited number of
+nodes. What remains unproved is the gap.
 
 Costs are whole steps, and damage is rounded to steps of one part in 2**52 of what is
-undecided: float64 sums both exactly. So neither sums nor ties depend on the order of
-addition, and no tolerance of a solver enters the result.
+undecided, so float64 sums both exactly. Neither sums nor ties depend on the order of
+addition, and no solver tolerance enters the result.
 """
 
 import heapq
@@ -27,25 +28,25 @@ from ompq.allocation.relaxations import relaxation
 
 NEAR = 128  # choices that the first pass tries besides each unit's best
 LABELS = 2**14  # labels of the first pass, over all units
-WIDENING = 8  # how many times more each further pass keeps
-NARROWEST = 16  # labels that a pass keeps at least
+WIDENING = 8  # each further pass keeps this many times as many
+NARROWEST = 16  # labels kept per unit, at least
 PASSES = 3  # passes before branch and bound; the last takes about a second
 NODES = 600  # relaxations that branch and bound may solve, some milliseconds each
-NEGLIGIBLE = 1e-9  # a gap, relative to what the limits cost, not worth a branch
-PRICES = (32, 64, 128)  # vectors of prices that bound the labels of a pass
-BLOCK = 32  # prices tried at a time
-COARSE = 10  # a core that is smaller by this power of 2 deserves finer steps
-WINDOW = 16  # neighbours that a label is compared with under several budgets
-ROUNDINGS = 512  # ways to round a node's mixture that are tried
-WHOLE = 1e-6  # a share this near to 0 or 1 is rounding of the solver
+NEGLIGIBLE = 1e-9  # gap, relative to the damage the limits cause, not worth a branch
+PRICES = (32, 64, 128)  # price vectors that bound the labels, for each pass
+BLOCK = 32  # price vectors tried at a time
+COARSE = 10  # recompute in finer steps if they shrink by more than this power of 2
+WINDOW = 16  # neighbours that a label is compared with if there are several limits
+ROUNDINGS = 512  # roundings of a node's fractional solution to try
+WHOLE = 1e-6  # shares this close to 0 or 1 are whole; the rest is solver tolerance
 EPSILON = float(np.finfo(np.float64).eps)
 
 
 class Optimum(NamedTuple):
-    """The best allocation found, and how much better another could at most be.
+    """The best allocation found, and a bound on how much better another could be.
 
-    The gap is 0 when that is proved: nothing is better, or, without columns, nothing
-    meets the limits. It is infinite when nothing was found and nothing proved.
+    A gap of 0 is a proof: nothing is better or, if ``columns`` is None, nothing meets
+    the limits. The gap is infinite if nothing was found and nothing was proved.
     """
 
     columns: Columns | None
@@ -57,35 +58,34 @@ def minimum(
 ) -> Optimum:
     """Return the allocation of least damage within the limits.
 
-    Of equally good allocations, the one with the least sum of ``ties`` is returned; of
-    those the one that uses least of the limits, first to last; and of those the
-    lexicographically first. (Where ties abound, not all may have been compared.)
+    Ties are broken by the least sum of ``ties``, then by the least use of the limits,
+    first to last, then lexicographically. (With very many ties, not all are compared.)
 
     Args:
-        passes: Passes of the search by labels, each some times longer than the last.
+        passes: Passes of the label search, each several times longer than the last.
         nodes: Nodes of branch and bound. The problem is NP-hard, so there must be an
             end; it is counted, not timed, so that results do not depend on the machine.
-        enough: A gap, relative to what the limits cost, at which the search may stop.
+        enough: Stop at this gap, relative to the damage that the limits cause.
     """
-    open_program = program.affordable()
-    if open_program is None:
+    affordable = program.affordable()
+    if affordable is None:
         return Optimum(None, 0.0)
     ideal = least_allowed(program.damage, program.allowed).sum()
-    state = _State(open_program, None, np.inf)
+    state = _State(affordable, None, np.inf)
     for number in range(passes):
-        state, complete = _widened(state, number)
+        state, complete = _label_pass(state, number)
         if complete:
             return Optimum(state.best, 0.0)
         value = np.inf if state.best is None else program.value(state.best)
         if enough and state.gap <= enough * (value - ideal) < np.inf:
             return Optimum(state.best, state.gap)
     if state.gap > NEGLIGIBLE * (value - ideal):
-        state = _branched(state, nodes)
+        state = _branch_and_bound(state, nodes)
     return Optimum(state.best, state.gap)
 
 
 class _State(NamedTuple):
-    """What is still possible, the best allocation so far, and its gap."""
+    """The choices that may still be optimal, the best allocation so far, its gap."""
 
     program: Program
     best: Columns | None
@@ -93,7 +93,7 @@ class _State(NamedTuple):
 
 
 class _Core(NamedTuple):
-    """The undecided units in whole steps above each one's least; the rest is spent.
+    """The program of the undecided units, in whole steps above each unit's minimum.
 
     A step of damage is ``2**exponent``; every sum of damage is a multiple of ``grain``.
     """
@@ -111,31 +111,26 @@ class _Core(NamedTuple):
         ties, _ = _in_steps(program.ties[units], allowed)
         rows = program.rows[:, units] - program.least[:, units, None]
         rows = np.where(allowed, rows, 0.0)
-        # Room beyond what can be spent is worth nothing and would blur the bounds.
+        # A limit that cannot be reached would only loosen the bounds.
         room = program.limits - program.least.sum(1)
         limits = np.minimum(room, rows.max(2, initial=0.0).sum(1))
         grains = np.array([_grain(row) for row in rows])
         limits = np.floor(limits / grains) * grains
-        return cls(
-            replace(
-                program, damage=damage, rows=rows, limits=limits, ties=ties,
-                allowed=allowed,
-            ),
-            units,
-            exponent,
-            _grain(damage),
-        )  # fmt: skip
+        core = replace(
+            program, damage=damage, rows=rows, limits=limits, ties=ties, allowed=allowed
+        )
+        return cls(core, units, exponent, _grain(damage))
 
-    def widened(self, columns: Columns, program: Program) -> Columns:
-        """Return columns for all units of the program that this is the core of."""
+    def all_columns(self, columns: Columns, program: Program) -> Columns:
+        """Extend columns of the undecided units to all units of the program."""
         full: Columns = program.allowed.argmax(1)
         full[self.units] = columns
         return full
 
     def gap(self, value: float, bound: float) -> float:
-        """Return by how much an allocation could be better than a value in steps."""
-        open_steps = 0.0 if bound > value - self.grain else value - bound
-        return ldexp(open_steps, self.exponent)
+        """Return the gap between a value and a bound, both in steps, as damage."""
+        steps = 0.0 if bound > value - self.grain else value - bound
+        return ldexp(steps, self.exponent)
 
 
 def _grain(table: Floats) -> float:
@@ -144,20 +139,23 @@ def _grain(table: Floats) -> float:
 
 
 def _in_steps(table: Floats, allowed: Flags) -> tuple[Floats, int]:
-    """Return a table above each unit's least, whose sums take 2**52 steps at most."""
+    """Return a table in steps above each unit's minimum, and the step's exponent.
+
+    No sum of one entry per unit exceeds 2**52 steps.
+    """
     table = table - least_allowed(table, allowed)[:, None]
     table = np.where(allowed, table, 0.0)
     exponent = frexp(table.max(1, initial=0.0).sum())[1] - 52
     return np.rint(np.ldexp(table, -exponent)), exponent
 
 
-def _widened(state: _State, number: int) -> tuple[_State, bool]:
-    """Search by labels, wider each pass; return also whether nothing is left."""
+def _label_pass(state: _State, number: int) -> tuple[_State, bool]:
+    """Run one pass of the label search; also return whether it was exhaustive."""
     core = _Core.of(state.program)
     bounds = _Bounds.around(core.program, PRICES[min(number, len(PRICES) - 1)])
     if bounds is None:
         return state, True
-    # The first pass looks only at choices that the prices find almost right.
+    # The first pass only tries choices that are nearly best at the relaxation's prices.
     tried = bounds.nearest(NEAR) if number == 0 else core.program.allowed
     choices = max(int(tried.sum()) - len(tried), 1)
     width = max(LABELS * WIDENING**number // choices, NARROWEST)
@@ -167,7 +165,7 @@ def _widened(state: _State, number: int) -> tuple[_State, bool]:
     narrow = replace(core.program, allowed=tried)
     found, complete = _search(narrow, bounds, ceiling, width)
     complete &= bool((tried == core.program.allowed).all())
-    best = state.best if found is None else core.widened(found, state.program)
+    best = state.best if found is None else core.all_columns(found, state.program)
     if best is None:
         return state, complete
     value = core.program.value(best[core.units])
@@ -175,13 +173,13 @@ def _widened(state: _State, number: int) -> tuple[_State, bool]:
     allowed[core.units] = bounds.within(value)
     program = replace(state.program, allowed=allowed)
     gap = core.gap(value, bounds.best)
-    if _Core.of(program).exponent < core.exponent - COARSE:  # finer steps may tell more
+    if _Core.of(program).exponent < core.exponent - COARSE:  # finer steps may differ
         gap, complete = gap + ldexp(len(core.units), core.exponent), False
     return _State(program, best, gap), complete
 
 
-def _branched(state: _State, nodes: int) -> _State:
-    """Go on by branch and bound, the node of least bound first."""
+def _branch_and_bound(state: _State, nodes: int) -> _State:
+    """Continue by branch and bound, always at the open node of least bound."""
     core = _Core.of(state.program)
     program, best = core.program, state.best
     value = np.inf if best is None else program.value(best[core.units])
@@ -193,9 +191,9 @@ def _branched(state: _State, nodes: int) -> _State:
         node = replace(program, allowed=allowed)
         found, children, bound = _node(node, value - core.grain)
         if found is not None:
-            best, value = core.widened(found, state.program), program.value(found)
-        for child, kept in enumerate(children):
-            heapq.heappush(queue, (bound, 2 * number + child, kept))
+            best, value = core.all_columns(found, state.program), program.value(found)
+        for child, child_allowed in enumerate(children):
+            heapq.heappush(queue, (bound, 2 * number + child, child_allowed))
     bound = queue[0][0] if queue else np.inf
     if best is None:
         return state._replace(gap=0.0 if bound == np.inf else np.inf)
@@ -203,7 +201,11 @@ def _branched(state: _State, nodes: int) -> _State:
 
 
 def _node(node: Program, ceiling: float) -> tuple[Columns | None, list[Flags], float]:
-    """Return an allocation up to the ceiling if one is at hand, two halves, a bound."""
+    """Solve one node of branch and bound.
+
+    Returns an allocation no worse than the ceiling, if rounding finds one; the allowed
+    choices of two child nodes, or none if the node is done; and their lower bound.
+    """
     bounds = _Bounds.around(node, 1)
     if bounds is None or bounds.best > ceiling:
         return None, [], np.inf
@@ -217,32 +219,31 @@ def _node(node: Program, ceiling: float) -> tuple[Columns | None, list[Flags], f
     unit = int(np.where(allowed.sum(1) > 1, 1 - shares.max(1), -1.0).argmax())
     order = np.flatnonzero(allowed[unit])
     order = order[np.argsort(node.damage[unit, order], kind="stable")]
-    if len(order) == 1:  # all decided
+    if len(order) == 1:  # every unit is decided
         return found, [], np.inf
-    half = np.cumsum(np.maximum(shares[unit, order], 0))[:-1]
-    cut = 1 + int(np.abs(half - 0.5).argmin())
+    # Split the least decided unit's choices where half of its share lies on each side.
+    below = np.cumsum(np.maximum(shares[unit, order], 0))[:-1]
+    cut = 1 + int(np.abs(below - 0.5).argmin())
     children = []
     for part in (order[:cut], order[cut:]):
-        kept = allowed.copy()
-        kept[unit] = False
-        kept[unit, part] = True
-        children.append(kept)
+        child = allowed.copy()
+        child[unit] = False
+        child[unit, part] = True
+        children.append(child)
     return found, children, bounds.best
 
 
 def _rounded(
     node: Program, shares: Floats, mixed: Columns, ceiling: float
 ) -> Columns | None:
-    """Return the best allocation that differs from the mixture where that is mixed."""
+    """Return the best rounding of a fractional solution within limits and ceiling."""
     columns: Columns = shares.argmax(1)
     every = product(*(np.flatnonzero(node.allowed[unit]).tolist() for unit in mixed))
     picks = np.array([*islice(every, ROUNDINGS)], dtype=np.intp)  # (P, mixed)
-    rest = np.ones(len(columns), dtype=bool)
-    rest[mixed] = False
-    units = np.flatnonzero(rest)
-    used = node.rows[:, units, columns[units]].sum(1)[:, None]
+    whole = np.setdiff1d(np.arange(len(columns)), mixed)
+    used = node.rows[:, whole, columns[whole]].sum(1)[:, None]
     used = used + node.rows[:, mixed, picks].sum(2)  # (K, P)
-    damage = node.damage[units, columns[units]].sum()
+    damage = node.damage[whole, columns[whole]].sum()
     damage = damage + node.damage[mixed, picks].sum(1)
     fits = (used <= node.limits[:, None]).all(0) & (damage <= ceiling)
     if not fits.any():
@@ -252,22 +253,17 @@ def _rounded(
 
 
 class _Bounds(NamedTuple):
-    """Lower bounds by weak duality, for P vectors of prices.
+    """Lower bounds by weak duality, for P price vectors."""
 
-    ``prices`` is (P, K); ``totals`` (P, U, C) is damage plus priced cost, infinite
-    where not allowed; ``least`` (P, U) its minimum; ``offset`` (P,) what the limits
-    are worth, with an allowance for rounding; ``shares`` (U, C) the relaxation's.
-    """
-
-    prices: Floats
-    totals: Floats
-    least: Floats
-    offset: Floats
-    shares: Floats
+    prices: Floats  # (P, K)
+    totals: Floats  # damage plus priced cost, infinite where not allowed, (P, U, C)
+    least: Floats  # the minimum of the totals of each unit, (P, U)
+    offset: Floats  # minus the price of all limits and an allowance for rounding, (P,)
+    shares: Floats  # the solution of the linear relaxation, (U, C)
 
     @classmethod
     def around(cls, program: Program, count: int) -> "_Bounds | None":
-        """Return bounds, or None if nothing meets the limits."""
+        """Return bounds for prices around the relaxation's; None if infeasible."""
         relaxed = relaxation(program)
         if relaxed.shares is None:
             return None
@@ -286,7 +282,7 @@ class _Bounds(NamedTuple):
         return float((self.least.sum(1) + self.offset).max())
 
     def nearest(self, count: int) -> Flags:
-        """Return the best choice of each unit, and the next best ``count`` of all."""
+        """Return each unit's best choice and the next ``count`` overall, (U, C)."""
         extra = self.totals[0] - self.least[0][:, None]
         near: Flags = np.isfinite(extra)
         if extra.size:
@@ -295,7 +291,7 @@ class _Bounds(NamedTuple):
         return near
 
     def within(self, ceiling: float) -> Flags:
-        """Return the choices that an allocation as good as the ceiling may have."""
+        """Return the choices that an allocation up to the ceiling may have, (U, C)."""
         extra = self.totals - self.least[:, :, None]
         room = ceiling - self.least.sum(1) - self.offset
         kept: Flags = (extra <= room[:, None, None]).all(0)
@@ -303,10 +299,10 @@ class _Bounds(NamedTuple):
 
 
 def _price_vectors(program: Program, central: Floats, count: int) -> Floats:
-    """Return the relaxation's prices and others around them, (count, K).
+    """Return the relaxation's prices and random ones around them, (count, K).
 
-    Any prices bound; those near the relaxation's do so best, and which of them is best
-    differs from label to label. The seed is fixed; only the time depends on it.
+    Any prices give a valid bound. Those near the relaxation's give the best ones, but
+    which is best differs between labels. The seed affects only the running time.
     """
     generator = np.random.default_rng(0)
     spread = generator.random((count - 1, 1)) ** 3
@@ -318,19 +314,19 @@ def _price_vectors(program: Program, central: Floats, count: int) -> Floats:
 
 
 class _Labels(NamedTuple):
-    """Partial allocations: S sums of damage, rows (K, S) and ties; columns (S, U)."""
+    """S partial allocations."""
 
-    damage: Floats
-    used: Floats
-    ties: Floats
-    columns: NDArray[np.uint8]
+    damage: Floats  # sums over the decided units, (S,)
+    used: Floats  # (K, S)
+    ties: Floats  # (S,)
+    columns: NDArray[np.uint8]  # (S, U)
 
     def take(self, which: Columns) -> "_Labels":
         damage, used, ties, columns = self
         return _Labels(damage[which], used[:, which], ties[which], columns[which])
 
     def best_first(self) -> Columns:
-        """Return the labels in the order of damage, ties, rows and columns, (S,)."""
+        """Return the labels in the order of damage, ties, costs and columns, (S,)."""
         keys = np.stack([*self.used[::-1], self.ties, self.damage])
         order = np.lexsort(keys)
         if (np.diff(keys[:, order]) == 0).all(0).any():
@@ -339,10 +335,10 @@ class _Labels(NamedTuple):
         return order
 
     def undominated(self) -> Columns:
-        """Return labels that no other one equals or betters in rank and every row.
+        """Return the labels that no other label beats in rank at no higher costs.
 
-        They are in the order of their rows. Under several budgets only neighbours are
-        compared, which finds most.
+        They come in the order of their costs. With several limits only neighbours are
+        compared, which finds most of them.
         """
         order = self.best_first()
         good = np.ones(len(order), dtype=bool)
@@ -364,10 +360,13 @@ class _Labels(NamedTuple):
 def _search(
     program: Program, bounds: _Bounds, ceiling: float, width: int
 ) -> tuple[Columns | None, bool]:
-    """Return the best allocation up to the ceiling, and whether no label was cut."""
+    """Return the best allocation up to the ceiling, and whether no label was dropped.
+
+    Keeps at most ``width`` labels after each unit.
+    """
     several = np.flatnonzero(program.allowed.sum(1) > 1)
     labels = _first_label(program)
-    # Units with much to spend come first: what follows fills the gaps they leave.
+    # Units that can spend most come first; the others fill the room that these leave.
     spend = np.tensordot(bounds.prices[0], program.rows[:, several], 1)
     rest = bounds.least[:, several].sum(1) + bounds.offset
     complete = True
@@ -387,7 +386,7 @@ def _search(
 
 
 def _first_label(program: Program) -> _Labels:
-    """Return the label of the units with one choice; none if they exceed a limit."""
+    """Return one label with the decided units, or none if they exceed a limit."""
     units = np.flatnonzero(program.allowed.sum(1) == 1)
     columns = program.allowed.argmax(1).astype(np.uint8)
     label = _Labels(
@@ -400,7 +399,7 @@ def _first_label(program: Program) -> _Labels:
 
 
 def _branch(labels: _Labels, program: Program, unit: int) -> _Labels:
-    """Return every label with every choice of one unit that the limits leave."""
+    """Extend every label by every choice of one unit that fits the limits."""
     choices = np.flatnonzero(program.allowed[unit])
     more = program.rows[:, unit, choices]  # (K, choices)
     used = (labels.used[:, :, None] + more[:, None]).reshape(len(more), -1)
@@ -419,7 +418,7 @@ def _branch(labels: _Labels, program: Program, unit: int) -> _Labels:
 def _hopeful(
     labels: _Labels, prices: Floats, rest: Floats, ceiling: float
 ) -> tuple[Columns, Floats]:
-    """Return the labels that may end below the ceiling, and their lower bounds."""
+    """Return the labels whose bounds do not exceed the ceiling, and these bounds."""
     alive = np.arange(len(labels.damage))
     bound = np.full(len(alive), -np.inf)
     for start in range(0, len(prices), BLOCK):

@@ -1,4 +1,4 @@
-"""The integer engine: a quantized network executed with integers alone."""
+"""The integer engine: runs a quantized network with integer arithmetic only."""
 
 from math import prod
 from typing import Any
@@ -13,12 +13,11 @@ from ompq.integer.operators import Convolution, Step
 from ompq.recording import tensors_in
 from ompq.samples import SamplesLike
 
-# Values that the largest layer may hold at once; more images are run in parts.
-_ELEMENTS = 1 << 24
+_ELEMENTS = 1 << 24  # values a layer may hold at once; larger batches are split
 
 
 class IntegerNetwork(nn.Module):
-    """A network that computes with integers, on the CPU; call it like any other."""
+    """A network that computes with integers, on the CPU; call it like any module."""
 
     def __init__(self, steps: Steps) -> None:
         super().__init__()
@@ -32,33 +31,34 @@ class IntegerNetwork(nn.Module):
     def from_quantized(
         cls, quantized: nn.Module, samples: SamplesLike
     ) -> "IntegerNetwork":
-        """Return the integer network of a quantized one; two samples are run.
+        """Convert a quantized network, running two samples.
 
         Raises:
-            QuantizationError: An operation has no integer kernel; it is named.
+            QuantizationError: The named operation has no integer kernel.
         """
         return cls(lower(quantized, samples))
 
     def forward(self, images: Tensor) -> Tensor | dict[str, Tensor]:
-        """Return the output for images (N, C, H, W) as floats; several by name."""
+        """Return the float output for images (N, C, H, W), or a dict of several."""
         outputs = self.run(images)
         return outputs if len(outputs) > 1 else next(iter(outputs.values()))
 
     def run(self, images: Tensor) -> dict[str, Tensor]:
-        """Return every output for images (N, C, H, W) as floats, by name."""
+        """Return the float outputs for images (N, C, H, W), by name."""
         codes = self.input_codes(images)
         per_image = max(self._elements(step) for step in self.steps.steps)
         parts = torch.split(codes, max(1, _ELEMENTS // per_image))
-        found = zip(*(self.integer_outputs(part) for part in parts), strict=True)
+        results = zip(*(self.integer_outputs(part) for part in parts), strict=True)
         outputs = {}
-        for (name, at), held in zip(self.steps.outputs.items(), found, strict=True):
-            grid = self.steps.steps[at].grid
-            values = (torch.cat(held).double() - grid.zero_point) * grid.scale
+        names = self.steps.outputs.items()
+        for (name, position), result in zip(names, results, strict=True):
+            grid = self.steps.steps[position].grid
+            values = (torch.cat(result).double() - grid.zero_point) * grid.scale
             outputs[name] = values.float().to(images.device)
         return outputs
 
     def input_codes(self, images: Tensor) -> Tensor:
-        """Return the codes of images, uint8: the only arithmetic with floats."""
+        """Quantize images to uint8 codes, with float arithmetic."""
         if tuple(images.shape[1:]) != self.steps.input_shape:
             raise ValueError(
                 f"images of shape {tuple(images.shape[1:])} do not fit: the integer "
@@ -69,7 +69,7 @@ class IntegerNetwork(nn.Module):
         return (levels + grid.zero_point).clamp(0, grid.qmax).to(torch.uint8)
 
     def integer_outputs(self, codes: Tensor) -> list[Tensor]:
-        """Return the codes of every output: int32, or uint8 where a grid is narrow."""
+        """Return the codes of every output: uint8 if quantized, else int32."""
         outputs = self.steps.outputs.values()
         last_use = {
             source: position
@@ -92,7 +92,7 @@ class IntegerNetwork(nn.Module):
         return list(results.values())
 
     def assert_integer_only(self, images: Tensor) -> None:
-        """Run images; a QuantizationError names any float before the outputs."""
+        """Raise a QuantizationError if running images involves any float operation."""
         codes = self.input_codes(images)
         with _NoFloats():  # type: ignore[no-untyped-call]
             self.integer_outputs(codes)
@@ -112,7 +112,7 @@ class IntegerNetwork(nn.Module):
         return codes.to(torch.int32 if step.grid.wide else torch.uint8)
 
     def _elements(self, step: Step) -> int:
-        """Return how many values a step holds at once for one image."""
+        """Return how many values a step holds at once per image."""
         window = 1
         if isinstance(step.operator, Convolution):
             channels = self.steps.steps[step.inputs[0]].shape[0]
@@ -121,7 +121,7 @@ class IntegerNetwork(nn.Module):
 
 
 class _NoFloats(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Refuses every operation that reads, makes or is given a float."""
+    """Refuses every operation with a float among its arguments or results."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -131,6 +131,6 @@ class _NoFloats(TorchDispatchMode):  # type: ignore[no-untyped-call]
         inexact = any(t.is_floating_point() or t.is_complex() for t in tensors)
         if inexact or any(isinstance(value, float) for value in args):
             raise QuantizationError(
-                f"{func} computes with floats: the network is not integer only"
+                f"{func} computes with floats, so the network is not integer-only"
             )
         return output

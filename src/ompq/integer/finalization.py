@@ -1,4 +1,4 @@
-"""finalize(): a simulated network that computes what integers compute, to the bit."""
+"""Make a simulated network bit-exact: equal to the integer engine and ONNX."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -26,23 +26,19 @@ from ompq.quantization.sites import Link
 from ompq.recording import copied
 from ompq.samples import Samples, SamplesLike
 
-_BYTE = 8  # bits of a weight that ONNX stores without unpacking
-# From this many channels on, ONNX Runtime's fast convolutions need signed weights.
-_IMAGE = 4
-_WHOLE_FLOATS = 1 << 24  # up to here float32 holds every whole number
-# The least distance of any result from the midpoint of two codes, in steps: about the
+_BYTE = 8  # bits of a weight that ONNX stores unpacked
+# ONNX Runtime's fast convolutions need signed weights from this many input channels on.
+_SIGNED_CHANNELS = 4
+_WHOLE_FLOATS = 1 << 24  # float32 holds every integer up to this one
+# Smallest distance of any result from the midpoint of two codes, in steps: about the
 # error of float32 arithmetic near code 255.
 _MARGIN = 4e-5
-# Scales are moved within intervals, this many in each factor of two ...
-_INTERVALS = 128
-# ... among this many scales in each interval.
-_CANDIDATES = 512
-# Results times scales that are tried at once: 2 MiB each pass, which stay in the cache.
-_AT_ONCE = 1 << 18
-# Averages with more possible results than this cannot all be kept off the middle.
+_INTERVALS = 128  # per factor of two; a scale is moved within its interval
+_CANDIDATES = 512  # scales to try in an interval
+_AT_ONCE = 1 << 18  # results times scales tried at once: 2 MiB, which fit in the cache
+# With more possible results than this, some are always close to a midpoint.
 _MOST_RESULTS = 1 << 18
-# Moving one scale may make it necessary to move another; two rounds usually suffice.
-_ROUNDS = 8
+_ROUNDS = 8  # moving one scale may require moving another; usually two rounds suffice
 
 
 def finalize(
@@ -50,19 +46,20 @@ def finalize(
 ) -> nn.Module:
     """Return a copy that computes exactly what its integer engine and ONNX file do.
 
-    It trains and reconstructs as before: only passes without gradients are exact.
-    Finalize it again after that; a finalized network stays as it is.
+    Only forward passes without gradients are exact, so it can still be trained and
+    reconstructed; finalize it again afterwards. Finalizing twice changes nothing.
 
     Args:
-        quantized: From :func:`ompq.quantize`, perhaps reconstructed or trained.
-        saturation_safe: Whether 8-bit weights of convolutions are rounded on a coarser
-            grid where the kernels of processors without VNNI would saturate: up to one
-            bit of a channel's eight. Without it the ONNX file is right only on other
-            processors. Depthwise convolutions, those of an image and linear layers keep
-            their grids: their kernels do not saturate, or not with unsigned weights.
+        quantized: From :func:`ompq.quantize`, possibly reconstructed or trained.
+        saturation_safe: Whether to round 8-bit weights of convolutions on a coarser
+            grid where kernels would saturate on processors without VNNI. It costs a
+            channel up to one of its eight bits; without it, the ONNX file is wrong on
+            such processors. Depthwise convolutions, those that read an image, and
+            linear layers keep their grids: their kernels do not saturate, or not with
+            unsigned weights.
 
     Raises:
-        QuantizationError: An operation has no integer kernel; it is named.
+        QuantizationError: The named operation has no integer kernel.
     """
     record, samples = quantization_of(quantized), Samples.of(samples)
     result = copied(quantized)
@@ -73,7 +70,7 @@ def finalize(
     for _ in range(_ROUNDS):
         if not _clear_scales(result, steps):
             break
-        # Tensors that shared a grid by chance may do so no longer.
+        # Tensors whose grids happened to be equal may need another step now.
         steps = lower(result, samples)
     links = _links(result, steps)
     link_layers(result, links)
@@ -84,10 +81,10 @@ INTEGERS = "integers; the integer engine and ONNX compute the same"
 
 
 def finalized(quantized: nn.Module, samples: SamplesLike) -> tuple[nn.Module, str]:
-    """Return the network as its files compute it, and what it computes with.
+    """Finalize a network if possible; also return which arithmetic it uses.
 
-    A network in which something has no integer kernel is returned as it is, with a text
-    such as ``float: hardswish in features.0.2 has no integer kernel``.
+    A network with an operation that has no integer kernel is returned unchanged, with a
+    text such as ``float: hardswish in features.0.2 has no integer kernel``.
     """
     try:
         return finalize(quantized, samples), INTEGERS
@@ -96,65 +93,69 @@ def finalized(quantized: nn.Module, samples: SamplesLike) -> tuple[nn.Module, st
 
 
 def _avoid_saturation(model: nn.Module, steps: Steps) -> None:
-    """Make channels coarser until no two of their products can exceed 16 bits."""
+    """Coarsen the grids of channels until no two products can exceed 16 bits."""
     layers = quantized_layers(model)
     for step in steps.steps:
         if not steps.pairs(step):
             continue
         layer, (grid,) = layers[step.module], steps.sources(step)
-        few = layer.weight.dim() == 2 or layer.weight.shape[1] < _IMAGE
-        if few and layer.bits == _BYTE:
-            continue  # as fast with unsigned bytes, which do not saturate
+        shape = layer.weight.shape
+        unsigned = len(shape) == 2 or shape[1] < _SIGNED_CHANNELS
+        if unsigned and layer.bits == _BYTE:
+            continue  # equally fast with unsigned bytes, which do not saturate
         own, before = layer.grid_like_weight(), layer.weight_scale.detach().clone()
         low, high = -own.zero_point * own.scale, (own.qmax - own.zero_point) * own.scale
         with torch.no_grad():
             # Rounding may raise a weight by half a step, so one pass may not suffice.
             while (excess := layer_weight(layer, grid).pair_excess(grid)).max() > 1:
-                # What the grid clips must stay clipped on a wider one.
+                # Weights that the old grid clipped must not grow on the wider one.
                 layer.weight.clamp_(low, high)
                 layer.weight_scale.mul_(excess.clamp(min=1).to(layer.weight_scale))
             _keep_sums(layer, layer.weight_scale != before)
 
 
 def _keep_sums(layer: QuantizedLayer, channels: Tensor) -> None:
-    """Round the weights of channels (O,) so that each channel's sum stays.
+    """Round the weights of selected channels (O,) so that their sums are preserved.
 
-    Inputs are mostly positive after a ReLU, so that an error of the sum would shift the
-    whole output. Weights nearest to the middle of two codes go the other way, except
-    the largest, which would saturate.
+    Inputs are mostly positive after a ReLU, so an error of the sum would shift the
+    whole output. Weights nearest to a midpoint are rounded the other way, except the
+    largest, which would saturate.
     """
     grid = layer.grid_like_weight()
     scale, zero_point = (t.flatten()[:, None] for t in (grid.scale, grid.zero_point))
     exact = layer.weight.flatten(1) / scale  # (O, K)
     levels = (exact + zero_point).round() - zero_point
     missing = (exact - levels).sum(1, keepdim=True).round()
-    way = missing.sign()
-    limit = (levels * way).topk(min(2, levels.shape[1]), dim=1).values[:, -1:]
-    gain = ((exact - levels) * way).masked_fill(levels * way >= limit, 0)
+    direction = missing.sign()
+    limit = (levels * direction).topk(min(2, levels.shape[1]), dim=1).values[:, -1:]
+    gain = ((exact - levels) * direction).masked_fill(levels * direction >= limit, 0)
     order = gain.argsort(1, descending=True)
     places = torch.arange(order.shape[1], device=order.device).expand_as(order)
     rank = torch.empty_like(order).scatter_(1, order, places)
     moved = (rank < missing.abs()) & (gain > 0)
-    rounded = ((levels + moved * way) * scale).view_as(layer.weight)
+    rounded = ((levels + moved * direction) * scale).view_as(layer.weight)
     like = (-1, *[1] * (layer.weight.dim() - 1))
     layer.weight.copy_(torch.where(channels.view(like), rounded, layer.weight))
 
 
 def _clear_scales(model: nn.Module, steps: Steps) -> bool:
-    """Move scales of sums, averages and changes of grid; return whether any did."""
+    """Move scales so that no sum, average or requantized code is near a midpoint.
+
+    Returns whether any scale changed.
+    """
     quantizers = activation_quantizers(model)
-    meeting: dict[str, list[Step]] = {}
+    by_quantizer: dict[str, list[Step]] = {}
     for step in steps.steps:
         if step.quantizer and not step.operator.moves:
-            meeting.setdefault(step.quantizer, []).append(step)
+            by_quantizer.setdefault(step.quantizer, []).append(step)
     moved = False
-    for name, several in meeting.items():
+    for name, group in by_quantizer.items():
         results = []
-        for step in several:
+        for step in group:
             sources = [steps.steps[i].quantizer for i in step.inputs]
             grids = [code_grid(quantizers[source]) for source in sources]
-            found = step.operator.possible_results(grids)
-            results += [] if found is None else [found]
+            possible = step.operator.possible_results(grids)
+            results += [] if possible is None else [possible]
         if not results:
             continue
         before = code_grid(quantizers[name])
@@ -168,22 +169,22 @@ def _clear_scales(model: nn.Module, steps: Steps) -> bool:
 def _links(model: nn.Module, steps: Steps) -> tuple[Link, ...]:
     """Return each layer with the quantizers of its input and output."""
     layers = quantized_layers(model)
-    found = dict.fromkeys(
+    links = dict.fromkeys(
         Link(step.module, steps.steps[step.inputs[0]].quantizer, step.quantizer)
         for step in steps.steps
         if step.module in layers
     )
-    times = Counter(link.layer for link in found)
-    # A layer that serves two grids would have to round to both.
-    return tuple(link for link in found if times[link.layer] == 1)
+    times = Counter(link.layer for link in links)
+    # A layer called with several grids stays float: it cannot round to all of them.
+    return tuple(link for link in links if times[link.layer] == 1)
 
 
 def clear_scale(results: Tensor, target: CodeGrid) -> float:
-    """Return a scale near the target's that keeps results (R,) off the middle of codes.
+    """Return a scale near the target's at which no result (R,) is near a midpoint.
 
-    A scale that does so already is returned as it is. Otherwise the nearest one that
-    does in an interval less than 0.8 % wide, or the best one there: so that what is
-    returned for it is the same again.
+    The target's own scale is returned if it is clear already. Otherwise it is the
+    nearest clear scale in a fixed interval less than 0.8 % wide, or the best one there.
+    So calling this again for the result changes nothing.
     """
     if results.numel() > _MOST_RESULTS:
         return target.scale
@@ -197,14 +198,14 @@ def clear_scale(results: Tensor, target: CodeGrid) -> float:
         clear = (margins >= _MARGIN).nonzero()
         if len(clear):
             return float(scales[clear[0]])
-        at = int(margins.argmax())
-        if float(margins[at]) > widest:
-            best, widest = float(scales[at]), float(margins[at])
+        widest_here = int(margins.argmax())
+        if float(margins[widest_here]) > widest:
+            best, widest = float(scales[widest_here]), float(margins[widest_here])
     return best
 
 
 def _candidates(scale: float) -> Tensor:
-    """Return the scales of an interval, which float32 holds exactly, nearest first."""
+    """Return the scales of the interval around one, exact in float32, nearest first."""
     mantissa, exponent = frexp(scale)  # 0.5 to 1
     interval = int(mantissa * 2 * _INTERVALS)
     places = interval + torch.arange(_CANDIDATES).double() / _CANDIDATES
@@ -213,7 +214,7 @@ def _candidates(scale: float) -> Tensor:
 
 
 def _margins(values: Tensor, scales: Tensor, target: CodeGrid) -> Tensor:
-    """Return the least distance of a result from the middle of two codes, (S,)."""
+    """Return each scale's smallest distance of a result from a midpoint, (S,)."""
     codes = values / scales[:, None] + target.zero_point  # (S, results)
     inside = (codes > -1) & (codes < target.qmax + 1)
     distance = (codes - codes.floor() - 0.5).abs()
@@ -221,14 +222,13 @@ def _margins(values: Tensor, scales: Tensor, target: CodeGrid) -> Tensor:
 
 
 class IntegerMap:
-    """Computes a layer as 8-bit kernels do, to the last bit, with whole floats.
+    """Computes a layer bit-exactly as 8-bit kernels do, with integers held in floats.
 
-    The sum of products is exact. Its scale is applied as ONNX Runtime does it: one
-    product in float32, rounded to a step of the output's grid (``target``; None for
-    logits).
+    The sum of products is exact. It is scaled as in ONNX Runtime: by one product in
+    float32, rounded to a code of the output's grid (``target``; None for logits).
 
-    The weight is quantized once, and again when a tensor it depends on has changed
-    (which torch counts; a write through ``.data`` is not counted).
+    The quantized weight is cached until a tensor it depends on changes. torch's version
+    counters tell; they miss writes through ``.data``.
     """
 
     def __init__(
@@ -239,12 +239,12 @@ class IntegerMap:
         self._prepared: tuple[Tensor, Tensor, Tensor] | None = None
 
     def __call__(self, layer: QuantizedLayer, x: Tensor) -> Tensor:
-        """Return the layer's output for x (N, C, ...), which lies on its grid."""
+        """Return the layer's output for x (N, C, ...) on the input's grid."""
         weight, bias, ratio = self._weight(layer)
-        # In place where it can be: these tensors are large, and no gradient is kept.
+        # In place where possible: these tensors are large, and there are no gradients.
         levels = (x / self.source.scale).round_().to(weight.dtype)
         sums = linear_map(layer, levels, weight, None)
-        # A fast algorithm of convolution may leave a sum near its whole number.
+        # Fast convolution algorithms may not give exact integers.
         sums = sums.round_().add_(like_channels(bias, layer, sums)).float()
         scaled = sums.mul_(like_channels(ratio, layer, sums))
         if self.target is None:
@@ -252,7 +252,7 @@ class IntegerMap:
         return scaled.round_().to(x.dtype).mul_(self.target.scale)
 
     def _weight(self, layer: QuantizedLayer) -> tuple[Tensor, Tensor, Tensor]:
-        """Return weight (O, ...) and bias (O,) in whole floats, and the ratio (O,)."""
+        """Return integral weight (O, ...) and bias (O,), and the float ratio (O,)."""
         target = self.target
         read = [layer.weight, layer.weight_scale, layer.weight_zero_point, layer.bias]
         read += [self.source.scale, self.source.zero_point]
@@ -262,20 +262,19 @@ class IntegerMap:
         )
         if self._prepared is None or key != self._key:
             grid = code_grid(self.source)
-            found = layer_weight(layer, grid)
-            kind = torch.float32
-            if int(found.largest_sum(grid).max()) >= _WHOLE_FLOATS:
-                kind = torch.float64
-            ratio = self.source.scale.detach().float() * found.scale.float()
+            weight = layer_weight(layer, grid)
+            exact = int(weight.largest_sum(grid).max()) < _WHOLE_FLOATS
+            dtype = torch.float32 if exact else torch.float64
+            ratio = self.source.scale.detach().float() * weight.scale.float()
             if target is not None:
                 ratio = ratio / target.scale.detach().float()
-            self._prepared = found.values.to(kind), found.bias.to(kind), ratio
+            self._prepared = weight.values.to(dtype), weight.bias.to(dtype), ratio
             self._key = key
         return self._prepared
 
 
 def link_layers(model: nn.Module, links: Iterable[Link]) -> None:
-    """Let linked layers compute with whole numbers, the others with floats."""
+    """Make linked layers compute with integers, and all others with floats."""
     layers, quantizers = quantized_layers(model), activation_quantizers(model)
     for layer in layers.values():
         layer.integers = None

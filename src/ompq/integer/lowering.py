@@ -1,7 +1,7 @@
-"""From a quantized network to integer steps, by watching one forward pass of it.
+"""Convert a quantized network to integer steps by observing one forward pass.
 
-Quantized layers and activation quantizers are seen as wholes; of everything else each
-torch function that reads a quantized tensor must be one that has an integer kernel.
+Quantized layers and activation quantizers become steps as a whole. Elsewhere, every
+torch function that reads a quantized tensor must have an integer kernel.
 """
 
 from collections.abc import Mapping
@@ -40,8 +40,7 @@ from ompq.samples import (
 )
 
 INPUT, OUTPUT = "input", "logits"
-# Outputs use 30 bits: finer than any difference that could decide between two classes.
-_OUTPUT_BITS = 30
+_OUTPUT_BITS = 30  # of the logits: finer than any difference that could decide a class
 # Functions and properties that do not read a tensor's values.
 _HARMLESS = {
     *("device", "dim", "dtype", "get_device", "grad_fn", "hash", "is_complex"),
@@ -53,24 +52,24 @@ _HARMLESS = {
 
 @dataclass(frozen=True, eq=False)
 class Steps:
-    """All of a network in integers."""
+    """A network as a list of integer operators."""
 
     steps: tuple[Step, ...]  # in order of execution; the first is ``Quantize``
     input_shape: tuple[int, ...]  # shape of one input, (C, H, W) or (I,)
-    outputs: Mapping[str, int]  # name of each output → the step that gives it
-    # For each call of an activation quantizer, the step that gives its codes; None
-    # where it does not depend on the input.
+    outputs: Mapping[str, int]  # name of each output → position of its step
+    # For each call of an activation quantizer, the position of the step that computes
+    # its codes; None if it does not depend on the input.
     sites: tuple[int | None, ...] = ()
 
     def sources(self, step: Step) -> list[CodeGrid]:
-        """Return the grids of what a step reads."""
+        """Return the grids of a step's inputs."""
         return [self.steps[source].grid for source in step.inputs]
 
     def pairs(self, step: Step) -> bool:
         """Return whether 8-bit kernels add the products of a step in pairs.
 
-        Those of ONNX Runtime for depthwise convolutions do not, but they need a grid to
-        round to.
+        ONNX Runtime's kernels for depthwise convolutions do not, but these kernels
+        exist only for outputs that are rounded to a grid.
         """
         operator = step.operator
         if isinstance(operator, Convolution) and operator.depthwise:
@@ -78,7 +77,7 @@ class Steps:
         return isinstance(operator, Layer)
 
     def saturating(self) -> list[str]:
-        """Return the layers in which two products may exceed 16 bits."""
+        """Return the names of layers in which two products may exceed 16 bits."""
         return [
             step.name
             for step in self.steps
@@ -95,16 +94,15 @@ def code_grid(quantizer: ActivationQuantizer) -> CodeGrid:
 
 
 def lower(quantized: nn.Module, samples: SamplesLike) -> Steps:
-    """Return the steps of a quantized network; one or two samples are run."""
+    """Convert a quantized network to integer steps; runs one or two samples."""
     batch = to_device(Samples.of(samples).first_batch(2), model_device(quantized))
     images, *more = tensors_in(batch)
     if more:
         raise QuantizationError(
-            f"the network takes {1 + len(more)} inputs: integer arithmetic covers one"
+            f"the network takes {1 + len(more)} inputs; integer arithmetic supports one"
         )
     lowering = _Lowering(images)
-    # Before all other hooks: a quantizer that stands after a module sees what the
-    # module gives.
+    # These hooks run before those of quantizers that read a module's output.
     modules = watched_modules(quantized, lowering.enter, lowering.leave, first=True)
     with evaluating(quantized), modules, lowering:
         output = call(quantized, batch)
@@ -114,7 +112,7 @@ def lower(quantized: nn.Module, samples: SamplesLike) -> Steps:
 
 
 def input_names(batch: Batch) -> list[str]:
-    """Return a name for each tensor of a batch: keys of a dict, else a number.
+    """Return a name for each tensor of a batch: the keys of a dict, else numbered.
 
     Example:
         >>> input_names((torch.zeros(1), torch.zeros(1)))
@@ -129,7 +127,7 @@ def input_names(batch: Batch) -> list[str]:
 def output_names(output: Any) -> list[str]:
     """Return a name for each tensor that a network returned.
 
-    A single one is ``logits``; those of a dict have its keys; others a number.
+    A single tensor is ``logits``; several have the keys of their dict or are numbered.
 
     Example:
         >>> output_names((torch.zeros(1), [torch.zeros(1)]))
@@ -144,31 +142,31 @@ def output_names(output: Any) -> list[str]:
 
 
 class _Lowering(TorchFunctionMode):
-    """Gives every tensor of a forward pass its value, and collects the steps."""
+    """Tracks the values of tensors in a forward pass and collects the steps."""
 
     def __init__(self, images: Tensor) -> None:
         super().__init__()
         self.count = images.shape[0]
-        self.values: dict[int, Value] = {}
+        self.values: dict[int, Value] = {}  # by id of the tensor
         self.versions: dict[int, int] = {}
-        self.alive: list[Tensor] = []  # so that no id is used twice
+        self.alive: list[Tensor] = []  # keeps tensors alive, so that ids stay unique
         self.steps: list[Step] = []
         self.names: set[str] = set()
-        self.made: dict[tuple[int, CodeGrid, float, float], int] = {}
+        self.finished: dict[tuple[int, CodeGrid, float, float], int] = {}
         self.sites: list[int | None] = []
-        self.scopes = [""]
-        self.inside = 0  # depth of modules that are seen as wholes
+        self.scopes = [""]  # names of the modules being called
+        self.inside = 0  # nesting depth in quantized layers and quantizers
         self._set(images, Pending(Quantize(), (), INPUT, tuple(images.shape[1:])))
 
     def enter(self, name: str, module: nn.Module) -> None:
-        """Note that a module begins."""
+        """Handle the start of a module's call."""
         self.scopes.append(name)
         self.inside += isinstance(module, QuantizedLayer | ActivationQuantizer)
 
     def leave(
         self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any
     ) -> None:
-        """Give the output of a quantized layer or a quantizer its value."""
+        """Handle the end of a module's call; sets the value of a quantized output."""
         if isinstance(module, QuantizedLayer):
             self._layer(name, module, next(tensors_in((args, kwargs))), output)
         elif isinstance(module, ActivationQuantizer) and module.enabled:
@@ -179,13 +177,13 @@ class _Lowering(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Call a torch function and give its output a value."""
+        """Call a torch function and set the value of its output."""
         kwargs = kwargs or {}
-        read = list(tensors_in((args, kwargs)))
-        for tensor in read:
-            self._refuse_written(tensor)
+        inputs = list(tensors_in((args, kwargs)))
+        for tensor in inputs:
+            self._check_unwritten(tensor)
         output = func(*args, **kwargs)
-        if not self.inside and any(id(tensor) in self.values for tensor in read):
+        if not self.inside and any(id(tensor) in self.values for tensor in inputs):
             self._function(func, args, kwargs, output)
         return output
 
@@ -197,26 +195,25 @@ class _Lowering(TorchFunctionMode):
             return
         if not any(True for _ in tensors_in(output)):
             raise QuantizationError(
-                f"{name} in {where} reads or writes a tensor where the export "
-                "cannot follow it; use functions that return a new tensor"
+                f"{name} in {where} reads or writes a tensor in a way that cannot be "
+                "followed; use functions that return a new tensor"
             )
         if name not in OPERATORS or "out" in kwargs or not isinstance(output, Tensor):
             raise QuantizationError(
-                f"{name} in {where} has no integer kernel; integers cover "
+                f"{name} in {where} has no integer kernel; there are kernels for "
                 "convolutions, linear layers, ReLU and clipping, residual sums, "
-                "pooling, concatenation, slices, padding with zeros and flattening"
+                "pooling, concatenation, slices, zero padding and flattening"
             )
-        recognized, defaults = OPERATORS[name]
-        given = defaults | dict(zip(defaults, args[1:], strict=False)) | kwargs
+        recognize, defaults = OPERATORS[name]
         observed = FunctionCall(
             module=self.scopes[-1] or name,
             values=tuple(self.values.get(id(t)) for t in tensors_in((args, kwargs))),
-            arguments=given,
+            arguments=defaults | dict(zip(defaults, args[1:], strict=False)) | kwargs,
             shape=tuple(output.shape[1:]),
             same_batch=output.dim() > 0 and output.shape[0] == self.count,
         )
         try:
-            value = recognized(observed)
+            value = recognize(observed)
         except QuantizationError as error:
             raise QuantizationError(f"{name} in {where} {error}") from error
         if isinstance(value, Pending) and value.grid is not None:
@@ -224,12 +221,12 @@ class _Lowering(TorchFunctionMode):
             value = self._finish(value, value.grid, quantizer)
         self._set(output, value)
 
-    def _refuse_written(self, tensor: Tensor) -> None:
-        """Refuse a tensor that was written in place since its value was noted."""
+    def _check_unwritten(self, tensor: Tensor) -> None:
+        """Refuse a tensor that was modified in place after its value was set."""
         if _version(tensor) != self.versions.get(id(tensor), _version(tensor)):
             raise QuantizationError(
-                f"{self.scopes[-1] or 'the network'} reads a tensor that was written "
-                "in place through a view of it; use functions that return a new tensor"
+                f"{self.scopes[-1] or 'the network'} reads a tensor that was modified "
+                "in place through a view; use functions that return a new tensor"
             )
 
     def _set(self, output: Tensor, value: Value) -> None:
@@ -264,9 +261,9 @@ class _Lowering(TorchFunctionMode):
         self._set(output, value)
 
     def _finish(self, value: Pending, grid: CodeGrid, quantizer: str) -> Codes:
-        """Make the step of a value whose grid is known now."""
+        """Add the step of a value once its grid is known, if it is not there yet."""
         key = (id(value.operator), grid, value.low, value.high)
-        if key not in self.made:
+        if key not in self.finished:
             step = Step(
                 name=self._unique(value.module),
                 operator=value.operator,
@@ -278,30 +275,30 @@ class _Lowering(TorchFunctionMode):
                 quantizer=quantizer,
                 module=value.module,
             )
-            self.made[key] = self._add(step)
-        at, shape = self.made[key], value.shape
+            self.finished[key] = self._add(step)
+        position, shape = self.finished[key], value.shape
         for operator, shape in value.moves:
             name = self._unique(value.module)
-            step = Step(name, operator, (at,), shape, grid, quantizer=quantizer)
-            at = self._add(step)
-        return Codes(at, grid, shape)
+            step = Step(name, operator, (position,), shape, grid, quantizer=quantizer)
+            position = self._add(step)
+        return Codes(position, grid, shape)
 
     def _unique(self, name: str) -> str:
-        again = (f"{name}.{number}" for number in range(2, len(self.names) + 3))
-        found = next(each for each in (name, *again) if each not in self.names)
-        self.names.add(found)
-        return found
+        numbered = (f"{name}.{number}" for number in range(2, len(self.names) + 3))
+        unused = next(each for each in (name, *numbered) if each not in self.names)
+        self.names.add(unused)
+        return unused
 
     def _add(self, step: Step) -> int:
         self.steps.append(step)
         return len(self.steps) - 1
 
     def finish_outputs(self, output: Any) -> dict[str, int]:
-        """Return the name of each output, and the step that gives it."""
-        found = {}
+        """Return the name of each output and the position of its step."""
+        positions = {}
         tensors = list(tensors_in(output))
         for name, tensor in zip(output_names(output), tensors, strict=True):
-            self._refuse_written(tensor)
+            self._check_unwritten(tensor)
             value = self.values.get(id(tensor))
             if value is None or (isinstance(value, Pending) and not value.inputs):
                 raise QuantizationError(
@@ -311,12 +308,12 @@ class _Lowering(TorchFunctionMode):
                 sources = [self.steps[source].grid for source in value.inputs]
                 scale = value.operator.largest(sources) / (1 << _OUTPUT_BITS)
                 value = self._finish(value, CodeGrid(scale, 0, WIDE), "")
-            found[name] = value.step
-        if not found:
+            positions[name] = value.step
+        if not positions:
             raise QuantizationError("the network returns no tensor")
-        return found
+        return positions
 
 
 def _version(tensor: Tensor) -> int:
-    """Return how often a tensor, or what it is a view of, was written in place."""
+    """Return how often a tensor or its base was modified in place."""
     return 0 if tensor.is_inference() else tensor._version

@@ -1,8 +1,8 @@
 """Operators on integer codes: one class each.
 
-A class says how its operator is recognized from a call, what it computes with integers,
-and which ONNX node does the same. To add an operator, write a class and enter its
-functions in ``OPERATORS``.
+A class says how its operator is recognized in a call, what it computes with integers,
+and which ONNX node does the same. To add an operator, write a class and add its torch
+functions to ``OPERATORS``.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -37,34 +37,33 @@ class Node:
 
     kind: str
     attributes: Mapping[str, Any] = field(default_factory=dict)
-    # Further inputs by name, int64; None is the code of 0.
+    # Further int64 inputs by name; None stands for the zero point.
     constants: Mapping[str, Any] = field(default_factory=dict)
-    # Whether it reads and gives codes, and not the values they stand for.
-    on_codes: bool = False
+    on_codes: bool = False  # whether it works on codes instead of dequantized values
 
 
 @dataclass(frozen=True, eq=False)
 class Operator:
     """Computes codes on one grid from codes on others."""
 
-    moves: ClassVar[bool] = False  # whether codes are only moved, and keep their grid
+    moves: ClassVar[bool] = False  # whether it only moves codes, which keep their grid
 
     @property
     def divisor(self) -> int:
-        """What sums are divided by."""
+        """The number by which sums are divided."""
         return 1
 
     def compute(self, values: list[Tensor]) -> Tensor:
-        """Return sums of codes less their zero points, int32; or move them."""
+        """Return int32 sums of codes minus their zero points, or the codes moved."""
         return values[0]
 
     def ratio(self, sources: Sequence[CodeGrid], target: CodeGrid) -> Dyadic:
-        """Return by what sums are multiplied to become codes."""
+        """Return the ratio that converts sums to codes of the target."""
         scales = torch.tensor([grid.scale for grid in sources], dtype=torch.float64)
         return dyadic(scales / target.scale / self.divisor, together=True)
 
     def rescale(self, sums: Tensor, ratio: Dyadic, target: CodeGrid) -> Tensor:
-        """Return the codes of sums on the target, not clipped, int64."""
+        """Return the unclipped codes of sums on the target grid, int64."""
         product = sums.long() * ratio.multiplier
         return rescaled(product, ratio.shift, target.zero_point)
 
@@ -73,11 +72,11 @@ class Operator:
         return sum(grid.scale * grid.reach for grid in sources)
 
     def possible_results(self, _sources: Sequence[CodeGrid]) -> Tensor | None:
-        """Return every value before rounding, float64, if they are few; else None."""
+        """Return all possible results before rounding, float64; None if too many."""
         return None
 
     def node(self) -> Node | None:
-        """Return the node that computes values; None where they are only rounded."""
+        """Return the ONNX node of the operator; None if it only rounds or clips."""
         return None
 
 
@@ -85,20 +84,20 @@ class Operator:
 class Step:
     """One operator of a network."""
 
-    name: str  # unique: the module where it happens, perhaps with a number
+    name: str  # unique: the name of its module, with a number if needed
     operator: Operator
     inputs: tuple[int, ...]  # positions of the steps whose results it reads
-    shape: Shape  # shape of its result for one input, without the batch dimension
+    shape: Shape  # shape of its result, without the batch dimension
     grid: CodeGrid  # grid of its codes
-    low: float = -inf  # values below are clipped to it: 0 after a ReLU
-    high: float = inf  # values above are clipped to it: 6 after a ReLU6
-    quantizer: str = ""  # name of the activation quantizer whose grid it is, or ""
-    module: str = ""  # name of the module where it happens
+    low: float = -inf  # smaller values are clipped to it: 0 after a ReLU
+    high: float = inf  # larger values are clipped to it: 6 after a ReLU6
+    quantizer: str = ""  # name of the activation quantizer that has this grid, or ""
+    module: str = ""  # name of the module that called it
 
 
 @dataclass(frozen=True, eq=False)
 class Codes:
-    """A tensor that is known as codes: the result of a step."""
+    """A tensor of codes: the result of a step."""
 
     step: int
     grid: CodeGrid
@@ -112,20 +111,19 @@ class Pending:
     operator: Operator
     inputs: tuple[int, ...]  # positions of the steps it reads
     module: str
-    shape: Shape  # of the result, without the batch dimension
-    low: float = -inf  # values below are clipped to it
-    high: float = inf  # values above are clipped to it
-    # What moves its codes once it has any, with the shape that this gives.
+    shape: Shape  # shape of the result, without the batch dimension
+    low: float = -inf
+    high: float = inf
+    # Operators that will move its codes, each with the shape of its result.
     moves: tuple[tuple[Operator, Shape], ...] = ()
-    # Its grid where that is known at once: codes in other places, or clipped.
-    grid: CodeGrid | None = None
+    grid: CodeGrid | None = None  # known at once if codes are only moved or clipped
 
 
 Value: TypeAlias = Codes | Pending
 
 
 def as_codes(value: Value | None) -> Codes:
-    """Return a value if it is codes; else raise a QuantizationError."""
+    """Return a value that has codes; for others raise a QuantizationError."""
     if isinstance(value, Codes):
         return value
     where = value.module if isinstance(value, Pending) else "a constant"
@@ -136,16 +134,16 @@ def as_codes(value: Value | None) -> Codes:
 class FunctionCall:
     """One call of a torch function."""
 
-    module: str  # name of the module it happened in
-    # Values of the tensors that it read, in order; None for others.
+    module: str  # name of the module that called it
+    # For each tensor argument its value; None if it does not come from the input.
     values: tuple[Value | None, ...]
-    arguments: Mapping[str, Any]  # its arguments by name
-    shape: Shape  # shape of its output, without the batch dimension
-    same_batch: bool  # whether the batch dimension came through as it was
+    arguments: Mapping[str, Any]  # by name
+    shape: Shape  # shape of the output, without the batch dimension
+    same_batch: bool  # whether the output has the same batch dimension
 
     @property
     def value(self) -> Value:
-        """The value of its first tensor."""
+        """The value of the first tensor."""
         value = self.values[0]
         if value is None:
             raise QuantizationError("reads a tensor that does not come from the input")
@@ -153,25 +151,26 @@ class FunctionCall:
 
     @property
     def codes(self) -> list[Codes]:
-        """The values of all its tensors, every one of which must be codes."""
+        """The values of all tensors, which must have codes."""
         return [as_codes(value) for value in self.values]
 
     @property
     def source_shape(self) -> Shape:
-        """Shape of its first tensor, without the batch dimension."""
+        """Shape of the first tensor, without the batch dimension."""
         value = self.value
-        moved = isinstance(value, Pending) and value.moves
-        return moved[-1][1] if moved else value.shape
+        moves = isinstance(value, Pending) and value.moves
+        return moves[-1][1] if moves else value.shape
 
-    def computed(self, operator: Operator, **given: Any) -> Pending:
-        """Return the result of an operator on all its tensors, which are codes."""
+    def computed(self, operator: Operator, **options: Any) -> Pending:
+        """Return the result of an operator on all tensors, which must have codes."""
         inputs = tuple(codes.step for codes in self.codes)
-        return Pending(operator, inputs, self.module, self.shape, **given)
+        return Pending(operator, inputs, self.module, self.shape, **options)
 
     def moved(self, operator: Operator) -> Value:
-        """Move the codes of a value, or note to do so when it has some.
+        """Move the codes of a value, now or once it has codes.
 
-        Rounding or moving first is the same: 0 is a code, and rounding keeps order.
+        The order of rounding and moving does not matter: 0 has a code, and rounding is
+        monotonic.
         """
         value = self.value
         if isinstance(value, Pending):
@@ -180,41 +179,44 @@ class FunctionCall:
 
 
 def pair(value: Any) -> Pair:
-    """Return one number for height and width, or two, as two."""
+    """Return a pair of integers for one number, or for two."""
     first, second = (value, value) if isinstance(value, int) else tuple(value)
     return int(first), int(second)
 
 
-def _unusual(**given: Any) -> dict[str, Any]:
-    """Return the attributes that differ from what a node without them has."""
-    usual = {"strides": {1}, "dilations": {1}, "pads": {0}, "group": {1}}
-    usual["ceil_mode"] = {0}
+_ATTRIBUTE_DEFAULTS = {
+    "strides": {1}, "dilations": {1}, "pads": {0}, "group": {1}, "ceil_mode": {0},
+}  # fmt: skip
+
+
+def _without_defaults(**attributes: Any) -> dict[str, Any]:
+    """Return the attributes of an ONNX node that differ from their defaults."""
     return {
         name: value
-        for name, value in given.items()
-        if set(value if isinstance(value, tuple) else [value]) != usual[name]
+        for name, value in attributes.items()
+        if {*(value if isinstance(value, tuple) else [value])}
+        != _ATTRIBUTE_DEFAULTS[name]
     }
 
 
 class Quantize(Operator):
-    """The network's input becomes codes."""
+    """Quantizes the network's input."""
 
 
 @dataclass(frozen=True, eq=False)
 class Layer(Operator):
-    """What convolutions and linear layers share: a weight, and rounding by floats."""
+    """Base of convolutions and linear layers, which have a weight."""
 
     weight: IntegerWeight
 
     def ratio(self, sources: Sequence[CodeGrid], target: CodeGrid) -> Dyadic:
-        """Return a ratio for each channel: as float32 computes it for 8-bit codes."""
-        given, scales = sources[0].scale, self.weight.scale
-        exact = torch.tensor([given, target.scale], dtype=torch.float32)
-        ratio = (
-            dyadic(given * scales / target.scale)
-            if target.wide
-            else float_dyadic(exact[0] * scales.float() / exact[1])
-        )
+        """Return a ratio per channel; for 8-bit codes, as float32 computes it."""
+        source, scales = sources[0].scale, self.weight.scale
+        if target.wide:
+            ratio = dyadic(source * scales / target.scale)
+        else:
+            single = torch.tensor([source, target.scale], dtype=torch.float32)
+            ratio = float_dyadic(single[0] * scales.float() / single[1])
         return ratio.view(-1, *[1] * (self.weight.values.dim() - 2))
 
     def rescale(self, sums: Tensor, ratio: Dyadic, target: CodeGrid) -> Tensor:
@@ -231,7 +233,7 @@ class Layer(Operator):
 
 @dataclass(frozen=True, eq=False)
 class Convolution(Layer):
-    """A 2-D convolution; zeros around the image are the code of 0."""
+    """A 2-D convolution with zero padding."""
 
     stride: Pair
     padding: tuple[int, int, int, int]  # top, left, bottom, right
@@ -240,7 +242,7 @@ class Convolution(Layer):
 
     @property
     def depthwise(self) -> bool:
-        """Whether each channel is convolved by itself."""
+        """Whether each channel is convolved separately."""
         return self.weight.values.shape[:2] == (self.groups, 1)
 
     def compute(self, values: list[Tensor]) -> Tensor:
@@ -258,7 +260,7 @@ class Convolution(Layer):
                 sums += part * column
         else:
             images, channels, height, width = parts[0].shape
-            # Images stand side by side, so that each group is one product of matrices.
+            # Put all images side by side, so that each group takes one matrix product.
             stacked = torch.stack(parts, 2).permute(1, 2, 0, 3, 4)  # (C, taps, N, H, W)
             rows = stacked.reshape(groups, channels // groups * count, -1)
             matrices = weight.reshape(groups, -1, rows.shape[1])  # (groups, O / groups)
@@ -268,13 +270,13 @@ class Convolution(Layer):
 
     def node(self) -> Node:
         """Return a Conv."""
-        given = _unusual(
+        attributes = _without_defaults(
             strides=self.stride,
             pads=self.padding,
             dilations=self.dilation,
             group=self.groups,
         )
-        return Node("Conv", given)
+        return Node("Conv", attributes)
 
 
 @dataclass(frozen=True, eq=False)
@@ -282,7 +284,7 @@ class Product(Layer):
     """A linear layer."""
 
     def compute(self, values: list[Tensor]) -> Tensor:
-        """Return the products of rows with the weight, and the bias, (N, O)."""
+        """Return the products with the weight plus the bias, (N, O)."""
         return values[0] @ self.weight.values.int().T + self.weight.bias
 
     def node(self) -> Node:
@@ -291,20 +293,20 @@ class Product(Layer):
 
 
 class Sum(Operator):
-    """A residual sum of two tensors on grids of their own."""
+    """A residual sum of two tensors, each on its own grid."""
 
     @staticmethod
     def called(call: FunctionCall) -> Value:
-        """Recognize the sum of two tensors of one shape."""
+        """Recognize the sum of two tensors of the same shape."""
         if len(call.values) != 2 or call.arguments["alpha"] != 1:
-            raise QuantizationError("adds something else than two tensors")
+            raise QuantizationError("adds something other than two tensors")
         first, second = call.codes
         if first.shape != second.shape:
             raise QuantizationError(f"adds shapes {first.shape} and {second.shape}")
         return call.computed(Sum())
 
     def compute(self, values: list[Tensor]) -> Tensor:
-        """Return both, side by side: each is multiplied before they are added."""
+        """Return both tensors stacked: each is multiplied before they are added."""
         return torch.stack(values, -1)
 
     def rescale(self, sums: Tensor, ratio: Dyadic, target: CodeGrid) -> Tensor:
@@ -313,7 +315,7 @@ class Sum(Operator):
         return rescaled(product, ratio.shift, target.zero_point)
 
     def possible_results(self, sources: Sequence[CodeGrid]) -> Tensor:
-        """Return the sum of every two values."""
+        """Return the sums of all pairs of values."""
         first, second = (grid.levels for grid in sources)
         return (first[:, None] + second).flatten()
 
@@ -323,11 +325,11 @@ class Sum(Operator):
 
 
 class Requantize(Operator):
-    """Codes go to another grid, or are clipped."""
+    """Converts codes to another grid, or clips them."""
 
     @staticmethod
     def called(call: FunctionCall) -> Value:
-        """Recognize clipping to an interval that holds 0."""
+        """Recognize clipping to an interval that contains 0."""
         given = call.arguments
         limits = [given.get(end, given.get(f"{end}_val")) for end in ("min", "max")]
         if any(isinstance(limit, Tensor) for limit in limits):
@@ -337,11 +339,13 @@ class Requantize(Operator):
             for limit, default in zip(limits, (-inf, inf), strict=True)
         )
         if not low <= 0 <= high:
-            raise QuantizationError(f"clips to [{low}, {high}], which does not hold 0")
+            raise QuantizationError(
+                f"clips to [{low}, {high}], which does not contain 0"
+            )
         value = call.value
         if isinstance(value, Pending):
             return replace(value, low=max(value.low, low), high=min(value.high, high))
-        # The quantizer came first; a grid that ends at the limits has clipped already.
+        # Already quantized; a grid that ends at the limits has clipped the values, too.
         if value.grid.limits(low, high) == (0, value.grid.qmax):
             return value
         return call.computed(Requantize(), low=low, high=high, grid=value.grid)
@@ -353,16 +357,16 @@ class Requantize(Operator):
 
 @dataclass(frozen=True, eq=False)
 class Average(Operator):
-    """The mean of windows; zeros around the image count."""
+    """The mean of each window, padding included."""
 
     window: Pair
     stride: Pair
     padding: Pair = (0, 0)
-    whole: bool = False  # the window is the image, whatever its size
+    whole: bool = False  # whether the window is the whole image
 
     @staticmethod
     def adaptive(call: FunctionCall) -> Value:
-        """Recognize averages to a size that divides the image's."""
+        """Recognize adaptive pooling to a size that divides the image's."""
         (source,) = call.codes
         (height, width), (rows, columns) = source.shape[1:], call.shape[1:]
         if height % rows or width % columns:
@@ -377,7 +381,7 @@ class Average(Operator):
 
     @staticmethod
     def pooled(call: FunctionCall) -> Value:
-        """Recognize average pooling with windows of one size."""
+        """Recognize average pooling with windows of equal size."""
         given = call.arguments
         window, padding = pair(given["kernel_size"]), pair(given["padding"])
         uneven = any(padding) and not given["count_include_pad"]
@@ -394,11 +398,11 @@ class Average(Operator):
         if len(source.shape) != 3 or dims != {2, 3}:
             raise QuantizationError(f"averages over dimensions {dim}, not (2, 3)")
         window = pair(source.shape[1:])
-        found = call.computed(Average(window, window, whole=True))
+        average = call.computed(Average(window, window, whole=True))
         if call.arguments["keepdim"]:
-            return found
+            return average
         shape = (source.shape[0], 1, 1)
-        return replace(found, shape=shape, moves=((Flatten(), call.shape),))
+        return replace(average, shape=shape, moves=((Flatten(), call.shape),))
 
     @property
     def divisor(self) -> int:
@@ -415,7 +419,7 @@ class Average(Operator):
         return torch.stack(list(taps(x, self.window, self.stride, (1, 1)))).sum(0)
 
     def possible_results(self, sources: Sequence[CodeGrid]) -> Tensor:
-        """Return every sum of a window, over its size."""
+        """Return the means for all possible sums of a window."""
         (grid,), size = sources, self.divisor
         low, high = -grid.zero_point * size, (grid.qmax - grid.zero_point) * size
         return grid.scale * torch.arange(low, high + 1).double() / size
@@ -424,9 +428,9 @@ class Average(Operator):
         """Return a GlobalAveragePool or an AveragePool."""
         if self.whole:
             return Node("GlobalAveragePool")
-        given = _unusual(strides=self.stride, pads=self.padding * 2)
-        given |= {"kernel_shape": self.window, "count_include_pad": 1}
-        return Node("AveragePool", given)
+        attributes = _without_defaults(strides=self.stride, pads=self.padding * 2)
+        attributes |= {"kernel_shape": self.window, "count_include_pad": 1}
+        return Node("AveragePool", attributes)
 
 
 @dataclass(frozen=True, eq=False)
@@ -452,38 +456,38 @@ class MaxPool(Operator):
     def compute(self, values: list[Tensor]) -> Tensor:
         """Return the largest value of each window, (N, C, H', W')."""
         (x,) = values
-        ends = [self._end(size, axis) for axis, size in enumerate(x.shape[2:])]
+        ends = [self._end_padding(size, axis) for axis, size in enumerate(x.shape[2:])]
         rows, columns = self.padding
         sides = ((0, 0), (rows, ends[0]), (columns, ends[1]))
-        # The lowest number never wins against one of the image.
+        # Padding with the lowest integer never wins over a value of the image.
         x = padded(x, sides, torch.iinfo(x.dtype).min)
-        first, *others = taps(x, self.window, self.stride, self.dilation)
+        largest, *others = taps(x, self.window, self.stride, self.dilation)
         for other in others:
-            first = torch.maximum(first, other)
-        return first
+            largest = torch.maximum(largest, other)
+        return largest
 
-    def _end(self, size: int, axis: int) -> int:
-        """Return the padding after an axis, which ceiling may make longer."""
+    def _end_padding(self, size: int, axis: int) -> int:
+        """Return the padding at the end of an axis, which ``ceil`` may increase."""
         before, stride = self.padding[axis], self.stride[axis]
         reach = self.dilation[axis] * (self.window[axis] - 1) + 1
         after = before
         if self.ceil:
             rest = (size + 2 * before - reach) % stride
             count = (size + 2 * before - reach) // stride + 1
-            # A further window must begin inside the image or the padding before it.
+            # Another window must begin inside the image or the padding before it.
             if rest and count * stride < size + before:
                 after += stride - rest
         return after
 
     def node(self) -> Node:
         """Return a MaxPool."""
-        given = _unusual(
+        attributes = _without_defaults(
             strides=self.stride,
             pads=self.padding * 2,
             dilations=self.dilation,
             ceil_mode=int(self.ceil),
         )
-        return Node("MaxPool", {"kernel_shape": self.window, **given})
+        return Node("MaxPool", {"kernel_shape": self.window, **attributes})
 
 
 class Flatten(Operator):
@@ -493,7 +497,7 @@ class Flatten(Operator):
 
     @staticmethod
     def called(call: FunctionCall) -> Value:
-        """Recognize a reshape to a row for each image, or to the shape it has."""
+        """Recognize a reshape to one row per image, or to the same shape."""
         if not call.same_batch:
             raise QuantizationError("moves values between the images of a batch")
         before = call.source_shape
@@ -504,7 +508,7 @@ class Flatten(Operator):
         return call.moved(Flatten())
 
     def compute(self, values: list[Tensor]) -> Tensor:
-        """Return a row for each image."""
+        """Return one row per image."""
         return values[0].flatten(1)
 
     def node(self) -> Node:
@@ -513,18 +517,19 @@ class Flatten(Operator):
 
 
 class Concatenate(Operator):
-    """Channels of several tensors on one grid, one after the other."""
+    """Concatenates the channels of several tensors on the same grid."""
 
     moves: ClassVar[bool] = True
 
     @staticmethod
     def called(call: FunctionCall) -> Value:
-        """Recognize tensors joined along their channels."""
+        """Recognize concatenation along the channels."""
         sources = call.codes
         if call.arguments["dim"] % (len(call.shape) + 1) != 1:
-            raise QuantizationError(f"joins dimension {call.arguments['dim']}, not 1")
+            dim = call.arguments["dim"]
+            raise QuantizationError(f"concatenates along dimension {dim}, not 1")
         if len({source.grid for source in sources}) > 1:
-            raise QuantizationError("joins tensors on different grids")
+            raise QuantizationError("concatenates tensors on different grids")
         return call.computed(Concatenate(), grid=sources[0].grid)
 
     def compute(self, values: list[Tensor]) -> Tensor:
@@ -538,7 +543,7 @@ class Concatenate(Operator):
 
 @dataclass(frozen=True, eq=False)
 class Slice(Operator):
-    """A range with a step in each dimension but the first."""
+    """A slice in each dimension but the first."""
 
     moves: ClassVar[bool] = True
     ranges: tuple[tuple[int, int, int], ...]  # start, stop, step
@@ -550,60 +555,60 @@ class Slice(Operator):
         index = call.arguments["index"]
         parts = index if isinstance(index, tuple) else (index,)
         if not all(isinstance(p, slice) for p in parts) or parts[0] != slice(None):
-            raise QuantizationError("picks single elements, or images of the batch")
+            raise QuantizationError("selects single elements or images of the batch")
         parts = (*parts[1:], *[slice(None)] * (len(shape) - len(parts) + 1))
         ranges = [part.indices(size) for part, size in zip(parts, shape, strict=True)]
         return call.moved(Slice(tuple(ranges)))
 
     def compute(self, values: list[Tensor]) -> Tensor:
-        """Return the chosen elements."""
+        """Return the sliced tensor."""
         return values[0][(slice(None), *(slice(*part) for part in self.ranges))]
 
     def node(self) -> Node:
-        """Return a Slice of codes as they are, whatever a runtime's kernels."""
+        """Return a Slice of codes, which needs no quantized kernel."""
         starts, ends, steps = zip(*self.ranges, strict=True)
         axes = tuple(range(1, 1 + len(self.ranges)))
-        given = {"starts": starts, "ends": ends, "axes": axes, "steps": steps}
-        return Node("Slice", constants=given, on_codes=True)
+        constants = {"starts": starts, "ends": ends, "axes": axes, "steps": steps}
+        return Node("Slice", constants=constants, on_codes=True)
 
 
 @dataclass(frozen=True, eq=False)
 class Pad(Operator):
-    """Zeros before and after in each dimension but the first."""
+    """Zero padding in each dimension but the first."""
 
     moves: ClassVar[bool] = True
     sides: tuple[Pair, ...]
 
     @staticmethod
     def called(call: FunctionCall) -> Value:
-        """Recognize zeros around each image."""
+        """Recognize zero padding of each image."""
         shape, given = call.source_shape, call.arguments
         if given["mode"] != "constant" or given["value"]:
-            raise QuantizationError("pads with something else than zeros")
-        sides = list(given["pad"])
-        ends = [pair(sides[at : at + 2]) for at in range(0, len(sides), 2)]
-        ends += [(0, 0)] * (len(shape) - len(ends))
-        if len(ends) > len(shape) or any(side < 0 for end in ends for side in end):
-            raise QuantizationError("pads the batch, or by a negative number")
-        return call.moved(Pad(tuple(reversed(ends))))
+            raise QuantizationError("pads with something other than zeros")
+        pad = list(given["pad"])  # two numbers per dimension, the last dimension first
+        sides = [pair(pad[at : at + 2]) for at in range(0, len(pad), 2)]
+        sides += [(0, 0)] * (len(shape) - len(sides))
+        if len(sides) > len(shape) or any(min(side) < 0 for side in sides):
+            raise QuantizationError("pads the batch or by a negative number")
+        return call.moved(Pad(tuple(reversed(sides))))
 
     def compute(self, values: list[Tensor]) -> Tensor:
-        """Return values with zeros around them."""
+        """Return the padded tensor."""
         return padded(values[0], self.sides)
 
     def node(self) -> Node:
-        """Return a Pad of codes as they are."""
+        """Return a Pad of codes."""
         before, after = zip(*self.sides, strict=True)
-        given = {"sides": (0, *before, 0, *after), "zero": None}
-        return Node("Pad", constants=given, on_codes=True)
+        constants = {"sides": (0, *before, 0, *after), "zero": None}
+        return Node("Pad", constants=constants, on_codes=True)
 
 
 def layer_operator(layer: QuantizedLayer, dims: int, grid: CodeGrid) -> Operator:
-    """Return the operator of a layer."""
+    """Return the operator of a layer whose input has ``dims`` dimensions and a grid."""
     if isinstance(layer, QuantizedLinear) and dims == 2:
         return Product(layer_weight(layer, grid).cpu())
     if isinstance(layer, QuantizedConv2d) and layer.padding_mode == "zeros":
-        # torch keeps the numbers of any spelling of the padding, last dimension first.
+        # torch resolves every form of padding, also "same", to these numbers.
         left, right, top, bottom = layer._reversed_padding_repeated_twice
         return Convolution(
             layer_weight(layer, grid).cpu(),
@@ -614,8 +619,9 @@ def layer_operator(layer: QuantizedLayer, dims: int, grid: CodeGrid) -> Operator
         )
     mode = getattr(layer, "padding_mode", "zeros")
     raise QuantizationError(
-        f"({type(layer).__name__}, {dims} dimensions, padding {mode}) has no "
-        "integer kernel; there is one for Conv2d with zeros and Linear on rows"
+        f"({type(layer).__name__}, {dims} dimensions, padding {mode}) has no integer "
+        "kernel; there are kernels for Conv2d with zero padding and for Linear on "
+        "2-D inputs"
     )
 
 
@@ -623,14 +629,14 @@ def layer_weight(layer: QuantizedLayer, grid: CodeGrid) -> IntegerWeight:
     """Return the weight (O, ...) and bias of a layer whose input has a grid."""
     if layer.group_size:
         raise QuantizationError(
-            f"({type(layer).__name__}) has groups of {layer.group_size} weights with "
-            "scales of their own, and no integer kernel: an accumulator has one scale. "
-            "Save or export it as it is, or plan without group_size"
+            f"({type(layer).__name__}) has a scale for each group of "
+            f"{layer.group_size} weights and so no integer kernel, which needs one "
+            "scale per channel. Save or export it as it is, or plan without group_size"
         )
     return IntegerWeight.of(layer.codes(), layer.grid_like_weight(), layer.bias, grid)
 
 
-# Names of the arguments after the first, as torch spells them, and their defaults.
+# torch's names and defaults of the arguments after the first.
 _CLAMP = {"min": None, "max": None}
 _POOL = {"kernel_size": None, "stride": None, "padding": 0}
 _COUNTED = {"count_include_pad": True, "divisor_override": None}

@@ -1,4 +1,4 @@
-"""Target profiles: which bits a runtime can use, and which of them make it faster.
+"""Target profiles: which bits a runtime supports, and which of them it runs faster.
 
 A profile is a small JSON file::
 
@@ -10,10 +10,9 @@ A profile is a small JSON file::
       "depthwise": {"weight_bits": [8], "activation_bits": [8], ...}}}
 
 Operators are kinds of units (conv, depthwise, pointwise, grouped, transposed, linear,
-embedding, recurrent); ``default`` stands for those that are not named.
-``"coded": false``, next to the name, says that nothing can decode entropy-coded weights
-there. ``symmetric``, which older profiles have, is ignored: the weights in exported
-files always are.
+embedding, recurrent); ``default`` stands for all others. ``"coded": false``, beside the
+name, says that the target cannot decode entropy-coded weights. ``symmetric`` in older
+profiles is ignored: weights in exported files are always symmetric.
 """
 
 import re
@@ -41,19 +40,13 @@ _CHOICE = re.compile(r"W(\d+)A(\d+)")
 
 @dataclass(frozen=True)
 class Operator:
-    """What a target does with one kind of unit."""
+    """What a target supports for one kind of unit."""
 
-    weight_bits: tuple[int, ...]  # widths of weights that it takes; 32 is float
-    activation_bits: tuple[int, ...]  # widths of inputs that it takes
-    per_channel: bool  # whether it takes a scale for each channel, as ompq makes them
-    # Choices that run faster than wider ones, for example ``W8A8``.
-    accelerated: tuple[str, ...]
-    otherwise: str  # why the others do not
-
-    def takes(self, choice: Choice) -> bool:
-        """Return whether it takes a choice."""
-        weights, inputs = self.weight_bits, self.activation_bits
-        return choice.weight in weights and choice.activation in inputs
+    weight_bits: tuple[int, ...]  # supported widths of weights; 32 is float
+    activation_bits: tuple[int, ...]  # supported widths of inputs
+    per_channel: bool  # whether scales per channel, which ompq uses, are supported
+    accelerated: tuple[str, ...]  # choices that run faster than wider ones: ``W8A8``
+    otherwise: str  # why other choices are not faster
 
 
 @dataclass(frozen=True)
@@ -61,34 +54,39 @@ class Target:
     """A runtime on a kind of machine."""
 
     name: str
-    # Kind of unit, or ``default`` → what it does with it.
-    operators: Mapping[str, Operator]
-    coded: bool = True  # whether entropy-coded weights can be decoded where it runs
+    operators: Mapping[str, Operator]  # by kind of unit, or ``default``
+    coded: bool = True  # whether the target can decode entropy-coded weights
 
     def operator(self, unit: Unit) -> Operator:
-        """Return what it does with a unit."""
+        """Return what the target supports for a unit."""
         return self.operators.get(unit.kind, self.operators[_DEFAULT])
 
     def takes(self, unit: Unit, choice: Choice) -> bool:
-        """Return whether a unit may get a choice."""
-        return self.operator(unit).takes(choice) and (self.coded or not choice.rate)
+        """Return whether the target supports a choice for a unit."""
+        operator = self.operator(unit)
+        return (
+            choice.weight in operator.weight_bits
+            and choice.activation in operator.activation_bits
+            and (self.coded or not choice.rate)
+        )
 
     def no_speed_up(self, unit: Unit, choice: Choice) -> str:
-        """Return why a choice makes a unit no faster; "" if it does."""
-        found = self.operator(unit)
-        if unit.shared_by(choice) and choice.activation < 32:
-            return "groups with scales of their own are multiplied as floats"
-        return "" if str(choice.computed) in found.accelerated else found.otherwise
+        """Return why a choice does not make a unit faster; "" if it does."""
+        operator = self.operator(unit)
+        if unit.shared_by(choice) and choice.activation < FLOAT_BITS:
+            return "weights with a scale per group are multiplied as floats"
+        accelerated = str(choice.computed) in operator.accelerated
+        return "" if accelerated else operator.otherwise
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data for JSON."""
         kinds = {kind: asdict(one) for kind, one in self.operators.items()}
-        refused = {} if self.coded else {"coded": False}
-        return {"format": FORMAT, "name": self.name, **refused, "operators": kinds}
+        coded = {} if self.coded else {"coded": False}
+        return {"format": FORMAT, "name": self.name, **coded, "operators": kinds}
 
     @classmethod
     def from_json(cls, data: Any) -> "Target":
-        """Return the target of a profile; a TargetError says where it is broken."""
+        """Return the target of a profile; a TargetError says what is wrong with it."""
         if not isinstance(data, dict) or data.get("format") != FORMAT:
             raise TargetError(f"this is not a target profile of format {FORMAT}")
         kinds = data.get("operators")
@@ -96,14 +94,13 @@ class Target:
             raise TargetError('"operators" must have an entry "default"')
         unknown = [kind for kind in kinds if kind not in (_DEFAULT, *KINDS)]
         if unknown:
-            meant = suggestion(unknown[0], KINDS)
             raise TargetError(
-                f'operator "{unknown[0]}" is unknown{meant}; there are '
-                f"{', '.join(KINDS)}"
+                f'operator "{unknown[0]}" is unknown{suggestion(unknown[0], KINDS)}; '
+                f"there are {', '.join(KINDS)}"
             )
         name = data.get("name")
         if not isinstance(name, str) or not name:
-            raise TargetError('"name" must be text')
+            raise TargetError('"name" must be a non-empty string')
         try:
             coded = json_flag(data.get("coded", True), "coded")
             return cls(name, {k: _operator(k, one) for k, one in kinds.items()}, coded)
@@ -112,7 +109,7 @@ class Target:
 
 
 def included_targets() -> tuple[str, ...]:
-    """Return the names of the profiles that come with ompq."""
+    """Return the names of the profiles included in ompq."""
     return tuple(sorted(path.stem for path in _FOLDER.glob("*.json")))
 
 
@@ -120,7 +117,7 @@ def load_target(name: str | Path) -> Target:
     """Return a target by its name, or by the path of its profile.
 
     Raises:
-        TargetError: There is no such target, or its profile is broken.
+        TargetError: There is no such target, or its profile is invalid.
     """
     path = _FOLDER / f"{name}.json" if str(name) in included_targets() else Path(name)
     if not path.exists():
@@ -145,8 +142,8 @@ def _operator(kind: str, data: Any) -> Operator:
         )
     if given["per_channel"] is not True:
         raise TargetError(
-            f"operator {kind}: per_channel must be true: ompq rounds weights with "
-            "one scale per channel"
+            f"operator {kind}: per_channel must be true, because ompq rounds weights "
+            "with one scale per channel"
         )
     return Operator(
         weight_bits=_widths(kind, "weight_bits", given),

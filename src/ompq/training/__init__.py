@@ -1,4 +1,4 @@
-"""train(): quantization-aware training; its runs, their batches and checkpoints."""
+"""Quantization-aware training: the training loop, its batches and checkpoints."""
 
 import hashlib
 import json
@@ -60,11 +60,11 @@ from ompq.training.step import (
 _LOG = logging.getLogger(__name__)
 LAST, BEST = "last.safetensors", "best.safetensors"
 _MODEL, _MOMENTUM, _COUNTS = "model/", "momentum/", "counts"
-# Settings that may differ between a run and its continuation: they change no result.
-_FREE = {"checkpoint_steps", "report_steps", "tensorboard", "logger"}
+# Settings that may change when a run is resumed, because they do not affect its result.
+_NOT_IN_IDENTITY = {"checkpoint_steps", "report_steps", "tensorboard", "logger"}
 
 LabelledBatch: TypeAlias = tuple[Batch, Tensor]
-Shard: TypeAlias = tuple[int, int]  # a process, and the number of processes
+Shard: TypeAlias = tuple[int, int]  # index of a process, and number of processes
 
 
 @runtime_checkable
@@ -83,10 +83,10 @@ class TrainingData(Protocol):
         start: int = 0,
         shard: Shard = (0, 1),
     ) -> Iterator[LabelledBatch]:
-        """Yield the batches of an epoch, all of one size, from number ``start`` on.
+        """Yield the batches of an epoch, all of the same size, from ``start`` on.
 
-        Order and augmentation follow the epoch's number and the seed. Each process gets
-        its part of every batch: ``shard`` is its number, and the number of processes.
+        Order and augmentation depend only on the epoch's number and the seed. Each
+        process gets its part, ``shard``, of every batch.
         """
 
 
@@ -103,28 +103,27 @@ def train(  # noqa: PLR0913
     checkpoint: str | Path | None = None,
     progress: Progress | None = None,
 ) -> nn.Module:
-    """Return a quantized network that was trained on labelled images.
+    """Fine-tune a quantized network on labelled images and return the result.
 
-    Weights are rounded in every pass and gradients go straight through; scales are
-    learned with them. Started by ``torchrun`` or ``accelerate launch``, the processes
-    share every step, and all return the same network.
+    Weights are rounded in every forward pass, with straight-through gradients, and
+    scales are learned with them. Under ``torchrun`` or ``accelerate launch`` the
+    processes share every step, and all return the same network.
 
     Args:
         quantized: From :func:`ompq.quantize` or, better, :func:`ompq.reconstruct`.
-        batches: Training data (:func:`ompq.training_data`), or
-            an iterable of inputs and targets that can be read once an epoch, for
-            example a ``DataLoader``.
+        batches: Training data (:func:`ompq.training_data`), or an iterable of inputs
+            and targets that can be read once per epoch, such as a ``DataLoader``.
         teacher: The float network, for distillation or to keep its norms.
         validation: Labelled batches; accuracy on them decides which epoch is kept.
         checkpoint: Folder for ``last.safetensors`` and, with validation data,
             ``best.safetensors``. If they exist, the run resumes from them and gives
-            the same network and the same files as one that was never interrupted.
-        progress: Called with the steps done, the steps in all and a message.
+            the same network and the same files as an uninterrupted run.
+        progress: Called with the steps done, the total number of steps and a message.
 
     Raises:
         QuantizationError: ``quantized`` is not quantized.
-        TrainingError: The loss is not finite, or weights are to be rounded in a way
-            that knows no groups.
+        TrainingError: The loss is not finite, or the rounding method does not support
+            groups of weights.
         CheckpointError: The checkpoint belongs to another run.
         MissingExtraError: Accelerate is not installed.
     """
@@ -146,8 +145,8 @@ def train(  # noqa: PLR0913
     with _isolated(run), tracker.following():
         for epoch in range(run.step // run.epoch_steps, config.epochs):
             numbers = run.begin_epoch(epoch)
-            found = epoch_batches(batches, epoch, config, numbers, run.shard)
-            for inputs, targets in found:
+            loader = epoch_batches(batches, epoch, config, numbers, run.shard)
+            for inputs, targets in loader:
                 with run.engine.accumulate(run.prepared):
                     placed = run.gradients.placed(inputs)
                     run.compute(placed, targets.to(run.device, non_blocking=True))
@@ -157,7 +156,7 @@ def train(  # noqa: PLR0913
             tracker.end_epoch(epoch)
     result = copied(quantized)
     result.load_state_dict(run.result(tracker.chosen()))
-    result = _as_trained(result, run.model)
+    result = _with_learned_widths(result, run.model)
     keep_rates(result)
     return result
 
@@ -167,14 +166,14 @@ def _check_groups(quantized: nn.Module, config: TrainConfig) -> None:
     grouped = [name for name, layer in layers if layer.group_size]
     if grouped and config.weights != "stored":
         raise TrainingError(
-            f"weights={config.weights!r} has one scale per channel, and "
-            f"{shortened(grouped)} one for each group of weights: train with "
+            f"weights={config.weights!r} needs one scale per channel, but there is one "
+            f"for each group of weights in {shortened(grouped)}; train with "
             "weights='stored', or plan without group_size"
         )
 
 
-def _as_trained(result: nn.Module, model: nn.Module) -> nn.Module:
-    """Take over what a state does not hold: learned widths, and weights on no grid."""
+def _with_learned_widths(result: nn.Module, model: nn.Module) -> nn.Module:
+    """Copy what a state dict does not hold: learned widths, rounding and outliers."""
     layers, record = quantized_layers(result), quantization_of(result)
     bits = dict(record.allocation)
     for name, layer in quantized_layers(model).items():
@@ -190,20 +189,20 @@ def _as_trained(result: nn.Module, model: nn.Module) -> nn.Module:
 
 @contextmanager
 def _isolated(run: "Run") -> Iterator[None]:
-    """Restore the global generators, and the settings of GPUs, afterwards."""
+    """Restore the global random generators and GPU settings afterwards."""
     with (
         torch.random.fork_rng([run.device] if run.device.type == "cuda" else []),
         cudnn_kernels(repeatable=run.config.deterministic),
         torch.enable_grad(),
         warnings.catch_warnings(),
     ):
-        # Raised where parameters could have been unused, and none were.
+        # Warns if parameters could have been unused but none were.
         warnings.filterwarnings("ignore", "find_unused_parameters=True was specified")
         yield
 
 
 def check_installed(config: TrainConfig) -> None:
-    """Check that the packages that training needs are installed."""
+    """Raise a MissingExtraError if a package that training needs is not installed."""
     needed = {"accelerate": "train"}
     if config.tensorboard is not None:
         needed["torch.utils.tensorboard"] = "tensorboard"
@@ -217,7 +216,7 @@ def check_installed(config: TrainConfig) -> None:
 
 
 class Run:
-    """A training in progress: steps done, steps in all, and batches of a process."""
+    """The state of one training run in this process: model, optimizer and steps."""
 
     def __init__(
         self,
@@ -236,7 +235,7 @@ class Run:
         self.step, self.epoch_steps = 0, self.length // config.accumulate
         self.steps = self.epoch_steps * config.epochs
         self.model = copied(quantized).to(self.device)
-        self._begin(teacher)
+        self._start_from_float(teacher)
         self.rule = _weight_rule(self.model, config)
         self.trainable = make_trainable(self.model, config)
         layout = memory_layout(config, self.device)
@@ -258,8 +257,8 @@ class Run:
         )
         self.compute: Callable[..., None] = self.gradients
 
-    def _begin(self, teacher: nn.Module | None) -> None:
-        """Take weights and norms of the float network, as the settings say."""
+    def _start_from_float(self, teacher: nn.Module | None) -> None:
+        """Copy weights and norms of the float network if the settings ask for it."""
         if self.config.start == "float":
             assert teacher is not None  # checked by train()
             restore_float_weights(self.model, teacher)
@@ -273,29 +272,29 @@ class Run:
         return getattr(self.rule, "penalty", None)
 
     @property
-    def shard(self) -> tuple[int, int]:
-        """This process, and how many there are."""
+    def shard(self) -> Shard:
+        """Index of this process, and the number of processes."""
         return self.engine.process_index, self.engine.num_processes
 
     def identity(self, quantized: nn.Module) -> str:
-        """Return what must be equal for a checkpoint to continue a run."""
-        settings = {k: v for k, v in asdict(self.config).items() if k not in _FREE}
-        return run_identity([settings, self.length], quantized.state_dict().values())
+        """Return a digest that a run and the checkpoint it resumes from must share."""
+        settings = asdict(self.config)
+        kept = {k: v for k, v in settings.items() if k not in _NOT_IN_IDENTITY}
+        return run_identity([kept, self.length], quantized.state_dict().values())
 
     def begin_epoch(self, number: int) -> range:
-        """Set the modes of the network; return the numbers of the batches to come."""
+        """Set the modules' modes; return the numbers of the batches still to train."""
         self.model.train()
         if number >= self.config.freeze_norm_epoch:
             for module in self.model.modules():
                 if isinstance(module, _BatchNorm):
                     module.eval()
-        if (
-            isinstance(self.rule, FractionalWidths)
-            and number >= self.config.whole_epoch
-        ):
+        learned = isinstance(self.rule, FractionalWidths)
+        if learned and number >= self.config.whole_epoch:
             self.rule.make_whole()
         if self.config.cuda_graph:
-            # A recorded step holds the norms' modes: frozen ones need another.
+            # The recorded graph depends on the modes of the norms: record it again when
+            # they are frozen.
             freezes = self.step == self.config.freeze_norm_epoch * self.epoch_steps
             if freezes or not isinstance(self.compute, Recorded):
                 self.compute = Recorded(self.gradients, self.model)
@@ -303,13 +302,13 @@ class Run:
         return range(done, self.length)
 
     def update(self) -> None:
-        """Take a step of the optimizer with the gradients that were computed."""
+        """Take one optimizer step with the accumulated gradients."""
         rate = self.rate()
         for group in self.optimizer.param_groups:
             group["lr"] = rate * group["ratio"]
         if self.config.gradient_norm:
             parameters = [*self.trainable.named.values()]
-            # Accelerate's own: under fp16 it takes the scale of the loss out first.
+            # Accelerate's version removes the loss scale first under fp16.
             self.engine.clip_grad_norm_(parameters, self.config.gradient_norm)
         self.stepping.step()
         if not isinstance(self.compute, Recorded):
@@ -317,11 +316,11 @@ class Run:
         self.trainable.keep_positive()
         self.variances.limit()
         if self.rule is not None:
-            self.rule.follow()
+            self.rule.update()
         self.step += 1
 
     def rate(self) -> float:
-        """Return the learning rate of the next step: linear warm-up, then a cosine."""
+        """Return the next step's learning rate: linear warm-up, then cosine decay."""
         done, warmup = self.step, self.config.warmup
         if done < warmup:
             return self.config.learning_rate * (done + 1) / warmup
@@ -329,12 +328,12 @@ class Run:
         return self.config.learning_rate * 0.5 * (1 + math.cos(math.pi * share))
 
     def counts(self) -> Tensor:
-        """Return sums of the epoch so far: loss, correct, images; (processes, 3)."""
+        """Return the epoch's sums so far: loss, correct, images; (processes, 3)."""
         gathered: Tensor = self.engine.gather(self.gradients.counts[None])
         return gathered.cpu()
 
     def accuracy(self, batches: Iterable[LabelledBatch]) -> float:
-        """Return the share of images that the network gets right, all processes."""
+        """Return the top-1 accuracy; the processes share the batches."""
         process, processes = self.shard
         counts = torch.zeros(2, device=self.device)
         with evaluating(self.model):
@@ -348,12 +347,12 @@ class Run:
         if not count:
             raise DataError(
                 "validation yielded no images; it is read once before training and "
-                "once an epoch: pass a list or a DataLoader that is not empty"
+                "once per epoch, so pass a list or a DataLoader that is not empty"
             )
         return float(correct / count)
 
     def result(self, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Return the state of an ordinary quantized network: norms are folded."""
+        """Return the state as that of an ordinary quantized network, norms folded."""
         self.model.load_state_dict(state)
         layers = [x for x in quantized_layers(self.model).values() if x.rounding]
         with torch.no_grad():
@@ -370,30 +369,30 @@ class Run:
         return self.model.state_dict()
 
     def state(self) -> dict[str, Tensor]:
-        """Return what a checkpoint holds: network, momentum, sums of the epoch."""
-        found = {_MODEL + key: value for key, value in self.model.state_dict().items()}
+        """Return the tensors of a checkpoint: network, momentum, sums of the epoch."""
+        state = {_MODEL + key: value for key, value in self.model.state_dict().items()}
         for name, parameter in self.trainable.named.items():
             buffer = self.optimizer.state[parameter].get("momentum_buffer")
             if buffer is not None:
-                found[_MOMENTUM + name] = buffer
-        return {**found, _COUNTS: self.counts()}
+                state[_MOMENTUM + name] = buffer
+        return {**state, _COUNTS: self.counts()}
 
     def restore(self, state: Mapping[str, Tensor], step: int) -> None:
-        """Continue from where a checkpoint was written."""
+        """Continue after the step at which a checkpoint was written."""
         self.model.load_state_dict(_under(state, _MODEL))
         for name, tensor in _under(state, _MOMENTUM).items():
             parameter = self.trainable.named[name]
             buffer = torch.empty_like(parameter).copy_(tensor)
             self.optimizer.state[parameter]["momentum_buffer"] = buffer
         counts, (process, processes) = state[_COUNTS], self.shard
-        if len(counts) != processes:  # the sums are right, if not to the last digit
+        if len(counts) != processes:  # then sums may differ in the last digit
             counts = counts.sum(0) * torch.eye(processes, 1, dtype=counts.dtype)
         self.gradients.counts.copy_(counts[process])
         self.step = step
 
 
 def _weight_rule(model: nn.Module, config: TrainConfig) -> Any:
-    """Return what rounds the weights of a network, if its own grids do not."""
+    """Install and return the rule that rounds weights; None for the stored grids."""
     if config.widths == "learned":
         return FractionalWidths(model, config.width_penalty)
     if config.weights == "outliers":
@@ -403,18 +402,18 @@ def _weight_rule(model: nn.Module, config: TrainConfig) -> Any:
 
 
 def _running_ranges(model: nn.Module, config: TrainConfig) -> ActivationRanges | None:
-    """Return the ranges of activations that follow their values, if they do."""
+    """Return the running ranges of activations, if the settings ask for them."""
     if config.activations not in ("ema", "outliers"):
         return None
-    few = config.outlier_fraction if config.activations == "outliers" else 0.0
-    return ActivationRanges(model, config.range_momentum, few)
+    fraction = config.outlier_fraction if config.activations == "outliers" else 0.0
+    return ActivationRanges(model, config.range_momentum, fraction)
 
 
 def _accelerator(quantized: nn.Module, config: TrainConfig) -> Any:
     check_installed(config)
     from accelerate import Accelerator, DistributedDataParallelKwargs
 
-    # Parameters that get no gradient: several processes would wait for it in vain.
+    # Otherwise processes would wait forever for gradients of unused parameters.
     unused = may_leave_unused(quantized)
     several = int(os.environ.get("WORLD_SIZE", "1")) > 1
     return Accelerator(
@@ -422,8 +421,8 @@ def _accelerator(quantized: nn.Module, config: TrainConfig) -> Any:
         log_with=None if config.logger == "none" else config.logger,
         device_placement=False,  # training runs where the network is
         kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=unused)],
-        # Without it processes on CPUs would not find each other. For one process it
-        # would only forbid a later run on another device.
+        # Several processes need it to communicate on CPUs. With one process it would
+        # only prevent a later run on another device.
         cpu=several and model_device(quantized).type == "cpu",
     )
 
@@ -437,7 +436,7 @@ def _under(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
 
 
 class Tracker:
-    """Follows a run: reports its progress, finds the best epoch, writes checkpoints."""
+    """Reports the progress of a run, keeps the best epoch and writes checkpoints."""
 
     def __init__(
         self,
@@ -460,7 +459,7 @@ class Tracker:
 
     @contextmanager
     def following(self) -> Iterator[None]:
-        """Start, or resume from the checkpoint; close what is written meanwhile."""
+        """Start, or resume from the checkpoint; close the loggers in the end."""
         with _scalars(self.run) as self.write:
             if self.folder is not None and (self.folder / LAST).exists():
                 self._resume(self.folder)
@@ -481,7 +480,7 @@ class Tracker:
         _LOG.info("resuming after step %d of %d", self.saved, self.run.steps)
 
     def after_step(self) -> None:
-        """Report and write checkpoints, as often as the settings say."""
+        """Report progress and write a checkpoint whenever one is due."""
         run, config = self.run, self.run.config
         ended = run.step % run.epoch_steps == 0
         due = config.checkpoint_steps and run.step % config.checkpoint_steps == 0
@@ -491,7 +490,7 @@ class Tracker:
             self._save()
 
     def end_epoch(self, epoch: int) -> None:
-        """Measure the accuracy, remember the best, write a checkpoint."""
+        """Measure the accuracy, keep the best epoch and write a checkpoint."""
         run = self.run
         loss, correct, count = run.counts().sum(0).tolist()
         entry = {"epoch": epoch + 1, "loss": loss / count, "top1": correct / count}
@@ -557,7 +556,7 @@ class Tracker:
         self.saved = self.run.step
 
     def _write(self, name: str) -> None:
-        state = self.run.state()  # of all processes, so all must ask for it
+        state = self.run.state()  # gathers from all processes, so all must call it
         if self.folder is not None and self.run.engine.is_main_process:
             text = {
                 "step": str(self.run.step),
@@ -574,7 +573,7 @@ class Tracker:
         return read_checkpoint(path, kind="training", identity=self.identity)
 
     def chosen(self) -> Mapping[str, Tensor]:
-        """Return the state of the network to return."""
+        """Return the state dict to keep: that of the best epoch or of the last."""
         if self.best is not None and self.best_step == 0 and self.run.shard[0] == 0:
             _LOG.warning(
                 "no epoch does better on the validation data than the start, %.2f %%; "
@@ -588,7 +587,7 @@ class Tracker:
 
 @contextmanager
 def _scalars(run: Run) -> Iterator[Callable[..., Any]]:
-    """Yield a function that writes a scalar for trackers: name, value, step."""
+    """Yield a function ``(name, value, step)`` that logs a scalar everywhere."""
     config = run.config
     with ExitStack() as stack:
         writers: list[Callable[..., Any]] = []
@@ -608,7 +607,7 @@ def _scalars(run: Run) -> Iterator[Callable[..., Any]]:
 def checked_length(
     batches: Batches, config: TrainConfig, processes: int, device: torch.device
 ) -> int:
-    """Return how many batches each process gets in an epoch: whole steps only."""
+    """Return the number of batches per epoch and process; drops an incomplete step."""
     alone = processes == config.accumulate == 1
     if config.cuda_graph and not (alone and device.type == "cuda"):
         raise ValueError(
@@ -617,11 +616,11 @@ def checked_length(
         )
     if not isinstance(batches, Sized):
         raise TypeError(
-            f"batches is {type(batches).__name__} without a length; training reads "
-            "them once an epoch: pass a list, a DataLoader or training data"
+            f"batches is {type(batches).__name__} without a length; training reads it "
+            "once per epoch, so pass a list, a DataLoader or training data"
         )
     parts, count = processes * config.accumulate, len(batches)
-    steps, found = count // parts, f"{count} batches, but a step takes {parts}"
+    steps, reason = count // parts, f"{count} batches, but a step takes {parts}"
     if isinstance(batches, TrainingData):
         if config.batch_size % parts:
             raise ValueError(
@@ -630,26 +629,26 @@ def checked_length(
                 f"use a multiple of {parts}"
             )
         steps = count // config.batch_size
-        found = f"{count} images, fewer than batch_size={config.batch_size}"
+        reason = f"{count} images, fewer than batch_size={config.batch_size}"
     if not steps:
-        raise DataError(f"an epoch has no step: {found}")
+        raise DataError(f"an epoch has no step: {reason}")
     return steps * config.accumulate
 
 
 def epoch_batches(
     batches: Batches, epoch: int, config: TrainConfig, numbers: range, shard: Shard
 ) -> Iterator[LabelledBatch]:
-    """Yield one process's batches of an epoch, those of the given numbers.
+    """Yield those batches of an epoch that have the given numbers, for one process.
 
-    Ready-made batches are dealt to the processes in turn; training data splits each
-    batch, so that a step sees the same images however many processes there are. The
-    global generator is seeded before every batch: what a loader shuffles and a network
-    drops then depends on the number of the batch alone, also in a resumed run.
+    Ready-made batches are dealt to the processes in turn. Training data splits each
+    batch, so that a step sees the same images for any number of processes. The global
+    generator is seeded before every batch, so that shuffling and dropout depend only on
+    the number of the batch, even in a resumed run.
     """
     torch.manual_seed(mixed_seed(config.seed, epoch, 0))
     if isinstance(batches, TrainingData):
         first = numbers.start
-        found = batches.epoch(
+        iterator = batches.epoch(
             epoch,
             batch_size=config.batch_size // config.accumulate,
             seed=config.seed,
@@ -658,14 +657,14 @@ def epoch_batches(
         )
     else:
         process, processes = shard
-        first, found = 0, islice(batches, process, None, processes)
+        first, iterator = 0, islice(batches, process, None, processes)
     for number in range(first, numbers.stop):
         torch.manual_seed(mixed_seed(config.seed, epoch, number))
-        batch = next(found, None)
+        batch = next(iterator, None)
         if batch is None:
             raise DataError(
                 f"epoch {epoch + 1} ended after {number} of {numbers.stop} batches; "
-                "batches must yield as many in every epoch as their length says"
+                "batches must yield as many as its length in every epoch"
             )
         if number in numbers:
             yield _labelled(batch)
@@ -674,14 +673,14 @@ def epoch_batches(
 def dealt(
     order: Tensor, *, batch_size: int, start: int, shard: Shard
 ) -> Iterator[Tensor]:
-    """Yield a process's part of each whole batch of images (N,), from ``start`` on."""
+    """Yield a process's part of each full batch of indices (N,), from ``start`` on."""
     process, processes = shard
     for batch in range(start, len(order) // batch_size):
         yield order[batch * batch_size : (batch + 1) * batch_size][process::processes]
 
 
 def mixed_seed(*numbers: int) -> int:
-    """Return one seed for several numbers; other numbers give another seed."""
+    """Return a seed that depends on all of the numbers."""
     digest = hashlib.blake2b(repr(numbers).encode(), digest_size=6).digest()
     return int.from_bytes(digest, "big")
 

@@ -1,4 +1,4 @@
-"""TrainConfig: how a quantized network is trained."""
+"""Settings of quantization-aware training, and those of published work."""
 
 import math
 from collections.abc import Mapping
@@ -11,66 +11,66 @@ from ompq.errors import suggestion
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """How a quantized network is trained.
+    """Settings of quantization-aware training.
 
     Attributes:
         epochs: Passes over the training data.
         batch_size: Images per step, over all processes. Ready-made batches keep
             their own size.
-        learning_rate: Initial rate of weights and biases; it decays to 0 as a cosine.
+        learning_rate: Initial rate of weights and biases, with cosine decay to 0.
         warmup: Steps of linear warm-up.
-        momentum: Of stochastic gradient descent.
-        weight_decay: Of weights; scales never decay.
-        decay_all: Whether biases and norms decay as weights do.
-        start: Which weights training starts from: those of the ``quantized`` network,
-            or those of the ``float`` network, which it then needs.
+        momentum: Momentum of SGD.
+        weight_decay: Weight decay; scales never decay.
+        decay_all: Whether biases and norms decay as well.
+        start: Whether to start from the weights of the ``quantized`` network or those
+            of the ``float`` network, which is then needed.
         learn_weight_scales: Whether the scales of weights are learned (LSQ) or fixed.
         weights: How weights are rounded. ``stored`` starts from the network's scales
-            and zero points; the others learn no scales. ``minmax`` (HAWQ-V3) has
-            symmetric grids that follow the largest weight of each channel; ``dorefa``
-            (PACT) rounds tanh w, divided by the layer's largest, in [0, 1]. Two leave
-            no uniform grid, and their networks run as floats only: ``lq-nets`` fits the
-            levels of each channel to its weights; ``outliers`` (RVQuant) keeps 16 bits
-            for the largest weights of each layer.
-        outlier_fraction: Of weights and activations that are outliers.
-        widths: ``planned``; or ``learned`` (FracBits, with ``weights="dorefa"``), which
-            start as planned and end, after 80 % of the epochs, as others that take no
-            more bits in all.
-        width_penalty: Loss for each bit a weight beyond or below the planned average,
+            and zero points; the other methods do not learn scales. ``minmax`` (HAWQ-V3)
+            uses symmetric grids that follow the largest weight of each channel.
+            ``dorefa`` (PACT) normalizes tanh w by the layer's maximum and rounds it in
+            [0, 1]. The last two have no uniform grid, so their networks run only in
+            float: ``lq-nets`` fits the levels of each channel to its weights;
+            ``outliers`` (RVQuant) keeps the largest weights of each layer in 16 bits.
+        outlier_fraction: Fraction of weights and activations that are outliers.
+        widths: ``planned``, or ``learned`` (FracBits; needs ``weights="dorefa"``).
+            Learned widths start as planned, become whole after 80 % of the epochs, and
+            take no more bits in total than planned.
+        width_penalty: Loss for each bit per weight above or below the planned average
             while widths are learned.
-        code_penalty: Loss for each bit that a coded weight takes on average; it makes
-            the packed file smaller than planned. 0 leaves the codes to the other loss.
-        activations: What becomes of the ranges of activations: their ``step`` (LSQ) or
-            their end (``clip``, PACT) is learned, they follow a running minimum and
-            maximum (``ema``, HAWQ-V3), or they are ``fixed``. With ``outliers``
-            (RVQuant) that range leaves out the largest values, which keep 16 bits.
-        range_momentum: Of the running minimum and maximum.
+        code_penalty: Loss for each bit that a coded weight takes on average. It makes
+            the packed file smaller than planned; 0 trains on accuracy alone.
+        activations: How the ranges of activations change: ``step`` learns their step
+            (LSQ), ``clip`` their upper end (PACT), ``ema`` follows a running minimum
+            and maximum (HAWQ-V3), and ``fixed`` keeps them. ``outliers`` (RVQuant) is
+            ``ema`` without the largest values, which are kept in 16 bits.
+        range_momentum: Momentum of the running minimum and maximum.
         step_rate: Learning rate of scales, as a multiple of that of weights.
         batch_norm: ``folded`` trains the weight and bias that the norm was folded
-            into; ``fold-and-train`` (HAWQ-V3) keeps the norm, folds it anew at each
+            into; ``fold-and-train`` (HAWQ-V3) keeps the norm, folds it again at each
             step, and needs the float network.
-        freeze_norm_epoch: From this epoch on norms use, and keep, their running
-            statistics; before it they use those of the batch.
-        distill: Weight of the float network's outputs against the labels, 0 to 1;
+        freeze_norm_epoch: From this epoch on, norms use their running statistics and no
+            longer update them; before, they use batch statistics.
+        distill: Weight of the distillation loss against that of the labels, 0 to 1;
             above 0 it needs the float network.
-        temperature: Of the softmax in the distillation loss.
-        label_smoothing: Probability that the labels leave to other classes.
-        gradient_norm: Gradients are clipped to this norm; 0 never clips.
+        temperature: Temperature of the softmax in the distillation loss.
+        label_smoothing: Probability mass that is spread over all classes.
+        gradient_norm: Maximum norm of the gradients; 0 does not clip.
         accumulate: Batches whose gradients are accumulated into one step.
         precision: ``float32``, or ``bfloat16`` for autocast.
         channels_last: Whether images and weights are stored channels-last on a GPU.
-        compile: Whether the network is compiled by ``torch.compile``.
-        cuda_graph: Whether a single process on a GPU records a step as a CUDA graph
-            and replays it, which pays for small networks.
+        compile: Whether to compile the network with ``torch.compile``.
+        cuda_graph: Whether to record a step as a CUDA graph and replay it. It needs a
+            single process on a GPU and pays off for small networks.
         checkpoint_steps: Steps between checkpoints; 0 writes one per epoch.
-        keep: With validation data: ``best`` returns the epoch (or the start) with the
-            best accuracy, ``last`` the last one.
-        report_steps: Steps between progress reports; the loss is checked then.
-        tensorboard: Folder for TensorBoard's scalars; None writes none.
-        logger: Tracker that gets them, too, through Accelerate.
-        deterministic: Whether a GPU computes the same bits in every run; otherwise it
+        keep: With validation data, whether to return the ``best`` epoch (or the start,
+            if no epoch is better) or the ``last``.
+        report_steps: Steps between progress reports, which also check the loss.
+        tensorboard: Folder for TensorBoard scalars; None for none.
+        logger: Experiment tracker that also gets the scalars, through Accelerate.
+        deterministic: Whether a GPU gives identical results in every run; otherwise it
             uses the fastest algorithms.
-        seed: Decides the order of images, augmentation and dropout.
+        seed: Seed of the order of images, augmentation and dropout.
     """
 
     epochs: int = 10
@@ -124,8 +124,8 @@ class TrainConfig:
             raise ValueError(
                 f"widths='learned' needs weights='dorefa', not {self.weights!r}"
             )
-        own = self.weights == "stored" and self.batch_norm == "folded"
-        if self.code_penalty and not own:
+        stored = self.weights == "stored" and self.batch_norm == "folded"
+        if self.code_penalty and not stored:
             raise ValueError(
                 f"code_penalty={self.code_penalty:g} needs weights='stored' and "
                 f"batch_norm='folded', not {self.weights!r} and {self.batch_norm!r}"
@@ -139,28 +139,24 @@ class TrainConfig:
 
     @property
     def keeps_plan(self) -> bool:
-        """Whether the trained network has the grids and bits that were planned."""
+        """Whether the trained network keeps the planned bits on uniform grids."""
         return self.widths == "planned" and self.weights not in ("lq-nets", "outliers")
 
     @property
     def whole_epoch(self) -> int:
-        """The epoch before which learned widths are rounded: after 80 % of them."""
+        """The epoch, after 80 % of them, that begins with learned widths rounded."""
         return int(0.8 * self.epochs)
 
 
 _POSITIVE = ("learning_rate", "temperature")
 _FRACTIONS = (
-    "momentum",
-    "range_momentum",
-    "distill",
-    "label_smoothing",
-    "outlier_fraction",
-)
+    "momentum", "range_momentum", "distill", "label_smoothing", "outlier_fraction",
+)  # fmt: skip
 _AT_LEAST_ONE = ("epochs", "batch_size", "accumulate", "report_steps")
 
 
 def _problem(name: str, value: Any, kind: Any) -> str:
-    """Return what a field must be if it is not; values may come from a file."""
+    """Return what a field must be, or "" if it is; values may come from a file."""
     if kind is bool:
         return "" if isinstance(value, bool) else "true or false"
     if kind is int or kind is float:
@@ -168,8 +164,8 @@ def _problem(name: str, value: Any, kind: Any) -> str:
     if kind == str | None:
         return "" if value is None or isinstance(value, str) else "a folder's name"
     words = get_args(kind)
-    meant = suggestion(str(value), words)
-    return "" if value in words else f"one of {', '.join(words)}{meant}"
+    hint = suggestion(str(value), words)
+    return "" if value in words else f"one of {', '.join(words)}{hint}"
 
 
 def _number_problem(name: str, value: Any, kind: type) -> str:
@@ -179,13 +175,13 @@ def _number_problem(name: str, value: Any, kind: type) -> str:
     if name in _FRACTIONS:
         return "" if 0 <= value <= 1 else "from 0 to 1"
     if name in _POSITIVE:
-        return "" if 0 < value < math.inf else "above 0, and finite"
+        return "" if 0 < value < math.inf else "above 0 and finite"
     least = 1 if name in _AT_LEAST_ONE else 0
     return "" if least <= value < math.inf else f"at least {least}"
 
 
-# HAWQ-V3's recipe as its released command has it (--lr 1e-4 --wd 1e-4 --fold-BN 1
-# --fix-BN 1 --act-range-momentum 0.99), with the cosine of the OMPQ paper. Two things
+# HAWQ-V3's recipe from its released command (--lr 1e-4 --wd 1e-4 --fold-BN 1 --fix-BN 1
+# --act-range-momentum 0.99), with the cosine schedule of the OMPQ paper. Two things
 # differ: residual sums have the planned bits instead of 16, and requantization by
 # multipliers and shifts is not simulated in training; ompq.finalize applies it.
 _HAWQ_V3 = TrainConfig(
@@ -202,9 +198,9 @@ _HAWQ_V3 = TrainConfig(
     freeze_norm_epoch=0,
 )
 
-# PACT on ImageNet: SGD from 0.1, 110 epochs, batch 256. It trains from scratch, in
-# steps of the rate instead of a cosine, and its clipping ends decay as weights do; here
-# the float network is the start, and ends never decay.
+# PACT on ImageNet: SGD from 0.1, 110 epochs, batch 256. The original trains from
+# scratch with a step schedule and weight decay on the clipping values; here training
+# starts from the float network, with cosine decay and no decay of clipping values.
 _PACT = TrainConfig(
     epochs=110,
     batch_size=256,
@@ -216,17 +212,18 @@ _PACT = TrainConfig(
     batch_norm="fold-and-train",
     freeze_norm_epoch=110,
 )
-# FracBits' ResNets: as PACT, 120 epochs. Its rate for widths is not published.
+# FracBits' ResNets: like PACT with 120 epochs. The learning rate of the widths is not
+# published.
 _FRACBITS = replace(_PACT, epochs=120, widths="learned", freeze_norm_epoch=120)
-# OneBitwidth trains from scratch: what one_bitwidth returns has random weights. Its
-# settings are not published in full; these are PACT's. Norms are never frozen: at the
-# rates that random weights need, a network whose norms stop normalising unlearns.
+# OneBitwidth trains from scratch: ompq.one_bitwidth returns random weights. Not all of
+# its settings are published; these are PACT's. Norms are never frozen: at the learning
+# rate that random weights need, a network whose norms stop normalising unlearns.
 _ONE_BITWIDTH = replace(_PACT, epochs=200, batch_size=128, freeze_norm_epoch=200)
-# LQ-Nets on ImageNet: SGD from 0.1, 120 epochs, batch 256; the same remarks.
+# LQ-Nets on ImageNet: SGD from 0.1, 120 epochs, batch 256; differs as for PACT.
 _LQ_NETS = replace(
     _PACT, epochs=120, weights="lq-nets", activations="step", freeze_norm_epoch=120
 )
-# RVQuant fine-tunes a float network; rate and epochs are not published.
+# RVQuant fine-tunes a float network; its learning rate and epochs are not published.
 _RVQUANT = replace(
     _HAWQ_V3,
     epochs=10,
@@ -235,7 +232,7 @@ _RVQUANT = replace(
     activations="outliers",
 )
 
-# The settings of published work, by name; ours are the defaults.
+# Settings of published work by name; "ours" are the defaults.
 TRAIN_PROTOCOLS: Mapping[str, TrainConfig] = MappingProxyType(
     {
         "ours": TrainConfig(),

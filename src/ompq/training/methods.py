@@ -1,13 +1,13 @@
-"""Published ways to round while training, each a class that changes a network.
+"""Published methods of rounding in training; each class modifies a network in place.
 
 HAWQ-V3 follows the largest weights and running ranges of activations; DoReFa-Net and
-PACT bend weights by tanh; FracBits learns widths; LQ-Nets learns levels; RVQuant keeps
-the largest weights in 16 bits.
+PACT transform weights by tanh; FracBits learns widths; LQ-Nets learns levels; RVQuant
+keeps the largest weights in 16 bits.
 
-HAWQ-V3 also keeps batch norms: they stand beside their layers while both are trained.
-The layer computes with its weight folded with the running statistics and rounded, as it
-will be deployed. Until the norm is frozen its output is normalised by the statistics of
-the batch; afterwards what is computed is the folded layer, bit for bit.
+HAWQ-V3 also keeps batch norms and trains them with their layers. A layer computes with
+the weight that will be deployed: folded with the running statistics and rounded. Until
+the norm is frozen, the output is normalized by the statistics of the batch; afterwards
+it equals that of the folded layer, bit for bit.
 """
 
 import copy
@@ -34,31 +34,31 @@ from ompq.quantizers import Grid, half_through, round_through, straight_through
 from ompq.ranges import thinned
 from ompq.streams import LARGEST_BITS, LARGEST_HALF_BITS, SMALLEST_BITS
 
-_SMALLEST = 1e-8  # of a range, as in HAWQ-V3's released code
-# In units of the last place: the largest weight should not fall off its grid, and lose
-# its gradient, because a quotient was rounded up.
+_SMALLEST = 1e-8  # smallest range, as in HAWQ-V3's released code
+# Margin of a grid in units of the last place: a quotient that was rounded up must not
+# put the largest weight outside its grid, where it has no gradient.
 _MARGIN = 4
-_COUNTED = 1 << 16  # values of a tensor that tell which of them are outliers
-_SMALLEST_SCALE = 1e-12  # of DoReFa's weights: never zero, and below any that occurs
-_BISECTIONS = 40  # of a shift between -8 and 8: to float32 precision and beyond
-_MOMENTUM = 0.9  # of LQ-Nets' basis, as published
-_FIRST_FITS = 10  # before training; how many LQ-Nets takes is not published
-_RIDGE = 1e-4  # how strongly directions that the codes leave open keep their basis
-_BYTES = 4  # of an outlier: 16 bits of value, 16 of its distance from the one before
+_SUBSAMPLE = 1 << 16  # values of a tensor from which the threshold of outliers is found
+_SMALLEST_SCALE = 1e-12  # keeps DoReFa's scales above zero; far below any that occurs
+_BISECTIONS = 40  # of a shift between -8 and 8: beyond float32 precision
+_MOMENTUM = 0.9  # momentum of LQ-Nets' basis, as published
+_FIRST_FITS = 10  # fits before training; LQ-Nets does not publish their number
+_RIDGE = 1e-4  # ridge towards the old basis, where the codes do not determine it
+_OUTLIER_BYTES = 4  # 16 bits for the value, 16 for the distance to the previous outlier
 
 
 class WeightRanges:
-    """Symmetric grids for the weights of a network, which is changed."""
+    """Symmetric grids that follow the largest weight of each channel (HAWQ-V3)."""
 
     def __init__(self, model: nn.Module) -> None:
         self.layers = list(quantized_layers(model).values())
         for layer in self.layers:
             layer.weight_zero_point.fill_(_middle(layer))
-        self.follow()
+        self.update()
 
     @torch.no_grad()
-    def follow(self) -> None:
-        """Set the scales by the weights, folded with their norms, as they are now."""
+    def update(self) -> None:
+        """Set the scales by the current weights, folded with their norms."""
         for layer in self.layers:
             weight = layer.folded_weight(norm_factor(layer))
             largest = _rows(layer, weight).abs().amax(1).clamp(min=_SMALLEST)
@@ -68,16 +68,16 @@ class WeightRanges:
 
 
 def _middle(layer: QuantizedLayer) -> int:
-    """Return the code of 0 that leaves as many levels above it as can be below."""
+    """Return the zero point of a symmetric grid."""
     return (layer.grid_like_weight().qmax + 1) // 2
 
 
 class ActivationRanges:
-    """Running ranges of the activations of a network, which is changed.
+    """Running ranges of activations (HAWQ-V3).
 
-    Tensors that were never negative when the network was calibrated get codes from 0;
-    others get as many levels below 0 as above. With ``outliers`` (RVQuant) the ranges
-    leave out that fraction of the values, the largest, which are not clipped then.
+    Tensors that calibration never found negative have a zero point of 0; others get
+    symmetric grids. With ``outliers`` (RVQuant) the ranges exclude that fraction of the
+    values, the largest, which are then not clipped.
     """
 
     def __init__(
@@ -89,34 +89,34 @@ class ActivationRanges:
         for quantizer in self.quantizers:
             _make_symmetric(quantizer)
             quantizer.outliers = outliers > 0
-            # The negative minimum, and the maximum; zeros before the first pass.
+            # The negated minimum, and the maximum; zeros before the first pass.
             quantizer.register_buffer("ends", quantizer.scale.new_zeros(2))
-            self.hooks.append(quantizer.register_forward_pre_hook(self._follow))
+            self.hooks.append(quantizer.register_forward_pre_hook(self._update))
 
     @torch.no_grad()
-    def _follow(self, quantizer: nn.Module, args: tuple[Any, ...]) -> None:
+    def _update(self, quantizer: nn.Module, args: tuple[Any, ...]) -> None:
         if not quantizer.training:
             return
         assert isinstance(quantizer, ActivationQuantizer)
-        seen = self._ends(args[0]).to(quantizer.scale)
+        new = self._ends(args[0]).to(quantizer.scale)
         if distributed.is_available() and distributed.is_initialized():
-            distributed.all_reduce(seen, distributed.ReduceOp.MAX)
+            distributed.all_reduce(new, distributed.ReduceOp.MAX)
         ends = quantizer.get_buffer("ends")
-        mixed = self.momentum * ends + (1 - self.momentum) * seen
-        ends.copy_(torch.where(ends.any(), mixed, seen))
+        average = self.momentum * ends + (1 - self.momentum) * new
+        ends.copy_(torch.where(ends.any(), average, new))
         largest = torch.where(quantizer.zero_point != 0, ends.abs().amax(), ends[1])
         levels = (1 << quantizer.bits) - 1 - quantizer.zero_point
         quantizer.scale.copy_(largest.clamp(min=_SMALLEST) / levels)
 
     def _ends(self, x: Tensor) -> Tensor:
-        """Return the negative minimum and the maximum, outliers left out."""
+        """Return the negated minimum and the maximum, (2,), without outliers."""
         if not self.outliers:
             return torch.stack([-x.amin(), x.amax()])
-        sizes = thinned(x.flatten()[None].abs(), _COUNTED)[0].sort().values
-        return sizes[int((1 - self.outliers) * (len(sizes) - 1))].expand(2)
+        magnitudes = thinned(x.flatten()[None].abs(), _SUBSAMPLE)[0].sort().values
+        return magnitudes[int((1 - self.outliers) * (len(magnitudes) - 1))].expand(2)
 
     def detach(self) -> None:
-        """Leave the ranges as they are, and the network as it was otherwise."""
+        """Remove hooks and buffers; the quantizers keep their ranges."""
         for hook in self.hooks:
             hook.remove()
         for quantizer in self.quantizers:
@@ -125,20 +125,20 @@ class ActivationRanges:
 
 @torch.no_grad()
 def _make_symmetric(quantizer: ActivationQuantizer) -> None:
-    """Give a grid with negative values as many levels below 0 as above, at its ends."""
+    """Make a grid with negative values symmetric, so that it covers the old range."""
     if quantizer.zero_point == 0:
         return
     levels, middle = (1 << quantizer.bits) - 1, 1 << (quantizer.bits - 1)
-    farthest = torch.maximum(quantizer.zero_point, levels - quantizer.zero_point)
-    quantizer.scale.mul_(farthest / (levels - middle))
+    longer = torch.maximum(quantizer.zero_point, levels - quantizer.zero_point)
+    quantizer.scale.mul_(longer / (levels - middle))
     quantizer.zero_point.fill_(middle)
 
 
 def dorefa_levels(bits: Tensor) -> Tensor:
-    """Return how many steps there are from -1 to 1.
+    """Return the number of steps from -1 to 1.
 
-    From 7 bits on one less than published, so that 0 is a code: half a step would not
-    fit the signed bytes of integer arithmetic.
+    From 7 bits on it is one less than published, so that 0 is a code: the half steps
+    of other grids would not fit the signed bytes of integer arithmetic.
     """
     return 2.0**bits - 1 - (bits > LARGEST_HALF_BITS).to(bits)
 
@@ -146,21 +146,20 @@ def dorefa_levels(bits: Tensor) -> Tensor:
 def dorefa(weight: Tensor, levels: Tensor) -> Tensor:
     """Return 2 · round(n · (tanh w / (2 max |tanh w|) + 1/2)) / n - 1 for n levels.
 
-    The largest |tanh w| is that of the whole layer. Gradients pass straight through the
-    rounding.
+    The maximum is taken over the whole layer. Gradients are straight-through.
     """
-    bent = torch.tanh(weight)
-    unit = bent / (2 * bent.abs().max()) + 0.5
+    squashed = torch.tanh(weight)
+    unit = squashed / (2 * squashed.abs().max()) + 0.5
     return 2 * round_through(unit * levels) / levels - 1
 
 
 class DoReFaWeights:
-    """Rounds the weights of a network, which is changed, as DoReFa-Net does.
+    """Rounds weights as DoReFa-Net does.
 
-    The published values lie in [-1, 1], and a batch norm must undo that. Here each
-    layer's values are multiplied by one number that never changes, the one that suits
-    its initial weights best, so that the network starts near to what it was, and layers
-    without a norm work too.
+    The published values lie in [-1, 1], so that a batch norm must rescale the output.
+    Here each layer's values are multiplied by a constant, fitted to its initial weights
+    by least squares. So training starts near the given network, and layers without a
+    norm work, too.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -182,39 +181,40 @@ class DoReFaWeights:
         values = dorefa(layer.weight, levels)
         return scaled_channels(values, size if factor is None else size * factor, layer)
 
-    def follow(self) -> None:
-        """Nothing changes with the weights."""
+    def update(self) -> None:
+        """Do nothing: the scales are constant."""
 
     @torch.no_grad()
     def finalize(self, layer: QuantizedLayer, factor: Tensor | None) -> None:
-        """Let the layer round to its grid again, which holds these values."""
+        """Go back to rounding to the layer's grid, which contains these values."""
         if factor is not None:
             layer.weight_scale.mul_(factor.abs()).clamp_(min=_SMALLEST_SCALE)
         layer.rounding = None
 
 
 def layer_levels(layer: QuantizedLayer) -> Tensor:
-    """Return how many steps there are at a layer's width."""
-    # Filled where it is: a recorded step may copy nothing from the host.
+    """Return the number of DoReFa steps at a layer's width."""
+    # Filled on the device: a recorded CUDA graph cannot copy from the host.
     return dorefa_levels(layer.weight_scale.new_full((), layer.bits))
 
 
 def mixed(weight: Tensor, width: Tensor) -> Tensor:
-    """Return a weight at a real width: its two neighbouring widths, mixed.
+    """Return a weight at a fractional width, interpolated between whole widths.
 
-    At 3.2 bits it is 0.8 times the weight of 3 bits and 0.2 times that of 4 bits, each
-    as :func:`dorefa` rounds it. So the width has a gradient.
+    At 3.2 bits it is 0.8 times the 3-bit weight plus 0.2 times the 4-bit weight, each
+    rounded by :func:`dorefa`. This gives the width a gradient.
     """
     low = width.detach().floor()
     share = width - low
-    few, more = (dorefa(weight, dorefa_levels(bits)) for bits in (low, low + 1))
-    return (1 - share) * few + share * more
+    lower, upper = (dorefa(weight, dorefa_levels(bits)) for bits in (low, low + 1))
+    return (1 - share) * lower + share * upper
 
 
 def rounded_widths(widths: Tensor, counts: Tensor, most: float) -> Tensor:
-    """Return whole widths (U,) whose weights take at most ``most`` bits.
+    """Return whole widths (U,) at which all weights take at most ``most`` bits.
 
-    All widths less one number are rounded; the number is found by bisection.
+    The same shift is subtracted from all widths before rounding. It is the smallest one
+    that fits, found by bisection.
     """
 
     def shifted(shift: float) -> Tensor:
@@ -229,17 +229,16 @@ def rounded_widths(widths: Tensor, counts: Tensor, most: float) -> Tensor:
 
 
 class FractionalWidths:
-    """Learns the widths of a network, which is changed, and rounds its weights.
+    """Learns the widths of weights as FracBits does, and rounds the weights.
 
-    The widths start as planned, and all weights together should take what they took
-    then: the loss grows by ``penalty`` times the bits a weight beyond or below that.
-    Layers of 8 bits, the first and the last as a rule, keep them; so do activations,
+    Widths start as planned. The loss grows by ``penalty`` for each bit per weight above
+    or below the planned average; FracBits' own coefficient is for sizes in other units.
+    8-bit layers, usually the first and the last, keep their width. So do activations,
     whose widths FracBits learns as well. Layers that share their bits share a width.
-    FracBits' own weight of the penalty is for sizes in other units.
     """
 
     def __init__(self, model: nn.Module, penalty: float) -> None:
-        DoReFaWeights(model)  # fits the size of each layer's values
+        DoReFaWeights(model)  # fits the constant of each layer
         layers = quantized_layers(model)
         self.layers, self.kappa = list(layers.values()), penalty
         groups: dict[str, list[QuantizedLayer]] = {}
@@ -268,43 +267,41 @@ class FractionalWidths:
         return scaled_channels(values, size if factor is None else size * factor, layer)
 
     def penalty(self) -> Tensor:
-        """Return what is added to the loss."""
+        """Return the penalty on the average width, a scalar."""
         bits = (torch.stack([*self.widths]) * self.counts).sum() - self.most
         return self.kappa * bits.abs() / self.counts.sum()
 
     @torch.no_grad()
-    def follow(self) -> None:
+    def update(self) -> None:
         """Clamp the widths to the supported range; once rounded, they stay whole."""
-        for at, width in enumerate(self.widths):
+        for number, width in enumerate(self.widths):
             width.clamp_(SMALLEST_BITS, LARGEST_BITS)
             if self.whole is not None:
-                width.copy_(self.whole[at])
+                width.copy_(self.whole[number])
 
     @torch.no_grad()
     def make_whole(self) -> None:
-        """Round the widths, within the bits there were; they stay so from now on."""
+        """Round the widths within the planned bits, and keep them from now on."""
         widths = torch.stack([*self.widths])
         self.whole = rounded_widths(widths, self.counts, self.most)
-        self.follow()
+        self.update()
 
     @torch.no_grad()
     def finalize(self, layer: QuantizedLayer, factor: Tensor | None) -> None:
-        """Let the layer round to its grid again, at its new width."""
+        """Go back to rounding to the layer's grid, at its new width."""
         size = _size(layer)
         if "weight_width" in layer._parameters:
             layer.bits = int(layer.get_parameter("weight_width"))
             del layer.weight_width
         levels = layer_levels(layer)
-        scale = (
-            2 * size / levels if factor is None else 2 * size * factor.abs() / levels
-        )
+        scale = 2 * size * (1 if factor is None else factor.abs()) / levels
         layer.weight_scale.copy_(scale.clamp(min=_SMALLEST_SCALE))
         layer.weight_zero_point.copy_(levels / 2)
         layer.rounding = None
 
 
 def _size(layer: QuantizedLayer) -> Tensor:
-    """Return what the values of each channel, -1 to 1, are multiplied by, (C,)."""
+    """Return the constants that multiply the values in [-1, 1], (C,)."""
     return layer.weight_scale.detach() * layer_levels(layer) / 2
 
 
@@ -316,9 +313,9 @@ def signs_of(bits: int, like: Tensor) -> Tensor:
 
 
 def nearest_codes(rows: Tensor, basis: Tensor) -> Tensor:
-    """Return the code of the level nearest to each weight (C, n), for bases (C, K).
+    """Return the codes of the levels nearest to weights (C, n), for bases (C, K).
 
-    The levels of a channel are the sums of its basis with all signs.
+    The levels of a channel are the sums of its basis with all combinations of signs.
     """
     levels, order = (basis @ signs_of(basis.shape[1], basis).T).sort(1)
     middles = (levels[:, 1:] + levels[:, :-1]) / 2
@@ -332,23 +329,23 @@ def level_values(codes: Tensor, basis: Tensor) -> Tensor:
 
 
 def fitted_basis(rows: Tensor, codes: Tensor, basis: Tensor) -> Tensor:
-    """Return the basis (C, K) that suits weights and codes (C, n) best."""
+    """Return the least-squares basis (C, K) for weights and their codes (C, n)."""
     signs = signs_of(basis.shape[1], basis)[codes]  # (C, n, K)
     ridge = _RIDGE * rows.shape[1]
     gram = signs.mT @ signs + ridge * torch.eye(basis.shape[1]).to(basis)
     products = signs.mT @ rows[..., None] + ridge * basis[..., None]
-    # Positive definite; without the check, which would wait for a GPU.
-    found: Tensor = torch.linalg.solve_ex(gram, products).result
-    return found[..., 0]
+    # The matrix is positive definite; checking it would synchronize with the GPU.
+    solution: Tensor = torch.linalg.solve_ex(gram, products).result
+    return solution[..., 0]
 
 
 class LearnedLevels:
-    """Rounds the weights of a network, which is changed, as LQ-Nets does.
+    """Rounds weights as LQ-Nets does.
 
-    Each output channel has a basis of as many numbers as the weight has bits. Every
-    step fits it by least squares to the codes of the moment, and moves a tenth of the
-    way there. LQ-Nets learns levels of activations so too; here these keep uniform
-    grids, or are float, as in the OMPQ paper's rows.
+    The basis of an output channel has one number per bit. After every step a new basis
+    is fitted to the current codes by least squares, and the basis moves a tenth of the
+    way towards it. LQ-Nets also learns levels of activations; here activations keep
+    uniform grids or are float, as in the OMPQ paper's tables.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -364,7 +361,7 @@ class LearnedLevels:
             layer.rounding = self.rounded
 
     def rounded(self, layer: QuantizedLayer, factor: Tensor | None) -> Tensor:
-        """Return the rounded weight; gradients pass straight through."""
+        """Return the rounded weight, with straight-through gradients."""
         basis, axis = layer.get_buffer("weight_basis"), channel_axis(layer)
         rows = _rows(layer, layer.weight.detach())
         values = level_values(nearest_codes(rows, basis), basis)
@@ -373,18 +370,16 @@ class LearnedLevels:
         return values if factor is None else scaled_channels(values, factor, layer)
 
     @torch.no_grad()
-    def follow(self) -> None:
-        """Move the bases to what suits the weights as they are now."""
+    def update(self) -> None:
+        """Move the bases towards those that fit the current weights."""
         for layer in self.layers:
-            rows, basis = (
-                _rows(layer, layer.weight.detach()),
-                layer.get_buffer("weight_basis"),
-            )
+            rows = _rows(layer, layer.weight.detach())
+            basis = layer.get_buffer("weight_basis")
             fitted = fitted_basis(rows, nearest_codes(rows, basis), basis)
             basis.lerp_(fitted, 1 - _MOMENTUM)
 
     def finalize(self, layer: QuantizedLayer, _factor: Tensor | None) -> None:
-        """Leave the layer with its values: codes, a basis of float32 and the bias."""
+        """Mark the weight as rounded, with the size of codes, bases and bias."""
         del layer.weight_basis
         bits = layer.weight.numel() * layer.bits
         channels = len(layer.weight_scale)
@@ -393,37 +388,34 @@ class LearnedLevels:
 
 
 def _rows(layer: QuantizedLayer, weight: Tensor) -> Tensor:
-    """Return a layer's weight as one row for each output channel, (C, n)."""
+    """Return a layer's weight with one row per output channel, (C, n)."""
     return weight.movedim(channel_axis(layer), 0).flatten(1)
 
 
 def with_outliers(rows: Tensor, bits: int, fraction: float) -> Tensor:
-    """Return weights (C, n), the largest fraction in 16 bits, the rest rounded.
+    """Return rounded weights (C, n), with the largest fraction of the layer in 16 bits.
 
-    Outliers are the largest of the layer; the others of each channel are rounded to a
-    symmetric grid that ends at their largest. Gradients pass straight through.
+    The other weights of each channel are rounded to a symmetric grid that ends at the
+    largest of them. Gradients are straight-through.
     """
-    size = rows.detach().abs()
-    count = _outliers(rows.numel(), fraction)
-    threshold = size.flatten().sort().values[-count - 1]
-    large = size > threshold
+    magnitude = rows.detach().abs()
+    count = _outlier_count(rows.numel(), fraction)
+    threshold = magnitude.flatten().sort().values[-count - 1]
+    large = magnitude > threshold
     levels = (1 << (bits - 1)) - 1
-    # No weight of the rest lies beyond the grid, so no gradient is lost there.
-    ends = size.masked_fill(large, 0.0).amax(1, keepdim=True).clamp(min=_SMALLEST)
+    # The grid covers all other weights, so none of them loses its gradient.
+    ends = magnitude.masked_fill(large, 0.0).amax(1, keepdim=True).clamp(min=_SMALLEST)
     scale = ends / levels * (1 + _MARGIN * torch.finfo(rows.dtype).eps)
     grid = Grid(scale, torch.full_like(scale, levels + 1.0), bits)
     return torch.where(large, half_through(rows), straight_through(rows, grid))
 
 
-def _outliers(count: int, fraction: float) -> int:
+def _outlier_count(count: int, fraction: float) -> int:
     return min(round(count * fraction), count - 1)
 
 
 class OutlierWeights:
-    """Rounds the weights of a network, which is changed, as RVQuant does.
-
-    How RVQuant fine-tunes is not published in full.
-    """
+    """Rounds weights as RVQuant does, whose fine-tuning is not published in full."""
 
     def __init__(self, model: nn.Module, fraction: float) -> None:
         self.layers = list(quantized_layers(model).values())
@@ -438,26 +430,26 @@ class OutlierWeights:
         rounded = with_outliers(moved.flatten(1), layer.bits, self.fraction)
         return rounded.reshape(moved.shape).movedim(0, channel_axis(layer))
 
-    def follow(self) -> None:
-        """Nothing is kept from step to step."""
+    def update(self) -> None:
+        """Do nothing: there is no state between steps."""
 
     def finalize(self, layer: QuantizedLayer, _factor: Tensor | None) -> None:
-        """Leave the layer with its values; the outliers count in its size."""
+        """Mark the weight as rounded, with its size, outliers included."""
         count = layer.weight.numel()
-        few = _outliers(count, self.fraction)
+        outliers = _OUTLIER_BYTES * _outlier_count(count, self.fraction)
         channels = 4 * len(layer.weight_scale) * (1 + (layer.bias is not None))
-        size = -(-count * layer.bits // 8) + _BYTES * few + channels
+        size = -(-count * layer.bits // 8) + outliers + channels
         layer.rounding = StoredValues("RVQuant", size)
 
 
-# Running deviations may grow, or shrink, by this factor, far more than training needs.
-# Few bits may have no code for 0: weights that a small norm scales down are then
-# rounded up, the measured variance grows, which scales them down further, without end.
-_MOST = 16.0
+# Running standard deviations may change by this factor, far more than training needs.
+# Grids with few bits may have no code for 0. Weights that a small norm scales down are
+# then rounded up, the measured variance grows, and that scales them down further.
+_LARGEST_CHANGE = 16.0
 
 
 class KeptNorm(nn.Module):
-    """Computes a quantized layer whose weight is still to be folded with its norm."""
+    """Computes a quantized layer together with its batch norm."""
 
     def __init__(self, norm: _BatchNorm) -> None:
         super().__init__()
@@ -466,7 +458,7 @@ class KeptNorm(nn.Module):
     def forward(
         self, layer: QuantizedLayer, x: Tensor, output_size: Size = None
     ) -> Tensor:
-        """Return what the layer and its norm give for x (N, C, ...)."""
+        """Return the output of the layer and its norm for x (N, C, ...)."""
         factor, shift = norm_affine(self.norm)
         weight = layer.rounded_weight(factor)
         if not self.norm.training:
@@ -474,39 +466,39 @@ class KeptNorm(nn.Module):
         y = linear_map(layer, x, weight, None, output_size)
         shape = [1] * y.dim()
         shape[1] = -1
-        # Nothing is learned from the divisor: norms undo whatever scales a channel.
+        # The divisor needs no gradient: the norm undoes any scaling of a channel.
         divisor = _nonzero(factor.detach()).reshape(shape)
         return cast(Tensor, self.norm(y / divisor))
 
 
 def norm_factor(layer: QuantizedLayer) -> Tensor | None:
-    """Return what the norm beside a layer multiplies its channels by, (C,)."""
+    """Return the factors by which a layer's kept norm scales its channels, (C,)."""
     return norm_affine(layer.norm.norm)[0] if isinstance(layer.norm, KeptNorm) else None
 
 
 class Variances:
-    """The running variances of kept norms, and limits around where they are now."""
+    """Keeps running variances of kept norms in a range around their first values."""
 
     def __init__(self, quantized: nn.Module) -> None:
         norms = [m.norm for m in quantized.modules() if isinstance(m, KeptNorm)]
         self.values = [cast(Tensor, norm.running_var) for norm in norms]
-        began = [cast(Tensor, norm.running_var) + norm.eps for norm in norms]
-        self.lowest = [value / _MOST**2 for value in began]
-        self.highest = [value * _MOST**2 for value in began]
+        first = [cast(Tensor, norm.running_var) + norm.eps for norm in norms]
+        self.lowest = [value / _LARGEST_CHANGE**2 for value in first]
+        self.highest = [value * _LARGEST_CHANGE**2 for value in first]
 
     @torch.no_grad()
     def limit(self) -> None:
-        """Bring back those that have left their limits."""
+        """Clamp the variances to their limits."""
         if self.values:
             torch._foreach_maximum_(self.values, self.lowest)
             torch._foreach_minimum_(self.values, self.highest)
 
 
 def keep_norms(quantized: nn.Module, model: nn.Module) -> None:
-    """Give layers of a quantized network, in place, the float network's norms back.
+    """Restore the float network's norms in a quantized network, in place.
 
-    The weights are divided by what the norms will multiply them by, so that at first
-    the network computes what it computed before.
+    Weights are divided by the factors of their norms, so that the network computes the
+    same as before.
     """
     layers, record = quantized_layers(quantized), quantization_of(quantized)
     sizes = {one.producer: one.exponents for one in record.equalized}
@@ -529,7 +521,7 @@ def keep_norms(quantized: nn.Module, model: nn.Module) -> None:
 
 @torch.no_grad()
 def restore_float_weights(quantized: nn.Module, model: nn.Module) -> None:
-    """Give quantized layers the folded weights and biases of the float network."""
+    """Copy the folded weights and biases of the float network to quantized layers."""
     layers, record = quantized_layers(quantized), quantization_of(quantized)
     sources = dict(equalized(model, record.equalized).named_modules())
     for unit in record.graph.units:
@@ -552,7 +544,7 @@ def restore_float_weights(quantized: nn.Module, model: nn.Module) -> None:
 
 @torch.no_grad()
 def fold_norms(quantized: nn.Module) -> None:
-    """Fold the norms that :func:`keep_norms` gave, so that layers stand alone again."""
+    """Fold the norms that :func:`keep_norms` restored into their layers again."""
     for layer in quantized_layers(quantized).values():
         if layer.norm is None:
             continue
@@ -578,6 +570,6 @@ def _unfolded(layer: QuantizedLayer, kept: _BatchNorm) -> KeptNorm:
 
 
 def _nonzero(factor: Tensor) -> Tensor:
-    """Replace factors (C,) so small that what is divided by them has no square."""
+    """Replace factors (C,) by 1 if squares of quotients by them would overflow."""
     smallest = torch.finfo(factor.dtype).tiny ** 0.25
     return torch.where(factor.abs() < smallest, torch.ones_like(factor), factor)

@@ -1,4 +1,4 @@
-"""What is trained, and one step: the loss of a batch and its gradients."""
+"""One training step: trainable parameters, the loss of a batch and its gradients."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,29 +17,29 @@ from ompq.samples import Batch, call, first_tensor, to_device
 from ompq.streams import SMALLEST_BITS
 from ompq.training.config import TrainConfig
 
-# A scale may shrink to this fraction of its initial value: it must stay positive, and
-# one that falls further has lost its tensor anyway.
+# A scale must stay positive: it may shrink to this fraction of its initial value. One
+# that would fall further is no longer useful for its tensor anyway.
 _SMALLEST = 1 / 16
-WIDTH = "weight_width"  # how a layer calls the width that it learns
-_WARM_UP = 3  # passes before a CUDA graph is recorded; PyTorch's documentation has 3
+WIDTH = "weight_width"  # name of a layer's parameter for a learned width
+_WARM_UP = 3  # passes before recording a CUDA graph, as in PyTorch's documentation
 
 
 @dataclass(frozen=True, eq=False)
 class Trainable:
     """The parameters of a network that are trained, by name."""
 
-    weights: dict[str, nn.Parameter]  # those with weight decay
+    weights: dict[str, nn.Parameter]  # parameters with weight decay
     others: dict[str, nn.Parameter]  # biases and norms
-    scales: dict[str, nn.Parameter]  # steps of weights and activations
-    floors: list[Tensor]  # the smallest value of each scale
+    scales: dict[str, nn.Parameter]  # scales and learned widths
+    floors: list[Tensor]  # the smallest value allowed for each of these
 
     @property
     def named(self) -> dict[str, nn.Parameter]:
-        """All of them."""
+        """All trained parameters."""
         return {**self.weights, **self.others, **self.scales}
 
     def optimizer(self, config: TrainConfig) -> torch.optim.SGD:
-        """Return the optimizer; ``ratio`` is a group's multiple of the rate."""
+        """Return SGD; a group's learning rate is ``ratio`` times the scheduled one."""
         decay = config.weight_decay if config.decay_all else 0.0
         groups: list[dict[str, Any]] = [
             {"params": [*self.weights.values()], "ratio": 1.0},
@@ -59,16 +59,19 @@ class Trainable:
 
     @torch.no_grad()
     def keep_positive(self) -> None:
-        """Raise the scales that a step took too low."""
+        """Clamp scales to their smallest allowed values."""
         if self.scales:
             torch._foreach_maximum_([*self.scales.values()], self.floors)
 
 
 def make_trainable(model: nn.Module, config: TrainConfig) -> Trainable:
-    """Require gradients of what the settings train, and of nothing else."""
+    """Set ``requires_grad`` on the parameters that the settings train, and only those.
+
+    Also sets how gradients pass through the activation quantizers.
+    """
     scales = _scales(model, config)
-    known = {id(p) for p in scales.values()} | _fixed(model)
-    rest = {n: p for n, p in model.named_parameters() if id(p) not in known}
+    excluded = {id(p) for p in scales.values()} | _not_trained(model)
+    rest = {n: p for n, p in model.named_parameters() if id(p) not in excluded}
     for parameter in model.parameters():
         parameter.requires_grad = False
     for parameter in (*scales.values(), *rest.values()):
@@ -91,7 +94,7 @@ def _scales(model: nn.Module, config: TrainConfig) -> dict[str, nn.Parameter]:
     if config.learn_weight_scales and config.weights == "stored":
         for name, layer in quantized_layers(model).items():
             found[f"{name}.weight_scale".removeprefix(".")] = layer.weight_scale
-    if config.widths == "learned":  # one that layers share is named once
+    if config.widths == "learned":  # a width shared by several layers is listed once
         named = model.named_parameters()
         found |= {name: p for name, p in named if name.endswith(WIDTH)}
     for name, quantizer in activation_quantizers(model).items():
@@ -104,11 +107,11 @@ def _scales(model: nn.Module, config: TrainConfig) -> dict[str, nn.Parameter]:
     return found
 
 
-def _fixed(model: nn.Module) -> set[int]:
+def _not_trained(model: nn.Module) -> set[int]:
     """Return the ids of parameters that are not trained, or only as scales.
 
-    Scales; weights that were rounded in place, in modules that are not quantized
-    layers; biases of layers that keep their norm, whose shift replaces them.
+    They are the scales, weights rounded in place in modules that are not quantized
+    layers, and biases of layers that keep their norm, whose shift replaces them.
     """
     layers = quantized_layers(model).values()
     found = {id(layer.weight_scale) for layer in layers}
@@ -124,9 +127,9 @@ def _fixed(model: nn.Module) -> set[int]:
 
 
 def may_leave_unused(model: nn.Module) -> bool:
-    """Return whether a pass may leave parameters of a quantized network unused.
+    """Return whether a forward pass may leave parameters unused.
 
-    Quantized layers were observed to run; layers that stayed float may not.
+    Quantized layers are known to run; layers that stayed float may not.
     """
     parts = (*quantized_layers(model).values(), *activation_quantizers(model).values())
     used = {id(parameter) for part in parts for parameter in part.parameters()}
@@ -134,10 +137,10 @@ def may_leave_unused(model: nn.Module) -> bool:
 
 
 class Gradients:
-    """Computes gradients of batches, and sums up losses, correct answers and images.
+    """Computes gradients of batches; counts losses, correct predictions and images.
 
-    The counts, (3,), are float64 so that a sum over an epoch depends on nothing but the
-    order of its batches.
+    The counts, (3,), are float64, so that a sum over an epoch depends only on the order
+    of its batches.
     """
 
     def __init__(
@@ -155,7 +158,7 @@ class Gradients:
         self.counts = torch.zeros(3, dtype=torch.float64, device=device)
 
     def __call__(self, inputs: Batch, targets: Tensor) -> None:
-        """Add the gradients of a batch to those of the parameters."""
+        """Add the gradients of a batch to those in the parameters."""
         expected = None
         if self.teacher is not None:
             with torch.no_grad(), self._autocast():
@@ -172,8 +175,8 @@ class Gradients:
             self.counts[2] += len(targets)
 
     def _autocast(self) -> torch.autocast:
-        # Every weight is used once, so a cache of cast weights gains nothing; and
-        # what it holds would be lost to a recorded step.
+        # Every weight is used once, so caching cast weights would gain nothing, and the
+        # cache does not work with CUDA graphs.
         return torch.autocast(
             self.device.type,
             torch.bfloat16,
@@ -182,7 +185,7 @@ class Gradients:
         )
 
     def placed(self, inputs: Batch) -> Batch:
-        """Return inputs on the network's device, in its memory format."""
+        """Return inputs on the network's device and in its memory format."""
         moved = to_device(inputs, self.device)
         if isinstance(moved, Tensor) and moved.dim() == 4:
             layout = memory_layout(self.config, self.device)
@@ -193,8 +196,8 @@ class Gradients:
 def memory_layout(config: TrainConfig, device: torch.device) -> torch.memory_format:
     """Return the memory format of images and weights.
 
-    CPUs never get channels-last: there PyTorch crashes in the backward pass of some
-    convolutions, 1 × 1 with stride 2 of 4 channels among them.
+    CPUs never use channels-last: PyTorch crashes there in the backward pass of some
+    convolutions, for example 1 × 1 with stride 2 and 4 channels.
     """
     if config.channels_last and device.type != "cpu":
         return torch.channels_last
@@ -204,9 +207,9 @@ def memory_layout(config: TrainConfig, device: torch.device) -> torch.memory_for
 def training_loss(
     logits: Tensor, targets: Tensor, expected: Tensor | None, config: TrainConfig
 ) -> Tensor:
-    """Return the mean loss of a batch: cross entropy, and distillation if asked for.
+    """Return the mean loss of a batch: cross entropy, mixed with distillation.
 
-    Logits and the teacher's ``expected`` ones are (N, classes), targets (N,).
+    Logits, and the teacher's if given (``expected``), are (N, classes); targets (N,).
     """
     loss = F.cross_entropy(logits, targets, label_smoothing=config.label_smoothing)
     if expected is None:
@@ -217,15 +220,15 @@ def training_loss(
         reduction="batchmean",
         log_target=True,
     )
-    # The square keeps the gradient's size, whatever the temperature.
-    heat = config.temperature**2
-    return (1 - config.distill) * loss + config.distill * heat * divergence
+    # The square makes the size of the gradient independent of the temperature.
+    divergence = config.temperature**2 * divergence
+    return (1 - config.distill) * loss + config.distill * divergence
 
 
 class CodePenalty:
-    """What is added to the loss for the bits that coded weights take, on average.
+    """A loss on the average bits of coded weights.
 
-    Weights feel it, and steps do not: a wider step takes fewer bits of whatever layer.
+    It has gradients for weights but not for scales, which would simply all grow.
     """
 
     def __init__(self, model: nn.Module, penalty: float) -> None:
@@ -233,25 +236,25 @@ class CodePenalty:
         self.penalty = penalty
         if not self.layers:
             raise QuantizationError(
-                f"code_penalty={penalty:g} needs coded weights, and the network has "
+                f"code_penalty={penalty:g} needs coded weights, but the network has "
                 "none; plan it with storage='coded'"
             )
 
     def __call__(self) -> Tensor:
-        """Return it, with its gradient."""
-        taken = [
+        """Return the loss, a scalar."""
+        bits = [
             between_codes(layer.weight / grid.scale.detach() + grid.zero_point).sum()
             for layer, grid in ((each, each.grid_like_weight()) for each in self.layers)
         ]
         count = sum(layer.weight.numel() for layer in self.layers)
-        return self.penalty / count * torch.stack(taken).sum()
+        return self.penalty / count * torch.stack(bits).sum()
 
 
 class Recorded:
-    """Replays the gradients of a batch as one CUDA graph.
+    """Computes the gradients of a batch by replaying a CUDA graph.
 
-    Gradients are written to the same memory every time, so they must neither be
-    cleared nor accumulated between batches.
+    The graph overwrites the same gradient tensors every time, so gradients must be
+    neither cleared nor accumulated between batches.
     """
 
     def __init__(self, gradients: Gradients, model: nn.Module) -> None:
@@ -270,9 +273,9 @@ class Recorded:
 
     def _record(self, inputs: Tensor, targets: Tensor) -> torch.cuda.CUDAGraph:
         self.inputs, self.targets = inputs.clone(), targets.clone()
-        # The warm-up passes should leave no statistics behind.
-        held = [self.gradients.counts, *self.model.buffers()]
-        before = [tensor.clone() for tensor in held]
+        # The warm-up passes must not change running statistics or counts.
+        buffers = [self.gradients.counts, *self.model.buffers()]
+        before = [tensor.clone() for tensor in buffers]
         side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -285,7 +288,7 @@ class Recorded:
         with torch.cuda.graph(graph):
             self.gradients(self.inputs, self.targets)
         with torch.no_grad():
-            for tensor, value in zip(held, before, strict=True):
+            for tensor, value in zip(buffers, before, strict=True):
                 tensor.copy_(value)
         return graph
 
