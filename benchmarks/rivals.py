@@ -6,18 +6,22 @@ python benchmarks/rivals.py --data FOLDER --network mobilenet_v2 --only ptq
 FOLDER is as for ``ptq.py`` and ``qat.py``. ``ptq`` rows have weights of ``--bits`` bits
 on average, by the paper's accounting, and activations of 8 bits. ``qat`` rows (CIFAR)
 start from one float network, have the bytes of uniform ``--bits`` bits with 8 in the
-first and last layer, and inputs of ``--activation-bits``. Methods that cannot take just
+first and last layer, and inputs of ``--activation-bits``; OneBitwidth's start from
+random weights and take ``--scratch-epochs``. Methods that cannot take just
 these bytes (LQ-Nets' levels, RVQuant's outliers) say their own. All bits of ``ptq``
 rows but BRECQ's and ZeroQ's are rounded our way, so that they compare the bits alone.
 
-Every row is written when it is there, and not made again by the same commit: a run that
-was cut is just repeated. No row is begun after ``--minutes``. The same command may run
-several times at once with one ``--work``.
+``ptq`` rows are written to ``rivals-NETWORK.json``, ``qat`` rows to
+``rivals-qat-NETWORK.json``, each when it is there. A row is not made again by the same
+commit, settings and float network: a run that was cut is just repeated. Rows of others
+are dropped from the file, so name another ``--out`` to keep them. No row is begun after
+``--minutes``. The same command may run several times at once with one ``--work``.
 """
 
 import time
 import traceback
 import zlib
+from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -47,6 +51,19 @@ MINMAX = ompq.QuantizeConfig(
 # The published rates are for a hundred epochs and more; these suit few.
 RATES = {"hawq-v3": 1e-3, "rvquant": 1e-3, "one-bitwidth": 0.1}
 RATE = 0.02
+# The options that rows of each kind depend on.
+SHARED = ("bits", "iterations", "float_epochs", "limit", "test_limit")
+SETTINGS = {
+    "ptq": (*SHARED, "brecq_iterations", "episodes", "distilled", "distill_steps"),
+    "qat": (
+        *SHARED,
+        "activation_bits",
+        "channel_bits",
+        "epochs",
+        "scratch_epochs",
+        "batch_size",
+    ),
+}
 
 
 class Networks:
@@ -54,7 +71,9 @@ class Networks:
 
     def __init__(self, options) -> None:
         self.options = options
-        self.bench = Bench(options) if options.network == "resnet20" else None
+        # What training the float network writes is no result of this benchmark.
+        own = Namespace(**{**vars(options), "out": options.work})
+        self.bench = Bench(own) if options.network == "resnet20" else None
         if self.bench is not None:
             self.model, self.samples = self.bench.float_network(), self.bench.samples()
             self.test = self.bench.test
@@ -180,7 +199,7 @@ def ptq_methods(nets: Networks) -> tuple[str, ...]:
 QAT = ("ours", "hawq-v3", "pact", "fracbits-pact", "lq-nets", "rvquant", "one-bitwidth")
 
 
-def qat_plan(nets: Networks, method: str) -> tuple[ompq.Plan, nn.Module]:
+def qat_plan(nets: Networks, method: str, seed: int) -> tuple[ompq.Plan, nn.Module]:
     """Return bits of the size that all have, and the float network they are for."""
     options, activations = nets.options, (nets.options.activation_bits,)
     base = ompq.PlanConfig(activation_choices=activations, pinned=ENDS)
@@ -200,8 +219,8 @@ def qat_plan(nets: Networks, method: str) -> tuple[ompq.Plan, nn.Module]:
         def build(width: float) -> nn.Module:
             return CifarResNet(20, width=width).to(DEVICE)
 
-        bits, config = options.channel_bits, replace(base, choices=(8,))
-        found = ompq.one_bitwidth(build, nets.samples[:256], budget, bits, config)
+        few, bits = nets.samples[:256], options.channel_bits
+        found = ompq.one_bitwidth(build, few, budget, bits, base, seed=seed)
         return found.plan, found.model
     return uniform, nets.model
 
@@ -209,19 +228,20 @@ def qat_plan(nets: Networks, method: str) -> tuple[ompq.Plan, nn.Module]:
 def train_config(nets: Networks, method: str, seed: int) -> ompq.TrainConfig:
     """Return a method's recipe for few epochs; ours is that of ``qat.py``."""
     options = nets.options
-    epochs = options.epochs * (3 if method == "one-bitwidth" else 1)
-    ours = ompq.TrainConfig(
-        batch_norm="fold-and-train", distill=0.5, freeze_norm_epoch=epochs // 2
-    )
-    base = ompq.TRAIN_PROTOCOLS.get(method, ours) if method != "ours" else ours
-    frozen = 0 if base.freeze_norm_epoch == 0 else max(1, epochs // 2)
+    if method == "ours":
+        base = ompq.TrainConfig(
+            batch_norm="fold-and-train",
+            distill=0.5,
+            freeze_norm_epoch=options.epochs // 2,
+        )
+    else:
+        base = ompq.TRAIN_PROTOCOLS[method]
+    scratch = method == "one-bitwidth"
     return replace(
         base,
-        epochs=epochs,
+        epochs=options.scratch_epochs if scratch else options.epochs,
         batch_size=min(options.batch_size, len(nets.bench.train)),
         learning_rate=RATES.get(method, RATE),
-        warmup=10 * (method == "one-bitwidth"),
-        freeze_norm_epoch=frozen,
         cuda_graph=DEVICE.type == "cuda" and not options.eager,
         report_steps=10_000,
         deterministic=False,
@@ -232,7 +252,7 @@ def train_config(nets: Networks, method: str, seed: int) -> ompq.TrainConfig:
 def run_qat(nets: Networks, method: str, seed: int) -> dict:
     """Train by a method and measure; what has an integer form is measured in it."""
     start = time.perf_counter()
-    plan, model = qat_plan(nets, method)
+    plan, model = qat_plan(nets, method, seed)
     network = ompq.quantize(model, plan, nets.samples)
     if method == "ours":
         rounding = ompq.RoundingConfig(iterations=nets.options.iterations)
@@ -316,6 +336,9 @@ def main() -> None:
     parser.add_argument("--distilled", type=int, default=128, help="images")
     parser.add_argument("--distill-steps", type=int, default=500)
     parser.add_argument("--epochs", type=int, default=8)
+    parser.add_argument(
+        "--scratch-epochs", type=int, default=60, help="of one-bitwidth"
+    )
     parser.add_argument("--batch-size", type=int, default=256)
     parser.add_argument("--eager", action="store_true", help="no CUDA graphs")
     parser.add_argument("--samples", type=int, default=1000)
@@ -330,26 +353,19 @@ def main() -> None:
     kinds = ["ptq", "qat"] if nets.bench is not None else ["ptq"]
     reference = ompq.evaluate(nets.model, nets.test).top1
     print(f"{options.network} float {reference:.4f}", flush=True)
-    names = (
-        "bits",
-        "activation_bits",
-        "iterations",
-        "episodes",
-        "epochs",
-        "batch_size",
-    )
-    rows = Rows(
-        f"rivals-{options.network}",
-        ("kind", "method", "seed"),
-        out=options.out,
-        work=options.work,
-        float=reference,
-        samples=len(nets.samples),
-        **{name: getattr(options, name) for name in names},
-    )
     for kind in options.only or kinds:
-        if kind in kinds:
-            run(nets, kind, rows, until)
+        if kind not in kinds:
+            continue
+        rows = Rows(
+            f"rivals{'-qat' * (kind == 'qat')}-{options.network}",
+            ("kind", "method", "seed"),
+            out=options.out,
+            work=options.work,
+            float=reference,
+            samples=len(nets.samples),
+            **{name: getattr(options, name) for name in SETTINGS[kind]},
+        )
+        run(nets, kind, rows, until)
 
 
 if __name__ == "__main__":

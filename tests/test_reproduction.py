@@ -12,6 +12,7 @@ from ompq import reproduction
 from ompq.experiments import EXPERIMENTS, HALFWAY
 from ompq.graph import trace
 from ompq.models import NamedModel
+from ompq.models.networks import CifarResNet
 from ompq.planner import PLAN_PROTOCOLS
 from ompq.reproduction import Bench, planned
 from ompq.samples import Samples
@@ -58,6 +59,17 @@ def test_every_row_of_a_table_runs(name, words, tmp_path):
         if row.published is not None:
             drop = EXPERIMENTS[name].float_top1 - row.published
             assert f" {row.published:.2f} | {drop:.2f} " in line
+
+
+def test_channels_are_multiplied_as_the_budget_allows(tmp_path):
+    pytest.importorskip("accelerate")
+    words = ("--network", "cifar:resnet20", "--weights", "none", "--data", "random")
+    more = ("--quick", "--device", "cpu", "--rows", "one-bitwidth", "--samples", "8")
+    rows = quick("table-qat-resnet50", words, tmp_path, *more)["rows"]
+    parameters = sum(p.numel() for p in CifarResNet(20).parameters())
+    share = 12.3 / EXPERIMENTS["table-qat-resnet50"].float_mib
+    size = rows["one-bitwidth"]["mib"] * 2**20
+    assert 0.9 * share < size / (4 * parameters) <= share
 
 
 FIGURES = (

@@ -1,15 +1,14 @@
-"""HAQ's agent: its budget, its memory, and what it learns."""
+"""HAQ's agent: its budget, memory and learning; OneBitwidth's channels."""
 
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from torch.nn import functional as F
 
 import ompq
 from nets import TinyResNet, scenes, seeded
-from ompq.errors import InfeasibleBudgetError, PlanError, ScoreError
+from ompq.errors import BudgetError, InfeasibleBudgetError, PlanError, ScoreError
 from ompq.measurement.rivals import (
     ReinforceConfig,
     _Agent,
@@ -18,7 +17,7 @@ from ompq.measurement.rivals import (
     _Memory,
     _Steps,
 )
-from ompq.models.networks import CifarResNet
+from ompq.models.networks import CifarResNet, demo_data
 
 QUICK = ReinforceConfig(episodes=12, warmup=4)
 
@@ -156,19 +155,46 @@ def test_a_budget_below_the_narrowest_is_refused():
         ompq.one_bitwidth(build, scenes(8), "100B")
 
 
-def test_training_from_scratch_learns():
-    samples = scenes(64)
-    targets = (samples.mean((1, 2, 3)) > 0.5).long()
-    found = ompq.one_bitwidth(build, samples, "4KiB")
-    network = ompq.quantize(found.model, found.plan, samples)
+def test_per_cent_are_of_the_network_as_it_is():
+    samples = scenes(8)
+    whole = 4 * sum(p.numel() for p in build(1).parameters())  # bytes of floats
+    config = ompq.PlanConfig(accounting="paper")
+    found = ompq.one_bitwidth(build, samples, "20%, 1MiB", 4, config)
+    sizes = {
+        k / 16: sum(p.numel() for p in build(k / 16).parameters()) / 2
+        for k in range(1, 65)
+    }
+    assert found.multiplier == max(k for k in sizes if sizes[k] <= 0.2 * whole)
+    assert found.plan.totals["bytes"] == sizes[found.multiplier]
+    again = ompq.one_bitwidth(build, samples, "99%, 1KiB", 4, config)
+    assert again.multiplier == max(k for k in sizes if sizes[k] <= 1024)
+
+
+def test_a_budget_of_average_bits_is_refused():
+    with pytest.raises(BudgetError, match="average_bits=3 does not limit the number"):
+        ompq.one_bitwidth(build, scenes(8), "3bits")
+
+
+def test_training_from_scratch_reads_digits():
+    pytest.importorskip("accelerate")
+    pytest.importorskip("sklearn")
+    data = demo_data()
+    images, test = (
+        each.repeat(1, 3, 1, 1) for each in (data.train_images, data.test_images)
+    )
+    config = ompq.PlanConfig(activation_choices=(4,), pinned={"@first": 8, "@last": 8})
+    found = ompq.one_bitwidth(
+        lambda m: CifarResNet(8, width=m), images[:64], "14KiB", 2, config
+    )
+    network = ompq.quantize(found.model, found.plan, images[:64])
     recipe = ompq.TRAIN_PROTOCOLS["one-bitwidth"]
-    config = replace(recipe, epochs=6, learning_rate=0.05, freeze_norm_epoch=5)
-    batches = [(samples[i::4], targets[i::4]) for i in range(4)]
-    trained = ompq.train(network, batches, config, teacher=found.model)
+    assert recipe.freeze_norm_epoch == recipe.epochs  # frozen norms undo the training
+    batches = list(zip(images.split(64), data.train_targets.split(64), strict=True))
+    short = replace(recipe, epochs=2)
+    trained = ompq.train(network, batches, short, teacher=found.model)
     with torch.no_grad():
-        before = F.cross_entropy(network(samples), targets)
-        after = F.cross_entropy(trained(samples), targets)
-    assert after < before
+        right = trained(test).argmax(1) == data.test_targets
+    assert right.float().mean() > 0.8
 
 
 @pytest.mark.parametrize("width", [0.3125, 1.0, 1.4375])

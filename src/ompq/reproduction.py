@@ -318,8 +318,9 @@ def _channels(row: Row, bench: Bench) -> dict[str, Any]:
     if family != "cifar" or not name.isdigit() or name == "18":
         raise ModelError(row.note)
     config = replace(_plan_config(row, bench), pinned={})
+    device = model_device(bench.model.module)
     made = one_bitwidth(
-        lambda width: CifarResNet(int(name), width=width),
+        lambda width: CifarResNet(int(name), width=width).to(device),
         bench.samples[: bench.plan_samples],
         bench.budget(row.budget),
         config=config,

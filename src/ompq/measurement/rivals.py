@@ -13,8 +13,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ompq.allocation.program import Allocation, Columns, Program
 from ompq.attention import with_layers
-from ompq.costs import Budget, digits
-from ompq.errors import InfeasibleBudgetError
+from ompq.costs import FLOAT_BITS, Budget, digits
+from ompq.errors import BudgetError, InfeasibleBudgetError
 from ompq.evaluation import kl_divergence, logits_of
 from ompq.graph import trace
 from ompq.planner import PlanConfig, plan
@@ -340,11 +340,13 @@ def one_bitwidth(
         build: Multiplier of channels → network, for example
             ``lambda m: CifarResNet(20, width=m)``.
         samples: A few inputs; the norms' first statistics are taken from them.
+        budget: Per cent are of the network whose channels are not multiplied.
         bits: Width of all weights that are not pinned.
         config: Activation widths and pins; its choices and score are not used.
         seed: Of the weights.
 
     Raises:
+        BudgetError: The budget limits the average bits instead of the size.
         InfeasibleBudgetError: Even the narrowest network takes more.
 
     Example:
@@ -353,23 +355,40 @@ def one_bitwidth(
     """
     samples, budget = Samples.of(samples), Budget.of(budget)
     same = replace(config, choices=(bits,), score="smallest_first")
+    if budget.average_bits is not None:
+        raise BudgetError(
+            f"average_bits={budget.average_bits:g} does not limit the number of "
+            "channels; limit the size, as in '100KiB' or '10%'"
+        )
 
-    def tried(steps: int) -> Widened:
+    def tried(steps: int, budget: Budget) -> Widened:
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)
             model = build(steps / _STEPS_TO_ONE)
         _calibrate_norms(model, samples)
         return Widened(steps / _STEPS_TO_ONE, model, plan(model, samples, budget, same))
 
-    best, too_many = tried(1), _MOST_STEPS + 1
+    if budget.percent is not None:
+        unlimited = Budget(average_bits=FLOAT_BITS)
+        budget = _in_bytes(budget, tried(_STEPS_TO_ONE, unlimited).plan)
+    best, too_many = tried(1, budget), _MOST_STEPS + 1
     fits = 1
     while too_many - fits > 1:
         middle = (fits + too_many) // 2
         try:
-            best, fits = tried(middle), middle
+            best, fits = tried(middle, budget), middle
         except InfeasibleBudgetError:
             too_many = middle
     return best
+
+
+def _in_bytes(budget: Budget, plan: Plan) -> Budget:
+    """Return the budget with per cent of a plan's float network as a size."""
+    sizes = Budget(
+        percent=budget.percent, size_mib=budget.size_mib, size_mb=budget.size_mb
+    )
+    least = sizes.limits(plan.problem.costs)["bytes"]
+    return replace(budget, percent=None, size_mb=None, size_mib=least / 2**20)
 
 
 @torch.no_grad()

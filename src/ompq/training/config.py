@@ -219,8 +219,9 @@ _PACT = TrainConfig(
 # FracBits' ResNets: as PACT, 120 epochs. Its rate for widths is not published.
 _FRACBITS = replace(_PACT, epochs=120, widths="learned", freeze_norm_epoch=120)
 # OneBitwidth trains from scratch: what one_bitwidth returns has random weights. Its
-# settings are not published in full; these are PACT's, with norms frozen at the end.
-_ONE_BITWIDTH = replace(_PACT, epochs=200, batch_size=128, freeze_norm_epoch=160)
+# settings are not published in full; these are PACT's. Norms are never frozen: at the
+# rates that random weights need, a network whose norms stop normalising unlearns.
+_ONE_BITWIDTH = replace(_PACT, epochs=200, batch_size=128, freeze_norm_epoch=200)
 # LQ-Nets on ImageNet: SGD from 0.1, 120 epochs, batch 256; the same remarks.
 _LQ_NETS = replace(
     _PACT, epochs=120, weights="lq-nets", activations="step", freeze_norm_epoch=120
