@@ -376,7 +376,7 @@ def contents(folder):
         ("--data PLACE/beyond", "class folder 11 is beyond "),
         ("--data PLACE/broken", "0003/003.png cannot be read as an image"),
         ("--data PLACE/own.py:nan", "samples hold NaN or infinity"),
-        ("--data PLACE/own.py:beyond", "targets go from 0 to 39, but "),
+        ("--data PLACE/own.py:beyond", "targets range from 0 to 39, but "),
         ("--data PLACE/own.py:unlabelled", "the inputs have no labels; return"),
         ("--data PLACE/own.py:grey", "net.py:make does not take an input of shape"),
         ("--data PLACE/own.py:none", "has no function none"),
@@ -444,7 +444,7 @@ def test_budgets_that_cannot_be_are_refused(place, tmp_path, budget, told):
     ("words", "told"),
     [
         ("", "holds a finished run; add --overwrite to replace it"),
-        ("--resume --learning-rate 0.5", "belongs to another run (other network, dat"),
+        ("--resume --learning-rate 0.5", "belongs to another run (another network, "),
         ("--resume --budget 6bits", "was started with the budget 5bits, not 6bits"),
         ("PLACE/wider.py:make --resume", "was made for another network"),
         (
