@@ -343,7 +343,7 @@ def test_an_output_that_is_a_file_is_refused_at_once(tmp_path):
     assert result.exit_code == 2
     assert (
         result.stderr
-        == f"error: --output {tmp_path / 'out'} is a file; name a folder\n"
+        == f"error: --output {tmp_path / 'out'} is a file; give a folder\n"
     )
 
 

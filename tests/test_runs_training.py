@@ -478,7 +478,7 @@ def test_broken_files_of_a_run_are_named(place, tmp_path, name, told):
 
 def test_an_output_that_is_no_folder_is_refused(place):
     told = refused(place, place / "file", "")
-    assert "is a file; name a folder" in told
+    assert "is a file; give a folder" in told
     told = refused(place, place / "file" / "below", "")
     assert "is not a writable folder" in told
 

@@ -146,7 +146,7 @@ def test_figures_need_a_folder(plan_file, tmp_path):
     (tmp_path / "a.txt").write_text("")
     result = run("report", plan_file, "--figures", tmp_path / "a.txt")
     assert result.exit_code == 2
-    expected = f"error: --figures {tmp_path / 'a.txt'} is a file; name a folder\n"
+    expected = f"error: --figures {tmp_path / 'a.txt'} is a file; give a folder\n"
     assert result.stderr == expected
     below = run("report", plan_file, "--figures", tmp_path / "a.txt" / "b")
     assert "a.txt is not a writable folder" in below.stderr
