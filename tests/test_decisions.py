@@ -561,7 +561,7 @@ def test_every_score_is_listed_with_what_it_needs():
 
 @pytest.mark.parametrize("limit", ["3", "1h"])
 def test_bits_can_be_refined_by_measuring(net, tmp_path, limit, monkeypatch):
-    monkeypatch.setattr(settings, "_ENDLESS", 4)
+    monkeypatch.setattr(settings, "_UNLIMITED", 4)
     path = tmp_path / "plan.json"
     words = ("plan", net[0], "--data", "random", "--budget", "4bits", "-o", path)
     result = run(*words, "--samples", "32", "--refine", limit)

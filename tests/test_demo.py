@@ -315,7 +315,7 @@ def test_the_terminal_tells_the_whole_story_within_80_columns(made, shown):
     mixed = next(line for line in lines if line.startswith("mixed"))
     for found in (made[0].mixed.rounded, made[0].mixed.final):
         assert f"{100 * found[NOISY].agreement:.1f}%" in mixed
-    assert "read back it gives the same logits" in text
+    assert "loaded again it gives the same logits" in text
     assert "ompq-demo/report.html: open it in a browser" in text
 
 

@@ -177,7 +177,7 @@ def test_the_command_line_searches_with_labels(net, tmp_path):
     ("words", "message"),
     [
         (["--max-drop", "1"], "--max-drop needs labelled images: give --eval-data"),
-        (["--min-agreement", "most"], "--min-agreement most is not a share; write"),
+        (["--min-agreement", "most"], "--min-agreement most is not a fraction; write"),
         (
             ["--max-divergence", "1", "--budget", "70%"],
             "--budget and a goal (divergence at most 1) both decide the size",

@@ -155,7 +155,7 @@ def test_rows_name_what_there_is():
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ((), "name a table or figure"),
+        ((), "give a table or figure"),
         (("table-ptq-resnet81",), "did you mean table-ptq-resnet18"),
         (("table-ptq-resnet18",), "--data is missing"),
         (

@@ -88,7 +88,7 @@ def test_what_was_trained_can_be_evaluated_by_both_engines(net, finished):
 def test_integers_need_a_packed_network(net):
     result = run("evaluate", *net, "--engine", "integer")
     assert result.exit_code == 2
-    assert "--engine integer computes packed networks; give one" in result.output
+    assert "--engine integer runs packed networks; give one" in result.output
 
 
 def test_a_stopped_run_says_how_to_continue_and_does(net, tmp_path, monkeypatch):
@@ -149,7 +149,7 @@ def test_training_goes_on_from_a_packed_network(net, finished, tmp_path):
         ("keep=all", "keep='all' must be one of best, last"),
         ("distill=much", "distill='much' must be a number"),
         ("seed=3", "the seed is --seed"),
-        ("weights=lq-nets", "weights=lq-nets, widths=planned leave no network"),
+        ("weights=lq-nets", "weights=lq-nets, widths=planned give a network"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(net, tmp_path, setting, words):
