@@ -311,7 +311,7 @@ def test_a_folder_is_told_from_a_file(tmp_path):
     result = run("inspect", tmp_path)
     assert result.exit_code == 2
     assert result.stderr == (
-        f"error: {tmp_path} is a folder; name the file in it, for example "
+        f"error: {tmp_path} is a folder; give the file in it, for example "
         f"{tmp_path / 'network.ompq.safetensors'}\n"
     )
 
@@ -340,7 +340,7 @@ def test_without_a_name_the_file_goes_into_the_run_s_folder(out, onnx_file, tmp_
     assert timed.exit_code == 0, timed.output
     copied = run("export", out, "--format", "packed")
     assert copied.exit_code == 2
-    assert "name the copy with -o FILE" in copied.stderr
+    assert "copies a file: give -o FILE" in copied.stderr
 
 
 def test_bench_of_another_file_says_what_to_do(out, tmp_path):

@@ -371,7 +371,7 @@ def test_a_file_that_cannot_be_written_is_told_before_the_work(tmp_path):
     assert f"{tmp_path / 'file'} is not a writable folder" in below.stderr
     folder = run(*words, tmp_path)
     assert folder.exit_code == 2
-    assert f"--output {tmp_path} is a folder; name a file in it" in folder.stderr
+    assert f"--output {tmp_path} is a folder; give a file in it" in folder.stderr
 
 
 def test_replan_solves_for_another_budget_without_the_network(plan_file, tmp_path):
@@ -561,7 +561,7 @@ def test_every_score_is_listed_with_what_it_needs():
 
 @pytest.mark.parametrize("limit", ["3", "1h"])
 def test_bits_can_be_refined_by_measuring(net, tmp_path, limit, monkeypatch):
-    monkeypatch.setattr(settings, "_ENDLESS", 4)
+    monkeypatch.setattr(settings, "_UNLIMITED", 4)
     path = tmp_path / "plan.json"
     words = ("plan", net[0], "--data", "random", "--budget", "4bits", "-o", path)
     result = run(*words, "--samples", "32", "--refine", limit)
@@ -688,4 +688,4 @@ def test_tables_of_scores_are_kept_unless_a_flag_says_no(net, tmp_path):
     assert len(list((tmp_path / "other").iterdir())) == 1
     refused = run(*words, "--cache", tmp_path / "plan.json")
     assert refused.exit_code == 2
-    assert "is a file; name a folder" in refused.stderr
+    assert "is a file; give a folder" in refused.stderr

@@ -201,7 +201,7 @@ def test_what_is_no_decoder_is_explained(folder, tmp_path):
         ompq.load_data(tmp_path, network)
     short = tmp_path / "short.txt"
     short.write_text("w1 w2 w3")
-    with pytest.raises(ompq.DataError, match="its 3 tokens do not make one input of"):
+    with pytest.raises(ompq.DataError, match="has 3 tokens, too few for one input of"):
         ompq.load_data(short, network)
     (tmp_path / "own.py").write_text(
         "import transformers\ndef make():\n    return transformers.LlamaForCausalLM("

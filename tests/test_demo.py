@@ -315,7 +315,7 @@ def test_the_terminal_tells_the_whole_story_within_80_columns(made, shown):
     mixed = next(line for line in lines if line.startswith("mixed"))
     for found in (made[0].mixed.rounded, made[0].mixed.final):
         assert f"{100 * found[NOISY].agreement:.1f}%" in mixed
-    assert "read back it gives the same logits" in text
+    assert "loaded again it gives the same logits" in text
     assert "ompq-demo/report.html: open it in a browser" in text
 
 
@@ -343,7 +343,7 @@ def test_an_output_that_is_a_file_is_refused_at_once(tmp_path):
     assert result.exit_code == 2
     assert (
         result.stderr
-        == f"error: --output {tmp_path / 'out'} is a file; name a folder\n"
+        == f"error: --output {tmp_path / 'out'} is a file; give a folder\n"
     )
 
 

@@ -94,7 +94,7 @@ def test_inputs_that_are_not_normalised_are_free(model):
 def test_networks_without_statistics_are_refused():
     with pytest.raises(SampleError, match="Chain has no batch norms"):
         ompq.distilled_samples(Chain(), SHAPE)
-    with pytest.raises(SampleError, match="TinyResNet remember nothing"):
+    with pytest.raises(SampleError, match="TinyResNet hold only initial values"):
         ompq.distilled_samples(TinyResNet(), SHAPE)
     with pytest.raises(ValueError, match="steps=0 must be at least 1"):
         ompq.distilled_samples(seeded(TinyResNet()), SHAPE, steps=0)

@@ -1,4 +1,4 @@
-"""The smallest network that keeps to a goal."""
+"""The smallest network that meets a goal."""
 
 import json
 
@@ -103,11 +103,11 @@ def test_a_stopped_search_continues_with_the_same_result(plan, tmp_path, monkeyp
     kept = json.loads((tmp_path / "measured.json").read_text())
     kept["measured"] = {"rounding 1": {"top1": 1}}
     (tmp_path / "measured.json").write_text(json.dumps(kept))
-    with pytest.raises(CheckpointError, match="an evaluation is broken"):
+    with pytest.raises(CheckpointError, match="an evaluation is invalid"):
         ompq.smallest(plan, MODEL, SAMPLES, goal, LEARNED, folder=tmp_path)
 
 
-def test_goals_that_cannot_be_kept_or_measured(plan):
+def test_goals_that_cannot_be_met_or_measured(plan):
     config = ompq.SmallestConfig(reconstruct=None, rounded=2)
     with pytest.raises(
         GoalError, match=r"divergence at most 1e-12\): the largest gives"
@@ -177,7 +177,7 @@ def test_the_command_line_searches_with_labels(net, tmp_path):
     ("words", "message"),
     [
         (["--max-drop", "1"], "--max-drop needs labelled images: give --eval-data"),
-        (["--min-agreement", "most"], "--min-agreement most is not a share; write"),
+        (["--min-agreement", "most"], "--min-agreement most is not a fraction; write"),
         (
             ["--max-divergence", "1", "--budget", "70%"],
             "--budget and a goal (divergence at most 1) both decide the size",

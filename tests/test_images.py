@@ -93,7 +93,7 @@ def test_folders_without_images(tmp_path):
         find_images(tmp_path, "test")
     (tmp_path / "readme.txt").touch()
     (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match="holds 2 entries, none an image"):
+    with pytest.raises(DataError, match="holds 2 entries, no image"):
         find_images(tmp_path, "test")
     with pytest.raises(DataError, match="readme.txt is a file; unpack it"):
         find_images(tmp_path / "readme.txt", "test")
@@ -102,7 +102,7 @@ def test_folders_without_images(tmp_path):
 def test_images_beside_class_folders_are_refused(tmp_path):
     picture(tmp_path / "stray.png")
     picture(tmp_path / "cat" / "x.png")
-    with pytest.raises(DataError, match="holds 1 images beside class folders"):
+    with pytest.raises(DataError, match="holds 1 images next to class folders"):
         find_images(tmp_path, "test")
 
 
@@ -170,7 +170,7 @@ def test_damaged_image_is_named(tmp_path):
 
 def test_network_with_other_channels_cannot_take_images(tmp_path):
     picture(tmp_path / "x.png")
-    with pytest.raises(DataError, match="net takes 5 channels; images have 1 or 3"):
+    with pytest.raises(DataError, match="net takes 5 channels, but images have 1 or 3"):
         decode(tmp_path / "x.png", takes(5))
 
 

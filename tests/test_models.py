@@ -121,19 +121,19 @@ def test_networks_of_the_package_may_ship_weights(tmp_path, monkeypatch):
     monkeypatch.setitem(models._SHIPPED, "ompq:demo", tmp_path / "w.safetensors")
     model = load_model("ompq:demo")
     assert torch.equal(model.module.linear.weight, source.linear.weight)
-    assert model.weights == "of the package"
+    assert model.weights == "included in ompq"
 
 
 def test_failing_download_is_one_line_that_says_what_to_do(monkeypatch):
     monkeypatch.setattr("torchvision.models._api.load_state_dict_from_url", offline)
     with pytest.raises(ModelError, match="Pass --weights FILE or --weights none$") as e:
         load_model("torchvision:squeezenet1_1")
-    assert "torchvision's own weights of torchvision:squeezenet1_1" in str(e.value)
+    assert "torchvision's own weights for torchvision:squeezenet1_1" in str(e.value)
     assert "no network in tests" in str(e.value)
     assert "\n" not in str(e.value)
     monkeypatch.setattr("ompq.models.weights._resolves", lambda _: True)
     monkeypatch.setattr("timm.models._builder.load_state_dict_from_hf", offline)
-    with pytest.raises(ModelError, match="timm's own weights of timm:test_resnet"):
+    with pytest.raises(ModelError, match="timm's own weights for timm:test_resnet"):
         load_model("timm:test_resnet")
 
 
@@ -191,7 +191,7 @@ def test_timm_network_without_pretrained_weights_says_so():
     without = next(
         n for n in timm.list_models() if not timm.models.is_model_pretrained(n)
     )
-    with pytest.raises(ModelError, match="timm has no pretrained weights of timm:"):
+    with pytest.raises(ModelError, match="timm has no pretrained weights for timm:"):
         load_model(f"timm:{without}")
 
 

@@ -137,7 +137,7 @@ def test_missing_scikit_learn_says_what_to_install(monkeypatch):
 def test_name_gives_the_trained_network_and_digits_fit_it():
     model = load_model("ompq:demo")
     assert model.input_shape == (1, 8, 8)
-    assert model.weights == "of the package"
+    assert model.weights == "included in ompq"
     expected = demo_network().state_dict()
     for key, value in model.module.state_dict().items():
         assert torch.equal(value, expected[key])

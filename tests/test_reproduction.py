@@ -124,13 +124,13 @@ def test_a_row_is_run_once(words, tmp_path, monkeypatch):
 
 
 def test_a_row_that_cannot_be_tells_why(tmp_path):
-    (tmp_path / "net.py").write_text(NETWORK)  # whose norms remember nothing
+    (tmp_path / "net.py").write_text(NETWORK)  # whose norms were never trained
     words = ("--network", f"{tmp_path / 'net.py'}:make", "--data", "random", "--quick")
     folder = tmp_path / "out"
     rows = quick("table-ptq-resnet18", words, folder, "--rows", "zeroq")["rows"]
-    assert "batch norms of Net remember nothing" in rows["zeroq"]["skipped"]
+    assert "batch norms of Net hold only initial values" in rows["zeroq"]["skipped"]
     assert not list((folder / "table-ptq-resnet18").glob("*.json"))
-    assert "remember nothing" in (folder / "table-ptq-resnet18.md").read_text()
+    assert "hold only initial values" in (folder / "table-ptq-resnet18.md").read_text()
 
 
 def test_the_list_names_every_table_figure_and_row():
@@ -167,7 +167,7 @@ def test_rows_name_what_there_is():
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ((), "name a table or figure"),
+        ((), "give a table or figure"),
         (("table-ptq-resnet81",), "did you mean table-ptq-resnet18"),
         (("table-ptq-resnet18",), "--data is missing"),
         (

@@ -615,7 +615,7 @@ def test_files_that_cannot_be_run_say_why(tmp_path, text, message):
         (b"command: [", "is not YAML"),
         (b"command: \xff", "is not YAML"),
         (b"a: !!python/object/apply:os.getcwd []", "is not YAML"),
-        (b"", "must hold options by name, as command: quantize"),
+        (b"", "must hold options by name, like command: quantize"),
         (b"command: walk", "for example command: quantize; there is no walk"),
         (b"command: scores\nbudgets: 3", "no such option: --budgets"),
     ],

@@ -88,7 +88,7 @@ def test_what_was_trained_can_be_evaluated_by_both_engines(net, finished):
 def test_integers_need_a_packed_network(net):
     result = run("evaluate", *net, "--engine", "integer")
     assert result.exit_code == 2
-    assert "--engine integer computes packed networks; give one" in result.output
+    assert "--engine integer runs packed networks; give one" in result.output
 
 
 def test_a_stopped_run_says_how_to_continue_and_does(net, tmp_path, monkeypatch):
@@ -149,7 +149,7 @@ def test_training_goes_on_from_a_packed_network(net, finished, tmp_path):
         ("keep=all", "keep='all' must be one of best, last"),
         ("distill=much", "distill='much' must be a number"),
         ("seed=3", "the seed is --seed"),
-        ("weights=lq-nets", "weights=lq-nets, widths=planned leave no network"),
+        ("weights=lq-nets", "weights=lq-nets, widths=planned give a network"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(net, tmp_path, setting, words):
@@ -376,7 +376,7 @@ def contents(folder):
         ("--data PLACE/beyond", "class folder 11 is beyond "),
         ("--data PLACE/broken", "0003/003.png cannot be read as an image"),
         ("--data PLACE/own.py:nan", "samples hold NaN or infinity"),
-        ("--data PLACE/own.py:beyond", "targets go from 0 to 39, but "),
+        ("--data PLACE/own.py:beyond", "targets range from 0 to 39, but "),
         ("--data PLACE/own.py:unlabelled", "the inputs have no labels; return"),
         ("--data PLACE/own.py:grey", "net.py:make does not take an input of shape"),
         ("--data PLACE/own.py:none", "has no function none"),
@@ -444,7 +444,7 @@ def test_budgets_that_cannot_be_are_refused(place, tmp_path, budget, told):
     ("words", "told"),
     [
         ("", "holds a finished run; add --overwrite to replace it"),
-        ("--resume --learning-rate 0.5", "belongs to another run (other network, dat"),
+        ("--resume --learning-rate 0.5", "belongs to another run (another network, "),
         ("--resume --budget 6bits", "was started with the budget 5bits, not 6bits"),
         ("PLACE/wider.py:make --resume", "was made for another network"),
         (
@@ -478,7 +478,7 @@ def test_broken_files_of_a_run_are_named(place, tmp_path, name, told):
 
 def test_an_output_that_is_no_folder_is_refused(place):
     told = refused(place, place / "file", "")
-    assert "is a file; name a folder" in told
+    assert "is a file; give a folder" in told
     told = refused(place, place / "file" / "below", "")
     assert "is not a writable folder" in told
 

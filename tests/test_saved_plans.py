@@ -146,7 +146,7 @@ def test_figures_need_a_folder(plan_file, tmp_path):
     (tmp_path / "a.txt").write_text("")
     result = run("report", plan_file, "--figures", tmp_path / "a.txt")
     assert result.exit_code == 2
-    expected = f"error: --figures {tmp_path / 'a.txt'} is a file; name a folder\n"
+    expected = f"error: --figures {tmp_path / 'a.txt'} is a file; give a folder\n"
     assert result.stderr == expected
     below = run("report", plan_file, "--figures", tmp_path / "a.txt" / "b")
     assert "a.txt is not a writable folder" in below.stderr
@@ -254,7 +254,7 @@ def test_the_page_has_the_others_to_compare_with(plans, tmp_path):
     [
         (("a.json",), "compare needs two or more plans; one was given"),
         (("a.json", "other.json"), "the plan was made for another network"),
-        (("a.json", "."), "has no plan.json; name a folder of ompq quantize"),
+        (("a.json", "."), "has no plan.json; give a folder of ompq quantize"),
         (("a.json", "missing.json"), "missing.json"),
     ],
 )

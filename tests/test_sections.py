@@ -38,13 +38,13 @@ def test_what_is_no_section_is_named(entry, words):
 
 
 def test_numbers_that_cannot_be_are_refused():
-    with pytest.raises(ValueError, match="float: top1=80.0 .* must be fractions"):
+    with pytest.raises(ValueError, match="float: top1=80.0 .* must be ascending"):
         Accuracy("float", 80.0, 75.0, 84.0, 10)
     with pytest.raises(ValueError, match="b1: errors nan and 1.0 must be finite"):
         BlockError("b1", math.nan, 1.0)
     with pytest.raises(ValueError, match="w: 2 counts and 2 edges; .* one edge more"):
         Histogram("w", (0.0, 1.0), (1, 2))
-    with pytest.raises(ValueError, match="w: the edges must rise"):
+    with pytest.raises(ValueError, match="w: the edges must be ascending"):
         Histogram("w", (0.0, 1.0, 1.0), (1, 2))
 
 

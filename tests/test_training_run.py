@@ -139,7 +139,7 @@ def test_a_finished_run_is_not_run_again(toys, tmp_path):
 def test_checkpoints_of_other_runs_and_files_are_refused(toys, tmp_path):
     _, network, data = toys
     ompq.train(network, data, QUICK, checkpoint=tmp_path)
-    with pytest.raises(CheckpointError, match=r"belongs to another run \(other netw"):
+    with pytest.raises(CheckpointError, match=r"belongs to another run \(another netw"):
         ompq.train(network, data, replace(QUICK, seed=1), checkpoint=tmp_path)
     (tmp_path / "last.safetensors").write_bytes(b"nothing")
     with pytest.raises(CheckpointError, match=r"last.safetensors is not a checkpoint"):

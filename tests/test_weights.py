@@ -137,7 +137,7 @@ def test_names_of_other_libraries_are_mapped(tmp_path, build, names, caplog):
     path = saved(tmp_path / "w.pth", renamed(source, names))
     load_weights(target, path, "net")
     assert same(source, target)
-    assert ("these weights are those of resnet50b" in caplog.text) == (
+    assert ("with a b, such as resnet50b" in caplog.text) == (
         build is torchvision.models.resnet50
     )
 
@@ -317,7 +317,7 @@ def test_without_the_hub_client_downloads_are_guarded_all_the_same(monkeypatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with downloading("torchvision", "net"):
         pass
-    words = r"torchvision's own weights of net cannot be downloaded \(OSError: x\)"
+    words = r"torchvision's own weights for net cannot be downloaded \(OSError: x\)"
     with (
         pytest.raises(ModelError, match=f"{words}. Pass --weights FILE or"),
         downloading("torchvision", "net"),

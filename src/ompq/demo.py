@@ -25,16 +25,16 @@ from ompq.samples import evaluating
 from ompq.stages import ONNX, PACKED, PLAN, REPORT, RESULT, Bar, Stages, silent
 from ompq.workflow import Outcome, Workflow, whole_folder, write_result
 
-# Name of a test → its images (N, C, H, W) and targets (N,), in batches.
+# Test set → batches of images (N, C, H, W) and targets (N,).
 Tests: TypeAlias = Mapping[str, list[tuple[Tensor, Tensor]]]
 Measured: TypeAlias = Mapping[str, Evaluation]
 
 NETWORK, MIXED, CODED = "ompq:demo", "mixed", "coded"
-DIGITS, NOISY = "digits", "noisy"  # the two tests
-NOISE = 0.2  # standard deviation; pixels are from 0 to 1
+DIGITS, NOISY = "digits", "noisy"  # the two test sets
+NOISE = 0.2  # standard deviation; pixels range from 0 to 1
 COPIES = 4  # noisy copies of each digit
-# Parts of a network's size at which coded weights are tried, the smallest first.
-_CODED_PARTS = (0.75, 0.85)
+# Sizes at which coded weights are tried, as fractions of the size to beat.
+_CODED_FRACTIONS = (0.75, 0.85)
 _BATCH = 150
 
 logger = logging.getLogger(__name__)
@@ -42,13 +42,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class DemoConfig:
-    """What is demonstrated.
+    """Settings of the demonstration.
 
     Attributes:
-        budget: The limit; the default is two and a half bits per weight.
-        samples: How many unlabelled digits calibrate.
-        iterations: Learning steps per block.
-        seed: Seed of the order of samples, and of the noise.
+        budget: The default is about two and a half bits per weight.
+        samples: Number of unlabelled digits used for calibration.
+        iterations: Reconstruction steps per block.
+        seed: Seed for the order of samples and for the noise.
     """
 
     budget: Budget | str = "37KiB"
@@ -63,10 +63,10 @@ class Contender:
 
     name: str  # "mixed", or for example "uniform 2 bits"
     plan: Plan
-    within: bool  # whether it keeps to the budget; a uniform one need not
+    within: bool  # whether it meets the budget; the larger uniform network does not
     network: nn.Module  # quantized, reconstructed and finalized
-    rounded: Measured  # with weights rounded to nearest, by test
-    final: Measured  # after reconstruction, by test
+    rounded: Measured  # with weights rounded to nearest, on each test set
+    final: Measured  # after reconstruction, on each test set
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data for JSON."""
@@ -83,20 +83,20 @@ class Contender:
 def coded_rival(
     work: Workflow, other: Contender, tests: Tests, config: ReconstructConfig
 ) -> Contender | None:
-    """Return a smaller network with coded weights that keeps as many answers.
+    """Return a smaller network with coded weights that agrees with float as often.
 
-    The first of a few sizes that does; None if none does.
+    A few sizes are tried, the smallest first. None if no size is good enough.
     """
     size = other.plan.totals["bytes"]
     plan = work.plan(f"{size}B", PlanConfig(storage="coded"))
-    for part in _CODED_PARTS:
+    for fraction in _CODED_FRACTIONS:
         try:
-            smaller = plan.with_budget(f"{part * size:.0f}B")
+            smaller = plan.with_budget(f"{fraction * size:.0f}B")
         except InfeasibleBudgetError:
             continue
-        found = contender(work, CODED, smaller, tests, config)
-        if agreement(found.final) >= agreement(other.final):
-            return found
+        coded = contender(work, CODED, smaller, tests, config)
+        if agreement(coded.final) >= agreement(other.final):
+            return coded
     return None
 
 
@@ -106,8 +106,8 @@ def contender(
     """Quantize, reconstruct and measure a network."""
     rounded = work.quantize(plan)
     learned = work.reconstruct(rounded, config)
-    # What is measured is what its files compute.
-    nearest, final = (work.finalize(made)[0] for made in (rounded, learned))
+    # Finalized networks compute exactly what their files compute.
+    nearest, final = (work.finalize(one)[0] for one in (rounded, learned))
     return Contender(
         name=name,
         plan=plan,
@@ -119,12 +119,12 @@ def contender(
 
 
 def measured(work: Workflow, network: nn.Module, tests: Tests) -> Measured:
-    """Return how a network does, beside the float one."""
+    """Evaluate a network on each test set, with the float network as reference."""
     return {name: work.evaluate(network, batches) for name, batches in tests.items()}
 
 
 def line_up(plan: Plan) -> dict[str, Plan]:
-    """Return the contenders' bits by name: a uniform one, the plan, a larger uniform.
+    """Return the contenders' plans: the given one, and two uniform ones around it.
 
     Example:
         At 2.5 bits per weight: ``uniform 2 bits``, ``mixed``, ``uniform 3 bits``.
@@ -136,12 +136,12 @@ def line_up(plan: Plan) -> dict[str, Plan]:
         )
         for choice in plan.choices
     }
-    # Choices rise, so the last within the budget is the best, and the next the first
-    # that is too large. The smallest choice for all is within any budget that is met.
+    # Choices ascend: the last that meets the budget is the best, and the next is the
+    # first that is too large. At least one meets it, because the plan does.
     within = [name for name, one in uniform.items() if one.meets_budget()]
     larger = [name for name in uniform if name not in within]
-    found = {within[-1]: uniform[within[-1]], MIXED: plan}
-    return found | {name: uniform[name] for name in larger[:1]}
+    plans = {within[-1]: uniform[within[-1]], MIXED: plan}
+    return plans | {name: uniform[name] for name in larger[:1]}
 
 
 @dataclass(frozen=True)
@@ -149,34 +149,34 @@ class Demo:
     """The results of a demonstration."""
 
     config: DemoConfig
-    outcome: Outcome  # the planned network
-    reference: Measured  # how the float network does, by test
+    outcome: Outcome  # of the mixed network
+    reference: Measured  # the float network on each test set
     contenders: tuple[Contender, ...]  # from small to large
-    account: Account  # what the packed file takes
-    same_logits: bool  # whether the packed file, read back, gives the same logits
+    account: Account  # the packed file's size, itemised
+    same_logits: bool  # whether the packed file, loaded again, gives the same logits
     exported: ExportResult | None  # the verified ONNX file
-    no_export: str = ""  # why there is none
-    # With coded weights, and smaller than the last, that keeps as many answers.
+    no_export: str = ""  # why there is no ONNX file
+    # Smaller than the last contender, with coded weights, and no less accurate.
     coded: Contender | None = None
 
     @property
     def plan(self) -> Plan:
-        """The planned bits."""
+        """The plan for the budget."""
         return self.outcome.plan
 
     @property
     def mixed(self) -> Contender:
-        """The planned network among the others."""
+        """The contender that follows the plan."""
         return next(one for one in self.contenders if one.name == MIXED)
 
     @property
     def uniform(self) -> Contender:
-        """The best within the budget of those whose layers all have the same bits."""
+        """The largest uniform contender that meets the budget."""
         return self.contenders[0]
 
     @property
     def coded_text(self) -> str:
-        """What coded weights save, or that they save nothing here."""
+        """A phrase on what coded weights save, if anything."""
         other = self.contenders[-1]
         size, kept = other.plan.totals["bytes"], agreement(other.final)
         if self.coded is None:
@@ -190,7 +190,7 @@ class Demo:
 
     @property
     def verdict(self) -> str:
-        """The outcome of the comparison in a sentence."""
+        """A sentence on how mixed and uniform bits compare."""
         mixed, uniform = self.mixed, self.uniform
         if mixed.plan.allocation == uniform.plan.allocation:
             return f"At {self.budget} every layer gets the same: {uniform.name}."
@@ -223,7 +223,7 @@ class Demo:
 
     @property
     def files(self) -> tuple[str, ...]:
-        """Names of the files that it left, the result last."""
+        """Names of the files written, the result last."""
         return (PLAN, PACKED, *([ONNX] if self.exported else []), REPORT, RESULT)
 
     def to_json(self) -> dict[str, Any]:
@@ -247,7 +247,7 @@ class Demo:
         }
 
     def reported(self) -> "Demo":
-        """Return the demonstration with what its report shows besides the plan."""
+        """Return the demonstration with the sections of its report filled in."""
         outcome = replace(
             self.outcome,
             accuracies=_accuracies(self),
@@ -266,15 +266,14 @@ def run_demo(
     """Plan, quantize, reconstruct, evaluate, pack, export and report.
 
     Args:
-        folder: Where plan, networks, report and result go; they appear at the end.
-        config: Budget, iterations and so on.
+        folder: Where plan, networks, report and result appear at the end.
         bar: Opened around each stage, for progress bars.
-        planned: Called with the plan, and with how the float network does, before the
-            long stages begin.
+        planned: Called with the plan and the float network's results before the long
+            stages begin.
 
     Raises:
         InfeasibleBudgetError: The budget cannot be met.
-        MissingExtraError: scikit-learn, which has the digits, is not installed.
+        MissingExtraError: scikit-learn, which provides the digits, is not installed.
     """
     folder = Path(folder)
     model, data = demo_network(), demo_data()
@@ -300,7 +299,7 @@ def run_demo(
             title = f"Handwritten digits in {demo.budget}"
             demo.outcome.write_report(unfinished / REPORT, title, progress)
         write_result(unfinished / RESULT, demo.to_json())
-    # Where its files are in the end.
+    # The files have been moved to their final place.
     exported = demo.exported and replace(demo.exported, path=folder / ONNX)
     account = replace(demo.account, path=folder / PACKED)
     return replace(demo, account=account, exported=exported)
@@ -313,7 +312,7 @@ def _packed(
     contenders: tuple[Contender, ...],
     reference: Measured,
 ) -> Demo:
-    """Write the planned network's files, read them back, and compare."""
+    """Write the mixed network's files and compare them with the network."""
     mixed = next(one for one in contenders if one.name == MIXED)
     images = demo_data().test_images
     with work.stages.stage("packing"):
@@ -323,17 +322,21 @@ def _packed(
             same = torch.equal(mixed.network(images), unpacked(images))
     with work.stages.stage("exporting to ONNX"):
         exported, why = _exported(mixed.network, folder / ONNX, images)
-    asked = {"network": NETWORK, **asdict(config), "budget": str(config.budget)}
-    about = {**asked, "threads": torch.get_num_threads()}
+    about = {
+        "network": NETWORK,
+        **asdict(config),
+        "budget": str(config.budget),
+        "threads": torch.get_num_threads(),
+    }
     outcome = work.outcome_of(mixed.network, mixed.plan, mixed.final[DIGITS], about)
     account = inspect_file(folder / PACKED)
     return Demo(config, outcome, reference, contenders, account, same, exported, why)
 
 
 def _tests(data: DemoData, model: nn.Module, seed: int) -> Tests:
-    """Return digits that the network has never seen, and noisy copies of them.
+    """Return the held-out digits and noisy copies of them, in batches.
 
-    The targets of the noisy ones are the float network's answers.
+    The targets of the noisy digits are the float network's answers.
     """
     generator = torch.Generator().manual_seed(seed)
     images, targets = data.test_images, data.test_targets
@@ -357,27 +360,27 @@ def _exported(
 ) -> tuple[ExportResult | None, str]:
     try:
         return export_onnx(network, path, images, network=NETWORK), ""
-    except OmpqError as error:  # the other files are useful without it
+    except OmpqError as error:  # the other files are useful without this one
         logger.warning("no ONNX file: %s", error)
         return None, str(error)
 
 
-def _plain(found: Measured) -> dict[str, Any]:
-    return {name: one.to_json() for name, one in found.items()}
+def _plain(results: Measured) -> dict[str, Any]:
+    return {name: one.to_json() for name, one in results.items()}
 
 
-def agreement(found: Measured) -> float:
-    """Return the share of noisy digits that are read as the float network does."""
-    share = found[NOISY].agreement
-    assert share is not None  # it was measured beside the float network
-    return share
+def agreement(results: Measured) -> float:
+    """Return the fraction of noisy digits answered as the float network does."""
+    fraction = results[NOISY].agreement
+    assert fraction is not None  # evaluated with the float network as reference
+    return fraction
 
 
 def advantage(one: Measured, other: Measured) -> tuple[float, float]:
-    """Return the 95 % interval of how many more answers of float one network gives.
+    """Return the 95 % interval of the difference between two networks' agreement.
 
-    It is a share of the noisy digits. Copies of one digit are not independent, so
-    digits are what is counted.
+    Copies of a digit are not independent, so they are averaged before the standard
+    error is computed.
     """
     mine, theirs = (
         each[NOISY].correctness().reshape(COPIES, -1).mean(0) for each in (one, other)
@@ -388,38 +391,35 @@ def advantage(one: Measured, other: Measured) -> tuple[float, float]:
 
 
 def _accuracies(demo: Demo) -> list[Section]:
-    """Return how many digits each network reads, and how many as float does."""
-    right = [_read("float", demo.reference, demo.float_bytes)]
-    kept = []
+    """Return each network's accuracy on the digits and agreement on the noisy ones."""
+    note, size = "correct digits", demo.float_bytes
+    accuracies = [Accuracy.of("float", demo.reference[DIGITS], size, note)]
+    agreements = []
     for one in demo.contenders:
-        # What stands before the comma is one line of the figure: all uniform widths.
+        # The chart draws one line per text before the comma: one for all uniform plans.
         name = one.name.replace("uniform ", "uniform, ")
         size = one.plan.totals["bytes"]
-        right.append(_read(name, one.final, size, within=one.within))
-        share, count = agreement(one.final), one.final[NOISY].count
-        # Copies of one digit are not independent: the interval is that of the digits.
+        note = "correct digits" if one.within else "too large for the budget"
+        accuracies.append(Accuracy.of(name, one.final[DIGITS], size, note))
+        same, count = agreement(one.final), one.final[NOISY].count
+        # Copies of a digit are not independent: the interval counts each digit once.
         digits = count // COPIES
-        interval = wilson_interval(round(share * digits), digits)
+        interval = wilson_interval(round(same * digits), digits)
         name, note = f"noisy: {name}", "same answer as float"
-        kept.append(Accuracy(name, share, *interval, count, size, note, answers=True))
-    return [*right, *kept]
-
-
-def _read(name: str, tests: Measured, size: float, *, within: bool = True) -> Accuracy:
-    found, note = tests[DIGITS], "correct digits"
-    note = note if within else "too large for the budget"
-    return Accuracy.of(name, found, size, note)
+        noisy = Accuracy(name, same, *interval, count, size, note, answers=True)
+        agreements.append(noisy)
+    return [*accuracies, *agreements]
 
 
 def _agreements(demo: Demo) -> list[Section]:
     count = demo.reference[DIGITS].count
-    packed = f"{in_bytes(demo.account.file_bytes)}, read back"
+    packed = f"{in_bytes(demo.account.file_bytes)}, loaded again"
     same = "the same logits" if demo.same_logits else "OTHER logits: please report this"
-    found: list[Section] = [
+    agreements: list[Section] = [
         Agreement(PACKED, float(demo.same_logits), count, note=f"{packed}: {same}")
     ]
     if demo.exported is None or demo.exported.engine is None:
-        return found
+        return agreements
     size, runtime = in_bytes(demo.exported.bytes), demo.exported.runtime
     for against, one in (
         ("the quantized network", demo.exported.simulated),
@@ -428,8 +428,8 @@ def _agreements(demo: Demo) -> list[Section]:
         equal = one.codes_equal if one.codes else None
         furthest = one.codes_furthest if one.codes else None
         note = f"{size}, {runtime} against {against}"
-        found.append(Agreement(ONNX, one.top1, one.images, equal, furthest, note))
-    return found
+        agreements.append(Agreement(ONNX, one.top1, one.images, equal, furthest, note))
+    return agreements
 
 
 def _remarks(demo: Demo) -> list[Section]:
@@ -439,13 +439,13 @@ def _remarks(demo: Demo) -> list[Section]:
         Remark(
             "noisy digits",
             f"{COPIES} copies of each test digit with noise of standard deviation "
-            f"{NOISE}. The digits themselves are so easy that hardly any network errs; "
+            f"{NOISE}. The clean digits are so easy that hardly any network errs; "
             "noise shows how closely a small network follows the float one. "
             f"Rounded to nearest: {', '.join(rounded)}.",
         ),
         Remark(
             "packed file",
-            f"{account.file_bytes:,} bytes on disk, names and all; the plan allows "
+            f"{account.file_bytes:,} bytes on disk, headers included; the plan allows "
             f"{account.planned_bytes:,}.",
         ),
     ]

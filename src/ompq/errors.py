@@ -1,24 +1,24 @@
-"""The exception tree: what a caller may want to handle.
+"""The errors that a caller may want to handle.
 
 OmpqError
-├── SampleError             samples that cannot be used: empty, not finite, too few
-├── TraceError              a network that cannot be observed
+├── SampleError             samples that are empty, not finite or too few
+├── TraceError              a network whose forward pass cannot be traced
 ├── PatternError            a pattern that matches no unit
 ├── ScoreError              a score that is not a finite table of units × choices
-├── BudgetError             a budget that cannot be read
-├── InfeasibleBudgetError   a budget no allocation meets; says what is reachable
-├── GoalError               a goal that no network keeps to, or that is not measured
-├── TargetError             a target profile that is broken, or leaves no choice
-├── PlanError               a plan file that is broken or of another network
-├── DeviceMemoryError       weights that take more than a device may hold
+├── BudgetError             a budget that cannot be parsed
+├── InfeasibleBudgetError   a budget that no allocation meets; says what is reachable
+├── GoalError               a goal that no network meets or that cannot be measured
+├── TargetError             a target profile that is invalid or leaves no choice
+├── PlanError               a plan file that is invalid or for another network
+├── DeviceMemoryError       weights that need more memory than the device has
 ├── ModelError              a network or weights that cannot be loaded
 ├── DataError               images or batches that cannot be read
 ├── QuantizationError       a network that cannot be quantized as planned
-├── TrainingError           a training that cannot go on: its loss is not finite
+├── TrainingError           training that cannot continue, e.g. after a NaN loss
 ├── CheckpointError         a checkpoint that cannot be resumed
 ├── ProcessError            work that failed in another process
-├── FileError               a file that cannot be written: the disk is full, say
-├── PackedFileError         a packed file that is broken or of another network
+├── FileError               a file that cannot be written, e.g. on a full disk
+├── PackedFileError         a packed file that is invalid or for another network
 ├── ExportError             a file that would not compute what the network does
 └── MissingExtraError       an optional dependency that is not installed
 
@@ -30,7 +30,7 @@ from collections.abc import Iterable, Sequence
 
 
 class OmpqError(Exception):
-    """Base of every error a caller may want to handle."""
+    """Base class of all errors that ompq raises on purpose."""
 
 
 class SampleError(OmpqError):
@@ -38,7 +38,7 @@ class SampleError(OmpqError):
 
 
 class TraceError(OmpqError):
-    """The network cannot be observed."""
+    """The network's forward pass cannot be traced."""
 
 
 class PatternError(OmpqError):
@@ -50,7 +50,7 @@ class ScoreError(OmpqError):
 
 
 class BudgetError(OmpqError):
-    """A budget cannot be read."""
+    """A budget cannot be parsed."""
 
 
 class InfeasibleBudgetError(OmpqError):
@@ -58,9 +58,9 @@ class InfeasibleBudgetError(OmpqError):
 
     Attributes:
         cost: The cost that cannot be met, for example ``"bytes"``.
-        limit: What the budget allows.
-        smallest: The least that any allocation costs.
-        largest: The most that any allocation costs.
+        limit: The limit that the budget sets.
+        smallest: Cost of the cheapest allocation.
+        largest: Cost of the most expensive allocation.
         units: Names of the units that stand in the way, most expensive first.
     """
 
@@ -83,11 +83,11 @@ class InfeasibleBudgetError(OmpqError):
 
 
 class GoalError(OmpqError):
-    """No network keeps to a goal, or it cannot be measured."""
+    """No network meets a goal, or the goal cannot be measured."""
 
 
 class TargetError(OmpqError):
-    """A target profile is broken, or leaves a unit no choice."""
+    """A target profile is invalid or leaves a unit without a choice."""
 
 
 class PlanError(OmpqError):
@@ -107,7 +107,7 @@ class QuantizationError(OmpqError):
 
 
 class TrainingError(OmpqError):
-    """A training cannot go on."""
+    """Training cannot continue."""
 
 
 class CheckpointError(OmpqError):
@@ -115,7 +115,7 @@ class CheckpointError(OmpqError):
 
 
 class ProcessError(OmpqError):
-    """A share of the work failed in another process."""
+    """Work failed in another process."""
 
 
 class FileError(OmpqError):
@@ -131,7 +131,7 @@ class ExportError(OmpqError):
 
 
 class DeviceMemoryError(OmpqError):
-    """Weights that are needed at once take more than a device may hold."""
+    """Weights that are needed at once exceed the device's memory."""
 
 
 class MissingExtraError(OmpqError):
@@ -152,10 +152,9 @@ def shortened(names: Sequence[str], limit: int = 5) -> str:
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
-    """Return " (did you mean ...?)" with up to three similar names, or nothing.
+    """Return " (did you mean ...?)" with up to three similar names, or "".
 
-    What stands before a colon, the library of ``library:network``, is not compared, and
-    neither is case.
+    Case is ignored, and so is the library in ``library:network``.
     """
     full = {one.rpartition(":")[2].lower(): one for one in known}
     close = difflib.get_close_matches(name.rpartition(":")[2].lower(), full, n=3)
@@ -170,7 +169,9 @@ def check_counts(**counts: int) -> None:
 
 
 def check_known(name: str, value: object, known: Iterable[str], more: str = "") -> None:
-    """Raise a ValueError unless the value is one of the names; ``more`` is used too.
+    """Raise a ValueError unless a value is one of the known names.
+
+    ``more`` is listed in the message after the names, if it is given.
 
     Example:
         >>> check_known("loss", "square", ("squared", "fisher"))
@@ -181,6 +182,6 @@ fisher
     names = list(known)
     if value not in names:
         *others, last = (*names, more) if more else names
-        meant = suggestion(str(value), names)
-        used = f"{', '.join(others)} or {last}" if others else last
-        raise ValueError(f"{name}={value!r} is unknown{meant}; use {used}")
+        similar = suggestion(str(value), names)
+        usable = f"{', '.join(others)} or {last}" if others else last
+        raise ValueError(f"{name}={value!r} is unknown{similar}; use {usable}")

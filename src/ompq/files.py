@@ -1,7 +1,7 @@
 """Files: text, JSON, tensors, checkpoints, and functions in the user's Python files.
 
-A file is written completely or not at all. Nothing here imports torch before a tensor
-is read or written.
+A file is written completely or not at all. torch is imported only when a tensor is
+read or written, so that commands which only read JSON start quickly.
 """
 
 import errno
@@ -24,20 +24,20 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast, get_args, get_origin
 from ompq.errors import CheckpointError, FileError, OmpqError, shortened, suggestion
 from ompq.processes import is_main, wait_for_all
 
-if TYPE_CHECKING:  # commands that only read JSON need not wait for torch
+if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-_METADATA = "ompq"  # the entry of a safetensors file's metadata that holds our header
+_METADATA = "ompq"  # the metadata entry of a safetensors file that holds our header
 _DIGEST = "sha256"
-_MOST_DIGITS = 19  # of an integer in JSON: what 64 bits hold
+_MAX_DIGITS = 19  # a signed 64-bit integer has no more
 _Record = TypeVar("_Record")  # a dataclass
-# What reading a safetensors file with flipped bits makes the library raise.
+# What safetensors may raise when it reads a file with flipped bits.
 _DAMAGE = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError)
 
 
 def library_version() -> str:
-    """Return the installed version, or ``source`` where nothing was installed."""
+    """Return the installed version of ompq, or ``source`` if it is not installed."""
     try:
         return metadata.version("ompq")
     except metadata.PackageNotFoundError:
@@ -48,11 +48,11 @@ def library_version() -> str:
 def replacing(path: str | Path) -> Iterator[Path]:
     """Yield a temporary path that is moved to ``path`` if the block succeeds.
 
-    Of several processes only the first one writes; the others wait for it.
+    In a distributed run only the main process writes; the others wait for it.
 
     Raises:
-        FileError: The file cannot be written. Nothing is left of it, and what was
-            there before is untouched.
+        FileError: The file cannot be written. No partial file is left behind, and an
+            existing file is untouched.
     """
     target, temporary = Path(path), None
     if not is_main():
@@ -63,7 +63,7 @@ def replacing(path: str | Path) -> Iterator[Path]:
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with suppress(FileNotFoundError):
-            target.lstat()  # a name that is too long fails before the work is done
+            target.lstat()  # a name that is too long fails now, not after the work
         suffix = target.suffix if len(target.suffix) < 20 else ""
         handle, name = tempfile.mkstemp(
             dir=target.parent, prefix=f".{target.name[:32]}.", suffix=suffix
@@ -73,14 +73,14 @@ def replacing(path: str | Path) -> Iterator[Path]:
         yield temporary
         umask = os.umask(0)
         os.umask(umask)
-        temporary.chmod(0o666 & ~umask)  # mkstemp's 0600 is for secrets
+        temporary.chmod(0o666 & ~umask)  # mkstemp creates files as 0600
         temporary.replace(target)
         wait_for_all()
     except Exception as error:
-        reason = _why_not_written(error, target)
-        if reason is None:
+        why = _why_not_written(error, target)
+        if why is None:
             raise
-        raise FileError(f"{path} cannot be written: {reason}") from error
+        raise FileError(f"{path} cannot be written: {why}") from error
     finally:
         if temporary is not None:
             temporary.unlink(missing_ok=True)
@@ -91,14 +91,14 @@ LOCK = ".ompq.lock"
 
 @contextmanager
 def locked_folder(folder: Path) -> Iterator[None]:
-    """Keep other processes out of a folder; the system unlocks it if this one dies.
+    """Lock a folder against other runs; the lock is released even if we are killed.
 
-    Of several processes that share the work, only the first one locks it.
+    In a distributed run only the main process locks it.
 
     Raises:
-        FileError: Another process is using it.
+        FileError: Another process is using the folder.
     """
-    if not is_main() or sys.platform == "win32":  # which has no such locks
+    if not is_main() or sys.platform == "win32":  # Windows has no fcntl
         yield
         return
     import fcntl
@@ -125,15 +125,15 @@ def locked_folder(folder: Path) -> Iterator[None]:
 
 def _why_not_written(error: Exception, target: Path) -> str | None:
     """Return why a file cannot be written, or None if something else failed."""
-    # safetensors has errors of its own, which quote the number of the system's.
+    # safetensors raises its own errors, which quote the number of the OS error.
     quoted = re.search(r"\(os error (\d+)\)", str(error))
     number = int(quoted[1]) if quoted else getattr(error, "errno", None)
     if number in (errno.ENOSPC, errno.EDQUOT):
         return "the disk is full. Free some space, or use another path"
     if number is None or not (quoted or isinstance(error, OSError)):
         return None
-    where = Path(getattr(error, "filename", None) or target)
-    ours = where.parent == target.parent or target.is_relative_to(where)
+    failed = Path(getattr(error, "filename", None) or target)
+    ours = failed.parent == target.parent or target.is_relative_to(failed)
     return f"{os.strerror(number)}. Use another path" if ours else None
 
 
@@ -144,7 +144,7 @@ def write_text(path: str | Path, text: str) -> None:
 
 
 def read_json(path: str | Path) -> Any:
-    """Read a JSON file; a ValueError says why not in words that may follow a colon."""
+    """Read a JSON file; the message of a ValueError is meant to follow a colon."""
     try:
         return parse_json(Path(path).read_text(encoding="utf-8-sig"))
     except FileNotFoundError as error:
@@ -158,15 +158,12 @@ def read_json(path: str | Path) -> Any:
 
 
 def parse_json(text: str) -> Any:
-    """Return the data of a JSON text whose numbers are finite and fit 64 bits.
-
-    A ValueError says why not in words that may follow a colon.
-    """
+    """Parse JSON whose numbers are finite and fit 64 bits; see :func:`read_json`."""
     try:
         data = json.loads(
             text, parse_int=_integer, parse_float=_number, parse_constant=_number
         )
-        if "\\ud" in text.lower():  # half a character, which no file can hold
+        if "\\ud" in text.lower():  # a lone surrogate cannot be encoded
             json.dumps(data, ensure_ascii=False).encode()
     except json.JSONDecodeError as error:
         where = f"line {error.lineno}, column {error.colno}"
@@ -179,8 +176,11 @@ def parse_json(text: str) -> Any:
 
 
 def _integer(digits: str) -> int:
-    if len(digits.lstrip("-")) > _MOST_DIGITS:
-        raise ValueError(f"it holds an integer of {len(digits.lstrip('-'))} digits")
+    count = len(digits.lstrip("-"))
+    if count > _MAX_DIGITS:
+        raise ValueError(
+            f"it holds an integer of {count} digits (limit: {_MAX_DIGITS})"
+        )
     return int(digits)
 
 
@@ -191,11 +191,11 @@ def _number(text: str) -> float:
     return value
 
 
-_LARGEST = 2**63 - 1  # of any count in a file
+_LARGEST = 2**63 - 1  # the largest count a file may hold
 
 
 def json_object(value: Any, what: str) -> dict[str, Any]:
-    """Return a JSON object; anything else is a ValueError, as in all that follow."""
+    """Return a JSON object; like its siblings, raise a ValueError for anything else."""
     if not isinstance(value, dict):
         raise ValueError(f"{what} must be an object, not {_brief(value)}")
     return value
@@ -252,16 +252,16 @@ def _brief(value: Any) -> str:
 
 
 def json_flag(value: Any, what: str) -> bool:
-    """Return true or false."""
+    """Return a JSON boolean."""
     if not isinstance(value, bool):
         raise ValueError(f"{what} must be true or false, not {_brief(value)}")
     return value
 
 
 def json_record(kind: type[_Record], value: Any) -> _Record:
-    """Return a dataclass made of a JSON object whose keys and types are checked.
+    """Return a dataclass built from a JSON object after checking keys and types.
 
-    Its fields may be ``str``, ``int`` (from -1), ``float``, ``bool``, other such
+    Fields may be ``str``, ``int`` (at least -1), ``float``, ``bool``, other such
     dataclasses, or tuples of any length of one of these.
     """
     name = kind.__name__
@@ -289,23 +289,23 @@ def _checked(value: Any, what: str, kind: Any) -> Any:
 def write_tensors(
     path: str | Path, header: Mapping[str, Any], tensors: "Mapping[str, Tensor]"
 ) -> None:
-    """Write a safetensors file with a header, and a digest of everything in it.
+    """Write a safetensors file with a header and a digest of header and tensors.
 
     The header's ``format`` is a name and a version: ``ompq-packed/1``. The same header
     and tensors give the same bytes.
     """
     from safetensors.torch import save_file
 
-    kept, used = {}, set()
-    for name, given in tensors.items():
-        tensor = given.detach().cpu().contiguous()
+    stored, used = {}, set()
+    for name, tensor in tensors.items():
+        tensor = tensor.detach().cpu().contiguous()
         memory = tensor.untyped_storage().data_ptr()
-        # The format refuses two names for the same memory.
-        kept[name] = tensor.clone() if memory in used else tensor
+        # safetensors refuses tensors that share memory.
+        stored[name] = tensor.clone() if memory in used else tensor
         used.add(memory)
-    entries = {**header, _DIGEST: tensors_digest(header, kept)}
+    entries = {**header, _DIGEST: tensors_digest(header, stored)}
     with replacing(path) as temporary:
-        save_file(kept, temporary, {_METADATA: _compact(entries)})
+        save_file(stored, temporary, {_METADATA: _compact(entries)})
 
 
 def read_tensors(
@@ -313,8 +313,8 @@ def read_tensors(
 ) -> "tuple[dict[str, Any], dict[str, Tensor]]":
     """Return the header and the tensors of a file that :func:`write_tensors` wrote.
 
-    Its ``format`` must be one of ``kinds``, the newest first. A ValueError says what is
-    wrong in words that may follow a colon.
+    The header's ``format`` must be one of ``kinds``, which are listed newest first. As
+    in :func:`read_json`, the message of a ValueError is meant to follow a colon.
     """
     return _read(path, kinds, "pt")
 
@@ -322,7 +322,7 @@ def read_tensors(
 def read_arrays(
     path: str | Path, *kinds: str
 ) -> "tuple[dict[str, Any], dict[str, NDArray[Any]]]":
-    """Return what :func:`read_tensors` does, as arrays; needs no torch."""
+    """Like :func:`read_tensors`, but return NumPy arrays and do not import torch."""
     return _read(path, kinds, "np")
 
 
@@ -374,7 +374,7 @@ def _compact(data: Any) -> str:
 def tensors_digest(header: Any, tensors: "Mapping[str, Tensor | NDArray[Any]]") -> str:
     """Return a digest of plain data and of contiguous tensors in host memory.
 
-    Arrays have that of the same tensors.
+    NumPy arrays have the same digest as equal tensors.
     """
     digest = hashlib.sha256()
     digest.update(_compact(header).encode())
@@ -397,7 +397,7 @@ def _bytes_of(tensor: "Tensor | NDArray[Any]") -> memoryview:
 
 
 def run_identity(settings: Any, tensors: "Iterable[Tensor]") -> str:
-    """Return a digest of what must be equal for a checkpoint to continue a run."""
+    """Return a digest of everything that must match for a run to be resumed."""
     digest = hashlib.sha256(json.dumps(settings).encode())
     for tensor in tensors:
         digest.update(tensor.detach().cpu().contiguous().numpy().tobytes())
@@ -412,7 +412,7 @@ def write_checkpoint(
     kind: str,
     identity: str,
 ) -> None:
-    """Write a checkpoint, whole or not at all, for runs of one identity."""
+    """Write a checkpoint that only runs of the same identity can resume."""
     header = {"format": f"ompq-{kind}/2", "identity": identity, "text": dict(text)}
     write_tensors(path, header, tensors)
 
@@ -420,7 +420,7 @@ def write_checkpoint(
 def read_checkpoint(
     path: str | Path, *, kind: str, identity: str
 ) -> "tuple[dict[str, Tensor], dict[str, str]]":
-    """Return tensors and text of a checkpoint."""
+    """Return the tensors and the text of a checkpoint."""
     try:
         header, tensors = read_tensors(path, f"ompq-{kind}/2")
     except ValueError as error:
@@ -429,7 +429,7 @@ def read_checkpoint(
         ) from error
     if header["identity"] != identity:
         raise CheckpointError(
-            f"{path} belongs to another run (other network, data or settings); "
+            f"{path} belongs to another run (another network, data or settings); "
             "remove it, or use another path"
         )
     return tensors, header["text"]
@@ -439,15 +439,15 @@ _USER_FUNCTION = re.compile(r"(?P<file>.+\.py):(?P<function>\w+)")
 
 
 def is_user_function(name: str) -> bool:
-    """Return whether the name has the form ``file.py:function``."""
+    """Return whether a name has the form ``file.py:function``."""
     return _USER_FUNCTION.fullmatch(name) is not None
 
 
 def call_user_function(name: str, error_type: type[OmpqError]) -> Any:
-    """Run the user's file and return what ``file.py:function`` in it returns.
+    """Run the user's file, call ``file.py:function`` and return its result.
 
-    The file can import its neighbours, as if Python had been started with it. An error
-    of the given type says that file or function is missing or fails.
+    The file can import modules next to it, as when it is run as a script. An error of
+    the given type is raised if the file or function is missing or fails.
     """
     function = user_function(name, error_type)
     if not isinstance(function, type) and hasattr(function, "forward"):
@@ -481,7 +481,7 @@ def user_function(name: str, error_type: type[OmpqError]) -> Callable[..., Any]:
 
 
 def reason(error: BaseException) -> str:
-    """Return an error's type and first line, for a message of one line."""
+    """Return an error's type and first line, shortened to 120 characters."""
     first = next(iter(str(error).strip().splitlines()), "")
     text = f"{type(error).__name__}: {first}" if first else type(error).__name__
     return text if len(text) <= 120 else f"{text[:117]}..."
@@ -493,7 +493,7 @@ def _importable(folder: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        if str(folder) in sys.path:  # the user's file may have changed the list
+        if str(folder) in sys.path:  # the user's code may have changed sys.path
             sys.path.remove(str(folder))
 
 

@@ -1,4 +1,4 @@
-"""Results: evaluations, and how results look in a notebook."""
+"""Evaluation results, and tables of results for notebooks."""
 
 import base64
 import math
@@ -12,31 +12,33 @@ from numpy.typing import NDArray
 
 from ompq.errors import MissingExtraError
 
-_Z95 = 1.959963984540054  # the normal distribution's 97.5 % point
+_Z95 = 1.959963984540054  # 97.5 % quantile of the normal distribution
+_MAX_ROWS = 100  # of a table in a notebook
 
 
 @dataclass(frozen=True, repr=False)
 class Evaluation:
-    """What a network does on images, labelled or not.
+    """Accuracy of a network, and how it compares with a reference network.
 
-    Accuracy needs logits (N, classes) and class indices (N,); what is not known is
-    None. Where outputs have classes at many places, as in segmentation, agreement and
-    divergence are averaged over these.
+    Accuracy needs logits (N, classes) and class indices (N,). Values that could not be
+    measured are None. For dense outputs, as in segmentation, agreement and divergence
+    are averaged over all positions.
 
     Attributes:
         top1: Fraction of images whose largest logit is the target's.
         top5: Fraction whose target is among the five largest; None below five classes.
         interval: Wilson's 95 % confidence interval of ``top1``.
-        images_per_second: Speed of the network alone, its first batch left out where
-            there are more.
-        agreement: Fraction of images with the reference's top-1.
-        divergence: Mean KL divergence of the softmax, reference from network, in nats.
-        drop: The reference's top-1 less this one.
-        drop_error: Standard error of ``drop``, both being on the same images.
+        images_per_second: Speed of the network alone; the first of several batches is
+            not timed.
+        agreement: Fraction of images with the same top-1 class as the reference.
+        divergence: Mean KL divergence of the network's softmax from the reference's,
+            in nats.
+        drop: The reference's top-1 minus ``top1``.
+        drop_error: Standard error of ``drop``, paired over the images.
         metrics: The user's metrics by name, averaged over the images.
-        reference_metrics: The same of the reference.
-        correct: Which images were right, packed bits; see :meth:`correctness`.
-        fingerprint: Hash of the targets: equal for evaluations on the same images.
+        reference_metrics: The same metrics of the reference.
+        correct: Packed bits, one per image; see :meth:`correctness`.
+        fingerprint: Hash of the targets; equal for evaluations on the same images.
     """
 
     top1: float | None
@@ -54,13 +56,13 @@ class Evaluation:
     fingerprint: str = field(default="", repr=False)
 
     def correctness(self) -> NDArray[np.bool_]:
-        """Return which images were right, (count,)."""
+        """Return which images were classified correctly, (count,)."""
         packed = np.frombuffer(self.correct, dtype=np.uint8)
         return np.unpackbits(packed, count=self.count).astype(bool)
 
     @property
     def drop_interval(self) -> tuple[float, float]:
-        """The drop's 95 % confidence interval, by its paired standard error."""
+        """The drop's 95 % confidence interval, from its paired standard error."""
         if self.drop is None or self.drop_error is None:
             raise ValueError(
                 "the drop is not known: evaluate labelled images with a reference"
@@ -69,14 +71,14 @@ class Evaluation:
         return self.drop - half, self.drop + half
 
     def drop_from(self, other: "Evaluation") -> tuple[float, float]:
-        """Return the other's top-1 less this one, and the paired standard error."""
+        """Return the other's top-1 minus this one, and its paired standard error."""
         if self.top1 is None or other.top1 is None:
             raise ValueError(
                 "there is no top-1 to compare; evaluate on labelled images"
             )
         if (self.count, self.fingerprint) != (other.count, other.fingerprint):
             raise ValueError(
-                f"the evaluations saw different images ({self.count} and "
+                f"the evaluations used different images ({self.count} and "
                 f"{other.count}, or other targets); evaluate both on the same batches"
             )
         return paired(other.correctness(), self.correctness())
@@ -105,9 +107,8 @@ class Evaluation:
 
     def _facts(self) -> dict[str, Any]:
         hidden = ("correct", "fingerprint", "metrics", "reference_metrics")
-        return {k: v for k, v in vars(self).items() if k not in hidden} | dict(
-            self.metrics
-        )
+        shown = {k: v for k, v in vars(self).items() if k not in hidden}
+        return {**shown, **self.metrics}
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data for JSON."""
@@ -118,14 +119,13 @@ class Evaluation:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "Evaluation":
         """Rebuild an evaluation from :meth:`to_json`."""
-        found = data["interval"]
-        interval = None if found is None else (found[0], found[1])
+        interval = None if data["interval"] is None else tuple(data["interval"])
         packed = base64.b64decode(data["correct"])
         return cls(**{**data, "interval": interval, "correct": packed})
 
 
 def wilson_interval(right: int, count: int) -> tuple[float, float]:
-    """Return Wilson's 95 % confidence interval of a fraction.
+    """Return Wilson's 95 % confidence interval of the fraction ``right / count``.
 
     Example:
         >>> [round(limit, 4) for limit in wilson_interval(8, 10)]
@@ -135,7 +135,7 @@ def wilson_interval(right: int, count: int) -> tuple[float, float]:
     centre = (fraction + z2 / (2 * count)) / (1 + z2 / count)
     spread = fraction * (1 - fraction) / count + z2 / (4 * count**2)
     half = _Z95 * math.sqrt(spread) / (1 + z2 / count)
-    # At the ends, rounding must not leave the fraction itself outside.
+    # At 0 and 1, rounding errors must not leave the fraction itself outside.
     low, high = min(centre - half, fraction), max(centre + half, fraction)
     return max(0.0, low), min(1.0, high)
 
@@ -146,11 +146,8 @@ def paired(better: NDArray[np.bool_], worse: NDArray[np.bool_]) -> tuple[float, 
     return float(difference.mean()), float(difference.std() / math.sqrt(len(worse)))
 
 
-_MOST_ROWS = 100  # of a table in a notebook
-
-
 def html_table(title: str, rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return rows as an HTML table; every value is escaped.
+    """Return rows as an HTML table with every value escaped.
 
     Example:
         >>> html_table("bits", [{"layer": "fc", "bits": 4}])
@@ -160,9 +157,9 @@ def html_table(title: str, rows: Sequence[Mapping[str, Any]]) -> str:
     heads = "".join(f"<th>{escape(str(key))}</th>" for key in rows[0]) if rows else ""
     body = "".join(
         f"<tr>{''.join(f'<td>{escape(str(one))}</td>' for one in row.values())}</tr>"
-        for row in rows[:_MOST_ROWS]
+        for row in rows[:_MAX_ROWS]
     )
-    left = len(rows) - _MOST_ROWS
+    left = len(rows) - _MAX_ROWS
     more = f"<p>and {left} more</p>" if left > 0 else ""
     return f"<b>{escape(title)}</b><table><tr>{heads}</tr>{body}</table>{more}"
 

@@ -1,4 +1,4 @@
-"""Stages of a job: their progress, their times, and the files it leaves."""
+"""Stages of a job: progress, timing, and the names of the files written."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -6,37 +6,37 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import TypeAlias
 
-# Called as progress(done, total, message); total is None where it is not known.
+# Called as progress(done, total, message); total is None if it is not known.
 Progress: TypeAlias = Callable[[int, int | None, str], None]
 
 PLAN, PACKED, ONNX = "plan.json", "network.ompq.safetensors", "network.onnx"
 REPORT, RESULT, CONFIG = "report.html", "result.json", "config.toml"
 
-# Called with a stage's name; gives what the stage reports its progress to.
+# Called with a stage's name; yields the callback for the stage's progress.
 Bar: TypeAlias = Callable[[str], AbstractContextManager[Progress]]
 
 
 def no_progress(_done: int, _total: int | None, _message: str) -> None:
-    """Ignore the progress."""
+    """Ignore progress."""
 
 
 @contextmanager
 def silent(_name: str) -> Iterator[Progress]:
-    """Show no progress."""
+    """Open a stage without showing its progress."""
     yield no_progress
 
 
 @dataclass(frozen=True)
 class Stages:
-    """What the stages of one job share."""
+    """The stages of one job and the time each took."""
 
     bar: Bar = silent  # opened around each stage to show its progress
-    # Stage → seconds it took; stages of the same name add up.
+    # Stage → seconds; stages of the same name add up.
     seconds: dict[str, float] = field(default_factory=dict)
 
     @contextmanager
     def stage(self, name: str) -> Iterator[Progress]:
-        """Show the progress of a stage and keep its time."""
+        """Show the progress of a stage and record its time."""
         start = perf_counter()
         with self.bar(name) as progress:
             yield progress
@@ -44,9 +44,9 @@ class Stages:
 
     @contextmanager
     def named_by_messages(self, name: str) -> Iterator[Progress]:
-        """Like :meth:`stage`, for a function whose messages are its stages.
+        """Like :meth:`stage`, for a function whose progress messages name its stages.
 
-        A message that is repeated reports how far its stage is.
+        Calls that repeat a message report progress within that stage.
         """
         current, start = "", perf_counter()
         with self.bar(name) as bar:
@@ -59,7 +59,7 @@ class Stages:
                 if current:
                     self._add(current, start)
                 current, start = message, perf_counter()
-                # Stages differ too much for their number to predict the time left.
+                # Stages differ too much in length for their count to predict the rest.
                 if done == total:
                     current = ""
                 else:
@@ -70,5 +70,4 @@ class Stages:
             self._add(current, start)
 
     def _add(self, name: str, start: float) -> None:
-        taken = perf_counter() - start
-        self.seconds[name] = self.seconds.get(name, 0.0) + taken
+        self.seconds[name] = self.seconds.get(name, 0.0) + perf_counter() - start

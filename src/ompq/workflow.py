@@ -24,7 +24,7 @@ from ompq.measurement.meter import Meter
 from ompq.measurement.refinement import RefineConfig, refine
 from ompq.onnx.export import export_onnx
 from ompq.packing import add_onnx, save
-from ompq.planner import Pin, PlanConfig, plan
+from ompq.planner import Pin, PlanConfig, plan as make_plan
 from ompq.plans import Plan
 from ompq.processes import from_main, wait_for_all
 from ompq.quantization import BlockError, QuantizeConfig, quantization_of, quantize
@@ -47,8 +47,8 @@ from ompq.samples import Samples, SamplesLike
 from ompq.stages import CONFIG, ONNX, PACKED, PLAN, REPORT, RESULT, Progress, Stages
 from ompq.units import Choice
 
-PLAN_SAMPLES, CALIBRATION_SAMPLES = 64, 1024  # the paper's, and BRECQ's
-ANYTHING = "32bits"  # a budget that bits fixed beforehand always meet
+PLAN_SAMPLES, CALIBRATION_SAMPLES = 64, 1024  # as in the paper and in BRECQ
+ANYTHING = "32bits"  # a budget that every allocation meets
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,7 +61,7 @@ class Workflow:
 
     @cached_property
     def samples(self) -> Samples:
-        """The inputs, read once."""
+        """The inputs, read once and kept."""
         return Samples.of(self.given)
 
     def plan(
@@ -74,15 +74,15 @@ class Workflow:
         checkpoint: Path | None = None,
         cache: Path | None = None,
     ) -> Plan:
-        """Return a plan for a budget or for given bits; a plan is returned as it is.
+        """Plan for a budget or a given allocation; a plan is returned unchanged.
 
         Args:
-            count: How many of the samples are used; a refinement uses all.
-            checkpoint: Where a stopped refinement continues from.
-            cache: A folder that keeps score tables.
+            count: Number of samples used for planning; a refinement uses all of them.
+            checkpoint: File from which an interrupted refinement resumes.
+            cache: Folder in which score tables are kept.
 
         Raises:
-            PlanError: The bits do not name every unit.
+            PlanError: The allocation does not name every unit.
         """
         if isinstance(source, Plan):
             return source
@@ -92,16 +92,16 @@ class Workflow:
             budget, config = ANYTHING, replace(config, pinned=pins)
         with self.stages.named_by_messages("planning") as progress:
             samples = self.samples[:count]
-            made = plan(
+            plan = make_plan(
                 self.model, samples, budget, config, cache=cache, progress=progress
             )
         if isinstance(source, Allocation):
-            source.check_units(made.graph.names)
+            source.check_units(plan.graph.names)
         if refinement is None:
-            return made
+            return plan
         with self.stages.stage("refining") as progress:
             return refine(
-                made,
+                plan,
                 self.model,
                 self.samples,
                 refinement,
@@ -110,11 +110,11 @@ class Workflow:
             )
 
     def quantize(
-        self, bits: Plan, config: QuantizeConfig = QuantizeConfig()
+        self, plan: Plan, config: QuantizeConfig = QuantizeConfig()
     ) -> nn.Module:
         """Return the network rounded to nearest and calibrated."""
         with self.stages.named_by_messages("quantizing") as progress:
-            return quantize(self.model, bits, self.samples, config, progress=progress)
+            return quantize(self.model, plan, self.samples, config, progress=progress)
 
     def reconstruct(
         self,
@@ -143,7 +143,7 @@ class Workflow:
         batches: Iterable[Any] | None,
         folder: Path,
     ) -> Smallest:
-        """Search for the smallest network that keeps to a goal."""
+        """Search for the smallest network that meets a goal."""
         config = SmallestConfig(reconstruct=learning)
         with self.stages.stage("searching") as progress:
             return smallest(
@@ -158,7 +158,7 @@ class Workflow:
             )
 
     def finalize(self, network: nn.Module) -> tuple[nn.Module, str]:
-        """Return the network as its files compute it, and what it computes with."""
+        """Return the network as its files will compute it, and its arithmetic."""
         with self.stages.stage("finalizing integers"):
             return finalized(network, self.samples)
 
@@ -178,58 +178,59 @@ class Workflow:
                 progress=progress,
             )
 
-    def layer_effects(self, bits: Plan, count: int) -> list[LayerEffect]:
-        """Measure what the layers with most expected damage do, alone and left out."""
-        samples, chosen = self.samples.first(PLAN_SAMPLES), bits.allocation
-        damage = bits.scores.damage[range(len(bits.graph)), bits.columns]
-        worst = [bits.graph.names[at] for at in damage.argsort()[::-1][:count]]
-        floats = dict.fromkeys(bits.graph.names, Choice(FLOAT_BITS, FLOAT_BITS))
+    def layer_effects(self, plan: Plan, count: int) -> list[LayerEffect]:
+        """Measure the worst layers, each alone and with its weights left in float."""
+        samples, chosen = self.samples.first(PLAN_SAMPLES), plan.allocation
+        damage = plan.scores.damage[range(len(plan.graph)), plan.columns]
+        worst = [plan.graph.names[at] for at in damage.argsort()[::-1][:count]]
+        floats = dict.fromkeys(plan.graph.names, Choice(FLOAT_BITS, FLOAT_BITS))
         with self.stages.stage("measuring layers") as progress:
-            size = bits.graph.group_size
+            size = plan.graph.group_size
             meter = Meter(self.model, samples, samples, group_size=size)
 
-            def measured(given: Mapping[str, Choice]) -> float:
-                return meter.divergence(meter.quantized(Allocation(given)))
+            def divergence(choices: Mapping[str, Choice]) -> float:
+                return meter.divergence(meter.quantized(Allocation(choices)))
 
-            whole, found = measured(chosen), []
+            whole, effects = divergence(chosen), []
             for done, name in enumerate(worst, 1):
                 own = chosen[name]
-                alone = measured({**floats, name: own})
-                kept = Choice(FLOAT_BITS, own.activation)
-                without = measured({**chosen, name: kept})
-                found.append(LayerEffect(name, str(own), alone, without, whole))
+                alone = divergence({**floats, name: own})
+                float_weight = Choice(FLOAT_BITS, own.activation)
+                without = divergence({**chosen, name: float_weight})
+                effects.append(LayerEffect(name, str(own), alone, without, whole))
                 progress(done, len(worst), f"measured {name}")
-        return found
+        return effects
 
     def outcome(
         self,
         network: nn.Module,
-        bits: Plan,
+        plan: Plan,
         batches: Iterable[Any] | None,
         about: Mapping[str, Any],
         metrics: Mapping[str, Metric] | None = None,
     ) -> "Outcome":
         """Finalize a network and, if there are labelled batches, evaluate it."""
         final, arithmetic = self.finalize(network)
-        found = None if batches is None else self.evaluate(final, batches, metrics)
-        return self.outcome_of(final, bits, found, {**about, "arithmetic": arithmetic})
+        result = None if batches is None else self.evaluate(final, batches, metrics)
+        about = {**about, "arithmetic": arithmetic}
+        return self.outcome_of(final, plan, result, about)
 
     def outcome_of(
         self,
         final: nn.Module,
-        bits: Plan,
-        found: Evaluation | None,
+        plan: Plan,
+        evaluation: Evaluation | None,
         about: Mapping[str, Any],
     ) -> "Outcome":
-        """Return a network that is finalized and evaluated, and how it came about."""
+        """Return the outcome for a network already finalized and evaluated."""
         return Outcome(
             about=about,
-            plan=bits,
+            plan=plan,
             network=final,
-            evaluation=found,
+            evaluation=evaluation,
             seconds=self.stages.seconds,
-            accuracies=() if found is None else _accuracies(found, bits),
-            histograms=worst_histograms(final, self.model, bits, self.samples),
+            accuracies=() if evaluation is None else _accuracies(evaluation, plan),
+            histograms=worst_histograms(final, self.model, plan, self.samples),
             samples=self.samples.first(PLAN_SAMPLES),
         )
 
@@ -242,11 +243,12 @@ def paper_samples(network: str) -> int:
 def learning_config(
     protocol: str | None, network: str, *, iterations: int | None = None, seed: int = 0
 ) -> ReconstructConfig:
-    """Return how a protocol reconstructs a network, ours by default.
+    """Return a protocol's settings for reconstruction, our own by default.
 
     Args:
-        network: Its name; BRECQ has another setting for MobileNetV2.
-        iterations: Other than the protocol's; BRECQ's steps get a quarter of them.
+        network: Name of the network; BRECQ has its own setting for MobileNetV2.
+        iterations: Replaces the protocol's number. BRECQ then learns the activations'
+            step sizes for a quarter as many.
     """
     base = RECONSTRUCT_PROTOCOLS.get(protocol or "ours", ReconstructConfig())
     more: dict[str, Any] = {} if iterations is None else {"iterations": iterations}
@@ -259,34 +261,34 @@ def learning_config(
 
 
 class FileSize(NamedTuple):
-    """What a file takes."""
+    """The size of a written file."""
 
     bytes: int
-    planned: float | None  # at most, by the plan; None for what is not planned
+    planned: float | None  # upper bound by the plan; None if the plan has none
 
 
 @dataclass(frozen=True, eq=False)
 class Outcome:
-    """A quantized network and how it came about."""
+    """A quantized network, how it was made, and what was measured."""
 
-    about: Mapping[str, Any]  # network, weights, data and so on, by name
+    about: Mapping[str, Any]  # settings by name: network, weights, data and so on
     plan: Plan
     network: nn.Module
-    evaluation: Evaluation | None  # beside the float network; None if not measured
-    seconds: Mapping[str, float]  # of each stage
-    accuracies: Sequence[Section] = ()  # what the report compares it with
-    histograms: Sequence[Histogram] = ()  # weights and inputs of its worst layers
-    remarks: Sequence[Section] = ()  # what else the report says
-    samples: Samples | None = None  # what an ONNX file is verified with
+    evaluation: Evaluation | None  # against the float network; None if not measured
+    seconds: Mapping[str, float]  # time taken by each stage
+    accuracies: Sequence[Section] = ()  # the networks that the report compares
+    histograms: Sequence[Histogram] = ()  # weights and inputs of the worst layers
+    remarks: Sequence[Section] = ()  # further sections of the report
+    samples: Samples | None = None  # used to verify an ONNX file
 
     @property
     def errors(self) -> tuple[BlockError, ...]:
-        """What reconstruction did, block by block."""
+        """The error of each block before and after reconstruction."""
         return quantization_of(self.network).errors
 
     @property
     def sections(self) -> list[Section]:
-        """What the report shows besides the plan."""
+        """The sections that the report shows besides the plan."""
         versions = {
             "ompq": library_version(),
             "torch": torch.__version__,
@@ -308,10 +310,10 @@ class Outcome:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data for JSON."""
-        found = self.evaluation
+        evaluation = self.evaluation
         return {
             **self.about,
-            "evaluation": None if found is None else found.to_json(),
+            "evaluation": None if evaluation is None else evaluation.to_json(),
             "seconds": dict(self.seconds),
             "sections": sections_to_json(self.sections),
             "plan": self.plan.to_dict(),
@@ -320,16 +322,17 @@ class Outcome:
     def write(
         self, folder: Path, progress: Progress | None = None, config: str = ""
     ) -> dict[str, FileSize]:
-        """Write plan, network, report and result, all of them or none.
+        """Write plan, network, report and result: all of them or none.
 
-        A file of ONNX is written, or its graph packed, if the budget limits that.
-        ``config`` is the text of a file that repeats the run, if there is one.
+        A budget for an ONNX file has that file written too; a budget for the packed
+        file with its graph has the graph packed. ``config`` is the text of a
+        configuration file that repeats the run.
 
         Returns:
-            Every file by name, with its size.
+            File name → size.
 
         Raises:
-            ExportError: The ONNX file exceeds the budget; the others are written.
+            ExportError: The ONNX file exceeds the budget. The other files are written.
         """
         return from_main(lambda: self._write(folder, progress, config))
 
@@ -358,7 +361,7 @@ class Outcome:
         return sizes
 
     def _write_onnx(self, folder: Path) -> None:
-        """Write the files of ONNX that the plan's budget speaks of."""
+        """Write the ONNX file or the packed graph, whichever the budget limits."""
         budget, file = self.plan.budget, folder / ONNX
         if self.samples is None or not (budget.onnx_mib or budget.graph_mib):
             return
@@ -381,25 +384,25 @@ class Outcome:
     def write_report(
         self, path: Path, title: str, progress: Progress | None = None
     ) -> None:
-        """Write the page that shows plan and results."""
+        """Write the HTML page that shows plan and results."""
         sections = self.sections
         write_report(path, self.plan, results=sections, title=title, progress=progress)
 
 
 def write_result(path: Path, data: Mapping[str, Any]) -> None:
-    """Write everything measured, for other programs."""
+    """Write the results as JSON."""
     write_text(path, f"{json.dumps(data, indent=1, ensure_ascii=False)}\n")
 
 
 @contextmanager
 def whole_folder(folder: Path) -> Iterator[Path]:
-    """Yield a folder whose files are moved to ``folder`` if the block succeeds."""
+    """Yield a temporary folder; move its files to ``folder`` if the block succeeds."""
     with (
         made_folder(folder),
         TemporaryDirectory(dir=folder, prefix=".unfinished.") as work,
     ):
         yield Path(work)
-        # The result is the last to appear: where it is, all the others are.
+        # The result is moved last: if it is there, so are all the others.
         for path in sorted(Path(work).iterdir(), key=lambda one: one.name == RESULT):
             path.replace(folder / path.name)
         wait_for_all()
@@ -407,29 +410,29 @@ def whole_folder(folder: Path) -> Iterator[Path]:
 
 @contextmanager
 def made_folder(folder: Path) -> Iterator[None]:
-    """Make a folder; remove it afterwards if it is new and nothing was written."""
+    """Create a folder; remove it afterwards if it is new and still empty."""
     new = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
     try:
         yield
     finally:
         if new:
-            with suppress(OSError):  # it holds something
+            with suppress(OSError):  # it is not empty
                 folder.rmdir()
 
 
-def _accuracies(found: Evaluation, bits: Plan) -> list[Section]:
-    """Return the float network and the quantized one, on the same images."""
-    if found.top1 is None or found.drop is None:
+def _accuracies(evaluation: Evaluation, plan: Plan) -> list[Section]:
+    """Return the accuracy of the float and the quantized network on the same images."""
+    if evaluation.top1 is None or evaluation.drop is None:
         return []
-    count, size = found.count, bits.problem.costs["bytes"].reference
-    right = round((found.top1 + found.drop) * count)
-    interval = wilson_interval(right, count)
-    name, quantized = f"quantized, {bits.budget}", bits.totals["bytes"]
-    low, high = (100 * limit for limit in found.drop_interval)
-    drop = f"drop {100 * found.drop:.2f} points"
+    count, float_size = evaluation.count, plan.problem.costs["bytes"].reference
+    correct = round((evaluation.top1 + evaluation.drop) * count)
+    interval = wilson_interval(correct, count)
+    low, high = (100 * limit for limit in evaluation.drop_interval)
+    drop = f"drop {100 * evaluation.drop:.2f} points"
     note = f"{drop} ({low:.2f} to {high:.2f}, paired, 95 %)"
+    name, size = f"quantized, {plan.budget}", plan.totals["bytes"]
     return [
-        Accuracy("float", right / count, *interval, count, size),
-        Accuracy.of(name, found, quantized, note),
+        Accuracy("float", correct / count, *interval, count, float_size),
+        Accuracy.of(name, evaluation, size, note),
     ]

@@ -1,4 +1,4 @@
-"""export, inspect and bench: the files that a quantized network becomes."""
+"""export, inspect and bench: commands for the files of a quantized network."""
 
 import shutil
 from collections import Counter
@@ -50,7 +50,7 @@ _FORMATS = ("onnx", "packed")
 
 @dataclass(frozen=True, kw_only=True)
 class ExportOptions:
-    """What is written, and what it is verified with."""
+    """Options for the file to write and the data to verify it with."""
 
     file: Path | None = output_path(
         f"The file to write. Default: {ONNX} in the folder."
@@ -65,7 +65,7 @@ class ExportOptions:
     data: str | None = option(
         "SOURCE", "Data to verify with. Default: that of the run, or noise."
     )
-    samples: int = number("How many inputs to verify with.", default=64)
+    samples: int = number("Number of inputs to verify with.", default=64)
     opset: int = number("Version of the ONNX operator set.", default=21, least=None)
 
     def target(self, packed: Path) -> Path:
@@ -75,9 +75,7 @@ class ExportOptions:
         if self.file is not None:
             return self.file
         if self.format == "packed":
-            raise ValueError(
-                "--format packed copies a file: name the copy with -o FILE"
-            )
+            raise ValueError("--format packed copies a file: give -o FILE")
         return packed.with_name(f"{packed.name.partition('.')[0]}.onnx")
 
 
@@ -108,12 +106,11 @@ def export(
     file = options.target(packed)
     check_writable(file)
     if options.format == "packed" and not options.with_graph:
-        account = inspect_file(packed)  # a broken file should not be handed on
+        size = inspect_file(packed).file_bytes  # raises an error for a damaged file
         with replacing(file) as temporary:
             shutil.copyfile(packed, temporary)
-        copied = {"file": str(file), "bytes": account.file_bytes}
-        line = f"{file}: {in_bytes(account.file_bytes)}"
-        return View(copied, line)
+        copied = {"file": str(file), "bytes": size}
+        return View(copied, f"{file}: {in_bytes(size)}")
     written = read_contents(packed).about
     name = options.network or str(written.get("network") or "")
     if not name:
@@ -151,13 +148,13 @@ def _inputs(
     name = options.data
     if name is None and (source / RESULT).is_file():
         name = read_json(source / RESULT).get("data")
-    with muted():  # noise verifies as well as images do
+    with muted():  # noise is as good as images for verification
         data = load_data(name or "random", model, split="train")
     return read_samples(data, min(options.samples, len(data)), console), data.name
 
 
 def export_view(result: ExportResult, about: Mapping[str, Any]) -> View:
-    """Return an exported file, and how it was verified."""
+    """Return an exported file and the result of its verification."""
     containers = Counter(f"{w.bits} bits as {w.container}" for w in result.weights)
     size, packed = in_bytes(result.bytes), in_bytes(about["packed_bytes"])
     file = f"{result.path}: {size}, opset {result.opset}; packed it takes {packed}"
@@ -199,7 +196,7 @@ def inspect(
     """
     if file.is_dir():
         raise ValueError(
-            f"{file} is a folder; name the file in it, for example {file / PACKED}"
+            f"{file} is a folder; give the file in it, for example {file / PACKED}"
         )
     if not file.exists():
         raise ValueError(f"{file}: there is no such file")
@@ -209,7 +206,7 @@ def inspect(
 
 
 def onnx_view(account: OnnxAccount) -> View:
-    """Return what an ONNX file takes: its layers, then its items."""
+    """Return the bytes of an ONNX file by layer, then by item."""
     layers = account.layers
     columns = [
         Column("layer", list(layers), "left", shorten=True),
@@ -226,13 +223,13 @@ def onnx_view(account: OnnxAccount) -> View:
 
 
 def packed_view(file: Path, account: Account) -> View:
-    """Return what a packed file takes, next to its plan."""
+    """Return the bytes of a packed file, next to those of its plan."""
     about, planned = account.about, account.planned_bytes
     graph = account.items.get("graph", 0)
-    kept = "within" if account.file_bytes - graph <= planned else "more than"
-    carried = f"; besides, {in_bytes(graph)} of an ONNX graph" if graph else ""
-    size = f"{in_bytes(account.file_bytes - graph)}, {kept} the plan's "
-    size += f"{in_bytes(planned)}{carried}"
+    network = account.file_bytes - graph
+    compared = "within" if network <= planned else "more than"
+    size = f"{in_bytes(network)}, {compared} the plan's {in_bytes(planned)}"
+    size += f"; besides, {in_bytes(graph)} of an ONNX graph" if graph else ""
     versions = [f"{name} {number}" for name, number in about["versions"].items()]
     rows = [("network", about["network"] or "not named"), ("by", ", ".join(versions))]
     if (plan := about["plan"]) is not None:
@@ -267,14 +264,14 @@ def _unit_columns(account: Account) -> list[Column]:
 
 
 def _item_columns(account: Account) -> list[Column]:
-    found = {**account.items, "file": account.file_bytes}
+    actual = {**account.items, "file": account.file_bytes}
     planned = {**account.planned, "file": account.planned_bytes}
-    more = {name: size - planned[name] for name, size in found.items()}
+    more = [size - planned[name] for name, size in actual.items()]
     return [
-        Column("item", [name.replace("_", " ") for name in found], "left"),
-        Column("bytes", [f"{size:,}" for size in found.values()]),
-        Column("plan", [f"{planned[name]:,}" for name in found]),
-        Column("more", [f"{n:+,}" if n else "" for n in more.values()], rank=1),
+        Column("item", [name.replace("_", " ") for name in actual], "left"),
+        Column("bytes", [f"{size:,}" for size in actual.values()]),
+        Column("plan", [f"{planned[name]:,}" for name in actual]),
+        Column("more", [f"{n:+,}" if n else "" for n in more], rank=1),
     ]
 
 
@@ -329,7 +326,7 @@ def bench(
                         threads=threads,
                         runtime=runtime,
                     )
-            except ExportError as error:  # the other runtimes are timed all the same
+            except ExportError as error:  # the other runtimes are still timed
                 failed.append(str(error))
         if not timings:
             raise ExportError("; ".join(failed))
@@ -346,7 +343,7 @@ def _float(file: Path, reference: str | None, work: Path) -> Path:
         )
     if name.endswith(".onnx"):
         return Path(name)
-    model = load_model(name, "none").module  # any weights take the same time
+    model = load_model(name, "none").module  # the time does not depend on the weights
     path = work / "float.onnx"
     written = float_model(model, _batch(inputs_of(file, 2)))
     path.write_bytes(written.SerializeToString())
@@ -354,10 +351,10 @@ def _float(file: Path, reference: str | None, work: Path) -> Path:
 
 
 def _batch(inputs: Sequence[Input]) -> Batch:
-    """Return a batch that a network takes if its file takes these inputs."""
+    """Return a batch for the network whose ONNX file takes these inputs."""
     tensors = {one.name: torch.from_numpy(one.made()) for one in inputs}
     values = tuple(tensors.values())
-    if list(tensors) != input_names(values):  # they are named after a dict's keys
+    if list(tensors) != input_names(values):  # the names are the keys of a dict
         return tensors
     return values if len(values) > 1 else values[0]
 
@@ -365,7 +362,7 @@ def _batch(inputs: Sequence[Input]) -> Batch:
 def bench_view(
     timings: Sequence[Timing], sizes: Mapping[str, int], remarks: Sequence[str]
 ) -> View:
-    """Return how fast the files run, and what gains little or no time."""
+    """Return the speed of the files, and the layers that gain little or no time."""
     memory = [in_bytes(one.memory.peak - one.memory.start) for one in timings]
     columns = [
         Column("runtime", [one.runtime for one in timings], "left"),

@@ -1,8 +1,8 @@
-"""The program ``ompq``: its commands, found by name, and how it ends.
+"""The program ``ompq``: its commands, error messages and exit codes.
 
 A command is one line in ``_GROUPS`` and one function in the module named there, which
-takes groups of options and returns what is shown. Modules are imported when their
-command is used: ``ompq --help`` needs no PyTorch.
+takes groups of options and returns what to print. Modules are imported when their
+command is used, so that ``ompq --help`` does not import PyTorch.
 """
 
 import ctypes
@@ -21,11 +21,11 @@ from ompq.errors import OmpqError
 from ompq.files import library_version
 from ompq.processes import distributed, told_by_main
 
-_LONGEST = 200  # characters of a file's name in an error
+_MAX_NAME = 200  # characters of a file name in an error
 
 
 class Command(NamedTuple):
-    """A command: its module, its part of the help, and a line of help."""
+    """Where a command is defined, and its place and line in the help."""
 
     module: str
     panel: str
@@ -35,25 +35,25 @@ class Command(NamedTuple):
         """Import the command's module and return the command."""
         spread = import_module("ompq.cli.options").spread
         function = getattr(import_module(f"ompq.cli.{self.module}"), name)
-        alone = typer.Typer(add_completion=False, rich_markup_mode="rich")
-        # What follows the file of ompq run is for the command that the file names.
+        single = typer.Typer(add_completion=False, rich_markup_mode="rich")
+        # Options after the file of ompq run belong to the command that the file names.
         settings = {"ignore_unknown_options": name == "run"}
-        add = alone.command(
-            name, help=_flowing(function.__doc__), context_settings=settings
+        add = single.command(
+            name, help=_unwrapped(function.__doc__), context_settings=settings
         )
         add(spread(function))
-        return typer.main.get_command(alone)
+        return typer.main.get_command(single)
 
 
-def _flowing(text: str) -> str:
-    """Return a docstring whose prose fits any terminal; examples keep their lines."""
+def _unwrapped(text: str) -> str:
+    """Join the lines of each paragraph of a docstring; examples keep their lines."""
     paragraphs = cleandoc(text).split("\n\n")
     return "\n\n".join(
         part if "\n  " in part else part.replace("\n", " ") for part in paragraphs
     )
 
 
-# Panel of the help and module → its commands, in the order of the help.
+# (Help panel, module) → its commands, in the order of the help.
 _GROUPS = {
     ("Get started", "showcase"): {
         "demo": "Try everything on a small network that comes with ompq.",
@@ -106,16 +106,16 @@ class _Lazy(TyperCommand):
     """A command whose module is imported only when the command is used."""
 
     def make_context(self, *args: Any, **extra: Any) -> Any:
-        """Load the command and let it read its arguments."""
+        """Load the command and let it parse its arguments."""
         assert self.name is not None
-        # PyTorch takes seconds to import; a blank terminal would look stuck.
+        # PyTorch takes seconds to import; without a sign of life it would look stuck.
         with Console(stderr=True).status("starting", spinner="line"):
             command = COMMANDS[self.name].load(self.name)
         return command.make_context(*args, **extra)
 
 
 class _Commands(TyperGroup):
-    """All commands; ends with one line on stderr whatever goes wrong."""
+    """All commands; any error ends the program with one line on stderr."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
@@ -125,11 +125,11 @@ class _Commands(TyperGroup):
             )
 
     def list_commands(self, ctx: Any) -> list[str]:  # noqa: ARG002
-        """Return the commands in the order of the table."""
+        """Return the commands in the order of the help."""
         return list(COMMANDS)
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command; Ctrl-C says so and gives 130."""
+        """Run the command; after Ctrl-C say so and exit with 130."""
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
@@ -147,20 +147,20 @@ class _Commands(TyperGroup):
                 traceback.print_exception(error)
             text, code = explained(error)
             if not told_by_main():
-                process = os.environ.get("RANK", "0")  # as a launcher numbers them
+                process = os.environ.get("RANK", "0")  # set by the launcher
                 where = "" if process == "0" else f"in process {process}: "
                 _say(f"error: {where}{text}", style="red")
         sys.exit(code if isinstance(code, int) else 0)
 
 
 def explained(error: Exception) -> tuple[str, int]:
-    """Return what to tell the user about an error, and the exit code."""
+    """Return an error's message for the user, and the exit code."""
     text = " ".join(str(error).split())
-    if hasattr(error, "format_message"):  # Typer's: a wrong option
+    if hasattr(error, "format_message"):  # an error of Typer: a wrong option
         return _usage(error), 2
     if isinstance(error, OSError):
-        name, half = str(error.filename), _LONGEST // 2
-        short = name if len(name) <= _LONGEST else f"{name[:half]}…{name[-half:]}"
+        name, half = str(error.filename), _MAX_NAME // 2
+        short = name if len(name) <= _MAX_NAME else f"{name[:half]}…{name[-half:]}"
         where = "" if error.filename is None else f"{short}: "
         return f"{where}{error.strerror or text or 'the system reports an error'}", 2
     if isinstance(error, OmpqError | ValueError):
@@ -179,9 +179,9 @@ def _usage(error: Any) -> str:
     message = message[:1].lower() + message[1:]
     context = getattr(error, "ctx", None)
     command = "ompq" if context is None else context.command_path
-    wanted = getattr(getattr(error, "param", None), "help", None)
-    if message.startswith("missing") and wanted:
-        message = f"{message}: {wanted.rstrip('.')}"
+    option_help = getattr(getattr(error, "param", None), "help", None)
+    if message.startswith("missing") and option_help:
+        message = f"{message}: {option_help.rstrip('.')}"
     end = "" if message.endswith("?") else "."
     return f"{message}{end} See {command} --help"
 
@@ -237,27 +237,29 @@ def ompq(
     if ctx.invoked_subcommand is None:
         typer.echo(ctx.get_help())
     keep_freed_memory()
-    if ctx.invoked_subcommand != "train":  # which shares out its work by Accelerate
+    if ctx.invoked_subcommand != "train":  # Accelerate distributes training
         ctx.with_resource(distributed())
 
 
-# As malloc.h of the GNU C library numbers them.
+# Constants of glibc's malloc.h.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _LARGEST = -1, -3, (1 << 31) - 1
-_OWN = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
+_USER_SETTINGS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
 
 
 def keep_freed_memory() -> bool:
-    """Let the C library keep the memory that tensors free, where it can.
+    """Make glibc's malloc keep freed memory, unless the user has tuned it.
 
-    By default it returns every large piece, and the next layer asks for it again: the
-    system then clears its pages once more, which on a virtual machine takes longer
-    than the layer (half of a forward pass of MobileNetV2). The price is a somewhat
-    larger process. Returns whether it will: not if the user has settings of their own.
+    By default it returns every large block to the system, and the next layer requests
+    it again. Clearing its pages each time took half of a forward pass of MobileNetV2 on
+    a virtual machine. The price is a somewhat larger process.
+
+    Returns:
+        Whether the setting was changed.
     """
-    if sys.platform != "linux" or any(name in os.environ for name in _OWN):
+    if sys.platform != "linux" or any(name in os.environ for name in _USER_SETTINGS):
         return False
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is None:  # another C library
+    if mallopt is None:  # not glibc
         return False
     return bool(
         mallopt(_MMAP_THRESHOLD, _LARGEST) and mallopt(_TRIM_THRESHOLD, _LARGEST)

@@ -25,14 +25,14 @@ from rich.console import Console as RichConsole, RenderableType
 from rich.table import Column as RichColumn, Table
 from rich.text import Text
 
-if TYPE_CHECKING:  # these import PyTorch, and errors should not wait for it
+if TYPE_CHECKING:  # they import PyTorch, which error messages should not wait for
     from ompq.stages import Progress, Stages
 
-_LINE_SECONDS = 10.0  # how often progress is printed where there is no terminal
+_LINE_SECONDS = 10.0  # time between lines of progress if there is no terminal
 _LOGGER = logging.getLogger("ompq")
-_UNBOUNDED = 10_000  # columns of a pipe, where lines are not cut
-_GAP = 2  # blanks between columns: one of padding, one of the box
-_NAME_LEAST = 24  # columns go before names are cut shorter than this
+_UNBOUNDED = 10_000  # width of a pipe, so that nothing is cut
+_GAP = 2  # spaces between columns: one of padding, one of the box
+_MIN_NAME = 24  # columns are dropped before names are cut to fewer characters
 
 
 @dataclass(frozen=True)
@@ -42,22 +42,22 @@ class Column:
     title: str
     cells: Sequence[str]
     justify: Literal["left", "right"] = "right"
-    rank: int = 0  # 0 is never left out; of the others the highest goes first
-    shorten: bool = False  # whether cells may be cut in the middle: names
+    rank: int = 0  # the highest is dropped first; 0 is never dropped
+    shorten: bool = False  # whether cells, such as names, may be cut in the middle
 
     @property
     def width(self) -> int:
-        """Width of its widest cell."""
+        """Width of the widest cell."""
         return max(len(self.title), *(len(plain(cell)) for cell in self.cells), 0)
 
     @property
     def least(self) -> int:
-        """Width that it can be cut to."""
-        return min(self.width, _NAME_LEAST) if self.shorten else self.width
+        """Width to which the column can be cut."""
+        return min(self.width, _MIN_NAME) if self.shorten else self.width
 
 
 def fitted(columns: Iterable[Column], width: int) -> Table:
-    """Return a table that fits the width: columns are left out, then names are cut."""
+    """Return a table that fits the width: columns are dropped, then names are cut."""
     kept = list(columns)
     while (spare := width + _GAP - sum(c.least + _GAP for c in kept)) < 0 and any(
         c.rank for c in kept
@@ -80,7 +80,7 @@ def fitted(columns: Iterable[Column], width: int) -> Table:
 
 
 def middle_cut(text: str, width: int) -> str:
-    """Return the text, cut in the middle where it is longer than the width.
+    """Return the text, cut in the middle if it is longer than the width.
 
     Example:
         >>> middle_cut("features.12.block.3.1", 12)
@@ -112,24 +112,23 @@ class View:
 
     data: Any  # what --json prints
     line: str  # what --quiet prints
-    # Text and tables; the columns of a table are made to fit the terminal. Without
-    # them the line is shown.
+    # Text and tables, which are fitted to the terminal; if empty, the line is printed.
     body: Sequence[Shown] = ()
 
 
 @dataclass(frozen=True)
 class Console:
-    """The two streams of a command: results to one, everything else to the other."""
+    """The two output streams of a command: results, and everything else."""
 
     out: RichConsole
     err: RichConsole
     json: bool = False
     quiet: bool = False
-    until_done: ExitStack = field(default_factory=ExitStack)  # left with the command
+    until_done: ExitStack = field(default_factory=ExitStack)  # closed after the command
 
     @cached_property
     def stages(self) -> "Stages":
-        """The stages of the command: shown on stderr, and timed."""
+        """The stages of the command, shown on stderr and timed."""
         from ompq.stages import Stages, silent
 
         if self.quiet:
@@ -138,26 +137,26 @@ class Console:
         return Stages(partial(shown, self.err))
 
     def stage(self, name: str) -> "AbstractContextManager[Progress]":
-        """Show the progress of a stage and keep its time."""
+        """Show the progress of a stage and record its time."""
         return self.stages.stage(name)
 
     def show(self, *items: Shown) -> None:
-        """Print results; strings are printed as they are, and wrapped unless quiet."""
+        """Print results; strings are not parsed for markup, and wrap unless quiet."""
         for item in items:
             with self.out.capture() as captured:
                 text: Any = Text(plain(item)) if isinstance(item, str) else item
                 if isinstance(item, list):
                     text = fitted(item, self.out.width)
                 self.out.print(text, soft_wrap=self.quiet)
-            # Tables are padded to their width, which readers do not need.
+            # Rich pads tables with spaces up to their width.
             lines = [line.rstrip() for line in captured.get().split("\n")]
             self.out.file.write("\n".join(lines))
 
     def show_json(self, data: Any) -> None:
-        """Print results as JSON, bare of any markup."""
+        """Print results as JSON, without any markup."""
         text = json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False)
-        # JSON lets these through, and some terminals obey them.
-        text = re.sub(r"[\x7f-\x9f]", lambda one: f"\\u{ord(one[0]):04x}", text)
+        # json does not escape these control characters, which some terminals obey.
+        text = re.sub(r"[\x7f-\x9f]", lambda match: f"\\u{ord(match[0]):04x}", text)
         self.out.file.write(f"{text}\n")
 
 
@@ -170,9 +169,9 @@ def render(view: View, console: Console) -> None:
 
 
 def plain(text: str) -> str:
-    r"""Return text in which control characters are written out, line ends apart.
+    r"""Return text with its control characters escaped, except newlines.
 
-    Names of layers and files may hold what a terminal would obey.
+    Names of layers and files may hold escape sequences that a terminal would obey.
 
     Example:
         >>> plain("conv\x1b[31m1")
@@ -186,7 +185,7 @@ def plain(text: str) -> str:
 
 
 def say(console: RichConsole, text: str, style: str = "") -> None:
-    """Print one line of text, wrapped between words only on a terminal."""
+    """Print one line of text, wrapped only on a terminal."""
     console.print(Text(plain(text), style), soft_wrap=not console.is_terminal)
 
 
@@ -194,9 +193,9 @@ def say(console: RichConsole, text: str, style: str = "") -> None:
 def opened(
     *, json: bool = False, quiet: bool = False, debug: bool = False
 ) -> Iterator[Console]:
-    """Yield the console of a command; the library's warnings go there meanwhile."""
+    """Yield the console of a command, which also prints the library's warnings."""
     with _results_alone() as results:
-        # A pipe has no width to keep to, so nothing is left out or cut there.
+        # A pipe has no width to fit, so nothing is dropped or cut there.
         piped = not results.isatty() and "COLUMNS" not in os.environ
         width = _UNBOUNDED if piped else None
         console = Console(
@@ -205,7 +204,7 @@ def opened(
             json=json,
             quiet=quiet,
         )
-        if not in_first_process():  # which reports for all
+        if not in_first_process():  # only the first process reports
             console = replace(console, out=RichConsole(file=StringIO()), quiet=True)
         with _logging(console, debug=debug), console.until_done:
             yield console
@@ -218,14 +217,14 @@ def in_first_process() -> bool:
 
 @contextmanager
 def _results_alone() -> Iterator[TextIO]:
-    """Yield stdout for the results; what others print meanwhile goes to stderr.
+    """Yield stdout for the results; redirect everything else printed there to stderr.
 
-    A solver in C and the user's own file may print, too, and results are parsed.
+    Solvers written in C and the user's own code may print, but stdout must be parsable.
     """
     stdout = sys.stdout
     try:
         number = stdout.fileno()
-    except OSError:  # no real file, as in tests
+    except OSError:  # not a real file, as in tests
         with redirect_stdout(sys.stderr):
             yield stdout
         return
@@ -238,14 +237,14 @@ def _results_alone() -> Iterator[TextIO]:
         finally:
             stdout.flush()
             with suppress(OSError, TypeError, AttributeError):
-                ctypes.CDLL(None).fflush(None)  # what C holds back
+                ctypes.CDLL(None).fflush(None)  # output buffered by C code
             results.flush()
             os.dup2(results.fileno(), number)
 
 
 @contextmanager
 def _logging(console: Console, *, debug: bool) -> Iterator[None]:
-    """Print the library's warnings; with ``debug`` its remarks too."""
+    """Print the library's warnings; with ``debug`` also its info messages."""
 
     def emit(record: logging.LogRecord) -> None:
         warning = record.levelno >= logging.WARNING
@@ -273,7 +272,7 @@ def _level(level: int) -> Iterator[None]:
 
 
 def muted() -> AbstractContextManager[None]:
-    """Hold the library's warnings back."""
+    """Suppress the library's warnings."""
     return _level(logging.ERROR)
 
 
@@ -307,7 +306,7 @@ def _bar(console: RichConsole, name: str) -> "Iterator[Progress]":
 
 @contextmanager
 def _lines(console: RichConsole, name: str) -> "Iterator[Progress]":
-    """Report progress in lines, for logs: one every ten seconds."""
+    """Report progress as lines for a log, at most one every ten seconds."""
     last = perf_counter()
     estimate = _estimator()
 
@@ -328,17 +327,17 @@ def _estimator() -> Callable[[int, int | None], str]:
     """Return a function that predicts the time left from the progress so far."""
     from ompq.costs import seconds
 
-    begun, first, last = perf_counter(), -1, 0
+    start, first, last = perf_counter(), -1, 0
 
     def left(done: int, total: int | None) -> str:
-        nonlocal begun, first, last
+        nonlocal start, first, last
         now = perf_counter()
-        if first < 0 or not total or done < last:  # a stage begins, or is resumed
-            begun, first = now, done
+        if first < 0 or not total or done < last:  # a stage starts or resumes
+            start, first = now, done
         last = done
         if not total or done <= first:
             return ""
-        rest = (now - begun) * (total - done) / (done - first)
+        rest = (now - start) * (total - done) / (done - first)
         return f"{seconds(rest)} left" if rest >= 1 else ""
 
     return left

@@ -1,4 +1,4 @@
-"""plan, budget, scores and audit: how bits are chosen, and how well."""
+"""plan, budget, scores and audit: commands that choose bits, and judge the choice."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -76,43 +76,40 @@ def plan(
     """
     check_writable(file)
     check_writable(caching.folder, "--cache", folder=True)
-    wanted, config = Budget.of(budget), planning.config()
+    limits, config = Budget.of(budget), planning.config()
     refinement = planning.refinement(sources.seed)
     model = sources.load(console)
     inputs = sources.inputs(model)
-    count = few = sample_count(sources.network, samples, planning.protocol)
+    count = plan_count = sample_count(sources.network, samples, planning.protocol)
     if refinement is not None and samples is None:
-        count = max(few, min(REFINE_SAMPLES, len(inputs)))
-    tensor = read_samples(inputs, count, console)
-    work = Workflow(model.module, tensor, console.stages)
+        count = max(plan_count, min(REFINE_SAMPLES, len(inputs)))
+    work = Workflow(model.module, read_samples(inputs, count, console), console.stages)
     with _unfinished(file, console) as checkpoint:
-        made = work.plan(
-            wanted,
+        result = work.plan(
+            limits,
             config,
-            count=few,
+            count=plan_count,
             refinement=refinement,
             checkpoint=checkpoint,
             cache=caching.folder,
         )
         if file is not None:
-            made.save(file)
+            result.save(file)
     about = provenance(inputs, samples=count)
-    return plan_view(made, about, console.stages.seconds, file)
+    return plan_view(result, about, console.stages.seconds, file)
 
 
 @contextmanager
 def _unfinished(file: Path | None, console: Console) -> Iterator[Path | None]:
-    """Yield where measurements are kept while a plan is refined: beside its file."""
+    """Yield the file next to the plan's that keeps measurements of a refinement."""
     path = None if file is None else file.with_suffix(".unfinished.json")
     try:
         yield path
     except KeyboardInterrupt:
         if path is None or not path.exists():
             raise
-        kept = (
-            f"stopped; measurements are kept in {path}; repeat the command to continue"
-        )
-        say(console.err, kept)
+        text = f"stopped; measurements are kept in {path}"
+        say(console.err, f"{text}; repeat the command to continue")
         raise typer.Exit(130) from None
     if path is not None:
         path.unlink(missing_ok=True)
@@ -141,11 +138,10 @@ def budget(
     layers' shapes alone, so no weights and no data are needed.
     """
     config = planning.config()
-    with muted():  # random weights are no reason to warn here
-        named = replace(network, weights=network.weights or "none")
-        model = named.load(console)
+    with muted():  # sizes do not depend on the weights, which may be random
+        model = replace(network, weights=network.weights or "none").load(console)
     if data is None:
-        output_count(model)  # tells what to give if it does not take such an input
+        output_count(model)  # explains what to do if the input shape does not fit
         samples = blank_input(model)
     else:
         samples = load_data(data, model, split="train").samples(1)
@@ -162,7 +158,7 @@ def budget(
 
 
 def budget_view(network: str, problem: Problem) -> View:
-    """Return the budgets that a network can meet; each entry can be given as one."""
+    """Return the budgets that a network can meet."""
     rows = budget_rows(problem)
     reference = in_bytes(problem.costs["bytes"].reference)
     low, high = size_budgets(reachable(problem, "bytes"))
@@ -170,13 +166,13 @@ def budget_view(network: str, problem: Problem) -> View:
         f"{network}: {len(problem.names)} layers, {reference} as float; "
         f"{low} to {high} can be met"
     )
-    # Uniform bits are mostly the ends themselves: those need no second line.
+    # The smallest and largest are usually uniform: then they need no line of their own.
     costs = [{**row, "mark": ""} for row in rows[1:-1]]
     ends = [row for row in (rows[0], rows[-1]) if {**row, "mark": ""} not in costs]
     lines = sorted([*rows[1:-1], *ends], key=lambda row: row["bytes"])
     marks = Column("", [row["mark"] for row in lines], "left")
-    alive = size_budgets([row["activation_bytes"] for row in lines])
-    cells = [f"activations:{size}" for size in alive]
+    sizes = size_budgets([row["activation_bytes"] for row in lines])
+    cells = [f"activations:{size}" for size in sizes]
     columns = [marks, *cost_columns(lines), Column("activations", cells, rank=3)]
     if "onnx_bytes" in rows[0]:
         sizes = size_budgets([row["onnx_bytes"] for row in lines])
@@ -189,7 +185,7 @@ def budget_view(network: str, problem: Problem) -> View:
 
 
 def budget_rows(problem: Problem) -> list[dict[str, Any]]:
-    """Return what is reachable, smallest first, with uniform bits in between.
+    """Return the smallest costs, those of uniform bits, and the largest.
 
     Each row holds its name (``mark``) and the costs that a budget may limit.
     """
@@ -202,18 +198,18 @@ def budget_rows(problem: Problem) -> list[dict[str, Any]]:
     }
     size, bits = (problem.costs[name].reference for name in ("bytes", "weight_bits"))
     rows = []
-    for mark, found in marks.items():
-        average = found.pop("weight_bits") / bits
-        shares = {"percent": 100 * found["bytes"] / size, "average_bits": average}
-        rows.append({"mark": mark, **found, **shares})
+    for mark, costs in marks.items():
+        average = costs.pop("weight_bits") / bits
+        shares = {"percent": 100 * costs["bytes"] / size, "average_bits": average}
+        rows.append({"mark": mark, **costs, **shares})
     return rows
 
 
-def _uniform(problem: Problem, wanted: Choice) -> dict[str, float]:
-    """Return the costs when each unit gets one choice, or the nearest allowed."""
+def _uniform(problem: Problem, choice: Choice) -> dict[str, float]:
+    """Return the costs if each unit gets the choice, or the nearest one allowed."""
     kinds = np.array([(c.rate > 0, c.bits, c.activation) for c in problem.choices])
-    one = np.array((wanted.rate > 0, wanted.bits, wanted.activation))
-    distance = np.abs(kinds - one) @ (4096, 64, 1)
+    wanted = np.array((choice.rate > 0, choice.bits, choice.activation))
+    distance = np.abs(kinds - wanted) @ (4096, 64, 1)
     columns = np.where(problem.allowed, distance, np.inf).argmin(axis=1)
     return {name: cost.total(columns) for name, cost in problem.costs.items()}
 
@@ -240,8 +236,7 @@ def scores() -> View:
         Column("forward passes", passes, "left", shorten=True),
         Column("", [row["summary"] for row in rows], "left", rank=2),
     ]
-    line = ", ".join(SCORES)
-    return View(rows, line, [columns])
+    return View(rows, ", ".join(SCORES), [columns])
 
 
 _QUICK = ",".join(map(score_name, AuditConfig.scores))
@@ -249,7 +244,7 @@ _QUICK = ",".join(map(score_name, AuditConfig.scores))
 
 @dataclass(frozen=True, kw_only=True)
 class AuditOptions:
-    """What is measured, and where it goes."""
+    """Options for what is measured and where the files go."""
 
     samples: int = number("Inputs for scoring and calibration.", default=256, least=2)
     held_out: int = number(
@@ -292,7 +287,7 @@ class AuditOptions:
         )
 
     def checkpoint(self) -> Path | None:
-        """Return where measurements are kept while it runs."""
+        """Return the file that keeps measurements while the audit runs."""
         check_needed("--eval-data", self.eval_data, limit=self.limit)
         path = None if self.folder is None else self.folder / "measured.json"
         left = path if path is not None and path.exists() else None
@@ -321,19 +316,19 @@ def audit(
     uniform bits. The correlation that random scores reach is shown for comparison.
     """
     check_writable(options.folder, folder=True)
-    wanted, config = Budget.of(budget), options.config(planning, sources.seed)
+    limits, config = Budget.of(budget), options.config(planning, sources.seed)
     checkpoint = options.checkpoint()
     model = sources.load(console)
     inputs = sources.inputs(model)
     batches = sources.labelled(options.eval_data, model, options.limit)
     count = options.samples + options.held_out
-    tensor = read_samples(inputs, count, console)
-    samples, held_out = tensor[: options.samples], tensor[options.samples :]
+    read = read_samples(inputs, count, console)
+    samples, held_out = read[: options.samples], read[options.samples :]
     with console.stage("auditing") as progress:
-        found = measure_scores(
+        result = measure_scores(
             model.module,
             samples,
-            wanted,
+            limits,
             held_out,
             config,
             batches=() if batches is None else list(batches),
@@ -343,19 +338,19 @@ def audit(
     written: list[str] = []
     if options.folder is not None and checkpoint is not None:
         work = Workflow(model.module, samples, console.stages)
-        plan = work.plan(wanted, config.plan)
+        plan = work.plan(limits, config.plan)
         with whole_folder(options.folder) as unfinished:
-            write_result(unfinished / "audit.json", found.to_json())
-            page, sections = unfinished / REPORT, audit_sections(found)
+            write_result(unfinished / "audit.json", result.to_json())
+            page, sections = unfinished / REPORT, audit_sections(result)
             write_report(page, plan, results=sections, title=model.name)
         checkpoint.unlink(missing_ok=True)
         written = [str(options.folder / name) for name in ("audit.json", REPORT)]
-    return audit_view(found, written)
+    return audit_view(result, written)
 
 
-def audit_view(found: Audit, written: Sequence[str]) -> View:
-    """Return the scores, best choice first, and what chance gives."""
-    rows = found.scores
+def audit_view(result: Audit, written: Sequence[str]) -> View:
+    """Return the scores, the best choice first, and the correlation by chance."""
+    rows = result.scores
     rho = [
         f"{one.value:.2f} ({one.low:.2f} to {one.high:.2f})" if one else "-"
         for one in (row.spearman for row in rows)
@@ -367,13 +362,13 @@ def audit_view(found: Audit, written: Sequence[str]) -> View:
         Column("regret", [f"{row.regret:.1%}" for row in rows]),
         Column("seconds", [f"{row.seconds:.1f}" for row in rows], rank=1),
     ]
-    null, best = np.array(found.null_spearman), found.best
+    null, best = np.array(result.null_spearman), result.best
     spread = "(standard deviation) by random scores"
-    facts_below = [
+    rows_below = [
         ("chance", f"Spearman {null.mean():.2f} ± {null.std():.2f} {spread}"),
         ("best seen", f"{best.name}, divergence {digits(best.divergence)}"),
         ("written", written),
     ]
     line = f"{rows[0].name} chooses best: divergence {digits(rows[0].divergence)}"
-    data = {**found.to_json(), "written": list(written)}
-    return View(data, line, [columns, "", facts(facts_below)])
+    data = {**result.to_json(), "written": list(written)}
+    return View(data, line, [columns, "", facts(rows_below)])

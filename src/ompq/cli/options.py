@@ -1,7 +1,7 @@
-"""Options as dataclasses, and those that need no network.
+"""Helpers to declare options, and the options that need no network.
 
-A command takes groups of options, each a dataclass whose fields are annotated as Typer
-options; :func:`spread` turns them into the flat arguments that Typer wants.
+A command takes groups of options. Each is a dataclass whose fields are declared as
+Typer options; :func:`spread` turns them into the flat arguments that Typer expects.
 """
 
 import inspect
@@ -32,12 +32,12 @@ def argument(metavar: str, text: str, **more: Any) -> Any:
 
 
 def spread(function: Callable[..., View | None]) -> Callable[..., None]:
-    """Return the function as Typer wants it: every option an argument of its own.
+    """Return the function in the form Typer expects, with one argument per option.
 
-    An argument whose type is a dataclass stands for all fields of that class; they
-    share the help panel that its ``PANEL`` names. A function that returns a view gets
-    the options of the output too: they make its ``console``, if it takes one, and say
-    how the view is printed. Other arguments stay as they are.
+    An argument whose type is a dataclass is replaced by the fields of that class; they
+    share the help panel named by its ``PANEL``. A function that returns a view also
+    gets the output options, which set up its ``console``, if it takes one, and decide
+    how the view is printed. Other arguments are left as they are.
     """
     hints = get_type_hints(function, include_extras=True)
     shows, takes_console = hints.pop("return") is not NoneType, "console" in hints
@@ -71,31 +71,31 @@ def spread(function: Callable[..., View | None]) -> Callable[..., None]:
 
 
 def _taken(group: Any, values: dict[str, Any]) -> Any:
-    """Take the values of a group's fields out of all values, and make the group."""
+    """Remove the values of a group's fields from all values, and build the group."""
     return group(**{one.name: values.pop(one.name) for one in fields(group)})
 
 
 # The options given to the running command, by name.
 _TYPED: ContextVar[dict[str, Any]] = ContextVar("typed")
-# Options that do not describe the work, and would disturb a repeated run.
-_FLEETING = ("json", "quiet", "debug", "resume", "overwrite")
+# Options of one invocation, which do not belong in a file that repeats the run.
+_TRANSIENT = ("json", "quiet", "debug", "resume", "overwrite")
 
 
 def _typed(
     parameters: Sequence[inspect.Parameter], values: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the values that differ from their defaults, by the options' names."""
-    found = {}
+    """Return the values that differ from their defaults, by option name."""
+    typed = {}
     for one in parameters:
         info, value = one.annotation.__metadata__[0], values[one.name]
-        if value is None or value == one.default or one.name in _FLEETING:
+        if value is None or value == one.default or one.name in _TRANSIENT:
             continue
-        # Typer takes the first name for a default until it reads the annotation.
+        # Until Typer processes the annotation, it stores the first name as a default.
         declared = [info.default, *(info.param_decls or ())]
         names = [n for n in declared if isinstance(n, str) and n.startswith("--")]
         key = (names or [one.name.replace("_", "-")])[0].removeprefix("--")
-        found[key] = value
-    return found
+        typed[key] = value
+    return typed
 
 
 def typed_toml() -> str:
@@ -146,7 +146,7 @@ def run(
 
 
 def _config(file: Path) -> tuple[str, dict[str, Any]]:
-    """Return which format a file of options has, and what it holds."""
+    """Return the format of a configuration file (TOML or YAML), and its contents."""
     kind, read = "TOML", tomllib.loads
     if file.suffix in (".yaml", ".yml"):
         try:
@@ -157,22 +157,22 @@ def _config(file: Path) -> tuple[str, dict[str, Any]]:
     text = file.read_bytes()
     try:
         given = read(text.decode())
-    except Exception as error:  # PyYAML also raises what dates and numbers raise
+    except Exception as error:  # PyYAML also raises errors of its converters
         raise ValueError(f"{file} is not {kind}: {error}") from error
     if not isinstance(given, dict):
-        raise ValueError(f"{file} must hold options by name, as command: quantize")
+        raise ValueError(f"{file} must hold options by name, like command: quantize")
     return kind, given
 
 
 def _parameters(group: Any) -> list[inspect.Parameter]:
     """Return an argument for each field of a group of options."""
     hints = get_type_hints(group, include_extras=True)
-    found = [_parameter(one.name, hints[one.name], one) for one in fields(group)]
-    for one in found:
+    parameters = [_parameter(one.name, hints[one.name], one) for one in fields(group)]
+    for one in parameters:
         info = one.annotation.__metadata__[0]
         if isinstance(info, typer.models.OptionInfo):
             info.rich_help_panel = getattr(group, "PANEL", None)
-    return found
+    return parameters
 
 
 def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
@@ -189,9 +189,9 @@ def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
 def option(
     metavar: str, text: str, *names: str, default: Any = None, **more: Any
 ) -> Any:
-    """Return an option: a dataclass's field, or the default of an argument.
+    """Return an option, for a dataclass field or as the default of an argument.
 
-    Its text names its default, where there is something to say about it.
+    The help text mentions the default if it is worth mentioning.
     """
     return _field(default, text, *names, metavar=metavar, **more)
 
@@ -211,17 +211,17 @@ def number(
 ) -> Any:
     """Return an option for a number; its help ends in the default, or in ``shown``."""
     shown = default if shown is None else shown
-    told = text if shown is None else f"{text} Default: {shown}."
-    return option("NUMBER", told, default=default, min=least)
+    text = text if shown is None else f"{text} Default: {shown}."
+    return option("NUMBER", text, default=default, min=least)
 
 
 def output_path(text: str, metavar: str = "FILE", default: Any = None) -> Any:
-    """Return the option for what is written."""
+    """Return the option that says where to write: ``--output`` or ``-o``."""
     return option(metavar, text, "--output", "-o", default=default)
 
 
 def one_of(known: Iterable[str], text: str, *, default: Any = None) -> Any:
-    """Return an option that takes one of several names, completed by the shell."""
+    """Return an option that takes one of several names, with shell completion."""
     names = list(known)
 
     def check(value: str | None) -> str | None:
@@ -270,20 +270,20 @@ class OutputOptions:
 def check_writable(
     path: Path | None, option: str = "--output", *, folder: bool = False
 ) -> None:
-    """Make sure, before the work, that a file, or files in a folder, can be written."""
+    """Raise a ValueError early if a file, or files in a folder, cannot be written."""
     if path is None:
         return
     if path.exists() and path.is_dir() != folder:
-        wrong = "file; name a folder" if folder else "folder; name a file in it"
+        wrong = "file; give a folder" if folder else "folder; give a file in it"
         raise ValueError(f"{option} {path} is a {wrong}")
-    within = path.absolute() if folder else path.absolute().parent
-    there = next(one for one in (within, *within.parents) if one.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK):
-        raise ValueError(f"{option} {path}: {there} is not a writable folder")
+    parent = path.absolute() if folder else path.absolute().parent
+    existing = next(one for one in (parent, *parent.parents) if one.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        raise ValueError(f"{option} {path}: {existing} is not a writable folder")
 
 
 def check_needed(needed: str, value: Any, **others: Any) -> None:
-    """Make sure that options that only serve another one are not given alone."""
+    """Raise a ValueError if options are given without the one that they depend on."""
     alone = [f"--{name.replace('_', '-')}" for name, given in others.items() if given]
     if value is None and alone:
         raise ValueError(f"{alone[0]} has no effect without {needed}; give both")
@@ -292,7 +292,7 @@ def check_needed(needed: str, value: Any, **others: Any) -> None:
 def check_resumed(
     folder: Path | None, left: Path | None, what: str, *, resume: bool
 ) -> None:
-    """Make sure that stopped work is continued only if that is wanted."""
+    """Raise an error unless ``--resume`` is given exactly if ``left`` is there."""
     if resume and left is None:
         if folder is None:
             raise ValueError(f"--resume needs the folder of the stopped {what}: -o DIR")

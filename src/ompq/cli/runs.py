@@ -1,4 +1,4 @@
-"""quantize, train and evaluate: runs that make a network, or measure one."""
+"""quantize, train and evaluate: commands that make or measure a network."""
 
 import json
 import os
@@ -76,7 +76,7 @@ from ompq.workflow import (
 )
 
 _ENGINES = ("simulated", "integer")
-# What a stopped run continues from: training and search are folders.
+# What a stopped run resumes from; training and search are folders.
 _TRAINING, _START = "training", "start.ompq.safetensors"
 _CHECKPOINT, _SEARCH = "checkpoint.safetensors", "search"
 _STARTED = (_TRAINING, _START, _CHECKPOINT, _SEARCH)
@@ -86,7 +86,7 @@ _LIMIT = "Use only this many images, spread over the classes. Default: all."
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """What is done, and where it goes."""
+    """Options for what is done and where the files go."""
 
     folder: Path = output_path(
         "Folder for the plan, network, result and report.", "DIR", REQUIRED
@@ -146,7 +146,7 @@ class RunOptions:
     def reconstruction(
         self, inputs: Data, protocol: str | None
     ) -> ReconstructConfig | None:
-        """Return how the rounding is learned; None if it is not."""
+        """Return the settings of reconstruction, or None if there is none."""
         if self.no_reconstruct:
             return None
         name, seed = inputs.model.name, inputs.seed
@@ -154,11 +154,11 @@ class RunOptions:
         return replace(config, merge=self.merge_blocks)
 
     def calibration_count(self, inputs: Data) -> int:
-        """Return how many inputs calibrate."""
+        """Return the number of inputs used for calibration."""
         return self.samples or min(CALIBRATION_SAMPLES, len(inputs))
 
     def check(self, planning: RefineOptions) -> None:
-        """Refuse options that contradict each other."""
+        """Raise a ValueError for options that contradict each other."""
         deciding = [*(["--budget"] if self.budget else []), *planning.typed()]
         if self.plan is not None and deciding:
             raise ValueError(
@@ -180,37 +180,37 @@ class RunOptions:
         )
 
     def check_unfinished(self) -> None:
-        """Make sure that a stopped run is continued only if that is wanted."""
+        """Raise an error unless the options say what to do with an earlier run."""
         if self.overwrite:
             return
         if not self.resume and (self.folder / RESULT).exists():
             raise ValueError(
                 f"{self.folder} holds a finished run; add --overwrite to replace it, "
-                "or name another folder"
+                "or use another folder"
             )
         check_resumed(self.folder, self.started, "run", resume=self.resume)
 
     def clear(self, *kept: Path | None) -> None:
-        """Remove what an earlier run left, if that is wanted, except what is used."""
-        used = {path.resolve() for path in kept if path is not None}
+        """With ``--overwrite``, remove the files of an earlier run, except ``kept``."""
+        needed = {path.resolve() for path in kept if path is not None}
         files = (PLAN, PACKED, ONNX, REPORT, RESULT, CONFIG, *_STARTED)
         for path in map(self.folder.joinpath, files if self.overwrite else ()):
             if path.is_dir():
                 rmtree(path, ignore_errors=True)
-            elif path.resolve() not in used:
+            elif path.resolve() not in needed:
                 path.unlink(missing_ok=True)
 
-    def check_budget(self, plan: Plan, begun: Path) -> None:
-        """Make sure that the budget typed, if any, is that of the bits in ``begun``."""
+    def check_budget(self, plan: Plan, place: Path) -> None:
+        """Raise a BudgetError if ``--budget`` differs from the plan's budget."""
         wanted = None if self.budget is None else Budget.of(self.budget)
         if wanted is not None and str(wanted) != str(plan.budget):
             raise BudgetError(
-                f"{begun} was started with the budget {plan.budget}, not {wanted}; "
+                f"{place} was started with the budget {plan.budget}, not {wanted}; "
                 "give that budget, or start again in another folder"
             )
 
     def bits_source(self, goal: Goal | None = None) -> Plan | Allocation | Budget:
-        """Return what decides on the bits: a plan, bits, or a budget to plan for."""
+        """Return what decides the bits: a plan, an allocation or a budget."""
         self.check_unfinished()
         if goal is not None:
             return Budget.of(ANYTHING)
@@ -222,15 +222,15 @@ class RunOptions:
             return plan
         if self.budget is None:
             raise BudgetError(
-                "no budget: give --budget, for example 4.0MiB, or --plan, or what must "
-                "be kept, for example --min-agreement 99%"
+                "no budget: give --budget, for example 4.0MiB, or --plan, or a goal, "
+                "for example --min-agreement 99%"
             )
         return Budget.of(self.budget)
 
 
 @dataclass(frozen=True, kw_only=True)
 class GoalOptions:
-    """What the network must keep, instead of a budget."""
+    """Options for a goal instead of a budget."""
 
     PANEL: ClassVar[str] = "A goal instead of a budget"
 
@@ -251,7 +251,7 @@ class GoalOptions:
     )
 
     def goal(self, metrics: Mapping[str, Metric]) -> Goal | None:
-        """Return what must be kept, if anything was given."""
+        """Return the goal, or None if none was given."""
         if all(value is None for value in vars(self).values()):
             return None
         agreement = self.min_agreement and _share(self.min_agreement)
@@ -263,7 +263,7 @@ class GoalOptions:
         )
 
     def check(self, run: RunOptions) -> None:
-        """Refuse a goal together with another option that decides the size."""
+        """Raise a ValueError for a goal that contradicts or lacks other options."""
         decided = [o for o, v in (("--budget", run.budget), ("--plan", run.plan)) if v]
         goal = self.goal({})
         if goal is None:
@@ -277,7 +277,7 @@ class GoalOptions:
 
 
 def user_metrics(name: str | None) -> dict[str, Metric]:
-    """Return a metric of ours or the one ``file.py:function`` names, by its name."""
+    """Return the metric that ``--metric`` names, by its short name."""
     if name is None or name in METRICS:
         return {} if name is None else {name: METRICS[name]}
     if not is_user_function(name):
@@ -294,7 +294,7 @@ def _share(text: str) -> float:
     value = value / 100 if text.endswith("%") else value
     if not 0 < value <= 1:
         raise ValueError(
-            f"--min-agreement {text} is not a share; write for example 99% or 0.99"
+            f"--min-agreement {text} is not a fraction; write for example 99% or 0.99"
         )
     return value
 
@@ -310,14 +310,14 @@ def run_folder(run: RunOptions, console: Console) -> Iterator[None]:
             try:
                 yield
             finally:
-                # A plan alone, without a network made with it, is of no use.
+                # A plan without a network made from it is of no use.
                 if not before and run.started is None and not finished.exists():
                     (run.folder / PLAN).unlink(missing_ok=True)
     except KeyboardInterrupt:
         if run.started is None:
             raise
         if in_first_process():
-            # A process of torchrun does not know what started it.
+            # Under torchrun, sys.argv does not show the command that was typed.
             again = "the command that started all processes, with --resume added"
             if "RANK" not in os.environ:
                 typed = [word for word in sys.argv[1:] if word != "--resume"]
@@ -358,11 +358,11 @@ def quantize(
         goals.check(run)
         metrics = user_metrics(run.metric)
         source = run.bits_source(goal := goals.goal(metrics))
-        # Wrong options should not wait for the network.
+        # Report wrong options before the network is loaded.
         _ = planning.config(), planning.refinement(sources.seed)
         model = sources.load(console)
         inputs = sources.inputs(model)
-        # Before the work: labels that do not fit should not cost an hour.
+        # Read now, so that unsuitable labels are not found after an hour of work.
         judged = sources.labelled(run.eval_data, model, run.limit)
         run.clear(run.plan)
         samples = read_samples(inputs, run.calibration_count(inputs), console)
@@ -370,17 +370,17 @@ def quantize(
         learning = run.reconstruction(inputs, planning.protocol)
         search = None
         if goal is None:
-            plan, made = _quantized(work, source, inputs, run, planning)
+            plan, network = _quantized(work, source, inputs, run, planning)
         else:
             plan = _planned(work, source, inputs, planning)
             search = work.smallest(
                 plan, goal, learning, batches=judged, folder=run.folder / _SEARCH
             )
-            plan, made = search.plan, search.network
+            plan, network = search.plan, search.network
         steps = learning.rounding.iterations if learning else 0
         more = {"samples": len(samples), "iterations": steps}
         about = provenance(inputs, eval_data=run.eval_data, **more)
-        outcome = work.outcome(made, plan, judged, about, metrics)
+        outcome = work.outcome(network, plan, judged, about, metrics)
         view = _finish(outcome, run, console, work, search)
         (run.folder / _CHECKPOINT).unlink(missing_ok=True)
         rmtree(run.folder / _SEARCH, ignore_errors=True)
@@ -404,7 +404,7 @@ def _quantized(
     config = run.reconstruction(inputs, planning.protocol)
     if config is None:
         return plan, rounded
-    plan.save(run.folder / PLAN)  # a run that is stopped continues with it
+    plan.save(run.folder / PLAN)  # a stopped run resumes with it
     return plan, work.reconstruct(rounded, config, checkpoint=run.folder / _CHECKPOINT)
 
 
@@ -438,30 +438,31 @@ def _finish(
     return outcome_view(outcome, run.folder, files)
 
 
-def outcome_view(made: Outcome, folder: Path, files: Mapping[str, FileSize]) -> View:
-    """Return a quantized network, how it does, and its files."""
-    found = made.evaluation
-    search = made.about.get("search", {"goal": [], "tried": []})
+def outcome_view(outcome: Outcome, folder: Path, files: Mapping[str, FileSize]) -> View:
+    """Return a quantized network's sizes, quality and files."""
+    evaluation = outcome.evaluation
+    search = outcome.about.get("search", {"goal": [], "tried": []})
     listed = [
         f"{folder / name}: {in_bytes(one.bytes)}"
         + ("" if one.planned is None else f", planned {in_bytes(one.planned)}")
         for name, one in files.items()
     ]
     rows = [
-        *totals(made.plan),
+        *totals(outcome.plan),
         ("goal", search["goal"]),
         ("tried", search["tried"]),
-        *_error_rows(made.errors),
-        *quality_rows(found),
-        ("arithmetic", made.about["arithmetic"]),
-        ("time", time_line(made.seconds)),
+        *_error_rows(outcome.errors),
+        *quality_rows(evaluation),
+        ("arithmetic", outcome.about["arithmetic"]),
+        ("time", time_line(outcome.seconds)),
         ("files", listed),
     ]
     sizes = {name: one._asdict() for name, one in files.items()}
-    data = {**made.to_json(), "folder": str(folder), "files": [*files], "sizes": sizes}
-    accuracy = "" if found is None else f", {quality_text(found)}"
-    line = f"{folder}: {'; '.join(used(made.plan))}{accuracy}"
-    return View(data, line, [facts(rows), *warning(made.about, "the results")])
+    written = {"folder": str(folder), "files": [*files], "sizes": sizes}
+    accuracy = "" if evaluation is None else f", {quality_text(evaluation)}"
+    line = f"{folder}: {'; '.join(used(outcome.plan))}{accuracy}"
+    body = [facts(rows), *warning(outcome.about, "the results")]
+    return View({**outcome.to_json(), **written}, line, body)
 
 
 def _error_rows(errors: Sequence[BlockError]) -> list[tuple[str, str]]:
@@ -479,7 +480,7 @@ def _error_rows(errors: Sequence[BlockError]) -> list[tuple[str, str]]:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions:
-    """How the network is trained."""
+    """Options for training."""
 
     PANEL: ClassVar[str] = "How it is trained"
 
@@ -513,32 +514,32 @@ class TrainOptions:
     )
 
     def config(self, protocol: str | None, seed: int, folder: Path) -> TrainConfig:
-        """Return the recipe, the protocol's unless one is named, and what was typed."""
+        """Return the settings of recipe or protocol with the changes from options."""
         base = TRAIN_PROTOCOLS.get(self.recipe or protocol or "", TrainConfig())
         names = ("epochs", "batch_size", "learning_rate")
-        given = {k: v for k in names if (v := getattr(self, k)) is not None}
+        changes = {k: v for k in names if (v := getattr(self, k)) is not None}
         if self.logger == "tensorboard":
-            given["tensorboard"] = str(folder / "tensorboard")
+            changes["tensorboard"] = str(folder / "tensorboard")
         elif self.logger is not None:
-            given["logger"] = self.logger
+            changes["logger"] = self.logger
         known = [field.name for field in fields(TrainConfig) if field.name != "seed"]
         for text in self.settings or ():
             name, equals, value = text.partition("=")
             if not equals or name not in known:
-                meant = "" if name in known else suggestion(name, known)
+                similar = "" if name in known else suggestion(name, known)
                 raise ValueError(
                     f"--set {text}: write NAME=VALUE with a field of ompq.TrainConfig"
-                    f"{meant}; the seed is --seed"
+                    f"{similar}; the seed is --seed"
                 )
             try:
-                given[name] = json.loads(value)
-            except ValueError:  # a word
-                given[name] = value
-        config = replace(base, **given, seed=seed)
+                changes[name] = json.loads(value)
+            except ValueError:  # a plain word
+                changes[name] = value
+        config = replace(base, **changes, seed=seed)
         if not config.keeps_plan:
             raise ValueError(
-                f"weights={config.weights}, widths={config.widths} leave no network "
-                "that fits the plan's file; use ompq.train from Python"
+                f"weights={config.weights}, widths={config.widths} give a network that "
+                "a plan does not describe; use ompq.train from Python"
             )
         return config
 
@@ -567,15 +568,15 @@ def train(
     with run_folder(run, console):
         run.check(planning)
         config = training.config(planning.protocol, sources.seed, run.folder)
-        if config.start == "float":  # training would discard what is reconstructed
+        if config.start == "float":  # training would discard the reconstruction
             run = replace(run, no_reconstruct=True)
-        if in_first_process():  # the others may come when there is something already
+        if in_first_process():  # others may start after it has written files
             run.check_unfinished()
         if "LOCAL_RANK" in os.environ and torch.cuda.is_available():
-            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))  # one for each process
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))  # one per process
         model = sources.load(console)
         inputs = sources.inputs(model)
-        # Before the work: what cannot be trained with should not cost an hour.
+        # Read now, so that unsuitable data is not found after an hour of work.
         images = _images(inputs, config, console)
         count = run.calibration_count(inputs)
         samples = read_samples(inputs, min(256, count), console)
@@ -585,9 +586,9 @@ def train(
             run.clear(run.plan, training.start)
         if in_first_process() and training.start is None:
             _prepare(inputs, run, planning, console)
-        plan, start = _begin(training, run, model)
+        plan, start = _starting_point(training, run, model)
         with console.stage("training") as progress:
-            made = learn(
+            trained = learn(
                 start,
                 images,
                 config,
@@ -600,8 +601,9 @@ def train(
             return None
         work = Workflow(model.module, samples, console.stages)
         about = provenance(inputs, eval_data=run.eval_data, epochs=config.epochs)
-        found = work.outcome(made, plan, judged, about, user_metrics(run.metric))
-        return _finish(found, run, console, work)
+        metrics = user_metrics(run.metric)
+        outcome = work.outcome(trained, plan, judged, about, metrics)
+        return _finish(outcome, run, console, work)
 
 
 def _images(inputs: Data, config: TrainConfig, console: Console) -> TrainingData:
@@ -616,45 +618,42 @@ def _images(inputs: Data, config: TrainConfig, console: Console) -> TrainingData
 
 
 def _prepare(
-    inputs: Data,
-    run: RunOptions,
-    planning: RefineOptions,
-    console: Console,
+    inputs: Data, run: RunOptions, planning: RefineOptions, console: Console
 ) -> None:
-    """Quantize, and write what all processes, and a resumed run, start from."""
+    """Quantize, and write the network that all processes and resumed runs load."""
     source, model, start = run.bits_source(), inputs.model, run.folder / _START
     if start.exists():
         return
     samples = read_samples(inputs, run.calibration_count(inputs), console)
     work = Workflow(model.module, samples, console.stages)
-    plan, made = _quantized(work, source, inputs, run, planning)
+    plan, network = _quantized(work, source, inputs, run, planning)
     plan.save(run.folder / PLAN)
-    save(made, start, plan=plan, network=model.name)
+    save(network, start, plan=plan, network=model.name)
     (run.folder / _CHECKPOINT).unlink(missing_ok=True)
 
 
-def _begin(
+def _starting_point(
     training: TrainOptions, run: RunOptions, model: NamedModel
 ) -> tuple[Plan, nn.Module]:
-    """Return the plan and the network to start from, once they are there."""
+    """Return the plan and the network to train, once the first process wrote them."""
     path = training.start or run.folder / _START
     while training.start is None and not path.exists():
-        time.sleep(0.5)  # the first process makes it; if it fails, all are stopped
+        time.sleep(0.5)  # if the first process fails, the launcher stops all of them
     network = load(path, model.module)
-    record, beside = quantization_of(network), path.parent / PLAN
-    given = run.plan or beside
-    if not given.exists():
+    record, own_plan = quantization_of(network), path.parent / PLAN
+    file = run.plan or own_plan
+    if not file.exists():
         raise PlanError(
-            f"{given}, the plan of {path}, does not exist; give it with --plan FILE"
+            f"{file}, the plan of {path}, does not exist; give it with --plan FILE"
         )
-    found = read_bits(given)
-    plan = found if isinstance(found, Plan) else Plan.load(beside)
+    source = read_bits(file)
+    plan = source if isinstance(source, Plan) else Plan.load(own_plan)
     run.check_budget(plan, path)
     plan.check_network(record.graph)
-    bits = found.allocation if isinstance(found, Plan) else found
+    bits = source.allocation if isinstance(source, Plan) else source
     if dict(bits) != dict(record.allocation):
         raise PlanError(
-            f"the bits in {given} differ from those of {path}; give that network's plan"
+            f"the bits in {file} differ from those of {path}; give that network's plan"
         )
     return plan, network
 
@@ -695,17 +694,17 @@ def evaluate(
     """
     if engine == "integer" and packed is None:
         raise ValueError(
-            "--engine integer computes packed networks; give one with --packed FILE"
+            "--engine integer runs packed networks; give one with --packed FILE"
         )
     metrics = user_metrics(metric)
     model = _loaded(sources, packed, console)
     inputs = sources.inputs(model, "test")
     batches = inputs.batches(batch_size=batch_size, limit=limit)
-    judged = model.module
+    network = model.module
     if engine == "integer":
-        judged = IntegerNetwork.from_quantized(judged.cpu(), inputs.samples(1))
+        network = IntegerNetwork.from_quantized(network.cpu(), inputs.samples(1))
     with console.stage("evaluating") as progress:
-        result = measure(judged, batches, metrics=metrics, progress=progress)
+        result = measure(network, batches, metrics=metrics, progress=progress)
     about = {"network": model.name, "weights": model.weights, "data": inputs.name}
     if packed is not None:
         about["engine"] = engine
@@ -717,24 +716,24 @@ def _loaded(
 ) -> NamedModel:
     if packed is None:
         return options.load(console)
-    # The file holds all weights; those of the network it was made from do not matter.
+    # The packed file holds all weights; the float ones are not needed.
     with muted():
         model = replace(options, weights="none").load(console)
     return replace(model, module=load(packed, model.module), weights=str(packed))
 
 
 def evaluation_view(
-    found: Evaluation, about: Mapping[str, Any], seconds: Mapping[str, float]
+    result: Evaluation, about: Mapping[str, Any], seconds: Mapping[str, float]
 ) -> View:
-    """Return how well a network does."""
+    """Return a network's accuracy and speed."""
     rows = [
         ("network", f"{about['network']}, weights {about['weights']}"),
         ("data", about["data"]),
         *([("engine", about["engine"])] if "engine" in about else []),
-        *quality_rows(found),
-        ("speed", f"{found.images_per_second:,.0f} images a second"),
+        *quality_rows(result),
+        ("speed", f"{result.images_per_second:,.0f} images per second"),
         ("time", time_line(seconds)),
     ]
-    data = {**about, **found.to_json(), "seconds": seconds}
+    data = {**about, **result.to_json(), "seconds": seconds}
     end = warning(about, "the numbers")
-    return View(data, quality_text(found), [facts(rows), *end])
+    return View(data, quality_text(result), [facts(rows), *end])

@@ -1,6 +1,6 @@
-"""replan, explain, pareto, compare, report, unpack: what needs a saved file alone.
+"""replan, explain, pareto, compare, report, unpack: commands that need only a file.
 
-Nothing here imports torch before a report is written.
+torch is not imported here until a report is written.
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,7 +35,7 @@ from ompq.units import Choice, select
 if TYPE_CHECKING:  # it imports torch, which most of these commands do not need
     from ompq.report.sections import Section
 
-# A cost → what its curve is sorted by; average bits follow the sum of bits.
+# Cost → the column that its curve is sorted by.
 _COSTS = {
     "bytes": "bytes",
     "weight_bits": "average_bits",
@@ -60,15 +60,14 @@ def replan(
     Choices, pins and score stay as they were when the plan was made.
     """
     check_writable(target)
-    wanted = Budget.of(budget)
+    limits = Budget.of(budget)
     with console.stage("reading the plan"):
         saved = Plan.load(file)
     with console.stage("solving for the budget"):
-        made = saved.with_budget(wanted)
+        plan = saved.with_budget(limits)
     if target is not None:
-        made.save(target)
-    seconds = console.stages.seconds
-    return plan_view(made, {"from": str(file)}, seconds, target)
+        plan.save(target)
+    return plan_view(plan, {"from": str(file)}, console.stages.seconds, target)
 
 
 def explain(
@@ -88,23 +87,22 @@ def explain(
     swap with another layer that came closest to being better.
     """
     plan = Plan.load(file)
-    found = [plan.explain(name) for name in select(plan.graph.names, unit)]
-    data = [asdict(one, dict_factory=_with_names) for one in found]
-    line = "\n".join(f"{one.unit}: {one.choice}" for one in found)
-    text = "\n\n".join(str(one) for one in found)
+    explanations = [plan.explain(name) for name in select(plan.graph.names, unit)]
+    data = [asdict(one, dict_factory=_plain_fields) for one in explanations]
+    line = "\n".join(f"{one.unit}: {one.choice}" for one in explanations)
+    text = "\n\n".join(str(one) for one in explanations)
     return View(data, line, [text])
 
 
-def _with_names(items: list[tuple[str, Any]]) -> dict[str, Any]:
-    # A choice would become a list; its name says more. The text is for people.
-    names = {k: str(v) if isinstance(v, Choice) else v for k, v in items}
-    return {k: v for k, v in names.items() if k != "text"}
+def _plain_fields(items: list[tuple[str, Any]]) -> dict[str, Any]:
+    # Choices as W4A8 rather than lists, and without the text for people.
+    return {k: str(v) if isinstance(v, Choice) else v for k, v in items if k != "text"}
 
 
 def pareto(
     file: PlanFile,
     console: Console,
-    points: int = number("How many sizes.", default=20, least=2),
+    points: int = number("Number of sizes.", default=20, least=2),
     cost: str = one_of(_COSTS, "the cost to limit. Default: bytes.", default="bytes"),
 ) -> View:
     """Show the trade-off between size and damage.
@@ -132,7 +130,7 @@ def pareto(
 
 
 def pareto_row(plan: Plan) -> dict[str, Any]:
-    """Return one step of the curve as plain data."""
+    """Return one point of the curve as plain data."""
     reference = plan.problem.costs["bytes"].reference
     return {
         **plan.totals,
@@ -144,7 +142,7 @@ def pareto_row(plan: Plan) -> dict[str, Any]:
 
 
 def pareto_view(cost: str, rows: Sequence[Mapping[str, Any]]) -> View:
-    """Return the curve; its bars grow with the logarithm of the damage."""
+    """Return the curve, with bars on a logarithmic scale of damage."""
     low, high = (f(row["damage"] for row in rows) for f in (min, max))
     damages = [digits(row["damage"]) for row in rows]
     columns = [
@@ -160,11 +158,11 @@ def pareto_view(cost: str, rows: Sequence[Mapping[str, Any]]) -> View:
 
 
 def _bar(damage: float, low: float, high: float) -> str:
-    if low <= 0 or high <= low:  # a score that may be negative
-        share = (damage - low) / max(high - low, 1e-30)
+    if low <= 0 or high <= low:  # a score may be negative
+        fraction = (damage - low) / max(high - low, 1e-30)
     else:
-        share = log(damage / low) / log(high / low)
-    return "▬" * (1 + round(19 * share))
+        fraction = log(damage / low) / log(high / low)
+    return "▬" * (1 + round(19 * fraction))
 
 
 def compare(
@@ -200,7 +198,7 @@ def compare(
 
 @dataclass(frozen=True)
 class Entry:
-    """One of the plans compared, and how its network does, where it was measured."""
+    """One of the plans compared, and its network's evaluation if there is one."""
 
     name: str
     plan: Plan
@@ -212,11 +210,11 @@ class Entry:
         if not source.is_dir():
             return cls(str(source), Plan.load(source))
         if not (source / PLAN).exists():
-            raise PlanError(f"{source} has no {PLAN}; name a folder of ompq quantize")
+            raise PlanError(f"{source} has no {PLAN}; give a folder of ompq quantize")
         plan, result = Plan.load(source / PLAN), source / RESULT
         try:
-            found = read_json(result)["evaluation"] if result.exists() else None
-            evaluation = None if found is None else Evaluation.from_json(found)
+            data = read_json(result)["evaluation"] if result.exists() else None
+            evaluation = None if data is None else Evaluation.from_json(data)
         except (ValueError, KeyError, TypeError) as error:
             raise PlanError(
                 f"{result} cannot be read as a result: {error!r}. Run ompq quantize "
@@ -225,7 +223,7 @@ class Entry:
         return cls(str(source), plan, evaluation)
 
     def damage_by(self, judge: "Entry") -> float | None:
-        """Return the damage of these bits by another's score, if it knows them."""
+        """Return the damage of these bits by another's score; None if it lacks them."""
         try:
             columns = judge.plan.problem.columns(self.plan.allocation)
         except PlanError:
@@ -277,12 +275,12 @@ def _totals_columns(entries: Sequence[Entry]) -> list[Column]:
         Column("BOPs", [counted(plan.totals["bit_ops"]) for plan in plans], rank=2),
     ]
     for place, judge in enumerate(entries, 1):
-        found = [entry.damage_by(judge) for entry in entries]
-        cells = ["-" if one is None else digits(one) for one in found]
+        damages = [entry.damage_by(judge) for entry in entries]
+        cells = ["-" if one is None else digits(one) for one in damages]
         columns.append(Column(f"damage by {place}", cells, rank=1))
     if any(entry.evaluation for entry in entries):
-        found_top1 = [one.evaluation and top1_text(one.evaluation) for one in entries]
-        columns.append(Column("top-1", [text or "-" for text in found_top1]))
+        top1 = [one.evaluation and top1_text(one.evaluation) for one in entries]
+        columns.append(Column("top-1", [text or "-" for text in top1]))
         cells = [_against(entry, entries[0]) for entry in entries]
         columns.append(Column("against 1 (± standard error)", cells, rank=4))
     return columns
@@ -306,17 +304,15 @@ def _bits_columns(
 
 
 def write_comparison(page: Path, entries: Sequence[Entry], progress: Progress) -> None:
-    """Write the first plan's report, with the others to compare with."""
+    """Write the first plan's report, in which the others can be compared with it."""
     from ompq.report import write_report
     from ompq.report.sections import Accuracy
 
     first, *rest = entries
     sections = [
-        Accuracy.of(one.name, found, size)
+        Accuracy.of(one.name, one.evaluation, one.plan.totals["bytes"])
         for one in entries
-        if (found := one.evaluation)
-        and found.top1 is not None
-        and (size := one.plan.totals["bytes"])
+        if one.evaluation is not None and one.evaluation.top1 is not None
     ]
     others = {
         one.name: replace(first.plan, allocation=one.plan.allocation)
@@ -384,7 +380,7 @@ def report(
 
 
 def read_sections(path: Path) -> "list[Section]":
-    """Read what a report shows besides the plan."""
+    """Read the sections that a report shows besides the plan."""
     from ompq.report.sections import sections_from_json
 
     try:
@@ -414,7 +410,6 @@ def unpack(
     """
     target = target or file.with_name(f"{file.name.partition('.')[0]}.onnx")
     check_writable(target)
-    size, travelled = unpack_file(file, target), file.stat().st_size
-    line = f"{target}: {size:,} bytes, from {travelled:,}"
-    data = {"file": str(target), "bytes": size, "packed_bytes": travelled}
-    return View(data, line)
+    size, packed = unpack_file(file, target), file.stat().st_size
+    data = {"file": str(target), "bytes": size, "packed_bytes": packed}
+    return View(data, f"{target}: {size:,} bytes, from {packed:,}")

@@ -1,6 +1,6 @@
-"""Network, data and plan: from what the user typed to what the library takes.
+"""Options for network, data and plan, and their translation for the library.
 
-Defaults are those of the library's own settings; the help reads them from there.
+Defaults, also those in the help, come from the library's own settings.
 """
 
 import re
@@ -42,8 +42,8 @@ from ompq.workflow import PLAN_SAMPLES, paper_samples
 _DEVICES = ("auto", "cpu", "cuda")
 _SECONDS = {"s": 1, "min": 60, "h": 3600}
 _LIMIT = re.compile(r"(?P<number>[1-9]\d*)(?P<unit>s|min|h)?")
-_ENDLESS = 100_000  # allocations: the time ends it before
-REFINE_SAMPLES = 512  # as refine() recommends
+_UNLIMITED = 100_000  # more allocations than any time limit allows
+REFINE_SAMPLES = 512  # as recommended for refine()
 _PAIR = re.compile(r"W(\d+)A(\d+)", re.IGNORECASE)
 _PIN = re.compile(
     r"(?P<pattern>.+)=(?:(?:W?(?P<weight>\d+)|C(?P<rate>\d+(?:\.\d+)?))?"
@@ -59,9 +59,9 @@ def _known_score(value: str | None) -> str | None:
 
 
 def unknown_score(name: str) -> str:
-    """Return what to say about a score that there is not."""
-    close = suggestion(name, SCORES)
-    return f"there is no score {name!r}{close}; use {', '.join(SCORES)}"
+    """Return the message for a score that does not exist."""
+    similar = suggestion(name, SCORES)
+    return f"there is no score {name!r}{similar}; use {', '.join(SCORES)}"
 
 
 def _joined(values: tuple[Any, ...], comma: str = ",") -> str:
@@ -70,7 +70,7 @@ def _joined(values: tuple[Any, ...], comma: str = ",") -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class NetworkOptions:
-    """Which network."""
+    """Options for the network."""
 
     PANEL: ClassVar[str] = "Network and data"
 
@@ -129,7 +129,7 @@ class NetworkOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class SourceOptions(NetworkOptions):
-    """Which network, and which data."""
+    """Options for the network and the data."""
 
     data: str = option(
         "SOURCE",
@@ -152,14 +152,14 @@ class SourceOptions(NetworkOptions):
     def labelled(
         self, source: str | None, model: NamedModel, limit: int | None = None
     ) -> Batches | None:
-        """Return labelled batches of another source, if one is given."""
+        """Return labelled batches from another source, or None if there is none."""
         if source is None:
             return None
         return replace(self, data=source).inputs(model, "test").batches(limit=limit)
 
 
 def provenance(inputs: Data, **more: Any) -> dict[str, Any]:
-    """Return where a result comes from: network, weights, data, seed, device."""
+    """Return what a result was made from: network, weights, data, seed, device."""
     model = inputs.model
     origin = {"network": model.name, "weights": model.weights, "data": inputs.name}
     device = str(model_device(model.module))
@@ -173,14 +173,14 @@ def read_samples(data: Data, count: int, console: Console) -> Samples:
 
 
 def sample_count(network: str, asked: int | None, protocol: str | None) -> int:
-    """Return how many samples a plan is made from."""
+    """Return the number of samples used for planning."""
     paper = protocol not in (None, "ours")
     return asked or (paper_samples(network) if paper else PLAN_SAMPLES)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
-    """How bits are chosen."""
+    """Options for the choice of bits."""
 
     PANEL: ClassVar[str] = "How bits are chosen"
 
@@ -273,28 +273,28 @@ class PlanOptions:
     strict: bool = flag("Fail if anything stays float.", "--strict")
 
     def _score(self, base: PlanConfig) -> Score | str | None:
-        """Return the score that was asked for, if one was."""
+        """Return the score that the options ask for; None to keep the default."""
         score = None if self.score is None else _score(self.score)
         names = ("beta", "decreasing", "granularity", "centred")
-        given = {name: getattr(self, name) for name in names}
-        given = {k: v for k, v in given.items() if v not in (None, False)}
-        if not given:
+        changes = {name: getattr(self, name) for name in names}
+        changes = {k: v for k, v in changes.items() if v not in (None, False)}
+        if not changes:
             return score
         chosen: Any = base.score if score is None else score
         chosen = named_score(chosen) if isinstance(chosen, str) else chosen
         if not isinstance(getattr(chosen, "settings", None), OrmSettings):
             raise ValueError(
-                f"--{next(iter(given))} is for the scores orm and orm_distortion, not "
-                f"{score_name(chosen)}; add --score orm"
+                f"--{next(iter(changes))} is for the scores orm and orm_distortion, "
+                f"not {score_name(chosen)}; add --score orm"
             )
-        settings = replace(chosen.settings, **given)
+        settings = replace(chosen.settings, **changes)
         return replace(chosen, settings=settings)  # type: ignore[no-any-return]
 
     def config(self) -> PlanConfig:
-        """Return the settings of a plan: the protocol's, and what was typed besides."""
+        """Return the protocol's settings with the changes that the options make."""
         base = PLAN_PROTOCOLS[self.protocol] if self.protocol else PlanConfig()
         pins = dict(_pin(text) for text in self.pin or ())
-        given: dict[str, Any] = {
+        changes: dict[str, Any] = {
             "score": self._score(base),
             "choices": _choices(self.choices),
             "activation_choices": _numbers("--activation-bits", self.activation_bits),
@@ -312,10 +312,10 @@ class PlanOptions:
         }
         if self.rates is not None and not self.coded:
             raise ValueError("--rates is for coded weights; add --coded")
-        return replace(base, **{k: v for k, v in given.items() if v is not None})
+        return replace(base, **{k: v for k, v in changes.items() if v is not None})
 
     def typed(self) -> list[str]:
-        """Return the options that decide on bits and were given, as typed."""
+        """Return the given options that affect the choice of bits, as typed."""
         other = ("protocol", "strict", "refine_by")
         names = [k for k, value in vars(self).items() if value and k not in other]
         return [f"--{name.replace('_', '-')}" for name in names]
@@ -323,7 +323,7 @@ class PlanOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class CacheOptions:
-    """Whether score tables are kept."""
+    """Options for the cache of score tables."""
 
     PANEL: ClassVar[str] = "How bits are chosen"
 
@@ -340,18 +340,18 @@ class CacheOptions:
 
     @property
     def folder(self) -> Path | None:
-        """Where tables are kept."""
+        """The folder of score tables; None if they are not kept."""
         return None if self.no_cache else self.cache
 
 
 @dataclass(frozen=True, kw_only=True)
 class RefineOptions(PlanOptions):
-    """How bits are chosen, and whether they are refined by measuring."""
+    """Options for the choice of bits and its refinement."""
 
     refine: str | None = option(
         "LIMIT",
-        "Improve the bits by measuring whole allocations: so many of them (20), or for "
-        "so long (90s, 3min, 1h).",
+        "Improve the bits by measuring whole allocations, up to a number (20) or for a "
+        "time (90s, 3min, 1h).",
     )
     refine_by: str = one_of(
         ("round", "reconstruct"),
@@ -361,7 +361,7 @@ class RefineOptions(PlanOptions):
     )
 
     def refinement(self, seed: int) -> RefineConfig | None:
-        """Return the settings of a refinement, if one is asked for."""
+        """Return the settings of the refinement, or None without ``--refine``."""
         by = self.refine_by if self.refine_by != RefineConfig.by else None
         check_needed("--refine", self.refine, refine_by=by)
         if self.refine is None:
@@ -376,7 +376,8 @@ class RefineOptions(PlanOptions):
         number, unit = int(match["number"]), match["unit"]
         if not unit:
             return replace(config, count=number)
-        return replace(config, count=_ENDLESS, seconds=float(number * _SECONDS[unit]))
+        seconds = float(number * _SECONDS[unit])
+        return replace(config, count=_UNLIMITED, seconds=seconds)
 
 
 def _score(text: str) -> Score | str:
@@ -444,6 +445,6 @@ def _pin(text: str) -> tuple[str, Pin]:
         coded = Choice(CODED_BITS, activation or CODED_BITS, float(match["rate"]))
         return match["pattern"], coded
     if activation is None:
-        assert weight is not None  # one of them is there
+        assert weight is not None  # the pattern requires one of the two
         return match["pattern"], weight
     return match["pattern"], (weight, activation)

@@ -1,4 +1,4 @@
-"""demo and reproduce: runs whose networks and settings are known beforehand."""
+"""demo and reproduce: commands with fixed networks and settings."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -31,7 +31,7 @@ from ompq.stages import PLAN, REPORT
 from ompq.workflow import CALIBRATION_SAMPLES
 
 FOLDER, REPRODUCED = Path("ompq-demo"), Path("reproduced")
-QUICK_SAMPLES, QUICK_IMAGES = 16, 64  # of a row that is scaled down
+QUICK_SAMPLES, QUICK_IMAGES = 16, 64  # with --quick
 
 
 def demo(
@@ -73,39 +73,39 @@ def demo(
         if not console.json and not console.quiet:
             console.show(*beginning(plan, budget, reference))
 
-    # The network is too small for several threads: waiting for each other would take
-    # most of the time, and on a busy machine ten times as long.
+    # The network is too small for several threads: synchronization would take most of
+    # the time, and ten times as long on a busy machine.
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        found = run_demo(folder, config, bar=console.stages.bar, planned=planned)
+        result = run_demo(folder, config, bar=console.stages.bar, planned=planned)
     finally:
         torch.set_num_threads(threads)
-    data = {**found.to_json(), "folder": str(folder), "files": list(found.files)}
-    line = f"{folder / REPORT}: {found.verdict}"
-    noisy = found.reference[NOISY].count
+    data = {**result.to_json(), "folder": str(folder), "files": list(result.files)}
+    line = f"{folder / REPORT}: {result.verdict}"
+    noisy = result.reference[NOISY].count
     body: list[Shown] = [
         "Uniform networks have the same bits in every layer. The last two columns show "
         f"how often a network gives the float network's answer to {noisy:,} noisy "
         "digits: rounded to nearest, then reconstructed.",
         "",
-        _contest(found),
+        _contest(result),
         "",
-        Text(found.verdict, style="bold"),
+        Text(result.verdict, style="bold"),
         "",
-        facts(closing(found, folder)),
+        facts(closing(result, folder)),
     ]
     return View(data, line, body)
 
 
 def beginning(plan: Plan, budget: str, reference: Measured) -> list[Shown]:
-    """Return what is shown before the long stages: the task, and the decision."""
+    """Return what is printed before the long stages: the task and the plan."""
     weights = sum(unit.weights for unit in plan.graph.units)
     size = in_bytes(plan.problem.costs["bytes"].reference)
     return [
         f"A network that reads handwritten digits: {len(plan.graph)} layers, "
         f"{weights:,} weights, {size} in float. It reads "
-        f"{_right(reference[DIGITS])} unseen digits correctly.",
+        f"{_correct(reference[DIGITS])} held-out digits correctly.",
         f"It has to fit into {budget}. Each bit goes where it prevents the most damage "
         "per byte. Damage is the rounding noise of a layer, weighted by how much of it "
         "is expected to reach the answers:",
@@ -117,7 +117,7 @@ def beginning(plan: Plan, budget: str, reference: Measured) -> list[Shown]:
 
 
 def _bits(plan: Plan) -> list[Column]:
-    """Return what each layer gets, and the two things that decide it."""
+    """Return each layer's bits, with the damage and size that decide them."""
     units, bits = plan.graph.units, plan.allocation.values()
     least = f"damage at {plan.choices[0].bits:g} bits"
     return [
@@ -132,7 +132,7 @@ def _bits(plan: Plan) -> list[Column]:
 
 
 def ties(plan: Plan) -> list[str]:
-    """Return a line for each group of layers that share their bits, after a gap."""
+    """Return a blank line and one for each group of layers that share their bits."""
     names = plan.graph.names
     lines = [
         f"{' and '.join(names[i] for i in group)} share their bits: "
@@ -143,12 +143,12 @@ def ties(plan: Plan) -> list[str]:
     return ["", *lines] if lines else []
 
 
-def _contest(found: Demo) -> list[Column]:
+def _contest(result: Demo) -> list[Column]:
     """Return the networks side by side."""
-    rivals = found.contenders
-    sizes = [found.float_bytes, *(one.plan.totals["bytes"] for one in rivals)]
+    rivals = result.contenders
+    sizes = [result.float_bytes, *(one.plan.totals["bytes"] for one in rivals)]
     bits = [f"{one.plan.totals['average_bits']:.2f}" for one in rivals]
-    digits = [found.reference, *(one.final for one in rivals)]
+    digits = [result.reference, *(one.final for one in rivals)]
     rounded = [percent(agreement(one.rounded)) for one in rivals]
     final = [percent(agreement(one.final)) for one in rivals]
     remarks = ["" if one.within else "too large" for one in rivals]
@@ -156,18 +156,18 @@ def _contest(found: Demo) -> list[Column]:
         Column("network", ["float", *(one.name for one in rivals)], "left"),
         Column("bits", ["32", *bits]),
         Column("size", [in_bytes(size) for size in sizes]),
-        Column("correct digits", [_right(one[DIGITS]) for one in digits], rank=1),
+        Column("correct digits", [_correct(one[DIGITS]) for one in digits], rank=1),
         Column("rounded", ["", *rounded]),
         Column("reconstructed", ["", *final]),
         Column("", ["", *remarks], "left", rank=2),
     ]
 
 
-def closing(found: Demo, folder: Path) -> list[tuple[str, str]]:
+def closing(result: Demo, folder: Path) -> list[tuple[str, str]]:
     """Return the files, and what to do next."""
-    account, exported, bits = found.account, found.exported, found.plan.allocation
-    same = "the same logits" if found.same_logits else "OTHER logits: please report"
-    onnx = f"not written: {found.no_export}"
+    account, exported, bits = result.account, result.exported, result.plan.allocation
+    same = "the same logits" if result.same_logits else "OTHER logits: please report"
+    onnx = f"not written: {result.no_export}"
     if exported is not None:
         answers = exported.simulated
         equal = round(answers.top1 * answers.images)
@@ -177,22 +177,22 @@ def closing(found: Demo, folder: Path) -> list[tuple[str, str]]:
             f"of {answers.images} digits"
         )
     most = max(bits, key=lambda name: bits[name].bits)
-    sizes = in_bytes(account.file_bytes), in_bytes(account.planned_bytes)
-    packed = "{}, within the {} of the plan; read back it gives".format(*sizes)
+    size, planned = in_bytes(account.file_bytes), in_bytes(account.planned_bytes)
+    packed = f"{size}, within the {planned} of the plan; loaded again it gives {same}"
     return [
-        ("packed", f"{account.path}: {packed} {same}"),
-        ("coded", found.coded_text),
+        ("packed", f"{account.path}: {packed}"),
+        ("coded", result.coded_text),
         ("ONNX", onnx),
         ("report", f"{folder / REPORT}: open it in a browser"),
         ("next", f"ompq explain {folder / PLAN} {most}"),
         ("", "ompq demo --budget 32KiB, or your own network: ompq quantize --help"),
-        ("time", time_line(found.outcome.seconds)),
+        ("time", time_line(result.outcome.seconds)),
     ]
 
 
-def _right(found: Evaluation) -> str:
-    assert found.top1 is not None  # the digits have labels
-    return f"{round(found.top1 * found.count)} of {found.count}"
+def _correct(result: Evaluation) -> str:
+    assert result.top1 is not None  # the digits have labels
+    return f"{round(result.top1 * result.count)} of {result.count}"
 
 
 def reproduce(
@@ -254,35 +254,35 @@ def reproduce(
     )
     model = options.load(console)
     inputs = load_data(data, model, split="train", seed=seed)
-    judged = load_data(eval_data or data, model, split="test", seed=seed)
+    held_out = load_data(eval_data or data, model, split="test", seed=seed)
     count = samples or min(CALIBRATION_SAMPLES, len(inputs))
     if quick:
         count = min(count, QUICK_SAMPLES)
-        limit = limit or min(QUICK_IMAGES, len(judged))
+        limit = limit or min(QUICK_IMAGES, len(held_out))
     images = read_samples(inputs, count, console)
     bench = Bench(
         experiment,
         model,
         inputs,
         images,
-        judged.batches(limit=limit),
+        held_out.batches(limit=limit),
         folder / experiment.name,
         quick=quick,
         seed=seed,
         stages=console.stages,
     )
-    found: dict[str, Mapping[str, Any]] = {}
+    results: dict[str, Mapping[str, Any]] = {}
     files = run_experiment(
-        bench, folder, rows=rows, told=lambda *one: _tell(console, found, *one)
+        bench, folder, rows=rows, told=lambda *one: _report_row(console, results, *one)
     )
     names = [str(path) for path in files]
-    line = f"{experiment.name}: {len(found)} rows, {', '.join(names)}"
-    return View({"rows": found, "files": names}, line)
+    line = f"{experiment.name}: {len(results)} rows, {', '.join(names)}"
+    return View({"rows": results, "files": names}, line)
 
 
 def _experiment(name: str | None) -> Experiment:
     if name is None:
-        raise ValueError("name a table or figure; ompq reproduce --list shows them")
+        raise ValueError("give a table or figure; ompq reproduce --list shows them")
     if name not in EXPERIMENTS:
         raise ValueError(
             f"there is no {name!r}{suggestion(name, EXPERIMENTS)}; "
@@ -291,10 +291,10 @@ def _experiment(name: str | None) -> Experiment:
     return EXPERIMENTS[name]
 
 
-def _tell(
-    console: Console, found: dict[str, Mapping[str, Any]], row: Row, result: Any
+def _report_row(
+    console: Console, results: dict[str, Mapping[str, Any]], row: Row, result: Any
 ) -> None:
-    found[row.name] = result
+    results[row.name] = result
     top1 = result.get("top1")
     text = "" if top1 is None else f" top-1 {100 * top1:.2f}"
     text = f" not run: {result['skipped']}" if "skipped" in result else text
@@ -305,12 +305,12 @@ def _tell(
 
 def _list_view() -> View:
     entries = [(one, row) for one in EXPERIMENTS.values() for row in one.rows]
-    told = ("method", "budget", "train", "published")
+    fields = ("method", "budget", "train", "published")
     data = [
         {
             **{key: getattr(one, key) for key in ("name", "title", "network")},
             "row": row.name,
-            **{key: getattr(row, key) for key in told},
+            **{key: getattr(row, key) for key in fields},
         }
         for one, row in entries
     ]

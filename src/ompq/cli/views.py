@@ -1,4 +1,4 @@
-"""Plans and evaluations as people read them."""
+"""Plans and evaluations as text and tables for the terminal."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -26,19 +26,19 @@ _STAYS_FLOAT = re.compile(r"(?P<kind>\w+) stays float: (?P<count>[\d,]+) paramet
 
 
 def size_budgets(sizes: Sequence[float]) -> list[str]:
-    """Return sizes as budgets in one unit that suits them all."""
+    """Return sizes as budgets, all in the unit that suits the largest."""
     unit, factor = ("MiB", 2**20) if max(sizes) >= 2**20 else ("KiB", 2**10)
     return [as_budget(size / factor, unit) for size in sizes]
 
 
 def operation_budgets(numbers: Sequence[float]) -> list[str]:
-    """Return bit operations as budgets in one unit that suits them all."""
+    """Return bit operations as budgets, all in the unit that suits the largest."""
     unit, factor = ("GBOPs", 1e9) if max(numbers) >= 1e9 else ("MBOPs", 1e6)
     return [as_budget(number / factor, unit) for number in numbers]
 
 
 def cost_columns(rows: Sequence[Mapping[str, Any]]) -> list[Column]:
-    """Return size, share of float, average bits and BOPs, each fit for a budget."""
+    """Return size, percentage of float, average bits and BOPs, each a valid budget."""
     shares = [as_budget(row["percent"], "%") for row in rows]
     averages = [as_budget(row["average_bits"], "bits") for row in rows]
     operations = [row["bit_ops"] for row in rows]
@@ -51,7 +51,7 @@ def cost_columns(rows: Sequence[Mapping[str, Any]]) -> list[Column]:
 
 
 def as_budget(value: float, unit: str) -> str:
-    """Return a budget of four digits, rounded up so that it can be met."""
+    """Return a budget of four digits, rounded up so that ``value`` meets it."""
     if value <= 0:
         return f"0{unit}"
     digits = max(0, 3 - floor(log10(value)))
@@ -60,52 +60,51 @@ def as_budget(value: float, unit: str) -> str:
 
 
 def time_line(seconds: Mapping[str, float]) -> str:
-    """Return the time of each stage, and of all."""
+    """Return the total time and the time of each stage."""
     stages = ", ".join(f"{name} {duration(value)}" for name, value in seconds.items())
     return f"{duration(sum(seconds.values()))} ({stages})"
 
 
-def top1_text(found: Evaluation) -> str:
+def top1_text(result: Evaluation) -> str:
     """Return top-1 with its interval, as in ``71.39 % (69.58 to 73.13)``."""
-    if found.top1 is None or found.interval is None:
+    if result.top1 is None or result.interval is None:
         return "-"
-    low, high = (100 * limit for limit in found.interval)
-    return f"{100 * found.top1:.2f} % ({low:.2f} to {high:.2f})"
+    low, high = (100 * limit for limit in result.interval)
+    return f"{100 * result.top1:.2f} % ({low:.2f} to {high:.2f})"
 
 
-def quality_rows(found: Evaluation | None) -> list[tuple[str, str]]:
-    """Return how a network does, beside the float one if that was measured."""
-    if found is None:
+def quality_rows(result: Evaluation | None) -> list[tuple[str, str]]:
+    """Return the accuracy of a network, next to the float one's if it was measured."""
+    if result is None:
         return []
-    images = f"{found.count:,} images"
+    images = f"{result.count:,} images"
     rows = []
-    if found.top1 is not None:
-        rows.append(("top-1", f"{top1_text(found)} of {images} (95 % interval)"))
-    if found.top5 is not None:
-        rows.append(("top-5", f"{100 * found.top5:.2f} %"))
-    if found.top1 is not None and found.drop is not None:
-        assert found.drop_error is not None
-        rows.append(("float", f"top-1 {100 * (found.top1 + found.drop):.2f} %"))
-        low, high = (100 * limit for limit in found.drop_interval)
-        text = f"{100 * found.drop:.2f} points ({low:.2f} to {high:.2f}, paired, 95 %)"
+    if result.top1 is not None:
+        rows.append(("top-1", f"{top1_text(result)} of {images} (95 % interval)"))
+    if result.top5 is not None:
+        rows.append(("top-5", f"{100 * result.top5:.2f} %"))
+    if result.top1 is not None and result.drop is not None:
+        rows.append(("float", f"top-1 {100 * (result.top1 + result.drop):.2f} %"))
+        low, high = (100 * limit for limit in result.drop_interval)
+        text = f"{100 * result.drop:.2f} points ({low:.2f} to {high:.2f}, paired, 95 %)"
         rows.append(("drop", text))
-    for name, value in found.metrics.items():
-        before = found.reference_metrics.get(name)
-        beside = "" if before is None else f", float {digits(before, 5)}"
-        rows.append((name, f"{digits(value, 5)}{beside}, on {images}"))
-    if found.agreement is not None and found.divergence is not None:
-        text = f"{100 * found.agreement:.2f} % of the answers, divergence"
-        rows.append(("as float", f"{text} {digits(found.divergence)}, on {images}"))
+    for name, value in result.metrics.items():
+        reference = result.reference_metrics.get(name)
+        compared = "" if reference is None else f", float {digits(reference, 5)}"
+        rows.append((name, f"{digits(value, 5)}{compared}, on {images}"))
+    if result.agreement is not None and result.divergence is not None:
+        text = f"{100 * result.agreement:.2f} % of the answers, divergence"
+        rows.append(("as float", f"{text} {digits(result.divergence)}, on {images}"))
     return rows
 
 
-def quality_text(found: Evaluation) -> str:
-    """Return the first thing to say about how a network does, in a few words."""
-    return "; ".join(" ".join(row) for row in quality_rows(found)[:1])
+def quality_text(result: Evaluation) -> str:
+    """Return the most important measure of a network's quality, for one line."""
+    return "; ".join(" ".join(row) for row in quality_rows(result)[:1])
 
 
 def warning(about: Mapping[str, Any], what: str) -> list[Shown]:
-    """Return a warning that cannot be overlooked where nothing real was used."""
+    """Return a warning if random weights or random data were used."""
     options = ["--weights none"] if about.get("weights") == "none (random)" else []
     options += ["--data random"] if about.get("data") == "random" else []
     text = f"{' and '.join(options)}: {what} mean nothing; only sizes are real"
@@ -138,7 +137,7 @@ def plan_view(
 
 
 def plan_columns(plan: Plan) -> list[Column]:
-    """Return the units and their bits."""
+    """Return the table of units and their bits."""
     units, gamma = plan.graph.units, plan.scores.gamma
     several = len({choice.activation for choice in plan.allocation.values()}) > 1
     bits = [plan.allocation[unit.name] for unit in units]
@@ -171,7 +170,7 @@ def _remark(plan: Plan, row: Mapping[str, Any]) -> str:
 
 def totals(plan: Plan) -> list[tuple[str, str]]:
     """Return the plan's totals as names and texts."""
-    found, reference = plan.totals, plan.problem.costs["bytes"].reference
+    sums, reference = plan.totals, plan.problem.costs["bytes"].reference
     items = [
         f"{name.replace('_', ' ')} {in_bytes(value)}"
         for name, value in plan.bytes_by_item.items()
@@ -185,17 +184,17 @@ def totals(plan: Plan) -> list[tuple[str, str]]:
         ("budget", "; ".join(used(plan))),
         (
             "size",
-            f"{in_bytes(found['bytes'])}, {reference / found['bytes']:.1f} times "
+            f"{in_bytes(sums['bytes'])}, {reference / sums['bytes']:.1f} times "
             f"smaller than float ({in_bytes(reference)})",
         ),
         ("", ", ".join(items)),
         (
             "bits",
-            f"{found['average_bits']:.3f} per weight on average, "
-            f"{found['bits_per_parameter']:.2f} per parameter of the whole network, "
+            f"{sums['average_bits']:.3f} per weight on average, "
+            f"{sums['bits_per_parameter']:.2f} per parameter of the whole network, "
             f"activations {', '.join(map(str, widths))}",
         ),
-        ("BOPs", counted(found["bit_ops"])),
+        ("BOPs", counted(sums["bit_ops"])),
         ("damage", f"{plan.damage:.4g} by {plan.score_name}{gap}"),
     ]
     if plan.measured:
@@ -203,16 +202,16 @@ def totals(plan: Plan) -> list[tuple[str, str]]:
         text = f"{len(divergences)} allocations measured: divergence"
         start, best = digits(divergences[0]), digits(min(divergences))
         rows.append(("refined", f"{text} {start} at first, {best} at best"))
-    if "activation_bytes" in found:
-        alive, total = in_bytes(found["activation_bytes"]), found["total_bytes"]
-        text = f"{alive} of activations at once, {in_bytes(total)} with the weights"
+    if "activation_bytes" in sums:
+        peak, total = in_bytes(sums["activation_bytes"]), sums["total_bytes"]
+        text = f"{peak} of activations at once, {in_bytes(total)} with the weights"
         rows.append(("memory", text))
     if plan.files:
         words = {"onnx_bytes": "ONNX", "graph_bytes": "packed with its graph"}
-        sizes = [f"{words[one.name]} {in_bytes(found[one.name])}" for one in plan.files]
+        sizes = [f"{words[one.name]} {in_bytes(sums[one.name])}" for one in plan.files]
         rows.append(("files", ", ".join(sizes)))
-    if "milliseconds" in found:
-        rows.append(("latency", f"{found['milliseconds']:.3g} ms"))
+    if "milliseconds" in sums:
+        rows.append(("latency", f"{sums['milliseconds']:.3g} ms"))
     if plan.target is not None:
         rows.append(("target", plan.target.name))
         rows += [("no faster", text) for text in reasons(plan.no_speed_up)]
@@ -220,19 +219,19 @@ def totals(plan: Plan) -> list[tuple[str, str]]:
 
 
 def used(plan: Plan) -> list[str]:
-    """Return what is used of each limit, in the budget's own unit."""
-    found, costs, budget = plan.totals, plan.problem.costs, plan.budget
-    size = found["bytes"]
+    """Return how much of each limit is used, in the budget's own unit."""
+    sums, costs, budget = plan.totals, plan.problem.costs, plan.budget
+    size = sums["bytes"]
     texts = []
-    for part, amount, unit in (
+    for limit, amount, unit in (
         (budget.size_mb, size / 1e6, "MB"),
         (budget.percent, 100 * size / costs["bytes"].reference, "% of float"),
-        (budget.average_bits, found["average_bits"], "bits"),
-        (budget.latency_ms, found.get("milliseconds", 0.0), "ms"),
+        (budget.average_bits, sums["average_bits"], "bits"),
+        (budget.latency_ms, sums.get("milliseconds", 0.0), "ms"),
     ):
-        if part is not None:
-            texts.append(f"{amount:.5g} of {part:g} {unit} ({amount / part:.1%})")
-    for part, name in (
+        if limit is not None:
+            texts.append(f"{amount:.5g} of {limit:g} {unit} ({amount / limit:.1%})")
+    for limit, name in (
         (budget.size_mib, "bytes"),
         (budget.bit_ops, "bit_ops"),
         (budget.activations_mib, "activation_bytes"),
@@ -240,17 +239,16 @@ def used(plan: Plan) -> list[str]:
         (budget.onnx_mib, "onnx_bytes"),
         (budget.graph_mib, "graph_bytes"),
     ):
-        if part is not None:
-            limit = part * (1 if name == "bit_ops" else 2**20)
-            amount_text, limit_text = readable(costs[name], found[name], limit)
-            share = found[name] / limit
-            purpose = PURPOSES.get(name, "")
-            texts.append(f"{amount_text} of {limit_text}{purpose} ({share:.1%})")
+        if limit is not None:
+            limit *= 1 if name == "bit_ops" else 2**20
+            amount_text, limit_text = readable(costs[name], sums[name], limit)
+            purpose, fraction = PURPOSES.get(name, ""), sums[name] / limit
+            texts.append(f"{amount_text} of {limit_text}{purpose} ({fraction:.1%})")
     return texts
 
 
 def reasons(skipped: Sequence[Skipped]) -> list[str]:
-    """Return what is left out and why, one line per reason."""
+    """Return what was skipped and why, one line per reason."""
     floats: dict[str, list[tuple[str, int]]] = {}
     others: dict[str, list[str]] = {}
     for entry in skipped:
@@ -261,9 +259,9 @@ def reasons(skipped: Sequence[Skipped]) -> list[str]:
         else:
             others.setdefault(entry.reason, []).append(entry.name)
     lines = [
-        f"{len(found)} {kind} {'stay' if len(found) > 1 else 'stays'} float: "
-        f"{sum(number for _, number in found):,} parameters "
-        f"({shortened([name for name, _ in found], 2)})"
-        for kind, found in floats.items()
+        f"{len(entries)} {kind} {'stay' if len(entries) > 1 else 'stays'} float: "
+        f"{sum(number for _, number in entries):,} parameters "
+        f"({shortened([name for name, _ in entries], 2)})"
+        for kind, entries in floats.items()
     ]
     return lines + [f"{shortened(names, 3)}: {why}" for why, names in others.items()]

@@ -1,10 +1,10 @@
 """Data by name: samples, labelled batches and training sets for a network.
 
 Training sets are shuffled, augmented and cut into batches. Small images are held in the
-memory of the device that trains, and cropped and flipped there, a batch at once. Larger
-ones are decoded and cropped by worker processes. Order and augmentation follow the
-seed, the epoch and the image alone: neither the number of processes nor that of
-workers, nor where a run was interrupted, changes them.
+memory of the training device, and cropped and flipped there a batch at a time. Larger
+ones are decoded and cropped by worker processes. Order and augmentation depend only on
+the seed, the epoch and the image, not on the number of processes or workers, nor on
+where a run was interrupted.
 """
 
 import inspect
@@ -44,15 +44,15 @@ from ompq.samples import (
 from ompq.stages import Progress
 from ompq.training import Shard, TrainingData, dealt, mixed_seed
 
-# An input, which is a tensor or several of them in a tuple or dict, and its target: the
-# number of its class, -1 if it has none, or whatever a metric reads.
+# An input (a tensor, or a tuple or dict of tensors) and its target: a class index, -1
+# if there is none, or whatever a metric needs.
 Item: TypeAlias = tuple[Any, Any]
 Split: TypeAlias = Literal["train", "test"]
 
 _LOG = logging.getLogger(__name__)
-_RANDOM_LENGTH = 1024  # inputs of --data random, as many as calibration reads
-_DISTILLED_LENGTH = 128  # images that are made if no number is asked for
-_AHEAD = 4  # inputs that each thread reads in advance
+_RANDOM_LENGTH = 1024  # inputs of --data random, as many as calibration uses
+_DISTILLED_LENGTH = 128  # images of --data distilled unless a number is given
+_AHEAD = 4  # inputs that each thread reads ahead
 
 
 @dataclass(frozen=True)
@@ -62,18 +62,15 @@ class Data:
     name: str
     model: NamedModel  # the network that takes them
     length: int
-    # Position → input, for example (C, H, W), and target. An uint8 input is an image
-    # that is still to be normalised.
+    # Position → input, for example (C, H, W), and target. A uint8 input is an image
+    # that has not been normalised yet.
     read: Callable[[int], Item]
-    # Class of each input, where known without reading it.
-    targets: tuple[int, ...] | None = None
-    # Why there are no usable labels; None when there are.
-    label_problem: str | None = None
-    workers: int = 1
-    seed: int = 0  # decides the choice of samples
-    # Whether unreadable images are skipped instead of an error.
-    skip_unreadable: bool = False
-    # Makes samples, as many as asked for, where there are none to read.
+    targets: tuple[int, ...] | None = None  # classes, if known without reading inputs
+    label_problem: str | None = None  # why the labels cannot be used
+    workers: int = 1  # threads that read
+    seed: int = 0  # for the choice of samples
+    skip_unreadable: bool = False  # whether unreadable images are skipped
+    # Generates a number of samples if there are none to read.
     make: Callable[[int, Progress | None], Tensor] | None = None
 
     def __len__(self) -> int:
@@ -82,9 +79,8 @@ class Data:
     def samples(self, count: int, *, progress: Progress | None = None) -> Any:
         """Return inputs spread over the classes as one batch: (count, C, H, W).
 
-        Inputs of several tensors give a tuple or a dict of tensors.
-
-        The choice follows the seed; fewer samples are a prefix of more.
+        Inputs of several tensors give a tuple or a dict of tensors. The seed decides
+        the choice; a smaller count gives the first of the same samples.
 
         Raises:
             DataError: There are fewer inputs, or one cannot be read.
@@ -92,7 +88,7 @@ class Data:
         if self.make is not None:
             return self.make(count, progress)
         order = self._order(count)
-        # Skipped images are replaced by those that would come next.
+        # Each skipped image is replaced by the next one in the order.
         wanted = order if self.skip_unreadable else order[:count]
         inputs: list[Any] = []
         with closing(self.items(wanted)) as items:
@@ -108,11 +104,11 @@ class Data:
         return self.stack(inputs)
 
     def batches(self, *, batch_size: int = 64, limit: int | None = None) -> "Batches":
-        """Return the inputs with their targets, to be iterated any number of times.
+        """Return the inputs with their targets; can be iterated repeatedly.
 
         Args:
-            limit: Use only this many, spread over the classes. None uses all, in
-                their own order.
+            limit: Use only this many inputs, spread over the classes. None uses all of
+                them in their original order.
 
         Raises:
             DataError: There are no usable labels, or fewer inputs than asked for.
@@ -124,7 +120,7 @@ class Data:
         return Batches(self, tuple(order), batch_size)
 
     def _order(self, count: int) -> list[int]:
-        """Return all positions: one of each class in turn, shuffled within."""
+        """Return all positions, taking one of each class in turn, at random."""
         check_counts(count=count)
         if count > self.length:
             raise DataError(
@@ -149,14 +145,14 @@ class Data:
         chunks = (order[i : i + ahead] for i in range(0, len(order), ahead))
         reading = (pool.map(self._read, chunk) for chunk in chunks)
         try:
-            # Pairs: the next chunk is being read while this one is used.
+            # pairwise starts to read the next chunk before this one is used.
             for results, _ in pairwise(chain(reading, [None])):
                 for result in results or ():
                     if isinstance(result, DataError):
                         skipped.append(str(result))
                     else:
                         yield result
-        finally:  # an error, Ctrl-C or a caller that has enough
+        finally:  # also after an error, Ctrl-C or a caller that stops early
             pool.shutdown(cancel_futures=True)
             if skipped:
                 _LOG.warning(
@@ -175,7 +171,7 @@ class Data:
             raise
 
     def stack(self, inputs: Sequence[Any]) -> Any:
-        """Return inputs as one batch, (N, ...), images normalised."""
+        """Return inputs as one batch, (N, ...), with images normalised."""
         if isinstance(inputs[0], tuple):
             return tuple(self.stack(column) for column in zip(*inputs, strict=True))
         if isinstance(inputs[0], dict):
@@ -187,7 +183,7 @@ class Data:
 
 @dataclass(frozen=True)
 class Batches:
-    """Labelled batches: pairs of inputs (N, ...) and targets, (N,) if class numbers."""
+    """Labelled batches: inputs (N, ...) and targets, (N,) if they are class indices."""
 
     data: Data
     order: tuple[int, ...]
@@ -198,13 +194,13 @@ class Batches:
 
     def __iter__(self) -> Iterator[tuple[Any, Any]]:
         with closing(self.data.items(self.order)) as items:
-            while held := list(islice(items, self.batch_size)):
-                inputs = self.data.stack([value for value, _ in held])
-                yield inputs, _joined([target for _, target in held])
+            while batch := list(islice(items, self.batch_size)):
+                inputs = self.data.stack([value for value, _ in batch])
+                yield inputs, _joined([target for _, target in batch])
 
 
 def _joined(targets: list[Any]) -> Any:
-    """Return targets as one tensor, where they are numbers or tensors of one shape."""
+    """Return targets as one tensor if they are numbers or tensors of one shape."""
     if all(isinstance(one, int | float) for one in targets):
         return torch.tensor(targets)
     shapes = {one.shape if isinstance(one, Tensor) else None for one in targets}
@@ -221,23 +217,23 @@ def load_data(
     workers: int | None = None,
     skip_unreadable: bool = False,
 ) -> Data:
-    """Find data by name; images are read later, when samples or batches are asked for.
+    """Find data by name; images are read when samples or batches are taken.
 
     Args:
-        name: A folder of images (class folders, or images alone: unlabelled),
-            a text file for a decoder, which is cut into inputs of the network's
-            length, ``digits``, ``distilled`` (made from the network's batch norms),
-            ``random`` or ``file.py:function`` (which is executed).
-        split: Which part to use where the data has two: ``digits``, or a folder that
-            holds ``train`` and ``test`` (or ``val``).
-        seed: Decides the choice of samples; for ``random`` and
-            ``distilled``, also the noise.
-        workers: Threads that decode; None for one per CPU core, at most 16.
-        skip_unreadable: Skip unreadable images, with a logged count.
+        name: A folder of images (in class folders, or unlabelled), a text file for a
+            decoder (cut into inputs of the network's length), ``digits``,
+            ``distilled`` (from the network's batch norms), ``random``, or
+            ``file.py:function`` (which is executed).
+        split: Which part of ``digits`` to use, or of a folder that holds ``train`` and
+            ``test`` (or ``val``).
+        seed: Decides the choice of samples, and the noise of ``random`` and
+            ``distilled``.
+        workers: Threads that decode images; None for one per CPU core, at most 16.
+        skip_unreadable: Skip unreadable images and log their number.
 
     Raises:
-        DataError: There is no such data, or it holds nothing that can be used.
-        MissingExtraError: ``digits`` without scikit-learn.
+        DataError: There is no such data, or none of it can be used.
+        MissingExtraError: ``digits`` needs scikit-learn, which is not installed.
     """
     name = os.fspath(name)
     if split not in ("train", "test"):
@@ -281,11 +277,11 @@ def _from_folder(folder: Path, model: NamedModel, split: str) -> Data:
 
 
 def _from_text(path: Path, model: NamedModel) -> Data:
-    """Cut a text into inputs of token ids, which are their own targets."""
+    """Cut a text into inputs of token ids; each input is its own target."""
     ids, (length,) = _tokenized(path, model.name, model.tokenizer), model.input_shape
     if len(ids) < length:
         raise DataError(
-            f"{path}: its {len(ids)} tokens do not make one input of {length}; give a "
+            f"{path} has {len(ids)} tokens, too few for one input of {length}; give a "
             "longer text or a smaller --input-shape"
         )
     rows = ids[: len(ids) // length * length].reshape(-1, length)
@@ -294,16 +290,16 @@ def _from_text(path: Path, model: NamedModel) -> Data:
 
 def _class_problem(images: ImageFiles, model: NamedModel) -> str | None:
     if images.targets is None:
-        return "the images have no labels; sort them into one folder a class"
-    found, outputs = len(images.classes), output_count(model)
-    if images.numbered and found > outputs:
+        return "the images have no labels; sort them into one folder per class"
+    count, outputs = len(images.classes), output_count(model)
+    if images.numbered and count > outputs:
         return (
-            f"class folder {found - 1} is beyond {model.name}'s {outputs} outputs; "
+            f"class folder {count - 1} is beyond {model.name}'s {outputs} outputs; "
             f"numbered folders are class indices, 0 to {outputs - 1}"
         )
-    if not images.numbered and found != outputs:
+    if not images.numbered and count != outputs:
         return (
-            f"there are {found} class folders ({shortened(images.classes)}), "
+            f"there are {count} class folders ({shortened(images.classes)}), "
             f"but {model.name} has {outputs} outputs"
         )
     return None
@@ -340,7 +336,7 @@ def _distilled(model: NamedModel, seed: int) -> Data:
     def read(position: int) -> Item:
         return make(position + 1, None)[position], -1
 
-    problem = "distilled images have no labels; name labelled ones (--eval-data)"
+    problem = "distilled images have no labels; give labelled ones (--eval-data)"
     return Data(
         "distilled",
         model,
@@ -353,7 +349,7 @@ def _distilled(model: NamedModel, seed: int) -> Data:
 
 
 def _digits(model: NamedModel, split: str) -> Data:
-    # The demo network was trained on the same split, so the test images are new to it.
+    # The same split as the demo network's, which has not seen the test images.
     data = demo_data()
     images, labels = data.test_images, data.test_targets
     if split == "train":
@@ -375,7 +371,7 @@ def _digits(model: NamedModel, split: str) -> Data:
 
 
 def _from_user(name: str, model: NamedModel) -> Data:
-    get, length, targets = _opened(name, call_user_function(name, DataError), model)
+    get, length, targets = _indexed(name, call_user_function(name, DataError), model)
     if length == 0:
         raise DataError(f"{name} returned no inputs; give at least one")
 
@@ -383,9 +379,9 @@ def _from_user(name: str, model: NamedModel) -> Data:
         try:
             value, target = _item(get(position), model)
             shapes = _shapes(value)
-            if _is_none(target) and (ids := token_ids(value)) is not None:
-                target = ids  # each predicts the next one
-        except Exception as error:  # whatever the user's code raises
+            if _is_missing(target) and (ids := token_ids(value)) is not None:
+                target = ids  # a language model predicts the next token
+        except Exception as error:  # the user's code may raise anything
             raise DataError(f"{name}: item {position}: {reason(error)}") from error
         if first and shapes != first[0]:
             raise DataError(
@@ -407,23 +403,26 @@ def _from_user(name: str, model: NamedModel) -> Data:
     except Exception as error:
         raise DataError(
             f"{name}: {model.name} does not take an input of shape {_text(first[0])}: "
-            f"{reason(error)}. (What a function yields are batches: their first "
-            "dimension counts inputs)"
+            f"{reason(error)}. (A function yields batches: their first dimension "
+            "counts inputs)"
         ) from error
     problem = "the inputs have no labels; return (inputs, targets)"
-    return replace(data, label_problem=problem if _is_none(target) else None)
+    return replace(data, label_problem=problem if _is_missing(target) else None)
 
 
-def _is_none(target: Any) -> bool:
+def _is_missing(target: Any) -> bool:
     return isinstance(target, int) and target < 0
 
 
 def _item(item: Any, model: NamedModel) -> Item:
-    """Return an input and its target; a pair is both if the network takes one input."""
+    """Return an input and its target, which is -1 if there is none.
+
+    A pair is (input, target), unless it is two tensors for a network of two inputs.
+    """
     if isinstance(item, list):
         item = tuple(item)
     pair = isinstance(item, tuple) and len(item) == 2
-    if pair and not (isinstance(item[0], Tensor) and _inputs_needed(model) > 1):
+    if pair and not (isinstance(item[0], Tensor) and _required_inputs(model) > 1):
         value, target = item
         value = tuple(value) if isinstance(value, list) else value
         if isinstance(target, Tensor) and not target.dim():
@@ -434,11 +433,11 @@ def _item(item: Any, model: NamedModel) -> Item:
     return item, -1
 
 
-def _inputs_needed(model: NamedModel) -> int:
-    """Return how many arguments the network cannot do without."""
-    every = inspect.signature(model.module.forward).parameters.values()
+def _required_inputs(model: NamedModel) -> int:
+    """Return the number of required arguments of the network's forward pass."""
+    parameters = inspect.signature(model.module.forward).parameters.values()
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return sum(one.kind in kinds and one.default is one.empty for one in every)
+    return sum(one.kind in kinds and one.default is one.empty for one in parameters)
 
 
 def _shapes(value: Any) -> Any:
@@ -460,22 +459,21 @@ def _text(shapes: Any) -> str:
     return str(tuple(shapes))
 
 
-def _opened(
+def _indexed(
     name: str, given: Any, model: NamedModel
 ) -> tuple[Callable[[int], Any], int, tuple[int, ...] | None]:
-    """Return access by position, the length, and the targets where they are known."""
-    several = _inputs_needed(model) > 1
-    whole = isinstance(given, tuple) and len(given) == 2
-    if whole and isinstance(given[0], Tensor) and not several:
+    """Return a function position → item, the length, and the targets if known."""
+    pair = isinstance(given, tuple) and len(given) == 2
+    if pair and isinstance(given[0], Tensor) and _required_inputs(model) <= 1:
         inputs, targets = given
         if len(inputs) != len(targets):
             raise DataError(
                 f"{name} returned {len(inputs)} inputs and {len(targets)} targets"
             )
-        numbers = not (isinstance(targets, Tensor) and targets.dim() > 1)
-        known = tuple(int(target) for target in targets) if numbers else None
-        every = known or targets
-        return lambda position: (inputs[position], every[position]), len(inputs), known
+        classes = None
+        if not (isinstance(targets, Tensor) and targets.dim() > 1):
+            classes = targets = tuple(int(target) for target in targets)
+        return lambda at: (inputs[at], targets[at]), len(inputs), classes
     one_batch = isinstance(given, tuple | dict)
     if one_batch or not hasattr(given, "__getitem__"):
         items = _split(name, [given] if one_batch else given, model)
@@ -496,13 +494,12 @@ def _split(name: str, batches: Any, model: NamedModel) -> list[Item]:
     try:
         for batch in batches:
             inputs, targets = _item(batch, model)
-            none = isinstance(targets, int)
-            for place in range(batch_length(inputs)):
-                one = map_batch(inputs, itemgetter(place))
-                items.append(
-                    (one, -1 if none else _item((one, targets[place]), model)[1])
-                )
-    except Exception as error:  # whatever the user's code raises
+            unlabelled = isinstance(targets, int)
+            for at in range(batch_length(inputs)):
+                one = map_batch(inputs, itemgetter(at))
+                target = -1 if unlabelled else _item((one, targets[at]), model)[1]
+                items.append((one, target))
+    except Exception as error:  # the user's code may raise anything
         raise DataError(f"{name}: batch {len(items)}: {reason(error)}") from error
     return items
 
@@ -526,10 +523,12 @@ def _tokenized(path: Path, name: str, tokenizer: str) -> Tensor:
         raise DataError(
             f"{path}: {name} has no tokenizer; give token ids: FILE.py:FUNCTION"
         )
-    kind = transformers_library().AutoTokenizer
+    library = transformers_library()
     try:
-        found = kind.from_pretrained(tokenizer, trust_remote_code=False)
-        ids = found(path.read_text(), verbose=False)["input_ids"]
+        tokenize = library.AutoTokenizer.from_pretrained(
+            tokenizer, trust_remote_code=False
+        )
+        ids = tokenize(path.read_text(), verbose=False)["input_ids"]
     except (OSError, ValueError) as error:
         raise DataError(
             f"{path} cannot be tokenized with the tokenizer of {name}: "
@@ -540,8 +539,8 @@ def _tokenized(path: Path, name: str, tokenizer: str) -> Tensor:
 
 Crop: TypeAlias = tuple[Tensor, int]
 
-_SMALL = 64  # up to this side images are shifted; above, cropped and resized
-_PADDING = 4  # pixels on each side, as is usual for CIFAR-10
+_SMALL = 64  # images up to this side are shifted; larger ones cropped and resized
+_PADDING = 4  # pixels on each side, as usual for CIFAR-10
 
 
 def training_data(
@@ -551,14 +550,14 @@ def training_data(
     augment: bool = True,
     progress: Progress | None = None,
 ) -> TrainingData:
-    """Return labelled data as training reads it: small images in memory.
+    """Return labelled data for training; small images are held in memory.
 
     Args:
-        augment: Whether images are cropped and flipped at random; inputs that are not
-            images never are.
+        augment: Whether images are cropped and flipped at random; other inputs never
+            are.
 
     Raises:
-        DataError: It has no usable labels, or cannot be read.
+        DataError: The data has no usable labels or cannot be read.
     """
     if data.label_problem is not None:
         raise DataError(f"{data.name}: {data.label_problem}")
@@ -568,7 +567,7 @@ def training_data(
         return _held(data, device, augment=augment, progress=progress)
     return ImageSet(
         find_images(Path(data.name), "train"),
-        # Workers need to know how to prepare images, not the network itself.
+        # Workers need the preprocessing, but not the network itself.
         replace(data.model, module=nn.Identity()),
         workers=data.workers,
         device=device,
@@ -579,15 +578,15 @@ def training_data(
 
 @dataclass(frozen=True, eq=False)
 class HeldSet:
-    """Inputs held in memory; images are cropped and flipped where they are."""
+    """Inputs held in device memory; images are cropped and flipped there."""
 
-    # Images (N, H, W, C) as uint8, padded on all sides, or other inputs (N, ...) as
-    # floats, which are left as they are.
+    # uint8 images (N, H, W, C), padded on all sides, or float inputs (N, ...), which
+    # are not augmented.
     inputs: Tensor
     targets: Tensor  # classes, (N,)
     padding: int  # pixels on each side; 0 for no augmentation
-    mean: Tensor  # of the channels of an image in [0, 255], (C,)
-    std: Tensor  # of the same, (C,)
+    mean: Tensor  # per channel, for pixels in [0, 255], (C,)
+    std: Tensor  # likewise, (C,)
 
     def __len__(self) -> int:
         return len(self.targets)
@@ -605,7 +604,7 @@ class HeldSet:
         device = self.inputs.device
         generator = torch.Generator().manual_seed(mixed_seed(seed, number))
         order = torch.randperm(len(self), generator=generator).to(device)
-        # For all images at once: a batch then needs nothing from the host.
+        # Drawn for all images at once, so that no batch waits for the host.
         shifts = torch.randint(
             2 * self.padding + 1, (len(self), 2), generator=generator
         ).to(device)
@@ -618,7 +617,7 @@ class HeldSet:
             return self.inputs[picked]
         if not self.padding:
             pixels = self.inputs[picked]
-        else:  # windows, some of them mirrored
+        else:  # shifted crops, half of them mirrored
             down, right = shifts[picked, :1], shifts[picked, 1:]  # (B, 1)
             height, width = (side - 2 * self.padding for side in self.inputs.shape[1:3])
             rows = torch.arange(height, device=picked.device) + down  # (B, H)
@@ -627,36 +626,36 @@ class HeldSet:
             columns = (across + right)[:, None]  # (B, 1, W)
             pixels = self.inputs[picked[:, None, None], rows[:, :, None], columns]
         values = (pixels.float() - self.mean) / self.std
-        return values.permute(0, 3, 1, 2)  # in memory it is channels-last
+        return values.permute(0, 3, 1, 2)  # channels-last in memory
 
 
 def _held(
     data: Data, device: torch.device, *, augment: bool, progress: Progress | None
 ) -> HeldSet:
-    """Read everything into the device's memory."""
+    """Read all inputs into the device's memory."""
     inputs: Tensor | None = None
     targets = torch.zeros(len(data), dtype=torch.long)
-    found = 0
+    count = 0  # fewer than len(data) if unreadable images are skipped
     for value, target in data.items(range(len(data))):
         if inputs is None:
             inputs = torch.empty(len(data), *value.shape, dtype=value.dtype)
-        inputs[found], targets[found] = value, target
-        found += 1
-        if progress is not None and found % 100 == 0:
-            progress(found, len(data), "reading images")
+        inputs[count], targets[count] = value, target
+        count += 1
+        if progress is not None and count % 100 == 0:
+            progress(count, len(data), "reading images")
     if inputs is None:
         raise DataError(f"{data.name}: none of its {len(data)} inputs can be read")
-    inputs, targets = inputs[:found], targets[:found]
+    inputs, targets = inputs[:count], targets[:count]
     outputs, low, high = output_count(data.model), targets.min(), targets.max()
     if low < 0 or high >= outputs:
         raise DataError(
-            f"{data.name}: targets go from {low} to {high}, but {data.model.name} has "
-            f"{outputs} outputs; targets are class indices, 0 to {outputs - 1}"
+            f"{data.name}: targets range from {low} to {high}, but {data.model.name} "
+            f"has {outputs} outputs; targets are class indices, 0 to {outputs - 1}"
         )
     images = inputs.dtype == torch.uint8
     padding = _PADDING if images and augment else 0
     if images:
-        inputs = torch.nn.functional.pad(inputs, [padding] * 4).permute(0, 2, 3, 1)
+        inputs = F.pad(inputs, [padding] * 4).permute(0, 2, 3, 1)
     return HeldSet(
         inputs.contiguous().to(device),
         targets.to(device),
@@ -671,8 +670,8 @@ class ImageSet:
     """Image files that worker processes read, crop and flip."""
 
     images: ImageFiles  # the files and their classes
-    model: NamedModel  # how images are prepared
-    workers: int  # processes that read; 0 reads in the process that trains
+    model: NamedModel  # for its preprocessing
+    workers: int  # processes that read; 0 reads in the training process
     device: torch.device  # where images are normalised
     augment: bool = True  # whether images are cropped and flipped at random
     skip_unreadable: bool = False  # whether the next image replaces an unreadable one
@@ -699,7 +698,7 @@ class ImageSet:
             batch_sampler=[part.tolist() for part in parts],
             num_workers=self.workers,
             pin_memory=cuda,
-            generator=generator,  # or it would draw from the global one
+            generator=generator,  # leaves the global generator alone
             collate_fn=_batch,
         )
         mean = 255 * torch.tensor(self.model.mean, device=self.device).view(-1, 1, 1)
@@ -715,8 +714,8 @@ class ImageSet:
 
 def _batch(items: Sequence[Crop | DataError]) -> Any:
     """Return pixels (N, C, H, W) and targets (N,), or the first error."""
-    broken = [item for item in items if isinstance(item, DataError)]
-    return broken[0] if broken else default_collate(list(items))
+    errors = [item for item in items if isinstance(item, DataError)]
+    return errors[0] if errors else default_collate(list(items))
 
 
 class _Crops(Dataset[Crop | DataError]):
@@ -739,13 +738,13 @@ class _Crops(Dataset[Crop | DataError]):
 
     def __getitem__(self, position: int) -> Crop | DataError:
         count = len(self.images.files)
-        broken = DataError("there are no images")
-        for further in range(count if self.skip_unreadable else 1):
+        failure = DataError("there are no images")
+        for skipped in range(count if self.skip_unreadable else 1):
             try:
-                return self._crop((position + further) % count)
+                return self._crop((position + skipped) % count)
             except DataError as error:
-                broken = error
-        return broken  # raised here, it would show a worker's traceback
+                failure = error
+        return failure  # raising it here would show the worker's traceback
 
     def _crop(self, position: int) -> Crop:
         path = self.images.files[position]
@@ -754,6 +753,6 @@ class _Crops(Dataset[Crop | DataError]):
         if self.augmented is None:
             return decode(path, self.model), target
         with torch.random.fork_rng(devices=[]):
-            # Not torch.manual_seed, which would look for GPUs in every worker.
+            # torch.manual_seed would look for GPUs in every worker.
             torch.default_generator.manual_seed(mixed_seed(*self.seeds, position))
             return self.augmented(open_image(path, self.model)), target

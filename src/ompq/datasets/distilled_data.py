@@ -1,7 +1,7 @@
-"""Images made from a network alone, for quantizing without any data (ZeroQ).
+"""Images distilled from a network, for quantization without data (ZeroQ).
 
-A trained batch norm remembers the mean and the spread of what it normalised. Noise is
-changed until it gives every norm what it remembers.
+A trained batch norm stores the mean and variance of its inputs. Noise is optimised
+until it produces the stored statistics at every batch norm.
 """
 
 import itertools
@@ -24,31 +24,27 @@ from ompq.samples import (
 from ompq.stages import Progress
 
 _EPSILON = 1e-6  # added to variances, as in ZeroQ's released code
-# The learning rate falls to a tenth after this many steps without a lower loss, but no
-# further than to the second number.
-_PATIENCE, _LEAST_RATE = 100, 1e-4
+# The learning rate is divided by ten after this many steps without a lower loss.
+_PATIENCE, _LOWEST_RATE = 100, 1e-4
 
 
 class _Statistics(NamedTuple):
-    """What a norm remembers, or a tensor shows: (C,), or (N, C) image by image."""
+    """Mean and standard deviation of each channel, as a batch norm stores them."""
 
-    mean: Tensor
-    deviation: Tensor
-
-    @classmethod
-    def of(cls, x: Tensor) -> "_Statistics":
-        """Return those of each image and channel of x (N, C, ...)."""
-        rows = x.flatten(2)
-        return cls(rows.mean(2), (rows.var(2) + _EPSILON).sqrt())
+    mean: Tensor  # (C,)
+    deviation: Tensor  # (C,)
 
     def distance(self, x: Tensor) -> Tensor:
-        """Return the squared distance of an image of x (N, C, ...) from these."""
-        seen = _Statistics.of(x)
-        pairs = zip(seen, self, strict=True)
-        gaps = [(one - other.to(one)).square().sum() for one, other in pairs]
-        return torch.stack(gaps).sum() / len(x)
+        """Return the mean squared distance of the images of x (N, C, ...) from these.
 
-    def blank(self) -> bool:
+        Statistics are taken for each image of x by itself, (N, C).
+        """
+        rows = x.flatten(2)
+        mean, deviation = rows.mean(2), (rows.var(2) + _EPSILON).sqrt()
+        gaps = mean - self.mean.to(x), deviation - self.deviation.to(x)
+        return torch.stack([gap.square().sum() for gap in gaps]).sum() / len(x)
+
+    def initial(self) -> bool:
         """Whether these are what a norm starts with: mean 0 and variance 1."""
         return bool((self.mean == 0).all() and (self.deviation - 1).abs().max() < 1e-4)
 
@@ -65,22 +61,21 @@ def distilled_samples(  # noqa: PLR0913 - only the network and the shape are nee
     seed: int = 0,
     progress: Progress | None = None,
 ) -> Tensor:
-    """Return images made from a network's batch norms, (count, C, H, W).
+    """Return images distilled from a network's batch norms, (count, C, H, W).
 
-    As ZeroQ does it: Gaussian noise is moved by Adam until the mean and the standard
-    deviation of each channel, image by image, are those that the norms remember of
-    their inputs. They show nothing recognizable, but calibrate far better than noise.
+    As in ZeroQ, Adam changes Gaussian noise until each image produces, in every
+    channel, the mean and standard deviation that the norms store for their inputs. The
+    images show nothing recognizable, but calibrate far better than noise.
 
     Args:
         input_shape: Channels, height and width of an image.
         steps: Steps of Adam for each batch of images.
-        batch_size: How many images are made at a time.
+        batch_size: Number of images optimised together.
         normalised: Whether the network's inputs are normalised, so that the images
             themselves should have mean 0 and standard deviation 1.
-        progress: Called with the steps done, the steps in all and a message.
 
     Raises:
-        SampleError: The network has no batch norms, or they remember nothing.
+        SampleError: The network has no batch norms, or they were never trained.
     """
     check_counts(count=count, steps=steps, batch_size=batch_size)
     generator = torch.Generator().manual_seed(seed)
@@ -93,27 +88,27 @@ def distilled_samples(  # noqa: PLR0913 - only the network and the shape are nee
             progress(next(done), total, f"distilling images: loss {loss:.3g}")
 
     with evaluating(model), _distances(model, normalised=normalised) as distance:
-        found = [
-            _nearest(
+        images = [
+            _optimised(
                 part.to(model_device(model)), distance, steps, learning_rate, report
             )
             for part in torch.split(noise, batch_size)
         ]
-    return torch.cat(found)
+    return torch.cat(images)
 
 
-def _nearest(
+def _optimised(
     images: Tensor,
     distance: Callable[[Tensor], Tensor],
     steps: int,
     learning_rate: float,
     report: Callable[[float], None],
 ) -> Tensor:
-    """Return images, on the CPU, that were moved to lower their distance."""
+    """Return the images, on the CPU, after steps that lower their distance."""
     images.requires_grad_()
     adam = torch.optim.Adam([images], lr=learning_rate)
     schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(
-        adam, patience=_PATIENCE, min_lr=_LEAST_RATE
+        adam, patience=_PATIENCE, min_lr=_LOWEST_RATE
     )
     for _ in range(steps):
         with torch.enable_grad():
@@ -132,7 +127,7 @@ _UNIT = _Statistics(torch.tensor(0.0), torch.tensor(1.0))
 def _distances(
     model: nn.Module, *, normalised: bool
 ) -> Iterator[Callable[[Tensor], Tensor]]:
-    """Yield a function: images → how far from what all batch norms remember."""
+    """Yield a function: images → their distance from the statistics of all norms."""
     norms: dict[nn.Module, _Statistics] = {
         norm: _Statistics(norm.running_mean, (norm.running_var + _EPSILON).sqrt())
         for norm in model.modules()
@@ -142,27 +137,28 @@ def _distances(
     }
     if not norms:
         raise SampleError(
-            f"{type(model).__name__} has no batch norms, so that images cannot be "
+            f"{type(model).__name__} has no batch norms, so images cannot be "
             "distilled from it; give samples of your own"
         )
-    if all(remembered.blank() for remembered in norms.values()):
+    if all(statistics.initial() for statistics in norms.values()):
         raise SampleError(
-            f"the batch norms of {type(model).__name__} remember nothing (mean 0, "
-            "variance 1): they were folded, or never trained; give samples of your own"
+            f"the batch norms of {type(model).__name__} hold only initial values "
+            "(mean 0, variance 1): they were folded or never trained; give samples of "
+            "your own"
         )
-    found: list[Tensor] = []
+    terms: list[Tensor] = []
 
     def add(norm: nn.Module, args: tuple[Any, ...]) -> None:
-        found.append(norms[norm].distance(args[0]))
+        terms.append(norms[norm].distance(args[0]))
 
     hooks = (norm.register_forward_pre_hook(in_this_thread(add)) for norm in norms)
     with attached(hooks), cudnn_kernels(repeatable=True):
 
         def distance(images: Tensor) -> Tensor:
-            found.clear()
+            terms.clear()
             model(images)
             if normalised:
-                found.append(_UNIT.distance(images))
-            return torch.stack(found).sum()
+                terms.append(_UNIT.distance(images))
+            return torch.stack(terms).sum()
 
         yield distance

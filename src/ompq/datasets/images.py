@@ -1,4 +1,4 @@
-"""Image files: found, decoded, resized; and augmented views of images."""
+"""Finding, decoding and resizing image files, and augmented views of images."""
 
 import logging
 import os
@@ -17,31 +17,30 @@ from ompq.models import NamedModel
 
 _LOG = logging.getLogger(__name__)
 _SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".ppm", ".pgm", ".tif", ".tiff", ".webp"}
-_NAMED = ("digits", "distilled", "random")  # data that are not folders
+_NAMED = ("digits", "distilled", "random")  # data sources that are not folders
 _SPLITS = {"train": ("train",), "test": ("test", "val", "valid", "validation")}
 _MODES = {1: "L", 3: "RGB"}
-_SHIFT = 8  # views are shifted by at most this part of an image's sides
+_SHIFT = 8  # views are shifted by at most one eighth of each side
 
 
 @dataclass(frozen=True)
 class ImageFiles:
     """Image files and their classes."""
 
-    files: tuple[Path, ...]  # the files, sorted within their class
-    # Class index of each file; None when the images have no classes.
-    targets: tuple[int, ...] | None = None
-    # Names of the classes; of numbered folders, the missing numbers too.
+    files: tuple[Path, ...]  # sorted within each class
+    targets: tuple[int, ...] | None = None  # class of each file; None if unlabelled
+    # Names of the classes. For numbered folders this includes missing numbers.
     classes: tuple[str, ...] = ()
-    numbered: bool = False  # whether the folders' names are the class indices
+    numbered: bool = False  # whether the folder names are class indices
 
 
 def find_images(folder: Path, split: str) -> ImageFiles:
-    """Find the images of a folder, with classes when it has class folders.
+    """Find the images of a folder, and their classes if it has class folders.
 
-    The folder holds class folders, images alone, or folders ``train`` and ``test`` (or
-    ``val``) of either, of which ``split`` takes one. Class folders named by numbers
-    (``0000`` to ``0999``) are class indices, whether or not some are missing; other
-    names are classes in sorted order.
+    The folder holds class folders or images, either directly or below ``train`` and
+    ``test`` (or ``val``), of which ``split`` selects one. Class folders named by
+    numbers (``0000`` to ``0999``) are class indices, even if some are missing. Other
+    names are numbered in sorted order.
     """
     folder = _split_folder(folder, split)
     entries = _listing(folder)
@@ -49,15 +48,15 @@ def find_images(folder: Path, split: str) -> ImageFiles:
     nested = {path.name: _images_below(path) for path in entries if path.is_dir()}
     if images and any(nested.values()):
         raise DataError(
-            f"{folder} holds {len(images)} images beside class folders; "
+            f"{folder} holds {len(images)} images next to class folders; "
             "move them into a class folder or remove them"
         )
     if images:
         return ImageFiles(tuple(images))
     if not any(nested.values()):
-        found = f"{len(entries)} entries, none an image" if entries else "nothing"
+        content = f"{len(entries)} entries, no image" if entries else "nothing"
         raise DataError(
-            f"{folder} holds {found}; give a folder with images or class folders"
+            f"{folder} holds {content}; give a folder with images or class folders"
         )
     return _classified(nested)
 
@@ -102,7 +101,7 @@ def _listing(folder: Path) -> list[Path]:
 
 
 def _images_below(folder: Path) -> list[Path]:
-    # os.walk asks the file system nothing about single files: there may be millions.
+    # os.walk does not stat every file, of which there may be millions.
     return sorted(
         Path(parent, name)
         for parent, _, names in os.walk(folder, followlinks=True)
@@ -116,10 +115,10 @@ def _has_suffix(name: str) -> bool:
 
 
 def decode(path: Path, model: NamedModel) -> Tensor:
-    """Read an image as the network takes it, not yet normalised; uint8 (C, H, W).
+    """Read an image at the network's input size, not normalised: uint8 (C, H, W).
 
-    An image of the network's input size is left as it is; any other is resized and
-    its centre cropped.
+    An image that already has this size is left as it is; any other is resized and
+    cropped at the centre.
     """
     image = open_image(path, model)
     _, height, width = model.input_shape
@@ -134,16 +133,12 @@ def decode(path: Path, model: NamedModel) -> Tensor:
 
 
 def open_image(path: Path, model: NamedModel) -> Image.Image:
-    """Read an image in the colours that the network takes, at its own size.
-
-    Grey, palette and transparent images become RGB, or all of them grey for a network
-    with one input channel.
-    """
+    """Read an image at its own size, in RGB, or in grey for a one-channel network."""
     channels = model.input_shape[0]
     if channels not in _MODES:
         raise DataError(
-            f"{model.name} takes {channels} channels; images have 1 or 3. "
-            "Use FILE.py:FUNCTION for its data"
+            f"{model.name} takes {channels} channels, but images have 1 or 3; "
+            "use FILE.py:FUNCTION for its data"
         )
     try:
         with Image.open(path) as opened:
@@ -155,15 +150,15 @@ def open_image(path: Path, model: NamedModel) -> Image.Image:
 
 
 def _eight_bits(image: Image.Image) -> Image.Image:
-    if image.mode == "P":  # transparent entries give a warning otherwise
+    if image.mode == "P":  # avoids Pillow's warning about transparent palette entries
         return image.convert("RGBA")
-    if image.mode.startswith("I"):  # 16 bits a pixel, which Pillow would clip at 255
+    if image.mode.startswith("I"):  # 16 bits per pixel, which Pillow would clip at 255
         return image.point(lambda value: value * (1 / 256)).convert("L")
     return image
 
 
 def normalise(pixels: Tensor, model: NamedModel) -> Tensor:
-    """Return uint8 images (N, C, H, W) as float32, normalised as the network wants."""
+    """Return uint8 images (N, C, H, W) as float32, normalised for the network."""
     mean = torch.tensor(model.mean).view(-1, 1, 1)
     std = torch.tensor(model.std).view(-1, 1, 1)
     return pixels.float().div_(255).sub_(mean).div_(std)
@@ -172,8 +167,8 @@ def normalise(pixels: Tensor, model: NamedModel) -> Tensor:
 def image_views(images: Tensor, views: int, *, seed: int = 0) -> Tensor:
     """Return the images, then mirrored and shifted copies, (views · N, C, H, W).
 
-    With fewer than some 200 images reconstruction overfits; such copies help about as
-    much as more images.
+    Reconstruction overfits with fewer than about 200 images; such copies help about as
+    much as more images would.
 
     Raises:
         SampleError: The tensor does not hold images.
@@ -195,13 +190,13 @@ def image_views(images: Tensor, views: int, *, seed: int = 0) -> Tensor:
 def _view(images: Tensor, generator: torch.Generator) -> Tensor:
     count, _, height, width = images.shape
     down, right = height // _SHIFT, width // _SHIFT
-    wide = F.pad(images, (right, right, down, down), mode="reflect")
+    padded = F.pad(images, (right, right, down, down), mode="reflect")
     tops = torch.randint(2 * down + 1, (count,), generator=generator).tolist()
     lefts = torch.randint(2 * right + 1, (count,), generator=generator).tolist()
     mirrored = torch.randint(2, (count,), generator=generator).tolist()
     windows = [
         image[:, top : top + height, left : left + width]
-        for image, top, left in zip(wide, tops, lefts, strict=True)
+        for image, top, left in zip(padded, tops, lefts, strict=True)
     ]
     pairs = zip(windows, mirrored, strict=True)
     return torch.stack([view.flip(-1) if flip else view for view, flip in pairs])

@@ -1,4 +1,4 @@
-"""audit(): does a score choose well on this network? Measured, with its null."""
+"""audit(): measure how well scores choose bits for a network, compared with chance."""
 
 import json
 import time
@@ -18,7 +18,7 @@ from ompq.costs import Budget, digits
 from ompq.evaluation import evaluate
 from ompq.files import json_list, json_object
 from ompq.measurement.meter import Checkpoint, Meter
-from ompq.planner import PlanConfig, plan
+from ompq.planner import PlanConfig, plan as make_plan
 from ompq.plans import Plan
 from ompq.recording import copied
 from ompq.samples import Batch, Samples, SamplesLike
@@ -30,24 +30,24 @@ from ompq.units import Choice, by_bits
 
 Floats = NDArray[np.float64]
 FORMAT = "ompq-audit/1"
-RANDOM = "random allocation "  # what the names of random allocations begin with
+RANDOM = "random allocation "  # prefix of the names of random allocations
 
 
 @dataclass(frozen=True, kw_only=True)
 class AuditConfig:
-    """How a budget's allocations are sampled and measured.
+    """How allocations are sampled and measured.
 
     Attributes:
-        allocations: Random allocations that meet the budget.
-        null_scores: Random scores, whose correlations are what chance gives.
-        resamples: Bootstrap resamples behind each 95 % interval.
-        iterations: Reconstruction steps a block for each allocation; 0 rounds to
+        allocations: Number of random allocations that meet the budget.
+        null_scores: Number of random scores, which show the correlation by chance.
+        resamples: Bootstrap resamples for each 95 % interval.
+        iterations: Reconstruction steps per block for each allocation; 0 rounds to
             nearest, which is quick.
         orm_samples: Samples for the orthogonality of quantized networks; 0 skips it.
-        scores: What is audited: names or scores. By default those that are quick and
-            can choose the bits of activations too.
+        scores: The scores to audit, or their names. By default those that are quick
+            and can also choose the bits of activations.
         plan: Choices, pins and so on; its own score is not used.
-        seed: Of allocations, null scores and resamples.
+        seed: Seed for allocations, null scores and resamples.
     """
 
     allocations: int = 60
@@ -65,14 +65,15 @@ class AuditConfig:
 
 @dataclass(frozen=True)
 class Measured:
-    """One allocation and its true damage.
+    """One allocation and its measured damage.
 
     Attributes:
         name: ``random allocation 7``, the score that chose it, or the caller's name.
         bits: Choice of each unit, as in JSON, in the graph's order.
-        size_bytes: As the plan counts them.
-        divergence: Mean KL from the float network on held-out samples, in nats.
-        top1: With labelled batches.
+        size_bytes: Size as the plan counts it.
+        divergence: Mean KL divergence from the float network on held-out samples, in
+            nats.
+        top1: Accuracy, if there are labelled batches.
         orthogonality: Mean ORM between the layers of the quantized network.
     """
 
@@ -85,7 +86,7 @@ class Measured:
 
 
 class Correlation(NamedTuple):
-    """A rank correlation with its bootstrap interval of 95 %."""
+    """A rank correlation with its 95 % bootstrap interval."""
 
     value: float
     low: float
@@ -97,14 +98,14 @@ class ScoreAudit:
     """How well a score predicts, and how well it chooses.
 
     Attributes:
-        name: The score.
-        spearman: Of its predicted damage with the true divergence of the random
-            allocations; None for fewer than three, or if all are predicted equal.
+        spearman: Rank correlation of predicted damage and measured divergence over the
+            random allocations; None if there are fewer than three, or if the score
+            predicts the same for all of them.
         kendall: Likewise, Kendall's tau-b.
-        divergence: True divergence of the allocation that the score chooses.
-        regret: How much larger that is than the smallest divergence seen, relative.
-        seconds: What planning with the score took.
-        predicted: Its damage for each random allocation, in the order of measuring.
+        divergence: Measured divergence of the allocation that the score chooses.
+        regret: Its relative excess over the smallest divergence measured.
+        seconds: Time taken to plan with the score.
+        predicted: Predicted damage of each random allocation, in order of measurement.
     """
 
     name: str
@@ -118,17 +119,18 @@ class ScoreAudit:
 
 @dataclass(frozen=True)
 class Audit:
-    """What :func:`audit` found.
+    """The result of :func:`audit`.
 
     Attributes:
         budget: The budget, as text.
         units: Names of the units, in the order of ``Measured.bits``.
-        measured: Every allocation with its true damage.
-        scores: One entry a score, smallest divergence first.
-        null_spearman: Spearman of each of the random scores. It is not zero on average:
-            any score that falls with bits correlates with damage.
-        orthogonality: The paper's claim: Spearman of the mean ORM of the quantized
-            network with its divergence; positive if less orthogonal networks are worse.
+        measured: Every allocation with its measured damage.
+        scores: One entry per score, smallest divergence first.
+        null_spearman: Spearman correlation of each random score. Its mean is not zero:
+            any score that decreases with bits correlates with damage.
+        orthogonality: A test of the paper's claim: Spearman correlation of a quantized
+            network's mean ORM and divergence. Positive if less orthogonal networks are
+            worse.
     """
 
     budget: str
@@ -146,17 +148,17 @@ class Audit:
 
     @property
     def best(self) -> Measured:
-        """The allocation of least divergence."""
+        """The allocation with the smallest divergence."""
         return min(self.measured, key=lambda one: one.divergence)
 
     @property
     def random(self) -> tuple[Measured, ...]:
-        """The random allocations, which correlations are computed from."""
+        """The random allocations, from which correlations are computed."""
         return tuple(one for one in self.measured if one.name.startswith(RANDOM))
 
     def allocation(self, measured: Measured) -> Allocation:
-        """Return a measured allocation as ``quantize`` takes it."""
-        return _bits(self.units, measured)
+        """Return a measured allocation in the form that ``quantize`` takes."""
+        return _allocation(self.units, measured)
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data for JSON."""
@@ -194,21 +196,21 @@ def audit(  # noqa: PLR0913 - the last four are optional
 
     Random allocations at the budget, every score's own allocation, uniform bits and
     ``others`` are quantized and compared with the float network on held-out samples.
-    Several processes share the allocations.
+    In a distributed run the processes share the allocations.
 
     Args:
-        samples: Calibration samples; scores see the first 64.
-        held_out: Samples that neither scores nor calibration see.
-        others: Further allocations by name, such as published bits.
-        batches: Labelled batches, for top-1 beside the divergence.
-        checkpoint: A JSON file that keeps what was measured; a run with the same
-            arguments continues from it.
+        samples: Calibration samples; scores use the first 64.
+        held_out: Samples used by neither scores nor calibration.
+        others: Further allocations by name, such as published ones.
+        batches: Labelled batches, to measure top-1 as well.
+        checkpoint: A JSON file that keeps the measurements; a run with the same
+            arguments resumes from it.
 
     Raises:
         CheckpointError: The checkpoint belongs to another audit.
         InfeasibleBudgetError: No allocation meets the budget.
     """
-    calibration, judges = Samples.of(samples), Samples.of(held_out)
+    calibration = Samples.of(samples)
     report = progress or no_progress
     plans, seconds = _plans(model, calibration, budget, config, report)
     first = next(iter(plans.values()))
@@ -225,63 +227,60 @@ def audit(  # noqa: PLR0913 - the last four are optional
     meter = Meter(
         model,
         calibration,
-        judges,
+        Samples.of(held_out),
         iterations=config.iterations,
         seed=config.seed,
         group_size=first.graph.group_size,
     )
     identity = _identity(meter, first, candidates)
-    kept = Checkpoint(checkpoint, "audit", identity, _read)
+    saved = Checkpoint(checkpoint, "audit", identity, _read)
 
     def measure(name: str) -> Measured:
-        named = name, candidates[name]
-        return _measured(meter, first, batches, config, named)
+        return _measured(meter, first, batches, config, (name, candidates[name]))
 
     measured: list[Measured] = []
-    for found in kept.get_all([*candidates], measure):
-        measured.append(found)
-        least = min(one.divergence for one in measured)
-        message = f"measuring allocations: best divergence {digits(least)}"
+    for result in saved.get_all([*candidates], measure):
+        measured.append(result)
+        best = min(one.divergence for one in measured)
+        message = f"measuring allocations: best divergence {digits(best)}"
         report(len(measured), len(candidates), message)
     return _summary(plans, seconds, measured, config)
 
 
 def random_allocation(plan: Plan, rng: np.random.Generator) -> Allocation:
-    """Return random bits that meet the plan's budget, and use it up by single steps.
+    """Return a random allocation that meets the plan's budget and uses it up.
 
-    Groups share their bits and pins hold. From a random start, random groups lose a
-    step until every limit is met; then random groups gain one while it still is.
+    Groups share their bits, and pins hold. From a random start, random groups go down a
+    step until every limit is met; then random groups go up a step while all still are.
     """
     costs = plan.problem.costs
     limits = plan.budget.limits(costs)
-    names = list(plan.graph.names)
     groups = [list(rows) for rows in plan.graph.groups.values()]
     allowed = [np.flatnonzero(plan.allowed[rows].all(0)) for rows in groups]
-    at = [int(rng.integers(len(options))) for options in allowed]
+    steps = [int(rng.integers(len(options))) for options in allowed]
 
     def columns() -> NDArray[np.int64]:
-        found = np.zeros(len(names), np.int64)
-        for rows, options, place in zip(groups, allowed, at, strict=True):
-            found[rows] = options[place]
-        return found
+        chosen = np.zeros(len(plan.graph), np.int64)
+        for rows, options, step in zip(groups, allowed, steps, strict=True):
+            chosen[rows] = options[step]
+        return chosen
 
     def fits() -> bool:
         chosen = columns()
         return all(costs[n].total(chosen) <= limit for n, limit in limits.items())
 
+    # This ends: the smallest allocation meets the budget, or there would be no plan.
     while not fits():
-        # The least allocation meets the budget, or there would be no plan.
-        group = int(rng.choice([g for g, place in enumerate(at) if place > 0]))
-        at[group] -= 1
-    open_groups = list(range(len(groups)))
-    while open_groups:
-        group = int(rng.choice(open_groups))
-        at[group] += 1
-        if at[group] == len(allowed[group]) or not fits():
-            at[group] -= 1
-            open_groups.remove(group)
-    chosen = columns()
-    return plan.problem.unit_allocation(chosen)
+        group = int(rng.choice([g for g, step in enumerate(steps) if step > 0]))
+        steps[group] -= 1
+    growing = list(range(len(groups)))
+    while growing:
+        group = int(rng.choice(growing))
+        steps[group] += 1
+        if steps[group] == len(allowed[group]) or not fits():
+            steps[group] -= 1
+            growing.remove(group)
+    return plan.problem.unit_allocation(columns())
 
 
 def _plans(
@@ -297,18 +296,18 @@ def _plans(
         report(done, len(config.scores), f"planning by {name}")
         start = time.perf_counter()
         settings = replace(config.plan, score=score)
-        plans[name] = plan(model, samples.first(64), budget, settings)
+        plans[name] = make_plan(model, samples.first(64), budget, settings)
         seconds[name] = time.perf_counter() - start
     return plans, seconds
 
 
 def _uniform(plan: Plan) -> dict[str, Allocation]:
-    """Return the most bits that meet the budget everywhere, if any do."""
+    """Return the largest uniform allocation that meets the budget, if there is one."""
     for choice in reversed(by_bits(plan.choices)):
         column = plan.choices.index(choice)
-        everywhere = plan.problem.unit_allocation(np.full(len(plan.graph), column))
-        if plan.allowed[:, column].all() and plan.meets_budget(everywhere):
-            return {f"uniform {choice}": everywhere}
+        uniform = plan.problem.unit_allocation(np.full(len(plan.graph), column))
+        if plan.allowed[:, column].all() and plan.meets_budget(uniform):
+            return {f"uniform {choice}": uniform}
     return {}
 
 
@@ -336,19 +335,18 @@ def _orthogonality(
 ) -> float | None:
     """Return the mean ORM of the network with weights rounded to nearest.
 
-    Nothing else is changed, as in the paper's experiment: no folding, no restored
-    moments, float activations.
+    As in the paper's experiment, nothing else is changed: batch norms are not folded,
+    moments are not restored, and activations stay float.
     """
     if not count:
         return None
-    rounded = copied(meter.model)
+    network = copied(meter.model)
     with torch.no_grad():
         for unit in plan.graph.units:
-            weight = rounded.get_parameter(unit.parameter)
-            [rounded_one] = rounded_weights(meter.model, unit, [bits[unit.name]])
-            weight.copy_(rounded_one)
-    found = measure_orm(plan.graph, rounded, meter.samples.first(count))
-    return float(np.mean(found.matrix))
+            [rounded] = rounded_weights(meter.model, unit, [bits[unit.name]])
+            network.get_parameter(unit.parameter).copy_(rounded)
+    orm = measure_orm(plan.graph, network, meter.samples.first(count))
+    return float(np.mean(orm.matrix))
 
 
 def _identity(meter: Meter, plan: Plan, candidates: Mapping[str, Allocation]) -> str:
@@ -357,14 +355,13 @@ def _identity(meter: Meter, plan: Plan, candidates: Mapping[str, Allocation]) ->
 
 
 def _read(entry: Any) -> Measured:
-    given = json_object(entry, "measured")
-    bits = [
-        tuple(json_list(pair, "bits")) for pair in json_list(given.get("bits"), "bits")
-    ]
-    return Measured(**{**given, "bits": tuple(bits)})
+    data = json_object(entry, "measured")
+    choices = json_list(data.get("bits"), "bits")
+    bits = tuple(tuple(json_list(choice, "bits")) for choice in choices)
+    return Measured(**{**data, "bits": bits})
 
 
-def _bits(names: Sequence[str], measured: Measured) -> Allocation:
+def _allocation(names: Sequence[str], measured: Measured) -> Allocation:
     pairs = zip(names, measured.bits, strict=True)
     return Allocation({name: Choice.from_json([*bits], name) for name, bits in pairs})
 
@@ -380,12 +377,12 @@ def _summary(
     truth = np.array([one.divergence for one in random])
     rng = np.random.default_rng(config.seed)
     columns = np.array(
-        [first.problem.columns(_bits(first.graph.names, one)) for one in random]
+        [first.problem.columns(_allocation(first.graph.names, one)) for one in random]
     )
 
     def predicted(damage: Floats) -> Floats:
-        found: Floats = damage[np.arange(len(damage)), columns].sum(1)
-        return found
+        totals: Floats = damage[np.arange(len(damage)), columns].sum(1)
+        return totals
 
     best = min(one.divergence for one in measured)
     own = {one.name: one.divergence for one in measured}
@@ -428,14 +425,14 @@ def _correlation(
     config: AuditConfig,
     rng: np.random.Generator,
 ) -> Correlation | None:
-    """Return a rank correlation and the percentiles of its bootstrap."""
+    """Return a rank correlation and its bootstrap percentiles."""
     if len(truth) < 3 or np.ptp(predicted) == 0 or np.ptp(truth) == 0:
         return None
-    found = []
+    values = []
     for _ in range(config.resamples):
         rows = rng.integers(len(truth), size=len(truth))
         if np.ptp(predicted[rows]) and np.ptp(truth[rows]):
-            found.append(float(statistic(predicted[rows], truth[rows])[0]))
+            values.append(float(statistic(predicted[rows], truth[rows])[0]))
     value = float(statistic(predicted, truth)[0])
-    low, high = np.percentile(found or [value], [2.5, 97.5])
+    low, high = np.percentile(values or [value], [2.5, 97.5])
     return Correlation(value, float(low), float(high))

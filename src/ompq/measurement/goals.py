@@ -1,8 +1,8 @@
-"""smallest(): the smallest network that keeps what a goal asks for, found by measuring.
+"""smallest(): search for the smallest network that meets a goal, by measuring.
 
-Damage only predicts; what a network keeps is measured. So budgets are tried by halving
-the range of sizes: first with weights rounded to nearest, which takes seconds, then
-reconstructed, from the smallest size that rounding keeps downwards.
+Damage is only a prediction, so networks of several sizes are quantized and measured in
+a binary search: first with weights rounded to nearest, which takes seconds, then
+reconstructed, downwards from the smallest size that met the goal with rounding alone.
 """
 
 from collections.abc import Iterable
@@ -30,15 +30,15 @@ from ompq.stages import Progress, no_progress
 
 @dataclass(frozen=True, kw_only=True)
 class Goal:
-    """What a quantized network must keep of the float one; all that is given holds.
+    """How close a quantized network must stay to the float one; all limits must hold.
 
     Attributes:
-        max_drop: Points of top-1 that it may lose, on labelled images; or what the
-            metric may lose, in its own unit.
-        min_agreement: Fraction of its answers (top-1) that must be the float network's.
-        max_divergence: Mean KL divergence from the float network, in nats.
-        metric: A function of what the network returns and the targets of a batch that
-            returns one number; more is better.
+        max_drop: Points of top-1 that it may lose on labelled images, or the loss of
+            the metric, in its own unit.
+        min_agreement: Fraction of images on which its top-1 must be the float one's.
+        max_divergence: Largest mean KL divergence from the float network, in nats.
+        metric: A function of the network's output and the targets of a batch that
+            returns one number; higher is better.
     """
 
     max_drop: float | None = None
@@ -57,31 +57,31 @@ class Goal:
             )
         if self.max_drop is not None and hasattr(self.metric, "of_mean"):
             raise ValueError(
-                f"max_drop={self.max_drop:g} limits a metric of which more is better, "
-                "and perplexity is better when it is less; use max_divergence"
+                f"max_drop={self.max_drop:g} needs a metric where higher is better. "
+                "For perplexity lower is better: use max_divergence"
             )
         if self.max_divergence is not None and not self.max_divergence > 0:
             raise ValueError(f"max_divergence={self.max_divergence} must be positive")
 
     @property
     def limits(self) -> dict[str, float]:
-        """What is limited, and by how much."""
+        """The limits that were given, by name."""
         names = ("max_drop", "min_agreement", "max_divergence")
         return {n: v for n in names if (v := getattr(self, n)) is not None}
 
     def __str__(self) -> str:
         return ", ".join(_TEXTS[name].format(v) for name, v in self.limits.items())
 
-    def kept(self, found: Evaluation) -> bool:
-        """Return whether a network keeps to the goal.
+    def kept(self, result: Evaluation) -> bool:
+        """Return whether an evaluated network meets the goal.
 
         Raises:
             GoalError: Something that the goal limits was not measured.
         """
         measured = {
-            "max_drop": _drop(found),
-            "min_agreement": found.agreement,
-            "max_divergence": found.divergence,
+            "max_drop": _drop(result),
+            "min_agreement": result.agreement,
+            "max_divergence": result.divergence,
         }
         for name, limit in self.limits.items():
             value = measured[name]
@@ -106,24 +106,25 @@ _NEEDS = {
 }
 
 
-def _drop(found: Evaluation) -> float | None:
-    """Return the loss of the user's metric, or of top-1 in points."""
-    for name, value in found.metrics.items():
-        return found.reference_metrics[name] - value
-    return None if found.drop is None else 100 * found.drop
+def _drop(result: Evaluation) -> float | None:
+    """Return the loss of the user's metric, or else of top-1 in points."""
+    for name, value in result.metrics.items():
+        return result.reference_metrics[name] - value
+    return None if result.drop is None else 100 * result.drop
 
 
 @dataclass(frozen=True, kw_only=True)
 class SmallestConfig:
-    """How the smallest network is searched.
+    """Settings of the search for the smallest network.
 
     Attributes:
-        reconstruct: How networks are reconstructed; None rounds to nearest only.
-        rounded: Sizes to try rounded to nearest, at most.
-        reconstructed: Sizes to try reconstructed, at most.
-        tolerance: The search ends when the sizes left differ by less than this part.
-        held_back: Fraction of the samples, the last ones, that measure where there are
-            no batches.
+        reconstruct: How networks are reconstructed; None only rounds to nearest.
+        rounded: Largest number of sizes to try rounded to nearest.
+        reconstructed: Largest number of sizes to try reconstructed.
+        tolerance: The search ends when the remaining range of sizes is smaller than
+            this fraction of its upper end.
+        held_back: Fraction of the samples, taken from the end, that networks are
+            measured on if there are no batches.
     """
 
     reconstruct: ReconstructConfig | None = ReconstructConfig()
@@ -139,29 +140,29 @@ class Trial:
 
     size_bytes: int
     reconstructed: bool  # whether its rounding was learned
-    kept: bool  # whether it keeps to the goal
+    kept: bool  # whether it meets the goal
     evaluation: Evaluation
 
     def __str__(self) -> str:
-        found, drop = self.evaluation, _drop(self.evaluation)
+        result, drop = self.evaluation, _drop(self.evaluation)
         texts = [] if drop is None else [f"drop {drop:.2f}"]
-        if found.agreement is not None:
-            texts.append(f"{percent(found.agreement)} as float")
-        if found.divergence is not None:
-            texts.append(f"divergence {digits(found.divergence)}")
+        if result.agreement is not None:
+            texts.append(f"{percent(result.agreement)} as float")
+        if result.divergence is not None:
+            texts.append(f"divergence {digits(result.divergence)}")
         way = "reconstructed" if self.reconstructed else "rounded"
-        verdict = "kept" if self.kept else "too much lost"
+        verdict = "meets the goal" if self.kept else "too much lost"
         return f"{in_bytes(self.size_bytes)} {way}: {', '.join(texts)}, {verdict}"
 
 
 @dataclass(frozen=True, eq=False)
 class Smallest:
-    """The smallest network that was found to keep to a goal."""
+    """The smallest network found that meets a goal."""
 
     plan: Plan
     network: nn.Module
     goal: Goal
-    trials: tuple[Trial, ...]  # all that was tried, in that order
+    trials: tuple[Trial, ...]  # in the order in which they were tried
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data for JSON."""
@@ -191,35 +192,36 @@ def smallest(  # noqa: PLR0913 - the last four are optional
     folder: str | Path | None = None,
     progress: Progress | None = None,
 ) -> Smallest:
-    """Return the smallest network found that keeps to a goal on given images.
+    """Return the smallest network found that meets a goal.
 
-    What is measured is the network as its files compute it.
+    Networks are measured in the form in which their files compute them.
 
     Args:
         plan: Choices, pins and score; its budget does not matter.
-        samples: Unlabelled inputs for calibration; without batches, the last part of
-            them measures.
-        batches: Images that measure, as :func:`ompq.evaluate` takes them; they are read
-            once for each network tried.
-        folder: Keeps what was tried; the same call continues from it.
+        samples: Unlabelled inputs for calibration; without batches, networks are
+            measured on the last part of them.
+        batches: Inputs to measure on, in any form that :func:`ompq.evaluate` takes;
+            they are read once for each network tried.
+        folder: Keeps the networks tried; the same call resumes from it.
 
     Raises:
-        GoalError: Not even the largest network keeps to it, or it cannot be measured.
+        GoalError: Not even the largest network meets the goal, or the goal cannot be
+            measured.
         PlanError: The plan was made for another network.
         CheckpointError: The folder belongs to another search.
     """
-    given = Samples.of(samples)
-    plan.check_network(trace(model, given))
-    judges: Any = batches
+    calibration = Samples.of(samples)
+    plan.check_network(trace(model, calibration))
+    held_out: Any = batches
     if batches is None:
-        given, judges = split(given, config.held_back)
+        calibration, held_out = split(calibration, config.held_back)
     elif not isinstance(batches, Samples) and iter(batches) is batches:
-        judges = list(batches)  # an iterator is read once
+        held_out = list(batches)  # an iterator can be read only once
     search = _Search(
         plan=plan,
         model=model,
-        samples=given,
-        judges=judges,
+        samples=calibration,
+        held_out=held_out,
         goal=goal,
         config=config,
         folder=None if folder is None else Path(folder),
@@ -233,7 +235,7 @@ class _Search:
     plan: Plan
     model: nn.Module
     samples: Samples
-    judges: Any
+    held_out: Any
     goal: Goal
     config: SmallestConfig
     folder: Path | None
@@ -243,12 +245,12 @@ class _Search:
 
     def __post_init__(self) -> None:
         path = None if self.folder is None else self.folder / "measured.json"
-        # The goal may be another one: what was measured stays true.
+        # The goal is not part of it: measurements are valid for any goal.
         identity = f"{self.plan.hash} {self.config.reconstruct} {len(self.samples)}"
         self.known = Checkpoint(path, "search", identity, _evaluation)
 
     def run(self) -> Smallest:
-        """Halve the range of sizes, rounded to nearest first."""
+        """Search among networks rounded to nearest, then among reconstructed ones."""
         low, high = reachable(self.plan.problem, "bytes")
         if self.attempt(int(high), learned=False):
             self.halve(low, self.config.rounded - 1, learned=False)
@@ -258,14 +260,14 @@ class _Search:
                 self.halve(low, self.config.reconstructed - 1, learned=True)
         if self.best is None:
             raise GoalError(
-                f"no network keeps to the goal ({self.goal}): the largest gives "
+                f"no network meets the goal ({self.goal}): the largest gives "
                 f"{self.trials[-1]}. Allow more bits (--choices) or a larger loss"
             )
         _, plan, network = self.best
         return Smallest(plan, network, self.goal, tuple(self.trials))
 
     def halve(self, low: float, count: int, *, learned: bool) -> None:
-        """Try sizes between the smallest and the best, each in the middle."""
+        """Try the middle between the lower end and the best size, repeatedly."""
         assert self.best is not None
         for _ in range(count):
             high = self.best[0].size_bytes
@@ -276,16 +278,14 @@ class _Search:
                 low = middle
 
     def attempt(self, limit: int, *, learned: bool) -> bool:
-        """Quantize within a size and measure; return whether the goal is kept."""
+        """Quantize within a size and measure; return whether the goal is met."""
         plan = self.plan.with_budget(Budget.parse(f"{limit}B"))
         size = int(plan.totals["bytes"])
         way = "reconstructing" if learned else "rounding"
         self.progress(0, None, f"{way} to {in_bytes(size)}")
         network = self.network(plan, size, learned=learned)
-        found = self.known.get(
-            f"{way} {size}", lambda: self.measured(network).to_json()
-        )
-        evaluation = Evaluation.from_json(found)
+        data = self.known.get(f"{way} {size}", lambda: self.measured(network).to_json())
+        evaluation = Evaluation.from_json(data)
         trial = Trial(size, learned, self.goal.kept(evaluation), evaluation)
         self.trials.append(trial)
         self.progress(0, None, str(trial))
@@ -294,12 +294,12 @@ class _Search:
         return trial.kept
 
     def network(self, plan: Plan, size: int, *, learned: bool) -> nn.Module:
-        """Return the network as its files compute it."""
-        made = quantize(self.model, plan, self.samples)
+        """Return the quantized network as its files will compute it."""
+        network = quantize(self.model, plan, self.samples)
         if learned and self.config.reconstruct is not None:
             name = f"reconstructing to {in_bytes(size)}"
-            made = reconstruct(
-                made,
+            network = reconstruct(
+                network,
                 self.model,
                 self.samples,
                 self.config.reconstruct,
@@ -309,14 +309,14 @@ class _Search:
                     done, total, f"{name}: {message}"
                 ),
             )
-        return finalized(made, self.samples)[0]
+        return finalized(network, self.samples)[0]
 
     def measured(self, network: nn.Module) -> Evaluation:
         """Compare a network with the float one."""
         metric = self.goal.metric
         return evaluate(
             network,
-            self.judges,
+            self.held_out,
             reference=self.model,
             metrics={} if metric is None else {"metric": metric},
             progress=self.progress,
@@ -324,8 +324,8 @@ class _Search:
 
 
 def _evaluation(entry: Any) -> dict[str, Any]:
-    """Check what a checkpoint holds."""
+    """Check and return an entry of a checkpoint."""
     try:
         return Evaluation.from_json(json_object(entry, "an evaluation")).to_json()
     except (KeyError, TypeError) as error:
-        raise ValueError(f"an evaluation is broken: {error}") from error
+        raise ValueError(f"an evaluation is invalid: {error}") from error

@@ -1,4 +1,4 @@
-"""Measuring allocations: quantize, compare with the float network, keep the results."""
+"""Measuring allocations: quantize, compare with the float network, save the results."""
 
 import hashlib
 import json
@@ -25,36 +25,36 @@ _Result = TypeVar("_Result")
 
 
 class Meter:
-    """Measures allocations against the float network, which runs once."""
+    """Measures allocations against the outputs of the float network."""
 
     def __init__(
         self,
         model: nn.Module,
         samples: Samples,
-        judges: Samples,
+        held_out: Samples,
         *,
         iterations: int = 0,
         seed: int = 0,
         group_size: int = 0,
     ) -> None:
-        """Run the float network.
+        """Run the float network once.
 
         Args:
-            samples: What calibrates, and reconstructs.
-            judges: What divergence is measured on.
-            iterations: Reconstruction steps a block; 0 rounds to nearest.
-            seed: Of the reconstruction.
-            group_size: Inputs whose weights share a scale in linear units; 0 if all do.
+            samples: Samples for calibration and reconstruction.
+            held_out: Samples on which divergence is measured.
+            iterations: Reconstruction steps per block; 0 rounds to nearest.
+            seed: Seed for the reconstruction.
+            group_size: Inputs of a linear unit that share a scale; 0 for all of them.
         """
         self.model = with_layers(model, samples)
-        self.samples, self.judges = samples, judges
+        self.samples, self.held_out = samples, held_out
         self.iterations, self.seed = iterations, seed
         self.config = QuantizeConfig(group_size=group_size or None)
-        self._expected = logits_of(model, judges)
+        self._expected = logits_of(model, held_out)
 
     @cached_property
     def judge(self) -> str:
-        """A digest: only divergences of one judge may be compared."""
+        """A digest of how it measures; only equal ones give comparable divergences."""
         way = f"reconstruct {self.iterations}" if self.iterations else "round"
         if self.config.group_size:
             way += f" groups of {self.config.group_size}"
@@ -63,7 +63,7 @@ class Meter:
         return digest.hexdigest()[:16]
 
     def quantized(self, bits: Allocation) -> nn.Module:
-        """Return the network with these bits, reconstructed if asked to."""
+        """Return the network with these bits, reconstructed if there are iterations."""
         network = quantize(self.model, bits, self.samples, self.config)
         if self.iterations:
             rounding = RoundingConfig(iterations=self.iterations)
@@ -72,13 +72,13 @@ class Meter:
         return network
 
     def divergence(self, network: nn.Module) -> float:
-        """Return its mean KL from the float network, in nats."""
-        logits = logits_of(network, self.judges)
+        """Return the mean KL divergence from the float network, in nats."""
+        logits = logits_of(network, self.held_out)
         return float(kl_divergence(self._expected, logits).mean())
 
 
 class Checkpoint(Generic[_Result]):
-    """What a run has measured already, by name, in a JSON file."""
+    """The measurements of a run so far, by name, in a JSON file."""
 
     def __init__(
         self,
@@ -87,13 +87,13 @@ class Checkpoint(Generic[_Result]):
         identity: str,
         read: Callable[[Any], _Result],
     ) -> None:
-        """Read the file, if it is there.
+        """Read the file, if it exists.
 
         Args:
-            path: None keeps nothing.
-            kind: What the run is, for example ``audit``.
-            identity: What must be equal for a run to continue.
-            read: Checks and returns a result that was read; else a ValueError.
+            path: None saves nothing.
+            kind: The kind of run, for example ``audit``.
+            identity: Text that must be equal for a run to resume from the file.
+            read: Converts an entry of the file to a result, or raises a ValueError.
 
         Raises:
             CheckpointError: The file is damaged, or belongs to another run.
@@ -101,7 +101,7 @@ class Checkpoint(Generic[_Result]):
         self._path = path
         digest = hashlib.sha256(identity.encode()).hexdigest()[:16]
         self._about = {"format": f"ompq-{kind}-checkpoint/1", "identity": digest}
-        self._found: dict[str, _Result] = {}
+        self._results: dict[str, _Result] = {}
         if path is None or not Path(path).exists():
             return
         try:
@@ -109,45 +109,45 @@ class Checkpoint(Generic[_Result]):
             if data.get("format") != self._about["format"]:
                 raise ValueError(f"its format is not {self._about['format']}")
             entries = json_object(data.get("measured"), "measured")
-            self._found = {name: read(entry) for name, entry in entries.items()}
+            self._results = {name: read(entry) for name, entry in entries.items()}
         except (ValueError, TypeError) as error:
             raise CheckpointError(f"{path} cannot be resumed: {error}") from error
         if data.get("identity") != digest:
             raise CheckpointError(
                 f"{path} belongs to another {kind}: another network, other samples or "
-                "settings. Remove it or name another file"
+                "settings. Remove it or use another file"
             )
 
     def get(self, name: str, measure: Callable[[], _Result]) -> _Result:
-        """Return what is known by this name; measure and keep it if nothing is."""
-        if name not in self._found:
-            self._keep({name: measure()})
-        return self._found[name]
+        """Return the result of this name; measure and save it if there is none yet."""
+        if name not in self._results:
+            self._save({name: measure()})
+        return self._results[name]
 
     def get_all(
         self, names: Sequence[str], measure: Callable[[str], _Result]
     ) -> Iterator[_Result]:
-        """Yield what is known by these names; processes share what must be measured."""
+        """Yield the results of these names; processes share what must be measured."""
         count = process_count()
         for start in range(0, len(names), count):
             part = names[start : start + count]
-            new = [name for name in part if name not in self._found]
+            new = [name for name in part if name not in self._results]
             if new:
-                self._keep(dict(zip(new, share_out(new, measure), strict=True)))
-            yield from (self._found[name] for name in part)
+                self._save(dict(zip(new, share_out(new, measure), strict=True)))
+            yield from (self._results[name] for name in part)
 
-    def _keep(self, results: Mapping[str, _Result]) -> None:
-        self._found.update(results)
+    def _save(self, results: Mapping[str, _Result]) -> None:
+        self._results.update(results)
         if self._path is not None:
-            data = {**self._about, "measured": self._found}
+            data = {**self._about, "measured": self._results}
             write_text(self._path, json.dumps(data, indent=1, default=asdict))
 
 
 def split(samples: Samples, fraction: float) -> tuple[Samples, Samples]:
-    """Return the samples that calibrate, and the last ones, which measure.
+    """Split samples for calibration from the last ones, which are held out.
 
     Raises:
-        SampleError: There are too few to hold some back.
+        SampleError: There are too few to hold any back.
     """
     count = max(round(len(samples) * (1 - fraction)), 1)
     if count >= len(samples):

@@ -20,23 +20,23 @@ from ompq.units import Choice, ScoreTable, Unit
 
 __all__ = ["SCORES", "BlockLoss", "ReconstructionScore"]
 
-_BATCH = 64  # samples that run at a time
+_BATCH = 64  # samples per forward pass
 
 
 @dataclass(frozen=True)
-class _OneByOne(ABC):
+class _OneUnitScore(ABC):
     """One unit is quantized and its block reconstructed; all others stay float."""
 
     iterations: int = 50  # steps of the reconstruction
-    samples: int = 64  # how many inputs are used, at most
-    seed: int = 0  # of the order of samples
+    samples: int = 64  # largest number of inputs used
+    seed: int = 0  # for the order of samples
 
     needs: ClassVar[Needs] = Needs(
         "a short reconstruction for each unit and choice", gradients=True
     )
 
     def __call__(self, given: ScoreInputs) -> ScoreTable:
-        """Return what is measured, (units, choices); processes share the cells."""
+        """Return the measured damage, (units, choices); processes share the cells."""
         graph, choices = given.graph, given.choices
         meter = Meter(
             given.model,
@@ -45,15 +45,15 @@ class _OneByOne(ABC):
             seed=self.seed,
             group_size=graph.group_size,
         )
-        untouched = dict.fromkeys(graph.names, Choice(FLOAT_BITS, FLOAT_BITS))
+        floats = dict.fromkeys(graph.names, Choice(FLOAT_BITS, FLOAT_BITS))
         cells = [(unit, choice) for unit in graph.units for choice in choices]
 
         def damage(cell: tuple[Unit, Choice]) -> float:
             unit, choice = cell
-            refused = not can_be_coded(unit, choice)  # by every plan, for any damage
-            if refused or choice.weight == choice.activation == FLOAT_BITS:
+            unused = not can_be_coded(unit, choice)  # no plan may choose it
+            if unused or choice.weight == choice.activation == FLOAT_BITS:
                 return 0.0
-            alone = Allocation({**untouched, unit.name: choice})
+            alone = Allocation({**floats, unit.name: choice})
             return self._measured(meter.quantized(alone), unit, given, meter)
 
         def report(done: int) -> None:
@@ -65,20 +65,20 @@ class _OneByOne(ABC):
 
     @abstractmethod
     def _parts(self, samples: Samples) -> tuple[Samples, Samples]:
-        """Return the samples that calibrate and reconstruct, and those that measure."""
+        """Return the samples for calibration and reconstruction, and for measuring."""
 
     @abstractmethod
     def _measured(
         self, network: nn.Module, unit: Unit, given: ScoreInputs, meter: Meter
     ) -> float:
-        """Return the damage to the network in which one unit is quantized."""
+        """Return the damage of a network in which only this unit is quantized."""
 
 
-class ReconstructionScore(_OneByOne):
+class ReconstructionScore(_OneUnitScore):
     """Divergence of the outputs after a short reconstruction, one unit at a time.
 
     One unit is quantized and its block reconstructed; all others stay float. The first
-    half of the samples calibrates and reconstructs, the other measures.
+    half of the samples is used for that, and divergence is measured on the other half.
     """
 
     summary: ClassVar[str] = "divergence after one unit's block is reconstructed"
@@ -92,13 +92,13 @@ class ReconstructionScore(_OneByOne):
         return max(meter.divergence(network), 0.0)
 
 
-class BlockLoss(_OneByOne):
-    """BRECQ's table: what reconstruction leaves of a unit's error at its block's end.
+class BlockLoss(_OneUnitScore):
+    """BRECQ's score: the error of a block's output after reconstruction.
 
     One unit is quantized and its block reconstructed; all others stay float. The loss
     is half the squared error of the block's output, each element weighted by the
-    squared gradient of the network's loss, summed over the output, averaged over the
-    samples. How many steps BRECQ reconstructs its table with is not published.
+    squared gradient of the network's loss, summed over the output and averaged over the
+    samples. The number of reconstruction steps that BRECQ uses here is not published.
     """
 
     summary: ClassVar[str] = "BRECQ's: Fisher-weighted error of a reconstructed block"
@@ -115,29 +115,29 @@ class BlockLoss(_OneByOne):
 def block_loss(
     quantized: nn.Module, model: nn.Module, unit: Unit, samples: Samples
 ) -> float:
-    """Return the Fisher-weighted error of a unit's block, half a mean over samples."""
+    """Return half the mean Fisher-weighted error of a unit's block over samples."""
     alone = unit.block == unit.name
     end = normalised_by(model, unit) if alone else unit.block
     total = 0.0
     for batch in samples.batches(_BATCH):
-        both = [_output_of(net, end, batch) for net in (model, quantized)]
+        expected, actual = (_output_of(net, end, batch) for net in (model, quantized))
         (weights,) = fisher_weights(model, end, [batch])
-        error = (both[1] - both[0]).double().square() * weights
+        error = (actual - expected).double().square() * weights
         total += float(error.sum())
     return total / 2 / len(samples)
 
 
 def _output_of(model: nn.Module, name: str, batch: Batch) -> Tensor:
-    """Return what a module gives for a batch."""
-    found: list[Tensor] = []
+    """Return a module's output for a batch."""
+    outputs: list[Tensor] = []
 
-    def see(_module: nn.Module, _args: Any, _kwargs: Any, output: Any) -> None:
-        found.append(next(tensors_in(output)).detach().clone())
+    def hook(_module: nn.Module, _args: Any, _kwargs: Any, output: Any) -> None:
+        outputs.append(next(tensors_in(output)).detach().clone())
 
-    collect(model, Samples((batch,)), [(model.get_submodule(name), see)])
-    return found[0]
+    collect(model, Samples((batch,)), [(model.get_submodule(name), hook)])
+    return outputs[0]
 
 
-# All the others stand above, since they do not quantize.
+# ompq.scores registers the others, which do not quantize networks.
 SCORES["reconstruction"] = ReconstructionScore()
 SCORES["block_loss"] = BlockLoss()

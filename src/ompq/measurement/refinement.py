@@ -1,9 +1,9 @@
-"""refine(): better bits by measuring whole allocations on the network itself.
+"""refine(): improve a plan by measuring whole allocations on the network itself.
 
 No score is best for every network. So the optima of several scores are quantized and
-compared with the float network on samples held back for that; then the score of the
-best one is corrected, one factor a unit, to predict what was measured, and solved
-again, until the count is used up. Every measurement stays in the plan.
+compared with the float network on held-out samples. Then the best score is corrected by
+one factor per group of units to fit the measurements, and solved again, until the count
+is used up. All measurements are kept in the plan.
 """
 
 import logging
@@ -35,26 +35,28 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class RefineConfig:
-    """How allocations are measured and chosen.
+    """How allocations are chosen and measured.
 
     Attributes:
-        count: Allocations to measure at most.
-        seconds: Time after which no further one is measured; None for no limit.
-        patience: Measurements without a better one before it ends.
-        by: ``round`` measures allocations rounded to nearest, ``reconstruct`` after a
-            short reconstruction, which is slower and nearer to what PTQ ends with.
-        iterations: Of that reconstruction, for each block.
+        count: Largest number of allocations to measure.
+        seconds: Time limit for starting another measurement; None for no limit.
+        patience: Number of measurements without improvement before it stops.
+        by: ``round`` measures allocations rounded to nearest; ``reconstruct`` measures
+            them after a short reconstruction, which is slower and closer to the final
+            network of PTQ.
+        iterations: Steps per block of that reconstruction.
         trusted: Divergence, in nats, up to which rounding to nearest is taken to
             predict the reconstructed network. If every start diverges more, the plan
-            keeps its bits; infinity trusts it always, for a network that will not be
-            reconstructed.
+            keeps its bits. Use infinity if the network will not be reconstructed.
         scores: Scores whose optima are measured first, besides the plan's own.
-        held_back: Fraction of the samples, the last ones, that only measure. Of many
-            allocations one is always best on few samples: 64 of them are too few.
-        noise: Relative error expected of a measurement. Together with ``spread`` it
-            says how closely the factors follow the measurements.
-        spread: How far a unit's factor is expected to be from 1.
-        seed: Of the steps aside when the best allocation is known already.
+        held_back: Fraction of the samples, taken from the end, that are only measured
+            on. With too few of them (64, say), the best of many allocations is best by
+            chance.
+        noise: Expected relative error of a measurement. Together with ``spread`` it
+            decides how closely the factors follow the measurements.
+        spread: Expected deviation of a factor from 1.
+        seed: Seed for the random perturbations used when the optimum was already
+            measured.
     """
 
     count: int = 20
@@ -90,18 +92,19 @@ def refine(
     checkpoint: str | Path | None = None,
     progress: Progress | None = None,
 ) -> Plan:
-    """Return a plan whose allocation is the best of many that were measured.
+    """Return a plan with the best of many measured allocations.
 
-    It is never worse, on the samples held back, than the best allocation it starts
-    from, unless rounding is not trusted and the plan keeps its bits. Its damage is the
-    corrected score, so that ``with_budget`` profits too; a plan that was refined
-    already brings its measurements along. The same count gives the same plan.
+    On the held-out samples it is never worse than the best allocation it starts from,
+    unless rounding is not trusted and the plan keeps its bits. Its damage becomes the
+    corrected score, which improves ``with_budget`` too. The measurements of an earlier
+    refinement are reused. The same count gives the same plan.
 
     Args:
         plan: Budget, choices and pins, and the first allocation.
-        samples: Unlabelled inputs, best 512 or more; the last part of them measures.
-        checkpoint: A JSON file that keeps what was measured; a run with the same
-            arguments continues from it.
+        samples: Unlabelled inputs, preferably 512 or more; networks are measured on the
+            last part of them.
+        checkpoint: A JSON file that keeps the measurements; a run with the same
+            arguments resumes from it.
         progress: Called after each measurement.
 
     Raises:
@@ -109,20 +112,19 @@ def refine(
         SampleError: There are too few samples to hold some back.
         CheckpointError: The checkpoint belongs to another run.
     """
-    given = Samples.of(samples)
-    plan.check_network(trace(model, given))
-    calibration, judges = split(given, config.held_back)
-    steps = config.iterations if config.by == "reconstruct" else 0
+    samples = Samples.of(samples)
+    plan.check_network(trace(model, samples))
+    calibration, held_out = split(samples, config.held_back)
     meter = Meter(
         model,
         calibration,
-        judges,
-        iterations=steps,
+        held_out,
+        iterations=config.iterations if config.by == "reconstruct" else 0,
         seed=config.seed,
         group_size=plan.graph.group_size,
     )
     known = [one for one in plan.measured if one.judge == meter.judge]
-    kept = Checkpoint(
+    saved = Checkpoint(
         checkpoint,
         "refinement",
         _identity(plan, meter, config),
@@ -133,8 +135,8 @@ def refine(
     started = time.monotonic()
     while (candidate := chooser.next([*known, *measured])) is not None:
         name, bits = candidate
-        found = kept.get(str(bits.to_json()), partial(_measure, meter, bits))
-        measured.append(Measurement(name, bits, found, meter.judge))
+        divergence = saved.get(str(bits.to_json()), partial(_measure, meter, bits))
+        measured.append(Measurement(name, bits, divergence, meter.judge))
         if progress is not None:
             best = digits(min(one.divergence for one in measured))
             total = config.count if config.seconds is None else None
@@ -152,13 +154,13 @@ def refine(
 
 
 def _trusted(measured: list[Measurement], config: RefineConfig) -> bool:
-    """Return whether what was measured tells how good the final networks will be."""
+    """Return whether the measurements predict the quality of the final network."""
     best = min(one.divergence for one in measured)
     if config.by == "reconstruct" or best <= config.trusted:
         return True
     logger.warning(
         "the bits stay as planned: rounded to nearest, the best allocation diverges by "
-        "%s nats, and above %s that says little about the reconstructed network. "
+        "%s nats; above %s that says little about the reconstructed network. "
         "Refine by reconstruction instead (--refine-by reconstruct)",
         digits(best),
         digits(config.trusted),
@@ -167,10 +169,11 @@ def _trusted(measured: list[Measurement], config: RefineConfig) -> bool:
 
 
 def _identity(plan: Plan, meter: Meter, config: RefineConfig) -> str:
-    # How long it runs may differ; and what a function is called stays the same.
+    # A resumed run may have other limits. Scores are compared by name, since the repr
+    # of a function changes from run to run.
     names = tuple(map(score_name, config.scores))
-    same = replace(config, count=1, seconds=None, patience=1, scores=names)
-    return f"{plan.hash} {meter.judge} {same}"
+    fixed = replace(config, count=1, seconds=None, patience=1, scores=names)
+    return f"{plan.hash} {meter.judge} {fixed}"
 
 
 def _measure(meter: Meter, bits: Allocation) -> float:
@@ -190,16 +193,13 @@ def _tables(
     for score in config.scores:
         name = score_name(score)
         if name not in tables:
-            few = samples.first(64)
-            found = score_table(
-                score, ScoreInputs(plan.graph, model, few, plan.choices)
-            )
-            tables[name] = found.damage
+            inputs = ScoreInputs(plan.graph, model, samples.first(64), plan.choices)
+            tables[name] = score_table(score, inputs).damage
     return tables
 
 
 class _Chooser:
-    """Says which allocation to measure next, and corrects a score."""
+    """Chooses the next allocation to measure, and corrects a score."""
 
     def __init__(
         self, plan: Plan, config: RefineConfig, tables: Mapping[str, Floats]
@@ -218,14 +218,14 @@ class _Chooser:
         return {bits for _, bits in self.starts} <= {m.allocation for m in measured}
 
     def next(self, measured: list[Measurement]) -> tuple[str, Allocation] | None:
-        """Return an allocation that was not measured, or None if none is at hand."""
+        """Return an allocation not measured yet, or None if none can be found."""
         seen = {one.allocation for one in measured}
         for start in self.starts:
             if start[1] not in seen:
                 return start
         table = self.corrected(measured)
         generator = np.random.default_rng([self.config.seed, len(measured)])
-        # First the optimum; if that is known, steps aside that grow.
+        # First the optimum; if that was measured, growing perturbations of the table.
         for width in (0.0, *self.config.spread * np.geomspace(0.1, 30.0, _TRIES)):
             noise = generator.standard_normal(len(self.problem.members))
             bits = self._best(table * np.exp(width * noise)[self._groups])
@@ -234,10 +234,10 @@ class _Chooser:
         return None
 
     def corrected(self, measured: list[Measurement]) -> Floats:
-        """Return the best start's score, with a factor a group that fits what is known.
+        """Return the best start's score, times a factor per group fitted to all data.
 
-        Predictions are compared in relative terms. The factors are a ridge regression
-        towards 1, and not negative.
+        The fit is a ridge regression towards factors of 1 that minimises relative
+        errors, with no factor below 0.
         """
         from scipy.optimize import nnls
 
@@ -253,18 +253,18 @@ class _Chooser:
         scale = 1 / max(float(np.exp(np.log(features.sum(1)).mean())), 1e-300)
         ridge = self.config.noise / self.config.spread
         system = np.concatenate([features * scale, ridge * np.eye(len(groups))])
-        wanted = np.concatenate([np.ones(len(truth)), np.full(len(groups), ridge)])
-        factors, _ = nnls(system, wanted)
+        target = np.concatenate([np.ones(len(truth)), np.full(len(groups), ridge)])
+        factors, _ = nnls(system, target)
         corrected: Floats = table * (scale * factors)[self._groups]
         return corrected
 
     def _positive(self, measured: list[Measurement]) -> Floats:
-        """Return the table whose optimum measured best, raised so that none is below 0.
+        """Return the table whose optimum measured best, shifted so that all are > 0.
 
-        A little of the total stands for what no table explains.
+        Each unit's row is raised by its most negative entry, and all by a tiny amount.
         """
-        found = {one.allocation: one.divergence for one in reversed(measured)}
-        ranked = [(found[bits], name) for name, bits in self.starts if bits in found]
+        known = {one.allocation: one.divergence for one in reversed(measured)}
+        ranked = [(known[bits], name) for name, bits in self.starts if bits in known]
         table = self.tables[min(ranked)[1]]
         table = table - np.minimum(table.min(1, keepdims=True), 0.0)
         positive: Floats = table + 1e-9 * max(float(table.max()), 1e-300)
@@ -278,19 +278,19 @@ class _Chooser:
         return allocate(replace(self.problem, damage=table), self.budget)
 
 
-_TRIES = 24  # steps aside before there is nothing new to measure
+_TRIES = 24  # perturbations to try before giving up
 
 
 def _refined(
     plan: Plan, chooser: _Chooser, known: list[Measurement], new: list[Measurement]
 ) -> Plan:
-    """Return the plan with the best allocation within its budget."""
+    """Return the plan with the best measured allocation within its budget."""
     fitting = [one for one in known if plan.meets_budget(one.allocation)]
     best = min(fitting, key=lambda one: one.divergence).allocation
     table = chooser.corrected(known)
     corrected = replace(plan.problem, damage=table)
-    least = allocate(corrected, plan.budget)
-    bound = corrected.damage_of(least) - least.gap
+    optimum = allocate(corrected, plan.budget)
+    bound = corrected.damage_of(optimum) - optimum.gap
     name = plan.score_name.removesuffix(_REFINED)
     return replace(
         plan,

@@ -32,31 +32,36 @@ from ompq.samples import evaluating, first_tensor, model_device
 _LOG = logging.getLogger(__name__)
 _PREPROCESSING = ("input_shape", "mean", "std", "resize", "interpolation")
 _HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
-_TOKENS = 128  # of one input of a decoder, if nothing else is said
-# What torchvision's pretrained builders of two networks set, for a file's weights too.
+_TOKENS = 128  # default sequence length of a decoder
+# Options that torchvision sets when it builds these two networks with pretrained
+# weights. Weights from a file need them too.
 _TRANSFORMED = ("googlenet", "inception_v3")
-_TRANSFORMING = {"aux_logits": False, "init_weights": False, "transform_input": True}
+_TRANSFORM_OPTIONS = {
+    "aux_logits": False,
+    "init_weights": False,
+    "transform_input": True,
+}
 
 
 @dataclass(frozen=True)
 class NamedModel:
-    """A network, and how its images are prepared."""
+    """A network and the preprocessing of its inputs."""
 
-    module: nn.Module  # the network, in eval mode
+    module: nn.Module  # in eval mode
     name: str  # the name it was loaded by
-    input_shape: tuple[int, ...]  # of one input: channels, height, width of an image
+    input_shape: tuple[int, ...]  # of one input; (channels, height, width) for images
     mean: tuple[float, ...]  # subtracted from each channel of an image in [0, 1]
     std: tuple[float, ...]  # each channel is then divided by it
-    # Length of an image's shorter side before the centre crop, or the height and width
-    # when the image is squashed instead.
+    # Length of the shorter side before the centre crop, or (height, width) to resize
+    # to without a crop.
     resize: int | tuple[int, int]
     interpolation: str = "bilinear"  # ``bilinear`` or ``bicubic``
-    weights: str = "as built"  # where the weights came from, for people
-    vocabulary: int = 0  # number of token ids, if these are its inputs
-    tokenizer: str = ""  # where transformers finds its tokenizer, if it has one
+    weights: str = "as built"  # where the weights came from, for display
+    vocabulary: int = 0  # number of token ids; 0 if the inputs are not tokens
+    tokenizer: str = ""  # name or folder of its transformers tokenizer, if any
 
     def at(self, shape: tuple[int, ...]) -> "NamedModel":
-        """Return the network for inputs of another shape."""
+        """Return the network with its preprocessing adapted to another input shape."""
         if len(shape) != 3 or len(self.input_shape) != 3:
             return replace(self, input_shape=shape)
         resize = self.resize
@@ -65,7 +70,7 @@ class NamedModel:
         else:
             resize = (shape[1], shape[2])
         same = len(self.mean) == shape[0]
-        mean, std = (self.mean, self.std) if same else _plain_statistics(shape[0])
+        mean, std = (self.mean, self.std) if same else _default_statistics(shape[0])
         return replace(self, input_shape=shape, resize=resize, mean=mean, std=std)
 
 
@@ -82,21 +87,21 @@ def load_model(name: str, weights: str | os.PathLike[str] | None = None) -> Name
     """Load a network by name.
 
     Args:
-        name: ``torchvision:...``, ``timm:...``, ``cifar:...``, ``transformers:...`` or
-            ``file.py:function``, a function of the user's own file (which is executed)
-            that takes no argument and returns the network. After ``transformers:``
-            stands a folder with a decoder's ``config.json`` and weights, the file
-            alone, or the name of one to download.
-        weights: A file, as :func:`load_weights` reads it; ``"none"`` for random
+        name: ``torchvision:NAME``, ``timm:NAME``, ``cifar:NAME``,
+            ``transformers:SOURCE`` or ``file.py:function``. SOURCE is a folder with a
+            decoder's ``config.json`` and weights, that file alone, or a name on the
+            Hugging Face hub. The user's file is executed; its function takes no
+            argument and returns the network.
+        weights: A file that :func:`load_weights` can read; ``"none"`` for random
             weights from a fixed seed; None for the library's own pretrained weights,
-            which may be downloaded. A user's function brings its own weights.
+            which may be downloaded, or those that the user's function sets.
 
     Raises:
-        ModelError: The network is not known, or its weights cannot be loaded.
+        ModelError: The network is unknown, or its weights cannot be loaded.
         MissingExtraError: timm or transformers is not installed.
     """
     with torch.random.fork_rng(devices=[]):
-        # manual_seed of the generator, not of torch: that one would seed CUDA as well.
+        # torch.manual_seed would seed CUDA as well.
         torch.default_generator.manual_seed(0)
         model = _build(name, pretrained=weights is None)
     if weights == "none":
@@ -113,14 +118,14 @@ def load_model(name: str, weights: str | os.PathLike[str] | None = None) -> Name
 
 
 def blank_input(model: NamedModel) -> Tensor:
-    """Return one input of zeros: tokens, where the network has a vocabulary."""
-    kind = torch.long if model.vocabulary else None
+    """Return a batch of one input of zeros; token ids if there is a vocabulary."""
+    dtype = torch.long if model.vocabulary else None
     device = model_device(model.module)
-    return torch.zeros(1, *model.input_shape, device=device, dtype=kind)
+    return torch.zeros(1, *model.input_shape, device=device, dtype=dtype)
 
 
 def output_count(model: NamedModel) -> int:
-    """Return the number of outputs (logits), found by one pass of zeros."""
+    """Return the number of outputs (logits), found by a forward pass of zeros."""
     try:
         with evaluating(model.module):
             return first_tensor(model.module(blank_input(model))).shape[-1]
@@ -173,7 +178,7 @@ def _from_package(name: str, *, pretrained: bool) -> NamedModel:
     if name not in _SHIPPED:
         raise ModelError(f"{name} has no weights of its own. {INSTEAD}")
     load_weights(model.module, _SHIPPED[name], name)
-    return replace(model, weights="of the package")
+    return replace(model, weights="included in ompq")
 
 
 def _from_torchvision(name: str, short: str, *, pretrained: bool) -> NamedModel:
@@ -185,16 +190,16 @@ def _from_torchvision(name: str, short: str, *, pretrained: bool) -> NamedModel:
             f"{len(names) - 2} more: torchvision.models.list_models()"
         )
     entries = torchvision.models.get_model_weights(short)
-    # A file most often holds the first weights that were published.
+    # The weights in a file are most often the first ones published.
     entry = entries.DEFAULT if pretrained else next(iter(entries))
     if pretrained:
         with downloading("torchvision", name):
             module = torchvision.models.get_model(short, weights=entry)
     else:
-        options = _TRANSFORMING if short in _TRANSFORMED else {}
+        options = _TRANSFORM_OPTIONS if short in _TRANSFORMED else {}
         module = torchvision.models.get_model(short, weights=None, **options)
     preset = entry.transforms()
-    # vit_h_14 was published at 518 pixels only, but is built for 224 without weights.
+    # vit_h_14 was published only at 518 pixels, but without weights is built for 224.
     side = getattr(module, "image_size", preset.crop_size[0])
     return NamedModel(
         module=module,
@@ -217,7 +222,7 @@ def _from_timm(name: str, short: str, *, pretrained: bool) -> NamedModel:
     if short not in names:
         raise ModelError(f"timm has no network {short!r}{suggestion(short, names)}")
     if pretrained and not timm.models.is_model_pretrained(short):
-        raise ModelError(f"timm has no pretrained weights of {name}. {INSTEAD}")
+        raise ModelError(f"timm has no pretrained weights for {name}. {INSTEAD}")
     with downloading("timm", name) if pretrained else nullcontext():
         module = timm.create_model(short, pretrained=pretrained)
     tag = module.pretrained_cfg.get("tag") or "pretrained"
@@ -246,28 +251,28 @@ def _from_transformers(name: str, source: str, *, pretrained: bool) -> NamedMode
     local = path.exists()
     if not local and _HUB_NAME.fullmatch(source) is None:
         raise ModelError(
-            f"{name}: there is no folder {source}; name one that holds config.json"
+            f"{name}: there is no folder {source}; give one that holds config.json"
         )
     if local and pretrained and not any(path.glob("*.safetensors")):
         raise ModelError(f"{source} holds no weights (*.safetensors). {INSTEAD}")
-    kind, given = library.AutoModelForCausalLM, path if local else source
+    decoder, place = library.AutoModelForCausalLM, path if local else source
     try:
         with nullcontext() if local else downloading("transformers", name):
             if pretrained:
-                # Half a precision does not hold the values of a grid.
-                kept = {"dtype": torch.float32, "trust_remote_code": False}
-                made = kind.from_pretrained(given, **kept)
+                # Half precision cannot represent the values of a quantization grid.
+                options = {"dtype": torch.float32, "trust_remote_code": False}
+                module = decoder.from_pretrained(place, **options)
             else:
-                made = kind.from_config(library.AutoConfig.from_pretrained(given))
+                module = decoder.from_config(library.AutoConfig.from_pretrained(place))
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(f"{name} cannot be built: {reason(error)}") from error
     origin = source if local else f"transformers {source}"
-    described = _described(_linearized(made), name)
+    described = _described(_linearized(module), name)
     return replace(described, weights=origin, tokenizer=source)
 
 
 def transformers_library() -> Any:
-    """Return transformers, or say which extra brings it."""
+    """Import and return transformers."""
     try:
         import transformers
     except ImportError as error:
@@ -276,10 +281,10 @@ def transformers_library() -> Any:
 
 
 def with_linear_layers(model: nn.Module) -> nn.Module:
-    """Return a copy of a network whose layers of the kind of GPT-2 are ``nn.Linear``.
+    """Return a copy of a network with its ``Conv1D`` layers replaced by ``nn.Linear``.
 
-    GPT-2 and its relatives store weights (inputs, outputs) in layers called ``Conv1D``,
-    which compute what linear layers compute. As linear layers they get bits.
+    GPT-2 and its relatives keep weights of shape (inputs, outputs) in layers called
+    ``Conv1D``, which compute what linear layers do. Only linear layers are quantized.
     """
     return _linearized(copied(model))
 
@@ -304,26 +309,26 @@ def _described(module: nn.Module, name: str) -> NamedModel:
         longest = getattr(config, "max_position_embeddings", None) or _TOKENS
         tokens = (min(_TOKENS, longest),)
         return NamedModel(module, name, tokens, (), (), 0, vocabulary=vocabulary)
-    given = getattr(module, "preprocessing", {})
-    if not isinstance(given, Mapping) or not set(given) <= set(_PREPROCESSING):
+    settings = getattr(module, "preprocessing", {})
+    if not isinstance(settings, Mapping) or not set(settings) <= set(_PREPROCESSING):
         raise ModelError(
-            f"{name}: preprocessing is {given!r}; it must be a dict with keys among "
+            f"{name}: preprocessing is {settings!r}; it must be a dict with keys among "
             f"{', '.join(_PREPROCESSING)}"
         )
-    shape = tuple(given.get("input_shape", (3, 224, 224)))
+    shape = tuple(settings.get("input_shape", (3, 224, 224)))
     if not shape or not all(isinstance(n, int) and n > 0 for n in shape):
         raise ModelError(
             f"{name}: input_shape is {shape}; it must be that of one input, for images "
             "(channels, height, width)"
         )
-    usual_mean, usual_std = _plain_statistics(shape[0] if len(shape) == 3 else 0)
-    mean, std = given.get("mean", usual_mean), given.get("std", usual_std)
+    default_mean, default_std = _default_statistics(shape[0] if len(shape) == 3 else 0)
+    mean, std = settings.get("mean", default_mean), settings.get("std", default_std)
     if len(shape) == 3 and not len(mean) == len(std) == shape[0]:
         raise ModelError(
             f"{name}: mean has {len(mean)} and std {len(std)} values; "
             f"there are {shape[0]} channels"
         )
-    interpolation = given.get("interpolation", "bilinear")
+    interpolation = settings.get("interpolation", "bilinear")
     if interpolation not in ("bilinear", "bicubic"):
         raise ModelError(
             f"{name}: interpolation is {interpolation!r}; use 'bilinear' or 'bicubic'"
@@ -334,15 +339,13 @@ def _described(module: nn.Module, name: str) -> NamedModel:
         input_shape=shape,
         mean=tuple(mean),
         std=tuple(std),
-        resize=given.get("resize", min(shape[1:], default=0)),
+        resize=settings.get("resize", min(shape[1:], default=0)),
         interpolation=interpolation,
     )
 
 
-def _plain_statistics(
-    channels: int,
-) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return ImageNet's mean and deviation for colour, none for other images."""
+def _default_statistics(channels: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Return ImageNet's mean and deviation for three channels, otherwise 0 and 1."""
     if channels == 3:
         return IMAGENET_MEAN, IMAGENET_STD
     return (0.0,) * channels, (1.0,) * channels

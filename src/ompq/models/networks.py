@@ -1,9 +1,9 @@
-"""Networks that come with ompq: residual ones for CIFAR-10, and the demo's.
+"""Networks that come with ompq: ResNets for CIFAR-10 and the demo network.
 
-The demo's reads scikit-learn's digits (8 × 8 grey images, ten classes) and has one of
-each layer that matters in practice: ordinary, depthwise and pointwise convolutions,
-blocks with and without a shortcut, and a downsample convolution.
-``scripts/train_demo.py`` makes its weights.
+The demo network classifies scikit-learn's digits (8 × 8 grey images, ten classes). It
+has one of each structure common in practice: ordinary, depthwise and pointwise
+convolutions, blocks with and without a shortcut, and a downsample convolution. Its
+weights are trained by ``scripts/train_demo.py``.
 """
 
 from dataclasses import dataclass
@@ -19,9 +19,9 @@ from torch.nn import functional as F
 from ompq.errors import MissingExtraError
 from ompq.models.weights import load_weights
 
-# Of the colours of ImageNet's images, in [0, 1]: torchvision's numbers.
+# Per channel, for images in [0, 1], as in torchvision.
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-# The published weights for CIFAR-10 were trained with these, too.
+# The published CIFAR-10 weights were trained with ImageNet's statistics.
 PREPROCESSING: dict[str, Any] = {
     "input_shape": (3, 32, 32),
     "mean": IMAGENET_MEAN,
@@ -29,11 +29,11 @@ PREPROCESSING: dict[str, Any] = {
     "resize": 32,
 }
 DEMO_WEIGHTS = Path(__file__).parent / "data" / "demo.safetensors"
-_TEST_LENGTH = 450  # digits, a quarter of all
+_TEST_LENGTH = 450  # a quarter of the digits
 
 
 class PadShortcut(nn.Module):
-    """He's shortcut "A": every second pixel, zeros for the new channels."""
+    """Shortcut "A" of He et al.: every second pixel, zeros for the new channels."""
 
     def __init__(self, new_channels: int) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class CifarBlock(nn.Module):
 
 
 class CifarResNet(nn.Module):
-    """He's CIFAR network of 6n + 2 layers: three stages of 16, 32 and 64 channels.
+    """The CIFAR ResNet of He et al.: 6n + 2 layers, stages of 16, 32 and 64 channels.
 
     ``width`` multiplies the channels.
     """
@@ -103,9 +103,9 @@ class CifarResNet(nn.Module):
 
 
 def cifar_resnet18(classes: int = 10) -> nn.Module:
-    """Return ResNet-18 with the 3 × 3 stem that 32 × 32 images need.
+    """Return torchvision's ResNet-18 with a stem for 32 × 32 images.
 
-    Its keys are torchvision's: ``conv1`` has stride 1 and there is no max pooling.
+    ``conv1`` is 3 × 3 with stride 1, and there is no max pooling.
     """
     network: nn.Module = torchvision.models.resnet18(num_classes=classes)
     network.conv1 = nn.Conv2d(3, 64, 3, 1, 1, bias=False)
@@ -122,9 +122,9 @@ def _stage(channels_in: int, channels: int, stride: int, blocks: int) -> nn.Sequ
 
 
 class InvertedResidual(nn.Module):
-    """MobileNetV2's block: widen, filter each channel alone, narrow.
+    """MobileNetV2's block: expansion, depthwise convolution, projection.
 
-    A shortcut exists where the stride is 1 and the channels stay the same.
+    It has a shortcut if the stride is 1 and the number of channels stays the same.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class InvertedResidual(nn.Module):
 
 
 class Residual(nn.Module):
-    """ResNet's block where it halves the resolution: its shortcut is a convolution."""
+    """The ResNet block that halves the resolution; its shortcut is a convolution."""
 
     def __init__(self, channels_in: int, channels: int) -> None:
         super().__init__()
@@ -171,7 +171,7 @@ class Residual(nn.Module):
 
 
 class DemoNetwork(nn.Module):
-    """A classifier of 8 × 8 grey images, with random weights."""
+    """A small classifier of 8 × 8 grey images."""
 
     preprocessing: ClassVar[dict[str, Any]] = {
         "input_shape": (1, 8, 8),
@@ -207,7 +207,7 @@ class DemoNetwork(nn.Module):
 
 @dataclass(frozen=True)
 class DemoData:
-    """Digits; the network was trained on the first part of a fixed split."""
+    """A fixed split of the digits; the demo network was trained on the first part."""
 
     train_images: Tensor  # (1347, 1, 8, 8), in [0, 1]
     train_targets: Tensor  # (1347,)
@@ -216,26 +216,26 @@ class DemoData:
 
 
 def demo_network() -> DemoNetwork:
-    """Return the network with its trained weights, in eval mode.
+    """Return the demo network with its trained weights, in eval mode.
 
     Example:
         >>> demo_network()(torch.zeros(2, 1, 8, 8)).shape
         torch.Size([2, 10])
     """
-    with torch.random.fork_rng(devices=[]):  # the weights it draws are replaced
+    with torch.random.fork_rng(devices=[]):  # random initial weights are replaced
         network = DemoNetwork()
     load_weights(network, DEMO_WEIGHTS, "ompq:demo")
     return network.eval()
 
 
 def demo_data() -> DemoData:
-    """Return scikit-learn's digits as tensors, always split in the same way."""
+    """Return scikit-learn's digits as tensors, always with the same split."""
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
         raise MissingExtraError("scikit-learn", "demo") from error
     values, labels = load_digits(return_X_y=True)
-    # NumPy promises never to change this stream, so the split is fixed.
+    # NumPy guarantees the random stream of RandomState, so the split is fixed.
     shuffled = np.random.RandomState(0).permutation(len(labels))
     images = torch.from_numpy(values[shuffled] / 16).float().view(-1, 1, 8, 8)
     targets = torch.from_numpy(labels[shuffled]).long()

@@ -1,4 +1,4 @@
-"""Float weights: read from a file, compared with the network, or downloaded."""
+"""Float weights: read from a file, checked against the network, or downloaded."""
 
 import argparse
 import logging
@@ -24,21 +24,21 @@ from ompq.graph import COUNTER
 INSTEAD = "Pass --weights FILE or --weights none"
 
 _LOG = logging.getLogger(__name__)
-_SUFFIXES = (".safetensors", ".pt", ".pth", ".tar")  # the last in checkpoint.pth.tar
-# Auxiliary classifiers of GoogLeNet and Inception: used in training only.
+_SUFFIXES = (".safetensors", ".pt", ".pth", ".tar")  # .tar as in checkpoint.pth.tar
+# Auxiliary classifiers of GoogLeNet and Inception, used in training only.
 _AUXILIARY = ("aux1.", "aux2.", "AuxLogits.")
 _WRAPPERS = ("state_dict", "model_state_dict", "model", "net")
-_PREFIXES = ("module.", "_orig_mod.")  # of DataParallel and torch.compile
+_PREFIXES = ("module.", "_orig_mod.")  # added by DataParallel and torch.compile
 _PYTORCHCV = re.compile(r"features\.(init_block|stage\d+\.unit\d+|final_block)\.")
 
 
 def load_weights(module: nn.Module, path: Path, name: str) -> None:
     """Load a .safetensors, .pt, .pth or .pth.tar file into a network, in place.
 
-    Code in it is never run; the network keeps its precision. A checkpoint of a training
-    script may hold weights under ``state_dict``, ``model``, ``model_state_dict`` or
-    ``net``, and with the prefix ``module.``. Names of pytorchcv and of BRECQ are mapped
-    onto torchvision's (:func:`torchvision_names`).
+    Code in the file is never run, and the network keeps its precision. A checkpoint of
+    a training script may hold the weights under ``state_dict``, ``model``,
+    ``model_state_dict`` or ``net``, and with the prefix ``module.``. Names used by
+    pytorchcv and BRECQ are mapped to torchvision's (:func:`torchvision_names`).
     """
     own = module.state_dict()
     given = torchvision_names(_read(path), own)
@@ -54,22 +54,23 @@ def load_weights(module: nn.Module, path: Path, name: str) -> None:
 def torchvision_names(
     given: Mapping[str, Tensor], own: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Return weights under torchvision's names, where a file has other known ones.
+    """Return weights under torchvision's names if the file uses other known names.
 
-    Mapped are ResNets and MobileNetV2 of pytorchcv, and BRECQ's MobileNetV2, whose
-    blocks are flat sequences. pytorchcv has two of each: torchvision's networks are
-    its ``resnet50b`` (stride in the 3 × 3 convolution; ``resnet18`` has no other) and
-    ``mobilenetv2b_w1`` (no expansion in the first block). Its classifier of
-    MobileNetV2 is a convolution without bias: it is flattened, and the bias is 0.
+    These are pytorchcv's ResNets and MobileNetV2, and BRECQ's MobileNetV2, whose blocks
+    are flat sequences. pytorchcv has two variants of each. torchvision's networks are
+    its ``resnet50b`` (stride in the 3 × 3 convolution; ``resnet18`` has only one
+    variant) and ``mobilenetv2b_w1`` (no expansion in the first block). pytorchcv's
+    classifier of MobileNetV2 is a convolution without bias: it is flattened, and the
+    bias is set to 0.
     """
     named = dict(given)
-    parts = {found[1] for found in map(_PYTORCHCV.match, given) if found is not None}
+    parts = {match[1] for match in map(_PYTORCHCV.match, given) if match is not None}
     if any(".body." in key for key in given):
         named = {_resnet_name(key): value for key, value in given.items()}
         if any(".body.conv3." in key for key in given):
             _LOG.warning(
-                "make sure that these weights are those of resnet50b (or another with "
-                "a b): pytorchcv's networks without one differ from torchvision's"
+                "make sure that these weights are of a pytorchcv variant with a b, "
+                "such as resnet50b: the others differ from torchvision's networks"
             )
     elif parts:
         order = sorted(parts, key=_position)
@@ -85,7 +86,7 @@ def torchvision_names(
 
 
 def _position(part: str) -> tuple[int, list[int]]:
-    """Return where a part of pytorchcv's ``features`` stands in their order."""
+    """Return the sort key of a part of pytorchcv's ``features``."""
     numbers = [int(number) for number in re.findall(r"\d+", part)]
     return {"init_block": 0, "final_block": 2}.get(part, 1), numbers
 
@@ -95,7 +96,7 @@ def _resnet_name(key: str) -> str:
     key = re.sub(r"^features\.init_block\.conv\.(conv|bn)\.", r"\g<1>1.", key)
     key = re.sub(
         r"^features\.stage(\d+)\.unit(\d+)\.",
-        lambda found: f"layer{found[1]}.{int(found[2]) - 1}.",
+        lambda match: f"layer{match[1]}.{int(match[2]) - 1}.",
         key,
     )
     key = re.sub(r"\.body\.conv(\d)\.(conv|bn)\.", r".\2\1.", key)
@@ -106,40 +107,40 @@ def _resnet_name(key: str) -> str:
 
 def _mobilenet_name(key: str, index: Mapping[str, int]) -> str:
     """``features.stage2.unit1.conv2.bn.bias`` → BRECQ's ``features.2.conv.4.bias``."""
-    key = _PYTORCHCV.sub(lambda found: f"features.{index[found[1]]}.", key)
-    # The first block begins with its second convolution.
-    found = re.fullmatch(
+    key = _PYTORCHCV.sub(lambda match: f"features.{index[match[1]]}.", key)
+    # The first block has no expansion: its convolutions are numbered from 2.
+    match = re.fullmatch(
         r"features\.(?!1\.conv1)(\d+)\.conv(\d)\.(conv|bn)\.(\w+)", key
     )
-    if found is not None:
-        before = int(found[2]) - (2 if found[1] == "1" else 1)
-        place = 3 * before + (found[3] == "bn")
-        return f"features.{found[1]}.conv.{place}.{found[4]}"
+    if match is not None:
+        before = int(match[2]) - (2 if match[1] == "1" else 1)
+        place = 3 * before + (match[3] == "bn")
+        return f"features.{match[1]}.conv.{place}.{match[4]}"
     key = re.sub(r"^(features\.\d+)\.conv\.", r"\1.0.", key)
     key = re.sub(r"^(features\.\d+)\.bn\.", r"\1.1.", key)
     return re.sub(r"^output\.", "classifier.1.", key)
 
 
 def _block_name(key: str) -> str:
-    """``features.2.conv.4.bias`` of BRECQ → ``features.2.conv.1.1.bias``."""
-    found = re.fullmatch(r"features\.(\d+)\.conv\.(\d)\.(\w+)", key)
-    if found is None:
+    """BRECQ's ``features.2.conv.4.bias`` → ``features.2.conv.1.1.bias``."""
+    match = re.fullmatch(r"features\.(\d+)\.conv\.(\d)\.(\w+)", key)
+    if match is None:
         return key
-    block, (number, part) = int(found[1]), divmod(int(found[2]), 3)
-    last = number == (1 if block == 1 else 2)  # without an activation, not nested
+    block, (number, part) = int(match[1]), divmod(int(match[2]), 3)
+    last = number == (1 if block == 1 else 2)  # it has no activation and is not nested
     place = str(number + part) if last else f"{number}.{part}"
-    return f"features.{block}.conv.{place}.{found[3]}"
+    return f"features.{block}.conv.{place}.{match[3]}"
 
 
 def check_weights(module: nn.Module, name: str) -> None:
-    """Check that every weight is a number."""
+    """Raise a ModelError if a weight is NaN or infinite."""
     parameters = dict(module.named_parameters())
     bad = [
         key
         for key, value in module.state_dict().items()
         if isinstance(value, Tensor)
         and value.is_floating_point()
-        # An infinite buffer is in order: attention masks are.
+        # Buffers may be infinite, as attention masks are.
         and (~torch.isfinite(value) if key in parameters else value.isnan()).any()
     ]
     if bad:
@@ -151,22 +152,21 @@ def check_weights(module: nn.Module, name: str) -> None:
 
 @contextmanager
 def downloading(library: str, name: str) -> Iterator[None]:
-    """Turn whatever a library's download raises into one ``ModelError``."""
-    # Every library and network layer has its own errors; to the user they are one.
+    """Turn any error of a library's download into a ``ModelError``."""
     try:
         with _hub_offline_if_unreachable():
             yield
     except Exception as error:
         raise ModelError(
-            f"{library}'s own weights of {name} cannot be downloaded "
+            f"{library}'s own weights for {name} cannot be downloaded "
             f"({reason(error)}). {INSTEAD}"
         ) from error
 
 
 @contextmanager
 def _hub_offline_if_unreachable() -> Iterator[None]:
-    # Without this the Hugging Face client, which timm uses, retries for 50 seconds
-    # before it looks into its cache.
+    # Without a network, the Hugging Face client, which timm uses, would retry for 50
+    # seconds before it looks into its cache.
     try:
         from huggingface_hub import constants
     except ImportError:
@@ -181,7 +181,7 @@ def _hub_offline_if_unreachable() -> Iterator[None]:
 
 
 def _resolves(url: str) -> bool:
-    if urllib.request.getproxies():  # then the proxy resolves names
+    if urllib.request.getproxies():  # the proxy resolves names
         return True
     try:
         socket.getaddrinfo(urllib.parse.urlsplit(url).hostname, 443)
@@ -211,7 +211,7 @@ def _read(path: Path) -> dict[str, Tensor]:
             f"{path} is not a plain state dict: it is damaged, or holds Python "
             "objects, which are not loaded. Save model.state_dict() alone"
         ) from error
-    except Exception as error:  # a damaged file makes the readers raise anything
+    except Exception as error:  # a damaged file may raise anything
         raise ModelError(
             f"{path} cannot be read; it is damaged or cut short ({reason(error)})"
         ) from error
@@ -224,7 +224,7 @@ def _unpickled(path: Path) -> Any:
             size = sum(entry.file_size for entry in archive.infolist())
         if size > path.stat().st_size:
             raise ValueError("it is compressed, as torch.save never does")
-    # Options of a training script, which many checkpoints hold: names and values.
+    # Many checkpoints hold the training script's options as a plain Namespace.
     with torch.serialization.safe_globals([argparse.Namespace]):
         return torch.load(path, map_location="cpu", weights_only=True)
 
@@ -238,10 +238,10 @@ def _unwrapped(data: Any, path: Path) -> dict[str, Tensor]:
             f"{path} holds {type(data).__name__}, not a state dict of tensors"
         )
     tensors = {str(k): v for k, v in data.items() if isinstance(v, Tensor)}
-    odd = [k for k, v in tensors.items() if not _dense(v)]
-    if odd:
+    unusable = [k for k, v in tensors.items() if not _dense(v)]
+    if unusable:
         raise ModelError(
-            f"{path}: {shortened(odd)} are sparse, quantized or without values; "
+            f"{path}: {shortened(unusable)} are sparse, quantized or without values; "
             "save dense float tensors"
         )
     for prefix in _PREFIXES:
@@ -277,6 +277,6 @@ def _compare(
             if value.is_floating_point() != expected.is_floating_point()
         ],
     }
-    found = [f"{what} {shortened(keys)}" for what, keys in problems.items() if keys]
-    if found:
-        raise ModelError(f"{context}: {'; '.join(found)}")
+    texts = [f"{what} {shortened(keys)}" for what, keys in problems.items() if keys]
+    if texts:
+        raise ModelError(f"{context}: {'; '.join(texts)}")

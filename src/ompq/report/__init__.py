@@ -1,4 +1,4 @@
-"""The report: a plan and its results as one HTML page that needs no network."""
+"""The report: a plan and its results as one HTML page that works offline."""
 
 import base64
 import hashlib
@@ -50,19 +50,19 @@ from ompq.report.sections import (
 from ompq.stages import Progress
 
 _FOLDER = Path(__file__).parent
-# Budgets on each of the explorer's curves: smooth to drag, and solved in seconds. Large
-# networks, whose every budget takes long, get fewer.
+# Budgets on each curve of the explorer: enough for a smooth slider, and solved in
+# seconds. Networks with more units than _LARGE get fewer, since each takes longer.
 STEPS = 128
-_LARGE = 200  # units
+_LARGE = 200
 _COST_NAMES = {
     "bytes": "Size",
     "bit_ops": "Bit operations",
     "weight_bits": "Average bits",
     "milliseconds": "Latency",
 }
-# One character for each choice of a solution.
+# A solution has one of these characters per unit, for the index of its choice.
 _DIGITS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
-_STEP_TEXTS = {None: "", 1: "1 step"}  # any other number has a plural
+_STEP_TEXTS = {None: "", 1: "1 step"}  # other numbers take the plural
 _Kind = TypeVar("_Kind")
 
 
@@ -75,15 +75,15 @@ def write_report(
     others: Mapping[str, Plan] | None = None,
     progress: Progress | None = None,
 ) -> Path:
-    """Write a plan and its results as one HTML page that needs no network.
+    """Write a plan and its results as one HTML page that works offline.
 
     The same arguments give the same bytes.
 
     Args:
-        results: Accuracies, errors, histograms and so on, in the order to be shown.
+        results: Accuracies, errors, histograms and so on, in display order.
         title: The heading, for example the network's name.
         others: Plans of the same network and choices, by name, for comparison.
-        progress: Called as the explorer's budgets are solved for.
+        progress: Called while the explorer's budgets are solved.
 
     Raises:
         TypeError: A result is not one of the sections.
@@ -120,7 +120,7 @@ def render_report(
         "plan": plan,
         "style": Markup(_source("style.css")),
         "script": Markup(script),
-        # The page runs this one script and loads nothing, whatever its text holds.
+        # For the content security policy, which allows this script and nothing else.
         "script_hash": base64.b64encode(digest).decode("ascii"),
         "summary": _summary(plan),
         "kinds": list(dict.fromkeys(unit.kind for unit in plan.graph.units)),
@@ -189,9 +189,9 @@ def _cost_text(plan: Plan, cost: str, value: float) -> str:
 
 
 def _labels(plan: Plan) -> dict[str, Any]:
-    """Label choices by their weight bits if all activations have the same width."""
-    every = [*plan.choices, *plan.allocation.values()]
-    widths = {choice.activation for choice in every}
+    """Label choices by weight bits alone if all activations have the same width."""
+    choices = [*plan.choices, *plan.allocation.values()]
+    widths = {choice.activation for choice in choices}
     if len(widths) > 1:
         return {"choice_label": str, "inputs_note": ""}
     return {
@@ -256,14 +256,13 @@ def _orm(plan: Plan) -> dict[str, Any]:
 
 
 def _results(results: Sequence[Section]) -> dict[str, Any]:
-    accuracies = _of(results, Accuracy)
-    right = [one for one in accuracies if not one.answers]
-    answers = [one for one in accuracies if one.answers]
+    correct = [one for one in _of(results, Accuracy) if not one.answers]
+    answers = [one for one in _of(results, Accuracy) if one.answers]
     errors = _of(results, BlockError)
     times = _of(results, StageTime)
     total = sum(stage.seconds for stage in times)
     return {
-        "accuracy": accuracy_chart(right) if right else None,
+        "accuracy": accuracy_chart(correct) if correct else None,
         "answers": accuracy_chart(answers) if answers else None,
         "errors": error_chart(errors) if errors else None,
         "effects": [
@@ -308,15 +307,15 @@ def _of(results: Sequence[Section], kind: type[_Kind]) -> list[_Kind]:
 def explorer_data(
     plan: Plan, steps: int, progress: Progress | None = None
 ) -> dict[str, Any]:
-    """Return the explorer's data for ``steps`` budgets, plain enough for JSON.
+    """Return the explorer's data for ``steps`` budgets, as plain data for JSON.
 
-    A solution is a string with one character a unit: the digit of its choice, in base
-    62, so that a hundred solutions of a large network stay small.
+    A solution is a string with one character per unit, the index of its choice as a
+    digit of base 62, so that a hundred solutions of a large network stay small.
     """
     units = plan.graph.units
     problem = plan.problem
     groups = {name: number for number, name in enumerate(plan.graph.groups)}
-    offered = sorted({0, *problem.inputs.values()})
+    input_bits = sorted({0, *problem.inputs.values()})
     return {
         "names": list(plan.graph.names),
         "kinds": [unit.kind for unit in units],
@@ -324,8 +323,8 @@ def explorer_data(
         "stages": [unit.stage for unit in units],
         "groups": [groups[unit.group] for unit in units],
         "choices": [choice.to_json() for choice in plan.choices],
-        # As an allocation's file has them, for what the page copies.
-        "saved": {bits: _saved(plan, bits) for bits in offered},
+        # As in an allocation file, for the page's copy button.
+        "saved": {bits: _saved(plan, bits) for bits in input_bits},
         "inputs": [problem.inputs.get(name, 0) for name in plan.graph.names],  # pinned
         "allowed": ["".join(map(str, row)) for row in plan.allowed.astype(int)],
         "damage": plan.scores.damage.tolist(),
@@ -337,7 +336,7 @@ def explorer_data(
                 "reference": cost.reference,
             }
             for name, cost in problem.costs.items()
-            if _shown(cost)
+            if _is_sum(cost)
         },
         "plan": solution(plan),
         "axes": [_axis(plan, cost, steps, progress) for cost in axis_costs(plan)],
@@ -345,70 +344,70 @@ def explorer_data(
 
 
 def _saved(plan: Plan, bits: int) -> list[Any]:
-    """Return the choices as an allocation's file has them, with these input bits."""
+    """Return the choices as an allocation file holds them, with these input bits."""
     with_bits = [choice.with_input(bits) for choice in plan.choices]
     return [Allocation({"unit": choice}).to_json()["unit"] for choice in with_bits]
 
 
 def limits(plan: Plan) -> dict[str, float]:
-    """Return what the plan's budget allows, by cost."""
+    """Return the limits of the plan's budget by cost, for costs that are sums."""
     costs = plan.problem.costs
-    found = plan.budget.limits(costs)
-    return {name: limit for name, limit in found.items() if _shown(costs[name])}
+    every = plan.budget.limits(costs)
+    return {name: limit for name, limit in every.items() if _is_sum(costs[name])}
 
 
-def _shown(cost: Cost) -> bool:
-    # The page adds up tables; the peak of what is alive at once is not a sum, nor is
-    # what weights share in an ONNX file.
+def _is_sum(cost: Cost) -> bool:
+    # The page can only add up tables. Peak memory is not a sum over units, and neither
+    # is the size of an ONNX file, in which units share data.
     return cost.memory is None and cost.name not in FILES
 
 
 def axis_costs(plan: Plan) -> list[str]:
-    """Return the costs that have a slider: what the budget limits, size, and bits."""
+    """Return the costs that have a slider: those the budget limits, size and bits."""
     return list(dict.fromkeys([*limits(plan), "bytes", "weight_bits"]))
 
 
 def solution(plan: Plan) -> str:
-    """Return the plan's own allocation as a string of digits."""
+    """Return the plan's allocation as a string of digits."""
     return "".join(_DIGITS[column] for column in plan.columns)
 
 
 def _axis(
     plan: Plan, cost: str, steps: int, progress: Progress | None
 ) -> dict[str, Any]:
-    found = [
+    points = [
         (limit, "".join(_DIGITS[column] for column in plan.problem.columns(allocation)))
         for limit, allocation in _solutions(plan, cost, steps, progress)
     ]
     own = limits(plan)
     at = -1
     if list(own) == [cost]:
-        # The plan itself stands on the curve: the slider starts there.
-        at = sum(limit < own[cost] for limit, _ in found)
-        found.insert(at, (own[cost], solution(plan)))
+        # The plan itself is a point of the curve, where the slider starts.
+        at = sum(limit < own[cost] for limit, _ in points)
+        points.insert(at, (own[cost], solution(plan)))
     return {
         "cost": cost,
         "plan": at,
-        "limits": [limit for limit, _ in found],
-        "solutions": [columns for _, columns in found],
+        "limits": [limit for limit, _ in points],
+        "solutions": [text for _, text in points],
     }
 
 
 def _solutions(
     plan: Plan, cost: str, steps: int, progress: Progress | None
 ) -> list[tuple[float, Allocation]]:
-    """Return limits, evenly spaced, and what ``plan.with_budget`` gives for each."""
+    """Return evenly spaced limits and the allocation ``plan.with_budget`` finds."""
     curve = plan.pareto(cost, steps, progress=progress)
-    even = np.linspace(curve[0].cost, curve[-1].cost, steps)
+    spaced = np.linspace(curve[0].cost, curve[-1].cost, steps)
     costs = plan.problem.costs
-    budgets = [_budget(cost, limit, costs[cost].reference) for limit in even.tolist()]
+    budgets = [_budget(cost, limit, costs[cost].reference) for limit in spaced.tolist()]
     reached = [budget.limits(costs)[cost] for budget in budgets]
     if plan.method != "exact":
         return [
             (limit, plan.with_budget(budget).allocation)
             for limit, budget in zip(reached, budgets, strict=True)
         ]
-    # The curve leaves out limits whose answer it has: a point holds from cost to limit.
+    # Each point of the curve is optimal for all limits from its cost to its limit.
     used = np.array([point.cost for point in curve])
     places = np.maximum(np.searchsorted(used, reached, side="right") - 1, 0)
     return [
@@ -424,12 +423,12 @@ def _budget(cost: str, limit: float, reference: float) -> Budget:
         return Budget(bit_ops=limit)
     if cost == "milliseconds":
         return Budget(latency_ms=limit)
-    # A last bit more, since dividing may have taken one away.
+    # The next larger number, because the division may have rounded down.
     return Budget(average_bits=float(np.nextafter(limit / reference, np.inf)))
 
 
 def _numbers(table: NDArray[np.float64]) -> list[list[float]]:
-    """Return whole numbers without their ``.0``: half the table's characters."""
+    """Return whole numbers without their ``.0``, which halves the text."""
     whole = bool((table == np.round(table)).all()) and np.abs(table).max() < 2**53
     rows: list[list[float]] = (table.astype(np.int64) if whole else table).tolist()
     return rows

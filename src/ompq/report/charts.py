@@ -1,6 +1,6 @@
-"""Charts: their geometry for the page, and figures for papers as PNG, SVG and PDF.
+"""Geometry of the page's charts, and figures for papers as PNG, SVG and PDF.
 
-Positions on the page are in per cent; its template draws them.
+Positions on the page are in per cent; the template draws them.
 """
 
 import base64
@@ -34,27 +34,27 @@ from ompq.units import Unit
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# From paper to ink; the style sheet inverts the picture in the dark.
+# From light to dark; in dark mode the style sheet inverts the picture.
 _HEAT_AT = (0.0, 0.45, 1.0)
 _HEAT = np.array([(247, 249, 251), (140, 180, 214), (16, 52, 99)])  # (stops, RGB)
 _CODED_SHOWN = 12  # coded layers whose codes are drawn
-_HEAT_NAMES = 12  # labels beside the matrix
-_HEAT_LIMIT = 400  # functions; more are averaged, so that the page stays small
+_HEAT_NAMES = 12  # labels next to the matrix
+_HEAT_LIMIT = 400  # rows; a larger matrix is averaged to keep the page small
 
 
 @dataclass(frozen=True)
 class Heat:
-    """A matrix as a picture and as numbers to read off."""
+    """A symmetric matrix as a picture and as numbers."""
 
-    labels: tuple[str, ...]  # of the rows, and of the columns
+    labels: tuple[str, ...]  # of rows and columns
     low: float  # the value of the lightest colour; the darkest is 1
-    image: str  # data URI of a PNG with one pixel an entry
+    image: str  # data URI of a PNG with one pixel per entry
     values: str  # upper triangle with diagonal in 1/65535, big-endian, base64
-    pooled: int  # how many functions one row stands for
+    pooled: int  # number of functions averaged into one row
 
     @property
     def marks(self) -> list[tuple[float, str]]:
-        """Some of the labels, and where their rows are, in per cent of the height."""
+        """Some of the labels and their positions in per cent of the height."""
         count = len(self.labels)
         step = max(1, -(-count // _HEAT_NAMES))
         return [
@@ -63,7 +63,7 @@ class Heat:
 
 
 def accuracy_chart(rows: Sequence[Accuracy]) -> dict[str, Any]:
-    """Place top-1 and its interval, and the size, of each row."""
+    """Place each network's top-1, interval and size."""
     low, high = min(r.low for r in rows), max(r.high for r in rows)
     pad = max(0.002, 0.06 * (high - low))
     low, high = max(0.0, low - pad), min(1.0, high + pad)
@@ -94,7 +94,7 @@ def accuracy_chart(rows: Sequence[Accuracy]) -> dict[str, Any]:
 
 
 def error_chart(rows: Sequence[BlockError]) -> dict[str, Any]:
-    """Place the error before and after of each block on a logarithmic axis."""
+    """Place each block's error before and after on a logarithmic axis."""
     low, high = decades([e for r in rows for e in (r.before, r.after)])
 
     def at(error: float) -> float:
@@ -123,7 +123,7 @@ def histogram_chart(histogram: Histogram) -> dict[str, Any]:
     """Draw a histogram as one path in a box of 100 × 100."""
     edges = np.asarray(histogram.edges, dtype=np.float64)
     counts = np.asarray(histogram.counts, dtype=np.float64)
-    # Square roots: the tails, where clipping happens, would be invisible otherwise.
+    # Square roots keep the tails visible, where values are clipped.
     heights = 100 * np.sqrt(counts / max(counts.max(), 1e-300))
 
     def at(x: Any) -> Any:
@@ -144,7 +144,7 @@ def histogram_chart(histogram: Histogram) -> dict[str, Any]:
 def scatter_chart(score: AuditedScore) -> dict[str, Any]:
     """Place the points of an audited score in a box of 100 × 100, both axes by rank.
 
-    Ranks are what the correlation sees; damages of two scores have no common unit.
+    The correlation depends on ranks alone, and scores have no common unit of damage.
     """
     table = np.array(score.points or [(0.0, 0.0)])
     ranks = table.argsort(0).argsort(0) / max(len(table) - 1, 1)
@@ -163,18 +163,18 @@ def scatter_chart(score: AuditedScore) -> dict[str, Any]:
 def refinement_chart(measured: Sequence[Measurement]) -> dict[str, Any]:
     """Place measured divergences in a box of 100 × 100, and the best so far as a path.
 
-    Only those of the last judge can be compared.
+    Only measurements made like the last one (``judge``) can be compared.
     """
     rows = [one for one in measured if one.judge == measured[-1].judge]
     values = np.array([one.divergence for one in rows])
-    least = np.minimum.accumulate(values)
+    lowest = np.minimum.accumulate(values)
     low, high = float(values.min()), float(values.max())
-    across = 100 * (np.arange(len(rows)) + 0.5) / len(rows)
-    heights = [100 - 100 * (v - low) / max(high - low, 1e-300) for v in (values, least)]
-    path = [f"L{x:.1f} {y:.1f}" for x, y in zip(across, heights[1], strict=True)]
+    xs = 100 * (np.arange(len(rows)) + 0.5) / len(rows)
+    ys = [100 - 100 * (v - low) / max(high - low, 1e-300) for v in (values, lowest)]
+    path = [f"L{x:.1f} {y:.1f}" for x, y in zip(xs, ys[1], strict=True)]
     best = int(values.argmin())
     return {
-        "points": list(zip(across.tolist(), heights[0].tolist(), strict=True)),
+        "points": list(zip(xs.tolist(), ys[0].tolist(), strict=True)),
         "path": "M" + "".join(path)[1:],
         "rows": [(one.name, digits(one.divergence)) for one in rows],
         "text": f"{len(rows)} allocations measured: divergence {digits(values[0])} at "
@@ -183,7 +183,7 @@ def refinement_chart(measured: Sequence[Measurement]) -> dict[str, Any]:
 
 
 def heat_map(matrix: NDArray[np.float64], labels: Sequence[str]) -> Heat:
-    """Make a picture of a symmetric matrix of values from 0 to 1, (L, L)."""
+    """Return a picture of a symmetric matrix of values from 0 to 1, (L, L)."""
     pooled = -(-len(labels) // _HEAT_LIMIT)
     if pooled > 1:
         starts = np.arange(0, len(labels), pooled)
@@ -206,13 +206,13 @@ def heat_map(matrix: NDArray[np.float64], labels: Sequence[str]) -> Heat:
 
 
 def bar_column(values: NDArray[np.float64]) -> list[float]:
-    """Return widths in percent of bars for values of any sign, (L,)."""
+    """Return the widths of bars in per cent for values of any sign, (L,)."""
     sizes = values - min(0.0, float(values.min()))
     return [float(w) for w in 100 * sizes / max(float(sizes.max()), 1e-300)]
 
 
 def _png(levels: NDArray[np.uint8]) -> bytes:
-    """Return a PNG with our palette, one pixel a level, (height, width)."""
+    """Return a PNG with our palette and one pixel per level, (height, width)."""
     at = np.linspace(0, 1, 256)
     palette = np.stack([np.interp(at, _HEAT_AT, colour) for colour in _HEAT.T], 1)
     image = Image.fromarray(levels, mode="P")
@@ -235,11 +235,10 @@ def worst_histograms(
 ) -> list[Histogram]:
     """Return histograms of the layers with the largest expected damage.
 
-    Of coded layers, those with the most weights follow: how often each code is used.
-
     Weights are the float network's, with the batch norm folded in, in units of codes:
-    what lies around 1 is rounded to 1. Inputs are the float network's for 32 samples;
-    the lines show what the quantized layer reads, and so where values are clipped.
+    values around 1 are rounded to 1. Inputs are the float network's for 32 samples; the
+    lines show the range that the quantized layer reads, and so where values are
+    clipped. For the largest coded layers, the counts of their codes follow.
     """
     layers, samples = quantized_layers(quantized), Samples.of(samples)
     model = with_layers(model, samples)
@@ -248,18 +247,19 @@ def worst_histograms(
     worst = [unit for _, unit in ranked if unit.name in layers][:count]
     names = [unit.name for unit in worst]
     given, read = (_inputs(network, names, samples) for network in (model, quantized))
-    found = []
+    histograms = []
     for unit in worst:
-        if not layers[unit.name].rate:  # of those that are coded, codes tell more
-            found.append(_of_weight(model, unit, layers[unit.name]))
+        if not layers[unit.name].rate:  # coded layers are shown by their codes
+            histograms.append(_weight_histogram(model, unit, layers[unit.name]))
         if unit.name in given:
-            found.append(_of_input(unit, given[unit.name], read[unit.name]))
+            inputs = given[unit.name], read[unit.name]
+            histograms.append(_input_histogram(unit, *inputs))
     coded = [u for u in plan.graph.units if u.name in layers and layers[u.name].rate]
     coded = sorted(coded, key=lambda unit: -unit.weights)[:_CODED_SHOWN]
-    return [*found, *(_of_codes(unit, layers[unit.name]) for unit in coded)]
+    return histograms + [_code_histogram(unit, layers[unit.name]) for unit in coded]
 
 
-def _of_weight(model: nn.Module, unit: Unit, layer: QuantizedLayer) -> Histogram:
+def _weight_histogram(model: nn.Module, unit: Unit, layer: QuantizedLayer) -> Histogram:
     grid = layer.grid_like_weight()
     with torch.no_grad():
         weight = _float_weight(model, unit).to(grid.scale.device)
@@ -269,8 +269,8 @@ def _of_weight(model: nn.Module, unit: Unit, layer: QuantizedLayer) -> Histogram
     return _histogram(name, codes, ends)
 
 
-def _of_codes(unit: Unit, layer: QuantizedLayer) -> Histogram:
-    """Return how often each code of a coded layer is used, 0 in the middle."""
+def _code_histogram(unit: Unit, layer: QuantizedLayer) -> Histogram:
+    """Return the counts of a coded layer's codes, as signed levels."""
     levels = layer.codes().long().flatten().cpu() - ZERO
     low, high = int(levels.min()), int(levels.max())
     counts = torch.bincount(levels - low, minlength=high - low + 1)
@@ -286,29 +286,29 @@ def _float_weight(model: nn.Module, unit: Unit) -> Tensor:
     return folded(model.get_submodule(unit.name), norm)[0]
 
 
-def _of_input(unit: Unit, values: Tensor, read: Tensor) -> Histogram:
-    # Plus zero, since rounding leaves a zero its sign.
+def _input_histogram(unit: Unit, values: Tensor, read: Tensor) -> Histogram:
+    # Adding zero turns -0.0 into 0.0.
     low, high = (float(end) + 0.0 for end in (read.min(), read.max()))
-    ends = [("least read", low), ("greatest read", high)]
+    ends = [("lowest value read", low), ("highest value read", high)]
     return _histogram(f"{unit.name}, inputs", values, ends)
 
 
 def _inputs(
     network: nn.Module, names: Sequence[str], samples: Samples
 ) -> dict[str, Tensor]:
-    """Return the first tensor that each module gets, for a few samples."""
-    found: dict[str, Tensor] = {}
+    """Return the first input tensor of each module, for a few samples."""
+    inputs: dict[str, Tensor] = {}
 
-    def remember(name: str) -> Any:
+    def keep(name: str) -> Any:
         def hook(_module: nn.Module, args: Any, kwargs: Any, _output: Any) -> None:
             for tensor in tensors_in((args, kwargs)):
-                found.setdefault(name, tensor.detach())
+                inputs.setdefault(name, tensor.detach())
 
         return hook
 
-    watched = [(network.get_submodule(name), remember(name)) for name in names]
-    collect(network, samples.first(_SAMPLES), watched, batch_size=_SAMPLES)
-    return found
+    hooks = [(network.get_submodule(name), keep(name)) for name in names]
+    collect(network, samples.first(_SAMPLES), hooks, batch_size=_SAMPLES)
+    return inputs
 
 
 def _histogram(
@@ -333,14 +333,14 @@ _COLOURS = {
     "embedding": "#6b8e23",
     "recurrent": "#8b6b3d",
 }
-_NAMED = 40  # layers; the names of more are smaller
+_NAMED = 40  # with more layers, their names are smaller
 _STYLE: dict[Any, Any] = {
     "font.size": 9,
     "axes.spines.top": False,
     "axes.spines.right": False,
-    "svg.fonttype": "none",  # text stays text
+    "svg.fonttype": "none",  # text, not outlines
     "svg.hashsalt": "ompq",  # the same plan gives the same file
-    "text.parse_math": False,  # a "$" in a name is a "$"
+    "text.parse_math": False,  # names may contain "$"
 }
 
 
@@ -349,9 +349,9 @@ def write_figures(
 ) -> list[Path]:
     """Write figures of a plan for a paper or a talk, each as PNG and as SVG.
 
-    They are ``orm`` if ORM was measured, ``bits``, and ``accuracy`` if results hold
+    They are ``orm`` if ORM was measured, ``bits``, and ``accuracy`` if the results hold
     accuracies of at least two sizes. There, "mixed, 1.5 MiB" and "mixed, 1.3 MiB" are
-    joined to one line, named by what stands before the comma.
+    joined to one line called "mixed".
 
     Raises:
         MissingExtraError: matplotlib is not installed.
@@ -374,7 +374,7 @@ def write_figures(
 
 @contextmanager
 def styled_figure() -> Iterator["Figure"]:
-    """Yield an empty figure; what is drawn and saved within has our style.
+    """Yield an empty figure; our style applies within the block.
 
     Raises:
         MissingExtraError: matplotlib is not installed.
@@ -388,14 +388,14 @@ def styled_figure() -> Iterator["Figure"]:
         yield Figure(layout="constrained", dpi=200)
 
 
-# Ending → what keeps the date out: the same figure gives the same file.
+# Metadata that leaves the date out, so that the same figure gives the same file.
 _UNDATED = {".png": {}, ".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
 
 
 def save_figure(
     figure: "Figure", path: Path, endings: Sequence[str] = (".png", ".svg")
 ) -> list[Path]:
-    """Write a figure in several formats; returns the files."""
+    """Write a figure in several formats and return the files."""
     written = []
     for ending in endings:
         target = path.with_name(path.name + ending)
@@ -411,26 +411,26 @@ def draw_heat(
     labels: Sequence[str],
     titles: Sequence[str] = ("",),
 ) -> None:
-    """Draw ORM matrices of the same functions, with colours that fit their values."""
+    """Draw ORM matrices of the same functions on a common colour scale."""
     size = max(2.6, min(8.0, 0.11 * len(labels) + 1.2))
     figure.set_size_inches(size * len(matrices) + 1.4, size + 0.6)
-    every = figure.subplots(1, len(matrices), squeeze=False)[0]
+    panels = figure.subplots(1, len(matrices), squeeze=False)[0]
+    # The diagonal is always 1 and must not stretch the scale.
     others = [m[~np.eye(len(m), dtype=bool)] for m in matrices]
-    # The diagonal is 1 whatever the network: it must not decide the colours.
     low = min((float(m.min()) for m in others if m.size), default=0.0)
     high = max((float(m.max()) for m in others if m.size), default=1.0)
     low, high = (low, high) if high > low else (0.0, 1.0)
     fontsize = 6 if len(labels) <= _NAMED else 4
-    for axes, matrix, title in zip(every, matrices, titles, strict=True):
+    for axes, matrix, title in zip(panels, matrices, titles, strict=True):
         image = axes.imshow(matrix, cmap="Blues", vmin=low, vmax=high)
         axes.spines[:].set_visible(False)
         axes.set_title(title, fontsize=9)
         axes.set_xticks(range(len(labels)), labels, fontsize=fontsize, rotation=90)
         axes.set_yticks(
-            range(len(labels)), labels if axes is every[0] else [], fontsize=fontsize
+            range(len(labels)), labels if axes is panels[0] else [], fontsize=fontsize
         )
         axes.tick_params(length=0)
-    bar = figure.colorbar(image, ax=list(every), label="ORM", shrink=0.8)
+    bar = figure.colorbar(image, ax=list(panels), label="ORM", shrink=0.8)
     bar.outline.set_visible(False)
 
 
@@ -444,7 +444,7 @@ def _draw_bits(figure: "Figure", plan: Plan) -> None:
 def draw_bars(
     figure: "Figure", names: Sequence[str], bits: Sequence[float], kinds: Sequence[str]
 ) -> None:
-    """Draw the bits of layers, in order of execution, coloured by their kinds."""
+    """Draw the bits of layers in order of execution, coloured by kind."""
     figure.set_size_inches(max(5.0, min(16.0, 0.14 * len(names) + 1.5)), 3.4)
     axes = figure.add_subplot()
     for kind in dict.fromkeys(kinds):
@@ -462,18 +462,18 @@ def draw_bars(
 def _draw_accuracy(figure: "Figure", rows: Sequence[Accuracy]) -> None:
     from matplotlib.ticker import LogLocator
 
-    every = [row.size_bytes for row in rows if row.size_bytes]
-    unit, scale = ("MiB", 2**20) if min(every) >= 0.2 * 2**20 else ("KiB", 2**10)
+    sizes = [row.size_bytes for row in rows if row.size_bytes]
+    unit, scale = ("MiB", 2**20) if min(sizes) >= 0.2 * 2**20 else ("KiB", 2**10)
     axes = plain_axes(figure, f"size, {unit}", "top-1, %")
     series: dict[str, list[Accuracy]] = {}
     for row in sorted(rows, key=lambda row: row.size_bytes or 0.0):
         series.setdefault(row.name.partition(",")[0], []).append(row)
     for name, members in series.items():
         table = np.array([[m.size_bytes, m.top1, m.low, m.high] for m in members])
-        sizes, (top1, low, high) = table[:, 0] / scale, 100 * table[:, 1:].T
+        x, (top1, low, high) = table[:, 0] / scale, 100 * table[:, 1:].T
         spread = [top1 - low, high - top1]
-        axes.errorbar(sizes, top1, spread, fmt="o-", ms=4, capsize=2, lw=1, label=name)
-    if max(every) > 4 * min(every):
+        axes.errorbar(x, top1, spread, fmt="o-", ms=4, capsize=2, lw=1, label=name)
+    if max(sizes) > 4 * min(sizes):
         logarithmic(axes)
         axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 3.0, 5.0)))
     legend_above(figure)
@@ -501,5 +501,5 @@ def logarithmic(axes: Any) -> None:
 
 
 def legend_above(figure: "Figure") -> None:
-    """Add the legend, above everything that is drawn."""
+    """Add the legend above the axes."""
     figure.legend(loc="outside upper left", ncols=4, frameon=False, handlelength=1.2)

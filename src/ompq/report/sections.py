@@ -1,4 +1,4 @@
-"""What a report may show besides the plan: plain values, saved as JSON."""
+"""The sections that a report may show besides the plan, saved as JSON."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -15,10 +15,9 @@ from ompq.results import Evaluation
 class Accuracy:
     """Top-1 of one network, a fraction of ``count`` images, with its 95 % interval.
 
-    Or, if ``answers``, the fraction on which it gives the float network's answer.
-
-    The name may be ``float`` or ``mixed, 1.5 MiB``: what stands before the first comma
-    joins the points of one line in a figure.
+    With ``answers`` it is the fraction that the network answers as the float one does.
+    In a figure, networks whose names agree up to the first comma, such as
+    ``mixed, 1.5 MiB`` and ``mixed, 2 MiB``, are joined to one line.
     """
 
     name: str
@@ -28,21 +27,21 @@ class Accuracy:
     count: int
     size_bytes: float | None = None
     note: str = ""
-    answers: bool = False  # whether it is the share of the float network's answers
+    answers: bool = False  # whether it is agreement with the float network
 
     @classmethod
     def of(
-        cls, name: str, found: Evaluation, size_bytes: float, note: str = ""
+        cls, name: str, result: Evaluation, size_bytes: float, note: str = ""
     ) -> "Accuracy":
-        """Return what was measured on labelled images."""
-        assert found.top1 is not None and found.interval is not None
-        return cls(name, found.top1, *found.interval, found.count, size_bytes, note)
+        """Return the accuracy from an evaluation on labelled images."""
+        assert result.top1 is not None and result.interval is not None
+        return cls(name, result.top1, *result.interval, result.count, size_bytes, note)
 
     def __post_init__(self) -> None:
         if not 0 <= self.low <= self.top1 <= self.high <= 1:
             raise ValueError(
                 f"{self.name}: top1={self.top1} and its interval "
-                f"{self.low} to {self.high} must be fractions in order, 0 to 1"
+                f"{self.low} to {self.high} must be ascending fractions, 0 to 1"
             )
 
 
@@ -50,7 +49,7 @@ class Accuracy:
 class BlockError:
     """Error of a block's output before and after reconstruction.
 
-    A result that is worse than before is not ``kept``.
+    ``kept`` is False if the result was worse than before and therefore discarded.
     """
 
     name: str
@@ -68,10 +67,10 @@ class BlockError:
 
 @dataclass(frozen=True)
 class Histogram:
-    """How the values of a weight or an activation are distributed."""
+    """The distribution of a weight's or an activation's values."""
 
     name: str
-    edges: tuple[float, ...]  # ends of the bins, rising; one more than counts
+    edges: tuple[float, ...]  # ascending ends of the bins; one more than counts
     counts: tuple[float, ...]
     # Label and position of vertical lines, such as a clipping range.
     lines: tuple[tuple[str, float], ...] = ()
@@ -83,18 +82,18 @@ class Histogram:
                 "a histogram needs one edge more than counts"
             )
         if any(a >= b for a, b in zip(self.edges, self.edges[1:], strict=False)):
-            raise ValueError(f"{self.name}: the edges must rise")
+            raise ValueError(f"{self.name}: the edges must be ascending")
 
 
 @dataclass(frozen=True)
 class LayerEffect:
-    """What rounding one layer does, measured: divergence from the float network."""
+    """Measured effect of quantizing one layer: divergence from the float network."""
 
     name: str
     bits: str
     alone: float  # if only this layer is quantized
-    without: float  # if all others are
-    all: float  # if all are
+    without: float  # if this layer's weights stay float, and all else is quantized
+    all: float  # if all layers are quantized
 
 
 @dataclass(frozen=True)
@@ -102,18 +101,18 @@ class AuditedScore:
     """How well a score predicts and chooses, from :func:`ompq.audit`."""
 
     name: str
-    divergence: float  # true divergence of the allocation that the score chooses
-    regret: float  # how much larger that is than the least divergence seen, relative
+    divergence: float  # measured, of the allocation that the score chooses
+    regret: float  # its relative excess over the smallest divergence measured
     seconds: float
     # Rank correlation with its 95 % interval: value, low, high.
     spearman: tuple[float, float, float] | None = None
-    # Predicted damage and true divergence of random allocations.
+    # Predicted damage and measured divergence of random allocations.
     points: tuple[tuple[float, float], ...] = ()
 
 
 @dataclass(frozen=True)
 class StageTime:
-    """How long a stage took."""
+    """The time that a stage took."""
 
     name: str
     seconds: float
@@ -121,13 +120,13 @@ class StageTime:
 
 @dataclass(frozen=True)
 class Agreement:
-    """How far an exported file agrees with the quantized network."""
+    """How well an exported file agrees with the quantized network."""
 
     name: str
     top1: float  # fraction of inputs with the same largest logit
     count: int
-    codes_equal: float | None = None  # fraction of equal codes, where compared
-    largest_step: int | None = None  # largest difference of codes, where compared
+    codes_equal: float | None = None  # fraction of equal codes, if compared
+    largest_step: int | None = None  # largest difference of codes, if compared
     note: str = ""
 
 
@@ -141,7 +140,7 @@ class Remark:
 
 @dataclass(frozen=True)
 class Versions:
-    """What the results were made with: versions, seeds, devices, by name."""
+    """The versions, seeds, devices and so on behind the results, by name."""
 
     items: Mapping[str, str] = field(default_factory=dict)
 
@@ -152,18 +151,18 @@ _KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in get_args(Section
 
 
 def audit_sections(audit: Audit) -> list[Section]:
-    """Return an audit as a report shows it: the scores, and what chance gives."""
-    truth = [one.divergence for one in audit.random]
-    found: list[Section] = []
+    """Return the sections for an audit: its scores, and the correlation by chance."""
+    measured = [one.divergence for one in audit.random]
+    sections: list[Section] = []
     for one in audit.scores:
-        points = tuple(zip(one.predicted, truth, strict=True))
+        points = tuple(zip(one.predicted, measured, strict=True))
         fit = one.divergence, one.regret, one.seconds, one.spearman
-        found.append(AuditedScore(one.name, *fit, points))
+        sections.append(AuditedScore(one.name, *fit, points))
     if audit.null_spearman:
         chance = fmean(audit.null_spearman), pstdev(audit.null_spearman)
         text = "random scores: Spearman {:.2f} ± {:.2f} (standard deviation)"
-        found.append(Remark("audit", text.format(*chance)))
-    return found
+        sections.append(Remark("audit", text.format(*chance)))
+    return sections
 
 
 def sections_to_json(sections: Iterable[Section]) -> list[dict[str, Any]]:
@@ -182,16 +181,16 @@ def sections_from_json(data: Iterable[Mapping[str, Any]]) -> list[Section]:
     Raises:
         ValueError: An entry is not a section, or lacks a field.
     """
-    found: list[Section] = []
+    sections: list[Section] = []
     for entry in data:
         fields = {key: _tuples(value) for key, value in entry.items()}
         kind = fields.pop("section", None)
         check_known("section", kind, _KINDS)
         try:
-            found.append(_KINDS[kind](**fields))
+            sections.append(_KINDS[kind](**fields))
         except TypeError as error:
             raise ValueError(f"an invalid {kind} section: {error}") from error
-    return found
+    return sections
 
 
 def _tuples(value: Any) -> Any:
