@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch._C import DisableTorchFunction
 
 from ompq.errors import SampleError, TraceError, check_known, shortened
 from ompq.orthogonality import (
@@ -19,11 +20,13 @@ from ompq.orthogonality import (
     normalised,
     objective_coefficients,
 )
-from ompq.recording import copied, tensors_in, watch
+from ompq.recording import Watch, copied, tensors_in
 from ompq.samples import (
     Samples,
     SamplesLike,
+    arguments,
     batch_length,
+    evaluating,
     model_device,
     to_device,
 )
@@ -125,7 +128,9 @@ def measure_orm(
     total: Any = None
     for batch in given.batches(ORM_BATCH):
         grams = Grams(graph, model, wanted, batch_length(batch), progress)
-        watch(model, to_device(batch, device), grams.visit)
+        args, kwargs = arguments(to_device(batch, device))
+        with evaluating(model), grams:
+            model(*args, **kwargs)
         total = _added(total, grams.matrices(), debiased=debiased)
     products = total if debiased else total.products
     return orm_result(graph, settings, products)
@@ -191,7 +196,7 @@ def _functions(units: Sequence[Unit], granularity: Granularity) -> dict[int, int
     return {unit.feature: last[key(unit)] for unit in units}
 
 
-class Grams:
+class Grams(Watch):
     """Takes the Gram matrix of each function's output while a batch runs."""
 
     def __init__(
@@ -202,6 +207,7 @@ class Grams:
         count: int,
         progress: Progress | None = None,
     ) -> None:
+        super().__init__()
         self.graph, self.settings = graph, settings
         self.count, self.progress = count, progress
         units = _taking_part(graph, settings)
@@ -217,25 +223,22 @@ class Grams:
         self.unread = {*self.weights.values()}
         self.found: dict[int, Tensor] = {}  # (n, n) each
 
-    def visit(
-        self,
-        position: int,
-        _function: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        output: Any,
-    ) -> None:
-        """See one call of the pass."""
-        self.unread.difference_update(map(id, tensors_in((args, kwargs))))
-        if position not in self.units:
-            return
-        if self.weights[position] in self.unread:
-            raise TraceError(_OTHER_PATH)
-        rows = sample_rows(next(tensors_in(output)).detach(), self.count)
-        self.found[position] = gram_matrix(rows, centred=self.settings.centred)
-        if self.progress:
-            done, total = len(self.found), len(self.units)
-            self.progress(done, total, "measuring orthogonality")
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        at = self.position
+        output = super().__torch_function__(func, types, args, kwargs)
+        self.unread.difference_update(map(id, tensors_in((args, kwargs or {}))))
+        if at < self.position and at in self.units:
+            if self.weights[at] in self.unread:
+                raise TraceError(_OTHER_PATH)
+            with DisableTorchFunction():  # what else watches the pass need not see this
+                rows = sample_rows(next(tensors_in(output)).detach(), self.count)
+                self.found[at] = gram_matrix(rows, centred=self.settings.centred)
+            if self.progress:
+                done, total = len(self.found), len(self.units)
+                self.progress(done, total, "measuring orthogonality")
+        return output
 
     def matrices(self) -> list[Tensor]:
         """Return the matrices in the order of the functions."""

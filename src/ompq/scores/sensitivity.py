@@ -4,7 +4,7 @@ import logging
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import chain
@@ -13,12 +13,12 @@ from typing import Any, ClassVar, TypeAlias
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from ompq.costs import FLOAT_BITS
 from ompq.offload import visiting
 from ompq.ranges import elements_at_once
 from ompq.recording import (
-    Watch,
     function_name,
     is_linear_map,
     tensors_in,
@@ -175,17 +175,15 @@ class Sensitivity:
                 args, kwargs = arguments(to_device(batch, device))
                 count = batch_length(batch)
                 watch = _Errors(model, rounded, choices=choices, count=count)
-                if whole:
-                    grams = Grams(given.graph, model, self.orm, count)
-                    watch.visit = grams.visit
-                with watch:
+                grams = Grams(given.graph, model, self.orm, count) if whole else None
+                with watch, grams or nullcontext():
                     output = model(*args, **kwargs)
                 log_p = class_rows(first_tensor(output).float()).log_softmax(1)
                 labels, counts = weighted_labels(log_p, generator, count)
                 loss = -log_p.gather(1, labels[:, None]).sum()
                 torch.autograd.grad(loss, watch.zero)
                 totals.append(watch.squares(counts))
-                orm = grams.result() if whole else None
+                orm = grams.result() if grams else None
                 done += count
                 given.progress(done, len(samples), "expecting divergence")
         mean = np.sqrt(np.sum(totals, 0).prod(0)) / (2 * len(samples))
@@ -217,7 +215,7 @@ def _let_ask(weights: Sequence[Tensor], *, gradients: bool) -> None:
         weight.requires_grad_(gradients)
 
 
-class _Errors(Watch):
+class _Errors(TorchFunctionMode):
     """Multiplies the errors that rounded weights cause by the gradients they meet."""
 
     def __init__(
@@ -244,7 +242,7 @@ class _Errors(Watch):
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         given = args, kwargs or {}
-        output = super().__torch_function__(func, types, *given)
+        output = func(*given[0], **given[1])
         name = function_name(func)
         if not (is_linear_map(name) or name in _OTHER_READERS):
             return output
