@@ -246,6 +246,11 @@ class FractionalWidths:
             layer = layers.get(unit.name)
             if layer is not None and layer.bits < LARGEST_BITS:
                 groups.setdefault(unit.group, []).append(layer)
+        if not groups:
+            raise TrainingError(
+                "widths='learned' has nothing to learn: every layer has "
+                f"{LARGEST_BITS} bits. Plan fewer bits or use widths='planned'"
+            )
         self.widths: list[nn.Parameter] = []
         for members in groups.values():
             bits = max(layer.bits for layer in members)
@@ -256,7 +261,7 @@ class FractionalWidths:
                 layer.rounding = self.rounded
         self.counts = torch.tensor(
             [sum(x.weight.numel() for x in each) for each in groups.values()]
-        ).to(self.widths[0] if self.widths else torch.zeros(()))
+        ).to(self.widths[0])
         self.most = float((torch.stack([*self.widths]).detach() * self.counts).sum())
         self.whole: Tensor | None = None
 
