@@ -89,6 +89,16 @@ def test_what_cannot_be_exported_is_told(out, tmp_path):
     assert "'tflite' is not one of onnx, packed" in result.stderr
 
 
+@pytest.mark.parametrize("text", ["{", "[]"])
+def test_a_damaged_result_is_named(out, tmp_path, text):
+    folder = tmp_path / "out"
+    shutil.copytree(out, folder)
+    (folder / "result.json").write_text(text)
+    found = run("export", folder, "-o", tmp_path / "net.onnx")
+    assert found.exit_code == 2
+    assert "result.json is damaged: " in found.stderr.replace("\n", " ")
+
+
 @pytest.fixture
 def one_runtime(monkeypatch):
     """Only ONNX Runtime: OpenVINO beside all that tests load may end the process."""

@@ -107,6 +107,26 @@ def test_a_stopped_search_continues_with_the_same_result(plan, tmp_path, monkeyp
         ompq.smallest(plan, MODEL, SAMPLES, goal, LEARNED, folder=tmp_path)
 
 
+def test_a_search_resumes_on_the_images_it_began_with(plan, tmp_path):
+    goal = ompq.Goal(max_drop=100)
+    with torch.no_grad():
+        targets = MODEL(SAMPLES).argmax(1)
+    rows = torch.arange(48)
+    given = {"config": ROUNDED, "folder": tmp_path}
+
+    def search(rows, goal=goal):
+        batches = [(SAMPLES[part], targets[part]) for part in rows.split(16)]
+        return ompq.smallest(plan, MODEL, SAMPLES, goal, batches=batches, **given)
+
+    first = search(rows)
+    assert len(search(rows.flip(0)).trials) == len(first.trials)  # in another order
+    with pytest.raises(CheckpointError, match="belongs to another search"):
+        search(rows[:40])
+    other = ompq.Goal(max_drop=1.0, metric=lambda out, given: 1.0)
+    with pytest.raises(CheckpointError, match="belongs to another search"):
+        search(rows, other)
+
+
 def test_goals_that_cannot_be_met_or_measured(plan):
     config = ompq.SmallestConfig(reconstruct=None, rounded=2)
     with pytest.raises(

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import torch
 
@@ -23,8 +23,8 @@ from ompq.cli.options import (
 from ompq.cli.settings import read_samples
 from ompq.costs import in_bytes
 from ompq.datasets import load_data
-from ompq.errors import ExportError, ModelError, PackedFileError
-from ompq.files import read_json, replacing
+from ompq.errors import DataError, ExportError, ModelError, PackedFileError
+from ompq.files import json_object, read_json, replacing
 from ompq.integer.lowering import input_names
 from ompq.models import NamedModel, load_model
 from ompq.onnx.export import ExportResult, export_onnx
@@ -147,10 +147,18 @@ def _inputs(
     """Return the inputs to verify with, and the name of their source."""
     name = options.data
     if name is None and (source / RESULT).is_file():
-        name = read_json(source / RESULT).get("data")
+        name = _data_of(source / RESULT)
     with muted():  # noise is as good as images for verification
         data = load_data(name or "random", model, split="train")
     return read_samples(data, min(options.samples, len(data)), console), data.name
+
+
+def _data_of(result: Path) -> str | None:
+    """Return the data that a run used, from its result."""
+    try:
+        return cast(str | None, json_object(read_json(result), "a result").get("data"))
+    except ValueError as error:
+        raise DataError(f"{result} is damaged: {error}. Give --data") from error
 
 
 def export_view(result: ExportResult, about: Mapping[str, Any]) -> View:

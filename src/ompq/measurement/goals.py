@@ -23,6 +23,7 @@ from ompq.measurement.meter import Checkpoint, split
 from ompq.plans import Plan
 from ompq.quantization import quantize
 from ompq.reconstruction import ReconstructConfig, reconstruct
+from ompq.recording import tensors_in
 from ompq.results import Evaluation
 from ompq.samples import Samples, SamplesLike
 from ompq.stages import Progress, no_progress
@@ -245,8 +246,11 @@ class _Search:
 
     def __post_init__(self) -> None:
         path = None if self.folder is None else self.folder / "measured.json"
-        # The goal is not part of it: measurements are valid for any goal.
+        # Limits of the goal are not part of it: measurements are valid for any limit.
+        metric = getattr(self.goal.metric, "__qualname__", "")
         identity = f"{self.plan.hash} {self.config.reconstruct} {len(self.samples)}"
+        if path is not None:
+            identity += f" {metric} {_content(self.held_out)}"
         self.known = Checkpoint(path, "search", identity, _evaluation)
 
     def run(self) -> Smallest:
@@ -321,6 +325,14 @@ class _Search:
             metrics={} if metric is None else {"metric": metric},
             progress=self.progress,
         )
+
+
+def _content(held_out: Any) -> str:
+    """Return a digest of inputs and targets that does not depend on their order."""
+    total = 0.0
+    for batch in held_out.batches(64) if isinstance(held_out, Samples) else held_out:
+        total += sum(float(t.double().abs().sum()) for t in tensors_in(batch))
+    return f"{total:.9g}"
 
 
 def _evaluation(entry: Any) -> dict[str, Any]:
