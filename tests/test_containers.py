@@ -108,6 +108,13 @@ WEIGHTS = {
 }
 
 
+@pytest.fixture(params=[1 << 16, 1], ids=["of a byte", "of two"])
+def tables(request, monkeypatch):
+    """Tables of the codes in a byte, as for small weights; or in two."""
+    monkeypatch.setattr(containers, "_WIDE", request.param)
+
+
+@pytest.mark.usefixtures("tables")
 @pytest.mark.parametrize("opset", [18, 21])
 @pytest.mark.parametrize("run", [in_reference, in_onnxruntime, in_openvino])
 @pytest.mark.parametrize("name", WEIGHTS)
@@ -165,7 +172,7 @@ def test_unpacking_takes_few_nodes_and_few_bytes_on_its_way():
     """A runtime holds all that a stage's nodes give, and each node takes time."""
     most = {2: (4, 3.5), 3: (7, 6.0), 4: (3, 3.0), 5: (7, 6.5), 6: (7, 6.5), 7: (10, 9)}
     for bits, (nodes, limit) in most.items():
-        weight = weight_of(bits, (64, 64, 3, 3))
+        weight = weight_of(bits, (128, 64, 3, 3))
         first, _ = graph_of({"one": weight}, 21)
         both, _ = graph_of({"one": weight, "net": weight}, 21)
         added = len(both.graph.node) - len(first.graph.node)  # tables are shared
@@ -174,10 +181,26 @@ def test_unpacking_takes_few_nodes_and_few_bytes_on_its_way():
         assert sum(sizes(both)[name] for name in own) <= limit * weight.codes.numel()
 
 
+def test_large_weights_are_looked_up_in_larger_tables():
+    found = {}
+    for channels in (7, 8):  # just below 65,536 codes, and as many
+        model, _ = graph_of({"net": weight_of(6, (channels, 8192))}, 21)
+        (gather,) = (node for node in model.graph.node if node.op_type == "Gather")
+        count = sizes(model)[gather.output[0]]
+        found[channels] = sizes(model)[gather.input[1]] / count  # bytes for a code
+    assert found == {7: 4 / 4, 8: 4 / 8}  # int32 for four codes, or for eight
+
+
+def staged(count, monkeypatch):
+    """Weights of all bits, and stages for networks however small."""
+    monkeypatch.setattr(containers, "_AT_ONCE", 1)
+    return {f"net{n}": weight_of(2 + n % 6, (8, 8, 3, 3)) for n in range(count)}
+
+
+@pytest.mark.usefixtures("tables")
 @pytest.mark.parametrize("run", [in_reference, in_onnxruntime, in_openvino])
 def test_large_networks_are_unpacked_in_stages(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(containers, "_STAGED", 1)
-    weights = {f"net{n}": weight_of(2 + n % 6, (8, 8, 3, 3)) for n in range(12)}
+    weights = staged(12, monkeypatch)
     model, _ = graph_of(weights, 21)
     *found, _ = run(model, tmp_path / "net.onnx")
     for one, weight in zip(found, weights.values(), strict=True):
@@ -195,28 +218,55 @@ def stages_of(model):
 
 
 def test_a_stage_holds_its_share_of_the_codes(monkeypatch):
-    monkeypatch.setattr(containers, "_STAGED", 1)
-    weights = {f"net{n}": weight_of(2 + n % 6, (8, 8, 3, 3)) for n in range(12)}
+    weights = staged(16, monkeypatch)
     stages = stages_of(graph_of(weights, 21)[0])
-    # Two weights of twelve in each of six stages.
-    assert [stages[f"{name}/bytes"] for name in weights] == [
-        stage for stage in range(1, 7) for _ in range(2)
+    # Two weights of sixteen in each of eight stages.
+    found = [stages[f"{name}/bytes"] for name in weights]
+    assert sorted(found) == [stage for stage in range(8) for _ in range(2)]
+    # What is unpacked before its stage is small, and shared; but INT4 can only be cast.
+    late = {f"/{n}/" for n, stage in enumerate(found, start=1) if stage}
+    model, _ = graph_of(weights, 21)
+    early = [
+        node.op_type
+        for node in model.graph.node
+        if not stages[node.output[0]] and node.output[0].startswith(tuple(late))
     ]
-    # The largest first, whatever the order in which they are stored.
-    channels = (8, 64, 8, 32, 8)
-    unlike = {f"net{n}": weight_of(3, (c, 8)) for n, c in enumerate(channels)}
-    found = stages_of(graph_of(unlike, 21)[0])
-    assert [found[f"{name}/bytes"] for name in unlike] == [3, 1, 4, 2, 5]
-    # INT4 can only be cast, which nothing holds back; what weights share is small.
-    early = [name for name, stage in stages.items() if not stage]
-    own = {name for name in early if not name.startswith(("/t", "/s", "same"))}
-    assert {name.rpartition("/")[2] for name in own} == {"nibbles"}
+    assert set(early) == {"Cast"}
+    of_4_bits = [n for n, one in enumerate(weights.values()) if one.bits == 4]
+    assert len(early) == sum(found[n] > 0 for n in of_4_bits)
+
+
+def test_large_weights_come_first_and_the_smallest_with_them(monkeypatch):
+    monkeypatch.setattr(containers, "_AT_ONCE", 600)
+    channels = (8, 64, 8, 32, 16, 48)
+    weights = {f"net{n}": weight_of(3, (c, 8)) for n, c in enumerate(channels)}
+    found = stages_of(graph_of(weights, 21)[0])
+    # 512 + 64 + 64 codes are as many as fit; then 384 + 128 + 256.
+    assert [found[f"{name}/bytes"] for name in weights] == [0, 0, 0, 1, 1, 1]
+
+
+@pytest.mark.parametrize("count", [1, 9, 15, 23, 100])
+def test_stages_are_as_many_as_onnx_runtime_has_passes_for(count):
+    """However sizes fall: of so many equal ones, or of ones that grow."""
+    million = 1 << 20
+    for sizes in ([4 * million] * count, [million * n for n in range(count)]):
+        stages = Unpacking(21, sizes).stages
+        assert set(stages) == set(range(max(stages) + 1)) <= set(range(8))
+        assert stages[int(np.argmax(sizes))] == 0
+        for stage in set(stages):
+            held = [one for one, own in zip(sizes, stages, strict=True) if own == stage]
+            assert sum(held) <= max(sizes) + max(2 * million, sum(sizes) / 8)
+
+
+def test_small_networks_wait_for_nothing():
+    assert Unpacking(21, [1 << 19] * 4).stages == [0] * 4
+    assert sorted(Unpacking(21, [1 << 19] * 5).stages) == [0, 0, 0, 0, 1]
+    assert Unpacking(21, []).stages == []
 
 
 def test_nothing_is_left_to_unpack_once_a_file_is_loaded(tmp_path, monkeypatch):
     runtime = pytest.importorskip("onnxruntime", minversion="1.23")
-    monkeypatch.setattr(containers, "_STAGED", 1)
-    weights = {f"net{n}": weight_of(2 + n % 6, (8, 8, 3, 3)) for n in range(12)}
+    weights = staged(16, monkeypatch)
     options = runtime.SessionOptions()
     options.optimized_model_filepath = str(tmp_path / "loaded.onnx")
     options.log_severity_level = 3

@@ -18,6 +18,7 @@ from ompq.errors import (
     PackedFileError,
     PlanError,
 )
+from ompq.onnx import containers
 from ompq.stages import ONNX, PACKED, RESULT
 from ompq.workflow import Workflow
 
@@ -36,6 +37,7 @@ EVERY = (2, 3, 4, 5, 6, 7, 8)
 # the network's name and for grids that tensors share by chance, or for Clips.
 CASES = {
     "wide": (wide, (8,), 0.01),
+    "wide, in stages": (wide, (8,), 0.02),
     "depthwise": (TinyMobileNet, (8,), 0.1),
     "inputs of 4 or 8 bits": (wide, (4, 8), 0.02),
     "weights alone": (Chain, (32,), 0.3),
@@ -43,8 +45,11 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_file_keeps_to_its_budget_at_any_bits(case, tmp_path):
+def test_the_file_keeps_to_its_budget_at_any_bits(case, tmp_path, monkeypatch):
     make, inputs, above = CASES[case]
+    if "stages" in case:  # as large networks have
+        monkeypatch.setattr(containers, "_AT_ONCE", 1)
+        monkeypatch.setattr(containers, "_WIDE", 1 << 12)
     network, samples = seeded(make()), images()
     config = ompq.PlanConfig(
         choices=EVERY, activation_choices=inputs, score="weight_noise"

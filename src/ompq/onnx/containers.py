@@ -1,17 +1,20 @@
 """How an ONNX file stores a weight of 2 to 8 bits, and the nodes that unpack it.
 
 A code is cut into parts of 4, 2 and 1 bits, each packed densely. Parts of 4 bits are
-ONNX's own INT4; the others are numbers of 8 or 16 bits that look up eight codes at once
-in a table. Small integer arithmetic does the rest. Runtimes compute all of it once,
-when they load the file, and what becomes of a code fits into a byte on the way: so ONNX
-Runtime and OpenVINO give the same bytes.
+ONNX's own INT4, or, like the others, numbers of 8 or 16 bits that look up several codes
+at once in a table. Small integer arithmetic does the rest. Runtimes compute all of it
+once, when they load the file, and what becomes of a code fits into a byte on the way:
+so ONNX Runtime and OpenVINO give the same bytes.
 
 ONNX Runtime folds constants in passes over the graph, and frees what it computed on the
 way only after a pass. So large networks are unpacked in stages, one a pass: the weights
 of a stage depend on a number that is known one pass later than the stage before. Large
-weights come first: what they leave has room for the smaller ones.
+weights come first: what they leave has room for the smaller ones. INT4 cannot wait for
+its stage, since ONNX Runtime has no kernel for it but Cast; so weights that wait are
+looked up in tables, unless they have no other part.
 """
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -24,9 +27,10 @@ if TYPE_CHECKING:  # a process that only times a file need not hold torch
 
 _PARTS = {2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 7: (4, 2, 1)}
 _INT4_OPSET = 21  # the first with INT4
-_ROW = 8  # codes that tables give together
-_STAGES = 6  # ONNX Runtime makes at most ten passes
-_STAGED = 1 << 22  # codes of a network that is worth it: a stage takes a millisecond
+_CUBE, _EIGHT = (2, 2, 2), 8  # tables give codes in cubes of eight
+_WIDE = 1 << 16  # codes of a weight for which a table of 16 bits is worth its size
+_STAGES = 8  # ONNX Runtime makes at most ten passes
+_AT_ONCE = 1 << 21  # codes that one stage may hold: another one takes milliseconds
 ZERO_OF_UNSIGNED = 128  # the zero point of a weight that is stored as unsigned bytes
 
 Array = NDArray[Any]
@@ -103,9 +107,15 @@ class Unpacking:
 
     def __init__(self, opset: int, sizes: Sequence[int]) -> None:
         self.opset, self.weights = opset, 0
+        self.stages = _stages(sizes)
         self.stage = 0  # of the present weight; 0 waits for nothing
-        self._stages = iter(_stages(sizes))
         self.written: set[str] = set()  # outputs of nodes: weights share some
+
+    def alone(self, number: int) -> "Unpacking":
+        """Return one that stores the weight of this number as if it were the only."""
+        found = Unpacking(self.opset, ())
+        found.stages, found.weights = self.stages, number
+        return found
 
     @property
     def short(self) -> str:
@@ -120,8 +130,8 @@ class Unpacking:
         Unsigned bytes have zero point 128: kernels that would saturate with signed ones
         add products of two unsigned bytes in 32 bits.
         """
+        self.stage = self.stages[self.weights]
         self.weights += 1
-        self.stage = next(self._stages)
         if not plane_parts(weight):
             values = weight.values.numpy()
             if unsigned:
@@ -133,16 +143,20 @@ class Unpacking:
 
 
 def _stages(sizes: Sequence[int]) -> list[int]:
-    """Return in which stage weights of so many codes are unpacked; 0 for at once."""
-    total = sum(sizes)
-    found = [0] * len(sizes)
-    if total < _STAGED:
-        return found
-    stored, stage = 0, 0
-    for place in sorted(range(len(sizes)), key=lambda place: -sizes[place]):
-        stage += stored * _STAGES // total >= stage
-        stored += sizes[place]
-        found[place] = stage
+    """Return in which stage weights of so many codes are unpacked; 0 for at once.
+
+    A stage holds the largest weight that is left, and as many of the smallest as there
+    is room for. So weights that wait are few.
+    """
+    left = deque(sorted(range(len(sizes)), key=lambda place: sizes[place]))
+    found, stage, rest = [0] * len(sizes), 0, sum(sizes)
+    while left:
+        held, room = 0, max(_AT_ONCE, rest / (_STAGES - stage))
+        while left and held < room:
+            place = left.popleft() if held else left.pop()
+            found[place] = stage
+            held += sizes[place]
+        stage, rest = stage + 1, rest - held
     return found
 
 
@@ -159,9 +173,11 @@ class _Unpacked:
         self.shape = tuple(weight.codes.shape)
         self.constants: dict[str, Any] = {}
         self.nodes: list[Any] = []
-        # INT4 is signed: its codes are less 8.
-        signed = plane_parts(weight)[0] == 4 and file.opset >= _INT4_OPSET
-        self.centre = weight.unit << (weight.bits - 1) if signed else 0
+        self.own = 0  # nodes whose outputs are numbered, since nothing else reads them
+        parts, waits = plane_parts(weight), file.stage > 0
+        # Parts of 4 bits are signed, as INT4 is: their codes are less 8.
+        self.centre = weight.unit << (weight.bits - 1) if parts[0] == 4 else 0
+        self.int4 = file.opset >= _INT4_OPSET and not (waits and len(parts) > 1)
         self.stretch = weight.per_channel(weight.stretch).numpy().astype(np.int64)
         self.same = bool((self.stretch == self.stretch.flat[0]).all())
         if self.same:
@@ -182,17 +198,17 @@ class _Unpacked:
         total, to = self._sum(kind), TensorProto.INT8
         if not self.same:
             given = self._constant(f"{self.name}/stretch", self.stretch.astype(kind))
-            total = self._apply("Mul", [total, given], f"{self.short}/stretched")
+            total = self._apply("Mul", [total, given])
         if unsigned:
             if narrow:
-                given = f"{self.short}/wider"
-                total = self._apply("Cast", [total], given, to=TensorProto.INT16)
+                total = self._apply("Cast", [total], to=TensorProto.INT16)
             narrow, kind, to = False, np.int16, TensorProto.UINT8
             shift = shift - ZERO_OF_UNSIGNED
         given = self._constant(f"{self.name}/offset", shift.astype(kind))
-        found = f"{self.name}/bytes" if narrow else f"{self.short}/wide"
-        total = self._apply("Sub", [total, given], found)
-        if not narrow:
+        if narrow:
+            self._apply("Sub", [total, given], f"{self.name}/bytes")
+        else:
+            total = self._apply("Sub", [total, given])
             self._apply("Cast", [total], f"{self.name}/bytes", to=to)
 
     def _sum(self, kind: Any) -> str:
@@ -206,16 +222,15 @@ class _Unpacked:
             factor = self._constant(
                 f"times/{times:03d}/{kind().itemsize}", kind([times])
             )
-            if part == 4 and self.centre:
+            if part == 4 and self.int4:
                 high = self._nibbles(own, factor, kind)
                 continue
             found = self._looked_up(own, part, factor, kind)
-            given, name = [total, found], f"{self.short}/sum{part}"
-            total = self._apply("Add", given, name) if total else found
+            total = self._apply("Add", [total, found]) if total else found
         if not total:
             return high
         total = self._shaped(total)
-        return self._apply("Add", [high, total], f"{self.short}/sum") if high else total
+        return self._apply("Add", [high, total]) if high else total
 
     def _nibbles(self, codes: Array, factor: str, kind: Any) -> str:
         """Store a part of 4 bits as INT4, less 8, in the weight's own shape."""
@@ -227,69 +242,80 @@ class _Unpacked:
             name, TensorProto.INT4, self.shape, packed, raw=True
         )
         to = helper.np_dtype_to_tensor_dtype(np.dtype(kind))
-        found = self._apply("Cast", [name], f"{self.short}/nibbles", to=to)
-        if self.file.stage:
-            stage = self._stage(self.file.stage)
-            one = self._apply("Cast", [stage], f"{stage}/{to}", to=to)
-            factor = self._apply("Mul", [factor, one], f"{stage}/{factor}")
-        return self._apply("Mul", [found, factor], f"{self.short}/high")
+        found = self._apply("Cast", [name], to=to)
+        return self._apply("Mul", [found, self._late(factor, to)])
 
     def _looked_up(self, codes: Array, part: int, factor: str, kind: Any) -> str:
-        """Store a part as numbers, each of which is a row of a table."""
+        """Store a part as numbers, each of which is a row of a table.
+
+        Numbers of 16 bits need fewer rows, but ONNX Runtime copies a table, which then
+        takes half a megabyte, whenever it is read.
+        """
         from onnx import TensorProto
 
-        table = self._table(part, kind)
-        table = self._apply("Mul", [table, factor], f"/t{part}/{factor}")
-        filled = np.zeros(-(-codes.size // _ROW) * _ROW, np.uint8)
+        wide = part > 1 and codes.size >= _WIDE
+        together = (16 if wide else 8) // part  # codes of a row
+        inner = together.bit_length() - 1  # of the dimensions of a cube
+        table = self._table(part, kind, _CUBE[:inner], wide=wide)
+        table = self._apply("Mul", [table, factor], f"/t{part}x{together}/{factor}")
+        filled = np.zeros(-(-codes.size // _EIGHT) * _EIGHT, np.uint8)
         filled[: codes.size] = codes
-        packed, rows = pack_plane(filled, part), [-1]
-        if part == 2:
-            packed = packed.view("<u2")
-        elif part == 4:
-            rows = [-1, 4]
-        plane = self._constant(f"{self.name}/plane{part}", packed.reshape(rows))
+        packed, rows = pack_plane(filled, part), (-1, *_CUBE[inner:])
+        packed = packed.view("<u2" if wide else "u1").reshape(rows)
+        plane = self._constant(f"{self.name}/plane{part}", packed)
         if self.file.stage:
-            stage = self._stage(self.file.stage)
-            given = self._constant(f"shape/rows{part}", np.array(rows))
-            given = self._apply("Mul", [given, stage], f"{stage}/rows{part}")
-            plane = self._apply("Reshape", [plane, given], f"{self.short}/plane{part}")
-        name = f"{self.short}/rows{part}"
-        chosen = self._apply("Cast", [plane], name, to=TensorProto.INT32)
-        found = self._apply("Gather", [table, chosen], f"{self.short}/found{part}")
-        return self._eight(found) if part == 4 else found
+            shape = self._constant(f"rows/{len(rows)}", np.array(rows))
+            late = self._late(shape, TensorProto.INT64)
+            plane = self._apply("Reshape", [plane, late])
+        chosen = self._apply("Cast", [plane], to=TensorProto.INT32)
+        return self._apply("Gather", [table, chosen])
 
-    def _table(self, part: int, kind: Any) -> str:
-        """Return a table of the codes in a byte; of 2 bits, of those in two bytes."""
+    def _table(self, part: int, kind: Any, row: tuple[int, ...], *, wide: bool) -> str:
+        """Return a table of the codes in a byte, or in two; its rows have this shape.
+
+        Of 4 bits, the codes are less 8.
+        """
         codes = (np.arange(256)[:, None] >> np.arange(0, 8, part)) & ((1 << part) - 1)
-        name = f"table/{part}/{kind().itemsize}"
-        table = self._constant(name, codes.astype(kind))
-        if part != 2:
+        codes, name = codes - 8 * (part == 4), f"table/{part}/{kind().itemsize}"
+        of_byte = row[1:] if wide else row
+        table = self._constant(name, codes.astype(kind).reshape(-1, *of_byte))
+        if not wide:
             return table
-        shapes = {"low": (1, 256, 4), "high": (256, 1, 4), "all": (256, 256, 4)}
+        shapes = {"low": (1, 256, -1), "high": (256, 1, -1), "all": (256, 256, 1)}
         for key, shape in shapes.items():
             self._constant(f"table/{key}", np.array(shape))
         halves = []
         for key in ("low", "high"):
             half = self._apply("Reshape", [table, f"table/{key}"], f"/{name}/{key}")
             halves.append(self._apply("Expand", [half, "table/all"], f"{half}/all"))
-        return self._eight(self._apply("Concat", halves, f"/{name}", axis=2))
-
-    def _eight(self, found: str) -> str:
-        shape = self._constant("table/eight", np.array([-1, _ROW]))
-        return self._apply("Reshape", [found, shape], f"{found}/eight")
+        both = self._apply("Concat", halves, f"/{name}/both", axis=2)
+        rows = self._constant(f"table/rows{part}", np.array((-1, *row)))
+        return self._apply("Reshape", [both, rows], f"/{name}")
 
     def _shaped(self, found: str) -> str:
-        """Give the codes that tables gave, eight a row, the weight's own shape."""
+        """Give the codes that tables gave, in cubes, the weight's own shape."""
         count = self.weight.codes.numel()
-        if count % _ROW:
+        if count % _EIGHT:
             flat = self._constant("shape/flat", np.array([-1]))
-            found = self._apply("Reshape", [found, flat], f"{self.short}/flat")
+            found = self._apply("Reshape", [found, flat])
             first = self._constant("shape/first", np.array([0]))
             last = self._constant(f"shape/{count}", np.array([count]))
-            found = self._apply("Slice", [found, first, last], f"{self.short}/cut")
+            found = self._apply("Slice", [found, first, last])
         shape = f"shape/{'x'.join(map(str, self.shape))}"
         self._constant(shape, np.array(self.shape))
-        return self._apply("Reshape", [found, shape], f"{self.short}/shaped")
+        return self._apply("Reshape", [found, shape])
+
+    def _late(self, constant: str, kind: int) -> str:
+        """Return a constant of this kind that is known only in the weight's stage."""
+        from onnx import TensorProto
+
+        number = self.file.stage
+        if not number:
+            return constant
+        one = self._stage(number)
+        if kind != TensorProto.INT64:
+            one = self._apply("Cast", [one], f"/l{number}/{kind}", to=kind)
+        return self._apply("Mul", [constant, one], f"/l{number}/{constant}")
 
     def _stage(self, number: int) -> str:
         """Return the name of a 1 that is known ``number`` passes after the first.
@@ -311,9 +337,14 @@ class _Unpacked:
         return self._apply("Add", [one, late], name)
 
     def _apply(self, kind: str, inputs: list[str], *outputs: str, **given: Any) -> str:
-        """Add a node, unless another weight's nodes give the same."""
+        """Add a node, unless another weight's nodes give the same.
+
+        Outputs without a name are only of this weight; numbers take little of a file.
+        """
         from onnx import helper
 
+        if not outputs:
+            outputs, self.own = (f"{self.short}/{self.own}",), self.own + 1
         if outputs[0] not in self.file.written:
             self.file.written.add(outputs[0])
             self.nodes.append(helper.make_node(kind, inputs, outputs, **given))

@@ -42,7 +42,8 @@ _NAME_BYTES = 160
 # A graph is deflated, so that its size is only nearly known.
 _DEFLATED, _GRAPH_BYTES = 1.03, 160
 _FACTOR, _TABLE = re.compile(r"times/\d+/\d"), re.compile(r"/?table/")
-_STAGE = re.compile(r"/s\d|shape/one")  # of what is unpacked in stages
+_STAGE = re.compile(r"/s\d|shape/one")  # the numbers that stages wait for ...
+_LATE = re.compile(r"/l\d")  # ... and what is made of them for all weights of a stage
 
 
 def file_costs(
@@ -135,12 +136,11 @@ class _Skeletons:
         rest -= sum(_entry(one) for n, one in constants.items() if _FACTOR.match(n))
         table = np.zeros((len(self.graph), len(self.problem.choices)))
         shared: dict[str, tuple[int, set[int]]] = {}
-        positions = {name: at for at, name in enumerate(self.graph.names)}
-        codes = sum(unit.weights for unit in self.graph.units)
+        places, units = self._places(file), self.graph.units
+        unpacking = Unpacking(_OPSET, [units[place].weights for place in places])
         for number, stored in enumerate(file.weights):
-            name = stored.name  # a unit's, or with the number of its call
-            unit = positions.get(name, positions.get(name.rpartition(".")[0], 0))
-            sizes = _Sizes(self.graph.units[unit], name, number, codes, constants)
+            unit = places[number]
+            sizes = _Sizes(units[unit], stored.name, number, unpacking, constants)
             planes = stored.container.startswith("planes")
             rest -= sizes.alone(_BITS if planes else _BYTE)
             for column, choice in enumerate(self.problem.choices):
@@ -157,6 +157,15 @@ class _Skeletons:
             together[columns] = together.get(columns, 0.0) + size
         kept = tuple((size, columns) for columns, size in together.items())
         return Cost("onnx_bytes", table, float(rest), shared=kept)
+
+    def _places(self, file: _File) -> list[int]:
+        """Return the positions of the units that weights of a file belong to."""
+        positions = {name: at for at, name in enumerate(self.graph.names)}
+        return [
+            # A weight has its unit's name, or that with the number of a call.
+            positions.get(one.name, positions.get(one.name.rpartition(".")[0], 0))
+            for one in file.weights
+        ]
 
     def graph_cost(self) -> Cost:
         """Return what a packed file takes that carries its ONNX graph."""
@@ -179,7 +188,7 @@ class _Sizes:
     unit: Unit
     name: str  # what its constants are called
     number: int
-    codes: int  # of all weights
+    unpacking: Unpacking  # of all weights
     constants: Mapping[str, Any]  # of the skeleton
     known: dict[tuple[int, bool], dict[str, int]] = field(default_factory=dict)
 
@@ -187,8 +196,7 @@ class _Sizes:
         """Return what a container is made of, by name, with its bytes."""
         key = (bits, unsigned)
         if key not in self.known:
-            unpacking = Unpacking(_OPSET, [self.codes])
-            unpacking.weights = self.number
+            unpacking = self.unpacking.alone(self.number)
             blank = self._blank(bits)
             constants, nodes = unpacking.store(self.name, blank, unsigned=unsigned)
             found = {name: as_tensor(name, one) for name, one in constants.items()}
@@ -220,17 +228,20 @@ class _Sizes:
         return sum(
             size
             for key, size in self.entries(bits).items()
-            if not any(one.match(key) for one in (_FACTOR, _TABLE, _STAGE))
+            if not any(one.match(key) for one in (_FACTOR, _TABLE, _STAGE, _LATE))
         )
 
     def most(self, bits: int, *, unsigned: bool) -> int:
-        """Return the most that it takes, apart from tables, if it may be unsigned."""
+        """Return the most that it takes, if it may be unsigned.
+
+        This is apart from tables, and from stages, which the skeleton has.
+        """
         both = (False, True) if unsigned else (False,)
         found = [
             sum(
                 n
                 for key, n in self.entries(bits, unsigned=one).items()
-                if not _TABLE.match(key)
+                if not _TABLE.match(key) and not _STAGE.match(key)
             )
             for one in both
         ]
