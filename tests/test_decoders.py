@@ -108,7 +108,7 @@ def test_perplexity_needs_tokens_as_targets():
     batches = [(tokens(), torch.zeros(6, dtype=torch.long))]
     with pytest.raises(ompq.DataError, match="needs token ids as targets, of shape"):
         ompq.evaluate(llama(), batches, metrics={"perplexity": ompq.Perplexity()})
-    with pytest.raises(ValueError, match="perplexity is better when it is less"):
+    with pytest.raises(ValueError, match="For perplexity lower is better: use max_div"):
         ompq.Goal(max_drop=1.0, metric=ompq.Perplexity())
 
 

@@ -122,7 +122,7 @@ def test_a_rate_can_be_pinned(network):
     config = ompq.PlanConfig(score=by_rate, pinned={"stem": Choice(8, 8, 2.5)})
     made = ompq.plan(network, images(4), "4bits", config)
     assert made.allocation["stem"] == (8, 8, 2.5)
-    with pytest.raises(ValueError, match="rate=9 of 8 bits"):
+    with pytest.raises(ValueError, match="rate=9 with 8-bit weights: a rate must be"):
         config = ompq.PlanConfig(pinned={"stem": (8, 8, 9)})
         ompq.plan(network, images(4), "4bits", config)
 
