@@ -220,12 +220,17 @@ def write_widths(given) -> dict[str, Path]:
 
 
 def loading(given) -> None:
-    """Load every file in processes of their own, in turn."""
+    """Load every file in processes of their own, in turn.
+
+    Memory depends on how the heap happens to be filled, even on the length of the path:
+    so that varies.
+    """
     files = write_widths(given)
     taken: dict[str, list[list[float]]] = {name: [] for name in files}
-    for _ in range(given.repeats):
+    for turn in range(given.repeats):
         for name, path in files.items():
-            words = [str(path), str(given.threads), *map(str, SHAPE)]
+            longer = f"{path.parent}/{'./' * turn}{path.name}"
+            words = [longer, str(given.threads), *map(str, SHAPE)]
             done = subprocess.run(
                 [sys.executable, "-c", LOAD, *words],
                 capture_output=True,

@@ -10,8 +10,8 @@ ONNX Runtime folds constants in passes over the graph, and frees what it compute
 way only after a pass. So large networks are unpacked in stages, one a pass: the weights
 of a stage depend on a number that is known one pass later than the stage before. Large
 weights come first: what they leave has room for the smaller ones. INT4 cannot wait for
-its stage, since ONNX Runtime has no kernel for it but Cast; so weights that wait are
-looked up in tables, unless they have no other part.
+its stage, since the Cast that reads it takes no number; so weights that wait are looked
+up in tables, unless they have no other part.
 """
 
 from collections import deque
