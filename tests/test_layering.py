@@ -35,7 +35,7 @@ ORDER = {
     "planner": "",
     "layers": "",
     "quantization": "sites calibration moments equalization",
-    "reconstruction": "blocks descent rounding brecq",
+    "reconstruction": "blocks descent rounding brecq tuning",
     "evaluation": "",
     "training": "config methods step",
     "integer": "arithmetic operators lowering finalization",

@@ -342,6 +342,34 @@ def test_learning_steps_need_learning(net, tmp_path):
     result = run("quantize", *net, *words, "-o", tmp_path / "out")
     assert result.exit_code == 2
     assert "--no-reconstruct and --merge-blocks contradict" in result.stderr
+    words = ("--budget", "40%", "--no-reconstruct", "--tune-epochs", "2")
+    result = run("quantize", *net, *words, "-o", tmp_path / "out")
+    assert result.exit_code == 2
+    assert "--no-reconstruct and --tune-epochs contradict" in result.stderr
+    words = ("--budget", "40%", "--protocol", "brecq", "--tune-epochs", "2")
+    result = run("quantize", *net, *words, "-o", tmp_path / "out")
+    assert result.exit_code == 2
+    expected = "--protocol brecq tunes no network; leave out --tune-epochs"
+    assert expected in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "tuned"),
+    [
+        ((), False),
+        (("--tune-epochs", "1"), True),
+        (("--activation-bits", "4"), True),
+        (("--activation-bits", "4", "--tune-epochs", "0"), False),
+    ],
+)
+def test_the_whole_network_is_tuned_if_its_activations_are_narrow_or_asked_for(
+    net, tmp_path, words, tuned
+):
+    budget = ("--budget", "4bits", "--samples", "8", "--iterations", "1")
+    out = ("-o", tmp_path / "out")
+    data = run_json("quantize", *net, *budget, *words, *out)
+    errors = [s["name"] for s in data["sections"] if s["section"] == "BlockError"]
+    assert ("whole network (divergence)" in errors) is tuned
 
 
 def test_neighbouring_blocks_are_learned_together(tmp_path):

@@ -66,6 +66,7 @@ if TYPE_CHECKING:
     from ompq.reconstruction import ReconstructConfig, reconstruct
     from ompq.reconstruction.brecq import BrecqConfig
     from ompq.reconstruction.rounding import RoundingConfig
+    from ompq.reconstruction.tuning import TuningConfig
     from ompq.report import write_report
     from ompq.report.charts import worst_histograms, write_figures
     from ompq.report.sections import Accuracy
@@ -115,6 +116,7 @@ _HOMES = {
     "ompq.reconstruction": "ReconstructConfig reconstruct",
     "ompq.reconstruction.brecq": "BrecqConfig",
     "ompq.reconstruction.rounding": "RoundingConfig",
+    "ompq.reconstruction.tuning": "TuningConfig",
     "ompq.measurement.reconstruction_score": "BlockLoss ReconstructionScore",
     "ompq.measurement.refinement": "RefineConfig refine",
     "ompq.report": "write_report",
@@ -200,6 +202,7 @@ __all__ = [
     "TraceError",
     "TrainConfig",
     "TrainingError",
+    "TuningConfig",
     "Unit",
     "WeightNoise",
     "Widened",

@@ -27,7 +27,7 @@ _VIEWS = {"T", "mT", "H", "mH", "real", "imag"}
 _METADATA = {
     "size", "dim", "numel", "nelement", "element_size", "stride", "is_floating_point",
     "is_complex", "is_contiguous", "data_ptr", "untyped_storage", "storage_offset",
-    "__len__", "__hash__", "register_hook", "requires_grad_", "detach_",
+    "__len__", "__hash__", "__set__", "register_hook", "requires_grad_", "detach_",
 }  # fmt: skip
 _THREAD = local()  # its ``models`` are the networks offloaded in this thread
 
@@ -137,6 +137,11 @@ def _bytes(text: str) -> int:
             f"device_memory={text} is not an amount of memory; write for example 8GiB"
         )
     return int(float(match[1]) * _UNITS[match[2]])
+
+
+def offloading() -> bool:
+    """Return whether weights stay in host memory and visit the device."""
+    return _memory is not None
 
 
 def running_device(stored: torch.device) -> torch.device:

@@ -58,7 +58,9 @@ from ompq.quantization import (
     quantization_of,
 )
 from ompq.reconstruction import ReconstructConfig
+from ompq.reconstruction.brecq import BrecqConfig
 from ompq.reconstruction.rounding import RoundingConfig
+from ompq.reconstruction.tuning import TuningConfig
 from ompq.report.sections import Remark
 from ompq.results import Evaluation
 from ompq.samples import model_device
@@ -112,6 +114,12 @@ class RunOptions:
         "transformers with low-bit activations.",
         default=ReconstructConfig.merge,
     )
+    tune_epochs: int | None = number(
+        "Passes over the inputs that tune the whole network after reconstruction; 0 "
+        "turns it off.",
+        shown=f"{TuningConfig.epochs} with activations below 8 bits, else 0",
+        least=0,
+    )
     no_reconstruct: bool = flag(
         "Round to nearest, without reconstruction.", "--no-reconstruct"
     )
@@ -151,7 +159,14 @@ class RunOptions:
             return None
         name, seed = inputs.model.name, inputs.seed
         config = learning_config(protocol, name, iterations=self.iterations, seed=seed)
-        return replace(config, merge=self.merge_blocks)
+        tuning, epochs = config.tuning, self.tune_epochs
+        if epochs is not None:
+            if isinstance(config.rounding, BrecqConfig):
+                raise ValueError(
+                    f"--protocol {protocol} tunes no network; leave out --tune-epochs"
+                )
+            tuning = TuningConfig(epochs=epochs, always=True) if epochs else None
+        return replace(config, merge=self.merge_blocks, tuning=tuning)
 
     def calibration_count(self, inputs: Data) -> int:
         """Return the number of inputs used for calibration."""
@@ -169,6 +184,7 @@ class RunOptions:
         learning = {
             "--iterations": self.iterations is not None,
             "--merge-blocks": self.merge_blocks != ReconstructConfig.merge,
+            "--tune-epochs": self.tune_epochs is not None,
         }
         if self.no_reconstruct and any(learning.values()):
             named = " and ".join(name for name, given in learning.items() if given)

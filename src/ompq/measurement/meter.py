@@ -67,7 +67,7 @@ class Meter:
         network = quantize(self.model, bits, self.samples, self.config)
         if self.iterations:
             rounding = RoundingConfig(iterations=self.iterations)
-            config = ReconstructConfig(rounding=rounding, seed=self.seed)
+            config = ReconstructConfig(rounding=rounding, tuning=None, seed=self.seed)
             network = reconstruct(network, self.model, self.samples, config)
         return network
 

@@ -16,7 +16,7 @@ from ompq.errors import QuantizationError, check_counts, check_known, shortened
 from ompq.files import read_checkpoint, run_identity, write_checkpoint
 from ompq.graph import trace
 from ompq.layers import quantized_layers
-from ompq.offload import staying
+from ompq.offload import offloading, staying
 from ompq.processes import copy_main, process_count, rank
 from ompq.quantization import (
     BlockError,
@@ -36,8 +36,15 @@ from ompq.reconstruction.brecq import (
     learn_weights,
 )
 from ompq.reconstruction.rounding import RoundingConfig, learn_rounding
+from ompq.reconstruction.tuning import TuningConfig, tune
 from ompq.recording import copied, tensors_in
-from ompq.samples import Samples, SamplesLike, cudnn_kernels
+from ompq.samples import (
+    Samples,
+    SamplesLike,
+    cudnn_kernels,
+    evaluating,
+    run_batch,
+)
 from ompq.stages import Progress
 
 logger = logging.getLogger(__name__)
@@ -52,6 +59,9 @@ class ReconstructConfig:
     Attributes:
         rounding: How one block is optimised. A ``BrecqConfig`` selects BRECQ, which
             learns the rounding of weights, then activation steps, and skips the stem.
+        tuning: How the whole network is tuned afterwards, by default if an activation
+            has fewer than 8 bits; None turns it off. BRECQ, networks with several
+            outputs and networks in little device memory are not tuned.
         loss: ``squared`` error of the block's output, or ``fisher``: the squared error
             with each element weighted by the squared gradient of the network's loss.
         merge: Maximum number of consecutive blocks to reconstruct jointly. Blocks are
@@ -64,6 +74,7 @@ class ReconstructConfig:
     """
 
     rounding: RoundingConfig | BrecqConfig = RoundingConfig()
+    tuning: TuningConfig | None = TuningConfig()
     loss: Literal["squared", "fisher"] = "squared"
     merge: int = 1
     batch_size: int = 64
@@ -95,8 +106,9 @@ def reconstruct(
 
     Blocks are reconstructed in order of execution. Each reads the outputs of the
     quantized blocks before it and learns to return what the float block returns. If
-    learning does not improve a block, it keeps its previous rounding. When there are
-    several processes, they share the samples.
+    learning does not improve a block, it keeps its previous rounding. Networks with
+    activations of few bits are tuned as a whole afterwards. When there are several
+    processes, they share the samples.
 
     Args:
         quantized: Result of :func:`ompq.quantize`; it is not modified.
@@ -121,8 +133,8 @@ def reconstruct(
     copy_main(result.state_dict().values())
     samples = samples.share(rank(), process_count())
     names_by_phase = {
-        phase: [phase.name(group) for group in groups]
-        for phase in _phases(config, model, record, groups, samples)
+        phase: [phase.name(group) for group in phase.groups]
+        for phase in _phases(config, model, result, groups, samples)
     }
     total = sum(map(len, names_by_phase.values()))
     for phase, names in names_by_phase.items():
@@ -137,7 +149,9 @@ def reconstruct(
             closing(runner),
             float_activations(result, wanted=phase.float_activations),
         ):
-            for number, (name, group) in enumerate(zip(names, groups, strict=True)):
+            for number, (name, group) in enumerate(
+                zip(names, phase.groups, strict=True)
+            ):
                 if name in done:
                     continue
                 fisher = config.loss == "fisher"
@@ -166,8 +180,9 @@ _Learn: TypeAlias = Callable[
 
 @dataclass(frozen=True, eq=False)
 class _Phase:
-    """One pass over all blocks."""
+    """One pass over the network, in groups of blocks that are learned jointly."""
 
+    groups: Sequence[tuple[str, ...]]
     iterations: int
     learn: _Learn
     suffix: str = ""  # appended to block names when errors are reported
@@ -178,17 +193,21 @@ class _Phase:
         return "+".join(group) + self.suffix
 
 
+_WHOLE = ("",)  # the group that is the network itself
+
+
 def _phases(
     config: ReconstructConfig,
     model: nn.Module,
-    record: Quantization,
+    quantized: nn.Module,
     groups: Sequence[tuple[str, ...]],
     samples: Samples,
 ) -> list[_Phase]:
-    """Return the passes over all blocks, in order."""
-    rounding = config.rounding
+    """Return the passes over the network, in order."""
+    rounding, tuning = config.rounding, config.tuning
     if isinstance(rounding, BrecqConfig):
-        return _brecq_phases(rounding, samples)
+        return _brecq_phases(rounding, groups, samples)
+    record = quantization_of(quantized)
     moments = _moments(model, record, groups, samples, config.batch_size)
 
     def learn(network, group, cache, seed, progress):  # type: ignore[no-untyped-def]
@@ -203,10 +222,30 @@ def _phases(
             progress=progress,
         )
 
-    return [_Phase(rounding.iterations, learn)]
+    phases = [_Phase(groups, rounding.iterations, learn)]
+    if tuning and tuning.applies_to(quantized) and _can_be_tuned(model, samples):
+
+        def tune_all(network, _group, cache, seed, progress):  # type: ignore[no-untyped-def]
+            cache.float_inputs = []
+            return tune(network, cache, tuning, seed, progress)
+
+        steps = tuning.steps(len(samples))
+        phases.append(_Phase([_WHOLE], steps, tune_all, "whole network (divergence)"))
+    return phases
 
 
-def _brecq_phases(config: BrecqConfig, samples: Samples) -> list[_Phase]:
+def _can_be_tuned(model: nn.Module, samples: Samples) -> bool:
+    """Return whether all of a network fits the device and it has a single output."""
+    if offloading():
+        return False
+    with evaluating(model):
+        output = run_batch(model, samples.first_batch(1))
+    return sum(tensor.is_floating_point() for tensor in tensors_in(output)) == 1
+
+
+def _brecq_phases(
+    config: BrecqConfig, groups: Sequence[tuple[str, ...]], samples: Samples
+) -> list[_Phase]:
     """Return BRECQ's phases: rounding with float activations, then activation steps."""
 
     def weights(network, group, cache, seed, progress):  # type: ignore[no-untyped-def]
@@ -218,8 +257,9 @@ def _brecq_phases(config: BrecqConfig, samples: Samples) -> list[_Phase]:
         return learn_steps(_joined(network, group), cache, config, seed, progress)
 
     return [
-        _Phase(config.iterations, weights, ", weights", float_activations=True),
+        _Phase(groups, config.iterations, weights, ", weights", float_activations=True),
         _Phase(
+            groups,
             config.activation_iterations,
             steps,
             ", activations",

@@ -52,6 +52,7 @@ class Descent:
     before: Callable[[int, torch.optim.Adam], None] = lambda _step, _adam: None
     # Called with the schedule row after each Adam update; may be captured.
     after: Callable[[Tensor], None] = lambda _row: None
+    capture: bool = True  # whether to capture a step on CUDA
 
     def __post_init__(self) -> None:
         self.device = model_device(self.block)
@@ -81,7 +82,8 @@ class Descent:
         """Run all steps."""
         total = len(self.schedule)
         every = min(_REPORT_EVERY, total)
-        advance = self._captured() if self.device.type == "cuda" else self._advance
+        captured = self.capture and self.device.type == "cuda"
+        advance = self._captured() if captured else self._advance
         # The warm-up before the capture has already done the first steps.
         for step in range(int(self.step.item()), total):
             self._prepare(step)

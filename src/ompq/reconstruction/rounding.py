@@ -118,9 +118,11 @@ def learn_rounding(
     wanted = {name: each for name, each in (moments or {}).items() if name in layers}
     with kept_if_better(block, cache, config.batch_size) as errors:
         with evaluating(block):
-            restore_moments(layers, wanted, _runs(block, cache))
+            restore_moments(layers, wanted, cache_runs(block, cache))
         copy_main(block.state_dict().values())  # each process has its own samples
-        soft = SoftRounding(list(quantized_layers(block).values()), _runs(block, cache))
+        soft = SoftRounding(
+            list(quantized_layers(block).values()), cache_runs(block, cache)
+        )
         quantizers = activation_quantizers(block).values()
         with optimising(block, seed):
             for quantizer in quantizers:
@@ -135,7 +137,7 @@ def learn_rounding(
     return errors[0], errors[1]
 
 
-def _runs(block: nn.Module, cache: BlockCache) -> Runs:
+def cache_runs(block: nn.Module, cache: BlockCache) -> Runs:
     """Return functions that run a block on the samples that moments are read from."""
 
     def run(index: Tensor) -> None:
