@@ -236,6 +236,15 @@ def test_each_step_reads_its_rates_from_the_table():
         assert table[step].tolist() == pytest.approx(wanted, rel=1e-4, abs=1e-7)
 
 
+def test_long_runs_move_nothing_farther_than_1000_iterations_do():
+    usual, long = (schedule(RoundingConfig(iterations=n)) for n in (1000, 3000))
+    torch.testing.assert_close(
+        long[:, :4].sum(0), usual[:, :4].sum(0), rtol=2e-3, atol=0
+    )
+    short = schedule(RoundingConfig(iterations=500))
+    assert short[0, 1:4].tolist() == usual[0, 1:4].tolist()
+
+
 def test_few_iterations_do_not_make_the_rate_large():
     assert schedule(RoundingConfig(iterations=10))[0, 0].item() == pytest.approx(0.005)
 

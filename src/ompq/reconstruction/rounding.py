@@ -39,6 +39,9 @@ from ompq.stages import Progress
 from ompq.streams import LARGEST_BITS, CodeModel
 
 _LARGEST_RATE = 0.005  # grid steps per iteration; more overshoots in short runs
+# Longer runs lower the learning rates of scales and biases, so that these end no
+# farther from where they began: in 3,000 steps Adam's noise carried them away.
+_RATED_ITERATIONS = 1_000
 _FEWEST_SAMPLES = 8  # an iteration with fewer is too noisy
 # The price of a bit in entropy-coded layers: the number of its updates, how fast its
 # logarithm grows with the relative excess of bits, and the limit of that logarithm.
@@ -58,6 +61,7 @@ class RoundingConfig:
         travel: How far a weight can move in total, in grid steps. The learning rate of
             the rounding is this over the iterations, so that short runs converge too.
         activation_learning_rate: For activation steps below 8 bits; 0 freezes them.
+            Above 1,000 iterations, this rate and the next two are lowered.
         scale_learning_rate: For the logarithm of weight scales; 0 freezes them.
         bias_learning_rate: For biases; 0 freezes them.
         warmup: Fraction of the iterations before weights are driven to grid points.
@@ -249,12 +253,13 @@ def schedule(config: RoundingConfig) -> Tensor:
     driven = max(1 - config.warmup - config.tail, 1 / count)
     phase = ((1 - left - config.warmup) / driven).clamp(0, 1)
     rate = min(config.travel / count, _LARGEST_RATE) * undecided
+    slowed = left * min(_RATED_ITERATIONS / count, 1)
     start, end = config.exponent
     columns = (
         rate,
-        config.activation_learning_rate * left,
-        config.scale_learning_rate * left,
-        config.bias_learning_rate * left,
+        config.activation_learning_rate * slowed,
+        config.scale_learning_rate * slowed,
+        config.bias_learning_rate * slowed,
         start + (end - start) * phase,
         config.drive * phase * rate,
     )
