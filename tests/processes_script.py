@@ -17,7 +17,10 @@ from ompq import processes
 from ompq.cli import app
 from ompq.errors import DataError
 
-ROUNDING = ompq.RoundingConfig(iterations=30, batch_size=8)
+LEARNING = ompq.ReconstructConfig(
+    rounding=ompq.RoundingConfig(iterations=30, batch_size=8),
+    tuning=ompq.TuningConfig(epochs=2, batch_size=8, always=True),
+)
 
 
 def main(folder: Path) -> None:
@@ -33,7 +36,7 @@ def main(folder: Path) -> None:
         rounded,
         model,
         inputs,
-        ompq.ReconstructConfig(rounding=ROUNDING),
+        LEARNING,
         checkpoint=folder / "blocks.safetensors",
     )
     for name, network in {"rounded": rounded, "learned": learned}.items():
