@@ -599,17 +599,27 @@ def normalised_by(model: nn.Module, unit: Unit) -> str:
 
 def norm_affine(norm: nn.Module) -> tuple[Tensor, Tensor]:
     """Return the scale and shift that a batch norm applies in eval mode, (C,) each."""
-    given: Any = norm
-    scale = norm_scale(norm)
+    given: Any = norm  # only norms with statistics are folded
+    scale = torch.rsqrt(given.running_var + given.eps)
+    scale = scale if given.weight is None else scale * given.weight
     shift = -given.running_mean * scale
     return scale, shift if given.weight is None else shift + given.bias
 
 
-def norm_scale(norm: nn.Module) -> Tensor:
-    """Return what a batch norm multiplies channels by in eval mode, (C,)."""
-    given: Any = norm  # only norms with statistics are folded
-    scale = torch.rsqrt(given.running_var + given.eps)
-    return scale if given.weight is None else scale * given.weight
+@torch.no_grad()
+def norm_scales(norms: Sequence[nn.Module]) -> list[Tensor]:
+    """Return the scales that batch norms apply in eval mode, (C,) each.
+
+    All are computed in a few calls, for which a GPU need not wait.
+    """
+    given: list[Any] = [*norms]
+    if not given:
+        return []
+    variances = [norm.running_var for norm in given]
+    scales = torch._foreach_add(variances, [norm.eps for norm in given])
+    ones = torch.ones_like
+    weights = [ones(n.running_var) if n.weight is None else n.weight for n in given]
+    return [*torch._foreach_mul(torch._foreach_rsqrt(scales), weights)]
 
 
 def channel_axis(module: nn.Module) -> int:

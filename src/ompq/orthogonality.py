@@ -12,6 +12,7 @@ from typing import Literal, get_args
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from ompq.errors import check_known
 
@@ -52,6 +53,10 @@ def _product(part: Tensor) -> Tensor:
     """
     count, width = part.shape
     columns = min(_COLUMNS, max(1, width // 8))  # eight products or more
+    if part.is_cuda and width % columns:
+        # A GPU copies faster than it is given calls, and has no threads to share them.
+        part = F.pad(part, (0, -width % columns))
+        width = part.shape[1]
     whole = width // columns * columns  # at least one
     parts = part[:, :whole].reshape(count, -1, columns).transpose(0, 1)
     total = torch.bmm(parts, parts.mT).sum(0, dtype=torch.float64)
@@ -86,16 +91,17 @@ class BatchProducts:
         # Scaled so that neither a tiny nor a huge layer leaves float32's range.
         scale = stacked.abs().amax(1, keepdim=True).clamp_min(_tiny(stacked))
         stacked = (stacked / scale).double()
-        size = scale.double().cpu()
-
-        def products(rows: Tensor) -> Tensor:
-            return (rows @ rows.T).cpu() * size * size.T
-
         # Gram matrices are symmetric: one half of them says everything.
-        above = torch.ones(count, count, device=stacked.device).triu(1).bool()
+        row, column = torch.triu_indices(count, count, 1, device=stacked.device)
+        others = stacked.index_select(1, row * count + column)
+        diagonal = stacked[:, :: count + 1]
+        parts = [diagonal @ diagonal.T, others @ others.T, scale.double()]
+        # One transfer: each makes the host wait for a GPU.
+        found = torch.cat(parts, 1).cpu()
+        own, other, size = torch.split(found, [len(grams), len(grams), 1], 1)
         return cls(
-            diagonal=products(stacked[:, :: count + 1]),
-            others=2 * products(stacked[:, above.flatten()]),
+            diagonal=own * size * size.T,
+            others=2 * (other * size * size.T),
             samples=count,
             pairs=count * (count - 1),
         )

@@ -349,7 +349,8 @@ def stacked_rows(
     lengths = np.concatenate([_lengths(each, count) for each, count in known])
     if lengths.min() == longest:
         return rows, None
-    length = torch.from_numpy(lengths).to(rows.device)[:, None]
+    # Without waiting for what the device still does.
+    length = torch.from_numpy(lengths).to(rows.device, non_blocking=True)[:, None]
     return rows, (torch.arange(longest, device=rows.device) < length).float()
 
 

@@ -95,10 +95,16 @@ class Watch(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         output = func(*args, **kwargs)
+        self.show(func, args, kwargs, output)
+        return output
+
+    def show(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
+        """Number a call and show it, if it returned a float tensor."""
         if any(tensor.is_floating_point() for tensor in tensors_in(output)):
             self.visit(self.position, func, args, kwargs, output)
             self.position += 1
-        return output
 
 
 def watch(
@@ -177,16 +183,19 @@ def is_batch_norm(module: nn.Module) -> bool:
     )
 
 
+_NESTED = (tuple, list, dict)
+
+
 def tensors_in(value: Any) -> Iterator[Tensor]:
     """Yield the tensors in nested tuples, lists and dicts."""
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, tuple | list):
-        for item in value:
-            yield from tensors_in(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from tensors_in(item)
+    elif isinstance(value, _NESTED):
+        for item in value.values() if isinstance(value, dict) else value:
+            if isinstance(item, Tensor):
+                yield item
+            elif isinstance(item, _NESTED):  # most arguments are plain numbers
+                yield from tensors_in(item)
 
 
 def with_tensors(value: Any, tensors: Iterable[Tensor]) -> Any:
@@ -225,6 +234,8 @@ def detach_state(model: nn.Module) -> bool:
 
 def with_first_tensor(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """Return a value nested alike, its first tensor changed."""
+    if isinstance(value, Tensor):
+        return change(value)
     first, *others = tensors_in(value)
     return with_tensors(value, [change(first), *others])
 

@@ -317,4 +317,4 @@ def _drawn(log_p: Tensor, generator: torch.Generator) -> Tensor:
     """Return a class for each row, drawn with its probability, (rows,)."""
     # The largest of log probability + Gumbel noise is a class drawn with it.
     noise = -torch.empty(log_p.shape).exponential_(generator=generator).log()
-    return (log_p + noise.to(log_p.device)).argmax(1)
+    return (log_p + noise.to(log_p.device, non_blocking=True)).argmax(1)

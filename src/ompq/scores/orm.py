@@ -129,7 +129,7 @@ def measure_orm(
     for batch in given.batches(ORM_BATCH):
         grams = Grams(graph, model, wanted, batch_length(batch), progress)
         args, kwargs = arguments(to_device(batch, device))
-        with evaluating(model), grams:
+        with evaluating(model), Watch(grams.visit):
             model(*args, **kwargs)
         total = _added(total, grams.matrices(), debiased=debiased)
     products = total if debiased else total.products
@@ -142,6 +142,10 @@ def orm_result(graph: LayerGraph, settings: OrmSettings, products: Tensor) -> Or
     function_of = _functions(units, settings.granularity)
     functions = sorted({*function_of.values()})
     names = {unit.feature: unit.name for unit in units}
+    finite = products.diagonal().isfinite().tolist()
+    pairs = zip(functions, finite, strict=True)
+    if broken := [names[at] for at, good in pairs if not good]:
+        raise TraceError(f"activations are NaN or infinite at {shortened(broken)}")
     place = {unit.name: functions.index(function_of[unit.feature]) for unit in units}
     places = [place.get(name, -1) for name in graph.names]
     matrix = normalised(products)
@@ -196,8 +200,8 @@ def _functions(units: Sequence[Unit], granularity: Granularity) -> dict[int, int
     return {unit.feature: last[key(unit)] for unit in units}
 
 
-class Grams(Watch):
-    """Takes the Gram matrix of each function's output while a batch runs."""
+class Grams:
+    """Takes the Gram matrix of each function's output while a batch is watched."""
 
     def __init__(
         self,
@@ -207,7 +211,6 @@ class Grams(Watch):
         count: int,
         progress: Progress | None = None,
     ) -> None:
-        super().__init__()
         self.graph, self.settings = graph, settings
         self.count, self.progress = count, progress
         units = _taking_part(graph, settings)
@@ -223,34 +226,27 @@ class Grams(Watch):
         self.unread = {*self.weights.values()}
         self.found: dict[int, Tensor] = {}  # (n, n) each
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        at = self.position
-        output = super().__torch_function__(func, types, args, kwargs)
-        self.unread.difference_update(map(id, tensors_in((args, kwargs or {}))))
-        if at < self.position and at in self.units:
-            if self.weights[at] in self.unread:
-                raise TraceError(_OTHER_PATH)
-            with DisableTorchFunction():  # what else watches the pass need not see this
-                rows = sample_rows(next(tensors_in(output)).detach(), self.count)
-                self.found[at] = gram_matrix(rows, centred=self.settings.centred)
-            if self.progress:
-                done, total = len(self.found), len(self.units)
-                self.progress(done, total, "measuring orthogonality")
-        return output
+    def visit(
+        self, position: int, _function: Any, args: Any, kwargs: Any, output: Any
+    ) -> None:
+        """Take the Gram matrix of a call's output, if a function ends there."""
+        self.unread.difference_update(map(id, tensors_in((args, kwargs))))
+        if position not in self.units:
+            return
+        if self.weights[position] in self.unread:
+            raise TraceError(_OTHER_PATH)
+        with DisableTorchFunction():  # what else watches the pass need not see this
+            rows = sample_rows(next(tensors_in(output)).detach(), self.count)
+            self.found[position] = gram_matrix(rows, centred=self.settings.centred)
+        if self.progress:
+            done, total = len(self.found), len(self.units)
+            self.progress(done, total, "measuring orthogonality")
 
     def matrices(self) -> list[Tensor]:
         """Return the matrices in the order of the functions."""
         if len(self.found) < len(self.units):
             raise TraceError(_OTHER_PATH)
-        found = [self.found[at] for at in self.units]
-        finite = torch.stack(found).sum((1, 2)).isfinite().tolist()
-        pairs = zip(self.units.values(), finite, strict=True)
-        broken = [unit.name for unit, good in pairs if not good]
-        if broken:
-            raise TraceError(f"activations are NaN or infinite at {shortened(broken)}")
-        return found
+        return [self.found[at] for at in self.units]
 
     def result(self) -> OrmResult:
         """Return ORM, if this batch was all there is."""

@@ -4,7 +4,7 @@ import logging
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import chain
@@ -13,12 +13,12 @@ from typing import Any, ClassVar, TypeAlias
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from ompq.costs import FLOAT_BITS
 from ompq.offload import visiting
 from ompq.ranges import elements_at_once
 from ompq.recording import (
+    Watch,
     function_name,
     is_linear_map,
     tensors_in,
@@ -42,7 +42,13 @@ from ompq.scores.orm import (
     measure_orm,
     sample_rows,
 )
-from ompq.scores.rounding_errors import noise_table, quickly_rounded, weight_choices
+from ompq.scores.rounding_errors import (
+    QuickRounding,
+    noise_ratios,
+    noise_table,
+    quickly_rounded,
+    weight_choices,
+)
 from ompq.scores.table import Needs, ScoreInputs
 from ompq.units import Choice, ScoreTable, Table
 
@@ -109,27 +115,21 @@ class Sensitivity:
         # Of a large network, one layer's errors exist at a time, of one choice.
         few = len(wanted) * sum(unit.weights for unit in graph.units) <= _KEPT
         found = quickly_rounded(model, graph.units, weights, wanted if few else ())
-        noise = np.array([[one.noise[choice] for choice in weights] for one in found])
-        keys = [id(one.stored.parameter) for one in found]
-        keep: Any = cache if few else lambda errors: errors
-        parts = [wanted] if few else [(choice,) for choice in wanted]
-        several: Any = (
-            [partial(errors, part) for part in parts]
-            for errors in (keep(one.errors) for one in found)
-        )
+        expected, orm = None, None
         try:
-            rows, orm = self._expected(
-                given, dict(zip(keys, several, strict=True)), choices=len(wanted)
-            )
-            expected, alone = np.array([rows[key] for key in keys]), noise[:, measured]
-            ratio = np.divide(
-                expected, alone, out=np.zeros_like(expected), where=alone > 0
-            )
+            errors = _weight_errors(found, wanted, keep=few)
+            rows, orm = self._expected(given, errors, choices=len(wanted))
+            expected = np.array([rows[id(one.stored.parameter)] for one in found])
         except (RuntimeError, NotImplementedError) as error:
             if isinstance(error, torch.OutOfMemoryError):
                 raise
             logger.warning("no gradients, so only the noise decides: %s", error)
-            ratio, orm = np.ones((len(graph), len(measured))), None
+        # Read only now: the host waits for it until a GPU has done all the rest.
+        noise = noise_ratios(found, weights)
+        ratio = np.ones((len(graph), len(measured)))
+        if expected is not None:
+            alone, nothing = noise[:, measured], np.zeros_like(expected)
+            ratio = np.divide(expected, alone, out=nothing, where=alone > 0)
         factor = self._factor(ratio, weights, measured)
         by_weight = np.concatenate([noise * factor, np.zeros((len(graph), 1))], 1)
         columns = dict(zip(weights, range(len(weights)), strict=True))
@@ -176,7 +176,8 @@ class Sensitivity:
                 count = batch_length(batch)
                 watch = _Errors(model, rounded, choices=choices, count=count)
                 grams = Grams(given.graph, model, self.orm, count) if whole else None
-                with watch, grams or nullcontext():
+                watch.visit = grams.visit if grams else watch.visit
+                with watch:
                     output = model(*args, **kwargs)
                 log_p = class_rows(first_tensor(output).float()).log_softmax(1)
                 labels, counts = weighted_labels(log_p, generator, count)
@@ -188,6 +189,24 @@ class Sensitivity:
                 given.progress(done, len(samples), "expecting divergence")
         mean = np.sqrt(np.sum(totals, 0).prod(0)) / (2 * len(samples))
         return dict(zip(rounded, mean.tolist(), strict=True)), orm
+
+
+def _weight_errors(
+    found: Sequence[QuickRounding], wanted: tuple[Choice, ...], *, keep: bool
+) -> dict[int, list[WeightErrors]]:
+    """Return what gives the errors of each weight, by its identity.
+
+    Errors of all choices at once, computed once, if they may be kept; else of one
+    choice at a time, computed each time.
+    """
+    parts = [wanted] if keep else [(choice,) for choice in wanted]
+    by_weight: dict[int, list[WeightErrors]] = {}
+    for one in found:
+        several: list[Any] = [partial(one.errors, part) for part in parts]
+        by_weight[id(one.stored.parameter)] = (
+            [*map(cache, several)] if keep else several
+        )
+    return by_weight
 
 
 def _batch_size(given: ScoreInputs, samples: int) -> int:
@@ -215,7 +234,7 @@ def _let_ask(weights: Sequence[Tensor], *, gradients: bool) -> None:
         weight.requires_grad_(gradients)
 
 
-class _Errors(TorchFunctionMode):
+class _Errors(Watch):
     """Multiplies the errors that rounded weights cause by the gradients they meet."""
 
     def __init__(
@@ -244,12 +263,18 @@ class _Errors(TorchFunctionMode):
         given = args, kwargs or {}
         output = func(*given[0], **given[1])
         name = function_name(func)
-        if not (is_linear_map(name) or name in _OTHER_READERS):
-            return output
-        weights = [t for t in tensors_in(given) if id(t) in self.rounded]
-        if not weights:
-            return output
-        caused = _caused_by(func, given, output)
+        if is_linear_map(name) or name in _OTHER_READERS:
+            weights = [t for t in tensors_in(given) if id(t) in self.rounded]
+            if weights:
+                output = self._hooked(func, given, output, weights)
+        self.show(func, *given, output)
+        return output
+
+    def _hooked(
+        self, func: Any, given: tuple[Any, Any], output: Any, weights: list[Tensor]
+    ) -> Any:
+        """Return a call's output with a hook for the gradient that comes back to it."""
+        name, caused = function_name(func), _caused_by(func, given, output)
         size = next(tensors_in(output)).numel()
 
         def hook(gradient: Tensor) -> None:
@@ -320,19 +345,20 @@ class _Errors(TorchFunctionMode):
             products = torch.cat([self.products[key] for key in part], 2).double()
             squared = (products.square() * counts[:, None]).sum(1)  # (choices, C)
             sizes = [self.products[key].shape[2] for key in part]
-            starts = np.cumsum([0, *sizes[:-1]])
-            sums = np.add.reduceat(squared.cpu().numpy(), starts, axis=1).T
-            for (key, _), independent in zip(part, sums, strict=True):
-                total[0, rows[key]] += independent
-                if key not in self.single:
-                    total[1, rows[key]] += independent
-        single = {k: p for k, p in self.products.items() if k[0] in self.single}
-        if single:
-            wholes = [p.double().sum(2).square() @ counts for p in single.values()]
-            for (key, _), whole in zip(
-                single, torch.stack(wholes).tolist(), strict=True
-            ):
-                total[1, rows[key]] += whole
+            single = [at for at, (key, _) in enumerate(part) if key in self.single]
+            wholes = [
+                own.sum(2).square() @ counts
+                for at, own in enumerate(torch.split(products, sizes, 2))
+                if at in single
+            ]
+            found = torch.cat([squared, *(one[:, None] for one in wholes)], 1)
+            sums = found.cpu().numpy()  # (choices, C + single)
+            starts = np.cumsum([0, *sizes])
+            independent = np.add.reduceat(sums[:, : starts[-1]], starts[:-1], axis=1).T
+            together = independent.copy()
+            together[single] = sums[:, starts[-1] :].T
+            for (key, _), *both in zip(part, independent, together, strict=True):
+                total[:, rows[key]] += both
         return total
 
     def _parts(self, most: int) -> Iterator[list[tuple[int, int]]]:
