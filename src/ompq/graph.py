@@ -188,7 +188,8 @@ def _find_layers(
             weight = id(_parameter(modules, unit.parameter))
             first = owner.setdefault(weight, unit.name)
             if first == unit.name:
-                units.append(replace(unit, shared=holders[weight] > 1))
+                shared = holders[weight] > 1
+                units.append(replace(unit, shared=True) if shared else unit)
             else:
                 reason = f"shares the weight of {first} and gets its bits"
                 skipped.append(Skipped(unit.name, reason))
@@ -198,7 +199,9 @@ def _find_layers(
 def _parameter(modules: Mapping[str, nn.Module], key: str) -> nn.Parameter:
     """Return the parameter that has a key in the ``state_dict``."""
     owner, _, name = key.rpartition(".")
-    return modules[owner].get_parameter(name)
+    found = modules[owner]._parameters[name]
+    assert found is not None  # keys are those of parameters that were read
+    return found
 
 
 def _functional_calls(
@@ -335,13 +338,17 @@ def _placed(
     consumers = recording.consumers()
     times = Counter(call.name for call in recording.module_calls)
     blocks = _find_blocks(modules, recording, [unit.name for unit in units])
+    chains = [[*_sole_consumers(recording, consumers, unit)] for unit in units]
+    # An inner convolution is represented by what its activation returns, a block's
+    # last convolution by what the block returns.
+    features = [
+        readers[-1].position if readers else unit.feature
+        for unit, readers in zip(units, chains, strict=True)
+    ]
+    stages = _stages(recording, [blocks[unit.name] for unit in units], features)
     heads: dict[int, Unit] = {}  # position of a sum → the first unit that it represents
     placed = []
-    for unit in units:
-        readers = list(_sole_consumers(recording, consumers, unit))
-        # An inner convolution is represented by what its activation returns, a block's
-        # last convolution by what the block returns.
-        feature = readers[-1].position if readers else unit.feature
+    for unit, readers, feature in zip(units, chains, features, strict=True):
         head = heads.setdefault(feature, unit) if any(map(is_sum, readers)) else unit
         once = unit.calls == 1 and unit.kind not in IN_PLACE
         norm = _find_norm(modules, readers, times) if once else ""
@@ -354,12 +361,13 @@ def _placed(
                 norm_parameters=sum(p.numel() for p in held),
                 activation=first if first in _ACTIVATIONS else "",
                 block=blocks[unit.name],
+                stage=stages[blocks[unit.name]],
                 # Weights of one recurrent layer share its output, not their bits.
                 group=(head if head.feature != unit.feature else unit).name,
                 feature=feature,
             )
         )
-    return _staged(recording, placed)
+    return placed
 
 
 def _sole_consumers(
@@ -399,18 +407,26 @@ def _find_norm(
     return first.module if folds else ""
 
 
-def _staged(recording: Recording, units: Sequence[Unit]) -> list[Unit]:
-    """Number the stages: a new one begins where a block's resolution changes."""
+def _stages(
+    recording: Recording, blocks: Sequence[str], features: Sequence[int]
+) -> dict[str, int]:
+    """Number the stages: a new one begins where a block's resolution changes.
+
+    Args:
+        blocks: Of each unit.
+        features: The call that represents each unit.
+    """
     resolution = {}
-    for unit in units:  # the block's last unit wins: it is the block's output
-        shape = recording.calls[unit.feature].shape
-        resolution[unit.block] = prod(shape[2:]) if len(shape) > 3 else 1  # of images
+    for block, feature in zip(blocks, features, strict=True):
+        # The block's last unit wins: it is the block's output.
+        shape = recording.calls[feature].shape
+        resolution[block] = prod(shape[2:]) if len(shape) > 3 else 1  # of images
     numbers: dict[str, int] = {}
     stage, previous = -1, None
     for block, pixels in resolution.items():
         stage += pixels != previous
         numbers[block], previous = stage, pixels
-    return [replace(unit, stage=numbers[unit.block]) for unit in units]
+    return numbers
 
 
 def _find_blocks(
