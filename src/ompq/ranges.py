@@ -371,7 +371,9 @@ def _stacked_length(columns: int) -> int:
     """Return the length to fill rows up to: they must be searched in the same way."""
     if columns > 2 * _SEARCHED:  # which ones are drawn depends on the length
         return columns
-    return max(FEW_WEIGHTS, 1 << (columns - 1).bit_length())
+    # Powers of 4: a GPU loses less by longer rows than by more calls.
+    exponent = max(FEW_WEIGHTS - 1, columns - 1).bit_length()
+    return 1 << (exponent + exponent % 2)
 
 
 def weight_noises(

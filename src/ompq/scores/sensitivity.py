@@ -3,12 +3,11 @@
 import logging
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from itertools import chain
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -234,6 +233,18 @@ def _let_ask(weights: Sequence[Tensor], *, gradients: bool) -> None:
         weight.requires_grad_(gradients)
 
 
+class _Products(NamedTuple):
+    """What gradient · error of one weight is made of, of N samples and C channels."""
+
+    uncentred: Tensor  # sums of gradient · error, (choices, N, C)
+    means: Tensor  # of the errors, (choices, C)
+    slopes: Tensor  # sums of gradients, (N, C)
+
+    def centred(self) -> Tensor:
+        """Return sums of gradient · (error − its mean), (choices, N, C)."""
+        return self.uncentred - self.means[:, None] * self.slopes
+
+
 class _Errors(Watch):
     """Multiplies the errors that rounded weights cause by the gradients they meet."""
 
@@ -253,8 +264,8 @@ class _Errors(Watch):
         self.zero = torch.zeros((), device=device, requires_grad=True)
         self.at_once = _AT_ONCE.get(device.type, 1)
         # Of each weight and number of channels, which a weight that is tied may have
-        # two of: gradient · error of each sample and channel, (choices, N, C).
-        self.products: dict[tuple[int, int], Tensor] = {}
+        # two of.
+        self.products: dict[tuple[int, int], _Products] = {}
         self.single: set[int] = set()  # weights with one output for each sample
 
     def __torch_function__(
@@ -284,14 +295,19 @@ class _Errors(Watch):
                 several = (errors() for errors in self.rounded[id(weight)])
                 # A GPU's backward pass has a thread of its own.
                 with visiting(self.model):
-                    parts = chain(*(torch.split(each, at_once) for each in several))
-                    made = [products(caused(weight, e)) for e in parts]
-                found = made[0] if len(made) == 1 else torch.cat(made)
-                if found[0].numel() == size:
+                    found = products(
+                        caused(weight, part)
+                        for each in several
+                        for part in torch.split(each, at_once)
+                    )
+                if found.slopes.numel() == size:
                     self.single.add(id(weight))
-                key = id(weight), found.shape[2]
+                key = id(weight), found.slopes.shape[1]
                 before = self.products.get(key)
-                self.products[key] = found if before is None else before + found
+                if before is not None:
+                    both = before.centred() + found.centred()
+                    found = _Products(both, *map(torch.zeros_like, found[1:]))
+                self.products[key] = found
 
         def hooked(tensor: Tensor) -> Tensor:
             # Outputs of linear maps are not read again: later calls may change them.
@@ -302,11 +318,10 @@ class _Errors(Watch):
 
         return with_first_tensor(output, hooked)
 
-    def _products(self, function: str, gradient: Tensor) -> Callable[[Tensor], Tensor]:
-        """Return what multiplies errors, (choices, ...), by the gradient: to (., N, C).
-
-        The mean of the error in each channel is taken off first.
-        """
+    def _products(
+        self, function: str, gradient: Tensor
+    ) -> Callable[[Iterable[Tensor]], _Products]:
+        """Return what multiplies errors, of some choices at a time, by the gradient."""
         conv = function.startswith("conv")  # (N, C, ...), not (..., C)
         channel = 1 if conv else gradient.ndim - 1
         channels = gradient.shape[channel]
@@ -325,10 +340,12 @@ class _Errors(Watch):
             parts = [one.reshape(self.count, -1, channels).sum(1) for one in rows]
             return torch.stack(parts)
 
-        slope = by_channel(gradient[None])  # (1, N, C)
+        slopes = by_channel(gradient[None])[0]
 
-        def products(error: Tensor) -> Tensor:
-            return by_channel(gradient * error) - error.mean(others)[:, None] * slope
+        def products(errors: Iterable[Tensor]) -> _Products:
+            made = [(by_channel(gradient * e), e.mean(others)) for e in errors]
+            uncentred, means = map(_joined, zip(*made, strict=True))
+            return _Products(uncentred, means, slopes)
 
         return products
 
@@ -342,9 +359,11 @@ class _Errors(Watch):
         rows = {key: row for row, key in enumerate(self.rounded)}
         for part in self._parts(elements_at_once(counts.device)):
             # Of several weights at once: a GPU waits for each call.
-            products = torch.cat([self.products[key] for key in part], 2).double()
+            several = zip(*(self.products[key] for key in part), strict=True)
+            made = _Products(*(torch.cat(column, -1) for column in several))
+            products = made.centred().double()
             squared = (products.square() * counts[:, None]).sum(1)  # (choices, C)
-            sizes = [self.products[key].shape[2] for key in part]
+            sizes = [channels for _, channels in part]
             single = [at for at, (key, _) in enumerate(part) if key in self.single]
             wholes = [
                 own.sum(2).square() @ counts
@@ -365,7 +384,7 @@ class _Errors(Watch):
         """Yield keys of products, so many at a time that they have few elements."""
         part: list[tuple[int, int]] = []
         room = most
-        for key, products in self.products.items():
+        for key, (products, *_) in self.products.items():
             if part and products.numel() > room:
                 yield part
                 part, room = [], most
@@ -373,6 +392,10 @@ class _Errors(Watch):
             room -= products.numel()
         if part:
             yield part
+
+
+def _joined(parts: tuple[Tensor, ...]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _caused_by(
@@ -394,7 +417,7 @@ def _caused_by(
         return changed
     # Without its bias it maps errors to errors.
     args, kwargs = given
-    args = (*args[:2], *(None for _ in args[2:3]), *args[3:])
+    args = (*args[:2], *([None] * len(args[2:3])), *args[3:])
     bare = args, {key: value for key, value in kwargs.items() if key != "bias"}
     before = [(tensor, _version(tensor)) for tensor in tensors_in(bare)]
 
