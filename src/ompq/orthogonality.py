@@ -33,12 +33,13 @@ def gram_matrix(features: Tensor, *, centred: bool = False) -> Tensor:
     count = len(flat)
     chunk = _GPU_CHUNK if flat.is_cuda else _CHUNK
     width = max(1, chunk // (count * _COLUMNS)) * _COLUMNS
+    parts = torch.split(flat, width, dim=1) if flat.shape[1] > width else (flat,)
     if not centred:
-        first, *others = torch.split(flat, width, dim=1)
+        first, *others = parts
         return sum((_product(part) for part in others), _product(first))
     total = flat.new_zeros(count, count, dtype=torch.float64)
     rounding = total.new_zeros(())  # what rounding alone leaves of a constant feature
-    for part in torch.split(flat, width, dim=1):
+    for part in parts:
         mean = part.mean(0, keepdim=True)
         total += _product(part - mean)
         rounding += mean.square().sum() * count * torch.finfo(flat.dtype).eps ** 2
@@ -58,7 +59,8 @@ def _product(part: Tensor) -> Tensor:
         part = F.pad(part, (0, -width % columns))
         width = part.shape[1]
     whole = width // columns * columns  # at least one
-    parts = part[:, :whole].reshape(count, -1, columns).transpose(0, 1)
+    most = part[:, :whole] if whole < width else part
+    parts = most.reshape(count, -1, columns).transpose(0, 1)
     total = torch.bmm(parts, parts.mT).sum(0, dtype=torch.float64)
     if whole < width:
         rest = part.new_zeros(2, count, columns)
@@ -87,7 +89,7 @@ class BatchProducts:
     def of(cls, grams: Sequence[Tensor]) -> "BatchProducts":
         """Take the products of one batch's Gram matrices, L of (n, n)."""
         count = grams[0].shape[0]
-        stacked = torch.stack([g.reshape(-1) for g in grams])  # (L, n*n)
+        stacked = torch.stack([*grams]).flatten(1)  # (L, n*n)
         # Scaled so that neither a tiny nor a huge layer leaves float32's range.
         scale = stacked.abs().amax(1, keepdim=True).clamp_min(_tiny(stacked))
         stacked = (stacked / scale).double()

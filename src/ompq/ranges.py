@@ -448,9 +448,10 @@ def as_weights(rows: Tensor, shape: Sequence[int], channel_dim: int) -> Tensor:
     """
     channels, rest = shape[channel_dim], [*shape]
     del rest[channel_dim]
-    count = rows.shape[0]
-    columns = rows.reshape(count, channels, -1)[..., : math.prod(rest)]
-    weights = columns.reshape(count, channels, *rest)
+    count, size = rows.shape[0], math.prod(rest)
+    if rows.shape[1:] != (channels, size):  # groups, the last filled up
+        rows = rows.reshape(count, channels, -1)[..., :size]
+    weights = rows.reshape(count, channels, *rest)
     return weights.movedim(1, 1 + channel_dim) if channel_dim else weights
 
 

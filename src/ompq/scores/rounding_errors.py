@@ -223,16 +223,18 @@ def _search(
     columns = [prod(shape) // shape[axis] for shape, axis in shapes]
     rows, counts = stacked_rows(weights, columns)
     grids = quick_grids(rows, widths, counts)
-    ends = accumulate(map(len, weights), initial=0)
-    parts = [slice(*both) for both in pairwise(ends)]
+    lengths = [own.shape[0] for own in weights]
+    parts = [slice(*both) for both in pairwise(accumulate(lengths, initial=0))]
     if not kept:
         return [_Search(grids, part, None) for part in parts]
-    errors = grids.errors(rows, slice(kept))
     found = []
-    for (stored, unit), part, own in zip(several, parts, weights, strict=True):
-        its = errors[:, part, : own.shape[1]]
-        its = as_weights(its, unit.weight_shape, stored.axis)
-        found.append(_Search(grids, part, _unfolded(its, stored)))
+    every = torch.split(grids.errors(rows, slice(kept)), lengths, 1)
+    for (stored, unit), part, own, its in zip(
+        several, parts, weights, every, strict=True
+    ):
+        errors = its[..., : own.shape[1]] if own.shape[1] < its.shape[2] else its
+        errors = as_weights(errors, unit.weight_shape, stored.axis)
+        found.append(_Search(grids, part, _unfolded(errors, stored)))
     return found
 
 
@@ -248,16 +250,17 @@ def noise_ratios(several: Sequence[QuickRounding], choices: Sequence[Choice]) ->
     if not on_grids:
         return table
     found = [one.found for one in several if one.found]
-    lost = torch.cat([own.grids.lost[:, own.rows] for own in found], 1)
-    energy = torch.cat([own.grids.energy[own.rows] for own in found])
+    stacks = {id(own.grids): own.grids for own in found}
     # One transfer for all: each makes the host wait for a GPU.
-    sums = torch.cat([lost, energy[None]]).double().cpu().numpy()  # (widths + 1, rows)
-    lengths = [own.rows.stop - own.rows.start for own in found]
-    starts = np.cumsum([0, *lengths[:-1]])
-    *by_width, energies = np.add.reduceat(sums, starts, axis=1)
+    sums = [torch.cat([grids.lost, grids.energy[None]]) for grids in stacks.values()]
+    read = torch.cat(sums, 1).double().cpu().numpy()  # (widths + 1, rows)
+    ends = np.cumsum([part.shape[1] for part in sums])[:-1]
+    by_stack = dict(zip(stacks, np.split(read, ends, 1), strict=True))
     places = [several[0].columns[choices[column]] for column in on_grids]
-    ratios = np.array(by_width)[places] / np.maximum(energies, _TINY)
-    table[:, on_grids] = ratios.T
+    for row, own in zip(table, found, strict=True):
+        mine = by_stack[id(own.grids)][:, own.rows]
+        *lost, energy = np.add.reduceat(mine, [0], axis=1)[:, 0]
+        row[on_grids] = np.array(lost)[places] / max(energy, _TINY)
     return table
 
 

@@ -298,7 +298,7 @@ class _Errors(Watch):
                     found = products(
                         caused(weight, part)
                         for each in several
-                        for part in torch.split(each, at_once)
+                        for part in _split(each, at_once)
                     )
                 if found.slopes.numel() == size:
                     self.single.add(id(weight))
@@ -326,9 +326,10 @@ class _Errors(Watch):
         channel = 1 if conv else gradient.ndim - 1
         channels = gradient.shape[channel]
         others = [dim + 1 for dim in range(gradient.ndim) if dim != channel]
+        inner = [*range(3, gradient.ndim + 1)]  # heights and widths of images
 
         def by_channel(values: Tensor) -> Tensor:
-            summed = values.flatten(3).sum(3) if conv and values.ndim > 3 else values
+            summed = values.sum(inner) if conv and inner else values
             if summed.shape[1:] == (self.count, channels):
                 return summed
             if not any(size % self.count == 0 for size in summed.shape[1:-1]):
@@ -394,6 +395,11 @@ class _Errors(Watch):
             yield part
 
 
+def _split(errors: Tensor, at_once: int) -> Sequence[Tensor]:
+    few = errors.shape[0] <= at_once
+    return (errors,) if few else torch.split(errors, at_once)
+
+
 def _joined(parts: tuple[Tensor, ...]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
@@ -448,10 +454,14 @@ def _stacked(
     run: Callable[[Tensor], Tensor], name: str, groups: int, weights: Tensor
 ) -> Tensor:
     """Return the outputs of a linear map with several weights, in one call of it."""
-    count = len(weights)
+    count = weights.shape[0]
     if name == "linear":
         output = run(weights.flatten(0, 1))  # (..., choices · C)
         return output.reshape(*output.shape[:-1], count, -1).movedim(-2, 0)
+    if groups == 1 and "transpose" not in name:
+        output = run(weights.flatten(0, 1))  # (N, choices · C, ...)
+        shape = output.shape
+        return output.reshape(shape[0], count, -1, *shape[2:]).transpose(0, 1)
     if "transpose" in name:  # (in, C/groups, ...)
         stacked = weights.movedim(0, 1).flatten(1, 2)
     else:  # the channels of a group stay together
