@@ -21,6 +21,7 @@ from ompq.samples import Batch, attached, call, evaluating, in_this_thread, lock
 logger = logging.getLogger(__name__)
 
 Visit = Callable[[int, Any, tuple[Any, ...], dict[str, Any], Any], None]
+Change = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], Any]
 Enter = Callable[[str, nn.Module], None]
 Leave = Callable[[str, nn.Module, Any, Any, Any], None]
 
@@ -79,11 +80,14 @@ class Watch(TorchFunctionMode):
     """Numbers the calls that return float tensors and shows each to ``visit``.
 
     Positions and masks are left out: how they are made may depend on the batch.
+    ``change`` sees every call first and returns the output to go on with.
     """
 
-    def __init__(self, visit: Visit = lambda *_: None) -> None:
+    def __init__(
+        self, visit: Visit = lambda *_: None, change: Change | None = None
+    ) -> None:
         super().__init__()
-        self.visit = visit
+        self.visit, self.change = visit, change
         self.position = 0  # of the next call
 
     def __torch_function__(
@@ -95,16 +99,13 @@ class Watch(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         output = func(*args, **kwargs)
-        self.show(func, args, kwargs, output)
-        return output
-
-    def show(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-    ) -> None:
-        """Number a call and show it, if it returned a float tensor."""
-        if any(tensor.is_floating_point() for tensor in tensors_in(output)):
+        if self.change is not None:
+            output = self.change(func, args, kwargs, output)
+        made = (output,) if isinstance(output, Tensor) else tensors_in(output)
+        if any(tensor.is_floating_point() for tensor in made):
             self.visit(self.position, func, args, kwargs, output)
             self.position += 1
+        return output
 
 
 def watch(

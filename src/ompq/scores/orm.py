@@ -129,7 +129,7 @@ def measure_orm(
     for batch in given.batches(ORM_BATCH):
         grams = Grams(graph, model, wanted, batch_length(batch), progress)
         args, kwargs = arguments(to_device(batch, device))
-        with evaluating(model), Watch(grams.visit):
+        with evaluating(model), grams:
             model(*args, **kwargs)
         total = _added(total, grams.matrices(), debiased=debiased)
     products = total if debiased else total.products
@@ -200,8 +200,8 @@ def _functions(units: Sequence[Unit], granularity: Granularity) -> dict[int, int
     return {unit.feature: last[key(unit)] for unit in units}
 
 
-class Grams:
-    """Takes the Gram matrix of each function's output while a batch is watched."""
+class Grams(Watch):
+    """Takes the Gram matrix of each function's output while a batch runs."""
 
     def __init__(
         self,
@@ -211,6 +211,7 @@ class Grams:
         count: int,
         progress: Progress | None = None,
     ) -> None:
+        super().__init__()
         self.graph, self.settings = graph, settings
         self.count, self.progress = count, progress
         units = _taking_part(graph, settings)
@@ -226,21 +227,24 @@ class Grams:
         self.unread = {*self.weights.values()}
         self.found: dict[int, Tensor] = {}  # (n, n) each
 
-    def visit(
-        self, position: int, _function: Any, args: Any, kwargs: Any, output: Any
-    ) -> None:
-        """Take the Gram matrix of a call's output, if a function ends there."""
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        at = self.position
+        output = super().__torch_function__(func, types, args, kwargs)
+        if at == self.position:
+            return output
         self.unread.difference_update(map(id, tensors_in((args, kwargs))))
-        if position not in self.units:
-            return
-        if self.weights[position] in self.unread:
-            raise TraceError(_OTHER_PATH)
-        with DisableTorchFunction():  # what else watches the pass need not see this
-            rows = sample_rows(next(tensors_in(output)).detach(), self.count)
-            self.found[position] = gram_matrix(rows, centred=self.settings.centred)
-        if self.progress:
-            done, total = len(self.found), len(self.units)
-            self.progress(done, total, "measuring orthogonality")
+        if at in self.units:
+            if self.weights[at] in self.unread:
+                raise TraceError(_OTHER_PATH)
+            with DisableTorchFunction():  # what else watches the pass need not see this
+                rows = sample_rows(next(tensors_in(output)).detach(), self.count)
+                self.found[at] = gram_matrix(rows, centred=self.settings.centred)
+            if self.progress:
+                done, total = len(self.found), len(self.units)
+                self.progress(done, total, "measuring orthogonality")
+        return output
 
     def matrices(self) -> list[Tensor]:
         """Return the matrices in the order of the functions."""

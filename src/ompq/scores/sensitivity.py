@@ -173,16 +173,17 @@ class Sensitivity:
             for batch in samples.batches(size):
                 args, kwargs = arguments(to_device(batch, device))
                 count = batch_length(batch)
-                watch = _Errors(model, rounded, choices=choices, count=count)
+                errors = _Errors(model, rounded, choices=choices, count=count)
                 grams = Grams(given.graph, model, self.orm, count) if whole else None
-                watch.visit = grams.visit if grams else watch.visit
+                watch = grams or Watch()
+                watch.change = errors.caught
                 with watch:
                     output = model(*args, **kwargs)
                 log_p = class_rows(first_tensor(output).float()).log_softmax(1)
                 labels, counts = weighted_labels(log_p, generator, count)
                 loss = -log_p.gather(1, labels[:, None]).sum()
-                torch.autograd.grad(loss, watch.zero)
-                totals.append(watch.squares(counts))
+                torch.autograd.grad(loss, errors.zero)
+                totals.append(errors.squares(counts))
                 orm = grams.result() if grams else None
                 done += count
                 given.progress(done, len(samples), "expecting divergence")
@@ -245,7 +246,7 @@ class _Products(NamedTuple):
         return self.uncentred - self.means[:, None] * self.slopes
 
 
-class _Errors(Watch):
+class _Errors:
     """Multiplies the errors that rounded weights cause by the gradients they meet."""
 
     def __init__(
@@ -256,7 +257,6 @@ class _Errors(Watch):
         choices: int,
         count: int,
     ) -> None:
-        super().__init__()
         self.model, self.rounded = model, rounded
         self.choices, self.count = choices, count
         device = model_device(model)
@@ -268,24 +268,15 @@ class _Errors(Watch):
         self.products: dict[tuple[int, int], _Products] = {}
         self.single: set[int] = set()  # weights with one output for each sample
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        given = args, kwargs or {}
-        output = func(*given[0], **given[1])
-        name = function_name(func)
-        if is_linear_map(name) or name in _OTHER_READERS:
-            weights = [t for t in tensors_in(given) if id(t) in self.rounded]
-            if weights:
-                output = self._hooked(func, given, output, weights)
-        self.show(func, *given, output)
-        return output
-
-    def _hooked(
-        self, func: Any, given: tuple[Any, Any], output: Any, weights: list[Tensor]
-    ) -> Any:
-        """Return a call's output with a hook for the gradient that comes back to it."""
-        name, caused = function_name(func), _caused_by(func, given, output)
+    def caught(self, func: Any, args: Any, kwargs: Any, output: Any) -> Any:
+        """Return the output of a call; gradients of a weight's are caught on it."""
+        name, given = function_name(func), (args, kwargs)
+        if not (is_linear_map(name) or name in _OTHER_READERS):
+            return output
+        weights = [t for t in tensors_in(given) if id(t) in self.rounded]
+        if not weights:
+            return output
+        caused = _caused_by(func, given, output)
         size = next(tensors_in(output)).numel()
 
         def hook(gradient: Tensor) -> None:
@@ -302,12 +293,7 @@ class _Errors(Watch):
                     )
                 if found.slopes.numel() == size:
                     self.single.add(id(weight))
-                key = id(weight), found.slopes.shape[1]
-                before = self.products.get(key)
-                if before is not None:
-                    both = before.centred() + found.centred()
-                    found = _Products(both, *map(torch.zeros_like, found[1:]))
-                self.products[key] = found
+                self._add(id(weight), found)
 
         def hooked(tensor: Tensor) -> Tensor:
             # Outputs of linear maps are not read again: later calls may change them.
@@ -317,6 +303,14 @@ class _Errors(Watch):
             return tensor
 
         return with_first_tensor(output, hooked)
+
+    def _add(self, weight: int, found: _Products) -> None:
+        key = weight, found.slopes.shape[1]
+        before = self.products.get(key)
+        if before is not None:  # the weight is tied
+            both = before.centred() + found.centred()
+            found = _Products(both, *map(torch.zeros_like, found[1:]))
+        self.products[key] = found
 
     def _products(
         self, function: str, gradient: Tensor
