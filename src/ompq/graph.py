@@ -121,8 +121,8 @@ def live_tensors(
     """Return every activation that takes memory of its own while the network runs.
 
     Norms and activation functions that alone read a tensor work in place, and views
-    take no memory. What a call reads and what it makes are alive together. ``inputs``
-    is the number of values in one input of the network.
+    take no memory. What a call reads is alive together with what it returns.
+    ``inputs`` is the number of values in one input of the network.
     """
     consumers, calls = recording.consumers(), recording.calls
     home = {-1: -1}  # call → the call whose memory holds its output
@@ -164,7 +164,7 @@ def _find_layers(
 ) -> tuple[list[Unit], list[Skipped]]:
     """Return the layers with a weight in order of execution, and those left out.
 
-    The feature of each is its plain output; nothing is known of what is around it.
+    The feature of each is its plain output; the layers around it are not looked at.
     """
     calls: dict[str, list[ModuleCall]] = {}
     for each in (*recording.module_calls, *_functional_calls(modules, recording)):
@@ -248,7 +248,7 @@ def _why_not(module: nn.Module, calls: list[ModuleCall]) -> str:
 
 
 def _units_of(name: str, module: nn.Module, calls: list[ModuleCall]) -> Iterator[Unit]:
-    """Yield the unit that a layer is, or those that a recurrent one holds."""
+    """Yield the unit of a layer, or the units of a recurrent one."""
     output = calls[-1].output
     assert output is not None  # checked by _why_not
     unplaced = partial(
@@ -334,7 +334,7 @@ def _check_weights(modules: Mapping[str, nn.Module], recording: Recording) -> No
 def _placed(
     modules: Mapping[str, nn.Module], recording: Recording, units: Sequence[Unit]
 ) -> list[Unit]:
-    """Return the units with what is known from the calls around them."""
+    """Return the units with what the calls around them tell."""
     consumers = recording.consumers()
     times = Counter(call.name for call in recording.module_calls)
     blocks = _find_blocks(modules, recording, [unit.name for unit in units])
@@ -478,7 +478,7 @@ def _ancestors(name: str) -> list[str]:
 def _float_layers(
     modules: Mapping[str, nn.Module], units: Sequence[Unit], named: Set[str]
 ) -> Iterator[Skipped]:
-    """Name the modules whose own parameters stay float, those already named aside."""
+    """Name modules whose own parameters stay float, unless already named."""
     planned = {id(_parameter(modules, unit.parameter)) for unit in units}
     for name, module in modules.items():
         held = (p for p in module._parameters.values() if p is not None)
@@ -581,7 +581,7 @@ def _float_state(model: nn.Module, units: Sequence[Unit]) -> list[Tensor]:
 
 
 def bias_key(unit: Unit) -> str:
-    """Return what a unit's bias is called in the ``state_dict``, if it has one."""
+    """Return the key of a unit's bias in the ``state_dict``, if it has one."""
     return f"{unit.parameter.removesuffix('weight')}bias"
 
 
@@ -600,10 +600,10 @@ def stored_dtype(tensor: Tensor) -> torch.dtype:
 
 
 def normalised_by(model: nn.Module, unit: Unit) -> str:
-    """Return the module that gives what a unit gives after its batch norm.
+    """Return the module whose output is the unit's after its batch norm.
 
-    Batch norms of timm hold the activation that follows; what comes first in them, a
-    dropout that does nothing in eval mode, returns what was normalised.
+    Batch norms of timm contain the activation that follows; the first module in them,
+    a dropout that does nothing in eval mode, returns the normalised values.
     """
     if not unit.norm:
         return unit.name
@@ -626,7 +626,7 @@ def norm_affine(norm: nn.Module) -> tuple[Tensor, Tensor]:
 def norm_scales(norms: Sequence[nn.Module]) -> list[Tensor]:
     """Return the scales that batch norms apply in eval mode, (C,) each.
 
-    All are computed in a few calls, for which a GPU need not wait.
+    All are computed in a few calls: on a GPU, it is their number that takes time.
     """
     given: list[Any] = [*norms]
     if not given:
@@ -649,7 +649,7 @@ def scaled_channels(weight: Tensor, scale: Tensor, module: nn.Module) -> Tensor:
 
 
 def channel_factors(scale: Tensor, shape: Sequence[int], module: nn.Module) -> Tensor:
-    """Return scales of output channels, (C,), so that they go with a weight's shape."""
+    """Return scales of output channels, (C,), shaped to multiply a weight."""
     if not isinstance(module, _ConvTransposeNd):
         return scale.reshape(-1, *[1] * (len(shape) - 1))
     groups = module.groups

@@ -418,7 +418,7 @@ def _rules(bits: tuple[int, ...], device: torch.device) -> Rule:
 
 def elements_at_once(device: torch.device) -> int:
     """Return how many elements to work on: what a core caches, or what fills a GPU."""
-    return 1 << 26 if device.type == "cuda" else 1 << 18
+    return 1 << 27 if device.type == "cuda" else 1 << 18
 
 
 def _rows_at_once(device: torch.device) -> int:

@@ -136,10 +136,9 @@ def record(model: nn.Module, batch: Batch) -> Recording:
 def watched_modules(
     model: nn.Module, enter: Enter, leave: Leave, *, first: bool = False
 ) -> Iterator[None]:
-    """Show every call of a module, the network's own aside.
+    """Show every call of a module, except that of the network itself.
 
-    ``leave`` sees the output before the hooks that a module has if it is to be
-    ``first``.
+    With ``first``, ``leave`` sees the output before the module's other hooks do.
     """
 
     def hooks() -> Iterator[RemovableHandle]:
@@ -188,7 +187,7 @@ _NESTED = (tuple, list, dict)
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in nested tuples, lists and dicts."""
+    """Yield the tensors in nested tuples, lists and dicts, in order."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, _NESTED):
@@ -200,15 +199,15 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def with_tensors(value: Any, tensors: Iterable[Tensor]) -> Any:
-    """Return a value nested alike with other tensors, in the order of tensors_in."""
+    """Return the same nested value with other tensors, in the order of tensors_in."""
     return _nested_alike(value, iter(tensors))
 
 
 def copied(model: nn.Module, *, share_weights: bool = False) -> nn.Module:
-    """Return a copy of a network, cut off the graphs of tensors that modules keep.
+    """Return a copy of a network in which tensors kept by modules are detached.
 
-    PyTorch refuses to copy such a tensor, a cached feature for example. Parameters and
-    buffers are copied, too, unless both networks are to share them.
+    PyTorch refuses to copy a tensor with a graph, such as a cached feature. Parameters
+    and buffers are copied, too, unless both networks are to share them.
     """
     kept = [t for m in model.modules() for t in tensors_in(m.__dict__)]
     known = {id(t): t.detach().clone() for t in kept if t.grad_fn is not None}
@@ -218,9 +217,9 @@ def copied(model: nn.Module, *, share_weights: bool = False) -> nn.Module:
 
 
 def detach_state(model: nn.Module) -> bool:
-    """Cut tensors that modules keep, such as cached keys, off their graphs.
+    """Detach tensors that modules keep, such as cached keys.
 
-    Returns whether there was any: a second backward pass would fail on it.
+    Returns whether there were any: a second backward pass would fail on them.
     """
     found = False
     for module in model.modules():
@@ -234,7 +233,7 @@ def detach_state(model: nn.Module) -> bool:
 
 
 def with_first_tensor(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Return a value nested alike, its first tensor changed."""
+    """Return the same nested value with its first tensor changed."""
     if isinstance(value, Tensor):
         return change(value)
     first, *others = tensors_in(value)
@@ -325,7 +324,7 @@ class _Recorder:
             self._as_one_norm(scope, self.producer.get(id(given)))
         made = next(tensors_in(output), None)
         weight = module._parameters.get("weight")
-        with DisableTorchFunction():  # the watch need not see that shapes are read
+        with DisableTorchFunction():  # the watch need not see this
             shapes = [() if t is None else tuple(t.shape) for t in (given, made)]
         self.recording.module_calls.append(
             ModuleCall(
@@ -338,7 +337,7 @@ class _Recorder:
         )
 
     def _as_one_norm(self, scope: _Scope, source: int | None) -> None:
-        """Let the last call of a norm that is spelled out stand for all of it."""
+        """Represent a norm that is written as several calls by the last of them."""
         calls = self.recording.calls
         own = [c.position for c in calls[scope.start :] if c.module == scope.name]
         if source is None or len(own) < 2:

@@ -1,4 +1,4 @@
-"""Rounding a unit's weights: what is left of them, and the score by noise alone."""
+"""Rounded weights of units, their errors, and the score by noise alone."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ from ompq.samples import collect, model_device
 from ompq.scores.table import Needs, ScoreInputs
 from ompq.units import Choice, ScoreTable, Table, Unit, by_bits
 
-_SAMPLES = 32  # inputs from which activation noise is read
+_SAMPLES = 32  # inputs on which activation noise is measured
 _TINY = 1e-30  # so that nothing is divided by 0
 
 
@@ -74,9 +74,9 @@ def called_module(model: nn.Module, unit: Unit) -> nn.Module:
 
 
 def weight_choices(choices: Sequence[Choice]) -> list[Choice]:
-    """Return the different weights among choices, with float inputs, fewest bits first.
+    """Return the distinct weight choices, with float inputs, fewest bits first.
 
-    Float weights are left out: nothing is lost by them.
+    Float weights are left out: they lose nothing.
     """
     return by_bits({c.with_float_input for c in choices if c.weight < FLOAT_BITS})
 
@@ -84,10 +84,10 @@ def weight_choices(choices: Sequence[Choice]) -> list[Choice]:
 def rounded_weights(
     model: nn.Module, unit: Unit, choices: Sequence[Choice]
 ) -> Iterator[Tensor]:
-    """Yield the unit's weight, its batch norm not folded in, as choices round it.
+    """Yield the unit's weight as each choice rounds it, batch norm not folded in.
 
-    It is rounded to the best grid; with the step that keeps the rate where it is coded;
-    not at all at 32 bits.
+    It is rounded to the best grid or, for a coded choice, with the step that gives the
+    rate; at 32 bits it is not rounded.
     """
     [stored] = stored_weights(model, [unit])
     weight, coded = stored.plain(), stored.folded()
@@ -118,9 +118,9 @@ class _Search(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class QuickRounding:
-    """How a unit's weight is rounded to several choices.
+    """How several choices round a unit's weight.
 
-    Grids are nearly as good as for :func:`rounded_weights`.
+    The grids are nearly as good as those of :func:`rounded_weights`.
     """
 
     stored: StoredWeight
@@ -130,7 +130,7 @@ class QuickRounding:
     curve: RateCurve | None  # None if no choice has a rate
 
     def errors(self, choices: tuple[Choice, ...]) -> Tensor:
-        """Return what choices change the weight by, (choices, *shape).
+        """Return rounded weights minus the weight, (choices, *shape).
 
         Batch norm is not folded in.
         """
@@ -154,7 +154,7 @@ class QuickRounding:
 
 
 def _unfolded(errors: Tensor, stored: StoredWeight) -> Tensor:
-    """Return what errors of a folded weight are before the batch norm scales it."""
+    """Return the errors of a weight, given those after folding the batch norm in."""
     if stored.factor is not None:
         # A channel that the batch norm multiplies by 0 is lost anyway.
         errors = (errors / stored.factor).nan_to_num_(0.0, 0.0, 0.0)
@@ -167,12 +167,13 @@ def quickly_rounded(
     choices: Sequence[Choice],
     keep: Sequence[Choice] = (),
 ) -> list[QuickRounding]:
-    """Return how the units' weights are rounded to the choices.
+    """Return how the choices round the units' weights.
 
-    Grids of several units, at all widths, are searched at once.
+    Grids of several units are searched at once, for all widths.
 
     Args:
-        keep: The first choices, if their errors are to be computed with the grids.
+        keep: The first choices, if their errors are to be computed along with the
+            grids and kept.
     """
     on_grids = [choice for choice in choices if not choice.rate]
     kept = len(keep) if [*keep] == on_grids[: len(keep)] else 0
@@ -265,7 +266,7 @@ def noise_ratios(several: Sequence[QuickRounding], choices: Sequence[Choice]) ->
 
 
 def _kept(rounded: Tensor, folded: Tensor) -> Tensor:
-    """Return what is kept of each weight before the batch norm scales it."""
+    """Return the ratio of rounded to folded weights; 1 where there is nothing left."""
     # A channel that the batch norm multiplies by 0 is lost anyway.
     return torch.where(folded == 0, 1.0, rounded / folded)
 
@@ -275,7 +276,7 @@ def weight_table(given: ScoreInputs, damage: Callable[[Unit, Tensor], float]) ->
 
     Args:
         damage: Called with every unit and each of its rounded weights; float weights
-            do none. Processes share the units.
+            do no damage. Processes share the units.
     """
     weights = weight_choices(given.choices)
 
@@ -288,9 +289,9 @@ def weight_table(given: ScoreInputs, damage: Callable[[Unit, Tensor], float]) ->
 
 
 def check_weights_only(choices: Sequence[Choice], score: str) -> None:
-    """Refuse a choice of activation bits, for a score that cannot tell them apart.
+    """Refuse to choose activation bits by a score that sees only weights.
 
-    Pairs such as W4A4 and W8A8 leave none: there the weights decide, as in HAWQ-V3.
+    Pairs such as W4A4 and W8A8 are fine: there the weights decide, as in HAWQ-V3.
 
     Raises:
         ScoreError: Some weights may have several activation widths.
@@ -320,7 +321,7 @@ class WeightNoise:
 
 
 def noise_table(given: ScoreInputs) -> Table:
-    """Return noise-to-signal of weights, and of inputs where their bits are chosen."""
+    """Return noise-to-signal ratios of weights, plus those of inputs if chosen."""
     graph, choices = given.graph, given.choices
     weights = weight_choices(choices)
     widths = [choice.weight for choice in weights if not choice.rate]

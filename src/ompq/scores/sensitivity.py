@@ -1,4 +1,4 @@
-"""Sensitivity: the noise of rounding, weighed by how much of it reaches the answers."""
+"""Sensitivity: rounding noise, weighted by how much of it reaches the output."""
 
 import logging
 import math
@@ -57,17 +57,17 @@ _WIDEST_MEASURED = 4
 # Samples that run forward and backward together on a CPU, or as many as take so many
 # multiply-accumulates; a GPU takes all.
 _CPU_BATCH, _CPU_MACS = 16, 1 << 24
-# Of the largest ratio of expected divergence to noise: smaller ones count as much.
+# Ratios of expected divergence to noise are at least this share of the largest.
 _VANISHED = 1e-12
-# Of a unit's weight.
+# Functions that read a unit's weight and are no linear maps.
 _OTHER_READERS = ("embedding", "lstm", "gru", "rnn_tanh", "rnn_relu")
 
-# Elements of errors at outputs, of several choices, that a device works on at once; a
-# CPU takes one choice at a time.
+# How many output errors, of several choices, a device computes at once; a CPU takes one
+# choice at a time.
 _AT_ONCE = {"cuda": 1 << 28}
-# Errors of weights are kept for the next batch if they are at most this many.
+# Errors of weights are kept for the next batch if there are at most this many.
 _KEPT = 1 << 27
-# What several choices change a weight by, (choices, *shape).
+# Returns how several choices change a weight, (choices, *shape).
 WeightErrors: TypeAlias = Callable[[], Tensor]
 
 logger = logging.getLogger(__name__)
@@ -75,24 +75,25 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """Weighted geometric mean of weight noise and the divergence expected of it.
+    """Weighted geometric mean of weight noise and the divergence expected from it.
 
-    To second order the divergence from the float network is half the mean of
+    To second order, the divergence from the float network is half the mean of
     (gradient · error)². The error is the change of a unit's output; the gradient is
-    that of one sample's log likelihood of an answer that the network itself draws (the
-    Fisher information). Errors of different channels are taken to be independent, and
-    their means to be restored, as quantizing does. Answers do not depend on what all
-    channels of a classifier have in common: for units with one output for each sample,
-    it is the geometric mean of taking channels as independent and as a whole. One
-    backward pass serves all units.
-    The noise alone knows nothing of the network behind a unit, the expectation alone
-    trusts few samples and small errors; together they decide better than either.
+    that of the log likelihood of a class drawn from the network's own answer, one
+    sample at a time (the Fisher information). Errors of different channels are assumed
+    to be independent, and their means to be corrected, as quantizing does. A
+    classifier's answer does not depend on what all its channels have in common: for
+    units with one output per sample, the expectation is the geometric mean of treating
+    channels as independent and as one sum. One backward pass serves all units.
+
+    Noise alone knows nothing about the network behind a unit; the expectation alone
+    relies on few samples and on small errors. Together they decide better than either.
 
     Attributes:
         samples: How many inputs are used, at most.
-        power: Of the expectation; the noise has the power that is left to 1.
-        seed: Seed of the answers that are drawn.
-        orm: How ORM is measured, for the report; the damage does not depend on it.
+        power: Exponent of the expectation; the noise has the exponent 1 − power.
+        seed: Seed for drawing classes.
+        orm: How ORM is measured for the report; the damage does not depend on it.
     """
 
     samples: int = 64
@@ -111,7 +112,7 @@ class Sensitivity:
         weights = weight_choices(choices)
         measured = _measured(weights)
         wanted = tuple(weights[column] for column in measured)
-        # Of a large network, one layer's errors exist at a time, of one choice.
+        # In a large network, errors exist for one layer and one choice at a time.
         few = len(wanted) * sum(unit.weights for unit in graph.units) <= _KEPT
         found = quickly_rounded(model, graph.units, weights, wanted if few else ())
         expected, orm = None, None
@@ -123,7 +124,7 @@ class Sensitivity:
             if isinstance(error, torch.OutOfMemoryError):
                 raise
             logger.warning("no gradients, so only the noise decides: %s", error)
-        # Read only now: the host waits for it until a GPU has done all the rest.
+        # Read last: until then, the host queues work without waiting for a GPU.
         noise = noise_ratios(found, weights)
         ratio = np.ones((len(graph), len(measured)))
         if expected is not None:
@@ -142,8 +143,11 @@ class Sensitivity:
     def _factor(
         self, ratio: Table, weights: Sequence[Choice], measured: Sequence[int]
     ) -> Table:
-        """Return what noise is multiplied by, (units, weights), about 1 on average."""
-        # Where no gradient is left, at the far end of a deep chain, noise decides.
+        """Return the factors that noise is multiplied by, (units, weights).
+
+        They are about 1 on average.
+        """
+        # Where gradients have vanished, as at the start of a deep chain, noise decides.
         ratio = np.nan_to_num(ratio)
         ratio = np.maximum(ratio, _VANISHED * (ratio.max() or 1.0))
         places = np.array([c.bits + 99 * (c.rate > 0) for c in weights])
@@ -159,9 +163,9 @@ class Sensitivity:
         *,
         choices: int,
     ) -> tuple[dict[int, list[float]], OrmResult | None]:
-        """Return half the mean of (gradient · error)² of each weight's choices.
+        """Return half the mean of (gradient · error)² for each weight and choice.
 
-        And ORM, where all samples run in one batch.
+        Also return ORM if all samples run in one batch.
         """
         model, samples = given.model, given.samples.first(self.samples)
         device, size = model_device(model), _batch_size(given, len(samples))
@@ -176,7 +180,7 @@ class Sensitivity:
                 errors = _Errors(model, rounded, choices=choices, count=count)
                 grams = Grams(given.graph, model, self.orm, count) if whole else None
                 watch = grams or Watch()
-                watch.change = errors.caught
+                watch.change = errors.hooked
                 with watch:
                     output = model(*args, **kwargs)
                 log_p = class_rows(first_tensor(output).float()).log_softmax(1)
@@ -194,10 +198,10 @@ class Sensitivity:
 def _weight_errors(
     found: Sequence[QuickRounding], wanted: tuple[Choice, ...], *, keep: bool
 ) -> dict[int, list[WeightErrors]]:
-    """Return what gives the errors of each weight, by its identity.
+    """Return functions that compute the errors of each weight, by the weight's id.
 
-    Errors of all choices at once, computed once, if they may be kept; else of one
-    choice at a time, computed each time.
+    To ``keep`` errors, all choices are computed together, once; otherwise one choice
+    at a time, each time they are needed.
     """
     parts = [wanted] if keep else [(choice,) for choice in wanted]
     by_weight: dict[int, list[WeightErrors]] = {}
@@ -210,7 +214,7 @@ def _weight_errors(
 
 
 def _batch_size(given: ScoreInputs, samples: int) -> int:
-    """Return how many samples run forward and backward together."""
+    """Return how many samples run forward and backward at once."""
     if model_device(given.model).type == "cuda":
         return samples
     macs = sum(unit.macs for unit in given.graph.units)
@@ -219,26 +223,23 @@ def _batch_size(given: ScoreInputs, samples: int) -> int:
 
 @contextmanager
 def _frozen(model: nn.Module) -> Iterator[None]:
-    """Let no weight ask for gradients."""
-    asking = [weight for weight in model.parameters() if weight.requires_grad]
+    """Compute no gradients of weights meanwhile."""
+    trainable = [weight for weight in model.parameters() if weight.requires_grad]
     try:
-        _let_ask(asking, gradients=False)
+        for weight in trainable:
+            # Not the attribute: it has no setter while weights are offloaded.
+            weight.requires_grad_(False)  # noqa: FBT003
         yield
     finally:
-        _let_ask(asking, gradients=True)
-
-
-def _let_ask(weights: Sequence[Tensor], *, gradients: bool) -> None:
-    for weight in weights:
-        # Not the attribute: where weights only visit the device, that has no setter.
-        weight.requires_grad_(gradients)
+        for weight in trainable:
+            weight.requires_grad_()
 
 
 class _Products(NamedTuple):
-    """What gradient · error of one weight is made of, of N samples and C channels."""
+    """The parts of gradient · error for one weight, N samples and C channels."""
 
     uncentred: Tensor  # sums of gradient · error, (choices, N, C)
-    means: Tensor  # of the errors, (choices, C)
+    means: Tensor  # means of the errors, (choices, C)
     slopes: Tensor  # sums of gradients, (N, C)
 
     def centred(self) -> Tensor:
@@ -260,16 +261,15 @@ class _Errors:
         self.model, self.rounded = model, rounded
         self.choices, self.count = choices, count
         device = model_device(model)
-        # What gradients are asked of; weights, which are frozen, take none.
+        # The only input of the pass that has a gradient: weights are frozen.
         self.zero = torch.zeros((), device=device, requires_grad=True)
         self.at_once = _AT_ONCE.get(device.type, 1)
-        # Of each weight and number of channels, which a weight that is tied may have
-        # two of.
+        # By weight and number of channels: a tied weight may have two of those.
         self.products: dict[tuple[int, int], _Products] = {}
-        self.single: set[int] = set()  # weights with one output for each sample
+        self.single: set[int] = set()  # weights with one output per sample
 
-    def caught(self, func: Any, args: Any, kwargs: Any, output: Any) -> Any:
-        """Return the output of a call; gradients of a weight's are caught on it."""
+    def hooked(self, func: Any, args: Any, kwargs: Any, output: Any) -> Any:
+        """Return a call's output, with a hook on it if the call read a weight."""
         name, given = function_name(func), (args, kwargs)
         if not (is_linear_map(name) or name in _OTHER_READERS):
             return output
@@ -295,14 +295,14 @@ class _Errors:
                     self.single.add(id(weight))
                 self._add(id(weight), found)
 
-        def hooked(tensor: Tensor) -> Tensor:
+        def with_hook(tensor: Tensor) -> Tensor:
             # Outputs of linear maps are not read again: later calls may change them.
             if not (tensor.requires_grad and is_linear_map(name)):
                 tensor = tensor + self.zero.to(tensor.dtype)
             tensor.register_hook(hook)  # type: ignore[no-untyped-call]
             return tensor
 
-        return with_first_tensor(output, hooked)
+        return with_first_tensor(output, with_hook)
 
     def _add(self, weight: int, found: _Products) -> None:
         key = weight, found.slopes.shape[1]
@@ -315,7 +315,10 @@ class _Errors:
     def _products(
         self, function: str, gradient: Tensor
     ) -> Callable[[Iterable[Tensor]], _Products]:
-        """Return what multiplies errors, of some choices at a time, by the gradient."""
+        """Return a function that multiplies errors by the gradient.
+
+        It takes the errors of some choices at a time.
+        """
         conv = function.startswith("conv")  # (N, C, ...), not (..., C)
         channel = 1 if conv else gradient.ndim - 1
         channels = gradient.shape[channel]
@@ -327,8 +330,9 @@ class _Errors:
             if summed.shape[1:] == (self.count, channels):
                 return summed
             if not any(size % self.count == 0 for size in summed.shape[1:-1]):
-                # All samples share it, such as positions: their gradients are
-                # independent, so the square of the sum is the sum of the squares.
+                # All samples share this output, as they share positions. Their
+                # gradients are independent: the expected square of the sum is the sum
+                # of the squares.
                 whole: Tensor = summed.flatten(1, -2).sum(1, keepdim=True)
                 return (whole / math.sqrt(self.count)).expand(-1, self.count, -1)
             rows = (sample_rows(one, self.count) for one in summed)
@@ -345,15 +349,19 @@ class _Errors:
         return products
 
     def squares(self, counts: Tensor) -> Table:
-        """Return sums over samples, counted so often: (2, weights, choices).
+        """Return weighted sums of squares over the samples, (2, weights, choices).
 
-        First of the squares of all channels, then, where samples have one output each,
-        of the squares of their sums. Weights that no gradient reached have 0.
+        The first are squares of each channel; the second are squares of the channels'
+        sum where samples have one output each, and the same as the first elsewhere.
+        Weights that no gradient reached have 0.
+
+        Args:
+            counts: The samples' weights, (N,).
         """
         total = np.zeros((2, len(self.rounded), self.choices))
         rows = {key: row for row, key in enumerate(self.rounded)}
         for part in self._parts(elements_at_once(counts.device)):
-            # Of several weights at once: a GPU waits for each call.
+            # Several weights at once: on a GPU, the number of calls is what counts.
             several = zip(*(self.products[key] for key in part), strict=True)
             made = _Products(*(torch.cat(column, -1) for column in several))
             products = made.centred().double()
@@ -376,7 +384,7 @@ class _Errors:
         return total
 
     def _parts(self, most: int) -> Iterator[list[tuple[int, int]]]:
-        """Yield keys of products, so many at a time that they have few elements."""
+        """Yield keys of products with at most so many elements at a time."""
         part: list[tuple[int, int]] = []
         room = most
         for key, (products, *_) in self.products.items():
@@ -401,7 +409,7 @@ def _joined(parts: tuple[Tensor, ...]) -> Tensor:
 def _caused_by(
     func: Any, given: tuple[Any, Any], output: Any
 ) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return what tells how much errors of a weight change the output of a call.
+    """Return a function that computes how errors of a weight change a call's output.
 
     It takes the weight and its errors, (choices, ...), and returns (choices, ...).
     """
@@ -436,7 +444,7 @@ def _caused_by(
 
 
 def _stackable(name: str, given: tuple[Any, Any], weight: Tensor) -> bool:
-    """Whether a call with a stack of such weights is one whose outputs are stacked."""
+    """Whether one call with stacked weights returns the stacked outputs."""
     args, _ = given
     if len(args) < 2 or args[1] is not weight:
         return False
@@ -447,7 +455,7 @@ def _stackable(name: str, given: tuple[Any, Any], weight: Tensor) -> bool:
 def _stacked(
     run: Callable[[Tensor], Tensor], name: str, groups: int, weights: Tensor
 ) -> Tensor:
-    """Return the outputs of a linear map with several weights, in one call of it."""
+    """Return the outputs of a linear map for several weights, from one call."""
     count = weights.shape[0]
     if name == "linear":
         output = run(weights.flatten(0, 1))  # (..., choices · C)
@@ -468,12 +476,12 @@ def _stacked(
 
 
 def _version(tensor: Tensor) -> int:
-    """Return how often a tensor was changed in place."""
+    """Return how many times a tensor was changed in place."""
     return 0 if tensor.is_inference() else tensor._version
 
 
 def _with_weight(func: Any, given: Any, weight: Tensor, other: Tensor) -> Tensor:
-    """Return the output of a call that reads another weight."""
+    """Return the output of a call with another weight in place of one."""
     args, kwargs = given
     if len(args) > 1 and args[1] is weight:  # as modules call linear maps
         args = (args[0], other, *args[2:])
@@ -484,9 +492,9 @@ def _with_weight(func: Any, given: Any, weight: Tensor, other: Tensor) -> Tensor
 
 
 def _measured(weights: Sequence[Choice]) -> list[int]:
-    """Return the columns that are measured: each takes memory for all weights.
+    """Return the columns to measure: each takes memory for all weights.
 
-    Rates lie so close together that one in each bit is enough.
+    Rates lie so close together that one per bit is enough.
     """
     found = {
         (choice.rate > 0, math.ceil(choice.bits)): column
