@@ -1,6 +1,10 @@
 """How long a plan takes: against one forward pass, and against pairwise ORM.
 
 python benchmarks/plan.py [--out FOLDER] [--quick]
+python benchmarks/plan.py --parts times --networks mobilenet_v2 resnet18
+
+The second prints and saves how many seconds a plan takes after the first, on the GPU
+if there is one: with samples on the device, and with samples in host memory.
 """
 
 import argparse
@@ -54,16 +58,17 @@ def load(name: str, device: torch.device) -> tuple[nn.Module, Tensor]:
 def time_network(name: str, device: torch.device, repeats: int) -> dict:
     model, samples = load(name, device)
     graph = trace(model, samples)
-    times = alternating(
-        {
-            "forward": lambda: model(samples),
-            "trace": lambda: trace(model, samples),
-            "orm": lambda: measure_orm(graph, model, samples, OrmSettings()),
-            "plan": lambda: ompq.plan(model, samples, BUDGET),
-            "one_pass_plan": lambda: ompq.plan(model, samples, BUDGET, ONE_PASS),
-        },
-        repeats,
-    )
+    functions = {
+        "forward": lambda: model(samples),
+        "trace": lambda: trace(model, samples),
+        "orm": lambda: measure_orm(graph, model, samples, OrmSettings()),
+        "plan": lambda: ompq.plan(model, samples, BUDGET),
+        "one_pass_plan": lambda: ompq.plan(model, samples, BUDGET, ONE_PASS),
+    }
+    if device.type == "cuda":
+        host = samples.cpu()
+        functions["plan_from_host"] = lambda: ompq.plan(model, host, BUDGET)
+    times = alternating(functions, repeats)
     pairwise = seconds(lambda: pairwise_orm(model, samples, graph))
     ratios = {key: median_ratio(times, key, "forward") for key in times}
     forward = sorted(times["forward"])[repeats // 2]
@@ -72,7 +77,11 @@ def time_network(name: str, device: torch.device, repeats: int) -> dict:
         "samples": NETWORKS[name],
         "units": len(graph),
         "forward_s": forward,
-        "plan_s": sorted(times["plan"])[repeats // 2],
+        **{
+            f"{key}_s": sorted(times[key])[repeats // 2]
+            for key in times
+            if key.startswith("plan")
+        },
         **{f"{key}_over_forward": value for key, value in ratios.items()},
         "pairwise_over_forward": pairwise / forward,
         "pairwise_over_orm": pairwise / (ratios["orm"] * forward),

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torchvision import models
+from torchvision import models, ops
 
 import ompq
 from nets import (
@@ -21,7 +21,7 @@ from nets import (
 )
 from ompq.costs import unit_bytes
 from ompq.errors import PatternError, SampleError, TraceError
-from ompq.graph import find_units, stored_dtype, trace
+from ompq.graph import find_units, norm_scales, stored_dtype, trace
 from ompq.recording import Recording, record, watch
 from ompq.units import Choice, LayerGraph, select
 
@@ -655,3 +655,21 @@ def test_parts_of_one_tensor_are_no_branches_of_a_block():
     network = seeded(nn.Sequential(RotaryLayer(), RotaryLayer()))
     graph = trace(network, torch.arange(48.0).reshape(2, 3, 8).sin())
     assert [unit.block for unit in graph.units] == ["0"] * 4 + ["1"] * 4
+
+
+def test_scales_of_norms_are_what_they_multiply_by():
+    norms = [
+        nn.BatchNorm2d(3, eps=0.1),
+        nn.BatchNorm2d(5, affine=False),
+        ops.FrozenBatchNorm2d(4),
+    ]
+    for norm in norms:
+        nn.init.uniform_(norm.running_var, 0.5, 2)
+        nn.init.normal_(norm.running_mean)
+        if norm.weight is not None:
+            nn.init.uniform_(norm.weight, -1, 1)
+    for norm, scale in zip(norms, norm_scales(norms), strict=True):
+        low = torch.zeros(1, len(scale), 1, 1)
+        step = norm.eval()(low + 1) - norm(low)
+        torch.testing.assert_close(scale, step.flatten(), atol=1e-6, rtol=1e-5)
+    assert norm_scales([]) == []

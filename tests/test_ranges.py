@@ -707,6 +707,9 @@ def test_stacks_hold_weights_of_one_length_or_similar_ones(monkeypatch):
     assert row_stacks(sizes, cpu) == [[0, 2], [1], [3], [4], [5], [6]]
     # A GPU fills rows up where the search tries as many ranges and draws no sample.
     assert row_stacks(sizes, cuda) == [[0, 1, 2], [3, 4], [5], [6]]
+    lengths = [1, 64, 65, 256, 257, 1024, 1025]
+    stacks = row_stacks([(1, length) for length in lengths], cuda)
+    assert stacks == [[0, 1], [2, 3], [4, 5], [6]]
     monkeypatch.setattr(ompq.ranges, "elements_at_once", lambda _device: 800)
     assert row_stacks(sizes, cuda) == [[0], [1, 2], [3], [4], [5], [6]]
     assert row_stacks(sizes[:3], cpu) == [[0, 2], [1]]

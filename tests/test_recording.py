@@ -7,6 +7,7 @@ from torch import nn
 from nets import TinyResNet, images, seeded, values
 from ompq.recording import (
     ForwardPass,
+    Watch,
     copied,
     detach_state,
     function_name,
@@ -90,6 +91,18 @@ def test_watch_returns_the_output_and_leaves_no_trace():
     output = watch(network, images(), lambda *call: seen.append(call[0]))
     assert torch.equal(output, wanted)
     assert seen == list(range(len(seen)))
+
+
+def test_a_watch_may_change_outputs_before_it_shows_them():
+    def doubled(function, _args, _kwargs, output):
+        return 2 * output if function_name(function) == "relu" else output
+
+    seen = []
+    show = lambda *call: seen.append(call[-1])  # noqa: E731
+    with Watch(show, doubled):
+        found = torch.relu(torch.tensor([-1.0, 3.0])) + 1
+    assert found.tolist() == [1, 7]
+    assert [output.tolist() for output in seen] == [[-1, 3], [0, 6], [1, 7]]
 
 
 def test_function_names_are_plain():

@@ -33,7 +33,11 @@ from ompq.scores import (
     sensitivity,
 )
 from ompq.scores.derivatives import weighted_labels
-from ompq.scores.rounding_errors import quickly_rounded, rounded_weights
+from ompq.scores.rounding_errors import (
+    noise_ratios,
+    quickly_rounded,
+    rounded_weights,
+)
 from ompq.units import Choice, ScoreTable
 from tables import score_inputs
 
@@ -796,7 +800,7 @@ def test_sensitivity_is_noise_times_what_of_it_finite_differences_expect():
         drawn = weighted_labels(log_p, torch.Generator().manual_seed(0), 6)
         for row, unit in enumerate(graph.units):
             [rounding] = quickly_rounded(network, [unit], choices)
-            noise[row] = [rounding.noise[choice] for choice in choices]
+            noise[row] = noise_ratios([rounding], choices)[0]
             weight = network.get_parameter(unit.parameter)
             expected[row] = [
                 expected_divergence(network, unit, rounded, inputs.double(), *drawn)
@@ -884,7 +888,7 @@ def test_quickly_rounded_weights_have_their_noise_once_norms_are_folded():
     choices = [Choice(3, 32), Choice(4, 32), Choice(8, 32, rate=2.5)]
     for unit in graph.units:
         [rounding] = quickly_rounded(network, [unit], choices)
-        noise = [rounding.noise[choice] for choice in choices]
+        noise = noise_ratios([rounding], choices)[0]
         best = rounded_weights(network, unit, choices)
         weight = network.get_parameter(unit.parameter).detach()
         several = weight + rounding.errors(tuple(choices))
@@ -917,8 +921,8 @@ def test_sensitivity_of_a_network_without_gradients_is_its_noise(caplog):
     damage = Sensitivity()(score_inputs(graph, network, images(), choices)).damage
     few = [Choice(bits, 32) for bits in (2, 4)]
     found = quickly_rounded(network, graph.units, few)
-    noise = [[one.noise[choice] for choice in few] for one in found]
-    assert damage == pytest.approx(np.stack(noise))
+    noise = noise_ratios(found, few)
+    assert damage == pytest.approx(noise)
     assert "only the noise decides" in caplog.text
 
 
@@ -934,9 +938,9 @@ def test_noise_decides_where_gradients_vanish(factor):
     choices = [Choice(bits, 32) for bits in (2, 4)]
     damage = Sensitivity()(score_inputs(graph, network, images(), choices)).damage
     found = quickly_rounded(network, graph.units, choices)
-    noise = [[one.noise[choice] for choice in choices] for one in found]
+    noise = noise_ratios(found, choices)
     faded = slice(None, 2 if factor else None)
-    ratio = damage[faded] / np.stack(noise)[faded]
+    ratio = damage[faded] / noise[faded]
     assert (ratio > 0).all()
     assert ratio == pytest.approx(np.full_like(ratio, ratio[0, 0]), rel=1e-5)
 

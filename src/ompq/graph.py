@@ -121,8 +121,8 @@ def live_tensors(
     """Return every activation that takes memory of its own while the network runs.
 
     Norms and activation functions that alone read a tensor work in place, and views
-    take no memory. What a call reads and what it makes are alive together. ``inputs``
-    is the number of values in one input of the network.
+    take no memory. What a call reads is alive together with what it returns.
+    ``inputs`` is the number of values in one input of the network.
     """
     consumers, calls = recording.consumers(), recording.calls
     home = {-1: -1}  # call → the call whose memory holds its output
@@ -164,7 +164,7 @@ def _find_layers(
 ) -> tuple[list[Unit], list[Skipped]]:
     """Return the layers with a weight in order of execution, and those left out.
 
-    The feature of each is its plain output; nothing is known of what is around it.
+    The feature of each is its plain output; the layers around it are not looked at.
     """
     calls: dict[str, list[ModuleCall]] = {}
     for each in (*recording.module_calls, *_functional_calls(modules, recording)):
@@ -188,7 +188,8 @@ def _find_layers(
             weight = id(_parameter(modules, unit.parameter))
             first = owner.setdefault(weight, unit.name)
             if first == unit.name:
-                units.append(replace(unit, shared=holders[weight] > 1))
+                shared = holders[weight] > 1
+                units.append(replace(unit, shared=True) if shared else unit)
             else:
                 reason = f"shares the weight of {first} and gets its bits"
                 skipped.append(Skipped(unit.name, reason))
@@ -198,7 +199,9 @@ def _find_layers(
 def _parameter(modules: Mapping[str, nn.Module], key: str) -> nn.Parameter:
     """Return the parameter that has a key in the ``state_dict``."""
     owner, _, name = key.rpartition(".")
-    return modules[owner].get_parameter(name)
+    found = modules[owner]._parameters[name]
+    assert found is not None  # keys are those of parameters that were read
+    return found
 
 
 def _functional_calls(
@@ -245,7 +248,7 @@ def _why_not(module: nn.Module, calls: list[ModuleCall]) -> str:
 
 
 def _units_of(name: str, module: nn.Module, calls: list[ModuleCall]) -> Iterator[Unit]:
-    """Yield the unit that a layer is, or those that a recurrent one holds."""
+    """Yield the unit of a layer, or the units of a recurrent one."""
     output = calls[-1].output
     assert output is not None  # checked by _why_not
     unplaced = partial(
@@ -331,17 +334,21 @@ def _check_weights(modules: Mapping[str, nn.Module], recording: Recording) -> No
 def _placed(
     modules: Mapping[str, nn.Module], recording: Recording, units: Sequence[Unit]
 ) -> list[Unit]:
-    """Return the units with what is known from the calls around them."""
+    """Return the units with what the calls around them tell."""
     consumers = recording.consumers()
     times = Counter(call.name for call in recording.module_calls)
     blocks = _find_blocks(modules, recording, [unit.name for unit in units])
+    chains = [[*_sole_consumers(recording, consumers, unit)] for unit in units]
+    # An inner convolution is represented by what its activation returns, a block's
+    # last convolution by what the block returns.
+    features = [
+        readers[-1].position if readers else unit.feature
+        for unit, readers in zip(units, chains, strict=True)
+    ]
+    stages = _stages(recording, [blocks[unit.name] for unit in units], features)
     heads: dict[int, Unit] = {}  # position of a sum → the first unit that it represents
     placed = []
-    for unit in units:
-        readers = list(_sole_consumers(recording, consumers, unit))
-        # An inner convolution is represented by what its activation returns, a block's
-        # last convolution by what the block returns.
-        feature = readers[-1].position if readers else unit.feature
+    for unit, readers, feature in zip(units, chains, features, strict=True):
         head = heads.setdefault(feature, unit) if any(map(is_sum, readers)) else unit
         once = unit.calls == 1 and unit.kind not in IN_PLACE
         norm = _find_norm(modules, readers, times) if once else ""
@@ -354,12 +361,13 @@ def _placed(
                 norm_parameters=sum(p.numel() for p in held),
                 activation=first if first in _ACTIVATIONS else "",
                 block=blocks[unit.name],
+                stage=stages[blocks[unit.name]],
                 # Weights of one recurrent layer share its output, not their bits.
                 group=(head if head.feature != unit.feature else unit).name,
                 feature=feature,
             )
         )
-    return _staged(recording, placed)
+    return placed
 
 
 def _sole_consumers(
@@ -399,18 +407,26 @@ def _find_norm(
     return first.module if folds else ""
 
 
-def _staged(recording: Recording, units: Sequence[Unit]) -> list[Unit]:
-    """Number the stages: a new one begins where a block's resolution changes."""
+def _stages(
+    recording: Recording, blocks: Sequence[str], features: Sequence[int]
+) -> dict[str, int]:
+    """Number the stages: a new one begins where a block's resolution changes.
+
+    Args:
+        blocks: Of each unit.
+        features: The call that represents each unit.
+    """
     resolution = {}
-    for unit in units:  # the block's last unit wins: it is the block's output
-        shape = recording.calls[unit.feature].shape
-        resolution[unit.block] = prod(shape[2:]) if len(shape) > 3 else 1  # of images
+    for block, feature in zip(blocks, features, strict=True):
+        # The block's last unit wins: it is the block's output.
+        shape = recording.calls[feature].shape
+        resolution[block] = prod(shape[2:]) if len(shape) > 3 else 1  # of images
     numbers: dict[str, int] = {}
     stage, previous = -1, None
     for block, pixels in resolution.items():
         stage += pixels != previous
         numbers[block], previous = stage, pixels
-    return [replace(unit, stage=numbers[unit.block]) for unit in units]
+    return numbers
 
 
 def _find_blocks(
@@ -462,7 +478,7 @@ def _ancestors(name: str) -> list[str]:
 def _float_layers(
     modules: Mapping[str, nn.Module], units: Sequence[Unit], named: Set[str]
 ) -> Iterator[Skipped]:
-    """Name the modules whose own parameters stay float, those already named aside."""
+    """Name modules whose own parameters stay float, unless already named."""
     planned = {id(_parameter(modules, unit.parameter)) for unit in units}
     for name, module in modules.items():
         held = (p for p in module._parameters.values() if p is not None)
@@ -565,7 +581,7 @@ def _float_state(model: nn.Module, units: Sequence[Unit]) -> list[Tensor]:
 
 
 def bias_key(unit: Unit) -> str:
-    """Return what a unit's bias is called in the ``state_dict``, if it has one."""
+    """Return the key of a unit's bias in the ``state_dict``, if it has one."""
     return f"{unit.parameter.removesuffix('weight')}bias"
 
 
@@ -584,10 +600,10 @@ def stored_dtype(tensor: Tensor) -> torch.dtype:
 
 
 def normalised_by(model: nn.Module, unit: Unit) -> str:
-    """Return the module that gives what a unit gives after its batch norm.
+    """Return the module whose output is the unit's after its batch norm.
 
-    Batch norms of timm hold the activation that follows; what comes first in them, a
-    dropout that does nothing in eval mode, returns what was normalised.
+    Batch norms of timm contain the activation that follows; the first module in them,
+    a dropout that does nothing in eval mode, returns the normalised values.
     """
     if not unit.norm:
         return unit.name
@@ -599,17 +615,27 @@ def normalised_by(model: nn.Module, unit: Unit) -> str:
 
 def norm_affine(norm: nn.Module) -> tuple[Tensor, Tensor]:
     """Return the scale and shift that a batch norm applies in eval mode, (C,) each."""
-    given: Any = norm
-    scale = norm_scale(norm)
+    given: Any = norm  # only norms with statistics are folded
+    scale = torch.rsqrt(given.running_var + given.eps)
+    scale = scale if given.weight is None else scale * given.weight
     shift = -given.running_mean * scale
     return scale, shift if given.weight is None else shift + given.bias
 
 
-def norm_scale(norm: nn.Module) -> Tensor:
-    """Return what a batch norm multiplies channels by in eval mode, (C,)."""
-    given: Any = norm  # only norms with statistics are folded
-    scale = torch.rsqrt(given.running_var + given.eps)
-    return scale if given.weight is None else scale * given.weight
+@torch.no_grad()
+def norm_scales(norms: Sequence[nn.Module]) -> list[Tensor]:
+    """Return the scales that batch norms apply in eval mode, (C,) each.
+
+    All are computed in a few calls: on a GPU, it is their number that takes time.
+    """
+    given: list[Any] = [*norms]
+    if not given:
+        return []
+    variances = [norm.running_var for norm in given]
+    scales = torch._foreach_add(variances, [norm.eps for norm in given])
+    ones = torch.ones_like
+    weights = [ones(n.running_var) if n.weight is None else n.weight for n in given]
+    return [*torch._foreach_mul(torch._foreach_rsqrt(scales), weights)]
 
 
 def channel_axis(module: nn.Module) -> int:
@@ -623,7 +649,7 @@ def scaled_channels(weight: Tensor, scale: Tensor, module: nn.Module) -> Tensor:
 
 
 def channel_factors(scale: Tensor, shape: Sequence[int], module: nn.Module) -> Tensor:
-    """Return scales of output channels, (C,), so that they go with a weight's shape."""
+    """Return scales of output channels, (C,), shaped to multiply a weight."""
     if not isinstance(module, _ConvTransposeNd):
         return scale.reshape(-1, *[1] * (len(shape) - 1))
     groups = module.groups

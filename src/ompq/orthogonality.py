@@ -1,4 +1,4 @@
-"""The paper's mathematics: Gram matrices, ORM, importance. Pure tensors.
+"""The paper's mathematics on plain tensors: Gram matrices, ORM, importance.
 
 ORM(X, f_i, f_j) = ||f_j(X)^T f_i(X)||_F^2 / (||f_i^T f_i||_F ||f_j^T f_j||_F), where
 f_i(X) is the (N, D_i) matrix of a layer's outputs for N samples. With the N × N Gram
@@ -12,32 +12,34 @@ from typing import Literal, get_args
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from ompq.errors import check_known
 
 Decreasing = Literal["exp(-x)", "-log(x)", "-x", "-x^3", "-exp(x)"]
 
-_CHUNK = 1 << 22  # elements of a feature that are worked on at a time, by a CPU
+_CHUNK = 1 << 22  # elements of a feature that a CPU works on at a time
 _GPU_CHUNK = 1 << 26
-_COLUMNS = 2048  # columns that are multiplied at a time, in one thread
+_COLUMNS = 2048  # columns that one thread multiplies at a time
 
 
 def gram_matrix(features: Tensor, *, centred: bool = False) -> Tensor:
     """Return the Gram matrix of one layer's outputs (N, ...): (N, N), float64.
 
-    ``centred`` subtracts each feature's mean over the samples, before the product:
-    afterwards the digits of mean-dominated features would be lost.
+    ``centred`` subtracts each feature's mean over the samples before the product:
+    subtracting afterwards would cancel the digits of features with a large mean.
     """
     flat = features.reshape(features.shape[0], -1)  # (N, D)
     count = len(flat)
     chunk = _GPU_CHUNK if flat.is_cuda else _CHUNK
     width = max(1, chunk // (count * _COLUMNS)) * _COLUMNS
+    parts = torch.split(flat, width, dim=1) if flat.shape[1] > width else (flat,)
     if not centred:
-        first, *others = torch.split(flat, width, dim=1)
+        first, *others = parts
         return sum((_product(part) for part in others), _product(first))
     total = flat.new_zeros(count, count, dtype=torch.float64)
     rounding = total.new_zeros(())  # what rounding alone leaves of a constant feature
-    for part in torch.split(flat, width, dim=1):
+    for part in parts:
         mean = part.mean(0, keepdim=True)
         total += _product(part - mean)
         rounding += mean.square().sum() * count * torch.finfo(flat.dtype).eps ** 2
@@ -47,13 +49,18 @@ def gram_matrix(features: Tensor, *, centred: bool = False) -> Tensor:
 def _product(part: Tensor) -> Tensor:
     """Return part @ part.T, (N, N) float64, the same for any number of threads.
 
-    One large product is shared among threads in ways that change its last digits;
-    many small ones are not.
+    How threads share one large product changes its last digits; small products are
+    computed by one thread each.
     """
     count, width = part.shape
     columns = min(_COLUMNS, max(1, width // 8))  # eight products or more
+    if part.is_cuda and width % columns:
+        # On a GPU one copy costs less than the calls for the rest.
+        part = F.pad(part, (0, -width % columns))
+        width = part.shape[1]
     whole = width // columns * columns  # at least one
-    parts = part[:, :whole].reshape(count, -1, columns).transpose(0, 1)
+    most = part[:, :whole] if whole < width else part
+    parts = most.reshape(count, -1, columns).transpose(0, 1)
     total = torch.bmm(parts, parts.mT).sum(0, dtype=torch.float64)
     if whole < width:
         rest = part.new_zeros(2, count, columns)
@@ -66,11 +73,11 @@ def _product(part: Tensor) -> Tensor:
 class BatchProducts:
     """Sums of products of Gram entries over one batch, or over many.
 
-    Grams of tens of thousands of samples do not fit in memory, and their entries
-    between two batches are never seen together. But ORM needs only the sum of
-    products over the N diagonal entries and over the N(N-1) others, and the pairs
-    within batches are a fair draw of those: so the sums are kept apart, added up
-    batch by batch, and scaled to N. With one batch the result is exact.
+    Gram matrices of tens of thousands of samples do not fit in memory, and no pass sees
+    samples of two batches together. But ORM needs only the sum of products over the N
+    diagonal entries and the sum over the N(N-1) others, and the pairs within batches
+    are a fair sample of the latter. So the two sums are kept apart, added up batch by
+    batch, and scaled to N. With one batch the result is exact.
     """
 
     diagonal: Tensor  # sum of K_i[a, a] K_j[a, a], (L, L) float64
@@ -82,20 +89,21 @@ class BatchProducts:
     def of(cls, grams: Sequence[Tensor]) -> "BatchProducts":
         """Take the products of one batch's Gram matrices, L of (n, n)."""
         count = grams[0].shape[0]
-        stacked = torch.stack([g.reshape(-1) for g in grams])  # (L, n*n)
-        # Scaled so that neither a tiny nor a huge layer leaves float32's range.
+        stacked = torch.stack([*grams]).flatten(1)  # (L, n*n)
+        # Scaled so that products of tiny or huge values neither vanish nor overflow.
         scale = stacked.abs().amax(1, keepdim=True).clamp_min(_tiny(stacked))
         stacked = (stacked / scale).double()
-        size = scale.double().cpu()
-
-        def products(rows: Tensor) -> Tensor:
-            return (rows @ rows.T).cpu() * size * size.T
-
-        # Gram matrices are symmetric: one half of them says everything.
-        above = torch.ones(count, count, device=stacked.device).triu(1).bool()
+        # Gram matrices are symmetric, so one half is enough.
+        row, column = torch.triu_indices(count, count, 1, device=stacked.device)
+        others = stacked.index_select(1, row * count + column)
+        diagonal = stacked[:, :: count + 1]
+        parts = [diagonal @ diagonal.T, others @ others.T, scale.double()]
+        # One transfer: each makes the host wait for a GPU.
+        found = torch.cat(parts, 1).cpu()
+        own, other, size = torch.split(found, [len(grams), len(grams), 1], 1)
         return cls(
-            diagonal=products(stacked[:, :: count + 1]),
-            others=2 * products(stacked[:, above.flatten()]),
+            diagonal=own * size * size.T,
+            others=2 * (other * size * size.T),
             samples=count,
             pairs=count * (count - 1),
         )
@@ -118,8 +126,8 @@ class BatchProducts:
 def debiased_products(grams: Sequence[Tensor]) -> Tensor:
     """Return unbiased estimates of the centred products (HSIC_1 of Song et al.).
 
-    Averages of them over batches estimate the value for the whole data set, which those
-    of centred batches do not: a batch's own mean is not the data's. The Gram matrices
+    Averaged over batches, they estimate the value for the whole data set; products of
+    centred batches do not, as a batch's mean is not that of the data. The Gram matrices
     are uncentred, (n, n) with n > 3.
     """
     count = grams[0].shape[0]
@@ -165,9 +173,9 @@ def importance(
 ) -> Tensor:
     """Return theta_i of sums of ORM (L,), up to one common positive factor; float64.
 
-    Layers differ by ``beta`` (Eq. 9); ``decreasing`` is the function of the ablation,
-    applied to beta * gamma. exp(-x) is shifted so that the largest is 1: only ratios
-    matter to the linear program, and exp(-beta * gamma) itself underflows.
+    ``beta`` (Eq. 9) sets how much layers differ; ``decreasing`` is the function from
+    the ablation, applied to beta * gamma. exp(-x) is scaled so that the largest is 1:
+    only ratios matter to the linear program, and exp(-beta * gamma) itself underflows.
     """
     x = beta * gamma.double()
     if decreasing == "exp(-x)":

@@ -21,6 +21,7 @@ from ompq.samples import Batch, attached, call, evaluating, in_this_thread, lock
 logger = logging.getLogger(__name__)
 
 Visit = Callable[[int, Any, tuple[Any, ...], dict[str, Any], Any], None]
+Change = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], Any]
 Enter = Callable[[str, nn.Module], None]
 Leave = Callable[[str, nn.Module, Any, Any, Any], None]
 
@@ -79,11 +80,14 @@ class Watch(TorchFunctionMode):
     """Numbers the calls that return float tensors and shows each to ``visit``.
 
     Positions and masks are left out: how they are made may depend on the batch.
+    ``change`` sees every call first and returns the output to go on with.
     """
 
-    def __init__(self, visit: Visit = lambda *_: None) -> None:
+    def __init__(
+        self, visit: Visit = lambda *_: None, change: Change | None = None
+    ) -> None:
         super().__init__()
-        self.visit = visit
+        self.visit, self.change = visit, change
         self.position = 0  # of the next call
 
     def __torch_function__(
@@ -95,7 +99,10 @@ class Watch(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         output = func(*args, **kwargs)
-        if any(tensor.is_floating_point() for tensor in tensors_in(output)):
+        if self.change is not None:
+            output = self.change(func, args, kwargs, output)
+        made = (output,) if isinstance(output, Tensor) else tensors_in(output)
+        if any(tensor.is_floating_point() for tensor in made):
             self.visit(self.position, func, args, kwargs, output)
             self.position += 1
         return output
@@ -129,10 +136,9 @@ def record(model: nn.Module, batch: Batch) -> Recording:
 def watched_modules(
     model: nn.Module, enter: Enter, leave: Leave, *, first: bool = False
 ) -> Iterator[None]:
-    """Show every call of a module, the network's own aside.
+    """Show every call of a module, except that of the network itself.
 
-    ``leave`` sees the output before the hooks that a module has if it is to be
-    ``first``.
+    With ``first``, ``leave`` sees the output before the module's other hooks do.
     """
 
     def hooks() -> Iterator[RemovableHandle]:
@@ -177,28 +183,31 @@ def is_batch_norm(module: nn.Module) -> bool:
     )
 
 
+_NESTED = (tuple, list, dict)
+
+
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in nested tuples, lists and dicts."""
+    """Yield the tensors in nested tuples, lists and dicts, in order."""
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, tuple | list):
-        for item in value:
-            yield from tensors_in(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from tensors_in(item)
+    elif isinstance(value, _NESTED):
+        for item in value.values() if isinstance(value, dict) else value:
+            if isinstance(item, Tensor):
+                yield item
+            elif isinstance(item, _NESTED):  # most arguments are plain numbers
+                yield from tensors_in(item)
 
 
 def with_tensors(value: Any, tensors: Iterable[Tensor]) -> Any:
-    """Return a value nested alike with other tensors, in the order of tensors_in."""
+    """Return the same nested value with other tensors, in the order of tensors_in."""
     return _nested_alike(value, iter(tensors))
 
 
 def copied(model: nn.Module, *, share_weights: bool = False) -> nn.Module:
-    """Return a copy of a network, cut off the graphs of tensors that modules keep.
+    """Return a copy of a network in which tensors kept by modules are detached.
 
-    PyTorch refuses to copy such a tensor, a cached feature for example. Parameters and
-    buffers are copied, too, unless both networks are to share them.
+    PyTorch refuses to copy a tensor with a graph, such as a cached feature. Parameters
+    and buffers are copied, too, unless both networks are to share them.
     """
     kept = [t for m in model.modules() for t in tensors_in(m.__dict__)]
     known = {id(t): t.detach().clone() for t in kept if t.grad_fn is not None}
@@ -208,9 +217,9 @@ def copied(model: nn.Module, *, share_weights: bool = False) -> nn.Module:
 
 
 def detach_state(model: nn.Module) -> bool:
-    """Cut tensors that modules keep, such as cached keys, off their graphs.
+    """Detach tensors that modules keep, such as cached keys.
 
-    Returns whether there was any: a second backward pass would fail on it.
+    Returns whether there were any: a second backward pass would fail on them.
     """
     found = False
     for module in model.modules():
@@ -224,7 +233,9 @@ def detach_state(model: nn.Module) -> bool:
 
 
 def with_first_tensor(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Return a value nested alike, its first tensor changed."""
+    """Return the same nested value with its first tensor changed."""
+    if isinstance(value, Tensor):
+        return change(value)
     first, *others = tensors_in(value)
     return with_tensors(value, [change(first), *others])
 
@@ -313,7 +324,7 @@ class _Recorder:
             self._as_one_norm(scope, self.producer.get(id(given)))
         made = next(tensors_in(output), None)
         weight = module._parameters.get("weight")
-        with DisableTorchFunction():  # the watch need not see that shapes are read
+        with DisableTorchFunction():  # the watch need not see this
             shapes = [() if t is None else tuple(t.shape) for t in (given, made)]
         self.recording.module_calls.append(
             ModuleCall(
@@ -326,7 +337,7 @@ class _Recorder:
         )
 
     def _as_one_norm(self, scope: _Scope, source: int | None) -> None:
-        """Let the last call of a norm that is spelled out stand for all of it."""
+        """Represent a norm that is written as several calls by the last of them."""
         calls = self.recording.calls
         own = [c.position for c in calls[scope.start :] if c.module == scope.name]
         if source is None or len(own) < 2:

@@ -1,6 +1,6 @@
 """Scores from derivatives of the loss: Fisher, Hessian and gradient.
 
-The loss is against labels or, without them, the network's own answers.
+The loss compares with labels or, without them, with the network's own answers.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -38,7 +38,7 @@ from ompq.units import ScoreTable, Unit, by_bits
 
 # Inputs and their class numbers, (N,).
 LabelledBatches: TypeAlias = Iterable[tuple[Batch, Tensor]]
-_ROWS = 1024  # of logits from which classes are drawn at a time
+_ROWS = 1024  # rows of logits for which classes are drawn at a time
 
 
 @dataclass(frozen=True)
@@ -157,10 +157,10 @@ class Hessian:
 class Gradient:
     """First-order change of the loss when a unit gets more than the fewest bits.
 
-    Every unit is rounded to the fewest bits; there, one backward pass gives the
-    gradient g of the loss, and the score is g · (Q_b(W) − Q_fewest(W)). The loss is the
-    divergence from the float network, or the cross entropy with labels if batches are
-    given. More bits may score worse than fewer: it is only the first order.
+    With every unit rounded to the fewest bits, one backward pass gives the gradient g
+    of the loss, and the score is g · (Q_b(W) − Q_fewest(W)). The loss is the divergence
+    from the float network, or the cross entropy with labels if batches are given. More
+    bits may score worse than fewer, as the score is only of first order.
 
     Attributes:
         samples: How many inputs are used, at most.
@@ -250,7 +250,7 @@ def _gradients(loss: Tensor, weights: Mapping[str, Tensor]) -> dict[str, Tensor]
 
 @contextmanager
 def differentiating(model: nn.Module) -> Iterator[None]:
-    """Let gradients flow through a network in eval mode, the same bits every time."""
+    """Enable repeatable gradients of a network in eval mode."""
     # The fast kernels of attention have no second derivative.
     with (
         evaluating(model),
@@ -266,7 +266,7 @@ def log_probabilities(
 ) -> Tensor:
     """Run the network with some weights replaced; return log softmax, (N, K).
 
-    Where there are classes at many places, such as tokens, each place is a row.
+    If classes are predicted at many places, such as tokens, each place is a row.
     """
     output = functional_call(model, dict(weights), *arguments(batch))
     return class_rows(first_tensor(output).float()).log_softmax(1)
@@ -292,18 +292,21 @@ def _mean_loss(log_p: Tensor, labels: Tensor | None) -> Tensor:
 def weighted_labels(
     log_p: Tensor, generator: torch.Generator, count: int
 ) -> tuple[Tensor, Tensor]:
-    """Return a class for each row, (rows,), and how many each input counts for, (N,).
+    """Draw a class for each row, (rows,), and return the inputs' weights, (N,).
 
-    Of ``count`` inputs, log probabilities are given, (rows, K). Squared gradients are
-    to be averaged over the network's own answers. A class is drawn with its probability
-    times the length of its gradient at the logits: the sum of what counts is right, and
-    varies less where one answer is nearly certain. Where an input has several rows,
-    such as tokens, their gradients add up before they are squared: classes are drawn
-    with their probability, and inputs count once.
+    The weights make squared gradients average over the network's own answers. A class
+    is drawn with its probability times the length of its gradient at the logits
+    (importance sampling): the mean stays right, and varies less where one answer is
+    nearly certain. If an input has several rows, such as tokens, their gradients add up
+    before they are squared: then classes are drawn with their probability, and all
+    weights are 1.
+
+    Args:
+        log_p: Log probabilities of ``count`` inputs, (rows, K).
     """
     log_p = log_p.detach()
     if len(log_p) > count:
-        # A vocabulary is large: some rows at a time.
+        # Vocabularies are large, so some rows at a time.
         drawn_rows = [_drawn(rows, generator) for rows in torch.split(log_p, _ROWS)]
         return torch.cat(drawn_rows), log_p.new_ones(count, dtype=torch.float64)
     p = log_p.double().exp()
@@ -317,4 +320,4 @@ def _drawn(log_p: Tensor, generator: torch.Generator) -> Tensor:
     """Return a class for each row, drawn with its probability, (rows,)."""
     # The largest of log probability + Gumbel noise is a class drawn with it.
     noise = -torch.empty(log_p.shape).exponential_(generator=generator).log()
-    return (log_p + noise.to(log_p.device)).argmax(1)
+    return (log_p + noise.to(log_p.device, non_blocking=True)).argmax(1)

@@ -1,4 +1,4 @@
-"""ORM of a network, and the scores built on it: the paper's, and two of ours."""
+"""ORM of a network, and the scores built on it: the paper's and two of ours."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -42,7 +42,7 @@ _OTHER_PATH = (
     "detectors do, is planned by the part that takes a batch: its backbone and head, "
     "see Detectors in docs/guide.md"
 )
-ORM_BATCH = 256  # samples whose Gram matrices, 256 × 256 a layer, are held at a time
+ORM_BATCH = 256  # samples per batch: each layer has a 256 × 256 Gram matrix
 
 
 @dataclass(frozen=True)
@@ -53,11 +53,11 @@ class OrmSettings:
         beta: How much layers differ: theta = exp(−beta · gamma).
         centred: False is the paper's metric, True that of its released code.
         decreasing: Function from gamma to theta.
-        granularity: What counts as one function f_i. ``block``, ``stage`` and ``net``
-            also make a plan give one width to each of them, as the authors do.
-        exclude: Patterns of units that take no part, such as pinned ones.
+        granularity: What counts as one function f_i. With ``block``, ``stage`` and
+            ``net``, a plan gives one width to each of them, as the authors do.
+        exclude: Patterns of units to leave out, such as pinned ones.
         per_function: Whether gamma is divided by the number of other functions, so
-            that beta means the same for a network of any depth.
+            that beta means the same at any depth.
     """
 
     beta: float = 1.0
@@ -137,11 +137,19 @@ def measure_orm(
 
 
 def orm_result(graph: LayerGraph, settings: OrmSettings, products: Tensor) -> OrmResult:
-    """Return ORM and what follows from it, given the products <K_i, K_j>, (L, L)."""
+    """Return ORM and the units' importance from the products <K_i, K_j>, (L, L).
+
+    Raises:
+        TraceError: An activation is NaN or infinite.
+    """
     units = _taking_part(graph, settings)
     function_of = _functions(units, settings.granularity)
     functions = sorted({*function_of.values()})
     names = {unit.feature: unit.name for unit in units}
+    finite = products.diagonal().isfinite().tolist()
+    pairs = zip(functions, finite, strict=True)
+    if broken := [names[at] for at, good in pairs if not good]:
+        raise TraceError(f"activations are NaN or infinite at {shortened(broken)}")
     place = {unit.name: functions.index(function_of[unit.feature]) for unit in units}
     places = [place.get(name, -1) for name in graph.names]
     matrix = normalised(products)
@@ -151,8 +159,8 @@ def orm_result(graph: LayerGraph, settings: OrmSettings, products: Tensor) -> Or
         gamma / others, beta=settings.beta, decreasing=settings.decreasing
     )
     worth = objective_coefficients(theta)
-    # All functions but exp(-x) are negative: as the paper writes its program, the
-    # fewest bits everywhere would be best. So the budget is made worth using up.
+    # All functions but exp(-x) are negative, so the paper's program would choose the
+    # fewest bits everywhere. Raised to 0 or more, they make bits worth spending.
     worth = worth - worth.min().clamp(max=0)
     return OrmResult(
         matrix=matrix.numpy(),
@@ -228,11 +236,13 @@ class Grams(Watch):
     ) -> Any:
         at = self.position
         output = super().__torch_function__(func, types, args, kwargs)
-        self.unread.difference_update(map(id, tensors_in((args, kwargs or {}))))
-        if at < self.position and at in self.units:
+        if at == self.position:
+            return output
+        self.unread.difference_update(map(id, tensors_in((args, kwargs))))
+        if at in self.units:
             if self.weights[at] in self.unread:
                 raise TraceError(_OTHER_PATH)
-            with DisableTorchFunction():  # what else watches the pass need not see this
+            with DisableTorchFunction():  # other modes need not see this
                 rows = sample_rows(next(tensors_in(output)).detach(), self.count)
                 self.found[at] = gram_matrix(rows, centred=self.settings.centred)
             if self.progress:
@@ -244,13 +254,7 @@ class Grams(Watch):
         """Return the matrices in the order of the functions."""
         if len(self.found) < len(self.units):
             raise TraceError(_OTHER_PATH)
-        found = [self.found[at] for at in self.units]
-        finite = torch.stack(found).sum((1, 2)).isfinite().tolist()
-        pairs = zip(self.units.values(), finite, strict=True)
-        broken = [unit.name for unit, good in pairs if not good]
-        if broken:
-            raise TraceError(f"activations are NaN or infinite at {shortened(broken)}")
-        return found
+        return [self.found[at] for at in self.units]
 
     def result(self) -> OrmResult:
         """Return ORM, if this batch was all there is."""
@@ -259,18 +263,18 @@ class Grams(Watch):
 
 
 def _added(total: Any, grams: Sequence[Tensor], *, debiased: bool) -> Any:
-    """Add what one batch says of <K_i, K_j>, (L, L)."""
+    """Add the products <K_i, K_j> of one batch, (L, L)."""
     if debiased and total is not None and len(grams[0]) < 4:
-        return total  # a short last batch tells too little
+        return total  # the last batch is too short for an estimate
     found = debiased_products(grams) if debiased else BatchProducts.of(grams)
     return found if total is None else total + found
 
 
 def sample_rows(feature: Tensor, count: int) -> Tensor:
-    """Return a layer's output with one row a sample, (count, D), at least float32."""
+    """Return a layer's output with one row per sample, (count, D), at least float32."""
     feature = feature.float() if feature.element_size() < 4 else feature
-    # Windows have several rows a sample; sequences come first; attentions stack their
-    # projections before either.
+    # Windows have several rows per sample; samples may follow the sequence dimension,
+    # and in attentions the stacked projections.
     places = [i for i, size in enumerate(feature.shape) if size and size % count == 0]
     if not places:
         raise TraceError(
@@ -303,13 +307,10 @@ class Orm:
 
     def __call__(self, given: ScoreInputs) -> ScoreTable:
         """Return −bits × coefficient, (units, choices)."""
-        orm, graph, choices = (
-            _measured(given, self.settings),
-            given.graph,
-            given.choices,
-        )
-        # Units of one function that share their bits are one decision of the paper's,
-        # and count once.
+        graph, choices = given.graph, given.choices
+        orm = _measured(given, self.settings)
+        # In the paper, units of one function that share their bits are one decision,
+        # which counts once.
         function_of = _functions(graph.units, self.settings.granularity)
         of = [function_of[unit.feature] for unit in graph.units]
         sharing = [
@@ -324,10 +325,10 @@ class Orm:
 
 @dataclass(frozen=True)
 class OrmDistortion:
-    """ORM coefficient × noise-to-signal of the rounded weights (and inputs).
+    """ORM coefficient × noise-to-signal ratio of the rounded weights (and inputs).
 
-    The distortion falls about fourfold a bit, as rate-distortion theory says; ORM says
-    how much each layer's distortion matters.
+    Distortion falls about fourfold per bit, as in rate-distortion theory; ORM says how
+    much each layer's distortion matters.
 
     Attributes:
         settings: How ORM is measured; gamma is taken per function by default.
@@ -353,8 +354,8 @@ def _measured(given: ScoreInputs, settings: OrmSettings) -> OrmResult:
 class OrmShift:
     """|sum of ORM with one unit rounded − sum of ORM|, uncentred.
 
-    The paper's claim taken at its word: orthogonality between layers is what a network
-    must keep, so a unit needs the bits without which it would be lost.
+    Takes the paper at its word: a network must keep the orthogonality of its layers, so
+    a unit needs the bits without which it would be lost.
 
     Attributes:
         samples: How many inputs are used, at most.

@@ -100,9 +100,9 @@ def _clamped(reference: Tensor, output: Tensor) -> float:
 class Blend:
     """Geometric mean of output divergence and weight noise.
 
-    Each table is divided by its mean at 3 bits (or the middle choice) first. One sees
-    what the network makes of an error, the other does not depend on the samples; where
-    one is wrong about a unit, the other often is not.
+    Each table is first divided by its mean at 3 bits (or the middle choice). The one
+    sees what the network makes of an error, the other does not depend on the samples;
+    where one is wrong about a unit, the other often is right.
 
     Attributes:
         samples: How many inputs the divergence is measured on, at most.

@@ -1,7 +1,8 @@
-"""Rounding a unit's weights: what is left of them, and the score by noise alone."""
+"""Rounded weights of units, their errors, and the score by noise alone."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from math import ceil, prod
 from typing import Any, ClassVar, NamedTuple
 
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 from ompq.costs import FLOAT_BITS
 from ompq.errors import ScoreError
-from ompq.graph import channel_axis, channel_factors, norm_scale
+from ompq.graph import channel_axis, channel_factors, norm_scales
 from ompq.processes import share_out
 from ompq.ranges import (
     QuickGrids,
@@ -29,7 +30,7 @@ from ompq.samples import collect, model_device
 from ompq.scores.table import Needs, ScoreInputs
 from ompq.units import Choice, ScoreTable, Table, Unit, by_bits
 
-_SAMPLES = 32  # inputs from which activation noise is read
+_SAMPLES = 32  # inputs on which activation noise is measured
 _TINY = 1e-30  # so that nothing is divided by 0
 
 
@@ -41,18 +42,6 @@ class StoredWeight(NamedTuple):
     factor: Tensor | None  # what batch norm multiplies it by; None without one
     device: torch.device  # where the network runs
 
-    @classmethod
-    @torch.no_grad()
-    def of(cls, model: nn.Module, unit: Unit) -> "StoredWeight":
-        """Find the weight of a unit."""
-        module, device = called_module(model, unit), model_device(model)
-        parameter = module.get_parameter(unit.parameter.rpartition(".")[2])
-        factor = None
-        if unit.norm:
-            scale = norm_scale(model.get_submodule(unit.norm)).to(device)
-            factor = channel_factors(scale, unit.weight_shape, module)
-        return cls(parameter, channel_axis(module), factor, device)
-
     def plain(self) -> Tensor:
         """Return the weight where the network runs, batch norm not folded in."""
         return self.parameter.detach().to(self.device)
@@ -62,15 +51,32 @@ class StoredWeight(NamedTuple):
         return self.plain() if self.factor is None else self.plain() * self.factor
 
 
+@torch.no_grad()
+def stored_weights(model: nn.Module, units: Sequence[Unit]) -> list[StoredWeight]:
+    """Return the weight of each unit."""
+    device = model_device(model)
+    norms = [model.get_submodule(unit.norm) for unit in units if unit.norm]
+    scales = iter(norm_scales(norms))
+    found = []
+    for unit in units:
+        module, factor = called_module(model, unit), None
+        if unit.norm:
+            scale = next(scales).to(device)
+            factor = channel_factors(scale, unit.weight_shape, module)
+        parameter = module.get_parameter(unit.parameter.rpartition(".")[2])
+        found.append(StoredWeight(parameter, channel_axis(module), factor, device))
+    return found
+
+
 def called_module(model: nn.Module, unit: Unit) -> nn.Module:
     """Return the module that is called for the unit, whose input is the unit's."""
     return model.get_submodule(unit.parameter.rpartition(".")[0])
 
 
 def weight_choices(choices: Sequence[Choice]) -> list[Choice]:
-    """Return the different weights among choices, with float inputs, fewest bits first.
+    """Return the distinct weight choices, with float inputs, fewest bits first.
 
-    Float weights are left out: nothing is lost by them.
+    Float weights are left out: they lose nothing.
     """
     return by_bits({c.with_float_input for c in choices if c.weight < FLOAT_BITS})
 
@@ -78,12 +84,12 @@ def weight_choices(choices: Sequence[Choice]) -> list[Choice]:
 def rounded_weights(
     model: nn.Module, unit: Unit, choices: Sequence[Choice]
 ) -> Iterator[Tensor]:
-    """Yield the unit's weight, its batch norm not folded in, as choices round it.
+    """Yield the unit's weight as each choice rounds it, batch norm not folded in.
 
-    It is rounded to the best grid; with the step that keeps the rate where it is coded;
-    not at all at 32 bits.
+    It is rounded to the best grid or, for a coded choice, with the step that gives the
+    rate; at 32 bits it is not rounded.
     """
-    stored = StoredWeight.of(model, unit)
+    [stored] = stored_weights(model, [unit])
     weight, coded = stored.plain(), stored.folded()
     curve = rate_curve(coded) if any(choice.rate for choice in choices) else None
     for choice in choices:
@@ -102,57 +108,57 @@ def rounded_weights(
             yield grid.fake(weight)
 
 
-class _Searched(NamedTuple):
-    """What was found for one unit's weight."""
+class _Search(NamedTuple):
+    """The grids found for one unit's weight."""
 
     grids: QuickGrids  # of the rows of several units, batch norms folded in
     rows: slice  # its own
-    noise: list[float]  # ||W - Q(W)||² / ||W||² at each width
-    errors: Tensor | None  # of its rows at the first widths, (b, C, K), if kept
+    errors: Tensor | None  # at the first widths, (b, *shape), if they are kept
 
 
 @dataclass(frozen=True, eq=False)
 class QuickRounding:
-    """How a unit's weight is rounded to several choices.
+    """How several choices round a unit's weight.
 
-    Grids are nearly as good as for :func:`rounded_weights`.
+    The grids are nearly as good as those of :func:`rounded_weights`.
     """
 
     stored: StoredWeight
     unit: Unit
     columns: Mapping[Choice, int]  # of the choices that have a grid
-    found: _Searched | None  # None if no choice has a grid
+    found: _Search | None  # None if no choice has a grid
     curve: RateCurve | None  # None if no choice has a rate
-    # ||W - Q(W)||² / ||W||² of each choice, batch norm folded in.
-    noise: Mapping[Choice, float]
 
     def errors(self, choices: tuple[Choice, ...]) -> Tensor:
-        """Return what choices change the weight by, (choices, *shape).
+        """Return rounded weights minus the weight, (choices, *shape).
 
         Batch norm is not folded in.
         """
         at = [self.columns.get(choice, -1) for choice in choices]
         in_a_row = at[0] >= 0 and at == [*range(at[0], at[0] + len(at))]
         if self.found is not None and in_a_row:
-            found = self._grid_errors(self.found, at)
+            grids, own, kept = self.found
+            if kept is not None and at == [*range(len(kept))]:
+                return kept
+            axis = self.stored.axis
+            rows = channel_rows(self.stored.folded(), axis, self.unit.group_size)
+            found = grids.of_rows(own).errors(rows, slice(at[0], at[-1] + 1))
+            found = as_weights(found, self.unit.weight_shape, axis)
         elif len(choices) == 1 and self.curve is not None:
             folded = self.stored.folded().float()
             step = self.curve.step(choices[0].rate)
             found = (coded_weight(folded, step) - folded)[None]
         else:
             return torch.cat([self.errors((choice,)) for choice in choices])
-        if self.stored.factor is not None:
-            # A channel that the batch norm multiplies by 0 is lost anyway.
-            found = (found / self.stored.factor).nan_to_num_(0.0, 0.0, 0.0)
-        return found.to(self.stored.parameter.dtype)
+        return _unfolded(found, self.stored)
 
-    def _grid_errors(self, searched: _Searched, at: Sequence[int]) -> Tensor:
-        axis, found = self.stored.axis, searched.errors
-        if found is None or at != [*range(len(found))]:
-            rows = channel_rows(self.stored.folded(), axis, self.unit.group_size)
-            grids = searched.grids.of_rows(searched.rows)
-            found = grids.errors(rows, slice(at[0], at[-1] + 1))
-        return as_weights(found, self.unit.weight_shape, axis)
+
+def _unfolded(errors: Tensor, stored: StoredWeight) -> Tensor:
+    """Return the errors of a weight, given those after folding the batch norm in."""
+    if stored.factor is not None:
+        # A channel that the batch norm multiplies by 0 is lost anyway.
+        errors = (errors / stored.factor).nan_to_num_(0.0, 0.0, 0.0)
+    return errors.to(stored.parameter.dtype)
 
 
 def quickly_rounded(
@@ -161,79 +167,106 @@ def quickly_rounded(
     choices: Sequence[Choice],
     keep: Sequence[Choice] = (),
 ) -> list[QuickRounding]:
-    """Return how the units' weights are rounded to the choices.
+    """Return how the choices round the units' weights.
 
-    Grids of several units, at all widths, are searched at once.
+    Grids of several units are searched at once, for all widths.
 
     Args:
-        keep: The first choices, if their errors are to be computed with the grids.
+        keep: The first choices, if their errors are to be computed along with the
+            grids and kept.
     """
     on_grids = [choice for choice in choices if not choice.rate]
     kept = len(keep) if [*keep] == on_grids[: len(keep)] else 0
-    stored = [StoredWeight.of(model, unit) for unit in units]
-    searched: Sequence[_Searched | None] = [None] * len(units)
+    stored = stored_weights(model, units)
+    found: dict[int, _Search] = {}
     if on_grids:
         widths = [choice.weight for choice in on_grids]
-        searched = _searched(stored, units, widths, kept=kept)
+        for stack in row_stacks(_row_sizes(stored, units), stored[0].device):
+            several = [(stored[at], units[at]) for at in stack]
+            searched = _search(several, widths, kept=kept)
+            found.update(zip(stack, searched, strict=True))
     columns = {choice: column for column, choice in enumerate(on_grids)}
-    rated = [choice for choice in choices if choice.rate]
-    rounding = []
-    for weight, unit, found in zip(stored, units, searched, strict=True):
-        curve, noise = (
-            None,
-            dict(zip(on_grids, found.noise if found else (), strict=True)),
+    rated = len(on_grids) < len(choices)
+    return [
+        QuickRounding(
+            weight,
+            unit,
+            columns,
+            found.get(at),
+            rate_curve(weight.folded().float()) if rated else None,
         )
-        if rated:
-            curve = rate_curve(weight.folded().float())
-            noise |= {choice: curve.noise_at(choice.rate) for choice in rated}
-        rounding.append(QuickRounding(weight, unit, columns, found, curve, noise))
-    return rounding
+        for at, (weight, unit) in enumerate(zip(stored, units, strict=True))
+    ]
 
 
-def _searched(
-    stored: Sequence[StoredWeight],
-    units: Sequence[Unit],
-    widths: Sequence[int],
-    *,
-    kept: int,
-) -> list[_Searched]:
-    """Return grids of the rows of each unit's weight, batch norm folded in."""
-    columns, sizes = [], []
+def _row_sizes(
+    stored: Sequence[StoredWeight], units: Sequence[Unit]
+) -> list[tuple[int, int]]:
+    """Return how many rows each weight has, and how long they are."""
+    sizes = []
     for weight, unit in zip(stored, units, strict=True):
         channels = unit.weight_shape[weight.axis]
-        columns.append(count := prod(unit.weight_shape) // channels)
+        count = prod(unit.weight_shape) // channels
         length = unit.group_size or count
         sizes.append((channels * ceil(count / length), length))
-    parts: dict[int, tuple[QuickGrids, slice, Tensor | None]] = {}
-    sums = []
-    for stack in row_stacks(sizes, stored[0].device):
-        several = [
-            channel_rows(stored[at].folded(), stored[at].axis, units[at].group_size)
-            for at in stack
-        ]
-        rows, counts = stacked_rows(several, [columns[at] for at in stack])
-        grids = quick_grids(rows, widths, counts)
-        errors = grids.errors(rows, slice(kept)) if kept else None
-        sums.append(torch.cat([grids.lost, grids.energy[None]]))
-        start = 0
-        for at, own in zip(stack, several, strict=True):
-            part = slice(start, start := start + len(own))
-            its = None if errors is None else errors[:, part, : own.shape[1]]
-            parts[at] = grids, part, its
+    return sizes
+
+
+def _search(
+    several: Sequence[tuple[StoredWeight, Unit]], widths: Sequence[int], *, kept: int
+) -> list[_Search]:
+    """Search the grids of several weights, batch norms folded in, at once."""
+    weights = [
+        channel_rows(stored.folded(), stored.axis, unit.group_size)
+        for stored, unit in several
+    ]
+    shapes = [(unit.weight_shape, stored.axis) for stored, unit in several]
+    columns = [prod(shape) // shape[axis] for shape, axis in shapes]
+    rows, counts = stacked_rows(weights, columns)
+    grids = quick_grids(rows, widths, counts)
+    lengths = [own.shape[0] for own in weights]
+    parts = [slice(*both) for both in pairwise(accumulate(lengths, initial=0))]
+    if not kept:
+        return [_Search(grids, part, None) for part in parts]
+    found = []
+    every = torch.split(grids.errors(rows, slice(kept)), lengths, 1)
+    for (stored, unit), part, own, its in zip(
+        several, parts, weights, every, strict=True
+    ):
+        errors = its[..., : own.shape[1]] if own.shape[1] < its.shape[2] else its
+        errors = as_weights(errors, unit.weight_shape, stored.axis)
+        found.append(_Search(grids, part, _unfolded(errors, stored)))
+    return found
+
+
+def noise_ratios(several: Sequence[QuickRounding], choices: Sequence[Choice]) -> Table:
+    """Return ||W − Q(W)||² / ||W||², batch norms folded in, (units, choices)."""
+    table = np.zeros((len(several), len(choices)))
+    for column, choice in enumerate(choices):
+        if choice.rate:
+            table[:, column] = [
+                one.curve.noise_at(choice.rate) for one in several if one.curve
+            ]
+    on_grids = [column for column, choice in enumerate(choices) if not choice.rate]
+    if not on_grids:
+        return table
+    found = [one.found for one in several if one.found]
+    stacks = {id(own.grids): own.grids for own in found}
     # One transfer for all: each makes the host wait for a GPU.
-    table = torch.cat(sums, 1).double().cpu().numpy()  # (widths + 1, all rows)
-    starts = np.cumsum([0, *(sizes[at][0] for at in parts)])[:-1]
-    *lost, energy = np.add.reduceat(table, starts, axis=1)
-    noise = (np.array(lost) / np.maximum(energy, _TINY)).T.tolist()
-    found = {
-        at: _Searched(grids, part, n, errors)
-        for (at, (grids, part, errors)), n in zip(parts.items(), noise, strict=True)
-    }
-    return [found[at] for at in range(len(units))]
+    sums = [torch.cat([grids.lost, grids.energy[None]]) for grids in stacks.values()]
+    read = torch.cat(sums, 1).double().cpu().numpy()  # (widths + 1, rows)
+    ends = np.cumsum([part.shape[1] for part in sums])[:-1]
+    by_stack = dict(zip(stacks, np.split(read, ends, 1), strict=True))
+    places = [several[0].columns[choices[column]] for column in on_grids]
+    for row, own in zip(table, found, strict=True):
+        mine = by_stack[id(own.grids)][:, own.rows]
+        *lost, energy = np.add.reduceat(mine, [0], axis=1)[:, 0]
+        row[on_grids] = np.array(lost)[places] / max(energy, _TINY)
+    return table
 
 
 def _kept(rounded: Tensor, folded: Tensor) -> Tensor:
-    """Return what is kept of each weight before the batch norm scales it."""
+    """Return the ratio of rounded to folded weights; 1 where there is nothing left."""
     # A channel that the batch norm multiplies by 0 is lost anyway.
     return torch.where(folded == 0, 1.0, rounded / folded)
 
@@ -243,7 +276,7 @@ def weight_table(given: ScoreInputs, damage: Callable[[Unit, Tensor], float]) ->
 
     Args:
         damage: Called with every unit and each of its rounded weights; float weights
-            do none. Processes share the units.
+            do no damage. Processes share the units.
     """
     weights = weight_choices(given.choices)
 
@@ -256,9 +289,9 @@ def weight_table(given: ScoreInputs, damage: Callable[[Unit, Tensor], float]) ->
 
 
 def check_weights_only(choices: Sequence[Choice], score: str) -> None:
-    """Refuse a choice of activation bits, for a score that cannot tell them apart.
+    """Refuse to choose activation bits by a score that sees only weights.
 
-    Pairs such as W4A4 and W8A8 leave none: there the weights decide, as in HAWQ-V3.
+    Pairs such as W4A4 and W8A8 are fine: there the weights decide, as in HAWQ-V3.
 
     Raises:
         ScoreError: Some weights may have several activation widths.
@@ -288,14 +321,14 @@ class WeightNoise:
 
 
 def noise_table(given: ScoreInputs) -> Table:
-    """Return noise-to-signal of weights, and of inputs where their bits are chosen."""
+    """Return noise-to-signal ratios of weights, plus those of inputs if chosen."""
     graph, choices = given.graph, given.choices
     weights = weight_choices(choices)
     widths = [choice.weight for choice in weights if not choice.rate]
     rates = [choice.rate for choice in weights if choice.rate]
     table = np.zeros((len(graph), len(choices)))
-    for row, unit in zip(table, graph.units, strict=True):
-        stored = StoredWeight.of(given.model, unit)
+    found_weights = stored_weights(given.model, graph.units)
+    for row, unit, stored in zip(table, graph.units, found_weights, strict=True):
         weight, axis = stored.folded(), stored.axis
         noises = weight_noises(
             weight.float(), widths, channel_dim=axis, group_size=unit.group_size

@@ -1,24 +1,23 @@
-"""Sensitivity: the noise of rounding, weighed by how much of it reaches the answers."""
+"""Sensitivity: rounding noise, weighted by how much of it reaches the output."""
 
 import logging
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from itertools import chain
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from ompq.costs import FLOAT_BITS
 from ompq.offload import visiting
 from ompq.ranges import elements_at_once
 from ompq.recording import (
+    Watch,
     function_name,
     is_linear_map,
     tensors_in,
@@ -42,7 +41,13 @@ from ompq.scores.orm import (
     measure_orm,
     sample_rows,
 )
-from ompq.scores.rounding_errors import noise_table, quickly_rounded, weight_choices
+from ompq.scores.rounding_errors import (
+    QuickRounding,
+    noise_ratios,
+    noise_table,
+    quickly_rounded,
+    weight_choices,
+)
 from ompq.scores.table import Needs, ScoreInputs
 from ompq.units import Choice, ScoreTable, Table
 
@@ -52,17 +57,17 @@ _WIDEST_MEASURED = 4
 # Samples that run forward and backward together on a CPU, or as many as take so many
 # multiply-accumulates; a GPU takes all.
 _CPU_BATCH, _CPU_MACS = 16, 1 << 24
-# Of the largest ratio of expected divergence to noise: smaller ones count as much.
+# Ratios of expected divergence to noise are at least this share of the largest.
 _VANISHED = 1e-12
-# Of a unit's weight.
+# Functions that read a unit's weight and are no linear maps.
 _OTHER_READERS = ("embedding", "lstm", "gru", "rnn_tanh", "rnn_relu")
 
-# Elements of errors at outputs, of several choices, that a device works on at once; a
-# CPU takes one choice at a time.
+# How many output errors, of several choices, a device computes at once; a CPU takes one
+# choice at a time.
 _AT_ONCE = {"cuda": 1 << 28}
-# Errors of weights are kept for the next batch if they are at most this many.
+# Errors of weights are kept for the next batch if there are at most this many.
 _KEPT = 1 << 27
-# What several choices change a weight by, (choices, *shape).
+# Returns how several choices change a weight, (choices, *shape).
 WeightErrors: TypeAlias = Callable[[], Tensor]
 
 logger = logging.getLogger(__name__)
@@ -70,24 +75,25 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """Weighted geometric mean of weight noise and the divergence expected of it.
+    """Weighted geometric mean of weight noise and the divergence expected from it.
 
-    To second order the divergence from the float network is half the mean of
+    To second order, the divergence from the float network is half the mean of
     (gradient · error)². The error is the change of a unit's output; the gradient is
-    that of one sample's log likelihood of an answer that the network itself draws (the
-    Fisher information). Errors of different channels are taken to be independent, and
-    their means to be restored, as quantizing does. Answers do not depend on what all
-    channels of a classifier have in common: for units with one output for each sample,
-    it is the geometric mean of taking channels as independent and as a whole. One
-    backward pass serves all units.
-    The noise alone knows nothing of the network behind a unit, the expectation alone
-    trusts few samples and small errors; together they decide better than either.
+    that of the log likelihood of a class drawn from the network's own answer, one
+    sample at a time (the Fisher information). Errors of different channels are assumed
+    to be independent, and their means to be corrected, as quantizing does. A
+    classifier's answer does not depend on what all its channels have in common: for
+    units with one output per sample, the expectation is the geometric mean of treating
+    channels as independent and as one sum. One backward pass serves all units.
+
+    Noise alone knows nothing about the network behind a unit; the expectation alone
+    relies on few samples and on small errors. Together they decide better than either.
 
     Attributes:
         samples: How many inputs are used, at most.
-        power: Of the expectation; the noise has the power that is left to 1.
-        seed: Seed of the answers that are drawn.
-        orm: How ORM is measured, for the report; the damage does not depend on it.
+        power: Exponent of the expectation; the noise has the exponent 1 − power.
+        seed: Seed for drawing classes.
+        orm: How ORM is measured for the report; the damage does not depend on it.
     """
 
     samples: int = 64
@@ -106,30 +112,24 @@ class Sensitivity:
         weights = weight_choices(choices)
         measured = _measured(weights)
         wanted = tuple(weights[column] for column in measured)
-        # Of a large network, one layer's errors exist at a time, of one choice.
+        # In a large network, errors exist for one layer and one choice at a time.
         few = len(wanted) * sum(unit.weights for unit in graph.units) <= _KEPT
         found = quickly_rounded(model, graph.units, weights, wanted if few else ())
-        noise = np.array([[one.noise[choice] for choice in weights] for one in found])
-        keys = [id(one.stored.parameter) for one in found]
-        keep: Any = cache if few else lambda errors: errors
-        parts = [wanted] if few else [(choice,) for choice in wanted]
-        several: Any = (
-            [partial(errors, part) for part in parts]
-            for errors in (keep(one.errors) for one in found)
-        )
+        expected, orm = None, None
         try:
-            rows, orm = self._expected(
-                given, dict(zip(keys, several, strict=True)), choices=len(wanted)
-            )
-            expected, alone = np.array([rows[key] for key in keys]), noise[:, measured]
-            ratio = np.divide(
-                expected, alone, out=np.zeros_like(expected), where=alone > 0
-            )
+            errors = _weight_errors(found, wanted, keep=few)
+            rows, orm = self._expected(given, errors, choices=len(wanted))
+            expected = np.array([rows[id(one.stored.parameter)] for one in found])
         except (RuntimeError, NotImplementedError) as error:
             if isinstance(error, torch.OutOfMemoryError):
                 raise
             logger.warning("no gradients, so only the noise decides: %s", error)
-            ratio, orm = np.ones((len(graph), len(measured))), None
+        # Read last: until then, the host queues work without waiting for a GPU.
+        noise = noise_ratios(found, weights)
+        ratio = np.ones((len(graph), len(measured)))
+        if expected is not None:
+            alone, nothing = noise[:, measured], np.zeros_like(expected)
+            ratio = np.divide(expected, alone, out=nothing, where=alone > 0)
         factor = self._factor(ratio, weights, measured)
         by_weight = np.concatenate([noise * factor, np.zeros((len(graph), 1))], 1)
         columns = dict(zip(weights, range(len(weights)), strict=True))
@@ -143,8 +143,11 @@ class Sensitivity:
     def _factor(
         self, ratio: Table, weights: Sequence[Choice], measured: Sequence[int]
     ) -> Table:
-        """Return what noise is multiplied by, (units, weights), about 1 on average."""
-        # Where no gradient is left, at the far end of a deep chain, noise decides.
+        """Return the factors that noise is multiplied by, (units, weights).
+
+        They are about 1 on average.
+        """
+        # Where gradients have vanished, as at the start of a deep chain, noise decides.
         ratio = np.nan_to_num(ratio)
         ratio = np.maximum(ratio, _VANISHED * (ratio.max() or 1.0))
         places = np.array([c.bits + 99 * (c.rate > 0) for c in weights])
@@ -160,9 +163,9 @@ class Sensitivity:
         *,
         choices: int,
     ) -> tuple[dict[int, list[float]], OrmResult | None]:
-        """Return half the mean of (gradient · error)² of each weight's choices.
+        """Return half the mean of (gradient · error)² for each weight and choice.
 
-        And ORM, where all samples run in one batch.
+        Also return ORM if all samples run in one batch.
         """
         model, samples = given.model, given.samples.first(self.samples)
         device, size = model_device(model), _batch_size(given, len(samples))
@@ -174,15 +177,17 @@ class Sensitivity:
             for batch in samples.batches(size):
                 args, kwargs = arguments(to_device(batch, device))
                 count = batch_length(batch)
-                watch = _Errors(model, rounded, choices=choices, count=count)
+                errors = _Errors(model, rounded, choices=choices, count=count)
                 grams = Grams(given.graph, model, self.orm, count) if whole else None
-                with watch, grams or nullcontext():
+                watch = grams or Watch()
+                watch.change = errors.hooked
+                with watch:
                     output = model(*args, **kwargs)
                 log_p = class_rows(first_tensor(output).float()).log_softmax(1)
                 labels, counts = weighted_labels(log_p, generator, count)
                 loss = -log_p.gather(1, labels[:, None]).sum()
-                torch.autograd.grad(loss, watch.zero)
-                totals.append(watch.squares(counts))
+                torch.autograd.grad(loss, errors.zero)
+                totals.append(errors.squares(counts))
                 orm = grams.result() if grams else None
                 done += count
                 given.progress(done, len(samples), "expecting divergence")
@@ -190,8 +195,26 @@ class Sensitivity:
         return dict(zip(rounded, mean.tolist(), strict=True)), orm
 
 
+def _weight_errors(
+    found: Sequence[QuickRounding], wanted: tuple[Choice, ...], *, keep: bool
+) -> dict[int, list[WeightErrors]]:
+    """Return functions that compute the errors of each weight, by the weight's id.
+
+    To ``keep`` errors, all choices are computed together, once; otherwise one choice
+    at a time, each time they are needed.
+    """
+    parts = [wanted] if keep else [(choice,) for choice in wanted]
+    by_weight: dict[int, list[WeightErrors]] = {}
+    for one in found:
+        several: list[Any] = [partial(one.errors, part) for part in parts]
+        by_weight[id(one.stored.parameter)] = (
+            [*map(cache, several)] if keep else several
+        )
+    return by_weight
+
+
 def _batch_size(given: ScoreInputs, samples: int) -> int:
-    """Return how many samples run forward and backward together."""
+    """Return how many samples run forward and backward at once."""
     if model_device(given.model).type == "cuda":
         return samples
     macs = sum(unit.macs for unit in given.graph.units)
@@ -200,22 +223,31 @@ def _batch_size(given: ScoreInputs, samples: int) -> int:
 
 @contextmanager
 def _frozen(model: nn.Module) -> Iterator[None]:
-    """Let no weight ask for gradients."""
-    asking = [weight for weight in model.parameters() if weight.requires_grad]
+    """Compute no gradients of weights meanwhile."""
+    trainable = [weight for weight in model.parameters() if weight.requires_grad]
     try:
-        _let_ask(asking, gradients=False)
+        for weight in trainable:
+            # Not the attribute: it has no setter while weights are offloaded.
+            weight.requires_grad_(False)  # noqa: FBT003
         yield
     finally:
-        _let_ask(asking, gradients=True)
+        for weight in trainable:
+            weight.requires_grad_()
 
 
-def _let_ask(weights: Sequence[Tensor], *, gradients: bool) -> None:
-    for weight in weights:
-        # Not the attribute: where weights only visit the device, that has no setter.
-        weight.requires_grad_(gradients)
+class _Products(NamedTuple):
+    """The parts of gradient · error for one weight, N samples and C channels."""
+
+    uncentred: Tensor  # sums of gradient · error, (choices, N, C)
+    means: Tensor  # means of the errors, (choices, C)
+    slopes: Tensor  # sums of gradients, (N, C)
+
+    def centred(self) -> Tensor:
+        """Return sums of gradient · (error − its mean), (choices, N, C)."""
+        return self.uncentred - self.means[:, None] * self.slopes
 
 
-class _Errors(TorchFunctionMode):
+class _Errors:
     """Multiplies the errors that rounded weights cause by the gradients they meet."""
 
     def __init__(
@@ -226,24 +258,19 @@ class _Errors(TorchFunctionMode):
         choices: int,
         count: int,
     ) -> None:
-        super().__init__()
         self.model, self.rounded = model, rounded
         self.choices, self.count = choices, count
         device = model_device(model)
-        # What gradients are asked of; weights, which are frozen, take none.
+        # The only input of the pass that has a gradient: weights are frozen.
         self.zero = torch.zeros((), device=device, requires_grad=True)
         self.at_once = _AT_ONCE.get(device.type, 1)
-        # Of each weight and number of channels, which a weight that is tied may have
-        # two of: gradient · error of each sample and channel, (choices, N, C).
-        self.products: dict[tuple[int, int], Tensor] = {}
-        self.single: set[int] = set()  # weights with one output for each sample
+        # By weight and number of channels: a tied weight may have two of those.
+        self.products: dict[tuple[int, int], _Products] = {}
+        self.single: set[int] = set()  # weights with one output per sample
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        given = args, kwargs or {}
-        output = func(*given[0], **given[1])
-        name = function_name(func)
+    def hooked(self, func: Any, args: Any, kwargs: Any, output: Any) -> Any:
+        """Return a call's output, with a hook on it if the call read a weight."""
+        name, given = function_name(func), (args, kwargs)
         if not (is_linear_map(name) or name in _OTHER_READERS):
             return output
         weights = [t for t in tensors_in(given) if id(t) in self.rounded]
@@ -259,87 +286,108 @@ class _Errors(TorchFunctionMode):
                 several = (errors() for errors in self.rounded[id(weight)])
                 # A GPU's backward pass has a thread of its own.
                 with visiting(self.model):
-                    parts = chain(*(torch.split(each, at_once) for each in several))
-                    made = [products(caused(weight, e)) for e in parts]
-                found = made[0] if len(made) == 1 else torch.cat(made)
-                if found[0].numel() == size:
+                    found = products(
+                        caused(weight, part)
+                        for each in several
+                        for part in _split(each, at_once)
+                    )
+                if found.slopes.numel() == size:
                     self.single.add(id(weight))
-                key = id(weight), found.shape[2]
-                before = self.products.get(key)
-                self.products[key] = found if before is None else before + found
+                self._add(id(weight), found)
 
-        def hooked(tensor: Tensor) -> Tensor:
+        def with_hook(tensor: Tensor) -> Tensor:
             # Outputs of linear maps are not read again: later calls may change them.
             if not (tensor.requires_grad and is_linear_map(name)):
                 tensor = tensor + self.zero.to(tensor.dtype)
             tensor.register_hook(hook)  # type: ignore[no-untyped-call]
             return tensor
 
-        return with_first_tensor(output, hooked)
+        return with_first_tensor(output, with_hook)
 
-    def _products(self, function: str, gradient: Tensor) -> Callable[[Tensor], Tensor]:
-        """Return what multiplies errors, (choices, ...), by the gradient: to (., N, C).
+    def _add(self, weight: int, found: _Products) -> None:
+        key = weight, found.slopes.shape[1]
+        before = self.products.get(key)
+        if before is not None:  # the weight is tied
+            both = before.centred() + found.centred()
+            found = _Products(both, *map(torch.zeros_like, found[1:]))
+        self.products[key] = found
 
-        The mean of the error in each channel is taken off first.
+    def _products(
+        self, function: str, gradient: Tensor
+    ) -> Callable[[Iterable[Tensor]], _Products]:
+        """Return a function that multiplies errors by the gradient.
+
+        It takes the errors of some choices at a time.
         """
         conv = function.startswith("conv")  # (N, C, ...), not (..., C)
         channel = 1 if conv else gradient.ndim - 1
         channels = gradient.shape[channel]
         others = [dim + 1 for dim in range(gradient.ndim) if dim != channel]
+        inner = [*range(3, gradient.ndim + 1)]  # heights and widths of images
 
         def by_channel(values: Tensor) -> Tensor:
-            summed = values.flatten(3).sum(3) if conv and values.ndim > 3 else values
+            summed = values.sum(inner) if conv and inner else values
             if summed.shape[1:] == (self.count, channels):
                 return summed
             if not any(size % self.count == 0 for size in summed.shape[1:-1]):
-                # All samples share it, such as positions: their gradients are
-                # independent, so the square of the sum is the sum of the squares.
+                # All samples share this output, as they share positions. Their
+                # gradients are independent: the expected square of the sum is the sum
+                # of the squares.
                 whole: Tensor = summed.flatten(1, -2).sum(1, keepdim=True)
                 return (whole / math.sqrt(self.count)).expand(-1, self.count, -1)
             rows = (sample_rows(one, self.count) for one in summed)
             parts = [one.reshape(self.count, -1, channels).sum(1) for one in rows]
             return torch.stack(parts)
 
-        slope = by_channel(gradient[None])  # (1, N, C)
+        slopes = by_channel(gradient[None])[0]
 
-        def products(error: Tensor) -> Tensor:
-            return by_channel(gradient * error) - error.mean(others)[:, None] * slope
+        def products(errors: Iterable[Tensor]) -> _Products:
+            made = [(by_channel(gradient * e), e.mean(others)) for e in errors]
+            uncentred, means = map(_joined, zip(*made, strict=True))
+            return _Products(uncentred, means, slopes)
 
         return products
 
     def squares(self, counts: Tensor) -> Table:
-        """Return sums over samples, counted so often: (2, weights, choices).
+        """Return weighted sums of squares over the samples, (2, weights, choices).
 
-        First of the squares of all channels, then, where samples have one output each,
-        of the squares of their sums. Weights that no gradient reached have 0.
+        The first are squares of each channel; the second are squares of the channels'
+        sum where samples have one output each, and the same as the first elsewhere.
+        Weights that no gradient reached have 0.
+
+        Args:
+            counts: The samples' weights, (N,).
         """
         total = np.zeros((2, len(self.rounded), self.choices))
         rows = {key: row for row, key in enumerate(self.rounded)}
         for part in self._parts(elements_at_once(counts.device)):
-            # Of several weights at once: a GPU waits for each call.
-            products = torch.cat([self.products[key] for key in part], 2).double()
+            # Several weights at once: on a GPU, the number of calls is what counts.
+            several = zip(*(self.products[key] for key in part), strict=True)
+            made = _Products(*(torch.cat(column, -1) for column in several))
+            products = made.centred().double()
             squared = (products.square() * counts[:, None]).sum(1)  # (choices, C)
-            sizes = [self.products[key].shape[2] for key in part]
-            starts = np.cumsum([0, *sizes[:-1]])
-            sums = np.add.reduceat(squared.cpu().numpy(), starts, axis=1).T
-            for (key, _), independent in zip(part, sums, strict=True):
-                total[0, rows[key]] += independent
-                if key not in self.single:
-                    total[1, rows[key]] += independent
-        single = {k: p for k, p in self.products.items() if k[0] in self.single}
-        if single:
-            wholes = [p.double().sum(2).square() @ counts for p in single.values()]
-            for (key, _), whole in zip(
-                single, torch.stack(wholes).tolist(), strict=True
-            ):
-                total[1, rows[key]] += whole
+            sizes = [channels for _, channels in part]
+            single = [at for at, (key, _) in enumerate(part) if key in self.single]
+            wholes = [
+                own.sum(2).square() @ counts
+                for at, own in enumerate(torch.split(products, sizes, 2))
+                if at in single
+            ]
+            found = torch.cat([squared, *(one[:, None] for one in wholes)], 1)
+            sums = found.cpu().numpy()  # (choices, C + single)
+            starts = np.cumsum([0, *sizes])
+            independent = np.add.reduceat(sums[:, : starts[-1]], starts[:-1], axis=1).T
+            together = independent.copy()
+            together[single] = sums[:, starts[-1] :].T
+            for (key, _), *both in zip(part, independent, together, strict=True):
+                total[:, rows[key]] += both
         return total
 
     def _parts(self, most: int) -> Iterator[list[tuple[int, int]]]:
-        """Yield keys of products, so many at a time that they have few elements."""
+        """Yield keys of products with at most so many elements at a time."""
         part: list[tuple[int, int]] = []
         room = most
-        for key, products in self.products.items():
+        for key, (products, *_) in self.products.items():
             if part and products.numel() > room:
                 yield part
                 part, room = [], most
@@ -349,10 +397,19 @@ class _Errors(TorchFunctionMode):
             yield part
 
 
+def _split(errors: Tensor, at_once: int) -> Sequence[Tensor]:
+    few = errors.shape[0] <= at_once
+    return (errors,) if few else torch.split(errors, at_once)
+
+
+def _joined(parts: tuple[Tensor, ...]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
 def _caused_by(
     func: Any, given: tuple[Any, Any], output: Any
 ) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return what tells how much errors of a weight change the output of a call.
+    """Return a function that computes how errors of a weight change a call's output.
 
     It takes the weight and its errors, (choices, ...), and returns (choices, ...).
     """
@@ -368,7 +425,7 @@ def _caused_by(
         return changed
     # Without its bias it maps errors to errors.
     args, kwargs = given
-    args = (*args[:2], *(None for _ in args[2:3]), *args[3:])
+    args = (*args[:2], *([None] * len(args[2:3])), *args[3:])
     bare = args, {key: value for key, value in kwargs.items() if key != "bias"}
     before = [(tensor, _version(tensor)) for tensor in tensors_in(bare)]
 
@@ -387,7 +444,7 @@ def _caused_by(
 
 
 def _stackable(name: str, given: tuple[Any, Any], weight: Tensor) -> bool:
-    """Whether a call with a stack of such weights is one whose outputs are stacked."""
+    """Whether one call with stacked weights returns the stacked outputs."""
     args, _ = given
     if len(args) < 2 or args[1] is not weight:
         return False
@@ -398,11 +455,15 @@ def _stackable(name: str, given: tuple[Any, Any], weight: Tensor) -> bool:
 def _stacked(
     run: Callable[[Tensor], Tensor], name: str, groups: int, weights: Tensor
 ) -> Tensor:
-    """Return the outputs of a linear map with several weights, in one call of it."""
-    count = len(weights)
+    """Return the outputs of a linear map for several weights, from one call."""
+    count = weights.shape[0]
     if name == "linear":
         output = run(weights.flatten(0, 1))  # (..., choices · C)
         return output.reshape(*output.shape[:-1], count, -1).movedim(-2, 0)
+    if groups == 1 and "transpose" not in name:
+        output = run(weights.flatten(0, 1))  # (N, choices · C, ...)
+        shape = output.shape
+        return output.reshape(shape[0], count, -1, *shape[2:]).transpose(0, 1)
     if "transpose" in name:  # (in, C/groups, ...)
         stacked = weights.movedim(0, 1).flatten(1, 2)
     else:  # the channels of a group stay together
@@ -415,12 +476,12 @@ def _stacked(
 
 
 def _version(tensor: Tensor) -> int:
-    """Return how often a tensor was changed in place."""
+    """Return how many times a tensor was changed in place."""
     return 0 if tensor.is_inference() else tensor._version
 
 
 def _with_weight(func: Any, given: Any, weight: Tensor, other: Tensor) -> Tensor:
-    """Return the output of a call that reads another weight."""
+    """Return the output of a call with another weight in place of one."""
     args, kwargs = given
     if len(args) > 1 and args[1] is weight:  # as modules call linear maps
         args = (args[0], other, *args[2:])
@@ -431,9 +492,9 @@ def _with_weight(func: Any, given: Any, weight: Tensor, other: Tensor) -> Tensor
 
 
 def _measured(weights: Sequence[Choice]) -> list[int]:
-    """Return the columns that are measured: each takes memory for all weights.
+    """Return the columns to measure: each takes memory for all weights.
 
-    Rates lie so close together that one in each bit is enough.
+    Rates lie so close together that one per bit is enough.
     """
     found = {
         (choice.rate > 0, math.ceil(choice.bits)): column

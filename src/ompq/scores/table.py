@@ -1,4 +1,4 @@
-"""What a score is given and returns, the two simplest scores, and tables on disk."""
+"""Inputs and results of scores, the two simplest scores, and tables on disk."""
 
 import json
 import logging
@@ -73,7 +73,7 @@ class Needs(NamedTuple):
 class SmallestFirst:
     """Gives bits to small layers first: they cost least.
 
-    A bit is worth the same everywhere, so a budget goes where bits are cheap.
+    A bit is worth the same everywhere, so the budget is spent where bits are cheap.
     """
 
     summary: ClassVar[str] = "bits to the smallest layers first"
@@ -87,7 +87,7 @@ class SmallestFirst:
 
 @dataclass(frozen=True)
 class Random:
-    """Gives each unit a random worth; distortion falls fourfold a bit."""
+    """Gives each unit a random worth; distortion falls fourfold per bit."""
 
     seed: int = 0
 
@@ -140,7 +140,7 @@ def _rounded(values: Table) -> Table: ...
 @overload
 def _rounded(values: Table | None) -> Table | None: ...
 def _rounded(values: Table | None) -> Table | None:
-    """Keep nine digits: the others depend on how threads share the sums."""
+    """Keep nine digits: further ones depend on how threads share sums."""
     if values is None:
         return None
     digits = [float(f"{value:.9g}") for value in values.flat]
@@ -160,8 +160,8 @@ def _array(result: Any) -> Table:
 def cached_table(folder: str | Path, score: Score, given: ScoreInputs) -> ScoreTable:
     """Return the table kept in a folder, or compute it and keep it there.
 
-    A damaged file is computed again, with a warning. The table of a user's own score,
-    or of one with labelled batches, is never kept: what it depends on is not known.
+    A damaged file is replaced, with a warning. Tables of users' own scores, and of
+    scores with labelled batches, are not kept: nobody knows what they depend on.
     """
     own = not type(score).__module__.startswith("ompq.")
     if own or getattr(score, "batches", None) is not None:
