@@ -19,9 +19,9 @@ import lzma
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from itertools import product
-from math import ceil, prod
+from math import ceil, prod, sqrt
 from typing import Any
 
 import numpy as np
@@ -47,7 +47,7 @@ SCALE_MULTIPLES = np.array([(32.0 + m) * 2**e for e in range(8) for m in range(3
 _ONE = 256
 _MAGNITUDES = np.array([round(4 * 2 ** (level / 4)) for level in range(53)])
 _BETWEEN = [round(4 * 2 ** (level / 4 - 1 / 8)) for level in range(1, 53)]
-_LEVEL_OF = np.searchsorted(_BETWEEN, np.arange(256 * _ONE), "right").astype(np.int16)
+_LEVEL_OF = np.searchsorted(_BETWEEN, np.arange(256 * _ONE), "right").astype(np.int32)
 _SIDES = 5  # far below the middle, below, unknown, above, far above
 _UNKNOWN = 2  # among the sides
 # Instead of a kernel's width: sides are what the filter guesses, or nothing. Guesses
@@ -62,6 +62,9 @@ _BLOCK = 64
 # many products are below 2**24: float32 holds them exactly.
 _UNIT, _LARGEST_WEIGHT = 1 << 12, 1 << 10
 _LARGEST_INPUT, _LARGEST_ERROR, _MOST_ROWS = 15, 1 << 10, 1 << 10
+# Rows multiplied at a time: a BLAS starts threads for more, and on a busy machine these
+# wait for each other ten times as long as the products take.
+_TILE = 32
 # A code takes a thousand products; streams with fewer bits for each have no filter.
 _FEWEST_FILTERED_BITS = 0.5
 _COMPARED_ROWS, _ALIKE = 128, 1000  # see rows_are_alike
@@ -79,6 +82,7 @@ _PRECISION = 24  # bits of the coder's probabilities
 _FEWEST_BITS = 1 / 64
 _CHECKSUM = stream.model.Uniform(1 << 16)
 _AT_ONCE = 1 << 18  # codes coded at a time: what fits into a cache
+_FEW_CLASSES = 8  # up to so many it is faster to look for each than to sort by class
 
 
 @dataclass(frozen=True, eq=False)
@@ -166,6 +170,12 @@ class CodeModel:
     def _knots(self) -> Ints:
         return _knots(self.low, self.high, self.centre)
 
+    @cached_property
+    def _distributions(self) -> list[Any]:
+        """The coder's distribution of each class."""
+        chances = _chances(self.steps, self._knots).astype(np.float64, order="C")
+        return [stream.model.Categorical(row, perfect=False) for row in chances]
+
     def _classes(self, planes: Codes) -> Iterator[Codes]:
         """Yield the class of each code, part by part; each looks at those before."""
         if not len(self.starts):
@@ -229,16 +239,12 @@ def encode(codes: Codes) -> bytes:
     encoder = stream.queue.RangeEncoder()
     for numbers, width in zip(model._numbers(), (1, 8), strict=True):
         encoder.encode((numbers + _SIDE).astype(np.int32), _side_model(width))
-    distributions = _distributions(model)
     parts = zip(_parts(planes, model.width), model._classes(planes), strict=True)
     for part, classes in parts:
         for some, kinds in _chunks(part, classes):
-            order, ends = _grouped(kinds, len(distributions))
-            symbols = some[order].astype(np.int32) - model.low
-            for group, distribution in zip(
-                np.split(symbols, ends), distributions, strict=True
-            ):
-                encoder.encode(group, distribution)
+            symbols = some.astype(np.int32) - model.low
+            for places, _, distribution in _grouped(kinds, model._distributions):
+                encoder.encode(symbols[places], distribution)
     encoder.encode(_checksum(planes), _CHECKSUM)
     return bytes(encoder.get_compressed().astype("<u4").tobytes())
 
@@ -271,26 +277,20 @@ def decode(data: bytes, shape: Sequence[int]) -> Codes:
 
 
 def _read_codes(decoder: Any, model: CodeModel, planes: Codes) -> None:
-    distributions = _distributions(model)
-    # Classes look at the parts before, which have been read by then.
+    # Classes depend on the parts before, which have been read by then.
     parts = zip(_parts(planes, model.width), model._classes(planes), strict=True)
     for part, classes in parts:
-        read = np.empty(part.shape, np.uint8)
+        read = part if part.flags.c_contiguous else np.empty(part.shape, np.uint8)
         for some, kinds in _chunks(read, classes):
-            order, ends = _grouped(kinds, len(distributions))
-            counts = np.diff([0, *ends, len(kinds)])
-            groups = [
-                decoder.decode(distribution, int(count))
-                for distribution, count in zip(distributions, counts, strict=True)
-            ]
-            some[order] = np.concatenate(groups) + model.low
-        part[...] = read
+            for places, amount, distribution in _grouped(kinds, model._distributions):
+                some[places] = decoder.decode(distribution, amount)
+            some += np.uint8(model.low)
+        if read is not part:
+            part[...] = read
 
 
 def _checksum(planes: Codes) -> int:
-    return (
-        zlib.crc32(planes.tobytes(), zlib.crc32(repr(planes.shape).encode())) & 0xFFFF
-    )
+    return zlib.crc32(planes, zlib.crc32(repr(planes.shape).encode())) & 0xFFFF
 
 
 def _width(shape: Sequence[int]) -> int:
@@ -357,10 +357,22 @@ def _chunks(part: Codes, classes: Codes) -> Iterator[tuple[Codes, Codes]]:
         yield flat[cut], kinds[cut]
 
 
-def _grouped(kinds: Codes, classes: int) -> tuple[Ints, Ints]:
-    """Return the order that groups codes by class, and where the next groups start."""
-    ends = np.bincount(kinds, minlength=classes).cumsum()[:-1]
-    return np.argsort(kinds, kind="stable"), ends
+def _grouped(
+    kinds: Codes, distributions: Sequence[Any]
+) -> Iterator[tuple[Any, int, Any]]:
+    """Yield where the codes of each class are, how many, and their distribution."""
+    if len(distributions) == 1:
+        yield slice(None), len(kinds), distributions[0]
+    elif len(distributions) <= _FEW_CLASSES:
+        for kind, distribution in enumerate(distributions):
+            places = np.flatnonzero(kinds == kind)
+            yield places, len(places), distribution
+    else:
+        order = np.argsort(kinds, kind="stable")
+        every = np.arange(len(distributions))
+        ends = np.searchsorted(kinds[order], every, "right").tolist()
+        for start, end, distribution in zip([0, *ends], ends, distributions):
+            yield order[start:end], end - start, distribution
 
 
 def _distances(planes: Codes, centre: int) -> Codes:
@@ -375,22 +387,27 @@ def _contexts(
     if width == _BY_ROWS:
         yield from _guesses(planes[0], centre, int(_MAGNITUDES[_middle(rows)]))
         return
-    levels = (rows[:, None] + columns).clip(0, len(_MAGNITUDES) - 1)
+    # Few bits are enough, and faster: levels in a file are between -1000 and 1000.
+    levels = rows.astype(np.int16)[:, None] + columns.astype(np.int16)
+    levels = levels.clip(0, len(_MAGNITUDES) - 1)
     levels = np.broadcast_to(levels, planes.shape[1:]).astype(np.int32)
-    yield levels + len(_MAGNITUDES) * _UNKNOWN if width else levels
+    yield levels + np.int32(len(_MAGNITUDES) * _UNKNOWN) if width else levels
     if len(planes) == 1:
         return
     # Row and column count as much as one code of the kernel.
     total = _MAGNITUDES[levels].astype(np.int32)
-    for before, plane in enumerate(planes[:-1], start=1):
-        total += _distances(plane, centre) * np.int32(_ONE)
-        expected = total // np.int32(before + 1)
-        levels = _LEVEL_OF[expected].astype(np.int32)
+    before: list[NDArray[np.int32]] = []
+    for plane in planes[:-1]:
+        before.append(plane.astype(np.int32) - np.int32(centre))
+        total += np.abs(before[-1]) * np.int32(_ONE)
+        expected = total // np.int32(len(before) + 1)
+        contexts = _LEVEL_OF[expected]
         if width:
-            slope = _slope(planes, before, width, centre)
+            slope = _slope(before, width)
             far = np.abs(slope) * np.int32(_ONE // 2) > expected
-            levels += (np.sign(slope) * (1 + far) + _UNKNOWN) * len(_MAGNITUDES)
-        yield levels
+            side = np.sign(slope) * (1 + far) + np.int32(_UNKNOWN)
+            contexts = contexts + side * np.int32(len(_MAGNITUDES))
+        yield contexts
 
 
 def _guesses(plane: Codes, centre: int, magnitude: int) -> Iterator[NDArray[np.int32]]:
@@ -402,28 +419,43 @@ def _guesses(plane: Codes, centre: int, magnitude: int) -> Iterator[NDArray[np.i
     """
     scaled = np.rint((np.arange(256) - centre) * (4 * _ONE / magnitude))
     scaled = scaled.clip(-_LARGEST_INPUT, _LARGEST_INPUT).astype(np.float32)
-    weights = np.zeros((len(plane), len(plane)), np.float32)
+    waves = [plane[first :: len(_WAVES)] for first in _WAVES]
+    # Matrices are multiplied in tiles of a few rows, as is explained at _TILE.
+    tiles = ceil(len(waves[0]) / _TILE)
+    tile = ceil(len(waves[0]) / tiles)
+    weights = [
+        np.zeros((place * tiles, len(wave), tile), np.float32)
+        for place, wave in enumerate(waves)
+    ]
     for start in range(0, plane.shape[1], _BLOCK):
-        known = np.empty((0, min(_BLOCK, plane.shape[1] - start)), np.float32)
-        products = known.T @ known
-        for first in _WAVES:
-            part = plane[first :: len(_WAVES), start : start + _BLOCK]
-            own = weights[len(known) : len(known) + len(part), : len(known)]
-            guess = (own @ known) * np.float32(1 / _UNIT)
-            sides = np.rint(guess).clip(-_LARGEST_GUESS, _LARGEST_GUESS)
-            if start == 0 or not len(known):
-                sides[:] = _LARGEST_GUESS + 1  # there is none
-            yield sides.astype(np.int32) + np.int32(_LARGEST_GUESS)
-            codes = scaled[part]  # which have been read by now
+        columns = slice(start, start + _BLOCK)
+        width = min(_BLOCK, plane.shape[1] - start)
+        inputs = np.zeros((len(waves), tiles * tile, width), np.float32)
+        products = np.zeros((width, width))
+        for place, wave in enumerate(waves):
+            known = inputs[:place].reshape(-1, tile, width)
+            guess = np.zeros((len(wave), width), np.float32)
+            sides = np.full(guess.shape, 2 * _LARGEST_GUESS + 1, np.uint8)  # unknown
+            if start and place:
+                guess = (weights[place] @ known).sum(0) * np.float32(1 / _UNIT)
+                rounded = np.rint(guess).clip(-_LARGEST_GUESS, _LARGEST_GUESS)
+                sides = (rounded + _LARGEST_GUESS).astype(np.uint8)
+            yield sides
+            codes = scaled[wave[:, columns]]  # which have been read by now
+            inputs[place, : len(wave)] = codes
+            if columns.stop >= plane.shape[1]:
+                continue  # no block is left to learn for
             error = np.rint(16 * (codes - guess)).clip(-_LARGEST_ERROR, _LARGEST_ERROR)
             # The largest step that is stable, however alike rows are, is 2 / power.
-            power = float(np.linalg.norm(products.astype(np.float64)))
-            change = error @ known.T
+            power = sqrt(np.vdot(products, products))
+            change = error @ known.swapaxes(1, 2)
             change *= np.float32(_UNIT * 2 / (16 * max(power, 1.0)))
+            own = weights[place]
             own += np.rint(change, out=change)
             own.clip(-_LARGEST_WEIGHT, _LARGEST_WEIGHT, out=own)
-            known = np.concatenate([known, codes])
-            products += codes.T @ codes
+            new = inputs[place].reshape(tiles, tile, width)
+            # A copy, since numpy has a matrix times itself computed with threads.
+            products += (new.swapaxes(1, 2).copy() @ new).sum(0)
 
 
 def rows_are_alike(values: NDArray[Any]) -> bool:
@@ -441,18 +473,17 @@ def rows_are_alike(values: NDArray[Any]) -> bool:
     return bool(rows * (common * columns - 1) > _ALIKE)
 
 
-def _slope(planes: Codes, place: int, width: int, centre: int) -> NDArray[np.int32]:
-    """Return twice what the codes to the left and above lead to expect, roughly."""
+def _slope(before: Sequence[NDArray[np.int32]], width: int) -> NDArray[np.int32]:
+    """Return twice what the codes to the left and above lead to expect, roughly.
 
-    def code(back: int) -> NDArray[np.int32]:
-        values: NDArray[np.int32] = planes[place - back].astype(np.int32)
-        return values - np.int32(centre)
-
+    Those before are counted from the centre, and one after the other in the kernel.
+    """
+    place = len(before)
     if place < width:
-        return 2 * code(1)
+        return 2 * before[-1]
     if place % width == 0:
-        return 2 * code(width)
-    return 2 * (code(1) + code(width)) - code(width + 1)
+        return 2 * before[-width]
+    return 2 * (before[-1] + before[-width]) - before[-width - 1]
 
 
 def _scales(distances: Codes) -> tuple[Ints, Ints]:
@@ -554,11 +585,6 @@ def _chances(steps: Ints, knots: Ints) -> Ints:
     lacking = largest // 90 - (chances.sum(1, keepdims=True) - largest)
     chances += np.maximum(lacking // (len(codes) - 1) + 1, 0)
     return chances
-
-
-def _distributions(model: CodeModel) -> list[Any]:
-    chances = _chances(model.steps, model._knots).astype(np.float64, order="C")
-    return [stream.model.Categorical(row, perfect=False) for row in chances]
 
 
 _SIDE = 320  # numbers of a model are within ±320
