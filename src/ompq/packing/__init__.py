@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -83,6 +84,22 @@ def save(
     write_contents(path, _packed(quantized, record, about, coded=coded))
 
 
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Have PyTorch compute with one thread.
+
+    Loading is many short operations. On a busy machine threads would wait for each
+    other much longer than they save.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+@_one_thread()
 def load(path: str | Path, model: nn.Module | Callable[[], nn.Module]) -> nn.Module:
     """Return the quantized network of a file, in eval mode.
 

@@ -384,11 +384,15 @@ def _with_squeezed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _texts(data: Any) -> Iterator[str]:
-    if isinstance(data, str):
-        yield data
-    elif isinstance(data, list | dict):
-        values = data if isinstance(data, list) else chain(data, data.values())
-        yield from chain.from_iterable(map(_texts, values))
+    rest = [data]
+    while rest:
+        one = rest.pop()
+        if isinstance(one, str):
+            yield one
+        elif isinstance(one, list):
+            rest += one
+        elif isinstance(one, dict):
+            rest += [*one, *one.values()]
 
 
 def _is_plain(text: str) -> bool:
