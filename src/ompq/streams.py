@@ -558,8 +558,9 @@ def _class_starts(table: Ints, price: float) -> tuple[Ints, float]:
 
 def _knots(low: int, high: int, centre: int) -> Ints:
     """Return the codes whose steps are stored, less the smallest code."""
-    codes = np.concatenate([centre - _KNOTS, centre + _KNOTS, [low, high]])
-    return np.unique(codes[(codes >= low) & (codes <= high)]) - low
+    # Not by np.unique, which takes as long as reading a layer to import something.
+    codes = {low, high, *(centre - _KNOTS).tolist(), *(centre + _KNOTS).tolist()}
+    return np.array(sorted(code - low for code in codes if low <= code <= high))
 
 
 def _fitted_steps(counts: Ints, knots: Ints) -> Ints:
