@@ -5,8 +5,9 @@ python benchmarks/loading.py --data FOLDER --network mobilenet_v2 --size 1.5
 FOLDER is as for ptq.py. A network is planned for so many MiB with coded rates, rounded
 to nearest and saved in ``--work``, unless it is there. Fresh processes then load it
 several times each, with one thread and with as many as libraries start of themselves;
-the first time, ``ompq.load`` is also imported. Besides, the weights of a ResNet-50
-(random ones, at 4 bits) are encoded and decoded. Processor time is that of all threads.
+the first time, ``ompq.load`` is also imported. Besides, the codes of a ResNet-50 at 4
+bits are encoded and decoded; its weights are random, and rows and columns differ in
+size as those of a trained network do. Processor time is that of all threads.
 """
 
 import os
@@ -16,6 +17,7 @@ import sys
 import time
 from pathlib import Path
 
+import torch
 import torchvision
 from common import arguments, once, save
 from ptq import NETWORKS
@@ -80,9 +82,16 @@ def loaded(options, path: Path, threads: str) -> dict:
 
 def coded() -> dict:
     """Return the processor's seconds to encode and decode the codes of a ResNet-50."""
-    model = torchvision.models.resnet50()
-    weights = [p.detach() for p in model.parameters() if p.dim() > 1]
-    codes = [coded_codes(w, rate_curve(w).step(4.0)).numpy() for w in weights]
+    torch.manual_seed(0)
+    codes = []
+    for weight in torchvision.models.resnet50().parameters():
+        if weight.dim() > 1:
+            rows, columns = torch.randn(len(weight), 1), torch.randn(weight.shape[1])
+            size = (0.5 * (rows + columns)).exp()
+            weight = weight.detach() * size.view(
+                *size.shape, *(1,) * (weight.dim() - 2)
+            )
+            codes.append(coded_codes(weight, rate_curve(weight).step(4.0)).numpy())
     start = time.process_time()
     streams = [encode(one) for one in codes]
     between = time.process_time()
