@@ -416,6 +416,26 @@ OF_VERSION_2 = [
 ]
 
 
+def test_loading_takes_one_thread_and_gives_the_others_back(file):
+    save(quantized(seeded(Chain())), file)
+    seen = []
+
+    def construct():
+        seen.append(torch.get_num_threads())
+        return Chain()
+
+    torch.set_num_threads(3)
+    try:
+        load(file, construct)
+        seen.append(torch.get_num_threads())
+        with pytest.raises(PackedFileError):
+            load(file.with_name("missing"), construct)
+        seen.append(torch.get_num_threads())
+    finally:
+        torch.set_num_threads(1)
+    assert seen == [1, 3, 3]
+
+
 def test_plan_and_network_are_written_down(file):
     saved = quantized(seeded(Chain()))
     made = quantization_of(saved)

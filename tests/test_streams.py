@@ -169,6 +169,37 @@ def test_a_filter_looks_only_at_codes_before():
     assert not np.array_equal(classes[:, 384:], changed[:, 384:])
 
 
+def classes_by_integers(model, codes):
+    """The classes of filtered codes, from one product of integers for each wave."""
+    unit = round(4 * 2 ** (int(model.rows[0]) / 4)) / 1024
+    inputs = np.rint((codes.astype(int) - model.centre) / unit).clip(-15, 15)
+    inputs = inputs.astype(int)
+    weights = np.zeros((len(codes), len(codes)), int)
+    sides = np.full(codes.shape, 33)
+    for start in range(0, codes.shape[1], 64):
+        block, before = inputs[:, start : start + 64], []
+        for first in (0, 4, 2, 6, 1, 5, 3, 7):
+            wave, known = [*range(first, len(codes), 8)], block[before]
+            own = np.ix_(wave, before)
+            guess = weights[own] @ known / 4096
+            if start and before:
+                sides[wave, start : start + 64] = np.rint(guess).clip(-16, 16) + 16
+            error = np.rint(16 * (block[wave] - guess)).clip(-1024, 1024)
+            factor = np.float32(512 / max(np.linalg.norm(known.T @ known), 1))
+            change = np.rint(np.float32(error @ known.T) * factor).astype(int)
+            weights[own] = (weights[own] + change).clip(-1024, 1024)
+            before += wave
+    return np.searchsorted(model.starts, sides, "right")
+
+
+@pytest.mark.parametrize("shape", [(300, 400), (61, 900), (1024, 130)])
+def test_a_filter_computes_in_integers(shape):
+    codes = rows_of_a_classifier(*shape, 1.5)
+    model = CodeModel.fit(codes)
+    assert len(model.bits) > 1
+    assert np.array_equal(model.classes(codes), classes_by_integers(model, codes))
+
+
 def test_filters_are_for_few_rows_and_for_many_bits():
     many = rows_of_a_classifier(1025, 200, 1.0)
     few = rows_of_a_classifier(300, 400, 1.0) // 64 * 64  # nearly all are 64 or 128

@@ -1,7 +1,7 @@
-"""Coded weights: what codes cost once entropy-coded, and steps that keep a rate.
+"""Coded weights: the bits that entropy-coded weights take, and steps for a given rate.
 
-A coded layer has one step for all its weights, in codes of 8 bits around 128. The step
-alone decides how many bits the codes take and how large the error is.
+A coded layer has one step for all its weights, and codes of 8 bits around 128. The step
+alone determines how many bits the codes take and how large the error is.
 """
 
 import math
@@ -18,35 +18,35 @@ from ompq.ranges import thinned
 from ompq.streams import LARGEST_BITS, SCALE_MULTIPLES, coded_size, rows_are_alike
 
 ZERO = 1 << (LARGEST_BITS - 1)  # the code of 0 in a coded layer
-_CODES = 1 << LARGEST_BITS  # that there are
+_CODES = 1 << LARGEST_BITS  # how many codes there are
 
-# Squared steps that a bit is worth. Rounding to a fine step s errs by D = s²/12, and a
-# bit more halves s: dD/dR = -2 ln 2 · s²/12. A weight that saves a bit for less error
-# than this does better than another step would. On four layers each of ResNet-18 and
-# MobileNetV2, from 0.75 to 4 bits, the error at equal entropy was within 0.12 dB of the
-# best of six factors from 0.05 to 0.25; on some layers a larger one was the best.
+# Squared steps that a bit is worth. Rounding to a fine step s has the error D = s²/12,
+# and one more bit halves s: dD/dR = -2 ln 2 · s²/12. A weight that saves a bit for less
+# error than this saves it more cheaply than a coarser step would. On four layers of
+# ResNet-18 and four of MobileNetV2, at 0.75 to 4 bits, the error at equal entropy was
+# within 0.12 dB of the best of six factors from 0.05 to 0.25, a larger one on some.
 PRICE = math.log(2) / 6
 
-# How far from its code a weight is put that would be nearer to another one.
+# How far a weight lies from its code at most if another code would be nearer.
 _REACH = 0.49
-_LEAST_SAVED = 1e-6  # bits; codes that save none move last
+_LEAST_SAVED = 1e-6  # bits, so that codes that save none move last
 
 
 def code_bits(codes: Tensor, classes: Tensor | None = None) -> Tensor:
-    """Return the bits that each code costs by its frequency among ``codes``, (256,).
+    """Return the bits of each code by its frequency among ``codes``, (256,).
 
-    Codes that do not occur cost as if they occurred half a time. Where each code is of
-    a class, frequencies are those within it, (classes, 256).
+    A code that does not occur counts as half an occurrence. With ``classes``, one for
+    each code, frequencies are those within a class, (classes, 256).
     """
     return _bits(_counts(codes, classes))
 
 
 def between_codes(position: Tensor) -> Tensor:
-    """Return what codes cost at places between them, with a gradient, in bits.
+    """Return the bits of weights, interpolated between codes, with a gradient.
 
-    Each weight costs what lies between its two neighbours, these by how often weights
-    are rounded to each code. ``position`` is as for :func:`cheapest_codes`. Nothing
-    waits for the device, so that a CUDA graph can hold it.
+    The bits of a code follow from how many weights are rounded to it. ``position`` is
+    as for :func:`cheapest_codes`. Nothing synchronises with the device, so that a CUDA
+    graph can contain it.
     """
     position = position.clamp(0, _CODES - 1)
     low = position.detach().floor().clamp_max(_CODES - 2)
@@ -62,7 +62,7 @@ def _bits(counts: Tensor) -> Tensor:
 
 
 def entropy(codes: Tensor, classes: Tensor | None = None) -> float:
-    """Return the bits that codes cost in all, each by its frequency (in its class)."""
+    """Return the total bits of codes by their frequencies (in each class)."""
     counts = _counts(codes, classes)
     total = counts.sum(-1, keepdim=True)
     return float((counts * (total / counts.clamp_min(1)).clamp_min(1).log2()).sum())
@@ -82,15 +82,14 @@ def cheapest_codes(
     price: float = PRICE,
     rounds: int = 3,
 ) -> Tensor:
-    """Round to whichever neighbour has the least error and price together.
+    """Round each weight up or down, whichever has the least ``error² + price * bits``.
 
-    Each weight takes the code below or above it with the least ``error² + price *
-    bits``, where bits follow from how often codes are taken, again and again.
+    The bits of a code follow from its frequency, which is counted again in each round.
 
     Args:
         position: Weights in steps of the grid, 0 at code 128, of any shape.
         price: Squared steps that a bit is worth; 0 rounds to nearest.
-        rounds: How often codes are chosen; frequencies hardly change after three.
+        rounds: Rounds; frequencies hardly change after three.
 
     Returns:
         The codes, uint8, of the same shape.
@@ -99,7 +98,7 @@ def cheapest_codes(
     codes = position.round()
     low = position.floor().clamp_max(_CODES - 2)
     up = position - low
-    # What the upper neighbour errs less by.
+    # How much smaller the squared error of the upper neighbour is.
     gain = 2 * up - 1
     index = low.long()
     for _ in range(rounds if price else 0):
@@ -119,9 +118,9 @@ def lowered_codes(
 ) -> Tensor:
     """Move codes towards zero until they take at most ``limit`` bytes.
 
-    Those move that add the least error, times its importance, for a bit they save, as
-    few as will do. Positions are those of :func:`cheapest_codes`; ``size`` returns the
-    bytes that codes take. The limit is at least what zeros alone take.
+    As few codes as possible move: those that add the least error, times its importance,
+    for each bit saved. Positions are those of :func:`cheapest_codes`; ``size`` returns
+    the bytes of codes. If even zeros alone exceed the limit, all codes become zero.
     """
     while size(codes) > limit and (codes != ZERO).any():
         less, rank = _lowest_damage(codes, position, importance)
@@ -137,7 +136,7 @@ def lowered_codes(
 def _lowest_damage(
     codes: Tensor, position: Tensor, importance: Tensor | float
 ) -> tuple[Tensor, Tensor]:
-    """Return the codes one step nearer to zero, and in which order they should move."""
+    """Return the codes one step nearer to zero, and the rank in which each moves."""
     level = codes.float() - ZERO
     less = level - level.sign() + ZERO
     bits = code_bits(codes)
@@ -152,34 +151,35 @@ def _lowest_damage(
 
 
 def pulled_to(codes: Tensor, position: Tensor) -> Tensor:
-    """Return positions that round to these codes, each as near to its own as it can.
+    """Return the positions nearest to the given ones that round to these codes.
 
-    A layer rounds its weight to nearest whenever it runs. So a weight whose code is not
-    the nearest one is put just inside that code's reach, where learning finds it.
+    A layer rounds its weight to nearest in every forward pass. So a weight whose code
+    is not the nearest one is moved to where it just rounds to that code.
     """
     return torch.clamp(position, codes - _REACH, codes + _REACH)
 
 
-# A curve is drawn through steps of half an octave, in units of the weights' root mean
-# square, on a sample of this many weights; what the coder makes of neighbours, on rows
-# of this many in all, or on all rows where these are alike, at three of the steps.
+# A curve has steps half an octave apart, in units of the weights' root mean square, and
+# is measured on a sample of so many weights. What the coder saves by looking at
+# neighbours is measured at three of the steps, on rows of so many weights in total, or
+# on all rows if they are alike.
 _OCTAVES = np.arange(-6.5, 3.5, 0.5)
 _SAMPLED, _CODED = 1 << 13, 1 << 16
 _CODED_AT = (1.0, 2.5, 5.0)  # bits
-# A step found is good enough if its codes fill this part of what they may take.
+# A step is good enough if its codes take at least this part of the bytes they may take.
 _FILLED = 0.995
 _TRIES = 8  # steps that are tried at most
-LARGEST_HALF = 65504.0  # of numbers of 16 bits
-_SMALLEST = 1e-30  # of the largest scales
+LARGEST_HALF = 65504.0  # the largest float of 16 bits
+_SMALLEST = 1e-30  # the least that the largest scale of a layer counts as
 _MULTIPLES = torch.from_numpy(SCALE_MULTIPLES)
-_UNIT_BITS = 12  # of the number they multiply: products are exact in float32
+_UNIT_BITS = 12  # of the number that is multiplied, so that float32 holds the products
 
 
 class RateCurve(NamedTuple):
-    """What becomes of a layer's weights at steps from fine to coarse, (S,) each."""
+    """Bits and error of a layer's weights at steps from fine to coarse, (S,) each."""
 
     steps: NDArray[np.float64]
-    bits: NDArray[np.float64]  # bits of a weight in a file
+    bits: NDArray[np.float64]  # bits per weight in a file
     noise: NDArray[np.float64]  # ||W - Q(W)||² / ||W||²
 
     def step(self, rate: float) -> float:
@@ -196,7 +196,7 @@ class RateCurve(NamedTuple):
 
 
 def rate_curve(weight: Tensor) -> RateCurve:
-    """Return a folded weight's curve, within about 2 % of what the coder writes."""
+    """Return a folded weight's curve; its bits are within about 2 % of a file's."""
     rows = weight.detach().float().reshape(len(weight), -1)
     size = float(rows.square().mean().sqrt())
     steps = size * 2**_OCTAVES
@@ -207,12 +207,12 @@ def rate_curve(weight: Tensor) -> RateCurve:
     sample = thinned(rows.reshape(1, -1), _SAMPLED)
     bits, noise = np.array([_rounded(sample, step) for step in steps]).T
     bits *= _coder_gain(weight, steps, bits)
-    # The coarsest step leaves nothing; bits must fall for the curve to be read.
+    # Interpolation needs bits that never rise.
     return RateCurve(steps, np.minimum.accumulate(bits), noise)
 
 
 def _rounded(sample: Tensor, step: float) -> tuple[float, float]:
-    """Return bits of a weight, by frequency, and noise-to-signal."""
+    """Return bits per weight, by frequency, and the noise-to-signal ratio."""
     codes = coded_codes(sample, step)
     error = (codes.float() - ZERO) * step - sample
     noise = float(error.square().sum() / sample.square().sum().clamp_min(1e-30))
@@ -222,7 +222,7 @@ def _rounded(sample: Tensor, step: float) -> tuple[float, float]:
 def _coder_gain(
     weight: Tensor, steps: NDArray[np.float64], bits: NDArray[np.float64]
 ) -> NDArray[np.float64]:
-    """Return bits that the coder writes over those by frequency, at each step."""
+    """Return the ratio of the coder's bits to those by frequency, at each step."""
     every = min(-(-weight.numel() // _CODED), len(weight))
     alike = every > 1 and rows_are_alike(weight.detach().float().cpu().numpy())
     part = weight.detach()[:: 1 if alike else every]
@@ -236,7 +236,7 @@ def _coder_gain(
 
 
 def coded_codes(weight: Tensor, step: float) -> Tensor:
-    """Return the codes, uint8, that are worth their error and their bits."""
+    """Return the codes, uint8, with the least error and price of bits together."""
     return cheapest_codes(weight.float() / step + ZERO)
 
 
@@ -253,7 +253,7 @@ def code_bytes(codes: Tensor) -> int:
 def coded_grid(weight: Tensor, limit: int, *, channel_dim: int) -> tuple[Grid, Tensor]:
     """Return a grid of one step whose codes take at most ``limit`` bytes.
 
-    The weight that comes with it rounds to these codes, which are not all the nearest.
+    Also returns a weight that rounds to these codes, which are not all the nearest.
     """
     rate = 8 * limit / weight.numel()
     step = to_multiples(torch.tensor([rate_curve(weight).step(rate)]))
@@ -282,11 +282,11 @@ def coded_grid(weight: Tensor, limit: int, *, channel_dim: int) -> tuple[Grid, T
 
 
 def scale_multiples(scales: Tensor) -> tuple[Tensor, Tensor]:
-    """Return scales as multiples of one number: that, float32 (1,), and uint8 (C,).
+    """Return scales as multiples of a number: that, float32 (1,), and uint8 (C,).
 
-    A byte says which multiple: five bits of it are a mantissa and three an exponent,
-    since equalized channels have scales of very different sizes. Scales that are such
-    multiples already are found again, to the last bit.
+    The five lower bits of a byte are a mantissa and the three upper ones an exponent,
+    since scales of equalized channels differ greatly. Scales that are such multiples
+    already are reproduced bit for bit.
     """
     known = _MULTIPLES.to(scales.device)
     mantissa, exponent = torch.frexp(
@@ -305,5 +305,5 @@ def multiplied(unit: Tensor, places: Tensor) -> Tensor:
 
 
 def to_multiples(scales: Tensor) -> Tensor:
-    """Return scales (C,) as a packed file holds those of a coded layer."""
+    """Return scales (C,), rounded to what a packed file holds for a coded layer."""
     return multiplied(*scale_multiples(scales)).to(scales.dtype)

@@ -1,9 +1,9 @@
-"""The ONNX file that travels in a packed file: everything but what the file has anyway.
+"""The ONNX file inside a packed file, without constants that the packed file implies.
 
-A packed file holds each unit's codes, scale and bias. What an exported ONNX file makes
-of them (bytes, planes of few bits, scales, biases in whole numbers) is left out of it,
-and made again by :func:`unpack`, which needs neither PyTorch nor the network. What is
-left out was made again, and compared, before.
+A packed file holds each unit's codes, scales and bias. Constants of an exported ONNX
+file that follow from them (bytes, planes of few bits, scales, integer biases) are left
+out, and :func:`unpack` makes them again. It needs neither PyTorch nor the network. A
+constant is only left out if making it again gave the same bytes.
 """
 
 import json
@@ -37,15 +37,16 @@ from ompq.streams import (
 )
 
 PACKED_FORMAT = "ompq-packed/3"
-SECOND_FORMAT = "ompq-packed/2"  # which is read, too
-GRAPH = "graph"  # the tensor of a packed file that holds it
-# Bytes of few bits are stretched up to this magnitude: two products with codes of at
-# most 255 fit into 16 bits, as the 8-bit kernels of processors without VNNI need.
+SECOND_FORMAT = "ompq-packed/2"  # is also read
+GRAPH = "graph"  # the tensor of a packed file that holds the ONNX file
+# Weights of few bits are stretched to bytes of at most this magnitude. The sum of two
+# products with codes up to 255 then fits into 16 bits, as the 8-bit kernels of
+# processors without VNNI require.
 STRETCHED = 64
-_LARGEST = 1 << 28  # a deflated graph must not fill the memory
-_LONGEST_TEXT = 1 << 24  # of what describes units and constants
-_MOST_CODES = 512  # in a byte
-_LARGEST_FILE = (1 << 31) - 1  # that protocol buffers can hold
+_LARGEST = 1 << 28  # bytes; inflating a graph must not fill the memory
+_LONGEST_TEXT = 1 << 24  # bytes of JSON that describe units and constants
+_MOST_CODES = 512  # that a byte of a stream can stand for
+_LARGEST_FILE = (1 << 31) - 1  # bytes; the limit of protocol buffers
 _BROKEN = (
     *(ArithmeticError, AttributeError, LookupError, OverflowError, TypeError),
     *(ValueError, OmpqError, RuntimeError, zlib.error),
@@ -57,14 +58,14 @@ Arrays = Mapping[str, Array]
 
 @dataclass(frozen=True)
 class Place:
-    """Where a packed file has something: in which tensor, from where, how much."""
+    """Where values are in a packed file: in which tensor, from where, how many."""
 
     tensor: str
     start: int
     count: int
 
     def of(self, arrays: Arrays) -> Array:
-        """Return it."""
+        """Return the values."""
         found = arrays[self.tensor][self.start : self.start + self.count]
         if min(self.start, self.count) < 0 or len(found) != self.count:
             raise ValueError(f"{self.tensor} is too short")
@@ -76,7 +77,7 @@ _PLACES = ("stream", "scales", "multiples", "zero_points", "biases")
 
 @dataclass(frozen=True)
 class StoredUnit:
-    """Where a packed file has a unit."""
+    """Where a unit is in a packed file."""
 
     shape: tuple[int, ...]  # of its weight
     axis: int  # of the output channels
@@ -84,7 +85,7 @@ class StoredUnit:
     coded: bool  # whether its stream is entropy-coded
     grouped: bool  # whether channels have several scales and zero points
     stream: Place
-    scales: Place  # one for each channel or group, or what all are multiples of
+    scales: Place  # one for each channel or group, or one that all are multiples of
     multiples: Place  # one for each, or none
     zero_points: Place  # one for each, or none if all are the middle code
     biases: Place  # one for each channel, or none
@@ -116,7 +117,7 @@ class StoredUnit:
 
 @dataclass(frozen=True)
 class Parts:
-    """A unit's numbers, and all that an exported file makes of them."""
+    """A unit's numbers, and the constants that an exported file makes of them."""
 
     unit: StoredUnit
     arrays: Arrays
@@ -132,9 +133,10 @@ class Parts:
 
     @cached_property
     def halves(self) -> NDArray[np.int32]:
-        """Distances from the zero point, in halves of a step up to 6 bits.
+        """Distances from the zero point, in half steps up to 6 bits, else in steps.
 
-        Those of groups, whose zero points stand beside them, are from the middle.
+        With groups they are distances from the middle code, since the exported file has
+        the zero points of groups as constants of their own.
         """
         unit, whole = self.unit, 1 if self.unit.bits > LARGEST_HALF_BITS else 2
         # Zero points are stored in the same halves or whole steps.
@@ -147,19 +149,19 @@ class Parts:
 
     @property
     def _middle(self) -> int:
-        """The middle code, in the same halves."""
+        """The middle code, in the same units."""
         whole = 1 if self.unit.bits > LARGEST_HALF_BITS else 2
         return whole << (self.unit.bits - 1)
 
     @property
     def stretch(self) -> int:
-        """By what integer arithmetic multiplies bytes of few bits."""
+        """The factor by which integer arithmetic stretches weights of few bits."""
         if self.unit.bits > LARGEST_HALF_BITS or self.unit.grouped:
             return 1
         return max(1, STRETCHED // max(1, int(np.abs(self.halves).max())))
 
     def made(self, recipe: str, *numbers: float) -> bytes:
-        """Return what a recipe makes of the unit, little-endian."""
+        """Return the constant that a recipe makes of the unit, little-endian."""
         recipes = {
             "bytes": self._bytes,
             "plane": self._plane,
@@ -171,18 +173,18 @@ class Parts:
         return found.tobytes()
 
     def _bytes(self, stretch: float, shift: float) -> Array:
-        """Return the weight as signed bytes, or shifted by 128 as unsigned ones."""
+        """Return the weight as signed bytes, or as unsigned ones, shifted by 128."""
         return (self.halves * int(stretch) + int(shift)).astype("u1")
 
     def _plane(self, part: float, rest: float, flipped: float) -> Array:
-        """Return ``part`` bits of each code, ``rest`` bits up, packed densely."""
+        """Return ``part`` bits of each code, from bit ``rest`` on, packed densely."""
         width = int(part)
         own = (self.codes.reshape(-1) >> int(rest)) & ((1 << width) - 1)
         bits = (own ^ int(flipped))[:, None] >> np.arange(width, dtype=np.uint8) & 1
         return np.packbits(bits.reshape(-1), bitorder="little")
 
     def _steps(self, stretch: float) -> Array:
-        """Return the step of the bytes of each channel, or group, float64."""
+        """Return the step of the bytes in each channel or group, float64."""
         unit = self.unit
         scales = unit.scales.of(self.arrays).astype(np.float64)
         if len(multiples := unit.multiples.of(self.arrays)):
@@ -215,9 +217,9 @@ class Parts:
 
 
 def hollowed(model: bytes, units: Mapping[str, StoredUnit], arrays: Arrays) -> bytes:
-    """Return an ONNX file without what can be made of a packed file's units, deflated.
+    """Return an ONNX file, deflated, without constants that units can be made into.
 
-    ``units`` says where the packed file, whose tensors are ``arrays``, has them.
+    ``units`` says where the units are in ``arrays``, the packed file's tensors.
 
     Raises:
         PackedFileError: It is not an ONNX file, or has none of the packed weights.
@@ -251,7 +253,7 @@ def hollowed(model: bytes, units: Mapping[str, StoredUnit], arrays: Arrays) -> b
 def _recipes(
     parts: Parts, role: str, source: float | None
 ) -> Iterator[tuple[Any, ...]]:
-    """Yield what may give a constant of this role."""
+    """Yield the recipes that may give a constant of this role."""
     stretches = dict.fromkeys((parts.stretch, 1))
     if role == "bytes":
         yield from (("bytes", *pair) for pair in product(stretches, (0, 128)))
@@ -268,7 +270,7 @@ def _recipes(
 
 
 def _input_scales(proto: Any) -> dict[str, float]:
-    """Return the scale of each layer's input, which its accumulator's step has."""
+    """Return the scale of each layer's input, a factor of its accumulator's step."""
     constants = {one.name: one for one in proto.graph.initializer}
     found = {}
     for node in proto.graph.node:
@@ -279,7 +281,7 @@ def _input_scales(proto: Any) -> dict[str, float]:
 
 
 def unpack(path: str | Path, output: str | Path) -> int:
-    """Write the ONNX file that travels in a packed file; return its bytes.
+    """Write the ONNX file inside a packed file; return its size in bytes.
 
     Needs numpy, constriction and onnx; neither PyTorch nor the network.
 
@@ -315,7 +317,7 @@ def unpack(path: str | Path, output: str | Path) -> int:
 
 
 def _filled(arrays: Arrays) -> bytes:
-    """Return the ONNX file of a packed file's tensors."""
+    """Return the complete ONNX file from a packed file's tensors."""
     deflated = arrays[GRAPH].astype(np.uint8).tobytes()
     whole = zlib.decompressobj().decompress(deflated, _LARGEST)
     text, _, rest = whole.partition(b"\n")
@@ -329,7 +331,7 @@ def _filled(arrays: Arrays) -> bytes:
         given = [json_number(number, recipe) for number in numbers]
         by_unit.setdefault(unit, []).append((index, recipe, given))
     size = len(rest)
-    for unit, constants in by_unit.items():  # one unit's codes at a time
+    for unit, constants in by_unit.items():  # only one unit's codes are in memory
         parts = Parts(units[unit], arrays)
         for index, recipe, given in constants:
             constant = proto.graph.initializer[index]
@@ -341,7 +343,7 @@ def _filled(arrays: Arrays) -> bytes:
 
 
 def parsed_onnx(content: bytes) -> Any:
-    """Return the model in an ONNX file's content; a ValueError says what is wrong."""
+    """Parse an ONNX file; a ValueError says what is wrong with it."""
     try:
         from google.protobuf.message import (  # type: ignore[import-untyped]
             DecodeError,

@@ -1,27 +1,32 @@
-"""Codes as streams of bytes: dense, or entropy-coded; and numbers beside them.
+"""Codes as streams of bytes, dense or entropy-coded, and compressed numbers.
 
 Codes to be entropy-coded are bytes of shape (rows, columns, ...): output channels,
-input channels and the kernel. Where weights are small, in a row, a column or a kernel,
-small codes are likelier; and kernels are smooth, so a code is mostly on the side of
-those next to it. So each code has a *context*: its level, the logarithm of the
-magnitude that its row, its column and the codes before it in its kernel lead to expect,
-and the side. Rows of a classifier are alike where classes are; there, the side is what
-the rows before lead to expect, by a linear filter that learns from the columns before.
-Neighbouring contexts are merged into *classes* as long as that saves bytes. Each class
-has a distribution of its own, drawn through a few points of a logarithmic histogram.
+input channels and the kernel. The coder predicts each code from what has been read:
 
-Such a stream holds all that :func:`decode` needs but the shape. Levels, classes and
-probabilities are integers made of integers, and sums of products are of integers that
-float32 holds exactly, so every machine reads the same codes.
+- Some rows, columns and kernels have smaller weights than others. The *level* of a code
+  is the logarithm of the magnitude expected from its row, its column and the codes
+  before it in its kernel.
+- Kernels are smooth. The *side* of a code is where its neighbours before it in the
+  kernel suggest that it lies, above or below the middle.
+- Rows of a classifier resemble each other where classes do. There the side is predicted
+  from the rows before, by a linear filter that learns from the columns before.
+
+Level and side are a code's *context*. Neighbouring contexts are merged into *classes*
+as long as that saves bytes, and each class has a distribution of its own: a logarithmic
+histogram, interpolated between a few points.
+
+A stream holds all that :func:`decode` needs except the shape. Levels, classes and
+probabilities are integers computed from integers, and float32 holds all sums of
+products exactly, so every machine reads the same codes.
 """
 
 import lzma
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
-from itertools import product
-from math import ceil, prod
+from functools import cache, cached_property
+from itertools import pairwise, product
+from math import ceil, prod, sqrt
 from typing import Any
 
 import numpy as np
@@ -39,55 +44,60 @@ SMALLEST_BITS, LARGEST_BITS = min(WIDTHS), max(WIDTHS)
 # Up to this width twice a code, less twice a zero, fits into a signed byte.
 LARGEST_HALF_BITS = 6
 
-# Scales of a coded layer are one number times one of these, which a byte numbers.
+# Scales of a coded layer are one number times one of these; a byte says which.
 SCALE_MULTIPLES = np.array([(32.0 + m) * 2**e for e in range(8) for m in range(32)])
 
-# A level is a magnitude in quarters of an octave, from 1 / 64 to 128; integers hold 256
-# times the magnitude.
+# A level is a magnitude in quarters of an octave, from 1 / 64 to 128. Magnitudes are
+# integers in units of 1 / 256.
 _ONE = 256
 _MAGNITUDES = np.array([round(4 * 2 ** (level / 4)) for level in range(53)])
 _BETWEEN = [round(4 * 2 ** (level / 4 - 1 / 8)) for level in range(1, 53)]
-_LEVEL_OF = np.searchsorted(_BETWEEN, np.arange(256 * _ONE), "right").astype(np.int16)
+_LEVEL_OF = np.searchsorted(_BETWEEN, np.arange(256 * _ONE), "right").astype(np.int32)
 _SIDES = 5  # far below the middle, below, unknown, above, far above
-_UNKNOWN = 2  # among the sides
-# Instead of a kernel's width: sides are what the filter guesses, or nothing. Guesses
-# are in quarters of the mean magnitude, up to 4 of it.
+_UNKNOWN = 2  # the side in the middle
+# Stands for a kernel's width where the filter over rows predicts the sides. Its guesses
+# are in quarters of the mean magnitude, up to 4 times that; one more is "unknown".
 _BY_ROWS = -1
 _LARGEST_GUESS = 16
 _GUESSES = 2 * _LARGEST_GUESS + 2
-# Rows are read in this order, every eighth one at a time, and columns in blocks.
+# The filter reads every eighth row at a time, in this order, and columns in blocks.
 _WAVES = (0, 4, 2, 6, 1, 5, 3, 7)
 _BLOCK = 64
-# Integers hold 4096 times the filter's weights, which are from -1/4 to 1/4. Sums of so
-# many products are below 2**24: float32 holds them exactly.
+# The filter's weights are between -1/4 and 1/4, in units of 1 / 4096. With at most so
+# many rows, all sums of products are below 2**24, where float32 is exact.
 _UNIT, _LARGEST_WEIGHT = 1 << 12, 1 << 10
 _LARGEST_INPUT, _LARGEST_ERROR, _MOST_ROWS = 15, 1 << 10, 1 << 10
-# A code takes a thousand products; streams with fewer bits for each have no filter.
+# Rows multiplied at a time. For more, BLAS libraries start threads, which on a busy
+# machine wait for each other many times longer than the products take.
+_TILE = 32
+# The filter needs a thousand products for a code. Shorter streams may not use it, so
+# that their length bounds the time to read them.
 _FEWEST_FILTERED_BITS = 0.5
 _COMPARED_ROWS, _ALIKE = 128, 1000  # see rows_are_alike
 _MOST_CLASSES = 255  # a byte counts them
-_LARGEST_KERNEL = 64  # a larger one counts as columns
-# A chance is 2 ** (-step / 8) times the largest one of its class. The steps are written
-# down for codes at these distances from the middle and interpolated between them.
+_LARGEST_KERNEL = 64  # entries; those of a larger one count as columns
+# A code is 2 ** (-step / 8) times as likely as the likeliest of its class. Steps are
+# stored for codes at these distances from the middle and interpolated between them.
 _KNOTS = np.array([0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192])
 _FRACTIONS = np.array([round(2 ** (24 - eighth / 8)) for eighth in range(8)])
-_LARGEST_STEP = 127  # about as unlikely as 2 ** -16
-_STEP_BITS, _LEVEL_BITS = 6.0, 2.5  # what writing one down takes, roughly
-_LOST_BITS = 1.4e-4  # what the coder loses on average, as its state is an integer
+_LARGEST_STEP = 127  # a chance of about 2 ** -16
+_STEP_BITS, _LEVEL_BITS = 6.0, 2.5  # what storing one takes, roughly
+_LOST_BITS = 1.4e-4  # per code: the coder's state is an integer
 _PRECISION = 24  # bits of the coder's probabilities
-# No code takes fewer bits, so that a short stream cannot stand for a vast layer.
+# No code takes fewer bits, so that a short stream cannot claim to be a vast layer.
 _FEWEST_BITS = 1 / 64
 _CHECKSUM = stream.model.Uniform(1 << 16)
-_AT_ONCE = 1 << 18  # codes coded at a time: what fits into a cache
+_AT_ONCE = 1 << 18  # codes that are grouped by class at a time; they fit into a cache
+_FEW_CLASSES = 8  # searching for each of so few is faster than sorting
 
 
 @dataclass(frozen=True, eq=False)
 class CodeModel:
     """The distribution of a layer's codes."""
 
-    centre: int  # the code in the middle
-    low: int  # the codes are from low to high
-    high: int
+    centre: int  # the median code
+    low: int  # the smallest code
+    high: int  # the largest
     rows: Ints  # the level of each row, (rows,), or of all of them, (1,)
     columns: Ints  # what each column adds to it, (columns,) or (1,)
     width: int  # of the kernel, or _BY_ROWS, if contexts have sides; else 0
@@ -96,7 +106,7 @@ class CodeModel:
 
     @classmethod
     def fit(cls, codes: Codes) -> "CodeModel":
-        """Return a model with which these codes take few bytes, its own included."""
+        """Return a model that makes these codes small, its own bytes included."""
         planes = _planes(codes)
         counts = np.bincount(planes.ravel(), minlength=256)
         used = np.flatnonzero(counts)
@@ -129,9 +139,9 @@ class CodeModel:
 
     @property
     def bits(self) -> Floats:
-        """Bits of each code in each class, (classes, 256); infinite where it has none.
+        """Bits of each code in each class, (classes, 256); infinite if it has no code.
 
-        With :meth:`classes` this prices other codes of the same weights, too:
+        With :meth:`classes` this also prices other codes of the same weights:
         ``model.bits[model.classes(codes), other_codes]``.
         """
         chances = _chances(self.steps, self._knots)
@@ -143,7 +153,7 @@ class CodeModel:
         return table
 
     def classes(self, codes: Codes) -> Codes:
-        """Return the class of each code; those before it in its kernel decide on it."""
+        """Return the class of each code, which depends only on codes before it."""
         planes = _planes(codes)
         found = np.empty_like(planes)
         parts = zip(_parts(found, self.width), self._classes(planes), strict=True)
@@ -152,22 +162,28 @@ class CodeModel:
         return np.moveaxis(found, 0, -1).reshape(codes.shape)
 
     def size(self, codes: Codes) -> int:
-        """Return the bytes that codes take with this model, or a few more."""
+        """Return the bytes that codes take with this model, or slightly more."""
         bits, planes = self.bits, _planes(codes)
         counts = _counted(planes, self._classes(planes), self.width, len(bits))
         used = counts > 0
         total = counts[used] @ bits[used] + _LOST_BITS * codes.size
         for numbers, width in zip(self._numbers(), (1, 8), strict=True):
-            chances = _side_chances(width)
-            total -= np.log2(chances[numbers + _SIDE] / chances.sum()).sum()
+            chances = _number_chances(width)
+            total -= np.log2(chances[numbers + _LARGEST_NUMBER] / chances.sum()).sum()
         return 4 * ceil((total + 16 + 64) / 32)  # checksum and the last words
 
     @property
     def _knots(self) -> Ints:
         return _knots(self.low, self.high, self.centre)
 
+    @cached_property
+    def _distributions(self) -> list[Any]:
+        """The coder's distribution of each class."""
+        chances = _chances(self.steps, self._knots).astype(np.float64, order="C")
+        return [stream.model.Categorical(row, perfect=False) for row in chances]
+
     def _classes(self, planes: Codes) -> Iterator[Codes]:
-        """Yield the class of each code, part by part; each looks at those before."""
+        """Yield the classes of each part; they depend on the parts before."""
         if not len(self.starts):
             yield from map(np.zeros_like, _parts(planes, self.width))
             return
@@ -178,7 +194,7 @@ class CodeModel:
             yield class_of[contexts]
 
     def _numbers(self) -> tuple[Ints, Ints]:
-        """Return the model as numbers close to 0, the distributions apart."""
+        """Return the model as numbers close to 0, and its distributions likewise."""
         middle = int(np.median(self.rows))
         few = [self.centre - 128, self.centre - self.low, self.high - self.centre]
         few += [len(self.starts), len(self.rows) > 1, len(self.columns) > 1, middle]
@@ -190,7 +206,7 @@ class CodeModel:
     @classmethod
     def _read(cls, decoder: Any, shape: Sequence[int], width: int) -> "CodeModel":
         """Read a model for (kernel, rows, columns) codes."""
-        few = _read_side(decoder, 8, 1)
+        few = _read_numbers(decoder, 8, 1)
         centre, below, above, merges, by_row, by_column, middle, sides = map(int, few)
         width = _BY_ROWS if sides == 2 else width if sides else 0
         if width == _BY_ROWS and (shape[0] > 1 or shape[1] > _MOST_ROWS):
@@ -201,14 +217,14 @@ class CodeModel:
             raise ValueError(f"codes from {low} to {high} around {centre}")
         if not 0 <= merges < min(_context_count(width), 256):
             raise ValueError(f"{merges + 1} classes")
-        starts = np.cumsum(_read_side(decoder, merges, 1))
+        starts = np.cumsum(_read_numbers(decoder, merges, 1))
         rows, columns = np.array([middle]), np.array([0])
         if by_row:
-            rows = middle + _read_side(decoder, shape[1], 1)
+            rows = middle + _read_numbers(decoder, shape[1], 1)
         if by_column:
-            columns = _read_side(decoder, shape[2], 1)
+            columns = _read_numbers(decoder, shape[2], 1)
         knots = len(_knots(low, high, centre))
-        steps = _read_side(decoder, (merges + 1) * knots, 8).reshape(-1, knots)
+        steps = _read_numbers(decoder, (merges + 1) * knots, 8).reshape(-1, knots)
         steps = np.cumsum(steps, 1)
         ends = np.diff([0, *starts, _context_count(width)]).min()
         if ends < 1 or steps.min() < 0 or steps.max() > _LARGEST_STEP:
@@ -217,7 +233,7 @@ class CodeModel:
 
 
 def coded_size(codes: Codes) -> int:
-    """Return how many bytes codes take: what :func:`encode` writes, or a few more."""
+    """Return how many bytes :func:`encode` writes, or slightly more."""
     return CodeModel.fit(codes).size(codes) if codes.size else 0
 
 
@@ -228,23 +244,21 @@ def encode(codes: Codes) -> bytes:
     model, planes = CodeModel.fit(codes), _planes(codes)
     encoder = stream.queue.RangeEncoder()
     for numbers, width in zip(model._numbers(), (1, 8), strict=True):
-        encoder.encode((numbers + _SIDE).astype(np.int32), _side_model(width))
-    distributions = _distributions(model)
+        encoder.encode(
+            (numbers + _LARGEST_NUMBER).astype(np.int32), _number_model(width)
+        )
     parts = zip(_parts(planes, model.width), model._classes(planes), strict=True)
     for part, classes in parts:
         for some, kinds in _chunks(part, classes):
-            order, ends = _grouped(kinds, len(distributions))
-            symbols = some[order].astype(np.int32) - model.low
-            for group, distribution in zip(
-                np.split(symbols, ends), distributions, strict=True
-            ):
-                encoder.encode(group, distribution)
+            symbols = some.astype(np.int32) - model.low
+            for places, _, distribution in _grouped(kinds, model._distributions):
+                encoder.encode(symbols[places], distribution)
     encoder.encode(_checksum(planes), _CHECKSUM)
     return bytes(encoder.get_compressed().astype("<u4").tobytes())
 
 
 def decode(data: bytes, shape: Sequence[int]) -> Codes:
-    """Return the codes of a stream; its length bounds the memory and the time.
+    """Return the codes of a stream; its length bounds memory and time.
 
     Raises:
         PackedFileError: The stream is damaged, or of another shape.
@@ -271,30 +285,24 @@ def decode(data: bytes, shape: Sequence[int]) -> Codes:
 
 
 def _read_codes(decoder: Any, model: CodeModel, planes: Codes) -> None:
-    distributions = _distributions(model)
-    # Classes look at the parts before, which have been read by then.
+    # Classes depend on the parts before, which have been read by then.
     parts = zip(_parts(planes, model.width), model._classes(planes), strict=True)
     for part, classes in parts:
-        read = np.empty(part.shape, np.uint8)
+        read = part if part.flags.c_contiguous else np.empty(part.shape, np.uint8)
         for some, kinds in _chunks(read, classes):
-            order, ends = _grouped(kinds, len(distributions))
-            counts = np.diff([0, *ends, len(kinds)])
-            groups = [
-                decoder.decode(distribution, int(count))
-                for distribution, count in zip(distributions, counts, strict=True)
-            ]
-            some[order] = np.concatenate(groups) + model.low
-        part[...] = read
+            for places, amount, distribution in _grouped(kinds, model._distributions):
+                some[places] = decoder.decode(distribution, amount)
+            some += np.uint8(model.low)
+        if read is not part:
+            part[...] = read
 
 
 def _checksum(planes: Codes) -> int:
-    return (
-        zlib.crc32(planes.tobytes(), zlib.crc32(repr(planes.shape).encode())) & 0xFFFF
-    )
+    return zlib.crc32(planes.data, zlib.crc32(repr(planes.shape).encode())) & 0xFFFF
 
 
 def _width(shape: Sequence[int]) -> int:
-    """Return the width of a kernel that has contexts; 0 if it has none."""
+    """Return the width of a kernel whose codes have sides; 0 if there is none."""
     return shape[-1] if 1 < prod(shape[2:]) <= _LARGEST_KERNEL else 0
 
 
@@ -317,7 +325,7 @@ def _planes(codes: Codes) -> Codes:
 
 
 def _parts(planes: Codes, width: int) -> Iterator[Codes]:
-    """Yield views of what is coded together, in order."""
+    """Yield views of the codes that are coded together, in order."""
     if width != _BY_ROWS:
         yield from planes
         return
@@ -342,7 +350,7 @@ def _tables(
 def _counted(
     planes: Codes, kinds: Iterable[NDArray[Any]], width: int, count: int
 ) -> Ints:
-    """Return how often each code has each class or context, (count, 256)."""
+    """Count each code in each class or context, (count, 256)."""
     table = np.zeros(count * 256, np.int64)
     for part, kind in zip(_parts(planes, width), kinds, strict=True):
         pairs = kind * np.int32(256) + part
@@ -357,10 +365,24 @@ def _chunks(part: Codes, classes: Codes) -> Iterator[tuple[Codes, Codes]]:
         yield flat[cut], kinds[cut]
 
 
-def _grouped(kinds: Codes, classes: int) -> tuple[Ints, Ints]:
-    """Return the order that groups codes by class, and where the next groups start."""
-    ends = np.bincount(kinds, minlength=classes).cumsum()[:-1]
-    return np.argsort(kinds, kind="stable"), ends
+def _grouped(
+    kinds: Codes, distributions: Sequence[Any]
+) -> Iterator[tuple[Any, int, Any]]:
+    """Yield where the codes of each class are, how many, and their distribution."""
+    if len(distributions) == 1:
+        yield slice(None), len(kinds), distributions[0]
+    elif len(distributions) <= _FEW_CLASSES:
+        for kind, distribution in enumerate(distributions):
+            places = np.flatnonzero(kinds == kind)
+            yield places, len(places), distribution
+    else:
+        order = np.argsort(kinds, kind="stable")
+        every = np.arange(len(distributions))
+        ends = np.searchsorted(kinds[order], every, "right").tolist()
+        for (start, end), distribution in zip(
+            pairwise([0, *ends]), distributions, strict=True
+        ):
+            yield order[start:end], end - start, distribution
 
 
 def _distances(planes: Codes, centre: int) -> Codes:
@@ -370,67 +392,81 @@ def _distances(planes: Codes, centre: int) -> Codes:
 
 def _contexts(
     planes: Codes, centre: int, rows: Ints, columns: Ints, width: int
-) -> Iterator[NDArray[np.int32]]:
-    """Yield the context of each code, part by part; each looks at those before."""
+) -> Iterator[NDArray[Any]]:
+    """Yield the contexts of each part; they depend on the parts before."""
     if width == _BY_ROWS:
         yield from _guesses(planes[0], centre, int(_MAGNITUDES[_middle(rows)]))
         return
-    levels = (rows[:, None] + columns).clip(0, len(_MAGNITUDES) - 1)
+    # No file has levels beyond -1000 and 1000; 16 bits are faster than 64.
+    levels = rows.astype(np.int16)[:, None] + columns.astype(np.int16)
+    levels = levels.clip(0, len(_MAGNITUDES) - 1)
     levels = np.broadcast_to(levels, planes.shape[1:]).astype(np.int32)
-    yield levels + len(_MAGNITUDES) * _UNKNOWN if width else levels
+    yield levels + np.int32(len(_MAGNITUDES) * _UNKNOWN) if width else levels
     if len(planes) == 1:
         return
-    # Row and column count as much as one code of the kernel.
+    # The level of row and column counts as much as one code of the kernel.
     total = _MAGNITUDES[levels].astype(np.int32)
-    for before, plane in enumerate(planes[:-1], start=1):
-        total += _distances(plane, centre) * np.int32(_ONE)
-        expected = total // np.int32(before + 1)
-        levels = _LEVEL_OF[expected].astype(np.int32)
+    before: list[NDArray[np.int32]] = []
+    for plane in planes[:-1]:
+        before.append(plane.astype(np.int32) - np.int32(centre))
+        total += np.abs(before[-1]) * np.int32(_ONE)
+        expected = total // np.int32(len(before) + 1)
+        contexts = _LEVEL_OF[expected]
         if width:
-            slope = _slope(planes, before, width, centre)
+            slope = _slope(before, width)
             far = np.abs(slope) * np.int32(_ONE // 2) > expected
-            levels += (np.sign(slope) * (1 + far) + _UNKNOWN) * len(_MAGNITUDES)
-        yield levels
+            side = np.sign(slope) * (1 + far) + np.int32(_UNKNOWN)
+            contexts = contexts + side * np.int32(len(_MAGNITUDES))
+        yield contexts
 
 
-def _guesses(plane: Codes, centre: int, magnitude: int) -> Iterator[NDArray[np.int32]]:
-    """Yield the side of each code by a filter over rows, part by part.
+def _guesses(plane: Codes, centre: int, magnitude: int) -> Iterator[Codes]:
+    """Yield the sides of each part, as a filter over rows predicts them.
 
-    A code is expected to be a sum of those of its column in the waves before, each
-    times a weight. The weights of a wave follow the errors in each block: normalised
-    least mean squares.
+    The prediction of a code is a weighted sum of the codes in its column that belong to
+    the waves before. After each block the weights are corrected by the errors that were
+    made there: normalised least mean squares.
     """
     scaled = np.rint((np.arange(256) - centre) * (4 * _ONE / magnitude))
     scaled = scaled.clip(-_LARGEST_INPUT, _LARGEST_INPUT).astype(np.float32)
-    weights = np.zeros((len(plane), len(plane)), np.float32)
+    waves = [plane[first :: len(_WAVES)] for first in _WAVES]
+    # Rows of a wave are divided into tiles, the last of which is filled up with zeros.
+    tiles = ceil(len(waves[0]) / _TILE)
+    tile = ceil(len(waves[0]) / tiles)
+    weights = [
+        np.zeros((place * tiles, len(wave), tile), np.float32)
+        for place, wave in enumerate(waves)
+    ]
     for start in range(0, plane.shape[1], _BLOCK):
-        known = np.empty((0, min(_BLOCK, plane.shape[1] - start)), np.float32)
-        products = known.T @ known
-        for first in _WAVES:
-            part = plane[first :: len(_WAVES), start : start + _BLOCK]
-            own = weights[len(known) : len(known) + len(part), : len(known)]
-            guess = (own @ known) * np.float32(1 / _UNIT)
+        width = min(_BLOCK, plane.shape[1] - start)
+        inputs = np.zeros((len(waves), tiles * tile, width), np.float32)
+        products = np.zeros((width, width))
+        for place, wave in enumerate(waves):
+            own, known = weights[place], inputs[:place].reshape(-1, tile, width)
+            guess = (own @ known).sum(0) * np.float32(1 / _UNIT)
             sides = np.rint(guess).clip(-_LARGEST_GUESS, _LARGEST_GUESS)
-            if start == 0 or not len(known):
-                sides[:] = _LARGEST_GUESS + 1  # there is none
-            yield sides.astype(np.int32) + np.int32(_LARGEST_GUESS)
-            codes = scaled[part]  # which have been read by now
+            if start == 0 or place == 0:
+                sides[:] = _LARGEST_GUESS + 1  # unknown
+            yield (sides + _LARGEST_GUESS).astype(np.uint8)
+            codes = scaled[wave[:, start : start + _BLOCK]]  # have been read by now
             error = np.rint(16 * (codes - guess)).clip(-_LARGEST_ERROR, _LARGEST_ERROR)
-            # The largest step that is stable, however alike rows are, is 2 / power.
-            power = float(np.linalg.norm(products.astype(np.float64)))
-            change = error @ known.T
+            # The largest step that is stable for any rows is 2 / power.
+            power = sqrt(np.vdot(products, products))
+            change = error @ known.swapaxes(1, 2)
             change *= np.float32(_UNIT * 2 / (16 * max(power, 1.0)))
             own += np.rint(change, out=change)
             own.clip(-_LARGEST_WEIGHT, _LARGEST_WEIGHT, out=own)
-            known = np.concatenate([known, codes])
-            products += codes.T @ codes
+            inputs[place, : len(wave)] = codes
+            new = inputs[place].reshape(tiles, tile, width)
+            # A copy, since BLAS multiplies a matrix by itself with threads.
+            products += (new.swapaxes(1, 2).copy() @ new).sum(0)
 
 
 def rows_are_alike(values: NDArray[Any]) -> bool:
-    """Return whether rows, (rows, columns, ...), have so much in common that it pays.
+    """Return whether rows, (rows, columns, ...), are so similar that a filter pays.
 
-    Squared correlations of independent rows are 1 / columns on average. All rows before
-    a row lead to expect what they have in common beyond that.
+    The squared correlation of independent rows is 1 / columns on average; what rows
+    have in common beyond that can be predicted.
     """
     rows, columns = len(values), values.size // max(len(values), 1)
     if _width(values.shape) or rows > _MOST_ROWS or columns < 2 * _BLOCK:
@@ -441,22 +477,21 @@ def rows_are_alike(values: NDArray[Any]) -> bool:
     return bool(rows * (common * columns - 1) > _ALIKE)
 
 
-def _slope(planes: Codes, place: int, width: int, centre: int) -> NDArray[np.int32]:
-    """Return twice what the codes to the left and above lead to expect, roughly."""
+def _slope(before: Sequence[NDArray[np.int32]], width: int) -> NDArray[np.int32]:
+    """Return about twice the code that its neighbours on the left and above suggest.
 
-    def code(back: int) -> NDArray[np.int32]:
-        values: NDArray[np.int32] = planes[place - back].astype(np.int32)
-        return values - np.int32(centre)
-
+    ``before`` are the planes before it in the kernel, less the centre.
+    """
+    place = len(before)
     if place < width:
-        return 2 * code(1)
+        return 2 * before[-1]
     if place % width == 0:
-        return 2 * code(width)
-    return 2 * (code(1) + code(width)) - code(width + 1)
+        return 2 * before[-width]
+    return 2 * (before[-1] + before[-width]) - before[-width - 1]
 
 
 def _scales(distances: Codes) -> tuple[Ints, Ints]:
-    """Return the level of each row, and what each column adds to it, where it pays."""
+    """Return the level of each row and what each column adds, where that saves bits."""
     kernel, rows, columns = distances.shape
     mean = float(distances.mean())
     levels = np.array([_level(np.array(mean))])
@@ -464,7 +499,7 @@ def _scales(distances: Codes) -> tuple[Ints, Ints]:
     by_row = distances.sum((0, 2), dtype=np.int64)
     by_column = distances.sum((0, 1), dtype=np.int64)
     if _gain(by_row, kernel * columns) > _LEVEL_BITS * rows:
-        # One more code, of average size: rows of few codes are uncertain.
+        # One more code of average size, since the mean of a few codes is uncertain.
         levels = _level((by_row + mean) / (kernel * columns + 1))
     if _gain(by_column, kernel * rows) > _LEVEL_BITS * columns:
         added = _level((by_column + mean) / (kernel * rows + 1)) - _level(mean)
@@ -477,7 +512,7 @@ def _level(magnitude: Any) -> Any:
 
 
 def _gain(sums: Ints, each: int) -> float:
-    """Return the bits saved if every part has a geometric distribution of its own."""
+    """Return the bits saved if each part has a geometric distribution of its own."""
 
     def bits(mean: Any) -> Any:
         return (1 + mean) * np.log2(1 + mean) - mean * np.log2(np.maximum(mean, 1e-9))
@@ -487,18 +522,18 @@ def _gain(sums: Ints, each: int) -> float:
 
 
 def _entropy(counts: Any) -> Any:
-    """Return the bits of codes that were counted, over the last axis."""
+    """Return the entropy, in bits, of codes counted along the last axis."""
     total = counts.sum(-1)
     logs = np.log2(np.maximum(counts, 1))
     return total * np.log2(np.maximum(total, 1)) - (counts * logs).sum(-1)
 
 
 def _class_starts(table: Ints, price: float) -> tuple[Ints, float]:
-    """Merge contexts into classes while it saves bits.
+    """Merge neighbouring contexts into classes as long as that saves bits.
 
-    The table counts each code in each context, (contexts, codes); the distribution of a
-    class takes ``price`` bits. Return the first context of each class but the first,
-    and the bits in all.
+    ``table`` counts each code in each context, (contexts, codes), and ``price`` is what
+    the distribution of a class takes. Returns the first context of each class but the
+    first, and the bits in total.
     """
     starts = [0, *(np.flatnonzero(table.sum(1))[1:])]
     parts = [*np.add.reduceat(table, starts)]
@@ -522,19 +557,20 @@ def _class_starts(table: Ints, price: float) -> tuple[Ints, float]:
 
 
 def _knots(low: int, high: int, centre: int) -> Ints:
-    """Return the codes that have a step of their own, counted from the lowest."""
-    codes = np.concatenate([centre - _KNOTS, centre + _KNOTS, [low, high]])
-    return np.unique(codes[(codes >= low) & (codes <= high)]) - low
+    """Return the codes whose steps are stored, less the smallest code."""
+    # Not by np.unique, which takes as long as reading a layer to import something.
+    codes = {low, high, *(centre - _KNOTS).tolist(), *(centre + _KNOTS).tolist()}
+    return np.array(sorted(code - low for code in codes if low <= code <= high))
 
 
 def _fitted_steps(counts: Ints, knots: Ints) -> Ints:
-    """Return the steps at the knots with which these counts take few bits."""
+    """Return the steps at the knots that make codes of these counts small."""
     halves = (knots[1:] + knots[:-1] + 1) // 2
     starts = np.array([0, *halves])
     wanted = np.add.reduceat(counts, starts) + 0.5
     logs = np.log2(wanted / np.diff([*starts, len(counts)]))
     everywhere = np.arange(len(counts))
-    for _ in range(4):  # what interpolation adds to one knot's part another must lose
+    for _ in range(4):  # corrects for what interpolation adds to each knot's part
         drawn = np.exp2(np.interp(everywhere, knots, logs))
         logs += np.log2(wanted / np.add.reduceat(drawn, starts))
     steps: Ints = np.round(8 * (logs.max() - logs)).astype(np.int64)
@@ -542,52 +578,47 @@ def _fitted_steps(counts: Ints, knots: Ints) -> Ints:
 
 
 def _chances(steps: Ints, knots: Ints) -> Ints:
-    """Return integers in proportion to the probabilities, (classes, codes)."""
+    """Return integers proportional to the probabilities, (classes, codes)."""
     codes = np.arange(knots[-1] + 1)
     after = np.searchsorted(knots, codes, "right").clip(max=len(knots) - 1)
     left, right = knots[after - 1], knots[after]
     weighted = steps[:, after - 1] * (right - codes) + steps[:, after] * (codes - left)
     drawn = weighted // (right - left)
     chances: Ints = _FRACTIONS[drawn % 8] >> (drawn // 8)
-    # The likeliest code has 90 times the chance of all others at most: _FEWEST_BITS.
+    # The likeliest code is at most 90 times as likely as all others: _FEWEST_BITS.
     largest = chances.max(1, keepdims=True)
     lacking = largest // 90 - (chances.sum(1, keepdims=True) - largest)
     chances += np.maximum(lacking // (len(codes) - 1) + 1, 0)
     return chances
 
 
-def _distributions(model: CodeModel) -> list[Any]:
-    chances = _chances(model.steps, model._knots).astype(np.float64, order="C")
-    return [stream.model.Categorical(row, perfect=False) for row in chances]
-
-
-_SIDE = 320  # numbers of a model are within ±320
+_LARGEST_NUMBER = 320  # of a model's numbers, positive or negative
 
 
 @cache
-def _side_chances(width: int) -> Floats:
-    """Return integers in proportion to a Cauchy distribution of a model's numbers."""
-    numbers = np.arange(-_SIDE, _SIDE + 1)
+def _number_chances(width: int) -> Floats:
+    """Return integers proportional to a Cauchy distribution of a model's numbers."""
+    numbers = np.arange(-_LARGEST_NUMBER, _LARGEST_NUMBER + 1)
     return (2**30 // (width**2 + numbers**2)).astype(np.float64)
 
 
 @cache
-def _side_model(width: int) -> Any:
-    return stream.model.Categorical(_side_chances(width), perfect=False)
+def _number_model(width: int) -> Any:
+    return stream.model.Categorical(_number_chances(width), perfect=False)
 
 
-def _read_side(decoder: Any, amount: int, width: int) -> Ints:
-    numbers: Ints = decoder.decode(_side_model(width), amount).astype(np.int64)
-    return numbers - _SIDE
+def _read_numbers(decoder: Any, amount: int, width: int) -> Ints:
+    numbers: Ints = decoder.decode(_number_model(width), amount).astype(np.int64)
+    return numbers - _LARGEST_NUMBER
 
 
-# How numbers of channels are compressed; byte by byte, since few of them repeat.
+# For the numbers of channels, of which few repeat: bytes are compressed independently.
 _FILTERS: list[dict[str, Any]] = [
     {"id": lzma.FILTER_LZMA2, "dict_size": 1 << 20, "lc": 0, "pb": 0}
 ]
 _LARGEST_SQUEEZED = 1 << 26  # bytes; a compressed file must not fill the memory
 SQUEEZED = ".lzma"  # at the end of the name of a tensor that is compressed
-# Those that may be, and what they hold.
+# Tensors that may be compressed, and the type of their entries.
 SQUEEZABLE: dict[str, np.dtype[Any]] = {
     "multiples": np.dtype("u1"),
     "halves": np.dtype("<f2"),
@@ -595,7 +626,7 @@ SQUEEZABLE: dict[str, np.dtype[Any]] = {
 
 
 def squeezed(values: NDArray[Any]) -> bytes | None:
-    """Return numbers in fewer bytes, nothing lost; None if it cannot be."""
+    """Return numbers compressed without loss, or None if that is no smaller."""
     planes = np.ascontiguousarray(values).view(np.uint8).reshape(-1, values.itemsize).T
     found = lzma.compress(planes.tobytes(), lzma.FORMAT_RAW, filters=_FILTERS)
     fewer = len(found) + len(SQUEEZED) < values.nbytes <= _LARGEST_SQUEEZED
@@ -603,7 +634,7 @@ def squeezed(values: NDArray[Any]) -> bytes | None:
 
 
 def with_squeezed(arrays: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
-    """Return the tensors of a packed file, those that are compressed included.
+    """Return the tensors of a packed file, with compressed ones decompressed.
 
     Raises:
         PackedFileError: One of them is damaged.
@@ -634,10 +665,9 @@ def check_bits(bits: int) -> int:
     return int(bits)
 
 
-# Codes of a fixed width are a dense stream: nothing is left between two codes. Code i
-# takes bits ``i * bits`` to ``(i + 1) * bits - 1`` of the stream; bit k is bit
-# ``k % 8`` of byte ``k // 8``. So eight codes take exactly ``bits`` bytes, and eight
-# at a time are moved together inside one 64-bit word:
+# Codes of a fixed width are a dense stream without gaps. Code i takes bits ``i * bits``
+# to ``(i + 1) * bits - 1`` of the stream; bit k is bit ``k % 8`` of byte ``k // 8``. So
+# eight codes take exactly ``bits`` bytes and are moved together in one 64-bit word:
 #
 #     one code a byte → two codes in 16 bits → four in 32 → eight, without gaps, in 64
 _TOGETHER = 8  # codes in one word
@@ -645,7 +675,7 @@ _WORD = np.dtype("<u8")  # the stream is the same whatever the machine's byte or
 _LOWER_BYTES = np.uint64(0x00FF_00FF_00FF_00FF)
 _LOWER_PAIRS = np.uint64(0x0000_FFFF_0000_FFFF)
 _LOWER_HALF = np.uint64(0x0000_0000_FFFF_FFFF)
-# Words at a time: few enough for a processor's cache, where most of the time goes.
+# Words at a time, few enough for a processor's cache.
 _CHUNK = 1 << 14
 
 

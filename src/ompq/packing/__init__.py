@@ -1,7 +1,8 @@
-"""save(), load() and inspect_file(): a network in a file as small as promised."""
+"""save(), load() and inspect_file(): networks in files as small as promised."""
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -44,7 +45,7 @@ from ompq.streams import pack_bits
 from ompq.units import Choice, Unit
 
 _logger = logging.getLogger(__name__)
-# Between these, scale * (code - zero) is rounded back to the same code.
+# Between these scales, scale * (code - zero) rounds back to the same code.
 _SCALES = (1e-36, 1e36)
 
 
@@ -63,13 +64,13 @@ def save(
     Args:
         quantized: From :func:`ompq.quantize` or what came after it.
         path: A file, by custom ``*.ompq.safetensors``.
-        plan: The plan; its figures are written down next to the network.
+        plan: The plan; the file records its figures.
         network: The network's name, for example ``torchvision:resnet18``.
-        coded: Whether units of a fixed width are entropy-coded, too, where that is
-            smaller. Nothing is lost; the file takes longer to load.
+        coded: Whether units of a fixed width are also entropy-coded, without loss,
+            where that is smaller. The file takes longer to load.
 
     Raises:
-        QuantizationError: The network is not quantized, or its numbers are not.
+        QuantizationError: The network is not quantized, or was changed afterwards.
         PlanError: The network has other bits than the plan.
     """
     record = quantization_of(quantized)
@@ -83,16 +84,32 @@ def save(
     write_contents(path, _packed(quantized, record, about, coded=coded))
 
 
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Make PyTorch use one thread.
+
+    Loading consists of many short operations: on a busy machine, threads wait for each
+    other much longer than they save.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+@_one_thread()
 def load(path: str | Path, model: nn.Module | Callable[[], nn.Module]) -> nn.Module:
     """Return the quantized network of a file, in eval mode.
 
-    On the CPU it gives what the network that was saved gave, to the last bit, and it
-    is finalized if that was.
+    On the CPU its outputs equal those of the saved network bit for bit. It is finalized
+    if that one was.
 
     Args:
         path: A file that :func:`save` wrote.
-        model: The float network with any weights, or what constructs it: only its
-            structure is used, and it is left as it is.
+        model: The float network with any weights, or a function that constructs it.
+            Only its structure is used; it is not changed.
 
     Raises:
         PackedFileError: The file is damaged, or of another network.
@@ -127,20 +144,20 @@ def load(path: str | Path, model: nn.Module | Callable[[], nn.Module]) -> nn.Mod
 def add_onnx(path: str | Path, onnx: str | Path, output: str | Path) -> int:
     """Write a copy of a packed file that carries its ONNX file for :func:`ompq.unpack`.
 
-    Codes, scales and biases are in the copy once: what the ONNX file makes of them is
-    left out of it.
+    Codes, scales and biases are stored only once: constants of the ONNX file that
+    follow from them are left out.
 
     Args:
-        path: A packed file, of a finalized network.
-        onnx: What :func:`ompq.export_onnx` wrote of the same network.
+        path: A packed file of a finalized network.
+        onnx: The file that :func:`ompq.export_onnx` wrote for the same network.
         output: The copy.
 
     Returns:
-        The bytes that the ONNX file adds.
+        The number of bytes that the ONNX file adds.
 
     Raises:
         PackedFileError: The packed file is damaged, the ONNX file has none of its
-            weights, or both exceed the plan's budget for them.
+            weights, or the two together exceed the plan's budget.
     """
     contents = read_contents(path)
     try:
@@ -164,7 +181,7 @@ def _hollowed(onnx: bytes, contents: Contents) -> bytes:
 
 
 def graph_bytes(quantized: nn.Module, onnx: bytes) -> int:
-    """Return what a network's ONNX file would add to its packed file."""
+    """Return how many bytes a network's ONNX file would add to its packed file."""
     record = quantization_of(quantized)
     return len(_hollowed(onnx, _packed(quantized, record, {}, coded=False)))
 
@@ -219,7 +236,7 @@ def _packed(
 
 
 def _warn_of_excess(units: Sequence[PackedUnit], record: Quantization) -> None:
-    """Warn of coded units that take more than their rate promises."""
+    """Warn of coded units that take more bytes than their rates promise."""
     over = {}
     for one in units:
         promised = unit_bytes(one.unit, record.allocation[one.unit.name]).weights
@@ -256,7 +273,7 @@ def _packed_unit(
 def _flat_grid(
     state: Mapping[str, Tensor], unit: Unit, bits: int, *, narrow: bool
 ) -> Grid:
-    """Return the grid of a unit's weight as the file will hold it, (C,) or (C, G)."""
+    """Return the grid of a unit's weight as it is stored, (C,) or (C, G)."""
     step = zero_step(bits)
     zero_point = state[f"{unit.parameter}_zero_point"].detach() / step
     zero_point = _exactly(zero_point, torch.uint8, f"{unit.name}: zero / {step:g}")
@@ -283,7 +300,7 @@ def _exactly(values: Tensor, kind: torch.dtype, what: str) -> Tensor:
 
 
 def _rest(quantized: nn.Module, record: Quantization) -> Iterator[tuple[str, Tensor]]:
-    """Yield what units and sites do not hold; what is shared once."""
+    """Yield the state that no unit or site holds; a shared tensor only once."""
     state = quantized.state_dict(keep_vars=True)
     held = {
         key
@@ -310,7 +327,7 @@ def _rest(quantized: nn.Module, record: Quantization) -> Iterator[tuple[str, Ten
 
 def _float_network(model: nn.Module | Callable[[], nn.Module]) -> nn.Module:
     if not isinstance(model, nn.Module):
-        # Its random weights are thrown away; they should cost the caller nothing.
+        # Random weights that nobody uses must not advance the caller's generator.
         with torch.random.fork_rng(devices=[]):
             model = model()
     if not isinstance(model, nn.Module):
@@ -332,7 +349,7 @@ def _check(path: str | Path, differing: list[str]) -> None:
 
 
 def _differing(model: nn.Module, contents: Contents) -> list[str]:
-    """Name what of the file's units and sites the float network does not have."""
+    """Describe the units and sites of the file that the float network lacks."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     modules = dict(model.named_modules(remove_duplicate=False))
     unbiased = {one.unit.name for one in contents.units if one.bias is None}
@@ -353,7 +370,7 @@ def _differing(model: nn.Module, contents: Contents) -> list[str]:
 
 
 def _unlike(quantized: nn.Module, contents: Contents) -> list[str]:
-    """Name what is not quantized and differs between the network and the file."""
+    """Describe how the state that stays float differs from the file's."""
     own = dict(_rest(quantized, contents.record))
     given = contents.state
     shapes = [
@@ -377,13 +394,13 @@ def _fill(quantized: nn.Module, contents: Contents) -> None:
     for one in contents.units:
         unit, weight = one.unit, state[one.unit.parameter]
         grid = broadcast_grid(one.grid, unit, weight.device)
-        # Grid.dequantize without its copies, which would take as long as the rest.
+        # Grid.dequantize in place: copies would take as long as everything else here.
         weight.copy_(one.codes)
         weight.sub_(grid.zero_point).mul_(grid.scale)
         if one.bias is None:
             continue
         key = bias_key(unit)
-        if key not in state:  # the correction of rounding gave it one
+        if key not in state:  # it was added to correct for rounding
             owner, _, leaf = key.rpartition(".")
             bias = nn.Parameter(one.bias.to(weight), requires_grad=False)
             setattr(quantized.get_submodule(owner), leaf, bias)
@@ -395,24 +412,24 @@ def _fill(quantized: nn.Module, contents: Contents) -> None:
 
 @dataclass(frozen=True)
 class UnitAccount:
-    """What one unit takes."""
+    """The bytes of one unit."""
 
     unit: Unit
     bits: Choice  # of its weight and its input
     coded: bool  # whether its weights are entropy-coded
-    # What it takes in the file. Activations are shared between units, so they are
-    # counted for the whole network only.
+    # Its bytes in the file. Activations are shared between units, so they are counted
+    # only for the whole network.
     bytes: Bytes
-    planned: Bytes  # what it takes in the plan
+    planned: Bytes  # its bytes in the plan
 
 
 @dataclass(frozen=True)
 class Account:
-    """What a file takes."""
+    """The bytes of a packed file."""
 
     path: Path
     file_bytes: int  # its size on disk
-    items: Mapping[str, int]  # bytes by item; they sum up to the file
+    items: Mapping[str, int]  # bytes by item; they add up to the file's size
     planned: Mapping[str, int]  # bytes by item as the plan counts them
     units: tuple[UnitAccount, ...]  # the same for each unit
     about: Mapping[str, Any]  # ``network``, ``versions`` and ``plan``, as saved
@@ -425,12 +442,12 @@ class Account:
 
     @property
     def planned_bytes(self) -> int:
-        """What the file takes at most by the plan, whatever its own accounting."""
+        """The most that the file takes by the plan, whatever accounting that used."""
         return sum(self.planned.values())
 
     @property
     def average_bits(self) -> float:
-        """Bits a weight, averaged over all weights."""
+        """Bits per weight, averaged over all weights."""
         total = sum(one.bits.bits * one.unit.weights for one in self.units)
         return total / sum(one.unit.weights for one in self.units)
 
@@ -449,7 +466,7 @@ class Account:
 
 
 def inspect_file(path: str | Path) -> Account:
-    """Return what a packed file takes; needs no network.
+    """Return the bytes of a packed file by item; needs no network.
 
     Raises:
         PackedFileError: It is missing, damaged, something else, or of a newer format.
@@ -497,7 +514,7 @@ def _taken_by_float(unit: Unit, state: Mapping[str, Tensor]) -> Bytes:
 
 
 def _taken(contents: Contents) -> dict[str, Bytes]:
-    """Return what each quantized unit takes; of what is compressed together, a part."""
+    """Return each quantized unit's bytes, with its share of compressed vectors."""
     units, squeezed = contents.units, contents.squeezed
     multiples = [_size(one.multiples) for one in units]
     whole = [one.biases if one.biases.dtype == torch.float32 else None for one in units]
@@ -519,7 +536,7 @@ def _taken(contents: Contents) -> dict[str, Bytes]:
 
 
 def _shares(sizes: Sequence[int], total: int | None) -> Sequence[int]:
-    """Return whole parts of a total, in proportion to sizes; the sizes without one."""
+    """Divide a total in proportion to sizes; without a total return the sizes."""
     if total is None:
         return sizes
     ends = [end * total // sum(sizes) for end in accumulate(sizes, initial=0)]

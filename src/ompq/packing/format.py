@@ -1,14 +1,19 @@
-"""The packed file: safetensors that hold codes, numbers and a small structure.
+"""The packed file: safetensors with codes, numbers and a small structure.
 
-Version 3 has three tensors. ``codes`` (uint8): the weights' streams of bits, their zero
-points, and buffers that are not float32. ``numbers`` (float32): scales, biases, scales
-and zero points of activations, and what stays float. ``structure`` (uint8): deflated
-JSON that names everything, in columns. Where streams are entropy-coded, ``multiples``
-(uint8) holds the scales that are multiples of one number, and ``halves`` (float16) the
-biases that lose nothing in 16 bits. If they are smaller then, both are compressed, and
-called ``multiples.lzma`` and ``halves.lzma``. ``graph`` (uint8), if there is one, is
-the ONNX file that travels along; see :mod:`ompq.skeleton`. Files of version 2, whose
-multiples are in ``codes``, and of version 1, which ompq 0.1 wrote, are read too.
+Version 3 has these tensors:
+
+- ``codes`` (uint8): the weights' streams, their zero points, and buffers that are not
+  float32.
+- ``numbers`` (float32): scales, biases, scales and zero points of activations, and what
+  stays float.
+- ``structure`` (uint8): deflated JSON that names everything, in columns.
+- ``multiples`` (uint8), if any: scales that are multiples of one number.
+- ``halves`` (float16), if any: biases that 16 bits hold without loss.
+- ``graph`` (uint8), if any: an ONNX file; see :mod:`ompq.skeleton`.
+
+In files with entropy-coded streams, multiples and halves are compressed if that is
+smaller, and then called ``multiples.lzma`` and ``halves.lzma``. Version 2, which has
+its multiples in ``codes``, and version 1, which ompq 0.1 wrote, are also read.
 """
 
 import json
@@ -61,20 +66,20 @@ from ompq.units import Choice, LayerGraph, Skipped, Unit
 
 FORMAT = PACKED_FORMAT
 _OLDEST = "ompq-packed/1"
-_LARGEST_STRUCTURE = 1 << 26  # a deflated file must not fill the memory
-_LONGEST_TEXT = 1000  # of any name in it
-# What plain data of the wrong kind makes the code that reads it raise.
+_LARGEST_STRUCTURE = 1 << 26  # bytes; inflating it must not fill the memory
+_LONGEST_TEXT = 1000  # characters of a name in it
+# What reading data of the wrong kind raises.
 _WRONG = (AttributeError, LookupError, OverflowError, TypeError, ValueError)
 _BROKEN = (*_WRONG, OmpqError, RuntimeError, zlib.error)  # RecursionError among them
 
 
 class Encoding(IntFlag):
-    """How a unit is stored; one of fixed width and without groups has none of these."""
+    """How a unit is stored; no flag is set for fixed widths without groups."""
 
     CODED = 1  # its stream is entropy-coded
     MULTIPLES = 2  # its scales are bytes times one number
     CENTRED = 4  # all zero points are the middle code, and not stored
-    HALF_BIASES = 8  # 16 bits hold its biases
+    HALF_BIASES = 8  # its biases are stored in 16 bits
 
 
 _FIXED = Encoding(0)
@@ -82,7 +87,7 @@ _FIXED = Encoding(0)
 
 @dataclass(frozen=True, eq=False)
 class PackedUnit:
-    """One unit as it is in the file."""
+    """One unit as the file stores it."""
 
     unit: Unit
     # Scale and zero point of each output channel, (C,), or of each group, (C, G).
@@ -92,7 +97,7 @@ class PackedUnit:
     encoding: Encoding = _FIXED
 
     def compact(self, *, coded: bool) -> "PackedUnit":
-        """Return the unit in fewer bytes where it can be: nothing is lost."""
+        """Return the unit stored in fewer bytes, where possible, without loss."""
         grid, bias = self.grid, self.bias
         found = {
             Encoding.MULTIPLES: to_multiples(grid.scale).equal(grid.scale),
@@ -103,8 +108,7 @@ class PackedUnit:
         encoding = Encoding(sum(flag for flag, holds in found.items() if holds))
         if not coded:
             return replace(self, encoding=encoding)
-        data = bytearray(encode(self.codes.numpy()))
-        stream = torch.frombuffer(data, dtype=torch.uint8)
+        stream = _byte_tensor(encode(self.codes.numpy()))
         if stream.numel() < self.stream.numel():
             return replace(self, stream=stream, encoding=encoding | Encoding.CODED)
         return replace(self, encoding=encoding)
@@ -120,14 +124,14 @@ class PackedUnit:
 
     @property
     def scales(self) -> Tensor:
-        """Its scales as they are stored, or what they are multiples of, (1,)."""
+        """Its scales as they are stored, or the number they are multiples of, (1,)."""
         if Encoding.MULTIPLES in self.encoding:
             return scale_multiples(self.grid.scale)[0]
         return self.grid.scale
 
     @property
     def multiples(self) -> Tensor:
-        """What its scales are multiples by, uint8, one each or none."""
+        """The stored multiples of its scales, uint8, one each or none."""
         found = scale_multiples(self.grid.scale)[1]
         return found if Encoding.MULTIPLES in self.encoding else found[:0]
 
@@ -159,8 +163,8 @@ class Contents:
     # What is not quantized, by its key in the ``state_dict``.
     state: Mapping[str, Tensor]
     about: Mapping[str, Any]  # ``network``, ``versions`` and ``plan``: plain data
-    graph: bytes = b""  # the ONNX file that travels along, of ompq.skeleton
-    # Bytes that compressed vectors take in the file that was read, by name.
+    graph: bytes = b""  # the ONNX file in it, as ompq.skeleton makes it
+    # Bytes of compressed vectors in the file that was read, by name.
     squeezed: Mapping[str, int] = field(default_factory=dict)
 
 
@@ -171,17 +175,17 @@ def quantized_units(record: Quantization) -> list[Unit]:
 
 
 def zero_step(bits: int) -> float:
-    """Return what zero points of weights are multiples of."""
+    """Return the number that zero points of weights are multiples of."""
     return 0.5 if bits <= LARGEST_HALF_BITS else 1.0
 
 
 def channel_axis_of(unit: Unit) -> int:
-    """Return the axis of a unit's weight that has a scale for each of its entries."""
+    """Return the axis of a unit's weight along which scales differ."""
     return 1 if unit.kind == "transposed" else 0
 
 
 def broadcast_grid(grid: Grid, unit: Unit, device: torch.device) -> Grid:
-    """Return a grid of (C,) or (C, G) so that it broadcasts with the unit's weight."""
+    """Return a grid of (C,) or (C, G) shaped to broadcast with the unit's weight."""
     group_size = unit.group_size if grid.scale.dim() == 2 else 0
     scale, zero_point = (
         like_weight(
@@ -194,35 +198,25 @@ def broadcast_grid(grid: Grid, unit: Unit, device: torch.device) -> Grid:
 
 def write_contents(path: str | Path, contents: Contents) -> None:
     """Write a packed file; the same contents give the same bytes."""
-    text = json.dumps(_structure(contents), separators=(",", ":"))
-    tensors = {**_stored(contents), "structure": zlib.compress(text.encode(), 9)}
-    if contents.graph:
-        tensors[GRAPH] = contents.graph
-    made = {
-        name: torch.frombuffer(bytearray(one), dtype=torch.uint8)
-        if isinstance(one, bytes)
-        else one
-        for name, one in tensors.items()
-    }
-    write_tensors(path, {"format": FORMAT}, made)
-
-
-def _stored(contents: Contents) -> dict[str, Any]:
-    """Return the numbers of a packed file as they are there.
-
-    With coded units, scales and biases are compressed where that is smaller.
-    """
-    found = vectors(contents)
+    tensors = vectors(contents)
     if any(Encoding.CODED in one.encoding for one in contents.units):
-        for name in [name for name in SQUEEZABLE if name in found]:
-            if (smaller := squeezed(found[name].numpy())) is not None:
-                found[name + SQUEEZED] = smaller
-                del found[name]
-    return found
+        for name in [name for name in SQUEEZABLE if name in tensors]:
+            if (smaller := squeezed(tensors[name].numpy())) is not None:
+                tensors[name + SQUEEZED] = _byte_tensor(smaller)
+                del tensors[name]
+    text = json.dumps(_structure(contents), separators=(",", ":"))
+    tensors["structure"] = _byte_tensor(zlib.compress(text.encode(), 9))
+    if contents.graph:
+        tensors[GRAPH] = _byte_tensor(contents.graph)
+    write_tensors(path, {"format": FORMAT}, tensors)
 
 
-def vectors(contents: Contents) -> dict[str, Any]:
-    """Return the numbers of a packed file."""
+def _byte_tensor(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def vectors(contents: Contents) -> dict[str, Tensor]:
+    """Return the vectors of a packed file, none of them compressed."""
     units, grids, state = contents.units, contents.activations, contents.state.values()
     others = [t for t in map(_kept, state) if t.dtype != torch.float32]
     codes = [one.stream for one in units] + [one.zero_points for one in units]
@@ -253,7 +247,7 @@ _VECTOR = {torch.uint8: "codes", torch.float32: "numbers", torch.float16: "halve
 
 
 def stored_units(units: Sequence[PackedUnit]) -> dict[str, StoredUnit]:
-    """Return where :func:`vectors` has each unit, by name."""
+    """Return the places of each unit in :func:`vectors`, by the unit's name."""
     ends: Counter[str] = Counter()
 
     def place(one: PackedUnit, item: str) -> Place:
@@ -304,7 +298,7 @@ def _structure(contents: Contents) -> dict[str, Any]:
 
 
 def _forms(units: Sequence[PackedUnit]) -> dict[str, Any]:
-    """Return forms, and lengths of coded streams, unless all units are plain."""
+    """Return encodings and lengths of coded streams, unless no unit has a flag."""
     forms = [int(one.encoding) for one in units]
     coded = [one.stream.numel() for one in units if Encoding.CODED in one.encoding]
     return {"forms": forms, "streams": coded} if any(forms) else {}
@@ -324,7 +318,7 @@ def _rows(columns: Any, what: str) -> list[dict[str, Any]]:
 
 
 def _unit_columns(units: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Return units as columns, without what follows from the name: it deflates well."""
+    """Return units as columns that deflate well: what names imply is left out."""
     features = pairwise([0, *(unit["feature"] for unit in units)])
     rows = []
     for unit, (before, after) in zip(units, features, strict=True):
@@ -349,7 +343,7 @@ def _usual(name: str) -> dict[str, str]:
 
 
 def read_contents(path: str | Path) -> Contents:
-    """Return what a packed file holds; needs no network."""
+    """Return the contents of a packed file; needs no network."""
     try:
         header, tensors = read_tensors(path, FORMAT, SECOND_FORMAT, _OLDEST)
     except ValueError as error:
@@ -384,11 +378,15 @@ def _with_squeezed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _texts(data: Any) -> Iterator[str]:
-    if isinstance(data, str):
-        yield data
-    elif isinstance(data, list | dict):
-        values = data if isinstance(data, list) else chain(data, data.values())
-        yield from chain.from_iterable(map(_texts, values))
+    rest = [data]
+    while rest:
+        one = rest.pop()
+        if isinstance(one, str):
+            yield one
+        elif isinstance(one, list):
+            rest += one
+        elif isinstance(one, dict):
+            rest += [*one, *one.values()]
 
 
 def _is_plain(text: str) -> bool:
@@ -398,7 +396,7 @@ def _is_plain(text: str) -> bool:
 def _from_oldest(
     header: Mapping[str, Any], data: Mapping[str, Any], tensors: Mapping[str, Tensor]
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return the structure and tensors of a file of version 1 as version 2 has them."""
+    """Return structure and tensors of a file of version 1 in the form of version 2."""
     bits, prefix = header["allocation"], "state."
     others = {key: t for key, t in tensors.items() if key.startswith(prefix)}
     state = [[key, "float32", shape] for key, shape in data["floats"].items()]
@@ -465,7 +463,7 @@ def _contents(data: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Content
 
 
 class _Reader:
-    """Reads a vector part by part."""
+    """Reads a vector piece by piece."""
 
     def __init__(
         self, tensors: Mapping[str, Tensor], name: str, kind: torch.dtype
@@ -485,7 +483,7 @@ class _Reader:
         return self.tensor[self.read - count : self.read]
 
     def end(self) -> None:
-        """Refuse what has not been read."""
+        """Raise a ValueError if something has not been read."""
         if self.read < self.tensor.numel():
             raise ValueError(f"{self.name} is too long: {self.tensor.numel()} entries")
 
@@ -508,7 +506,7 @@ def _read_units(
         if Encoding.CODED in encoding:
             size = json_whole(next(lengths, None), "length of a stream", 0, size)
         found.append((unit, bits, encoding, codes.take(size)))
-    # Each item of all units is stored before the next.
+    # The file has zero points of all units, then scales of all, then biases of all.
     shapes = [_grid_shape(unit, record.allocation[unit.name]) for unit in units]
     zeros = [
         codes.take(0 if Encoding.CENTRED in encoding else prod(shape))
@@ -601,7 +599,7 @@ _PLAN = ("hash", "budget", "score", "method", "accounting")
 
 
 def _about(data: Any) -> dict[str, Any]:
-    """Return what a file says of itself: the entries that are shown are texts."""
+    """Return what a file says about itself; entries that are shown must be texts."""
     about = json_object(data, "about")
     json_text(about["network"], "network")
     for version in json_object(about["versions"], "versions").values():
