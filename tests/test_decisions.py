@@ -15,9 +15,8 @@ from ompq.cli.decisions import AuditOptions
 from ompq.cli.settings import PlanOptions, sample_count
 from ompq.costs import overhead_bytes
 from ompq.datasets import load_data
-from ompq.measurement import meter
+from ompq.measurement import SCORES, meter
 from ompq.measurement.audits import AuditConfig
-from ompq.measurement.reconstruction_score import SCORES
 from ompq.models import load_model
 from ompq.planner import PLAN_PROTOCOLS, PlanConfig, plan as make_plan
 from ompq.plans import Plan

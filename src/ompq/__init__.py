@@ -45,9 +45,9 @@ if TYPE_CHECKING:
     from ompq.graph import trace
     from ompq.integer import IntegerNetwork
     from ompq.integer.finalization import finalize
+    from ompq.measurement import BlockLoss, ReconstructionScore
     from ompq.measurement.audits import Audit, AuditConfig, audit
     from ompq.measurement.goals import Goal, Smallest, SmallestConfig, smallest
-    from ompq.measurement.reconstruction_score import BlockLoss, ReconstructionScore
     from ompq.measurement.refinement import RefineConfig, refine
     from ompq.measurement.rivals import (
         ReinforceConfig,
@@ -89,7 +89,7 @@ if TYPE_CHECKING:
     )
     from ompq.skeleton import unpack
     from ompq.training import train
-    from ompq.training.config import TRAIN_PROTOCOLS, TrainConfig
+    from ompq.training.step import TRAIN_PROTOCOLS, TrainConfig
     from ompq.units import Choice, LayerGraph, ScoreTable, Unit
 
 _HOMES = {
@@ -115,7 +115,7 @@ _HOMES = {
     "ompq.reconstruction": "ReconstructConfig reconstruct",
     "ompq.reconstruction.brecq": "BrecqConfig",
     "ompq.reconstruction.rounding": "RoundingConfig",
-    "ompq.measurement.reconstruction_score": "BlockLoss ReconstructionScore",
+    "ompq.measurement": "BlockLoss ReconstructionScore",
     "ompq.measurement.refinement": "RefineConfig refine",
     "ompq.report": "write_report",
     "ompq.report.charts": "worst_histograms write_figures",
@@ -133,7 +133,7 @@ _HOMES = {
     "SmallestFirst WeightNoise",
     "ompq.skeleton": "unpack",
     "ompq.training": "train",
-    "ompq.training.config": "TRAIN_PROTOCOLS TrainConfig",
+    "ompq.training.step": "TRAIN_PROTOCOLS TrainConfig",
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names.split()}
 

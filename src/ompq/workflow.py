@@ -19,8 +19,8 @@ from ompq.errors import ExportError, PackedFileError
 from ompq.evaluation import Metric, evaluate
 from ompq.files import library_version, write_text
 from ompq.integer.finalization import finalized
+from ompq.measurement import Meter
 from ompq.measurement.goals import Goal, Smallest, SmallestConfig, smallest
-from ompq.measurement.meter import Meter
 from ompq.measurement.refinement import RefineConfig, refine
 from ompq.onnx.export import export_onnx
 from ompq.packing import add_onnx, save

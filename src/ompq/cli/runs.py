@@ -64,7 +64,7 @@ from ompq.results import Evaluation
 from ompq.samples import model_device
 from ompq.stages import CONFIG, ONNX, PACKED, PLAN, REPORT, RESULT
 from ompq.training import TrainingData, check_installed, checked_length, train as learn
-from ompq.training.config import TRAIN_PROTOCOLS, TrainConfig
+from ompq.training.step import TRAIN_PROTOCOLS, TrainConfig
 from ompq.workflow import (
     ANYTHING,
     CALIBRATION_SAMPLES,

@@ -17,7 +17,7 @@ from ompq.allocation.program import Allocation
 from ompq.costs import Budget, digits
 from ompq.evaluation import evaluate
 from ompq.files import json_list, json_object
-from ompq.measurement.meter import Checkpoint, Meter
+from ompq.measurement import Checkpoint, Meter
 from ompq.planner import PlanConfig, plan as make_plan
 from ompq.plans import Plan
 from ompq.recording import copied

@@ -19,7 +19,7 @@ from ompq.evaluation import Metric, evaluate
 from ompq.files import json_object
 from ompq.graph import trace
 from ompq.integer.finalization import finalized
-from ompq.measurement.meter import Checkpoint, split
+from ompq.measurement import Checkpoint, split
 from ompq.plans import Plan
 from ompq.quantization import quantize
 from ompq.reconstruction import ReconstructConfig, reconstruct

@@ -23,7 +23,7 @@ from ompq.costs import digits
 from ompq.errors import check_known
 from ompq.files import json_number
 from ompq.graph import trace
-from ompq.measurement.meter import Checkpoint, Meter, split
+from ompq.measurement import Checkpoint, Meter, split
 from ompq.plans import Measurement, Plan
 from ompq.samples import Samples, SamplesLike
 from ompq.scores import Score, ScoreInputs, score_name, score_table

@@ -35,26 +35,26 @@ from ompq.layers import (
 from ompq.offload import to_host
 from ompq.planner import Pin
 from ompq.plans import Plan, read_bits
-from ompq.quantization.calibration import (
-    READING,
-    input_grams,
-    read_ranges,
-    weigh_ranges,
-)
-from ompq.quantization.equalization import (
+from ompq.quantization.channels import (
     Equalized,
+    batch_runs,
     channel_factor,
     equalized,
     find_factors,
     find_pairs,
+    float_moments,
+    restore_moments,
 )
-from ompq.quantization.moments import batch_runs, float_moments, restore_moments
 from ompq.quantization.sites import (
+    READING,
     ActivationSite,
     Link,
     attach,
     find_sites,
+    input_grams,
     quantizer_name,
+    read_ranges,
+    weigh_ranges,
 )
 from ompq.quantizers import Grid, like_weight, of_groups
 from ompq.ranges import (

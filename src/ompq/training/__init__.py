@@ -34,7 +34,6 @@ from ompq.samples import (
     model_device,
 )
 from ompq.stages import Progress
-from ompq.training.config import TrainConfig
 from ompq.training.methods import (
     ActivationRanges,
     DoReFaWeights,
@@ -52,6 +51,7 @@ from ompq.training.step import (
     CodePenalty,
     Gradients,
     Recorded,
+    TrainConfig,
     make_trainable,
     may_leave_unused,
     memory_layout,

@@ -29,7 +29,7 @@ from ompq.layers import (
     quantized_layers,
 )
 from ompq.quantization import quantization_of
-from ompq.quantization.equalization import enlarge, equalized
+from ompq.quantization.channels import enlarge, equalized
 from ompq.quantizers import Grid, half_through, round_through, straight_through
 from ompq.ranges import thinned
 from ompq.streams import LARGEST_BITS, LARGEST_HALF_BITS, SMALLEST_BITS
