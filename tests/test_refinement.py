@@ -8,7 +8,7 @@ import ompq
 from nets import TinyMobileNet, TinyResNet, images, seeded
 from ompq.errors import CheckpointError, PlanError, SampleError
 from ompq.evaluation import kl_divergence, logits_of
-from ompq.measurement import meter
+from ompq.measurement import Meter
 from ompq.samples import Samples
 
 BRIEF = ompq.RefineConfig(count=5, scores=("weight_noise",))
@@ -93,9 +93,9 @@ def test_an_interrupted_run_resumes_to_the_same_plan(
     path = tmp_path / "refinement.json"
     ompq.refine(plan, network, images(32), replace(BRIEF, count=3), checkpoint=path)
     measured = []
-    original = meter.Meter.quantized
+    original = Meter.quantized
     monkeypatch.setattr(
-        meter.Meter,
+        Meter,
         "quantized",
         lambda self, bits: measured.append(bits) or original(self, bits),
     )

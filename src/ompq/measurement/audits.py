@@ -65,24 +65,14 @@ class AuditConfig:
 
 @dataclass(frozen=True)
 class Measured:
-    """One allocation and its measured damage.
+    """One allocation and its measured damage."""
 
-    Attributes:
-        name: ``random allocation 7``, the score that chose it, or the caller's name.
-        bits: Choice of each unit, as in JSON, in the graph's order.
-        size_bytes: Size as the plan counts it.
-        divergence: Mean KL divergence from the float network on held-out samples, in
-            nats.
-        top1: Accuracy, if there are labelled batches.
-        orthogonality: Mean ORM between the layers of the quantized network.
-    """
-
-    name: str
-    bits: tuple[tuple[float, ...], ...]
-    size_bytes: float
-    divergence: float
-    top1: float | None = None
-    orthogonality: float | None = None
+    name: str  # ``random allocation 7``, the score that chose it, or the caller's name
+    bits: tuple[tuple[float, ...], ...]  # choice of each unit, in the graph's order
+    size_bytes: float  # size as the plan counts it
+    divergence: float  # mean KL from the float network, in nats, on held-out samples
+    top1: float | None = None  # accuracy, if there are labelled batches
+    orthogonality: float | None = None  # mean ORM between the quantized layers
 
 
 class Correlation(NamedTuple):
@@ -158,7 +148,8 @@ class Audit:
 
     def allocation(self, measured: Measured) -> Allocation:
         """Return a measured allocation in the form that ``quantize`` takes."""
-        return _allocation(self.units, measured)
+        pairs = zip(self.units, measured.bits, strict=True)
+        return Allocation({unit: Choice.from_json([*b], unit) for unit, b in pairs})
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data for JSON."""
@@ -232,11 +223,21 @@ def audit(  # noqa: PLR0913 - the last four are optional
         seed=config.seed,
         group_size=first.graph.group_size,
     )
-    identity = _identity(meter, first, candidates)
+    listed = {name: one.to_json() for name, one in candidates.items()}
+    identity = json.dumps([first.graph.to_json(), listed, meter.judge], sort_keys=True)
     saved = Checkpoint(checkpoint, "audit", identity, _read)
 
     def measure(name: str) -> Measured:
-        return _measured(meter, first, batches, config, (name, candidates[name]))
+        bits = candidates[name]
+        network = meter.quantized(bits)
+        return Measured(
+            name=name,
+            bits=tuple(tuple(choice.to_json()) for choice in bits.values()),
+            size_bytes=replace(first, allocation=bits).totals["bytes"],
+            divergence=meter.divergence(network),
+            top1=evaluate(network, batches).top1 if batches else None,
+            orthogonality=_orthogonality(meter, first, bits, config.orm_samples),
+        )
 
     measured: list[Measured] = []
     for result in saved.get_all([*candidates], measure):
@@ -311,25 +312,6 @@ def _uniform(plan: Plan) -> dict[str, Allocation]:
     return {}
 
 
-def _measured(
-    meter: Meter,
-    plan: Plan,
-    batches: Sequence[tuple[Batch, Tensor]],
-    config: AuditConfig,
-    candidate: tuple[str, Allocation],
-) -> Measured:
-    name, bits = candidate
-    network = meter.quantized(bits)
-    return Measured(
-        name=name,
-        bits=tuple(tuple(choice.to_json()) for choice in bits.values()),
-        size_bytes=replace(plan, allocation=bits).totals["bytes"],
-        divergence=meter.divergence(network),
-        top1=evaluate(network, batches).top1 if batches else None,
-        orthogonality=_orthogonality(meter, plan, bits, config.orm_samples),
-    )
-
-
 def _orthogonality(
     meter: Meter, plan: Plan, bits: Allocation, count: int
 ) -> float | None:
@@ -349,21 +331,11 @@ def _orthogonality(
     return float(np.mean(orm.matrix))
 
 
-def _identity(meter: Meter, plan: Plan, candidates: Mapping[str, Allocation]) -> str:
-    bits = {name: one.to_json() for name, one in candidates.items()}
-    return json.dumps([plan.graph.to_json(), bits, meter.judge], sort_keys=True)
-
-
 def _read(entry: Any) -> Measured:
     data = json_object(entry, "measured")
     choices = json_list(data.get("bits"), "bits")
     bits = tuple(tuple(json_list(choice, "bits")) for choice in choices)
     return Measured(**{**data, "bits": bits})
-
-
-def _allocation(names: Sequence[str], measured: Measured) -> Allocation:
-    pairs = zip(names, measured.bits, strict=True)
-    return Allocation({name: Choice.from_json([*bits], name) for name, bits in pairs})
 
 
 def _summary(
@@ -372,19 +344,18 @@ def _summary(
     measured: Sequence[Measured],
     config: AuditConfig,
 ) -> Audit:
+    """Return the audit: how well each score predicts and chooses."""
     first = next(iter(plans.values()))
-    random = [one for one in measured if one.name.startswith(RANDOM)]
+    found = Audit(str(first.budget), first.graph.names, tuple(measured), (), ())
+    random, best = found.random, found.best.divergence
     truth = np.array([one.divergence for one in random])
     rng = np.random.default_rng(config.seed)
-    columns = np.array(
-        [first.problem.columns(_allocation(first.graph.names, one)) for one in random]
-    )
+    columns = np.array([first.problem.columns(found.allocation(one)) for one in random])
 
     def predicted(damage: Floats) -> Floats:
         totals: Floats = damage[np.arange(len(damage)), columns].sum(1)
         return totals
 
-    best = min(one.divergence for one in measured)
     own = {one.name: one.divergence for one in measured}
     entries = [
         ScoreAudit(
@@ -408,10 +379,8 @@ def _summary(
     claim = None
     if len(orthogonal) == len(random) > 2:
         claim = _correlation(spearmanr, np.array(orthogonal), truth, config, rng)
-    return Audit(
-        budget=str(first.budget),
-        units=tuple(first.graph.names),
-        measured=tuple(measured),
+    return replace(
+        found,
         scores=tuple(sorted(entries, key=lambda one: one.divergence)),
         null_spearman=tuple(null),
         orthogonality=claim,

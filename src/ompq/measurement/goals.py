@@ -218,17 +218,9 @@ def smallest(  # noqa: PLR0913 - the last four are optional
         calibration, held_out = split(calibration, config.held_back)
     elif not isinstance(batches, Samples) and iter(batches) is batches:
         held_out = list(batches)  # an iterator can be read only once
-    search = _Search(
-        plan=plan,
-        model=model,
-        samples=calibration,
-        held_out=held_out,
-        goal=goal,
-        config=config,
-        folder=None if folder is None else Path(folder),
-        progress=progress or no_progress,
-    )
-    return search.run()
+    path = None if folder is None else Path(folder)
+    report = progress or no_progress
+    return _Search(plan, model, calibration, held_out, goal, config, path, report).run()
 
 
 @dataclass(eq=False)
@@ -245,11 +237,12 @@ class _Search:
     best: tuple[Trial, Plan, nn.Module] | None = None
 
     def __post_init__(self) -> None:
-        path = None if self.folder is None else self.folder / "measured.json"
-        # Limits of the goal are not part of it: measurements are valid for any limit.
-        metric = getattr(self.goal.metric, "__qualname__", "")
-        identity = f"{self.plan.hash} {self.config.reconstruct} {len(self.samples)}"
-        if path is not None:
+        identity, path = "", None
+        if self.folder is not None:
+            path = self.folder / "measured.json"
+            # Without the goal's limits: measurements are valid for any limit.
+            metric = getattr(self.goal.metric, "__qualname__", "")
+            identity = f"{self.plan.hash} {self.config.reconstruct} {len(self.samples)}"
             identity += f" {metric} {_content(self.held_out)}"
         self.known = Checkpoint(path, "search", identity, _evaluation)
 
@@ -288,7 +281,17 @@ class _Search:
         way = "reconstructing" if learned else "rounding"
         self.progress(0, None, f"{way} to {in_bytes(size)}")
         network = self.network(plan, size, learned=learned)
-        data = self.known.get(f"{way} {size}", lambda: self.measured(network).to_json())
+        metric = self.goal.metric
+        data = self.known.get(
+            f"{way} {size}",
+            lambda: evaluate(
+                network,
+                self.held_out,
+                reference=self.model,
+                metrics={} if metric is None else {"metric": metric},
+                progress=self.progress,
+            ).to_json(),
+        )
         evaluation = Evaluation.from_json(data)
         trial = Trial(size, learned, self.goal.kept(evaluation), evaluation)
         self.trials.append(trial)
@@ -314,17 +317,6 @@ class _Search:
                 ),
             )
         return finalized(network, self.samples)[0]
-
-    def measured(self, network: nn.Module) -> Evaluation:
-        """Compare a network with the float one."""
-        metric = self.goal.metric
-        return evaluate(
-            network,
-            self.held_out,
-            reference=self.model,
-            metrics={} if metric is None else {"metric": metric},
-            progress=self.progress,
-        )
 
 
 def _content(held_out: Any) -> str:
