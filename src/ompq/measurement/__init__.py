@@ -5,7 +5,6 @@ Two scores measure as well, with one unit quantized at a time.
 
 import hashlib
 import json
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -48,13 +47,11 @@ class Meter:
         seed: int = 0,
         group_size: int = 0,
     ) -> None:
-        """Run the float network once.
+        """Run the float network once on ``held_out``, where divergence is measured.
 
         Args:
             samples: Samples for calibration and reconstruction.
-            held_out: Samples on which divergence is measured.
             iterations: Reconstruction steps per block; 0 rounds to nearest.
-            seed: Seed for the reconstruction.
             group_size: Inputs of a linear unit that share a scale; 0 for all of them.
         """
         self.model = with_layers(model, samples)
@@ -98,10 +95,9 @@ class Checkpoint(Generic[_Result]):
         identity: str,
         read: Callable[[Any], _Result],
     ) -> None:
-        """Read the file, if it exists.
+        """Read the file, if it exists; without a path nothing is saved.
 
         Args:
-            path: None saves nothing.
             kind: The kind of run, for example ``audit``.
             identity: Text that must be equal for a run to resume from the file.
             read: Converts an entry of the file to a result, or raises a ValueError.
@@ -174,7 +170,7 @@ _BATCH = 64  # samples per forward pass
 
 
 @dataclass(frozen=True)
-class _OneUnitScore(ABC):
+class _OneUnitScore:
     """One unit is quantized and its block reconstructed; all others stay float."""
 
     iterations: int = 50  # steps of the reconstruction
@@ -185,12 +181,21 @@ class _OneUnitScore(ABC):
         "a short reconstruction for each unit and choice", gradients=True
     )
 
-    def __call__(self, given: ScoreInputs) -> ScoreTable:
-        """Return the measured damage, (units, choices); processes share the cells."""
+    def _table(
+        self,
+        given: ScoreInputs,
+        samples: tuple[Samples, Samples],
+        measured: Callable[[nn.Module, Unit, Meter], float],
+    ) -> ScoreTable:
+        """Return the damage of networks with one quantized unit, (units, choices).
+
+        The first samples are for calibration and reconstruction, the second are held
+        out. Processes share the cells of the table.
+        """
         graph, choices = given.graph, given.choices
         meter = Meter(
             given.model,
-            *self._parts(given.samples.first(self.samples)),
+            *samples,
             iterations=self.iterations,
             seed=self.seed,
             group_size=graph.group_size,
@@ -204,7 +209,7 @@ class _OneUnitScore(ABC):
             if unused or choice.weight == choice.activation == FLOAT_BITS:
                 return 0.0
             alone = Allocation({**floats, unit.name: choice})
-            return self._measured(meter.quantized(alone), unit, given, meter)
+            return measured(meter.quantized(alone), unit, meter)
 
         def report(done: int) -> None:
             name = cells[done - 1][0].name
@@ -213,33 +218,20 @@ class _OneUnitScore(ABC):
         table = np.array(share_out(cells, damage, report))
         return ScoreTable(table.reshape(len(graph), len(choices)))
 
-    @abstractmethod
-    def _parts(self, samples: Samples) -> tuple[Samples, Samples]:
-        """Return the samples for calibration and reconstruction, and for measuring."""
-
-    @abstractmethod
-    def _measured(
-        self, network: nn.Module, unit: Unit, given: ScoreInputs, meter: Meter
-    ) -> float:
-        """Return the damage of a network in which only this unit is quantized."""
-
 
 class ReconstructionScore(_OneUnitScore):
     """Divergence of the outputs after a short reconstruction, one unit at a time.
 
-    One unit is quantized and its block reconstructed; all others stay float. The first
-    half of the samples is used for that, and divergence is measured on the other half.
+    One unit is quantized and its block reconstructed with the first half of the
+    samples; all others stay float. Divergence is measured on the other half.
     """
 
     summary: ClassVar[str] = "divergence after one unit's block is reconstructed"
 
-    def _parts(self, samples: Samples) -> tuple[Samples, Samples]:
-        return split(samples, 0.5)
-
-    def _measured(
-        self, network: nn.Module, _unit: Unit, _given: ScoreInputs, meter: Meter
-    ) -> float:
-        return max(meter.divergence(network), 0.0)
+    def __call__(self, given: ScoreInputs) -> ScoreTable:
+        """Return the measured damage, (units, choices)."""
+        parts = split(given.samples.first(self.samples), 0.5)
+        return self._table(given, parts, lambda n, _, m: max(m.divergence(n), 0.0))
 
 
 class BlockLoss(_OneUnitScore):
@@ -253,13 +245,14 @@ class BlockLoss(_OneUnitScore):
 
     summary: ClassVar[str] = "BRECQ's: Fisher-weighted error of a reconstructed block"
 
-    def _parts(self, samples: Samples) -> tuple[Samples, Samples]:
-        return samples, samples
+    def __call__(self, given: ScoreInputs) -> ScoreTable:
+        """Return the measured damage, (units, choices)."""
+        samples = given.samples.first(self.samples)
 
-    def _measured(
-        self, network: nn.Module, unit: Unit, given: ScoreInputs, meter: Meter
-    ) -> float:
-        return block_loss(network, given.model, unit, meter.samples)
+        def loss(network: nn.Module, unit: Unit, _meter: Meter) -> float:
+            return block_loss(network, given.model, unit, samples)
+
+        return self._table(given, (samples, samples), loss)
 
 
 def block_loss(

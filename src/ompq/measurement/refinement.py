@@ -31,6 +31,7 @@ from ompq.stages import Progress
 
 Floats = NDArray[np.float64]
 logger = logging.getLogger(__name__)
+_TRIES = 24  # perturbations to try before giving up
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,12 +125,13 @@ def refine(
         group_size=plan.graph.group_size,
     )
     known = [one for one in plan.measured if one.judge == meter.judge]
-    saved = Checkpoint(
-        checkpoint,
-        "refinement",
-        _identity(plan, meter, config),
-        partial(json_number, what="divergence"),
-    )
+    # A resumed run may have other limits. Scores are compared by name, since the repr
+    # of a function changes from run to run.
+    names = tuple(map(score_name, config.scores))
+    fixed = replace(config, count=1, seconds=None, patience=1, scores=names)
+    identity = f"{plan.hash} {meter.judge} {fixed}"
+    read = partial(json_number, what="divergence")
+    saved = Checkpoint(checkpoint, "refinement", identity, read)
     chooser = _Chooser(plan, config, _tables(plan, model, calibration, config))
     measured: list[Measurement] = []
     started = time.monotonic()
@@ -140,13 +142,9 @@ def refine(
         if progress is not None:
             best = digits(min(one.divergence for one in measured))
             total = config.count if config.seconds is None else None
-            progress(
-                len(measured), total, f"measuring allocations: best divergence {best}"
-            )
-        late = (
-            config.seconds is not None and time.monotonic() > started + config.seconds
-        )
-        if late or len(measured) == config.count or _stale(measured, config.patience):
+            text = f"measuring allocations: best divergence {best}"
+            progress(len(measured), total, text)
+        if _ended(measured, config, time.monotonic() - started):
             break
         if chooser.started(measured) and not _trusted(measured, config):
             return replace(plan, measured=(*plan.measured, *measured))
@@ -168,21 +166,15 @@ def _trusted(measured: list[Measurement], config: RefineConfig) -> bool:
     return False
 
 
-def _identity(plan: Plan, meter: Meter, config: RefineConfig) -> str:
-    # A resumed run may have other limits. Scores are compared by name, since the repr
-    # of a function changes from run to run.
-    names = tuple(map(score_name, config.scores))
-    fixed = replace(config, count=1, seconds=None, patience=1, scores=names)
-    return f"{plan.hash} {meter.judge} {fixed}"
-
-
 def _measure(meter: Meter, bits: Allocation) -> float:
     return meter.divergence(meter.quantized(bits))
 
 
-def _stale(measured: list[Measurement], patience: int) -> bool:
+def _ended(measured: list[Measurement], config: RefineConfig, seconds: float) -> bool:
     values = [one.divergence for one in measured]
-    return len(values) - 1 - values.index(min(values)) >= patience
+    stale = len(values) - 1 - values.index(min(values)) >= config.patience
+    late = config.seconds is not None and seconds > config.seconds
+    return late or stale or len(values) == config.count
 
 
 def _tables(
@@ -205,7 +197,7 @@ class _Chooser:
         self, plan: Plan, config: RefineConfig, tables: Mapping[str, Floats]
     ) -> None:
         self.problem, self.budget, self.config = plan.problem, plan.budget, config
-        self.tables = dict(tables)
+        self.tables = tables
         self.starts = [(plan.score_name, plan.allocation)]
         self.starts += [
             (name, self._best(table))
@@ -228,7 +220,9 @@ class _Chooser:
         # First the optimum; if that was measured, growing perturbations of the table.
         for width in (0.0, *self.config.spread * np.geomspace(0.1, 30.0, _TRIES)):
             noise = generator.standard_normal(len(self.problem.members))
-            bits = self._best(table * np.exp(width * noise)[self._groups])
+            bits = self._best(
+                table * np.exp(width * noise)[self.problem.group_of, None]
+            )
             if bits not in seen:
                 return f"refit {len(measured)}", bits
         return None
@@ -255,7 +249,7 @@ class _Chooser:
         system = np.concatenate([features * scale, ridge * np.eye(len(groups))])
         target = np.concatenate([np.ones(len(truth)), np.full(len(groups), ridge)])
         factors, _ = nnls(system, target)
-        corrected: Floats = table * (scale * factors)[self._groups]
+        corrected: Floats = table * (scale * factors)[self.problem.group_of, None]
         return corrected
 
     def _positive(self, measured: list[Measurement]) -> Floats:
@@ -270,35 +264,23 @@ class _Chooser:
         positive: Floats = table + 1e-9 * max(float(table.max()), 1e-300)
         return positive
 
-    @property
-    def _groups(self) -> tuple[NDArray[np.intp], None]:
-        return self.problem.group_of, None
-
     def _best(self, table: Floats) -> Allocation:
         return allocate(replace(self.problem, damage=table), self.budget)
-
-
-_TRIES = 24  # perturbations to try before giving up
 
 
 def _refined(
     plan: Plan, chooser: _Chooser, known: list[Measurement], new: list[Measurement]
 ) -> Plan:
-    """Return the plan with the best measured allocation within its budget."""
     fitting = [one for one in known if plan.meets_budget(one.allocation)]
     best = min(fitting, key=lambda one: one.divergence).allocation
     table = chooser.corrected(known)
     corrected = replace(plan.problem, damage=table)
     optimum = allocate(corrected, plan.budget)
     bound = corrected.damage_of(optimum) - optimum.gap
-    name = plan.score_name.removesuffix(_REFINED)
     return replace(
         plan,
         allocation=replace(best, gap=max(corrected.damage_of(best) - bound, 0.0)),
         scores=replace(plan.scores, damage=table),
-        score_name=name + _REFINED,
+        score_name=plan.score_name.removesuffix(", refined") + ", refined",
         measured=(*plan.measured, *new),
     )
-
-
-_REFINED = ", refined"

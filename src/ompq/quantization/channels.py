@@ -113,8 +113,8 @@ def find_pairs(
     pairs = [Pair(*names) for names in _depthwise_pairs(model, recording, wide)]
     norms = _norm_pairs(model, recording, rounded)
     pairs += [Pair(norm, name, bits[name]) for norm, name in norms]
-    values = value_channels(model, recording, rounded, batch)
-    return pairs + [Pair(by, n, bits[n], first) for n, (by, first) in values.items()]
+    values = _value_channels(model, recording, rounded, batch)
+    return pairs + [Pair(by, name, bits[name], first) for by, name, first in values]
 
 
 def find_factors(
@@ -165,9 +165,7 @@ def _best_factors(
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the exponents and shifts with the least error of a layer's output.
 
-    Args:
-        rows: Inputs of the layer, (rows, C).
-        shiftable: Whether both layers have biases to absorb shifts.
+    ``rows`` are its inputs, (rows, C); shifts need biases in both layers.
     """
     weight = layer.weight.detach().to(rows)[:: -(-len(layer.weight) // _OUTPUTS)]
     steps = (rows.mean(0) / SHIFT_STEP).round()
@@ -262,9 +260,9 @@ def _norm_pairs(
 
 def _is_affine(norm: nn.Module) -> bool:
     """Whether a norm has a weight and a bias for each element of its last axis."""
-    if not isinstance(norm, nn.LayerNorm) or norm.weight is None:
+    if not isinstance(norm, nn.LayerNorm) or norm.bias is None:
         return False
-    return norm.bias is not None and norm.weight.dim() == 1
+    return norm.weight is not None and norm.weight.dim() == 1
 
 
 def _depthwise_pairs(
@@ -317,31 +315,27 @@ _FIRST_LABEL = 2  # above all probabilities, which are operands of products too
 _TOLERANCE = 0.1  # of an averaged label; labels are 1 apart
 
 
-class Values(NamedTuple):
-    """The values of an attention: neighbouring output channels of a linear layer."""
-
-    producer: str
-    first: int
-
-
-def value_channels(
+def _value_channels(
     model: nn.Module, recording: Recording, units: Collection[Unit], batch: Batch
-) -> dict[str, Values]:
-    """Return the linear units that read averages of attention values, with the values.
+) -> Iterator[tuple[str, str, int]]:
+    """Yield the layers that compute attention values and that read their averages.
 
-    Nothing else reads these values or anything between the two layers, so the second
-    can undo a change of the first. To find the channels, every output of the first
-    layers is replaced by a label of its channel. Averages of equal labels are the label
-    itself, so the labels that arrive at the second layer name the channels it reads.
+    Also the first of the neighbouring output channels that are the values. Nothing
+    else reads these values or anything between the two layers, so the second can undo a
+    change of the first. To find the channels, every output of the first layers is
+    replaced by a label of its channel. Averages of equal labels are the label itself,
+    so the labels that arrive at the second layer name the channels it reads.
     """
     attentions = _attentions(recording, units)
     if not attentions:
-        return {}
+        return
     probe = _Probe(model, attentions)
     with attached(probe.hooks()):
         watch(model, to_device(batch, model_device(model)), probe.visit)
-    found = ((name, probe.values(name)) for name in attentions)
-    return {name: values for name, values in found if values}
+    for name in attentions:
+        source, first = probe.values(name)
+        if source:
+            yield source, name, first
 
 
 class _Attention(NamedTuple):
@@ -429,8 +423,8 @@ class _Probe:
         if function_name(function) in OPERANDS:
             self.operands.append([t.detach() for t in tensors_in((args, kwargs))])
 
-    def values(self, name: str) -> Values | None:
-        """Return the values whose averages a layer reads, if it reads any."""
+    def values(self, name: str) -> tuple[str, int]:
+        """Return the layer, or "", and the channel whose averages a layer reads."""
         rows, attention = self.inputs[name], self.attentions[name]
         low, high = rows[0, 0].round(), rows[0, 0].round() + rows.shape[1]
         # One operand alone may have these labels: keys and queries must not read them.
@@ -441,9 +435,9 @@ class _Probe:
         )
         expected = low + torch.arange(rows.shape[1])
         if holding != 1 or not (rows - expected).abs().max() < _TOLERANCE:
-            return None
+            return "", 0
         (source,) = (s for s in attention.sources if low in self.labels[s])
-        return Values(source, int(low) - int(self.labels[source][0]))
+        return source, int(low) - int(self.labels[source][0])
 
 
 # Each function runs the layers on one batch.

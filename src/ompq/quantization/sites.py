@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
@@ -260,10 +261,9 @@ class _Finder:
             return [""]
         found = []
         for consumer in self.consumers.get(at, ()):
-            call = self.calls[consumer]
             if consumer in self.unit_of:
-                found.append(call.module)
-            elif call.function in _PASSIVE:
+                found.append(self.calls[consumer].module)
+            elif self.calls[consumer].function in _PASSIVE:
                 found += self._before(consumer)
         return [name for name in found if self.call_counts.get(name) == 1]
 
@@ -386,10 +386,6 @@ class ProductQuantizers(nn.Module):
         super().__init__()
         self._modes: list[_RoundOperands] = []  # one for each active call of the module
 
-    def add(self, number: int, operand: str, quantizer: ActivationQuantizer) -> None:
-        """Add the quantizer of an operand of a product."""
-        self.add_module(f"{number}_{operand}", quantizer)
-
     def enter(self, _module: nn.Module, _args: Any) -> None:
         """Forward pre-hook of the module: start to round operands."""
         self._modes.append(_RoundOperands(self))
@@ -424,27 +420,24 @@ class _RoundOperands(TorchFunctionMode):
         return rounded_product(func, args, kwargs, rounded)
 
 
-def attach(
-    model: nn.Module,
-    module: str,
-    number: int,
-    operand: str,
-    quantizer: ActivationQuantizer,
+def attach_to_operand(
+    model: nn.Module, site: ActivationSite, quantizer: ActivationQuantizer
 ) -> None:
-    """Round an operand of a product that a module of the network computes."""
-    owner = model.get_submodule(module)
+    """Quantize an operand of a product that a module of the network computes."""
+    owner = model.get_submodule(site.before[0])
     quantizers = owner._modules.get(_CHILD)
     if not isinstance(quantizers, ProductQuantizers):
         quantizers = ProductQuantizers()
         owner.add_module(_CHILD, quantizers)
         owner.register_forward_pre_hook(quantizers.enter)
         owner.register_forward_hook(quantizers.leave, always_call=True)
-    quantizers.add(number, operand, quantizer)
+    quantizers.add_module(f"{site.product}_{site.operand}", quantizer)
 
 
-def quantizer_name(module: str, number: int, operand: str) -> str:
+def quantizer_name(site: ActivationSite) -> str:
     """Return the name of an operand's quantizer among the network's modules."""
-    return f"{module}.{_CHILD}.{number}_{operand}".removeprefix(".")
+    name = f"{site.before[0]}.{_CHILD}.{site.product}_{site.operand}"
+    return name.removeprefix(".")
 
 
 logger = logging.getLogger(__name__)
@@ -469,16 +462,10 @@ def read_ranges(
     found: dict[int, Observed] = {}
     by_position = _sites_by_position(sites)
 
-    def visit(at: int, function: Any, args: Any, kwargs: Any, output: Any) -> None:
+    def visit(at: int, *call: Any) -> None:
         for site in by_position.get(at, ()):
-            operand = sites[site].operand
-            if operand == "probabilities":
-                tensor = probabilities(attention_arguments(args, kwargs))
-            elif operand:
-                tensor = operands(function, args, kwargs)[operand]
-            else:
-                tensor = next(tensors_in(output))
-            found[site] = observe_range(tensor, found.get(site))
+            values = _values(sites[site], *call)
+            found[site] = observe_range(values, found.get(site))
 
     total, device = samples.batch_count(batch_size), model_device(model)
     for done, batch in enumerate(samples.batches(batch_size), 1):
@@ -505,7 +492,8 @@ def weigh_ranges(
     network's own log-likelihood, here on the first 64 samples. If the network cannot be
     differentiated, all values get the same weight and a warning is logged.
     """
-    importance = _Importance(sites, seen)
+    found = list(seen)
+    visit = _importance_hook(sites, found)
     generator = torch.Generator().manual_seed(0)
     first, device = samples.first(_IMPORTANCE_SAMPLES), model_device(model)
     size = min(batch_size, _BACKWARD_BATCH)
@@ -516,8 +504,8 @@ def weigh_ranges(
             with _differentiating(model, parameters=not leaves) as parameters:
                 # The network may modify its input in place, which a leaf forbids.
                 inputs = map_batch(leaf, torch.clone)
-                importance.visit(-1, None, (), {}, inputs)
-                output = watch(model, inputs, importance.visit, gradients=True)
+                visit(-1, None, (), {}, inputs)
+                output = watch(model, inputs, visit, gradients=True)
                 loss = _loss(first_tensor(output), generator)
                 torch.autograd.grad(loss, leaves or parameters, allow_unused=True)
             report(done, first.batch_count(size), READING)
@@ -528,59 +516,51 @@ def weigh_ranges(
             str(error).splitlines()[0],
         )
         return list(seen)
-    return importance.found
+    return found
 
 
-class _Importance:
-    """Adds squared gradients to the histograms of sites during backward passes."""
+def _importance_hook(
+    sites: Sequence[ActivationSite], found: list[Observed]
+) -> Callable[..., None]:
+    """Return a visitor of calls: backward passes then add importance to ``found``."""
+    by_position = _sites_by_position(sites)
 
-    def __init__(
-        self, sites: Sequence[ActivationSite], seen: Sequence[Observed]
-    ) -> None:
-        self.found = list(seen)
-        self._sites, self._by_position = sites, _sites_by_position(sites)
+    def add(site: int, bins: Tensor, factor: Tensor | None, gradient: Tensor) -> None:
+        gradient = gradient if factor is None else gradient @ factor
+        found[site] = with_importance(found[site], bins, gradient)
 
-    def visit(
-        self, at: int, function: Any, args: Any, kwargs: Any, output: Any
-    ) -> None:
-        """Hook the tensors of a call that belong to sites."""
-        for site in self._by_position.get(at, ()):
-            operand = self._sites[site].operand
-            if operand == "probabilities":
-                arguments = attention_arguments(args, kwargs)
-                self._hook_probabilities(site, arguments, output)
-            elif operand:
-                self._hook(site, operands(function, args, kwargs)[operand])
-            else:
-                self._hook(site, next(tensors_in(output)))
+    def visit(at: int, function: Any, args: Any, kwargs: Any, output: Any) -> None:
+        for site in by_position.get(at, ()):
+            with torch.no_grad():
+                tensor, factor = (
+                    _values(sites[site], function, args, kwargs, output),
+                    None,
+                )
+                # Computed now, because the tensor may be modified in place later.
+                bins = value_bins(found[site], tensor)
+            if sites[site].operand == "probabilities":
+                # Fused attention does not return them. Their gradient is that of the
+                # output times the transposed values.
+                given = attention_arguments(args, kwargs)
+                factor = for_each_head(given, "value").detach().transpose(-2, -1)
+                tensor = output
+            if tensor.requires_grad:
+                tensor.register_hook(  # type: ignore[no-untyped-call]
+                    partial(add, site, bins, factor)
+                )
 
-    def _hook(self, site: int, tensor: Tensor) -> None:
-        if not tensor.requires_grad:
-            return
-        # Computed now, because the tensor may be modified in place later.
-        bins = value_bins(self.found[site], tensor)
+    return visit
 
-        def add(gradient: Tensor) -> None:
-            self.found[site] = with_importance(self.found[site], bins, gradient)
 
-        tensor.register_hook(add)  # type: ignore[no-untyped-call]
-
-    def _hook_probabilities(self, site: int, given: Any, output: Tensor) -> None:
-        """Hook the output instead: fused attention never returns its probabilities.
-
-        Their gradient is the output's gradient times the transposed values.
-        """
-        if not output.requires_grad:
-            return
-        with torch.no_grad():
-            bins = value_bins(self.found[site], probabilities(given))
-        values = for_each_head(given, "value").detach().transpose(-2, -1)
-
-        def add(gradient: Tensor) -> None:
-            gradient = gradient @ values
-            self.found[site] = with_importance(self.found[site], bins, gradient)
-
-        output.register_hook(add)  # type: ignore[no-untyped-call]
+def _values(
+    site: ActivationSite, function: Any, args: Any, kwargs: Any, output: Any
+) -> Tensor:
+    """Return the tensor of a call that a site quantizes."""
+    if site.operand == "probabilities":
+        return probabilities(attention_arguments(args, kwargs))
+    if site.operand:
+        return operands(function, args, kwargs)[site.operand]
+    return next(tensors_in(output))
 
 
 def _sites_by_position(sites: Sequence[ActivationSite]) -> dict[int, list[int]]:
