@@ -333,10 +333,9 @@ def _cut(batch: Batch, start: int, stop: int, step: int = 1) -> Batch:
 
 def _is_labelled(given: Any) -> bool:
     """Return whether this is a list of inputs (N, ...) and class numbers (N,)."""
-    if (
-        not isinstance(given, list)
-        or [isinstance(t, Tensor) for t in given] != [True] * 2
-    ):
+    if not isinstance(given, list) or len(given) != 2:
+        return False
+    if not all(isinstance(tensor, Tensor) for tensor in given):
         return False
     inputs, targets = given
     whole = not targets.is_floating_point()
