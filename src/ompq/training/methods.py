@@ -176,9 +176,7 @@ class DoReFaWeights:
 
     def rounded(self, layer: QuantizedLayer, factor: Tensor | None) -> Tensor:
         """Return the rounded weight, its channels times a factor (C,)."""
-        levels = layer_levels(layer)
-        size = layer.weight_scale * levels / 2
-        values = dorefa(layer.weight, levels)
+        values, size = dorefa(layer.weight, layer_levels(layer)), _size(layer)
         return scaled_channels(values, size if factor is None else size * factor, layer)
 
     def update(self) -> None:
