@@ -40,7 +40,7 @@ ORDER = {
     "training": "step methods",
     "integer": "arithmetic operators lowering finalization",
     "packing": "format",
-    "measurement": "__init__ refinement rivals audits goals",
+    "measurement": "__init__ refinement rivals audits",
     "onnx": "containers inspection traced verification export sizes",
     "models": "weights networks",
     "datasets": "images distilled_data",

@@ -47,8 +47,14 @@ if TYPE_CHECKING:
     from ompq.integer.finalization import finalize
     from ompq.measurement import BlockLoss, ReconstructionScore
     from ompq.measurement.audits import Audit, AuditConfig, audit
-    from ompq.measurement.goals import Goal, Smallest, SmallestConfig, smallest
-    from ompq.measurement.refinement import RefineConfig, refine
+    from ompq.measurement.refinement import (
+        Goal,
+        RefineConfig,
+        Smallest,
+        SmallestConfig,
+        refine,
+        smallest,
+    )
     from ompq.measurement.rivals import (
         ReinforceConfig,
         Widened,
@@ -116,12 +122,12 @@ _HOMES = {
     "ompq.reconstruction.brecq": "BrecqConfig",
     "ompq.reconstruction.rounding": "RoundingConfig",
     "ompq.measurement": "BlockLoss ReconstructionScore",
-    "ompq.measurement.refinement": "RefineConfig refine",
+    "ompq.measurement.refinement": "Goal RefineConfig Smallest SmallestConfig refine "
+    "smallest",
     "ompq.report": "write_report",
     "ompq.report.charts": "worst_histograms write_figures",
     "ompq.report.sections": "Accuracy",
     "ompq.measurement.rivals": "ReinforceConfig Widened one_bitwidth reinforce",
-    "ompq.measurement.goals": "Goal Smallest SmallestConfig smallest",
     "ompq.offload": "device_memory",
     "ompq.models": "load_model with_linear_layers",
     "ompq.datasets": "load_data training_data",
