@@ -115,12 +115,15 @@ def _with_several_limits(program: Program) -> Relaxation:
     rows = rows / row_scales[:, None]
     x, prices = _linear_program(damage / damage_scale, rows, room, units)
     if x is None:
-        # Raise all limits together as little as possible. The prices of that program
-        # may prove that the limits are too low.
+        # Raise all limits together as little as possible. If even the cheapest choices
+        # exceed the limits at the prices of that program, the limits are too low.
         raised = np.append(rows, -np.ones((len(rows), 1)), axis=1)
         objective = np.append(np.zeros(len(units)), 1.0)
         x, prices = _linear_program(objective, raised, room, units)
-        if x is None or _limits_too_low(prices, rows, room, units):
+        cheapest = np.full(units.max() + 1, np.inf)
+        np.minimum.at(cheapest, units, prices @ rows)
+        allowance = 1e-14 * (len(cheapest) + 4) * (cheapest.sum() + prices @ room)
+        if x is None or cheapest.sum() - prices @ room > allowance:
             return Relaxation(None, np.zeros(len(rows)))
     shares = np.zeros(program.damage.shape)
     shares[units, choices] = x[: len(units)]
@@ -153,14 +156,6 @@ def _linear_program(
     if result.x is None:
         return None, np.zeros(len(rows))
     return result.x, np.maximum(-result.ineqlin.marginals, 0)
-
-
-def _limits_too_low(prices: Floats, rows: Floats, room: Floats, units: Columns) -> bool:
-    """Return whether the cheapest choices exceed the limits at these prices."""
-    cheapest = np.full(units.max() + 1, np.inf)
-    np.minimum.at(cheapest, units, prices @ rows)
-    allowance = 1e-14 * (len(cheapest) + 4) * (cheapest.sum() + prices @ room)
-    return bool(cheapest.sum() - prices @ room > allowance)
 
 
 def bracket(program: Program, relaxed: Relaxation) -> tuple[Columns, Columns]:
@@ -198,17 +193,19 @@ def rounded(program: Program) -> Columns | None:
     at = (relaxed.shares * spend).sum(1)
     units = np.arange(len(down))
     nearer_down = at - spend[units, down] <= spend[units, up] - at
-    return _repaired(program, np.where(nearer_down, down, up))
+    columns = np.where(nearer_down, down, up)
+    ranges = np.maximum((program.rows.max(2) - program.least).sum(1), 1e-300)
 
+    def excess(used: Floats) -> Floats:
+        """Return the total relative excess, (U, C), of costs (K, U, C)."""
+        over = np.maximum(used - program.limits[:, None, None], 0)
+        total: Floats = (over / ranges[:, None, None]).sum(0)
+        return total
 
-def _repaired(program: Program, columns: Columns) -> Columns | None:
-    units = np.arange(len(columns))
-    span = np.maximum((program.rows.max(2) - program.least).sum(1), 1e-300)
-    excess = _excess(program.used(columns)[:, None, None], program.limits, span)
-    while excess.sum() > 0:
+    while (now := excess(program.used(columns)[:, None, None])).sum() > 0:
         change = program.rows - program.rows[:, units, columns][:, :, None]
         after = program.used(columns)[:, None, None] + change  # (K, U, C)
-        removed = excess - _excess(after, program.limits, span)
+        removed = now - excess(after)
         helps = program.allowed & (removed > MOVE_TOLERANCE)
         if not helps.any():
             return None
@@ -216,15 +213,7 @@ def _repaired(program: Program, columns: Columns) -> Columns | None:
         rate = np.where(helps, harm / np.where(helps, removed, 1.0), np.inf)
         unit, choice = np.unravel_index(rate.argmin(), rate.shape)
         columns = np.where(units == unit, choice, columns)
-        excess = _excess(program.used(columns)[:, None, None], program.limits, span)
     return columns
-
-
-def _excess(used: Floats, limits: Floats, span: Floats) -> Floats:
-    """Return the total relative excess of costs (K, U, C) over limits, (U, C)."""
-    over = np.maximum(used - limits[:, None, None], 0) / span[:, None, None]
-    excess: Floats = over.sum(0)
-    return excess
 
 
 def floor_or_ceiling(program: Program) -> Program:

@@ -16,8 +16,8 @@ from ompq.allocation.program import Allocation, Columns, Program
 from ompq.attention import with_layers
 from ompq.costs import FLOAT_BITS, Budget, digits
 from ompq.errors import BudgetError, InfeasibleBudgetError
-from ompq.evaluation import kl_divergence, logits_of
 from ompq.graph import trace
+from ompq.measurement import Meter
 from ompq.planner import PlanConfig, plan
 from ompq.plans import Plan
 from ompq.recording import copied
@@ -117,9 +117,8 @@ class _Judge:
     """Measures allocations; weights are rounded once for each width."""
 
     def __init__(self, model: nn.Module, plan: Plan, samples: Samples) -> None:
-        self.model, self.units, self.samples = model, plan.graph.units, samples
-        self.network = copied(model)
-        self.expected = logits_of(model, samples)
+        self.model, self.units = model, plan.graph.units
+        self.network, self.meter = copied(model), Meter(model, samples, samples)
         self.rounded: dict[tuple[str, Choice], Tensor] = {}
 
     def divergence(self, bits: Allocation) -> float:
@@ -131,8 +130,7 @@ class _Judge:
                     self.rounded[key] = rounded
                 weight = self.network.get_parameter(unit.parameter)
                 weight.copy_(self.rounded[key])
-        logits = logits_of(self.network, self.samples)
-        return float(kl_divergence(self.expected, logits).mean())
+        return self.meter.divergence(self.network)
 
 
 class _Ladder:
