@@ -31,6 +31,9 @@ from ompq.samples import Batch, Samples, collect
 from ompq.scores import SCORES, Needs, ScoreInputs
 from ompq.units import Choice, ScoreTable, Unit
 
+__all__ = ["SCORES", "BlockLoss", "Checkpoint", "Meter", "ReconstructionScore", "split"]
+
+_BATCH = 64  # samples per forward pass
 _Result = TypeVar("_Result")
 
 
@@ -162,11 +165,6 @@ def split(samples: Samples, fraction: float) -> tuple[Samples, Samples]:
             f"{len(samples)} samples are too few to hold some back; give 512 or more"
         )
     return samples[:count], samples[count:]
-
-
-__all__ = ["SCORES", "BlockLoss", "ReconstructionScore"]
-
-_BATCH = 64  # samples per forward pass
 
 
 @dataclass(frozen=True)
