@@ -1,6 +1,6 @@
 """plan(): the bits of every unit, chosen so that a budget is met."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
@@ -164,13 +164,16 @@ def plan(
     memory = bool(budget.activations_mib or budget.total_mib)
     graph, alive, problem = unscored_problem(model, samples, config, memory=memory)
     if config.strict and graph.skipped:
-        names = [f"{entry.name} ({entry.reason})" for entry in graph.skipped]
-        raise TraceError(
-            f"strict: not everything can be planned: {shortened(names, 3)}"
-        )
-    files = _files(model, samples, graph, problem, budget)
-    costs = {**problem.costs, **{one.name: one for one in files}}
-    problem = replace(problem, costs=costs)
+        left = [f"{entry.name} ({entry.reason})" for entry in graph.skipped]
+        raise TraceError(f"strict: not everything can be planned: {shortened(left, 3)}")
+    files: tuple[Cost, ...] = ()
+    limited = zip(FILES, (budget.onnx_mib, budget.graph_mib), strict=True)
+    if names := [name for name, limit in limited if limit]:
+        # Modules that write files stand below this one, and are imported when needed.
+        sizes = import_module("ompq.onnx.sizes")
+        files = sizes.file_costs(model, samples, graph, problem, names)
+        costs = {**problem.costs, **{one.name: one for one in files}}
+        problem = replace(problem, costs=costs)
     # Before the score runs: an infeasible budget should be reported at once.
     check_budget(problem, budget)
     stage = "scoring the choices"
@@ -212,8 +215,13 @@ def unscored_problem(
     samples = Samples.of(samples)
     model = with_layers(float_network(model), samples)
     recording = observe(model, samples)
-    graph = planned_graph(find_units(model, recording, tie=config.tie), config)
-    choices, allowed = choice_table(graph, config)
+    graph = find_units(model, recording, tie=config.tie)
+    pins, inputs = _pinned(graph, config)
+    graph = _planned_graph(graph, config, {*pins, *inputs})
+    if inputs:
+        units = (replace(u, input_bits=inputs.get(u.name, 0)) for u in graph.units)
+        graph = replace(graph, units=tuple(units))
+    choices, allowed = _choice_table(graph, config, pins)
     alive: tuple[LiveTensor, ...] = ()
     if memory:
         alive = live_tensors(recording, graph, batch_values(samples.first_batch(1)))
@@ -228,41 +236,21 @@ def unscored_problem(
     return graph, alive, make_problem(graph, choices, nothing, allowed, costs)
 
 
-def _files(
-    model: nn.Module,
-    samples: Samples,
-    graph: LayerGraph,
-    problem: Problem,
-    budget: Budget,
-) -> tuple[Cost, ...]:
-    """Return the sizes of files, besides the packed one, that a budget limits."""
-    limited = (budget.onnx_mib, budget.graph_mib)
-    names = [name for name, limit in zip(FILES, limited, strict=True) if limit]
-    if not names:
-        return ()
-    # Modules that write files stand below this one, and are imported when needed.
-    sizes = import_module("ompq.onnx.sizes")
-    found: tuple[Cost, ...] = sizes.file_costs(model, samples, graph, problem, names)
-    return found
-
-
-def planned_graph(graph: LayerGraph, config: PlanConfig) -> LayerGraph:
-    """Return the graph with the ties, fixed inputs and groups of the settings.
+def _planned_graph(
+    graph: LayerGraph, config: PlanConfig, pinned: Collection[str]
+) -> LayerGraph:
+    """Return the graph with the ties and groups of the settings.
 
     A score of blocks, stages or the whole network ties the units of each, instead of
     units whose outputs are added; pinned units stay separate.
     """
     settings = getattr(config.score, "settings", None)
     if isinstance(settings, OrmSettings) and settings.granularity != "layer":
-        pins = {n for pattern in config.pinned for n in select(graph.names, pattern)}
         every = (
-            [n for n in names if n not in pins]
+            [n for n in names if n not in pinned]
             for names in function_units(graph, settings)
         )
         graph = graph.untie().tie([names for names in every if names])
-    if inputs := _pinned(graph, config)[1]:
-        units = (replace(u, input_bits=inputs.get(u.name, 0)) for u in graph.units)
-        graph = replace(graph, units=tuple(units))
     graph = graph.grouped(config.group_size) if config.group_size else graph
     return graph.tie(config.tied) if config.tied else graph
 
@@ -292,12 +280,11 @@ def _pinned(
     return pins, inputs
 
 
-def choice_table(
-    graph: LayerGraph, config: PlanConfig
+def _choice_table(
+    graph: LayerGraph, config: PlanConfig, pins: Mapping[str, list[Choice]]
 ) -> tuple[tuple[Choice, ...], NDArray[np.bool_]]:
     """Return all choices, and which of them each unit may get, (units, choices)."""
     free = config.free_choices
-    pins, _ = _pinned(graph, config)
     extra = {choice for row in pins.values() for choice in row}
     choices = tuple(by_bits({*free, *extra}))
     rows = [

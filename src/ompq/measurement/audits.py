@@ -203,7 +203,14 @@ def audit(  # noqa: PLR0913 - the last four are optional
     """
     calibration = Samples.of(samples)
     report = progress or no_progress
-    plans, seconds = _plans(model, calibration, budget, config, report)
+    plans, seconds = {}, {}
+    for done, score in enumerate(config.scores):
+        name = score_name(score)
+        report(done, len(config.scores), f"planning by {name}")
+        start = time.perf_counter()
+        settings = replace(config.plan, score=score)
+        plans[name] = make_plan(model, calibration.first(64), budget, settings)
+        seconds[name] = time.perf_counter() - start
     first = next(iter(plans.values()))
     rng = np.random.default_rng(config.seed)
     candidates = {
@@ -282,24 +289,6 @@ def random_allocation(plan: Plan, rng: np.random.Generator) -> Allocation:
             steps[group] -= 1
             growing.remove(group)
     return plan.problem.unit_allocation(columns())
-
-
-def _plans(
-    model: nn.Module,
-    samples: Samples,
-    budget: Budget | str,
-    config: AuditConfig,
-    report: Progress,
-) -> tuple[dict[str, Plan], dict[str, float]]:
-    plans, seconds = {}, {}
-    for done, score in enumerate(config.scores):
-        name = score_name(score)
-        report(done, len(config.scores), f"planning by {name}")
-        start = time.perf_counter()
-        settings = replace(config.plan, score=score)
-        plans[name] = make_plan(model, samples.first(64), budget, settings)
-        seconds[name] = time.perf_counter() - start
-    return plans, seconds
 
 
 def _uniform(plan: Plan) -> dict[str, Allocation]:
