@@ -14,7 +14,7 @@ from ompq.errors import QuantizationError, SampleError
 from ompq.graph import trace
 from ompq.layers import quantized_layers
 from ompq.quantization import QuantizeConfig, quantization_of, quantize
-from ompq.quantization.moments import float_moments
+from ompq.quantization.channels import float_moments
 from ompq.reconstruction import ReconstructConfig, reconstruct
 from ompq.reconstruction.blocks import (
     Arguments,

@@ -10,14 +10,14 @@ import torch
 
 import ompq
 from cli_tools import network_file, run, run_json
+from ompq import measurement
 from ompq.cli import settings
 from ompq.cli.decisions import AuditOptions
 from ompq.cli.settings import PlanOptions, sample_count
 from ompq.costs import overhead_bytes
 from ompq.datasets import load_data
-from ompq.measurement import meter
+from ompq.measurement import SCORES
 from ompq.measurement.audits import AuditConfig
-from ompq.measurement.reconstruction_score import SCORES
 from ompq.models import load_model
 from ompq.planner import PLAN_PROTOCOLS, PlanConfig, plan as make_plan
 from ompq.plans import Plan
@@ -649,7 +649,7 @@ def test_scores_that_do_not_exist_cannot_be_audited(net):
 
 
 def test_a_stopped_refinement_continues_where_it_was(net, tmp_path, monkeypatch):
-    whole, calls = meter.quantize, []
+    whole, calls = measurement.quantize, []
 
     def counted(*args, **settings):
         calls.append(args)
@@ -657,7 +657,7 @@ def test_a_stopped_refinement_continues_where_it_was(net, tmp_path, monkeypatch)
             raise KeyboardInterrupt
         return whole(*args, **settings)
 
-    monkeypatch.setattr(meter, "quantize", counted)
+    monkeypatch.setattr(measurement, "quantize", counted)
     words = ("plan", *net[:3], "--samples", "32", "--budget", "4bits", "--refine", "4")
     stopped = run(*words, "-o", tmp_path / "plan.json")
     assert stopped.exit_code == 130

@@ -34,7 +34,7 @@ from ompq.quantization import (
     quantize,
     with_quantization,
 )
-from ompq.quantization.equalization import Equalized
+from ompq.quantization.channels import Equalized
 from ompq.quantization.sites import Link, find_sites
 from ompq.ranges import search_weight
 from ompq.reconstruction import ReconstructConfig, reconstruct

@@ -184,7 +184,7 @@ def test_search_is_never_worse_than_the_whole_range(kind):
     weight = weights(20, 9)
     for bits in (2, 4, 8):
         searched = search_weight(weight, bits, kind=kind).fake(weight)
-        rule = Rule.of(bits, kind)
+        rule = Rule.of([bits], kind)
         scale, zero_point = range_grid(*rule_range(*row_range(weight), rule), rule.qmax)
         narrow = int(rule.qmax) < 2**bits - 1
         whole = Grid(scale[0], zero_point[0], bits, narrow).fake(weight)
@@ -267,9 +267,9 @@ def test_powers_below_two_are_refused():
 
 
 def test_rules_know_whether_the_zero_is_free():
-    assert Rule.of(4, "affine").zero_point.isnan()
-    assert Rule.of(7, "affine").zero_point.item() == 64
-    symmetric = Rule.of(2, "symmetric")
+    assert Rule.of([4], "affine").zero_point.isnan()
+    assert Rule.of([7], "affine").zero_point.item() == 64
+    symmetric = Rule.of([2], "symmetric")
     assert (symmetric.qmax.item(), symmetric.zero_point.item()) == (2, 1)
 
 
@@ -336,7 +336,7 @@ def test_ranges_contain_zero():
 def test_a_range_has_the_zero_of_its_rule(kind, top):
     low, high = torch.tensor([[-1.0], [-6.0]]), torch.tensor([[4.0], [1.0]])
     scale, found = range_grid(
-        *rule_range(low, high, Rule.of(2, kind)), torch.tensor(top)
+        *rule_range(low, high, Rule.of([2], kind)), torch.tensor(top)
     )
     zero_point = top / 2
     assert found.flatten().tolist() == [zero_point, zero_point]
@@ -344,7 +344,7 @@ def test_a_range_has_the_zero_of_its_rule(kind, top):
     for i in range(2):
         needed = max(high[i].item() / (top - zero_point), -low[i].item() / zero_point)
         assert scale[0, i].item() == pytest.approx(needed)
-    free = rule_range(low, high, Rule.of(2, "affine"))
+    free = rule_range(low, high, Rule.of([2], "affine"))
     assert torch.equal(free[0][0], low)
     assert torch.equal(free[1][0], high)
 

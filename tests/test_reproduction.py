@@ -16,7 +16,7 @@ from ompq.models.networks import CifarResNet
 from ompq.planner import PLAN_PROTOCOLS
 from ompq.reproduction import Bench, planned
 from ompq.samples import Samples
-from ompq.training.config import TRAIN_PROTOCOLS
+from ompq.training.step import TRAIN_PROTOCOLS
 
 # Norms that remember something, for samples distilled from them.
 TRAINED = """

@@ -14,7 +14,6 @@ from ompq.measurement.rivals import (
     _Agent,
     _Judge,
     _Ladder,
-    _Memory,
     _Steps,
 )
 from ompq.models.networks import CifarResNet, demo_data
@@ -76,10 +75,9 @@ def test_layers_lose_bits_in_turn_until_the_budget_is_met(made):
 
 
 def test_every_step_of_an_episode_has_its_reward():
-    memory = _Memory(2000)
-    memory.add(_Steps(torch.eye(3), torch.full((3, 1), 0.5)), reward=-2.0)
+    steps = _Steps(torch.eye(3), torch.full((3, 1), 0.5))
     states, _, rewards, after, ends = (
-        torch.stack(column) for column in zip(*memory.rows, strict=True)
+        torch.stack(column) for column in zip(*steps.transitions(-2.0), strict=True)
     )
     assert rewards.flatten().tolist() == [-2.0] * 3
     assert ends.flatten().tolist() == [0.0, 0.0, 1.0]

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from nets import Chain, TinyMobileNet, TinyResNet, images, seeded
 from ompq.errors import SampleError, ScoreError, TraceError
 from ompq.graph import trace
-from ompq.measurement.reconstruction_score import SCORES, BlockLoss, ReconstructionScore
+from ompq.measurement import SCORES, BlockLoss, ReconstructionScore
 from ompq.orthogonality import debiased_products, gram_matrix, normalised
 from ompq.ranges import row_stacks, search_weight
 from ompq.recording import watch

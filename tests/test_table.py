@@ -9,7 +9,7 @@ import torch
 import ompq
 from nets import TinyResNet, images, seeded
 from ompq.errors import FileError
-from ompq.measurement.reconstruction_score import SCORES, BlockLoss
+from ompq.measurement import SCORES, BlockLoss
 from ompq.scores import score_table
 from tables import score_inputs
 

@@ -45,10 +45,16 @@ if TYPE_CHECKING:
     from ompq.graph import trace
     from ompq.integer import IntegerNetwork
     from ompq.integer.finalization import finalize
+    from ompq.measurement import BlockLoss, ReconstructionScore
     from ompq.measurement.audits import Audit, AuditConfig, audit
-    from ompq.measurement.goals import Goal, Smallest, SmallestConfig, smallest
-    from ompq.measurement.reconstruction_score import BlockLoss, ReconstructionScore
-    from ompq.measurement.refinement import RefineConfig, refine
+    from ompq.measurement.refinement import (
+        Goal,
+        RefineConfig,
+        Smallest,
+        SmallestConfig,
+        refine,
+        smallest,
+    )
     from ompq.measurement.rivals import (
         ReinforceConfig,
         Widened,
@@ -90,7 +96,7 @@ if TYPE_CHECKING:
     )
     from ompq.skeleton import unpack
     from ompq.training import train
-    from ompq.training.config import TRAIN_PROTOCOLS, TrainConfig
+    from ompq.training.step import TRAIN_PROTOCOLS, TrainConfig
     from ompq.units import Choice, LayerGraph, ScoreTable, Unit
 
 _HOMES = {
@@ -117,13 +123,13 @@ _HOMES = {
     "ompq.reconstruction.brecq": "BrecqConfig",
     "ompq.reconstruction.rounding": "RoundingConfig",
     "ompq.reconstruction.tuning": "TuningConfig",
-    "ompq.measurement.reconstruction_score": "BlockLoss ReconstructionScore",
-    "ompq.measurement.refinement": "RefineConfig refine",
+    "ompq.measurement": "BlockLoss ReconstructionScore",
+    "ompq.measurement.refinement": "Goal RefineConfig Smallest SmallestConfig refine "
+    "smallest",
     "ompq.report": "write_report",
     "ompq.report.charts": "worst_histograms write_figures",
     "ompq.report.sections": "Accuracy",
     "ompq.measurement.rivals": "ReinforceConfig Widened one_bitwidth reinforce",
-    "ompq.measurement.goals": "Goal Smallest SmallestConfig smallest",
     "ompq.offload": "device_memory",
     "ompq.models": "load_model with_linear_layers",
     "ompq.datasets": "load_data training_data",
@@ -135,7 +141,7 @@ _HOMES = {
     "SmallestFirst WeightNoise",
     "ompq.skeleton": "unpack",
     "ompq.training": "train",
-    "ompq.training.config": "TRAIN_PROTOCOLS TrainConfig",
+    "ompq.training.step": "TRAIN_PROTOCOLS TrainConfig",
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names.split()}
 

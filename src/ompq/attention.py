@@ -48,7 +48,11 @@ class LayeredAttention(nn.MultiheadAttention):
             projected = [each.transpose(0, 1) for each in projected]
         if unbatched:
             projected = [each[None] for each in projected]
-        q, k, v = (self._heads(each) for each in self._extended(projected))
+        # (N, length, E) → (N, heads, length, E / heads)
+        q, k, v = (
+            x.reshape(*x.shape[:2], self.num_heads, -1).transpose(1, 2)
+            for x in self._extended(projected)
+        )
         mask = self._mask(attn_mask, key_padding_mask, q, k)
         dropout = self.dropout if self.training else 0.0
         weights = None
@@ -87,10 +91,6 @@ class LayeredAttention(nn.MultiheadAttention):
         if self.add_zero_attn:
             key, value = (F.pad(each, (0, 0, 0, 1)) for each in (key, value))
         return [query, key, value]
-
-    def _heads(self, x: Tensor) -> Tensor:
-        """Split (N, length, E) into (N, heads, length, E / heads)."""
-        return x.reshape(*x.shape[:2], self.num_heads, -1).transpose(1, 2)
 
     def _mask(
         self, mask: Tensor | None, padding: Tensor | None, query: Tensor, key: Tensor

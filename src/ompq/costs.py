@@ -9,8 +9,7 @@ from decimal import Decimal
 from functools import cached_property
 from math import ceil, floor, fsum, isfinite, log10
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -104,8 +103,8 @@ def decades(values: Sequence[float]) -> tuple[int, int]:
 Accounting = Literal["packed", "paper"]
 LatencyTable = Mapping[str, Mapping[str, float]]  # unit → "W4A8" → milliseconds
 
-FILES = ("onnx_bytes", "graph_bytes")  # costs of files, which need the network
-# What a number of bytes is said to be for, where it is not the packed file's.
+FILES = ("onnx_bytes", "graph_bytes")  # costs that only the network itself can tell
+# What messages add to a number of bytes that is not the size of the packed file.
 PURPOSES = {
     "activation_bytes": " for activations",
     "total_bytes": " in total",
@@ -113,13 +112,13 @@ PURPOSES = {
     "graph_bytes": " with its graph",
 }
 FLOAT_BITS = 32  # the width of a unit that stays float
-_PLACES = 13  # decimals that a cost may have and still be summed exactly
-SUM_BITS = 8  # of an activation that only sums read: what an int8 runtime adds
+_PLACES = 13  # largest number of decimals of a cost that is summed exactly
+SUM_BITS = 8  # bits of an activation that only sums read, as in int8 runtimes
 
 
 @dataclass(frozen=True, eq=False)
 class Memory:
-    """What the activations alive at one moment take, at most, by the units' choices."""
+    """The memory of activations, which depends on the choices of all units."""
 
     tensors: tuple[LiveTensor, ...]
     choices: tuple[Choice, ...]
@@ -128,21 +127,21 @@ class Memory:
 
     @cached_property
     def _widths(self) -> Table:
-        """Bits of each unit's input by its choice, (units, choices)."""
+        """Bits of each unit's input at each choice, (units, choices)."""
         inputs = self.inputs or (0,) * self.units
         rows = [[bits or c.activation for c in self.choices] for bits in inputs]
         return np.array(rows, dtype=float)
 
     @cached_property
     def _fixed(self) -> Table:
-        """Bits of each tensor that no unit's choice changes."""
+        """Bits of each tensor if no unit reads it."""
         sums = SUM_BITS if self._widths.min() < FLOAT_BITS else FLOAT_BITS
         return np.array([FLOAT_BITS if t.returned else sums for t in self.tensors])
 
     def alive(self, columns: NDArray[np.intp]) -> Table:
         """Return the bytes of activations at each moment, (moments,)."""
         bits = self._widths[np.arange(len(columns)), columns]
-        change = np.zeros(self.tensors[-1].first + self._longest + 2)
+        change = np.zeros(self.tensors[-1].first + self._last + 2)
         for tensor, fixed in zip(self.tensors, self._fixed, strict=True):
             width = max(bits[list(tensor.readers)], default=fixed)
             size = np.ceil(tensor.values * width / 8)
@@ -151,11 +150,11 @@ class Memory:
         return change.cumsum()
 
     @cached_property
-    def _longest(self) -> int:
+    def _last(self) -> int:
         return max(tensor.last for tensor in self.tensors)
 
     def peak(self, columns: NDArray[np.intp]) -> tuple[float, int]:
-        """Return the most bytes alive at once, and at which moment."""
+        """Return the largest number of bytes alive at once, and at which moment."""
         alive = self.alive(columns)
         moment = int(alive.argmax())
         return float(alive[moment]), moment
@@ -163,8 +162,8 @@ class Memory:
     def moment(self, moment: int) -> tuple[Table, float]:
         """Return what choices cost at one moment, (units, choices), and a constant.
 
-        Of a tensor that several units read the widest decides; the sum of what each
-        takes beyond the narrowest is never less.
+        A tensor that several units read has the bits of the widest. The table adds up
+        what each unit takes beyond the narrowest, which is never less.
         """
         table, constant = np.zeros(self._widths.shape), 0.0
         for tensor, fixed in zip(self.tensors, self._fixed, strict=True):
@@ -191,18 +190,21 @@ class Cost:
     # What relative budgets refer to: the float network's bytes for ``bytes``, the
     # number of weights for ``weight_bits``.
     reference: float = 0.0
-    # Activations that add to ``base``, or to nothing; then table and constant are those
-    # of one moment, and the total is that of the worst one.
+    # Memory of activations, in addition to ``base``. Table and constant are then those
+    # of one moment, and the total is that of the moment with the largest.
     memory: Memory | None = None
     base: "Cost | None" = None
-    # What is paid once if any unit has one of these columns.
+    # Amounts that are paid once if any unit has one of these columns.
     shared: tuple[tuple[float, tuple[int, ...]], ...] = ()
 
     @classmethod
     def of_memory(
         cls, name: str, memory: Memory, base: "Cost | None", moment: int | None = None
     ) -> "Cost":
-        """Return the cost of activations at a moment; by default the worst at least."""
+        """Return the cost of activations at a moment.
+
+        By default it is that of the peak with the fewest bits.
+        """
         if moment is None:
             least = int(np.argmin([choice.activation for choice in memory.choices]))
             moment = memory.peak(np.full(memory.units, least))[1]
@@ -215,8 +217,8 @@ class Cost:
     def scale(self) -> float | None:
         """The power of ten that makes every number whole; None if there is none.
 
-        Then sums are exact: three times 0.1 ms is 0.3 ms. 15 digits are what float64
-        holds of any decimal.
+        It makes sums exact: three times 0.1 ms is 0.3 ms. Float64 holds any decimal of
+        up to 15 digits.
         """
         numbers = np.append(self.table, self.constant)
         for places in range(_PLACES):
@@ -229,8 +231,8 @@ class Cost:
     def total(self, columns: NDArray[np.intp]) -> float:
         """Return what an allocation costs, the constant included, correctly rounded."""
         if self.memory is not None:
-            beside = 0.0 if self.base is None else self.base.total(columns)
-            return beside + self.memory.peak(columns)[0]
+            base = 0.0 if self.base is None else self.base.total(columns)
+            return base + self.memory.peak(columns)[0]
         chosen = self.table[np.arange(len(columns)), columns]
         constant = self.constant + sum(one for one, _ in self.paid(columns))
         if self.scale is None:
@@ -239,7 +241,7 @@ class Cost:
         return float(steps / self.scale)
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain data for JSON: of a file's bytes, which are whole numbers."""
+        """Return plain data for JSON; for costs of files, which are whole numbers."""
         return {
             "name": self.name,
             "table": self.table.astype(int).tolist(),
@@ -266,13 +268,13 @@ class Cost:
         return cls(given["name"], np.array(table), constant, shared=tuple(shared))
 
     def paid(self, columns: NDArray[np.intp]) -> list[tuple[float, tuple[int, ...]]]:
-        """Return what of the shared costs an allocation pays."""
+        """Return the shared costs that an allocation pays."""
         return [one for one in self.shared if np.isin(columns, one[1]).any()]
 
     def beside(self, columns: NDArray[np.intp]) -> "Cost":
-        """Return the cost of changing an allocation, in which nothing is shared.
+        """Return the cost for changes of one unit, without shared costs.
 
-        What the allocation pays is constant; the rest is paid by whoever needs it.
+        Those that the allocation pays are constant; others are paid by the unit.
         """
         table, constant = self.table.copy(), self.constant
         paid = self.paid(columns)
@@ -293,11 +295,11 @@ class Bytes:
     zero_points: int = 0
     biases: int = 0
     activations: int = 0
-    metadata: int = 0  # what the header says of it and not of every unit
+    metadata: int = 0  # what the header says only about coded units
 
     @property
     def total(self) -> int:
-        """All items together."""
+        """The sum of all items."""
         return sum(vars(self).values())
 
     @staticmethod
@@ -311,24 +313,24 @@ def coded_bytes(weights: int, bits: float) -> int:
     return ceil(weights * bits / 8)
 
 
-# Bytes below which a stream has no room for what it says of itself.
-_LEAST_STREAM = 64
+_LEAST_STREAM = 64  # bytes below which a coded stream has no room for its own header
 
 
 def can_be_coded(unit: Unit, choice: Choice) -> bool:
-    """Return whether a unit has weights enough for the choice's rate, if it has one."""
+    """Return whether a unit has enough weights for the choice's rate, if it has one."""
     return not choice.rate or coded_bytes(unit.weights, choice.rate) >= _LEAST_STREAM
 
 
 def unit_bytes(unit: Unit, choice: Choice) -> Bytes:
-    """Return what the unit takes in a packed file.
+    """Return the bytes of a unit in a packed file.
 
-    Weights are a dense stream of bits; each output channel has a float32 scale, a
-    zero point of one byte and a 32-bit bias (batch norm and the correction of rounding
-    end up there); the input has a float32 scale and a 32-bit zero point. The scales of
-    groups take a byte each, and a number that they are multiples of four; so do those
-    of a coded unit, whose codes take what its rate promises, whose biases have 16 bits,
-    and whose zero point is known. Scales and biases that are compressed take less.
+    Weights are a dense stream of bits. Each output channel has a float32 scale, a zero
+    point of one byte and a 32-bit bias, which holds the folded batch norm and the
+    correction of rounding. The input has a float32 scale and a 32-bit zero point.
+
+    The scales of groups are multiples of one float32 number and take a byte each. So do
+    the scales of a coded unit; its codes take what the rate promises, its biases have
+    16 bits, and its zero point is known. Compressed scales and biases take less.
     """
     channels = unit.out_channels
     scales, grouped = channels * unit.scales(choice), unit.shared_by(choice) > 0
@@ -348,25 +350,22 @@ def unit_bytes(unit: Unit, choice: Choice) -> Bytes:
     )
 
 
-# Of a rate, and of the length of a stream.
-_STREAM_BYTES = 8
-# Bytes of a packed file's header and of what it says about the network, at most.
-_HEADER_BYTES = 768
-# Of what reconstruction writes down about a block, and finalizing about a unit.
-_BLOCK_BYTES, _LINK_BYTES = 24, 6
-# Of an activation's scale, zero point and place; of the name of what stays float.
-_TENSOR_BYTES = 16
-# Of the factor of a channel; of a factor and a shift. They are deflated: factors of
-# depthwise layers take a third of a byte, both together of DeiT-tiny nine tenths.
+# Upper bounds, in bytes, on what a packed file holds besides weights:
+_STREAM_BYTES = 8  # a rate and the length of a stream
+_HEADER_BYTES = 768  # the header and what it says about the network
+_BLOCK_BYTES, _LINK_BYTES = 24, 6  # a reconstructed block; a finalized unit
+_TENSOR_BYTES = 16  # an activation's quantizer, or the name of a float tensor
+# The factor of a channel; its factor and shift. They are deflated: on average factors
+# of depthwise layers take 0.33 bytes, and factors and shifts of DeiT-tiny 0.9.
 _FACTOR_BYTES, _MOVE_BYTES = 0.5, 1.5
 
 
 def overhead_bytes(graph: LayerGraph, choices: Iterable[Choice]) -> int:
-    """Return at most what a packed file takes beside units and float parameters.
+    """Return an upper bound on a packed file without units and float parameters.
 
-    That is the header, all names and shapes, activations that only sums read and, with
-    a choice of quantized activations, what equalization does to channels. What is not
-    known before the network is quantized is counted at its largest.
+    It counts the header, all names and shapes, activations that only sums read and, if
+    a choice quantizes activations, the changes of channels by equalization. Whatever is
+    not known before the network is quantized counts with its largest size.
     """
     rounded = any(choice.activation < FLOAT_BITS for choice in choices)
     structure = len(zlib.compress(json.dumps(graph.to_json()).encode()))
@@ -404,7 +403,7 @@ def cost_tables(
     Args:
         accounting: ``packed`` counts all of a packed file; ``paper`` is the published
             convention, for comparison with its tables.
-        files: What other files than the packed one take, where that is known.
+        files: Sizes of files other than the packed one, where known.
     """
     floats = sum(
         u.element_size * (u.weights + u.bias_parameters + u.norm_parameters)
@@ -498,47 +497,59 @@ EXAMPLES = (
     'or several: "1.5MiB, 75GBOPs"'
 )
 
-# Unit in lower case → field, and how many of the field's unit one of it is. Decimal,
-# because 0.001 MB must be 1000 bytes and not a little less.
-_UNITS: Mapping[str, tuple[str, Decimal]] = MappingProxyType(
-    {
-        "b": ("size_mib", 1 / Decimal(2**20)),
-        "kib": ("size_mib", 1 / Decimal(2**10)),
-        "mib": ("size_mib", Decimal(1)),
-        "gib": ("size_mib", Decimal(2**10)),
-        "kb": ("size_mb", Decimal("1e-3")),
-        "mb": ("size_mb", Decimal(1)),
-        "gb": ("size_mb", Decimal("1e3")),
-        "bit": ("average_bits", Decimal(1)),
-        "bits": ("average_bits", Decimal(1)),
-        "bops": ("bit_ops", Decimal(1)),
-        "kbops": ("bit_ops", Decimal("1e3")),
-        "mbops": ("bit_ops", Decimal("1e6")),
-        "gbops": ("bit_ops", Decimal("1e9")),
-        "tbops": ("bit_ops", Decimal("1e12")),
-        "%": ("percent", Decimal(1)),
-        "ms": ("latency_ms", Decimal(1)),
-    }
-)
-# Field → units that it may be written in; of two that read equally well, the first.
-_WRITTEN: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "size_mib": ("MiB", "KiB", "GiB", "B"),
-        "size_mb": ("MB", "KB", "GB"),
-        "average_bits": ("bits",),
-        "percent": ("%",),
-        "latency_ms": ("ms",),
-        "activations_mib": ("MiB", "KiB", "GiB", "B"),
-        "total_mib": ("MiB", "KiB", "GiB", "B"),
-        "onnx_mib": ("MiB", "KiB", "GiB", "B"),
-        "graph_mib": ("MiB", "KiB", "GiB", "B"),
-        "bit_ops": ("BOPs", "kBOPs", "MBOPs", "GBOPs", "TBOPs"),
-    }
-)
-# What stands before a size → the field that it limits instead of the packed file.
-_PREFIXES = MappingProxyType(
-    {name: f"{name}_mib" for name in ("activations", "total", "onnx", "graph")}
-)
+# Multiples are Decimal, because 0.001 MB must be exactly 1000 bytes.
+_ONE = Decimal(1)
+_BINARY = {
+    "MiB": _ONE,
+    "KiB": _ONE / 2**10,
+    "GiB": _ONE * 2**10,
+    "B": _ONE / 2**20,
+}
+
+
+class _Limit(NamedTuple):
+    """What a field of a budget limits, and how it is written."""
+
+    cost: str
+    scale: Decimal  # units of the cost in one unit of the field
+    # Unit → how many of the field's unit it is; of two that read equally well, the
+    # first is written.
+    units: Mapping[str, Decimal]
+    relative: bool = False  # whether it is a multiple of the cost's reference
+    prefix: str = ""  # what precedes a size that is not the packed file's
+
+
+_LIMITS: Mapping[str, _Limit] = {
+    "size_mib": _Limit("bytes", _ONE * 2**20, _BINARY),
+    "size_mb": _Limit(
+        "bytes", _ONE * 10**6, {"MB": _ONE, "KB": _ONE / 1000, "GB": _ONE * 1000}
+    ),
+    "average_bits": _Limit("weight_bits", _ONE, {"bits": _ONE}, relative=True),
+    "percent": _Limit("bytes", _ONE / 100, {"%": _ONE}, relative=True),
+    "latency_ms": _Limit("milliseconds", _ONE, {"ms": _ONE}),
+    **{
+        f"{prefix}_mib": _Limit(cost, _ONE * 2**20, _BINARY, prefix=prefix)
+        for prefix, cost in (
+            ("activations", "activation_bytes"),
+            ("total", "total_bytes"),
+            ("onnx", "onnx_bytes"),
+            ("graph", "graph_bytes"),
+        )
+    },
+    "bit_ops": _Limit(
+        "bit_ops",
+        _ONE,
+        {f"{k}BOPs": _ONE * 1000**n for n, k in enumerate(("", "k", "M", "G", "T"))},
+    ),
+}
+# Unit in lower case → the field that it is for, without a prefix.
+_FIELD_OF = {
+    unit.lower(): name
+    for name, limit in _LIMITS.items()
+    if not limit.prefix
+    for unit in limit.units
+}
+_PREFIXES = {limit.prefix: name for name, limit in _LIMITS.items() if limit.prefix}
 _PART = re.compile(
     r"(?:(\w+):\s*)?([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d{1,3})?)\s*([A-Za-z%]*)"
 )
@@ -546,7 +557,7 @@ _PART = re.compile(
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """Limits that all hold at once.
+    """Limits that must all hold.
 
     Attributes:
         size_mib: Size in MiB, 2**20 bytes.
@@ -554,11 +565,11 @@ class Budget:
         bit_ops: Bit-operations of one input: MACs × weight bits × activation bits.
         average_bits: Weight bits, averaged over all weights.
         percent: Size in per cent of the float network's.
-        latency_ms: Milliseconds, by a latency table.
-        activations_mib: MiB of the activations alive at once, at most, for one input.
-        total_mib: MiB of these and of the packed file together.
-        onnx_mib: MiB of the ONNX file.
-        graph_mib: MiB of a packed file that carries its ONNX graph.
+        latency_ms: Milliseconds according to a latency table.
+        activations_mib: Peak memory of activations for one input, in MiB.
+        total_mib: This memory and the packed file together, in MiB.
+        onnx_mib: Size of the ONNX file in MiB.
+        graph_mib: Size of a packed file with its ONNX graph in MiB.
 
     Example:
         >>> Budget.parse("1.5MiB, 75GBOPs")
@@ -598,8 +609,8 @@ graph_mib=None)
 
         Units: B, KB, KiB, MB, MiB, GB, GiB; bits (the average over all weights); BOPs
         with k, M, G or T; % of the float network's size; ms. ``activations:512KiB``
-        limits the activations alive at once, ``total:2MiB`` these and the file;
-        ``onnx:2MiB`` the ONNX file, ``graph:2MiB`` a packed file with its graph.
+        limits the peak memory of activations, ``total:2MiB`` this plus the file,
+        ``onnx:2MiB`` the ONNX file, and ``graph:2MiB`` a packed file with its graph.
 
         Raises:
             BudgetError: The text is not a budget.
@@ -616,32 +627,33 @@ graph_mib=None)
 
     def __str__(self) -> str:
         given = self._given()
-        return ", ".join(_best_read(n, given[n]) for n in _WRITTEN if n in given)
+        return ", ".join(_best_read(n, given[n]) for n in _LIMITS if n in given)
 
     def limits(self, costs: Mapping[str, Cost]) -> dict[str, float]:
-        """Return cost name → the most that its constant and chosen entries may sum to.
+        """Return the limit on the total of each cost, by name.
 
         Raises:
             BudgetError: A limited cost is not among the costs.
         """
         found: dict[str, float] = {}
         for name, value in self._given().items():
-            cost_name, scale, relative = _LIMITED[name]
-            cost = costs.get(cost_name)
-            if cost is None or (relative and cost.reference <= 0):
-                raise BudgetError(_missing(name, value, cost_name, costs))
-            limit = Decimal(repr(value)) * scale
-            if relative:
+            limited = _LIMITS[name]
+            cost = costs.get(limited.cost)
+            if cost is None or (limited.relative and cost.reference <= 0):
+                raise BudgetError(_missing(name, value, limited.cost, costs))
+            limit = Decimal(repr(value)) * limited.scale
+            if limited.relative:
                 limit *= Decimal(cost.reference)
-            found[cost_name] = min(float(limit), found.get(cost_name, float("inf")))
+            key = limited.cost
+            found[key] = min(float(limit), found.get(key, float("inf")))
         return found
 
     def excess(self, cost: str, size: int) -> str:
-        """Return in words by how much a file exceeds the budget; "" if it does not."""
+        """Say by how much a file exceeds the budget; "" if it does not."""
         for name, value in self._given().items():
-            limited, scale, relative = _LIMITED[name]
-            over = 0 if relative else size - floor(Decimal(repr(value)) * scale)
-            if limited == cost and over > 0:
+            limit = _LIMITS[name]
+            over = size - floor(Decimal(repr(value)) * limit.scale)
+            if limit.cost == cost and not limit.relative and over > 0:
                 return (
                     f"the file takes {size:,} bytes, {over:,} more than the budget of "
                     f"{_best_read(name, value)}; plan again for that much less"
@@ -652,26 +664,8 @@ graph_mib=None)
         return {name: value for name, value in vars(self).items() if value is not None}
 
 
-# Field → the cost it limits, the cost's units in one of the field's, and whether that
-# is relative to the cost's reference.
-_LIMITED: Mapping[str, tuple[str, Decimal, bool]] = MappingProxyType(
-    {
-        "size_mib": ("bytes", Decimal(2**20), False),
-        "size_mb": ("bytes", Decimal(10**6), False),
-        "percent": ("bytes", Decimal("0.01"), True),
-        "bit_ops": ("bit_ops", Decimal(1), False),
-        "average_bits": ("weight_bits", Decimal(1), True),
-        "latency_ms": ("milliseconds", Decimal(1), False),
-        "activations_mib": ("activation_bytes", Decimal(2**20), False),
-        "total_mib": ("total_bytes", Decimal(2**20), False),
-        "onnx_mib": ("onnx_bytes", Decimal(2**20), False),
-        "graph_mib": ("graph_bytes", Decimal(2**20), False),
-    }
-)
-
-
 def readable(cost: Cost, *values: float) -> tuple[str, ...]:
-    """Return amounts of a cost for people, in one unit, with digits enough to differ.
+    """Return amounts of a cost as text, in one unit, with enough digits to differ.
 
     Example:
         >>> readable(Cost("bytes", np.zeros((1, 1))), 2**20, 1.5 * 2**20)
@@ -686,7 +680,7 @@ def readable(cost: Cost, *values: float) -> tuple[str, ...]:
 
 
 def enough(cost: Cost, value: float) -> str:
-    """Return the least budget of two decimals that allows an amount of a cost.
+    """Return the smallest budget with two decimals that allows an amount of a cost.
 
     Example:
         >>> enough(Cost("bytes", np.zeros((1, 1))), 29_146)
@@ -724,43 +718,46 @@ def _parse_part(part: str, text: str) -> tuple[str, float]:
         raise BudgetError(
             f"{unit!r} in {text!r} may be bits or bytes: use {better}; {EXAMPLES}"
         )
-    if unit.lower() not in _UNITS:
-        meant = suggestion(unit, sum(_WRITTEN.values(), ()))
+    unit = "bits" if unit.lower() == "bit" else unit
+    name = _FIELD_OF.get(unit.lower())
+    if name is None:
+        known = [unit for limit in _LIMITS.values() for unit in limit.units]
+        meant = suggestion(unit, known)
         raise BudgetError(f"{unit!r} in {text!r} is not a unit{meant}; {EXAMPLES}")
     if not Decimal(number) > 0:
         raise BudgetError(f"{part!r} is not positive; {EXAMPLES}")
-    name, scale = _UNITS[unit.lower()]
+    units = {written.lower(): scale for written, scale in _LIMITS[name].units.items()}
+    amount = Decimal(number) * units[unit.lower()]
     if prefix is None:
-        return name, float(Decimal(number) * scale)
+        return name, float(amount)
     if prefix not in _PREFIXES or not name.startswith("size"):
         raise BudgetError(
             f"{part!r} in {text!r} is not a budget: only sizes may follow "
             f"{', '.join(_PREFIXES)}; {EXAMPLES}"
         )
     mebibytes = Decimal(1) if name == "size_mib" else Decimal(10**6) / 2**20
-    return _PREFIXES[prefix], float(Decimal(number) * scale * mebibytes)
+    return _PREFIXES[prefix], float(amount * mebibytes)
 
 
 def _best_read(name: str, value: float) -> str:
-    """Return a limit in the unit that needs the fewest characters, read back exactly.
+    """Return the shortest text that is parsed as exactly this limit.
 
     Example:
         >>> _best_read("size_mib", 0.0703125)
         '72KiB'
     """
     texts = []
-    for unit in _WRITTEN[name]:
-        _, scale = _UNITS[unit.lower()]
+    limit = _LIMITS[name]
+    for unit, scale in limit.units.items():
         exact = Decimal(repr(value)) / scale
-        # Binary units leave long decimals behind; a rounded one is as good if it is
-        # read back as the same number. The field's own unit always has one.
+        # Other binary units give long decimals. A rounded one will do if it is parsed
+        # as the same number, which is always possible in the field's own unit.
         for digits in range(1, 18):
             text = _plain(Decimal(f"{exact:.{digits}g}"))
             if float(Decimal(text) * scale) == value:
                 texts.append(f"{text}{unit}")
                 break
-    before = {field: f"{word}:" for word, field in _PREFIXES.items()}.get(name, "")
-    return before + min(texts, key=len)
+    return f"{limit.prefix}:" * bool(limit.prefix) + min(texts, key=len)
 
 
 def _plain(value: Decimal) -> str:

@@ -52,7 +52,13 @@ class DeviceMemory:
         """Return copies on the device, by id; evict others if necessary."""
         with self._lock:
             wanted = {id(tensor): tensor for tensor in tensors}
-            self._make_room(wanted)
+            needed = sum(tensor.nbytes for tensor in wanted.values())
+            self.check(needed)
+            others = [key for key in self._copies if key not in wanted]
+            used = needed + sum(self._copies[key][2].nbytes for key in others)
+            for key in others:
+                if used > self.limit_bytes:
+                    used -= self._copies.pop(key)[2].nbytes
             for key, tensor in wanted.items():
                 found = self._copies.pop(key, None)
                 if found is None or found[1] != tensor._version:
@@ -62,16 +68,6 @@ class DeviceMemory:
             used = sum(copy.nbytes for _, _, copy in self._copies.values())
             self.peak_bytes = max(self.peak_bytes, used)
             return {key: self._copies[key][2] for key in wanted}
-
-    def _make_room(self, wanted: dict[int, Tensor]) -> None:
-        needed = sum(tensor.nbytes for tensor in wanted.values())
-        self.check(needed)
-        others = [key for key in self._copies if key not in wanted]
-        used = needed + sum(self._copies[key][2].nbytes for key in others)
-        for key in others:
-            if used <= self.limit_bytes:
-                return
-            used -= self._copies.pop(key)[2].nbytes
 
     def check(self, needed: int) -> None:
         """Raise a DeviceMemoryError if the limit is smaller than ``needed`` bytes."""

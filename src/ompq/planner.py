@@ -1,6 +1,6 @@
 """plan(): the bits of every unit, chosen so that a budget is met."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
@@ -51,7 +51,7 @@ from ompq.units import (
     select,
 )
 
-# Rates that coded units may get; dense where a small file is decided.
+# Rates that coded units may get; most are low, because these decide the size of a file.
 RATES = (1, 1.25, 1.5, 1.75, 2, 2.25, 2.5, 3, 3.5, 4, 4.5, 5, 6, 7)
 
 
@@ -66,28 +66,28 @@ class PlanConfig:
     """How a plan is made.
 
     Attributes:
-        score: What choosing few bits damages: a callable or the name of a score.
-        choices: Weight bits that a unit may get; a pair, ``(4, 4)``, is weight and
-            activation bits that go together, whatever ``activation_choices`` says.
+        score: Estimates the damage of choices: a callable or the name of a score.
+        choices: Weight bits that a unit may get. A pair such as ``(4, 4)`` is weight
+            and activation bits that go together, regardless of ``activation_choices``.
         storage: ``coded`` also offers entropy-coded weights: the same accuracy in a
-            smaller file. In memory, coded weights are bytes.
-        rates: Bits a weight that coded units may get, in the file.
-        group_size: Inputs of a linear unit, 32, 64 or 128, whose weights share a scale
-            in each output channel; None gives one to each channel. More scales, more
-            bytes, less damage by outliers. Convolutions have no groups, and coded
-            weights one step.
+            smaller file. In memory, coded weights take a byte each.
+        rates: Bits per weight, in the file, that coded units may get.
+        group_size: Number of inputs of a linear unit, 32, 64 or 128, that share a scale
+            in each output channel; None means one scale per channel. More scales take
+            more bytes and reduce the damage by outliers. Convolutions and coded weights
+            have no groups.
         activation_choices: Bits that a unit's input may get; 32 leaves it float.
-        pinned: Pattern → bits of the units that are not to be chosen; a later pattern
-            overrides an earlier one. 32 keeps a unit float; ``(None, 8)`` fixes the
-            bits of a unit's input alone.
-        tie: Whether units that meet in one addition share their bits.
+        pinned: Pattern → bits of units that are not chosen; later patterns override
+            earlier ones. 32 keeps a unit float; ``(None, 8)`` fixes only the bits of a
+            unit's input.
+        tie: Whether units whose outputs are added share their bits.
         tied: Further patterns; the units that match one share their bits.
         accounting: How bytes are counted: ``packed`` (exact) or ``paper``.
-        method: ``exact``, the paper's ``relax`` (or one of its two ways,
+        method: ``exact``, the paper's ``relax`` (or one of its two variants,
             ``relax-round`` and ``relax-dfs``), or BRECQ's ``genetic``.
         latency: Milliseconds of each unit at each choice, for a budget in ms.
         target: Where the network will run: a profile, its file, or the name of one
-            that comes with ompq. Units get only what it takes.
+            that comes with ompq. Units get only choices that it supports.
         strict: Whether anything that stays float is an error.
     """
 
@@ -123,7 +123,7 @@ class PlanConfig:
 
     @property
     def free_choices(self) -> list[Choice]:
-        """What a unit that is not pinned may get."""
+        """The choices of units that are not pinned."""
         weights = [(width, 0.0) for width in self.choices if isinstance(width, int)]
         if self.storage == "coded":
             weights += [(CODED_BITS, float(rate)) for rate in self.rates]
@@ -141,21 +141,21 @@ def plan(
     cache: str | Path | None = None,
     progress: Progress | None = None,
 ) -> Plan:
-    """Choose bits for every unit of a network so that a budget is met.
+    """Choose bits for every unit of a network within a budget.
 
     Args:
         samples: A few unlabelled inputs; 32 to 64 are enough.
         budget: For example ``"1.5MiB"``, ``"3.2bits"``, ``"75GBOPs"``, several joined
             by commas, or a Budget.
-        cache: A folder that keeps score tables: where network, samples and score are
-            the same, a later plan reads its table there.
+        cache: A folder for score tables. A later plan with the same network, samples
+            and score reads its table there.
 
     Raises:
         ExportError: The budget limits the ONNX file, and none can be written.
         InfeasibleBudgetError: No allocation meets the budget.
         PatternError: A pinned or tied pattern matches no unit.
         TargetError: The target supports none of a unit's choices.
-        TraceError: The network cannot be observed; or, if strict, stays partly float.
+        TraceError: The network cannot be observed or, if strict, stays partly float.
     """
     budget, samples = Budget.of(budget), Samples.of(samples)
     model = with_layers(model, samples)
@@ -164,24 +164,25 @@ def plan(
     memory = bool(budget.activations_mib or budget.total_mib)
     graph, alive, problem = unscored_problem(model, samples, config, memory=memory)
     if config.strict and graph.skipped:
-        names = [f"{entry.name} ({entry.reason})" for entry in graph.skipped]
-        raise TraceError(
-            f"strict: not everything can be planned: {shortened(names, 3)}"
-        )
-    files = _files(model, samples, graph, problem, budget)
-    costs = {**problem.costs, **{one.name: one for one in files}}
-    problem = replace(problem, costs=costs)
-    # Before the samples are run: a budget that cannot be met should say so at once.
+        left = [f"{entry.name} ({entry.reason})" for entry in graph.skipped]
+        raise TraceError(f"strict: not everything can be planned: {shortened(left, 3)}")
+    files: tuple[Cost, ...] = ()
+    limited = zip(FILES, (budget.onnx_mib, budget.graph_mib), strict=True)
+    if names := [name for name, limit in limited if limit]:
+        # Modules that write files stand below this one, and are imported when needed.
+        sizes = import_module("ompq.onnx.sizes")
+        files = sizes.file_costs(model, samples, graph, problem, names)
+        costs = {**problem.costs, **{one.name: one for one in files}}
+        problem = replace(problem, costs=costs)
+    # Before the score runs: an infeasible budget should be reported at once.
     check_budget(problem, budget)
     stage = "scoring the choices"
     report(1, 3, stage)
-    given = ScoreInputs(
-        graph,
-        model,
-        samples,
-        problem.choices,
-        lambda done, total, _: report(done, total, stage),
-    )
+
+    def scoring(done: int, total: int | None, _message: str) -> None:
+        report(done, total, stage)
+
+    given = ScoreInputs(graph, model, samples, problem.choices, scoring)
     scores = score_table(config.score, given, cache).as_saved()
     report(2, 3, "solving for the budget")
     problem = replace(problem, damage=scores.damage)
@@ -207,15 +208,20 @@ def plan(
 def unscored_problem(
     model: nn.Module, samples: SamplesLike, config: PlanConfig, *, memory: bool
 ) -> tuple[LayerGraph, tuple[LiveTensor, ...], Problem]:
-    """Return a network's units, its live tensors, and the problem without any damage.
+    """Return a network's units, its live tensors, and the problem with zero damage.
 
-    Live tensors, whose bytes a budget may limit, are found only if ``memory``.
+    Live tensors, whose bytes a budget may limit, are found only with ``memory``.
     """
     samples = Samples.of(samples)
     model = with_layers(float_network(model), samples)
     recording = observe(model, samples)
-    graph = planned_graph(find_units(model, recording, tie=config.tie), config)
-    choices, allowed = choice_table(graph, config)
+    graph = find_units(model, recording, tie=config.tie)
+    pins, inputs = _pinned(graph, config)
+    graph = _planned_graph(graph, config, {*pins, *inputs})
+    if inputs:
+        units = (replace(u, input_bits=inputs.get(u.name, 0)) for u in graph.units)
+        graph = replace(graph, units=tuple(units))
+    choices, allowed = _choice_table(graph, config, pins)
     alive: tuple[LiveTensor, ...] = ()
     if memory:
         alive = live_tensors(recording, graph, batch_values(samples.first_batch(1)))
@@ -230,41 +236,21 @@ def unscored_problem(
     return graph, alive, make_problem(graph, choices, nothing, allowed, costs)
 
 
-def _files(
-    model: nn.Module,
-    samples: Samples,
-    graph: LayerGraph,
-    problem: Problem,
-    budget: Budget,
-) -> tuple[Cost, ...]:
-    """Return what the files take that a budget limits, beside the packed one."""
-    limited = (budget.onnx_mib, budget.graph_mib)
-    names = [name for name, limit in zip(FILES, limited, strict=True) if limit]
-    if not names:
-        return ()
-    # What writes files stands below this module, and is imported when it is needed.
-    sizes = import_module("ompq.onnx.sizes")
-    found: tuple[Cost, ...] = sizes.file_costs(model, samples, graph, problem, names)
-    return found
+def _planned_graph(
+    graph: LayerGraph, config: PlanConfig, pinned: Collection[str]
+) -> LayerGraph:
+    """Return the graph with the ties and groups of the settings.
 
-
-def planned_graph(graph: LayerGraph, config: PlanConfig) -> LayerGraph:
-    """Return the graph with ties, fixed inputs and groups that settings ask for.
-
-    A score of blocks, stages or the whole network decides on one width for each, in
-    place of the ties that come from additions; pinned units stay apart.
+    A score of blocks, stages or the whole network ties the units of each, instead of
+    units whose outputs are added; pinned units stay separate.
     """
     settings = getattr(config.score, "settings", None)
     if isinstance(settings, OrmSettings) and settings.granularity != "layer":
-        pins = {n for pattern in config.pinned for n in select(graph.names, pattern)}
         every = (
-            [n for n in names if n not in pins]
+            [n for n in names if n not in pinned]
             for names in function_units(graph, settings)
         )
         graph = graph.untie().tie([names for names in every if names])
-    if inputs := _pinned(graph, config)[1]:
-        units = (replace(u, input_bits=inputs.get(u.name, 0)) for u in graph.units)
-        graph = replace(graph, units=tuple(units))
     graph = graph.grouped(config.group_size) if config.group_size else graph
     return graph.tie(config.tied) if config.tied else graph
 
@@ -272,7 +258,7 @@ def planned_graph(graph: LayerGraph, config: PlanConfig) -> LayerGraph:
 def _pinned(
     graph: LayerGraph, config: PlanConfig
 ) -> tuple[dict[str, list[Choice]], dict[str, int]]:
-    """Return the choices of pinned units, and the inputs that are fixed, by name."""
+    """Return the choices of pinned units and the bits of fixed inputs, by name."""
     pins: dict[str, list[Choice]] = {}
     inputs: dict[str, int] = {}
     for pattern, bits in config.pinned.items():
@@ -294,12 +280,11 @@ def _pinned(
     return pins, inputs
 
 
-def choice_table(
-    graph: LayerGraph, config: PlanConfig
+def _choice_table(
+    graph: LayerGraph, config: PlanConfig, pins: Mapping[str, list[Choice]]
 ) -> tuple[tuple[Choice, ...], NDArray[np.bool_]]:
     """Return all choices, and which of them each unit may get, (units, choices)."""
     free = config.free_choices
-    pins, _ = _pinned(graph, config)
     extra = {choice for row in pins.values() for choice in row}
     choices = tuple(by_bits({*free, *extra}))
     rows = [
@@ -323,7 +308,7 @@ def _taken(
     allowed: NDArray[np.bool_],
     target: Target,
 ) -> NDArray[np.bool_]:
-    """Return which choices the target takes, (units, choices); some for each unit."""
+    """Return the choices that the target supports, (units, choices)."""
     takes = np.array(
         [
             [target.takes(u, choice.with_input(u.input_bits)) for choice in choices]
@@ -334,18 +319,17 @@ def _taken(
         if not (own & taken).any():
             given = [str(c) for c, one in zip(choices, own, strict=True) if one]
             found = target.operator(unit)
+            weights, inputs = (
+                ", ".join(map(str, bits))
+                for bits in (found.weight_bits, found.activation_bits)
+            )
             raise TargetError(
                 f"{target.name} supports none of {unit.name}'s choices "
-                f"{shortened(given)}: for {unit.kind} it supports weights of "
-                f"{_joined(found.weight_bits)} bits and inputs of "
-                f"{_joined(found.activation_bits)} (32 is float)"
+                f"{shortened(given)}: for {unit.kind} it supports weights of {weights} "
+                f"bits and inputs of {inputs} (32 is float)"
                 + ("" if target.coded else ", and none that are coded")
             )
     return takes
-
-
-def _joined(bits: Sequence[int]) -> str:
-    return ", ".join(map(str, bits))
 
 
 def _is_pin(bits: object) -> bool:
@@ -368,8 +352,8 @@ def _pinned_choices(bits: Pin, activations: Sequence[int]) -> list[Choice]:
 
 _ENDS: Mapping[str, Pin] = MappingProxyType({"@first": (8, 8), "@last": (8, 8)})
 
-# The settings of published work, by name. The released code centres its ORM, though
-# the paper does not; the paper's text is what these follow.
+# The settings of published work by name. They follow the paper's text, in which the
+# ORM is not centred; the released code centres it.
 PLAN_PROTOCOLS: Mapping[str, PlanConfig] = MappingProxyType(
     {
         "ours": PlanConfig(),
@@ -383,11 +367,11 @@ PLAN_PROTOCOLS: Mapping[str, PlanConfig] = MappingProxyType(
             accounting="paper",
             method="relax",
         ),
-        # Its own limits are halfway between W4A4 and W8A8 everywhere.
+        # Its own limits are halfway between W4A4 and W8A8 for all units.
         "hawq-v3": PlanConfig(
             score=Hessian(), choices=((4, 4), (8, 8)), pinned=_ENDS, accounting="paper"
         ),
-        # Its table of block losses, and the search on it.
+        # Its table of block losses and its genetic search.
         "brecq": PlanConfig(
             score="block_loss", choices=(2, 3, 4), accounting="paper", method="genetic"
         ),

@@ -382,7 +382,15 @@ def make_problem(
 def _to_json(plan: Plan) -> dict[str, Any]:
     optional = {
         "target": plan.target and plan.target.to_json(),
-        "measured": _measured_to_json(plan),
+        "measured": [
+            {
+                "name": one.name,
+                "divergence": one.divergence,
+                "judge": one.judge,
+                "columns": plan.problem.columns(one.allocation).tolist(),
+            }
+            for one in plan.measured
+        ],
         "activations": [one.to_json() for one in plan.activations],
         "files": [cost.to_json() for cost in plan.files],
     }
@@ -442,19 +450,6 @@ def _from_json(data: Mapping[str, Any]) -> Plan:
     _ = loaded.columns
     measured = _measured_from_json(loaded, data.get("measured", []))
     return replace(loaded, measured=measured)
-
-
-def _measured_to_json(plan: Plan) -> list[dict[str, Any]]:
-    """Return the measurements as plain data; choices are written as column numbers."""
-    return [
-        {
-            "name": one.name,
-            "divergence": one.divergence,
-            "judge": one.judge,
-            "columns": plan.problem.columns(one.allocation).tolist(),
-        }
-        for one in plan.measured
-    ]
 
 
 def _measured_from_json(plan: Plan, data: Any) -> tuple[Measurement, ...]:

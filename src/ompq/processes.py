@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ompq.errors import ProcessError
 
@@ -22,6 +22,12 @@ if TYPE_CHECKING:
 
 _Job = TypeVar("_Job")
 _Result = TypeVar("_Result")
+
+
+def _torch() -> Any:
+    from torch import distributed
+
+    return distributed
 
 
 @dataclass
@@ -51,15 +57,12 @@ def distributed() -> Iterator[None]:
     if int(os.environ.get("WORLD_SIZE", "1")) == 1 or _GROUP.count > 1:
         yield
         return
-    from torch import distributed as torch_distributed
-
-    if not torch_distributed.is_initialized():
-        torch_distributed.init_process_group(_backend())
+    if not _torch().is_initialized():
+        _torch().init_process_group(_backend())
         # The group is destroyed only at exit: a process that joins a second group may
         # be given the address of the first one and wait there for ever.
         atexit.register(_destroy_group)
-    _GROUP.rank = torch_distributed.get_rank()
-    _GROUP.count = torch_distributed.get_world_size()
+    _GROUP.rank, _GROUP.count = _torch().get_rank(), _torch().get_world_size()
     try:
         yield
     finally:
@@ -67,10 +70,8 @@ def distributed() -> Iterator[None]:
 
 
 def _destroy_group() -> None:
-    from torch import distributed as torch_distributed
-
-    if torch_distributed.is_initialized():
-        torch_distributed.destroy_process_group()
+    if _torch().is_initialized():
+        _torch().destroy_process_group()
 
 
 def _backend() -> str:
@@ -149,7 +150,10 @@ def share_out(
         failure = error
     finally:
         _GROUP.sharing = True
-    found = _gathered((mine, failure and f"{type(failure).__name__}: {failure}"))
+    outcome = mine, failure and f"{type(failure).__name__}: {failure}"
+    found = [outcome] * count
+    # Uses pickle, which is safe between the processes of one run.
+    _torch().all_gather_object(found, outcome)
     if failure is not None:
         raise failure
     for number, (_, message) in enumerate(found):
@@ -178,30 +182,16 @@ def from_main(work: Callable[[], _Result]) -> _Result:
     return share_out([None], lambda _: work())[0]
 
 
-def _gathered(value: _Result) -> list[_Result]:
-    """Return the values of all processes, in the order of their numbers."""
-    from torch import distributed as torch_distributed
-
-    # Uses pickle, which is safe between the processes of one run.
-    found: list[_Result] = [value] * _GROUP.count
-    torch_distributed.all_gather_object(found, value)
-    return found
-
-
 def wait_for_all() -> None:
     """Wait until all processes that share the work have arrived here."""
     if process_count() > 1:
-        from torch import distributed as torch_distributed
-
-        torch_distributed.barrier()
+        _torch().barrier()
 
 
 def add_up(tensor: "Tensor") -> "Tensor":
     """Replace a tensor by its sum over the processes, and return it."""
     if process_count() > 1:
-        from torch import distributed as torch_distributed
-
-        torch_distributed.all_reduce(tensor)
+        _torch().all_reduce(tensor)
     return tensor
 
 
@@ -216,7 +206,5 @@ def average(tensors: Iterable["Tensor | None"]) -> None:
 def copy_main(tensors: Iterable["Tensor"]) -> None:
     """Replace each tensor by its value in the first process."""
     if process_count() > 1:
-        from torch import distributed as torch_distributed
-
         for tensor in tensors:
-            torch_distributed.broadcast(tensor, 0)
+            _torch().broadcast(tensor, 0)

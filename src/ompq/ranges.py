@@ -1,16 +1,15 @@
-"""Clipping ranges: the grids of weights and activations that lose the least."""
+"""Clipping ranges: grids of weights and activations with the least error."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
 from operator import itemgetter
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -19,69 +18,64 @@ from ompq.quantizers import Grid, like_weight, on_log_grid
 from ompq.streams import LARGEST_HALF_BITS, check_bits
 
 Kind = Literal["affine", "midrise", "midtread", "symmetric"]
-# The least error at every width on every network measured, as it contains the others.
-DEFAULT_KIND: Kind = "affine"
+DEFAULT_KIND: Kind = "affine"  # contains the other kinds, so has the least error
 RangeMethod = Literal["minmax", "percentile", "mse", "fisher", "shrink"]
-_METHODS = ("minmax", "percentile", "mse", "fisher", "shrink")
 _SHRINKS, _SHRINK_POWER = 80, 2.4  # BRECQ's
 
-# The smallest scale, so that nothing is divided by 0.
-_TINY = 1e-30
-# Up to this many weights of a channel leave the error a jagged function of the range;
-# with more, one good range is nearly as good as the next.
+_TINY = 1e-30  # the smallest scale, so that nothing is divided by 0
+# With up to this many weights in a channel the error is a jagged function of the range;
+# with more, many ranges are nearly as good as the best.
 FEW_WEIGHTS = 64
-# Channels of more than twice as many weights are searched on this many of them. On the
-# wide layers of ResNet-18 the squared error grows by at most 2.1 % (at 6 bits).
+# Channels with more than twice as many weights are searched on a sample of this size.
+# On the wide layers of ResNet-18 the squared error grows by at most 2.1 % (at 6 bits).
 _SEARCHED = 512
-# The noise of a layer is estimated from at most this many channels and weights: off by
-# about 5 % on MobileNetV2 and ResNet-18, and a tenth of a forward pass in all.
-_NOISE_CHANNELS = 64
-_NOISE_WEIGHTS = 1 << 13
+# The noise of a layer is estimated from at most this many channels and weights. On
+# MobileNetV2 and ResNet-18 that is off by about 5 %, and takes a tenth of the time of a
+# forward pass for all layers.
+_NOISE_CHANNELS, _NOISE_WEIGHTS = 64, 1 << 13
+# Smallest fraction of a channel's range worth trying, from 2 to 8 bits: the optimum for
+# a Gaussian, reduced for heavier tails as measured on MobileNetV2 and ResNet-18.
+_SMALLEST_PARTS = (0.2, 0.35, 0.5, 0.6, 0.7, 0.75, 0.8)
 
 
 class Rule(NamedTuple):
-    """Which grids channels may get at B widths. Tensors are (B, 1, 1)."""
+    """The grids that channels may have at B bit-widths. Tensors are (B, 1, 1)."""
 
     qmax: Tensor  # the highest code
-    zero_point: Tensor  # the only zero point allowed; NaN where any may be chosen
-    smallest: Tensor  # the smallest part of the channel's range worth trying
-    free: bool  # whether any zero point may be chosen at some width
-
-    def on(self, device: torch.device) -> "Rule":
-        """Return the rule with its tensors on a device."""
-        qmax, zero_point, smallest = (tensor.to(device) for tensor in self[:3])
-        return Rule(qmax, zero_point, smallest, self.free)
+    zero_point: Tensor  # the only zero point allowed; NaN if it is free
+    smallest: Tensor  # the smallest fraction of a channel's range worth trying
+    free: bool  # whether the zero point is free at any of the widths
 
     @classmethod
-    def of(cls, bits: int, kind: Kind) -> "Rule":
-        """Return the rule of a kind at some width."""
-        middle = 1 << (check_bits(bits) - 1)
-        qmax = 2 * middle - 1
-        rules = {
-            "affine": (qmax, math.nan),
-            "midrise": (qmax, qmax / 2),
-            "midtread": (qmax, middle),
-            "symmetric": (qmax - 1, middle - 1),
-        }
-        check_known("kind", kind, rules)
-        qmax, zero_point = rules[kind if bits <= LARGEST_HALF_BITS else "midtread"]
-        # The optimal range of a Gaussian, made smaller for heavier tails: measured on
-        # the weights of MobileNetV2 and ResNet-18.
-        smallest = (0.2, 0.35, 0.5, 0.6, 0.7, 0.75, 0.8)[bits - 2]
-        return cls(
-            torch.tensor([[[float(qmax)]]]),
-            torch.tensor([[[float(zero_point)]]]),
-            torch.tensor([[[smallest]]]),
-            math.isnan(zero_point),
-        )
+    def of(
+        cls, widths: Iterable[int], kind: Kind, device: torch.device | None = None
+    ) -> "Rule":
+        """Return the rule of a kind of grid."""
+        rows = []
+        for bits in widths:
+            middle = 1 << (check_bits(bits) - 1)
+            qmax = 2 * middle - 1
+            rules = {
+                "affine": (qmax, math.nan),
+                "midrise": (qmax, qmax / 2),
+                "midtread": (qmax, middle),
+                "symmetric": (qmax - 1, middle - 1),
+            }
+            check_known("kind", kind, rules)
+            rule = rules[kind if bits <= LARGEST_HALF_BITS else "midtread"]
+            rows.append((*rule, _SMALLEST_PARTS[bits - 2]))
+        table = torch.tensor(rows, dtype=torch.float32, device=device)  # (B, 3)
+        free = any(math.isnan(zero_point) for _, zero_point, _ in rows)
+        qmaxes, zero_points, parts = table[..., None, None].unbind(1)
+        return cls(qmaxes, zero_points, parts, free)
 
 
 class _Effort(NamedTuple):
     """How many ranges are tried."""
 
-    few: int  # ends to try on either side of channels with few weights
-    many: int  # ends to try on either side of the others
-    neighbours: int  # scales to try around the best, at three zero points each
+    few: int  # ends to try on each side of channels with few weights
+    many: int  # ends to try on each side of the others
+    neighbours: int  # scales to try around the best, with three zero points each
     refits: int  # least-squares fits to the codes of the best
 
 
@@ -91,18 +85,16 @@ _QUICK = _Effort(few=8, many=4, neighbours=0, refits=1)
 
 
 class _Measure(NamedTuple):
-    """What the errors of a channel's weights cost."""
+    """How the errors of a channel's weights are measured."""
 
-    # The sum of |error| to this power, where there is no Gram matrix.
-    power: float = 2.0
-    # Else errorᵀ · gram · error, (C, K, K), or (1, K, K) where all channels have the
-    # same; positive definite.
+    power: float = 2.0  # the sum of |error| to this power, without a Gram matrix
+    # With one, errorᵀ · gram · error. It is positive definite, (C, K, K), or (1, K, K)
+    # if all channels share it.
     gram: Tensor | None = None
-    # How many weights each stands for, (C, K); None if each for itself.
-    counts: Tensor | None = None
+    counts: Tensor | None = None  # the number of weights that each stands for, (C, K)
 
     def cost(self, lost: Tensor, scale: Tensor) -> Tensor:
-        """Return what errors in steps, (A, B, C, K), cost channels; changes them."""
+        """Return the cost of errors in steps, (A, B, C, K), which are overwritten."""
         if self.gram is not None:
             return (self.times(lost, lost) * lost).sum(-1) * scale[..., 0].square()
         if self.counts is not None:
@@ -113,7 +105,7 @@ class _Measure(NamedTuple):
     def times(self, values: Tensor, error: Tensor) -> Tensor:
         """Multiply values, (..., C, K), by the matrix of the cost's quadratic form.
 
-        A power above 2 weighs each square by what the present error lacks to it.
+        For a power above 2, squares are weighted by |error|^(power - 2).
         """
         if self.gram is not None:
             if len(self.gram) == 1:
@@ -142,30 +134,29 @@ def search_weight(  # noqa: PLR0913
     power: float = 2.0,
     gram: Tensor | None = None,
 ) -> Grid:
-    """Return the grid with the least error in each channel, or each group of it.
+    """Return the grid with the least error for each channel, or for each group.
 
-    Ranges cut at either end are tried, then scales and zero points around the best,
-    then both are fitted to the codes by least squares a few times.
+    Tries ranges that are cut at both ends, then scales and zero points around the best,
+    and finally fits both to the codes by least squares a few times.
 
     Args:
-        group_size: Weights of a channel, next to each other, that have a grid of their
-            own, in a weight of (C, K); 0 gives all of a channel one.
+        group_size: Number of consecutive weights of a channel, in a weight of (C, K),
+            that have their own grid; 0 means one grid per channel.
         power: The error is the sum of |error|^power: 2 for least squares; 2.4, as in
             BRECQ, clips less.
-        gram: Products of what the weights of a channel are multiplied by, (K, K), or
-            (C, K, K) where channels have different inputs; positive definite. With it
-            the error is that of the outputs, errorᵀ · gram · error, whatever the power.
+        gram: Gram matrix of the inputs of a channel's weights, (K, K), or (C, K, K) if
+            channels have different inputs; positive definite. The error is then that of
+            the outputs, errorᵀ · gram · error, for any power.
 
     Returns:
-        Scale and zero point have the weight's dimensions, all 1 but the channels'; with
-        groups they have its shape.
+        Scale and zero point broadcast with the weight; with groups they have its shape.
 
     Example:
         >>> grid = search_weight(torch.tensor([[-0.3, -0.1, 0.1, 0.3]]), bits=2)
         >>> grid.scale, grid.zero_point
         (tensor([[0.2000]]), tensor([[1.5000]]))
     """
-    rule = Rule.of(bits, kind)
+    rule = Rule.of([bits], kind, weight.device)
     if not power >= 2:
         raise ValueError(f"power={power} must be at least 2, which is least squares")
     rows = channel_rows(weight, channel_dim, group_size)
@@ -173,34 +164,31 @@ def search_weight(  # noqa: PLR0913
         raise ValueError("weight holds NaN or infinity; load other weights")
     if gram is not None:
         gram = gram.to(rows).reshape(-1, *gram.shape[-2:])
-    rule = rule.on(rows.device)
-    found = [
-        _search(part, rule, measure, _THOROUGH)
-        for part, measure in _pieces(
-            rows, _Measure(power, gram, _counts(weight, group_size))
-        )
-    ]
+    measure = _Measure(power, gram, _counts(weight, group_size))
+    pieces = _pieces(rows, measure)
+    found = [_search(part, rule, own, _THOROUGH) for part, own in pieces]
     scale = torch.cat([best.scale[0] for best in found])
     zero_point = torch.cat([best.zero_point[0] for best in found])
-    like = weight.shape, channel_dim, group_size
-    return _weight_grid(
-        like_weight(scale, *like), like_weight(zero_point, *like), bits, rule
-    )
+    grid = Grid(scale, zero_point, bits, int(rule.qmax) < (1 << bits) - 1)
+    return _like_weight(grid, weight, channel_dim, group_size)
 
 
 def _counts(weight: Tensor, group_size: int) -> Tensor | None:
-    """Return which weights of groups are there, 1 or 0; None if all are."""
+    """Return 1 for weights and 0 for the padding of groups; None without padding."""
     if not group_size or weight.shape[1] % group_size == 0:
         return None
     return channel_rows(torch.ones_like(weight), 0, group_size)
 
 
-def _weight_grid(scale: Tensor, zero_point: Tensor, bits: int, rule: Rule) -> Grid:
-    # A channel of zeros gets a grid that has 0 and that a runtime can work with.
-    dead = scale <= _TINY
-    scale = torch.where(dead, 1.0, scale)
-    zero_point = torch.where(dead, float(1 << (bits - 1)), zero_point)
-    return Grid(scale, zero_point, bits, int(rule.qmax) < (1 << bits) - 1)
+def _like_weight(grid: Grid, weight: Tensor, channel_dim: int, group_size: int) -> Grid:
+    """Return a grid of rows, (C, 1), in a shape that broadcasts with the weight."""
+    # Rows of zeros get a grid that contains 0 and that runtimes support.
+    dead, middle = grid.scale <= _TINY, float(1 << (grid.bits - 1))
+    scale = torch.where(dead, 1.0, grid.scale)
+    zero_point = torch.where(dead, middle, grid.zero_point)
+    like = weight.shape, channel_dim, group_size
+    scale, zero_point = like_weight(scale, *like), like_weight(zero_point, *like)
+    return replace(grid, scale=scale, zero_point=zero_point)
 
 
 def minmax_weight(
@@ -211,40 +199,37 @@ def minmax_weight(
     group_size: int = 0,
     kind: Kind = DEFAULT_KIND,
 ) -> Grid:
-    """Return the least grid that holds all weights of each channel, and 0 (ZeroQ).
+    """Return the smallest grid that covers all weights of each channel, and 0 (ZeroQ).
 
-    Scale and zero point are shaped, and groups made, as by :func:`search_weight`.
+    Arguments and shapes are those of :func:`search_weight`.
     """
-    rule = Rule.of(bits, kind).on(weight.device)
+    rule = Rule.of([bits], kind, weight.device)
     rows = channel_rows(weight, channel_dim, group_size)
     low, high = rule_range(*row_range(rows), rule)
     scale, zero_point = range_grid(low[0], high[0], rule.qmax[0])
-    like = weight.shape, channel_dim, group_size
-    return _weight_grid(
-        like_weight(scale, *like), like_weight(zero_point, *like), bits, rule
-    )
+    grid = Grid(scale, zero_point, bits, int(rule.qmax) < (1 << bits) - 1)
+    return _like_weight(grid, weight, channel_dim, group_size)
 
 
 def shrunk_weight(
     weight: Tensor, bits: int, *, channel_dim: int = 0, group_size: int = 0
 ) -> Grid:
-    """Return the grid of each channel as BRECQ finds it, with a whole zero point.
+    """Return BRECQ's grid of each channel, with an integer zero point.
 
-    Both ends of the range shrink alike, in steps of 1 % down to 21 %; the range with
-    the least sum of |error|^2.4 is taken. Two things differ: ranges contain 0, and
-    above 6 bits the zero point is the middle code, as int8 runtimes need it.
+    Both ends of the range shrink together, in steps of 1 % down to 21 %; the range with
+    the smallest sum of |error|^2.4 wins. Two things differ from BRECQ: ranges contain
+    0, and above 6 bits the zero point is the middle code, as int8 runtimes require.
     """
     rows = channel_rows(weight, channel_dim, group_size)
-    rule = Rule.of(bits, "affine").on(rows.device)
+    rule = Rule.of([bits], "affine", weight.device)
     low, high = (end[0] for end in rule_range(*row_range(rows), rule))
     scale, zero_point = _shrunk(rows, low, high, bits)
     zero_point = torch.where(low == high, float(1 << (bits - 1)), zero_point)
-    like = weight.shape, channel_dim, group_size
-    return Grid(like_weight(scale, *like), like_weight(zero_point, *like), bits)
+    return _like_weight(Grid(scale, zero_point, bits), weight, channel_dim, group_size)
 
 
 def shrunk_tensor(x: Tensor, bits: int) -> Grid:
-    """Return the grid of a whole tensor as BRECQ finds it."""
+    """Return BRECQ's grid of a whole tensor."""
     rows = x.detach().float().reshape(1, -1)
     scale, zero_point = _shrunk(rows, *row_range(rows), bits)
     return Grid(scale.reshape(()), zero_point.reshape(()), bits)
@@ -268,7 +253,7 @@ def _shrunk(
 
 
 class QuickGrids(NamedTuple):
-    """Good grids of C rows at B widths, and what they lose."""
+    """Good grids of C rows at B widths, and their errors."""
 
     scale: Tensor  # (B, C, 1)
     zero_point: Tensor  # (B, C, 1)
@@ -277,7 +262,7 @@ class QuickGrids(NamedTuple):
     energy: Tensor  # squares of each row, (C,)
 
     def errors(self, rows: Tensor, widths: slice) -> Tensor:
-        """Return rounded rows less the rows, (C, K), at b of the widths: (b, C, K)."""
+        """Return the rounding errors of rows (C, K) at b of the widths, (b, C, K)."""
         scale, zero_point, qmax = (tensor[widths] for tensor in self[:3])
         levels = (rows / scale).add_(zero_point).round_()
         levels = torch.minimum(levels, qmax, out=levels).relu_()
@@ -294,16 +279,13 @@ class QuickGrids(NamedTuple):
 def quick_grids(
     rows: Tensor, bits: Sequence[int], counts: Tensor | None = None
 ) -> QuickGrids:
-    """Return good grids of rows, (C, K), at several widths.
+    """Return good grids of rows, (C, K), trying few ranges for all widths at once.
 
-    Few ranges are tried, for all widths at once.
-
-    Args:
-        counts: 1 for what is a weight and 0 for what fills a row up, (C, K).
+    ``counts``, (C, K), is 1 for weights and 0 for the padding of a row.
     """
     rule = _rules(tuple(bits), rows.device)
-    measure = _Measure(counts=counts)
-    found = [_search(part, rule, one, _QUICK) for part, one in _pieces(rows, measure)]
+    pieces = _pieces(rows, _Measure(counts=counts))
+    found = [_search(part, rule, own, _QUICK) for part, own in pieces]
     lost, scale, zero_point = (
         torch.cat(parts, 1) for parts in zip(*found, strict=True)
     )
@@ -313,15 +295,20 @@ def quick_grids(
 def row_stacks(
     sizes: Sequence[tuple[int, int]], device: torch.device
 ) -> list[list[int]]:
-    """Return which weights, of so many rows and columns, are searched together.
+    """Return which weights, of these numbers of rows and columns, to search together.
 
-    A GPU waits for calls, so rows are filled up to few lengths; a CPU would spend time
-    on what fills them. What is too large to be stacked is alone.
+    A GPU waits for calls, so there rows are padded to a few lengths; on a CPU padding
+    would only cost time. Weights that are too large to be stacked stay alone.
     """
     stacks: dict[int, list[list[int]]] = {}
     room: dict[int, int] = {}
     for at, (rows, columns) in enumerate(sizes):
-        length = _stacked_length(columns) if device.type == "cuda" else columns
+        length = columns
+        # Long rows are sampled, and which weights are drawn depends on the length.
+        if device.type == "cuda" and columns <= 2 * _SEARCHED:
+            # Powers of 4: a GPU loses less by longer rows than by more calls.
+            exponent = (max(FEW_WEIGHTS, columns) - 1).bit_length()
+            length = 1 << (exponent + exponent % 2)
         taken = rows * length
         if room.get(length, 0) < taken:
             stacks.setdefault(length, []).append([])
@@ -334,19 +321,24 @@ def row_stacks(
 def stacked_rows(
     weights: Sequence[Tensor], columns: Sequence[int]
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the rows of several weights, (C, K), and 1 for weights, 0 for the rest.
+    """Return the rows of several weights, padded with zeros to one length, (C, K).
 
-    The second is None if there is no rest.
+    Also returns 1 for weights and 0 for padding, (C, K), or None if there is none.
 
     Args:
-        weights: As rows of one length or another; zeros fill them up.
-        columns: Of each weight, how many a channel has: where these make several rows,
-            the last is filled up already.
+        weights: Each as rows, (C, K).
+        columns: For each, the number of weights in a channel. If a channel has several
+            rows, the last of them is padded already.
     """
     longest = max(each.shape[1] for each in weights)
-    rows = torch.cat([_filled(each, longest) for each in weights])
-    known = zip(weights, columns, strict=True)
-    lengths = np.concatenate([_lengths(each, count) for each, count in known])
+    rows = torch.cat([F.pad(each, (0, longest - each.shape[1])) for each in weights])
+    lengths = np.concatenate(
+        [
+            np.resize(np.minimum(width, np.arange(count, 0, -width)), len(each))
+            for each, count in zip(weights, columns, strict=True)
+            for width in [each.shape[1]]
+        ]
+    )
     if lengths.min() == longest:
         return rows, None
     # Without waiting for what the device still does.
@@ -354,34 +346,12 @@ def stacked_rows(
     return rows, (torch.arange(longest, device=rows.device) < length).float()
 
 
-def _filled(rows: Tensor, length: int) -> Tensor:
-    """Return the rows with zeros at their ends."""
-    missing = length - rows.shape[1]
-    return F.pad(rows, (0, missing)) if missing else rows
-
-
-def _lengths(rows: Tensor, columns: int) -> NDArray[np.int64]:
-    """Return how many weights each row has, of channels with so many, (C,)."""
-    full, rest = divmod(columns, rows.shape[1])
-    of_channel = [rows.shape[1]] * full + [rest] * (rest > 0)
-    return np.resize(np.array(of_channel), len(rows))
-
-
-def _stacked_length(columns: int) -> int:
-    """Return the length to fill rows up to: they must be searched in the same way."""
-    if columns > 2 * _SEARCHED:  # which ones are drawn depends on the length
-        return columns
-    # Powers of 4: a GPU loses less by longer rows than by more calls.
-    exponent = max(FEW_WEIGHTS - 1, columns - 1).bit_length()
-    return 1 << (exponent + exponent % 2)
-
-
 def weight_noises(
     weight: Tensor, bits: Sequence[int], *, channel_dim: int = 0, group_size: int = 0
 ) -> list[float]:
-    """Return ||W - Q(W)||^2 / ||W||^2 at each width, nearly; 0 for a weight of zeros.
+    """Estimate ||W - Q(W)||^2 / ||W||^2 at each width; 0 for a weight of zeros.
 
-    The search of :func:`search_weight` with fewer ranges, on a sample of the weights.
+    Searches like :func:`search_weight`, with fewer ranges and on a sample of weights.
     """
     rows = channel_rows(weight, channel_dim, group_size)
     counts = _counts(weight, group_size)
@@ -390,13 +360,13 @@ def weight_noises(
     energy = rows.square().sum(1)
     share = energy.double() / energy.sum(dtype=torch.float64).clamp(min=_TINY)
     if len(rows) > _NOISE_CHANNELS:
-        # A channel is drawn as often as its share of the energy asks for.
+        # Channels are drawn in proportion to their share of the energy.
         wanted = torch.arange(_NOISE_CHANNELS, device=rows.device) + 0.5
         drawn = torch.searchsorted(share.cumsum(0), wanted / _NOISE_CHANNELS)
         drawn = drawn.clamp(max=len(rows) - 1)
         rows, counts = rows[drawn], None if counts is None else counts[drawn]
         share = share.new_full((_NOISE_CHANNELS,), 1 / _NOISE_CHANNELS)
-    if counts is None:  # groups that were filled up are small as they are
+    if counts is None:  # padded groups are small enough
         rows, counts = _sampled(rows, _NOISE_WEIGHTS // len(rows))
     energy = rows.square() if counts is None else rows.square() * counts
     energy = energy.sum(1).clamp(min=_TINY)
@@ -408,29 +378,24 @@ def weight_noises(
 
 @cache
 def _rules(bits: tuple[int, ...], device: torch.device) -> Rule:
-    """Return the default rule at several widths."""
-    rules = [Rule.of(width, DEFAULT_KIND) for width in bits]
-    columns = zip(*(rule[:3] for rule in rules), strict=True)
-    qmax, zero_point, smallest = (torch.cat(column) for column in columns)
-    free = any(rule.free for rule in rules)
-    return Rule(qmax, zero_point, smallest, free).on(device)
+    return Rule.of(bits, DEFAULT_KIND, device)
 
 
 def elements_at_once(device: torch.device) -> int:
-    """Return how many elements to work on: what a core caches, or what fills a GPU."""
+    """Return how many elements to process at once: a core's cache, or a full GPU."""
     return 1 << 27 if device.type == "cuda" else 1 << 18
 
 
 def _rows_at_once(device: torch.device) -> int:
-    """Return how many elements of rows to search: each takes room at every width."""
+    """Return how many elements of rows to search at once; each is copied per width."""
     return min(elements_at_once(device), 1 << 24)
 
 
 def channel_rows(weight: Tensor, channel_dim: int, group_size: int = 0) -> Tensor:
     """Return the weight as float32 of shape (channels, weights of a channel).
 
-    With groups these are the rows, (channels * groups, size); zeros fill the last
-    group of each channel up.
+    With groups the shape is (channels * groups, size), and the last group of each
+    channel is padded with zeros.
     """
     if weight.numel() == 0:
         raise ValueError(f"weight of shape {tuple(weight.shape)} is empty")
@@ -442,9 +407,9 @@ def channel_rows(weight: Tensor, channel_dim: int, group_size: int = 0) -> Tenso
 
 
 def as_weights(rows: Tensor, shape: Sequence[int], channel_dim: int) -> Tensor:
-    """Return several weights of a shape from their rows, (B, C, K): (B, *shape).
+    """Return B weights, (B, *shape), from their rows, (B, C, K).
 
-    The inverse of :func:`channel_rows`, for each of them.
+    This is the inverse of :func:`channel_rows` for each of them.
     """
     channels, rest = shape[channel_dim], [*shape]
     del rest[channel_dim]
@@ -456,7 +421,7 @@ def as_weights(rows: Tensor, shape: Sequence[int], channel_dim: int) -> Tensor:
 
 
 def thinned(rows: Tensor, most: int) -> Tensor:
-    """Return at most ``most`` columns, evenly spread, of no common stride with rows."""
+    """Return at most ``most`` evenly spread columns, in no common stride with rows."""
     width = rows.shape[1]
     if width <= most:
         return rows
@@ -467,9 +432,9 @@ def thinned(rows: Tensor, most: int) -> Tensor:
 
 
 def _sampled(rows: Tensor, most: int) -> tuple[Tensor, Tensor | None]:
-    """Return at most this many weights of each channel, and what each stands for.
+    """Return a sample of each channel's weights, and how many each stands for.
 
-    The largest and smallest weights decide where to clip, so all of them are there.
+    It always contains the largest and smallest weights, which decide where to clip.
     """
     width = rows.shape[1]
     if width <= most:
@@ -485,13 +450,13 @@ def _sampled(rows: Tensor, most: int) -> tuple[Tensor, Tensor | None]:
 
 
 def row_range(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the ends, each (C, 1), of a range with all the values and 0 in it."""
+    """Return the ends, (C, 1) each, of a range that contains all values and 0."""
     low = rows.amin(1, keepdim=True).clamp(max=0)
     return low, rows.amax(1, keepdim=True).clamp(min=0)
 
 
 def rule_range(low: Tensor, high: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
-    """Return the least range around another whose zero point is the rule's, if any."""
+    """Extend a range until its zero point is the rule's, unless that is free."""
     below, above = rule.zero_point, rule.qmax - rule.zero_point
     scale = torch.maximum(high / above, -low / below)
     free = rule.zero_point.isnan()
@@ -506,7 +471,7 @@ def range_grid(low: Tensor, high: Tensor, qmax: Tensor) -> tuple[Tensor, Tensor]
 
 
 def _pieces(rows: Tensor, measure: _Measure) -> Iterator[tuple[Tensor, _Measure]]:
-    """Yield a few channels at a time, with their measure."""
+    """Yield a few channels at a time, each with its measure."""
     channels = max(1, _rows_at_once(rows.device) // rows.shape[1])
     for start in range(0, len(rows), channels):
         part = slice(start, start + channels)
@@ -518,7 +483,7 @@ def _pieces(rows: Tensor, measure: _Measure) -> Iterator[tuple[Tensor, _Measure]
 
 
 def _search(rows: Tensor, rule: Rule, measure: _Measure, effort: _Effort) -> _Best:
-    """Return the grids of the channels of (C, K) that cost the least."""
+    """Return the grids of least cost for the channels of (C, K)."""
     refits = effort.refits
     if rows.shape[1] > 2 * _SEARCHED and measure.gram is None:
         sample, counts = _sampled(rows, _SEARCHED)
@@ -544,11 +509,11 @@ def _cut_ranges(rows: Tensor, rule: Rule, effort: _Effort) -> tuple[Tensor, Tens
     count = effort.few if rows.shape[1] <= FEW_WEIGHTS else effort.many
     tries = count**2 if rule.free else 4 * count
     at = torch.arange(tries, device=rows.device)[:, None, None, None]
-    # How far to cut either end, from 0 to 1. A fixed zero point leaves one to choose.
+    # How far to cut each end, from 0 to 1. With a fixed zero point both are cut alike.
     both = at % (4 * count) / (4 * count - 1)
     ends = torch.stack([at // count, at % count]) / (count - 1)
     cut = torch.where(free, ends, both)  # (2, A, B, 1, 1)
-    # Where weights are few, a range beyond the extremes can suit them better.
+    # For few weights a range beyond the extremes can be better.
     parts = 1.05 * (rule.smallest / 1.05) ** cut
     parts = torch.cat([torch.ones_like(parts[:, :1]), parts], 1)
     low, high = rule_range(*row_range(rows), rule)
@@ -569,9 +534,9 @@ def _neighbours(best: _Best, rule: Rule, count: int) -> tuple[Tensor, Tensor]:
 def _refitted(
     best: _Best, rows: Tensor, rule: Rule, measure: _Measure
 ) -> tuple[Tensor, Tensor]:
-    """Return scales that suit the present codes, (A, B, C, 1), by least squares.
+    """Fit scales to the current codes by least squares, (A, B, C, 1).
 
-    The first keep the zero points, the second take those that suit the codes.
+    The first keep the zero points; the second use fitted ones.
     """
     levels = (rows / best.scale).add_(best.zero_point).round_()
     levels = torch.minimum(levels, rule.qmax, out=levels).relu_().sub_(best.zero_point)
@@ -586,7 +551,7 @@ def _refitted(
     shifted = torch.minimum(best.zero_point + shift, rule.qmax).relu()
     usable = rule.zero_point.isnan() & (slope > 0)
     shift = torch.where(usable, shifted - best.zero_point, 0)
-    # Whether any moves at all is not asked of a GPU: the host would wait for it.
+    # Checking whether any zero point moves would synchronize with a GPU.
     moved = rule.free and (rows.is_cuda or bool(shift.any()))
     shift = torch.stack([torch.zeros_like(shift), shift][: 1 + moved])
     squares = square - 2 * shift * level + shift.square() * count
@@ -636,30 +601,26 @@ def _dot(first: Tensor, second: Tensor) -> Tensor:
 
 
 _BINS = 4096  # of a histogram: 16 for each of the 256 levels of 8 bits
-# Values of one batch that enter the histogram; the extremes are those of all values.
-_COUNTED = 1 << 17
+_COUNTED = 1 << 17  # values of a batch in the histogram; the extremes are those of all
 _SMALLEST_EXPONENT = -100
-# Share of the importance that all values get alike: gradients say what a small error
-# costs, and a value that is cut off has a large one.
+# Share of the importance that is the same for all values: gradients tell the cost of
+# small errors, but values that are clipped have large ones.
 _EVEN = 0.1
-# What log grids are tried: codes to a halving, scales below the largest value, and
-# shifts, as multiples of what makes the lowest value 0.
+# Log grids to try: codes per halving, scales below the largest value, and shifts, as
+# multiples of the one that makes the lowest value 0.
 _IN_OCTAVE, _SMALLER_SCALES = (1, 2, 3, 4, 6, 8, 12, 16, 24), 9
 _SHIFTS = (1.0, 1.5, 2.0, 2.5)
 
 
 @dataclass(frozen=True, eq=False)
 class Observed:
-    """What is known of a tensor that was seen in batches."""
+    """A histogram of a tensor over several batches."""
 
-    # Values in each bin, int64 of shape (4096,). The bins cover -2^exponent to
-    # 2^exponent.
-    counts: Tensor
-    exponent: Tensor  # int32 of shape ()
-    low: Tensor  # the least value, shape ()
-    high: Tensor  # the largest value, shape ()
-    # Squared gradients of the values in each bin, summed, float64 of shape (4096,);
-    # None where they are not known.
+    counts: Tensor  # int64, (4096,); the bins cover -2^exponent to 2^exponent
+    exponent: Tensor  # int32, ()
+    low: Tensor  # the smallest value, ()
+    high: Tensor  # the largest value, ()
+    # Sum of squared gradients of the values in each bin, float64, (4096,), if known.
     importance: Tensor | None = None
 
     @property
@@ -670,7 +631,7 @@ class Observed:
 
 
 def observe_range(x: Tensor, seen: Observed | None = None) -> Observed:
-    """Return what is known after one more batch, of any shape.
+    """Return the histogram with one more batch, of any shape, added.
 
     Example:
         >>> seen = observe_range(torch.tensor([0.0, 1.0]))
@@ -696,12 +657,12 @@ def observe_range(x: Tensor, seen: Observed | None = None) -> Observed:
 
 
 def value_bins(seen: Observed, x: Tensor) -> Tensor:
-    """Return the bins of those values of a batch, already seen, that are counted."""
+    """Return the bins of the counted values of a batch that was already added."""
     return _places(x.detach().float().flatten(), seen.exponent)
 
 
 def with_importance(seen: Observed, bins: Tensor, gradient: Tensor) -> Observed:
-    """Return what is known with the gradients of one more batch, of given bins."""
+    """Return the histogram with the gradients of one more batch, given its bins."""
     squares = thinned(gradient.detach().flatten()[None], _COUNTED)[0].double().square()
     # On the CPU: sums of floats on a GPU differ from one run to the next.
     found = torch.bincount(bins.cpu(), squares.cpu(), minlength=_BINS)
@@ -717,18 +678,16 @@ def activation_grid(
     power: float = 2.0,
     fraction: float = 0.9999,
 ) -> Grid:
-    """Return a grid for the values seen: one scale, shape (), and an integer zero.
+    """Return a grid for the values seen: one scale and integer zero point, () each.
 
     Args:
-        method: ``minmax`` holds every value, ``percentile`` the middle ``fraction`` of
-            them, ``mse`` looks for the least sum of |error|^power, and ``fisher`` for
-            the least such sum weighed by importance, where that is known; ``shrink`` is
-            BRECQ's search, in which both ends shrink alike.
-        power: For ``mse`` and ``fisher``.
-        fraction: For ``percentile``.
+        method: ``minmax`` covers all values and ``percentile`` the middle ``fraction``
+            of them. ``mse`` minimises the sum of |error|^power, and ``fisher`` this sum
+            weighted by importance, if known. ``shrink`` is BRECQ's search, in which
+            both ends shrink together.
     """
     check_bits(bits)
-    check_known("method", method, _METHODS)
+    check_known("method", method, get_args(RangeMethod))
     if not torch.isfinite(seen.high - seen.low):
         raise ValueError("activations hold NaN or infinity; check the samples")
     low, high = seen.low.clamp(max=0), seen.high.clamp(min=0)
@@ -749,11 +708,11 @@ def activation_grid(
 def log_grid(
     seen: Observed, bits: int, method: RangeMethod = "fisher"
 ) -> tuple[Grid, float | None]:
-    """Return the grid of powers that costs the network's output least, and its shift.
+    """Return the log grid that costs the network's output least, and its shift.
 
-    See :func:`ompq.quantizers.on_log_grid`. The shift is None, and the grid one of even
-    steps, where that costs less; but not if all values are positive, as probabilities
-    are: small ones count by their sum, which the errors of single values do not show.
+    See :func:`ompq.quantizers.on_log_grid`. If a uniform grid costs less, it is chosen
+    with a shift of None. Positive values, such as probabilities, always get a log grid:
+    the sum of the small ones matters, which the errors of single values do not show.
     """
     weights = _weights(seen, "fisher").double()
 
@@ -776,12 +735,12 @@ def log_grid(
 
 
 def fake_quantize_tensor(x: Tensor, bits: int) -> Tensor:
-    """Return the tensor on the grid of least squared error for its own values."""
+    """Round a tensor to the grid of least squared error for its own values."""
     return activation_grid(observe_range(x), bits).fake(x)
 
 
 def tensor_noise(x: Tensor, bits: Sequence[int]) -> Tensor:
-    """Return ||x - Q(x)||^2 / ||x||^2 at each width, (widths,), nearly."""
+    """Estimate ||x - Q(x)||^2 / ||x||^2 at each width, (widths,)."""
     seen = observe_range(x)
     values = thinned(x.detach().float().flatten()[None], _COUNTED)
     errors = [values - activation_grid(seen, width).fake(values) for width in bits]
@@ -793,17 +752,17 @@ def tensor_noise(x: Tensor, bits: Sequence[int]) -> Tensor:
 def _places(values: Tensor, exponent: Tensor) -> Tensor:
     values = thinned(values[None], _COUNTED)[0]
     places = torch.ldexp(values * (_BINS // 2), -exponent).floor().long() + _BINS // 2
-    # Only NaN and infinity fall outside; they are reported when a grid is asked for.
+    # Only NaN and infinity are outside; activation_grid reports them.
     return places.clamp(0, _BINS - 1)
 
 
 def _weights(seen: Observed, method: RangeMethod) -> Tensor:
-    """Return what an error in each bin counts, (bins,); the sum is 1."""
+    """Return the weight of errors in each bin, (bins,); the sum is 1."""
     counts = seen.counts.float() / seen.counts.sum()
     if method == "mse" or seen.importance is None:
         return counts
     total = seen.importance.sum()
-    if not (torch.isfinite(total) and total > 0):  # no gradient got there
+    if not (torch.isfinite(total) and total > 0):  # no gradient reached it
         return counts
     important = (seen.importance / total).to(counts)
     return torch.lerp(important, counts, _EVEN)
@@ -841,7 +800,7 @@ def _integer_grid(low: Tensor, high: Tensor, bits: int) -> tuple[Tensor, Tensor]
 def _least_error(
     values: Tensor, weights: Tensor, low: Tensor, high: Tensor, bits: int, power: float
 ) -> tuple[Tensor, Tensor]:
-    # Both ends shrink on their own: first in wide steps, then around the best.
+    # Each end shrinks on its own: first in large steps, then around the best.
     for parts in (torch.logspace(0, -1.2, 16), torch.logspace(0.08, -0.08, 11)):
         pairs = torch.cartesian_prod(parts, parts).to(low.device)
         lows, highs = low * pairs[:, :1], high * pairs[:, 1:]  # (A, 1)

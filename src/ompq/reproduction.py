@@ -31,7 +31,7 @@ from ompq.errors import (
 from ompq.experiments import ANY, HALFWAY, Experiment, Row
 from ompq.files import json_object, library_version, read_json, write_text
 from ompq.graph import trace
-from ompq.measurement.reconstruction_score import BlockLoss
+from ompq.measurement import BlockLoss
 from ompq.measurement.rivals import ReinforceConfig, one_bitwidth, reinforce
 from ompq.models import NamedModel
 from ompq.models.networks import CifarResNet
@@ -54,7 +54,7 @@ from ompq.samples import Samples, model_device
 from ompq.scores import measure_orm
 from ompq.stages import Stages
 from ompq.training import train
-from ompq.training.config import TRAIN_PROTOCOLS
+from ompq.training.step import TRAIN_PROTOCOLS
 from ompq.units import select
 from ompq.workflow import Workflow, learning_config, paper_samples
 

@@ -1,4 +1,4 @@
-"""Samples: unlabelled inputs, read once, and the ways to run a network on them.
+"""Samples: unlabelled inputs, read once, and functions that run a network on them.
 
 A *batch* is what one call of the network takes: a tensor, a tuple of tensors
 (positional arguments) or a dict of tensors (keyword arguments).
@@ -23,42 +23,40 @@ from ompq.errors import SampleError
 from ompq.offload import running_device, visiting
 
 Batch: TypeAlias = Tensor | tuple[Tensor, ...] | dict[str, Tensor]
-Report: TypeAlias = Callable[[int, int | None], None]  # the same without a message
+Report: TypeAlias = Callable[[int, int | None], None]  # Progress without a message
 # A forward hook with keyword arguments: called with module, args, kwargs and output.
 Collector: TypeAlias = Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any], None]
-# A pass changes a network for a while: its mode, its hooks. One thread at a time.
+# A pass changes a network's mode and hooks for a while: one thread at a time.
 _LOCKS: WeakKeyDictionary[nn.Module, RLock] = WeakKeyDictionary()
 _NEW_LOCK = Lock()
 _READ_AT_ONCE = 64  # items of a dataset
-_MOST_BYTES = 1 << 35  # of samples: a whole training set, or a generator without end
+_MOST_BYTES = (
+    1 << 35
+)  # of samples; more is a whole training set or an endless generator
 
 
 @dataclass(frozen=True, eq=False)
 class Samples:
     """Unlabelled inputs in host memory, in the order in which they were read.
 
-    Every verb that takes samples reads them with :meth:`of`. Do that yourself to read a
-    generator or a shuffled DataLoader once and give the same inputs to several verbs.
-
-    Attributes:
-        runs: Successive inputs of one shape, each run as one large batch.
+    Every verb that takes samples reads them with :meth:`of`. Call it yourself to give
+    the same inputs of a generator or a shuffled DataLoader to several verbs.
     """
 
-    runs: tuple[Batch, ...]
+    runs: tuple[Batch, ...]  # consecutive inputs of one shape, each as one large batch
 
     @classmethod
     def of(cls, given: "SamplesLike") -> "Samples":
-        """Read samples, all of them, once.
+        """Read all samples, once.
 
         Args:
-            given: A batch, or an iterable of batches, which may differ in shape: a
-                list, a DataLoader, a generator; or a dataset, such as a TensorDataset.
-                A tuple is several inputs of one call.
-                Of a list ``[inputs, targets]``, which a DataLoader of labelled images
-                yields, the targets (class numbers) are left out.
+            given: A batch; an iterable of batches, which may differ in shape, such as a
+                list, a DataLoader or a generator; or a dataset. A tuple is several
+                inputs of one call. Of a list ``[inputs, targets]``, as a DataLoader of
+                labelled images yields, the targets (class numbers) are ignored.
 
         Raises:
-            SampleError: They are none, too many, not tensors, or not finite.
+            SampleError: There are none or too many, or they are not finite tensors.
         """
         if isinstance(given, Samples):
             return given
@@ -70,7 +68,7 @@ class Samples:
                 f"samples must be tensors or an iterable of batches, not "
                 f"{type(given).__name__}"
             )
-        # A loader's workers lend their memory, and a generator may reuse its own.
+        # Workers of a loader share their memory, and a generator may reuse its own.
         lent = not single and not isinstance(given, list)
         runs: list[list[Batch]] = []
         for batch in _read([given] if single else given):
@@ -103,7 +101,7 @@ class Samples:
         return Samples(tuple(kept))
 
     def first(self, count: int) -> "Samples":
-        """Return the first inputs, at most ``count``."""
+        """Return at most ``count`` inputs, the first ones."""
         return self[:count]
 
     def first_batch(self, count: int) -> Batch:
@@ -111,7 +109,10 @@ class Samples:
         return _cut(self.runs[0], 0, count)
 
     def share(self, number: int, count: int) -> "Samples":
-        """Return every ``count``-th input from a number on; all, if some have none."""
+        """Return every ``count``-th input, starting at ``number``.
+
+        If there are fewer than ``count``, all are returned.
+        """
         if len(self) < count:
             return self
         runs, start = [], number
@@ -123,13 +124,13 @@ class Samples:
         return Samples(tuple(runs))
 
     def batches(self, size: int) -> Iterator[Batch]:
-        """Yield all inputs in order, at most ``size`` at a time, of one shape each."""
+        """Yield all inputs in order, in batches of one shape and at most ``size``."""
         for run in self.runs:
             for start in range(0, batch_length(run), size):
                 yield _cut(run, start, start + size)
 
     def batch_count(self, size: int) -> int:
-        """Return how many batches of at most ``size`` there are."""
+        """Return the number of batches of at most ``size`` inputs."""
         return sum(-(-batch_length(run) // size) for run in self.runs)
 
 
@@ -142,7 +143,7 @@ def batch_length(batch: Batch) -> int:
 
 
 def batch_values(batch: Batch) -> int:
-    """Return the number of values in all tensors of a batch."""
+    """Return the total number of elements in a batch."""
     return sum(tensor.numel() for tensor in _tensors(batch))
 
 
@@ -168,27 +169,23 @@ def arguments(batch: Batch) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
 
 
 def call(model: nn.Module, batch: Batch) -> Any:
-    """Call the network with a tensor, a tuple or a dict of tensors."""
+    """Call the network with a batch on its device."""
     args, kwargs = arguments(batch)
     with visiting(model):
         return model(*args, **kwargs)
 
 
 def run_batch(model: nn.Module, batch: Batch) -> Any:
-    """Call the network with a batch that may lie on another device."""
+    """Call the network with a batch that may be on another device."""
     return call(model, to_device(batch, model_device(model)))
 
 
 def first_tensor(output: Any) -> Tensor:
-    """Return the first floating-point tensor of an output: its logits, usually."""
+    """Return the first floating-point tensor of an output, usually the logits."""
     if isinstance(output, Tensor) and output.is_floating_point():
         return output
-    children: Iterable[Any] = ()
-    if isinstance(output, dict):
-        children = output.values()
-    elif isinstance(output, tuple | list):
-        children = output
-    for child in children:
+    nested = output.values() if isinstance(output, dict) else output
+    for child in nested if isinstance(output, dict | tuple | list) else ():
         try:
             return first_tensor(child)
         except SampleError:
@@ -201,8 +198,8 @@ def first_tensor(output: Any) -> Tensor:
 def class_rows(output: Tensor) -> Tensor:
     """Return an output as rows of logits, (N × places, classes).
 
-    Classes are the second dimension of images (N, classes, H, W) and the last of
-    everything else, such as tokens (N, length, classes).
+    Classes are the second dimension of images, (N, classes, H, W), and otherwise the
+    last, as in tokens, (N, length, classes).
     """
     if output.dim() > 3:
         output = output.movedim(1, -1)
@@ -210,9 +207,9 @@ def class_rows(output: Tensor) -> Tensor:
 
 
 def token_ids(batch: Batch) -> Tensor | None:
-    """Return the token ids of a batch, -100 where a mask hides them, if it has any.
+    """Return the token ids of a batch, if it has any; -100 where a mask hides them.
 
-    These are a tensor of int32 or int64, or what a dict has as ``input_ids``.
+    They are an int32 or int64 tensor, which may be the ``input_ids`` of a dict.
     """
     mask = None
     if isinstance(batch, dict):
@@ -224,7 +221,7 @@ def token_ids(batch: Batch) -> Tensor | None:
 
 
 def model_device(model: nn.Module) -> torch.device:
-    """Return where a network runs: where its first weight is; CPU without any."""
+    """Return the device that a network runs on: that of its first weight, or CPU."""
     for tensor in chain(model.parameters(), model.buffers()):
         return running_device(tensor.device)
     return torch.device("cpu")
@@ -232,19 +229,21 @@ def model_device(model: nn.Module) -> torch.device:
 
 @contextmanager
 def evaluating(*models: nn.Module) -> Iterator[None]:
-    """Put networks into eval mode without gradients; restore every flag after.
+    """Put networks into eval mode without gradients; restore all flags afterwards.
 
-    Decoders keep no keys and values meanwhile: a block would see its last call's.
-    Another thread that wants to run one of them so waits until then.
+    Meanwhile decoders do not cache keys and values, or a block would see those of its
+    last call. Other threads that evaluate one of the networks wait.
     """
     with ExitStack() as stack:
-        for model in sorted(models, key=id):  # in one order: no two threads deadlock
+        for model in sorted(
+            models, key=id
+        ):  # one order, so that threads never deadlock
             stack.enter_context(locked(model))
         modules = [module for model in models for module in model.modules()]
         modes: list[tuple[Any, str, bool]] = [
             (m, "training", m.training) for m in modules
         ]
-        # What makes a decoder of transformers keep keys and values.
+        # This flag makes decoders of transformers cache keys and values.
         configs = [getattr(module, "config", None) for module in modules]
         caching = [c for c in configs if getattr(c, "use_cache", None) is True]
         modes += [(config, "use_cache", True) for config in caching]
@@ -256,19 +255,19 @@ def evaluating(*models: nn.Module) -> Iterator[None]:
                 yield
         finally:
             for module, flag, mode in modes:
-                if getattr(module, flag) is not mode:  # setting a module's is slow
+                if getattr(module, flag) is not mode:  # setting it is slow
                     setattr(module, flag, mode)
 
 
 def locked(model: nn.Module) -> AbstractContextManager[object]:
-    """Keep other threads from changing the mode or the hooks of a network."""
+    """Return a lock that protects a network's mode and hooks from other threads."""
     with _NEW_LOCK:
         return _LOCKS.setdefault(model, RLock())
 
 
 @contextmanager
 def attached(hooks: Iterable[RemovableHandle]) -> Iterator[None]:
-    """Remove hooks in the end, whatever happens."""
+    """Register hooks, and remove them at the end in any case."""
     handles: list[RemovableHandle] = []
     try:
         handles.extend(hooks)
@@ -297,7 +296,7 @@ def collect(
     batch_size: int = 256,
     report: Report = lambda _done, _total: None,
 ) -> None:
-    """Run the network over all samples, in eval mode, for what modules get and give."""
+    """Run the network on all samples in eval mode; collectors see calls of modules."""
     total = samples.batch_count(batch_size)
     hooks = (
         module.register_forward_hook(in_this_thread(collector), with_kwargs=True)
@@ -310,7 +309,7 @@ def collect(
 
 
 def cudnn_kernels(*, repeatable: bool) -> AbstractContextManager[None]:
-    """Let cuDNN take kernels that give the same bits every time, or the fastest."""
+    """Make cuDNN choose kernels with repeatable results, or the fastest ones."""
     cudnn = torch.backends.cudnn
     return cudnn.flags(
         enabled=cudnn.enabled,
@@ -327,13 +326,13 @@ def _tensors(batch: Batch) -> list[Tensor]:
 
 
 def _cut(batch: Batch, start: int, stop: int, step: int = 1) -> Batch:
-    # A tensor without the batch dimension (a shared mask, say) is passed whole.
+    # Tensors without the batch dimension, such as a shared mask, are kept whole.
     count, part = batch_length(batch), slice(start, stop, step)
     return map_batch(batch, lambda t: t[part] if t.dim() and len(t) == count else t)
 
 
 def _is_labelled(given: Any) -> bool:
-    """Whether this is a list of inputs (N, ...) and their class numbers (N,)."""
+    """Return whether this is a list of inputs (N, ...) and class numbers (N,)."""
     if not isinstance(given, list) or len(given) != 2:
         return False
     if not all(isinstance(tensor, Tensor) for tensor in given):
@@ -349,7 +348,7 @@ def _say_once(text: str) -> None:
 
 
 def _read(batches: Iterable[Any]) -> Iterator[Batch]:
-    """Yield the batches that hold inputs, checked, in host memory."""
+    """Yield the non-empty batches, checked, in host memory."""
     size = 0
     for batch in map(_inputs, batches):
         size += sum(tensor.nbytes for tensor in _tensors(batch))
@@ -389,7 +388,7 @@ def _inputs(batch: Any) -> Batch:
 
 
 def _types(batch: Batch) -> tuple[Any, list[tuple[torch.dtype, torch.Size, bool]]]:
-    """Return keys, types and shapes, and which tensors have the batch dimension."""
+    """Return keys, dtypes and shapes, and which tensors have the batch dimension."""
     count = batch_length(batch)
     keys = [*batch] if isinstance(batch, dict) else type(batch)
     return keys, [
@@ -399,7 +398,7 @@ def _types(batch: Batch) -> tuple[Any, list[tuple[torch.dtype, torch.Size, bool]
 
 
 def _alike(one: Batch, other: Batch) -> bool:
-    """Whether two batches can be joined: tensors that inputs share must be equal."""
+    """Return whether batches can be joined; tensors that inputs share must be equal."""
     if _types(one) != _types(other):
         return False
     pairs = zip(_tensors(one), _tensors(other), _types(one)[1], strict=True)

@@ -325,7 +325,14 @@ class LayerGraph:
             data = {**data, "float_bytes": 4 * data["float_parameters"]}
             del data["float_parameters"]
         graph = json_record(cls, data)
-        graph = replace(graph, units=tuple(map(_as_layer, graph.units)))
+        # Version 0.1 rounded attention projections in place; now they are layers.
+        units = (
+            replace(unit, kind="linear", parameter=f"{unit.name}.weight")
+            if unit.kind == "attention"
+            else unit
+            for unit in graph.units
+        )
+        graph = replace(graph, units=tuple(units))
         for unit in graph.units:
             axes = unit.weight_shape
             if not 1 <= len(axes) <= _MOST_AXES or min(axes) < 1:
@@ -344,13 +351,6 @@ class LayerGraph:
         if len(graph._by_name) < len(graph):
             raise ValueError("two units have the same name")
         return graph
-
-
-def _as_layer(unit: Unit) -> Unit:
-    """Convert an attention projection, which version 0.1 rounded in place."""
-    if unit.kind != "attention":
-        return unit
-    return replace(unit, kind="linear", parameter=f"{unit.name}.weight")
 
 
 def _positions(names: Iterable[str]) -> dict[str, tuple[int, ...]]:
@@ -466,10 +466,9 @@ class ScoreTable:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data for JSON."""
+        tables = {n: getattr(self, n) for n in ("damage", "gamma", "importance")}
         return {
-            "damage": self.damage.tolist(),
-            "gamma": None if self.gamma is None else self.gamma.tolist(),
-            "importance": None if self.importance is None else self.importance.tolist(),
+            **{n: None if t is None else t.tolist() for n, t in tables.items()},
             "orm": _packed_orm(self.orm),
             "orm_labels": list(self.orm_labels),
         }
@@ -480,22 +479,21 @@ class ScoreTable:
     ) -> "ScoreTable":
         """Rebuild a table; malformed data raises a KeyError or a ValueError."""
         labels = json_list(data["orm_labels"], "orm_labels")
+        gamma, importance = (
+            None if data[n] is None else np.array(json_table(data[n], n, (units,)))
+            for n in ("gamma", "importance")
+        )
         return cls(
             damage=np.array(json_table(data["damage"], "damage", (units, choices))),
             orm=_unpacked_orm(data["orm"], len(labels)),
             orm_labels=tuple(json_text(label, "orm_labels") for label in labels),
-            gamma=_unit_values(data, "gamma", units),
-            importance=_unit_values(data, "importance", units),
+            gamma=gamma,
+            importance=importance,
         )
 
 
 # A larger ORM is not saved: with 3,000 units it alone would take 24 MB.
 _LARGEST_ORM = 700
-
-
-def _unit_values(data: Mapping[str, Any], name: str, count: int) -> Table | None:
-    values = data[name]
-    return None if values is None else np.array(json_table(values, name, (count,)))
 
 
 def _packed_orm(orm: Table | None) -> Any:

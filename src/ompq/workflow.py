@@ -19,9 +19,15 @@ from ompq.errors import ExportError, PackedFileError
 from ompq.evaluation import Metric, evaluate
 from ompq.files import library_version, write_text
 from ompq.integer.finalization import finalized
-from ompq.measurement.goals import Goal, Smallest, SmallestConfig, smallest
-from ompq.measurement.meter import Meter
-from ompq.measurement.refinement import RefineConfig, refine
+from ompq.measurement import Meter
+from ompq.measurement.refinement import (
+    Goal,
+    RefineConfig,
+    Smallest,
+    SmallestConfig,
+    refine,
+    smallest,
+)
 from ompq.onnx.export import export_onnx
 from ompq.packing import add_onnx, save
 from ompq.planner import Pin, PlanConfig, plan as make_plan

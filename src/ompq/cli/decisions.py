@@ -36,8 +36,8 @@ from ompq.cli.settings import (
 from ompq.cli.views import as_budget, cost_columns, plan_view, size_budgets
 from ompq.costs import FLOAT_BITS, Budget, digits, in_bytes
 from ompq.datasets import load_data
+from ompq.measurement import SCORES
 from ompq.measurement.audits import Audit, AuditConfig, audit as measure_scores
-from ompq.measurement.reconstruction_score import SCORES
 from ompq.models import blank_input, output_count
 from ompq.planner import unscored_problem
 from ompq.report import write_report

@@ -47,7 +47,7 @@ from ompq.errors import BudgetError, DataError, PlanError, suggestion
 from ompq.evaluation import METRICS, Metric, evaluate as measure
 from ompq.files import is_user_function, locked_folder, user_function
 from ompq.integer import IntegerNetwork
-from ompq.measurement.goals import Goal, Smallest
+from ompq.measurement.refinement import Goal, Smallest
 from ompq.models import NamedModel
 from ompq.packing import load, save
 from ompq.plans import Plan, read_bits
@@ -66,7 +66,7 @@ from ompq.results import Evaluation
 from ompq.samples import model_device
 from ompq.stages import CONFIG, ONNX, PACKED, PLAN, REPORT, RESULT
 from ompq.training import TrainingData, check_installed, checked_length, train as learn
-from ompq.training.config import TRAIN_PROTOCOLS, TrainConfig
+from ompq.training.step import TRAIN_PROTOCOLS, TrainConfig
 from ompq.workflow import (
     ANYTHING,
     CALIBRATION_SAMPLES,

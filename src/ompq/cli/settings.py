@@ -26,7 +26,7 @@ from ompq.costs import FLOAT_BITS, Accounting, load_latency
 from ompq.datasets import Batches, Data, Split, load_data
 from ompq.errors import ScoreError, suggestion
 from ompq.files import call_user_function, is_user_function
-from ompq.measurement.reconstruction_score import SCORES
+from ompq.measurement import SCORES
 from ompq.measurement.refinement import RefineConfig
 from ompq.models import NamedModel, load_model
 from ompq.offload import device_memory

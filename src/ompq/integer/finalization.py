@@ -21,7 +21,7 @@ from ompq.layers import (
     quantized_layers,
 )
 from ompq.quantization import keep_rates, quantization_of, with_quantization
-from ompq.quantization.moments import like_channels
+from ompq.quantization.channels import like_channels
 from ompq.quantization.sites import Link
 from ompq.recording import copied
 from ompq.samples import Samples, SamplesLike

@@ -17,7 +17,7 @@ from ompq.allocation.program import Allocation
 from ompq.costs import Budget, digits
 from ompq.evaluation import evaluate
 from ompq.files import json_list, json_object
-from ompq.measurement.meter import Checkpoint, Meter
+from ompq.measurement import Checkpoint, Meter
 from ompq.planner import PlanConfig, plan as make_plan
 from ompq.plans import Plan
 from ompq.recording import copied
@@ -65,24 +65,14 @@ class AuditConfig:
 
 @dataclass(frozen=True)
 class Measured:
-    """One allocation and its measured damage.
+    """One allocation and its measured damage."""
 
-    Attributes:
-        name: ``random allocation 7``, the score that chose it, or the caller's name.
-        bits: Choice of each unit, as in JSON, in the graph's order.
-        size_bytes: Size as the plan counts it.
-        divergence: Mean KL divergence from the float network on held-out samples, in
-            nats.
-        top1: Accuracy, if there are labelled batches.
-        orthogonality: Mean ORM between the layers of the quantized network.
-    """
-
-    name: str
-    bits: tuple[tuple[float, ...], ...]
-    size_bytes: float
-    divergence: float
-    top1: float | None = None
-    orthogonality: float | None = None
+    name: str  # ``random allocation 7``, the score that chose it, or the caller's name
+    bits: tuple[tuple[float, ...], ...]  # choice of each unit, in the graph's order
+    size_bytes: float  # size as the plan counts it
+    divergence: float  # mean KL from the float network, in nats, on held-out samples
+    top1: float | None = None  # accuracy, if there are labelled batches
+    orthogonality: float | None = None  # mean ORM between the quantized layers
 
 
 class Correlation(NamedTuple):
@@ -158,7 +148,8 @@ class Audit:
 
     def allocation(self, measured: Measured) -> Allocation:
         """Return a measured allocation in the form that ``quantize`` takes."""
-        return _allocation(self.units, measured)
+        pairs = zip(self.units, measured.bits, strict=True)
+        return Allocation({unit: Choice.from_json([*b], unit) for unit, b in pairs})
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data for JSON."""
@@ -212,7 +203,14 @@ def audit(  # noqa: PLR0913 - the last four are optional
     """
     calibration = Samples.of(samples)
     report = progress or no_progress
-    plans, seconds = _plans(model, calibration, budget, config, report)
+    plans, seconds = {}, {}
+    for done, score in enumerate(config.scores):
+        name = score_name(score)
+        report(done, len(config.scores), f"planning by {name}")
+        start = time.perf_counter()
+        settings = replace(config.plan, score=score)
+        plans[name] = make_plan(model, calibration.first(64), budget, settings)
+        seconds[name] = time.perf_counter() - start
     first = next(iter(plans.values()))
     rng = np.random.default_rng(config.seed)
     candidates = {
@@ -232,11 +230,21 @@ def audit(  # noqa: PLR0913 - the last four are optional
         seed=config.seed,
         group_size=first.graph.group_size,
     )
-    identity = _identity(meter, first, candidates)
+    listed = {name: one.to_json() for name, one in candidates.items()}
+    identity = json.dumps([first.graph.to_json(), listed, meter.judge], sort_keys=True)
     saved = Checkpoint(checkpoint, "audit", identity, _read)
 
     def measure(name: str) -> Measured:
-        return _measured(meter, first, batches, config, (name, candidates[name]))
+        bits = candidates[name]
+        network = meter.quantized(bits)
+        return Measured(
+            name=name,
+            bits=tuple(tuple(choice.to_json()) for choice in bits.values()),
+            size_bytes=replace(first, allocation=bits).totals["bytes"],
+            divergence=meter.divergence(network),
+            top1=evaluate(network, batches).top1 if batches else None,
+            orthogonality=_orthogonality(meter, first, bits, config.orm_samples),
+        )
 
     measured: list[Measured] = []
     for result in saved.get_all([*candidates], measure):
@@ -283,24 +291,6 @@ def random_allocation(plan: Plan, rng: np.random.Generator) -> Allocation:
     return plan.problem.unit_allocation(columns())
 
 
-def _plans(
-    model: nn.Module,
-    samples: Samples,
-    budget: Budget | str,
-    config: AuditConfig,
-    report: Progress,
-) -> tuple[dict[str, Plan], dict[str, float]]:
-    plans, seconds = {}, {}
-    for done, score in enumerate(config.scores):
-        name = score_name(score)
-        report(done, len(config.scores), f"planning by {name}")
-        start = time.perf_counter()
-        settings = replace(config.plan, score=score)
-        plans[name] = make_plan(model, samples.first(64), budget, settings)
-        seconds[name] = time.perf_counter() - start
-    return plans, seconds
-
-
 def _uniform(plan: Plan) -> dict[str, Allocation]:
     """Return the largest uniform allocation that meets the budget, if there is one."""
     for choice in reversed(by_bits(plan.choices)):
@@ -309,25 +299,6 @@ def _uniform(plan: Plan) -> dict[str, Allocation]:
         if plan.allowed[:, column].all() and plan.meets_budget(uniform):
             return {f"uniform {choice}": uniform}
     return {}
-
-
-def _measured(
-    meter: Meter,
-    plan: Plan,
-    batches: Sequence[tuple[Batch, Tensor]],
-    config: AuditConfig,
-    candidate: tuple[str, Allocation],
-) -> Measured:
-    name, bits = candidate
-    network = meter.quantized(bits)
-    return Measured(
-        name=name,
-        bits=tuple(tuple(choice.to_json()) for choice in bits.values()),
-        size_bytes=replace(plan, allocation=bits).totals["bytes"],
-        divergence=meter.divergence(network),
-        top1=evaluate(network, batches).top1 if batches else None,
-        orthogonality=_orthogonality(meter, plan, bits, config.orm_samples),
-    )
 
 
 def _orthogonality(
@@ -349,21 +320,11 @@ def _orthogonality(
     return float(np.mean(orm.matrix))
 
 
-def _identity(meter: Meter, plan: Plan, candidates: Mapping[str, Allocation]) -> str:
-    bits = {name: one.to_json() for name, one in candidates.items()}
-    return json.dumps([plan.graph.to_json(), bits, meter.judge], sort_keys=True)
-
-
 def _read(entry: Any) -> Measured:
     data = json_object(entry, "measured")
     choices = json_list(data.get("bits"), "bits")
     bits = tuple(tuple(json_list(choice, "bits")) for choice in choices)
     return Measured(**{**data, "bits": bits})
-
-
-def _allocation(names: Sequence[str], measured: Measured) -> Allocation:
-    pairs = zip(names, measured.bits, strict=True)
-    return Allocation({name: Choice.from_json([*bits], name) for name, bits in pairs})
 
 
 def _summary(
@@ -372,19 +333,18 @@ def _summary(
     measured: Sequence[Measured],
     config: AuditConfig,
 ) -> Audit:
+    """Return the audit: how well each score predicts and chooses."""
     first = next(iter(plans.values()))
-    random = [one for one in measured if one.name.startswith(RANDOM)]
+    found = Audit(str(first.budget), first.graph.names, tuple(measured), (), ())
+    random, best = found.random, found.best.divergence
     truth = np.array([one.divergence for one in random])
     rng = np.random.default_rng(config.seed)
-    columns = np.array(
-        [first.problem.columns(_allocation(first.graph.names, one)) for one in random]
-    )
+    columns = np.array([first.problem.columns(found.allocation(one)) for one in random])
 
     def predicted(damage: Floats) -> Floats:
         totals: Floats = damage[np.arange(len(damage)), columns].sum(1)
         return totals
 
-    best = min(one.divergence for one in measured)
     own = {one.name: one.divergence for one in measured}
     entries = [
         ScoreAudit(
@@ -408,10 +368,8 @@ def _summary(
     claim = None
     if len(orthogonal) == len(random) > 2:
         claim = _correlation(spearmanr, np.array(orthogonal), truth, config, rng)
-    return Audit(
-        budget=str(first.budget),
-        units=tuple(first.graph.names),
-        measured=tuple(measured),
+    return replace(
+        found,
         scores=tuple(sorted(entries, key=lambda one: one.divergence)),
         null_spearman=tuple(null),
         orthogonality=claim,

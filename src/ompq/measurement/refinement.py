@@ -1,36 +1,49 @@
-"""refine(): improve a plan by measuring whole allocations on the network itself.
+"""Find better bits by measuring networks: for a budget, or for a goal.
 
-No score is best for every network. So the optima of several scores are quantized and
-compared with the float network on held-out samples. Then the best score is corrected by
-one factor per group of units to fit the measurements, and solved again, until the count
-is used up. All measurements are kept in the plan.
+:func:`refine` keeps to a plan's budget. No score is best for every network, so the
+optima of several scores are quantized and compared with the float network on held-out
+samples. Then the best score is corrected by one factor per group of units to fit the
+measurements, and solved again, until the count is used up. All measurements are kept in
+the plan.
+
+:func:`smallest` looks for the smallest network that meets a goal. Damage is only a
+prediction, so networks of several sizes are measured in a binary search: first with
+weights rounded to nearest, which takes seconds, then reconstructed, downwards from the
+smallest size that met the goal with rounding alone.
 """
 
 import logging
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import nn
 
-from ompq.allocation import Allocation, allocate
-from ompq.costs import digits
-from ompq.errors import check_known
-from ompq.files import json_number
+from ompq.allocation import Allocation, allocate, reachable
+from ompq.costs import Budget, digits, in_bytes, percent
+from ompq.errors import GoalError, check_known
+from ompq.evaluation import Metric, evaluate
+from ompq.files import json_number, json_object
 from ompq.graph import trace
-from ompq.measurement.meter import Checkpoint, Meter, split
+from ompq.integer.finalization import finalized
+from ompq.measurement import Checkpoint, Meter, split
 from ompq.plans import Measurement, Plan
+from ompq.quantization import quantize
+from ompq.reconstruction import ReconstructConfig, reconstruct
+from ompq.recording import tensors_in
+from ompq.results import Evaluation
 from ompq.samples import Samples, SamplesLike
 from ompq.scores import Score, ScoreInputs, score_name, score_table
-from ompq.stages import Progress
+from ompq.stages import Progress, no_progress
 
 Floats = NDArray[np.float64]
 logger = logging.getLogger(__name__)
+_TRIES = 24  # perturbations to try before giving up
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,12 +137,13 @@ def refine(
         group_size=plan.graph.group_size,
     )
     known = [one for one in plan.measured if one.judge == meter.judge]
-    saved = Checkpoint(
-        checkpoint,
-        "refinement",
-        _identity(plan, meter, config),
-        partial(json_number, what="divergence"),
-    )
+    # A resumed run may have other limits. Scores are compared by name, since the repr
+    # of a function changes from run to run.
+    names = tuple(map(score_name, config.scores))
+    fixed = replace(config, count=1, seconds=None, patience=1, scores=names)
+    identity = f"{plan.hash} {meter.judge} {fixed}"
+    read = partial(json_number, what="divergence")
+    saved = Checkpoint(checkpoint, "refinement", identity, read)
     chooser = _Chooser(plan, config, _tables(plan, model, calibration, config))
     measured: list[Measurement] = []
     started = time.monotonic()
@@ -140,13 +154,9 @@ def refine(
         if progress is not None:
             best = digits(min(one.divergence for one in measured))
             total = config.count if config.seconds is None else None
-            progress(
-                len(measured), total, f"measuring allocations: best divergence {best}"
-            )
-        late = (
-            config.seconds is not None and time.monotonic() > started + config.seconds
-        )
-        if late or len(measured) == config.count or _stale(measured, config.patience):
+            text = f"measuring allocations: best divergence {best}"
+            progress(len(measured), total, text)
+        if _ended(measured, config, time.monotonic() - started):
             break
         if chooser.started(measured) and not _trusted(measured, config):
             return replace(plan, measured=(*plan.measured, *measured))
@@ -168,21 +178,15 @@ def _trusted(measured: list[Measurement], config: RefineConfig) -> bool:
     return False
 
 
-def _identity(plan: Plan, meter: Meter, config: RefineConfig) -> str:
-    # A resumed run may have other limits. Scores are compared by name, since the repr
-    # of a function changes from run to run.
-    names = tuple(map(score_name, config.scores))
-    fixed = replace(config, count=1, seconds=None, patience=1, scores=names)
-    return f"{plan.hash} {meter.judge} {fixed}"
-
-
 def _measure(meter: Meter, bits: Allocation) -> float:
     return meter.divergence(meter.quantized(bits))
 
 
-def _stale(measured: list[Measurement], patience: int) -> bool:
+def _ended(measured: list[Measurement], config: RefineConfig, seconds: float) -> bool:
     values = [one.divergence for one in measured]
-    return len(values) - 1 - values.index(min(values)) >= patience
+    stale = len(values) - 1 - values.index(min(values)) >= config.patience
+    late = config.seconds is not None and seconds > config.seconds
+    return late or stale or len(values) == config.count
 
 
 def _tables(
@@ -205,7 +209,7 @@ class _Chooser:
         self, plan: Plan, config: RefineConfig, tables: Mapping[str, Floats]
     ) -> None:
         self.problem, self.budget, self.config = plan.problem, plan.budget, config
-        self.tables = dict(tables)
+        self.tables = tables
         self.starts = [(plan.score_name, plan.allocation)]
         self.starts += [
             (name, self._best(table))
@@ -228,7 +232,9 @@ class _Chooser:
         # First the optimum; if that was measured, growing perturbations of the table.
         for width in (0.0, *self.config.spread * np.geomspace(0.1, 30.0, _TRIES)):
             noise = generator.standard_normal(len(self.problem.members))
-            bits = self._best(table * np.exp(width * noise)[self._groups])
+            bits = self._best(
+                table * np.exp(width * noise)[self.problem.group_of, None]
+            )
             if bits not in seen:
                 return f"refit {len(measured)}", bits
         return None
@@ -255,7 +261,7 @@ class _Chooser:
         system = np.concatenate([features * scale, ridge * np.eye(len(groups))])
         target = np.concatenate([np.ones(len(truth)), np.full(len(groups), ridge)])
         factors, _ = nnls(system, target)
-        corrected: Floats = table * (scale * factors)[self._groups]
+        corrected: Floats = table * (scale * factors)[self.problem.group_of, None]
         return corrected
 
     def _positive(self, measured: list[Measurement]) -> Floats:
@@ -270,35 +276,329 @@ class _Chooser:
         positive: Floats = table + 1e-9 * max(float(table.max()), 1e-300)
         return positive
 
-    @property
-    def _groups(self) -> tuple[NDArray[np.intp], None]:
-        return self.problem.group_of, None
-
     def _best(self, table: Floats) -> Allocation:
         return allocate(replace(self.problem, damage=table), self.budget)
-
-
-_TRIES = 24  # perturbations to try before giving up
 
 
 def _refined(
     plan: Plan, chooser: _Chooser, known: list[Measurement], new: list[Measurement]
 ) -> Plan:
-    """Return the plan with the best measured allocation within its budget."""
     fitting = [one for one in known if plan.meets_budget(one.allocation)]
     best = min(fitting, key=lambda one: one.divergence).allocation
     table = chooser.corrected(known)
     corrected = replace(plan.problem, damage=table)
     optimum = allocate(corrected, plan.budget)
     bound = corrected.damage_of(optimum) - optimum.gap
-    name = plan.score_name.removesuffix(_REFINED)
     return replace(
         plan,
         allocation=replace(best, gap=max(corrected.damage_of(best) - bound, 0.0)),
         scores=replace(plan.scores, damage=table),
-        score_name=name + _REFINED,
+        score_name=plan.score_name.removesuffix(", refined") + ", refined",
         measured=(*plan.measured, *new),
     )
 
 
-_REFINED = ", refined"
+@dataclass(frozen=True, kw_only=True)
+class Goal:
+    """How close a quantized network must stay to the float one; all limits must hold.
+
+    Attributes:
+        max_drop: Points of top-1 that it may lose on labelled images, or the loss of
+            the metric, in its own unit.
+        min_agreement: Fraction of images on which its top-1 must be the float one's.
+        max_divergence: Largest mean KL divergence from the float network, in nats.
+        metric: A function of the network's output and the targets of a batch that
+            returns one number; higher is better.
+    """
+
+    max_drop: float | None = None
+    min_agreement: float | None = None
+    max_divergence: float | None = None
+    metric: Metric | None = None
+
+    def __post_init__(self) -> None:
+        if not self.limits:
+            raise ValueError(
+                "the goal is empty: give max_drop, min_agreement or max_divergence"
+            )
+        if self.min_agreement is not None and not 0 < self.min_agreement <= 1:
+            raise ValueError(
+                f"min_agreement={self.min_agreement} must be a fraction, 0 to 1"
+            )
+        if self.max_drop is not None and hasattr(self.metric, "of_mean"):
+            raise ValueError(
+                f"max_drop={self.max_drop:g} needs a metric where higher is better. "
+                "For perplexity lower is better: use max_divergence"
+            )
+        if self.max_divergence is not None and not self.max_divergence > 0:
+            raise ValueError(f"max_divergence={self.max_divergence} must be positive")
+
+    @property
+    def limits(self) -> dict[str, float]:
+        """The limits that were given, by name."""
+        names = ("max_drop", "min_agreement", "max_divergence")
+        return {n: v for n in names if (v := getattr(self, n)) is not None}
+
+    def __str__(self) -> str:
+        return ", ".join(_TEXTS[name].format(v) for name, v in self.limits.items())
+
+    def kept(self, result: Evaluation) -> bool:
+        """Return whether an evaluated network meets the goal.
+
+        Raises:
+            GoalError: Something that the goal limits was not measured.
+        """
+        measured = {
+            "max_drop": _drop(result),
+            "min_agreement": result.agreement,
+            "max_divergence": result.divergence,
+        }
+        for name, limit in self.limits.items():
+            value = measured[name]
+            if value is None:
+                raise GoalError(f"{name}={limit:g} cannot be measured: {_NEEDS[name]}")
+            if value < limit if name == "min_agreement" else value > limit:
+                return False
+        return True
+
+
+_TEXTS = {
+    "max_drop": "drop at most {:g}",
+    "min_agreement": "agreement at least {:.2%}",
+    "max_divergence": "divergence at most {:g}",
+}
+_CLASSES = "the network returns no logits of several classes; use a metric of your own"
+_NEEDS = {
+    "max_drop": "give labelled images (--eval-data), or use --min-agreement or "
+    "--max-divergence",
+    "min_agreement": _CLASSES,
+    "max_divergence": _CLASSES,
+}
+
+
+def _drop(result: Evaluation) -> float | None:
+    """Return the loss of the user's metric, or else of top-1 in points."""
+    for name, value in result.metrics.items():
+        return result.reference_metrics[name] - value
+    return None if result.drop is None else 100 * result.drop
+
+
+@dataclass(frozen=True, kw_only=True)
+class SmallestConfig:
+    """Settings of the search for the smallest network.
+
+    Attributes:
+        reconstruct: How networks are reconstructed; None only rounds to nearest.
+        rounded: Largest number of sizes to try rounded to nearest.
+        reconstructed: Largest number of sizes to try reconstructed.
+        tolerance: The search ends when the remaining range of sizes is smaller than
+            this fraction of its upper end.
+        held_back: Fraction of the samples, taken from the end, that networks are
+            measured on if there are no batches.
+    """
+
+    reconstruct: ReconstructConfig | None = ReconstructConfig()
+    rounded: int = 8
+    reconstructed: int = 4
+    tolerance: float = 0.01
+    held_back: float = 0.5
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One network that was measured."""
+
+    size_bytes: int
+    reconstructed: bool  # whether its rounding was learned
+    kept: bool  # whether it meets the goal
+    evaluation: Evaluation
+
+    def __str__(self) -> str:
+        result, drop = self.evaluation, _drop(self.evaluation)
+        texts = [] if drop is None else [f"drop {drop:.2f}"]
+        if result.agreement is not None:
+            texts.append(f"{percent(result.agreement)} as float")
+        if result.divergence is not None:
+            texts.append(f"divergence {digits(result.divergence)}")
+        way = "reconstructed" if self.reconstructed else "rounded"
+        verdict = "meets the goal" if self.kept else "too much lost"
+        return f"{in_bytes(self.size_bytes)} {way}: {', '.join(texts)}, {verdict}"
+
+
+@dataclass(frozen=True, eq=False)
+class Smallest:
+    """The smallest network found that meets a goal."""
+
+    plan: Plan
+    network: nn.Module
+    goal: Goal
+    trials: tuple[Trial, ...]  # in the order in which they were tried
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data for JSON."""
+        trials = [
+            {
+                "bytes": one.size_bytes,
+                "reconstructed": one.reconstructed,
+                "kept": one.kept,
+                "drop": _drop(one.evaluation),
+                "agreement": one.evaluation.agreement,
+                "divergence": one.evaluation.divergence,
+            }
+            for one in self.trials
+        ]
+        tried = [str(one) for one in self.trials]
+        return {"goal": str(self.goal), "tried": tried, "trials": trials}
+
+
+def smallest(  # noqa: PLR0913 - the last four are optional
+    plan: Plan,
+    model: nn.Module,
+    samples: SamplesLike,
+    goal: Goal,
+    config: SmallestConfig = SmallestConfig(),
+    *,
+    batches: Iterable[Any] | None = None,
+    folder: str | Path | None = None,
+    progress: Progress | None = None,
+) -> Smallest:
+    """Return the smallest network found that meets a goal.
+
+    Networks are measured in the form in which their files compute them.
+
+    Args:
+        plan: Choices, pins and score; its budget does not matter.
+        samples: Unlabelled inputs for calibration; without batches, networks are
+            measured on the last part of them.
+        batches: Inputs to measure on, in any form that :func:`ompq.evaluate` takes;
+            they are read once for each network tried.
+        folder: Keeps the networks tried; the same call resumes from it.
+
+    Raises:
+        GoalError: Not even the largest network meets the goal, or the goal cannot be
+            measured.
+        PlanError: The plan was made for another network.
+        CheckpointError: The folder belongs to another search.
+    """
+    calibration = Samples.of(samples)
+    plan.check_network(trace(model, calibration))
+    held_out: Any = batches
+    if batches is None:
+        calibration, held_out = split(calibration, config.held_back)
+    elif not isinstance(batches, Samples) and iter(batches) is batches:
+        held_out = list(batches)  # an iterator can be read only once
+    path = None if folder is None else Path(folder)
+    report = progress or no_progress
+    return _Search(plan, model, calibration, held_out, goal, config, path, report).run()
+
+
+@dataclass(eq=False)
+class _Search:
+    plan: Plan
+    model: nn.Module
+    samples: Samples
+    held_out: Any
+    goal: Goal
+    config: SmallestConfig
+    folder: Path | None
+    progress: Progress
+    trials: list[Trial] = field(default_factory=list)
+    best: tuple[Trial, Plan, nn.Module] | None = None
+
+    def __post_init__(self) -> None:
+        identity, path = "", None
+        if self.folder is not None:
+            path = self.folder / "measured.json"
+            # Without the goal's limits: measurements are valid for any limit.
+            metric = getattr(self.goal.metric, "__qualname__", "")
+            identity = f"{self.plan.hash} {self.config.reconstruct} {len(self.samples)}"
+            identity += f" {metric} {_content(self.held_out)}"
+        self.known = Checkpoint(path, "search", identity, _evaluation)
+
+    def run(self) -> Smallest:
+        """Search among networks rounded to nearest, then among reconstructed ones."""
+        low, high = reachable(self.plan.problem, "bytes")
+        if self.attempt(int(high), learned=False):
+            self.halve(low, self.config.rounded - 1, learned=False)
+        if self.config.reconstruct is not None:
+            start = high if self.best is None else self.best[0].size_bytes
+            if self.attempt(int(start), learned=True):
+                self.halve(low, self.config.reconstructed - 1, learned=True)
+        if self.best is None:
+            raise GoalError(
+                f"no network meets the goal ({self.goal}): the largest gives "
+                f"{self.trials[-1]}. Allow more bits (--choices) or a larger loss"
+            )
+        _, plan, network = self.best
+        return Smallest(plan, network, self.goal, tuple(self.trials))
+
+    def halve(self, low: float, count: int, *, learned: bool) -> None:
+        """Try the middle between the lower end and the best size, repeatedly."""
+        assert self.best is not None
+        for _ in range(count):
+            high = self.best[0].size_bytes
+            if high - low <= self.config.tolerance * high:
+                return
+            middle = int((low + high) / 2)
+            if not self.attempt(middle, learned=learned):
+                low = middle
+
+    def attempt(self, limit: int, *, learned: bool) -> bool:
+        """Quantize within a size and measure; return whether the goal is met."""
+        plan = self.plan.with_budget(Budget.parse(f"{limit}B"))
+        size = int(plan.totals["bytes"])
+        way = "reconstructing" if learned else "rounding"
+        self.progress(0, None, f"{way} to {in_bytes(size)}")
+        network = self.network(plan, size, learned=learned)
+        metric = self.goal.metric
+        data = self.known.get(
+            f"{way} {size}",
+            lambda: evaluate(
+                network,
+                self.held_out,
+                reference=self.model,
+                metrics={} if metric is None else {"metric": metric},
+                progress=self.progress,
+            ).to_json(),
+        )
+        evaluation = Evaluation.from_json(data)
+        trial = Trial(size, learned, self.goal.kept(evaluation), evaluation)
+        self.trials.append(trial)
+        self.progress(0, None, str(trial))
+        if trial.kept:
+            self.best = trial, plan, network
+        return trial.kept
+
+    def network(self, plan: Plan, size: int, *, learned: bool) -> nn.Module:
+        """Return the quantized network as its files will compute it."""
+        network = quantize(self.model, plan, self.samples)
+        if learned and self.config.reconstruct is not None:
+            name = f"reconstructing to {in_bytes(size)}"
+            network = reconstruct(
+                network,
+                self.model,
+                self.samples,
+                self.config.reconstruct,
+                checkpoint=self.folder
+                and self.folder / f"reconstructed-{size}.safetensors",
+                progress=lambda done, total, message: self.progress(
+                    done, total, f"{name}: {message}"
+                ),
+            )
+        return finalized(network, self.samples)[0]
+
+
+def _content(held_out: Any) -> str:
+    """Return a digest of inputs and targets that does not depend on their order."""
+    total = 0.0
+    for batch in held_out.batches(64) if isinstance(held_out, Samples) else held_out:
+        total += sum(float(t.double().abs().sum()) for t in tensors_in(batch))
+    return f"{total:.9g}"
+
+
+def _evaluation(entry: Any) -> dict[str, Any]:
+    """Check and return an entry of a checkpoint."""
+    try:
+        return Evaluation.from_json(json_object(entry, "an evaluation")).to_json()
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"an evaluation is invalid: {error}") from error

@@ -1,10 +1,11 @@
-"""The paper's rivals that choose otherwise: HAQ's agent, and OneBitwidth's channels."""
+"""Two rivals of the paper: HAQ's agent chooses bits, OneBitwidth the channels."""
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import chain, cycle
 from math import inf, log2
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,15 +16,15 @@ from ompq.allocation.program import Allocation, Columns, Program
 from ompq.attention import with_layers
 from ompq.costs import FLOAT_BITS, Budget, digits
 from ompq.errors import BudgetError, InfeasibleBudgetError
-from ompq.evaluation import kl_divergence, logits_of
 from ompq.graph import trace
+from ompq.measurement import Meter
 from ompq.planner import PlanConfig, plan
 from ompq.plans import Plan
 from ompq.recording import copied
 from ompq.samples import Samples, SamplesLike, run_batch
 from ompq.scores.rounding_errors import check_weights_only, rounded_weights
 from ompq.stages import Progress
-from ompq.units import Choice, Unit
+from ompq.units import Choice
 
 # As HAQ's released code has them; the paper is silent.
 _FOLLOWING = 0.01  # how far target networks follow in a step
@@ -37,13 +38,13 @@ class ReinforceConfig:
     Defaults are HAQ's, as published or, where the paper is silent, as released.
 
     Attributes:
-        episodes: Allocations that it proposes and sees judged.
-        warmup: Of these, how many at random in the beginning.
+        episodes: Number of allocations that it proposes.
+        warmup: How many of these are random, at the beginning.
         hidden: Units of each of the two hidden layers of actor and critic.
-        batch_size: Transitions that a step learns from.
-        memory: Transitions that are remembered.
+        batch_size: Transitions per learning step.
+        memory: Largest number of transitions remembered.
         noise: Standard deviation of an action after the warm-up.
-        noise_decay: What it is multiplied by after each episode.
+        noise_decay: Factor on the noise after each episode.
     """
 
     episodes: int = 600
@@ -72,18 +73,18 @@ def reinforce(
 ) -> Plan:
     """Return a plan whose bits an agent found by trial and error (HAQ).
 
-    Layer by layer the agent (DDPG) sees a layer's
-    shape, size and its own last action, and proposes a width; where the budget is
-    exceeded, layers lose bits in turn. The reward of an episode is how little the
-    outputs diverge from the float network's. The agent's best allocation is returned.
+    Layer by layer the agent (DDPG) sees the layer's shape and size and its own last
+    action, and proposes a width. If the budget is exceeded, layers lose bits in turn.
+    The less the outputs diverge from the float network's, the higher the reward of an
+    episode. The best allocation is returned.
 
-    HAQ rewards accuracy after an epoch of fine-tuning, and rounds to k-means codebooks;
-    here weights are rounded to the grids of the product and nothing is tuned, so that
-    an episode takes one pass over the samples. Activations stay float.
+    HAQ rewards accuracy after an epoch of fine-tuning, and rounds to k-means codebooks.
+    Here weights are rounded to uniform grids without fine-tuning, so that an episode
+    takes one pass over the samples. Activations stay float.
 
     Args:
         plan: Budget, choices and pins.
-        samples: Unlabelled inputs that all allocations are judged on; a few hundred.
+        samples: A few hundred unlabelled inputs on which allocations are judged.
         progress: Called after each episode.
 
     Raises:
@@ -116,13 +117,11 @@ class _Judge:
     """Measures allocations; weights are rounded once for each width."""
 
     def __init__(self, model: nn.Module, plan: Plan, samples: Samples) -> None:
-        self.model, self.units, self.samples = model, plan.graph.units, samples
-        self.network = copied(model)
-        self.expected = logits_of(model, samples)
+        self.model, self.units = model, plan.graph.units
+        self.network, self.meter = copied(model), Meter(model, samples, samples)
         self.rounded: dict[tuple[str, Choice], Tensor] = {}
 
     def divergence(self, bits: Allocation) -> float:
-        """Return the mean divergence from the float network's outputs."""
         with torch.no_grad():
             for unit in self.units:
                 key = unit.name, bits[unit.name]
@@ -131,8 +130,7 @@ class _Judge:
                     self.rounded[key] = rounded
                 weight = self.network.get_parameter(unit.parameter)
                 weight.copy_(self.rounded[key])
-        logits = logits_of(self.network, self.samples)
-        return float(kl_divergence(self.expected, logits).mean())
+        return self.meter.divergence(self.network)
 
 
 class _Ladder:
@@ -148,11 +146,11 @@ class _Ladder:
         ]
 
     def place(self, group: int, action: float) -> int:
-        """Return the step of a group's ladder that an action, 0 to 1, means."""
+        """Return the step of a group's ladder for an action from 0 to 1."""
         return min(int(action * len(self.columns[group])), len(self.columns[group]) - 1)
 
     def within(self, places: Sequence[int]) -> tuple[list[int], Columns]:
-        """Return places, and their columns, lowered in turn until the budget is met."""
+        """Lower places in turn until the budget is met; return them and the columns."""
         low = list(places)
         turns = cycle(range(len(low)))
         while True:
@@ -165,52 +163,34 @@ class _Ladder:
 
     def states(self) -> Tensor:
         """Return what the agent sees of each group, (groups, features), 0 to 1."""
-        rows = torch.tensor([_features(unit) for unit in self.units])
-        rows = torch.cat([torch.arange(len(rows))[:, None].float(), rows], 1)
+        seen: list[list[float]] = []
+        for place, unit in enumerate(self.units):
+            inputs = unit.weights / unit.out_channels
+            sizes = (unit.out_channels, inputs, unit.weights, unit.macs)
+            kinds = [unit.kind == one for one in ("depthwise", "pointwise", "linear")]
+            seen.append([place, *(log2(1 + size) for size in sizes), *kinds])
+        rows = torch.tensor(seen, dtype=torch.float32)
         low, high = rows.amin(0), rows.amax(0)
         return (rows - low) / (high - low).clamp(min=1e-6)
 
 
-def _features(unit: Unit) -> list[float]:
-    inputs = unit.weights / unit.out_channels
-    sizes = [log2(1 + n) for n in (unit.out_channels, inputs, unit.weights, unit.macs)]
-    kinds = [float(unit.kind == kind) for kind in ("depthwise", "pointwise", "linear")]
-    return [*sizes, *kinds]
-
-
-@dataclass(frozen=True, eq=False)
-class _Steps:
+class _Steps(NamedTuple):
     """One episode: what the agent saw and did, group by group."""
 
     states: Tensor  # (groups, features)
     actions: Tensor  # (groups, 1)
 
-
-@dataclass(eq=False)
-class _Memory:
-    """Transitions of past episodes; the oldest are forgotten."""
-
-    most: int
-    rows: list[tuple[Tensor, ...]] = field(default_factory=list)
-
-    def add(self, steps: _Steps, reward: float) -> None:
-        """Keep an episode; every step of it has the episode's reward."""
-        after = torch.cat([steps.states[1:], torch.zeros_like(steps.states[:1])])
+    def transitions(self, reward: float) -> list[tuple[Tensor, ...]]:
+        """Return state, action, reward of the episode, next state, and whether last."""
+        after = torch.cat([self.states[1:], torch.zeros_like(self.states[:1])])
         ends = torch.zeros(len(after), 1)
         ends[-1] = 1.0
         rewards = torch.full((len(after), 1), reward)
-        parts = (steps.states, steps.actions, rewards, after, ends)
-        self.rows = [*self.rows, *zip(*parts, strict=True)][-self.most :]
-
-    def batch(self, generator: np.random.Generator, size: int) -> list[Tensor]:
-        """Return some transitions, drawn at random."""
-        drawn = generator.integers(len(self.rows), size=size)
-        columns = zip(*(self.rows[at] for at in drawn), strict=True)
-        return [torch.stack(column) for column in columns]
+        return [*zip(*self, rewards, after, ends, strict=True)]
 
 
 class _Agent:
-    """Deep deterministic policy gradients: an actor that acts, a critic that judges."""
+    """Deep deterministic policy gradients (DDPG)."""
 
     def __init__(self, ladder: _Ladder, config: ReinforceConfig) -> None:
         self.ladder, self.config, self.seen = ladder, config, ladder.states()
@@ -228,15 +208,15 @@ class _Agent:
             )
         )
         self.generator = np.random.default_rng(config.seed)
-        self.memory, self.mean = _Memory(config.memory), 0.0
+        self.memory: list[tuple[Tensor, ...]] = []
+        self.mean = 0.0
 
     def propose(self, episode: int) -> tuple[_Steps, Columns]:
         """Return an episode and the columns, within the budget, of its groups."""
-        act = self._at_random if episode < self.config.warmup else self._noisy(episode)
         last, actions, states = 1.0, [], []
         for row in self.seen:
             states.append(torch.cat([row, row.new_tensor([last])]))
-            last = act(states[-1])
+            last = self._action(states[-1], episode - self.config.warmup)
             actions.append(last)
         wanted = [self.ladder.place(at, one) for at, one in enumerate(actions)]
         places, columns = self.ladder.within(wanted)
@@ -245,35 +225,30 @@ class _Agent:
         done = [[(place + 0.5) / count] for place, count in pairs]
         return _Steps(torch.stack(states), torch.tensor(done)), columns
 
-    def _at_random(self, _state: Tensor) -> float:
-        return float(self.generator.random())
-
-    def _noisy(self, episode: int) -> Callable[[Tensor], float]:
-        config = self.config
-        spread = config.noise * config.noise_decay ** (episode - config.warmup)
-
-        def act(state: Tensor) -> float:
-            with torch.no_grad():
-                mean = self.actor(state).item()
-            while not 0 <= (found := self.generator.normal(mean, spread)) <= 1:
-                pass  # a truncated normal distribution
-            return float(found)
-
-        return act
+    def _action(self, state: Tensor, since_warmup: int) -> float:
+        if since_warmup < 0:
+            return float(self.generator.random())
+        spread = self.config.noise * self.config.noise_decay**since_warmup
+        with torch.no_grad():
+            mean = self.actor(state).item()
+        while not 0 <= (found := self.generator.normal(mean, spread)) <= 1:
+            pass  # a truncated normal distribution
+        return float(found)
 
     def learn(self, steps: _Steps, reward: float) -> None:
         """Keep an episode and, after the warm-up, learn from this and earlier ones."""
-        self.memory.add(steps, reward)
-        first = len(self.memory.rows) == len(steps.states)
-        self.mean = reward if first else _BASELINE * self.mean + 0.05 * reward
-        if len(self.memory.rows) >= self.config.warmup * len(steps.states):
+        mean = _BASELINE * self.mean + 0.05 * reward
+        self.mean = mean if self.memory else reward
+        self.memory += steps.transitions(reward)
+        del self.memory[: -self.config.memory]
+        if len(self.memory) >= self.config.warmup * len(steps.states):
             for _ in range(len(steps.states)):
                 self._learn_once()
 
     def _learn_once(self) -> None:
-        state, action, reward, after, end = self.memory.batch(
-            self.generator, self.config.batch_size
-        )
+        drawn = self.generator.integers(len(self.memory), size=self.config.batch_size)
+        columns = zip(*(self.memory[at] for at in drawn), strict=True)
+        state, action, reward, after, end = map(torch.stack, columns)
         actor, critic = self.targets
         with torch.no_grad():
             future = critic(torch.cat([after, actor(after)], 1))
@@ -329,21 +304,21 @@ def one_bitwidth(
     *,
     seed: int = 0,
 ) -> Widened:
-    """Return the widest network that takes a budget with the same bits everywhere.
+    """Return the widest network within a budget that has the same bits everywhere.
 
-    Instead of choosing bits layer by layer, the number of channels of all layers is
-    multiplied by one number. The network has random weights: quantize and train it with
+    Instead of choosing bits layer by layer, the channels of all layers are multiplied
+    by one number. The network has random weights: quantize and train it with
     ``TRAIN_PROTOCOLS["one-bitwidth"]``. How the published networks were rounded and
-    trained is not known in full.
+    trained is not fully known.
 
     Args:
         build: Multiplier of channels → network, for example
             ``lambda m: CifarResNet(20, width=m)``.
         samples: A few inputs; the norms' first statistics are taken from them.
-        budget: Per cent are of the network whose channels are not multiplied.
-        bits: Width of all weights that are not pinned.
+        budget: A percentage refers to the network with a multiplier of 1.
+        bits: Bits of all weights that are not pinned.
         config: Activation widths and pins; its choices and score are not used.
-        seed: Of the weights.
+        seed: Seed of the random weights.
 
     Raises:
         BudgetError: The budget limits the average bits instead of the size.
@@ -370,7 +345,12 @@ def one_bitwidth(
 
     if budget.percent is not None:
         unlimited = Budget(average_bits=FLOAT_BITS)
-        budget = _in_bytes(budget, tried(_STEPS_TO_ONE, unlimited).plan)
+        sizes = Budget(
+            percent=budget.percent, size_mib=budget.size_mib, size_mb=budget.size_mb
+        )
+        costs = tried(_STEPS_TO_ONE, unlimited).plan.problem.costs
+        size_mib = sizes.limits(costs)["bytes"] / 2**20
+        budget = replace(budget, percent=None, size_mb=None, size_mib=size_mib)
     best, too_many = tried(1, budget), _MOST_STEPS + 1
     fits = 1
     while too_many - fits > 1:
@@ -382,18 +362,9 @@ def one_bitwidth(
     return best
 
 
-def _in_bytes(budget: Budget, plan: Plan) -> Budget:
-    """Return the budget with per cent of a plan's float network as a size."""
-    sizes = Budget(
-        percent=budget.percent, size_mib=budget.size_mib, size_mb=budget.size_mb
-    )
-    least = sizes.limits(plan.problem.costs)["bytes"]
-    return replace(budget, percent=None, size_mb=None, size_mib=least / 2**20)
-
-
 @torch.no_grad()
 def _calibrate_norms(model: nn.Module, samples: Samples) -> None:
-    """Give the norms of a new network, in place, the statistics of some samples."""
+    """Set the statistics of a new network's norms from samples, in place."""
     norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
     momenta = [norm.momentum for norm in norms]
     for norm in norms:

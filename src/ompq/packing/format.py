@@ -45,7 +45,7 @@ from ompq.files import (
 )
 from ompq.graph import stored_dtype
 from ompq.quantization import BlockError, Quantization
-from ompq.quantization.equalization import Equalized
+from ompq.quantization.channels import Equalized
 from ompq.quantization.sites import OPERANDS, ActivationSite, Link
 from ompq.quantizers import Grid, like_weight
 from ompq.rates import multiplied, scale_multiples, to_multiples

@@ -35,26 +35,26 @@ from ompq.layers import (
 from ompq.offload import to_host
 from ompq.planner import Pin
 from ompq.plans import Plan, read_bits
-from ompq.quantization.calibration import (
-    READING,
-    input_grams,
-    read_ranges,
-    weigh_ranges,
-)
-from ompq.quantization.equalization import (
+from ompq.quantization.channels import (
     Equalized,
+    batch_runs,
     channel_factor,
     equalized,
     find_factors,
     find_pairs,
+    float_moments,
+    restore_moments,
 )
-from ompq.quantization.moments import batch_runs, float_moments, restore_moments
 from ompq.quantization.sites import (
+    READING,
     ActivationSite,
     Link,
-    attach,
+    attach_to_operand,
     find_sites,
+    input_grams,
     quantizer_name,
+    read_ranges,
+    weigh_ranges,
 )
 from ompq.quantizers import Grid, like_weight, of_groups
 from ompq.ranges import (
@@ -365,15 +365,14 @@ def _grams(
 ) -> dict[str, Tensor]:
     """Return input Gram matrices of the units whose output error is minimised."""
     searched = config.weight_range == "search" and config.weight_power == 2
-    if not searched or not config.output_error:
-        return {}
+    units = [
+        unit
+        for unit in graph.units
+        if allocation[unit.name].weight <= LARGEST_HALF_BITS and not unit.group_size
+    ]
     return input_grams(
         model,
-        [
-            unit
-            for unit in graph.units
-            if allocation[unit.name].weight <= LARGEST_HALF_BITS and not unit.group_size
-        ],
+        units if searched and config.output_error else [],
         samples,
         centred=config.restore_moments,
         batch_size=config.batch_size,
@@ -559,7 +558,7 @@ def quantizer_names(model: nn.Module, sites: Sequence[ActivationSite]) -> list[s
     found: list[str] = []
     for site in sites:
         if site.operand:
-            found.append(quantizer_name(site.before[0], site.product, site.operand))
+            found.append(quantizer_name(site))
             continue
         kind, places = ("output", site.after) if site.after else ("input", site.before)
         owner = places[0]
@@ -577,7 +576,7 @@ def _attach(
 ) -> None:
     """Hook a quantizer to all modules of its site; the first becomes its parent."""
     if site.operand:
-        attach(model, site.before[0], site.product, site.operand, quantizer)
+        attach_to_operand(model, site, quantizer)
         return
     for place in site.after:
         model.get_submodule(place).register_forward_hook(quantizer.after)

@@ -25,8 +25,7 @@ from ompq.quantization import (
     quantization_of,
     with_quantization,
 )
-from ompq.quantization.equalization import equalized
-from ompq.quantization.moments import Moments, float_moments
+from ompq.quantization.channels import Moments, equalized, float_moments
 from ompq.reconstruction.blocks import BlockCache, BlockRunner, merged
 from ompq.reconstruction.brecq import (
     BrecqConfig,

@@ -24,7 +24,7 @@ from ompq.layers import (
     quantized_layers,
 )
 from ompq.processes import average, copy_main, process_count, rank
-from ompq.quantization.moments import (
+from ompq.quantization.channels import (
     FOR_MOMENTS,
     Moments,
     Runs,

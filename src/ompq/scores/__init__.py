@@ -75,9 +75,7 @@ SCORES: dict[str, Score] = {
 
 
 # A score that quantizes stands below this package, and is imported when it is named.
-_BELOW = dict.fromkeys(
-    ("block_loss", "reconstruction"), "ompq.measurement.reconstruction_score"
-)
+_BELOW = dict.fromkeys(("block_loss", "reconstruction"), "ompq.measurement")
 
 
 def named_score(name: str) -> Score:

@@ -34,7 +34,6 @@ from ompq.samples import (
     model_device,
 )
 from ompq.stages import Progress
-from ompq.training.config import TrainConfig
 from ompq.training.methods import (
     ActivationRanges,
     DoReFaWeights,
@@ -52,6 +51,7 @@ from ompq.training.step import (
     CodePenalty,
     Gradients,
     Recorded,
+    TrainConfig,
     make_trainable,
     may_leave_unused,
     memory_layout,
@@ -133,7 +133,14 @@ def train(  # noqa: PLR0913
             f"distill={config.distill:g}, batch_norm={config.batch_norm!r}, "
             f"start={config.start!r} need the float network; pass teacher=model"
         )
-    _check_groups(quantized, config)
+    layers = quantized_layers(quantized).items()
+    grouped = [name for name, layer in layers if layer.group_size]
+    if grouped and config.weights != "stored":
+        raise TrainingError(
+            f"weights={config.weights!r} needs one scale per channel, but there is one "
+            f"for each group of weights in {shortened(grouped)}; train with "
+            "weights='stored', or plan without group_size"
+        )
     run = Run(quantized, batches, config, teacher=teacher)
     tracker = Tracker(
         run,
@@ -159,17 +166,6 @@ def train(  # noqa: PLR0913
     result = _with_learned_widths(result, run.model)
     keep_rates(result)
     return result
-
-
-def _check_groups(quantized: nn.Module, config: TrainConfig) -> None:
-    layers = quantized_layers(quantized).items()
-    grouped = [name for name, layer in layers if layer.group_size]
-    if grouped and config.weights != "stored":
-        raise TrainingError(
-            f"weights={config.weights!r} needs one scale per channel, but there is one "
-            f"for each group of weights in {shortened(grouped)}; train with "
-            "weights='stored', or plan without group_size"
-        )
 
 
 def _with_learned_widths(result: nn.Module, model: nn.Module) -> nn.Module:
@@ -235,7 +231,10 @@ class Run:
         self.step, self.epoch_steps = 0, self.length // config.accumulate
         self.steps = self.epoch_steps * config.epochs
         self.model = copied(quantized).to(self.device)
-        self._start_from_float(teacher)
+        if teacher is not None and config.start == "float":
+            restore_float_weights(self.model, teacher)
+        if teacher is not None and config.batch_norm == "fold-and-train":
+            keep_norms(self.model, teacher)
         self.rule = _weight_rule(self.model, config)
         self.trainable = make_trainable(self.model, config)
         layout = memory_layout(config, self.device)
@@ -247,29 +246,18 @@ class Run:
         if teacher is not None and config.distill:
             teacher = copied(teacher).to(self.device).eval()
             teacher.to(memory_format=layout)
+        penalty = getattr(self.rule, "penalty", None)
+        if config.code_penalty:
+            penalty = CodePenalty(self.model, config.code_penalty)
         self.gradients = Gradients(
             torch.compile(self.prepared) if config.compile else self.prepared,
             teacher if config.distill else None,
             config,
             backward=self.engine.backward,
             device=self.device,
-            penalty=self._penalty(),
+            penalty=penalty,
         )
         self.compute: Callable[..., None] = self.gradients
-
-    def _start_from_float(self, teacher: nn.Module | None) -> None:
-        """Copy weights and norms of the float network if the settings ask for it."""
-        if self.config.start == "float":
-            assert teacher is not None  # checked by train()
-            restore_float_weights(self.model, teacher)
-        if self.config.batch_norm == "fold-and-train":
-            assert teacher is not None
-            keep_norms(self.model, teacher)
-
-    def _penalty(self) -> Callable[[], Tensor] | None:
-        if self.config.code_penalty:
-            return CodePenalty(self.model, self.config.code_penalty)
-        return getattr(self.rule, "penalty", None)
 
     @property
     def shard(self) -> Shard:
@@ -469,13 +457,14 @@ class Tracker:
             yield
 
     def _resume(self, folder: Path) -> None:
-        state, text = self._read(folder / LAST)
+        same: Any = {"kind": "training", "identity": self.identity}
+        state, text = read_checkpoint(folder / LAST, **same)
         self.saved = int(text["step"])
         self.run.restore(state, self.saved)
         self.reported = self.run.counts().sum(0)
         self.best, self.history = json.loads(text["best"]), json.loads(text["history"])
         if self.best is not None:
-            best, text = self._read(folder / BEST)
+            best, text = read_checkpoint(folder / BEST, **same)
             self.best_model, self.best_step = _under(best, _MODEL), int(text["step"])
         _LOG.info("resuming after step %d of %d", self.saved, self.run.steps)
 
@@ -568,9 +557,6 @@ class Tracker:
             lines = json.dumps(self.history, indent=1)
             write_text(self.folder / "history.json", f"{lines}\n")
         self.run.engine.wait_for_everyone()
-
-    def _read(self, path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-        return read_checkpoint(path, kind="training", identity=self.identity)
 
     def chosen(self) -> Mapping[str, Tensor]:
         """Return the state dict to keep: that of the best epoch or of the last."""

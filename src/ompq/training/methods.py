@@ -29,7 +29,7 @@ from ompq.layers import (
     quantized_layers,
 )
 from ompq.quantization import quantization_of
-from ompq.quantization.equalization import enlarge, equalized
+from ompq.quantization.channels import enlarge, equalized
 from ompq.quantizers import Grid, half_through, round_through, straight_through
 from ompq.ranges import thinned
 from ompq.streams import LARGEST_BITS, LARGEST_HALF_BITS, SMALLEST_BITS
@@ -176,9 +176,7 @@ class DoReFaWeights:
 
     def rounded(self, layer: QuantizedLayer, factor: Tensor | None) -> Tensor:
         """Return the rounded weight, its channels times a factor (C,)."""
-        levels = layer_levels(layer)
-        size = layer.weight_scale * levels / 2
-        values = dorefa(layer.weight, levels)
+        values, size = dorefa(layer.weight, layer_levels(layer)), _size(layer)
         return scaled_channels(values, size if factor is None else size * factor, layer)
 
     def update(self) -> None:

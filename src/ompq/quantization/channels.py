@@ -1,15 +1,25 @@
-"""Cross-layer equalization of the inputs of depthwise convolutions and linear layers.
+"""Corrections of channels: equalized ranges before rounding, restored moments after it.
 
-The channels of a LayerNorm's output differ a lot in mean and range, and one grid must
-hold them all. Shifts and factors can be folded into the norm and undone by the linear
-layer after it. Attention averages its values, so the layer that computes the values and
-the layer that reads the averages can be equalized in the same way.
+*Equalization.* The channels of a LayerNorm's output differ a lot in mean and range, and
+one grid must hold them all. Shifts and factors can be folded into the norm and undone
+by the linear layer after it. Attention averages its values, so the layer that computes
+the values and the layer that reads the averages can be equalized in the same way.
+Inputs of depthwise convolutions get factors only.
+
+*Moments.* Rounding shrinks weights a little, and with them the spread of a layer's
+outputs. Restoring the mean alone with a bias makes that worse: before a ReLU the mean
+is mostly negative, so with a smaller spread more values are cut to zero, and the signal
+fades with depth. So both moments are restored, as re-estimating a batch norm would do.
+The spread is the mean absolute deviation: a few large values dominate the standard
+deviation, and where a grid clips them, which is often right, channels would be
+stretched to compensate. Both moments are measured on a few samples, with and without
+rounding, and corrected only as far as the difference is statistically significant.
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,10 +27,25 @@ from torch.nn.modules.conv import _ConvNd
 from torch.utils.hooks import RemovableHandle
 
 from ompq.costs import FLOAT_BITS
-from ompq.graph import channel_axis, producers, scaled_channels, units_read_once
+from ompq.graph import (
+    channel_axis,
+    normalised_by,
+    producers,
+    scaled_channels,
+    units_read_once,
+)
+from ompq.layers import QuantizedLayer
 from ompq.quantization.sites import OPERANDS
 from ompq.ranges import fake_quantize_tensor, search_weight
-from ompq.recording import Call, Recording, copied, function_name, tensors_in, watch
+from ompq.recording import (
+    Call,
+    Recording,
+    copied,
+    function_name,
+    tensors_in,
+    visit_outputs,
+    watch,
+)
 from ompq.samples import (
     Batch,
     Collector,
@@ -28,7 +53,9 @@ from ompq.samples import (
     Samples,
     attached,
     collect,
+    evaluating,
     model_device,
+    run_batch,
     to_device,
 )
 from ompq.units import Choice, Unit
@@ -86,8 +113,8 @@ def find_pairs(
     pairs = [Pair(*names) for names in _depthwise_pairs(model, recording, wide)]
     norms = _norm_pairs(model, recording, rounded)
     pairs += [Pair(norm, name, bits[name]) for norm, name in norms]
-    values = value_channels(model, recording, rounded, batch)
-    return pairs + [Pair(by, n, bits[n], first) for n, (by, first) in values.items()]
+    values = _value_channels(model, recording, rounded, batch)
+    return pairs + [Pair(by, name, bits[name], first) for by, name, first in values]
 
 
 def find_factors(
@@ -138,9 +165,7 @@ def _best_factors(
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the exponents and shifts with the least error of a layer's output.
 
-    Args:
-        rows: Inputs of the layer, (rows, C).
-        shiftable: Whether both layers have biases to absorb shifts.
+    ``rows`` are its inputs, (rows, C); shifts need biases in both layers.
     """
     weight = layer.weight.detach().to(rows)[:: -(-len(layer.weight) // _OUTPUTS)]
     steps = (rows.mean(0) / SHIFT_STEP).round()
@@ -235,9 +260,9 @@ def _norm_pairs(
 
 def _is_affine(norm: nn.Module) -> bool:
     """Whether a norm has a weight and a bias for each element of its last axis."""
-    if not isinstance(norm, nn.LayerNorm) or norm.weight is None:
+    if not isinstance(norm, nn.LayerNorm) or norm.bias is None:
         return False
-    return norm.bias is not None and norm.weight.dim() == 1
+    return norm.weight is not None and norm.weight.dim() == 1
 
 
 def _depthwise_pairs(
@@ -290,31 +315,27 @@ _FIRST_LABEL = 2  # above all probabilities, which are operands of products too
 _TOLERANCE = 0.1  # of an averaged label; labels are 1 apart
 
 
-class Values(NamedTuple):
-    """The values of an attention: neighbouring output channels of a linear layer."""
-
-    producer: str
-    first: int
-
-
-def value_channels(
+def _value_channels(
     model: nn.Module, recording: Recording, units: Collection[Unit], batch: Batch
-) -> dict[str, Values]:
-    """Return the linear units that read averages of attention values, with the values.
+) -> Iterator[tuple[str, str, int]]:
+    """Yield the layers that compute attention values and that read their averages.
 
-    Nothing else reads these values or anything between the two layers, so the second
-    can undo a change of the first. To find the channels, every output of the first
-    layers is replaced by a label of its channel. Averages of equal labels are the label
-    itself, so the labels that arrive at the second layer name the channels it reads.
+    Also the first of the neighbouring output channels that are the values. Nothing
+    else reads these values or anything between the two layers, so the second can undo a
+    change of the first. To find the channels, every output of the first layers is
+    replaced by a label of its channel. Averages of equal labels are the label itself,
+    so the labels that arrive at the second layer name the channels it reads.
     """
     attentions = _attentions(recording, units)
     if not attentions:
-        return {}
+        return
     probe = _Probe(model, attentions)
     with attached(probe.hooks()):
         watch(model, to_device(batch, model_device(model)), probe.visit)
-    found = ((name, probe.values(name)) for name in attentions)
-    return {name: values for name, values in found if values}
+    for name in attentions:
+        source, first = probe.values(name)
+        if source:
+            yield source, name, first
 
 
 class _Attention(NamedTuple):
@@ -402,8 +423,8 @@ class _Probe:
         if function_name(function) in OPERANDS:
             self.operands.append([t.detach() for t in tensors_in((args, kwargs))])
 
-    def values(self, name: str) -> Values | None:
-        """Return the values whose averages a layer reads, if it reads any."""
+    def values(self, name: str) -> tuple[str, int]:
+        """Return the layer, or "", and the channel whose averages a layer reads."""
         rows, attention = self.inputs[name], self.attentions[name]
         low, high = rows[0, 0].round(), rows[0, 0].round() + rows.shape[1]
         # One operand alone may have these labels: keys and queries must not read them.
@@ -414,6 +435,145 @@ class _Probe:
         )
         expected = low + torch.arange(rows.shape[1])
         if holding != 1 or not (rows - expected).abs().max() < _TOLERANCE:
-            return None
+            return "", 0
         (source,) = (s for s in attention.sources if low in self.labels[s])
-        return Values(source, int(low) - int(self.labels[source][0]))
+        return source, int(low) - int(self.labels[source][0])
+
+
+# Each function runs the layers on one batch.
+Runs: TypeAlias = Sequence[Callable[[], Any]]
+
+# Number of samples that moments are read from. The float and the quantized network see
+# the same ones, so that only rounding makes their moments differ.
+FOR_MOMENTS = 256
+
+_LARGEST_RATIO = 2.0  # for channels that rounding has left with almost no spread
+_LEAST_SPREAD = 1e-3  # of a channel, relative to its layer's mean
+
+
+class Moments(NamedTuple):
+    """Mean and mean absolute deviation of each channel, by sample, (N, C) each."""
+
+    mean: Tensor
+    spread: Tensor
+
+
+def batch_runs(model: nn.Module, samples: Samples, batch_size: int) -> Runs:
+    """Return functions that run a network on the samples that moments are read from."""
+    first = Samples((samples.first_batch(FOR_MOMENTS),))
+    return [partial(run_batch, model, batch) for batch in first.batches(batch_size)]
+
+
+def float_moments(
+    model: nn.Module, units: Sequence[Unit], samples: Samples, batch_size: int
+) -> dict[str, Moments]:
+    """Return the moments of units' outputs, after their batch norms, by name."""
+    modules = {u.name: model.get_submodule(normalised_by(model, u)) for u in units}
+    with evaluating(model):
+        return output_moments(modules, batch_runs(model, samples, batch_size))
+
+
+def output_moments(modules: Mapping[str, nn.Module], runs: Runs) -> dict[str, Moments]:
+    """Return the output moments, in one pass, of those modules that run once."""
+    found: dict[str, list[Moments]] = {name: [] for name in modules}
+
+    def read(name: str, outputs: Sequence[Tensor]) -> None:
+        found[name].append(channel_moments(modules[name], outputs))
+
+    visit_outputs(runs, modules, read)
+    return {name: each[0] for name, each in found.items() if len(each) == 1}
+
+
+@torch.no_grad()
+def restore_moments(
+    layers: Mapping[str, QuantizedLayer], moments: Mapping[str, Moments], runs: Runs
+) -> None:
+    """Change scales and biases so that outputs have the given moments.
+
+    The codes of the weights do not change, and neither do layers without moments. One
+    pass over the samples that the moments were read from is enough: each layer is
+    corrected as the pass reaches it, so that later layers read corrected inputs.
+    """
+
+    def correct(name: str, outputs: Sequence[Tensor]) -> list[Tensor]:
+        layer = layers[name]
+        found = channel_moments(layer, outputs)
+        old_mean = found.mean.mean(0)
+        mean, ratio = _corrections(layer, found, moments[name])
+        bias = torch.zeros_like(ratio) if layer.bias is None else layer.bias
+        bias = (bias - old_mean) * ratio + mean
+        layer.bias = nn.Parameter(bias, requires_grad=False)
+        layer.weight.copy_(scaled_channels(layer.weight, ratio, layer))
+        factor = ratio[: len(layer.weight_scale)]
+        layer.weight_scale.mul_(factor[:, None] if layer.group_size else factor)
+        old_mean, ratio, mean = (
+            like_channels(each, layer, outputs[0]) for each in (old_mean, ratio, mean)
+        )
+        return [(output - old_mean) * ratio + mean for output in outputs]
+
+    visit_outputs(runs, {name: layers[name] for name in moments}, correct)
+
+
+def _corrections(
+    layer: QuantizedLayer, found: Moments, wanted: Moments
+) -> tuple[Tensor, Tensor]:
+    """Return each channel's new mean and the factor on its spread, (C,) each."""
+    spread = found.spread.mean(0)
+    unit = torch.maximum(spread, wanted.spread.mean(0))
+    tiny = torch.finfo(unit.dtype).tiny
+    # Changes are measured in units of each channel's spread, which has a lower limit so
+    # that channels that hardly vary do not dominate.
+    unit = unit.clamp_min(_LEAST_SPREAD * unit.mean()).clamp_min(tiny)
+    mean = found.mean.mean(0) + unit * _shrunk_mean((wanted.mean - found.mean) / unit)
+    change = unit * _shrunk_mean((wanted.spread - found.spread) / unit)
+    ratio = 1 + change / spread.clamp_min(tiny)
+    ratio = ratio.clamp(1 / _LARGEST_RATIO, _LARGEST_RATIO)
+    # Constant channels stay constant. Channels that share a scale, in the groups of a
+    # transposed convolution, keep it.
+    own = len(layer.weight_scale) == len(ratio)
+    return mean, torch.where((spread > tiny) & own, ratio, 1.0)
+
+
+def _shrunk_mean(changes: Tensor) -> Tensor:
+    """Return the mean of (N, C) over samples, shrunk by its uncertainty, (C,).
+
+    Where rounding changes little, the differences of a few samples are mostly noise.
+    One factor for all channels (James-Stein shrinkage) has a smaller error than none.
+    """
+    mean, count = changes.mean(0), len(changes)
+    noise = changes.var(0, correction=min(1, count - 1)).sum() / count
+    total = mean.square().sum().clamp_min(torch.finfo(mean.dtype).tiny)
+    return mean * (1 - noise / total).clamp_min(0)
+
+
+def channel_mean(module: nn.Module, output: Tensor) -> Tensor:
+    """Return the mean of each channel of a layer's output, (C,)."""
+    return output.mean(_other_axes(module, output))
+
+
+def channel_moments(module: nn.Module, outputs: Sequence[Tensor]) -> Moments:
+    """Return the moments of each channel of a layer's outputs, by sample."""
+    axes = [axis for axis in _other_axes(module, outputs[0]) if axis != 0]
+    mean = torch.cat([each.mean(axes) if axes else each for each in outputs])
+    centre = like_channels(mean.mean(0), module, outputs[0])
+    spreads = []
+    for output in outputs:
+        distance = (output - centre).abs_()
+        spreads.append(distance.mean(axes) if axes else distance)
+    return Moments(mean, torch.cat(spreads))
+
+
+def like_channels(values: Tensor, module: nn.Module, output: Tensor) -> Tensor:
+    """Return one value per channel, (C,), shaped to broadcast with a layer's output."""
+    shape = [1] * output.dim()
+    shape[_channel_axis(module, output)] = -1
+    return values.reshape(shape)
+
+
+def _channel_axis(module: nn.Module, output: Tensor) -> int:
+    return output.dim() - 1 if isinstance(module, nn.Linear) else 1
+
+
+def _other_axes(module: nn.Module, output: Tensor) -> list[int]:
+    axis = _channel_axis(module, output)
+    return [d for d in range(output.dim()) if d != axis]

@@ -1,3 +1,6 @@
+"""Measured allocations, and scores that measure."""
+
+import copy
 import subprocess
 import sys
 
@@ -6,13 +9,85 @@ import pytest
 import torch
 
 import ompq
-from nets import Chain, images, scenes, seeded
+from nets import Chain, TinyResNet, images, scenes, seeded, tokens
+from ompq.errors import SampleError
 from ompq.evaluation import kl_divergence, logits_of
-from ompq.measurement.reconstruction_score import BlockLoss
+from ompq.measurement import BlockLoss, Checkpoint, Meter, split
 from ompq.samples import Samples
 from ompq.scores import score_name, score_table
 from ompq.units import Choice
 from tables import score_inputs
+
+
+def test_samples_are_split_in_order_over_shapes():
+    runs = Samples.of([torch.arange(6.0).reshape(6, 1), torch.zeros(2, 2)])
+    first, last = split(runs, 0.5)
+    assert [run[:, 0].tolist() for run in first.runs] == [[0, 1, 2, 3]]
+    assert [run[:, 0].tolist() for run in last.runs] == [[4, 5], [0, 0]]
+
+
+def test_what_all_samples_share_is_not_split():
+    mask = torch.arange(3.0)
+    first, last = split(Samples.of((torch.zeros(8, 3), mask)), 0.25)
+    assert [len(part) for part in (first, last)] == [6, 2]
+    assert all(torch.equal(part.runs[0][1], mask) for part in (first, last))
+    with pytest.raises(SampleError, match="1 samples are too few to hold some back"):
+        split(Samples.of(torch.zeros(1, 3)), 0.5)
+
+
+def test_judges_differ_by_what_divergences_depend_on():
+    model, samples = seeded(Chain()), Samples.of(images(4))
+    first = Meter(model, samples, samples)
+    others = [
+        Meter(model, samples, samples, iterations=3),
+        Meter(model, samples.first(3), samples),
+        Meter(model, samples, samples.first(3)),
+        Meter(seeded(Chain(), 1), samples, samples),
+        Meter(model, samples, samples, group_size=32),
+    ]
+    assert Meter(model, samples, samples).judge == first.judge
+    assert len({first.judge, *(other.judge for other in others)}) == 6
+    bits = dict.fromkeys(ompq.trace(model, samples).names, ompq.Choice(32, 32))
+    unchanged = first.quantized(ompq.Allocation(bits))
+    assert first.divergence(unchanged) == pytest.approx(0, abs=1e-6)
+
+
+def test_networks_are_measured_with_the_groups_of_their_plan():
+    model, samples = tokens(), Samples.of(images(4))
+    bits = dict.fromkeys(ompq.trace(model, samples).names, ompq.Choice(3, 32))
+    made = Meter(model, samples, samples, group_size=32).quantized(
+        ompq.Allocation(bits)
+    )
+    assert made.up.group_size == 32 and made.up.weight_scale.shape == (72, 2)
+
+
+def test_what_a_checkpoint_knows_is_not_measured_again(tmp_path):
+    path = tmp_path / "kept.json"
+    assert Checkpoint(path, "test", "me", float).get("a", lambda: 3.0) == 3.0
+    again = Checkpoint(path, "test", "me", float)
+    assert again.get("a", lambda: 4.0) == 3.0
+    assert again.get("b", lambda: 4.0) == 4.0
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_refinement_and_audit_run_on_cuda():
+    here = seeded(TinyResNet())
+    there = copy.deepcopy(here).cuda()
+    plan = ompq.plan(here, images(16), "3bits")
+    config = ompq.RefineConfig(count=2, by="reconstruct", iterations=5)
+    refined = ompq.refine(plan, there, images(32).cuda(), config)
+    assert len(refined.measured) == 2
+    labels = torch.arange(8, device="cuda") % 5
+    settings = ompq.AuditConfig(allocations=3, null_scores=1, resamples=5)
+    batches = [(images(8).cuda(), labels)]
+    given = (there, images(16).cuda(), "3bits", images(8, seed=5).cuda(), settings)
+    found = ompq.audit(*given, batches=batches)
+    for one in found.random:
+        meter = Meter(here, Samples.of(images(16)), Samples.of(images(8, seed=5)))
+        divergence = meter.divergence(meter.quantized(found.allocation(one)))
+        assert one.divergence == pytest.approx(divergence, rel=0.05)
+
 
 CHOICES = (Choice(2, 4), Choice(3, 8), Choice(32, 32))
 QUICK = ompq.ReconstructionScore(iterations=10, samples=32)
