@@ -8,13 +8,13 @@ import torch
 
 from cli_tools import NETWORK, run, run_json
 from nets import TinyResNet, images, seeded
-from ompq import reproduction
-from ompq.experiments import EXPERIMENTS, HALFWAY
+from ompq.cli import reproduction
+from ompq.cli.experiments import EXPERIMENTS, HALFWAY
+from ompq.cli.reproduction import Bench, planned
 from ompq.graph import trace
 from ompq.models import NamedModel
 from ompq.models.networks import CifarResNet
 from ompq.planner import PLAN_PROTOCOLS
-from ompq.reproduction import Bench, planned
 from ompq.samples import Samples
 from ompq.training.config import TRAIN_PROTOCOLS
 

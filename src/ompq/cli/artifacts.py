@@ -25,7 +25,7 @@ from ompq.costs import in_bytes
 from ompq.datasets import load_data
 from ompq.errors import DataError, ExportError, ModelError, PackedFileError
 from ompq.files import json_object, read_json, replacing
-from ompq.integer.lowering import input_names
+from ompq.integer import input_names
 from ompq.models import NamedModel, load_model
 from ompq.onnx.export import ExportResult, export_onnx
 from ompq.onnx.inspection import (

@@ -40,8 +40,7 @@ from ompq.measurement.audits import Audit, AuditConfig, audit as measure_scores
 from ompq.measurement.reconstruction_score import SCORES
 from ompq.models import blank_input, output_count
 from ompq.planner import unscored_problem
-from ompq.report import write_report
-from ompq.report.sections import audit_sections
+from ompq.report import audit_sections, write_report
 from ompq.samples import Samples
 from ompq.scores import score_name
 from ompq.stages import REPORT

@@ -59,8 +59,7 @@ from ompq.quantization import (
 )
 from ompq.reconstruction import ReconstructConfig
 from ompq.reconstruction.rounding import RoundingConfig
-from ompq.report.sections import Remark
-from ompq.results import Evaluation
+from ompq.results import Evaluation, Remark
 from ompq.samples import model_device
 from ompq.stages import CONFIG, ONNX, PACKED, PLAN, REPORT, RESULT
 from ompq.training import TrainingData, check_installed, checked_length, train as learn

@@ -33,7 +33,7 @@ from ompq.stages import PLAN, RESULT, Progress
 from ompq.units import Choice, select
 
 if TYPE_CHECKING:  # it imports torch, which most of these commands do not need
-    from ompq.report.sections import Section
+    from ompq.results import Section
 
 # Cost → the column that its curve is sorted by.
 _COSTS = {
@@ -306,7 +306,7 @@ def _bits_columns(
 def write_comparison(page: Path, entries: Sequence[Entry], progress: Progress) -> None:
     """Write the first plan's report, in which the others can be compared with it."""
     from ompq.report import write_report
-    from ompq.report.sections import Accuracy
+    from ompq.results import Accuracy
 
     first, *rest = entries
     sections = [
@@ -381,7 +381,7 @@ def report(
 
 def read_sections(path: Path) -> "list[Section]":
     """Read the sections that a report shows besides the plan."""
-    from ompq.report.sections import sections_from_json
+    from ompq.results import sections_from_json
 
     try:
         data = read_json(path)

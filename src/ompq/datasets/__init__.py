@@ -26,8 +26,14 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, default_collate
 from torchvision.transforms import v2
 
-from ompq.datasets.distilled_data import distilled_samples
-from ompq.datasets.images import ImageFiles, decode, find_images, normalise, open_image
+from ompq.datasets.images import (
+    ImageFiles,
+    decode,
+    distilled_samples,
+    find_images,
+    normalise,
+    open_image,
+)
 from ompq.errors import DataError, check_counts, shortened
 from ompq.files import call_user_function, is_user_function, reason
 from ompq.models import NamedModel, output_count, transformers_library

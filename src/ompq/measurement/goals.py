@@ -18,7 +18,7 @@ from ompq.errors import GoalError
 from ompq.evaluation import Metric, evaluate
 from ompq.files import json_object
 from ompq.graph import trace
-from ompq.integer.finalization import finalized
+from ompq.integer import finalized
 from ompq.measurement.meter import Checkpoint, split
 from ompq.plans import Plan
 from ompq.quantization import quantize

@@ -18,13 +18,12 @@ from torch import nn
 from ompq.allocation.program import Allocation, Problem
 from ompq.costs import FLOAT_BITS, Cost, cost_tables
 from ompq.errors import ExportError
+from ompq.integer import lower
 from ompq.integer.arithmetic import IntegerWeight
-from ompq.integer.lowering import lower
 from ompq.layers import activation_quantizers
 from ompq.onnx.containers import StoredWeight, Unpacking, as_tensor, grid_names
-from ompq.onnx.export import OnnxGraph, as_integers
+from ompq.onnx.export import OnnxGraph, as_integers, libraries
 from ompq.onnx.traced import traced_model
-from ompq.onnx.verification import libraries
 from ompq.packing import graph_bytes
 from ompq.quantization import QuantizeConfig, quantize
 from ompq.samples import Samples

@@ -22,8 +22,8 @@ from torch.nn.utils import parametrize
 
 from ompq.errors import ExportError, QuantizationError
 from ompq.graph import bias_key
+from ompq.integer import code_grid, input_names, output_names
 from ompq.integer.arithmetic import CodeGrid, IntegerWeight
-from ompq.integer.lowering import code_grid, input_names, output_names
 from ompq.layers import (
     ActivationQuantizer,
     LogQuantizer,

@@ -4,6 +4,7 @@ import base64
 import hashlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import fmean, pstdev
 from typing import Any, TypeVar, get_args
 
 import numpy as np
@@ -25,6 +26,7 @@ from ompq.costs import (
     short,
 )
 from ompq.files import library_version, write_text
+from ompq.measurement.audits import Audit
 from ompq.plans import Plan
 from ompq.report.charts import (
     accuracy_chart,
@@ -35,7 +37,7 @@ from ompq.report.charts import (
     refinement_chart,
     scatter_chart,
 )
-from ompq.report.sections import (
+from ompq.results import (
     Accuracy,
     Agreement,
     AuditedScore,
@@ -90,6 +92,21 @@ def write_report(
     """
     write_text(path, render_report(plan, results, title, others, progress))
     return Path(path)
+
+
+def audit_sections(audit: Audit) -> list[Section]:
+    """Return the sections for an audit: its scores, and the correlation by chance."""
+    measured = [one.divergence for one in audit.random]
+    sections: list[Section] = []
+    for one in audit.scores:
+        points = tuple(zip(one.predicted, measured, strict=True))
+        fit = one.divergence, one.regret, one.seconds, one.spearman
+        sections.append(AuditedScore(one.name, *fit, points))
+    if audit.null_spearman:
+        chance = fmean(audit.null_spearman), pstdev(audit.null_spearman)
+        text = "random scores: Spearman {:.2f} ± {:.2f} (standard deviation)"
+        sections.append(Remark("audit", text.format(*chance)))
+    return sections
 
 
 def render_report(

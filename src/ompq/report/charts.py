@@ -27,7 +27,7 @@ from ompq.layers import QuantizedLayer, quantized_layers
 from ompq.plans import Measurement, Plan
 from ompq.rates import ZERO
 from ompq.recording import tensors_in
-from ompq.report.sections import Accuracy, AuditedScore, BlockError, Histogram, Section
+from ompq.results import Accuracy, AuditedScore, BlockError, Histogram, Section
 from ompq.samples import Samples, SamplesLike, collect
 from ompq.units import Unit
 

@@ -1,4 +1,4 @@
-"""reproduce(): run a table or a figure of the paper, row by row, and write it down."""
+"""reproduce: run a table or a figure of the paper, row by row, and write it down."""
 
 import hashlib
 import json
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from shutil import rmtree
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 import torch
@@ -17,9 +17,21 @@ from torch import Tensor, nn
 
 from ompq.allocation import halfway
 from ompq.attention import with_layers
+from ompq.cli.console import Column, Console, View, say
+from ompq.cli.experiments import ANY, EXPERIMENTS, HALFWAY, Experiment, Row
+from ompq.cli.options import (
+    argument,
+    check_writable,
+    flag,
+    number,
+    one_of,
+    option,
+    output_path,
+)
+from ompq.cli.settings import NetworkOptions, read_samples
 from ompq.costs import Budget
-from ompq.datasets import Data, training_data
-from ompq.datasets.distilled_data import distilled_samples
+from ompq.datasets import Data, load_data, training_data
+from ompq.datasets.images import distilled_samples
 from ompq.errors import (
     CheckpointError,
     InfeasibleBudgetError,
@@ -27,8 +39,8 @@ from ompq.errors import (
     OmpqError,
     PatternError,
     shortened,
+    suggestion,
 )
-from ompq.experiments import ANY, HALFWAY, Experiment, Row
 from ompq.files import json_object, library_version, read_json, write_text
 from ompq.graph import trace
 from ompq.measurement.reconstruction_score import BlockLoss
@@ -56,7 +68,7 @@ from ompq.stages import Stages
 from ompq.training import train
 from ompq.training.config import TRAIN_PROTOCOLS
 from ompq.units import select
-from ompq.workflow import Workflow, learning_config, paper_samples
+from ompq.workflow import CALIBRATION_SAMPLES, Workflow, learning_config, paper_samples
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -64,6 +76,8 @@ if TYPE_CHECKING:
 Results = Mapping[str, Any]
 _MARKS = "os^Dv"  # of the methods in a figure
 _LAYERS = 4  # whose orthogonality is shown by their bits
+FOLDER = Path("reproduced")
+QUICK_SAMPLES, QUICK_IMAGES = 16, 64  # with --quick
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,7 +121,7 @@ class Bench:
         return f"{100 * size / self.experiment.float_mib:.4g}%"
 
 
-def reproduce(
+def run_experiment(
     bench: Bench,
     folder: Path,
     *,
@@ -511,11 +525,11 @@ def _accuracy(figure: "Figure", rows: list[Row], results: Results) -> None:
     """Draw accuracy against size, a line for each method; the paper's are hollow."""
     axes = plain_axes(figure, "size, MiB", "top-1, %")
     sizes = {row.name: results[row.name]["mib"] for row in rows}
-    for number, method in enumerate(dict.fromkeys(row.method for row in rows)):
+    for place, method in enumerate(dict.fromkeys(row.method for row in rows)):
         own = sorted(
             (row for row in rows if row.method == method), key=lambda r: sizes[r.name]
         )
-        colour, mark = f"C{number}", _MARKS[number % len(_MARKS)]
+        colour, mark = f"C{place}", _MARKS[place % len(_MARKS)]
         _top1_line(
             axes,
             [sizes[row.name] for row in own],
@@ -558,9 +572,9 @@ def _scatter(figure: "Figure", rows: list[Row], results: Results) -> None:
 def _layers(figure: "Figure", rows: list[Row], results: Results) -> None:
     axes = plain_axes(figure, "bits", "orthogonality, mean of 1 − ORM")
     bits = [row.at for row in rows]
-    for number, name in enumerate(results[rows[0].name]["layers"]):
+    for place, name in enumerate(results[rows[0].name]["layers"]):
         values = [results[row.name]["layers"][name] for row in rows]
-        mark = _MARKS[number % len(_MARKS)]
+        mark = _MARKS[place % len(_MARKS)]
         axes.plot(bits, values, marker=mark, ms=4, lw=1, label=name)
     legend_above(figure)
 
@@ -609,3 +623,137 @@ _DRAWINGS: dict[str, Callable[["Figure", list[Row], Results], None]] = {
     "matrix": _matrices,
     "scatter": _scatter,
 }
+
+
+def reproduce(
+    console: Console,
+    name: Annotated[
+        str | None, argument("NAME", "A table or figure, from --list.")
+    ] = None,
+    listed: bool = flag("List every table, figure and row.", "--list"),
+    data: str | None = option(
+        "SOURCE", "Labelled images to train with and to take samples from."
+    ),
+    eval_data: str | None = option(
+        "SOURCE", "Labelled images to measure accuracy on. Default: --data."
+    ),
+    network: str | None = option(
+        "NETWORK", "A network other than the paper's, as for ompq plan."
+    ),
+    weights: str | None = option("FILE", "As for ompq plan."),
+    device: str = one_of(("auto", "cpu", "cuda"), "where to run.", default="auto"),
+    rows: str = option("PATTERN", "Rows to run: ompq-*. Default: all.", default="*"),
+    folder: Path = output_path(
+        f"Where the files go. Default: {FOLDER}/.", "DIR", FOLDER
+    ),
+    samples: int | None = number(
+        "Images to calibrate with.", shown=f"{CALIBRATION_SAMPLES}, or all", least=8
+    ),
+    limit: int | None = number("Measure on this many images only.", shown="all"),
+    seed: int = number(
+        "Seed for the choice of images and the order.", default=0, least=None
+    ),
+    quick: bool = flag(
+        "Scale every row down, to try it in minutes. The numbers mean nothing.",
+        "--quick",
+    ),
+) -> View:
+    """Reproduce a table or figure of the OMPQ paper, including the methods it compares.
+
+    Examples:
+      ompq reproduce --list
+      ompq reproduce table-ptq-mobilenetv2 --data imagenet/ --weights mbv2.pth
+        -o out/
+      ompq reproduce table-ptq-resnet18 --data imagenet/ --rows 'ompq-*' -o out/
+      ompq reproduce figure-beta-mobilenetv2 --network ompq:demo --data digits
+        --quick
+
+    Writes NAME.json, NAME.md (a table next to the paper's numbers) and the figure as
+    SVG, PDF and PNG. Each row is saved as soon as it is measured; the same command
+    continues a stopped run. Rows that train take days on ImageNet; select others with
+    --rows.
+    """
+    if listed:
+        return _list_view()
+    experiment = _chosen(name)
+    if data is None:
+        raise ValueError("--data is missing: give a folder of labelled images")
+    check_writable(folder, folder=True)
+    options = NetworkOptions(
+        network=network or experiment.network, weights=weights, device=device
+    )
+    model = options.load(console)
+    inputs = load_data(data, model, split="train", seed=seed)
+    held_out = load_data(eval_data or data, model, split="test", seed=seed)
+    count = samples or min(CALIBRATION_SAMPLES, len(inputs))
+    if quick:
+        count = min(count, QUICK_SAMPLES)
+        limit = limit or min(QUICK_IMAGES, len(held_out))
+    images = read_samples(inputs, count, console)
+    bench = Bench(
+        experiment,
+        model,
+        inputs,
+        images,
+        held_out.batches(limit=limit),
+        folder / experiment.name,
+        quick=quick,
+        seed=seed,
+        stages=console.stages,
+    )
+    results: dict[str, Mapping[str, Any]] = {}
+    files = run_experiment(
+        bench, folder, rows=rows, told=lambda *one: _report_row(console, results, *one)
+    )
+    names = [str(path) for path in files]
+    line = f"{experiment.name}: {len(results)} rows, {', '.join(names)}"
+    return View({"rows": results, "files": names}, line)
+
+
+def _chosen(name: str | None) -> Experiment:
+    if name is None:
+        raise ValueError("give a table or figure; ompq reproduce --list shows them")
+    if name not in EXPERIMENTS:
+        raise ValueError(
+            f"there is no {name!r}{suggestion(name, EXPERIMENTS)}; "
+            "ompq reproduce --list shows all of them"
+        )
+    return EXPERIMENTS[name]
+
+
+def _report_row(
+    console: Console, results: dict[str, Mapping[str, Any]], row: Row, result: Any
+) -> None:
+    results[row.name] = result
+    top1 = result.get("top1")
+    text = "" if top1 is None else f" top-1 {100 * top1:.2f}"
+    text = f" not run: {result['skipped']}" if "skipped" in result else text
+    paper = "" if row.published is None else f" (the paper: {row.published:.2f})"
+    if not console.quiet:
+        say(console.err, f"{row.name}:{text}{paper}, {result['seconds']:.1f} s")
+
+
+def _list_view() -> View:
+    entries = [(one, row) for one in EXPERIMENTS.values() for row in one.rows]
+    fields = ("method", "budget", "train", "published")
+    data = [
+        {
+            **{key: getattr(one, key) for key in ("name", "title", "network")},
+            "row": row.name,
+            **{key: getattr(row, key) for key in fields},
+        }
+        for one, row in entries
+    ]
+    budgets = ["" if row.budget == ANY else row.budget for _, row in entries]
+    top1 = ["" if r.published is None else f"{r.published:.2f}" for _, r in entries]
+    names = ["" if one.rows[0] is not row else one.name for one, row in entries]
+    columns = [
+        Column("table or figure", names, "left", shorten=True),
+        Column("row", [row.name for _, row in entries], "left"),
+        Column("method", [row.method for _, row in entries], "left", rank=3),
+        Column("budget", budgets, rank=1),
+        Column("training", [row.train or "" for _, row in entries], "left", rank=2),
+        Column("top-1, paper", top1),
+    ]
+    line = f"{len(EXPERIMENTS)} tables and figures, {len(entries)} rows"
+    return View(data, line, [columns])
