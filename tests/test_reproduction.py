@@ -116,7 +116,7 @@ def test_a_row_is_run_once(words, tmp_path, monkeypatch):
     def never(*_):
         raise AssertionError("not reached")
 
-    monkeypatch.setattr(reproduction, "measured", never)
+    monkeypatch.setitem(reproduction._MEASURES, "plan", never)
     assert quick(name, words, tmp_path)["rows"] == first
     result = run("reproduce", name, *words, "-o", tmp_path, "--seed", "1")
     assert result.exit_code == 2

@@ -30,7 +30,6 @@ from ompq.cli.settings import (
     SourceOptions,
     provenance,
     read_samples,
-    sample_count,
     unknown_score,
 )
 from ompq.cli.views import as_budget, cost_columns, plan_view, size_budgets
@@ -79,7 +78,7 @@ def plan(
     refinement = planning.refinement(sources.seed)
     model = sources.load(console)
     inputs = sources.inputs(model)
-    count = plan_count = sample_count(sources.network, samples, planning.protocol)
+    count = plan_count = samples or planning.samples(sources.network)
     if refinement is not None and samples is None:
         count = max(plan_count, min(REFINE_SAMPLES, len(inputs)))
     work = Workflow(model.module, read_samples(inputs, count, console), console.stages)

@@ -5,6 +5,7 @@ import json
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -82,11 +83,7 @@ QUICK_SAMPLES, QUICK_IMAGES = 16, 64  # with --quick
 
 @dataclass(frozen=True, eq=False)
 class Bench:
-    """What the rows of an experiment share.
-
-    ``quick`` scales everything down, so that each path ends in minutes on two cores;
-    its numbers mean nothing.
-    """
+    """What the rows of an experiment share."""
 
     experiment: Experiment
     model: NamedModel
@@ -94,7 +91,7 @@ class Bench:
     samples: Samples  # unlabelled images to plan, calibrate and reconstruct with
     judged: Iterable[Any]  # labelled batches that accuracy is measured on
     folder: Path  # where stopped rows are continued from
-    quick: bool = False
+    quick: bool = False  # whether to scale everything down; the numbers mean nothing
     seed: int = 0
     stages: Stages = field(default_factory=Stages)
 
@@ -108,10 +105,24 @@ class Bench:
         """How many samples plans are made from: the paper's number."""
         return 8 if self.quick else paper_samples(self.experiment.network)
 
+    @property
+    def about(self) -> dict[str, Any]:
+        """What the results depend on, besides the settings of each row."""
+        return {
+            "experiment": self.experiment.name,
+            "network": self.model.name,
+            "weights": self.model.weights,
+            "data": self.data.name,
+            "samples": len(self.samples),
+            "seed": self.seed,
+            "quick": self.quick,
+            "device": model_device(self.model.module).type,
+            "ompq": library_version(),
+        }
+
     def work(self, samples: Samples | None = None) -> Workflow:
-        """Return the stages of the work, with other samples if they are given."""
-        given = self.samples if samples is None else samples
-        return Workflow(self.model.module, given, self.stages)
+        """Return the workflow, with other samples if they are given."""
+        return Workflow(self.model.module, samples or self.samples, self.stages)
 
     def budget(self, text: str) -> str:
         """Return a budget that means to this network what it means to the paper's."""
@@ -121,22 +132,12 @@ class Bench:
         return f"{100 * size / self.experiment.float_mib:.4g}%"
 
 
-def run_experiment(
-    bench: Bench,
-    folder: Path,
-    *,
-    rows: str = "*",
-    told: Callable[[Row, Mapping[str, Any]], None] = lambda _row, _found: None,
-) -> list[Path]:
-    """Run the rows of an experiment and write JSON, a Markdown table and the figure.
+def _results(bench: Bench, rows: str, console: Console) -> dict[str, Any]:
+    """Measure the rows that match a pattern, and read those measured before.
 
-    Each row is written when it is there, and read again the next time: a stopped run
-    continues with the next row. A row that cannot be, such as samples distilled from a
-    network whose batch norms were folded, says why, and is tried again the next time.
-
-    Args:
-        rows: A pattern of the rows that are run; the others appear if they are there.
-        told: Called with each row that was measured.
+    Each row is saved as soon as it is measured, so that a stopped run continues with
+    the next. A row that this network or data does not allow, such as samples distilled
+    from a network whose batch norms were folded, says why and is tried again next time.
 
     Raises:
         CheckpointError: The folder holds rows of another network, data or settings.
@@ -149,54 +150,34 @@ def run_experiment(
         raise ValueError(
             f"no row of {experiment.name} matches {rows!r}; it has {names}"
         )
-    about = _about(bench)
     bench.folder.mkdir(parents=True, exist_ok=True)
     results: dict[str, Any] = {}
     for row in experiment.rows:
         name = re.sub(r"[^\w.()-]", "_", row.name)
         path = bench.folder / f"{name}.json"
-        found = _read(path, row, about)
+        # A row whose settings have changed is measured again.
+        identity = hashlib.sha256(repr(row).encode()).hexdigest()[:16]
+        found = _saved(path, identity, bench.about)
         if found is None and row in wanted:
             try:
-                found = measured(row, bench)
-                data = {**about, "row": _identity(row), "result": found}
-                _write(path, data)
-            except OmpqError as error:  # this network or data does not allow it
+                start = time.perf_counter()
+                found = _MEASURES[row.measure](row, bench)
+                found["seconds"] = time.perf_counter() - start
+                _write(path, {**bench.about, "row": identity, "result": found})
+            except OmpqError as error:
                 found = {"skipped": str(error), "seconds": 0.0}
         if found is not None:
             results[row.name] = found
-            told(row, found)
-    target, table = (folder / f"{experiment.name}.{end}" for end in ("json", "md"))
-    _write(target, {**about, "rows": results})
-    write_text(table, markdown(experiment, results, about))
-    return [target, table, *draw(experiment, results, folder)]
+            _report_row(console, row, found)
+    return results
 
 
 def _write(path: Path, data: Mapping[str, Any]) -> None:
     write_text(path, json.dumps(data, indent=1) + "\n")
 
 
-def _about(bench: Bench) -> dict[str, Any]:
-    return {
-        "experiment": bench.experiment.name,
-        "network": bench.model.name,
-        "weights": bench.model.weights,
-        "data": bench.data.name,
-        "samples": len(bench.samples),
-        "seed": bench.seed,
-        "quick": bench.quick,
-        "device": model_device(bench.model.module).type,
-        "ompq": library_version(),
-    }
-
-
-def _identity(row: Row) -> str:
-    """Return a digest of a row's settings: a row that has changed is run again."""
-    return hashlib.sha256(repr(row).encode()).hexdigest()[:16]
-
-
-def _read(path: Path, row: Row, about: Mapping[str, Any]) -> Any:
-    """Return what is known of a row; None if nothing is."""
+def _saved(path: Path, identity: str, about: Mapping[str, Any]) -> Any:
+    """Return the saved result of a row; None if there is none for its settings."""
     if not path.exists():
         return None
     data = json_object(read_json(path), str(path))
@@ -206,14 +187,16 @@ def _read(path: Path, row: Row, about: Mapping[str, Any]) -> Any:
             f"{path} was measured with another {', '.join(differing)}; name another "
             "folder, or remove it"
         )
-    return data["result"] if data.get("row") == _identity(row) else None
+    return data["result"] if data.get("row") == identity else None
 
 
-def measured(row: Row, bench: Bench) -> dict[str, Any]:
-    """Measure a row; returns plain data."""
-    start = time.perf_counter()
-    found = _MEASURES[row.measure](row, bench)
-    return {**found, "seconds": time.perf_counter() - start}
+def _report_row(console: Console, row: Row, result: Mapping[str, Any]) -> None:
+    top1 = result.get("top1")
+    text = "" if top1 is None else f" top-1 {100 * top1:.2f}"
+    text = f" not run: {result['skipped']}" if "skipped" in result else text
+    paper = "" if row.published is None else f" (the paper: {row.published:.2f})"
+    if not console.quiet:
+        say(console.err, f"{row.name}:{text}{paper}, {result['seconds']:.1f} s")
 
 
 def _network(row: Row, bench: Bench) -> dict[str, Any]:
@@ -255,8 +238,8 @@ def _samples(row: Row, bench: Bench) -> Samples:
 def planned(row: Row, bench: Bench, samples: Samples | None = None) -> Plan:
     """Return the plan of a row.
 
-    Another network than the paper's may not reach the same share of its float size;
-    there the budget is halfway between what it can reach.
+    A network other than the paper's may not reach the same fraction of its float size;
+    then the budget is halfway between the smallest and the largest size.
     """
     work, config = bench.work(samples), _plan_config(row, bench)
     budget = bench.budget(ANY if row.budget == HALFWAY else row.budget)
@@ -286,19 +269,15 @@ def _halfway(plan: Plan) -> Plan:
 def _plan_config(row: Row, bench: Bench) -> PlanConfig:
     config = replace(PLAN_PROTOCOLS.get(row.protocol, PlanConfig()), **row.plan)
     names = trace(bench.model.module, bench.samples[:1]).names
-    # A name of the paper's network may be missing from another one.
-    pins = {p: bits for p, bits in config.pinned.items() if _matches(names, p)}
+    pins = {}
+    for pattern, bits in config.pinned.items():
+        with suppress(PatternError):  # only the paper's network has such a layer
+            select(names, pattern)
+            pins[pattern] = bits
     score = config.score
     if bench.quick and score == "block_loss":
         score = BlockLoss(iterations=1, samples=4)
     return replace(config, pinned=pins, score=score)
-
-
-def _matches(names: tuple[str, ...], pattern: str) -> bool:
-    try:
-        return bool(select(names, pattern))
-    except PatternError:
-        return False
 
 
 def _trained(
@@ -327,7 +306,7 @@ def _trained(
 
 
 def _channels(row: Row, bench: Bench) -> dict[str, Any]:
-    """Widen a CIFAR ResNet in place of choosing bits, and train it from scratch."""
+    """Widen a CIFAR ResNet instead of choosing bits, and train it from scratch."""
     family, _, name = bench.model.name.partition(":resnet")
     if family != "cifar" or not name.isdigit() or name == "18":
         raise ModelError(row.note)
@@ -368,8 +347,8 @@ def _sizes(plan: Plan) -> dict[str, Any]:
 
 
 def _plan(row: Row, bench: Bench) -> dict[str, Any]:
-    plan = planned(row, bench)
-    return {**_sizes(plan), "images": min(bench.plan_samples, len(bench.samples))}
+    images = min(bench.plan_samples, len(bench.samples))
+    return {**_sizes(planned(row, bench)), "images": images}
 
 
 def _orthogonality(row: Row, bench: Bench) -> dict[str, Any]:
@@ -385,7 +364,7 @@ def _orthogonality(row: Row, bench: Bench) -> dict[str, Any]:
 
 
 def _layer(row: Row, bench: Bench) -> dict[str, Any]:
-    """Round one layer after another, and tell its orthogonality to all others."""
+    """Round one layer after another; return its orthogonality to all others."""
     few = bench.samples[: bench.plan_samples]
     graph = trace(bench.model.module, few)
     step = max(1, len(graph) // _LAYERS)
@@ -400,7 +379,7 @@ def _layer(row: Row, bench: Bench) -> dict[str, Any]:
 
 
 def _rounded(bench: Bench, bits: Mapping[str, int]) -> nn.Module:
-    """Return a copy of the network with some weights rounded, all else as it was."""
+    """Return a copy of the network in which only these weights are rounded."""
     network = with_layers(copied(bench.model.module), bench.samples)
     graph = trace(network, bench.samples[:1])
     with torch.no_grad():
@@ -420,7 +399,7 @@ def _matrix(row: Row, bench: Bench) -> dict[str, Any]:
 
 
 def _time(row: Row, bench: Bench) -> dict[str, Any]:
-    """Time both ways of ||Z^T Y||^2 for two random matrices of N × p."""
+    """Time both ways to compute ||Z^T Y||^2 for two random matrices of N × p."""
     count, width = (
         int(n) // (20 if bench.quick else 1) for n in str(row.at).split("x")
     )
@@ -454,9 +433,9 @@ _MEASURES: dict[str, Callable[[Row, Bench], dict[str, Any]]] = {
 def markdown(
     experiment: Experiment, results: Mapping[str, Any], about: Mapping[str, Any]
 ) -> str:
-    """Return the results beside the paper's numbers, as a Markdown table."""
-    told = ", ".join(f"{name} {value}" for name, value in about.items())
-    lines = [f"# {experiment.title}", "", told, ""]
+    """Return the results next to the paper's numbers, as a Markdown table."""
+    settings = ", ".join(f"{name} {value}" for name, value in about.items())
+    lines = [f"# {experiment.title}", "", settings, ""]
     if about["quick"]:
         lines += ["**Quick: scaled down to try it. The numbers mean nothing.**", ""]
     columns = [name for name in _COLUMNS if any(name in r for r in results.values())]
@@ -470,16 +449,11 @@ def markdown(
             for name in columns
         ]
         remarks = "; ".join(t for t in (row.note, found.get("skipped")) if t)
-        lines += _row([row.name, row.method, *_paper(experiment, row), *cells, remarks])
+        paper, top1 = row.published, experiment.float_top1
+        drop = "-" if paper is None or top1 is None else f"{top1 - paper:.2f}"
+        published = ["-" if paper is None else f"{paper:.2f}", drop]
+        lines += _row([row.name, row.method, *published, *cells, remarks])
     return "\n".join([*lines, ""])
-
-
-def _paper(experiment: Experiment, row: Row) -> list[str]:
-    if row.published is None:
-        return ["-", "-"]
-    top1 = experiment.float_top1
-    drop = "-" if top1 is None else f"{top1 - row.published:.2f}"
-    return [f"{row.published:.2f}", drop]
 
 
 def _row(cells: Sequence[str]) -> list[str]:
@@ -507,7 +481,7 @@ _COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
 
 
 def draw(experiment: Experiment, results: Results, folder: Path) -> list[Path]:
-    """Write the figure of an experiment, if it has one and there is something to show.
+    """Write the figure of an experiment, if it has one and any row was measured.
 
     Raises:
         MissingExtraError: matplotlib is not installed.
@@ -701,11 +675,11 @@ def reproduce(
         seed=seed,
         stages=console.stages,
     )
-    results: dict[str, Mapping[str, Any]] = {}
-    files = run_experiment(
-        bench, folder, rows=rows, told=lambda *one: _report_row(console, results, *one)
-    )
-    names = [str(path) for path in files]
+    results = _results(bench, rows, console)
+    target, table = (folder / f"{experiment.name}.{end}" for end in ("json", "md"))
+    _write(target, {**bench.about, "rows": results})
+    write_text(table, markdown(experiment, results, bench.about))
+    names = [str(f) for f in (target, table, *draw(experiment, results, folder))]
     line = f"{experiment.name}: {len(results)} rows, {', '.join(names)}"
     return View({"rows": results, "files": names}, line)
 
@@ -719,18 +693,6 @@ def _chosen(name: str | None) -> Experiment:
             "ompq reproduce --list shows all of them"
         )
     return EXPERIMENTS[name]
-
-
-def _report_row(
-    console: Console, results: dict[str, Mapping[str, Any]], row: Row, result: Any
-) -> None:
-    results[row.name] = result
-    top1 = result.get("top1")
-    text = "" if top1 is None else f" top-1 {100 * top1:.2f}"
-    text = f" not run: {result['skipped']}" if "skipped" in result else text
-    paper = "" if row.published is None else f" (the paper: {row.published:.2f})"
-    if not console.quiet:
-        say(console.err, f"{row.name}:{text}{paper}, {result['seconds']:.1f} s")
 
 
 def _list_view() -> View:
