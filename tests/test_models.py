@@ -132,7 +132,7 @@ def test_networks_of_the_package_may_ship_weights(tmp_path, monkeypatch):
     source = CifarResNet(8)
     save_file(source.state_dict(), tmp_path / "w.safetensors")
     monkeypatch.setitem(models._BUILTIN, "ompq:demo", lambda: CifarResNet(8))
-    monkeypatch.setitem(models._SHIPPED, "ompq:demo", tmp_path / "w.safetensors")
+    monkeypatch.setattr(models, "DEMO_WEIGHTS", tmp_path / "w.safetensors")
     model = load_model("ompq:demo")
     assert torch.equal(model.module.linear.weight, source.linear.weight)
     assert model.weights == "included in ompq"
@@ -145,7 +145,7 @@ def test_failing_download_is_one_line_that_says_what_to_do(monkeypatch):
     assert "torchvision's own weights for torchvision:squeezenet1_1" in str(e.value)
     assert "no network in tests" in str(e.value)
     assert "\n" not in str(e.value)
-    monkeypatch.setattr("ompq.models._resolves", lambda _: True)
+    monkeypatch.setattr("socket.getaddrinfo", lambda *_: [])
     monkeypatch.setattr("timm.models._builder.load_state_dict_from_hf", offline)
     with pytest.raises(ModelError, match="timm's own weights for timm:test_resnet"):
         load_model("timm:test_resnet")

@@ -5,7 +5,6 @@ the mean and variance of its inputs; noise is optimised until it produces the st
 statistics at every batch norm.
 """
 
-import itertools
 import logging
 import os
 from collections.abc import Callable, Iterator
@@ -39,6 +38,9 @@ _NAMED = ("digits", "distilled", "random")  # data sources that are not folders
 _SPLITS = {"train": ("train",), "test": ("test", "val", "valid", "validation")}
 _MODES = {1: "L", 3: "RGB"}
 _SHIFT = 8  # views are shifted by at most one eighth of each side
+_EPSILON = 1e-6  # added to variances, as in ZeroQ's released code
+# The learning rate is divided by ten after this many steps without a lower loss.
+_PATIENCE, _LOWEST_RATE = 100, 1e-4
 
 
 @dataclass(frozen=True)
@@ -62,8 +64,17 @@ def find_images(folder: Path, split: str) -> ImageFiles:
     """
     folder = _split_folder(folder, split)
     entries = _listing(folder)
-    images = [p for p in entries if p.is_file() and _has_suffix(p.name)]
-    nested = {path.name: _images_below(path) for path in entries if path.is_dir()}
+    images = [path for path in entries if path.is_file() and _is_image(path.name)]
+    nested = {
+        # os.walk does not stat every file, of which there may be millions.
+        path.name: sorted(
+            Path(parent, name)
+            for parent, _, names in os.walk(path, followlinks=True)
+            for name in filter(_is_image, names)
+        )
+        for path in entries
+        if path.is_dir()
+    }
     if images and any(nested.values()):
         raise DataError(
             f"{folder} holds {len(images)} images next to class folders; "
@@ -118,17 +129,7 @@ def _listing(folder: Path) -> list[Path]:
     return sorted(p for p in folder.iterdir() if not p.name.startswith("."))
 
 
-def _images_below(folder: Path) -> list[Path]:
-    # os.walk does not stat every file, of which there may be millions.
-    return sorted(
-        Path(parent, name)
-        for parent, _, names in os.walk(folder, followlinks=True)
-        for name in names
-        if _has_suffix(name)
-    )
-
-
-def _has_suffix(name: str) -> bool:
+def _is_image(name: str) -> bool:
     return not name.startswith(".") and Path(name).suffix.lower() in _SUFFIXES
 
 
@@ -160,25 +161,21 @@ def open_image(path: Path, model: NamedModel) -> Image.Image:
         )
     try:
         with Image.open(path) as opened:
-            return _eight_bits(opened).convert(_MODES[channels])
+            image: Image.Image = opened
+            if image.mode == "P":  # else Pillow warns about transparent entries
+                image = image.convert("RGBA")
+            elif image.mode.startswith("I"):  # 16 bits, which Pillow would clip at 255
+                image = image.point(lambda value: value * (1 / 256)).convert("L")
+            return image.convert(_MODES[channels])
     except Exception as error:  # each format's decoder has its own errors
         raise DataError(
             f"{path} cannot be read as an image ({reason(error)})"
         ) from error
 
 
-def _eight_bits(image: Image.Image) -> Image.Image:
-    if image.mode == "P":  # avoids Pillow's warning about transparent palette entries
-        return image.convert("RGBA")
-    if image.mode.startswith("I"):  # 16 bits per pixel, which Pillow would clip at 255
-        return image.point(lambda value: value * (1 / 256)).convert("L")
-    return image
-
-
 def normalise(pixels: Tensor, model: NamedModel) -> Tensor:
     """Return uint8 images (N, C, H, W) as float32, normalised for the network."""
-    mean = torch.tensor(model.mean).view(-1, 1, 1)
-    std = torch.tensor(model.std).view(-1, 1, 1)
+    mean, std = (torch.tensor(v).view(-1, 1, 1) for v in (model.mean, model.std))
     return pixels.float().div_(255).sub_(mean).div_(std)
 
 
@@ -220,11 +217,6 @@ def _view(images: Tensor, generator: torch.Generator) -> Tensor:
     return torch.stack([view.flip(-1) if flip else view for view, flip in pairs])
 
 
-_EPSILON = 1e-6  # added to variances, as in ZeroQ's released code
-# The learning rate is divided by ten after this many steps without a lower loss.
-_PATIENCE, _LOWEST_RATE = 100, 1e-4
-
-
 class _Statistics(NamedTuple):
     """Mean and standard deviation of each channel, as a batch norm stores them."""
 
@@ -240,10 +232,6 @@ class _Statistics(NamedTuple):
         mean, deviation = rows.mean(2), (rows.var(2) + _EPSILON).sqrt()
         gaps = mean - self.mean.to(x), deviation - self.deviation.to(x)
         return torch.stack([gap.square().sum() for gap in gaps]).sum() / len(x)
-
-    def initial(self) -> bool:
-        """Whether these are what a norm starts with: mean 0 and variance 1."""
-        return bool((self.mean == 0).all() and (self.deviation - 1).abs().max() < 1e-4)
 
 
 def distilled_samples(  # noqa: PLR0913 - only the network and the shape are needed
@@ -278,43 +266,25 @@ def distilled_samples(  # noqa: PLR0913 - only the network and the shape are nee
     generator = torch.Generator().manual_seed(seed)
     noise = torch.randn(count, *input_shape, generator=generator)
     total = -(-count // batch_size) * steps
-    done = itertools.count(1)
-
-    def report(loss: float) -> None:
-        if progress is not None:
-            progress(next(done), total, f"distilling images: loss {loss:.3g}")
-
+    finished: list[Tensor] = []
     with evaluating(model), _distances(model, normalised=normalised) as distance:
-        images = [
-            _optimised(
-                part.to(model_device(model)), distance, steps, learning_rate, report
+        for number, part in enumerate(torch.split(noise, batch_size)):
+            images = part.to(model_device(model)).requires_grad_()
+            adam = torch.optim.Adam([images], lr=learning_rate)
+            schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(
+                adam, patience=_PATIENCE, min_lr=_LOWEST_RATE
             )
-            for part in torch.split(noise, batch_size)
-        ]
-    return torch.cat(images)
-
-
-def _optimised(
-    images: Tensor,
-    distance: Callable[[Tensor], Tensor],
-    steps: int,
-    learning_rate: float,
-    report: Callable[[float], None],
-) -> Tensor:
-    """Return the images, on the CPU, after steps that lower their distance."""
-    images.requires_grad_()
-    adam = torch.optim.Adam([images], lr=learning_rate)
-    schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(
-        adam, patience=_PATIENCE, min_lr=_LOWEST_RATE
-    )
-    for _ in range(steps):
-        with torch.enable_grad():
-            loss = distance(images)
-        (images.grad,) = torch.autograd.grad(loss, [images])
-        adam.step()
-        schedule.step(loss.item())
-        report(loss.item())
-    return images.detach().cpu()
+            for step in range(1, steps + 1):
+                with torch.enable_grad():
+                    loss = distance(images)
+                (images.grad,) = torch.autograd.grad(loss, [images])
+                adam.step()
+                schedule.step(loss.item())
+                if progress is not None:
+                    text = f"distilling images: loss {loss.item():.3g}"
+                    progress(number * steps + step, total, text)
+            finished.append(images.detach().cpu())
+    return torch.cat(finished)
 
 
 _UNIT = _Statistics(torch.tensor(0.0), torch.tensor(1.0))
@@ -337,7 +307,11 @@ def _distances(
             f"{type(model).__name__} has no batch norms, so images cannot be "
             "distilled from it; give samples of your own"
         )
-    if all(statistics.initial() for statistics in norms.values()):
+    # A norm starts with mean 0 and variance 1.
+    if all(
+        (one.mean == 0).all() and (one.deviation - 1).abs().max() < 1e-4
+        for one in norms.values()
+    ):
         raise SampleError(
             f"the batch norms of {type(model).__name__} hold only initial values "
             "(mean 0, variance 1): they were folded or never trained; give samples of "

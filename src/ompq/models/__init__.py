@@ -94,7 +94,6 @@ _BUILTIN: dict[str, Callable[[], nn.Module]] = {
     "cifar:resnet56": partial(CifarResNet, 56),
     "ompq:demo": DemoNetwork,
 }
-_SHIPPED = {"ompq:demo": DEMO_WEIGHTS}
 
 
 def load_model(name: str, weights: str | os.PathLike[str] | None = None) -> NamedModel:
@@ -189,9 +188,9 @@ def _from_package(name: str, *, pretrained: bool) -> NamedModel:
     model = _described(_BUILTIN[name](), name)
     if not pretrained:
         return model
-    if name not in _SHIPPED:
+    if name != "ompq:demo":
         raise ModelError(f"{name} has no weights of its own. {INSTEAD}")
-    load_weights(model.module, _SHIPPED[name], name)
+    load_weights(model.module, DEMO_WEIGHTS, name)
     return replace(model, weights="included in ompq")
 
 
@@ -410,7 +409,12 @@ def torchvision_names(
                 "such as resnet50b: the others differ from torchvision's networks"
             )
     elif parts:
-        order = sorted(parts, key=_position)
+
+        def position(part: str) -> tuple[int, list[int]]:
+            numbers = [int(number) for number in re.findall(r"\d+", part)]
+            return {"init_block": 0, "final_block": 2}.get(part, 1), numbers
+
+        order = sorted(parts, key=position)
         index = {part: number for number, part in enumerate(order)}
         named = {_mobilenet_name(key, index): value for key, value in given.items()}
     if "features.1.conv.4.weight" in named and "features.1.conv.4.weight" not in own:
@@ -420,12 +424,6 @@ def torchvision_names(
         named["classifier.1.weight"] = weight.flatten(1)
         named.setdefault("classifier.1.bias", torch.zeros_like(bias))
     return named
-
-
-def _position(part: str) -> tuple[int, list[int]]:
-    """Return the sort key of a part of pytorchcv's ``features``."""
-    numbers = [int(number) for number in re.findall(r"\d+", part)]
-    return {"init_block": 0, "final_block": 2}.get(part, 1), numbers
 
 
 def _resnet_name(key: str) -> str:
@@ -491,7 +489,7 @@ def check_weights(module: nn.Module, name: str) -> None:
 def downloading(library: str, name: str) -> Iterator[None]:
     """Turn any error of a library's download into a ``ModelError``."""
     try:
-        with _hub_offline_if_unreachable():
+        with _offline_if_unreachable():
             yield
     except Exception as error:
         raise ModelError(
@@ -501,7 +499,7 @@ def downloading(library: str, name: str) -> Iterator[None]:
 
 
 @contextmanager
-def _hub_offline_if_unreachable() -> Iterator[None]:
+def _offline_if_unreachable() -> Iterator[None]:
     # Without a network, the Hugging Face client, which timm uses, would retry for 50
     # seconds before it looks into its cache.
     try:
@@ -510,21 +508,16 @@ def _hub_offline_if_unreachable() -> Iterator[None]:
         yield
         return
     before = constants.HF_HUB_OFFLINE
-    constants.HF_HUB_OFFLINE = before or not _resolves(constants.ENDPOINT)
+    if not urllib.request.getproxies():  # otherwise the proxy resolves names
+        try:
+            host = urllib.parse.urlsplit(constants.ENDPOINT).hostname
+            socket.getaddrinfo(host, 443)
+        except OSError:
+            constants.HF_HUB_OFFLINE = True
     try:
         yield
     finally:
         constants.HF_HUB_OFFLINE = before
-
-
-def _resolves(url: str) -> bool:
-    if urllib.request.getproxies():  # the proxy resolves names
-        return True
-    try:
-        socket.getaddrinfo(urllib.parse.urlsplit(url).hostname, 443)
-    except OSError:
-        return False
-    return True
 
 
 def _read(path: Path) -> dict[str, Tensor]:
@@ -542,7 +535,14 @@ def _read(path: Path) -> dict[str, Tensor]:
     try:
         if suffix == ".safetensors":
             return load_file(path)
-        data = _unpickled(path)
+        if zipfile.is_zipfile(path):
+            with zipfile.ZipFile(path) as archive:
+                size = sum(entry.file_size for entry in archive.infolist())
+            if size > path.stat().st_size:
+                raise ValueError("it is compressed, as torch.save never does")
+        # Many checkpoints hold the training script's options as a plain Namespace.
+        with torch.serialization.safe_globals([argparse.Namespace]):
+            data = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise ModelError(
             f"{path} is not a plain state dict: it is damaged, or holds Python "
@@ -555,17 +555,6 @@ def _read(path: Path) -> dict[str, Tensor]:
     return _unwrapped(data, path)
 
 
-def _unpickled(path: Path) -> Any:
-    if zipfile.is_zipfile(path):
-        with zipfile.ZipFile(path) as archive:
-            size = sum(entry.file_size for entry in archive.infolist())
-        if size > path.stat().st_size:
-            raise ValueError("it is compressed, as torch.save never does")
-    # Many checkpoints hold the training script's options as a plain Namespace.
-    with torch.serialization.safe_globals([argparse.Namespace]):
-        return torch.load(path, map_location="cpu", weights_only=True)
-
-
 def _unwrapped(data: Any, path: Path) -> dict[str, Tensor]:
     for key in _WRAPPERS:
         if isinstance(data, Mapping) and isinstance(data.get(key), Mapping):
@@ -575,7 +564,14 @@ def _unwrapped(data: Any, path: Path) -> dict[str, Tensor]:
             f"{path} holds {type(data).__name__}, not a state dict of tensors"
         )
     tensors = {str(k): v for k, v in data.items() if isinstance(v, Tensor)}
-    unusable = [k for k, v in tensors.items() if not _dense(v)]
+    unusable = [
+        key
+        for key, value in tensors.items()
+        if value.layout != torch.strided
+        or value.device.type != "cpu"
+        or value.is_quantized
+        or value.is_nested
+    ]
     if unusable:
         raise ModelError(
             f"{path}: {shortened(unusable)} are sparse, quantized or without values; "
@@ -585,15 +581,6 @@ def _unwrapped(data: Any, path: Path) -> dict[str, Tensor]:
         if all(key.startswith(prefix) for key in tensors):
             tensors = {key.removeprefix(prefix): v for key, v in tensors.items()}
     return tensors
-
-
-def _dense(tensor: Tensor) -> bool:
-    return (
-        tensor.layout == torch.strided
-        and tensor.device.type == "cpu"
-        and not tensor.is_quantized
-        and not tensor.is_nested
-    )
 
 
 def _compare(

@@ -42,17 +42,29 @@ from ompq.samples import (
     to_device,
 )
 
+SMALLEST_OPSET = 18  # the first with a mask of bits
+_TINY = torch.finfo(torch.float32).tiny
+# From this many images on, a single one that differs may be a tie.
+_ENOUGH_IMAGES = 32
+_BATCH = 64  # samples at a time
+_WATCHED = 8  # samples whose codes are compared everywhere
+_CODES_APART = 0.02  # mean difference of codes that ties of rounding explain
+_LAST_DIGITS = 1e-6  # of floats, relative to a tensor's usual size
+_WEAK = 0.5  # a tolerance, relative to the size of outputs, that shows little
+_LARGEST_CODE = 255  # of a byte
+_logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
 class Agreement:
-    """How nearly two versions of a network agree on the same images."""
+    """How closely two versions of a network agree on the same images."""
 
     images: int
     top1: float  # fraction of images with the same largest logit, in the first output
     # Largest difference of two logits, over the root mean square of all of that output;
     # the largest of all outputs.
     logits: float
-    codes: int = 0  # number of activation codes compared; 0 where none were
+    codes: int = 0  # number of activation codes compared
     codes_equal: float = 1.0  # fraction of them that are equal
     codes_furthest: int = 0  # largest difference of two codes, in steps
 
@@ -108,41 +120,31 @@ def compare_outputs(
 
 
 def _furthest(first: Tensor, second: Tensor) -> float:
-    """Return the largest difference over the root mean square; NaN differs wholly."""
+    """Return the largest difference over the root mean square; infinity for NaN."""
     size = first.double().square().mean().sqrt().clamp(min=_TINY)
     apart = (first.double() - second.double()).abs().max()
     return float((apart / size).nan_to_num(inf))
 
 
-_TINY = torch.finfo(torch.float32).tiny
-# From this many images on, a single one that differs may be a tie.
-_ENOUGH_IMAGES = 32
-_BATCH = 64  # samples at a time
-_WATCHED = 8  # samples whose codes are compared at every place
-_CODES_APART = 0.02  # of codes that no noise explains, on average: ties of rounding
-_LAST_DIGITS = 1e-6  # of floats, relative to a tensor's usual size
-
-
 @dataclass(frozen=True)
 class Tolerance:
-    """How far an exported file may be from the network."""
+    """How much an exported file may differ from the network."""
 
     # Largest difference of two logits, over their root mean square.
     logits: float = 1e-3
     exact_logits: float = 1e-4  # the same where all codes are equal: float rounding
-    # Smallest fraction of images with the same largest logit. One image of 32 or more
-    # may always differ.
+    # Smallest fraction of images with the same top-1. One of 32 or more may differ.
     top1: float = 0.995
     codes_equal: float = 0.999  # smallest fraction of codes that are equal
     codes_furthest: int = 1  # largest difference of two codes, in steps
 
     def limit(self, found: Agreement) -> float:
-        """Return how far logits may be: nearer where all codes are equal."""
+        """Return how much logits may differ: less if all codes are equal."""
         exact = found.codes and found.codes_equal == 1
         return self.exact_logits if exact else self.logits
 
     def require(self, found: Agreement, against: str) -> None:
-        """Make sure that a file computes what it should."""
+        """Raise an ExportError if a file does not compute what it should."""
         allowed = floor(found.images * (1 - self.top1) + 1e-9)
         if found.images >= _ENOUGH_IMAGES:
             allowed = max(1, allowed)
@@ -163,20 +165,17 @@ class Tolerance:
 
 
 def steps_tolerance(steps: Steps) -> Tolerance:
-    """Return how far the file of an integer network may be from it.
-
-    A code that is one step off may move logits by about as much of their range.
-    """
+    """Return the tolerance of an integer network: logits within about one step."""
     return Tolerance(logits=2 / min(step.grid.qmax for step in steps.steps))
 
 
 def traced_tolerance(network: nn.Module, samples: Samples) -> Tolerance:
-    """Return how far the file of a network with floats between integers may be from it.
+    """Return the tolerance of a network with floats between its integers.
 
-    Floats differ in their last digits between runtimes, which makes the code of some
-    value another one, and that others. How far this goes depends on the network. So the
-    network is run with noise of that size before its quantizers: outputs may differ by
-    four times what they then do, or by what one step of a grid is.
+    Floats differ in their last digits between runtimes, which changes some codes, and
+    these change others. How much depends on the network. So it is run with noise of
+    that size before its quantizers; outputs may differ by four times as much as they
+    do then, or by one step of a grid.
     """
     quantizers = activation_quantizers(network).values()
     if not quantizers:
@@ -187,19 +186,16 @@ def traced_tolerance(network: nn.Module, samples: Samples) -> Tolerance:
     )
     step = 2 / min((1 << quantizer.bits) - 1 for quantizer in quantizers)
     found = compare_outputs(plain, disturbed).logits
-    # Where outputs are so near, the largest logit is another one only in a tie.
+    # If outputs are that close, top-1 differs only in a tie.
     return Tolerance(logits=max(step, 4 * found), top1=0.0)
 
 
 def require_codes(model: Any, network: nn.Module, samples: Samples) -> None:
-    """Make sure that a traced file rounds every activation to the codes it should.
+    """Raise an ExportError unless a traced file rounds activations to the right codes.
 
-    A wrong scale in one node shows in the codes there, even in a network whose outputs
-    say little. They may differ from the network's, on average, by four times what
-    noise in the last digits of floats does to them, or by a fiftieth of a step.
-
-    Raises:
-        ExportError: They differ by more.
+    A wrong scale in one node shows in its codes even if the outputs hide it. Codes may
+    differ from the network's, on average, by four times what noise in the last digits
+    of floats does to them, plus a fiftieth of a step.
     """
     clipped = {n.input[0]: n.output[0] for n in model.graph.node if n.op_type == "Clip"}
     names = [n.output[0] for n in model.graph.node if n.op_type == "QuantizeLinear"]
@@ -207,7 +203,7 @@ def require_codes(model: Any, network: nn.Module, samples: Samples) -> None:
     _, found = _with_codes(model, [clipped.get(name, name) for name in names], batch)
     plain, noisy = (_observed(network, batch, disturbed=n)[1] for n in (False, True))
     for name, codes in zip(names, found, strict=True):
-        # The exporter merges and moves nodes: the file's codes are those of some place.
+        # The exporter merges and moves nodes, so compare with the codes of every place.
         alike = (
             (_distance(ours, codes), _distance(ours, moved))
             for ours, moved in zip(plain, noisy, strict=True)
@@ -226,7 +222,7 @@ def require_codes(model: Any, network: nn.Module, samples: Samples) -> None:
 def _with_codes(
     model: Any, names: Sequence[str], batch: Batch
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Run a file; return its outputs, and what tensors inside it hold."""
+    """Run a file; return its outputs, and the tensors of these names."""
     from onnx import ModelProto, helper
 
     watched = ModelProto()
@@ -244,9 +240,9 @@ def _distance(first: Tensor, second: Tensor) -> float:
 def _observed(
     network: nn.Module, batch: Batch, *, disturbed: bool = False
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Run a network, perhaps with noise in the last digits before its quantizers.
+    """Run a network; return its outputs, and the codes of uniform grids in order.
 
-    Return its outputs, and the codes on every even grid in the order of use.
+    If disturbed, noise is added to the last digits before each quantizer.
     """
     quantizers = activation_quantizers(network).values()
     generator = torch.Generator().manual_seed(0)
@@ -323,9 +319,9 @@ def against_codes(
     steps: Steps,
     images: Tensor,
 ) -> tuple[Agreement, Agreement]:
-    """Compare a file, with all its codes, to the finalized network and to the engine.
+    """Compare a file and its codes with the finalized network and with the engine.
 
-    ``names`` gives the tensor of each step's codes.
+    ``names`` holds the name of the tensor of each step's codes.
     """
     outputs, results = _with_codes(model, list(names.values()), images)
     found = dict(zip(names, results, strict=True))
@@ -339,37 +335,26 @@ def against_codes(
     return simulated, compare_outputs([*engine.run(images).values()], outputs, pairs)
 
 
-_WEAK = 0.5  # a limit that tells little, relative to the size of outputs
-SMALLEST_OPSET = 18  # the first with a mask of bits
-_logger = logging.getLogger(__name__)
-
-
 @dataclass(frozen=True)
 class ExportResult:
     """A verified file."""
 
     path: Path
     bytes: int
-    opset: int  # version of the standard operators in it
+    opset: int
     weights: tuple[StoredWeight, ...]
     simulated: Agreement  # agreement of ONNX Runtime with the finalized network
-    # Agreement of ONNX Runtime with the integer engine, codes included; None where
-    # integers do not cover the network.
+    # Agreement with the integer engine, codes included; None if some of it is float.
     engine: Agreement | None
-    # Agreement of ONNX Runtime with the network as it was given. It equals
-    # ``simulated`` if that was finalized already.
-    given: Agreement
+    given: Agreement  # agreement with the network as it was given, before finalizing
     runtime: str  # what it was verified with, for example ``onnxruntime 1.31.1``
-    # Whether no processor's 8-bit kernels can saturate. False only where
-    # ``saturation_safe=False`` was asked for: then processors without VNNI compute
-    # something else, unless a session's option ``session.x64quantprecision`` is "1".
+    # Whether no processor's 8-bit kernels can saturate. If False, processors without
+    # VNNI give other results unless the session option ``session.x64quantprecision``
+    # is "1".
     saturation_safe: bool
-    # Kinds of nodes that compute with floats, and how many there are of each; and why
-    # not everything is in integers. Empty where it is.
-    floats: Mapping[str, int]
-    reason: str
-    # How far outputs were allowed to be from the network's, as ``simulated.logits``.
-    limit: float
+    floats: Mapping[str, int]  # number of nodes of each kind that compute with floats
+    reason: str  # why not everything is in integers; "" if everything is
+    limit: float  # how much logits were allowed to differ, as ``simulated.logits``
 
 
 def export_onnx(  # noqa: PLR0913
@@ -386,26 +371,23 @@ def export_onnx(  # noqa: PLR0913
     """Write a quantized network as ONNX and verify that it computes the same.
 
     Args:
-        quantized: From :func:`ompq.quantize`, perhaps reconstructed or trained. It
-            is finalized first (:func:`ompq.finalize`). Where integers do not cover it,
-            the file computes with floats between them.
-        path: The file to write; nothing is left there when verification fails.
-        samples: Inputs to verify with; all are run. The file must agree with the
-            network in its outputs and its codes; see :class:`Tolerance`.
-        opset: Version of the standard operators.
+        quantized: From :func:`ompq.quantize`, possibly reconstructed or trained. It is
+            finalized first (:func:`ompq.finalize`). If some operation has no integer
+            kernel, the file computes with floats there.
+        path: Nothing is left there if verification fails.
+        samples: Inputs to verify outputs and codes with; see :class:`Tolerance`.
         engine_images: How many samples the integer engine, which is slower, runs.
         network: The network's name, for example ``torchvision:resnet18``.
-        saturation_safe: Whether the file is right on processors without VNNI too, whose
-            8-bit kernels saturate. Weights of 8 bits are then restricted to about 7 in
-            convolutions (see :func:`ompq.finalize`) and unsigned in the other layers.
-        budget: The plan's; a file above what it allows for ONNX is not written.
+        saturation_safe: Whether the file is also right on processors without VNNI,
+            whose 8-bit kernels saturate. Weights of 8 bits are then restricted to about
+            7 in convolutions (see :func:`ompq.finalize`) and unsigned elsewhere.
+        budget: A file that exceeds its limit for ONNX is not written.
 
     Returns:
-        Where the file is, how large, and how nearly it agrees. In a file of integers
-        (``floats`` is empty) codes are equal to the last bit, and so are outputs of
-        layers; an output that is computed from codes with floats, such as a final
-        average, agrees within ``simulated.logits``. An input that holds NaN gives
-        numbers in the file, since no integer stands for it, and NaN in PyTorch.
+        The file's size and agreement. In a file of integers (``floats`` is empty) codes
+        and outputs of layers are equal to the last bit; an output computed from codes
+        with floats, such as a final average, agrees within ``simulated.logits``. For an
+        input with NaN the file returns numbers, but PyTorch returns NaN.
 
     Raises:
         MissingExtraError: onnx or onnxruntime is not installed.
@@ -425,7 +407,10 @@ def export_onnx(  # noqa: PLR0913
         made = _of_steps(graph, finalized, saturation_safe=saturation_safe)
     if network:
         made.model.metadata_props.add(key=NETWORK, value=network)
-    _check_size(path, made.model.ByteSize(), budget)
+    if budget is not None:
+        excess = Budget.of(budget).excess("onnx_bytes", made.model.ByteSize())
+        if excess:
+            raise ExportError(f"{path}: {excess}")
     onnx.checker.check_model(made.model, full_check=True)
     with replacing(path) as temporary:
         temporary.write_bytes(made.model.SerializeToString())
@@ -448,12 +433,6 @@ def export_onnx(  # noqa: PLR0913
     )
 
 
-def _check_size(path: str | Path, size: int, budget: Budget | str | None) -> None:
-    excess = "" if budget is None else Budget.of(budget).excess("onnx_bytes", size)
-    if excess:
-        raise ExportError(f"{path}: {excess}")
-
-
 @dataclass(frozen=True)
 class _Made:
     """A file's content, and what it is compared with."""
@@ -472,7 +451,7 @@ class _Made:
 def as_integers(
     quantized: nn.Module, samples: Samples, *, saturation_safe: bool
 ) -> tuple[nn.Module | None, str]:
-    """Return a network that integers compute; or None, and why they cannot."""
+    """Return a finalized network, or None and why integers cannot compute it."""
     if not quantization_of(quantized).sites:
         return None, "activations are float"
     try:
@@ -498,7 +477,7 @@ def _of_steps(
 def _verify(
     made: _Made, session: Any, samples: Samples, engine_images: int
 ) -> tuple[Agreement, Agreement | None]:
-    """Return how a file agrees with the network and with the integer engine."""
+    """Return the file's agreement with the network and with the integer engine."""
     simulated = against_simulated(made.network, session, samples)
     made.tolerance.require(simulated, "simulated network")
     if made.steps is None:
@@ -531,7 +510,7 @@ def _of_traced(traced: TracedModel, samples: Samples, reason: str) -> _Made:
 
 
 def _warned(steps: Steps) -> bool:
-    """Warn of layers that saturate on some processors; return whether any does."""
+    """Warn about layers that saturate on some processors; return whether any does."""
     layers = steps.saturating()
     if layers:
         _logger.warning(
@@ -542,11 +521,8 @@ def _warned(steps: Steps) -> bool:
     return bool(layers)
 
 
-_LARGEST_CODE = 255  # of a byte
-
-
 class OnnxGraph:
-    """The graph of a network while it is written, node by node."""
+    """The ONNX graph of integer steps, built node by node."""
 
     def __init__(
         self, steps: Steps, opset: int, *, saturation_safe: bool = True
@@ -696,7 +672,7 @@ class OnnxGraph:
         return self._node(node.kind, inputs, f"{name}/values", **node.attributes)
 
     def _integer_convolution(self, step: Step, operator: Convolution) -> str:
-        """Add a convolution whose sums are not rounded: runtimes fuse no such Conv."""
+        """Add a convolution whose sums are not rounded, which runtimes do not fuse."""
         from onnx import TensorProto
 
         name, (source,) = step.name, step.inputs
