@@ -56,7 +56,7 @@ class ExportOptions:
     )
     format: str = one_of(_FORMATS, "what to write. Default: onnx.", default=_FORMATS[0])
     with_graph: bool = flag(
-        "With --format packed: include the ONNX graph, for ompq unpack.", "--with-graph"
+        "With --format packed: include the ONNX graph, for ompq unpack."
     )
     network: str | None = option(
         "NETWORK", "The network, if the packed file does not name it."

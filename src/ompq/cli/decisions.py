@@ -120,9 +120,7 @@ def budget(
     data: str | None = option(
         "SOURCE", "Take the input's shape from this data. Rarely needed."
     ),
-    onnx: bool = flag(
-        "Show the largest possible ONNX file, too. Takes a few seconds.", "--onnx"
-    ),
+    onnx: bool = flag("Show the largest possible ONNX file, too. Takes a few seconds."),
 ) -> View:
     """Show which budgets a network can meet.
 
@@ -268,7 +266,7 @@ class AuditOptions:
         min=0,
     )
     folder: Path | None = output_path("Write audit.json and report.html there.", "DIR")
-    resume: bool = flag("Continue an audit that was stopped; needs -o.", "--resume")
+    resume: bool = flag("Continue an audit that was stopped; needs -o.")
 
     def config(self, planning: PlanOptions, seed: int) -> AuditConfig:
         """Return the settings of an audit."""

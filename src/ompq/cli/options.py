@@ -119,9 +119,12 @@ def _parameters(group: Any) -> list[inspect.Parameter]:
 
 def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
     if isinstance(default, Field):
-        info, default = default.metadata.get("typer"), default.default
+        info, default = copy(default.metadata.get("typer")), default.default
         if info is not None:
-            annotation = Annotated[annotation, copy(info)]
+            if annotation is bool and info.default is ...:
+                # The first name. Without it, Typer would add --no-NAME.
+                info.default = f"--{name.replace('_', '-')}"
+            annotation = Annotated[annotation, info]
     default = inspect.Parameter.empty if default is REQUIRED else default
     return inspect.Parameter(
         name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
@@ -139,7 +142,7 @@ def option(
 
 
 def flag(text: str, *names: str) -> Any:
-    """Return an option that takes no value, off by default."""
+    """Return an option that takes no value, off by default; named by its field."""
     return _field(False, text, *names, metavar="")
 
 
@@ -204,9 +207,9 @@ class OutputOptions:
 
     PANEL: ClassVar[str] = "Output"
 
-    json: bool = flag("Print JSON on stdout.", "--json")
+    json: bool = flag("Print JSON on stdout.")
     quiet: bool = flag("No progress, and one line instead of tables.", "--quiet", "-q")
-    debug: bool = flag("Show the library's log, and tracebacks of errors.", "--debug")
+    debug: bool = flag("Show the library's log, and tracebacks of errors.")
 
 
 def check_writable(

@@ -628,8 +628,7 @@ def reproduce(
         "Seed for the choice of images and the order.", default=0, least=None
     ),
     quick: bool = flag(
-        "Scale every row down, to try it in minutes. The numbers mean nothing.",
-        "--quick",
+        "Scale every row down, to try it in minutes. The numbers mean nothing."
     ),
 ) -> View:
     """Reproduce a table or figure of the OMPQ paper, including the methods it compares.

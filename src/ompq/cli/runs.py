@@ -109,9 +109,7 @@ class RunOptions:
         "transformers with low-bit activations.",
         default=ReconstructConfig.merge,
     )
-    no_reconstruct: bool = flag(
-        "Round to nearest, without reconstruction.", "--no-reconstruct"
-    )
+    no_reconstruct: bool = flag("Round to nearest, without reconstruction.")
     eval_data: str | None = option(
         "SOURCE", "Labelled images to measure accuracy on, as for ompq evaluate."
     )
@@ -129,10 +127,8 @@ class RunOptions:
         default=0,
         min=0,
     )
-    resume: bool = flag("Continue a run that was stopped.", "--resume")
-    overwrite: bool = flag(
-        "Replace what an earlier run left in the folder.", "--overwrite"
-    )
+    resume: bool = flag("Continue a run that was stopped.")
+    overwrite: bool = flag("Replace what an earlier run left in the folder.")
 
     @property
     def started(self) -> Path | None:

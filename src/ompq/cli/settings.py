@@ -140,9 +140,7 @@ class SourceOptions(NetworkOptions):
         default=REQUIRED,
     )
     seed: int = number("Seed for the choice of images.", default=0, least=None)
-    skip_unreadable: bool = flag(
-        "Skip broken images instead of stopping.", "--skip-unreadable"
-    )
+    skip_unreadable: bool = flag("Skip broken images instead of stopping.")
 
     def inputs(self, model: NamedModel, split: Split = "train") -> Data:
         """Find the data."""
@@ -190,8 +188,7 @@ class PlanOptions:
     )
     coded: bool = flag(
         "Offer entropy-coded weights, too: a smaller file at the same accuracy. In "
-        "memory each of them takes a byte.",
-        "--coded",
+        "memory each of them takes a byte."
     )
     rates: str | None = option(
         "BITS",
@@ -219,9 +216,7 @@ class PlanOptions:
     tie: list[str] | None = option(
         "PATTERN", "All layers that match get the same bits. Repeatable."
     )
-    no_tie: bool = flag(
-        "Let layers whose outputs are added have different bits.", "--no-tie"
-    )
+    no_tie: bool = flag("Let layers whose outputs are added have different bits.")
     accounting: str | None = one_of(
         get_args(Accounting),
         "count bytes as in our files, or as in the paper. "
@@ -261,10 +256,9 @@ class PlanOptions:
         f"get the same bits. Default: {OrmSettings.granularity}.",
     )
     centred: bool = flag(
-        "Centre ORM, as the paper's released code does, for the same scores.",
-        "--centred",
+        "Centre ORM, as the paper's released code does, for the same scores."
     )
-    strict: bool = flag("Fail if anything stays float.", "--strict")
+    strict: bool = flag("Fail if anything stays float.")
 
     def _score(self, base: PlanConfig) -> Score | str | None:
         """Return the score that the options ask for; None to keep the default."""
@@ -334,7 +328,7 @@ class CacheOptions:
         show_envvar=False,
     )
     no_cache: bool = flag(
-        "Neither read nor write score tables, even if OMPQ_CACHE is set.", "--no-cache"
+        "Neither read nor write score tables, even if OMPQ_CACHE is set."
     )
 
     @property
