@@ -29,7 +29,6 @@ from ompq.integer import input_names
 from ompq.models import NamedModel, load_model
 from ompq.onnx.export import ExportResult, export_onnx
 from ompq.onnx.inspection import (
-    OnnxAccount,
     Timing,
     inputs_of,
     inspect_onnx,
@@ -202,13 +201,9 @@ def inspect(
         )
     if not file.exists():
         raise ValueError(f"{file}: there is no such file")
-    if file.suffix == ".onnx":
-        return onnx_view(inspect_onnx(file))
-    return packed_view(file, inspect_file(file))
-
-
-def onnx_view(account: OnnxAccount) -> View:
-    """Return the bytes of an ONNX file by layer, then by item."""
+    if file.suffix != ".onnx":
+        return packed_view(file, inspect_file(file))
+    account = inspect_onnx(file)
     layers = account.layers
     columns = [
         Column("layer", list(layers), "left", shorten=True),

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ompq.allocation import halfway
 from ompq.attention import with_layers
 from ompq.cli.console import Column, Console, View, say
-from ompq.cli.experiments import ANY, EXPERIMENTS, HALFWAY, Experiment, Row
+from ompq.cli.experiments import EXPERIMENTS, HALFWAY, Experiment, Row
 from ompq.cli.options import (
     argument,
     check_writable,
@@ -69,7 +69,13 @@ from ompq.stages import Stages
 from ompq.training import train
 from ompq.training.config import TRAIN_PROTOCOLS
 from ompq.units import select
-from ompq.workflow import CALIBRATION_SAMPLES, Workflow, learning_config, paper_samples
+from ompq.workflow import (
+    ANYTHING,
+    CALIBRATION_SAMPLES,
+    Workflow,
+    learning_config,
+    paper_samples,
+)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -242,13 +248,13 @@ def planned(row: Row, bench: Bench, samples: Samples | None = None) -> Plan:
     then the budget is halfway between the smallest and the largest size.
     """
     work, config = bench.work(samples), _plan_config(row, bench)
-    budget = bench.budget(ANY if row.budget == HALFWAY else row.budget)
+    budget = bench.budget(ANYTHING if row.budget == HALFWAY else row.budget)
     try:
         found = work.plan(budget, config, count=bench.plan_samples)
     except InfeasibleBudgetError:
         if bench.own_network:
             raise
-        found = _halfway(work.plan(ANY, config, count=bench.plan_samples))
+        found = _halfway(work.plan(ANYTHING, config, count=bench.plan_samples))
     if row.budget == HALFWAY:
         found = _halfway(found)
     if row.search == "reinforce":
@@ -705,7 +711,7 @@ def _list_view() -> View:
         }
         for one, row in entries
     ]
-    budgets = ["" if row.budget == ANY else row.budget for _, row in entries]
+    budgets = ["" if row.budget == ANYTHING else row.budget for _, row in entries]
     top1 = ["" if r.published is None else f"{r.published:.2f}" for _, r in entries]
     names = ["" if one.rows[0] is not row else one.name for one, row in entries]
     columns = [

@@ -65,7 +65,6 @@ from ompq.training.config import TRAIN_PROTOCOLS, TrainConfig
 from ompq.workflow import (
     ANYTHING,
     CALIBRATION_SAMPLES,
-    FileSize,
     Outcome,
     Workflow,
     learning_config,
@@ -409,6 +408,7 @@ def _finish(
     work: Workflow,
     search: Smallest | None = None,
 ) -> View:
+    """Write the files, and return the network's sizes and quality."""
     if run.measure_layers:
         effects = work.layer_effects(outcome.plan, run.measure_layers)
         outcome = replace(outcome, remarks=effects)
@@ -418,22 +418,17 @@ def _finish(
         outcome = replace(outcome, about=about, remarks=[*outcome.remarks, *remarks])
     with console.stage("writing files") as progress:
         files = outcome.write(run.folder, progress, typed_toml())
-    return outcome_view(outcome, run.folder, files)
-
-
-def outcome_view(outcome: Outcome, folder: Path, files: Mapping[str, FileSize]) -> View:
-    """Return a quantized network's sizes, quality and files."""
-    evaluation = outcome.evaluation
-    search = outcome.about.get("search", {"goal": [], "tried": []})
+    folder, evaluation = run.folder, outcome.evaluation
     listed = [
         f"{folder / name}: {in_bytes(one.bytes)}"
         + ("" if one.planned is None else f", planned {in_bytes(one.planned)}")
         for name, one in files.items()
     ]
+    searched = outcome.about.get("search", {"goal": [], "tried": []})
     rows = [
         *totals(outcome.plan),
-        ("goal", search["goal"]),
-        ("tried", search["tried"]),
+        ("goal", searched["goal"]),
+        ("tried", searched["tried"]),
         *_error_rows(outcome.errors),
         *quality_rows(evaluation),
         ("arithmetic", outcome.about["arithmetic"]),
