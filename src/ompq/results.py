@@ -1,4 +1,4 @@
-"""Evaluation results, and tables of results for notebooks."""
+"""Results: evaluations, the sections of a report, and tables for notebooks."""
 
 import base64
 import math

@@ -38,6 +38,7 @@ from ompq.datasets import load_data
 from ompq.measurement.audits import Audit, AuditConfig, audit as measure_scores
 from ompq.measurement.reconstruction_score import SCORES
 from ompq.models import blank_input, output_count
+from ompq.onnx.sizes import file_costs
 from ompq.planner import unscored_problem
 from ompq.report import audit_sections, write_report
 from ompq.samples import Samples
@@ -144,8 +145,6 @@ def budget(
     with console.stage("observing the network"):
         graph, _, problem = unscored_problem(model.module, samples, config, memory=True)
     if onnx:
-        from ompq.onnx.sizes import file_costs
-
         with console.stage("writing ONNX files"):
             one = Samples.of(samples)
             (size,) = file_costs(model.module, one, graph, problem, ["onnx_bytes"])

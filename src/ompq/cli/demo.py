@@ -64,19 +64,12 @@ FOLDER = Path("ompq-demo")
 
 @dataclass(frozen=True, kw_only=True)
 class DemoConfig:
-    """Settings of the demonstration.
+    """Settings of the demonstration."""
 
-    Attributes:
-        budget: The default is about two and a half bits per weight.
-        samples: Number of unlabelled digits used for calibration.
-        iterations: Reconstruction steps per block.
-        seed: Seed for the order of samples and for the noise.
-    """
-
-    budget: Budget | str = "37KiB"
-    samples: int = 512
-    iterations: int = 100
-    seed: int = 0
+    budget: Budget | str = "37KiB"  # about two and a half bits per weight
+    samples: int = 512  # unlabelled digits for calibration
+    iterations: int = 100  # reconstruction steps per block
+    seed: int = 0  # for the order of samples and for the noise
 
 
 @dataclass(frozen=True)
@@ -89,6 +82,11 @@ class Contender:
     network: nn.Module  # quantized, reconstructed and finalized
     rounded: Measured  # with weights rounded to nearest, on each test set
     final: Measured  # after reconstruction, on each test set
+
+    @property
+    def kept(self) -> str:
+        """The percentage of noisy digits that are answered as by the float network."""
+        return percent(agreement(self.final))
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data for JSON."""
@@ -200,14 +198,12 @@ class Demo:
     def coded_text(self) -> str:
         """A phrase on what coded weights save, if anything."""
         other = self.contenders[-1]
-        size, kept = other.plan.totals["bytes"], agreement(other.final)
         if self.coded is None:
-            return f"no smaller file keeps {percent(kept)} of the answers here"
-        smaller = self.coded.plan.totals["bytes"]
+            return f"no smaller file keeps {other.kept} of the answers here"
+        before, after = (in_bytes(o.plan.totals["bytes"]) for o in (other, self.coded))
         return (
-            f"{in_bytes(size)} ({other.name}) → {in_bytes(smaller)}, with "
-            f"{percent(agreement(self.coded.final))} of the answers kept instead of "
-            f"{percent(kept)}"
+            f"{before} ({other.name}) → {after}, with {self.coded.kept} of the answers "
+            f"kept instead of {other.kept}"
         )
 
     @property
@@ -215,11 +211,10 @@ class Demo:
         """A sentence on how mixed and uniform bits compare."""
         mixed, uniform = self.mixed, self.uniform
         if mixed.plan.allocation == uniform.plan.allocation:
-            return f"At {self.budget} every layer gets the same: {uniform.name}."
+            return f"At {self.config.budget} every layer gets the same: {uniform.name}."
         text = (
-            f"Within {self.budget}, mixed bits keep {percent(agreement(mixed.final))} "
-            f"of the float network's answers to noisy digits; {uniform.name} keep "
-            f"{percent(agreement(uniform.final))}"
+            f"Within {self.config.budget}, mixed bits keep {mixed.kept} of the float "
+            f"network's answers to noisy digits; {uniform.name} keep {uniform.kept}"
         )
         low, high = advantage(mixed.final, uniform.final)
         if low <= 0:
@@ -229,14 +224,8 @@ class Demo:
         for larger in self.contenders:
             if not larger.within and advantage(mixed.final, larger.final)[0] > 0:
                 size = in_bytes(larger.plan.totals["bytes"])
-                share = percent(agreement(larger.final))
-                return f"{text} Even {larger.name} ({size}) keep only {share}."
+                return f"{text} Even {larger.name} ({size}) keep only {larger.kept}."
         return text
-
-    @property
-    def budget(self) -> str:
-        """The budget as it was given."""
-        return str(self.config.budget)
 
     @property
     def float_bytes(self) -> float:
@@ -255,7 +244,7 @@ class Demo:
             exported = asdict(self.exported) | {"path": self.exported.path.name}
         return {
             **self.outcome.to_json(),
-            "budget": self.budget,
+            "budget": str(self.config.budget),
             "float": {"bytes": self.float_bytes, **_plain(self.reference)},
             "contenders": [one.to_json() for one in self.contenders],
             "coded": None if self.coded is None else self.coded.to_json(),
@@ -318,7 +307,7 @@ def run_demo(
         demo = replace(demo, coded=coded).reported()
         with work.stages.stage("writing the report") as progress:
             plan.save(unfinished / PLAN)
-            title = f"Handwritten digits in {demo.budget}"
+            title = f"Handwritten digits in {config.budget}"
             demo.outcome.write_report(unfinished / REPORT, title, progress)
         write_result(unfinished / RESULT, demo.to_json())
     # The files have been moved to their final place.
@@ -369,11 +358,8 @@ def _tests(data: DemoData, model: nn.Module, seed: int) -> Tests:
         answers = model(noisy).argmax(1)
     tests = {DIGITS: (images, targets), NOISY: (noisy, answers)}
     return {
-        name: [
-            (x[at : at + _BATCH], y[at : at + _BATCH])
-            for at in range(0, len(x), _BATCH)
-        ]
-        for name, (x, y) in tests.items()
+        name: list(zip(*(torch.split(one, _BATCH) for one in test), strict=True))
+        for name, test in tests.items()
     }
 
 
@@ -594,7 +580,7 @@ def _contest(result: Demo) -> list[Column]:
     bits = [f"{one.plan.totals['average_bits']:.2f}" for one in rivals]
     digits = [result.reference, *(one.final for one in rivals)]
     rounded = [percent(agreement(one.rounded)) for one in rivals]
-    final = [percent(agreement(one.final)) for one in rivals]
+
     remarks = ["" if one.within else "too large" for one in rivals]
     return [
         Column("network", ["float", *(one.name for one in rivals)], "left"),
@@ -602,7 +588,7 @@ def _contest(result: Demo) -> list[Column]:
         Column("size", [in_bytes(size) for size in sizes]),
         Column("correct digits", [_correct(one[DIGITS]) for one in digits], rank=1),
         Column("rounded", ["", *rounded]),
-        Column("reconstructed", ["", *final]),
+        Column("reconstructed", ["", *(one.kept for one in rivals)]),
         Column("", ["", *remarks], "left", rank=2),
     ]
 
