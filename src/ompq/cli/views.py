@@ -31,17 +31,22 @@ def size_budgets(sizes: Sequence[float]) -> list[str]:
     return [as_budget(size / factor, unit) for size in sizes]
 
 
+def operation_budgets(numbers: Sequence[float]) -> list[str]:
+    """Return bit operations as budgets, all in the unit that suits the largest."""
+    unit, factor = ("GBOPs", 1e9) if max(numbers) >= 1e9 else ("MBOPs", 1e6)
+    return [as_budget(number / factor, unit) for number in numbers]
+
+
 def cost_columns(rows: Sequence[Mapping[str, Any]]) -> list[Column]:
     """Return size, percentage of float, average bits and BOPs, each a valid budget."""
     shares = [as_budget(row["percent"], "%") for row in rows]
     averages = [as_budget(row["average_bits"], "bits") for row in rows]
     operations = [row["bit_ops"] for row in rows]
-    unit, factor = ("GBOPs", 1e9) if max(operations) >= 1e9 else ("MBOPs", 1e6)
     return [
         Column("size", size_budgets([row["bytes"] for row in rows])),
         Column("of float", shares, rank=2),
         Column("average", averages),
-        Column("BOPs", [as_budget(n / factor, unit) for n in operations], rank=1),
+        Column("BOPs", operation_budgets(operations), rank=1),
     ]
 
 
