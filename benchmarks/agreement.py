@@ -18,10 +18,9 @@ from common import RESULTS, save
 from ompq.allocation import Allocation
 from ompq.datasets import load_data
 from ompq.graph import trace
-from ompq.integer.finalization import finalize
+from ompq.integer import finalize
 from ompq.models import load_model
-from ompq.onnx.export import export_onnx
-from ompq.onnx.verification import Agreement, compare_outputs
+from ompq.onnx.export import Agreement, compare_outputs, export_onnx
 from ompq.quantization import quantize
 from ompq.units import Choice
 

@@ -27,10 +27,9 @@ import ompq
 from ompq.allocation import Allocation
 from ompq.datasets import load_data
 from ompq.models import load_model
-from ompq.onnx.export import export_onnx
+from ompq.onnx.export import against_simulated, export_onnx, open_session
 from ompq.onnx.inspection import Input, load_seconds, peak_memory, runner
 from ompq.onnx.traced import float_model
-from ompq.onnx.verification import against_simulated, open_session
 from ompq.samples import Samples
 from ompq.units import Choice
 

@@ -4,6 +4,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ompq.models import load_model
+
+
+def demo_network() -> nn.Module:
+    """Return the demo network with its trained weights."""
+    return load_model("ompq:demo").module
+
 
 def seeded(network: nn.Module, seed: int = 0) -> nn.Module:
     """Give every parameter and statistic a reproducible, non-trivial value."""

@@ -11,7 +11,7 @@ from ompq.costs import Budget
 from ompq.measurement.audits import RANDOM, Audit, Correlation, Measured, ScoreAudit
 from ompq.planner import PlanConfig, plan
 from ompq.plans import Plan
-from ompq.report.sections import (
+from ompq.results import (
     Accuracy,
     Agreement,
     BlockError,

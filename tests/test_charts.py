@@ -24,7 +24,7 @@ from ompq.report.charts import (
     histogram_chart,
     write_figures,
 )
-from ompq.report.sections import Accuracy, BlockError, Histogram, StageTime, Versions
+from ompq.results import Accuracy, BlockError, Histogram, StageTime, Versions
 from ompq.units import ScoreTable
 from reports import every_section, toy_plan
 

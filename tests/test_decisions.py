@@ -13,7 +13,7 @@ from cli_tools import network_file, run, run_json
 from ompq import measurement
 from ompq.cli import settings
 from ompq.cli.decisions import AuditOptions
-from ompq.cli.settings import PlanOptions, sample_count
+from ompq.cli.settings import PlanOptions
 from ompq.costs import overhead_bytes
 from ompq.datasets import load_data
 from ompq.measurement import SCORES
@@ -240,12 +240,12 @@ def test_options_of_orm_reach_the_score():
 
 
 def test_the_papers_number_of_samples_goes_with_its_protocol():
-    assert sample_count("torchvision:resnet18", None, None) == 64
-    assert sample_count("torchvision:mobilenet_v2", None, None) == 64
-    assert sample_count("torchvision:mobilenet_v2", None, "paper-ptq") == 32
-    assert sample_count("timm:mobilenetv2_100", None, "paper-ptq") == 32
-    assert sample_count("torchvision:resnet18", None, "paper-ptq") == 64
-    assert sample_count("torchvision:mobilenet_v2", 16, "paper-ptq") == 16
+    ours, paper = PlanOptions(), PlanOptions(protocol="paper-ptq")
+    assert ours.samples("torchvision:resnet18") == 64
+    assert ours.samples("torchvision:mobilenet_v2") == 64
+    assert paper.samples("torchvision:mobilenet_v2") == 32
+    assert paper.samples("timm:mobilenetv2_100") == 32
+    assert paper.samples("torchvision:resnet18") == 64
 
 
 def test_a_score_of_the_users_own(net, tmp_path):

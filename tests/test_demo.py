@@ -11,10 +11,9 @@ import torch
 
 import ompq
 from cli_tools import run, run_json
-from nets import TinyMobileNet, scenes, seeded
-from ompq import demo as job
-from ompq.cli import showcase
-from ompq.demo import (
+from nets import TinyMobileNet, demo_network, scenes, seeded
+from ompq.cli import demo as job
+from ompq.cli.demo import (
     COPIES,
     DIGITS,
     NOISE,
@@ -25,8 +24,8 @@ from ompq.demo import (
     run_demo,
 )
 from ompq.errors import ExportError
-from ompq.models.networks import DemoNetwork, demo_data, demo_network
-from ompq.report.sections import sections_from_json
+from ompq.models.networks import DemoNetwork, demo_data
+from ompq.results import sections_from_json
 from ompq.workflow import Workflow
 
 SAMPLES = scenes(32)
@@ -272,7 +271,7 @@ def shown(made, monkeypatch):
         planned(made[0].plan, made[0].reference)
         return made[0]
 
-    monkeypatch.setattr(showcase, "run_demo", instead)
+    monkeypatch.setattr(job, "run_demo", instead)
     return asked
 
 
@@ -285,7 +284,7 @@ def test_the_help_tells_which_budgets_can_be_met(made):
 
 
 def demo_range() -> str:
-    return showcase.demo.__doc__.partition("Budgets from")[2]
+    return job.demo.__doc__.partition("Budgets from")[2]
 
 
 def test_a_budget_that_cannot_be_met_leaves_nothing(tmp_path):
@@ -382,10 +381,10 @@ def test_the_verdict_says_when_mixed_is_uniform(made):
 def test_layers_that_are_free_are_not_said_to_be_tied(made):
     plan = made[0].plan
     free = replace(plan, graph=plan.graph.untie())
-    assert showcase.ties(free) == []
+    assert job.ties(free) == []
 
 
 def test_a_missing_onnx_file_is_explained(made):
     without = replace(made[0], exported=None, no_export="the file disagrees")
-    rows = showcase.closing(without, Path("out"))
+    rows = job.closing(without, Path("out"))
     assert ("ONNX", "not written: the file disagrees") in rows

@@ -14,7 +14,7 @@ from nets import Chain, images, seeded
 from ompq.allocation import Allocation
 from ompq.errors import OmpqError, PackedFileError
 from ompq.files import read_tensors, write_tensors
-from ompq.integer.finalization import finalize
+from ompq.integer import finalize
 from ompq.packing import inspect_file, load, save
 from ompq.packing.format import (
     FORMAT,

@@ -1,16 +1,30 @@
+import argparse
 import logging
+import pickle
+import random
+import socket
 import sys
+import urllib.request
+import zipfile
 from urllib.error import URLError
 
 import pytest
 import timm
 import torch
 import torchvision
+from huggingface_hub import constants
 from safetensors.torch import save_file
+from torch import nn
 
 from ompq import models
 from ompq.errors import MissingExtraError, ModelError
-from ompq.models import load_model, output_count
+from ompq.models import (
+    check_weights,
+    downloading,
+    load_model,
+    load_weights,
+    output_count,
+)
 from ompq.models.networks import CifarResNet
 
 USER_FILE = """
@@ -118,7 +132,7 @@ def test_networks_of_the_package_may_ship_weights(tmp_path, monkeypatch):
     source = CifarResNet(8)
     save_file(source.state_dict(), tmp_path / "w.safetensors")
     monkeypatch.setitem(models._BUILTIN, "ompq:demo", lambda: CifarResNet(8))
-    monkeypatch.setitem(models._SHIPPED, "ompq:demo", tmp_path / "w.safetensors")
+    monkeypatch.setattr(models, "DEMO_WEIGHTS", tmp_path / "w.safetensors")
     model = load_model("ompq:demo")
     assert torch.equal(model.module.linear.weight, source.linear.weight)
     assert model.weights == "included in ompq"
@@ -131,7 +145,7 @@ def test_failing_download_is_one_line_that_says_what_to_do(monkeypatch):
     assert "torchvision's own weights for torchvision:squeezenet1_1" in str(e.value)
     assert "no network in tests" in str(e.value)
     assert "\n" not in str(e.value)
-    monkeypatch.setattr("ompq.models.weights._resolves", lambda _: True)
+    monkeypatch.setattr("socket.getaddrinfo", lambda *_: [])
     monkeypatch.setattr("timm.models._builder.load_state_dict_from_hf", offline)
     with pytest.raises(ModelError, match="timm's own weights for timm:test_resnet"):
         load_model("timm:test_resnet")
@@ -261,3 +275,310 @@ def test_network_that_does_not_take_its_input_shape(tmp_path):
         ModelError, match=r"does not take an input of shape \(3, 224, 224\): Runtime"
     ):
         output_count(model)
+
+
+def network(seed=0):
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 2, 1))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    return net
+
+
+def saved(path, state):
+    if path.suffix == ".safetensors":
+        save_file(state, path)
+    else:
+        torch.save(state, path)
+    return path
+
+
+def same(a, b):
+    pairs = zip(a.state_dict().values(), b.state_dict().values(), strict=True)
+    return all(torch.equal(x, y) for x, y in pairs)
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".pt", ".pth"])
+def test_weights_come_back_from_each_kind_of_file(tmp_path, suffix):
+    source, target = network(1), network(2)
+    load_weights(target, saved(tmp_path / f"w{suffix}", source.state_dict()), "net")
+    assert same(source, target)
+
+
+def test_half_precision_becomes_the_networks_own(tmp_path):
+    source, target = network(1), network(2)
+    half = {k: v.half() if v.is_floating_point() else v for k, v in
+            source.state_dict().items()}  # fmt: skip
+    load_weights(target, saved(tmp_path / "w.safetensors", half), "net")
+    assert target[0].weight.dtype == torch.float32
+    assert torch.equal(target[0].weight, source[0].weight.half().float())
+
+
+def test_counters_of_batch_norm_may_be_absent(tmp_path):
+    source, target = network(1), network(2)
+    state = {k: v for k, v in source.state_dict().items() if "tracked" not in k}
+    load_weights(target, saved(tmp_path / "w.safetensors", state), "net")
+    assert same(source, target)
+
+
+@pytest.mark.parametrize("wrapper", ["state_dict", "model", "model_state_dict", "net"])
+@pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.", "module._orig_mod."])
+def test_checkpoints_of_training_scripts_are_unwrapped(tmp_path, wrapper, prefix):
+    source, target = network(1), network(2)
+    state = {f"{prefix}{key}": value for key, value in source.state_dict().items()}
+    options = argparse.Namespace(lr=0.1, arch="resnet18")
+    torch.save(
+        {wrapper: state, "epoch": 3, "args": options, "best": torch.tensor(0.7)},
+        tmp_path / "w.pth.tar",
+    )
+    load_weights(target, tmp_path / "w.pth.tar", "net")
+    assert same(source, target)
+
+
+# How pytorchcv and BRECQ name the parts of torchvision's networks, part by part in
+# torchvision's own order: a second account of the mapping, written as a table.
+def pytorchcv_resnet(depths, convolutions):
+    names = ["features.init_block.conv.conv", "features.init_block.conv.bn"]
+    for stage, depth in enumerate(depths, 1):
+        for unit in range(1, depth + 1):
+            at = f"features.stage{stage}.unit{unit}"
+            for number in range(1, convolutions + 1):
+                names += [f"{at}.body.conv{number}.{part}" for part in ("conv", "bn")]
+            if unit == 1 and (stage > 1 or convolutions == 3):
+                names += [f"{at}.identity_conv.{part}" for part in ("conv", "bn")]
+    return [*names, "output"]
+
+
+def pytorchcv_mobilenet():
+    names = ["features.init_block.conv", "features.init_block.bn"]
+    for stage, depth in enumerate([1, 2, 3, 7, 4], 1):
+        for unit in range(1, depth + 1):
+            for number in (2, 3) if stage == 1 else (1, 2, 3):
+                at = f"features.stage{stage}.unit{unit}.conv{number}"
+                names += [f"{at}.conv", f"{at}.bn"]
+    return [*names, "features.final_block.conv", "features.final_block.bn", "output"]
+
+
+def brecq_mobilenet():
+    names = ["features.0.0", "features.0.1"]
+    for block in range(1, 18):
+        places = (0, 1, 3, 4) if block == 1 else (0, 1, 3, 4, 6, 7)
+        names += [f"features.{block}.conv.{place}" for place in places]
+    return [*names, "features.18.0", "features.18.1", "classifier.1"]
+
+
+def renamed(net, names):
+    """Return the state under other names, shuffled: the order should not matter."""
+    own = [
+        name
+        for name, module in net.named_modules()
+        if isinstance(module, nn.Conv2d | nn.BatchNorm2d | nn.Linear)
+    ]
+    table = dict(zip(own, names, strict=True))
+    state = {
+        f"{table[key.rpartition('.')[0]]}.{key.rpartition('.')[2]}": value
+        for key, value in net.state_dict().items()
+    }
+    return dict(sorted(state.items(), key=lambda item: item[0][::-1]))
+
+
+@pytest.mark.parametrize(
+    ("build", "names"),
+    [
+        (torchvision.models.resnet18, pytorchcv_resnet([2, 2, 2, 2], 2)),
+        (torchvision.models.resnet50, pytorchcv_resnet([3, 4, 6, 3], 3)),
+        (torchvision.models.mobilenet_v2, brecq_mobilenet()),
+    ],
+)
+def test_names_of_other_libraries_are_mapped(tmp_path, build, names, caplog):
+    source, target = build(), build()
+    path = saved(tmp_path / "w.pth", renamed(source, names))
+    load_weights(target, path, "net")
+    assert same(source, target)
+    assert ("with a b, such as resnet50b" in caplog.text) == (
+        build is torchvision.models.resnet50
+    )
+
+
+def test_pytorchcvs_classifier_of_mobilenet_becomes_a_linear_layer(tmp_path):
+    source, target = (torchvision.models.mobilenet_v2() for _ in range(2))
+    nn.init.zeros_(source.classifier[1].bias)
+    state = renamed(source, pytorchcv_mobilenet())
+    del state["output.bias"]
+    state["output.weight"] = state["output.weight"][:, :, None, None]
+    load_weights(target, saved(tmp_path / "w.pth", state), "net")
+    assert same(source, target)
+    # With an expansion in the first block it is another network.
+    state["features.stage1.unit1.conv1.conv.weight"] = torch.zeros(32, 32, 1, 1)
+    words = r"does not fit net: .*unexpected features.1.conv1.conv.weight"
+    with pytest.raises(ModelError, match=words):
+        load_weights(target, saved(tmp_path / "w.pth", state), "net")
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        lambda: torch.eye(4).to_sparse(),
+        lambda: torch.empty(4, device="meta"),
+        lambda: torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint8),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::UserWarning")  # PyTorch's, on kinds of tensors
+def test_tensors_without_dense_values_are_named(tmp_path, odd):
+    path = saved(tmp_path / "w.pt", {**network().state_dict(), "0.bias": odd()})
+    words = r"w.pt: 0.bias are sparse, quantized or without values; save dense"
+    with pytest.raises(ModelError, match=words):
+        load_weights(network(), path, "net")
+
+
+def test_an_archive_larger_than_its_file_is_not_opened(tmp_path):
+    path = saved(tmp_path / "w.pt", {"0.weight": torch.zeros(1 << 18)})
+    with (
+        zipfile.ZipFile(path) as plain,
+        zipfile.ZipFile(tmp_path / "c.pt", "w", zipfile.ZIP_DEFLATED) as packed,
+    ):
+        for entry in plain.infolist():
+            packed.writestr(entry.filename, plain.read(entry))
+    with pytest.raises(ModelError, match=r"it is compressed, as torch.save never doe"):
+        load_weights(network(), tmp_path / "c.pt", "net")
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_whatever_is_damaged_is_one_clear_error(tmp_path, seed):
+    path = saved(tmp_path / "w.pt", network(1).state_dict())
+    content, chance = bytearray(path.read_bytes()), random.Random(seed)
+    for _ in range(8):
+        content[chance.randrange(len(content))] = chance.randrange(256)
+    path.write_bytes(content)
+    target = network(2)
+    try:  # what is not noticed are other weights, never another error
+        load_weights(target, path, "net")
+    except ModelError as error:
+        assert "w.pt" in str(error)
+        assert same(target, network(2))
+
+
+def test_auxiliary_classifiers_are_left_out_with_a_word(tmp_path, caplog):
+    source, target = network(1), network(2)
+    state = {**source.state_dict(), "aux1.conv.weight": torch.ones(1)}
+    with caplog.at_level(logging.INFO):
+        load_weights(target, saved(tmp_path / "w.safetensors", state), "net")
+    assert same(source, target)
+    assert "1 auxiliary tensors are not used" in caplog.text
+
+
+def test_every_difference_is_listed_and_cut_at_five(tmp_path):
+    state = {f"extra{i}": torch.ones(1) for i in range(7)}
+    state["0.weight"] = torch.ones(4, 3, 5, 5)
+    state["2.weight"] = torch.ones(2, 4, 1, 1, dtype=torch.int8)
+    path = saved(tmp_path / "w.safetensors", state)
+    with pytest.raises(ModelError) as caught:
+        load_weights(network(), path, "torchvision:resnet18")
+    words = str(caught.value)
+    assert "w.safetensors does not fit torchvision:resnet18: missing 0.bias" in words
+    assert "1.running_var and 1 more; unexpected" in words
+    assert "unexpected extra0, extra1, extra2, extra3, extra4 and 2 more" in words
+    assert "other shapes 0.weight (4, 3, 5, 5) instead of (4, 3, 3, 3)" in words
+    assert "other types 2.weight torch.int8 instead of torch.float32" in words
+
+
+def test_nothing_is_loaded_from_weights_that_do_not_fit(tmp_path):
+    target = network(2)
+    state = network(1).state_dict()
+    del state["2.bias"]
+    with pytest.raises(ModelError, match="missing 2.bias"):
+        load_weights(target, saved(tmp_path / "w.pt", state), "net")
+    assert same(target, network(2))
+
+
+def test_missing_file_and_wrong_suffix_are_named(tmp_path):
+    with pytest.raises(ModelError, match="there is no weights file .*w.pt"):
+        load_weights(network(), tmp_path / "w.pt", "net")
+    (tmp_path / "w.bin").touch()
+    with pytest.raises(ModelError, match=r"w.bin ends in .bin; give a .safetensors"):
+        load_weights(network(), tmp_path / "w.bin", "net")
+    (tmp_path / "w").touch()
+    with pytest.raises(ModelError, match="ends in nothing"):
+        load_weights(network(), tmp_path / "w", "net")
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".pt"])
+@pytest.mark.parametrize("kept", [0, 5, 100, 700])
+def test_cut_file_is_an_error(tmp_path, suffix, kept):
+    path = saved(tmp_path / f"w{suffix}", network().state_dict())
+    path.write_bytes(path.read_bytes()[:kept])
+    with pytest.raises(ModelError, match="damaged"):
+        load_weights(network(), path, "net")
+
+
+class Malicious:
+    def __reduce__(self):
+        return print, ("executed",)
+
+
+def test_python_objects_in_a_file_are_not_executed(tmp_path, capsys):
+    torch.save({"0.weight": Malicious()}, tmp_path / "w.pt")
+    with pytest.raises(ModelError, match="holds Python objects, which are not loaded"):
+        load_weights(network(), tmp_path / "w.pt", "net")
+    (tmp_path / "w.pth").write_bytes(pickle.dumps(Malicious(), protocol=2))
+    with pytest.raises(ModelError, match="is not a plain state dict"):
+        load_weights(network(), tmp_path / "w.pth", "net")
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("content", [[1, 2], {}])
+def test_other_content_is_named(tmp_path, content):
+    torch.save(content, tmp_path / "w.pt")
+    with pytest.raises(ModelError, match="holds (list|dict), not a state dict"):
+        load_weights(network(), tmp_path / "w.pt", "net")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weight_that_is_no_number_is_named(value):
+    net = network()
+    with torch.no_grad():
+        net[2].weight[0, 1] = value
+    with pytest.raises(ModelError, match="net has NaN or infinity in 2.weight;"):
+        check_weights(net, "net")
+
+
+def test_infinite_buffer_is_in_order_but_nan_is_not():
+    net = network()
+    net.register_buffer("mask", torch.tensor([0.0, float("-inf")]))
+    check_weights(net, "net")
+    net[1].running_var[0] = float("nan")
+    with pytest.raises(ModelError, match=r"infinity in 1.running_var"):
+        check_weights(net, "net")
+
+
+def fail(*_, **__):
+    raise OSError("no such host")
+
+
+def test_hub_is_offline_only_while_it_cannot_be_reached(monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(urllib.request, "getproxies", dict)
+    monkeypatch.setattr(socket, "getaddrinfo", fail)
+    with downloading("timm", "net"):
+        assert constants.HF_HUB_OFFLINE
+    assert not constants.HF_HUB_OFFLINE
+    monkeypatch.setattr(urllib.request, "getproxies", lambda: {"https": "proxy:80"})
+    with downloading("timm", "net"):
+        assert not constants.HF_HUB_OFFLINE
+    monkeypatch.setattr(urllib.request, "getproxies", dict)
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_: [])
+    with downloading("timm", "net"):
+        assert not constants.HF_HUB_OFFLINE
+
+
+def test_without_the_hub_client_downloads_are_guarded_all_the_same(monkeypatch):
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with downloading("torchvision", "net"):
+        pass
+    words = r"torchvision's own weights for net cannot be downloaded \(OSError: x\)"
+    with (
+        pytest.raises(ModelError, match=f"{words}. Pass --weights FILE or"),
+        downloading("torchvision", "net"),
+    ):
+        raise OSError("x")

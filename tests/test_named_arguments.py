@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from nets import scenes, seeded
-from ompq.integer.finalization import finalize
+from ompq.integer import finalize
 from ompq.planner import PlanConfig, plan
 from ompq.quantization import quantize
 from ompq.reconstruction import ReconstructConfig, reconstruct

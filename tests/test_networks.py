@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
+from nets import demo_network
 from ompq.datasets import load_data
 from ompq.errors import MissingExtraError
 from ompq.graph import trace
@@ -21,7 +22,6 @@ from ompq.models.networks import (
     PadShortcut,
     cifar_resnet18,
     demo_data,
-    demo_network,
 )
 
 

@@ -20,7 +20,7 @@ from ompq.attention import with_layers
 from ompq.errors import PackedFileError, PlanError, QuantizationError
 from ompq.files import read_tensors
 from ompq.graph import trace
-from ompq.integer.finalization import finalize
+from ompq.integer import finalize
 from ompq.layers import quantized_layers
 from ompq.models.networks import DemoNetwork
 from ompq.packing import inspect_file, load, save

@@ -9,13 +9,13 @@ import torch
 from torch.nn import functional as F
 
 import ompq
-from nets import TinyMobileNet, TinyResNet, images, scenes, seeded, values
+from nets import TinyMobileNet, TinyResNet, demo_network, images, scenes, seeded, values
 from ompq.allocation import Allocation
 from ompq.costs import can_be_coded, coded_bytes
 from ompq.errors import QuantizationError
 from ompq.graph import bias_key, folded
 from ompq.layers import quantized_layers
-from ompq.models.networks import demo_data, demo_network
+from ompq.models.networks import demo_data
 from ompq.quantization import keep_rates, quantization_of
 from ompq.rates import (
     PRICE,

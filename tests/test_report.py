@@ -12,7 +12,7 @@ from ompq.allocation import Allocation, ParetoPoint
 from ompq.costs import Budget, in_bytes
 from ompq.plans import Measurement, Plan
 from ompq.report import axis_costs, explorer_data, render_report, solution, write_report
-from ompq.report.sections import Agreement
+from ompq.results import Agreement
 from ompq.units import Choice, ScoreTable, Skipped
 from reports import CLOSING, HOSTILE, big_plan, every_section, hostile_plan, toy_plan
 

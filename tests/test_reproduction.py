@@ -8,13 +8,13 @@ import torch
 
 from cli_tools import NETWORK, run, run_json
 from nets import TinyResNet, images, seeded
-from ompq import reproduction
-from ompq.experiments import EXPERIMENTS, HALFWAY
+from ompq.cli import reproduction
+from ompq.cli.experiments import EXPERIMENTS, HALFWAY
+from ompq.cli.reproduction import Bench, planned
 from ompq.graph import trace
 from ompq.models import NamedModel
 from ompq.models.networks import CifarResNet
 from ompq.planner import PLAN_PROTOCOLS
-from ompq.reproduction import Bench, planned
 from ompq.samples import Samples
 from ompq.training.step import TRAIN_PROTOCOLS
 
@@ -116,7 +116,7 @@ def test_a_row_is_run_once(words, tmp_path, monkeypatch):
     def never(*_):
         raise AssertionError("not reached")
 
-    monkeypatch.setattr(reproduction, "measured", never)
+    monkeypatch.setitem(reproduction._MEASURES, "plan", never)
     assert quick(name, words, tmp_path)["rows"] == first
     result = run("reproduce", name, *words, "-o", tmp_path, "--seed", "1")
     assert result.exit_code == 2

@@ -11,8 +11,7 @@ import pytest
 from cli_tools import network_file, run, run_json
 from ompq.cli.saved_plans import pareto_view
 from ompq.plans import Plan
-from ompq.report.sections import StageTime, sections_to_json
-from ompq.results import Evaluation
+from ompq.results import Evaluation, StageTime, sections_to_json
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ import torch
 from nets import Chain, TinyMobileNet, TinyResNet, images, seeded
 from ompq.errors import MissingExtraError, PackedFileError
 from ompq.files import read_arrays, read_tensors, write_tensors
-from ompq.integer.finalization import finalize
+from ompq.integer import finalize
 from ompq.onnx.export import export_onnx
 from ompq.packing import add_onnx, inspect_file, load, save
 from ompq.quantization import QuantizeConfig, quantize

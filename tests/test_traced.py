@@ -11,10 +11,9 @@ from torch import nn
 from nets import Branching, Recurrent, TinyResNet, images, seeded
 from ompq.errors import ExportError
 from ompq.layers import quantized_layers
-from ompq.onnx.export import export_onnx
+from ompq.onnx.export import export_onnx, open_session, require_codes, run_session
 from ompq.onnx.inspection import inspect_onnx
 from ompq.onnx.traced import float_model, traced_model
-from ompq.onnx.verification import open_session, require_codes, run_session
 from ompq.quantization import QuantizeConfig, quantization_of, quantize
 from ompq.samples import Samples
 from quantized import quantized
@@ -200,7 +199,7 @@ def test_floats_are_listed_and_the_rest_runs_in_kernels_of_8_bits(tmp_path):
 
 def test_weak_comparison_is_told(tmp_path, monkeypatch, caplog):
     network = quantized(seeded(Gated()), images(8), activation=4)
-    monkeypatch.setattr("ompq.onnx.verification._LAST_DIGITS", 1.0)
+    monkeypatch.setattr("ompq.onnx.export._LAST_DIGITS", 1.0)
     result = export_onnx(network, tmp_path / "net.onnx", images(8))
     assert result.limit > 0.5
     assert f"only compared within {result.limit:.2g} of their size" in caplog.text

@@ -10,9 +10,9 @@ import ompq
 from nets import TinyMobileNet, scenes, seeded
 from ompq import stages
 from ompq.errors import PlanError
-from ompq.integer.finalization import INTEGERS
+from ompq.integer import INTEGERS
 from ompq.plans import read_bits, unit_rows
-from ompq.report.sections import sections_from_json
+from ompq.results import sections_from_json
 from ompq.stages import Stages
 from ompq.workflow import Workflow, whole_folder
 

@@ -16,8 +16,7 @@ if TYPE_CHECKING:
     from ompq.allocation import Allocation
     from ompq.costs import Budget
     from ompq.datasets import load_data, training_data
-    from ompq.datasets.distilled_data import distilled_samples
-    from ompq.datasets.images import image_views
+    from ompq.datasets.images import distilled_samples, image_views
     from ompq.errors import (
         BudgetError,
         CheckpointError,
@@ -43,8 +42,7 @@ if TYPE_CHECKING:
     )
     from ompq.evaluation import Perplexity, evaluate
     from ompq.graph import trace
-    from ompq.integer import IntegerNetwork
-    from ompq.integer.finalization import finalize
+    from ompq.integer import IntegerNetwork, finalize
     from ompq.measurement import BlockLoss, ReconstructionScore
     from ompq.measurement.audits import Audit, AuditConfig, audit
     from ompq.measurement.refinement import (
@@ -75,8 +73,7 @@ if TYPE_CHECKING:
     from ompq.reconstruction.tuning import TuningConfig
     from ompq.report import write_report
     from ompq.report.charts import worst_histograms, write_figures
-    from ompq.report.sections import Accuracy
-    from ompq.results import Evaluation
+    from ompq.results import Accuracy, Evaluation
     from ompq.samples import Samples
     from ompq.scores import (
         Blend,
@@ -103,16 +100,14 @@ _HOMES = {
     "ompq.measurement.audits": "Audit AuditConfig audit",
     "ompq.allocation": "Allocation",
     "ompq.costs": "Budget",
-    "ompq.datasets.images": "image_views",
-    "ompq.datasets.distilled_data": "distilled_samples",
+    "ompq.datasets.images": "distilled_samples image_views",
     "ompq.errors": "BudgetError CheckpointError DataError DeviceMemoryError "
     "ExportError FileError GoalError InfeasibleBudgetError MissingExtraError "
     "ModelError OmpqError PackedFileError PatternError PlanError ProcessError "
     "QuantizationError SampleError ScoreError TargetError TraceError TrainingError",
     "ompq.evaluation": "Perplexity evaluate",
     "ompq.graph": "trace",
-    "ompq.integer": "IntegerNetwork",
-    "ompq.integer.finalization": "finalize",
+    "ompq.integer": "IntegerNetwork finalize",
     "ompq.onnx.export": "export_onnx",
     "ompq.packing": "add_onnx inspect_file load save",
     "ompq.planner": "PLAN_PROTOCOLS PlanConfig plan",
@@ -128,12 +123,11 @@ _HOMES = {
     "smallest",
     "ompq.report": "write_report",
     "ompq.report.charts": "worst_histograms write_figures",
-    "ompq.report.sections": "Accuracy",
     "ompq.measurement.rivals": "ReinforceConfig Widened one_bitwidth reinforce",
     "ompq.offload": "device_memory",
     "ompq.models": "load_model with_linear_layers",
     "ompq.datasets": "load_data training_data",
-    "ompq.results": "Evaluation",
+    "ompq.results": "Accuracy Evaluation",
     "ompq.samples": "Samples",
     "ompq.units": "Choice LayerGraph ScoreTable Unit",
     "ompq.scores": "Blend Fisher Gradient Hessian Orm OrmDistortion OrmSettings "

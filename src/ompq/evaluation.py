@@ -156,7 +156,9 @@ def _measured(
                 f"the network returned shape {tuple(logits.shape)}; accuracy needs "
                 "logits of shape (images, classes): give metrics or a reference"
             )
-    for expected, _ in () if _is_detections(output) else others:
+    # Detectors return a list of dicts, one per image.
+    detections = isinstance(output, list) and all(isinstance(o, dict) for o in output)
+    for expected, _ in () if detections else others:
         other = first_tensor(expected).float().to(logits.device)
         found |= _closeness(logits, other, images)
 
@@ -174,11 +176,6 @@ def _measured(
         values(others[0][0]) if others else {},
         seconds,
     )
-
-
-def _is_detections(output: Any) -> bool:
-    """Whether an output is a list of dicts, one per image, as detectors return."""
-    return isinstance(output, list) and all(isinstance(one, dict) for one in output)
 
 
 def _top1_so_far(parts: Sequence[_Part]) -> str:
@@ -222,9 +219,15 @@ def _joined(
 
 def _accuracy(logits: Tensor, targets: Tensor, expected: Any) -> dict[str, Tensor]:
     """Return which images of a batch are classified correctly, (N,) each."""
-    _check_range(targets, logits.shape[1])
+    outputs = logits.shape[1]
+    outside = targets[(targets < 0) | (targets >= outputs)]
+    if len(outside):
+        raise DataError(
+            f"target {int(outside[0])} is out of range: "
+            f"the network has {outputs} outputs, 0 to {outputs - 1}"
+        )
     columns = {"target": targets.long(), "right": logits.argmax(1) == targets}
-    if logits.shape[1] >= 5:
+    if outputs >= 5:
         columns["top5"] = (logits.topk(5).indices == targets[:, None]).any(1)
     if expected is not None:
         answers = first_tensor(expected).to(logits.device).argmax(1)
@@ -342,15 +345,6 @@ def _pair(batch: Any, index: int, *, any_targets: bool) -> tuple[Batch, Any]:
             "input, or a metric of your own"
         )
     return inputs, targets
-
-
-def _check_range(targets: Tensor, outputs: int) -> None:
-    outside = targets[(targets < 0) | (targets >= outputs)]
-    if len(outside):
-        raise DataError(
-            f"target {int(outside[0])} is out of range: "
-            f"the network has {outputs} outputs, 0 to {outputs - 1}"
-        )
 
 
 def _summary(columns: Mapping[str, NDArray[Any]], count: int) -> Evaluation:

@@ -18,7 +18,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import MISSING, fields, is_dataclass
 from importlib import metadata
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar, cast, get_args, get_origin
 
 from ompq.errors import CheckpointError, FileError, OmpqError, shortened, suggestion
@@ -376,24 +375,19 @@ def tensors_digest(header: Any, tensors: "Mapping[str, Tensor | NDArray[Any]]") 
 
     NumPy arrays have the same digest as equal tensors.
     """
-    digest = hashlib.sha256()
-    digest.update(_compact(header).encode())
+    import numpy as np
+
+    digest = hashlib.sha256(_compact(header).encode())
     for name, tensor in sorted(tensors.items()):
         kind = str(tensor.dtype).removeprefix("torch.")
         described = [name, f"torch.{kind}", list(tensor.shape)]
         digest.update(_compact(described).encode())
-        digest.update(_bytes_of(tensor))
+        if not isinstance(tensor, np.ndarray):
+            import torch
+
+            tensor = tensor.reshape(-1).view(torch.uint8).numpy()
+        digest.update(tensor.reshape(-1).view(np.uint8).data)
     return digest.hexdigest()
-
-
-def _bytes_of(tensor: "Tensor | NDArray[Any]") -> memoryview:
-    import numpy as np
-
-    if isinstance(tensor, np.ndarray):
-        return tensor.reshape(-1).view(np.uint8).data
-    import torch
-
-    return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
 def run_identity(settings: Any, tensors: "Iterable[Tensor]") -> str:
@@ -446,8 +440,7 @@ def is_user_function(name: str) -> bool:
 def call_user_function(name: str, error_type: type[OmpqError]) -> Any:
     """Run the user's file, call ``file.py:function`` and return its result.
 
-    The file can import modules next to it, as when it is run as a script. An error of
-    the given type is raised if the file or function is missing or fails.
+    An error of the given type is raised if the file or function is missing or fails.
     """
     function = user_function(name, error_type)
     if not isinstance(function, type) and hasattr(function, "forward"):
@@ -468,9 +461,13 @@ def user_function(name: str, error_type: type[OmpqError]) -> Callable[..., Any]:
     path = Path(file).resolve()
     if not path.is_file():
         raise error_type(f"{name}: there is no file {file}")
+    spec = importlib.util.spec_from_file_location(f"ompq_user_{path.stem}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses and pickle look modules up by name
     with _importable(path.parent):
         try:
-            module = _execute(path)
+            spec.loader.exec_module(module)
         except (Exception, SystemExit) as error:
             raise error_type(f"{name} failed: {reason(error)}") from error
     function = getattr(module, short, None)
@@ -489,18 +486,10 @@ def reason(error: BaseException) -> str:
 
 @contextmanager
 def _importable(folder: Path) -> Iterator[None]:
+    """Let a file import the modules next to it, as when it is run as a script."""
     sys.path.insert(0, str(folder))
     try:
         yield
     finally:
         if str(folder) in sys.path:  # the user's code may have changed sys.path
             sys.path.remove(str(folder))
-
-
-def _execute(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"ompq_user_{path.stem}", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses and pickle look modules up by name
-    spec.loader.exec_module(module)
-    return module

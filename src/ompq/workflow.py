@@ -18,7 +18,7 @@ from ompq.costs import FLOAT_BITS, Budget
 from ompq.errors import ExportError, PackedFileError
 from ompq.evaluation import Metric, evaluate
 from ompq.files import library_version, write_text
-from ompq.integer.finalization import finalized
+from ompq.integer import finalized
 from ompq.measurement import Meter
 from ompq.measurement.refinement import (
     Goal,
@@ -38,17 +38,18 @@ from ompq.reconstruction import RECONSTRUCT_PROTOCOLS, ReconstructConfig, recons
 from ompq.reconstruction.brecq import BrecqConfig
 from ompq.report import write_report
 from ompq.report.charts import worst_histograms
-from ompq.report.sections import (
+from ompq.results import (
     Accuracy,
     BlockError as BlockSection,
+    Evaluation,
     Histogram,
     LayerEffect,
     Section,
     StageTime,
     Versions,
     sections_to_json,
+    wilson_interval,
 )
-from ompq.results import Evaluation, wilson_interval
 from ompq.samples import Samples, SamplesLike
 from ompq.stages import CONFIG, ONNX, PACKED, PLAN, REPORT, RESULT, Progress, Stages
 from ompq.units import Choice

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated, Any, cast
+from typing import Annotated, Any
 
 import torch
 
@@ -25,12 +25,10 @@ from ompq.costs import in_bytes
 from ompq.datasets import load_data
 from ompq.errors import DataError, ExportError, ModelError, PackedFileError
 from ompq.files import json_object, read_json, replacing
-from ompq.integer.lowering import input_names
+from ompq.integer import input_names
 from ompq.models import NamedModel, load_model
 from ompq.onnx.export import ExportResult, export_onnx
 from ompq.onnx.inspection import (
-    Input,
-    OnnxAccount,
     Timing,
     inputs_of,
     inspect_onnx,
@@ -57,7 +55,7 @@ class ExportOptions:
     )
     format: str = one_of(_FORMATS, "what to write. Default: onnx.", default=_FORMATS[0])
     with_graph: bool = flag(
-        "With --format packed: include the ONNX graph, for ompq unpack.", "--with-graph"
+        "With --format packed: include the ONNX graph, for ompq unpack."
     )
     network: str | None = option(
         "NETWORK", "The network, if the packed file does not name it."
@@ -145,20 +143,15 @@ def _inputs(
     model: NamedModel, source: Path, options: ExportOptions, console: Console
 ) -> tuple[Samples, str]:
     """Return the inputs to verify with, and the name of their source."""
-    name = options.data
-    if name is None and (source / RESULT).is_file():
-        name = _data_of(source / RESULT)
+    name, result = options.data, source / RESULT
+    if name is None and result.is_file():
+        try:
+            name = json_object(read_json(result), "a result").get("data")
+        except ValueError as error:
+            raise DataError(f"{result} is damaged: {error}. Give --data") from error
     with muted():  # noise is as good as images for verification
         data = load_data(name or "random", model, split="train")
     return read_samples(data, min(options.samples, len(data)), console), data.name
-
-
-def _data_of(result: Path) -> str | None:
-    """Return the data that a run used, from its result."""
-    try:
-        return cast(str | None, json_object(read_json(result), "a result").get("data"))
-    except ValueError as error:
-        raise DataError(f"{result} is damaged: {error}. Give --data") from error
 
 
 def export_view(result: ExportResult, about: Mapping[str, Any]) -> View:
@@ -208,13 +201,9 @@ def inspect(
         )
     if not file.exists():
         raise ValueError(f"{file}: there is no such file")
-    if file.suffix == ".onnx":
-        return onnx_view(inspect_onnx(file))
-    return packed_view(file, inspect_file(file))
-
-
-def onnx_view(account: OnnxAccount) -> View:
-    """Return the bytes of an ONNX file by layer, then by item."""
+    if file.suffix != ".onnx":
+        return packed_view(file, inspect_file(file))
+    account = inspect_onnx(file)
     layers = account.layers
     columns = [
         Column("layer", list(layers), "left", shorten=True),
@@ -244,8 +233,16 @@ def packed_view(file: Path, account: Account) -> View:
         rows.append(("plan", f"{plan['budget']} by {plan['score']}, {plan['hash']}"))
     rows.append(("bits", f"{account.average_bits:.3f} per weight on average"))
     rows.append(("size", size))
-    units, items = _unit_columns(account), _item_columns(account)
-    body: list[Shown] = [units, "", items, "", facts(rows)]
+    actual = {**account.items, "file": account.file_bytes}
+    plans = [{**account.planned, "file": account.planned_bytes}[one] for one in actual]
+    more = [size - plan for size, plan in zip(actual.values(), plans, strict=True)]
+    items = [
+        Column("item", [name.replace("_", " ") for name in actual], "left"),
+        Column("bytes", [f"{size:,}" for size in actual.values()]),
+        Column("plan", [f"{size:,}" for size in plans]),
+        Column("more", [f"{n:+,}" if n else "" for n in more], rank=1),
+    ]
+    body: list[Shown] = [_unit_columns(account), "", items, "", facts(rows)]
     return View(account.to_json(), f"{file}: {size}", body)
 
 
@@ -269,18 +266,6 @@ def _unit_columns(account: Account) -> list[Column]:
         ]
         columns.insert(3, Column("coded", rates, rank=2))
     return columns
-
-
-def _item_columns(account: Account) -> list[Column]:
-    actual = {**account.items, "file": account.file_bytes}
-    planned = {**account.planned, "file": account.planned_bytes}
-    more = [size - planned[name] for name, size in actual.items()]
-    return [
-        Column("item", [name.replace("_", " ") for name in actual], "left"),
-        Column("bytes", [f"{size:,}" for size in actual.values()]),
-        Column("plan", [f"{planned[name]:,}" for name in actual]),
-        Column("more", [f"{n:+,}" if n else "" for n in more], rank=1),
-    ]
 
 
 def bench(
@@ -352,19 +337,14 @@ def _float(file: Path, reference: str | None, work: Path) -> Path:
     if name.endswith(".onnx"):
         return Path(name)
     model = load_model(name, "none").module  # the time does not depend on the weights
+    named = {one.name: torch.from_numpy(one.made()) for one in inputs_of(file, 2)}
+    values = tuple(named.values())
+    batch: Batch = values if len(values) > 1 else values[0]
+    if list(named) != input_names(values):  # the names are the keys of a dict
+        batch = named
     path = work / "float.onnx"
-    written = float_model(model, _batch(inputs_of(file, 2)))
-    path.write_bytes(written.SerializeToString())
+    path.write_bytes(float_model(model, batch).SerializeToString())
     return path
-
-
-def _batch(inputs: Sequence[Input]) -> Batch:
-    """Return a batch for the network whose ONNX file takes these inputs."""
-    tensors = {one.name: torch.from_numpy(one.made()) for one in inputs}
-    values = tuple(tensors.values())
-    if list(tensors) != input_names(values):  # the names are the keys of a dict
-        return tensors
-    return values if len(values) > 1 else values[0]
 
 
 def bench_view(

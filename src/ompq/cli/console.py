@@ -18,15 +18,14 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from io import StringIO
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, Literal, TextIO, TypeAlias
+from typing import Any, Literal, TextIO, TypeAlias
 
 from rich import box, progress as bars
 from rich.console import Console as RichConsole, RenderableType
 from rich.table import Column as RichColumn, Table
 from rich.text import Text
 
-if TYPE_CHECKING:  # they import PyTorch, which error messages should not wait for
-    from ompq.stages import Progress, Stages
+from ompq.stages import Progress, Stages, silent
 
 _LINE_SECONDS = 10.0  # time between lines of progress if there is no terminal
 _LOGGER = logging.getLogger("ompq")
@@ -127,16 +126,14 @@ class Console:
     until_done: ExitStack = field(default_factory=ExitStack)  # closed after the command
 
     @cached_property
-    def stages(self) -> "Stages":
+    def stages(self) -> Stages:
         """The stages of the command, shown on stderr and timed."""
-        from ompq.stages import Stages, silent
-
         if self.quiet:
             return Stages(silent)
         shown = _bar if self.err.is_terminal else _lines
         return Stages(partial(shown, self.err))
 
-    def stage(self, name: str) -> "AbstractContextManager[Progress]":
+    def stage(self, name: str) -> AbstractContextManager[Progress]:
         """Show the progress of a stage and record its time."""
         return self.stages.stage(name)
 
@@ -277,7 +274,7 @@ def muted() -> AbstractContextManager[None]:
 
 
 @contextmanager
-def _bar(console: RichConsole, name: str) -> "Iterator[Progress]":
+def _bar(console: RichConsole, name: str) -> Iterator[Progress]:
     columns = (
         bars.TextColumn(
             "{task.description}",
@@ -305,7 +302,7 @@ def _bar(console: RichConsole, name: str) -> "Iterator[Progress]":
 
 
 @contextmanager
-def _lines(console: RichConsole, name: str) -> "Iterator[Progress]":
+def _lines(console: RichConsole, name: str) -> Iterator[Progress]:
     """Report progress as lines for a log, at most one every ten seconds."""
     last = perf_counter()
     estimate = _estimator()

@@ -30,7 +30,6 @@ from ompq.cli.settings import (
     SourceOptions,
     provenance,
     read_samples,
-    sample_count,
     unknown_score,
 )
 from ompq.cli.views import as_budget, cost_columns, plan_view, size_budgets
@@ -39,9 +38,9 @@ from ompq.datasets import load_data
 from ompq.measurement import SCORES
 from ompq.measurement.audits import Audit, AuditConfig, audit as measure_scores
 from ompq.models import blank_input, output_count
+from ompq.onnx.sizes import file_costs
 from ompq.planner import unscored_problem
-from ompq.report import write_report
-from ompq.report.sections import audit_sections
+from ompq.report import audit_sections, write_report
 from ompq.samples import Samples
 from ompq.scores import score_name
 from ompq.stages import REPORT
@@ -80,7 +79,7 @@ def plan(
     refinement = planning.refinement(sources.seed)
     model = sources.load(console)
     inputs = sources.inputs(model)
-    count = plan_count = sample_count(sources.network, samples, planning.protocol)
+    count = plan_count = samples or planning.samples(sources.network)
     if refinement is not None and samples is None:
         count = max(plan_count, min(REFINE_SAMPLES, len(inputs)))
     work = Workflow(model.module, read_samples(inputs, count, console), console.stages)
@@ -122,9 +121,7 @@ def budget(
     data: str | None = option(
         "SOURCE", "Take the input's shape from this data. Rarely needed."
     ),
-    onnx: bool = flag(
-        "Show the largest possible ONNX file, too. Takes a few seconds.", "--onnx"
-    ),
+    onnx: bool = flag("Show the largest possible ONNX file, too. Takes a few seconds."),
 ) -> View:
     """Show which budgets a network can meet.
 
@@ -148,8 +145,6 @@ def budget(
     with console.stage("observing the network"):
         graph, _, problem = unscored_problem(model.module, samples, config, memory=True)
     if onnx:
-        from ompq.onnx.sizes import file_costs
-
         with console.stage("writing ONNX files"):
             one = Samples.of(samples)
             (size,) = file_costs(model.module, one, graph, problem, ["onnx_bytes"])
@@ -270,7 +265,7 @@ class AuditOptions:
         min=0,
     )
     folder: Path | None = output_path("Write audit.json and report.html there.", "DIR")
-    resume: bool = flag("Continue an audit that was stopped; needs -o.", "--resume")
+    resume: bool = flag("Continue an audit that was stopped; needs -o.")
 
     def config(self, planning: PlanOptions, seed: int) -> AuditConfig:
         """Return the settings of an audit."""

@@ -7,7 +7,6 @@ Typer options; :func:`spread` turns them into the flat arguments that Typer expe
 import inspect
 import json
 import os
-import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from copy import copy
@@ -20,7 +19,7 @@ from typing import Annotated, Any, ClassVar, get_type_hints
 import typer
 
 from ompq.cli.console import View, opened, render
-from ompq.errors import CheckpointError, MissingExtraError, suggestion
+from ompq.errors import CheckpointError, suggestion
 from ompq.stages import PLAN
 
 REQUIRED = MISSING  # the default of an option that must be given
@@ -107,63 +106,6 @@ def typed_toml() -> str:
     return "\n".join(rows) + "\n"
 
 
-def run(
-    file: Annotated[Path, argument("CONFIG", "A TOML or YAML file.")],
-    more: Annotated[
-        list[str] | None,
-        argument("OPTIONS", "Options that override the file's: -o again/."),
-    ] = None,
-) -> None:
-    """Run a command with the options in a TOML or YAML file.
-
-    Examples:
-      ompq run out/config.toml --overwrite
-      ompq run config.yaml --budget 3.5MiB -o smaller/
-
-    ompq quantize and ompq train write such a file, config.toml, next to their results.
-    It holds the command and its options by name. Paths are relative to the current
-    directory.
-    """
-    from ompq.cli.commands import COMMANDS
-
-    kind, given = _config(file)
-    name = given.pop("command", None)
-    if name not in COMMANDS or name == "run":
-        example = {"TOML": 'command = "quantize"', "YAML": "command: quantize"}[kind]
-        raise ValueError(
-            f"{file} must name its command, for example {example}"
-            + (f"; there is no {name}" if name else "")
-        )
-    command = COMMANDS[name].load(name)
-    places = [one.name for one in command.params if one.param_type_name == "argument"]
-    words = [str(given.pop(place)) for place in places if place in given]
-    for key, value in given.items():
-        for one in value if isinstance(value, list) else [value]:
-            if one is not None and one is not False:
-                words += [f"--{key}"] if one is True else [f"--{key}", str(one)]
-    with command.make_context(f"ompq {name}", [*words, *(more or [])]) as context:
-        command.invoke(context)
-
-
-def _config(file: Path) -> tuple[str, dict[str, Any]]:
-    """Return the format of a configuration file (TOML or YAML), and its contents."""
-    kind, read = "TOML", tomllib.loads
-    if file.suffix in (".yaml", ".yml"):
-        try:
-            import yaml
-        except ImportError:
-            raise MissingExtraError("PyYAML", "yaml") from None
-        kind, read = "YAML", yaml.safe_load
-    text = file.read_bytes()
-    try:
-        given = read(text.decode())
-    except Exception as error:  # PyYAML also raises errors of its converters
-        raise ValueError(f"{file} is not {kind}: {error}") from error
-    if not isinstance(given, dict):
-        raise ValueError(f"{file} must hold options by name, like command: quantize")
-    return kind, given
-
-
 def _parameters(group: Any) -> list[inspect.Parameter]:
     """Return an argument for each field of a group of options."""
     hints = get_type_hints(group, include_extras=True)
@@ -177,9 +119,12 @@ def _parameters(group: Any) -> list[inspect.Parameter]:
 
 def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
     if isinstance(default, Field):
-        info, default = default.metadata.get("typer"), default.default
+        info, default = copy(default.metadata.get("typer")), default.default
         if info is not None:
-            annotation = Annotated[annotation, copy(info)]
+            if annotation is bool and info.default is ...:
+                # The first name. Without it, Typer would add --no-NAME.
+                info.default = f"--{name.replace('_', '-')}"
+            annotation = Annotated[annotation, info]
     default = inspect.Parameter.empty if default is REQUIRED else default
     return inspect.Parameter(
         name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
@@ -197,7 +142,7 @@ def option(
 
 
 def flag(text: str, *names: str) -> Any:
-    """Return an option that takes no value, off by default."""
+    """Return an option that takes no value, off by default; named by its field."""
     return _field(False, text, *names, metavar="")
 
 
@@ -262,9 +207,9 @@ class OutputOptions:
 
     PANEL: ClassVar[str] = "Output"
 
-    json: bool = flag("Print JSON on stdout.", "--json")
+    json: bool = flag("Print JSON on stdout.")
     quiet: bool = flag("No progress, and one line instead of tables.", "--quiet", "-q")
-    debug: bool = flag("Show the library's log, and tracebacks of errors.", "--debug")
+    debug: bool = flag("Show the library's log, and tracebacks of errors.")
 
 
 def check_writable(

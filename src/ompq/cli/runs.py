@@ -32,12 +32,10 @@ from ompq.cli.options import (
     typed_toml,
 )
 from ompq.cli.settings import (
-    NetworkOptions,
     RefineOptions,
     SourceOptions,
     provenance,
     read_samples,
-    sample_count,
 )
 from ompq.cli.views import quality_rows, quality_text, time_line, totals, used, warning
 from ompq.costs import Budget, digits, in_bytes
@@ -61,8 +59,7 @@ from ompq.reconstruction import ReconstructConfig
 from ompq.reconstruction.brecq import BrecqConfig
 from ompq.reconstruction.rounding import RoundingConfig
 from ompq.reconstruction.tuning import TuningConfig
-from ompq.report.sections import Remark
-from ompq.results import Evaluation
+from ompq.results import Remark
 from ompq.samples import model_device
 from ompq.stages import CONFIG, ONNX, PACKED, PLAN, REPORT, RESULT
 from ompq.training import TrainingData, check_installed, checked_length, train as learn
@@ -70,7 +67,6 @@ from ompq.training.step import TRAIN_PROTOCOLS, TrainConfig
 from ompq.workflow import (
     ANYTHING,
     CALIBRATION_SAMPLES,
-    FileSize,
     Outcome,
     Workflow,
     learning_config,
@@ -120,9 +116,7 @@ class RunOptions:
         shown=f"{TuningConfig.epochs} with activations below 8 bits, else 0",
         least=0,
     )
-    no_reconstruct: bool = flag(
-        "Round to nearest, without reconstruction.", "--no-reconstruct"
-    )
+    no_reconstruct: bool = flag("Round to nearest, without reconstruction.")
     eval_data: str | None = option(
         "SOURCE", "Labelled images to measure accuracy on, as for ompq evaluate."
     )
@@ -140,10 +134,8 @@ class RunOptions:
         default=0,
         min=0,
     )
-    resume: bool = flag("Continue a run that was stopped.", "--resume")
-    overwrite: bool = flag(
-        "Replace what an earlier run left in the folder.", "--overwrite"
-    )
+    resume: bool = flag("Continue a run that was stopped.")
+    overwrite: bool = flag("Replace what an earlier run left in the folder.")
 
     @property
     def started(self) -> Path | None:
@@ -388,7 +380,7 @@ def quantize(
         if goal is None:
             plan, network = _quantized(work, source, inputs, run, planning)
         else:
-            plan = _planned(work, source, inputs, planning)
+            plan = planning.plan(work, source, inputs)
             search = work.smallest(
                 plan, goal, learning, batches=judged, folder=run.folder / _SEARCH
             )
@@ -411,10 +403,11 @@ def _quantized(
     planning: RefineOptions,
 ) -> tuple[Plan, nn.Module]:
     """Plan, quantize and, unless the options say otherwise, reconstruct."""
-    seed, plan = inputs.seed, _planned(work, source, inputs, planning)
+    plan = planning.plan(work, source, inputs)
     if run.views > 1:
         images: Any = work.samples.first_batch(len(work.samples))
-        work = replace(work, given=image_views(images, run.views, seed=seed))
+        views = image_views(images, run.views, seed=inputs.seed)
+        work = replace(work, given=views)
     protocol = planning.protocol or "ours"
     rounded = work.quantize(plan, QUANTIZE_PROTOCOLS.get(protocol, QuantizeConfig()))
     config = run.reconstruction(inputs, planning.protocol)
@@ -424,17 +417,6 @@ def _quantized(
     return plan, work.reconstruct(rounded, config, checkpoint=run.folder / _CHECKPOINT)
 
 
-def _planned(
-    work: Workflow,
-    source: Plan | Allocation | Budget,
-    inputs: Data,
-    planning: RefineOptions,
-) -> Plan:
-    count = sample_count(inputs.model.name, None, planning.protocol)
-    refinement = planning.refinement(inputs.seed)
-    return work.plan(source, planning.config(), count=count, refinement=refinement)
-
-
 def _finish(
     outcome: Outcome,
     run: RunOptions,
@@ -442,6 +424,7 @@ def _finish(
     work: Workflow,
     search: Smallest | None = None,
 ) -> View:
+    """Write the files, and return the network's sizes and quality."""
     if run.measure_layers:
         effects = work.layer_effects(outcome.plan, run.measure_layers)
         outcome = replace(outcome, remarks=effects)
@@ -451,22 +434,17 @@ def _finish(
         outcome = replace(outcome, about=about, remarks=[*outcome.remarks, *remarks])
     with console.stage("writing files") as progress:
         files = outcome.write(run.folder, progress, typed_toml())
-    return outcome_view(outcome, run.folder, files)
-
-
-def outcome_view(outcome: Outcome, folder: Path, files: Mapping[str, FileSize]) -> View:
-    """Return a quantized network's sizes, quality and files."""
-    evaluation = outcome.evaluation
-    search = outcome.about.get("search", {"goal": [], "tried": []})
+    folder, evaluation = run.folder, outcome.evaluation
     listed = [
         f"{folder / name}: {in_bytes(one.bytes)}"
         + ("" if one.planned is None else f", planned {in_bytes(one.planned)}")
         for name, one in files.items()
     ]
+    searched = outcome.about.get("search", {"goal": [], "tried": []})
     rows = [
         *totals(outcome.plan),
-        ("goal", search["goal"]),
-        ("tried", search["tried"]),
+        ("goal", searched["goal"]),
+        ("tried", searched["tried"]),
         *_error_rows(outcome.errors),
         *quality_rows(evaluation),
         ("arithmetic", outcome.about["arithmetic"]),
@@ -484,12 +462,12 @@ def outcome_view(outcome: Outcome, folder: Path, files: Mapping[str, FileSize]) 
 def _error_rows(errors: Sequence[BlockError]) -> list[tuple[str, str]]:
     if not errors:
         return []
-    kept = [error.block for error in errors if not error.improved]
+    improved = sum(error.improved for error in errors)
     worst = sorted(errors, key=lambda error: -error.after)[:3]
     texts = [f"{e.block} {digits(e.before)} → {digits(e.after)}" for e in worst]
-    better = f"{len(errors) - len(kept)} of {len(errors)} improved"
+    rest = "; the others keep their rounding" if improved < len(errors) else ""
     return [
-        ("blocks", f"{better}; the others keep their rounding" if kept else better),
+        ("blocks", f"{improved} of {len(errors)} improved{rest}"),
         ("worst", f"{', '.join(texts)} (relative squared error)"),
     ]
 
@@ -594,8 +572,8 @@ def train(
         inputs = sources.inputs(model)
         # Read now, so that unsuitable data is not found after an hour of work.
         images = _images(inputs, config, console)
-        count = run.calibration_count(inputs)
-        samples = read_samples(inputs, min(256, count), console)
+        count = min(256, run.calibration_count(inputs))
+        samples = read_samples(inputs, count, console)
         judged = sources.labelled(run.eval_data, model, run.limit)
         validation = sources.labelled(training.validation, model)
         if in_first_process():
@@ -713,7 +691,13 @@ def evaluate(
             "--engine integer runs packed networks; give one with --packed FILE"
         )
     metrics = user_metrics(metric)
-    model = _loaded(sources, packed, console)
+    if packed is None:
+        model = sources.load(console)
+    else:  # the packed file holds all weights; the float ones are not needed
+        with muted():
+            model = replace(sources, weights="none").load(console)
+        module = load(packed, model.module)
+        model = replace(model, module=module, weights=str(packed))
     inputs = sources.inputs(model, "test")
     batches = inputs.batches(batch_size=batch_size, limit=limit)
     network = model.module
@@ -722,34 +706,15 @@ def evaluate(
     with console.stage("evaluating") as progress:
         result = measure(network, batches, metrics=metrics, progress=progress)
     about = {"network": model.name, "weights": model.weights, "data": inputs.name}
-    if packed is not None:
-        about["engine"] = engine
-    return evaluation_view(result, about, console.stages.seconds)
-
-
-def _loaded(
-    options: NetworkOptions, packed: Path | None, console: Console
-) -> NamedModel:
-    if packed is None:
-        return options.load(console)
-    # The packed file holds all weights; the float ones are not needed.
-    with muted():
-        model = replace(options, weights="none").load(console)
-    return replace(model, module=load(packed, model.module), weights=str(packed))
-
-
-def evaluation_view(
-    result: Evaluation, about: Mapping[str, Any], seconds: Mapping[str, float]
-) -> View:
-    """Return a network's accuracy and speed."""
+    about |= {} if packed is None else {"engine": engine}
     rows = [
-        ("network", f"{about['network']}, weights {about['weights']}"),
-        ("data", about["data"]),
-        *([("engine", about["engine"])] if "engine" in about else []),
+        ("network", f"{model.name}, weights {model.weights}"),
+        ("data", inputs.name),
+        *([] if packed is None else [("engine", engine)]),
         *quality_rows(result),
         ("speed", f"{result.images_per_second:,.0f} images per second"),
-        ("time", time_line(seconds)),
+        ("time", time_line(console.stages.seconds)),
     ]
-    data = {**about, **result.to_json(), "seconds": seconds}
+    data = {**about, **result.to_json(), "seconds": console.stages.seconds}
     end = warning(about, "the numbers")
     return View(data, quality_text(result), [facts(rows), *end])

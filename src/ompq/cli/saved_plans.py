@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import log
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import numpy as np
 
@@ -27,13 +27,10 @@ from ompq.costs import FILES, Budget, counted, digits, in_bytes
 from ompq.errors import PlanError
 from ompq.files import read_json
 from ompq.plans import Plan
-from ompq.results import Evaluation
+from ompq.results import Accuracy, Evaluation, Section, sections_from_json
 from ompq.skeleton import unpack as unpack_file
 from ompq.stages import PLAN, RESULT, Progress
 from ompq.units import Choice, select
-
-if TYPE_CHECKING:  # it imports torch, which most of these commands do not need
-    from ompq.report.sections import Section
 
 # Cost → the column that its curve is sorted by.
 _COSTS = {
@@ -306,7 +303,6 @@ def _bits_columns(
 def write_comparison(page: Path, entries: Sequence[Entry], progress: Progress) -> None:
     """Write the first plan's report, in which the others can be compared with it."""
     from ompq.report import write_report
-    from ompq.report.sections import Accuracy
 
     first, *rest = entries
     sections = [
@@ -379,10 +375,8 @@ def report(
     return View({"written": files}, "\n".join(files))
 
 
-def read_sections(path: Path) -> "list[Section]":
+def read_sections(path: Path) -> list[Section]:
     """Read the sections that a report shows besides the plan."""
-    from ompq.report.sections import sections_from_json
-
     try:
         data = read_json(path)
         if not isinstance(data, dict) or "sections" not in data:

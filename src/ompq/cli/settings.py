@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, get_args
 import torch
 import typer
 
-from ompq.allocation import Method
+from ompq.allocation import Allocation, Method
 from ompq.cli.console import Console
 from ompq.cli.options import (
     REQUIRED,
@@ -22,7 +22,7 @@ from ompq.cli.options import (
     one_of,
     option,
 )
-from ompq.costs import FLOAT_BITS, Accounting, load_latency
+from ompq.costs import FLOAT_BITS, Accounting, Budget, load_latency
 from ompq.datasets import Batches, Data, Split, load_data
 from ompq.errors import ScoreError, suggestion
 from ompq.files import call_user_function, is_user_function
@@ -32,12 +32,13 @@ from ompq.models import NamedModel, load_model
 from ompq.offload import device_memory
 from ompq.orthogonality import Decreasing
 from ompq.planner import PLAN_PROTOCOLS, Pin, PlanConfig
+from ompq.plans import Plan
 from ompq.samples import Samples, model_device
 from ompq.scores import OrmSettings, Score, named_score, score_name
 from ompq.scores.orm import Granularity
 from ompq.targets import included_targets
 from ompq.units import CODED_BITS, GROUP_SIZES, Choice
-from ompq.workflow import PLAN_SAMPLES, paper_samples
+from ompq.workflow import PLAN_SAMPLES, Workflow, paper_samples
 
 _DEVICES = ("auto", "cpu", "cuda")
 _SECONDS = {"s": 1, "min": 60, "h": 3600}
@@ -65,7 +66,7 @@ def unknown_score(name: str) -> str:
 
 
 def _joined(values: tuple[Any, ...], comma: str = ",") -> str:
-    return comma.join(str(value) for value in values)
+    return comma.join(map(str, values))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,11 +115,10 @@ class NetworkOptions:
         available = torch.cuda.is_available()
         if self.device == "cuda" and not available:
             raise ValueError("--device cuda: PyTorch finds no GPU; use --device cpu")
-        gpu = available and self.device != "cpu"
+        device = "cuda" if available and self.device != "cpu" else "cpu"
         with console.stage("loading the network"):
             model = load_model(self.network, self.weights)
             model = model if shape is None else model.at(shape)
-            device = "cuda" if gpu else "cpu"
             if self.device_memory is None:
                 model.module.to(device)
             else:
@@ -140,9 +140,7 @@ class SourceOptions(NetworkOptions):
         default=REQUIRED,
     )
     seed: int = number("Seed for the choice of images.", default=0, least=None)
-    skip_unreadable: bool = flag(
-        "Skip broken images instead of stopping.", "--skip-unreadable"
-    )
+    skip_unreadable: bool = flag("Skip broken images instead of stopping.")
 
     def inputs(self, model: NamedModel, split: Split = "train") -> Data:
         """Find the data."""
@@ -172,12 +170,6 @@ def read_samples(data: Data, count: int, console: Console) -> Samples:
         return Samples.of(data.samples(count, progress=progress))
 
 
-def sample_count(network: str, asked: int | None, protocol: str | None) -> int:
-    """Return the number of samples used for planning."""
-    paper = protocol not in (None, "ours")
-    return asked or (paper_samples(network) if paper else PLAN_SAMPLES)
-
-
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
     """Options for the choice of bits."""
@@ -196,8 +188,7 @@ class PlanOptions:
     )
     coded: bool = flag(
         "Offer entropy-coded weights, too: a smaller file at the same accuracy. In "
-        "memory each of them takes a byte.",
-        "--coded",
+        "memory each of them takes a byte."
     )
     rates: str | None = option(
         "BITS",
@@ -206,7 +197,7 @@ class PlanOptions:
     )
     group_size: int | None = option(
         "NUMBER",
-        f"{', '.join(map(str, GROUP_SIZES))}: group-wise scales for linear layers, one "
+        f"{_joined(GROUP_SIZES, ', ')}: group-wise scales for linear layers, one "
         "for this many weights of an output channel. Default: per-channel scales.",
     )
     score: str | None = option(
@@ -225,9 +216,7 @@ class PlanOptions:
     tie: list[str] | None = option(
         "PATTERN", "All layers that match get the same bits. Repeatable."
     )
-    no_tie: bool = flag(
-        "Let layers whose outputs are added have different bits.", "--no-tie"
-    )
+    no_tie: bool = flag("Let layers whose outputs are added have different bits.")
     accounting: str | None = one_of(
         get_args(Accounting),
         "count bytes as in our files, or as in the paper. "
@@ -267,10 +256,9 @@ class PlanOptions:
         f"get the same bits. Default: {OrmSettings.granularity}.",
     )
     centred: bool = flag(
-        "Centre ORM, as the paper's released code does, for the same scores.",
-        "--centred",
+        "Centre ORM, as the paper's released code does, for the same scores."
     )
-    strict: bool = flag("Fail if anything stays float.", "--strict")
+    strict: bool = flag("Fail if anything stays float.")
 
     def _score(self, base: PlanConfig) -> Score | str | None:
         """Return the score that the options ask for; None to keep the default."""
@@ -314,6 +302,11 @@ class PlanOptions:
             raise ValueError("--rates is for coded weights; add --coded")
         return replace(base, **{k: v for k, v in changes.items() if v is not None})
 
+    def samples(self, network: str) -> int:
+        """Return how many samples to plan with; published work has its own number."""
+        ours = self.protocol in (None, "ours")
+        return PLAN_SAMPLES if ours else paper_samples(network)
+
     def typed(self) -> list[str]:
         """Return the given options that affect the choice of bits, as typed."""
         other = ("protocol", "strict", "refine_by")
@@ -335,7 +328,7 @@ class CacheOptions:
         show_envvar=False,
     )
     no_cache: bool = flag(
-        "Neither read nor write score tables, even if OMPQ_CACHE is set.", "--no-cache"
+        "Neither read nor write score tables, even if OMPQ_CACHE is set."
     )
 
     @property
@@ -378,6 +371,14 @@ class RefineOptions(PlanOptions):
             return replace(config, count=number)
         seconds = float(number * _SECONDS[unit])
         return replace(config, count=_UNLIMITED, seconds=seconds)
+
+    def plan(
+        self, work: Workflow, source: Plan | Allocation | Budget, inputs: Data
+    ) -> Plan:
+        """Plan as the options ask; a plan is returned unchanged."""
+        count = self.samples(inputs.model.name)
+        refinement = self.refinement(inputs.seed)
+        return work.plan(source, self.config(), count=count, refinement=refinement)
 
 
 def _score(text: str) -> Score | str:

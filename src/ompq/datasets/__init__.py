@@ -26,8 +26,14 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, default_collate
 from torchvision.transforms import v2
 
-from ompq.datasets.distilled_data import distilled_samples
-from ompq.datasets.images import ImageFiles, decode, find_images, normalise, open_image
+from ompq.datasets.images import (
+    ImageFiles,
+    decode,
+    distilled_samples,
+    find_images,
+    normalise,
+    open_image,
+)
 from ompq.errors import DataError, check_counts, shortened
 from ompq.files import call_user_function, is_user_function, reason
 from ompq.models import NamedModel, output_count, transformers_library
@@ -278,7 +284,20 @@ def _from_folder(folder: Path, model: NamedModel, split: str) -> Data:
 
 def _from_text(path: Path, model: NamedModel) -> Data:
     """Cut a text into inputs of token ids; each input is its own target."""
-    ids, (length,) = _tokenized(path, model.name, model.tokenizer), model.input_shape
+    if not model.tokenizer:
+        raise DataError(
+            f"{path}: {model.name} has no tokenizer; give token ids: FILE.py:FUNCTION"
+        )
+    load = transformers_library().AutoTokenizer.from_pretrained
+    try:
+        tokenize = load(model.tokenizer, trust_remote_code=False)
+        ids = torch.tensor(tokenize(path.read_text(), verbose=False)["input_ids"])
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"{path} cannot be tokenized with the tokenizer of {model.name}: "
+            f"{reason(error)}; give token ids: FILE.py:FUNCTION"
+        ) from error
+    (length,) = model.input_shape
     if len(ids) < length:
         raise DataError(
             f"{path} has {len(ids)} tokens, too few for one input of {length}; give a "
@@ -356,8 +375,7 @@ def _digits(model: NamedModel, split: str) -> Data:
         images, labels = data.train_images, data.train_targets
     targets = tuple(labels.tolist())
     channels, height, width = model.input_shape
-    mean = torch.tensor(model.mean).view(-1, 1, 1)
-    std = torch.tensor(model.std).view(-1, 1, 1)
+    mean, std = (torch.tensor(v).view(-1, 1, 1) for v in (model.mean, model.std))
 
     def read(position: int) -> Item:
         image = images[position : position + 1]
@@ -510,31 +528,6 @@ def _unusable(name: str, given: Any) -> str:
         "(inputs, targets), a dataset with a length and indices, or yield batches: "
         "tensors, tuples, dicts, or pairs of these and targets"
     )
-
-
-def _tokenized(path: Path, name: str, tokenizer: str) -> Tensor:
-    """Return the token ids of a text file, (tokens,).
-
-    Raises:
-        DataError: The network has no tokenizer, or the text cannot be read.
-        MissingExtraError: transformers is not installed.
-    """
-    if not tokenizer:
-        raise DataError(
-            f"{path}: {name} has no tokenizer; give token ids: FILE.py:FUNCTION"
-        )
-    library = transformers_library()
-    try:
-        tokenize = library.AutoTokenizer.from_pretrained(
-            tokenizer, trust_remote_code=False
-        )
-        ids = tokenize(path.read_text(), verbose=False)["input_ids"]
-    except (OSError, ValueError) as error:
-        raise DataError(
-            f"{path} cannot be tokenized with the tokenizer of {name}: "
-            f"{reason(error)}; give token ids: FILE.py:FUNCTION"
-        ) from error
-    return torch.tensor(ids)
 
 
 Crop: TypeAlias = tuple[Tensor, int]
@@ -692,17 +685,18 @@ class ImageSet:
         generator = torch.Generator().manual_seed(mixed_seed(seed, number))
         order = torch.randperm(len(self), generator=generator)
         parts = dealt(order, batch_size=batch_size, start=start, shard=shard)
-        cuda = self.device.type == "cuda"
         loader = DataLoader(
             _Crops(self, (seed, number)),
             batch_sampler=[part.tolist() for part in parts],
             num_workers=self.workers,
-            pin_memory=cuda,
+            pin_memory=self.device.type == "cuda",
             generator=generator,  # leaves the global generator alone
             collate_fn=_batch,
         )
-        mean = 255 * torch.tensor(self.model.mean, device=self.device).view(-1, 1, 1)
-        std = 255 * torch.tensor(self.model.std, device=self.device).view(-1, 1, 1)
+        mean, std = (
+            255 * torch.tensor(values, device=self.device).view(-1, 1, 1)
+            for values in (self.model.mean, self.model.std)
+        )
         for batch in loader:
             if isinstance(batch, DataError):
                 raise batch

@@ -1,19 +1,36 @@
-"""Finding, decoding and resizing image files, and augmented views of images."""
+"""Images: found, decoded and resized, augmented, or distilled from a network.
+
+Distilled images allow quantization without data (ZeroQ). A trained batch norm stores
+the mean and variance of its inputs; noise is optimised until it produces the stored
+statistics at every batch norm.
+"""
 
 import logging
 import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from PIL import Image
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
 from torchvision.transforms import v2
 
 from ompq.errors import DataError, SampleError, check_counts, shortened, suggestion
 from ompq.files import reason
 from ompq.models import NamedModel
+from ompq.samples import (
+    attached,
+    cudnn_kernels,
+    evaluating,
+    in_this_thread,
+    model_device,
+)
+from ompq.stages import Progress
 
 _LOG = logging.getLogger(__name__)
 _SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".ppm", ".pgm", ".tif", ".tiff", ".webp"}
@@ -21,6 +38,9 @@ _NAMED = ("digits", "distilled", "random")  # data sources that are not folders
 _SPLITS = {"train": ("train",), "test": ("test", "val", "valid", "validation")}
 _MODES = {1: "L", 3: "RGB"}
 _SHIFT = 8  # views are shifted by at most one eighth of each side
+_EPSILON = 1e-6  # added to variances, as in ZeroQ's released code
+# The learning rate is divided by ten after this many steps without a lower loss.
+_PATIENCE, _LOWEST_RATE = 100, 1e-4
 
 
 @dataclass(frozen=True)
@@ -44,8 +64,17 @@ def find_images(folder: Path, split: str) -> ImageFiles:
     """
     folder = _split_folder(folder, split)
     entries = _listing(folder)
-    images = [p for p in entries if p.is_file() and _has_suffix(p.name)]
-    nested = {path.name: _images_below(path) for path in entries if path.is_dir()}
+    images = [path for path in entries if path.is_file() and _is_image(path.name)]
+    nested = {
+        # os.walk does not stat every file, of which there may be millions.
+        path.name: sorted(
+            Path(parent, name)
+            for parent, _, names in os.walk(path, followlinks=True)
+            for name in filter(_is_image, names)
+        )
+        for path in entries
+        if path.is_dir()
+    }
     if images and any(nested.values()):
         raise DataError(
             f"{folder} holds {len(images)} images next to class folders; "
@@ -100,17 +129,7 @@ def _listing(folder: Path) -> list[Path]:
     return sorted(p for p in folder.iterdir() if not p.name.startswith("."))
 
 
-def _images_below(folder: Path) -> list[Path]:
-    # os.walk does not stat every file, of which there may be millions.
-    return sorted(
-        Path(parent, name)
-        for parent, _, names in os.walk(folder, followlinks=True)
-        for name in names
-        if _has_suffix(name)
-    )
-
-
-def _has_suffix(name: str) -> bool:
+def _is_image(name: str) -> bool:
     return not name.startswith(".") and Path(name).suffix.lower() in _SUFFIXES
 
 
@@ -142,25 +161,21 @@ def open_image(path: Path, model: NamedModel) -> Image.Image:
         )
     try:
         with Image.open(path) as opened:
-            return _eight_bits(opened).convert(_MODES[channels])
+            image: Image.Image = opened
+            if image.mode == "P":  # else Pillow warns about transparent entries
+                image = image.convert("RGBA")
+            elif image.mode.startswith("I"):  # 16 bits, which Pillow would clip at 255
+                image = image.point(lambda value: value * (1 / 256)).convert("L")
+            return image.convert(_MODES[channels])
     except Exception as error:  # each format's decoder has its own errors
         raise DataError(
             f"{path} cannot be read as an image ({reason(error)})"
         ) from error
 
 
-def _eight_bits(image: Image.Image) -> Image.Image:
-    if image.mode == "P":  # avoids Pillow's warning about transparent palette entries
-        return image.convert("RGBA")
-    if image.mode.startswith("I"):  # 16 bits per pixel, which Pillow would clip at 255
-        return image.point(lambda value: value * (1 / 256)).convert("L")
-    return image
-
-
 def normalise(pixels: Tensor, model: NamedModel) -> Tensor:
     """Return uint8 images (N, C, H, W) as float32, normalised for the network."""
-    mean = torch.tensor(model.mean).view(-1, 1, 1)
-    std = torch.tensor(model.std).view(-1, 1, 1)
+    mean, std = (torch.tensor(v).view(-1, 1, 1) for v in (model.mean, model.std))
     return pixels.float().div_(255).sub_(mean).div_(std)
 
 
@@ -200,3 +215,121 @@ def _view(images: Tensor, generator: torch.Generator) -> Tensor:
     ]
     pairs = zip(windows, mirrored, strict=True)
     return torch.stack([view.flip(-1) if flip else view for view, flip in pairs])
+
+
+class _Statistics(NamedTuple):
+    """Mean and standard deviation of each channel, as a batch norm stores them."""
+
+    mean: Tensor  # (C,)
+    deviation: Tensor  # (C,)
+
+    def distance(self, x: Tensor) -> Tensor:
+        """Return the mean squared distance of the images of x (N, C, ...) from these.
+
+        Statistics are taken for each image of x by itself, (N, C).
+        """
+        rows = x.flatten(2)
+        mean, deviation = rows.mean(2), (rows.var(2) + _EPSILON).sqrt()
+        gaps = mean - self.mean.to(x), deviation - self.deviation.to(x)
+        return torch.stack([gap.square().sum() for gap in gaps]).sum() / len(x)
+
+
+def distilled_samples(  # noqa: PLR0913 - only the network and the shape are needed
+    model: nn.Module,
+    input_shape: tuple[int, ...],
+    count: int = 64,
+    *,
+    steps: int = 500,
+    learning_rate: float = 0.5,
+    batch_size: int = 32,
+    normalised: bool = True,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> Tensor:
+    """Return images distilled from a network's batch norms, (count, C, H, W).
+
+    As in ZeroQ, Adam changes Gaussian noise until each image produces, in every
+    channel, the mean and standard deviation that the norms store for their inputs. The
+    images show nothing recognizable, but calibrate far better than noise.
+
+    Args:
+        input_shape: Channels, height and width of an image.
+        steps: Steps of Adam for each batch of images.
+        batch_size: Number of images optimised together.
+        normalised: Whether the network's inputs are normalised, so that the images
+            themselves should have mean 0 and standard deviation 1.
+
+    Raises:
+        SampleError: The network has no batch norms, or they were never trained.
+    """
+    check_counts(count=count, steps=steps, batch_size=batch_size)
+    generator = torch.Generator().manual_seed(seed)
+    noise = torch.randn(count, *input_shape, generator=generator)
+    total = -(-count // batch_size) * steps
+    finished: list[Tensor] = []
+    with evaluating(model), _distances(model, normalised=normalised) as distance:
+        for number, part in enumerate(torch.split(noise, batch_size)):
+            images = part.to(model_device(model)).requires_grad_()
+            adam = torch.optim.Adam([images], lr=learning_rate)
+            schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(
+                adam, patience=_PATIENCE, min_lr=_LOWEST_RATE
+            )
+            for step in range(1, steps + 1):
+                with torch.enable_grad():
+                    loss = distance(images)
+                (images.grad,) = torch.autograd.grad(loss, [images])
+                adam.step()
+                schedule.step(loss.item())
+                if progress is not None:
+                    text = f"distilling images: loss {loss.item():.3g}"
+                    progress(number * steps + step, total, text)
+            finished.append(images.detach().cpu())
+    return torch.cat(finished)
+
+
+_UNIT = _Statistics(torch.tensor(0.0), torch.tensor(1.0))
+
+
+@contextmanager
+def _distances(
+    model: nn.Module, *, normalised: bool
+) -> Iterator[Callable[[Tensor], Tensor]]:
+    """Yield a function: images → their distance from the statistics of all norms."""
+    norms: dict[nn.Module, _Statistics] = {
+        norm: _Statistics(norm.running_mean, (norm.running_var + _EPSILON).sqrt())
+        for norm in model.modules()
+        if isinstance(norm, _BatchNorm)
+        and norm.running_mean is not None
+        and norm.running_var is not None
+    }
+    if not norms:
+        raise SampleError(
+            f"{type(model).__name__} has no batch norms, so images cannot be "
+            "distilled from it; give samples of your own"
+        )
+    # A norm starts with mean 0 and variance 1.
+    if all(
+        (one.mean == 0).all() and (one.deviation - 1).abs().max() < 1e-4
+        for one in norms.values()
+    ):
+        raise SampleError(
+            f"the batch norms of {type(model).__name__} hold only initial values "
+            "(mean 0, variance 1): they were folded or never trained; give samples of "
+            "your own"
+        )
+    terms: list[Tensor] = []
+
+    def add(norm: nn.Module, args: tuple[Any, ...]) -> None:
+        terms.append(norms[norm].distance(args[0]))
+
+    hooks = (norm.register_forward_pre_hook(in_this_thread(add)) for norm in norms)
+    with attached(hooks), cudnn_kernels(repeatable=True):
+
+        def distance(images: Tensor) -> Tensor:
+            terms.clear()
+            model(images)
+            if normalised:
+                terms.append(_UNIT.distance(images))
+            return torch.stack(terms).sum()
+
+        yield distance

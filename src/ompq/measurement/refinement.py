@@ -30,7 +30,7 @@ from ompq.errors import GoalError, check_known
 from ompq.evaluation import Metric, evaluate
 from ompq.files import json_number, json_object
 from ompq.graph import trace
-from ompq.integer.finalization import finalized
+from ompq.integer import finalized
 from ompq.measurement import Checkpoint, Meter, split
 from ompq.plans import Measurement, Plan
 from ompq.quantization import quantize

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ompq.errors import MissingExtraError
-from ompq.models.weights import load_weights
 
 # Per channel, for images in [0, 1], as in torchvision.
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -213,19 +212,6 @@ class DemoData:
     train_targets: Tensor  # (1347,)
     test_images: Tensor  # (450, 1, 8, 8)
     test_targets: Tensor  # (450,)
-
-
-def demo_network() -> DemoNetwork:
-    """Return the demo network with its trained weights, in eval mode.
-
-    Example:
-        >>> demo_network()(torch.zeros(2, 1, 8, 8)).shape
-        torch.Size([2, 10])
-    """
-    with torch.random.fork_rng(devices=[]):  # random initial weights are replaced
-        network = DemoNetwork()
-    load_weights(network, DEMO_WEIGHTS, "ompq:demo")
-    return network.eval()
 
 
 def demo_data() -> DemoData:

@@ -1,17 +1,16 @@
 """How an ONNX file stores a weight of 2 to 8 bits, and the nodes that unpack it.
 
-A code is cut into parts of 4, 2 and 1 bits, each packed densely. Parts of 4 bits are
-ONNX's own INT4, or, like the others, numbers of 8 or 16 bits that look up several codes
-at once in a table. Small integer arithmetic does the rest. Runtimes compute all of it
-once, when they load the file, and what becomes of a code fits into a byte on the way:
-so ONNX Runtime and OpenVINO give the same bytes.
+A code is split into parts of 4, 2 and 1 bits, each packed densely. Parts of 4 bits are
+ONNX's own INT4 or, like the others, numbers of 8 or 16 bits that look up several codes
+at once in a table; small integer arithmetic does the rest. Runtimes compute all of it
+once, when they load the file, in integers of 8 or 16 bits, so that ONNX Runtime and
+OpenVINO give the same bytes.
 
-ONNX Runtime folds constants in passes over the graph, and frees what it computed on the
-way only after a pass. So large networks are unpacked in stages, one a pass: the weights
-of a stage depend on a number that is known one pass later than the stage before. Large
-weights come first: what they leave has room for the smaller ones. INT4 cannot wait for
-its stage, since the Cast that reads it takes no number; so weights that wait are looked
-up in tables, unless they have no other part.
+ONNX Runtime folds constants in passes over the graph, and frees intermediate results
+only after a pass. So large networks are unpacked in stages, one per pass: the weights
+of a stage depend on a number that is known one pass later than that of the stage
+before. INT4 cannot wait for its stage, because the Cast that reads it takes no other
+input. So weights that wait are looked up in tables, unless they have no other part.
 """
 
 from collections import deque
@@ -28,10 +27,10 @@ if TYPE_CHECKING:  # a process that only times a file need not hold torch
 _PARTS = {2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 7: (4, 2, 1)}
 _INT4_OPSET = 21  # the first with INT4
 _CUBE, _EIGHT = (2, 2, 2), 8  # tables give codes in cubes of eight
-_WIDE = 1 << 16  # codes of a weight for which a table of 16 bits is worth its size
+_WIDE = 1 << 16  # from this many codes on, a table of 16 bits is worth its size
 _STAGES = 8  # ONNX Runtime makes at most ten passes
-_AT_ONCE = 1 << 21  # codes that one stage may hold: another one takes milliseconds
-ZERO_OF_UNSIGNED = 128  # the zero point of a weight that is stored as unsigned bytes
+_AT_ONCE = 1 << 21  # codes that one stage may hold; another stage takes milliseconds
+ZERO_OF_UNSIGNED = 128  # zero point of weights stored as unsigned bytes
 
 Array = NDArray[Any]
 
@@ -43,13 +42,13 @@ class StoredWeight:
     name: str
     bits: int
     container: str  # ``int8``, ``uint8``, or the parts, for example ``planes 4+1``
-    bytes: int  # what codes, offsets, scales and bias take
+    bytes: int  # of codes, offsets, scales and bias
 
     @classmethod
     def of(
         cls, name: str, weight: "IntegerWeight", constants: Mapping[str, Any]
     ) -> "StoredWeight":
-        """Return how a weight is stored by constants of a graph."""
+        """Return how constants of a graph store a weight."""
         whole = constants.get(f"{name}/bytes")
         parts = "+".join(map(str, plane_parts(weight)))
         container = f"planes {parts}" if whole is None else whole.dtype.name
@@ -83,17 +82,17 @@ def pack_plane(codes: Array, bits: int) -> Array:
 
 
 def as_tensor(name: str, value: Any) -> Any:
-    """Return a constant, an array or a tensor of ONNX already, as a tensor of ONNX."""
+    """Return a constant, an array or already an ONNX tensor, as an ONNX tensor."""
     from onnx import numpy_helper
 
     return value if hasattr(value, "raw_data") else numpy_helper.from_array(value, name)
 
 
 def grid_names(scale: float, zero_point: int) -> tuple[str, str]:
-    """Return what the scale and the zero point of a tensor's grid are called.
+    """Return the names of the scale and the zero point of a grid.
 
-    The same numbers have one name, and all names one length: so a file's size does not
-    depend on them.
+    Equal numbers share a name, and all names have the same length, so that a file's
+    size does not depend on the numbers.
     """
     return f"scale/{np.float32(scale).tobytes().hex()}", f"zero/{zero_point:03d}"
 
@@ -101,34 +100,33 @@ def grid_names(scale: float, zero_point: int) -> tuple[str, str]:
 class Unpacking:
     """Stores the weights of one file, and writes the nodes that unpack them.
 
-    ``sizes`` are the numbers of codes that the weights have, in the order in which they
-    will be stored.
+    ``sizes`` holds the number of codes of each weight, in the order of storing.
     """
 
     def __init__(self, opset: int, sizes: Sequence[int]) -> None:
         self.opset, self.weights = opset, 0
         self.stages = _stages(sizes)
-        self.stage = 0  # of the present weight; 0 waits for nothing
-        self.written: set[str] = set()  # outputs of nodes: weights share some
+        self.stage = 0  # of the current weight; 0 waits for nothing
+        self.written: set[str] = set()  # outputs of nodes, which weights may share
 
     def alone(self, number: int) -> "Unpacking":
-        """Return one that stores the weight of this number as if it were the only."""
+        """Return another that stores this weight as if it were the only one."""
         found = Unpacking(self.opset, ())
         found.stages, found.weights = self.stages, number
         return found
 
     @property
     def short(self) -> str:
-        """Return a short name for what is only passed on; no layer has such a name."""
+        """A prefix for intermediate tensors, which no layer's name has."""
         return f"/{self.weights}"
 
     def store(
         self, name: str, weight: "IntegerWeight", *, unsigned: bool = False
     ) -> tuple[dict[str, Any], list[Any]]:
-        """Return constants and nodes that give a weight as bytes, ``name/bytes``.
+        """Return constants and nodes that compute a weight's bytes, ``name/bytes``.
 
-        Unsigned bytes have zero point 128: kernels that would saturate with signed ones
-        add products of two unsigned bytes in 32 bits.
+        Unsigned bytes have zero point 128. Kernels that would saturate with signed
+        bytes add products of two unsigned ones in 32 bits.
         """
         self.stage = self.stages[self.weights]
         self.weights += 1
@@ -143,10 +141,10 @@ class Unpacking:
 
 
 def _stages(sizes: Sequence[int]) -> list[int]:
-    """Return in which stage weights of so many codes are unpacked; 0 for at once.
+    """Return the stage in which each weight is unpacked, given its number of codes.
 
-    A stage holds the largest weight that is left, and as many of the smallest as there
-    is room for. So weights that wait are few.
+    A stage holds the largest weight that is left, and as many of the smallest as it has
+    room for. So few weights have to wait.
     """
     left = deque(sorted(range(len(sizes)), key=lambda place: sizes[place]))
     found, stage, rest = [0] * len(sizes), 0, sum(sizes)
@@ -163,8 +161,8 @@ def _stages(sizes: Sequence[int]) -> list[int]:
 class _Unpacked:
     """Constants and nodes that turn the parts of a weight into its bytes.
 
-    The sum of the parts is ``(unit * code - centre) * stretch``, and what is taken from
-    it, for each channel, ``(offset - centre) * stretch``.
+    The sum of the parts is ``(unit * code - centre) * stretch``; from it,
+    ``(offset - centre) * stretch`` is subtracted for each channel.
     """
 
     def __init__(self, name: str, weight: "IntegerWeight", file: Unpacking) -> None:
@@ -173,9 +171,9 @@ class _Unpacked:
         self.shape = tuple(weight.codes.shape)
         self.constants: dict[str, Any] = {}
         self.nodes: list[Any] = []
-        self.own = 0  # nodes whose outputs are numbered, since nothing else reads them
+        self.own = 0  # count of outputs that have a number instead of a name
         parts, waits = plane_parts(weight), file.stage > 0
-        # Parts of 4 bits are signed, as INT4 is: their codes are less 8.
+        # Parts of 4 bits are signed, like INT4: 8 is subtracted from their codes.
         self.centre = weight.unit << (weight.bits - 1) if parts[0] == 4 else 0
         self.int4 = file.opset >= _INT4_OPSET and not (waits and len(parts) > 1)
         self.stretch = weight.per_channel(weight.stretch).numpy().astype(np.int64)
@@ -184,7 +182,7 @@ class _Unpacked:
             self.stretch = self.stretch.reshape(-1)[:1]
 
     def write(self, *, unsigned: bool) -> None:
-        """Write it all."""
+        """Write all constants and nodes."""
         from onnx import TensorProto
 
         weight = self.weight
@@ -212,7 +210,7 @@ class _Unpacked:
             self._apply("Cast", [total], f"{self.name}/bytes", to=to)
 
     def _sum(self, kind: Any) -> str:
-        """Add the parts up: those in tables first, which are shaped together."""
+        """Add up the parts; those from tables are added before they are reshaped."""
         codes, rest = self.weight.codes.numpy().reshape(-1), self.weight.bits
         high, total = "", ""
         for part in plane_parts(self.weight):
@@ -233,11 +231,11 @@ class _Unpacked:
         return self._apply("Add", [high, total]) if high else total
 
     def _nibbles(self, codes: Array, factor: str, kind: Any) -> str:
-        """Store a part of 4 bits as INT4, less 8, in the weight's own shape."""
+        """Store a part of 4 bits as INT4, minus 8, in the weight's own shape."""
         from onnx import TensorProto, helper
 
         name = f"{self.name}/plane4"
-        packed = pack_plane(codes ^ 8, 4).tobytes()  # less 8, in two's complement
+        packed = pack_plane(codes ^ 8, 4).tobytes()  # minus 8, in two's complement
         self.constants[name] = helper.make_tensor(
             name, TensorProto.INT4, self.shape, packed, raw=True
         )
@@ -246,10 +244,10 @@ class _Unpacked:
         return self._apply("Mul", [found, self._late(factor, to)])
 
     def _looked_up(self, codes: Array, part: int, factor: str, kind: Any) -> str:
-        """Store a part as numbers, each of which is a row of a table.
+        """Store a part as numbers, each the index of a row in a table.
 
-        Numbers of 16 bits need fewer rows, but ONNX Runtime copies a table, which then
-        takes half a megabyte, whenever it is read.
+        Numbers of 16 bits need fewer lookups, but their table takes half a megabyte,
+        and ONNX Runtime copies it whenever it is read.
         """
         from onnx import TensorProto
 
@@ -271,9 +269,9 @@ class _Unpacked:
         return self._apply("Gather", [table, chosen])
 
     def _table(self, part: int, kind: Any, row: tuple[int, ...], *, wide: bool) -> str:
-        """Return a table of the codes in a byte, or in two; its rows have this shape.
+        """Return a table of the codes in one byte, or in two; ``row`` is a row's shape.
 
-        Of 4 bits, the codes are less 8.
+        Codes of 4 bits are stored minus 8.
         """
         codes = (np.arange(256)[:, None] >> np.arange(0, 8, part)) & ((1 << part) - 1)
         codes, name = codes - 8 * (part == 4), f"table/{part}/{kind().itemsize}"
@@ -293,7 +291,7 @@ class _Unpacked:
         return self._apply("Reshape", [both, rows], f"/{name}")
 
     def _shaped(self, found: str) -> str:
-        """Give the codes that tables gave, in cubes, the weight's own shape."""
+        """Reshape codes from tables, which are in cubes, to the weight's shape."""
         count = self.weight.codes.numel()
         if count % _EIGHT:
             flat = self._constant("shape/flat", np.array([-1]))
@@ -306,7 +304,7 @@ class _Unpacked:
         return self._apply("Reshape", [found, shape])
 
     def _late(self, constant: str, kind: int) -> str:
-        """Return a constant of this kind that is known only in the weight's stage."""
+        """Return a constant that is not known before the weight's stage."""
         from onnx import TensorProto
 
         number = self.file.stage
@@ -320,8 +318,9 @@ class _Unpacked:
     def _stage(self, number: int) -> str:
         """Return the name of a 1 that is known ``number`` passes after the first.
 
-        A Dropout, which passes its input on, cannot be folded. It is removed before the
-        next pass, when nothing reads its mask any more: the shape of the mask is known.
+        A Dropout, which only passes its input on, cannot be folded. It is removed
+        before the next pass, because by then the shape of its mask is known and nothing
+        reads the mask any more.
         """
         from onnx import TensorProto
 
@@ -337,9 +336,9 @@ class _Unpacked:
         return self._apply("Add", [one, late], name)
 
     def _apply(self, kind: str, inputs: list[str], *outputs: str, **given: Any) -> str:
-        """Add a node, unless another weight's nodes give the same.
+        """Add a node, unless another weight has added the same one.
 
-        Outputs without a name are only of this weight; numbers take little of a file.
+        Outputs without a name are numbered, which takes less space in the file.
         """
         from onnx import helper
 

@@ -1,22 +1,23 @@
 """export_onnx(): a file that is small, runs with int8 kernels, and is verified."""
 
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from math import inf, isfinite
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import floor, inf, isfinite
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from ompq.costs import Budget
-from ompq.errors import ExportError, QuantizationError, shortened
+from ompq.errors import ExportError, MissingExtraError, QuantizationError, shortened
 from ompq.files import replacing
+from ompq.integer import INPUT, IntegerNetwork, Steps, finalize, input_names, lower
 from ompq.integer.arithmetic import CodeGrid
-from ompq.integer.finalization import finalize
-from ompq.integer.lowering import INPUT, Steps, lower
 from ompq.integer.operators import Convolution, Layer, Node, Product, Step
+from ompq.layers import LogQuantizer, activation_quantizers
 from ompq.onnx.containers import (
     ZERO_OF_UNSIGNED,
     Array,
@@ -25,25 +26,313 @@ from ompq.onnx.containers import (
     as_tensor,
     grid_names,
 )
-from ompq.onnx.inspection import NETWORK
+from ompq.onnx.inspection import NETWORK, session_of
 from ompq.onnx.traced import TracedModel, traced_model
-from ompq.onnx.verification import (
-    Agreement,
-    Tolerance,
-    against_codes,
-    against_simulated,
-    libraries,
-    open_session,
-    require_codes,
-    steps_tolerance,
-    traced_tolerance,
-)
 from ompq.quantization import quantization_of
-from ompq.samples import Samples, SamplesLike, first_tensor
+from ompq.recording import tensors_in
+from ompq.samples import (
+    Batch,
+    Samples,
+    SamplesLike,
+    attached,
+    call,
+    evaluating,
+    first_tensor,
+    model_device,
+    to_device,
+)
 
-_WEAK = 0.5  # a limit that tells little, relative to the size of outputs
 SMALLEST_OPSET = 18  # the first with a mask of bits
+_TINY = torch.finfo(torch.float32).tiny
+# From this many images on, a single one that differs may be a tie.
+_ENOUGH_IMAGES = 32
+_BATCH = 64  # samples at a time
+_WATCHED = 8  # samples whose codes are compared everywhere
+_CODES_APART = 0.02  # mean difference of codes that ties of rounding explain
+_LAST_DIGITS = 1e-6  # of floats, relative to a tensor's usual size
+_WEAK = 0.5  # a tolerance, relative to the size of outputs, that shows little
+_LARGEST_CODE = 255  # of a byte
 _logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How closely two versions of a network agree on the same images."""
+
+    images: int
+    top1: float  # fraction of images with the same largest logit, in the first output
+    # Largest difference of two logits, over the root mean square of all of that output;
+    # the largest of all outputs.
+    logits: float
+    codes: int = 0  # number of activation codes compared
+    codes_equal: float = 1.0  # fraction of them that are equal
+    codes_furthest: int = 0  # largest difference of two codes, in steps
+
+    def with_codes(self, other: "Agreement") -> "Agreement":
+        """Return the same with the codes of a comparison on fewer images."""
+        names = ("codes", "codes_equal", "codes_furthest")
+        return replace(self, **{name: getattr(other, name) for name in names})
+
+    def __str__(self) -> str:
+        logits = f"logits within {self.logits:.1e}" if self.logits else "equal logits"
+        text = f"top-1 equal on {self.top1:.2%} of {self.images} images, {logits}"
+        if not self.codes:
+            return text
+        if self.codes_equal == 1:
+            return f"{text}, all codes equal"
+        return (
+            f"{text}, {self.codes_equal:.5%} of codes equal and the rest within "
+            f"{self.codes_furthest}"
+        )
+
+
+def compare_outputs(
+    first: Sequence[Tensor],
+    second: Sequence[Tensor],
+    codes: Iterable[tuple[Tensor, Tensor]] = (),
+) -> Agreement:
+    """Compare outputs (N, classes, ...), and codes if there are any.
+
+    Example:
+        >>> logits = torch.tensor([[0.0, 2.0], [2.0, 0.0]])
+        >>> print(compare_outputs([logits], [logits + 0.001]))
+        top-1 equal on 100.00% of 2 images, logits within 7.1e-04
+    """
+    shapes = [[tuple(output.shape) for output in each] for each in (first, second)]
+    if shapes[0] != shapes[1]:
+        raise ValueError(f"outputs of shapes {shapes[0]} and {shapes[1]} do not match")
+    if not len(first[0]):
+        raise ValueError("there is no image to compare outputs on")
+    count, equal, furthest = 0, 0, 0
+    for one, other in codes:
+        apart = (one.int() - other.int()).abs()
+        count += apart.numel()
+        equal += int((apart == 0).sum())
+        furthest = max(furthest, int(apart.max()))
+    return Agreement(
+        images=len(first[0]),
+        top1=float((first[0].argmax(1) == second[0].argmax(1)).double().mean()),
+        logits=max(map(_furthest, first, second)),
+        codes=count,
+        codes_equal=equal / count if count else 1.0,
+        codes_furthest=furthest,
+    )
+
+
+def _furthest(first: Tensor, second: Tensor) -> float:
+    """Return the largest difference over the root mean square; infinity for NaN."""
+    size = first.double().square().mean().sqrt().clamp(min=_TINY)
+    apart = (first.double() - second.double()).abs().max()
+    return float((apart / size).nan_to_num(inf))
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """How much an exported file may differ from the network."""
+
+    # Largest difference of two logits, over their root mean square.
+    logits: float = 1e-3
+    exact_logits: float = 1e-4  # the same where all codes are equal: float rounding
+    # Smallest fraction of images with the same top-1. One of 32 or more may differ.
+    top1: float = 0.995
+    codes_equal: float = 0.999  # smallest fraction of codes that are equal
+    codes_furthest: int = 1  # largest difference of two codes, in steps
+
+    def limit(self, found: Agreement) -> float:
+        """Return how much logits may differ: less if all codes are equal."""
+        exact = found.codes and found.codes_equal == 1
+        return self.exact_logits if exact else self.logits
+
+    def require(self, found: Agreement, against: str) -> None:
+        """Raise an ExportError if a file does not compute what it should."""
+        allowed = floor(found.images * (1 - self.top1) + 1e-9)
+        if found.images >= _ENOUGH_IMAGES:
+            allowed = max(1, allowed)
+        logits = self.limit(found)
+        if (
+            round(found.images * (1 - found.top1)) > allowed
+            or found.logits > logits
+            or found.codes_equal < self.codes_equal
+            or found.codes_furthest > self.codes_furthest
+        ):
+            raise ExportError(
+                f"the file disagrees with the {against}: {found}. At least "
+                f"{self.top1:.1%} of top-1 and {self.codes_equal:.1%} of codes must be "
+                f"equal, codes within {self.codes_furthest} and logits within "
+                f"{logits:.1e}. Nothing was written; please report this with the "
+                "network and the versions of onnxruntime and the processor"
+            )
+
+
+def steps_tolerance(steps: Steps) -> Tolerance:
+    """Return the tolerance of an integer network: logits within about one step."""
+    return Tolerance(logits=2 / min(step.grid.qmax for step in steps.steps))
+
+
+def traced_tolerance(network: nn.Module, samples: Samples) -> Tolerance:
+    """Return the tolerance of a network with floats between its integers.
+
+    Floats differ in their last digits between runtimes, which changes some codes, and
+    these change others. How much depends on the network. So it is run with noise of
+    that size before its quantizers; outputs may differ by four times as much as they
+    do then, or by one step of a grid.
+    """
+    quantizers = activation_quantizers(network).values()
+    if not quantizers:
+        return Tolerance()
+    batch = samples.first_batch(_BATCH)
+    plain, disturbed = (
+        _observed(network, batch, disturbed=n)[0] for n in (False, True)
+    )
+    step = 2 / min((1 << quantizer.bits) - 1 for quantizer in quantizers)
+    found = compare_outputs(plain, disturbed).logits
+    # If outputs are that close, top-1 differs only in a tie.
+    return Tolerance(logits=max(step, 4 * found), top1=0.0)
+
+
+def require_codes(model: Any, network: nn.Module, samples: Samples) -> None:
+    """Raise an ExportError unless a traced file rounds activations to the right codes.
+
+    A wrong scale in one node shows in its codes even if the outputs hide it. Codes may
+    differ from the network's, on average, by four times what noise in the last digits
+    of floats does to them, plus a fiftieth of a step.
+    """
+    clipped = {n.input[0]: n.output[0] for n in model.graph.node if n.op_type == "Clip"}
+    names = [n.output[0] for n in model.graph.node if n.op_type == "QuantizeLinear"]
+    batch = to_device(samples.first_batch(_WATCHED), torch.device("cpu"))
+    _, found = _with_codes(model, [clipped.get(name, name) for name in names], batch)
+    plain, noisy = (_observed(network, batch, disturbed=n)[1] for n in (False, True))
+    for name, codes in zip(names, found, strict=True):
+        # The exporter merges and moves nodes, so compare with the codes of every place.
+        alike = (
+            (_distance(ours, codes), _distance(ours, moved))
+            for ours, moved in zip(plain, noisy, strict=True)
+            if ours.shape == codes.shape
+        )
+        apart, noise = min(alike, default=(inf, 0.0))
+        if apart > 4 * noise + _CODES_APART:
+            raise ExportError(
+                f"the file rounds {name} to codes that differ from the network's by "
+                f"{apart:.3g} on average; the last digits of floats explain "
+                f"{noise:.3g}. Nothing was written; please report this with the "
+                "network and the version of onnxruntime"
+            )
+
+
+def _with_codes(
+    model: Any, names: Sequence[str], batch: Batch
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Run a file; return its outputs, and the tensors of these names."""
+    from onnx import ModelProto, helper
+
+    watched = ModelProto()
+    watched.CopyFrom(model)
+    count = len(watched.graph.output)
+    watched.graph.output.extend(map(helper.make_empty_tensor_value_info, names))
+    results = run_session(open_session(watched.SerializeToString()), batch)
+    return results[:count], results[count:]
+
+
+def _distance(first: Tensor, second: Tensor) -> float:
+    return float((first - second.int()).abs().double().mean())
+
+
+def _observed(
+    network: nn.Module, batch: Batch, *, disturbed: bool = False
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Run a network; return its outputs, and the codes of uniform grids in order.
+
+    If disturbed, noise is added to the last digits before each quantizer.
+    """
+    quantizers = activation_quantizers(network).values()
+    generator = torch.Generator().manual_seed(0)
+    codes: list[Tensor] = []
+
+    def disturb(_quantizer: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
+        (x,) = args
+        noise = torch.randn(x.shape, generator=generator).to(x)
+        return (x + noise * x.square().mean().sqrt() * _LAST_DIGITS,)
+
+    def note(quantizer: Any, _args: Any, output: Tensor) -> None:
+        if quantizer.enabled and not isinstance(quantizer, LogQuantizer):
+            levels = (output / quantizer.scale).round() + quantizer.zero_point
+            codes.append(levels.int().cpu())
+
+    hooks = [one.register_forward_hook(note) for one in quantizers]
+    if disturbed:
+        hooks += [one.register_forward_pre_hook(disturb) for one in quantizers]
+    with evaluating(network), attached(hooks):
+        output = call(network, to_device(batch, model_device(network)))
+    return [tensor.float().cpu() for tensor in tensors_in(output)], codes
+
+
+def libraries() -> tuple[Any, Any]:
+    """Return onnx and onnxruntime."""
+    try:
+        import onnx
+        import onnxruntime
+    except ImportError as error:
+        raise MissingExtraError(error.name or "onnx", "onnx") from error
+    return onnx, onnxruntime
+
+
+def open_session(model: Path | bytes) -> Any:
+    """Load a file, or its content, for this machine's CPU, as users do."""
+    source = model if isinstance(model, bytes) else str(model)
+    return session_of(source, torch.get_num_threads())
+
+
+def run_session(session: Any, batch: Batch) -> list[Tensor]:
+    """Return the outputs for a batch, tensors of (N, ...), the logits first."""
+    read = {each.name for each in session.get_inputs()}
+    given = {
+        name: (one.float() if one.is_floating_point() else one).numpy()
+        for name, one in zip(input_names(batch), tensors_in(batch), strict=True)
+        if name in read
+    }
+    return [torch.from_numpy(output) for output in session.run(None, given)]
+
+
+def against_simulated(
+    quantized: nn.Module, session: Any, samples: Samples
+) -> Agreement:
+    """Compare the outputs of a file with those of a network in PyTorch."""
+    ours: list[list[Tensor]] = []
+    theirs: list[list[Tensor]] = []
+    device = model_device(quantized)
+    for batch in samples.batches(_BATCH):
+        with evaluating(quantized):
+            outputs = tensors_in(call(quantized, to_device(batch, device)))
+        ours.append([output.float().cpu() for output in outputs])
+        theirs.append(run_session(session, to_device(batch, torch.device("cpu"))))
+    first, second = (
+        [torch.cat(parts) for parts in zip(*found, strict=True)]
+        for found in (ours, theirs)
+    )
+    return compare_outputs(first, second)
+
+
+def against_codes(
+    model: Any,
+    names: Mapping[int, str],
+    network: nn.Module,
+    steps: Steps,
+    images: Tensor,
+) -> tuple[Agreement, Agreement]:
+    """Compare a file and its codes with the finalized network and with the engine.
+
+    ``names`` holds the name of the tensor of each step's codes.
+    """
+    outputs, results = _with_codes(model, list(names.values()), images)
+    found = dict(zip(names, results, strict=True))
+    expected, codes = _observed(network, images)
+    places = zip(steps.sites, codes, strict=True)
+    pairs = [(one, found[at]) for at, one in places if at is not None]
+    simulated = compare_outputs(expected, outputs, pairs)
+    engine = IntegerNetwork(steps)
+    own = engine.codes(images)
+    pairs = [(own[at], one) for at, one in found.items()]
+    return simulated, compare_outputs([*engine.run(images).values()], outputs, pairs)
 
 
 @dataclass(frozen=True)
@@ -52,26 +341,20 @@ class ExportResult:
 
     path: Path
     bytes: int
-    opset: int  # version of the standard operators in it
+    opset: int
     weights: tuple[StoredWeight, ...]
     simulated: Agreement  # agreement of ONNX Runtime with the finalized network
-    # Agreement of ONNX Runtime with the integer engine, codes included; None where
-    # integers do not cover the network.
+    # Agreement with the integer engine, codes included; None if some of it is float.
     engine: Agreement | None
-    # Agreement of ONNX Runtime with the network as it was given. It equals
-    # ``simulated`` if that was finalized already.
-    given: Agreement
+    given: Agreement  # agreement with the network as it was given, before finalizing
     runtime: str  # what it was verified with, for example ``onnxruntime 1.31.1``
-    # Whether no processor's 8-bit kernels can saturate. False only where
-    # ``saturation_safe=False`` was asked for: then processors without VNNI compute
-    # something else, unless a session's option ``session.x64quantprecision`` is "1".
+    # Whether no processor's 8-bit kernels can saturate. If False, processors without
+    # VNNI give other results unless the session option ``session.x64quantprecision``
+    # is "1".
     saturation_safe: bool
-    # Kinds of nodes that compute with floats, and how many there are of each; and why
-    # not everything is in integers. Empty where it is.
-    floats: Mapping[str, int]
-    reason: str
-    # How far outputs were allowed to be from the network's, as ``simulated.logits``.
-    limit: float
+    floats: Mapping[str, int]  # number of nodes of each kind that compute with floats
+    reason: str  # why not everything is in integers; "" if everything is
+    limit: float  # how much logits were allowed to differ, as ``simulated.logits``
 
 
 def export_onnx(  # noqa: PLR0913
@@ -88,26 +371,23 @@ def export_onnx(  # noqa: PLR0913
     """Write a quantized network as ONNX and verify that it computes the same.
 
     Args:
-        quantized: From :func:`ompq.quantize`, perhaps reconstructed or trained. It
-            is finalized first (:func:`ompq.finalize`). Where integers do not cover it,
-            the file computes with floats between them.
-        path: The file to write; nothing is left there when verification fails.
-        samples: Inputs to verify with; all are run. The file must agree with the
-            network in its outputs and its codes; see :class:`Tolerance`.
-        opset: Version of the standard operators.
+        quantized: From :func:`ompq.quantize`, possibly reconstructed or trained. It is
+            finalized first (:func:`ompq.finalize`). If some operation has no integer
+            kernel, the file computes with floats there.
+        path: Nothing is left there if verification fails.
+        samples: Inputs to verify outputs and codes with; see :class:`Tolerance`.
         engine_images: How many samples the integer engine, which is slower, runs.
         network: The network's name, for example ``torchvision:resnet18``.
-        saturation_safe: Whether the file is right on processors without VNNI too, whose
-            8-bit kernels saturate. Weights of 8 bits are then restricted to about 7 in
-            convolutions (see :func:`ompq.finalize`) and unsigned in the other layers.
-        budget: The plan's; a file above what it allows for ONNX is not written.
+        saturation_safe: Whether the file is also right on processors without VNNI,
+            whose 8-bit kernels saturate. Weights of 8 bits are then restricted to about
+            7 in convolutions (see :func:`ompq.finalize`) and unsigned elsewhere.
+        budget: A file that exceeds its limit for ONNX is not written.
 
     Returns:
-        Where the file is, how large, and how nearly it agrees. In a file of integers
-        (``floats`` is empty) codes are equal to the last bit, and so are outputs of
-        layers; an output that is computed from codes with floats, such as a final
-        average, agrees within ``simulated.logits``. An input that holds NaN gives
-        numbers in the file, since no integer stands for it, and NaN in PyTorch.
+        The file's size and agreement. In a file of integers (``floats`` is empty) codes
+        and outputs of layers are equal to the last bit; an output computed from codes
+        with floats, such as a final average, agrees within ``simulated.logits``. For an
+        input with NaN the file returns numbers, but PyTorch returns NaN.
 
     Raises:
         MissingExtraError: onnx or onnxruntime is not installed.
@@ -127,7 +407,10 @@ def export_onnx(  # noqa: PLR0913
         made = _of_steps(graph, finalized, saturation_safe=saturation_safe)
     if network:
         made.model.metadata_props.add(key=NETWORK, value=network)
-    _check_size(path, made.model.ByteSize(), budget)
+    if budget is not None:
+        excess = Budget.of(budget).excess("onnx_bytes", made.model.ByteSize())
+        if excess:
+            raise ExportError(f"{path}: {excess}")
     onnx.checker.check_model(made.model, full_check=True)
     with replacing(path) as temporary:
         temporary.write_bytes(made.model.SerializeToString())
@@ -150,12 +433,6 @@ def export_onnx(  # noqa: PLR0913
     )
 
 
-def _check_size(path: str | Path, size: int, budget: Budget | str | None) -> None:
-    excess = "" if budget is None else Budget.of(budget).excess("onnx_bytes", size)
-    if excess:
-        raise ExportError(f"{path}: {excess}")
-
-
 @dataclass(frozen=True)
 class _Made:
     """A file's content, and what it is compared with."""
@@ -174,7 +451,7 @@ class _Made:
 def as_integers(
     quantized: nn.Module, samples: Samples, *, saturation_safe: bool
 ) -> tuple[nn.Module | None, str]:
-    """Return a network that integers compute; or None, and why they cannot."""
+    """Return a finalized network, or None and why integers cannot compute it."""
     if not quantization_of(quantized).sites:
         return None, "activations are float"
     try:
@@ -200,7 +477,7 @@ def _of_steps(
 def _verify(
     made: _Made, session: Any, samples: Samples, engine_images: int
 ) -> tuple[Agreement, Agreement | None]:
-    """Return how a file agrees with the network and with the integer engine."""
+    """Return the file's agreement with the network and with the integer engine."""
     simulated = against_simulated(made.network, session, samples)
     made.tolerance.require(simulated, "simulated network")
     if made.steps is None:
@@ -233,7 +510,7 @@ def _of_traced(traced: TracedModel, samples: Samples, reason: str) -> _Made:
 
 
 def _warned(steps: Steps) -> bool:
-    """Warn of layers that saturate on some processors; return whether any does."""
+    """Warn about layers that saturate on some processors; return whether any does."""
     layers = steps.saturating()
     if layers:
         _logger.warning(
@@ -244,11 +521,8 @@ def _warned(steps: Steps) -> bool:
     return bool(layers)
 
 
-_LARGEST_CODE = 255  # of a byte
-
-
 class OnnxGraph:
-    """The graph of a network while it is written, node by node."""
+    """The ONNX graph of integer steps, built node by node."""
 
     def __init__(
         self, steps: Steps, opset: int, *, saturation_safe: bool = True
@@ -398,7 +672,7 @@ class OnnxGraph:
         return self._node(node.kind, inputs, f"{name}/values", **node.attributes)
 
     def _integer_convolution(self, step: Step, operator: Convolution) -> str:
-        """Add a convolution whose sums are not rounded: runtimes fuse no such Conv."""
+        """Add a convolution whose sums are not rounded, which runtimes do not fuse."""
         from onnx import TensorProto
 
         name, (source,) = step.name, step.inputs

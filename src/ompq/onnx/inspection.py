@@ -1,4 +1,4 @@
-"""What an exported ONNX file takes, byte by byte, and how fast it runs."""
+"""Where the bytes of an exported ONNX file go, and how fast it runs."""
 
 import json
 import subprocess
@@ -34,17 +34,15 @@ _PLANES = {f"plane{bits}": bits for bits in (1, 2, 4)}
 
 @dataclass(frozen=True)
 class OnnxAccount:
-    """What a file takes."""
+    """The bytes of a file."""
 
     path: Path
     bytes: int
-    # Bytes by item; they sum up to the file. ``float`` is what is stored as it was,
-    # ``graph`` everything that is not a constant: nodes, names, the functions that
-    # unpack weights.
+    # Bytes by item, which add up to the file. ``float`` is what is stored unchanged,
+    # ``graph`` everything that is not a constant: nodes, names, unpacking.
     items: Mapping[str, int]
     layers: Mapping[str, int]  # layer → bytes of its constants
-    # Layer → width of its weight's codes; 8 for one that is stored as bytes.
-    bits: Mapping[str, int]
+    bits: Mapping[str, int]  # layer → width of its weight's codes; 8 if it is bytes
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data for JSON."""
@@ -84,17 +82,12 @@ def inspect_onnx(path: str | Path) -> OnnxAccount:
     return OnnxAccount(Path(path), total, items, layers, bits)
 
 
-def _is_name(text: Any) -> bool:
-    # What is not Unicode comes as bytes.
-    return isinstance(text, str) and text.isprintable() and len(text) < _LONGEST_NAME
-
-
 def _item(layer: str, kind: str) -> str:
     if layer in ("scale", "zero", "code"):  # of a tensor's grid; layers share them
         return "activations"
     if layer.partition("/")[0] in ("table", "shape", "times"):  # for unpacking
         return "graph"
-    if not layer:  # named as in the network: what stays float
+    if not layer:  # named as in the network, because it stays float
         return "float"
     return "weights" if kind.startswith("plane") else _ITEMS.get(kind, "activations")
 
@@ -115,11 +108,13 @@ def load_exported(path: Path) -> Any:
     names = [tensor.name for tensor in graph.initializer]
     for node in graph.node:
         names += [node.op_type, *node.input, *node.output]
-    if (
-        not all(map(_is_name, names))
-        or not graph.input
-        or not all(node.output for node in graph.node)
-    ):
+    sound = all(
+        isinstance(name, str)  # text that is not Unicode comes as bytes
+        and name.isprintable()
+        and len(name) < _LONGEST_NAME
+        for name in names
+    )
+    if not (sound and graph.input and all(node.output for node in graph.node)):
         raise ExportError(f"{path} is damaged: names in it are not those of a network")
     return model
 
@@ -130,7 +125,7 @@ NETWORK = "network"  # the entry of a file's metadata that names the network
 
 
 def without_gain(path: str | Path) -> list[str]:
-    """Return what brings no speed, a sentence each; needs no runtime."""
+    """Return a sentence for each thing that gains no speed; needs no runtime."""
     model = load_exported(Path(path))
     graph, bits = model.graph, inspect_onnx(path).bits
     if not any(node.op_type == "QuantizeLinear" for node in graph.node):
@@ -172,21 +167,21 @@ def without_gain(path: str | Path) -> list[str]:
 
 
 def network_name(path: str | Path) -> str:
-    """Return the name of the network that a file was made of, or ""."""
+    """Return the name of the network in a file's metadata, or ""."""
     entries = load_exported(Path(path)).metadata_props
     return next((str(one.value) for one in entries if one.key == NETWORK), "")
 
 
 @dataclass(frozen=True)
 class Input:
-    """A tensor that a file takes: its shape with the batch, NumPy's type, its name."""
+    """An input of a file: its shape with the batch, NumPy type and name."""
 
     shape: tuple[int, ...]
     dtype: str = "float32"
     name: str = "input"
 
     def made(self) -> Any:
-        """Return an array to run a file on: noise, or zeros, which any table holds."""
+        """Return noise, or zeros for integers, which every embedding table has."""
         if not np.issubdtype(self.dtype, np.floating):
             return np.zeros(self.shape, self.dtype)
         noise = np.random.default_rng(0).normal(size=self.shape)
@@ -194,7 +189,7 @@ class Input:
 
 
 def inputs_of(path: str | Path, batch: int = 1) -> list[Input]:
-    """Return what a file takes for a batch of inputs."""
+    """Return the inputs of a file, for a batch of this size."""
     from onnx.helper import tensor_dtype_to_np_dtype
 
     found = []
@@ -235,14 +230,14 @@ def _weight_shape(model: Any, layer: str) -> tuple[int, ...]:
     for name in (f"{layer}/bytes", f"{layer}/plane4"):
         if name in tensors and len(tensors[name].dims) > 1:
             return tuple(tensors[name].dims)
-    # In planes of bytes: back from the bytes to the node that gives them their shape.
+    # It is stored in planes: go back from its bytes to the node that sets their shape.
     made = {node.output[0]: node for node in model.graph.node}
     node = made.pop(f"{layer}/bytes", None)
     while node is not None and node.op_type != "Reshape":
         node = made.pop(node.input[0], None) if node.input else None
     shape = node.input[1] if node is not None and len(node.input) > 1 else ""
     if shape not in tensors:
-        return (0, 0)  # a damaged file: nothing is said of it
+        return (0, 0)  # the file is damaged
     sizes = np.frombuffer(tensors[shape].raw_data[:64], dtype="<i8")
     return tuple(map(int, sizes)) if len(sizes) > 1 else (0, 0)
 
@@ -251,7 +246,7 @@ RUNTIMES = ("onnxruntime", "openvino")
 _WARM_UP = 3  # runs that are not timed: they fill caches
 _LOADS = 3  # of a file; the median counts
 
-# Run in a process of its own: memory with the runtime alone, and the most there was.
+# Run in a process of its own; prints the memory with the runtime alone, and the peak.
 _WEIGH = """
 import json, sys
 from ompq.onnx.inspection import Input, load_runtime, most_memory, runner
@@ -270,15 +265,15 @@ print(start, most_memory())
 class Memory:
     """Memory of a process that loads and runs a file, in bytes."""
 
-    start: int  # what it holds before the file is loaded: Python and the runtime
-    peak: int  # the most that it ever holds
+    start: int  # before the file is loaded: Python and the runtime
+    peak: int
 
 
 @dataclass(frozen=True)
 class Timing:
-    """What a file takes in a runtime."""
+    """Time and memory of a file in a runtime."""
 
-    name: str  # of the file among those that are compared
+    name: str  # one of the names passed to :func:`time_files`
     runtime: str  # for example ``onnxruntime 1.31.1``
     milliseconds: float  # median of a run
     ratio: float  # median, run by run, of the first file's time to this one's
@@ -291,7 +286,7 @@ class Timing:
 
 
 def installed_runtimes() -> tuple[str, ...]:
-    """Return the runtimes that can be measured here."""
+    """Return the runtimes that are installed."""
     return tuple(name for name in RUNTIMES if find_spec(name) is not None)
 
 
@@ -311,11 +306,9 @@ def time_files(
     threads: int = 1,
     runtime: str = "onnxruntime",
 ) -> list[Timing]:
-    """Measure several files; runs take turns, so that a slow moment hits all alike.
+    """Measure several ONNX files, by name; the first is the reference.
 
-    Args:
-        files: Name → ONNX file; the first one is what the others are compared with.
-        inputs: What all of them take, in their order.
+    All take the same inputs. Runs alternate, so that a slow moment affects all alike.
 
     Raises:
         MissingExtraError: The runtime is not installed.
@@ -351,7 +344,7 @@ def runner(
     threads: int = 1,
     runtime: str = "onnxruntime",
 ) -> Callable[[], Any]:
-    """Load a file and return what runs it once."""
+    """Load a file and return a function that runs it once."""
     arrays = [one.made() for one in inputs]
     load = {"onnxruntime": _onnxruntime, "openvino": _openvino}[runtime]
     try:
@@ -391,22 +384,21 @@ def _openvino(path: str, threads: int, arrays: list[Any]) -> Callable[[], Any]:
 
 @cache
 def only_core(kind: Callable[[], Any]) -> Any:
-    """Return OpenVINO's core, of which a process must have one, and keep it.
+    """Return OpenVINO's core, of which a process must have only one.
 
-    Each gives the process a stack for signals, takes it away when it is freed, and puts
-    back the stack that it found. If that was another core's, freed before, then the
-    next signal, be it Ctrl-C or the end of a child, ends the process.
+    Each core installs a stack for signals and, when freed, restores the one before. If
+    that belonged to another core, already freed, the next signal ends the process.
     """
     return kind()
 
 
 def most_memory() -> int:
-    """Return the most memory that this process ever held, in bytes."""
+    """Return the peak memory of this process, in bytes."""
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
         (held,) = (line.split()[1] for line in lines if line.startswith("VmHWM"))
         return 1024 * int(held)
-    except (OSError, ValueError):  # no Linux: what started this process counts, too
+    except (OSError, ValueError):  # not Linux; this may include the parent's memory
         import resource
 
         unit = 1 if sys.platform == "darwin" else 1024

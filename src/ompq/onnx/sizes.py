@@ -1,7 +1,7 @@
-"""What files with an ONNX graph take, known before they are written: for budgets.
+"""Sizes of ONNX files and packed graphs before they are written, for budgets.
 
-A skeleton of the file is made once, with all weights at 4 bits. Whatever the bits, only
-the weights' containers differ from it; what these take, their writer says.
+A skeleton of the file is made once, with all weights at 4 bits. With other bits, only
+the containers of the weights differ from it.
 """
 
 import re
@@ -18,13 +18,12 @@ from torch import nn
 from ompq.allocation.program import Allocation, Problem
 from ompq.costs import FLOAT_BITS, Cost, cost_tables
 from ompq.errors import ExportError
+from ompq.integer import lower
 from ompq.integer.arithmetic import IntegerWeight
-from ompq.integer.lowering import lower
 from ompq.layers import activation_quantizers
 from ompq.onnx.containers import StoredWeight, Unpacking, as_tensor, grid_names
-from ompq.onnx.export import OnnxGraph, as_integers
+from ompq.onnx.export import OnnxGraph, as_integers, libraries
 from ompq.onnx.traced import traced_model
-from ompq.onnx.verification import libraries
 from ompq.packing import graph_bytes
 from ompq.quantization import QuantizeConfig, quantize
 from ompq.samples import Samples
@@ -33,17 +32,16 @@ from ompq.units import Choice, LayerGraph, Unit
 
 _OPSET = 21  # of export_onnx
 _BITS, _BYTE = 4, 8  # of the skeleton's weights; of those that need no planes
-_SAMPLES = 8  # sizes do not depend on the inputs; a few show the shapes
+_SAMPLES = 8  # only their shapes matter
 _QUICKLY = QuantizeConfig(
     weight_range="minmax", equalize=False, activation_range="minmax"
 )
-# Bytes for the network's name, and for lengths that take a digit more.
-_NAME_BYTES = 160
-# A graph is deflated, so that its size is only nearly known.
+_NAME_BYTES = 160  # for the network's name, and for lengths with one digit more
+# A graph is deflated, so its size is known only approximately.
 _DEFLATED, _GRAPH_BYTES = 1.03, 160
 _FACTOR, _TABLE = re.compile(r"times/\d+/\d"), re.compile(r"/?table/")
-_STAGE = re.compile(r"/s\d|shape/one")  # the numbers that stages wait for ...
-_LATE = re.compile(r"/l\d")  # ... and what is made of them for all weights of a stage
+_STAGE = re.compile(r"/s\d|shape/one")  # numbers that the stages wait for
+_LATE = re.compile(r"/l\d")  # computed from them, for all weights of a stage
 
 
 def file_costs(
@@ -53,7 +51,7 @@ def file_costs(
     problem: Problem,
     names: Sequence[str],
 ) -> tuple[Cost, ...]:
-    """Return costs of a network's files, by name: ``onnx_bytes``, ``graph_bytes``.
+    """Return costs of a network's files: ``onnx_bytes``, ``graph_bytes`` or both.
 
     Raises:
         ExportError: The network cannot be written as ONNX.
@@ -72,11 +70,11 @@ def file_costs(
 
 @dataclass(frozen=True)
 class _File:
-    """The content of a file that was made to be weighed."""
+    """The content of a file that was made to measure its size."""
 
     model: Any
     weights: Sequence[StoredWeight]
-    network: nn.Module  # what it was made of
+    network: nn.Module  # the network it was made from
     unsigned_from: int  # bits from which weights may be stored as unsigned bytes
 
 
@@ -89,7 +87,7 @@ class _Skeletons:
 
     @cached_property
     def offered(self) -> dict[str, list[Choice]]:
-        """What each unit may get."""
+        """The choices of each unit."""
         problem = self.problem
         return {
             name: [problem.chosen(name, int(c)) for c in np.flatnonzero(row)]
@@ -97,7 +95,7 @@ class _Skeletons:
         }
 
     def quantized(self, widths: Sequence[int]) -> nn.Module:
-        """Return the network with these bits in turn, and inputs of the fewest bits."""
+        """Return the network with these bits in turn, and the fewest input bits."""
         bits, turns = {}, cycle(widths)
         for name, offered in self.offered.items():
             least = min(choice.activation for choice in offered)
@@ -113,30 +111,37 @@ class _Skeletons:
             network, _ = as_integers(quantized, samples, saturation_safe=True)
         if network is None:
             traced = traced_model(quantized, samples, _OPSET)
-            lopsided = LARGEST_HALF_BITS  # from here on, such weights may saturate
-            return _File(traced.model, traced.weights, quantized, lopsided)
+            # From this width on, products of asymmetric weights may saturate.
+            unsigned_from = LARGEST_HALF_BITS
+            return _File(traced.model, traced.weights, quantized, unsigned_from)
         graph = OnnxGraph(lower(network, samples), _OPSET)
         return _File(graph.model(), graph.weights, network, _BYTE)
 
     def onnx_cost(self) -> Cost:
-        """Return what an ONNX file takes."""
+        """Return the size of an ONNX file."""
         quantized = self.quantized([_BITS])
-        found = [self.weighed(self.file(quantized))]
+        found = [self.sized(self.file(quantized))]
         inputs = {c.activation for offered in self.offered.values() for c in offered}
         if FLOAT_BITS in inputs and len(inputs) > 1:
-            # Integers do not cover a network if some of its inputs are float.
-            found.append(self.weighed(self.file(quantized, integers=False)))
+            # If the inputs of some layers are float, the network is not all integers.
+            found.append(self.sized(self.file(quantized, integers=False)))
         table = np.maximum.reduce([cost.table for cost in found])
         return replace(max(found, key=lambda cost: cost.constant), table=table)
 
-    def weighed(self, file: _File) -> Cost:
-        """Return what files of other bits than this one take."""
+    def sized(self, file: _File) -> Cost:
+        """Return the sizes of files like this one, with other bits."""
         constants = {one.name: one for one in file.model.graph.initializer}
         rest = file.model.ByteSize() + _NAME_BYTES + _more_grids(file, constants)
         rest -= sum(_entry(one) for n, one in constants.items() if _FACTOR.match(n))
         table = np.zeros((len(self.graph), len(self.problem.choices)))
         shared: dict[str, tuple[int, set[int]]] = {}
-        places, units = self._places(file), self.graph.units
+        units = self.graph.units
+        positions = {unit.name: at for at, unit in enumerate(units)}
+        # A weight has its unit's name, or that with the number of a call.
+        places = [
+            positions.get(one.name, positions.get(one.name.rpartition(".")[0], 0))
+            for one in file.weights
+        ]
         unpacking = Unpacking(_OPSET, [units[place].weights for place in places])
         for number, stored in enumerate(file.weights):
             unit = places[number]
@@ -150,7 +155,7 @@ class _Skeletons:
                     table[unit, column] += sizes.most(bits, unsigned=unsigned)
                     for key, size in sizes.tables(bits).items():
                         shared.setdefault(key, (size, set()))[1].add(column)
-        # Tables of the same choices are paid together: few cases are left to solve.
+        # Tables of the same choices are added up, so that few cases are left to solve.
         together: dict[tuple[int, ...], float] = {}
         for size, own in shared.values():
             columns = tuple(sorted(own))
@@ -158,17 +163,8 @@ class _Skeletons:
         kept = tuple((size, columns) for columns, size in together.items())
         return Cost("onnx_bytes", table, float(rest), shared=kept)
 
-    def _places(self, file: _File) -> list[int]:
-        """Return the positions of the units that weights of a file belong to."""
-        positions = {name: at for at, name in enumerate(self.graph.names)}
-        return [
-            # A weight has its unit's name, or that with the number of a call.
-            positions.get(one.name, positions.get(one.name.rpartition(".")[0], 0))
-            for one in file.weights
-        ]
-
     def graph_cost(self) -> Cost:
-        """Return what a packed file takes that carries its ONNX graph."""
+        """Return the size of a packed file that carries its ONNX graph."""
         every = {c.weight for offered in self.offered.values() for c in offered}
         widths = sorted(every - {FLOAT_BITS})
         largest = 0
@@ -183,17 +179,17 @@ class _Skeletons:
 
 @dataclass(eq=False)
 class _Sizes:
-    """What the containers of one weight take."""
+    """Sizes of the containers of one weight."""
 
     unit: Unit
-    name: str  # what its constants are called
+    name: str  # the first part of its constants' names
     number: int
     unpacking: Unpacking  # of all weights
     constants: Mapping[str, Any]  # of the skeleton
     known: dict[tuple[int, bool], dict[str, int]] = field(default_factory=dict)
 
     def entries(self, bits: int, *, unsigned: bool = False) -> dict[str, int]:
-        """Return what a container is made of, by name, with its bytes."""
+        """Return the bytes of each constant and node of a container, by name."""
         key = (bits, unsigned)
         if key not in self.known:
             unpacking = self.unpacking.alone(self.number)
@@ -211,7 +207,7 @@ class _Sizes:
         channels = [1] * len(shape) if offset is None else list(offset.dims)
         stretch = torch.ones(channels, dtype=torch.int32)
         if f"{self.name}/stretch" in self.constants:
-            stretch.view(-1)[0] = 0  # a channel without weights is unlike the others
+            stretch.view(-1)[0] = 0  # as for a channel whose weights are all 0
         return IntegerWeight(
             codes=torch.full(shape, middle, dtype=torch.uint8),
             bits=bits,
@@ -224,41 +220,39 @@ class _Sizes:
         )
 
     def alone(self, bits: int) -> int:
-        """Return what the weight takes in a file that has all that is shared."""
+        """Return the bytes that the weight adds to a file with everything shared."""
+        return self._sum(bits, _FACTOR, _TABLE, _STAGE, _LATE)
+
+    def _sum(
+        self, bits: int, *left_out: re.Pattern[str], unsigned: bool = False
+    ) -> int:
         return sum(
             size
-            for key, size in self.entries(bits).items()
-            if not any(one.match(key) for one in (_FACTOR, _TABLE, _STAGE, _LATE))
+            for key, size in self.entries(bits, unsigned=unsigned).items()
+            if not any(pattern.match(key) for pattern in left_out)
         )
 
     def most(self, bits: int, *, unsigned: bool) -> int:
-        """Return the most that it takes, if it may be unsigned.
+        """Return the most bytes, without tables and the skeleton's stages.
 
-        This is apart from tables, and from stages, which the skeleton has.
+        If ``unsigned``, the weight may be stored as unsigned bytes.
         """
         both = (False, True) if unsigned else (False,)
-        found = [
-            sum(
-                n
-                for key, n in self.entries(bits, unsigned=one).items()
-                if not _TABLE.match(key) and not _STAGE.match(key)
-            )
-            for one in both
-        ]
+        most = max(self._sum(bits, _TABLE, _STAGE, unsigned=one) for one in both)
         zeros = f"{self.name}/zeros"
         if not unsigned or zeros in self.constants:
-            return max(found)
+            return most
         # Zero points of unsigned bytes are written.
         blank = np.zeros(self.unit.out_channels, np.uint8)
-        return max(found) + _entry(as_tensor(zeros, blank)) + len(zeros) + 2
+        return most + _entry(as_tensor(zeros, blank)) + len(zeros) + 2
 
     def tables(self, bits: int) -> dict[str, int]:
-        """Return the tables that it shares with others, by name."""
+        """Return the bytes of tables that it shares with other weights, by name."""
         return {key: n for key, n in self.entries(bits).items() if _TABLE.match(key)}
 
 
 def _more_grids(file: _File, constants: Mapping[str, Any]) -> int:
-    """Return the bytes of grids that tensors share in this file by chance."""
+    """Return the bytes of grids that tensors happen to share in this file."""
     found, sites = 0, len(activation_quantizers(file.network))
     blanks = (np.array(1, np.float32), np.array(0, np.uint8))
     for name, blank in zip(grid_names(1.0, 0), blanks, strict=True):
@@ -269,6 +263,6 @@ def _more_grids(file: _File, constants: Mapping[str, Any]) -> int:
 
 
 def _entry(proto: Any) -> int:
-    """Return what a node or a constant takes: a tag, its length and itself."""
+    """Return the bytes of a node or constant: a tag, its length and itself."""
     size = int(proto.ByteSize())
     return 1 + max(1, -(-size.bit_length() // 7)) + size

@@ -1,9 +1,9 @@
-"""A network whose graph PyTorch writes, with what is quantized as integers in it.
+"""Export of any network whose graph PyTorch can write, with integers where quantized.
 
-Any network that PyTorch can write: weights are integers that a DequantizeLinear or,
-where no kernel multiplies integers, a product turns into floats; activations are
-rounded by pairs of QuantizeLinear and DequantizeLinear. What is between them is float,
-and so are products with weights whose groups have scales of their own.
+Weights are integers that a DequantizeLinear or, where no kernel multiplies integers, a
+product turns into floats. Activations are rounded by pairs of QuantizeLinear and
+DequantizeLinear. Everything else is float, and so are products with weights that have
+group-wise scales.
 """
 
 import logging
@@ -22,8 +22,8 @@ from torch.nn.utils import parametrize
 
 from ompq.errors import ExportError, QuantizationError
 from ompq.graph import bias_key
+from ompq.integer import code_grid, input_names, output_names
 from ompq.integer.arithmetic import CodeGrid, IntegerWeight
-from ompq.integer.lowering import code_grid, input_names, output_names
 from ompq.layers import (
     ActivationQuantizer,
     LogQuantizer,
@@ -47,17 +47,16 @@ from ompq.samples import Samples, SamplesLike, call, evaluating, model_device, t
 from ompq.units import Unit
 
 _QUANTIZE, _DEQUANTIZE = "QuantizeLinear", "DequantizeLinear"
-_DOMAIN, _WEIGHT = "ompq", "Weight"  # a node that stands for a weight, while it is made
-_MULTIPLIED = {"Conv", "Gemm", "MatMul"}  # by kernels of 8 bits
-_BYTE, _LARGEST_CODE = 8, 255  # bits, and what they hold
+_DOMAIN, _WEIGHT = "ompq", "Weight"  # placeholder node for a weight
+_MULTIPLIED = {"Conv", "Gemm", "MatMul"}  # computed by 8-bit kernels
+_BYTE, _LARGEST_CODE = 8, 255  # bits of a byte, and its largest value
 _BLOCKS_OPSET = 21  # the first in which blocks of a tensor have scales
-# Through these runtimes move the integers of what they compute, or clip them.
+# In these nodes, runtimes move or clip the codes of their input.
 _MOVED = {"Reshape", "Transpose", "Flatten", "Squeeze", "Unsqueeze", "Identity"}
 _PASSED = _MOVED | {"MaxPool"}  # their output has the codes of their input
 _CLIPS = {"Relu", "Clip"}
-# Beyond these and the multiplied, what runtimes compute with integers ...
+# Nodes that runtimes compute with integers, and nodes that compute nothing.
 _INTEGER = _MULTIPLIED | {"Add", "MaxPool", "AveragePool", "GlobalAveragePool"}
-# ... and what computes nothing.
 _SILENT = _MOVED | {
     "Cast", "Concat", "Constant", "ConstantOfShape", "Expand", "Gather", "Pad", "Range",
     "Shape", "Slice", "Split", "Tile", _QUANTIZE, _DEQUANTIZE,
@@ -70,8 +69,7 @@ class TracedModel:
 
     model: Any
     weights: tuple[StoredWeight, ...]
-    # The network with its biases rounded as they are in the file.
-    network: nn.Module
+    network: nn.Module  # with its biases rounded as in the file
     floats: Mapping[str, int]  # kind of node that computes with floats → how many
 
 
@@ -80,7 +78,7 @@ def traced_model(quantized: nn.Module, samples: SamplesLike, opset: int) -> Trac
 
     Raises:
         ExportError: PyTorch cannot write the network as ONNX, or the opset is too old
-            for its groups of weights.
+            for group-wise scales.
     """
     record = quantization_of(quantized)
     units, size = quantized_units(record), record.graph.group_size
@@ -93,7 +91,7 @@ def traced_model(quantized: nn.Module, samples: SamplesLike, opset: int) -> Trac
     for unit in units:
         _hold(network, unit, opset)
     for quantizer in activation_quantizers(network).values():
-        if not isinstance(quantizer, LogQuantizer):  # which no node rounds like
+        if not isinstance(quantizer, LogQuantizer):  # no ONNX node rounds like it
             _mark(quantizer, opset)
     written = _written(network, quantized, Samples.of(samples), opset)
     rounded = copied(quantized)
@@ -118,7 +116,7 @@ def float_model(model: nn.Module, samples: SamplesLike, opset: int = 21) -> Any:
 
 
 class _Held(nn.Module):
-    """Stands for a weight: a node that is named after its unit."""
+    """A placeholder node for a weight, which holds its unit's name."""
 
     def __init__(self, unit: str, opset: int) -> None:
         super().__init__()
@@ -132,7 +130,7 @@ class _Held(nn.Module):
 
 
 def _hold(network: nn.Module, unit: Unit, opset: int) -> None:
-    """Let a node of its own stand for a unit's weight, wherever that is read."""
+    """Replace a unit's weight by a placeholder node, wherever it is read."""
     weight = network.get_parameter(unit.parameter)
     layer = quantized_layers(network).get(unit.name)
     if layer is not None:
@@ -148,12 +146,12 @@ def _hold(network: nn.Module, unit: Unit, opset: int) -> None:
 
 
 def _read_weights(module: Any, _args: Any) -> None:
-    """Have a recurrent layer, which keeps a list of its weights, read them anew."""
+    """Update the list of weights that a recurrent layer keeps."""
     module._flat_weights = [getattr(module, key) for key in module._flat_weights_names]
 
 
 class _Marked(ActivationQuantizer):
-    """Rounds by the nodes that do so in the file."""
+    """Writes the ONNX nodes that round in the file."""
 
     opset: int
 
@@ -218,7 +216,7 @@ def _written(
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """PyTorch's exporter warns of itself, on several ways."""
+    """Silence the exporter's own warnings and messages."""
     logger = logging.getLogger("torch.onnx")
     level, fast = logger.level, torch.backends.mha.get_fastpath_enabled()
     logger.setLevel(logging.ERROR)
@@ -249,7 +247,7 @@ def _strip(model: Any) -> None:
 
 
 def _codes(state: Mapping[str, Tensor], unit: Unit, bits: int) -> tuple[Tensor, Grid]:
-    """Return a unit's codes, and the grid that they are on, shaped alike."""
+    """Return a unit's codes, and their grid, shaped to broadcast with them."""
     scale, zero_point, weight = (
         state[f"{unit.parameter}{name}"].detach().cpu()
         for name in ("_scale", "_zero_point", "")
@@ -259,7 +257,7 @@ def _codes(state: Mapping[str, Tensor], unit: Unit, bits: int) -> tuple[Tensor, 
 
 
 def _whole(codes: Tensor, grid: Grid) -> IntegerWeight:
-    """Return a weight as whole numbers that give its very floats."""
+    """Return a weight as integers that give exactly its float values."""
     values, factor = integer_weight(codes, grid.zero_point, grid.bits)
     return IntegerWeight(
         codes=codes,
@@ -274,21 +272,21 @@ def _whole(codes: Tensor, grid: Grid) -> IntegerWeight:
 
 
 class _Use(NamedTuple):
-    """Where integers multiply a weight."""
+    """A node that multiplies codes with a weight."""
 
     node: Any
-    turned: Any  # the node that transposes the weight before; None without one
-    source: CodeGrid  # of what it is multiplied with
-    step: str  # name of the constant that holds its scale
+    turned: Any  # the node that transposes the weight before it, or None
+    source: CodeGrid  # grid of the codes
+    step: str  # name of the constant that holds their scale
 
 
 class _Graph:
-    """The graph of a network while its weights are given their integers."""
+    """The graph of a network while its weights are replaced by integers."""
 
     def __init__(self, model: Any, unpacking: Unpacking) -> None:
         self.model, self.unpacking = model, unpacking
         self.nodes = list(model.graph.node)
-        self.made: list[Any] = []  # nodes that give weights; they come first
+        self.made: list[Any] = []  # nodes that compute weights; they come first
         self.constants: dict[str, Any] = {t.name: t for t in model.graph.initializer}
         self.outputs = {output.name for output in model.graph.output}
         self._share_grids()
@@ -298,16 +296,16 @@ class _Graph:
         for node in self.nodes:
             for name in node.input:
                 self.readers.setdefault(name, []).append(node)
-        self.multiplied: list[Any] = []  # nodes that kernels of 8 bits compute
+        self.multiplied: list[Any] = []  # nodes that 8-bit kernels compute
         self.biases: dict[str, Tensor] = {}  # of units, rounded to whole steps
-        self.places: dict[str, list[Any]] = {}  # unit → nodes that stand for its weight
+        self.places: dict[str, list[Any]] = {}  # unit → placeholders of its weight
         for node in self.nodes:
             if node.domain == _DOMAIN:
                 unit = node.attribute[0].s.decode()
                 self.places.setdefault(unit, []).append(node)
 
     def _share_grids(self) -> None:
-        """Name the numbers of activations' grids by their values."""
+        """Name scales and zero points of activations by value, so they are shared."""
         for node in self.nodes:
             if node.op_type in (_QUANTIZE, _DEQUANTIZE, "Clip"):
                 for at, given in enumerate(node.input[1:], start=1):
@@ -322,9 +320,9 @@ class _Graph:
                     node.input[at] = self._constant(name, value)
 
     def _drop_idle_relus(self) -> None:
-        """Let nodes read values of a grid that begins at 0 without a ReLU between.
+        """Remove each ReLU that reads values of a grid that begins at 0.
 
-        ONNX Runtime would take it away itself, find a convolution of codes with a float
+        ONNX Runtime would remove it itself, find a convolution of codes with a float
         weight, and round that weight to 8 bits in its own way.
         """
         positive = {
@@ -365,14 +363,14 @@ class _Graph:
         return output
 
     def store(self, unit: Unit, codes: Tensor, grid: Grid) -> StoredWeight:
-        """Put integers in the place of a unit's weight."""
+        """Replace the placeholders of a unit's weight by integers."""
         name, places = unit.name, self.places.get(unit.name, [])
         if not places:
             raise ExportError(
                 f"{name}: its weight is not in the graph that PyTorch wrote; pin it to "
                 "32 bits to keep it float"
             )
-        # One accumulator has one scale: kernels of 8 bits do not know groups.
+        # The accumulator of an 8-bit kernel has one scale, so groups are not supported.
         grouped = unit.group_size > 0 and grid.scale.shape == codes.shape
         use = None if grouped else self._use(places)
         weight = None if use is None else self._multiplied(unit, codes, grid, use)
@@ -385,7 +383,7 @@ class _Graph:
         return StoredWeight.of(name, weight, own)
 
     def _product(self, unit: Unit, codes: Tensor, grid: Grid) -> IntegerWeight:
-        """Turn a weight into floats by a product, which no runtime fuses."""
+        """Turn a weight into floats by a multiplication, which no runtime fuses."""
         name, weight = unit.name, _whole(codes, grid)
         self._unpack(name, weight)
         if unit.kind == "transposed":
@@ -398,9 +396,9 @@ class _Graph:
         return weight
 
     def _transposed(self, name: str, scale: Array) -> None:
-        """Turn the weight and bias of a transposed convolution into floats.
+        """Dequantize the weight and bias of a transposed convolution.
 
-        ONNX Runtime would round floats in its own way where codes are read and made.
+        Between codes, ONNX Runtime would round float weights in its own way.
         """
         given = [
             f"{name}/bytes",
@@ -415,7 +413,7 @@ class _Graph:
         if node is None or source is None or shift not in self.constants:
             return
         bias = self._value(shift)
-        # A group's channels have the scales of the next group's.
+        # The channels of all groups have the same scales.
         step = np.resize(scale, len(bias)) * np.float32(self._value(source.input[1]))
         codes = np.rint(bias / step).astype(np.int32)
         self.biases[name] = torch.from_numpy(codes * step)
@@ -426,7 +424,7 @@ class _Graph:
         node.input[2] = self._node(_DEQUANTIZE, given, f"{name}/shift", axis=0)
 
     def _blocks(self, unit: Unit, codes: Tensor, grid: Grid) -> IntegerWeight:
-        """Turn a weight into floats whose groups have scales and zero points."""
+        """Dequantize a weight whose groups have scales and zero points."""
         name, size = unit.name, unit.group_size
         # Codes are stored as they are, around the middle one.
         middle = torch.full((1, 1), float(1 << (grid.bits - 1)))
@@ -443,7 +441,7 @@ class _Graph:
         return weight
 
     def _use(self, places: Sequence[Any]) -> _Use | None:
-        """Return where kernels of 8 bits can multiply a weight, if they do alone."""
+        """Return the 8-bit multiplication with a weight, if it is its only use."""
         node, turned = self._reader(places[0]) if len(places) == 1 else None, None
         if node is not None and node.op_type == "Transpose":
             node, turned = self._reader(node), node
@@ -462,7 +460,7 @@ class _Graph:
         return _Use(node, turned, grid, step)
 
     def _reader(self, node: Any) -> Any:
-        """Return the only node that reads what a node gives, or None."""
+        """Return the only node that reads a node's output, or None."""
         found = self.readers.get(node.output[0], [])
         alone = len(found) == 1 and node.output[0] not in self.outputs
         return found[0] if alone else None
@@ -474,14 +472,14 @@ class _Graph:
         )
 
     def _dequantized(self, name: str) -> Any:
-        """Return the node that gives a tensor from codes, perhaps moved; or None."""
+        """Return the node that dequantizes a tensor, before any moves; or None."""
         node = self.producer.get(name)
         while node is not None and node.op_type in _PASSED:
             node = self.producer.get(node.input[0])
         return node if node is not None and node.op_type == _DEQUANTIZE else None
 
     def _rounded(self, node: Any) -> bool:
-        """Whether all that is read of a node's output are its codes."""
+        """Whether every reader of a node's output quantizes it."""
         readers = self.readers.get(node.output[0], [])
         if len(readers) == 1 and readers[0].op_type in _CLIPS:
             return self._rounded(readers[0])
@@ -490,7 +488,7 @@ class _Graph:
     def _multiplied(
         self, unit: Unit, codes: Tensor, grid: Grid, use: _Use
     ) -> IntegerWeight | None:
-        """Store a weight, and its bias, as a kernel of 8 bits takes them."""
+        """Store a weight and its bias for an 8-bit kernel; None if it cannot be."""
         name, (node, turned, source, step) = unit.name, use
         shift = node.input[2] if len(node.input) > 2 else ""
         bias = torch.tensor(self._value(shift)) if shift in self.constants else None
@@ -529,7 +527,7 @@ class _Graph:
         self.made += nodes
 
     def finish(self) -> None:
-        """Put the new nodes and constants into the graph."""
+        """Move the new nodes and constants into the graph."""
         graph = self.model.graph
         nodes = [*self.made, *(n for n in self.nodes if n.domain != _DOMAIN)]
         del graph.node[:], graph.initializer[:]
@@ -549,7 +547,7 @@ class _Graph:
         return Counter(node.op_type for node in self.nodes if self._is_float(node))
 
     def _is_float(self, node: Any) -> bool:
-        if node.op_type in _CLIPS:  # a grid that ends where it clips
+        if node.op_type in _CLIPS:  # the grid of its codes clips as well
             node = self.producer.get(node.input[0], node)
         if node.op_type in _SILENT or node.domain == _DOMAIN or node in self.multiplied:
             return False

@@ -16,7 +16,7 @@ from ompq.costs import Budget, Bytes, overhead_bytes, unit_bytes
 from ompq.errors import PackedFileError, PlanError, QuantizationError, shortened
 from ompq.files import library_version
 from ompq.graph import COUNTER, bias_key
-from ompq.integer.finalization import link_layers
+from ompq.integer import link_layers
 from ompq.layers import QuantizedLayer, activation_quantizers, quantized_layers
 from ompq.packing.format import (
     Contents,

@@ -4,6 +4,7 @@ import base64
 import hashlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import fmean, pstdev
 from typing import Any, TypeVar, get_args
 
 import numpy as np
@@ -25,6 +26,7 @@ from ompq.costs import (
     short,
 )
 from ompq.files import library_version, write_text
+from ompq.measurement.audits import Audit
 from ompq.plans import Plan
 from ompq.report.charts import (
     accuracy_chart,
@@ -35,7 +37,7 @@ from ompq.report.charts import (
     refinement_chart,
     scatter_chart,
 )
-from ompq.report.sections import (
+from ompq.results import (
     Accuracy,
     Agreement,
     AuditedScore,
@@ -62,7 +64,7 @@ _COST_NAMES = {
 }
 # A solution has one of these characters per unit, for the index of its choice.
 _DIGITS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
-_STEP_TEXTS = {None: "", 1: "1 step"}  # other numbers take the plural
+
 _Kind = TypeVar("_Kind")
 
 
@@ -92,6 +94,21 @@ def write_report(
     return Path(path)
 
 
+def audit_sections(audit: Audit) -> list[Section]:
+    """Return the sections for an audit: its scores, and the correlation by chance."""
+    measured = [one.divergence for one in audit.random]
+    sections: list[Section] = []
+    for one in audit.scores:
+        points = tuple(zip(one.predicted, measured, strict=True))
+        fit = one.divergence, one.regret, one.seconds, one.spearman
+        sections.append(AuditedScore(one.name, *fit, points))
+    if audit.null_spearman:
+        chance = fmean(audit.null_spearman), pstdev(audit.null_spearman)
+        text = "random scores: Spearman {:.2f} ± {:.2f} (standard deviation)"
+        sections.append(Remark("audit", text.format(*chance)))
+    return sections
+
+
 def render_report(
     plan: Plan,
     results: Sequence[Section] = (),
@@ -115,14 +132,19 @@ def render_report(
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    for text in (counted, digits, in_bytes, percent, seconds, short):
+        environment.filters[text.__name__] = text
     context = {
         "title": title or "Mixed-precision plan",
         "plan": plan,
+        "totals": plan.totals,
+        "costs": plan.problem.costs,
+        "bytes_by_item": plan.bytes_by_item if plan.accounting == "packed" else {},
         "style": Markup(_source("style.css")),
         "script": Markup(script),
         # For the content security policy, which allows this script and nothing else.
         "script_hash": base64.b64encode(digest).decode("ascii"),
-        "summary": _summary(plan),
+        "uses": _uses(plan),
         "kinds": list(dict.fromkeys(unit.kind for unit in plan.graph.units)),
         "layers": _layers(plan),
         **_labels(plan),
@@ -146,36 +168,18 @@ def _source(name: str) -> str:
     return (_FOLDER / name).read_text(encoding="utf-8").strip()
 
 
-def _summary(plan: Plan) -> dict[str, Any]:
-    totals, costs = plan.totals, plan.problem.costs
-    items = plan.bytes_by_item if plan.accounting == "packed" else {}
-    return {
-        "uses": [
-            {
-                "name": _COST_NAMES.get(cost, cost),
-                "used": _cost_text(plan, cost, totals[cost]),
-                "limit": _cost_text(plan, cost, limit),
-                "left": _cost_text(plan, cost, limit - totals[cost]),
-                "percent": percent(totals[cost] / limit),
-                "width": min(100.0, 100 * totals[cost] / limit),
-            }
-            for cost, limit in limits(plan).items()
-        ],
-        "size": in_bytes(totals["bytes"]),
-        "exact_size": f"{totals['bytes']:,.0f} bytes",
-        "smaller": f"{short(costs['bytes'].reference / totals['bytes'])}× smaller",
-        "float_size": in_bytes(costs["bytes"].reference),
-        "bit_ops": counted(totals["bit_ops"]),
-        "macs": counted(sum(unit.macs for unit in plan.graph.units)),
-        "average_bits": short(totals["average_bits"]),
-        "weights": counted(costs["weight_bits"].reference),
-        "damage": digits(plan.damage, 4),
-        "items": [
-            (name.replace("_", " "), in_bytes(size), 100 * size / totals["bytes"])
-            for name, size in items.items()
-            if size
-        ],
-    }
+def _uses(plan: Plan) -> list[dict[str, Any]]:
+    """Return how much of each limit the plan uses."""
+    return [
+        {
+            "name": _COST_NAMES.get(cost, cost),
+            "used": _cost_text(plan, cost, plan.totals[cost]),
+            "limit": _cost_text(plan, cost, limit),
+            "left": _cost_text(plan, cost, limit - plan.totals[cost]),
+            "share": plan.totals[cost] / limit,
+        }
+        for cost, limit in limits(plan).items()
+    ]
 
 
 def _cost_text(plan: Plan, cost: str, value: float) -> str:
@@ -209,13 +213,9 @@ def _layers(plan: Plan) -> list[dict[str, Any]]:
     return [
         {
             "unit": unit,
-            "shape": "×".join(map(str, unit.weight_shape)),
-            "weights": counted(unit.weights),
-            "macs": counted(unit.macs),
             "gamma": None if gamma is None else float(gamma[row]),
             "column": int(plan.columns[row]),
             "bits": plan.allocation[unit.name],
-            "size": in_bytes(size[row]),
             "bytes": float(size[row]),
             "size_share": 100 * float(size[row]) / plan.totals["bytes"],
             "ops_share": 100 * float(ops[row]) / max(plan.totals["bit_ops"], 1),
@@ -260,43 +260,18 @@ def _results(results: Sequence[Section]) -> dict[str, Any]:
     answers = [one for one in _of(results, Accuracy) if one.answers]
     errors = _of(results, BlockError)
     times = _of(results, StageTime)
-    total = sum(stage.seconds for stage in times)
     return {
         "accuracy": accuracy_chart(correct) if correct else None,
         "answers": accuracy_chart(answers) if answers else None,
         "errors": error_chart(errors) if errors else None,
-        "effects": [
-            {
-                "name": one.name,
-                "bits": one.bits,
-                "alone": digits(one.alone),
-                "without": digits(one.without),
-                "saved": percent(1 - one.without / one.all) if one.all else "",
-            }
-            for one in sorted(_of(results, LayerEffect), key=lambda e: -e.alone)
-        ],
+        "effects": sorted(_of(results, LayerEffect), key=lambda one: -one.alone),
         "histograms": [histogram_chart(one) for one in _of(results, Histogram)],
         "audited": [scatter_chart(one) for one in _of(results, AuditedScore)],
-        "times": [
-            (t.name, seconds(t.seconds), 100 * t.seconds / max(total, 1e-12))
-            for t in times
-        ],
-        "total_time": seconds(total),
-        "agreements": [
-            {
-                "name": a.name,
-                "top1": percent(a.top1, 2),
-                "count": f"{a.count:,}",
-                "codes": "" if a.codes_equal is None else percent(a.codes_equal, 3),
-                "step": _STEP_TEXTS.get(a.largest_step, f"{a.largest_step} steps"),
-                "note": a.note,
-            }
-            for a in _of(results, Agreement)
-        ],
+        "times": times,
+        "total_time": sum(stage.seconds for stage in times),
+        "agreements": _of(results, Agreement),
         "remarks": _of(results, Remark),
-        "versions": [
-            entry for one in _of(results, Versions) for entry in one.items.items()
-        ],
+        "versions": [v for one in _of(results, Versions) for v in one.items.items()],
     }
 
 
@@ -312,19 +287,20 @@ def explorer_data(
     A solution is a string with one character per unit, the index of its choice as a
     digit of base 62, so that a hundred solutions of a large network stay small.
     """
-    units = plan.graph.units
-    problem = plan.problem
+    units, choices, problem = plan.graph.units, plan.choices, plan.problem
     groups = {name: number for number, name in enumerate(plan.graph.groups)}
-    input_bits = sorted({0, *problem.inputs.values()})
     return {
         "names": list(plan.graph.names),
         "kinds": [unit.kind for unit in units],
         "shapes": ["×".join(map(str, unit.weight_shape)) for unit in units],
         "stages": [unit.stage for unit in units],
         "groups": [groups[unit.group] for unit in units],
-        "choices": [choice.to_json() for choice in plan.choices],
-        # As in an allocation file, for the page's copy button.
-        "saved": {bits: _saved(plan, bits) for bits in input_bits},
+        "choices": [choice.to_json() for choice in choices],
+        # By pinned input bits, as in an allocation file, for the page's copy button.
+        "saved": {
+            bits: [Allocation({"": c.with_input(bits)}).to_json()[""] for c in choices]
+            for bits in sorted({0, *problem.inputs.values()})
+        },
         "inputs": [problem.inputs.get(name, 0) for name in plan.graph.names],  # pinned
         "allowed": ["".join(map(str, row)) for row in plan.allowed.astype(int)],
         "damage": plan.scores.damage.tolist(),
@@ -341,12 +317,6 @@ def explorer_data(
         "plan": solution(plan),
         "axes": [_axis(plan, cost, steps, progress) for cost in axis_costs(plan)],
     }
-
-
-def _saved(plan: Plan, bits: int) -> list[Any]:
-    """Return the choices as an allocation file holds them, with these input bits."""
-    with_bits = [choice.with_input(bits) for choice in plan.choices]
-    return [Allocation({"unit": choice}).to_json()["unit"] for choice in with_bits]
 
 
 def limits(plan: Plan) -> dict[str, float]:
@@ -427,8 +397,7 @@ def _budget(cost: str, limit: float, reference: float) -> Budget:
     return Budget(average_bits=float(np.nextafter(limit / reference, np.inf)))
 
 
-def _numbers(table: NDArray[np.float64]) -> list[list[float]]:
+def _numbers(table: NDArray[np.float64]) -> Any:
     """Return whole numbers without their ``.0``, which halves the text."""
     whole = bool((table == np.round(table)).all()) and np.abs(table).max() < 2**53
-    rows: list[list[float]] = (table.astype(np.int64) if whole else table).tolist()
-    return rows
+    return (table.astype(np.int64) if whole else table).tolist()

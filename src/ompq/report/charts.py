@@ -27,7 +27,7 @@ from ompq.layers import QuantizedLayer, quantized_layers
 from ompq.plans import Measurement, Plan
 from ompq.rates import ZERO
 from ompq.recording import tensors_in
-from ompq.report.sections import Accuracy, AuditedScore, BlockError, Histogram, Section
+from ompq.results import Accuracy, AuditedScore, BlockError, Histogram, Section
 from ompq.samples import Samples, SamplesLike, collect
 from ompq.units import Unit
 
@@ -205,10 +205,10 @@ def heat_map(matrix: NDArray[np.float64], labels: Sequence[str]) -> Heat:
     return Heat(tuple(labels), low, image, values, pooled)
 
 
-def bar_column(values: NDArray[np.float64]) -> list[float]:
+def bar_column(values: NDArray[np.float64]) -> Any:
     """Return the widths of bars in per cent for values of any sign, (L,)."""
     sizes = values - min(0.0, float(values.min()))
-    return [float(w) for w in 100 * sizes / max(float(sizes.max()), 1e-300)]
+    return (100 * sizes / max(float(sizes.max()), 1e-300)).tolist()
 
 
 def _png(levels: NDArray[np.uint8]) -> bytes:
@@ -252,18 +252,26 @@ def worst_histograms(
         if not layers[unit.name].rate:  # coded layers are shown by their codes
             histograms.append(_weight_histogram(model, unit, layers[unit.name]))
         if unit.name in given:
-            inputs = given[unit.name], read[unit.name]
-            histograms.append(_input_histogram(unit, *inputs))
+            # Adding zero turns -0.0 into 0.0.
+            low, high = (float(end) + 0.0 for end in read[unit.name].aminmax())
+            ends = [("lowest value read", low), ("highest value read", high)]
+            histograms.append(
+                _histogram(f"{unit.name}, inputs", given[unit.name], ends)
+            )
     coded = [u for u in plan.graph.units if u.name in layers and layers[u.name].rate]
-    coded = sorted(coded, key=lambda unit: -unit.weights)[:_CODED_SHOWN]
-    return histograms + [_code_histogram(unit, layers[unit.name]) for unit in coded]
+    coded.sort(key=lambda unit: -unit.weights)
+    largest = coded[:_CODED_SHOWN]
+    return histograms + [_code_histogram(unit, layers[unit.name]) for unit in largest]
 
 
 def _weight_histogram(model: nn.Module, unit: Unit, layer: QuantizedLayer) -> Histogram:
     grid = layer.grid_like_weight()
+    weight: Tensor = model.get_parameter(unit.parameter)
+    if unit.norm:
+        norm = model.get_submodule(unit.norm)
+        weight = folded(model.get_submodule(unit.name), norm)[0]
     with torch.no_grad():
-        weight = _float_weight(model, unit).to(grid.scale.device)
-        codes = weight / grid.scale + grid.zero_point
+        codes = weight.to(grid.scale.device) / grid.scale + grid.zero_point
     ends = [("lowest code", 0.0), ("highest code", float(grid.qmax))]
     name = f"{unit.name}, weights as codes of {layer.bits} bits"
     return _histogram(name, codes, ends)
@@ -277,20 +285,6 @@ def _code_histogram(unit: Unit, layer: QuantizedLayer) -> Histogram:
     edges = tuple(level - 0.5 for level in range(low, high + 2))
     name = f"{unit.name}, codes: {layer.rate:g} bits coded"
     return Histogram(name, edges, tuple(map(float, counts.tolist())))
-
-
-def _float_weight(model: nn.Module, unit: Unit) -> Tensor:
-    if not unit.norm:
-        return model.get_parameter(unit.parameter)
-    norm = model.get_submodule(unit.norm)
-    return folded(model.get_submodule(unit.name), norm)[0]
-
-
-def _input_histogram(unit: Unit, values: Tensor, read: Tensor) -> Histogram:
-    # Adding zero turns -0.0 into 0.0.
-    low, high = (float(end) + 0.0 for end in (read.min(), read.max()))
-    ends = [("lowest value read", low), ("highest value read", high)]
-    return _histogram(f"{unit.name}, inputs", values, ends)
 
 
 def _inputs(

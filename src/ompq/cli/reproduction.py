@@ -1,15 +1,16 @@
-"""reproduce(): run a table or a figure of the paper, row by row, and write it down."""
+"""reproduce: run a table or a figure of the paper, row by row, and write it down."""
 
 import hashlib
 import json
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from shutil import rmtree
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 import torch
@@ -17,9 +18,21 @@ from torch import Tensor, nn
 
 from ompq.allocation import halfway
 from ompq.attention import with_layers
+from ompq.cli.console import Column, Console, View, say
+from ompq.cli.experiments import EXPERIMENTS, HALFWAY, Experiment, Row
+from ompq.cli.options import (
+    argument,
+    check_writable,
+    flag,
+    number,
+    one_of,
+    option,
+    output_path,
+)
+from ompq.cli.settings import NetworkOptions, read_samples
 from ompq.costs import Budget
-from ompq.datasets import Data, training_data
-from ompq.datasets.distilled_data import distilled_samples
+from ompq.datasets import Data, load_data, training_data
+from ompq.datasets.images import distilled_samples
 from ompq.errors import (
     CheckpointError,
     InfeasibleBudgetError,
@@ -27,8 +40,8 @@ from ompq.errors import (
     OmpqError,
     PatternError,
     shortened,
+    suggestion,
 )
-from ompq.experiments import ANY, HALFWAY, Experiment, Row
 from ompq.files import json_object, library_version, read_json, write_text
 from ompq.graph import trace
 from ompq.measurement import BlockLoss
@@ -56,7 +69,13 @@ from ompq.stages import Stages
 from ompq.training import train
 from ompq.training.step import TRAIN_PROTOCOLS
 from ompq.units import select
-from ompq.workflow import Workflow, learning_config, paper_samples
+from ompq.workflow import (
+    ANYTHING,
+    CALIBRATION_SAMPLES,
+    Workflow,
+    learning_config,
+    paper_samples,
+)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -64,15 +83,13 @@ if TYPE_CHECKING:
 Results = Mapping[str, Any]
 _MARKS = "os^Dv"  # of the methods in a figure
 _LAYERS = 4  # whose orthogonality is shown by their bits
+FOLDER = Path("reproduced")
+QUICK_SAMPLES, QUICK_IMAGES = 16, 64  # with --quick
 
 
 @dataclass(frozen=True, eq=False)
 class Bench:
-    """What the rows of an experiment share.
-
-    ``quick`` scales everything down, so that each path ends in minutes on two cores;
-    its numbers mean nothing.
-    """
+    """What the rows of an experiment share."""
 
     experiment: Experiment
     model: NamedModel
@@ -80,7 +97,7 @@ class Bench:
     samples: Samples  # unlabelled images to plan, calibrate and reconstruct with
     judged: Iterable[Any]  # labelled batches that accuracy is measured on
     folder: Path  # where stopped rows are continued from
-    quick: bool = False
+    quick: bool = False  # whether to scale everything down; the numbers mean nothing
     seed: int = 0
     stages: Stages = field(default_factory=Stages)
 
@@ -94,10 +111,24 @@ class Bench:
         """How many samples plans are made from: the paper's number."""
         return 8 if self.quick else paper_samples(self.experiment.network)
 
+    @property
+    def about(self) -> dict[str, Any]:
+        """What the results depend on, besides the settings of each row."""
+        return {
+            "experiment": self.experiment.name,
+            "network": self.model.name,
+            "weights": self.model.weights,
+            "data": self.data.name,
+            "samples": len(self.samples),
+            "seed": self.seed,
+            "quick": self.quick,
+            "device": model_device(self.model.module).type,
+            "ompq": library_version(),
+        }
+
     def work(self, samples: Samples | None = None) -> Workflow:
-        """Return the stages of the work, with other samples if they are given."""
-        given = self.samples if samples is None else samples
-        return Workflow(self.model.module, given, self.stages)
+        """Return the workflow, with other samples if they are given."""
+        return Workflow(self.model.module, samples or self.samples, self.stages)
 
     def budget(self, text: str) -> str:
         """Return a budget that means to this network what it means to the paper's."""
@@ -107,22 +138,12 @@ class Bench:
         return f"{100 * size / self.experiment.float_mib:.4g}%"
 
 
-def reproduce(
-    bench: Bench,
-    folder: Path,
-    *,
-    rows: str = "*",
-    told: Callable[[Row, Mapping[str, Any]], None] = lambda _row, _found: None,
-) -> list[Path]:
-    """Run the rows of an experiment and write JSON, a Markdown table and the figure.
+def _results(bench: Bench, rows: str, console: Console) -> dict[str, Any]:
+    """Measure the rows that match a pattern, and read those measured before.
 
-    Each row is written when it is there, and read again the next time: a stopped run
-    continues with the next row. A row that cannot be, such as samples distilled from a
-    network whose batch norms were folded, says why, and is tried again the next time.
-
-    Args:
-        rows: A pattern of the rows that are run; the others appear if they are there.
-        told: Called with each row that was measured.
+    Each row is saved as soon as it is measured, so that a stopped run continues with
+    the next. A row that this network or data does not allow, such as samples distilled
+    from a network whose batch norms were folded, says why and is tried again next time.
 
     Raises:
         CheckpointError: The folder holds rows of another network, data or settings.
@@ -135,54 +156,34 @@ def reproduce(
         raise ValueError(
             f"no row of {experiment.name} matches {rows!r}; it has {names}"
         )
-    about = _about(bench)
     bench.folder.mkdir(parents=True, exist_ok=True)
     results: dict[str, Any] = {}
     for row in experiment.rows:
         name = re.sub(r"[^\w.()-]", "_", row.name)
         path = bench.folder / f"{name}.json"
-        found = _read(path, row, about)
+        # A row whose settings have changed is measured again.
+        identity = hashlib.sha256(repr(row).encode()).hexdigest()[:16]
+        found = _saved(path, identity, bench.about)
         if found is None and row in wanted:
             try:
-                found = measured(row, bench)
-                data = {**about, "row": _identity(row), "result": found}
-                _write(path, data)
-            except OmpqError as error:  # this network or data does not allow it
+                start = time.perf_counter()
+                found = _MEASURES[row.measure](row, bench)
+                found["seconds"] = time.perf_counter() - start
+                _write(path, {**bench.about, "row": identity, "result": found})
+            except OmpqError as error:
                 found = {"skipped": str(error), "seconds": 0.0}
         if found is not None:
             results[row.name] = found
-            told(row, found)
-    target, table = (folder / f"{experiment.name}.{end}" for end in ("json", "md"))
-    _write(target, {**about, "rows": results})
-    write_text(table, markdown(experiment, results, about))
-    return [target, table, *draw(experiment, results, folder)]
+            _report_row(console, row, found)
+    return results
 
 
 def _write(path: Path, data: Mapping[str, Any]) -> None:
     write_text(path, json.dumps(data, indent=1) + "\n")
 
 
-def _about(bench: Bench) -> dict[str, Any]:
-    return {
-        "experiment": bench.experiment.name,
-        "network": bench.model.name,
-        "weights": bench.model.weights,
-        "data": bench.data.name,
-        "samples": len(bench.samples),
-        "seed": bench.seed,
-        "quick": bench.quick,
-        "device": model_device(bench.model.module).type,
-        "ompq": library_version(),
-    }
-
-
-def _identity(row: Row) -> str:
-    """Return a digest of a row's settings: a row that has changed is run again."""
-    return hashlib.sha256(repr(row).encode()).hexdigest()[:16]
-
-
-def _read(path: Path, row: Row, about: Mapping[str, Any]) -> Any:
-    """Return what is known of a row; None if nothing is."""
+def _saved(path: Path, identity: str, about: Mapping[str, Any]) -> Any:
+    """Return the saved result of a row; None if there is none for its settings."""
     if not path.exists():
         return None
     data = json_object(read_json(path), str(path))
@@ -192,14 +193,16 @@ def _read(path: Path, row: Row, about: Mapping[str, Any]) -> Any:
             f"{path} was measured with another {', '.join(differing)}; name another "
             "folder, or remove it"
         )
-    return data["result"] if data.get("row") == _identity(row) else None
+    return data["result"] if data.get("row") == identity else None
 
 
-def measured(row: Row, bench: Bench) -> dict[str, Any]:
-    """Measure a row; returns plain data."""
-    start = time.perf_counter()
-    found = _MEASURES[row.measure](row, bench)
-    return {**found, "seconds": time.perf_counter() - start}
+def _report_row(console: Console, row: Row, result: Mapping[str, Any]) -> None:
+    top1 = result.get("top1")
+    text = "" if top1 is None else f" top-1 {100 * top1:.2f}"
+    text = f" not run: {result['skipped']}" if "skipped" in result else text
+    paper = "" if row.published is None else f" (the paper: {row.published:.2f})"
+    if not console.quiet:
+        say(console.err, f"{row.name}:{text}{paper}, {result['seconds']:.1f} s")
 
 
 def _network(row: Row, bench: Bench) -> dict[str, Any]:
@@ -241,17 +244,17 @@ def _samples(row: Row, bench: Bench) -> Samples:
 def planned(row: Row, bench: Bench, samples: Samples | None = None) -> Plan:
     """Return the plan of a row.
 
-    Another network than the paper's may not reach the same share of its float size;
-    there the budget is halfway between what it can reach.
+    A network other than the paper's may not reach the same fraction of its float size;
+    then the budget is halfway between the smallest and the largest size.
     """
     work, config = bench.work(samples), _plan_config(row, bench)
-    budget = bench.budget(ANY if row.budget == HALFWAY else row.budget)
+    budget = bench.budget(ANYTHING if row.budget == HALFWAY else row.budget)
     try:
         found = work.plan(budget, config, count=bench.plan_samples)
     except InfeasibleBudgetError:
         if bench.own_network:
             raise
-        found = _halfway(work.plan(ANY, config, count=bench.plan_samples))
+        found = _halfway(work.plan(ANYTHING, config, count=bench.plan_samples))
     if row.budget == HALFWAY:
         found = _halfway(found)
     if row.search == "reinforce":
@@ -272,19 +275,15 @@ def _halfway(plan: Plan) -> Plan:
 def _plan_config(row: Row, bench: Bench) -> PlanConfig:
     config = replace(PLAN_PROTOCOLS.get(row.protocol, PlanConfig()), **row.plan)
     names = trace(bench.model.module, bench.samples[:1]).names
-    # A name of the paper's network may be missing from another one.
-    pins = {p: bits for p, bits in config.pinned.items() if _matches(names, p)}
+    pins = {}
+    for pattern, bits in config.pinned.items():
+        with suppress(PatternError):  # only the paper's network has such a layer
+            select(names, pattern)
+            pins[pattern] = bits
     score = config.score
     if bench.quick and score == "block_loss":
         score = BlockLoss(iterations=1, samples=4)
     return replace(config, pinned=pins, score=score)
-
-
-def _matches(names: tuple[str, ...], pattern: str) -> bool:
-    try:
-        return bool(select(names, pattern))
-    except PatternError:
-        return False
 
 
 def _trained(
@@ -313,7 +312,7 @@ def _trained(
 
 
 def _channels(row: Row, bench: Bench) -> dict[str, Any]:
-    """Widen a CIFAR ResNet in place of choosing bits, and train it from scratch."""
+    """Widen a CIFAR ResNet instead of choosing bits, and train it from scratch."""
     family, _, name = bench.model.name.partition(":resnet")
     if family != "cifar" or not name.isdigit() or name == "18":
         raise ModelError(row.note)
@@ -354,8 +353,8 @@ def _sizes(plan: Plan) -> dict[str, Any]:
 
 
 def _plan(row: Row, bench: Bench) -> dict[str, Any]:
-    plan = planned(row, bench)
-    return {**_sizes(plan), "images": min(bench.plan_samples, len(bench.samples))}
+    images = min(bench.plan_samples, len(bench.samples))
+    return {**_sizes(planned(row, bench)), "images": images}
 
 
 def _orthogonality(row: Row, bench: Bench) -> dict[str, Any]:
@@ -371,7 +370,7 @@ def _orthogonality(row: Row, bench: Bench) -> dict[str, Any]:
 
 
 def _layer(row: Row, bench: Bench) -> dict[str, Any]:
-    """Round one layer after another, and tell its orthogonality to all others."""
+    """Round one layer after another; return its orthogonality to all others."""
     few = bench.samples[: bench.plan_samples]
     graph = trace(bench.model.module, few)
     step = max(1, len(graph) // _LAYERS)
@@ -386,7 +385,7 @@ def _layer(row: Row, bench: Bench) -> dict[str, Any]:
 
 
 def _rounded(bench: Bench, bits: Mapping[str, int]) -> nn.Module:
-    """Return a copy of the network with some weights rounded, all else as it was."""
+    """Return a copy of the network in which only these weights are rounded."""
     network = with_layers(copied(bench.model.module), bench.samples)
     graph = trace(network, bench.samples[:1])
     with torch.no_grad():
@@ -406,7 +405,7 @@ def _matrix(row: Row, bench: Bench) -> dict[str, Any]:
 
 
 def _time(row: Row, bench: Bench) -> dict[str, Any]:
-    """Time both ways of ||Z^T Y||^2 for two random matrices of N × p."""
+    """Time both ways to compute ||Z^T Y||^2 for two random matrices of N × p."""
     count, width = (
         int(n) // (20 if bench.quick else 1) for n in str(row.at).split("x")
     )
@@ -440,9 +439,9 @@ _MEASURES: dict[str, Callable[[Row, Bench], dict[str, Any]]] = {
 def markdown(
     experiment: Experiment, results: Mapping[str, Any], about: Mapping[str, Any]
 ) -> str:
-    """Return the results beside the paper's numbers, as a Markdown table."""
-    told = ", ".join(f"{name} {value}" for name, value in about.items())
-    lines = [f"# {experiment.title}", "", told, ""]
+    """Return the results next to the paper's numbers, as a Markdown table."""
+    settings = ", ".join(f"{name} {value}" for name, value in about.items())
+    lines = [f"# {experiment.title}", "", settings, ""]
     if about["quick"]:
         lines += ["**Quick: scaled down to try it. The numbers mean nothing.**", ""]
     columns = [name for name in _COLUMNS if any(name in r for r in results.values())]
@@ -456,16 +455,11 @@ def markdown(
             for name in columns
         ]
         remarks = "; ".join(t for t in (row.note, found.get("skipped")) if t)
-        lines += _row([row.name, row.method, *_paper(experiment, row), *cells, remarks])
+        paper, top1 = row.published, experiment.float_top1
+        drop = "-" if paper is None or top1 is None else f"{top1 - paper:.2f}"
+        published = ["-" if paper is None else f"{paper:.2f}", drop]
+        lines += _row([row.name, row.method, *published, *cells, remarks])
     return "\n".join([*lines, ""])
-
-
-def _paper(experiment: Experiment, row: Row) -> list[str]:
-    if row.published is None:
-        return ["-", "-"]
-    top1 = experiment.float_top1
-    drop = "-" if top1 is None else f"{top1 - row.published:.2f}"
-    return [f"{row.published:.2f}", drop]
 
 
 def _row(cells: Sequence[str]) -> list[str]:
@@ -493,7 +487,7 @@ _COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
 
 
 def draw(experiment: Experiment, results: Results, folder: Path) -> list[Path]:
-    """Write the figure of an experiment, if it has one and there is something to show.
+    """Write the figure of an experiment, if it has one and any row was measured.
 
     Raises:
         MissingExtraError: matplotlib is not installed.
@@ -511,11 +505,11 @@ def _accuracy(figure: "Figure", rows: list[Row], results: Results) -> None:
     """Draw accuracy against size, a line for each method; the paper's are hollow."""
     axes = plain_axes(figure, "size, MiB", "top-1, %")
     sizes = {row.name: results[row.name]["mib"] for row in rows}
-    for number, method in enumerate(dict.fromkeys(row.method for row in rows)):
+    for place, method in enumerate(dict.fromkeys(row.method for row in rows)):
         own = sorted(
             (row for row in rows if row.method == method), key=lambda r: sizes[r.name]
         )
-        colour, mark = f"C{number}", _MARKS[number % len(_MARKS)]
+        colour, mark = f"C{place}", _MARKS[place % len(_MARKS)]
         _top1_line(
             axes,
             [sizes[row.name] for row in own],
@@ -558,9 +552,9 @@ def _scatter(figure: "Figure", rows: list[Row], results: Results) -> None:
 def _layers(figure: "Figure", rows: list[Row], results: Results) -> None:
     axes = plain_axes(figure, "bits", "orthogonality, mean of 1 − ORM")
     bits = [row.at for row in rows]
-    for number, name in enumerate(results[rows[0].name]["layers"]):
+    for place, name in enumerate(results[rows[0].name]["layers"]):
         values = [results[row.name]["layers"][name] for row in rows]
-        mark = _MARKS[number % len(_MARKS)]
+        mark = _MARKS[place % len(_MARKS)]
         axes.plot(bits, values, marker=mark, ms=4, lw=1, label=name)
     legend_above(figure)
 
@@ -609,3 +603,124 @@ _DRAWINGS: dict[str, Callable[["Figure", list[Row], Results], None]] = {
     "matrix": _matrices,
     "scatter": _scatter,
 }
+
+
+def reproduce(
+    console: Console,
+    name: Annotated[
+        str | None, argument("NAME", "A table or figure, from --list.")
+    ] = None,
+    listed: bool = flag("List every table, figure and row.", "--list"),
+    data: str | None = option(
+        "SOURCE", "Labelled images to train with and to take samples from."
+    ),
+    eval_data: str | None = option(
+        "SOURCE", "Labelled images to measure accuracy on. Default: --data."
+    ),
+    network: str | None = option(
+        "NETWORK", "A network other than the paper's, as for ompq plan."
+    ),
+    weights: str | None = option("FILE", "As for ompq plan."),
+    device: str = one_of(("auto", "cpu", "cuda"), "where to run.", default="auto"),
+    rows: str = option("PATTERN", "Rows to run: ompq-*. Default: all.", default="*"),
+    folder: Path = output_path(
+        f"Where the files go. Default: {FOLDER}/.", "DIR", FOLDER
+    ),
+    samples: int | None = number(
+        "Images to calibrate with.", shown=f"{CALIBRATION_SAMPLES}, or all", least=8
+    ),
+    limit: int | None = number("Measure on this many images only.", shown="all"),
+    seed: int = number(
+        "Seed for the choice of images and the order.", default=0, least=None
+    ),
+    quick: bool = flag(
+        "Scale every row down, to try it in minutes. The numbers mean nothing."
+    ),
+) -> View:
+    """Reproduce a table or figure of the OMPQ paper, including the methods it compares.
+
+    Examples:
+      ompq reproduce --list
+      ompq reproduce table-ptq-mobilenetv2 --data imagenet/ --weights mbv2.pth
+        -o out/
+      ompq reproduce table-ptq-resnet18 --data imagenet/ --rows 'ompq-*' -o out/
+      ompq reproduce figure-beta-mobilenetv2 --network ompq:demo --data digits
+        --quick
+
+    Writes NAME.json, NAME.md (a table next to the paper's numbers) and the figure as
+    SVG, PDF and PNG. Each row is saved as soon as it is measured; the same command
+    continues a stopped run. Rows that train take days on ImageNet; select others with
+    --rows.
+    """
+    if listed:
+        return _list_view()
+    experiment = _chosen(name)
+    if data is None:
+        raise ValueError("--data is missing: give a folder of labelled images")
+    check_writable(folder, folder=True)
+    options = NetworkOptions(
+        network=network or experiment.network, weights=weights, device=device
+    )
+    model = options.load(console)
+    inputs = load_data(data, model, split="train", seed=seed)
+    held_out = load_data(eval_data or data, model, split="test", seed=seed)
+    count = samples or min(CALIBRATION_SAMPLES, len(inputs))
+    if quick:
+        count = min(count, QUICK_SAMPLES)
+        limit = limit or min(QUICK_IMAGES, len(held_out))
+    images = read_samples(inputs, count, console)
+    bench = Bench(
+        experiment,
+        model,
+        inputs,
+        images,
+        held_out.batches(limit=limit),
+        folder / experiment.name,
+        quick=quick,
+        seed=seed,
+        stages=console.stages,
+    )
+    results = _results(bench, rows, console)
+    target, table = (folder / f"{experiment.name}.{end}" for end in ("json", "md"))
+    _write(target, {**bench.about, "rows": results})
+    write_text(table, markdown(experiment, results, bench.about))
+    names = [str(f) for f in (target, table, *draw(experiment, results, folder))]
+    line = f"{experiment.name}: {len(results)} rows, {', '.join(names)}"
+    return View({"rows": results, "files": names}, line)
+
+
+def _chosen(name: str | None) -> Experiment:
+    if name is None:
+        raise ValueError("give a table or figure; ompq reproduce --list shows them")
+    if name not in EXPERIMENTS:
+        raise ValueError(
+            f"there is no {name!r}{suggestion(name, EXPERIMENTS)}; "
+            "ompq reproduce --list shows all of them"
+        )
+    return EXPERIMENTS[name]
+
+
+def _list_view() -> View:
+    entries = [(one, row) for one in EXPERIMENTS.values() for row in one.rows]
+    fields = ("method", "budget", "train", "published")
+    data = [
+        {
+            **{key: getattr(one, key) for key in ("name", "title", "network")},
+            "row": row.name,
+            **{key: getattr(row, key) for key in fields},
+        }
+        for one, row in entries
+    ]
+    budgets = ["" if row.budget == ANYTHING else row.budget for _, row in entries]
+    top1 = ["" if r.published is None else f"{r.published:.2f}" for _, r in entries]
+    names = ["" if one.rows[0] is not row else one.name for one, row in entries]
+    columns = [
+        Column("table or figure", names, "left", shorten=True),
+        Column("row", [row.name for _, row in entries], "left"),
+        Column("method", [row.method for _, row in entries], "left", rank=3),
+        Column("budget", budgets, rank=1),
+        Column("training", [row.train or "" for _, row in entries], "left", rank=2),
+        Column("top-1, paper", top1),
+    ]
+    line = f"{len(EXPERIMENTS)} tables and figures, {len(entries)} rows"
+    return View(data, line, [columns])

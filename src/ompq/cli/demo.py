@@ -7,23 +7,44 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
+from rich.text import Text
 from torch import Tensor, nn
 
 from ompq.allocation import Allocation
+from ompq.cli.console import Column, Console, Shown, View, facts
+from ompq.cli.options import (
+    check_writable,
+    number,
+    option,
+    output_path,
+)
+from ompq.cli.views import time_line
 from ompq.costs import Budget, in_bytes, percent
 from ompq.errors import InfeasibleBudgetError, OmpqError
-from ompq.models.networks import DemoData, DemoNetwork, demo_data, demo_network
+from ompq.models import load_model
+from ompq.models.networks import DemoData, DemoNetwork, demo_data
 from ompq.onnx.export import ExportResult, export_onnx
 from ompq.packing import Account, inspect_file, load, save
 from ompq.planner import PlanConfig
-from ompq.plans import Plan
+from ompq.plans import Plan, unit_rows
 from ompq.reconstruction import ReconstructConfig
 from ompq.reconstruction.rounding import RoundingConfig
-from ompq.report.sections import Accuracy, Agreement, Remark, Section
-from ompq.results import Evaluation, wilson_interval
+from ompq.results import (
+    Accuracy,
+    Agreement,
+    Evaluation,
+    Remark,
+    Section,
+    wilson_interval,
+)
 from ompq.samples import evaluating
 from ompq.stages import ONNX, PACKED, PLAN, REPORT, RESULT, Bar, Stages, silent
-from ompq.workflow import Outcome, Workflow, whole_folder, write_result
+from ompq.workflow import (
+    Outcome,
+    Workflow,
+    whole_folder,
+    write_result,
+)
 
 # Test set → batches of images (N, C, H, W) and targets (N,).
 Tests: TypeAlias = Mapping[str, list[tuple[Tensor, Tensor]]]
@@ -38,23 +59,17 @@ _CODED_FRACTIONS = (0.75, 0.85)
 _BATCH = 150
 
 logger = logging.getLogger(__name__)
+FOLDER = Path("ompq-demo")
 
 
 @dataclass(frozen=True, kw_only=True)
 class DemoConfig:
-    """Settings of the demonstration.
+    """Settings of the demonstration."""
 
-    Attributes:
-        budget: The default is about two and a half bits per weight.
-        samples: Number of unlabelled digits used for calibration.
-        iterations: Reconstruction steps per block.
-        seed: Seed for the order of samples and for the noise.
-    """
-
-    budget: Budget | str = "37KiB"
-    samples: int = 512
-    iterations: int = 100
-    seed: int = 0
+    budget: Budget | str = "37KiB"  # about two and a half bits per weight
+    samples: int = 512  # unlabelled digits for calibration
+    iterations: int = 100  # reconstruction steps per block
+    seed: int = 0  # for the order of samples and for the noise
 
 
 @dataclass(frozen=True)
@@ -67,6 +82,11 @@ class Contender:
     network: nn.Module  # quantized, reconstructed and finalized
     rounded: Measured  # with weights rounded to nearest, on each test set
     final: Measured  # after reconstruction, on each test set
+
+    @property
+    def kept(self) -> str:
+        """The percentage of noisy digits that are answered as by the float network."""
+        return percent(agreement(self.final))
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data for JSON."""
@@ -178,14 +198,12 @@ class Demo:
     def coded_text(self) -> str:
         """A phrase on what coded weights save, if anything."""
         other = self.contenders[-1]
-        size, kept = other.plan.totals["bytes"], agreement(other.final)
         if self.coded is None:
-            return f"no smaller file keeps {percent(kept)} of the answers here"
-        smaller = self.coded.plan.totals["bytes"]
+            return f"no smaller file keeps {other.kept} of the answers here"
+        before, after = (in_bytes(o.plan.totals["bytes"]) for o in (other, self.coded))
         return (
-            f"{in_bytes(size)} ({other.name}) → {in_bytes(smaller)}, with "
-            f"{percent(agreement(self.coded.final))} of the answers kept instead of "
-            f"{percent(kept)}"
+            f"{before} ({other.name}) → {after}, with {self.coded.kept} of the answers "
+            f"kept instead of {other.kept}"
         )
 
     @property
@@ -193,11 +211,10 @@ class Demo:
         """A sentence on how mixed and uniform bits compare."""
         mixed, uniform = self.mixed, self.uniform
         if mixed.plan.allocation == uniform.plan.allocation:
-            return f"At {self.budget} every layer gets the same: {uniform.name}."
+            return f"At {self.config.budget} every layer gets the same: {uniform.name}."
         text = (
-            f"Within {self.budget}, mixed bits keep {percent(agreement(mixed.final))} "
-            f"of the float network's answers to noisy digits; {uniform.name} keep "
-            f"{percent(agreement(uniform.final))}"
+            f"Within {self.config.budget}, mixed bits keep {mixed.kept} of the float "
+            f"network's answers to noisy digits; {uniform.name} keep {uniform.kept}"
         )
         low, high = advantage(mixed.final, uniform.final)
         if low <= 0:
@@ -207,14 +224,8 @@ class Demo:
         for larger in self.contenders:
             if not larger.within and advantage(mixed.final, larger.final)[0] > 0:
                 size = in_bytes(larger.plan.totals["bytes"])
-                share = percent(agreement(larger.final))
-                return f"{text} Even {larger.name} ({size}) keep only {share}."
+                return f"{text} Even {larger.name} ({size}) keep only {larger.kept}."
         return text
-
-    @property
-    def budget(self) -> str:
-        """The budget as it was given."""
-        return str(self.config.budget)
 
     @property
     def float_bytes(self) -> float:
@@ -233,7 +244,7 @@ class Demo:
             exported = asdict(self.exported) | {"path": self.exported.path.name}
         return {
             **self.outcome.to_json(),
-            "budget": self.budget,
+            "budget": str(self.config.budget),
             "float": {"bytes": self.float_bytes, **_plain(self.reference)},
             "contenders": [one.to_json() for one in self.contenders],
             "coded": None if self.coded is None else self.coded.to_json(),
@@ -276,7 +287,7 @@ def run_demo(
         MissingExtraError: scikit-learn, which provides the digits, is not installed.
     """
     folder = Path(folder)
-    model, data = demo_network(), demo_data()
+    model, data = load_model(NETWORK).module, demo_data()
     samples = data.train_images[: config.samples]
     work = Workflow(model, samples, Stages(bar))
     with whole_folder(folder) as unfinished:
@@ -296,7 +307,7 @@ def run_demo(
         demo = replace(demo, coded=coded).reported()
         with work.stages.stage("writing the report") as progress:
             plan.save(unfinished / PLAN)
-            title = f"Handwritten digits in {demo.budget}"
+            title = f"Handwritten digits in {config.budget}"
             demo.outcome.write_report(unfinished / REPORT, title, progress)
         write_result(unfinished / RESULT, demo.to_json())
     # The files have been moved to their final place.
@@ -347,11 +358,8 @@ def _tests(data: DemoData, model: nn.Module, seed: int) -> Tests:
         answers = model(noisy).argmax(1)
     tests = {DIGITS: (images, targets), NOISY: (noisy, answers)}
     return {
-        name: [
-            (x[at : at + _BATCH], y[at : at + _BATCH])
-            for at in range(0, len(x), _BATCH)
-        ]
-        for name, (x, y) in tests.items()
+        name: list(zip(*(torch.split(one, _BATCH) for one in test), strict=True))
+        for name, test in tests.items()
     }
 
 
@@ -454,3 +462,164 @@ def _remarks(demo: Demo) -> list[Section]:
     if demo.exported is None:
         remarks.append(Remark("ONNX file", f"not written: {demo.no_export}"))
     return remarks
+
+
+def demo(
+    console: Console,
+    budget: str = option(
+        "BUDGET",
+        f"As for ompq plan. Default: {DemoConfig.budget}.",
+        default=str(DemoConfig.budget),
+    ),
+    folder: Path = output_path(
+        f"Where the files go. Default: {FOLDER}/.", "DIR", FOLDER
+    ),
+    iterations: int = number(
+        "Reconstruction steps per block.", default=DemoConfig.iterations
+    ),
+    seed: int = number(
+        "Seed for the order of samples and for the noise.",
+        default=DemoConfig.seed,
+        least=None,
+    ),
+) -> View:
+    """Try everything on a small network that comes with ompq.
+
+    Examples:
+      ompq demo
+      ompq demo --budget 32KiB -o out/
+      ompq demo --budget 3.2bits --iterations 500
+      ompq demo --json --quiet
+
+    Plans, quantizes, reconstructs, evaluates, packs and exports a network that reads
+    handwritten digits, compares it with networks of uniform bits, and writes a report.
+    Takes about a minute and needs neither a GPU nor a download. Budgets from 30.8KiB to
+    88.2KiB, or 2bits to 8bits, can be met.
+    """
+    check_writable(folder, folder=True)
+    config = DemoConfig(budget=budget, iterations=iterations, seed=seed)
+
+    def planned(plan: Plan, reference: Measured) -> None:
+        if not console.json and not console.quiet:
+            console.show(*beginning(plan, budget, reference))
+
+    # The network is too small for several threads: synchronization would take most of
+    # the time, and ten times as long on a busy machine.
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        result = run_demo(folder, config, bar=console.stages.bar, planned=planned)
+    finally:
+        torch.set_num_threads(threads)
+    data = {**result.to_json(), "folder": str(folder), "files": list(result.files)}
+    line = f"{folder / REPORT}: {result.verdict}"
+    noisy = result.reference[NOISY].count
+    body: list[Shown] = [
+        "Uniform networks have the same bits in every layer. The last two columns show "
+        f"how often a network gives the float network's answer to {noisy:,} noisy "
+        "digits: rounded to nearest, then reconstructed.",
+        "",
+        _contest(result),
+        "",
+        Text(result.verdict, style="bold"),
+        "",
+        facts(closing(result, folder)),
+    ]
+    return View(data, line, body)
+
+
+def beginning(plan: Plan, budget: str, reference: Measured) -> list[Shown]:
+    """Return what is printed before the long stages: the task and the plan."""
+    weights = sum(unit.weights for unit in plan.graph.units)
+    size = in_bytes(plan.problem.costs["bytes"].reference)
+    return [
+        f"A network that reads handwritten digits: {len(plan.graph)} layers, "
+        f"{weights:,} weights, {size} in float. It reads "
+        f"{_correct(reference[DIGITS])} held-out digits correctly.",
+        f"It has to fit into {budget}. Each bit goes where it prevents the most damage "
+        "per byte. Damage is the rounding noise of a layer, weighted by how much of it "
+        "is expected to reach the answers:",
+        "",
+        _bits(plan),
+        *ties(plan),
+        "",
+    ]
+
+
+def _bits(plan: Plan) -> list[Column]:
+    """Return each layer's bits, with the damage and size that decide them."""
+    units, bits = plan.graph.units, plan.allocation.values()
+    least = f"damage at {plan.choices[0].bits:g} bits"
+    return [
+        Column("layer", [unit.name for unit in units], "left", shorten=True),
+        Column("kind", [unit.kind for unit in units], "left", rank=3),
+        Column("weights", [f"{unit.weights:,}" for unit in units], rank=1),
+        Column(least, [f"{row[0]:.3f}" for row in plan.scores.damage]),
+        Column("bits", [choice.weight_text for choice in bits]),
+        Column("bytes", [in_bytes(row["bytes"]) for row in unit_rows(plan)]),
+        Column("", ["▬" * round(choice.bits) for choice in bits], "left", rank=2),
+    ]
+
+
+def ties(plan: Plan) -> list[str]:
+    """Return a blank line and one for each group of layers that share their bits."""
+    names = plan.graph.names
+    lines = [
+        f"{' and '.join(names[i] for i in group)} share their bits: "
+        "their outputs are added."
+        for group in plan.graph.groups.values()
+        if len(group) > 1
+    ]
+    return ["", *lines] if lines else []
+
+
+def _contest(result: Demo) -> list[Column]:
+    """Return the networks side by side."""
+    rivals = result.contenders
+    sizes = [result.float_bytes, *(one.plan.totals["bytes"] for one in rivals)]
+    bits = [f"{one.plan.totals['average_bits']:.2f}" for one in rivals]
+    digits = [result.reference, *(one.final for one in rivals)]
+    rounded = [percent(agreement(one.rounded)) for one in rivals]
+
+    remarks = ["" if one.within else "too large" for one in rivals]
+    return [
+        Column("network", ["float", *(one.name for one in rivals)], "left"),
+        Column("bits", ["32", *bits]),
+        Column("size", [in_bytes(size) for size in sizes]),
+        Column("correct digits", [_correct(one[DIGITS]) for one in digits], rank=1),
+        Column("rounded", ["", *rounded]),
+        Column("reconstructed", ["", *(one.kept for one in rivals)]),
+        Column("", ["", *remarks], "left", rank=2),
+    ]
+
+
+def closing(result: Demo, folder: Path) -> list[tuple[str, str]]:
+    """Return the files, and what to do next."""
+    account, exported, bits = result.account, result.exported, result.plan.allocation
+    same = "the same logits" if result.same_logits else "OTHER logits: please report"
+    onnx = f"not written: {result.no_export}"
+    if exported is not None:
+        answers = exported.simulated
+        equal = round(answers.top1 * answers.images)
+        onnx = (
+            f"{exported.path}: {in_bytes(exported.bytes)} with its graph; "
+            f"{exported.runtime} gives the quantized network's answer to {equal} "
+            f"of {answers.images} digits"
+        )
+    most = max(bits, key=lambda name: bits[name].bits)
+    size, planned = in_bytes(account.file_bytes), in_bytes(account.planned_bytes)
+    packed = f"{size}, within the {planned} of the plan; loaded again it gives {same}"
+    return [
+        ("packed", f"{account.path}: {packed}"),
+        ("coded", result.coded_text),
+        ("ONNX", onnx),
+        ("report", f"{folder / REPORT}: open it in a browser"),
+        ("next", f"ompq explain {folder / PLAN} {most}"),
+        ("", "ompq demo --budget 32KiB, or your own network: ompq quantize --help"),
+        ("time", time_line(result.outcome.seconds)),
+    ]
+
+
+def _correct(result: Evaluation) -> str:
+    assert result.top1 is not None  # the digits have labels
+    return f"{round(result.top1 * result.count)} of {result.count}"

@@ -1,8 +1,7 @@
-"""What the paper measured: its tables, figures and rows, and how each is run.
+"""The paper's tables and figures, row by row, and how each row is run.
 
-Sizes are MiB in the paper's accounting, accuracies top-1 in per cent. The drawings that
-explain the method (overview, deconstruction, linear program) measure nothing and are
-not here.
+Sizes are MiB in the paper's accounting, accuracies top-1 in per cent. Drawings that
+explain the method (overview, deconstruction, linear program) are left out.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,8 +12,8 @@ from typing import Any, Literal
 
 from ompq.costs import FLOAT_BITS
 from ompq.scores import Hessian, Orm, OrmSettings, Random
+from ompq.workflow import ANYTHING
 
-ANY = "32bits"  # a budget that one width for all layers always meets
 HALFWAY = "halfway"  # between the fewest and the most bits: HAWQ-V3's medium size
 Measure = Literal[
     "network", "plan", "orthogonality", "layer", "matrix", "time", "published"
@@ -30,22 +29,20 @@ class Row:
         method: As the paper names it.
         published: Top-1 in the paper.
         budget: What ``ompq plan --budget`` takes, or ``halfway``.
-        protocol: Of planning, quantizing and reconstructing.
+        protocol: For planning, quantizing and reconstructing.
         plan: Fields of ``PlanConfig`` that differ from the protocol's.
         train: The training recipe; without one, the network is reconstructed.
-        measure: What the row measures.
-        at: Where on a figure's axis: beta, bits, number of samples or images.
+        at: Position on a figure's axis: beta, bits, number of samples or images.
         quantize: Fields of ``QuantizeConfig`` that differ from the protocol's.
-        reconstruct: Whether rounding is learned, where nothing is trained.
+        reconstruct: Whether rounding is learned; ignored if the network is trained.
         distilled: Whether the samples are distilled from the network.
-        search: ``reinforce`` (HAQ) or ``channels`` (OneBitwidth) in place of a plan.
-        note: What to know about the row.
+        search: ``reinforce`` (HAQ) or ``channels`` (OneBitwidth) instead of a plan.
     """
 
     name: str
     method: str
     published: float | None = None
-    budget: str = ANY
+    budget: str = ANYTHING
     _: KW_ONLY
     protocol: str = "paper-ptq"
     plan: Mapping[str, Any] = field(default_factory=dict)
@@ -81,14 +78,14 @@ _MINMAX = {"weight_range": "minmax", "activation_range": "minmax"}
 
 
 def _same(weight: int, activation: int, **more: Any) -> dict[str, Any]:
-    """Return the settings of one width for all layers."""
+    """Return settings that give all layers the same bits."""
     return {"choices": ((weight, activation),), "score": "smallest_first", **more}
 
 
 def _sized(
     name: str, method: str, size: float, published: float | None = None, **more: Any
 ) -> Row:
-    """Return a row whose name and budget tell its size in MiB."""
+    """Return a row with a size in MiB, which is also in its name."""
     bits = "-a4" if "activation_choices" in more.get("plan", ()) else ""
     return Row(f"{name}-{size:g}{bits}", method, published, f"{size}MiB", **more)
 
@@ -104,13 +101,13 @@ def _fracbits(size: float, top1: float) -> Row:
 
 
 def _ours(size: float, **plan: Any) -> Row:
-    """Return what this library does by default, at the same size."""
+    """Return this library's own method, at the same size."""
     settings = {"choices": (2, 3, 4), **_PAPER, **plan}
     return _sized("ours", "ompq (ours)", size, protocol="ours", plan=settings)
 
 
-def _trained(method: str, top1: float, budget: str = ANY, **more: Any) -> Row:
-    """Return a rival that is trained by a recipe of its name."""
+def _trained(method: str, top1: float, budget: str = ANYTHING, **more: Any) -> Row:
+    """Return another method, trained by the recipe of its name."""
     name = {"OneBitwidth": "one-bitwidth"}.get(method, method.lower())
     plan = {**_PAPER, **more.pop("plan")}
     more = {"protocol": "ours", "train": name, "plan": plan, **more}
@@ -118,9 +115,14 @@ def _trained(method: str, top1: float, budget: str = ANY, **more: Any) -> Row:
 
 
 def _as_protocol(
-    method: str, protocol: str, name: str, top1: float, budget: str = ANY, **plan: Any
+    method: str,
+    protocol: str,
+    name: str,
+    top1: float,
+    budget: str = ANYTHING,
+    **plan: Any,
 ) -> Row:
-    """Return a row that is planned and trained as one protocol says."""
+    """Return a row that is planned and trained by the same protocol."""
     return Row(name, method, top1, budget, protocol=protocol, plan=plan, train=protocol)
 
 
@@ -226,7 +228,7 @@ def _ablation(
 def _ablated(
     setting: str, table: Mapping[str, Sequence[float | None]], *budgets: str
 ) -> tuple[list[Row], list[Row]]:
-    """Return the rows of one setting: those that are trained, and the others."""
+    """Return the rows of one setting, trained and without training."""
     trained = [
         _ablation(one, top1, budgets[0], {setting: one, "exclude": _ENDS}, **_TRAINED)
         for one, (top1, _) in table.items()
@@ -239,7 +241,7 @@ def _ablated(
 
 
 def _sizes(*sizes: float) -> list[Row]:
-    """Return OMPQ, BRECQ and one width for all at several sizes."""
+    """Return OMPQ, BRECQ and ours at several sizes, and uniform bits."""
     unified = [
         Row(f"unified-{b}", "unified", protocol="brecq", plan=_same(b, 8))
         for b in (2, 3, 4)
@@ -252,7 +254,7 @@ _HESSIAN, _ROUNDS = {"score": Hessian()}, "1,024 images and 100 rounds in the pa
 
 
 def _search(name: str, method: str, note: str = "", **more: Any) -> Row:
-    """Return what choosing the bits costs one method."""
+    """Return a row that measures what choosing the bits costs."""
     return Row(
         name, method, **{"budget": "4.0MiB", "measure": "plan", "note": note, **more}
     )
@@ -264,7 +266,7 @@ _COSTS = (
         "FracBits",
         "searches while it trains, 120 epochs",
         measure="published",
-        budget=ANY,
+        budget=ANYTHING,
         at=1_200_000,
     ),
     _search("hawq", "HAWQ", "50 iterations for each layer in the paper", plan=_HESSIAN),
@@ -288,7 +290,7 @@ def _experiment(
 
 
 def _figures(network: str, size: float) -> list[tuple[Any, ...]]:
-    """Return the figures that the paper has of a network, for bits of a size."""
+    """Return the paper's figures of a network, with bits for a size in MiB."""
     random = [
         Row(
             f"random-{seed}",

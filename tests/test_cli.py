@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import typer
 
-import ompq.cli.commands
+import ompq.cli
 from cli_tools import NETWORK, run
-from ompq.cli.commands import COMMANDS, explained, keep_freed_memory
+from ompq.cli import COMMANDS, explained, keep_freed_memory
 from ompq.errors import OmpqError
 
 DOCS = Path(__file__).parents[1] / "docs" / "cli.md"
@@ -50,7 +50,7 @@ def test_help_names_every_command_and_imports_none_of_them():
     )
     assert result.returncode == 0
     imported = result.stderr.split()
-    assert "ompq.cli.commands" in imported
+    assert "ompq.cli" in imported
     assert not {"torch", "ompq.cli.decisions", "ompq.cli.options"} & set(imported)
     for name, entry in COMMANDS.items():
         assert re.search(rf"{name} +{re.escape(entry.summary[:40])}", result.stdout)
@@ -251,7 +251,7 @@ def test_the_installed_program_explains_errors():
 GNU = sys.platform == "linux" and "glibc" in os.confstr("CS_GNU_LIBC_VERSION")
 FAULTS = """
 import resource
-from ompq.cli.commands import keep_freed_memory
+from ompq.cli import keep_freed_memory
 
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -284,7 +284,7 @@ def test_other_systems_and_libraries_are_left_alone(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(sys, "platform", "darwin")
         assert not keep_freed_memory()
-    monkeypatch.setattr(ompq.cli.commands.ctypes, "CDLL", lambda _name: object())
+    monkeypatch.setattr(ompq.cli.ctypes, "CDLL", lambda _name: object())
     assert not keep_freed_memory()
 
 
