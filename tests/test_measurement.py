@@ -111,7 +111,7 @@ def test_it_is_what_quantize_and_reconstruct_give_for_a_unit_alone(network):
         for column, choice in enumerate(CHOICES[:2]):
             bits = dict.fromkeys(graph.names, Choice(32, 32)) | {name: choice}
             quantized = ompq.quantize(network, ompq.Allocation(bits), learned)
-            config = ompq.ReconstructConfig(rounding=rounding)
+            config = ompq.ReconstructConfig(rounding=rounding, tuning=None)
             found = ompq.reconstruct(quantized, network, learned, config)
             logits = [logits_of(net, judges) for net in (network, found)]
             divergence = float(kl_divergence(*logits).mean())
@@ -155,7 +155,7 @@ def test_block_loss_is_half_the_fisher_weighted_error_of_the_block(network):
     bits = dict.fromkeys(graph.names, Choice(32, 32)) | {unit.name: CHOICES[0]}
     quantized = ompq.quantize(network, ompq.Allocation(bits), samples)
     rounding = ompq.RoundingConfig(iterations=5)
-    config = ompq.ReconstructConfig(rounding=rounding)
+    config = ompq.ReconstructConfig(rounding=rounding, tuning=None)
     quantized = ompq.reconstruct(quantized, network, samples, config)
     end = unit.norm or unit.name  # it stands alone
     outputs = []

@@ -44,6 +44,7 @@ from ompq.results import (
     Evaluation,
     Histogram,
     LayerEffect,
+    Remark,
     Section,
     StageTime,
     Versions,
@@ -294,6 +295,17 @@ class Outcome:
         return quantization_of(self.network).errors
 
     @property
+    def tuned(self) -> str:
+        """What tuning the whole network gained; empty if it was not tuned."""
+        tuned = quantization_of(self.network).tuned
+        if tuned is None:
+            return ""
+        before = f"divergence on the samples {tuned.before:.3g}"
+        if not tuned.improved:
+            return f"{before}; it did not fall, so nothing was changed"
+        return f"{before} → {tuned.after:.3g}"
+
+    @property
     def sections(self) -> list[Section]:
         """The sections that the report shows besides the plan."""
         versions = {
@@ -309,6 +321,7 @@ class Outcome:
         return [
             *self.accuracies,
             *errors,
+            *([Remark("tuned as a whole", self.tuned)] if self.tuned else []),
             *self.histograms,
             *(StageTime(name, value) for name, value in self.seconds.items()),
             *self.remarks,

@@ -176,6 +176,9 @@ class Quantization:
     sites: tuple[ActivationSite, ...]  # where activations are quantized
     skipped: tuple[Skipped, ...]  # what stays float, with reasons
     errors: tuple[BlockError, ...] = ()  # how far reconstruction improved each block
+    # Mean divergence from the float network on the samples, before and after it was
+    # tuned as a whole. Packed files do not keep it.
+    tuned: BlockError | None = None
     # Layers that compute with integers; empty before :func:`ompq.finalize`.
     links: tuple[Link, ...] = ()
     equalized: tuple[Equalized, ...] = ()  # channels that were rescaled

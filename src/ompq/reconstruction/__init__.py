@@ -131,13 +131,10 @@ def reconstruct(
     done = _resume(result, checkpoint, identity)
     copy_main(result.state_dict().values())
     samples = samples.share(rank(), process_count())
-    names_by_phase = {
-        phase: [phase.name(group) for group in phase.groups]
-        for phase in _phases(config, model, result, groups, samples)
-    }
-    total = sum(map(len, names_by_phase.values()))
-    for phase, names in names_by_phase.items():
-        if not done.keys() & set(names):
+    phases = _phases(config, model, result, groups, samples)
+    total = sum(len(phase.groups) for phase in phases)
+    for phase in phases:
+        if not done.keys() & phase.named.keys():
             phase.begin(result)
             copy_main(result.state_dict().values())
         options = {"batch_size": config.batch_size, "limit": config.device_bytes}
@@ -148,9 +145,7 @@ def reconstruct(
             closing(runner),
             float_activations(result, wanted=phase.float_activations),
         ):
-            for number, (name, group) in enumerate(
-                zip(names, phase.groups, strict=True)
-            ):
+            for number, (name, group) in enumerate(phase.named.items()):
                 if name in done:
                     continue
                 fisher = config.loss == "fisher"
@@ -165,8 +160,7 @@ def reconstruct(
                     _save(result, checkpoint, identity, done)
     if progress:
         progress(total * phase.iterations, total * phase.iterations, "reconstructed")
-    found = tuple(done[name] for names in names_by_phase.values() for name in names)
-    keep_rates(with_quantization(result, replace(record, errors=found)))
+    keep_rates(with_quantization(result, _with_errors(record, done)))
     return result.train(quantized.training)
 
 
@@ -184,15 +178,17 @@ class _Phase:
     groups: Sequence[tuple[str, ...]]
     iterations: int
     learn: _Learn
-    suffix: str = ""  # appended to block names when errors are reported
+    suffix: str = ""  # appended to the blocks' names
     begin: Callable[[nn.Module], None] = lambda _network: None
     float_activations: bool = False  # whether activations stay float during this phase
 
-    def name(self, group: tuple[str, ...]) -> str:
-        return "+".join(group) + self.suffix
+    @property
+    def named(self) -> dict[str, tuple[str, ...]]:
+        """The groups, by the names under which errors are reported."""
+        return {"+".join(group) + self.suffix: group for group in self.groups}
 
 
-_WHOLE = ("",)  # the group that is the network itself
+_WHOLE, _TUNING = ("",), "whole network"  # the network itself as a group, and its name
 
 
 def _phases(
@@ -229,7 +225,7 @@ def _phases(
             return tune(network, cache, tuning, seed, progress)
 
         steps = tuning.steps(len(samples))
-        phases.append(_Phase([_WHOLE], steps, tune_all, "whole network (divergence)"))
+        phases.append(_Phase([_WHOLE], steps, tune_all, _TUNING))
     return phases
 
 
@@ -271,6 +267,11 @@ def _block_error(name: str, before: float, after: float) -> BlockError:
     error = BlockError(name, before, min(before, after), after < before)
     logger.info("block %s: error %.3g -> %.3g", name, before, error.after)
     return error
+
+
+def _with_errors(record: Quantization, done: Mapping[str, BlockError]) -> Quantization:
+    errors = tuple(error for name, error in done.items() if name != _TUNING)
+    return replace(record, errors=errors, tuned=done.get(_TUNING))
 
 
 def _joined(network: nn.Module, group: tuple[str, ...]) -> nn.Module:
