@@ -188,6 +188,10 @@ def number():
 def broken_loader():
     yield 1 / 0
 
+def broken_later():
+    yield torch.zeros(4, 1, 8, 8)
+    yield 1 / 0
+
 def uneven():
     return [torch.zeros(1, 8, 8), torch.zeros(1, 8, 9)]
 
@@ -368,6 +372,7 @@ def test_users_labels_are_used(user_file, function, expected):
         ("too_few_targets", "returned 4 inputs and 1 targets"),
         ("number", "returned int; it must return a tensor, .* or yield batches"),
         ("broken_loader", "batch 0: ZeroDivisionError"),
+        ("broken_later", "batch 1: ZeroDivisionError"),
         ("uneven", r"item 1 has shape \(1, 8, 9\); the first has \(1, 8, 8\)"),
         ("nothing", "returned no inputs; give at least one"),
         ("wrong_size", r"net does not take an input of shape \(1, 8, 9\): .* batches"),

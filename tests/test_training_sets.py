@@ -34,6 +34,15 @@ def write_images(folder, count: int, size: tuple[int, int]):
     return folder
 
 
+def test_large_images_are_those_of_the_split_that_was_loaded(tmp_path):
+    folder = write_images(tmp_path / "images", 12, (90, 110))
+    (write_images(tmp_path / "more", 4, (90, 110)) / "train").rename(folder / "test")
+    for split, count in (("train", 12), ("test", 4)):
+        data = load_data(folder, named(72), split=split, workers=1)
+        found = training_data(data)
+        assert len(found) == count and found.images.files == data.images.files
+
+
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
     folder = write_images(tmp_path_factory.mktemp("small"), 24, (8, 8))

@@ -72,6 +72,7 @@ class Data:
     skip_unreadable: bool = False  # whether unreadable images are skipped
     # Generates a number of samples if there are none to read.
     make: Callable[[int, Progress | None], Tensor] | None = None
+    images: ImageFiles | None = None  # the files, if it is a folder of images
 
     def __len__(self) -> int:
         return self.length
@@ -273,7 +274,9 @@ def _from_folder(folder: Path, model: NamedModel, split: str) -> Data:
         return decode(images.files[position], model), target
 
     problem = _class_problem(images, model)
-    return Data(str(folder), model, len(images.files), read, targets, problem)
+    return Data(
+        str(folder), model, len(images.files), read, targets, problem, images=images
+    )
 
 
 def _from_text(path: Path, model: NamedModel) -> Data:
@@ -491,6 +494,7 @@ def _split(name: str, batches: Any, model: NamedModel) -> list[Item]:
     if not hasattr(batches, "__iter__"):
         raise DataError(_unusable(name, batches))
     items: list[Item] = []
+    number = 0  # of the batch that an error is about
     try:
         for batch in batches:
             inputs, targets = _item(batch, model)
@@ -499,8 +503,9 @@ def _split(name: str, batches: Any, model: NamedModel) -> list[Item]:
                 one = map_batch(inputs, itemgetter(at))
                 target = -1 if unlabelled else _item((one, targets[at]), model)[1]
                 items.append((one, target))
+            number += 1
     except Exception as error:  # the user's code may raise anything
-        raise DataError(f"{name}: batch {len(items)}: {reason(error)}") from error
+        raise DataError(f"{name}: batch {number}: {reason(error)}") from error
     return items
 
 
@@ -563,10 +568,10 @@ def training_data(
         raise DataError(f"{data.name}: {data.label_problem}")
     device = torch.device(device)
     large = max(data.model.input_shape[1:], default=0) > _SMALL
-    if not (large and Path(data.name).is_dir()):
+    if data.images is None or not large:
         return _held(data, device, augment=augment, progress=progress)
     return ImageSet(
-        find_images(Path(data.name), "train"),
+        data.images,
         # Workers need the preprocessing, but not the network itself.
         replace(data.model, module=nn.Identity()),
         workers=data.workers,
