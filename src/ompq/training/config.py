@@ -149,9 +149,8 @@ class TrainConfig:
 
 
 _POSITIVE = ("learning_rate", "temperature")
-_FRACTIONS = (
-    "momentum", "range_momentum", "distill", "label_smoothing", "outlier_fraction",
-)  # fmt: skip
+_BELOW_ONE = ("momentum", "range_momentum")  # with 1 they would never forget, or learn
+_FRACTIONS = ("distill", "label_smoothing", "outlier_fraction")
 _AT_LEAST_ONE = ("epochs", "batch_size", "accumulate", "report_steps")
 
 
@@ -172,6 +171,8 @@ def _number_problem(name: str, value: Any, kind: type) -> str:
     number = isinstance(value, int if kind is int else int | float)
     if not number or isinstance(value, bool):
         return "a whole number" if kind is int else "a number"
+    if name in _BELOW_ONE:
+        return "" if 0 <= value < 1 else "from 0 to below 1"
     if name in _FRACTIONS:
         return "" if 0 <= value <= 1 else "from 0 to 1"
     if name in _POSITIVE:
