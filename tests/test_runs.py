@@ -557,6 +557,11 @@ def test_a_regression_is_judged_by_a_metric_of_one_s_own(tmp_path):
     again = run_json("evaluate", network, "--packed", packed, "--data", data, *judged)
     metrics = again["metrics"]
     assert metrics["squared_error"] == pytest.approx(found["metrics"]["squared_error"])
+    silent = run(
+        "quantize", network, "--data", data, "--eval-data", data, *settings, "-q",
+        "-o", tmp_path / "silent",
+    )  # fmt: skip
+    assert "not measured: give class labels, or --metric" in silent.stdout
     alone = run("evaluate", network, "--data", data)
     assert "give one class index per input, or a metric of your own" in alone.stderr
 

@@ -157,6 +157,14 @@ class RunOptions:
         """Return the number of inputs used for calibration."""
         return self.samples or min(CALIBRATION_SAMPLES, len(inputs))
 
+    def learning(self) -> list[str]:
+        """Return the given options of reconstruction, as typed."""
+        given = {
+            "--iterations": self.iterations is not None,
+            "--merge-blocks": self.merge_blocks != ReconstructConfig.merge,
+        }
+        return [name for name, typed in given.items() if typed]
+
     def check(self, planning: RefineOptions) -> None:
         """Raise a ValueError for options that contradict each other."""
         deciding = [*(["--budget"] if self.budget else []), *planning.typed()]
@@ -166,12 +174,8 @@ class RunOptions:
             )
         if self.resume and self.overwrite:
             raise ValueError("--resume and --overwrite contradict each other; give one")
-        learning = {
-            "--iterations": self.iterations is not None,
-            "--merge-blocks": self.merge_blocks != ReconstructConfig.merge,
-        }
-        if self.no_reconstruct and any(learning.values()):
-            named = " and ".join(name for name, given in learning.items() if given)
+        if self.no_reconstruct and self.learning():
+            named = " and ".join(self.learning())
             raise ValueError(
                 f"--no-reconstruct and {named} contradict each other; give one"
             )
@@ -274,6 +278,11 @@ class GoalOptions:
             )
         if self.max_drop is not None and run.eval_data is None:
             raise ValueError("--max-drop needs labelled images: give --eval-data")
+        if run.views > 1:
+            raise ValueError(
+                f"--views cannot be combined with a goal ({goal}); find the plan first, "
+                "then quantize again with --plan and --views"
+            )
 
 
 def user_metrics(name: str | None) -> dict[str, Metric]:
@@ -513,6 +522,14 @@ class TrainOptions:
         "--set",
     )
 
+    def check(self, run: RunOptions, planning: RefineOptions) -> None:
+        """Raise a ValueError for options that a network to start from makes useless."""
+        made = [*planning.typed(), *run.learning(), *(["--views"] * (run.views > 1))]
+        if self.start is not None and made:
+            raise ValueError(
+                f"--from FILE is already quantized; leave out {', '.join(made)}"
+            )
+
     def config(self, protocol: str | None, seed: int, folder: Path) -> TrainConfig:
         """Return the settings of recipe or protocol with the changes from options."""
         base = TRAIN_PROTOCOLS.get(self.recipe or protocol or "", TrainConfig())
@@ -567,6 +584,7 @@ def train(
     check_writable(run.folder, folder=True)
     with run_folder(run, console):
         run.check(planning)
+        training.check(run, planning)
         config = training.config(planning.protocol, sources.seed, run.folder)
         if config.start == "float":  # training would discard the reconstruction
             run = replace(run, no_reconstruct=True)
