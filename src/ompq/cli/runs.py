@@ -51,6 +51,7 @@ from ompq.measurement.goals import Goal, Smallest
 from ompq.models import NamedModel
 from ompq.packing import load, save
 from ompq.plans import Plan, read_bits
+from ompq.processes import main_has
 from ompq.quantization import (
     QUANTIZE_PROTOCOLS,
     BlockError,
@@ -280,8 +281,8 @@ class GoalOptions:
             raise ValueError("--max-drop needs labelled images: give --eval-data")
         if run.views > 1:
             raise ValueError(
-                f"--views cannot be combined with a goal ({goal}); find the plan first, "
-                "then quantize again with --plan and --views"
+                f"--views cannot be combined with a goal ({goal}); find the plan "
+                "first, then quantize again with --plan and --views"
             )
 
 
@@ -523,7 +524,8 @@ class TrainOptions:
     )
 
     def check(self, run: RunOptions, planning: RefineOptions) -> None:
-        """Raise a ValueError for options that a network to start from makes useless."""
+        """Raise a ValueError for options that contradict each other or ``--from``."""
+        run.check(planning)
         made = [*planning.typed(), *run.learning(), *(["--views"] * (run.views > 1))]
         if self.start is not None and made:
             raise ValueError(
@@ -583,7 +585,6 @@ def train(
     """
     check_writable(run.folder, folder=True)
     with run_folder(run, console):
-        run.check(planning)
         training.check(run, planning)
         config = training.config(planning.protocol, sources.seed, run.folder)
         if config.start == "float":  # training would discard the reconstruction
@@ -600,8 +601,7 @@ def train(
         samples = read_samples(inputs, min(256, count), console)
         judged = sources.labelled(run.eval_data, model, run.limit)
         validation = sources.labelled(training.validation, model)
-        if in_first_process():
-            run.clear(run.plan, training.start)
+        _clear(run, training)
         if in_first_process() and training.start is None:
             _prepare(inputs, run, planning, console)
         plan, start = _starting_point(training, run, model)
@@ -633,6 +633,13 @@ def _images(inputs: Data, config: TrainConfig, console: Console) -> TrainingData
     checked_length(images, config, processes, device)
     check_installed(config)
     return images
+
+
+def _clear(run: RunOptions, training: TrainOptions) -> None:
+    """Remove an earlier run's files, before another process can load them."""
+    if in_first_process():
+        run.clear(run.plan, training.start)
+    main_has("cleared")
 
 
 def _prepare(
