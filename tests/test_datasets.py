@@ -158,6 +158,9 @@ def tensor():
 def pair():
     return tensor(), torch.tensor([3, 2, 1, 0])
 
+def numbers():
+    return tensor(), torch.tensor([0.5, 1.5, 2.5, 3.5])
+
 class Images:
     def __len__(self):
         return 4
@@ -364,6 +367,13 @@ def test_users_labels_are_used(user_file, function, expected):
         assert data.targets == tuple(expected)
         _, chosen = next(iter(data.batches(limit=2)))
         assert max(Counter(chosen.tolist()).values()) == 1
+
+
+def test_users_targets_may_be_numbers(user_file):
+    data = load_data(f"{user_file}:numbers", network())
+    ((_, targets),) = data.batches()
+    assert targets.tolist() == [0.5, 1.5, 2.5, 3.5]
+    assert data.targets is None
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ from ompq.cli.settings import (
 )
 from ompq.cli.views import quality_rows, quality_text, time_line, totals, used, warning
 from ompq.costs import Budget, digits, in_bytes
-from ompq.datasets import Data, training_data
+from ompq.datasets import Data, HeldSet, training_data
 from ompq.datasets.images import image_views
 from ompq.errors import BudgetError, DataError, PlanError, suggestion
 from ompq.evaluation import METRICS, Metric, evaluate as measure
@@ -64,8 +64,15 @@ from ompq.report.sections import Remark
 from ompq.results import Evaluation
 from ompq.samples import model_device
 from ompq.stages import CONFIG, ONNX, PACKED, PLAN, REPORT, RESULT
-from ompq.training import TrainingData, check_installed, checked_length, train as learn
+from ompq.training import (
+    TrainingData,
+    check_installed,
+    checked_length,
+    labelled,
+    train as learn,
+)
 from ompq.training.config import TRAIN_PROTOCOLS, TrainConfig
+from ompq.training.step import Loss
 from ompq.workflow import (
     ANYTHING,
     CALIBRATION_SAMPLES,
@@ -512,6 +519,11 @@ class TrainOptions:
     learning_rate: float | None = number(
         "Initial learning rate.", shown=TrainConfig.learning_rate, least=None
     )
+    loss: str | None = option(
+        "FUNCTION",
+        "FILE.py:FUNCTION, called with the network's outputs and the targets of a "
+        "batch. It returns the mean loss, a tensor. Default: cross entropy of classes.",
+    )
     logger: str | None = one_of(
         ("tensorboard", "wandb", "mlflow"),
         "log the training there, if it is installed.",
@@ -522,6 +534,14 @@ class TrainOptions:
         "activations=clip. Repeatable.",
         "--set",
     )
+
+    def own_loss(self) -> Loss | None:
+        """Return the user's own loss, or None if none was given."""
+        if self.loss is None:
+            return None
+        if not is_user_function(self.loss):
+            raise ValueError(f"--loss {self.loss}: write FILE.py:FUNCTION")
+        return user_function(self.loss, DataError)
 
     def check(self, run: RunOptions, planning: RefineOptions) -> None:
         """Raise a ValueError for options that contradict each other or ``--from``."""
@@ -596,7 +616,8 @@ def train(
         model = sources.load(console)
         inputs = sources.inputs(model)
         # Read now, so that unsuitable data is not found after an hour of work.
-        images = _images(inputs, config, console)
+        loss = training.own_loss()
+        images = _images(inputs, config, console, class_indices=loss is None)
         count = run.calibration_count(inputs)
         samples = read_samples(inputs, min(256, count), console)
         judged = sources.labelled(run.eval_data, model, run.limit)
@@ -613,6 +634,7 @@ def train(
                 teacher=model.module,
                 validation=validation,
                 checkpoint=run.folder / _TRAINING,
+                loss=loss,
                 progress=progress,
             )
         if not in_first_process():
@@ -624,11 +646,15 @@ def train(
         return _finish(outcome, run, console, work)
 
 
-def _images(inputs: Data, config: TrainConfig, console: Console) -> TrainingData:
+def _images(
+    inputs: Data, config: TrainConfig, console: Console, *, class_indices: bool
+) -> TrainingData:
     """Return the training images, checked before any work is done."""
     device = model_device(inputs.model.module)
     with console.stage("reading images") as progress:
         images = training_data(inputs, device=device, progress=progress)
+    if isinstance(images, HeldSet):
+        labelled((images.inputs, images.targets), class_indices=class_indices)
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     checked_length(images, config, processes, device)
     check_installed(config)
