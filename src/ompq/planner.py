@@ -1,5 +1,6 @@
 """plan(): the bits of every unit, chosen so that a budget is met."""
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import import_module
@@ -26,7 +27,13 @@ from ompq.costs import (
 from ompq.errors import TargetError, TraceError, check_known, shortened
 from ompq.graph import find_units, float_network, live_tensors, observe
 from ompq.plans import Plan, make_problem
-from ompq.samples import Samples, SamplesLike, batch_values
+from ompq.samples import (
+    Samples,
+    SamplesLike,
+    batch_values,
+    evaluating,
+    run_batch,
+)
 from ompq.scores import (
     Hessian,
     Orm,
@@ -46,10 +53,13 @@ from ompq.units import (
     Choice,
     LayerGraph,
     LiveTensor,
+    ScoreTable,
     by_bits,
     check_group_size,
     select,
 )
+
+_LOG = logging.getLogger(__name__)
 
 # Rates that coded units may get; dense where a small file is decided.
 RATES = (1, 1.25, 1.5, 1.75, 2, 2.25, 2.5, 3, 3.5, 4, 4.5, 5, 6, 7)
@@ -182,7 +192,7 @@ def plan(
         problem.choices,
         lambda done, total, _: report(done, total, stage),
     )
-    scores = score_table(config.score, given, cache).as_saved()
+    score, scores = _scored(config.score, given, cache)
     report(2, 3, "solving for the budget")
     problem = replace(problem, damage=scores.damage)
     allocation = allocate(problem, budget, method=config.method)
@@ -196,12 +206,40 @@ def plan(
         allocation=allocation,
         accounting=config.accounting,
         method=config.method,
-        score_name=score_name(config.score),
+        score_name=score_name(score),
         latency=config.latency,
         target=_target(config),
         activations=alive,
         files=files,
     )
+
+
+def _scored(
+    score: Score | str, given: ScoreInputs, cache: str | Path | None
+) -> tuple[Score | str, ScoreTable]:
+    """Return the table of a score, and which score it is.
+
+    The default cannot judge boxes, of which a detector returns as many as it finds:
+    there the noise of the weights decides.
+    """
+    try:
+        return score, score_table(score, given, cache).as_saved()
+    except TraceError:
+        if score_name(score) != score_name(PlanConfig.score) or not _detects(given):
+            raise
+    _LOG.warning(
+        "the network returns detections, which no score can compare, so only the noise "
+        "of the weights decides; to judge its logits, plan the part that takes a "
+        "batch: its backbone and head, see Detectors in docs/guide.md"
+    )
+    return "weight_noise", score_table("weight_noise", given, cache).as_saved()
+
+
+def _detects(given: ScoreInputs) -> bool:
+    """Whether a network returns a list of dicts, one per image, as detectors do."""
+    with evaluating(given.model):
+        output = run_batch(given.model, given.samples.first_batch(1))
+    return isinstance(output, list) and all(isinstance(one, dict) for one in output)
 
 
 def unscored_problem(

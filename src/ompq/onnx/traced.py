@@ -7,6 +7,7 @@ and so are products with weights whose groups have scales of their own.
 """
 
 import logging
+import re
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -207,13 +208,21 @@ def _written(
                 verbose=False,
             )
     except Exception as error:
-        reason = str(error).strip().partition("\n")[0]
+        reason = _plain(error)
         raise ExportError(
-            f"PyTorch cannot write the network as ONNX: {reason}"
+            f"PyTorch cannot write the network as ONNX: {reason}. A network whose "
+            "path depends on values, such as a detector, can be exported by the part "
+            "that takes a batch; --debug shows PyTorch's whole report"
         ) from error
     written = program.model_proto
     _strip(written)
     return written
+
+
+def _plain(error: Exception) -> str:
+    """Return the first sentence of an error, without colours."""
+    line = re.sub(r"\x1b\[[0-9;]*m", "", str(error)).strip().partition("\n")[0]
+    return line.partition(". This is step")[0].rstrip(".")
 
 
 @contextmanager
