@@ -6,12 +6,13 @@ rounded by pairs of QuantizeLinear and DequantizeLinear. What is between them is
 and so are products with weights whose groups have scales of their own.
 """
 
+import io
 import logging
 import re
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -228,17 +229,21 @@ def _plain(error: Exception) -> str:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """PyTorch's exporter warns of itself, on several ways."""
-    logger = logging.getLogger("torch.onnx")
-    level, fast = logger.level, torch.backends.mha.get_fastpath_enabled()
-    logger.setLevel(logging.ERROR)
+    names = ("torch.onnx", "torch.fx.experimental.symbolic_shapes")
+    levels = {logging.getLogger(name): logging.getLogger(name).level for name in names}
+    fast = torch.backends.mha.get_fastpath_enabled()
+    for logger in levels:
+        logger.setLevel(logging.ERROR)
     # ONNX has no operator for the fused kernel of a whole attention.
     torch.backends.mha.set_fastpath_enabled(False)
     try:
-        with warnings.catch_warnings():
+        # Where it fails, it prints all that it has traced: thousands of lines.
+        with warnings.catch_warnings(), redirect_stderr(io.StringIO()):
             warnings.simplefilter("ignore")
             yield
     finally:
-        logger.setLevel(level)
+        for logger, level in levels.items():
+            logger.setLevel(level)
         torch.backends.mha.set_fastpath_enabled(fast)
 
 
