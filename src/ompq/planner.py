@@ -53,7 +53,6 @@ from ompq.units import (
     Choice,
     LayerGraph,
     LiveTensor,
-    ScoreTable,
     by_bits,
     check_group_size,
     select,
@@ -192,7 +191,12 @@ def plan(
         problem.choices,
         lambda done, total, _: report(done, total, stage),
     )
-    score, scores = _scored(config.score, given, cache)
+    score = config.score
+    try:
+        scores = score_table(score, given, cache).as_saved()
+    except TraceError as error:
+        score = _score_of_detections(given, score, error)
+        scores = score_table(score, given, cache).as_saved()
     report(2, 3, "solving for the budget")
     problem = replace(problem, damage=scores.damage)
     allocation = allocate(problem, budget, method=config.method)
@@ -214,25 +218,19 @@ def plan(
     )
 
 
-def _scored(
-    score: Score | str, given: ScoreInputs, cache: str | Path | None
-) -> tuple[Score | str, ScoreTable]:
-    """Return the table of a score, and which score it is.
-
-    The default cannot judge boxes, of which a detector returns as many as it finds:
-    there the noise of the weights decides.
-    """
-    try:
-        return score, score_table(score, given, cache).as_saved()
-    except TraceError:
-        if score_name(score) != score_name(PlanConfig.score) or not _detects(given):
-            raise
+def _score_of_detections(
+    given: ScoreInputs, score: Score | str, error: TraceError
+) -> str:
+    """Return the score of a detector, whose boxes the default score cannot compare."""
+    default = score_name(score) == score_name(PlanConfig.score)
+    if not (default and _detects(given)):
+        raise error
     _LOG.warning(
         "the network returns detections, which no score can compare, so only the noise "
         "of the weights decides; to judge its logits, plan the part that takes a "
         "batch: its backbone and head, see Detectors in docs/guide.md"
     )
-    return "weight_noise", score_table("weight_noise", given, cache).as_saved()
+    return "weight_noise"
 
 
 def _detects(given: ScoreInputs) -> bool:
