@@ -374,7 +374,7 @@ def test_a_loss_of_one_s_own_trains_as_the_default_does(toys, tmp_path):
     default = ompq.train(network, data, QUICK)
 
     def loss(output, targets):
-        return torch.nn.functional.cross_entropy(output, targets)
+        return torch.nn.functional.cross_entropy(output.float(), targets)
 
     assert equal(ompq.train(network, data, QUICK, loss=loss), default)
     ompq.train(network, data, QUICK, loss=loss, checkpoint=tmp_path)
