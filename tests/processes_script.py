@@ -3,7 +3,9 @@
 python processes_script.py FOLDER
 """
 
+import os
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -83,6 +85,16 @@ def quantize_words(folder: Path) -> list[str]:
     return [*words, "-o", str(folder / "quantized")]
 
 
+def wait_for_the_first(folder: Path) -> None:
+    """Let the first process be late; the other must wait for what it does."""
+    done = folder / "done"
+    if os.environ["RANK"] == "0":
+        time.sleep(1)
+        done.touch()
+    processes.main_has("come")
+    (folder / f"waited-{os.environ['RANK']}.txt").write_text(str(done.exists()))
+
+
 def run_command(folder: Path) -> None:
     """Run a command, which joins the processes by itself."""
     try:
@@ -98,5 +110,6 @@ if __name__ == "__main__":
         main(place)
         fail()
         fail_everywhere()
+    wait_for_the_first(place)
     run_command(place)
     training_script.train(place)

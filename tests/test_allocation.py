@@ -180,6 +180,16 @@ def test_budgets_of_decimals_are_met_exactly_with_others():
         assert it.damage_of(allocation) <= it.damage_of(some)
 
 
+def test_a_budget_of_many_digits_is_met_exactly():
+    # In steps, both costs are rounded up and the limit is rounded down.
+    least = np.array([[0.1387713657221611], [0.452434116262426]])
+    slow = Cost("milliseconds", np.concatenate([least, least + 9, least + 9], 1))
+    it = problem(np.zeros((2, 3)), weights=[8] * 2, milliseconds=slow)
+    limit = fsum(least[:, 0])
+    allocation = allocate(it, Budget(latency_ms=limit))
+    assert it.total("milliseconds", allocation) == limit
+
+
 def test_a_search_without_a_result_says_so(monkeypatch):
     def gives_up(program, **options):  # with both limits; the message needs one alone
         if len(program.limits) > 1:

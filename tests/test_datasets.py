@@ -158,6 +158,9 @@ def tensor():
 def pair():
     return tensor(), torch.tensor([3, 2, 1, 0])
 
+def numbers():
+    return tensor(), torch.tensor([0.5, 1.5, 2.5, 3.5])
+
 class Images:
     def __len__(self):
         return 4
@@ -186,6 +189,10 @@ def number():
     return 3
 
 def broken_loader():
+    yield 1 / 0
+
+def broken_later():
+    yield torch.zeros(4, 1, 8, 8)
     yield 1 / 0
 
 def uneven():
@@ -362,12 +369,20 @@ def test_users_labels_are_used(user_file, function, expected):
         assert max(Counter(chosen.tolist()).values()) == 1
 
 
+def test_users_targets_may_be_numbers(user_file):
+    data = load_data(f"{user_file}:numbers", network())
+    ((_, targets),) = data.batches()
+    assert targets.tolist() == [0.5, 1.5, 2.5, 3.5]
+    assert data.targets is None
+
+
 @pytest.mark.parametrize(
     ("function", "words"),
     [
         ("too_few_targets", "returned 4 inputs and 1 targets"),
         ("number", "returned int; it must return a tensor, .* or yield batches"),
         ("broken_loader", "batch 0: ZeroDivisionError"),
+        ("broken_later", "batch 1: ZeroDivisionError"),
         ("uneven", r"item 1 has shape \(1, 8, 9\); the first has \(1, 8, 8\)"),
         ("nothing", "returned no inputs; give at least one"),
         ("wrong_size", r"net does not take an input of shape \(1, 8, 9\): .* batches"),

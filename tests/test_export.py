@@ -12,7 +12,7 @@ import ompq
 from nets import TinyMobileNet, TinyResNet, demo_network, images, seeded
 from ompq.errors import ExportError, MissingExtraError
 from ompq.integer import finalize, lower
-from ompq.layers import quantized_layers
+from ompq.layers import activation_quantizers, quantized_layers
 from ompq.models import load_model
 from ompq.models.networks import CifarResNet, DemoNetwork, demo_data
 from ompq.onnx.export import (
@@ -21,6 +21,7 @@ from ompq.onnx.export import (
     Tolerance,
     compare_outputs,
     export_onnx,
+    traced_tolerance,
 )
 from ompq.recording import tensors_in
 from quantized import quantized
@@ -522,3 +523,17 @@ def test_single_ties_and_steps_are_tolerated():
         Agreement(8, 1.0, 5e-3, codes=9999, codes_equal=0.9995, codes_furthest=1), "net"
     )
     assert Tolerance().logits == 1e-3
+
+
+@torch.no_grad()
+def test_few_samples_show_what_last_digits_change():
+    # Halfway between two codes, noise decides which one it is. One noise may decide
+    # like no noise for a single sample; it must not be taken for the network's.
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(1, 3, bias=False))
+    network = ompq.quantize(network, {"0": (8, 4)}, torch.rand(32, 1))
+    (quantizer,) = activation_quantizers(network).values()
+    for code in range(4, 12):
+        sample = (code + 0.5) * quantizer.scale.reshape(1, 1)
+        allowed = traced_tolerance(network, ompq.Samples.of(sample)).logits
+        assert allowed > 2 / 15  # what is allowed if no code changes

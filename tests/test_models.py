@@ -215,7 +215,12 @@ def test_timm_network_without_pretrained_weights_says_so():
         ("resnet18", r"'resnet18' is not .* \(did you mean torchvision:resnet18, "),
         ("torchvison:resnet18", r"did you mean torchvision:resnet18"),
         ("torchvision:resnet81", r"no classification network .* mean resnet18"),
-        ("torchvision:fcn_resnet50", "torchvision has no classification network"),
+        ("torchvision:fcn_resnet", "torchvision has no classification network"),
+        (
+            "torchvision:fcn_resnet50",
+            "fcn_resnet50 is no classification network: return it from a function .*"
+            r"get_model\('fcn_resnet50'\)",
+        ),
         ("timm:resnet81", r"timm has no network 'resnet81' \(did you mean resnet18"),
         ("timm:resnet18.no_such_tag", "timm has no network 'resnet18.no_such_tag'"),
         ("timm:hf-hub:somebody/network", "timm has no network 'hf-hub:"),

@@ -65,6 +65,13 @@ def test_evaluation_and_audit_are_the_same_in_every_process(runs):
 
 
 @pytest.mark.slow
+def test_processes_wait_for_what_the_first_one_does_outside_a_group(folders, printed):
+    assert [(folders[2] / f"waited-{n}.txt").read_text() for n in (0, 1)] == [
+        "True"
+    ] * 2
+
+
+@pytest.mark.slow
 def test_reconstruction_ends_with_one_network_as_good_as_that_of_one_process(runs):
     first, second = (load_file(runs[2] / f"{n}.safetensors") for n in (0, 1))
     assert all(torch.equal(first[name], second[name]) for name in first)

@@ -172,6 +172,8 @@ def test_wrong_plans_are_refused():
         ompq.quantize(model, plan, SAMPLES)
     with pytest.raises(QuantizationError, match="the allocation has no bits for head"):
         ompq.quantize(model, Allocation({"conv": Choice(4, 8)}), SAMPLES)
+    with pytest.raises(TypeError, match=r'plan=4 decides no bits; .* \{"\*": 4\}'):
+        ompq.quantize(model, 4, SAMPLES)
 
 
 def test_layer_that_pads_in_its_own_forward_is_quantized():

@@ -356,7 +356,8 @@ def test_goals_that_cannot_be_met_or_measured(large_plan):
             large_plan, MODEL, SAMPLES, ompq.Goal(max_divergence=1e-12), config
         )
     with pytest.raises(
-        GoalError, match=r"max_drop=1 cannot be measured: give labelled"
+        GoalError,
+        match=r"max_drop=1 cannot be measured: give class labels .* or a metric",
     ):
         ompq.smallest(large_plan, MODEL, SAMPLES, ompq.Goal(max_drop=1), config)
     one = seeded(Chain(classes=1))
@@ -423,6 +424,10 @@ def test_the_command_line_searches_with_labels(net, tmp_path):
         (
             ["--max-divergence", "1", "--budget", "70%"],
             "--budget and a goal (divergence at most 1) both decide the size",
+        ),
+        (
+            ["--max-divergence", "1", "--views", "2"],
+            "--views cannot be combined with a goal (divergence at most 1)",
         ),
     ],
 )

@@ -444,6 +444,11 @@ def test_another_process_at_work_in_the_folder_is_named(net, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+TRAINED = (
+    *("--budget", "6bits", "--samples", "8", "--no-reconstruct"),
+    *("--epochs", "1", "--batch-size", "8"),
+)
+
 ANY_INPUT = """
 import torch
 from torch import nn
@@ -502,6 +507,10 @@ def ids():
 
 def pairs(): return values(16, 4), values(16, 2)
 
+def labelled_pairs():
+    for at in range(2):
+        yield (values(8, 4), values(8, 2)), torch.arange(8) % 3
+
 class Regression(nn.Module):
     def __init__(self):
         super().__init__()
@@ -516,7 +525,9 @@ def measured():
     for part in values(32, 6).split(8):
         yield part, part.sum(1) / 10  # targets are floats
 
-def squared_error(output, targets): return (output - targets).square().mean()
+def squared_error(output, targets): return each(output, targets).mean()
+def each(output, targets): return (output - targets).square()
+def number(output, targets): return 3.0
 
 def pictures(): return values(16, 3, 8, 8), torch.zeros(16, 8, 8, dtype=torch.long)
 
@@ -537,6 +548,41 @@ def test_any_input_can_be_quantized(network, data, tmp_path):
     made = run_json(*words, *settings, "--iterations", "1", "-o", tmp_path / "out")
     assert {row["weight_bits"] for row in made["plan"]["units"]} <= {2, 3, 4, 5, 6, 8}
     assert (tmp_path / "out" / "network.ompq.safetensors").exists()
+
+
+def test_networks_of_several_inputs_can_be_trained(tmp_path):
+    (tmp_path / "any.py").write_text(ANY_INPUT)
+    file = tmp_path / "any.py"
+    words = ("train", f"{file}:two", "--data", f"{file}:labelled_pairs", *TRAINED)
+    run_json(*words, "-o", tmp_path / "out")
+    history = json.loads((tmp_path / "out" / "training/history.json").read_text())
+    assert {*history[0]} == {"epoch", "loss", "top1"}
+
+
+def test_a_loss_of_one_s_own_trains_what_has_no_classes(tmp_path):
+    (tmp_path / "any.py").write_text(ANY_INPUT)
+    file = tmp_path / "any.py"
+    data = f"{file}:measured"
+    words = ("train", f"{file}:regression", "--data", data, *TRAINED, "--epochs", "4")
+    own = ("--loss", f"{file}:squared_error", "--learning-rate", "0.02")
+    judged = ("--eval-data", data, "--metric", f"{file}:squared_error")
+    made = run_json(
+        *words, *own, *judged, "--validation", data, "-o", tmp_path / "out"
+    )["evaluation"]
+    history = json.loads((tmp_path / "out" / "training/history.json").read_text())
+    assert {*history[0]} == {"epoch", "loss", "validation"}
+    best = max(entry["validation"] for entry in history)
+    assert -best == pytest.approx(made["metrics"]["squared_error"], rel=0.05)
+    assert -best < made["reference_metrics"]["squared_error"]
+    for given, message in (
+        ((), "training needs class indices, integers of shape (32,), or a loss of"),
+        (("--loss", "mse"), "--loss mse: write FILE.py:FUNCTION"),
+        (("--loss", f"{file}:squared"), "has no function squared"),
+        (("--loss", f"{file}:number"), "the loss returned float; return the mean"),
+        (("--loss", f"{file}:each"), "a tensor of shape (8,); return the mean"),
+    ):
+        refused = run(*words, *given, "--overwrite", "-o", tmp_path / "no")
+        assert refused.exit_code == 2 and message in refused.stderr, refused.output
 
 
 def test_a_metric_of_one_s_own_judges_what_has_no_top1(tmp_path):
@@ -585,6 +631,11 @@ def test_a_regression_is_judged_by_a_metric_of_one_s_own(tmp_path):
     again = run_json("evaluate", network, "--packed", packed, "--data", data, *judged)
     metrics = again["metrics"]
     assert metrics["squared_error"] == pytest.approx(found["metrics"]["squared_error"])
+    silent = run(
+        "quantize", network, "--data", data, "--eval-data", data, *settings, "-q",
+        "-o", tmp_path / "silent",
+    )  # fmt: skip
+    assert "not measured: give class labels, or --metric" in silent.stdout
     alone = run("evaluate", network, "--data", data)
     assert "give one class index per input, or a metric of your own" in alone.stderr
 

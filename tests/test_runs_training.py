@@ -397,6 +397,8 @@ def contents(folder):
         ("--plan PLACE/file", "cannot be read as a plan or an allocation"),
         ("--plan PLACE/none", "there is no such file"),
         ("--plan PLACE/run-net/plan.json --pin fc=8", "leave out --pin"),
+        ("--from PLACE/none --choices 2,3", "already quantized; leave out --choices"),
+        ("--from PLACE/none --views 3", "already quantized; leave out --views"),
         ("--from PLACE/none", "there is no such file. Give a file"),
         ("--from PLACE/run-net", "it is a folder. Give a file that ompq.save wrote"),
         (

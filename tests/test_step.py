@@ -11,7 +11,12 @@ from ompq.errors import QuantizationError
 from ompq.layers import ActivationQuantizer, quantized_layers
 from ompq.quantizers import Grid
 from ompq.rates import code_bits, code_bytes
-from ompq.training.step import CodePenalty, memory_layout, training_loss
+from ompq.training.step import (
+    CodePenalty,
+    cross_entropy,
+    memory_layout,
+    with_distillation,
+)
 from ompq.units import Choice
 from quantized import quantized
 from training_script import QUICK, state, toy
@@ -25,7 +30,9 @@ from training_script import QUICK, state, toy
         ({"epochs": True}, r"epochs=True must be a whole number"),
         ({"warmup": -1}, r"warmup=-1 must be at least 0"),
         ({"gradient_norm": float("nan")}, r"gradient_norm=nan must be at least 0"),
-        ({"momentum": 2}, r"momentum=2 must be from 0 to 1"),
+        ({"momentum": 1}, r"momentum=1 must be from 0 to below 1"),
+        ({"range_momentum": 1.0}, r"range_momentum=1.0 must be from 0 to below 1"),
+        ({"distill": 2}, r"distill=2 must be from 0 to 1"),
         ({"weight_decay": "x"}, r"weight_decay='x' must be a number"),
         ({"compile": 1}, r"compile=1 must be true or false"),
         ({"tensorboard": 3}, r"tensorboard=3 must be a folder's name"),
@@ -101,9 +108,16 @@ def test_distillation_weighs_labels_and_the_teachers_answers():
     p, q = (taught / 2).softmax(1), (logits / 2).softmax(1)
     divergence = (p * (p / q).log()).sum(1).mean()
     labels = -logits.softmax(1)[range(6), targets].log().mean()
-    loss = training_loss(logits, targets, taught, config)
-    assert torch.allclose(loss, 0.7 * labels + 0.3 * 4 * divergence)
-    assert torch.allclose(training_loss(logits, targets, None, config), labels)
+    loss = cross_entropy(logits, targets, config)
+    assert torch.allclose(loss, labels)
+    assert with_distillation(loss, logits, None, config) is loss
+    mixed = with_distillation(loss, logits, taught, config)
+    assert torch.allclose(mixed, 0.7 * labels + 0.3 * 4 * divergence)
+    # Logits of a segmentation, (N, classes, H, W), are those of its pixels.
+    dense, other = (
+        one.view(2, 3, 1, 4).permute(0, 3, 1, 2) for one in (logits, taught)
+    )
+    assert torch.allclose(with_distillation(loss, dense, other, config), mixed)
 
 
 def test_images_lie_channel_by_channel_of_a_pixel_on_gpus_alone():

@@ -189,8 +189,8 @@ def test_the_best_epoch_is_returned(toys, tmp_path, caplog):
     kept = ompq.train(network, data, wild, validation=batches, checkpoint=tmp_path)
     assert equal(kept, network)  # nothing was better than the start
     top1 = ompq.evaluate(network, batches).top1
-    told = f"no epoch does better on the validation data than the start, {top1:.2%}"
-    assert told.replace("%", " %") in caplog.text
+    told = "no epoch does better on the validation data than the start "
+    assert f"{told}(validation top-1 {top1:.4g})" in caplog.text
     caplog.clear()
     last = ompq.train(network, data, replace(wild, keep="last"), validation=batches)
     assert not equal(last, network)
@@ -367,3 +367,16 @@ def test_a_killed_run_continues_to_the_same_bits(tmp_path):
     whole = ompq.train(network, data, CONFIG, checkpoint=tmp_path / "whole")
     assert equal(resumed, whole)
     assert files(tmp_path / "shared") == files(tmp_path / "whole")
+
+
+def test_a_loss_of_one_s_own_trains_as_the_default_does(toys, tmp_path):
+    _, network, data = toys
+    default = ompq.train(network, data, QUICK)
+
+    def loss(output, targets):
+        return torch.nn.functional.cross_entropy(output.float(), targets)
+
+    assert equal(ompq.train(network, data, QUICK, loss=loss), default)
+    ompq.train(network, data, QUICK, loss=loss, checkpoint=tmp_path)
+    with pytest.raises(CheckpointError, match="belongs to another"):
+        ompq.train(network, data, QUICK, checkpoint=tmp_path)

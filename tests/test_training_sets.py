@@ -34,6 +34,15 @@ def write_images(folder, count: int, size: tuple[int, int]):
     return folder
 
 
+def test_large_images_are_those_of_the_split_that_was_loaded(tmp_path):
+    folder = write_images(tmp_path / "images", 12, (90, 110))
+    (write_images(tmp_path / "more", 4, (90, 110)) / "train").rename(folder / "test")
+    for split, count in (("train", 12), ("test", 4)):
+        data = load_data(folder, named(72), split=split, workers=1)
+        found = training_data(data)
+        assert len(found) == count and found.images.files == data.images.files
+
+
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
     folder = write_images(tmp_path_factory.mktemp("small"), 24, (8, 8))
@@ -230,3 +239,33 @@ def test_targets_beyond_the_outputs_are_refused(small):
         words += r", but toy has 2 outputs; targets are class indices, 0 to 1"
         with pytest.raises(DataError, match=words):
             training_data(data)
+
+
+class Sum(nn.Module):
+    def forward(self, a, b):
+        return a + b
+
+
+@pytest.mark.parametrize("kind", [tuple, dict])
+def test_inputs_and_targets_of_any_kind_are_held(small, kind):
+    rows = torch.arange(24.0).view(12, 2)
+
+    def read(at):
+        two = {"a": rows[at], "b": -rows[at]}
+        return (two if kind is dict else (*two.values(),)), 3 * rows[at]
+
+    model = replace(named(8), module=Sum())
+    data = replace(small, model=model, length=12, read=read, images=None)
+    held = training_data(data)
+    for inputs, targets in epoch(held):
+        first, second = inputs.values() if kind is dict else inputs
+        assert torch.equal(first, -second) and torch.equal(targets, 3 * first)
+    seen = torch.cat([targets for _, targets in epoch(held)])
+    assert sorted(seen[:, 0].tolist()) == (3 * rows[:, 0]).tolist()
+
+
+def test_targets_must_have_one_shape(small):
+    inputs = torch.zeros(3, 8, 8)
+    data = replace(small, length=2, read=lambda at: (inputs, torch.zeros(at)))
+    with pytest.raises(DataError, match="targets differ in shape or are no tensors"):
+        training_data(data)

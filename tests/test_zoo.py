@@ -110,7 +110,9 @@ class Dense(nn.Module):
 
 
 @pytest.mark.slow
-def test_a_detector_is_quantized_by_the_part_that_takes_a_batch():
+def test_a_detector_is_quantized_whole_or_by_the_part_that_takes_a_batch(
+    caplog, tmp_path
+):
     network = models.detection.ssdlite320_mobilenet_v3_large
     detector = network(weights=None, weights_backbone=None, num_classes=3).eval()
     whole, images = torch.rand(2, 3, 64, 64), torch.randn(4, 3, 64, 64)
@@ -118,6 +120,18 @@ def test_a_detector_is_quantized_by_the_part_that_takes_a_batch():
     says = "by the part that takes a batch: its backbone and head, see Detectors"
     with pytest.raises(ompq.TraceError, match=says):
         ompq.plan(detector, whole, "5bits", config)
+
+    # The default score lets the weights alone decide, and says so.
+    plan = ompq.plan(detector, whole, "5bits")
+    alone = ompq.plan(detector, whole, "5bits", ompq.PlanConfig(score="weight_noise"))
+    assert "returns detections, which no score can compare" in caplog.text
+    assert plan.score_name == "weight_noise" and plan.allocation == alone.allocation
+    both = ompq.quantize(detector, plan, whole)
+    ompq.save(both, tmp_path / "detector", plan=plan)
+    again = ompq.load(tmp_path / "detector", detector)
+    with torch.no_grad():
+        for one, other in zip(both(whole), again(whole), strict=True):
+            assert torch.equal(one["boxes"], other["boxes"])
 
     dense = Dense(detector)
     plan = ompq.plan(dense, images, "5bits", config)

@@ -145,7 +145,8 @@ def _measured(
 ) -> _Part:
     """Compare a batch's outputs with its targets and with the reference's."""
     (output, seconds), *others = (_timed(one, inputs) for one in networks)
-    targets, images = _moved(targets, networks[0]), batch_length(inputs)
+    device = model_device(networks[0])
+    targets, images = targets_on(device, targets), batch_length(inputs)
     logits = _finite(first_tensor(output).float())
     found: dict[str, Tensor] = {}
     if is_class_indices(targets, images):
@@ -283,14 +284,14 @@ def _finite(logits: Tensor) -> Tensor:
     return logits
 
 
-def _moved(targets: Any, model: nn.Module) -> Any:
-    """Return targets, which may be nested, on the network's device."""
+def targets_on(device: torch.device, targets: Any) -> Any:
+    """Return targets, which may be nested, on a device."""
     if isinstance(targets, Tensor):
-        return targets.to(model_device(model))
+        return targets.to(device, non_blocking=True)
     if isinstance(targets, tuple | list):
-        return type(targets)(_moved(one, model) for one in targets)
+        return type(targets)(targets_on(device, one) for one in targets)
     if isinstance(targets, dict):
-        return {name: _moved(one, model) for name, one in targets.items()}
+        return {name: targets_on(device, one) for name, one in targets.items()}
     return targets
 
 

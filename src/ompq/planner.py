@@ -1,5 +1,6 @@
 """plan(): the bits of every unit, chosen so that a budget is met."""
 
+import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import import_module
@@ -26,7 +27,13 @@ from ompq.costs import (
 from ompq.errors import TargetError, TraceError, check_known, shortened
 from ompq.graph import find_units, float_network, live_tensors, observe
 from ompq.plans import Plan, make_problem
-from ompq.samples import Samples, SamplesLike, batch_values
+from ompq.samples import (
+    Samples,
+    SamplesLike,
+    batch_values,
+    evaluating,
+    run_batch,
+)
 from ompq.scores import (
     Hessian,
     Orm,
@@ -50,6 +57,9 @@ from ompq.units import (
     check_group_size,
     select,
 )
+
+_LOG = logging.getLogger(__name__)
+_SCORING = "scoring the choices"
 
 # Rates that coded units may get; most are low, because these decide the size of a file.
 RATES = (1, 1.25, 1.5, 1.75, 2, 2.25, 2.5, 3, 3.5, 4, 4.5, 5, 6, 7)
@@ -176,14 +186,20 @@ def plan(
         problem = replace(problem, costs=costs)
     # Before the score runs: an infeasible budget should be reported at once.
     check_budget(problem, budget)
-    stage = "scoring the choices"
-    report(1, 3, stage)
-
-    def scoring(done: int, total: int | None, _message: str) -> None:
-        report(done, total, stage)
-
-    given = ScoreInputs(graph, model, samples, problem.choices, scoring)
-    scores = score_table(config.score, given, cache).as_saved()
+    report(1, 3, _SCORING)
+    given = ScoreInputs(
+        graph,
+        model,
+        samples,
+        problem.choices,
+        lambda done, total, _message: report(done, total, _SCORING),
+    )
+    score = config.score
+    try:
+        scores = score_table(score, given, cache).as_saved()
+    except TraceError as error:
+        score = _score_of_detections(given, score, error)
+        scores = score_table(score, given, cache).as_saved()
     report(2, 3, "solving for the budget")
     problem = replace(problem, damage=scores.damage)
     allocation = allocate(problem, budget, method=config.method)
@@ -197,12 +213,34 @@ def plan(
         allocation=allocation,
         accounting=config.accounting,
         method=config.method,
-        score_name=score_name(config.score),
+        score_name=score_name(score),
         latency=config.latency,
         target=_target(config),
         activations=alive,
         files=files,
     )
+
+
+def _score_of_detections(
+    given: ScoreInputs, score: Score | str, error: TraceError
+) -> str:
+    """Return the score of a detector, whose boxes the default score cannot compare."""
+    default = score_name(score) == score_name(PlanConfig.score)
+    if not (default and _detects(given)):
+        raise error
+    _LOG.warning(
+        "the network returns detections, which no score can compare, so only the noise "
+        "of the weights decides; to judge its logits, plan the part that takes a "
+        "batch: its backbone and head, see Detectors in docs/guide.md"
+    )
+    return "weight_noise"
+
+
+def _detects(given: ScoreInputs) -> bool:
+    """Whether a network returns a list of dicts, one per image, as detectors do."""
+    with evaluating(given.model):
+        output = run_batch(given.model, given.samples.first_batch(1))
+    return isinstance(output, list) and all(isinstance(one, dict) for one in output)
 
 
 def unscored_problem(

@@ -296,7 +296,8 @@ class Problem:
             scales.append(scale)
             steps.append(floor(Decimal(repr(float(limit))) * Decimal(scale)))
             if cost.scale is None:
-                steps[-1] += floor(slack * (len(self.names) + 1))
+                # Half a step for each unit and the constant; flooring took another one.
+                steps[-1] += floor(slack * (len(self.names) + 3))
         size = self.costs.get("bytes", self.costs[next(iter(limits))])
         return Program(
             damage=self.by_group(self.damage),

@@ -39,7 +39,7 @@ from ompq.cli.settings import (
 )
 from ompq.cli.views import quality_rows, quality_text, time_line, totals, used, warning
 from ompq.costs import Budget, digits, in_bytes
-from ompq.datasets import Data, training_data
+from ompq.datasets import Data, HeldSet, training_data
 from ompq.datasets.images import image_views
 from ompq.errors import BudgetError, DataError, PlanError, suggestion
 from ompq.evaluation import METRICS, Metric, evaluate as measure
@@ -49,6 +49,7 @@ from ompq.measurement.refinement import Goal, Smallest
 from ompq.models import NamedModel
 from ompq.packing import load, save
 from ompq.plans import Plan, read_bits
+from ompq.processes import main_has
 from ompq.quantization import (
     QUANTIZE_PROTOCOLS,
     BlockError,
@@ -62,8 +63,14 @@ from ompq.reconstruction.tuning import TuningConfig
 from ompq.results import Remark
 from ompq.samples import model_device
 from ompq.stages import CONFIG, ONNX, PACKED, PLAN, REPORT, RESULT
-from ompq.training import TrainingData, check_installed, checked_length, train as learn
-from ompq.training.step import TRAIN_PROTOCOLS, TrainConfig
+from ompq.training import (
+    TrainingData,
+    check_installed,
+    checked_length,
+    labelled,
+    train as learn,
+)
+from ompq.training.step import TRAIN_PROTOCOLS, Loss, TrainConfig
 from ompq.workflow import (
     ANYTHING,
     CALIBRATION_SAMPLES,
@@ -164,6 +171,15 @@ class RunOptions:
         """Return the number of inputs used for calibration."""
         return self.samples or min(CALIBRATION_SAMPLES, len(inputs))
 
+    def learning(self) -> list[str]:
+        """Return the given options of reconstruction, as typed."""
+        given = {
+            "--iterations": self.iterations is not None,
+            "--merge-blocks": self.merge_blocks != ReconstructConfig.merge,
+            "--tune-epochs": self.tune_epochs is not None,
+        }
+        return [name for name, typed in given.items() if typed]
+
     def check(self, planning: RefineOptions) -> None:
         """Raise a ValueError for options that contradict each other."""
         deciding = [*(["--budget"] if self.budget else []), *planning.typed()]
@@ -173,13 +189,8 @@ class RunOptions:
             )
         if self.resume and self.overwrite:
             raise ValueError("--resume and --overwrite contradict each other; give one")
-        learning = {
-            "--iterations": self.iterations is not None,
-            "--merge-blocks": self.merge_blocks != ReconstructConfig.merge,
-            "--tune-epochs": self.tune_epochs is not None,
-        }
-        if self.no_reconstruct and any(learning.values()):
-            named = " and ".join(name for name, given in learning.items() if given)
+        if self.no_reconstruct and self.learning():
+            named = " and ".join(self.learning())
             raise ValueError(
                 f"--no-reconstruct and {named} contradict each other; give one"
             )
@@ -282,6 +293,11 @@ class GoalOptions:
             )
         if self.max_drop is not None and run.eval_data is None:
             raise ValueError("--max-drop needs labelled images: give --eval-data")
+        if run.views > 1:
+            raise ValueError(
+                f"--views cannot be combined with a goal ({goal}); find the plan "
+                "first, then quantize again with --plan and --views"
+            )
 
 
 def user_metrics(name: str | None) -> dict[str, Metric]:
@@ -497,6 +513,11 @@ class TrainOptions:
     learning_rate: float | None = number(
         "Initial learning rate.", shown=TrainConfig.learning_rate, least=None
     )
+    loss: str | None = option(
+        "FUNCTION",
+        "FILE.py:FUNCTION, called with the network's outputs and the targets of a "
+        "batch. It returns the mean loss, a tensor. Default: cross entropy of classes.",
+    )
     logger: str | None = one_of(
         ("tensorboard", "wandb", "mlflow"),
         "log the training there, if it is installed.",
@@ -507,6 +528,23 @@ class TrainOptions:
         "activations=clip. Repeatable.",
         "--set",
     )
+
+    def own_loss(self) -> Loss | None:
+        """Return the user's own loss, or None if none was given."""
+        if self.loss is None:
+            return None
+        if not is_user_function(self.loss):
+            raise ValueError(f"--loss {self.loss}: write FILE.py:FUNCTION")
+        return user_function(self.loss, DataError)
+
+    def check(self, run: RunOptions, planning: RefineOptions) -> None:
+        """Raise a ValueError for options that contradict each other or ``--from``."""
+        run.check(planning)
+        made = [*planning.typed(), *run.learning(), *(["--views"] * (run.views > 1))]
+        if self.start is not None and made:
+            raise ValueError(
+                f"--from FILE is already quantized; leave out {', '.join(made)}"
+            )
 
     def config(self, protocol: str | None, seed: int, folder: Path) -> TrainConfig:
         """Return the settings of recipe or protocol with the changes from options."""
@@ -561,7 +599,7 @@ def train(
     """
     check_writable(run.folder, folder=True)
     with run_folder(run, console):
-        run.check(planning)
+        training.check(run, planning)
         config = training.config(planning.protocol, sources.seed, run.folder)
         if config.start == "float":  # training would discard the reconstruction
             run = replace(run, no_reconstruct=True)
@@ -572,13 +610,13 @@ def train(
         model = sources.load(console)
         inputs = sources.inputs(model)
         # Read now, so that unsuitable data is not found after an hour of work.
-        images = _images(inputs, config, console)
-        count = min(256, run.calibration_count(inputs))
-        samples = read_samples(inputs, count, console)
+        loss = training.own_loss()
+        images = _images(inputs, config, console, class_indices=loss is None)
+        count = run.calibration_count(inputs)
+        samples = read_samples(inputs, min(256, count), console)
         judged = sources.labelled(run.eval_data, model, run.limit)
         validation = sources.labelled(training.validation, model)
-        if in_first_process():
-            run.clear(run.plan, training.start)
+        _clear(run, training)
         if in_first_process() and training.start is None:
             _prepare(inputs, run, planning, console)
         plan, start = _starting_point(training, run, model)
@@ -590,6 +628,7 @@ def train(
                 teacher=model.module,
                 validation=validation,
                 checkpoint=run.folder / _TRAINING,
+                loss=loss,
                 progress=progress,
             )
         if not in_first_process():
@@ -601,15 +640,26 @@ def train(
         return _finish(outcome, run, console, work)
 
 
-def _images(inputs: Data, config: TrainConfig, console: Console) -> TrainingData:
+def _images(
+    inputs: Data, config: TrainConfig, console: Console, *, class_indices: bool
+) -> TrainingData:
     """Return the training images, checked before any work is done."""
     device = model_device(inputs.model.module)
     with console.stage("reading images") as progress:
         images = training_data(inputs, device=device, progress=progress)
+    if isinstance(images, HeldSet):
+        labelled((images.inputs, images.targets), class_indices=class_indices)
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     checked_length(images, config, processes, device)
     check_installed(config)
     return images
+
+
+def _clear(run: RunOptions, training: TrainOptions) -> None:
+    """Remove an earlier run's files, before another process can load them."""
+    if in_first_process():
+        run.clear(run.plan, training.start)
+    main_has("cleared")
 
 
 def _prepare(

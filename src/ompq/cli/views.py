@@ -95,6 +95,8 @@ def quality_rows(result: Evaluation | None) -> list[tuple[str, str]]:
     if result.agreement is not None and result.divergence is not None:
         text = f"{100 * result.agreement:.2f} % of the answers, divergence"
         rows.append(("as float", f"{text} {digits(result.divergence)}, on {images}"))
+    if result.top1 is None and not result.metrics:
+        rows.append(("accuracy", "not measured: give class labels, or --metric"))
     return rows
 
 

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, replace
 from itertools import chain, islice, pairwise
-from operator import itemgetter
+from operator import index, itemgetter
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -35,15 +35,20 @@ from ompq.datasets.images import (
     open_image,
 )
 from ompq.errors import DataError, check_counts, shortened
+from ompq.evaluation import is_class_indices
 from ompq.files import call_user_function, is_user_function, reason
 from ompq.models import NamedModel, output_count, transformers_library
 from ompq.models.networks import demo_data
+from ompq.recording import tensors_in
 from ompq.samples import (
+    Batch,
     batch_length,
     call,
     evaluating,
+    first_tensor,
     map_batch,
     model_device,
+    run_batch,
     to_device,
     token_ids,
 )
@@ -78,6 +83,7 @@ class Data:
     skip_unreadable: bool = False  # whether unreadable images are skipped
     # Generates a number of samples if there are none to read.
     make: Callable[[int, Progress | None], Tensor] | None = None
+    images: ImageFiles | None = None  # the files, if it is a folder of images
 
     def __len__(self) -> int:
         return self.length
@@ -279,7 +285,9 @@ def _from_folder(folder: Path, model: NamedModel, split: str) -> Data:
         return decode(images.files[position], model), target
 
     problem = _class_problem(images, model)
-    return Data(str(folder), model, len(images.files), read, targets, problem)
+    return Data(
+        str(folder), model, len(images.files), read, targets, problem, images=images
+    )
 
 
 def _from_text(path: Path, model: NamedModel) -> Data:
@@ -488,9 +496,7 @@ def _indexed(
             raise DataError(
                 f"{name} returned {len(inputs)} inputs and {len(targets)} targets"
             )
-        classes = None
-        if not (isinstance(targets, Tensor) and targets.dim() > 1):
-            classes = targets = tuple(int(target) for target in targets)
+        classes = _classes(targets)
         return lambda at: (inputs[at], targets[at]), len(inputs), classes
     one_batch = isinstance(given, tuple | dict)
     if one_batch or not hasattr(given, "__getitem__"):
@@ -501,7 +507,15 @@ def _indexed(
     targets = getattr(given, "targets", None)
     if targets is None or len(targets) != len(given):
         return given.__getitem__, len(given), None
-    return given.__getitem__, len(given), tuple(int(target) for target in targets)
+    return given.__getitem__, len(given), _classes(targets)
+
+
+def _classes(targets: Any) -> tuple[int, ...] | None:
+    """Return targets as class indices, or None if they are something else."""
+    try:
+        return tuple(map(index, targets))
+    except TypeError:  # floats, or tensors of several values
+        return None
 
 
 def _split(name: str, batches: Any, model: NamedModel) -> list[Item]:
@@ -509,6 +523,7 @@ def _split(name: str, batches: Any, model: NamedModel) -> list[Item]:
     if not hasattr(batches, "__iter__"):
         raise DataError(_unusable(name, batches))
     items: list[Item] = []
+    number = 0  # of the batch that an error is about
     try:
         for batch in batches:
             inputs, targets = _item(batch, model)
@@ -517,8 +532,9 @@ def _split(name: str, batches: Any, model: NamedModel) -> list[Item]:
                 one = map_batch(inputs, itemgetter(at))
                 target = -1 if unlabelled else _item((one, targets[at]), model)[1]
                 items.append((one, target))
+            number += 1
     except Exception as error:  # the user's code may raise anything
-        raise DataError(f"{name}: batch {len(items)}: {reason(error)}") from error
+        raise DataError(f"{name}: batch {number}: {reason(error)}") from error
     return items
 
 
@@ -556,10 +572,10 @@ def training_data(
         raise DataError(f"{data.name}: {data.label_problem}")
     device = torch.device(device)
     large = max(data.model.input_shape[1:], default=0) > _SMALL
-    if not (large and Path(data.name).is_dir()):
+    if data.images is None or not large:
         return _held(data, device, augment=augment, progress=progress)
     return ImageSet(
-        find_images(Path(data.name), "train"),
+        data.images,
         # Workers need the preprocessing, but not the network itself.
         replace(data.model, module=nn.Identity()),
         workers=data.workers,
@@ -573,10 +589,10 @@ def training_data(
 class HeldSet:
     """Inputs held in device memory; images are cropped and flipped there."""
 
-    # uint8 images (N, H, W, C), padded on all sides, or float inputs (N, ...), which
-    # are not augmented.
-    inputs: Tensor
-    targets: Tensor  # classes, (N,)
+    # uint8 images (N, H, W, C), padded on all sides, or other inputs, (N, ...) each,
+    # which are not augmented.
+    inputs: Batch
+    targets: Tensor  # classes, (N,), or what a loss of the user's own needs, (N, ...)
     padding: int  # pixels on each side; 0 for no augmentation
     mean: Tensor  # per channel, for pixels in [0, 255], (C,)
     std: Tensor  # likewise, (C,)
@@ -592,9 +608,9 @@ class HeldSet:
         seed: int = 0,
         start: int = 0,
         shard: Shard = (0, 1),
-    ) -> Iterator[tuple[Tensor, Tensor]]:
+    ) -> Iterator[tuple[Batch, Tensor]]:
         """Yield inputs (N, C, H, W) and targets (N,), N = batch size / processes."""
-        device = self.inputs.device
+        device = self.targets.device
         generator = torch.Generator().manual_seed(mixed_seed(seed, number))
         order = torch.randperm(len(self), generator=generator).to(device)
         # Drawn for all images at once, so that no batch waits for the host.
@@ -605,9 +621,9 @@ class HeldSet:
         for picked in dealt(order, batch_size=batch_size, start=start, shard=shard):
             yield self._inputs(picked, shifts, flips), self.targets[picked]
 
-    def _inputs(self, picked: Tensor, shifts: Tensor, flips: Tensor) -> Tensor:
-        if self.inputs.dtype != torch.uint8:
-            return self.inputs[picked]
+    def _inputs(self, picked: Tensor, shifts: Tensor, flips: Tensor) -> Batch:
+        if not isinstance(self.inputs, Tensor) or self.inputs.dtype != torch.uint8:
+            return map_batch(self.inputs, itemgetter(picked))
         if not self.padding:
             pixels = self.inputs[picked]
         else:  # shifted crops, half of them mirrored
@@ -626,36 +642,56 @@ def _held(
     data: Data, device: torch.device, *, augment: bool, progress: Progress | None
 ) -> HeldSet:
     """Read all inputs into the device's memory."""
-    inputs: Tensor | None = None
-    targets = torch.zeros(len(data), dtype=torch.long)
-    count = 0  # fewer than len(data) if unreadable images are skipped
+    inputs: Batch | None = None
+    found: list[Any] = []  # fewer than len(data) if unreadable images are skipped
     for value, target in data.items(range(len(data))):
         if inputs is None:
-            inputs = torch.empty(len(data), *value.shape, dtype=value.dtype)
-        inputs[count], targets[count] = value, target
-        count += 1
-        if progress is not None and count % 100 == 0:
-            progress(count, len(data), "reading images")
+            outputs = _outputs(data, value)
+            inputs = map_batch(value, lambda one: one.new_empty(len(data), *one.shape))
+        for place, one in zip(tensors_in(inputs), tensors_in(value), strict=True):
+            place[len(found)] = one
+        found.append(target)
+        if progress is not None and len(found) % 100 == 0:
+            progress(len(found), len(data), "reading images")
     if inputs is None:
         raise DataError(f"{data.name}: none of its {len(data)} inputs can be read")
-    inputs, targets = inputs[:count], targets[:count]
-    outputs, low, high = output_count(data.model), targets.min(), targets.max()
-    if low < 0 or high >= outputs:
-        raise DataError(
-            f"{data.name}: targets range from {low} to {high}, but {data.model.name} "
-            f"has {outputs} outputs; targets are class indices, 0 to {outputs - 1}"
-        )
-    images = inputs.dtype == torch.uint8
-    padding = _PADDING if images and augment else 0
-    if images:
+    targets = _held_targets(data, found, outputs).to(device)
+    inputs = map_batch(inputs, lambda one: one[: len(found)])
+    padding = 0
+    if isinstance(inputs, Tensor) and inputs.dtype == torch.uint8:
+        padding = _PADDING if augment else 0
         inputs = F.pad(inputs, [padding] * 4).permute(0, 2, 3, 1)
     return HeldSet(
-        inputs.contiguous().to(device),
-        targets.to(device),
+        map_batch(inputs, lambda one: one.contiguous().to(device)),
+        targets,
         padding,
         255 * torch.tensor(data.model.mean, device=device),
         255 * torch.tensor(data.model.std, device=device),
     )
+
+
+def _outputs(data: Data, value: Any) -> int:
+    """Return the number of outputs that the network has for an input."""
+    model = data.model.module
+    with evaluating(model):
+        return first_tensor(run_batch(model, data.stack([value]))).shape[-1]
+
+
+def _held_targets(data: Data, found: list[Any], outputs: int) -> Tensor:
+    """Return targets as one tensor, (N, ...); class indices are those of outputs."""
+    targets = _joined(found)
+    if not isinstance(targets, Tensor):
+        raise DataError(
+            f"{data.name}: targets differ in shape or are no tensors; training needs "
+            "numbers, or tensors of one shape"
+        )
+    low, high = targets.min(), targets.max()
+    if is_class_indices(targets, len(found)) and (low < 0 or high >= outputs):
+        raise DataError(
+            f"{data.name}: targets range from {low} to {high}, but {data.model.name} "
+            f"has {outputs} outputs; targets are class indices, 0 to {outputs - 1}"
+        )
+    return targets
 
 
 @dataclass(frozen=True, eq=False)

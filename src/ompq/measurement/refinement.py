@@ -369,8 +369,8 @@ _TEXTS = {
 }
 _CLASSES = "the network returns no logits of several classes; use a metric of your own"
 _NEEDS = {
-    "max_drop": "give labelled images (--eval-data), or use --min-agreement or "
-    "--max-divergence",
+    "max_drop": "give class labels (--eval-data) or a metric of your own (--metric), "
+    "or use --min-agreement or --max-divergence",
     "min_agreement": _CLASSES,
     "max_divergence": _CLASSES,
 }

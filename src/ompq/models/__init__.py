@@ -196,6 +196,11 @@ def _from_package(name: str, *, pretrained: bool) -> NamedModel:
 
 def _from_torchvision(name: str, short: str, *, pretrained: bool) -> NamedModel:
     names = _torchvision_names()
+    if short not in names and short in torchvision.models.list_models():
+        raise ModelError(
+            f"{name} is no classification network: return it from a function of your "
+            f"own, FILE.py:FUNCTION, made with torchvision.models.get_model({short!r})"
+        )
     if short not in names:
         raise ModelError(
             f"torchvision has no classification network {short!r}"

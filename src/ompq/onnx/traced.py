@@ -6,11 +6,13 @@ DequantizeLinear. Everything else is float, and so are products with weights tha
 group-wise scales.
 """
 
+import io
 import logging
+import re
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -205,29 +207,41 @@ def _written(
                 verbose=False,
             )
     except Exception as error:
-        reason = str(error).strip().partition("\n")[0]
+        reason = _plain(error)
         raise ExportError(
-            f"PyTorch cannot write the network as ONNX: {reason}"
+            f"PyTorch cannot write the network as ONNX: {reason}. A network whose "
+            "path depends on values, such as a detector, can be exported by the part "
+            "that takes a batch; --debug shows PyTorch's whole report"
         ) from error
     written = program.model_proto
     _strip(written)
     return written
 
 
+def _plain(error: Exception) -> str:
+    """Return the first sentence of an error, without colours."""
+    line = re.sub(r"\x1b\[[0-9;]*m", "", str(error)).strip().partition("\n")[0]
+    return line.partition(". This is step")[0].rstrip(".")
+
+
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Silence the exporter's own warnings and messages."""
-    logger = logging.getLogger("torch.onnx")
-    level, fast = logger.level, torch.backends.mha.get_fastpath_enabled()
-    logger.setLevel(logging.ERROR)
+    names = ("torch.onnx", "torch.fx.experimental.symbolic_shapes")
+    levels = {logging.getLogger(name): logging.getLogger(name).level for name in names}
+    fast = torch.backends.mha.get_fastpath_enabled()
+    for logger in levels:
+        logger.setLevel(logging.ERROR)
     # ONNX has no operator for the fused kernel of a whole attention.
     torch.backends.mha.set_fastpath_enabled(False)
     try:
-        with warnings.catch_warnings():
+        # Where it fails, it prints all that it has traced: thousands of lines.
+        with warnings.catch_warnings(), redirect_stderr(io.StringIO()):
             warnings.simplefilter("ignore")
             yield
     finally:
-        logger.setLevel(level)
+        for logger, level in levels.items():
+            logger.setLevel(level)
         torch.backends.mha.set_fastpath_enabled(fast)
 
 

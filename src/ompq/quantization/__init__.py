@@ -315,6 +315,11 @@ def _resolve(
             )
         return graph.grouped(planned), plan.allocation
     if not isinstance(plan, Allocation):
+        if not isinstance(plan, Mapping):
+            raise TypeError(
+                f"plan={plan!r} decides no bits; give a plan, a file, or a dict such "
+                'as {"*": 4}'
+            )
         plan = _match_patterns(plan, graph)
     missing = [name for name in graph.names if name not in plan]
     if missing:

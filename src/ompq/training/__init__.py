@@ -21,12 +21,14 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ompq.allocation import Allocation
 from ompq.errors import DataError, MissingExtraError, TrainingError, shortened
+from ompq.evaluation import targets_on
 from ompq.files import read_checkpoint, run_identity, write_checkpoint, write_text
 from ompq.layers import activation_quantizers, quantized_layers
 from ompq.quantization import keep_rates, quantization_of, with_quantization
 from ompq.recording import copied, tensors_in
 from ompq.samples import (
     Batch,
+    batch_length,
     call,
     cudnn_kernels,
     evaluating,
@@ -50,6 +52,7 @@ from ompq.training.methods import (
 from ompq.training.step import (
     CodePenalty,
     Gradients,
+    Loss,
     Recorded,
     TrainConfig,
     make_trainable,
@@ -63,7 +66,7 @@ _MODEL, _MOMENTUM, _COUNTS = "model/", "momentum/", "counts"
 # Settings that may change when a run is resumed, because they do not affect its result.
 _NOT_IN_IDENTITY = {"checkpoint_steps", "report_steps", "tensorboard", "logger"}
 
-LabelledBatch: TypeAlias = tuple[Batch, Tensor]
+LabelledBatch: TypeAlias = tuple[Batch, Any]
 Shard: TypeAlias = tuple[int, int]  # index of a process, and number of processes
 
 
@@ -101,6 +104,7 @@ def train(  # noqa: PLR0913
     teacher: nn.Module | None = None,
     validation: Iterable[LabelledBatch] | None = None,
     checkpoint: str | Path | None = None,
+    loss: Loss | None = None,
     progress: Progress | None = None,
 ) -> nn.Module:
     """Fine-tune a quantized network on labelled images and return the result.
@@ -114,13 +118,18 @@ def train(  # noqa: PLR0913
         batches: Training data (:func:`ompq.training_data`), or an iterable of inputs
             and targets that can be read once per epoch, such as a ``DataLoader``.
         teacher: The float network, for distillation or to keep its norms.
-        validation: Labelled batches; accuracy on them decides which epoch is kept.
+        validation: Labelled batches; accuracy on them, or your own loss, decides which
+            epoch is kept.
         checkpoint: Folder for ``last.safetensors`` and, with validation data,
             ``best.safetensors``. If they exist, the run resumes from them and gives
             the same network and the same files as an uninterrupted run.
+        loss: Called with the network's output and the targets of a batch, which may be
+            anything; returns the mean loss, a scalar. By default targets are class
+            indices (N,), and the loss is the cross entropy of logits (N, classes).
         progress: Called with the steps done, the total number of steps and a message.
 
     Raises:
+        DataError: There are too few batches, or targets are not class indices.
         QuantizationError: ``quantized`` is not quantized.
         TrainingError: The loss is not finite, or the rounding method does not support
             groups of weights.
@@ -141,7 +150,7 @@ def train(  # noqa: PLR0913
             f"for each group of weights in {shortened(grouped)}; train with "
             "weights='stored', or plan without group_size"
         )
-    run = Run(quantized, batches, config, teacher=teacher)
+    run = Run(quantized, batches, config, teacher=teacher, loss=loss)
     tracker = Tracker(
         run,
         run.identity(quantized),
@@ -153,10 +162,11 @@ def train(  # noqa: PLR0913
         for epoch in range(run.step // run.epoch_steps, config.epochs):
             numbers = run.begin_epoch(epoch)
             loader = epoch_batches(batches, epoch, config, numbers, run.shard)
-            for inputs, targets in loader:
+            for batch in loader:
+                inputs, targets = labelled(batch, class_indices=loss is None)
                 with run.engine.accumulate(run.prepared):
                     placed = run.gradients.placed(inputs)
-                    run.compute(placed, targets.to(run.device, non_blocking=True))
+                    run.compute(placed, targets_on(run.device, targets))
                     if run.engine.sync_gradients:
                         run.update()
                         tracker.after_step()
@@ -221,6 +231,7 @@ class Run:
         config: TrainConfig,
         *,
         teacher: nn.Module | None,
+        loss: Loss | None = None,
     ) -> None:
         self.config, self.device = config, model_device(quantized)
         self.engine = _accelerator(quantized, config)
@@ -256,8 +267,15 @@ class Run:
             backward=self.engine.backward,
             device=self.device,
             penalty=penalty,
+            own_loss=loss,
         )
         self.compute: Callable[..., None] = self.gradients
+
+    @property
+    def judged_by(self) -> str:
+        """What epochs are judged by; higher is better."""
+        own_loss = self.gradients.own_loss
+        return "validation top-1" if own_loss is None else "minus validation loss"
 
     @property
     def shard(self) -> Shard:
@@ -268,6 +286,8 @@ class Run:
         """Return a digest that a run and the checkpoint it resumes from must share."""
         settings = asdict(self.config)
         kept = {k: v for k, v in settings.items() if k not in _NOT_IN_IDENTITY}
+        if (loss := self.gradients.own_loss) is not None:
+            kept["loss"] = getattr(loss, "__name__", type(loss).__name__)
         return run_identity([kept, self.length], quantized.state_dict().values())
 
     def begin_epoch(self, number: int) -> range:
@@ -320,24 +340,34 @@ class Run:
         gathered: Tensor = self.engine.gather(self.gradients.counts[None])
         return gathered.cpu()
 
-    def accuracy(self, batches: Iterable[LabelledBatch]) -> float:
-        """Return the top-1 accuracy; the processes share the batches."""
+    def quality(self, batches: Iterable[LabelledBatch]) -> float:
+        """Return the top-1 accuracy, or minus the mean of the user's own loss.
+
+        The processes share the batches.
+        """
+        own_loss = self.gradients.own_loss
         process, processes = self.shard
         counts = torch.zeros(2, device=self.device)
         with evaluating(self.model):
             for number, (inputs, targets) in enumerate(batches):
                 if number % processes == process:
                     output = call(self.model, self.gradients.placed(inputs))
-                    answers = first_tensor(output).argmax(1)
-                    counts[0] += (answers == targets.to(self.device)).sum()
-                    counts[1] += len(targets)
-        correct, count = self.engine.reduce(counts).tolist()
+                    images, wanted = (
+                        batch_length(inputs),
+                        targets_on(self.device, targets),
+                    )
+                    if own_loss is not None:
+                        counts[0] -= images * own_loss(output, wanted)
+                    else:
+                        counts[0] += (first_tensor(output).argmax(1) == wanted).sum()
+                    counts[1] += images
+        total, count = self.engine.reduce(counts).tolist()
         if not count:
             raise DataError(
                 "validation yielded no images; it is read once before training and "
                 "once per epoch, so pass a list or a DataLoader that is not empty"
             )
-        return float(correct / count)
+        return float(total / count)
 
     def result(self, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Return the state as that of an ordinary quantized network, norms folded."""
@@ -452,7 +482,7 @@ class Tracker:
             if self.folder is not None and (self.folder / LAST).exists():
                 self._resume(self.folder)
             elif self.validation is not None and self.run.config.keep == "best":
-                self._judge(self.run.accuracy(self.validation))
+                self._judge(self.run.quality(self.validation))
             self.since = time.perf_counter()
             yield
 
@@ -482,12 +512,14 @@ class Tracker:
         """Measure the accuracy, keep the best epoch and write a checkpoint."""
         run = self.run
         loss, correct, count = run.counts().sum(0).tolist()
-        entry = {"epoch": epoch + 1, "loss": loss / count, "top1": correct / count}
+        entry = {"epoch": epoch + 1, "loss": loss / count}
+        if run.gradients.own_loss is None:
+            entry["top1"] = correct / count
         run.gradients.counts.zero_()
         self.reported.zero_()
         if self.validation is not None:
-            entry["validation"] = run.accuracy(self.validation)
-            self.write("validation top-1", entry["validation"], run.step)
+            entry["validation"] = run.quality(self.validation)
+            self.write(run.judged_by, entry["validation"], run.step)
         self.history.append(entry)
         _LOG.info("epoch %s", ", ".join(f"{k} {v:.4g}" for k, v in entry.items()))
         if "validation" in entry and run.config.keep == "best":
@@ -516,15 +548,20 @@ class Tracker:
                 f"{self._kept()}. Lower learning_rate={run.config.learning_rate:g}, "
                 "or set gradient_norm"
             )
-        for name, value in (("loss", loss), ("top-1", correct), ("rate", run.rate())):
+        known = {"loss": loss, "top-1": correct, "rate": run.rate()}
+        right = f", top-1 {correct:.1%}"
+        if run.gradients.own_loss is not None:
+            right = ""
+            del known["top-1"]
+        for name, value in known.items():
             self.write(name, value, run.step)
         if self.progress is not None:
             epoch = -(-run.step // run.epoch_steps)
             self.progress(
                 run.step,
                 run.steps,
-                f"epoch {epoch}/{run.config.epochs}: loss {loss:.3f}, "
-                f"top-1 {correct:.1%}, {speed:,.0f} images/s",
+                f"epoch {epoch}/{run.config.epochs}: loss {loss:.3f}{right}, "
+                f"{speed:,.0f} images/s",
             )
 
     def _kept(self) -> str:
@@ -562,10 +599,11 @@ class Tracker:
         """Return the state dict to keep: that of the best epoch or of the last."""
         if self.best is not None and self.best_step == 0 and self.run.shard[0] == 0:
             _LOG.warning(
-                "no epoch does better on the validation data than the start, %.2f %%; "
-                "the start is kept. Train longer, lower learning_rate=%g, or set "
-                "keep=last",
-                100 * self.best,
+                "no epoch does better on the validation data than the start (%s "
+                "%.4g); the start is kept. Train longer, lower learning_rate=%g, or "
+                "set keep=last",
+                self.run.judged_by,
+                self.best,
                 self.run.config.learning_rate,
             )
         return self.best_model or self.run.model.state_dict()
@@ -653,7 +691,7 @@ def epoch_batches(
                 "batches must yield as many as its length in every epoch"
             )
         if number in numbers:
-            yield _labelled(batch)
+            yield batch
 
 
 def dealt(
@@ -671,12 +709,19 @@ def mixed_seed(*numbers: int) -> int:
     return int.from_bytes(digest, "big")
 
 
-def _labelled(batch: Any) -> LabelledBatch:
+def labelled(batch: Any, *, class_indices: bool = True) -> LabelledBatch:
+    """Return inputs and targets, which are class indices, (N,), unless told otherwise.
+
+    Raises:
+        DataError: The batch is not a pair, or its targets are not class indices.
+    """
     if not isinstance(batch, tuple | list) or len(batch) != 2:
         raise DataError(
             f"a batch is {type(batch).__name__}; training needs (inputs, targets)"
         )
     inputs, targets = batch
+    if not class_indices:
+        return inputs, targets
     count = next((len(tensor) for tensor in tensors_in(inputs) if tensor.dim()), 0)
     whole = isinstance(targets, Tensor) and not (
         targets.is_floating_point() or targets.is_complex()
@@ -686,6 +731,6 @@ def _labelled(batch: Any) -> LabelledBatch:
         shape = tuple(getattr(targets, "shape", ()))
         raise DataError(
             f"targets are {found} of shape {shape} for {count} inputs; training needs "
-            f"class indices, integers of shape ({count},)"
+            f"class indices, integers of shape ({count},), or a loss of your own"
         )
     return inputs, targets.long()

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
-from typing import Any, Literal, get_args, get_type_hints
+from typing import Any, Literal, TypeAlias, get_args, get_type_hints
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,14 @@ from ompq.errors import QuantizationError, suggestion
 from ompq.layers import QuantizedLayer, activation_quantizers, quantized_layers
 from ompq.quantization import quantization_of
 from ompq.rates import between_codes
-from ompq.samples import Batch, call, first_tensor, to_device
+from ompq.samples import (
+    Batch,
+    batch_length,
+    call,
+    class_rows,
+    first_tensor,
+    to_device,
+)
 from ompq.streams import SMALLEST_BITS
 
 
@@ -159,9 +166,8 @@ class TrainConfig:
 
 
 _POSITIVE = ("learning_rate", "temperature")
-_FRACTIONS = (
-    "momentum", "range_momentum", "distill", "label_smoothing", "outlier_fraction",
-)  # fmt: skip
+_BELOW_ONE = ("momentum", "range_momentum")  # with 1 they would never forget, or learn
+_FRACTIONS = ("distill", "label_smoothing", "outlier_fraction")
 _AT_LEAST_ONE = ("epochs", "batch_size", "accumulate", "report_steps")
 
 
@@ -182,6 +188,8 @@ def _number_problem(name: str, value: Any, kind: type) -> str:
     number = isinstance(value, int if kind is int else int | float)
     if not number or isinstance(value, bool):
         return "a whole number" if kind is int else "a number"
+    if name in _BELOW_ONE:
+        return "" if 0 <= value < 1 else "from 0 to below 1"
     if name in _FRACTIONS:
         return "" if 0 <= value <= 1 else "from 0 to 1"
     if name in _POSITIVE:
@@ -262,6 +270,10 @@ TRAIN_PROTOCOLS: Mapping[str, TrainConfig] = MappingProxyType(
 _SMALLEST = 1 / 16
 WIDTH = "weight_width"  # name of a layer's parameter for a learned width
 _WARM_UP = 3  # passes before recording a CUDA graph, as in PyTorch's documentation
+
+
+# Called with the network's output and the targets of a batch; returns the mean loss.
+Loss: TypeAlias = Callable[[Any, Any], Tensor]
 
 
 @dataclass(frozen=True, eq=False)
@@ -380,10 +392,10 @@ class Gradients:
     """Computes gradients of batches; counts losses, correct predictions and images.
 
     The counts, (3,), are float64, so that a sum over an epoch depends only on the order
-    of its batches.
+    of its batches. With a loss of the user's own, no prediction is counted as correct.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the last two are optional
         self,
         model: Callable[..., Any],
         teacher: nn.Module | None,
@@ -392,27 +404,36 @@ class Gradients:
         backward: Callable[[Tensor], Any],
         device: torch.device,
         penalty: Callable[[], Tensor] | None = None,
+        own_loss: Loss | None = None,
     ) -> None:
         self.model, self.teacher, self.config = model, teacher, config
         self.backward, self.device, self.penalty = backward, device, penalty
+        self.own_loss = own_loss
         self.counts = torch.zeros(3, dtype=torch.float64, device=device)
 
-    def __call__(self, inputs: Batch, targets: Tensor) -> None:
+    def __call__(self, inputs: Batch, targets: Any) -> None:
         """Add the gradients of a batch to those in the parameters."""
         expected = None
         if self.teacher is not None:
             with torch.no_grad(), self._autocast():
                 expected = first_tensor(call(self.teacher, inputs)).float()
         with self._autocast():
-            logits = first_tensor(call(self.model, inputs)).float()  # type: ignore[arg-type]
-            loss = training_loss(logits, targets, expected, self.config)
+            output = call(self.model, inputs)  # type: ignore[arg-type]
+            logits = first_tensor(output).float()
+            if self.own_loss is None:
+                loss = cross_entropy(logits, targets, self.config)
+            else:
+                loss = _one_number(self.own_loss(output, targets))
+            loss = with_distillation(loss, logits, expected, self.config)
             if self.penalty is not None:
                 loss = loss + self.penalty()
         self.backward(loss)
+        images = batch_length(inputs)
         with torch.no_grad():
-            self.counts[0] += loss.detach() * len(targets)
-            self.counts[1] += (logits.argmax(1) == targets).sum()
-            self.counts[2] += len(targets)
+            self.counts[0] += loss.detach() * images
+            if self.own_loss is None:
+                self.counts[1] += (logits.argmax(1) == targets).sum()
+            self.counts[2] += images
 
     def _autocast(self) -> torch.autocast:
         # Every weight is used once, so caching cast weights would gain nothing, and the
@@ -444,19 +465,37 @@ def memory_layout(config: TrainConfig, device: torch.device) -> torch.memory_for
     return torch.contiguous_format
 
 
-def training_loss(
-    logits: Tensor, targets: Tensor, expected: Tensor | None, config: TrainConfig
-) -> Tensor:
-    """Return the mean loss of a batch: cross entropy, mixed with distillation.
+def _one_number(loss: Any) -> Tensor:
+    if isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad:
+        return loss.view(())
+    what = type(loss).__name__
+    if isinstance(loss, Tensor):
+        what = f"a tensor of shape {tuple(loss.shape)}"
+        what += "" if loss.requires_grad else " without a gradient"
+    raise ValueError(
+        f"the loss returned {what}; return the mean over the batch, a tensor of one "
+        "number computed from the network's output"
+    )
 
-    Logits, and the teacher's if given (``expected``), are (N, classes); targets (N,).
+
+def cross_entropy(logits: Tensor, targets: Tensor, config: TrainConfig) -> Tensor:
+    """Return the mean cross entropy of logits (N, classes) and class indices (N,)."""
+    return F.cross_entropy(logits, targets, label_smoothing=config.label_smoothing)
+
+
+def with_distillation(
+    loss: Tensor, logits: Tensor, expected: Tensor | None, config: TrainConfig
+) -> Tensor:
+    """Return the loss of a batch, mixed with that of distillation.
+
+    Logits, and the teacher's if given (``expected``), are (N, classes, ...).
     """
-    loss = F.cross_entropy(logits, targets, label_smoothing=config.label_smoothing)
     if expected is None:
         return loss
+    rows, others = class_rows(logits), class_rows(expected)
     divergence = F.kl_div(
-        (logits / config.temperature).log_softmax(1),
-        (expected / config.temperature).log_softmax(1),
+        (rows / config.temperature).log_softmax(1),
+        (others / config.temperature).log_softmax(1),
         reduction="batchmean",
         log_target=True,
     )
