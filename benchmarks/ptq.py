@@ -179,7 +179,11 @@ def run_one(options, network, bits, seed: int, iterations: int) -> dict:
         iterations=iterations, **json.loads(options.rounding)
     )
     config = ompq.ReconstructConfig(
-        rounding=rounding, seed=seed, loss=options.loss, merge=options.merge
+        rounding=rounding,
+        tuning=ompq.TuningConfig(**json.loads(options.tuning)),
+        seed=seed,
+        loss=options.loss,
+        merge=options.merge,
     )
     result = ompq.reconstruct(quantized, model, samples, config)
     synchronise()
@@ -234,6 +238,7 @@ def main() -> None:
     parser.add_argument("--images", type=int, default=1000, help="to calibrate with")
     parser.add_argument("--views", type=int, default=1, help="of each image")
     parser.add_argument("--rounding", default="{}", help="JSON of other settings")
+    parser.add_argument("--tuning", default="{}", help="JSON of settings of tuning")
     parser.add_argument("--loss", default="squared")
     parser.add_argument("--merge", type=int, default=1, help="blocks, at most")
     parser.add_argument("--image-bits", type=int, help="of the first layer's input")
@@ -251,6 +256,7 @@ def main() -> None:
         work=options.work,
         choices=options.choices,
         rounding=options.rounding,
+        tuning=options.tuning,
         loss=options.loss,
         merge=options.merge,
         image_bits=options.image_bits,
