@@ -542,3 +542,32 @@ def test_layers_that_were_replaced_are_freed_at_once():
     bits = dict.fromkeys(graph.names, Choice(4, 32))
     assemble(network, graph, bits, [], weight_grid=grid, activation_grids=[])
     assert [alive[0] - kept for kept in alive] == [0, 1, 2, 3]
+
+
+class Renamed(nn.Module):
+    """A layer and its norm that have two names each, and are called by both."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.head = (
+            nn.Conv2d(3, 3, 1),
+            nn.BatchNorm2d(3),
+            nn.Linear(3, 4),
+        )
+        self.again, self.other = self.first, self.norm
+
+    def forward(self, x):
+        x = self.norm(self.first(x)).relu()
+        return self.head(self.other(self.again(x)).relu().mean((2, 3)))
+
+
+def test_a_layer_of_two_names_is_quantized_under_both(tmp_path):
+    model, samples = seeded(Renamed()), scenes(16)
+    quantized = ompq.quantize(model, {"*": (3, 8)}, samples)
+    assert quantized.again is quantized.first
+    assert quantized.other is quantized.norm
+    assert isinstance(quantized.again, QuantizedConv2d)
+    ompq.save(quantized, tmp_path / "net.ompq.safetensors")
+    loaded = ompq.load(tmp_path / "net.ompq.safetensors", model)
+    assert loaded.again is loaded.first
+    assert torch.equal(loaded(samples), quantized(samples))

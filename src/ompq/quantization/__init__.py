@@ -460,6 +460,7 @@ def assemble(
     ``weight_grid`` is called with a unit's weight after folding its batch norm.
     """
     quantized = copied(model).eval()
+    aliases = _aliases(quantized)
     # Parameters are counted by id: holding on to replaced layers would cost memory.
     uses: Counter[int] = Counter()
     for module in quantized.modules():
@@ -474,6 +475,8 @@ def assemble(
         if (choice := allocation[unit.name]).weight < FLOAT_BITS:
             tied = users > 1 and not unit.norm
             _quantize_unit(quantized, unit, choice, weight_grid, tied=tied)
+    for alias, name in aliases.items():
+        replace_module(quantized, alias, quantized.get_submodule(name))
     names = quantizer_names(quantized, sites)
     device = model_device(model)
     for name, site, grid in zip(names, sites, activation_grids, strict=True):
@@ -482,6 +485,14 @@ def assemble(
         )
         _attach(quantized, name, site, quantizer.to(device))
     return quantized
+
+
+def _aliases(model: nn.Module) -> dict[str, str]:
+    """Return further names of modules that have several, with the first of each."""
+    first: dict[nn.Module, str] = {}
+    named = model.named_modules(remove_duplicate=False)
+    pairs = [(name, first.setdefault(module, name)) for name, module in named]
+    return {name: other for name, other in pairs if name != other}
 
 
 def _fold_norm(model: nn.Module, unit: Unit) -> None:
