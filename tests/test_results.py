@@ -107,6 +107,9 @@ def test_a_quantized_network_is_not_quantized_again():
     for again in (
         lambda: ompq.quantize(network, PLAN, images()),
         lambda: ompq.plan(network, images(), "4bits"),
+        lambda: ompq.trace(network, images()),
+        lambda: ompq.reconstruct(network, network, images()),
+        lambda: ompq.refine(PLAN, network, images(64)),
     ):
         with pytest.raises(ompq.QuantizationError, match="Chain is already quantized"):
             again()

@@ -58,8 +58,9 @@ def trace(model: nn.Module, samples: SamplesLike, *, tie: bool = True) -> LayerG
 
     Raises:
         TraceError: The network fails on the samples or has no layer to quantize.
+        QuantizationError: The network is already quantized.
     """
-    model = with_layers(model, samples)
+    model = with_layers(float_network(model), samples)
     return find_units(model, observe(model, samples), tie=tie)
 
 
