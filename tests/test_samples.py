@@ -142,7 +142,7 @@ def test_an_iterator_that_was_read_before_is_refused():
         Samples.of(given)
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_broken_values_are_refused(value):
     with pytest.raises(SampleError, match="samples hold NaN or infinity"):
         Samples.of(torch.tensor([[1.0, value]]))

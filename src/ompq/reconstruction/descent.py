@@ -15,7 +15,6 @@ from ompq.recording import detach_state, tensors_in, with_tensors
 from ompq.samples import cudnn_kernels, evaluating, model_device
 from ompq.stages import Progress
 
-_REPORT_EVERY = 50  # iterations; on a CPU these can take seconds
 _WARMUP_STEPS = 3  # eager steps before one is captured as a CUDA graph
 
 
@@ -44,7 +43,7 @@ class Descent:
     schedule: Tensor  # learning rates and other values of each step, (steps, columns)
     order: Tensor  # indices of the samples of each step, (steps, batch size)
     # Called with the samples and the schedule row of a step. Returns the loss, and the
-    # output error relative to that of rounding to nearest.
+    # output error relative to that before learning.
     loss: Callable[[Picked, Tensor], tuple[Tensor, Tensor]]
     # Called with the step number and Adam before each step, for work that cannot be
     # captured. It must not refer to the Descent: a reference cycle would keep both
@@ -53,6 +52,8 @@ class Descent:
     # Called with the schedule row after each Adam update; may be captured.
     after: Callable[[Tensor], None] = lambda _row: None
     capture: bool = True  # whether to capture a step on CUDA
+    report_every: int = 50  # steps; on a CPU these can take seconds
+    start: str = "rounding to nearest"  # what progress compares the error with
 
     def __post_init__(self) -> None:
         self.device = model_device(self.block)
@@ -81,7 +82,7 @@ class Descent:
     def run(self, progress: Progress | None) -> None:
         """Run all steps."""
         total = len(self.schedule)
-        every = min(_REPORT_EVERY, total)
+        every = min(self.report_every, total)
         captured = self.capture and self.device.type == "cuda"
         advance = self._captured() if captured else self._advance
         # The warm-up before the capture has already done the first steps.
@@ -90,7 +91,7 @@ class Descent:
             advance()
             if progress and (step + 1) % every == 0:
                 error = self.error_sum.item() / every
-                progress(step + 1, total, f"error {error:.0%} of rounding to nearest")
+                progress(step + 1, total, f"error {error:.0%} of {self.start}")
                 self.error_sum.zero_()
         for tensor in self.tensors:
             tensor.requires_grad, tensor.grad = False, None

@@ -112,7 +112,17 @@ def tune(
 
     with optimising(network, seed):
         # Networks may do between their blocks what cannot be captured.
-        descent = Descent(network, cache, learned, schedule, order, loss, capture=False)
+        descent = Descent(
+            network,
+            cache,
+            learned,
+            schedule,
+            order,
+            loss,
+            capture=False,
+            report_every=5,
+            start="the reconstructed network",
+        )
         descent.run(progress)
         with torch.no_grad():
             soft.finish()
