@@ -7,7 +7,7 @@ from scipy.special import rel_entr, softmax
 from torch import nn
 
 import ompq
-from nets import TinyResNet, scenes, seeded, tokens, values
+from nets import TinyResNet, images, scenes, seeded, tokens, values
 from ompq.layers import activation_quantizers, quantized_layers
 from ompq.reconstruction import ReconstructConfig, reconstruct
 from ompq.reconstruction.brecq import BrecqConfig
@@ -120,6 +120,27 @@ def test_norms_and_activation_steps_are_tuned():
     found = activation_quantizers(tuned).items()
     changed = [n for n, q in found if not torch.equal(q.scale, steps[n].scale)]
     assert changed == [n for n, q in found if q.learnable and q.bits < 8]
+
+
+class Offset(nn.Module):
+    """Has a float parameter that is no vector, as position embeddings are."""
+
+    def __init__(self):
+        super().__init__()
+        self.offset, self.body = nn.Parameter(0.1 * images(1)), TinyResNet()
+
+    def forward(self, x):
+        return self.body(x + self.offset)
+
+
+def test_float_parameters_that_are_not_tuned_stay_without_gradients():
+    model = seeded(Offset())
+    quantized = quantized_at(model, scenes(16), 3, 3)
+    result = reconstruct(quantized, model, scenes(16), TUNED)
+    assert was_tuned(result)
+    assert torch.equal(result.offset, quantized.offset)
+    assert result.offset.requires_grad
+    assert all(p.grad is None for p in (*result.parameters(), *model.parameters()))
 
 
 def test_a_network_that_does_not_improve_is_left_as_it_was(narrow, untuned):

@@ -91,6 +91,7 @@ def tune(
     before, count = _divergence(network, cache)
     state = copy.deepcopy(network.state_dict())
     trainable = {name: p.requires_grad for name, p in network.named_parameters()}
+    network.requires_grad_(requires_grad=False)  # of all but what is learned
     with evaluating(network):
         layers = list(quantized_layers(network).values())
         soft = SoftRounding(layers, cache_runs(network, cache))
