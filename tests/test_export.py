@@ -15,6 +15,7 @@ from ompq.integer import finalize, lower
 from ompq.layers import activation_quantizers, quantized_layers
 from ompq.models import load_model
 from ompq.models.networks import CifarResNet, DemoNetwork, demo_data
+from ompq.onnx import export
 from ompq.onnx.export import (
     Agreement,
     OnnxGraph,
@@ -537,3 +538,24 @@ def test_few_samples_show_what_last_digits_change():
         sample = (code + 0.5) * quantizer.scale.reshape(1, 1)
         allowed = traced_tolerance(network, ompq.Samples.of(sample)).logits
         assert allowed > 2 / 15  # what is allowed if no code changes
+
+
+def test_codes_may_differ_as_much_as_any_noise_makes_them_differ(monkeypatch):
+    plain = torch.zeros(1000)
+
+    def observed(_network, _batch, *, noise=None):
+        moved = plain.clone()
+        moved[: {None: 0, 0: 0}.get(noise, 20)] = 1  # the first noise changes no code
+        return [], [moved]
+
+    differing = plain.clone()
+    monkeypatch.setattr(export, "_observed", observed)
+    monkeypatch.setattr(export, "_with_codes", lambda *_: ([], [differing]))
+    node = onnx.helper.make_node("QuantizeLinear", ["x", "scale"], ["codes"])
+    file = onnx.helper.make_model(onnx.helper.make_graph([node], "file", [], []))
+    given = file, nn.Linear(1, 1), ompq.Samples.of(torch.zeros(1, 1))
+    differing[:90] = 1  # 0.09 on average: 4 times 0.02, and 0.02
+    export.require_codes(*given)
+    differing[:110] = 1
+    with pytest.raises(ExportError, match=r"by 0.11 on average; .* explain 0.02"):
+        export.require_codes(*given)
