@@ -44,7 +44,7 @@ class Descent:
     schedule: Tensor  # learning rates and other values of each step, (steps, columns)
     order: Tensor  # indices of the samples of each step, (steps, batch size)
     # Called with the samples and the schedule row of a step. Returns the loss, and the
-    # output error relative to that of rounding to nearest.
+    # output error relative to a baseline, such as rounding to nearest.
     loss: Callable[[Picked, Tensor], tuple[Tensor, Tensor]]
     # Called with the step number and Adam before each step, for work that cannot be
     # captured. It must not refer to the Descent: a reference cycle would keep both
@@ -78,8 +78,10 @@ class Descent:
             self.buffers = with_tensors(first, moved)
         self.keeps_state = True  # until a step shows that no module keeps any
 
-    def run(self, progress: Progress | None) -> None:
-        """Run all steps."""
+    def run(
+        self, progress: Progress | None, baseline: str = "of rounding to nearest"
+    ) -> None:
+        """Run all steps; ``baseline`` says what the reported error is relative to."""
         total = len(self.schedule)
         every = min(_REPORT_EVERY, total)
         captured = self.capture and self.device.type == "cuda"
@@ -90,7 +92,7 @@ class Descent:
             advance()
             if progress and (step + 1) % every == 0:
                 error = self.error_sum.item() / every
-                progress(step + 1, total, f"error {error:.0%} of rounding to nearest")
+                progress(step + 1, total, f"error {error:.0%} {baseline}")
                 self.error_sum.zero_()
         for tensor in self.tensors:
             tensor.requires_grad, tensor.grad = False, None

@@ -91,6 +91,7 @@ def tune(
     before, count = _divergence(network, cache)
     state = copy.deepcopy(network.state_dict())
     trainable = {name: p.requires_grad for name, p in network.named_parameters()}
+    network.requires_grad_(False)  # noqa: FBT003
     with evaluating(network):
         layers = list(quantized_layers(network).values())
         soft = SoftRounding(layers, cache_runs(network, cache))
@@ -113,7 +114,7 @@ def tune(
     with optimising(network, seed):
         # Networks may do between their blocks what cannot be captured.
         descent = Descent(network, cache, learned, schedule, order, loss, capture=False)
-        descent.run(progress)
+        descent.run(progress, baseline="of that before tuning")
         with torch.no_grad():
             soft.finish()
     for name, parameter in network.named_parameters():
@@ -163,7 +164,8 @@ def _norm_parameters(network: nn.Module) -> list[Tensor]:
     quantized = QuantizedLayer, ActivationQuantizer
     modules = (m for m in network.modules() if not isinstance(m, quantized))
     found = (p for module in modules for p in module.parameters(recurse=False))
-    return [p for p in found if p.dim() == 1 and p.is_floating_point()]
+    vectors = (p for p in found if p.dim() == 1 and p.is_floating_point())
+    return [*dict.fromkeys(vectors)]  # two norms may share one
 
 
 def _sample_order(cache: BlockCache, steps: int, batch_size: int, seed: int) -> Tensor:
