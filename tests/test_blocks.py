@@ -262,6 +262,36 @@ def test_a_block_that_some_samples_skip_is_refused():
         gather(quantized, model, "two", values(12, 4))
 
 
+class Regions(nn.Module):
+    """Returns as many rows as score above 0, as the first stage of a detector does."""
+
+    def __init__(self):
+        super().__init__()
+        self.stage = nn.Sequential(nn.Linear(4, 6), self.Chosen())
+        self.head = nn.Linear(6, 3)
+
+    class Chosen(nn.Module):
+        def forward(self, x):
+            return x.flatten(0, 1)[x.flatten(0, 1)[:, 0] > 0]
+
+    def forward(self, x):
+        return self.head(self.stage(x))
+
+
+def test_a_block_that_returns_another_number_of_rows_is_told():
+    model = seeded(Regions())
+    samples = values(8, 50, 4)
+    # Layers after it keep what they have: their rows belong to other regions.
+    quantized = quantized_at(model, 2, samples)
+    with torch.no_grad():
+        assert len(model(samples)) != len(quantized(samples))
+    args = ((samples,), {})
+    cache = BlockCache([samples], values(8, 7, 6), Arguments(args, [Layout()]))
+    words = r"returns \(\d+, 6\) for a sample, but \(7, 6\) in the float .* head of a"
+    with pytest.raises(QuantizationError, match=words):
+        cache.call(nn.Linear(4, 6), [samples])
+
+
 def test_samples_of_several_sizes_are_refused():
     model = seeded(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3)))
     quantized = quantized_at(model, 4, scenes(4))

@@ -9,7 +9,7 @@ from torch import nn
 from torchvision import models
 
 import ompq
-from nets import TinyMobileNet, TinyResNet, demo_network, images, seeded
+from nets import TinyMobileNet, TinyResNet, demo_network, images, seeded, values
 from ompq.errors import ExportError, MissingExtraError
 from ompq.integer import finalize, lower
 from ompq.layers import activation_quantizers, quantized_layers
@@ -203,7 +203,7 @@ def test_file_whose_codes_are_wrong_is_refused_though_top_1_agrees(
 
     original = OnnxGraph._clipped
     monkeypatch.setattr("ompq.onnx.export.OnnxGraph._clipped", wrong)
-    with pytest.raises(ExportError, match="top-1 equal on 100.00% of 8 images, logits"):
+    with pytest.raises(ExportError, match=": outputs within .* on 8 samples"):
         export_onnx(network, tmp_path / "net.onnx", images(8))
     assert list(tmp_path.iterdir()) == []
 
@@ -474,6 +474,32 @@ def test_equal_outputs_agree_wholly():
     codes = [(torch.tensor([1, 2]), torch.tensor([1, 2]))]
     same = compare_outputs([logits], [logits], codes)
     assert str(same).endswith("equal logits, all codes equal")
+
+
+def test_only_rows_of_logits_have_a_largest_one():
+    # One sentence of two words: the second word's largest logit is another.
+    words = torch.tensor([[[3.0, 0.0, 1.0], [0.0, 3.0, 1.0]]])
+    changed = torch.tensor([[[3.0, 0.0, 1.0], [0.0, 1.0, 3.0]]])
+    assert compare_outputs([words], [changed]).top1 == 0.5
+    numbers = torch.tensor([3.0, -4.0])
+    for found in (
+        compare_outputs([numbers], [numbers + 0.5]),
+        compare_outputs([numbers[:, None]], [numbers[:, None] + 0.5]),
+        compare_outputs([numbers[:, None]] * 2, [numbers[:, None] + 0.5] * 2),
+    ):
+        assert str(found) == f"outputs within {0.5 / 12.5**0.5:.1e} on 2 samples"
+    same = compare_outputs([words, words], [words, words])
+    assert str(same) == "equal outputs on 1 samples"
+
+
+@pytest.mark.parametrize("end", [nn.Flatten(0), nn.Identity()])
+def test_a_network_that_returns_a_number_for_each_sample(end, tmp_path):
+    network = seeded(nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 1), end))
+    samples = values(8, 6)
+    quantized = ompq.quantize(network, {"*": (8, 8)}, samples)
+    result = ompq.export_onnx(quantized, tmp_path / "net.onnx", samples)
+    assert not result.simulated.ranked
+    assert "outputs" in str(result.simulated) and "top-1" not in str(result.simulated)
 
 
 def test_no_image_is_an_error():

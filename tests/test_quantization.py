@@ -1,5 +1,6 @@
 import copy
 import gc
+import re
 
 import pytest
 import torch
@@ -174,6 +175,10 @@ def test_wrong_plans_are_refused():
         ompq.quantize(model, Allocation({"conv": Choice(4, 8)}), SAMPLES)
     with pytest.raises(TypeError, match=r'plan=4 decides no bits; .* \{"\*": 4\}'):
         ompq.quantize(model, 4, SAMPLES)
+    for bits in ("W4A8", 3.5, (4,), None):
+        words = rf"'head': {re.escape(repr(bits))} is no bit width; write 4, \(4, 8\)"
+        with pytest.raises(TypeError, match=words):
+            ompq.quantize(model, {"*": 4, "head": bits}, SAMPLES)
 
 
 def test_layer_that_pads_in_its_own_forward_is_quantized():

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 import runpy
 import sys
 import tomllib
@@ -16,12 +17,14 @@ from cli_tools import NETWORK, network_file, run, run_json
 from ompq import reconstruction, workflow
 from ompq.costs import in_bytes
 from ompq.datasets import load_data
+from ompq.errors import FileError
 from ompq.evaluation import evaluate
 from ompq.files import locked_folder
 from ompq.models import load_model
 from ompq.packing import load
 from ompq.plans import Plan
 from ompq.quantization import quantization_of
+from ompq.workflow import whole_folder
 
 FAST = ("--samples", "16", "--iterations", "3")
 
@@ -420,9 +423,28 @@ def test_a_full_disk_is_no_bug_and_leaves_nothing_half_written(
     result = run(*words, "-o", tmp_path / "out")
     assert result.exit_code == 2
     assert result.stderr.splitlines()[-1].startswith("error: ")
-    assert "No space left on device" in result.stderr
+    assert result.stderr.endswith("report.html: No space left on device\n")
+    assert ".unfinished" not in result.stderr
     assert "a bug in ompq" not in result.stderr
     assert not (tmp_path / "out").exists()
+
+
+def test_errors_name_the_folder_that_the_user_chose(tmp_path):
+    out = tmp_path / "out"
+    with (
+        pytest.raises(
+            FileError, match=f"^{re.escape(str(out))}/plan.json: it is full$"
+        ),
+        whole_folder(out) as work,
+    ):
+        raise FileError(f"{work / 'plan.json'}: it is full")
+    with pytest.raises(OSError, match="full") as caught, whole_folder(out) as work:
+        raise OSError(errno.ENOSPC, "full", str(work / "a"))
+    assert caught.value.filename == str(out / "a")
+    with pytest.raises(OSError, match="full") as caught, whole_folder(out):
+        raise OSError(errno.ENOSPC, "full")
+    assert caught.value.filename is None
+    assert not out.exists()
 
 
 def test_a_full_disk_during_learning_leaves_no_lone_plan(net, tmp_path, monkeypatch):

@@ -201,6 +201,47 @@ def test_tuning_resumes_with_the_same_result(narrow, tuned, tmp_path):
         assert torch.equal(result.state_dict()[name], value)
 
 
+class Sentences(nn.Module):
+    """A float table of word vectors, and two norms that share their parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(20, 16)
+        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.norm, self.again = nn.LayerNorm(16), nn.LayerNorm(16)
+        self.again.weight, self.again.bias = self.norm.weight, self.norm.bias
+        self.head = nn.Linear(16, 6)
+
+    def forward(self, input_ids):
+        x = self.norm(self.first(self.words(input_ids)))
+        return {"logits": self.head(self.again(self.second(x.relu())))}
+
+
+def test_shared_norms_are_tuned_once_and_what_stays_float_gets_no_gradient():
+    model = seeded(Sentences())
+    words = torch.randint(20, (32, 5), generator=torch.Generator().manual_seed(0))
+    samples, bits = {"input_ids": words}, {"*": (3, 4), "words": 32}
+    quantized = ompq.quantize(model, bits, samples)
+    flags = [p.requires_grad for p in quantized.parameters()]
+    # Adam warns of a parameter that it is given twice, and would step twice.
+    result = reconstruct(quantized, model, samples, TUNED)
+    assert was_tuned(result)
+    assert result.norm.weight is result.again.weight
+    assert all(p.grad is None for p in result.parameters())
+    assert [p.requires_grad for p in result.parameters()] == flags
+
+
+def test_the_progress_of_tuning_is_relative_to_its_own_start(narrow):
+    model, quantized = narrow
+    said = []
+    reconstruct(
+        quantized, model, scenes(128), TUNED, progress=lambda *each: said.append(each)
+    )
+    messages = [message for _, _, message in said if message.startswith(WHOLE)]
+    assert messages
+    assert all("% of the reconstructed network" in message for message in messages)
+
+
 def test_a_network_of_one_number_per_input_is_tuned():
     model = seeded(nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 1)))
     samples = values(64, 6)

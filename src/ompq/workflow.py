@@ -2,6 +2,7 @@
 
 import json
 import platform
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -15,7 +16,7 @@ from torch import nn
 
 from ompq.allocation import Allocation
 from ompq.costs import FLOAT_BITS, Budget
-from ompq.errors import ExportError, PackedFileError
+from ompq.errors import ExportError, FileError, PackedFileError
 from ompq.evaluation import Metric, evaluate
 from ompq.files import library_version, write_text
 from ompq.integer import finalized
@@ -57,6 +58,7 @@ from ompq.units import Choice
 
 PLAN_SAMPLES, CALIBRATION_SAMPLES = 64, 1024  # as in the paper and in BRECQ
 ANYTHING = "32bits"  # a budget that every allocation meets
+_UNFINISHED = ".unfinished."  # begins the name of a temporary folder
 
 
 @dataclass(frozen=True, eq=False)
@@ -377,7 +379,7 @@ class Outcome:
             write_result(work / RESULT, {**self.to_json(), "sizes": listed})
             sizes[RESULT] = self._size(work / RESULT)
         if failure is not None:
-            raise failure
+            raise type(failure)(_without_temporary(str(failure))) from failure
         return sizes
 
     def _write_onnx(self, folder: Path) -> None:
@@ -416,16 +418,31 @@ def write_result(path: Path, data: Mapping[str, Any]) -> None:
 
 @contextmanager
 def whole_folder(folder: Path) -> Iterator[Path]:
-    """Yield a temporary folder; move its files to ``folder`` if the block succeeds."""
-    with (
-        made_folder(folder),
-        TemporaryDirectory(dir=folder, prefix=".unfinished.") as work,
-    ):
-        yield Path(work)
-        # The result is moved last: if it is there, so are all the others.
-        for path in sorted(Path(work).iterdir(), key=lambda one: one.name == RESULT):
-            path.replace(folder / path.name)
-        wait_for_all()
+    """Yield a temporary folder; move its files to ``folder`` if the block succeeds.
+
+    Errors name files in ``folder``: the temporary ones are hidden and soon gone.
+    """
+    try:
+        with (
+            made_folder(folder),
+            TemporaryDirectory(dir=folder, prefix=_UNFINISHED) as work,
+        ):
+            yield Path(work)
+            # The result is moved last: if it is there, so are all the others.
+            paths = sorted(Path(work).iterdir(), key=lambda one: one.name == RESULT)
+            for path in paths:
+                path.replace(folder / path.name)
+            wait_for_all()
+    except FileError as error:
+        raise FileError(_without_temporary(str(error))) from error
+    except OSError as error:
+        if error.filename is not None:
+            error.filename = _without_temporary(str(error.filename))
+        raise
+
+
+def _without_temporary(text: str) -> str:
+    return re.sub(rf"{re.escape(_UNFINISHED)}\w+[/\\]?", "", text)
 
 
 @contextmanager

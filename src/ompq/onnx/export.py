@@ -37,6 +37,7 @@ from ompq.samples import (
     attached,
     batch_length,
     call,
+    class_rows,
     evaluating,
     first_tensor,
     model_device,
@@ -62,13 +63,16 @@ class Agreement:
     """How closely two versions of a network agree on the same images."""
 
     images: int
-    top1: float  # fraction of images with the same largest logit, in the first output
+    top1: float  # fraction of rows of logits whose largest is the same; 1 if not ranked
     # Largest difference of two logits, over the root mean square of all of that output;
     # the largest of all outputs.
     logits: float
     codes: int = 0  # number of activation codes compared
     codes_equal: float = 1.0  # fraction of them that are equal
     codes_furthest: int = 0  # largest difference of two codes, in steps
+    # Whether the largest number of a row is compared: not if there are several outputs,
+    # or one number a row.
+    ranked: bool = True
 
     def with_codes(self, other: "Agreement") -> "Agreement":
         """Return the same with the codes of a comparison on fewer images."""
@@ -76,8 +80,12 @@ class Agreement:
         return replace(self, **{name: getattr(other, name) for name in names})
 
     def __str__(self) -> str:
-        logits = f"logits within {self.logits:.1e}" if self.logits else "equal logits"
-        text = f"top-1 equal on {self.top1:.2%} of {self.images} images, {logits}"
+        what = "logits" if self.ranked else "outputs"
+        text = f"{what} within {self.logits:.1e}" if self.logits else f"equal {what}"
+        if self.ranked:
+            text = f"top-1 equal on {self.top1:.2%} of {self.images} images, {text}"
+        else:
+            text = f"{text} on {self.images} samples"
         if not self.codes:
             return text
         if self.codes_equal == 1:
@@ -93,7 +101,7 @@ def compare_outputs(
     second: Sequence[Tensor],
     codes: Iterable[tuple[Tensor, Tensor]] = (),
 ) -> Agreement:
-    """Compare outputs (N, classes, ...), and codes if there are any.
+    """Compare outputs (N, ...), and codes if there are any.
 
     Example:
         >>> logits = torch.tensor([[0.0, 2.0], [2.0, 0.0]])
@@ -111,13 +119,17 @@ def compare_outputs(
         count += apart.numel()
         equal += int((apart == 0).sum())
         furthest = max(furthest, int(apart.max()))
+    one, other = class_rows(first[0]), class_rows(second[0])
+    ranked = len(first) == 1 and one.shape[1] > 1
+    same = (one.argmax(1) == other.argmax(1)).double().mean()
     return Agreement(
         images=len(first[0]),
-        top1=float((first[0].argmax(1) == second[0].argmax(1)).double().mean()),
+        top1=float(same) if ranked else 1.0,
         logits=max(map(_furthest, first, second)),
         codes=count,
         codes_equal=equal / count if count else 1.0,
         codes_furthest=furthest,
+        ranked=ranked,
     )
 
 

@@ -292,9 +292,11 @@ def _exactly(values: Tensor, kind: torch.dtype, what: str) -> Tensor:
     stored = values.to(kind)
     if not torch.equal(stored.to(values.dtype), values):
         lost = values[stored.to(values.dtype) != values][:5].tolist()
+        double = values.dtype == torch.float64
+        how = "in float32: model.float()" if double else "again"
         raise QuantizationError(
             f"{what} cannot be stored as {str(kind).removeprefix('torch.')}: {lost}; "
-            "quantize the network again"
+            f"quantize the network {how}"
         )
     return stored
 

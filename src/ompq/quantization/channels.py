@@ -490,14 +490,17 @@ def restore_moments(
 ) -> None:
     """Change scales and biases so that outputs have the given moments.
 
-    The codes of the weights do not change, and neither do layers without moments. One
+    The codes of the weights do not change, and neither do layers without moments or
+    with other numbers of rows, such as those of the regions that a detector finds. One
     pass over the samples that the moments were read from is enough: each layer is
     corrected as the pass reaches it, so that later layers read corrected inputs.
     """
 
-    def correct(name: str, outputs: Sequence[Tensor]) -> list[Tensor]:
+    def correct(name: str, outputs: Sequence[Tensor]) -> Sequence[Tensor]:
         layer = layers[name]
         found = channel_moments(layer, outputs)
+        if found.mean.shape != moments[name].mean.shape:
+            return outputs
         old_mean = found.mean.mean(0)
         mean, ratio = _corrections(layer, found, moments[name])
         bias = torch.zeros_like(ratio) if layer.bias is None else layer.bias

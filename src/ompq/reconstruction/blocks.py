@@ -49,6 +49,12 @@ class Layout:
         return tensor.movedim(0, self.axis)
 
 
+_PART = (
+    "Reconstruct the part of the network that takes a batch, such as the backbone and "
+    "head of a detector, or leave the network as it is"
+)
+
+
 def layout_of(one: Sequence[int], two: Sequence[int]) -> Layout:
     """Infer a tensor's layout from its shapes with one sample and with two."""
     if tuple(one) == tuple(two):
@@ -61,7 +67,8 @@ def layout_of(one: Sequence[int], two: Sequence[int]) -> Layout:
             return Layout(axis, one[axis])
     raise QuantizationError(
         f"a tensor has shape {tuple(one)} with one sample and {tuple(two)} with two; "
-        "reconstruction needs exactly one dimension that grows with the samples"
+        "reconstruction needs exactly one dimension that grows with the samples. "
+        f"{_PART}"
     )
 
 
@@ -107,7 +114,15 @@ class BlockCache:
         """Call the block with these inputs; return its first output, (N, ...)."""
         args, kwargs = self.arguments.filled(tensors)
         output = next(tensors_in(block(*args, **kwargs)))
-        return self.clipped(self.layout.samples_first(output))
+        output = self.layout.samples_first(output)
+        wanted = self.targets.shape[1:]
+        if output.shape[1:] != wanted:
+            raise QuantizationError(
+                f"a {type(block).__name__} returns {tuple(output.shape[1:])} for a "
+                f"sample, but {tuple(wanted)} in the float network; reconstruction "
+                f"needs the same shapes. {_PART}"
+            )
+        return self.clipped(output)
 
     def clipped(self, output: Tensor) -> Tensor:
         """Clip an output as the activation after the block does."""

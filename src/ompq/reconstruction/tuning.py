@@ -174,7 +174,8 @@ def _norm_parameters(network: nn.Module) -> list[Tensor]:
     quantized = QuantizedLayer, ActivationQuantizer
     modules = (m for m in network.modules() if not isinstance(m, quantized))
     found = (p for module in modules for p in module.parameters(recurse=False))
-    return [p for p in found if p.dim() == 1 and p.is_floating_point()]
+    vectors = (p for p in found if p.dim() == 1 and p.is_floating_point())
+    return [*dict.fromkeys(vectors)]  # two norms may share one
 
 
 def _sample_order(cache: BlockCache, steps: int, batch_size: int, seed: int) -> Tensor:
