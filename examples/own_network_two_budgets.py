@@ -1,4 +1,4 @@
-"""A network of your own, two budgets at once, and bits for activations as well.
+"""Your own network, two budgets at once, and bits for activations as well.
 
 Takes a second. The network is any ``nn.Module``; nothing about it has to be declared.
 """
@@ -10,7 +10,7 @@ import ompq
 
 
 class TwoBranches(nn.Module):
-    """A toy with an ordinary and a depthwise branch that are added up."""
+    """A toy network that adds an ordinary and a depthwise branch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -26,14 +26,14 @@ class TwoBranches(nn.Module):
 
 
 def main() -> None:
-    """Plan for few bytes and few bit operations; see which of them binds."""
+    """Limit bytes and bit operations; see which limit is binding."""
     torch.manual_seed(0)
     model, samples = TwoBranches().eval(), torch.randn(32, 3, 32, 32)
     config = ompq.PlanConfig(
         choices=(2, 4, 8),
         activation_choices=(4, 8),
         pinned={"head": (8, 8)},  # the last layer keeps eight bits
-        tie=False,  # the branches may differ, though they meet in a sum
+        tie=False,  # the branches may differ, though their outputs are added
     )
     for budget in ("7KiB", "7KiB, 60MBOPs", ompq.Budget(size_mib=0.01, bit_ops=60e6)):
         plan = ompq.plan(model, samples, budget, config)

@@ -1,4 +1,4 @@
-"""A score of your own: what do few bits damage?
+"""A score of your own: a function that estimates the damage of low bit widths.
 
 Takes a second. A score is any callable that returns a table, units × choices; lower is
 better. There is nothing to subclass or register.
@@ -10,7 +10,7 @@ import ompq
 
 
 def largest_step(given: ompq.ScoreInputs) -> np.ndarray:
-    """Score by the step of the grid, against the spread of the weights."""
+    """Score by the step of the grid, relative to the spread of the weights."""
     rows = []
     for unit in given.graph.units:
         weight = given.model.get_parameter(unit.parameter).detach()
@@ -21,7 +21,7 @@ def largest_step(given: ompq.ScoreInputs) -> np.ndarray:
 
 
 def main() -> None:
-    """Plan with two scores; tell where they differ and what that does."""
+    """Plan with two scores; show where they differ and what difference it makes."""
     demo = ompq.load_model("ompq:demo")
     model = demo.module
     samples = ompq.load_data("digits", demo, split="train").samples(64)

@@ -9,7 +9,7 @@ import ompq
 
 
 def main() -> None:
-    """Quantize the network that ships with the package to about 2.5 bits."""
+    """Quantize the network that comes with the package to about 2.5 bits."""
     demo = ompq.load_model("ompq:demo")
     model = demo.module
     samples = ompq.load_data("digits", demo, split="train").samples(256)  # no labels

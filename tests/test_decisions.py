@@ -619,7 +619,10 @@ def test_an_audit_ranks_the_scores_and_leaves_its_files(net, tmp_path):
 def test_an_audit_is_continued_only_on_demand(net, tmp_path):
     nothing = audited(net, "--resume", "-o", tmp_path / "out")
     assert nothing.exit_code == 2
-    assert f"{tmp_path / 'out'} holds no stopped audit; omit --resume" in nothing.stderr
+    assert (
+        f"{tmp_path / 'out'} has no stopped audit to resume; omit --resume"
+        in nothing.stderr
+    )
     nowhere = audited(net, "--resume")
     assert "--resume needs the folder of the stopped audit: -o DIR" in nowhere.stderr
     (tmp_path / "measured.json").write_text("{}")

@@ -120,7 +120,7 @@ def test_a_row_is_run_once(words, tmp_path, monkeypatch):
     assert quick(name, words, tmp_path)["rows"] == first
     result = run("reproduce", name, *words, "-o", tmp_path, "--seed", "1")
     assert result.exit_code == 2
-    assert "was measured with another seed" in result.stderr.replace("\n", " ")
+    assert "was measured with a different seed" in result.stderr.replace("\n", " ")
 
 
 def test_a_row_that_cannot_be_tells_why(tmp_path):

@@ -104,7 +104,7 @@ def test_quantize_without_learning_and_without_labels(net, tmp_path):
     assert refused.exit_code == 2
     assert "holds a finished run; add --overwrite to replace it" in refused.stderr
     both = run(*words, "-o", tmp_path / "out", "--overwrite", "--resume")
-    assert "--resume and --overwrite contradict each other" in both.stderr
+    assert "--resume and --overwrite cannot be combined" in both.stderr
     quiet = run(*words, "-o", tmp_path / "out", "--quiet", "--overwrite")
     assert not (tmp_path / "out" / "network.onnx").exists()
     assert quiet.stdout.count("\n") == 1
@@ -332,7 +332,7 @@ def test_options_that_contradict_a_plan_are_refused(
     given = ("--plan", finished[0] / "plan.json", "-o", tmp_path / "out")
     result = run("quantize", *net, "--samples", "8", *given, *words)
     assert result.exit_code == 2
-    assert result.stderr.endswith(f"already decides the bits; leave out {named}\n")
+    assert result.stderr.endswith(f"already decides the bits; omit {named}\n")
     assert not (tmp_path / "out").exists()
 
 
@@ -340,19 +340,19 @@ def test_learning_steps_need_learning(net, tmp_path):
     words = ("--budget", "40%", "--no-reconstruct", "--iterations", "9")
     result = run("quantize", *net, *words, "-o", tmp_path / "out")
     assert result.exit_code == 2
-    assert "--no-reconstruct and --iterations contradict each other" in result.stderr
+    assert "--no-reconstruct and --iterations cannot be combined" in result.stderr
     words = ("--budget", "40%", "--no-reconstruct", "--merge-blocks", "2")
     result = run("quantize", *net, *words, "-o", tmp_path / "out")
     assert result.exit_code == 2
-    assert "--no-reconstruct and --merge-blocks contradict" in result.stderr
+    assert "--no-reconstruct and --merge-blocks cannot be combined" in result.stderr
     words = ("--budget", "40%", "--no-reconstruct", "--tune-epochs", "2")
     result = run("quantize", *net, *words, "-o", tmp_path / "out")
     assert result.exit_code == 2
-    assert "--no-reconstruct and --tune-epochs contradict" in result.stderr
+    assert "--no-reconstruct and --tune-epochs cannot be combined" in result.stderr
     words = ("--budget", "40%", "--protocol", "brecq", "--tune-epochs", "2")
     result = run("quantize", *net, *words, "-o", tmp_path / "out")
     assert result.exit_code == 2
-    expected = "--protocol brecq tunes no network; leave out --tune-epochs"
+    expected = "--protocol brecq does not tune networks; omit --tune-epochs"
     assert expected in result.stderr
 
 

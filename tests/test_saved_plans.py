@@ -80,7 +80,7 @@ def test_the_curve_can_follow_another_cost(plan_file):
     assert missing.exit_code == 2
     assert "has no latency table, so no cost milliseconds" in missing.stderr
     unknown = run("pareto", plan_file, "--cost", "onnx_bytes")
-    assert "does not know onnx_bytes; plan again with a budget" in unknown.stderr
+    assert "has no cost onnx_bytes; plan again with a budget" in unknown.stderr
 
 
 def test_the_curve_is_a_table_that_marks_the_plan(plan_file):

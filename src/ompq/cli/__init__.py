@@ -234,7 +234,7 @@ def ompq(
       ompq quantize torchvision:resnet18 --data images/ --budget 4.0MiB -o out/
 
     Each command has examples: ompq plan --help.
-    Exit codes: 0 success, 1 a bug in ompq, 2 an error it explains, 130 Ctrl-C.
+    Exit codes: 0 success, 1 a bug in ompq, 2 an error in the input, 130 Ctrl-C.
     """
     if ctx.invoked_subcommand is None:
         typer.echo(ctx.get_help())

@@ -361,7 +361,7 @@ def bench_view(
         Column("file", [in_bytes(sizes[one.name]) for one in timings], rank=3),
         Column("memory", memory, rank=1),
     ]
-    slow = facts([("gains no time", remarks)])
+    slow = facts([("no faster", remarks)])
     below: list[Shown] = ["", slow] if remarks else []
     rows = [{**one.to_json(), "file_bytes": sizes[one.name]} for one in timings]
     line = "\n".join(

@@ -56,8 +56,8 @@ def plan(
     budget: BudgetOption,
     file: Path | None = output_path("Save the plan."),
     samples: int | None = number(
-        f"Inputs to plan with. Default: {PLAN_SAMPLES}; with --protocol the "
-        f"paper's number; with --refine {REFINE_SAMPLES}.",
+        f"Inputs to plan with. Default: {PLAN_SAMPLES}, the paper's number with "
+        f"--protocol, or {REFINE_SAMPLES} with --refine.",
         least=2,
     ),
 ) -> View:
@@ -297,14 +297,14 @@ def audit(
     console: Console,
     budget: BudgetOption,
 ) -> View:
-    """Measure how well each score chooses bits for a network.
+    r"""Measure how well each score chooses bits for a network.
 
     Examples:
-      ompq audit cifar:resnet20 --weights r20.safetensors --data cifar10/
+      ompq audit cifar:resnet20 --weights r20.safetensors --data cifar10/ \
         --budget 15% -o audit/
       ompq audit ompq:demo --data digits --budget 3bits --scores orm,weight_noise
-      ompq audit torchvision:resnet18 --data train/ --eval-data val/ --limit 1000
-        --budget 4.0MiB --reconstruct 100 -o audit/
+      ompq audit torchvision:resnet18 --data train/ --eval-data val/ \
+        --limit 1000 --budget 4.0MiB --reconstruct 100 -o audit/
 
     Three kinds of allocations are quantized and compared with the float network on
     held-out inputs: random ones within the budget, the choice of each score, and

@@ -472,7 +472,7 @@ def demo(
         default=str(DemoConfig.budget),
     ),
     folder: Path = output_path(
-        f"Where the files go. Default: {FOLDER}/.", "DIR", FOLDER
+        f"Folder for the results. Default: {FOLDER}/.", "DIR", FOLDER
     ),
     iterations: int = number(
         "Reconstruction steps per block.", default=DemoConfig.iterations

@@ -241,7 +241,9 @@ def check_resumed(
     if resume and left is None:
         if folder is None:
             raise ValueError(f"--resume needs the folder of the stopped {what}: -o DIR")
-        raise CheckpointError(f"{folder} holds no stopped {what}; omit --resume")
+        raise CheckpointError(
+            f"{folder} has no stopped {what} to resume; omit --resume"
+        )
     if left is not None and not resume:
         over = "--overwrite" if what == "run" else f"remove {left}"
         raise CheckpointError(

@@ -190,7 +190,7 @@ def _saved(path: Path, identity: str, about: Mapping[str, Any]) -> Any:
     differing = [name for name, value in about.items() if data.get(name) != value]
     if differing:
         raise CheckpointError(
-            f"{path} was measured with another {', '.join(differing)}; name another "
+            f"{path} was measured with a different {', '.join(differing)}; use another "
             "folder, or remove it"
         )
     return data["result"] if data.get("row") == identity else None
@@ -624,7 +624,7 @@ def reproduce(
     device: str = one_of(("auto", "cpu", "cuda"), "where to run.", default="auto"),
     rows: str = option("PATTERN", "Rows to run: ompq-*. Default: all.", default="*"),
     folder: Path = output_path(
-        f"Where the files go. Default: {FOLDER}/.", "DIR", FOLDER
+        f"Folder for the results. Default: {FOLDER}/.", "DIR", FOLDER
     ),
     samples: int | None = number(
         "Images to calibrate with.", shown=f"{CALIBRATION_SAMPLES}, or all", least=8
@@ -637,14 +637,14 @@ def reproduce(
         "Scale every row down, to try it in minutes. The numbers mean nothing."
     ),
 ) -> View:
-    """Reproduce a table or figure of the OMPQ paper, including the methods it compares.
+    r"""Reproduce a table or figure of the OMPQ paper, with the methods it compares.
 
     Examples:
       ompq reproduce --list
-      ompq reproduce table-ptq-mobilenetv2 --data imagenet/ --weights mbv2.pth
+      ompq reproduce table-ptq-mobilenetv2 --data imagenet/ --weights mbv2.pth \
         -o out/
       ompq reproduce table-ptq-resnet18 --data imagenet/ --rows 'ompq-*' -o out/
-      ompq reproduce figure-beta-mobilenetv2 --network ompq:demo --data digits
+      ompq reproduce figure-beta-mobilenetv2 --network ompq:demo --data digits \
         --quick
 
     Writes NAME.json, NAME.md (a table next to the paper's numbers) and the figure as

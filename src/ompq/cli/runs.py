@@ -96,7 +96,7 @@ class RunOptions:
     folder: Path = output_path(
         "Folder for the plan, network, result and report.", "DIR", REQUIRED
     )
-    budget: str | None = option("BUDGET", "As for ompq plan. Not with --plan.")
+    budget: str | None = option("BUDGET", "As for ompq plan, unless --plan is given.")
     plan: Path | None = option(
         "FILE", "Use this plan, or bits copied from a report, instead of a new plan."
     )
@@ -118,8 +118,7 @@ class RunOptions:
         default=ReconstructConfig.merge,
     )
     tune_epochs: int | None = number(
-        "Passes over the inputs that tune the whole network after reconstruction; 0 "
-        "turns it off.",
+        "Epochs of whole-network tuning after reconstruction; 0 turns it off.",
         shown=f"{TuningConfig.epochs} with activations below 8 bits, else 0",
         least=0,
     )
@@ -162,7 +161,7 @@ class RunOptions:
         if epochs is not None:
             if isinstance(config.rounding, BrecqConfig):
                 raise ValueError(
-                    f"--protocol {protocol} tunes no network; leave out --tune-epochs"
+                    f"--protocol {protocol} does not tune networks; omit --tune-epochs"
                 )
             tuning = TuningConfig(epochs=epochs, always=True) if epochs else None
         return replace(config, merge=self.merge_blocks, tuning=tuning)
@@ -185,14 +184,14 @@ class RunOptions:
         deciding = [*(["--budget"] if self.budget else []), *planning.typed()]
         if self.plan is not None and deciding:
             raise ValueError(
-                f"--plan already decides the bits; leave out {', '.join(deciding)}"
+                f"--plan already decides the bits; omit {', '.join(deciding)}"
             )
         if self.resume and self.overwrite:
-            raise ValueError("--resume and --overwrite contradict each other; give one")
+            raise ValueError("--resume and --overwrite cannot be combined; use one")
         if self.no_reconstruct and self.learning():
             named = " and ".join(self.learning())
             raise ValueError(
-                f"--no-reconstruct and {named} contradict each other; give one"
+                f"--no-reconstruct and {named} cannot be combined; use one"
             )
         check_needed(
             "--eval-data", self.eval_data, limit=self.limit, metric=self.metric
@@ -225,7 +224,7 @@ class RunOptions:
         if wanted is not None and str(wanted) != str(plan.budget):
             raise BudgetError(
                 f"{place} was started with the budget {plan.budget}, not {wanted}; "
-                "give that budget, or start again in another folder"
+                "use that budget, or start over in another folder"
             )
 
     def bits_source(self, goal: Goal | None = None) -> Plan | Allocation | Budget:
@@ -358,15 +357,15 @@ def quantize(
     planning: RefineOptions,
     console: Console,
 ) -> View:
-    """Plan, quantize, reconstruct, evaluate and save, in one command.
+    r"""Plan, quantize, reconstruct, evaluate and save, in one command.
 
     Examples:
       ompq quantize torchvision:resnet18 --data train/ --budget 4.0MiB -o out/
-      ompq quantize timm:resnet18 --data train/ --eval-data val/ --budget 3.2bits
-        --iterations 2000 -o out/
+      ompq quantize timm:resnet18 --data train/ --eval-data val/ \
+        --budget 3.2bits --iterations 2000 -o out/
       ompq quantize net.py:make --data digits --plan plan.json -o out/
       ompq quantize ompq:demo --data digits --budget 36KiB -o out/
-      ompq quantize timm:resnet18 --data train/ --eval-data val/ --max-drop 1
+      ompq quantize timm:resnet18 --data train/ --eval-data val/ --max-drop 1 \
         -o out/
       ompq quantize net.py:make --data images/ --min-agreement 99% -o out/
 
@@ -543,7 +542,7 @@ class TrainOptions:
         made = [*planning.typed(), *run.learning(), *(["--views"] * (run.views > 1))]
         if self.start is not None and made:
             raise ValueError(
-                f"--from FILE is already quantized; leave out {', '.join(made)}"
+                f"--from FILE is already quantized; omit {', '.join(made)}"
             )
 
     def config(self, protocol: str | None, seed: int, folder: Path) -> TrainConfig:
@@ -571,8 +570,8 @@ class TrainOptions:
         config = replace(base, **changes, seed=seed)
         if not config.keeps_plan:
             raise ValueError(
-                f"weights={config.weights}, widths={config.widths} give a network that "
-                "a plan does not describe; use ompq.train from Python"
+                f"weights={config.weights}, widths={config.widths} train a network "
+                "that no longer fits its plan; use ompq.train from Python"
             )
         return config
 
@@ -584,15 +583,17 @@ def train(
     planning: RefineOptions,
     console: Console,
 ) -> View | None:
-    """Plan, quantize, reconstruct, train, evaluate and save, in one command.
+    r"""Plan, quantize, reconstruct, train, evaluate and save, in one command.
 
     Examples:
-      ompq train torchvision:resnet18 --data imagenet/ --eval-data imagenet/
+      ompq train torchvision:resnet18 --data imagenet/ --eval-data imagenet/ \
         --protocol paper-qat --budget 6.7MiB -o out/
-      ompq train cifar:resnet20 --weights r20.safetensors --data cifar10/
+      ompq train cifar:resnet20 --weights r20.safetensors --data cifar10/ \
         --budget 3bits --epochs 20 --set batch_norm=fold-and-train -o out/
-      ompq train ompq:demo --data digits --from out/network.ompq.safetensors
+      ompq train ompq:demo --data digits --from out/network.ompq.safetensors \
         -o more/
+      ompq train net.py:make --data data.py:make --loss net.py:loss \
+        --budget 4bits -o out/
 
     After Ctrl-C, add --resume to the same command to continue. Start it with torchrun
     or accelerate launch to use several GPUs or machines.
@@ -723,16 +724,16 @@ def evaluate(
         "outputs and the targets of a batch. It returns a number.",
     ),
 ) -> View:
-    """Measure a network's accuracy, with a 95 % confidence interval.
+    r"""Measure a network's accuracy, with a 95 % confidence interval.
 
     Examples:
       ompq evaluate torchvision:resnet18 --data imagenet/val
       ompq evaluate torchvision:resnet18 --weights r18.pth --data imagenet/val
-      ompq evaluate cifar:resnet20 --weights r20.safetensors --data cifar
+      ompq evaluate cifar:resnet20 --weights r20.safetensors --data cifar \
         --limit 1000
       ompq evaluate ompq:demo --data digits --json
-      ompq evaluate ompq:demo --packed out/network.ompq.safetensors --data digits
-        --engine integer --limit 100
+      ompq evaluate ompq:demo --packed out/network.ompq.safetensors \
+        --data digits --engine integer --limit 100
 
     The data has one folder per class; a folder with train and test (or val) inside is
     evaluated on test.

@@ -116,7 +116,7 @@ def pareto(
         raise PlanError(
             f"{file} has no latency table, so no cost {cost}; plan with --latency"
             if cost == "milliseconds"
-            else f"{file} does not know {cost}; plan again with a budget that limits it"
+            else f"{file} has no cost {cost}; plan again with a budget that limits it"
         )
     with console.stage("solving") as progress:
         curve = plan.pareto(cost, points, progress=progress)

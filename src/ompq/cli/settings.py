@@ -100,7 +100,9 @@ class NetworkOptions:
         "For networks larger than the GPU's memory: keep the weights in host memory, "
         "and at most this much of them on the GPU at a time, for example 8GiB.",
     )
-    threads: int | None = number("CPU threads of PyTorch.", shown="one per core")
+    threads: int | None = number(
+        "Number of CPU threads for PyTorch.", shown="one per core"
+    )
     input_shape: str | None = option(
         "SHAPE",
         "Shape of one input, for example 3,160,160 or 1,16000: for images of another "
@@ -187,7 +189,7 @@ class PlanOptions:
         f"Default: {_joined(PlanConfig.activation_choices)}.",
     )
     coded: bool = flag(
-        "Offer entropy-coded weights, too: a smaller file at the same accuracy. In "
+        "Also offer entropy-coded weights: a smaller file at the same accuracy. In "
         "memory each of them takes a byte."
     )
     rates: str | None = option(
