@@ -373,6 +373,8 @@ def test_the_whole_network_is_tuned_if_its_activations_are_narrow_or_asked_for(
     data = run_json("quantize", *net, *budget, *words, *out)
     remarks = [s["text"] for s in data["sections"] if s["section"] == "Remark"]
     assert any("divergence on the samples" in text for text in remarks) is tuned
+    shown = run("quantize", *net, *budget, *words, "--overwrite", *out).stdout
+    assert any(line.startswith("tuned ") for line in shown.splitlines()) is tuned
 
 
 def test_neighbouring_blocks_are_learned_together(tmp_path):

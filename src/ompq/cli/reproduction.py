@@ -474,7 +474,7 @@ def _percent(value: float) -> str:
 _COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "top1": ("top-1", _percent),
     "drop": ("drop", _percent),
-    "drop_error": ("± of the drop", _percent),
+    "drop_error": ("standard error of the drop", _percent),
     "divergence": ("divergence", lambda v: f"{v:.4f}"),
     "orthogonality": ("orthogonality", lambda v: f"{v:.4g}"),
     "mib": ("size, MiB", lambda v: f"{v:.2f}"),

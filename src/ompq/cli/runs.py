@@ -461,7 +461,7 @@ def _finish(
         ("goal", searched["goal"]),
         ("tried", searched["tried"]),
         *_error_rows(outcome.errors),
-        ("tuned", outcome.tuned),
+        *([("tuned", outcome.tuned)] if outcome.tuned else []),
         *quality_rows(evaluation),
         ("arithmetic", outcome.about["arithmetic"]),
         ("time", time_line(outcome.seconds)),
