@@ -341,6 +341,8 @@ def test_network_without_units_is_refused():
         network.lost = nn.Linear(3, 3)
         network.forward = lambda x: x * 2
         trace(network, images())
+    with pytest.raises(TraceError, match=r"a single layer: wrap it in nn.Sequential"):
+        trace(nn.Linear(4, 2), torch.zeros(3, 4))
 
 
 def test_broken_weights_are_named():

@@ -96,9 +96,11 @@ def find_units(
     modules = dict(model.named_modules())
     units, skipped = _find_layers(modules, recording)
     if not units:
+        itself = "the network itself, a single layer: wrap it in nn.Sequential"
+        names = [entry.name or itself for entry in skipped]
         raise TraceError(
             "no convolution or linear layer was called, so there is nothing to plan"
-            + (f"; skipped: {shortened([s.name for s in skipped])}" if skipped else "")
+            + (f"; skipped: {shortened(names)}" if names else "")
         )
     _check_weights(modules, recording)
     units = _placed(modules, recording, units)
