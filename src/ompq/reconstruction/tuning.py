@@ -27,8 +27,8 @@ from ompq.samples import class_rows, evaluating, model_device
 from ompq.stages import Progress
 from ompq.streams import LARGEST_BITS
 
-# Measured on DeiT-tiny with 3 and 4 bits, and on ResNet-18 with 4-bit activations: the
-# more there is to repair, the faster it can be learned without overfitting.
+# Chosen on DeiT-tiny with 3 and 4 bits and on ResNet-18 with 4-bit activations
+# (docs/results.md says how, and on which images).
 _RATE, _FEW_BITS, _FEW_BITS_RATE = 3e-4, 3, 1e-3
 
 
