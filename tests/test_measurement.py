@@ -11,9 +11,9 @@ import torch
 import ompq
 from nets import Chain, TinyResNet, images, scenes, seeded, tokens
 from ompq.errors import SampleError
-from ompq.evaluation import kl_divergence, logits_of
+from ompq.evaluation import logits_of
 from ompq.measurement import BlockLoss, Checkpoint, Meter, split
-from ompq.samples import Samples
+from ompq.samples import Samples, kl_divergence
 from ompq.scores import score_name, score_table
 from ompq.units import Choice
 from tables import score_inputs

@@ -12,9 +12,9 @@ from cli_tools import network_file, run, run_json
 from nets import Chain, TinyMobileNet, TinyResNet, images, scenes, seeded
 from ompq import reconstruction
 from ompq.errors import CheckpointError, GoalError, PlanError, SampleError
-from ompq.evaluation import kl_divergence, logits_of
+from ompq.evaluation import logits_of
 from ompq.measurement import Meter, refinement
-from ompq.samples import Samples
+from ompq.samples import Samples, kl_divergence
 
 BRIEF = ompq.RefineConfig(count=5, scores=("weight_noise",))
 

@@ -25,6 +25,7 @@ from ompq.samples import (
     class_rows as class_rows,
     evaluating,
     first_tensor,
+    kl_divergence,
     model_device,
     run_batch,
     to_device,
@@ -304,13 +305,6 @@ def logits_of(model: nn.Module, samples: Samples) -> Tensor:
     with evaluating(model):
         found = share_out([*samples.batches(_BATCH_SIZE)], run)
     return torch.cat([class_rows(logits) for logits in found])
-
-
-def kl_divergence(expected: Tensor, logits: Tensor) -> Tensor:
-    """Return KL(softmax(expected) || softmax(logits)) of each row, (N,)."""
-    log_p = expected.double().log_softmax(1)
-    log_q = logits.double().log_softmax(1)
-    return (log_p.exp() * (log_p - log_q)).sum(1)
 
 
 def _unlabelled(

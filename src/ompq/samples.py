@@ -206,6 +206,13 @@ def class_rows(output: Tensor) -> Tensor:
     return output.reshape(-1, output.shape[-1] if output.dim() > 1 else 1)
 
 
+def kl_divergence(expected: Tensor, logits: Tensor) -> Tensor:
+    """Return KL(softmax(expected) || softmax(logits)) of each row, (N,)."""
+    log_p = expected.double().log_softmax(1)
+    log_q = logits.double().log_softmax(1)
+    return (log_p.exp() * (log_p - log_q)).sum(1)
+
+
 def token_ids(batch: Batch) -> Tensor | None:
     """Return the token ids of a batch, if it has any; -100 where a mask hides them.
 

@@ -18,7 +18,7 @@ from ompq.allocation.program import Allocation
 from ompq.attention import with_layers
 from ompq.costs import FLOAT_BITS, can_be_coded
 from ompq.errors import CheckpointError, SampleError
-from ompq.evaluation import kl_divergence, logits_of
+from ompq.evaluation import logits_of
 from ompq.files import json_object, read_json, write_text
 from ompq.graph import normalised_by
 from ompq.processes import process_count, share_out
@@ -27,7 +27,7 @@ from ompq.reconstruction import ReconstructConfig, reconstruct
 from ompq.reconstruction.blocks import fisher_weights
 from ompq.reconstruction.rounding import RoundingConfig
 from ompq.recording import tensors_in
-from ompq.samples import Batch, Samples, collect
+from ompq.samples import Batch, Samples, collect, kl_divergence
 from ompq.scores import SCORES, Needs, ScoreInputs
 from ompq.units import Choice, ScoreTable, Unit
 

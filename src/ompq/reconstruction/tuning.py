@@ -23,7 +23,7 @@ from ompq.processes import add_up, process_count, rank
 from ompq.reconstruction.blocks import BlockCache
 from ompq.reconstruction.descent import Descent, Picked, optimising
 from ompq.reconstruction.rounding import SoftRounding, cache_runs
-from ompq.samples import class_rows, evaluating, model_device
+from ompq.samples import class_rows, evaluating, kl_divergence, model_device
 from ompq.stages import Progress
 from ompq.streams import LARGEST_BITS
 
@@ -140,11 +140,10 @@ def output_error(output: Tensor, target: Tensor) -> Tensor:
 
     If rows have one number, which has no distribution, it is the squared error.
     """
-    rows, expected = class_rows(output).float(), class_rows(target).float()
+    rows, expected = class_rows(output), class_rows(target)
     if rows.shape[1] < 2:
         return (rows - expected).square().sum(1)
-    log_p, log_q = expected.log_softmax(1), rows.log_softmax(1)
-    return (log_p.exp() * (log_p - log_q)).sum(1)
+    return kl_divergence(expected, rows)
 
 
 def _divergence(network: nn.Module, cache: BlockCache) -> tuple[float, int]:
