@@ -23,6 +23,7 @@ from itertools import product
 from pathlib import Path
 
 import numpy as np
+import torch
 from common import DEVICE, Rows, arguments, claimed, once, synchronise
 
 import ompq
@@ -170,7 +171,7 @@ def scored(options, model, samples, score: str) -> Plan:
 
 def run_one(options, network, bits, seed: int, iterations: int) -> dict:
     """Quantize, reconstruct and evaluate once."""
-    model, samples, batches, reference = network
+    model, samples, batches, reference, held_out = network
     start = time.perf_counter()
     quantized = ompq.quantize(model, bits, samples)
     synchronise()
@@ -205,9 +206,21 @@ def run_one(options, network, bits, seed: int, iterations: int) -> dict:
         "divergence": found.divergence,
         "agreement": found.agreement,
         "not_improved": kept,
+        "held_out_divergence": held_out_divergence(result, model, held_out),
         "quantize_s": between - start,
         "reconstruct_s": end - between,
     }
+
+
+def held_out_divergence(quantized, model, held_out) -> float | None:
+    """Return the divergence on calibration images that the network has not seen.
+
+    Settings can be chosen by it without a look at the test images.
+    """
+    if not len(held_out):
+        return None
+    nothing = torch.zeros(len(held_out), dtype=torch.long, device=held_out.device)
+    return ompq.evaluate(quantized, [(held_out, nothing)], reference=model).divergence
 
 
 KEY = ("activation_bits", "budget", "score", "iterations", "seed")
@@ -235,7 +248,12 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=64, help="for the scores")
     default = ompq.RoundingConfig().iterations
     parser.add_argument("--iterations", type=int, nargs="+", default=[default])
-    parser.add_argument("--images", type=int, default=1000, help="to calibrate with")
+    parser.add_argument(
+        "--images",
+        type=int,
+        default=1000,
+        help="to calibrate with; the rest of 1,000 is held out",
+    )
     parser.add_argument("--views", type=int, default=1, help="of each image")
     parser.add_argument("--rounding", default="{}", help="JSON of other settings")
     parser.add_argument("--tuning", default="{}", help="JSON of settings of tuning")
@@ -246,6 +264,7 @@ def main() -> None:
     options = parser.parse_args()
     model, samples, batches = load(options.network, options.data)
     seen = ompq.image_views(samples[: options.images], options.views)
+    held_out = samples[options.images :]
     reference = ompq.evaluate(model, batches)
     print(f"{options.network} float {reference.top1:.4f}", flush=True)
     name = f"{options.name}-{options.network}"
@@ -267,7 +286,7 @@ def main() -> None:
         activation: allocations(options, model, samples, activation)
         for activation in options.activation_bits
     }
-    network = (model, seen, batches, reference)
+    network = (model, seen, batches, reference, held_out)
     # The first seed of everything comes first.
     for iterations, seed in product(options.iterations, options.seeds):
         for activation, found in chosen.items():

@@ -53,7 +53,7 @@ class PlainStep:
 
     def advance(self) -> None:
         index = torch.randperm(len(self.cache.targets))[:BATCH]
-        inputs, target, _ = self.cache.pick(index.to(self.cache.targets.device))
+        inputs, target = self.cache.pick(index.to(self.cache.targets.device))
         for number, layer in enumerate(self.layers):
             layer.learning = (self._soft(number), layer.bias)
         output = self.cache.call(self.block, inputs)

@@ -21,11 +21,13 @@ from ompq.reconstruction.blocks import (
     BlockCache,
     BlockRunner,
     Layout,
+    fisher_directions,
     fisher_weights,
     layout_of,
     merged,
 )
-from ompq.reconstruction.rounding import RoundingConfig, learn_rounding
+from ompq.reconstruction.descent import Picked
+from ompq.reconstruction.rounding import RoundingConfig, learn_rounding, output_error
 from ompq.samples import Samples
 from ompq.units import Choice
 
@@ -304,7 +306,7 @@ def test_picked_samples_are_those_asked_for():
     model = seeded(TinyMobileNet())
     quantized = quantized_at(model, 4, scenes(10))
     cache = gather(quantized, model, "blocks.1", scenes(10))
-    picked, target, _ = cache.pick(torch.tensor([3, 1]))
+    picked, target = cache.pick(torch.tensor([3, 1]))
     assert torch.equal(picked[0], cache.inputs[0][[3, 1]])
     assert torch.equal(target, cache.targets[[3, 1]])
 
@@ -484,6 +486,60 @@ def test_fisher_weights_are_squared_gradients():
     assert all(p.grad is None for p in model.conv.parameters())
 
 
+def test_fisher_directions_of_all_classes_are_the_fisher_matrix():
+    """Whose quadratic form is twice the divergence that a small error causes."""
+    model, samples = seeded(Chain()).double(), scenes(5).double()
+    found = fisher_directions(model, "conv", samples.split(2), rank=100)
+    directions = torch.cat(list(found)).flatten(2)  # (N, classes, D)
+    hidden = model.conv(samples).detach()
+    noise = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(1))
+    error = 1e-4 * noise.double()
+    expected = [
+        model.head(torch.relu(each).mean((2, 3))).log_softmax(1)
+        for each in (hidden, hidden + error)
+    ]
+    divergence = (expected[0].exp() * (expected[0] - expected[1])).sum(1)
+    along = (directions @ error.flatten(1).unsqueeze(2)).square().sum((1, 2))
+    torch.testing.assert_close(along / 2, divergence, rtol=1e-2, atol=0)
+
+
+def test_fisher_directions_of_low_rank_are_those_of_likely_classes():
+    model, samples = seeded(Chain()), scenes(3)
+    (found,) = fisher_directions(model, "conv", [samples], rank=2)
+    assert found.shape[:2] == (3, 2)
+    hidden = model.conv(samples).detach().requires_grad_()
+    log_p = model.head(torch.relu(hidden).mean((2, 3))).log_softmax(1)
+    order = log_p.argsort(dim=1, descending=True)
+    for sample, rank in [(0, 0), (2, 1)]:
+        one = log_p[sample, order[sample, rank]]
+        (gradient,) = torch.autograd.grad(one, hidden, retain_graph=True)
+        wanted = one.exp().sqrt() * gradient[sample]
+        torch.testing.assert_close(found[sample, rank], wanted)
+
+
+def test_low_rank_error_sums_over_elements_and_keeps_the_plain_error():
+    model = seeded(Chain())
+    quantized = quantized_at(model, 3, scenes(8))
+    with closing(runner_for(quantized, model, scenes(8))) as runner:
+        cache = runner.gather("conv", loss="low_rank_fisher", rank=3)
+    lengths = cache.directions.flatten(2).square().sum(2)
+    assert lengths.mean().item() == pytest.approx(1.0, rel=1e-5)
+    target = cache.targets[:2]
+    output = target + torch.linspace(-1, 1, target.numel()).view_as(target)
+    picked = Picked([], [], target, None, cache.directions[:2])
+    sums = [
+        sum(g.double() * e.double() for g, e in zip(direction, error, strict=True))
+        for directions, error in zip(
+            cache.directions[:2].flatten(2), (output - target).flatten(1), strict=True
+        )
+        for direction in directions
+    ]
+    plain = (output - target).double().square().mean()
+    wanted = (plain + sum(one**2 for one in sums) / len(sums)) / 2
+    found = output_error(output, picked)
+    assert found.item() == pytest.approx(wanted.item(), rel=1e-4)
+
+
 def test_fisher_weights_are_taken_where_the_target_is():
     """After the norm that is folded, and before an activation that works in place."""
     layers = (nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True))
@@ -492,7 +548,7 @@ def test_fisher_weights_are_taken_where_the_target_is():
     quantized = quantized_at(model, 3, scenes(12))
     runner = runner_for(quantized, model, scenes(12), batch_size=5, limit=1 << 30)
     with closing(runner):
-        cache = runner.gather("0", fisher=True)
+        cache = runner.gather("0", loss="fisher")
     hidden = model[1](model[0](scenes(12))).detach().requires_grad_()
     logits = model[4](torch.relu(hidden).flatten(1)).log_softmax(1)
     (-logits.amax(1)).sum().backward()
@@ -591,7 +647,7 @@ class Sequences(nn.Module):
 
 
 @pytest.mark.parametrize("first", [False, True])
-@pytest.mark.parametrize("loss", ["squared", "fisher"])
+@pytest.mark.parametrize("loss", ["squared", "fisher", "low_rank_fisher"])
 @pytest.mark.parametrize("count", [6, 20])  # six is the length of a sequence too
 def test_blocks_with_shared_arguments_are_reconstructed(first, loss, count):
     model = seeded(Sequences(first=first))

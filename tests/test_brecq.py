@@ -217,7 +217,7 @@ def test_nothing_is_kept_that_makes_a_block_worse(pair):
         float_inputs = ()
 
         def pick(self, index):
-            return [self.inputs[0][index]], self.targets[index], None
+            return [self.inputs[0][index]], self.targets[index]
 
         def batches(self, size):
             yield from torch.split(torch.arange(8), size)

@@ -207,9 +207,12 @@ def test_float_network_is_refused():
     [
         ReconstructConfig(rounding=RoundingConfig(iterations=40, drop=0.5)),
         ReconstructConfig(rounding=RoundingConfig(iterations=40), loss="fisher"),
+        ReconstructConfig(
+            rounding=RoundingConfig(iterations=40), loss="low_rank_fisher"
+        ),
         ReconstructConfig(rounding=RoundingConfig(iterations=40), device_bytes=0),
     ],
-    ids=["qdrop", "fisher", "host"],
+    ids=["qdrop", "fisher", "low rank", "host"],
 )
 def test_options_give_a_working_network(config):
     model = seeded(TinyResNet())
@@ -240,7 +243,9 @@ def test_host_memory_changes_nothing():
 
 
 def test_unknown_loss_is_refused():
-    with pytest.raises(ValueError, match="loss='odd' is unknown; use squared or"):
+    with pytest.raises(
+        ValueError, match="loss='odd' is unknown; use squared, fisher or"
+    ):
         ReconstructConfig(loss="odd")
 
 

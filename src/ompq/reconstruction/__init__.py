@@ -7,7 +7,7 @@ from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Literal, TypeAlias
+from typing import TypeAlias, get_args
 
 from torch import nn
 
@@ -26,7 +26,7 @@ from ompq.quantization import (
     with_quantization,
 )
 from ompq.quantization.channels import Moments, equalized, float_moments
-from ompq.reconstruction.blocks import BlockCache, BlockRunner, merged
+from ompq.reconstruction.blocks import BlockCache, BlockLoss, BlockRunner, merged
 from ompq.reconstruction.brecq import (
     BrecqConfig,
     calibrate_steps,
@@ -61,8 +61,12 @@ class ReconstructConfig:
         tuning: How the whole network is tuned afterwards, by default if an activation
             has fewer than 8 bits; None turns it off. BRECQ, networks with several
             outputs and networks in little device memory are not tuned.
-        loss: ``squared`` error of the block's output, or ``fisher``: the squared error
-            with each element weighted by the squared gradient of the network's loss.
+        loss: ``squared`` error of the block's output; ``fisher``: the squared error
+            with each element weighted by the squared gradient of the network's loss; or
+            ``low_rank_fisher``: the mean of the squared error and of the divergence
+            that it causes to second order, by the gradients of the likeliest classes.
+        fisher_rank: Number of classes of ``low_rank_fisher``. Their gradients take
+            that many times the memory of a block's output.
         merge: Maximum number of consecutive blocks to reconstruct jointly. Blocks are
             merged only where each is the sole reader of the previous one's output.
         batch_size: Number of samples per forward pass while inputs are gathered.
@@ -74,15 +78,16 @@ class ReconstructConfig:
 
     rounding: RoundingConfig | BrecqConfig = RoundingConfig()
     tuning: TuningConfig | None = TuningConfig()
-    loss: Literal["squared", "fisher"] = "squared"
+    loss: BlockLoss = "squared"
+    fisher_rank: int = 8
     merge: int = 1
     batch_size: int = 64
     device_bytes: int = 16 << 30
     seed: int = 0
 
     def __post_init__(self) -> None:
-        check_counts(merge=self.merge)
-        check_known("loss", self.loss, ("squared", "fisher"))
+        check_counts(merge=self.merge, fisher_rank=self.fisher_rank)
+        check_known("loss", self.loss, get_args(BlockLoss))
 
 
 _BRECQ = ReconstructConfig(rounding=BrecqConfig())
@@ -148,9 +153,11 @@ def reconstruct(
             for number, (name, group) in enumerate(phase.named.items()):
                 if name in done:
                     continue
-                fisher = config.loss == "fisher"
+                cache = runner.gather(
+                    group[0], group[-1], loss=config.loss, rank=config.fisher_rank
+                )
                 task = (
-                    runner.gather(group[0], group[-1], fisher=fisher),
+                    cache,
                     config.seed + 7919 * number,
                     _block_progress(progress, len(done), total, name),
                 )

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,9 @@ from ompq.samples import (
     model_device,
     run_batch,
 )
+
+# How errors of a block's output are weighed.
+BlockLoss: TypeAlias = Literal["squared", "fisher", "low_rank_fisher"]
 
 
 @dataclass(frozen=True)
@@ -106,6 +109,7 @@ class BlockCache:
     float_inputs: list[Tensor] = field(default_factory=list)
     batch_size: int = 64  # number of samples per forward pass of the networks
     weights: Tensor | None = None  # importance of each element of the targets
+    directions: Tensor | None = None  # in which errors count more, (N, R, ...)
     # Range to which the activation that follows clips the block's output, if any.
     clip: tuple[float, float | None] | None = None
     layout: Layout = Layout()  # of the block's output
@@ -128,11 +132,10 @@ class BlockCache:
         """Clip an output as the activation after the block does."""
         return output if self.clip is None else output.clamp(*self.clip)
 
-    def pick(self, index: Tensor) -> tuple[list[Tensor], Tensor, Tensor | None]:
-        """Return inputs, targets and weights of the samples with these indices."""
+    def pick(self, index: Tensor) -> tuple[list[Tensor], Tensor]:
+        """Return inputs and targets of the samples with these indices."""
         inputs = [t.index_select(0, index) for t in self.inputs]
-        weights = None if self.weights is None else self.weights.index_select(0, index)
-        return inputs, self.clipped(self.targets.index_select(0, index)), weights
+        return inputs, self.clipped(self.targets.index_select(0, index))
 
     def batches(self, size: int) -> Iterator[Tensor]:
         """Yield sample indices in order, ``size`` at a time."""
@@ -148,21 +151,53 @@ def fisher_weights(
     The loss is −log p of the network's own most likely class.
     """
     for batch in batches:
-        seen: list[Tensor] = []
-
-        def leaf(_module: nn.Module, _args: Any, result: Any, seen: Any = seen) -> Any:
-            # Detached: layers up to here need no gradient.
-            first, *others = tensors_in(result)
-            seen.append(first.detach().requires_grad_())
-            # Later layers may modify it in place, which a leaf does not allow.
-            return with_tensors(result, [seen[0].clone(), *others])
-
-        block = model.get_submodule(end)
-        with evaluating(model), block.register_forward_hook(leaf), torch.enable_grad():
-            output = run_batch(model, batch)
-            log_p = first_tensor(output).flatten(1).log_softmax(1)
-            (gradient,) = torch.autograd.grad(-log_p.amax(1).sum(), seen[0])
+        output, log_p = _class_likelihoods(model, end, batch)
+        (gradient,) = torch.autograd.grad(-log_p.amax(1).sum(), output)
         yield layout.samples_first(gradient.square())
+
+
+def fisher_directions(
+    model: nn.Module,
+    end: str,
+    batches: Iterable[Batch],
+    *,
+    rank: int,
+    layout: Layout = Layout(),
+) -> Iterator[Tensor]:
+    """Yield vectors g with sum g gᵀ close to each sample's Fisher matrix, (N, R, ...).
+
+    The Fisher matrix of a block's output is the sum over all classes of p ∇log p ∇log
+    pᵀ; half its quadratic form is the divergence that a small error causes. This takes
+    the ``rank`` classes with the largest p, or all if there are fewer.
+    """
+    for batch in batches:
+        output, log_p = _class_likelihoods(model, end, batch)
+        likely, _ = log_p.topk(min(rank, log_p.shape[1]))
+        directions = []
+        for column in likely.unbind(1):
+            weight = (column.detach() / 2).exp()  # the square root of p
+            (found,) = torch.autograd.grad(column, output, weight, retain_graph=True)
+            directions.append(layout.samples_first(found))
+        yield torch.stack(directions, 1)
+
+
+def _class_likelihoods(
+    model: nn.Module, end: str, batch: Batch
+) -> tuple[Tensor, Tensor]:
+    """Return a block's output as a leaf, and log p of each class from it, (N, C)."""
+    seen: list[Tensor] = []
+
+    def leaf(_module: nn.Module, _args: Any, result: Any) -> Any:
+        # Detached: layers up to here need no gradient.
+        first, *others = tensors_in(result)
+        seen.append(first.detach().requires_grad_())
+        # Later layers may modify it in place, which a leaf does not allow.
+        return with_tensors(result, [seen[0].clone(), *others])
+
+    block = model.get_submodule(end)
+    with evaluating(model), block.register_forward_hook(leaf), torch.enable_grad():
+        output = run_batch(model, batch)
+        return seen[0], first_tensor(output).flatten(1).log_softmax(1)
 
 
 class _NetworkPass(ForwardPass):
@@ -267,12 +302,14 @@ class BlockRunner:
             for batch in self._batches
         ]
 
-    def gather(self, block: str, last: str = "", *, fisher: bool = False) -> BlockCache:
+    def gather(
+        self, block: str, last: str = "", *, loss: BlockLoss = "squared", rank: int = 1
+    ) -> BlockCache:
         """Run both networks up to a block and return its inputs and targets.
 
         All earlier blocks must be reconstructed already. The targets are the outputs of
-        ``last``, which may be a later block; ``fisher`` also computes the importance of
-        their elements.
+        ``last``, which may be a later block. A ``loss`` other than ``squared`` also
+        needs gradients of the float network, of ``rank`` classes if it is low-rank.
         """
         quantized, model = self._networks
         units = {unit.name: unit for unit in self._graph.units}
@@ -291,11 +328,16 @@ class BlockRunner:
         cache = BlockCache(inputs, targets, arguments, others, size, layout=layout)
         if block in units:
             cache.clip = _CLIPS.get(units[block].activation)
-        if fisher:
-            found = fisher_weights(model, end, self._batches, layout=layout)
-            weights = torch.cat([part.to(targets.device) for part in found])
-            tiny = torch.finfo(weights.dtype).tiny
-            cache.weights = weights / weights.mean().clamp_min(tiny)
+        given, device = self._batches, targets.device
+        if loss == "fisher":
+            found = fisher_weights(model, end, given, layout=layout)
+            weights = torch.cat([part.to(device) for part in found])
+            cache.weights = weights / _positive(weights.mean())
+        elif loss == "low_rank_fisher":
+            found = fisher_directions(model, end, given, rank=rank, layout=layout)
+            directions = torch.cat([part.to(device) for part in found])
+            length = directions.flatten(2).square().sum(2).mean().sqrt()
+            cache.directions = directions / _positive(length)
         return cache
 
     def _gather_batches(
@@ -379,6 +421,10 @@ def merged(
         else:
             groups.append((name,))
     return groups
+
+
+def _positive(value: Tensor) -> Tensor:
+    return value.clamp_min(torch.finfo(value.dtype).tiny)
 
 
 def _concatenated(parts: Sequence[Tensor]) -> Tensor:

@@ -25,6 +25,7 @@ class Picked(NamedTuple):
     float_inputs: list[Tensor]  # the float network's inputs of the block, or empty
     target: Tensor
     weights: Tensor | None  # importance of each element of the target
+    directions: Tensor | None  # in which errors count more, (N, R, ...)
 
 
 @dataclass(eq=False)
@@ -152,9 +153,14 @@ class Descent:
         self.step += 1
 
     def _pick(self, index: Tensor) -> Picked:
-        inputs, target, weights = self.cache.pick(index)
-        float_inputs = [t.index_select(0, index) for t in self.cache.float_inputs]
-        return Picked(inputs, float_inputs, target, weights)
+        cache = self.cache
+        inputs, target = cache.pick(index)
+        float_inputs = [t.index_select(0, index) for t in cache.float_inputs]
+        weighing = (
+            None if tensor is None else tensor.index_select(0, index)
+            for tensor in (cache.weights, cache.directions)
+        )
+        return Picked(inputs, float_inputs, target, *weighing)
 
 
 def _kernel_graph(step: Callable[[], None]) -> Callable[[], None]:
@@ -190,7 +196,7 @@ def _block_error(
     norm = torch.zeros((), dtype=torch.float64, device=device)
     with evaluating(block):
         for index in cache.batches(batch_size):
-            inputs, target, _ = cache.pick(index)
+            inputs, target = cache.pick(index)
             output = cache.call(block, [t.to(device) for t in inputs])
             target = target.to(device)
             error += (output - target).double().abs().pow(power).sum()

@@ -146,7 +146,7 @@ def cache_runs(block: nn.Module, cache: BlockCache) -> Runs:
     """Return functions that run a block on the samples that moments are read from."""
 
     def run(index: Tensor) -> None:
-        inputs, _, _ = cache.pick(index)
+        inputs, _ = cache.pick(index)
         cache.call(block, [t.to(model_device(block)) for t in inputs])
 
     first = next(cache.batches(FOR_MOMENTS))
@@ -171,7 +171,7 @@ def rounding_descent(
     def loss(picked: Picked, _row: Tensor) -> tuple[Tensor, Tensor]:
         with soft.used():
             output = cache.call(block, _mixed(picked, config.float_inputs))
-        relative = _squared_error(output, picked) / error_before
+        relative = output_error(output, picked) / error_before
         return relative, relative
 
     def prepare(step: int, adam: torch.optim.Adam) -> None:
@@ -197,10 +197,20 @@ def rounding_descent(
     )
 
 
-def _squared_error(output: Tensor, picked: Picked) -> Tensor:
-    if picked.weights is None:
-        return F.mse_loss(output, picked.target)
-    return ((output - picked.target).square() * picked.weights).mean()
+def output_error(output: Tensor, picked: Picked) -> Tensor:
+    """Return the mean squared error of a block's output, weighed as the loss asks.
+
+    Along the directions of a low-rank Fisher matrix, errors of all elements add up; the
+    plain error beside it holds the others. Both are alike for independent errors.
+    """
+    if picked.weights is not None:
+        return ((output - picked.target).square() * picked.weights).mean()
+    error = F.mse_loss(output, picked.target)
+    if picked.directions is None:
+        return error
+    difference = (output - picked.target).flatten(1).unsqueeze(2)  # (N, D, 1)
+    along = picked.directions.flatten(2) @ difference  # (N, R, 1)
+    return (error + along.square().mean()) / 2
 
 
 def _learned(

@@ -152,7 +152,7 @@ def _divergence(network: nn.Module, cache: BlockCache) -> tuple[float, int]:
     sums = torch.zeros(3, dtype=torch.float64, device=device)
     with evaluating(network):
         for index in cache.batches(cache.batch_size):
-            inputs, target, _ = cache.pick(index)
+            inputs, target = cache.pick(index)
             output = cache.call(network, [t.to(device) for t in inputs])
             found = output_error(output, target.to(device)).double()
             sums += torch.stack(
