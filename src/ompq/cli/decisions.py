@@ -10,7 +10,18 @@ import numpy as np
 import typer
 
 from ompq.allocation import Problem, reachable
-from ompq.cli.console import Column, Console, View, facts, muted, say
+from ompq.cli.console import (
+    Column,
+    Console,
+    View,
+    as_budget,
+    cost_columns,
+    facts,
+    muted,
+    plan_view,
+    say,
+    size_budgets,
+)
 from ompq.cli.options import (
     BudgetOption,
     check_needed,
@@ -32,7 +43,6 @@ from ompq.cli.settings import (
     read_samples,
     unknown_score,
 )
-from ompq.cli.views import as_budget, cost_columns, plan_view, size_budgets
 from ompq.costs import FLOAT_BITS, Budget, digits, in_bytes
 from ompq.datasets import load_data
 from ompq.measurement import SCORES

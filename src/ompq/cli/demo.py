@@ -11,14 +11,13 @@ from rich.text import Text
 from torch import Tensor, nn
 
 from ompq.allocation import Allocation
-from ompq.cli.console import Column, Console, Shown, View, facts
+from ompq.cli.console import Column, Console, Shown, View, facts, time_line
 from ompq.cli.options import (
     check_writable,
     number,
     option,
     output_path,
 )
-from ompq.cli.views import time_line
 from ompq.costs import Budget, in_bytes, percent
 from ompq.errors import InfeasibleBudgetError, OmpqError
 from ompq.models import load_model

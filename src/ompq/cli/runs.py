@@ -18,7 +18,20 @@ import typer
 from torch import nn
 
 from ompq.allocation import Allocation
-from ompq.cli.console import Console, View, facts, in_first_process, muted, say
+from ompq.cli.console import (
+    Console,
+    View,
+    facts,
+    in_first_process,
+    muted,
+    quality_rows,
+    quality_text,
+    say,
+    time_line,
+    totals,
+    used,
+    warning,
+)
 from ompq.cli.options import (
     REQUIRED,
     check_needed,
@@ -37,7 +50,6 @@ from ompq.cli.settings import (
     provenance,
     read_samples,
 )
-from ompq.cli.views import quality_rows, quality_text, time_line, totals, used, warning
 from ompq.costs import Budget, digits, in_bytes
 from ompq.datasets import Data, HeldSet, training_data
 from ompq.datasets.images import image_views

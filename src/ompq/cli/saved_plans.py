@@ -11,7 +11,15 @@ from typing import Annotated, Any
 
 import numpy as np
 
-from ompq.cli.console import Column, Console, Shown, View
+from ompq.cli.console import (
+    Column,
+    Console,
+    Shown,
+    View,
+    cost_columns,
+    plan_view,
+    top1_text,
+)
 from ompq.cli.options import (
     BudgetOption,
     PlanFile,
@@ -22,7 +30,6 @@ from ompq.cli.options import (
     option,
     output_path,
 )
-from ompq.cli.views import cost_columns, plan_view, top1_text
 from ompq.costs import FILES, Budget, counted, digits, in_bytes
 from ompq.errors import PlanError
 from ompq.files import read_json
