@@ -41,7 +41,7 @@ ORDER = {
     "integer": "arithmetic operators",
     "packing": "format",
     "measurement": "__init__ refinement rivals audits",
-    "onnx": "containers inspection traced export sizes",
+    "onnx": "__init__ containers traced export sizes",
     "models": "networks",
     "datasets": "images",
     "report": "...",

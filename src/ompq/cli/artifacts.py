@@ -27,8 +27,7 @@ from ompq.errors import DataError, ExportError, ModelError, PackedFileError
 from ompq.files import json_object, read_json, replacing
 from ompq.integer import input_names
 from ompq.models import NamedModel, load_model
-from ompq.onnx.export import ExportResult, export_onnx
-from ompq.onnx.inspection import (
+from ompq.onnx import (
     Timing,
     inputs_of,
     inspect_onnx,
@@ -37,6 +36,7 @@ from ompq.onnx.inspection import (
     time_files,
     without_gain,
 )
+from ompq.onnx.export import ExportResult, export_onnx
 from ompq.onnx.traced import float_model
 from ompq.packing import Account, add_onnx, inspect_file, load
 from ompq.packing.format import read_contents
