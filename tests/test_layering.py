@@ -42,7 +42,7 @@ ORDER = {
     "packing": "format",
     "measurement": "__init__ refinement rivals audits",
     "onnx": "__init__ containers traced export sizes",
-    "models": "networks",
+    "models": "",
     "datasets": "images",
     "report": "...",
     "workflow": "",

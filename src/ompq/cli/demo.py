@@ -20,8 +20,7 @@ from ompq.cli.options import (
 )
 from ompq.costs import Budget, in_bytes, percent
 from ompq.errors import InfeasibleBudgetError, OmpqError
-from ompq.models import load_model
-from ompq.models.networks import DemoData, DemoNetwork, demo_data
+from ompq.models import DemoData, DemoNetwork, demo_data, load_model
 from ompq.onnx.export import ExportResult, export_onnx
 from ompq.packing import Account, inspect_file, load, save
 from ompq.planner import PlanConfig

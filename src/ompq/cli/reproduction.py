@@ -46,8 +46,7 @@ from ompq.files import json_object, library_version, read_json, write_text
 from ompq.graph import trace
 from ompq.measurement import BlockLoss
 from ompq.measurement.rivals import ReinforceConfig, one_bitwidth, reinforce
-from ompq.models import NamedModel
-from ompq.models.networks import CifarResNet
+from ompq.models import CifarResNet, NamedModel
 from ompq.orthogonality import gram_matrix
 from ompq.planner import PLAN_PROTOCOLS, PlanConfig
 from ompq.plans import Plan

@@ -37,8 +37,7 @@ from ompq.datasets.images import (
 from ompq.errors import DataError, check_counts, shortened
 from ompq.evaluation import is_class_indices
 from ompq.files import call_user_function, is_user_function, reason
-from ompq.models import NamedModel, output_count, transformers_library
-from ompq.models.networks import demo_data
+from ompq.models import NamedModel, demo_data, output_count, transformers_library
 from ompq.recording import tensors_in
 from ompq.samples import (
     Batch,
