@@ -40,7 +40,7 @@ ORDER = {
     "training": "step methods",
     "integer": "arithmetic operators",
     "packing": "format",
-    "measurement": "__init__ refinement rivals audits",
+    "measurement": "__init__ refinement rivals",
     "onnx": "__init__ containers traced export sizes",
     "models": "",
     "datasets": "images",

@@ -45,8 +45,7 @@ from ompq.cli.settings import (
 )
 from ompq.costs import FLOAT_BITS, Budget, digits, in_bytes
 from ompq.datasets import load_data
-from ompq.measurement import SCORES
-from ompq.measurement.audits import Audit, AuditConfig, audit as measure_scores
+from ompq.measurement import SCORES, Audit, AuditConfig, audit as measure_scores
 from ompq.models import blank_input, output_count
 from ompq.onnx.sizes import file_costs
 from ompq.planner import unscored_problem

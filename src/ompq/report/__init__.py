@@ -26,7 +26,7 @@ from ompq.costs import (
     short,
 )
 from ompq.files import library_version, write_text
-from ompq.measurement.audits import Audit
+from ompq.measurement import Audit
 from ompq.plans import Plan
 from ompq.report.charts import (
     accuracy_chart,
