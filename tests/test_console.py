@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from rich.console import Console as RichConsole
 
-from ompq import stages
+from ompq import results
 from ompq.allocation import Problem
 from ompq.cli import console as consoles
 from ompq.cli.console import (
@@ -50,7 +50,7 @@ class Clock:
 def clock(monkeypatch) -> Clock:
     found = Clock()
     monkeypatch.setattr(consoles, "perf_counter", found)
-    monkeypatch.setattr(stages, "perf_counter", found)
+    monkeypatch.setattr(results, "perf_counter", found)
     return found
 
 

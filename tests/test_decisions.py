@@ -20,8 +20,8 @@ from ompq.measurement import SCORES, AuditConfig
 from ompq.models import load_model
 from ompq.planner import PLAN_PROTOCOLS, PlanConfig, plan as make_plan
 from ompq.plans import Plan
+from ompq.results import Stages
 from ompq.scores import Orm, OrmSettings
-from ompq.stages import Stages
 from ompq.units import Choice
 
 NAMES = ["stem", "block.conv1", "block.conv2", "block.shortcut", "fc"]

@@ -13,7 +13,6 @@ ORDER = {
     "errors": "",
     "processes": "",
     "files": "",
-    "stages": "",
     "units": "",
     "streams": "",
     "skeleton": "",

@@ -40,8 +40,7 @@ from ompq.costs import (
 )
 from ompq.errors import shortened
 from ompq.plans import Plan, unit_rows
-from ompq.results import Evaluation
-from ompq.stages import Progress, Stages, silent
+from ompq.results import Evaluation, Progress, Stages, silent
 from ompq.units import Skipped
 
 _LINE_SECONDS = 10.0  # time between lines of progress if there is no terminal

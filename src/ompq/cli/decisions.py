@@ -45,6 +45,7 @@ from ompq.cli.settings import (
 )
 from ompq.costs import FLOAT_BITS, Budget, digits, in_bytes
 from ompq.datasets import load_data
+from ompq.files import REPORT
 from ompq.measurement import SCORES, Audit, AuditConfig, audit as measure_scores
 from ompq.models import blank_input, output_count
 from ompq.onnx.sizes import file_costs
@@ -52,7 +53,6 @@ from ompq.planner import unscored_problem
 from ompq.report import audit_sections, write_report
 from ompq.samples import Samples
 from ompq.scores import score_name
-from ompq.stages import REPORT
 from ompq.units import Choice
 from ompq.workflow import PLAN_SAMPLES, Workflow, whole_folder, write_result
 

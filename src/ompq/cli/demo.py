@@ -20,6 +20,7 @@ from ompq.cli.options import (
 )
 from ompq.costs import Budget, in_bytes, percent
 from ompq.errors import InfeasibleBudgetError, OmpqError
+from ompq.files import ONNX, PACKED, PLAN, REPORT, RESULT
 from ompq.models import DemoData, DemoNetwork, demo_data, load_model
 from ompq.onnx.export import ExportResult, export_onnx
 from ompq.packing import Account, inspect_file, load, save
@@ -30,13 +31,15 @@ from ompq.reconstruction.rounding import RoundingConfig
 from ompq.results import (
     Accuracy,
     Agreement,
+    Bar,
     Evaluation,
     Remark,
     Section,
+    Stages,
+    silent,
     wilson_interval,
 )
 from ompq.samples import evaluating
-from ompq.stages import ONNX, PACKED, PLAN, REPORT, RESULT, Bar, Stages, silent
 from ompq.workflow import (
     Outcome,
     Workflow,

@@ -62,9 +62,9 @@ from ompq.report.charts import (
     save_figure,
     styled_figure,
 )
+from ompq.results import Stages
 from ompq.samples import Samples, model_device
 from ompq.scores import measure_orm
-from ompq.stages import Stages
 from ompq.training import train
 from ompq.training.step import TRAIN_PROTOCOLS
 from ompq.units import select

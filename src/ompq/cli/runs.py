@@ -55,7 +55,17 @@ from ompq.datasets import Data, HeldSet, training_data
 from ompq.datasets.images import image_views
 from ompq.errors import BudgetError, DataError, PlanError, suggestion
 from ompq.evaluation import METRICS, Metric, evaluate as measure
-from ompq.files import is_user_function, locked_folder, user_function
+from ompq.files import (
+    CONFIG,
+    ONNX,
+    PACKED,
+    PLAN,
+    REPORT,
+    RESULT,
+    is_user_function,
+    locked_folder,
+    user_function,
+)
 from ompq.integer import IntegerNetwork
 from ompq.measurement.refinement import Goal, Smallest
 from ompq.models import NamedModel
@@ -74,7 +84,6 @@ from ompq.reconstruction.rounding import RoundingConfig
 from ompq.reconstruction.tuning import TuningConfig
 from ompq.results import Remark
 from ompq.samples import model_device
-from ompq.stages import CONFIG, ONNX, PACKED, PLAN, REPORT, RESULT
 from ompq.training import (
     TrainingData,
     check_installed,

@@ -32,11 +32,10 @@ from ompq.cli.options import (
 )
 from ompq.costs import FILES, Budget, counted, digits, in_bytes
 from ompq.errors import PlanError
-from ompq.files import read_json
+from ompq.files import PLAN, RESULT, read_json
 from ompq.plans import Plan
-from ompq.results import Accuracy, Evaluation, Section, sections_from_json
+from ompq.results import Accuracy, Evaluation, Progress, Section, sections_from_json
 from ompq.skeleton import unpack as unpack_file
-from ompq.stages import PLAN, RESULT, Progress
 from ompq.units import Choice, select
 
 # Cost → the column that its curve is sorted by.

@@ -39,6 +39,7 @@ from ompq.evaluation import is_class_indices
 from ompq.files import call_user_function, is_user_function, reason
 from ompq.models import NamedModel, demo_data, output_count, transformers_library
 from ompq.recording import tensors_in
+from ompq.results import Progress
 from ompq.samples import (
     Batch,
     batch_length,
@@ -51,7 +52,6 @@ from ompq.samples import (
     to_device,
     token_ids,
 )
-from ompq.stages import Progress
 from ompq.training import Shard, TrainingData, dealt, mixed_seed
 
 # An input (a tensor, or a tuple or dict of tensors) and its target: a class index, -1

@@ -34,11 +34,11 @@ from ompq.reconstruction import ReconstructConfig, reconstruct
 from ompq.reconstruction.blocks import fisher_weights
 from ompq.reconstruction.rounding import RoundingConfig
 from ompq.recording import copied, tensors_in
+from ompq.results import Progress, no_progress
 from ompq.samples import Batch, Samples, SamplesLike, collect, kl_divergence
 from ompq.scores import SCORES, Needs, Score, ScoreInputs, measure_orm, score_name
 from ompq.scores.rounding_errors import rounded_weights
 from ompq.scores.table import Random
-from ompq.stages import Progress, no_progress
 from ompq.units import Choice, ScoreTable, Unit, by_bits
 
 __all__ = [

@@ -44,12 +44,12 @@ from ompq.results import (
     BlockError,
     Histogram,
     LayerEffect,
+    Progress,
     Remark,
     Section,
     StageTime,
     Versions,
 )
-from ompq.stages import Progress
 
 _FOLDER = Path(__file__).parent
 # Budgets on each curve of the explorer: enough for a smooth slider, and solved in

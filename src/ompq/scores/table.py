@@ -21,8 +21,8 @@ from ompq.files import (
     write_text,
 )
 from ompq.recording import tensors_in
+from ompq.results import Progress, no_progress
 from ompq.samples import Samples, model_device
-from ompq.stages import Progress, no_progress
 from ompq.units import Choice, LayerGraph, ScoreTable, Table
 
 logger = logging.getLogger(__name__)
