@@ -681,7 +681,7 @@ def _held_targets(data: Data, found: list[Any], outputs: int) -> Tensor:
     targets = _joined(found)
     if not isinstance(targets, Tensor):
         raise DataError(
-            f"{data.name}: targets differ in shape or are no tensors; training needs "
+            f"{data.name}: targets differ in shape or are not tensors; training needs "
             "numbers, or tensors of one shape"
         )
     low, high = targets.min(), targets.max()
