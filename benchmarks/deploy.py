@@ -27,8 +27,8 @@ import ompq
 from ompq.allocation import Allocation
 from ompq.datasets import load_data
 from ompq.models import load_model
+from ompq.onnx import Input, load_seconds, peak_memory, runner
 from ompq.onnx.export import against_simulated, export_onnx, open_session
-from ompq.onnx.inspection import Input, load_seconds, peak_memory, runner
 from ompq.onnx.traced import float_model
 from ompq.samples import Samples
 from ompq.units import Choice

@@ -36,7 +36,7 @@ from torch import nn
 import ompq
 from ompq.errors import InfeasibleBudgetError
 from ompq.layers import StoredValues, quantized_layers
-from ompq.models.networks import CifarResNet
+from ompq.models import CifarResNet
 from ompq.quantization import QUANTIZE_PROTOCOLS
 from ompq.workflow import learning_config
 

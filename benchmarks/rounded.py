@@ -24,7 +24,7 @@ from ptq import NETWORKS, load, some_of
 
 from ompq.evaluation import evaluate
 from ompq.packing import save as save_packed
-from ompq.quantization import QuantizeConfig, moments, quantize
+from ompq.quantization import QuantizeConfig, channels, quantize
 from ompq.units import GROUP_SIZES, Choice
 
 
@@ -90,7 +90,7 @@ STUDIES = {
 def measure(model, samples, judged, choice: Choice, value, config) -> dict:
     """Quantize to nearest and evaluate."""
     allocation = everywhere(model, samples, choice)
-    trusting = patch.object(moments, "_certain", lambda changes: changes.mean(0))
+    trusting = patch.object(channels, "_shrunk_mean", lambda changes: changes.mean(0))
     start = time.perf_counter()
     with trusting if value == "as read" else nullcontext():
         made = quantize(model, allocation, samples, config)

@@ -8,7 +8,7 @@ from torch import nn
 from nets import TinyMobileNet, images, seeded
 from ompq.allocation import Allocation
 from ompq.costs import Budget
-from ompq.measurement.audits import RANDOM, Audit, Correlation, Measured, ScoreAudit
+from ompq.measurement import RANDOM, Audit, Correlation, Measured, ScoreAudit
 from ompq.planner import PlanConfig, plan
 from ompq.plans import Plan
 from ompq.results import (

@@ -14,8 +14,8 @@ from nets import TinyMobileNet, images, seeded
 from ompq.costs import in_bytes
 from ompq.errors import ExportError, ModelError
 from ompq.files import call_user_function
+from ompq.onnx import installed_runtimes, time_files
 from ompq.onnx.export import export_onnx
-from ompq.onnx.inspection import installed_runtimes, time_files
 from ompq.packing import inspect_file, load, save
 from ompq.planner import plan as make_plan
 from ompq.quantization import quantize

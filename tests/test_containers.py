@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ompq.integer.arithmetic import CodeGrid, IntegerWeight
-from ompq.onnx import containers
+from ompq.onnx import containers, only_core
 from ompq.onnx.containers import (
     StoredWeight,
     Unpacking,
@@ -15,7 +15,6 @@ from ompq.onnx.containers import (
     pack_plane,
     plane_parts,
 )
-from ompq.onnx.inspection import only_core
 from ompq.ranges import search_weight
 
 onnx = pytest.importorskip("onnx")

@@ -16,13 +16,12 @@ from ompq.cli.decisions import AuditOptions
 from ompq.cli.settings import PlanOptions
 from ompq.costs import overhead_bytes
 from ompq.datasets import load_data
-from ompq.measurement import SCORES
-from ompq.measurement.audits import AuditConfig
+from ompq.measurement import SCORES, AuditConfig
 from ompq.models import load_model
 from ompq.planner import PLAN_PROTOCOLS, PlanConfig, plan as make_plan
 from ompq.plans import Plan
+from ompq.results import Stages
 from ompq.scores import Orm, OrmSettings
-from ompq.stages import Stages
 from ompq.units import Choice
 
 NAMES = ["stem", "block.conv1", "block.conv2", "block.shortcut", "fc"]

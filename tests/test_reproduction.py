@@ -12,8 +12,7 @@ from ompq.cli import reproduction
 from ompq.cli.experiments import EXPERIMENTS, HALFWAY
 from ompq.cli.reproduction import Bench, planned
 from ompq.graph import trace
-from ompq.models import NamedModel
-from ompq.models.networks import CifarResNet
+from ompq.models import CifarResNet, NamedModel
 from ompq.planner import PLAN_PROTOCOLS
 from ompq.samples import Samples
 from ompq.training.step import TRAIN_PROTOCOLS

@@ -18,8 +18,8 @@ from ompq.errors import (
     PackedFileError,
     PlanError,
 )
+from ompq.files import ONNX, PACKED, RESULT
 from ompq.onnx import containers
-from ompq.stages import ONNX, PACKED, RESULT
 from ompq.workflow import Workflow
 
 pytest.importorskip("onnxruntime")

@@ -11,8 +11,8 @@ from torch import nn
 from nets import Branching, Recurrent, TinyResNet, images, seeded
 from ompq.errors import ExportError
 from ompq.layers import quantized_layers
+from ompq.onnx import inspect_onnx
 from ompq.onnx.export import export_onnx, open_session, require_codes, run_session
-from ompq.onnx.inspection import inspect_onnx
 from ompq.onnx.traced import float_model, traced_model
 from ompq.quantization import QuantizeConfig, quantization_of, quantize
 from ompq.samples import Samples

@@ -267,5 +267,5 @@ def test_inputs_and_targets_of_any_kind_are_held(small, kind):
 def test_targets_must_have_one_shape(small):
     inputs = torch.zeros(3, 8, 8)
     data = replace(small, length=2, read=lambda at: (inputs, torch.zeros(at)))
-    with pytest.raises(DataError, match="targets differ in shape or are no tensors"):
+    with pytest.raises(DataError, match="targets differ in shape or are not tensors"):
         training_data(data)

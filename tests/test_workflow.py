@@ -8,12 +8,11 @@ import torch
 
 import ompq
 from nets import TinyMobileNet, scenes, seeded
-from ompq import stages
+from ompq import results
 from ompq.errors import PlanError
 from ompq.integer import INTEGERS
 from ompq.plans import read_bits, unit_rows
-from ompq.results import sections_from_json
-from ompq.stages import Stages
+from ompq.results import Stages, sections_from_json
 from ompq.workflow import Workflow, whole_folder
 
 MODEL, SAMPLES = seeded(TinyMobileNet()), scenes(32)
@@ -102,7 +101,7 @@ def test_a_folder_appears_whole_or_not_at_all(tmp_path):
 def clock(monkeypatch):
     """Time that passes only when told to."""
     now = [0.0]
-    monkeypatch.setattr(stages, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(results, "perf_counter", lambda: now[0])
     return now
 
 

@@ -43,8 +43,13 @@ if TYPE_CHECKING:
     from ompq.evaluation import Perplexity, evaluate
     from ompq.graph import trace
     from ompq.integer import IntegerNetwork, finalize
-    from ompq.measurement import BlockLoss, ReconstructionScore
-    from ompq.measurement.audits import Audit, AuditConfig, audit
+    from ompq.measurement import (
+        Audit,
+        AuditConfig,
+        BlockLoss,
+        ReconstructionScore,
+        audit,
+    )
     from ompq.measurement.refinement import (
         Goal,
         RefineConfig,
@@ -97,7 +102,6 @@ if TYPE_CHECKING:
     from ompq.units import Choice, LayerGraph, ScoreTable, Unit
 
 _HOMES = {
-    "ompq.measurement.audits": "Audit AuditConfig audit",
     "ompq.allocation": "Allocation",
     "ompq.costs": "Budget",
     "ompq.datasets.images": "distilled_samples image_views",
@@ -118,7 +122,7 @@ _HOMES = {
     "ompq.reconstruction.brecq": "BrecqConfig",
     "ompq.reconstruction.rounding": "RoundingConfig",
     "ompq.reconstruction.tuning": "TuningConfig",
-    "ompq.measurement": "BlockLoss ReconstructionScore",
+    "ompq.measurement": "Audit AuditConfig BlockLoss ReconstructionScore audit",
     "ompq.measurement.refinement": "Goal RefineConfig Smallest SmallestConfig refine "
     "smallest",
     "ompq.report": "write_report",

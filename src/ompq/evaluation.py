@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from ompq.errors import DataError, ModelError
 from ompq.processes import process_count, share_out
-from ompq.results import Evaluation, paired, wilson_interval
+from ompq.results import Evaluation, Progress, paired, wilson_interval
 from ompq.samples import (
     Batch,
     Samples,
@@ -31,7 +31,6 @@ from ompq.samples import (
     to_device,
     token_ids,
 )
-from ompq.stages import Progress
 
 _BATCH_SIZE = 64
 

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
+# The files of a run.
+PLAN, PACKED, ONNX = "plan.json", "network.ompq.safetensors", "network.onnx"
+REPORT, RESULT, CONFIG = "report.html", "result.json", "config.toml"
 _METADATA = "ompq"  # the metadata entry of a safetensors file that holds our header
 _DIGEST = "sha256"
 _MAX_DIGITS = 19  # a signed 64-bit integer has no more

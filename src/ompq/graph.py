@@ -415,9 +415,7 @@ def _stages(
 ) -> dict[str, int]:
     """Number the stages: a new one begins where a block's resolution changes.
 
-    Args:
-        blocks: Of each unit.
-        features: The call that represents each unit.
+    Each unit has a block and a feature, the call that represents it.
     """
     resolution = {}
     for block, feature in zip(blocks, features, strict=True):
@@ -457,7 +455,7 @@ def _find_blocks(
 def _joins(recording: Recording) -> Iterator[Call]:
     """Yield the calls that add or concatenate what different calls computed.
 
-    Rotary positions do so with parts of one tensor, which are no branches.
+    Rotary positions do so with parts of one tensor, which are not branches.
     """
     # Call → the calls that computed what it rearranges; none for constants.
     origins: dict[int, frozenset[int]] = {-1: frozenset({-1})}

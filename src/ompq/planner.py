@@ -27,6 +27,7 @@ from ompq.costs import (
 from ompq.errors import TargetError, TraceError, check_known, shortened
 from ompq.graph import find_units, float_network, live_tensors, observe
 from ompq.plans import Plan, make_problem
+from ompq.results import Progress, no_progress
 from ompq.samples import (
     Samples,
     SamplesLike,
@@ -45,7 +46,6 @@ from ompq.scores import (
     score_name,
     score_table,
 )
-from ompq.stages import Progress, no_progress
 from ompq.streams import WIDTHS
 from ompq.targets import Target, load_target
 from ompq.units import (

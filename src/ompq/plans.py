@@ -48,8 +48,7 @@ from ompq.files import (
     read_json,
     write_text,
 )
-from ompq.results import data_frame, html_table
-from ompq.stages import Progress
+from ompq.results import Progress, data_frame, html_table
 from ompq.targets import Target
 from ompq.units import (
     Choice,

@@ -60,7 +60,7 @@ def distributed() -> Iterator[None]:
     if not _torch().is_initialized():
         _torch().init_process_group(_backend())
         # The group is destroyed only at exit: a process that joins a second group may
-        # be given the address of the first one and wait there for ever.
+        # be given the address of the first one and wait there forever.
         atexit.register(_destroy_group)
     _GROUP.rank, _GROUP.count = _torch().get_rank(), _torch().get_world_size()
     try:

@@ -89,7 +89,7 @@ def cheapest_codes(
     Args:
         position: Weights in steps of the grid, 0 at code 128, of any shape.
         price: Squared steps that a bit is worth; 0 rounds to nearest.
-        rounds: Rounds; frequencies hardly change after three.
+        rounds: Frequencies hardly change after three.
 
     Returns:
         The codes, uint8, of the same shape.

@@ -287,7 +287,6 @@ def unpack(path: str | Path, output: str | Path) -> int:
 
     Args:
         path: A packed file that carries its ONNX file; see :func:`ompq.add_onnx`.
-        output: The ONNX file to write.
 
     Raises:
         PackedFileError: The file is damaged, or carries no ONNX file.

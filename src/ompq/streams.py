@@ -740,15 +740,11 @@ def _spread(word: NDArray[Any], bits: int) -> NDArray[Any]:
     """Move the codes of each word apart, one a byte; (W,) → (W,)."""
     for step in (32, 16, 8):
         held = step * bits // 8  # bits that hold codes, of ``step`` bits
-        low = _every(held, 2 * step)
+        # The lowest ``held`` bits of each lane of ``2 * step`` bits.
+        low = np.uint64(sum(((1 << held) - 1) << at for at in range(0, 64, 2 * step)))
         high = (word << np.uint64(step - held)) & (low << np.uint64(step))
         word = (word & low) | high
     return word
-
-
-def _every(held: int, lane: int) -> np.uint64:
-    """Return the mask of the lowest ``held`` bits of each lane of ``lane`` bits."""
-    return np.uint64(sum(((1 << held) - 1) << at for at in range(0, 64, lane)))
 
 
 def _padded(values: Codes, multiple: int) -> Codes:

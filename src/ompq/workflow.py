@@ -18,7 +18,16 @@ from ompq.allocation import Allocation
 from ompq.costs import FLOAT_BITS, Budget
 from ompq.errors import ExportError, FileError, PackedFileError
 from ompq.evaluation import Metric, evaluate
-from ompq.files import library_version, write_text
+from ompq.files import (
+    CONFIG,
+    ONNX,
+    PACKED,
+    PLAN,
+    REPORT,
+    RESULT,
+    library_version,
+    write_text,
+)
 from ompq.integer import finalized
 from ompq.measurement import Meter
 from ompq.measurement.refinement import (
@@ -45,15 +54,16 @@ from ompq.results import (
     Evaluation,
     Histogram,
     LayerEffect,
+    Progress,
     Remark,
     Section,
+    Stages,
     StageTime,
     Versions,
     sections_to_json,
     wilson_interval,
 )
 from ompq.samples import Samples, SamplesLike
-from ompq.stages import CONFIG, ONNX, PACKED, PLAN, REPORT, RESULT, Progress, Stages
 from ompq.units import Choice
 
 PLAN_SAMPLES, CALIBRATION_SAMPLES = 64, 1024  # as in the paper and in BRECQ

@@ -26,7 +26,7 @@ from ompq.errors import (
     shortened,
     suggestion,
 )
-from ompq.stages import Progress
+from ompq.results import Progress
 from ompq.units import Choice
 
 __all__ = [

@@ -24,11 +24,10 @@ from ompq.cli.settings import read_samples
 from ompq.costs import in_bytes
 from ompq.datasets import load_data
 from ompq.errors import DataError, ExportError, ModelError, PackedFileError
-from ompq.files import json_object, read_json, replacing
+from ompq.files import ONNX, PACKED, RESULT, json_object, read_json, replacing
 from ompq.integer import input_names
 from ompq.models import NamedModel, load_model
-from ompq.onnx.export import ExportResult, export_onnx
-from ompq.onnx.inspection import (
+from ompq.onnx import (
     Timing,
     inputs_of,
     inspect_onnx,
@@ -37,11 +36,11 @@ from ompq.onnx.inspection import (
     time_files,
     without_gain,
 )
+from ompq.onnx.export import ExportResult, export_onnx
 from ompq.onnx.traced import float_model
 from ompq.packing import Account, add_onnx, inspect_file, load
 from ompq.packing.format import read_contents
 from ompq.samples import Batch, Samples
-from ompq.stages import ONNX, PACKED, RESULT
 
 _FORMATS = ("onnx", "packed")
 

@@ -10,7 +10,18 @@ import numpy as np
 import typer
 
 from ompq.allocation import Problem, reachable
-from ompq.cli.console import Column, Console, View, facts, muted, say
+from ompq.cli.console import (
+    Column,
+    Console,
+    View,
+    as_budget,
+    cost_columns,
+    facts,
+    muted,
+    plan_view,
+    say,
+    size_budgets,
+)
 from ompq.cli.options import (
     BudgetOption,
     check_needed,
@@ -32,18 +43,16 @@ from ompq.cli.settings import (
     read_samples,
     unknown_score,
 )
-from ompq.cli.views import as_budget, cost_columns, plan_view, size_budgets
 from ompq.costs import FLOAT_BITS, Budget, digits, in_bytes
 from ompq.datasets import load_data
-from ompq.measurement import SCORES
-from ompq.measurement.audits import Audit, AuditConfig, audit as measure_scores
+from ompq.files import REPORT
+from ompq.measurement import SCORES, Audit, AuditConfig, audit as measure_scores
 from ompq.models import blank_input, output_count
 from ompq.onnx.sizes import file_costs
 from ompq.planner import unscored_problem
 from ompq.report import audit_sections, write_report
 from ompq.samples import Samples
 from ompq.scores import score_name
-from ompq.stages import REPORT
 from ompq.units import Choice
 from ompq.workflow import PLAN_SAMPLES, Workflow, whole_folder, write_result
 

@@ -11,18 +11,17 @@ from rich.text import Text
 from torch import Tensor, nn
 
 from ompq.allocation import Allocation
-from ompq.cli.console import Column, Console, Shown, View, facts
+from ompq.cli.console import Column, Console, Shown, View, facts, time_line
 from ompq.cli.options import (
     check_writable,
     number,
     option,
     output_path,
 )
-from ompq.cli.views import time_line
 from ompq.costs import Budget, in_bytes, percent
 from ompq.errors import InfeasibleBudgetError, OmpqError
-from ompq.models import load_model
-from ompq.models.networks import DemoData, DemoNetwork, demo_data
+from ompq.files import ONNX, PACKED, PLAN, REPORT, RESULT
+from ompq.models import DemoData, DemoNetwork, demo_data, load_model
 from ompq.onnx.export import ExportResult, export_onnx
 from ompq.packing import Account, inspect_file, load, save
 from ompq.planner import PlanConfig
@@ -32,13 +31,15 @@ from ompq.reconstruction.rounding import RoundingConfig
 from ompq.results import (
     Accuracy,
     Agreement,
+    Bar,
     Evaluation,
     Remark,
     Section,
+    Stages,
+    silent,
     wilson_interval,
 )
 from ompq.samples import evaluating
-from ompq.stages import ONNX, PACKED, PLAN, REPORT, RESULT, Bar, Stages, silent
 from ompq.workflow import (
     Outcome,
     Workflow,

@@ -20,7 +20,7 @@ import typer
 
 from ompq.cli.console import View, opened, render
 from ompq.errors import CheckpointError, suggestion
-from ompq.stages import PLAN
+from ompq.files import PLAN
 
 REQUIRED = MISSING  # the default of an option that must be given
 

@@ -46,8 +46,7 @@ from ompq.files import json_object, library_version, read_json, write_text
 from ompq.graph import trace
 from ompq.measurement import BlockLoss
 from ompq.measurement.rivals import ReinforceConfig, one_bitwidth, reinforce
-from ompq.models import NamedModel
-from ompq.models.networks import CifarResNet
+from ompq.models import CifarResNet, NamedModel
 from ompq.orthogonality import gram_matrix
 from ompq.planner import PLAN_PROTOCOLS, PlanConfig
 from ompq.plans import Plan
@@ -63,9 +62,9 @@ from ompq.report.charts import (
     save_figure,
     styled_figure,
 )
+from ompq.results import Stages
 from ompq.samples import Samples, model_device
 from ompq.scores import measure_orm
-from ompq.stages import Stages
 from ompq.training import train
 from ompq.training.step import TRAIN_PROTOCOLS
 from ompq.units import select

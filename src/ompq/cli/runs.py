@@ -18,7 +18,20 @@ import typer
 from torch import nn
 
 from ompq.allocation import Allocation
-from ompq.cli.console import Console, View, facts, in_first_process, muted, say
+from ompq.cli.console import (
+    Console,
+    View,
+    facts,
+    in_first_process,
+    muted,
+    quality_rows,
+    quality_text,
+    say,
+    time_line,
+    totals,
+    used,
+    warning,
+)
 from ompq.cli.options import (
     REQUIRED,
     check_needed,
@@ -37,13 +50,22 @@ from ompq.cli.settings import (
     provenance,
     read_samples,
 )
-from ompq.cli.views import quality_rows, quality_text, time_line, totals, used, warning
 from ompq.costs import Budget, digits, in_bytes
 from ompq.datasets import Data, HeldSet, training_data
 from ompq.datasets.images import image_views
 from ompq.errors import BudgetError, DataError, PlanError, suggestion
 from ompq.evaluation import METRICS, Metric, evaluate as measure
-from ompq.files import is_user_function, locked_folder, user_function
+from ompq.files import (
+    CONFIG,
+    ONNX,
+    PACKED,
+    PLAN,
+    REPORT,
+    RESULT,
+    is_user_function,
+    locked_folder,
+    user_function,
+)
 from ompq.integer import IntegerNetwork
 from ompq.measurement.refinement import Goal, Smallest
 from ompq.models import NamedModel
@@ -62,7 +84,6 @@ from ompq.reconstruction.rounding import RoundingConfig
 from ompq.reconstruction.tuning import TuningConfig
 from ompq.results import Remark
 from ompq.samples import model_device
-from ompq.stages import CONFIG, ONNX, PACKED, PLAN, REPORT, RESULT
 from ompq.training import (
     TrainingData,
     check_installed,

@@ -11,7 +11,15 @@ from typing import Annotated, Any
 
 import numpy as np
 
-from ompq.cli.console import Column, Console, Shown, View
+from ompq.cli.console import (
+    Column,
+    Console,
+    Shown,
+    View,
+    cost_columns,
+    plan_view,
+    top1_text,
+)
 from ompq.cli.options import (
     BudgetOption,
     PlanFile,
@@ -22,14 +30,12 @@ from ompq.cli.options import (
     option,
     output_path,
 )
-from ompq.cli.views import cost_columns, plan_view, top1_text
 from ompq.costs import FILES, Budget, counted, digits, in_bytes
 from ompq.errors import PlanError
-from ompq.files import read_json
+from ompq.files import PLAN, RESULT, read_json
 from ompq.plans import Plan
-from ompq.results import Accuracy, Evaluation, Section, sections_from_json
+from ompq.results import Accuracy, Evaluation, Progress, Section, sections_from_json
 from ompq.skeleton import unpack as unpack_file
-from ompq.stages import PLAN, RESULT, Progress
 from ompq.units import Choice, select
 
 # Cost → the column that its curve is sorted by.

@@ -37,9 +37,9 @@ from ompq.datasets.images import (
 from ompq.errors import DataError, check_counts, shortened
 from ompq.evaluation import is_class_indices
 from ompq.files import call_user_function, is_user_function, reason
-from ompq.models import NamedModel, output_count, transformers_library
-from ompq.models.networks import demo_data
+from ompq.models import NamedModel, demo_data, output_count, transformers_library
 from ompq.recording import tensors_in
+from ompq.results import Progress
 from ompq.samples import (
     Batch,
     batch_length,
@@ -52,7 +52,6 @@ from ompq.samples import (
     to_device,
     token_ids,
 )
-from ompq.stages import Progress
 from ompq.training import Shard, TrainingData, dealt, mixed_seed
 
 # An input (a tensor, or a tuple or dict of tensors) and its target: a class index, -1
@@ -682,7 +681,7 @@ def _held_targets(data: Data, found: list[Any], outputs: int) -> Tensor:
     targets = _joined(found)
     if not isinstance(targets, Tensor):
         raise DataError(
-            f"{data.name}: targets differ in shape or are no tensors; training needs "
+            f"{data.name}: targets differ in shape or are not tensors; training needs "
             "numbers, or tensors of one shape"
         )
     low, high = targets.min(), targets.max()

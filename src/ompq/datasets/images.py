@@ -23,6 +23,7 @@ from torchvision.transforms import v2
 from ompq.errors import DataError, SampleError, check_counts, shortened, suggestion
 from ompq.files import reason
 from ompq.models import NamedModel
+from ompq.results import Progress
 from ompq.samples import (
     attached,
     cudnn_kernels,
@@ -30,7 +31,6 @@ from ompq.samples import (
     in_this_thread,
     model_device,
 )
-from ompq.stages import Progress
 
 _LOG = logging.getLogger(__name__)
 _SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".ppm", ".pgm", ".tif", ".tiff", ".webp"}

@@ -36,10 +36,9 @@ from ompq.plans import Measurement, Plan
 from ompq.quantization import quantize
 from ompq.reconstruction import ReconstructConfig, reconstruct
 from ompq.recording import tensors_in
-from ompq.results import Evaluation
+from ompq.results import Evaluation, Progress, no_progress
 from ompq.samples import Samples, SamplesLike
 from ompq.scores import Score, ScoreInputs, score_name, score_table
-from ompq.stages import Progress, no_progress
 
 Floats = NDArray[np.float64]
 logger = logging.getLogger(__name__)

@@ -21,9 +21,9 @@ from ompq.measurement import Meter
 from ompq.planner import PlanConfig, plan
 from ompq.plans import Plan
 from ompq.recording import copied
+from ompq.results import Progress
 from ompq.samples import Samples, SamplesLike, run_batch
 from ompq.scores.rounding_errors import check_weights_only, rounded_weights
-from ompq.stages import Progress
 from ompq.units import Choice
 
 # As HAQ's released code has them; the paper is silent.

@@ -18,6 +18,7 @@ from ompq.integer import INPUT, IntegerNetwork, Steps, finalize, input_names, lo
 from ompq.integer.arithmetic import CodeGrid
 from ompq.integer.operators import Convolution, Layer, Node, Product, Step
 from ompq.layers import LogQuantizer, activation_quantizers
+from ompq.onnx import NETWORK, session_of
 from ompq.onnx.containers import (
     ZERO_OF_UNSIGNED,
     Array,
@@ -26,7 +27,6 @@ from ompq.onnx.containers import (
     as_tensor,
     grid_names,
 )
-from ompq.onnx.inspection import NETWORK, session_of
 from ompq.onnx.traced import TracedModel, traced_model
 from ompq.quantization import quantization_of
 from ompq.recording import tensors_in

@@ -63,7 +63,7 @@ def save(
 
     Args:
         quantized: From :func:`ompq.quantize` or what came after it.
-        path: A file, by custom ``*.ompq.safetensors``.
+        path: The file to write, usually named ``*.ompq.safetensors``.
         plan: The plan; the file records its figures.
         network: The network's name, for example ``torchvision:resnet18``.
         coded: Whether units of a fixed width are also entropy-coded, without loss,
@@ -150,7 +150,6 @@ def add_onnx(path: str | Path, onnx: str | Path, output: str | Path) -> int:
     Args:
         path: A packed file of a finalized network.
         onnx: The file that :func:`ompq.export_onnx` wrote for the same network.
-        output: The copy.
 
     Returns:
         The number of bytes that the ONNX file adds.

@@ -361,7 +361,8 @@ def read_contents(path: str | Path) -> Contents:
             data["graph"]["units"] = _unit_rows(data["graph"]["units"])
             for name in ("sites", "errors"):
                 data[name] = _rows(data[name], name)
-        if not all(map(_is_plain, _texts(data))):
+        texts = _texts(data)
+        if not all(len(one) <= _LONGEST_TEXT and one.isprintable() for one in texts):
             raise ValueError("a text is not printable, or too long")
         return _contents(data, _with_squeezed(tensors))
     except _BROKEN as error:
@@ -387,10 +388,6 @@ def _texts(data: Any) -> Iterator[str]:
             rest += one
         elif isinstance(one, dict):
             rest += [*one, *one.values()]
-
-
-def _is_plain(text: str) -> bool:
-    return len(text) <= _LONGEST_TEXT and text.isprintable()
 
 
 def _from_oldest(

@@ -77,9 +77,8 @@ from ompq.rates import (
     to_multiples,
 )
 from ompq.recording import copied
-from ompq.results import data_frame, html_table
+from ompq.results import Progress, data_frame, html_table, no_progress
 from ompq.samples import Samples, SamplesLike, evaluating, model_device
-from ompq.stages import Progress, no_progress
 from ompq.streams import LARGEST_HALF_BITS
 from ompq.units import (
     IN_PLACE,

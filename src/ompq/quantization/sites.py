@@ -29,6 +29,7 @@ from ompq.ranges import (
     with_importance,
 )
 from ompq.recording import Call, Recording, function_name, tensors_in, watch
+from ompq.results import Progress
 from ompq.samples import (
     Report,
     Samples,
@@ -39,7 +40,6 @@ from ompq.samples import (
     model_device,
     to_device,
 )
-from ompq.stages import Progress
 from ompq.units import IN_PLACE, Choice, LayerGraph, Skipped, Unit
 
 # These return values of their input, so their output is on the grid of their input.

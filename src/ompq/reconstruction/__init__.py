@@ -37,6 +37,7 @@ from ompq.reconstruction.brecq import (
 from ompq.reconstruction.rounding import RoundingConfig, learn_rounding
 from ompq.reconstruction.tuning import TuningConfig, tune
 from ompq.recording import copied, tensors_in
+from ompq.results import Progress
 from ompq.samples import (
     Samples,
     SamplesLike,
@@ -44,7 +45,6 @@ from ompq.samples import (
     evaluating,
     run_batch,
 )
-from ompq.stages import Progress
 
 logger = logging.getLogger(__name__)
 _CHECKPOINT_KIND = "reconstruction"

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from ompq.processes import add_up, average, process_count
 from ompq.reconstruction.blocks import BlockCache
 from ompq.recording import detach_state, tensors_in, with_tensors
+from ompq.results import Progress
 from ompq.samples import cudnn_kernels, evaluating, model_device
-from ompq.stages import Progress
 
 _WARMUP_STEPS = 3  # eager steps before one is captured as a CUDA graph
 

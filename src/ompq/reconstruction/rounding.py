@@ -34,8 +34,8 @@ from ompq.quantization.channels import (
 from ompq.rates import ZERO, code_bits, code_bytes, entropy, lowered_codes
 from ompq.reconstruction.blocks import BlockCache
 from ompq.reconstruction.descent import Descent, Picked, kept_if_better, optimising
+from ompq.results import Progress
 from ompq.samples import attached, evaluating, model_device
-from ompq.stages import Progress
 from ompq.streams import LARGEST_BITS, CodeModel
 
 _LARGEST_RATE = 0.005  # grid steps per iteration; more overshoots in short runs

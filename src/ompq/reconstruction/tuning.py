@@ -23,8 +23,8 @@ from ompq.processes import add_up, process_count, rank
 from ompq.reconstruction.blocks import BlockCache
 from ompq.reconstruction.descent import Descent, Picked, optimising
 from ompq.reconstruction.rounding import SoftRounding, cache_runs
+from ompq.results import Progress
 from ompq.samples import class_rows, evaluating, kl_divergence, model_device
-from ompq.stages import Progress
 from ompq.streams import LARGEST_BITS
 
 # Chosen on DeiT-tiny with 3 and 4 bits and on ResNet-18 with 4-bit activations

@@ -26,7 +26,7 @@ from ompq.costs import (
     short,
 )
 from ompq.files import library_version, write_text
-from ompq.measurement.audits import Audit
+from ompq.measurement import Audit
 from ompq.plans import Plan
 from ompq.report.charts import (
     accuracy_chart,
@@ -44,12 +44,12 @@ from ompq.results import (
     BlockError,
     Histogram,
     LayerEffect,
+    Progress,
     Remark,
     Section,
     StageTime,
     Versions,
 )
-from ompq.stages import Progress
 
 _FOLDER = Path(__file__).parent
 # Budgets on each curve of the explorer: enough for a smooth slider, and solved in

@@ -18,8 +18,7 @@ from ompq.scores.orm import (
     function_units,
     measure_orm,
 )
-from ompq.scores.output_divergence import Blend, OutputDivergence
-from ompq.scores.rounding_errors import WeightNoise
+from ompq.scores.rounding_errors import Blend, OutputDivergence, WeightNoise
 from ompq.scores.sensitivity import Sensitivity
 from ompq.scores.table import (
     Needs,

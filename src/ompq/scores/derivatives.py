@@ -10,7 +10,6 @@ from typing import ClassVar, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -19,17 +18,16 @@ from ompq.errors import SampleError
 from ompq.samples import (
     Batch,
     Samples,
-    arguments,
     batch_length,
-    class_rows,
     cudnn_kernels,
     evaluating,
-    first_tensor,
     model_device,
     to_device,
 )
 from ompq.scores.rounding_errors import (
     check_weights_only,
+    divergence,
+    log_probabilities,
     rounded_weights,
     weight_table,
 )
@@ -259,23 +257,6 @@ def differentiating(model: nn.Module) -> Iterator[None]:
         sdpa_kernel(SDPBackend.MATH),
     ):
         yield
-
-
-def log_probabilities(
-    model: nn.Module, batch: Batch, weights: Mapping[str, Tensor]
-) -> Tensor:
-    """Run the network with some weights replaced; return log softmax, (N, K).
-
-    If classes are predicted at many places, such as tokens, each place is a row.
-    """
-    output = functional_call(model, dict(weights), *arguments(batch))
-    return class_rows(first_tensor(output).float()).log_softmax(1)
-
-
-def divergence(reference: Tensor, output: Tensor) -> Tensor:
-    """Return the mean KL(reference ‖ output) of log probabilities, both (N, K)."""
-    lost = (reference.exp() * (reference - output)).sum(1, dtype=torch.float64)
-    return lost.mean()
 
 
 def _mean_loss(log_p: Tensor, labels: Tensor | None) -> Tensor:

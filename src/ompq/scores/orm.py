@@ -21,6 +21,7 @@ from ompq.orthogonality import (
     objective_coefficients,
 )
 from ompq.recording import Watch, copied, tensors_in
+from ompq.results import Progress
 from ompq.samples import (
     Samples,
     SamplesLike,
@@ -32,7 +33,6 @@ from ompq.samples import (
 )
 from ompq.scores.rounding_errors import check_weights_only, noise_table, weight_table
 from ompq.scores.table import Needs, ScoreInputs
-from ompq.stages import Progress
 from ompq.units import LayerGraph, ScoreTable, Table, Unit, select
 
 Granularity = Literal["layer", "block", "stage", "net"]

@@ -21,8 +21,8 @@ from ompq.files import (
     write_text,
 )
 from ompq.recording import tensors_in
+from ompq.results import Progress, no_progress
 from ompq.samples import Samples, model_device
-from ompq.stages import Progress, no_progress
 from ompq.units import Choice, LayerGraph, ScoreTable, Table
 
 logger = logging.getLogger(__name__)
@@ -161,7 +161,7 @@ def cached_table(folder: str | Path, score: Score, given: ScoreInputs) -> ScoreT
     """Return the table kept in a folder, or compute it and keep it there.
 
     A damaged file is replaced, with a warning. Tables of users' own scores, and of
-    scores with labelled batches, are not kept: nobody knows what they depend on.
+    scores with labelled batches, are not kept: it is not known what they depend on.
     """
     own = not type(score).__module__.startswith("ompq.")
     if own or getattr(score, "batches", None) is not None:

@@ -26,6 +26,7 @@ from ompq.files import read_checkpoint, run_identity, write_checkpoint, write_te
 from ompq.layers import activation_quantizers, quantized_layers
 from ompq.quantization import keep_rates, quantization_of, with_quantization
 from ompq.recording import copied, tensors_in
+from ompq.results import Progress
 from ompq.samples import (
     Batch,
     batch_length,
@@ -35,7 +36,6 @@ from ompq.samples import (
     first_tensor,
     model_device,
 )
-from ompq.stages import Progress
 from ompq.training.methods import (
     ActivationRanges,
     DoReFaWeights,

@@ -11,11 +11,10 @@ import pytest
 from torch import nn
 
 from nets import TinyMobileNet, TinyResNet, images, seeded
+from ompq import onnx as timing
 from ompq.errors import ExportError, MissingExtraError
 from ompq.layers import quantized_layers
-from ompq.onnx import inspection as timing
-from ompq.onnx.export import export_onnx
-from ompq.onnx.inspection import (
+from ompq.onnx import (
     Input,
     inputs_of,
     inspect_onnx,
@@ -28,6 +27,7 @@ from ompq.onnx.inspection import (
     time_files,
     without_gain,
 )
+from ompq.onnx.export import export_onnx
 from ompq.onnx.traced import float_model
 from quantized import quantized
 
@@ -232,7 +232,7 @@ def test_what_openvino_refuses_is_told_in_one_line(monkeypatch, tmp_path):
 
 SIGNALLED = """
 import signal, sys
-from ompq.onnx.inspection import Input, runner
+from ompq.onnx import Input, runner
 
 image = [Input((1, 3, 8, 8))]
 runs = [runner(sys.argv[1], image, 1, "openvino") for _ in range(2)]
