@@ -255,13 +255,6 @@ def test_a_network_of_one_number_per_input_is_tuned():
     assert errors[1] < errors[0]
 
 
-@pytest.mark.parametrize(("bits", "rate"), [(3, 1e-3), (4, 3e-4), (8, 3e-4)])
-def test_activations_of_3_bits_are_tuned_faster(bits, rate):
-    quantized = quantized_at(seeded(TinyResNet()), scenes(8), 3, bits)
-    assert TuningConfig().rate_for(quantized) == rate
-    assert TuningConfig(learning_rate=0.5).rate_for(quantized) == 0.5
-
-
 def test_tuning_needs_an_epoch():
     with pytest.raises(ValueError, match="epochs=0 must be at least 1"):
         TuningConfig(epochs=0)
