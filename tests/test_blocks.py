@@ -21,10 +21,12 @@ from ompq.reconstruction.blocks import (
     BlockCache,
     BlockRunner,
     Layout,
-    fisher_directions,
+    channel_fisher,
+    fisher_matrix,
     fisher_weights,
     layout_of,
     merged,
+    output_axis,
 )
 from ompq.reconstruction.descent import Picked
 from ompq.reconstruction.rounding import RoundingConfig, learn_rounding, output_error
@@ -486,58 +488,111 @@ def test_fisher_weights_are_squared_gradients():
     assert all(p.grad is None for p in model.conv.parameters())
 
 
-def test_fisher_directions_of_all_classes_are_the_fisher_matrix():
-    """Whose quadratic form is twice the divergence that a small error causes."""
-    model, samples = seeded(Chain()).double(), scenes(5).double()
-    found = fisher_directions(model, "conv", samples.split(2), rank=100)
-    directions = torch.cat(list(found)).flatten(2)  # (N, classes, D)
-    hidden = model.conv(samples).detach()
-    noise = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(1))
-    error = 1e-4 * noise.double()
-    expected = [
-        model.head(torch.relu(each).mean((2, 3))).log_softmax(1)
-        for each in (hidden, hidden + error)
-    ]
-    divergence = (expected[0].exp() * (expected[0] - expected[1])).sum(1)
-    along = (directions @ error.flatten(1).unsqueeze(2)).square().sum((1, 2))
-    torch.testing.assert_close(along / 2, divergence, rtol=1e-2, atol=0)
+def all_class_fisher(hidden, log_p, axis):
+    """The Fisher matrix over channels, class by class and position by position."""
+    total = 0
+    for sample, log_ps in enumerate(log_p):
+        for one in log_ps:
+            (gradient,) = torch.autograd.grad(one, hidden, retain_graph=True)
+            for g in gradient[sample].movedim(axis, -1).flatten(0, -2):
+                total = total + one.exp().detach() * torch.outer(g, g)
+    return total / total.trace()
 
 
-def test_fisher_directions_of_low_rank_are_those_of_likely_classes():
-    model, samples = seeded(Chain()), scenes(3)
-    (found,) = fisher_directions(model, "conv", [samples], rank=2)
-    assert found.shape[:2] == (3, 2)
+def test_fisher_matrix_is_that_of_all_classes():
+    model, samples = seeded(Chain()).double(), scenes(3).double()
+    many = samples.repeat(500, 1, 1, 1)  # so that random signs average out
+    found = fisher_matrix(model, "conv", many.split(250), axis=-3)
     hidden = model.conv(samples).detach().requires_grad_()
     log_p = model.head(torch.relu(hidden).mean((2, 3))).log_softmax(1)
-    order = log_p.argsort(dim=1, descending=True)
-    for sample, rank in [(0, 0), (2, 1)]:
-        one = log_p[sample, order[sample, rank]]
-        (gradient,) = torch.autograd.grad(one, hidden, retain_graph=True)
-        wanted = one.exp().sqrt() * gradient[sample]
-        torch.testing.assert_close(found[sample, rank], wanted)
+    wanted = all_class_fisher(hidden, log_p, -3)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0.02 * wanted.max().item())
+    assert found.trace().item() == pytest.approx(1)
 
 
-def test_low_rank_error_sums_over_elements_and_keeps_the_plain_error():
+class Permutes(nn.Module):
+    """Channels of a convolution in either place; the rest is the same."""
+
+    def __init__(self, *, last):
+        super().__init__()
+        self.conv, self.head = nn.Conv2d(3, 5, 3), nn.Linear(5, 4)
+        self.place = nn.Identity()
+        self.last = last
+
+    def forward(self, x):
+        x = self.conv(x)
+        x = self.place(x.permute(0, 2, 3, 1) if self.last else x)
+        return self.head(x.tanh().mean((1, 2) if self.last else (2, 3)))
+
+
+def test_channels_first_and_last_give_one_error():
+    found = []
+    error = values(2, 5, 6, 6)
+    for last, axis in ((False, -3), (True, -1)):
+        model = seeded(Permutes(last=last))
+        matrix = fisher_matrix(model, "place", scenes(8).split(4), axis=axis)
+        given = error.permute(0, 2, 3, 1) if last else error
+        for most in (2, 5, 100):
+            channels = channel_fisher(matrix, axis, most)
+            assert channels.directions.shape == (min(most, 5), 5)
+            found.append(channels.error(given))
+        rows = error.movedim(1, -1).flatten(0, 2).double()
+        wanted = torch.stack([e @ matrix @ e for e in rows]).mean()
+        assert found[-1].item() == pytest.approx(wanted.item(), rel=1e-4)
+        assert found[-3] < found[-1]
+    torch.testing.assert_close(torch.stack(found[:3]), torch.stack(found[3:]))
+
+
+def test_a_few_directions_are_the_best_of_their_number():
+    basis, _ = torch.linalg.qr(values(6, 6).double())
+    shares = torch.tensor([0.05, 0.4, 0.1, 0.3, 0.0, 0.15]).double()
+    matrix = basis @ shares.diag() @ basis.T
+    directions = channel_fisher(matrix, -1, 2).directions
+    wanted = sum(shares[i] * torch.outer(basis[:, i], basis[:, i]) for i in (1, 3))
+    torch.testing.assert_close(directions.T @ directions, wanted)
+
+
+def test_low_rank_error_keeps_the_plain_error():
+    """At full rank, independent errors count alike in both."""
     model = seeded(Chain())
     quantized = quantized_at(model, 3, scenes(8))
     with closing(runner_for(quantized, model, scenes(8))) as runner:
-        cache = runner.gather("conv", loss="low_rank_fisher", rank=3)
-    lengths = cache.directions.flatten(2).square().sum(2)
-    assert lengths.mean().item() == pytest.approx(1.0, rel=1e-5)
-    target = cache.targets[:2]
-    output = target + torch.linspace(-1, 1, target.numel()).view_as(target)
-    picked = Picked([], [], target, None, cache.directions[:2])
-    sums = [
-        sum(g.double() * e.double() for g, e in zip(direction, error, strict=True))
-        for directions, error in zip(
-            cache.directions[:2].flatten(2), (output - target).flatten(1), strict=True
-        )
-        for direction in directions
-    ]
-    plain = (output - target).double().square().mean()
-    wanted = (plain + sum(one**2 for one in sums) / len(sums)) / 2
-    found = output_error(output, picked)
-    assert found.item() == pytest.approx(wanted.item(), rel=1e-4)
+        cache = runner.gather("conv", loss="low_rank_fisher", fisher_rank=100)
+    assert cache.channels.axis == -3
+    noise = values(1000, *cache.targets.shape[1:])
+    picked = Picked([], [], torch.zeros_like(noise), None)
+    plain, half = (output_error(noise, picked, c) for c in (None, cache.channels))
+    assert half.item() == pytest.approx(plain.item(), rel=0.05)
+    along = cache.channels.error(noise)
+    assert half.item() == pytest.approx((plain + along).item() / 2, rel=1e-5)
+
+
+def test_a_network_sure_of_its_answer_has_no_directions():
+    model = seeded(Chain())
+    with torch.no_grad():
+        model.head.weight.zero_()
+    matrix = fisher_matrix(model, "conv", [scenes(4)], axis=-3)
+    assert channel_fisher(matrix, -3, 4).error(values(2, len(matrix), 4, 4)).item() == 0
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape", "axis"),
+    [
+        (nn.Conv2d(3, 5, 3), (8, 5, 6, 6), -3),
+        (nn.Conv2d(3, 5, 3), (8, 5), -1),  # pooled
+        (nn.Conv2d(3, 5, 3), (8, 36, 5), -1),  # tokens
+        (nn.Conv2d(3, 5, 3), (8, 10, 6, 6), -3),  # concatenated
+        (nn.Conv2d(3, 5, 3), (8, 4, 5, 6, 6), -3),  # four rows make up a sample
+        (nn.Linear(3, 5), (8, 36, 5), -1),
+        (nn.Linear(3, 5), (8, 6, 6, 5), -1),
+        (nn.Linear(3, 5), (8, 5, 6, 6), -3),  # ConvNeXt moves them back
+        (nn.Linear(3, 5), (8, 5, 5), -1),
+    ],
+)
+def test_where_the_channels_of_an_output_are(layer, shape, axis):
+    example = torch.zeros(1, 3) if isinstance(layer, nn.Linear) else scenes(1)
+    (unit,) = trace(nn.Sequential(layer), example).units
+    assert output_axis(unit, shape) == axis
 
 
 def test_fisher_weights_are_taken_where_the_target_is():

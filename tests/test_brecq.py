@@ -214,7 +214,7 @@ def test_ranges_are_found_anew_from_what_the_rounded_layers_give(pair):
 def test_nothing_is_kept_that_makes_a_block_worse(pair):
     class Cache:
         targets, batch_size, inputs = scenes(8), 8, [scenes(8)]
-        float_inputs, weights, directions = (), None, None
+        float_inputs, weights, channels = (), None, None
 
         def pick(self, index):
             return [self.inputs[0][index]], self.targets[index]

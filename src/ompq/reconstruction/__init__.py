@@ -63,10 +63,9 @@ class ReconstructConfig:
             outputs and networks in little device memory are not tuned.
         loss: ``squared`` error of the block's output; ``fisher``: the squared error
             with each element weighted by the squared gradient of the network's loss; or
-            ``low_rank_fisher``: the mean of the squared error and of the divergence
-            that it causes to second order, by the gradients of the likeliest classes.
-        fisher_rank: Number of classes of ``low_rank_fisher``. Their gradients take
-            that many times the memory of a block's output.
+            ``low_rank_fisher``: the mean of the squared error and of that weighed by
+            the Fisher matrix over channels, which all samples and positions share.
+        fisher_rank: Number of eigenvectors of that matrix.
         merge: Maximum number of consecutive blocks to reconstruct jointly. Blocks are
             merged only where each is the sole reader of the previous one's output.
         batch_size: Number of samples per forward pass while inputs are gathered.
@@ -79,7 +78,7 @@ class ReconstructConfig:
     rounding: RoundingConfig | BrecqConfig = RoundingConfig()
     tuning: TuningConfig | None = TuningConfig()
     loss: BlockLoss = "squared"
-    fisher_rank: int = 8
+    fisher_rank: int = 16
     merge: int = 1
     batch_size: int = 64
     device_bytes: int = 16 << 30
@@ -154,7 +153,10 @@ def reconstruct(
                 if name in done:
                     continue
                 cache = runner.gather(
-                    group[0], group[-1], loss=config.loss, rank=config.fisher_rank
+                    group[0],
+                    group[-1],
+                    loss=config.loss,
+                    fisher_rank=config.fisher_rank,
                 )
                 task = (
                     cache,

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ompq.errors import QuantizationError, SampleError
 from ompq.graph import normalised_by, observe
+from ompq.processes import add_up, rank
 from ompq.quantization import quantization_of
 from ompq.recording import ForwardPass, tensors_in, with_tensors
 from ompq.samples import (
@@ -24,9 +25,12 @@ from ompq.samples import (
     model_device,
     run_batch,
 )
+from ompq.units import Unit
 
 # How errors of a block's output are weighed.
 BlockLoss: TypeAlias = Literal["squared", "fisher", "low_rank_fisher"]
+_SIGN_DRAWS = 4  # backward passes per sample for a Fisher matrix
+_CHANNELS_LAST = ("linear", "embedding", "recurrent")  # kinds of units
 
 
 @dataclass(frozen=True)
@@ -109,7 +113,7 @@ class BlockCache:
     float_inputs: list[Tensor] = field(default_factory=list)
     batch_size: int = 64  # number of samples per forward pass of the networks
     weights: Tensor | None = None  # importance of each element of the targets
-    directions: Tensor | None = None  # in which errors count more, (N, R, ...)
+    channels: "ChannelFisher | None" = None  # in which directions errors count more
     # Range to which the activation that follows clips the block's output, if any.
     clip: tuple[float, float | None] | None = None
     layout: Layout = Layout()  # of the block's output
@@ -156,29 +160,74 @@ def fisher_weights(
         yield layout.samples_first(gradient.square())
 
 
-def fisher_directions(
+class ChannelFisher(NamedTuple):
+    """The largest part of a block's Fisher matrix over channels, of trace 1.
+
+    All samples and positions share it: directions of single samples are so many that
+    the rounding overfits them.
+    """
+
+    directions: Tensor  # eigenvectors, each times the root of its eigenvalue, (R, C)
+    axis: int  # of the channels in an output (N, ...), from the end
+
+    def error(self, difference: Tensor) -> Tensor:
+        """Return the mean of eᵀFe over the errors e of all samples and positions."""
+        directions = self.directions.to(difference.dtype)
+        along = difference.movedim(self.axis, -1) @ directions.T  # (N, ..., R)
+        return along.square().sum(-1).mean()
+
+
+def fisher_matrix(
     model: nn.Module,
     end: str,
     batches: Iterable[Batch],
     *,
-    rank: int,
+    axis: int,
     layout: Layout = Layout(),
-) -> Iterator[Tensor]:
-    """Yield vectors g with sum g gᵀ close to each sample's Fisher matrix, (N, R, ...).
+) -> Tensor:
+    """Return the Fisher matrix over channels of a block's output, of trace 1, (C, C).
 
-    The Fisher matrix of a block's output is the sum over all classes of p ∇log p ∇log
-    pᵀ; half its quadratic form is the divergence that a small error causes. This takes
-    the ``rank`` classes with the largest p, or all if there are fewer.
+    It is the mean over samples and positions of sum p ∇log p ∇log pᵀ over all classes;
+    half its quadratic form is the divergence that a small error causes. The gradient of
+    the sum of ±√p log p with random signs has the same mean square as all classes have
+    together, and takes one backward pass.
     """
+    device = model_device(model)
+    generator = torch.Generator().manual_seed(rank())
+    total = torch.zeros((), dtype=torch.float64, device=device)
     for batch in batches:
         output, log_p = _class_likelihoods(model, end, batch)
-        likely, _ = log_p.topk(min(rank, log_p.shape[1]))
-        directions = []
-        for column in likely.unbind(1):
-            weight = (column.detach() / 2).exp()  # the square root of p
-            (found,) = torch.autograd.grad(column, output, weight, retain_graph=True)
-            directions.append(layout.samples_first(found))
-        yield torch.stack(directions, 1)
+        for draw in range(_SIGN_DRAWS):
+            signs = 2 * torch.randint(2, log_p.shape, generator=generator) - 1
+            weights = (log_p.detach() / 2).exp() * signs.to(log_p)
+            more = draw < _SIGN_DRAWS - 1
+            (found,) = torch.autograd.grad(log_p, output, weights, retain_graph=more)
+            moved = layout.samples_first(found).movedim(axis, -1)
+            rows = moved.reshape(-1, moved.shape[-1])
+            total = total + (rows.T @ rows).double()
+    matrix = add_up(total)
+    return matrix / _positive(matrix.trace())
+
+
+def channel_fisher(matrix: Tensor, axis: int, most: int) -> ChannelFisher:
+    """Keep the ``most`` largest eigenvalues of a Fisher matrix, or all."""
+    values, vectors = torch.linalg.eigh(matrix)  # in ascending order
+    scaled = vectors * values.clamp_min(0).sqrt()
+    return ChannelFisher(scaled.T.flip(0)[:most], axis)
+
+
+def output_axis(unit: Unit, shape: Sequence[int]) -> int:
+    """Return the axis, from the end, of the channels in an output (N, ...).
+
+    ``unit`` is the last one before the output. Its channels are where its kind puts
+    them, unless only the other usual axis has their number: a block may move them.
+    """
+    linear = unit.kind in _CHANNELS_LAST
+    first = max(1 - len(unit.weight_shape), 1 - len(shape))
+    usual, other = (-1, 1 - len(shape)) if linear else (first, -1)
+    sizes = shape[usual], shape[other]
+    moved = sizes[0] != unit.out_channels == sizes[1]
+    return other if moved else usual
 
 
 def _class_likelihoods(
@@ -303,13 +352,18 @@ class BlockRunner:
         ]
 
     def gather(
-        self, block: str, last: str = "", *, loss: BlockLoss = "squared", rank: int = 1
+        self,
+        block: str,
+        last: str = "",
+        *,
+        loss: BlockLoss = "squared",
+        fisher_rank: int = 16,
     ) -> BlockCache:
         """Run both networks up to a block and return its inputs and targets.
 
         All earlier blocks must be reconstructed already. The targets are the outputs of
         ``last``, which may be a later block. A ``loss`` other than ``squared`` also
-        needs gradients of the float network, of ``rank`` classes if it is low-rank.
+        needs gradients of the float network.
         """
         quantized, model = self._networks
         units = {unit.name: unit for unit in self._graph.units}
@@ -334,10 +388,10 @@ class BlockRunner:
             weights = torch.cat([part.to(device) for part in found])
             cache.weights = weights / _positive(weights.mean())
         elif loss == "low_rank_fisher":
-            found = fisher_directions(model, end, given, rank=rank, layout=layout)
-            directions = torch.cat([part.to(device) for part in found])
-            length = directions.flatten(2).square().sum(2).mean().sqrt()
-            cache.directions = directions / _positive(length)
+            unit = self._graph.units[self._graph.blocks[last or block][-1]]
+            axis = output_axis(unit, targets.shape)
+            matrix = fisher_matrix(model, end, given, axis=axis, layout=layout)
+            cache.channels = channel_fisher(matrix, axis, fisher_rank)
         return cache
 
     def _gather_batches(

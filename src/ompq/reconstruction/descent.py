@@ -25,7 +25,6 @@ class Picked(NamedTuple):
     float_inputs: list[Tensor]  # the float network's inputs of the block, or empty
     target: Tensor
     weights: Tensor | None  # importance of each element of the target
-    directions: Tensor | None  # in which errors count more, (N, R, ...)
 
 
 @dataclass(eq=False)
@@ -156,11 +155,10 @@ class Descent:
         cache = self.cache
         inputs, target = cache.pick(index)
         float_inputs = [t.index_select(0, index) for t in cache.float_inputs]
-        weighing = (
-            None if tensor is None else tensor.index_select(0, index)
-            for tensor in (cache.weights, cache.directions)
-        )
-        return Picked(inputs, float_inputs, target, *weighing)
+        weights = cache.weights
+        if weights is not None:
+            weights = weights.index_select(0, index)
+        return Picked(inputs, float_inputs, target, weights)
 
 
 def _kernel_graph(step: Callable[[], None]) -> Callable[[], None]:

@@ -32,7 +32,7 @@ from ompq.quantization.channels import (
     restore_moments,
 )
 from ompq.rates import ZERO, code_bits, code_bytes, entropy, lowered_codes
-from ompq.reconstruction.blocks import BlockCache
+from ompq.reconstruction.blocks import BlockCache, ChannelFisher
 from ompq.reconstruction.descent import Descent, Picked, kept_if_better, optimising
 from ompq.results import Progress
 from ompq.samples import attached, evaluating, model_device
@@ -171,7 +171,7 @@ def rounding_descent(
     def loss(picked: Picked, _row: Tensor) -> tuple[Tensor, Tensor]:
         with soft.used():
             output = cache.call(block, _mixed(picked, config.float_inputs))
-        relative = output_error(output, picked) / error_before
+        relative = output_error(output, picked, cache.channels) / error_before
         return relative, relative
 
     def prepare(step: int, adam: torch.optim.Adam) -> None:
@@ -197,20 +197,20 @@ def rounding_descent(
     )
 
 
-def output_error(output: Tensor, picked: Picked) -> Tensor:
+def output_error(
+    output: Tensor, picked: Picked, channels: ChannelFisher | None
+) -> Tensor:
     """Return the mean squared error of a block's output, weighed as the loss asks.
 
-    Along the directions of a low-rank Fisher matrix, errors of all elements add up; the
-    plain error beside it holds the others. Both are alike for independent errors.
+    A low-rank Fisher matrix is blind to most directions, so the plain error stands
+    beside it. At full rank both are alike for independent errors of equal size.
     """
     if picked.weights is not None:
         return ((output - picked.target).square() * picked.weights).mean()
     error = F.mse_loss(output, picked.target)
-    if picked.directions is None:
+    if channels is None:
         return error
-    difference = (output - picked.target).flatten(1).unsqueeze(2)  # (N, D, 1)
-    along = picked.directions.flatten(2) @ difference  # (N, R, 1)
-    return (error + along.square().mean()) / 2
+    return (error + channels.error(output - picked.target)) / 2
 
 
 def _learned(
