@@ -388,7 +388,9 @@ class BlockRunner:
             weights = torch.cat([part.to(device) for part in found])
             cache.weights = weights / _positive(weights.mean())
         elif loss == "low_rank_fisher":
-            unit = self._graph.units[self._graph.blocks[last or block][-1]]
+            # The whole network is a block without a name.
+            ends = self._graph.blocks.get(last or block, [-1])
+            unit = self._graph.units[ends[-1]]
             axis = output_axis(unit, targets.shape)
             matrix = fisher_matrix(model, end, given, axis=axis, layout=layout)
             cache.channels = channel_fisher(matrix, axis, fisher_rank)
