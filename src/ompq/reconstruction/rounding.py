@@ -40,8 +40,8 @@ from ompq.streams import LARGEST_BITS, CodeModel
 
 _LARGEST_RATE = 0.005  # grid steps per iteration; more overshoots in short runs
 # Longer runs lower the learning rates of scales and biases, so that these end no
-# farther from where they began. Merged blocks of DeiT-tiny failed in 3,000 steps without
-# this (divergence 3.9 instead of 0.67).
+# farther from where they began. Without this, merged blocks of DeiT-tiny failed in
+# 3,000 steps (divergence 3.9 instead of 0.67).
 _RATED_ITERATIONS = 1_000
 _FEWEST_SAMPLES = 8  # an iteration with fewer is too noisy
 # The price of a bit in entropy-coded layers: the number of its updates, how fast its
