@@ -88,8 +88,13 @@ class Networks:
             else [(x[:limit], y[:limit]) for x, y in self.test][:1]
         )
 
-    def plan(self, config: ompq.PlanConfig, budget: str | None = None) -> ompq.Plan:
-        few = self.samples[:64]
+    def plan(
+        self,
+        config: ompq.PlanConfig,
+        budget: str | None = None,
+        samples: torch.Tensor | None = None,
+    ) -> ompq.Plan:
+        few = (self.samples if samples is None else samples)[:64]
         return ompq.plan(self.model, few, budget or f"{self.options.bits}bits", config)
 
     def shape(self) -> tuple[int, int, int]:
@@ -111,12 +116,14 @@ def ptq_plan(nets: Networks, method: str, seed: int) -> ompq.Plan:
 def new_plan(nets: Networks, method: str, seed: int) -> ompq.Plan:
     """Plan as a method does."""
     base = ompq.PlanConfig(choices=(2, 3, 4), accounting="paper")
-    if method in ("uniform", "zeroq"):
+    if method in ("uniform", "zeroq", "brecq, distilled"):
         return nets.plan(replace(base, choices=(nets.options.bits,), score="random"))
     if method == "hawq-v3":
         return nets.plan(replace(base, score="hessian"))
     if method == "brecq":
         return nets.plan(ompq.PLAN_PROTOCOLS["brecq"])
+    if method == "ours, distilled":
+        return nets.plan(base, samples=distilled(nets, 0))
     if method == "paper":
         return nets.plan(ompq.PLAN_PROTOCOLS["paper-ptq"])
     plan = nets.plan(base)
@@ -130,16 +137,17 @@ def run_ptq(nets: Networks, method: str, seed: int) -> dict:
     """Quantize by a method and measure: rounded to nearest, and reconstructed."""
     options, samples = nets.options, nets.samples
     start = time.perf_counter()
-    if method in ("zeroq", "ours, distilled"):
+    own = method.startswith("brecq")  # its quantizer and its reconstruction, too
+    if method == "zeroq" or method.endswith("distilled"):
         samples = distilled(nets, seed)
     plan = ptq_plan(nets, method, seed)
     synchronise()
     searched = time.perf_counter() - start
-    config = {"zeroq": MINMAX, "brecq": QUANTIZE_PROTOCOLS["brecq"]}.get(method)
-    network = ompq.quantize(nets.model, plan, samples, config or ompq.QuantizeConfig())
+    config = QUANTIZE_PROTOCOLS["brecq"] if own else ompq.QuantizeConfig()
+    config = MINMAX if method == "zeroq" else config
+    network = ompq.quantize(nets.model, plan, samples, config)
     nearest = ompq.evaluate(network, nets.test, reference=nets.model)
     if method != "zeroq":  # which rounds to nearest
-        own = method == "brecq"
         steps = options.brecq_iterations if own else options.iterations
         settings = learning_config(
             "brecq" if own else "ours", options.network, iterations=steps, seed=seed
@@ -180,6 +188,7 @@ PTQ = (
     "hawq-v3",
     "zeroq",
     "ours, distilled",
+    "brecq, distilled",
     "haq",
     "brecq",
 )
@@ -191,7 +200,7 @@ def ptq_methods(nets: Networks) -> tuple[str, ...]:
     return (
         PTQ
         if data_free
-        else tuple(m for m in PTQ if "ours, d" not in m and m != "zeroq")
+        else tuple(m for m in PTQ if "distilled" not in m and m != "zeroq")
     )
 
 
@@ -253,7 +262,8 @@ def run_qat(nets: Networks, method: str, seed: int) -> dict:
     """Train by a method and measure; what has an integer form is measured in it."""
     start = time.perf_counter()
     plan, model = qat_plan(nets, method, seed)
-    network = ompq.quantize(model, plan, nets.samples)
+    quantizing = QUANTIZE_PROTOCOLS.get(method, ompq.QuantizeConfig())
+    network = ompq.quantize(model, plan, nets.samples, quantizing)
     if method == "ours":
         rounding = ompq.RoundingConfig(iterations=nets.options.iterations)
         settings = ompq.ReconstructConfig(rounding=rounding, seed=seed)

@@ -70,6 +70,34 @@ def test_file_equals_the_finalized_network_to_the_last_code(tmp_path, name, acti
     torch.testing.assert_close(torch.tensor(logits), expected, rtol=1e-5, atol=1e-5)
 
 
+WIDE = ompq.QuantizeConfig(sum_bits=16)
+
+
+@pytest.mark.parametrize("name", ["resnet", "mobilenet", "cifar"])
+def test_residual_streams_of_16_bits_are_exported(tmp_path, name):
+    samples = images(16, 32 if name == "cifar" else 8)
+    network = ompq.quantize(seeded(NETWORKS[name]()), {"*": (8, 4)}, samples, WIDE)
+    result = export_onnx(network, tmp_path / "net.onnx", samples, engine_images=4)
+    assert not result.floats
+    assert (result.simulated.top1, result.engine.top1) == (1.0, 1.0)
+    assert (result.simulated.codes_equal, result.engine.codes_equal) == (1.0, 1.0)
+    model = onnx.load(result.path)
+    wide = onnx.TensorProto.UINT16
+    assert any(one.data_type == wide for one in model.graph.initializer)
+
+
+def test_residual_streams_that_cannot_be_exported(tmp_path):
+    samples, path = images(8), tmp_path / "net.onnx"
+    network = ompq.quantize(seeded(TinyResNet()), {"*": 8}, samples, WIDE)
+    with pytest.raises(ExportError, match=r"opset=20 has no nodes .* use 21 or later"):
+        export_onnx(network, path, samples, opset=20)
+    bits = {"*": 8, "stem": (8, 32)}
+    network = ompq.quantize(seeded(TinyResNet()), bits, samples, WIDE)
+    with pytest.raises(ExportError, match=r"only with integers .* sum_bits=8"):
+        export_onnx(network, path, samples)
+    assert not path.exists()
+
+
 def test_file_is_small_and_clean(tmp_path):
     data = demo_data()
     samples = data.train_images[:32]

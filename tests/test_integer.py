@@ -1,4 +1,5 @@
 import copy
+import math
 import re
 
 import numpy as np
@@ -25,6 +26,7 @@ from ompq.integer import (
     clear_scale,
     finalize,
     lower,
+    odd_multiple,
     output_names,
 )
 from ompq.integer.arithmetic import CodeGrid
@@ -43,6 +45,29 @@ from ompq.quantization import QuantizeConfig, quantization_of, quantize
 from ompq.reconstruction import ReconstructConfig, reconstruct
 from ompq.reconstruction.rounding import RoundingConfig
 from quantized import quantized, simulated_codes
+
+
+@pytest.mark.parametrize("network", [TinyResNet, TinyMobileNet])
+def test_residual_streams_of_16_bits_are_integers(network):
+    model, samples = seeded(network()), images(16)
+    wide = quantize(model, {"*": (8, 4)}, samples, QuantizeConfig(sum_bits=16))
+    final = finalize(wide, samples)
+    engine = IntegerNetwork.from_quantized(final, samples)
+    engine.assert_integer_only(samples)
+    with torch.no_grad():
+        torch.testing.assert_close(engine(samples), final(samples))
+    codes = [one for one in engine.codes(samples) if one.dtype == torch.int32]
+    assert any(255 < one.max() < 1 << 16 for one in codes)
+    quantizers = activation_quantizers(final)
+    streams = {n: float(q.scale) for n, q in quantizers.items() if q.bits == 16}
+    assert all(math.frexp(scale)[0] == 0.5 for scale in streams.values())
+    again = finalize(final, samples).state_dict()
+    assert all(torch.equal(t, again[key]) for key, t in final.state_dict().items())
+
+
+def test_scales_of_readers_are_odd_multiples():
+    found = [odd_multiple(scale, 0.25) for scale in (0.01, 0.25, 0.6, 0.8, 1.1)]
+    assert found == [0.25, 0.25, 0.75, 0.75, 1.25]
 
 
 class Fire(nn.Module):

@@ -11,6 +11,7 @@ import ompq
 from nets import TinyMobileNet, TinyResNet, scenes, seeded
 from ompq.errors import TrainingError
 from ompq.layers import ActivationQuantizer, activation_quantizers, quantized_layers
+from ompq.quantization import QUANTIZE_PROTOCOLS, quantization_of
 from ompq.quantizers import Grid
 from ompq.training.methods import (
     ActivationRanges,
@@ -185,6 +186,28 @@ def test_the_recipe_learns_and_gives_an_ordinary_network(toys, tmp_path):
         assert torch.equal(loaded(inputs), network(inputs))
     result = ompq.export_onnx(network, tmp_path / "net.onnx", inputs)  # integers only
     assert result.engine.top1 == 1.0
+
+
+def test_the_protocol_has_a_residual_stream_of_16_bits(toys, tmp_path):
+    model, network, data, config = toys
+    inputs = data.inputs.float()
+    quantizing = QUANTIZE_PROTOCOLS["paper-qat"]
+    assert quantizing == QUANTIZE_PROTOCOLS["hawq-v3"]
+    bits = quantization_of(network).allocation
+    wide = ompq.quantize(model.float(), bits, inputs, quantizing)
+    trained = ompq.train(wide, [(inputs, data.targets)], config, teacher=model.float())
+    found = {one.bits for one in activation_quantizers(trained).values()}
+    assert found == {16, *(choice.activation for choice in bits.values())}
+    for one in activation_quantizers(trained).values():
+        assert one.zero_point.item() in (0, 2 ** (one.bits - 1))
+    ompq.save(trained, tmp_path / "net.ompq.safetensors")
+    loaded = ompq.load(tmp_path / "net.ompq.safetensors", TinyResNet)
+    final = ompq.finalize(trained, inputs)
+    engine = ompq.IntegerNetwork.from_quantized(final, inputs)
+    engine.assert_integer_only(inputs)
+    with torch.no_grad():
+        assert torch.equal(loaded(inputs), trained(inputs))
+        torch.testing.assert_close(engine(inputs), final(inputs))
 
 
 def test_the_recipe_resumes_to_the_same_bits(toys, tmp_path):

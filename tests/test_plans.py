@@ -9,7 +9,7 @@ from torch import nn
 
 import ompq
 from nets import TinyMobileNet, TinyResNet, images, seeded
-from ompq.allocation import reachable
+from ompq.allocation import Allocation, reachable
 from ompq.costs import overhead_bytes, unit_bytes
 from ompq.errors import PlanError
 from ompq.units import Choice
@@ -63,6 +63,27 @@ def test_pareto_falls_and_agrees_with_single_budgets(plan):
     assert low <= middle.cost <= high
     again = plan.with_budget(ompq.Budget(size_mib=middle.limit / 2**20))
     assert again.damage == pytest.approx(middle.damage)
+
+
+@pytest.mark.parametrize("cost", ["bytes", "bit_ops", "milliseconds"])
+def test_medium_limits_lie_between_w4a4_and_w8a8_everywhere(network, cost):
+    four, eight = Choice(4, 4), Choice(8, 8)
+    names = ompq.trace(network, images(16)).names
+    latency = {name: {"W4A4": 1.0, "W8A8": 2.5} for name in names}
+    config = ompq.PlanConfig(
+        choices=((4, 4), (8, 8)), score="weight_noise", latency=latency
+    )
+    plan = ompq.plan(network, images(16), "32bits", config).halfway(cost)
+    ends = [
+        plan.problem.total(cost, Allocation(dict.fromkeys(names, choice)))
+        for choice in (four, eight)
+    ]
+    used = plan.totals[cost]
+    limit = plan.budget.limits(plan.problem.costs)[cost]
+    assert ends[0] < used <= limit == pytest.approx(sum(ends) / 2)
+    assert set(plan.allocation.values()) == {four, eight}
+    with pytest.raises(ValueError, match="cost='joules' is unknown"):
+        plan.halfway("joules")
 
 
 def test_explanation_names_the_unit(plan):

@@ -179,6 +179,8 @@ def test_wrong_plans_are_refused():
         words = rf"'head': {re.escape(repr(bits))} is no bit width; write 4, \(4, 8\)"
         with pytest.raises(TypeError, match=words):
             ompq.quantize(model, {"*": 4, "head": bits}, SAMPLES)
+    with pytest.raises(ValueError, match="sum_bits=12 must be 8 or 16"):
+        ompq.QuantizeConfig(sum_bits=12)
 
 
 def test_layer_that_pads_in_its_own_forward_is_quantized():

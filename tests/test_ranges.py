@@ -583,8 +583,8 @@ def test_constant_tensors_are_held(method):
 
 def test_wrong_activation_arguments_are_refused():
     seen = observe(activations(9))
-    with pytest.raises(ValueError, match="bits=16 .* integer from 2 to 8"):
-        activation_grid(seen, 16)
+    with pytest.raises(ValueError, match="bits=12 .* integer from 2 to 8"):
+        activation_grid(seen, 12)
     with pytest.raises(ValueError, match="method='kl' is unknown; use minmax, "):
         activation_grid(seen, 8, "kl")
     with pytest.raises(ValueError, match=r"fraction=2.0 must be above 0 and at most 1"):

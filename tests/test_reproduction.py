@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from html import unescape
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from cli_tools import NETWORK, run, run_json
 from nets import TinyResNet, images, seeded
 from ompq.cli import reproduction
 from ompq.cli.experiments import EXPERIMENTS, HALFWAY
-from ompq.cli.reproduction import Bench, planned
+from ompq.cli.reproduction import Bench, draw, planned
 from ompq.graph import trace
 from ompq.models import CifarResNet, NamedModel
 from ompq.planner import PLAN_PROTOCOLS
@@ -53,11 +54,19 @@ def test_every_row_of_a_table_runs(name, words, tmp_path):
         assert found["mib"] > 0
     table = (tmp_path / f"{name}.md").read_text()
     assert "The numbers mean nothing" in table
-    for row in wanted.values():
-        line = next(t for t in table.splitlines() if t.startswith(f"| {row.name} |"))
+    header, _, *lines = [
+        t.strip("| ").split(" | ") for t in table.splitlines() if "|" in t
+    ]
+    for row, cells in zip(wanted.values(), lines, strict=True):
+        line = dict(zip(header, cells, strict=False))
+        assert line["row"] == row.name
+        if "skipped" not in rows[row.name]:
+            assert line["top-1"] == f"{100 * rows[row.name]['top1']:.2f}"
         if row.published is not None:
             drop = EXPERIMENTS[name].float_top1 - row.published
-            assert f" {row.published:.2f} | {drop:.2f} " in line
+            assert line["top-1, paper"] == f"{row.published:.2f}"
+            assert line["drop, paper"] == f"{drop:.2f}"
+            assert line["MiB, paper"] == f"{row.paper['mib']:.2f}"
 
 
 def test_channels_are_multiplied_as_the_budget_allows(tmp_path):
@@ -108,6 +117,21 @@ def test_accuracy_against_size_has_all_methods_in_one_plot(words, tmp_path):
     assert all(method in text for method in ("OMPQ", "BRECQ", "ours", "unified"))
 
 
+def test_bits_of_activations_have_lines_of_their_own(tmp_path):
+    pytest.importorskip("matplotlib")
+    table = EXPERIMENTS["table-ptq-resnet18"]
+    names = ("ompq-4.5-a4", "ompq-5.5-a4", "ompq-4.5", "ompq-4")
+    results = {
+        name: {"mib": at, "top1": 0.6, "drop_error": 0.01}
+        for at, name in enumerate(names)
+    }
+    labels = ("OMPQ", "OMPQ, A4", "the paper's")
+    for published in (True, False):
+        draw(table, results, tmp_path, published=published)
+        text = unescape((tmp_path / f"{table.name}.svg").read_text())
+        assert [text.count(f">{label}<") for label in labels] == [1, 1, published]
+
+
 def test_a_row_is_run_once(words, tmp_path, monkeypatch):
     name = "figure-bits-resnet18"
     first = quick(name, words, tmp_path)["rows"]
@@ -154,6 +178,13 @@ def test_published_numbers_are_the_papers():
     assert by_name["table-qat-resnet50", "haq"] == 75.48
     assert by_name["table-functions-resnet18", "-x"] == 72.36
     assert by_name["table-granularity-mobilenetv2", "net"] == 63.99
+    others = {(e.name, r.name): r.paper for e in EXPERIMENTS.values() for r in e.rows}
+    assert others["table-ptq-resnet18", "brecq-distilled"] == {"mib": 5.81}
+    mixed = {"mib": 18.7, "bit_ops": 154e9}
+    assert others["table-qat-resnet50", "hawq-v3-mixed"] == mixed
+    times = {"inner_product": 0.12, "norm": 8.40}
+    assert others["table-calculation-time-resnet18", "100x10000"] == times
+    assert others["figure-search-cost-resnet18", "fracbits"] == {"images": 1_200_000}
 
 
 def test_rows_name_what_there_is():
@@ -197,13 +228,9 @@ def test_halfway_is_between_four_and_eight_bits_everywhere(tmp_path):
     made = bench(seeded(TinyResNet()), tmp_path)
     row = next(r for r in EXPERIMENTS["table-qat-resnet18"].rows if r.budget == HALFWAY)
     plan = planned(replace(row, plan={"score": "weight_noise", "pinned": {}}), made)
-    sizes = [
-        sum(u.weights + u.norm_parameters + u.bias_parameters for u in plan.graph.units)
-        * bits
-        / 8
-        for bits in (4, 8)
-    ]
-    assert plan.totals["bytes"] <= sum(sizes) / 2
+    macs = sum(unit.macs for unit in plan.graph.units)
+    assert plan.budget.bit_ops == macs * (4 * 4 + 8 * 8) / 2
+    assert plan.totals["bit_ops"] <= plan.budget.bit_ops
     assert {str(choice) for choice in plan.allocation.values()} == {"W4A4", "W8A8"}
 
 

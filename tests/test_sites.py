@@ -43,10 +43,10 @@ from ompq.samples import Samples
 from ompq.units import Choice
 
 
-def sites_of(network, samples, bits=8, **more):
+def sites_of(network, samples, bits=8, sum_bits=8, **more):
     graph = trace(network, samples)
     chosen = {name: Choice(4, more.get(name, bits)) for name in graph.names}
-    return find_sites(network, record(network, samples[:1]), graph, chosen)
+    return find_sites(network, record(network, samples[:1]), graph, chosen, sum_bits)
 
 
 def places(sites):
@@ -67,6 +67,30 @@ def test_sites_of_a_residual_network():
         "block2": 8,  # only the average reads it
     }
     assert [p.before for p in sites if p.before] == [("",), ("head",)]
+
+
+def test_layers_round_a_wide_residual_stream_once_more():
+    sites, lost = sites_of(seeded(TinyResNet()), images(), bits=4, sum_bits=16)
+    assert lost == []
+    assert places(sites) == {
+        "norm": 16,
+        "block1.bn1": 4,
+        "block1.bn2": 16,
+        "block1": 16,
+        "block2.downsample.1": 16,
+        "block2.bn1": 4,
+        "block2.bn2": 16,
+        "block2": 16,
+    }
+    assert {name: site.bits for site in sites for name in site.before} == {
+        "": 4,
+        "block1.conv1": 4,
+        "block2.conv1": 4,  # which shares its grid with the other reader of block1
+        "block2.downsample.0": 4,
+        "head": 4,
+    }
+    few = sites_of(seeded(TinyResNet()), images(), bits=8)[0]
+    assert len(sites) == len(few) + 2
 
 
 def test_sites_of_a_mobile_network():

@@ -20,6 +20,7 @@ from ompq.allocation import (
     Problem,
     allocate,
     explain,
+    halfway,
     pareto,
 )
 from ompq.costs import (
@@ -61,6 +62,12 @@ from ompq.units import (
 
 FORMAT = "ompq-plan/2"
 FORMATS = ("ompq-plan/1", FORMAT)  # ompq-plan/1 has the ORM as lists of numbers
+# Cost → the field of a budget that limits it, and its unit.
+_MEDIUM = {
+    "bytes": ("size_mib", 2**20),
+    "bit_ops": ("bit_ops", 1),
+    "milliseconds": ("latency_ms", 1),
+}
 _ADVICE = "Give a file that ompq plan or Plan.save wrote"
 
 
@@ -239,6 +246,18 @@ class Plan:
         budget = Budget.of(budget)
         allocation = allocate(self.problem, budget, method=self.method)
         return replace(self, budget=budget, allocation=allocation)
+
+    def halfway(self, cost: str = "bytes") -> "Plan":
+        """Solve again for the mean of the least and the most that the choices cost.
+
+        With the choices W4A4 and W8A8 these are HAWQ-V3's medium limits.
+
+        Args:
+            cost: ``bytes``, ``bit_ops`` or ``milliseconds``.
+        """
+        check_known("cost", cost, _MEDIUM)
+        field, one = _MEDIUM[cost]
+        return self.with_budget(Budget(**{field: halfway(self.problem, cost) / one}))
 
     def pareto(
         self,

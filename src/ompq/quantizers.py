@@ -9,6 +9,8 @@ from torch import Tensor
 
 from ompq.streams import LARGEST_HALF_BITS, check_bits
 
+STREAM_BITS = 16  # bits of a residual stream in HAWQ-V3; all else has at most 8
+
 
 @dataclass(frozen=True, eq=False)
 class Grid:
@@ -22,11 +24,11 @@ class Grid:
 
     scale: Tensor  # positive step, of a shape that broadcasts with the tensor
     zero_point: Tensor  # the code of 0, not necessarily an integer; same shape
-    bits: int  # width of a code, 2 to 8
+    bits: int  # width of a code, 2 to 8; 16 in residual streams
     narrow: bool = False  # whether the highest code is unused: -1, 0, 1 in two bits
 
     def __post_init__(self) -> None:
-        check_bits(self.bits)
+        check_bits(self.bits, more=(STREAM_BITS,))
 
     @property
     def qmax(self) -> int:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ompq.errors import check_known
-from ompq.quantizers import Grid, like_weight, on_log_grid
+from ompq.quantizers import STREAM_BITS, Grid, like_weight, on_log_grid
 from ompq.streams import LARGEST_HALF_BITS, check_bits
 
 Kind = Literal["affine", "midrise", "midtread", "symmetric"]
@@ -686,7 +686,7 @@ def activation_grid(
             weighted by importance, if known. ``shrink`` is BRECQ's search, in which
             both ends shrink together.
     """
-    check_bits(bits)
+    check_bits(bits, more=(STREAM_BITS,))
     check_known("method", method, get_args(RangeMethod))
     if not torch.isfinite(seen.high - seen.low):
         raise ValueError("activations hold NaN or infinity; check the samples")

@@ -655,9 +655,13 @@ def with_squeezed(arrays: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]
     return found
 
 
-def check_bits(bits: int) -> int:
-    """Return the bits if they are an integer from 2 to 8; else raise a ValueError."""
-    if bits not in WIDTHS:
+def check_bits(bits: int, more: Sequence[int] = ()) -> int:
+    """Return the bits if they are an integer from 2 to 8, or one of a few more.
+
+    Raises:
+        ValueError: They are not.
+    """
+    if bits not in (*WIDTHS, *more):
         raise ValueError(
             f"bits={bits} is not supported: use an integer from "
             f"{SMALLEST_BITS} to {LARGEST_BITS}"

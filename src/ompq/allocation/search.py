@@ -248,7 +248,8 @@ def evolved(program: Program, *, rounds: int = ROUNDS, seed: int = 0) -> Columns
     The ten best so far are the parents. Half of each generation crosses two parents,
     unit by unit; in the other half each unit of one parent mutates with probability
     0.1. An allocation that exceeds a limit gets cheaper choices in random units until
-    it fits. Returns None if none could be made to fit.
+    it fits; BRECQ publishes neither this nor its number of parents. Returns None if
+    none could be made to fit.
     """
     generator = np.random.default_rng(seed)
     shape = POPULATION, len(program.damage)

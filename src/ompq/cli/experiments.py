@@ -14,7 +14,7 @@ from ompq.costs import FLOAT_BITS
 from ompq.scores import Hessian, Orm, OrmSettings, Random
 from ompq.workflow import ANYTHING
 
-HALFWAY = "halfway"  # between the fewest and the most bits: HAWQ-V3's medium size
+HALFWAY = "halfway"  # HAWQ-V3's medium limit on bit-operations, as the paper quotes it
 Measure = Literal[
     "network", "plan", "orthogonality", "layer", "matrix", "time", "published"
 ]
@@ -28,6 +28,7 @@ class Row:
     Attributes:
         method: As the paper names it.
         published: Top-1 in the paper.
+        paper: What else the paper prints, by the fields of a result.
         budget: What ``ompq plan --budget`` takes, or ``halfway``.
         protocol: For planning, quantizing and reconstructing.
         plan: Fields of ``PlanConfig`` that differ from the protocol's.
@@ -44,6 +45,7 @@ class Row:
     published: float | None = None
     budget: str = ANYTHING
     _: KW_ONLY
+    paper: Mapping[str, float] = field(default_factory=dict)
     protocol: str = "paper-ptq"
     plan: Mapping[str, Any] = field(default_factory=dict)
     train: str | None = None
@@ -87,7 +89,14 @@ def _sized(
 ) -> Row:
     """Return a row with a size in MiB, which is also in its name."""
     bits = "-a4" if "activation_choices" in more.get("plan", ()) else ""
+    if published is not None:
+        more["paper"] = {"mib": size}
     return Row(f"{name}-{size:g}{bits}", method, published, f"{size}MiB", **more)
+
+
+def _costing(row: Row, mib: float, giga_bit_ops: float) -> Row:
+    """Return a row with its size and bit-operations in the paper."""
+    return replace(row, paper={"mib": mib, "bit_ops": 1e9 * giga_bit_ops})
 
 
 _ompq = partial(_sized, "ompq", "OMPQ")
@@ -129,35 +138,40 @@ def _as_protocol(
 _qat = partial(_as_protocol, "OMPQ", "paper-qat")
 _hawq = partial(_as_protocol, "HAWQ-V3", "hawq-v3")
 
+_PACT_5: dict[str, Any] = {"plan": _same(5, 5, pinned=_FLOAT_ENDS)}
+_LQ_4: dict[str, Any] = {"plan": _same(4, 32, pinned=_FLOAT_ENDS)}
 _QAT_18 = (
-    _trained("RVQuant", 70.01, plan=_same(8, 8)),
-    _hawq("hawq-v3-8", 71.56, **_same(8, 8)),
-    _qat("ompq-a8", 72.30, "6.7MiB"),
-    _trained("PACT", 69.80, plan=_same(5, 5, pinned=_FLOAT_ENDS)),
-    _trained("LQ-Nets", 70.00, plan=_same(4, 32, pinned=_FLOAT_ENDS)),
-    _hawq("hawq-v3-mixed", 70.22, HALFWAY),
-    _qat("ompq-a6", 72.08, "6.7MiB", activation_choices=(6,)),
+    _costing(_trained("RVQuant", 70.01, plan=_same(8, 8)), 11.1, 116),
+    _costing(_hawq("hawq-v3-8", 71.56, **_same(8, 8)), 11.1, 116),
+    _costing(_qat("ompq-a8", 72.30, "6.7MiB"), 6.7, 97),
+    _costing(_trained("PACT", 69.80, **_PACT_5), 7.2, 74),
+    _costing(_trained("LQ-Nets", 70.00, **_LQ_4), 5.8, 225),
+    _costing(_hawq("hawq-v3-mixed", 70.22, HALFWAY), 6.7, 72),
+    _costing(_qat("ompq-a6", 72.08, "6.7MiB", activation_choices=(6,)), 6.7, 75),
 )
 _CHANNELS = "runs for cifar:resnetN, whose channels can be multiplied"
-_FLOAT_INPUTS = {"activation_choices": (32,)}
+_REINFORCED: dict[str, Any] = {
+    "plan": {"activation_choices": (32,)},
+    "train": "ours",
+    "search": "reinforce",
+}
+_MULTIPLIED: dict[str, Any] = {"plan": {}, "search": "channels", "note": _CHANNELS}
 _QAT_50 = (
-    _trained("PACT", 76.70, plan=_same(5, 5, pinned=_FLOAT_ENDS)),
-    _trained("LQ-Nets", 76.40, plan=_same(4, 32, pinned=_FLOAT_ENDS)),
-    _trained("RVQuant", 75.60, plan=_same(5, 5)),
-    _trained(
-        "HAQ", 75.48, "9.62MiB", plan=_FLOAT_INPUTS, train="ours", search="reinforce"
-    ),
-    _trained(
-        "OneBitwidth", 76.70, "12.3MiB", plan={}, search="channels", note=_CHANNELS
-    ),
-    _hawq("hawq-v3-mixed", 75.39, HALFWAY),
-    _qat("ompq-16", 76.20, "16.0MiB", activation_choices=(5,)),
-    _qat("ompq-18.7", 76.28, "18.7MiB", activation_choices=(5,)),
+    _costing(_trained("PACT", 76.70, **_PACT_5), 16.0, 133),
+    _costing(_trained("LQ-Nets", 76.40, **_LQ_4), 13.1, 486),
+    _costing(_trained("RVQuant", 75.60, plan=_same(5, 5)), 16.0, 101),
+    _costing(_trained("HAQ", 75.48, "9.62MiB", **_REINFORCED), 9.62, 520),
+    _costing(_trained("OneBitwidth", 76.70, "12.3MiB", **_MULTIPLIED), 12.3, 494),
+    _costing(_hawq("hawq-v3-mixed", 75.39, HALFWAY), 18.7, 154),
+    _costing(_qat("ompq-16", 76.20, "16.0MiB", activation_choices=(5,)), 16.0, 141),
+    _costing(_qat("ompq-18.7", 76.28, "18.7MiB", activation_choices=(5,)), 18.7, 156),
 )
+_UNIFORM = {"mib": 5.81}  # the size that the paper gives for 4 bits in all layers
 _ZEROQ = Row(
     "zeroq",
     "ZeroQ",
     21.20,
+    paper=_UNIFORM,
     protocol="ours",
     plan=_same(4, 4),
     quantize={**_MINMAX, "equalize": False, "restore_moments": False},
@@ -168,6 +182,7 @@ _BRECQ_DISTILLED = Row(
     "brecq-distilled",
     "BRECQ, distilled",
     69.32,
+    paper=_UNIFORM,
     protocol="brecq",
     plan=_same(4, 4, method="exact", pinned=_STEM),
     distilled=True,
@@ -180,8 +195,8 @@ _PTQ_18 = (
     _ours(4.5, **_FOUR),
     _ZEROQ,
     _BRECQ_DISTILLED,
-    _trained("PACT", 69.20, plan=_same(4, 4)),
-    _hawq("hawq-v3-4", 68.45, **_same(4, 4)),
+    _trained("PACT", 69.20, plan=_same(4, 4), paper=_UNIFORM),
+    replace(_hawq("hawq-v3-4", 68.45, **_same(4, 4)), paper=_UNIFORM),
     _fracbits(5.81, 69.70),
     _ompq(5.5, 69.38, plan=_FOUR),
     _ours(5.5, **_FOUR),
@@ -250,7 +265,7 @@ def _sizes(*sizes: float) -> list[Row]:
     return [*mixed, *unified]
 
 
-_HESSIAN, _ROUNDS = {"score": Hessian()}, "1,024 images and 100 rounds in the paper"
+_HESSIAN, _ROUNDS = {"score": Hessian()}, "100 rounds in the paper"
 
 
 def _search(name: str, method: str, note: str = "", **more: Any) -> Row:
@@ -267,11 +282,11 @@ _COSTS = (
         "searches while it trains, 120 epochs",
         measure="published",
         budget=ANYTHING,
-        at=1_200_000,
+        paper={"images": 1_200_000},
     ),
     _search("hawq", "HAWQ", "50 iterations for each layer in the paper", plan=_HESSIAN),
-    _search("brecq", "BRECQ", _ROUNDS, protocol="brecq", at=1024),
-    _search("ompq", "OMPQ", at=64),
+    _search("brecq", "BRECQ", _ROUNDS, protocol="brecq", paper={"images": 1024}),
+    _search("ompq", "OMPQ", paper={"images": 64}),
     replace(_ours(4.0), name="ours", measure="plan"),
 )
 _NETWORKS = {
@@ -323,8 +338,14 @@ _MATRICES = [
     for count in (8, 16, 32, 64)
 ]
 _SHAPES = [
-    Row(shape, "two random matrices", measure="time", at=shape)
-    for shape in ("10000x100", "100x10000")
+    Row(
+        shape,
+        "two random matrices",
+        measure="time",
+        at=shape,
+        paper={"inner_product": inner, "norm": norm},
+    )
+    for shape, inner, norm in (("10000x100", 18.42, 0.34), ("100x10000", 0.12, 8.40))
 ]
 _BETAS = [
     _ablation(f"beta-{beta:g}", None, "0.9MiB", {"beta": beta})

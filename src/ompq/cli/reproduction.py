@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ompq.allocation import halfway
 from ompq.attention import with_layers
 from ompq.cli.console import Column, Console, View, say
 from ompq.cli.experiments import EXPERIMENTS, HALFWAY, Experiment, Row
@@ -30,7 +29,6 @@ from ompq.cli.options import (
     output_path,
 )
 from ompq.cli.settings import NetworkOptions, read_samples
-from ompq.costs import Budget
 from ompq.datasets import Data, load_data, training_data
 from ompq.datasets.images import distilled_samples
 from ompq.errors import (
@@ -80,7 +78,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Results = Mapping[str, Any]
-_MARKS = "os^Dv"  # of the methods in a figure
+_MARKS = "os^DvPX*"  # of the methods in a figure
 _LAYERS = 4  # whose orthogonality is shown by their bits
 FOLDER = Path("reproduced")
 QUICK_SAMPLES, QUICK_IMAGES = 16, 64  # with --quick
@@ -253,9 +251,9 @@ def planned(row: Row, bench: Bench, samples: Samples | None = None) -> Plan:
     except InfeasibleBudgetError:
         if bench.own_network:
             raise
-        found = _halfway(work.plan(ANYTHING, config, count=bench.plan_samples))
+        found = work.plan(ANYTHING, config, count=bench.plan_samples).halfway()
     if row.budget == HALFWAY:
-        found = _halfway(found)
+        found = found.halfway("bit_ops")
     if row.search == "reinforce":
         learning = ReinforceConfig(seed=bench.seed)
         if bench.quick:
@@ -265,10 +263,6 @@ def planned(row: Row, bench: Bench, samples: Samples | None = None) -> Plan:
                 found, bench.model.module, work.samples, learning, progress=progress
             )
     return found
-
-
-def _halfway(plan: Plan) -> Plan:
-    return plan.with_budget(Budget(size_mib=halfway(plan.problem, "bytes") / 2**20))
 
 
 def _plan_config(row: Row, bench: Bench) -> PlanConfig:
@@ -431,7 +425,7 @@ _MEASURES: dict[str, Callable[[Row, Bench], dict[str, Any]]] = {
     "layer": _layer,
     "matrix": _matrix,
     "time": _time,
-    "published": lambda row, _bench: {"images": row.at},
+    "published": lambda _row, _bench: {},
 }
 
 
@@ -443,22 +437,40 @@ def markdown(
     lines = [f"# {experiment.title}", "", settings, ""]
     if about["quick"]:
         lines += ["**Quick: scaled down to try it. The numbers mean nothing.**", ""]
-    columns = [name for name in _COLUMNS if any(name in r for r in results.values())]
-    header = ["row", "method", "top-1, paper", "drop, paper"]
-    lines += _row([*header, *(_COLUMNS[name][0] for name in columns), "remarks"])
-    lines += _row(["---"] * (len(header) + len(columns) + 1))
+    paper = {
+        row.name: _published(row, experiment.float_top1) for row in experiment.rows
+    }
+    # Each number of the paper stands before ours.
+    sources = (("{}, paper", paper), ("{}", results))
+    columns = [
+        (heading.format(title), name, source, shown)
+        for name, (title, shown) in _COLUMNS.items()
+        for heading, source in sources
+        if any(name in numbers for numbers in source.values())
+    ]
+    lines += _row(["row", "method", *(heading for heading, *_ in columns), "remarks"])
+    lines += _row(["---"] * (len(columns) + 3))
     for row in experiment.rows:
-        found = results.get(row.name, {})
-        cells = [
-            _COLUMNS[name][1](found[name]) if found.get(name) is not None else "-"
-            for name in columns
+        numbers = [
+            (source.get(row.name, {}).get(name), shown)
+            for *_, name, source, shown in columns
         ]
-        remarks = "; ".join(t for t in (row.note, found.get("skipped")) if t)
-        paper, top1 = row.published, experiment.float_top1
-        drop = "-" if paper is None or top1 is None else f"{top1 - paper:.2f}"
-        published = ["-" if paper is None else f"{paper:.2f}", drop]
-        lines += _row([row.name, row.method, *published, *cells, remarks])
+        cells = ["-" if number is None else shown(number) for number, shown in numbers]
+        remarks = "; ".join(
+            t for t in (row.note, results.get(row.name, {}).get("skipped")) if t
+        )
+        lines += _row([row.name, row.method, *cells, remarks])
     return "\n".join([*lines, ""])
+
+
+def _published(row: Row, float_top1: float | None) -> dict[str, float]:
+    """Return the paper's numbers of a row, by the fields of a result."""
+    found = dict(row.paper)
+    if row.published is not None:
+        found["top1"] = row.published / 100
+        if float_top1 is not None:
+            found["drop"] = (float_top1 - row.published) / 100
+    return found
 
 
 def _row(cells: Sequence[str]) -> list[str]:
@@ -476,23 +488,30 @@ _COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "drop_error": ("standard error of the drop", _percent),
     "divergence": ("divergence", lambda v: f"{v:.4f}"),
     "orthogonality": ("orthogonality", lambda v: f"{v:.4g}"),
-    "mib": ("size, MiB", lambda v: f"{v:.2f}"),
+    "mib": ("MiB", lambda v: f"{v:.2f}"),
     "bit_ops": ("GBOPs", lambda v: f"{v / 1e9:.3g}"),
     "images": ("images", lambda v: f"{v:,}"),
-    "inner_product": ("by Gram matrices, s", lambda v: f"{v:.3g}"),
-    "norm": ("by features, s", lambda v: f"{v:.3g}"),
+    "inner_product": ("seconds by Gram matrices", lambda v: f"{v:.3g}"),
+    "norm": ("seconds by features", lambda v: f"{v:.3g}"),
     "seconds": ("seconds", lambda v: f"{v:.1f}"),
 }
 
 
-def draw(experiment: Experiment, results: Results, folder: Path) -> list[Path]:
+def draw(
+    experiment: Experiment, results: Results, folder: Path, *, published: bool = True
+) -> list[Path]:
     """Write the figure of an experiment, if it has one and any row was measured.
+
+    Args:
+        published: Whether to show the paper's numbers, which are of its own network.
 
     Raises:
         MissingExtraError: matplotlib is not installed.
     """
     measured = [row for row in experiment.rows if row.name in results]
     rows = [row for row in measured if "skipped" not in results[row.name]]
+    if not published:
+        rows = [replace(row, published=None) for row in rows]
     if not experiment.drawing or not rows:
         return []
     with styled_figure() as figure:
@@ -504,10 +523,13 @@ def _accuracy(figure: "Figure", rows: list[Row], results: Results) -> None:
     """Draw accuracy against size, a line for each method; the paper's are hollow."""
     axes = plain_axes(figure, "size, MiB", "top-1, %")
     sizes = {row.name: results[row.name]["mib"] for row in rows}
-    for place, method in enumerate(dict.fromkeys(row.method for row in rows)):
-        own = sorted(
-            (row for row in rows if row.method == method), key=lambda r: sizes[r.name]
-        )
+    methods: dict[str, list[Row]] = {}
+    for row in rows:
+        (bits,) = row.plan.get("activation_choices", (8,))
+        name = row.method if bits == 8 else f"{row.method}, A{bits}"
+        methods.setdefault(name, []).append(row)
+    for place, (method, members) in enumerate(methods.items()):
+        own = sorted(members, key=lambda row: sizes[row.name])
         colour, mark = f"C{place}", _MARKS[place % len(_MARKS)]
         _top1_line(
             axes,
@@ -517,9 +539,11 @@ def _accuracy(figure: "Figure", rows: list[Row], results: Results) -> None:
             marker=mark,
             label=method,
         )
-        paper = [(sizes[row.name], row.published) for row in own if row.published]
+        paper = [(row.paper["mib"], row.published) for row in own if row.published]
         if paper:
             axes.plot(*zip(*paper, strict=True), mark, color=colour, mfc="none", ms=6)
+    if any(row.published for row in rows):
+        axes.plot([], [], "o", color="#66727f", mfc="none", ms=6, label="the paper's")
     legend_above(figure)
 
 
@@ -575,7 +599,7 @@ def _bits(figure: "Figure", rows: list[Row], results: Results) -> None:
 def _cost(figure: "Figure", rows: list[Row], results: Results) -> None:
     """Draw images and seconds that each method takes to choose the bits."""
     figure.set_size_inches(6.4, 2.6)
-    paper = [float(row.at or np.nan) for row in rows]
+    paper = [row.paper.get("images", np.nan) for row in rows]
     images, seconds = (
         [results[r.name][k] if r.measure == "plan" else np.nan for r in rows]
         for k in ("images", "seconds")
@@ -683,7 +707,8 @@ def reproduce(
     target, table = (folder / f"{experiment.name}.{end}" for end in ("json", "md"))
     _write(target, {**bench.about, "rows": results})
     write_text(table, markdown(experiment, results, bench.about))
-    names = [str(f) for f in (target, table, *draw(experiment, results, folder))]
+    drawn = draw(experiment, results, folder, published=bench.own_network)
+    names = [str(f) for f in (target, table, *drawn)]
     line = f"{experiment.name}: {len(results)} rows, {', '.join(names)}"
     return View({"rows": results, "files": names}, line)
 

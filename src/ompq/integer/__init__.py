@@ -7,9 +7,9 @@ must have an integer kernel. :class:`IntegerNetwork` runs the steps, and
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import frexp, prod
+from math import ceil, floor, frexp, log2, prod
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from ompq.integer.operators import (
     Convolution,
     FunctionCall,
     Layer,
+    Operator,
     Pending,
     Quantize,
     Requantize,
@@ -44,6 +45,7 @@ from ompq.layers import (
 from ompq.quantization import keep_rates, quantization_of, with_quantization
 from ompq.quantization.channels import like_channels
 from ompq.quantization.sites import Link
+from ompq.quantizers import STREAM_BITS
 from ompq.recording import copied, function_name, tensors_in, watched_modules
 from ompq.samples import (
     Batch,
@@ -403,7 +405,7 @@ class IntegerNetwork(nn.Module):
         return (levels + grid.zero_point).clamp(0, grid.qmax).to(torch.uint8)
 
     def integer_outputs(self, codes: Tensor) -> list[Tensor]:
-        """Return the codes of every output: uint8 if quantized, else int32."""
+        """Return the codes of every output, uint8 if they have 8 bits, else int32."""
         outputs = self.steps.outputs.values()
         last_use = {
             source: position
@@ -443,7 +445,7 @@ class IntegerNetwork(nn.Module):
         else:
             codes = step.operator.rescale(codes, self._ratios[position], step.grid)
             codes = codes.clamp(*step.grid.limits(step.low, step.high))
-        return codes.to(torch.int32 if step.grid.wide else torch.uint8)
+        return codes.to(step.grid.dtype)
 
     def _elements(self, step: Step) -> int:
         """Return how many values a step holds at once per image."""
@@ -567,7 +569,9 @@ def _keep_sums(layer: QuantizedLayer, channels: Tensor) -> None:
 def _clear_scales(model: nn.Module, steps: Steps) -> bool:
     """Move scales so that no sum, average or requantized code is near a midpoint.
 
-    Returns whether any scale changed.
+    Sums of 16 bits have too many results for that. Their scales become powers of two,
+    so that floats add them up exactly, and layers that read them have odd multiples of
+    these scales. Returns whether any scale changed.
     """
     quantizers = activation_quantizers(model)
     by_quantizer: dict[str, list[Step]] = {}
@@ -576,20 +580,32 @@ def _clear_scales(model: nn.Module, steps: Steps) -> bool:
             by_quantizer.setdefault(step.quantizer, []).append(step)
     moved = False
     for name, group in by_quantizer.items():
-        results = []
+        made = []
         for step in group:
             sources = [steps.steps[i].quantizer for i in step.inputs]
             grids = [code_grid(quantizers[source]) for source in sources]
-            possible = step.operator.possible_results(grids)
-            results += [] if possible is None else [possible]
-        if not results:
-            continue
+            made.append((step.operator, grids))
         before = code_grid(quantizers[name])
-        scale = clear_scale(torch.cat(results), before)
+        scale = _better_scale(made, before)
         with torch.no_grad():
             quantizers[name].scale.fill_(scale)
         moved |= scale != before.scale
     return moved
+
+
+def _better_scale(
+    made: Sequence[tuple[Operator, list[CodeGrid]]], target: CodeGrid
+) -> float:
+    """Return a scale for the results of operators on codes of these grids."""
+    if target.bits == STREAM_BITS:
+        return float(2.0 ** ceil(log2(target.scale)))
+    results = []
+    for operator, sources in made:
+        if isinstance(operator, Requantize) and sources[0].bits == STREAM_BITS:
+            return odd_multiple(target.scale, sources[0].scale)
+        possible = operator.possible_results(sources)
+        results += [] if possible is None else [possible]
+    return clear_scale(torch.cat(results), target) if results else target.scale
 
 
 def _links(model: nn.Module, steps: Steps) -> tuple[Link, ...]:
@@ -603,6 +619,16 @@ def _links(model: nn.Module, steps: Steps) -> tuple[Link, ...]:
     times = Counter(link.layer for link in links)
     # A layer called with several grids stays float: it cannot round to all of them.
     return tuple(link for link in links if times[link.layer] == 1)
+
+
+def odd_multiple(scale: float, step: float) -> float:
+    """Return the odd multiple of a step that is nearest to a scale.
+
+    Example:
+        >>> odd_multiple(6.2, 1.0)
+        7.0
+    """
+    return (2 * floor(scale / step / 2) + 1) * step
 
 
 def clear_scale(results: Tensor, target: CodeGrid) -> float:

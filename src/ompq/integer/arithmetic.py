@@ -16,6 +16,7 @@ from ompq.streams import LARGEST_HALF_BITS
 
 Pair: TypeAlias = tuple[int, int]
 
+_BYTE = 8  # most bits of a code that is stored in a byte
 WIDE = 32  # bits of an output that no quantizer rounds
 _MULTIPLIER_BITS = 31  # multipliers are positive signed 32-bit integers
 _FLOAT_BITS = 24  # bits of a float32's significand
@@ -31,12 +32,19 @@ class CodeGrid:
 
     scale: float
     zero_point: int
-    bits: int  # 2 to 8, unsigned; or 32, signed, for outputs that no quantizer rounds
+    # 2 to 8, or 16 in residual streams, unsigned; or 32, signed, for outputs that no
+    # quantizer rounds.
+    bits: int
 
     @property
     def wide(self) -> bool:
         """Whether codes are 32-bit outputs that no quantizer rounds."""
         return self.bits == WIDE
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of codes: uint8 if they fit."""
+        return torch.uint8 if self.bits <= _BYTE else torch.int32
 
     @property
     def qmin(self) -> int:

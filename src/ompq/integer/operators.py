@@ -13,6 +13,7 @@ from typing import Any, ClassVar, TypeAlias
 import torch
 from torch import Tensor
 
+from ompq.costs import SUM_BITS
 from ompq.errors import QuantizationError
 from ompq.integer.arithmetic import (
     CodeGrid,
@@ -312,10 +313,14 @@ class Sum(Operator):
     def rescale(self, sums: Tensor, ratio: Dyadic, target: CodeGrid) -> Tensor:
         """Add both products and shift the sum."""
         product = (sums.long() * ratio.multiplier).sum(-1)
+        if target.bits > SUM_BITS:  # exact as floats, too, so halves are as frequent
+            return rescaled(product, ratio.shift) + target.zero_point
         return rescaled(product, ratio.shift, target.zero_point)
 
-    def possible_results(self, sources: Sequence[CodeGrid]) -> Tensor:
-        """Return the sums of all pairs of values."""
+    def possible_results(self, sources: Sequence[CodeGrid]) -> Tensor | None:
+        """Return the sums of all pairs of values, unless there are too many."""
+        if any(grid.bits > SUM_BITS for grid in sources):
+            return None
         first, second = (grid.levels for grid in sources)
         return (first[:, None] + second).flatten()
 
@@ -418,9 +423,11 @@ class Average(Operator):
         x = padded(x, ((0, 0), (rows, rows), (columns, columns)))
         return torch.stack(list(taps(x, self.window, self.stride, (1, 1)))).sum(0)
 
-    def possible_results(self, sources: Sequence[CodeGrid]) -> Tensor:
-        """Return the means for all possible sums of a window."""
+    def possible_results(self, sources: Sequence[CodeGrid]) -> Tensor | None:
+        """Return the means for all possible sums of a window, unless too many."""
         (grid,), size = sources, self.divisor
+        if grid.bits > SUM_BITS:
+            return None
         low, high = -grid.zero_point * size, (grid.qmax - grid.zero_point) * size
         return grid.scale * torch.arange(low, high + 1).double() / size
 

@@ -88,13 +88,14 @@ def as_tensor(name: str, value: Any) -> Any:
     return value if hasattr(value, "raw_data") else numpy_helper.from_array(value, name)
 
 
-def grid_names(scale: float, zero_point: int) -> tuple[str, str]:
+def grid_names(scale: float, zero_point: int, kind: Any = np.uint8) -> tuple[str, str]:
     """Return the names of the scale and the zero point of a grid.
 
     Equal numbers share a name, and all names have the same length, so that a file's
     size does not depend on the numbers.
     """
-    return f"scale/{np.float32(scale).tobytes().hex()}", f"zero/{zero_point:03d}"
+    code = f"{zero_point:03d}" if kind == np.uint8 else f"{zero_point:05d}"
+    return f"scale/{np.float32(scale).tobytes().hex()}", f"zero/{code}"
 
 
 class Unpacking:

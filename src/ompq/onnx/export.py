@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ompq.costs import Budget
+from ompq.costs import SUM_BITS, Budget
 from ompq.errors import ExportError, MissingExtraError, QuantizationError, shortened
 from ompq.files import replacing
 from ompq.integer import INPUT, IntegerNetwork, Steps, finalize, input_names, lower
@@ -55,6 +55,7 @@ _CODES_APART = 0.02  # mean difference of codes that ties of rounding explain
 _LAST_DIGITS = 1e-6  # of floats, relative to a tensor's usual size
 _WEAK = 0.5  # a tolerance, relative to the size of outputs, that shows little
 _LARGEST_CODE = 255  # of a byte
+_STREAM_OPSET = 21  # the first whose codes may have 16 bits
 _logger = logging.getLogger(__name__)
 
 
@@ -416,6 +417,7 @@ def export_onnx(  # noqa: PLR0913
         raise ValueError(f"opset={opset} is too old: use {SMALLEST_OPSET} or later")
     samples = Samples.of(samples)
     finalized, reason = as_integers(quantized, samples, saturation_safe=saturation_safe)
+    _check_streams(quantized, opset, reason)
     if finalized is None:
         made = _of_traced(traced_model(quantized, samples, opset), samples, reason)
     else:
@@ -448,6 +450,23 @@ def export_onnx(  # noqa: PLR0913
         reason=made.reason,
         limit=made.tolerance.limit(simulated),
     )
+
+
+def _check_streams(quantized: nn.Module, opset: int, reason: str) -> None:
+    """Raise an ExportError if 16-bit residual streams have no nodes in the file."""
+    if all(site.bits <= SUM_BITS for site in quantization_of(quantized).sites):
+        return
+    advice = "quantize with sum_bits=8"
+    if opset < _STREAM_OPSET:
+        raise ExportError(
+            f"opset={opset} has no nodes for the 16-bit residual streams; use "
+            f"{_STREAM_OPSET} or later, or {advice}"
+        )
+    if reason:
+        raise ExportError(
+            f"16-bit residual streams can be exported only with integers throughout "
+            f"({reason}); {advice}"
+        )
 
 
 @dataclass(frozen=True)
@@ -602,26 +621,35 @@ class OnnxGraph:
             return self._clipped(step, self.codes[step.inputs[0]])
         if isinstance(operator, Layer):
             self._weight(step, operator)
-        if isinstance(operator, Convolution) and step.grid.wide:
+        in_bytes = step.grid.dtype == torch.uint8
+        # Runtimes fuse only convolutions to bytes; others would add up floats.
+        if isinstance(operator, Convolution) and not in_bytes:
             values = self._integer_convolution(step, operator)
         else:
             inputs = [self._values(source) for source in step.inputs] or [INPUT]
             values = inputs[0] if node is None else self._computed(step, node, inputs)
+        if not in_bytes:  # there is no Clip of 16 bits
+            values = self._limited(step, values)
         if step.grid.wide:
-            return self._limited(step, values)
+            return values
         inputs = [values, *self._grid(step.grid)]
         codes = self._node("QuantizeLinear", inputs, f"{step.name}/codes")
-        return self._clipped(step, codes)
+        return self._clipped(step, codes) if in_bytes else codes
 
     def _moved(self, step: Step, node: Node) -> str:
         (source,) = step.inputs
-        inputs = [self.values[source] if step.grid.wide else self.codes[source]]
+        in_bytes = step.grid.dtype == torch.uint8  # ONNX Runtime pads no 16-bit codes
+        inputs = [self.codes[source] if in_bytes else self._values(source)]
         for name, value in node.constants.items():
             if value is not None:
                 inputs.append(self._constant(f"{step.name}/{name}", value, np.int64))
-            elif not step.grid.wide:
+            elif in_bytes:
                 inputs.append(self._grid(step.grid)[1])
-        return self._node(node.kind, inputs, f"{step.name}/codes", **node.attributes)
+        name = f"{step.name}/codes"
+        if in_bytes or step.grid.wide:
+            return self._node(node.kind, inputs, name, **node.attributes)
+        moved = self._node(node.kind, inputs, f"{step.name}/values", **node.attributes)
+        return self._node("QuantizeLinear", [moved, *self._grid(step.grid)], name)
 
     def _values(self, position: int) -> str:
         """Return the tensor of a step's values; dequantizes its codes once."""
@@ -632,9 +660,10 @@ class OnnxGraph:
         return self.values[position]
 
     def _grid(self, grid: CodeGrid) -> tuple[str, str]:
-        scale, zero = grid_names(grid.scale, grid.zero_point)
+        kind: Any = np.uint8 if grid.dtype == torch.uint8 else np.uint16
+        scale, zero = grid_names(grid.scale, grid.zero_point, kind)
         self._constant(scale, grid.scale, np.float32)
-        self._constant(zero, grid.zero_point, np.uint8)
+        self._constant(zero, grid.zero_point, kind)
         return scale, zero
 
     def _limited(self, step: Step, values: str) -> str:

@@ -47,7 +47,7 @@ from ompq.graph import stored_dtype
 from ompq.quantization import BlockError, Quantization
 from ompq.quantization.channels import Equalized
 from ompq.quantization.sites import OPERANDS, ActivationSite, Link
-from ompq.quantizers import Grid, like_weight
+from ompq.quantizers import STREAM_BITS, Grid, like_weight
 from ompq.rates import multiplied, scale_multiples, to_multiples
 from ompq.skeleton import GRAPH, PACKED_FORMAT, SECOND_FORMAT, Place, StoredUnit
 from ompq.streams import (
@@ -551,7 +551,7 @@ def _record(data: Mapping[str, Any]) -> Quantization:
     graph = LayerGraph.from_json(data["graph"])
     sites = [json_record(ActivationSite, one) for one in data["sites"]]
     for site in sites:
-        if site.bits not in WIDTHS or not (site.after or site.before):
+        if site.bits not in (*WIDTHS, STREAM_BITS) or not (site.after or site.before):
             raise ValueError(f"an activation of {site.bits} bits at {site.after[:3]}")
         if site.operand not in _OPERANDS or (site.operand and not site.before):
             raise ValueError(f"an operand {site.operand:.40} of {site.before[:3]}")

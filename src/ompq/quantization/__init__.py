@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ompq.allocation import Allocation
 from ompq.attention import with_layers
-from ompq.costs import FLOAT_BITS, can_be_coded, coded_bytes, unit_bytes
+from ompq.costs import FLOAT_BITS, SUM_BITS, can_be_coded, coded_bytes, unit_bytes
 from ompq.errors import PlanError, QuantizationError, shortened
 from ompq.graph import (
     RECORD,
@@ -56,7 +56,7 @@ from ompq.quantization.sites import (
     read_ranges,
     weigh_ranges,
 )
-from ompq.quantizers import Grid, like_weight, of_groups
+from ompq.quantizers import STREAM_BITS, Grid, like_weight, of_groups
 from ompq.ranges import (
     DEFAULT_KIND,
     Kind,
@@ -123,6 +123,10 @@ class QuantizeConfig:
             values; ``shrink`` is BRECQ's search.
         restore_moments: Whether scales and biases are corrected so that each channel
             keeps its mean and spread in spite of rounding.
+        sum_bits: Bits of what residual sums read and return, 8 or 16. With 8, a tensor
+            that layers read as well has the bits of these layers. With 16, they round
+            it once more (HAWQ-V3). Plans assume 8: budgets for activations, and bytes
+            of packed files, do not include what 16 takes on top.
         group_size: Number of inputs of a linear layer, 32, 64 or 128, that share a
             scale in each output channel; None means one scale per channel. A plan has
             its own (:class:`ompq.PlanConfig`).
@@ -137,11 +141,14 @@ class QuantizeConfig:
     equalize_from: int = 6
     activation_range: RangeMethod = "fisher"
     restore_moments: bool = True
+    sum_bits: int = SUM_BITS
     group_size: int | None = None
     batch_size: int = 64
 
     def __post_init__(self) -> None:
         check_group_size(self.group_size)
+        if self.sum_bits not in (SUM_BITS, STREAM_BITS):
+            raise ValueError(f"sum_bits={self.sum_bits} must be 8 or 16")
 
 
 _BRECQ = QuantizeConfig(
@@ -150,9 +157,16 @@ _BRECQ = QuantizeConfig(
     activation_range="shrink",
     restore_moments=False,
 )
+_HAWQ_V3 = QuantizeConfig(sum_bits=STREAM_BITS)
 # Published settings by name.
 QUANTIZE_PROTOCOLS: Mapping[str, QuantizeConfig] = MappingProxyType(
-    {"ours": QuantizeConfig(), "brecq": _BRECQ, "paper-ptq": _BRECQ}
+    {
+        "ours": QuantizeConfig(),
+        "brecq": _BRECQ,
+        "paper-ptq": _BRECQ,
+        "hawq-v3": _HAWQ_V3,
+        "paper-qat": _HAWQ_V3,
+    }
 )
 
 
@@ -256,7 +270,7 @@ def quantize(
     model = with_layers(float_network(model), samples)
     recording = observe(model, samples)
     graph, allocation = _resolve(plan, find_units(model, recording), config)
-    sites, unplaced = find_sites(model, recording, graph, allocation)
+    sites, unplaced = find_sites(model, recording, graph, allocation, config.sum_bits)
     report(1, 4, READING)
     factors: tuple[Equalized, ...] = ()
     if config.equalize and sites:

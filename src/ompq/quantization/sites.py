@@ -7,7 +7,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias, cast
 
@@ -90,12 +90,17 @@ def find_sites(
     recording: Recording,
     graph: LayerGraph,
     bits: Mapping[str, Choice],
+    sum_bits: int = SUM_BITS,
 ) -> tuple[list[ActivationSite], list[Skipped]]:
-    """Return the sites of a network, and the tensors that stay float."""
+    """Return the sites of a network, and the tensors that stay float.
+
+    With ``sum_bits`` above 8, whatever residual sums read and return has that many
+    bits, and the layers that read it round it once more, to their own.
+    """
     # If all activations stay float, there is no integer arithmetic to prepare.
     if all(choice.activation >= FLOAT_BITS for choice in bits.values()):
         return [], []
-    finder = _Finder(model, recording, graph)
+    finder = _Finder(model, recording, graph, sum_bits)
     widths: dict[int, int] = {}  # source → bits
     for call in recording.calls:
         unit = finder.unit_of.get(call.position)
@@ -142,9 +147,9 @@ def _product_sites(
 
 class _Finder:
     def __init__(
-        self, model: nn.Module, recording: Recording, graph: LayerGraph
+        self, model: nn.Module, recording: Recording, graph: LayerGraph, sum_bits: int
     ) -> None:
-        self.model = model
+        self.model, self.sum_bits = model, sum_bits
         self.calls = recording.calls
         self.consumers = recording.consumers()
         self.call_counts: dict[str, int] = {}
@@ -216,7 +221,7 @@ class _Finder:
             groups.setdefault(self._root(source), []).append(source)
         sites, skipped = [], []
         for members in groups.values():
-            bits = max(widths[source] for source in members) or SUM_BITS
+            bits = max(widths[source] for source in members)
             if bits >= FLOAT_BITS:
                 continue
             placed = [s for s in members if self._after(s) or self._before(s)]
@@ -225,9 +230,29 @@ class _Finder:
                 Skipped(f"{call.module or '(network)'}.{call.function}()", _UNPLACED)
                 for call in unplaced
             ]
-            if placed:
-                sites.append(self._site(placed, bits))
+            if placed and self.sum_bits > SUM_BITS and self._in_stream(members):
+                sites += self._stream_sites(placed, bits)
+            elif placed:
+                sites.append(self._site(placed, bits or self.sum_bits))
         return sites, skipped
+
+    def _in_stream(self, members: Sequence[int]) -> bool:
+        """Whether residual sums read or return one of these tensors."""
+        read = {at for call in self.calls if is_sum(call) for at in self.read_by(call)}
+        return any(at in read or self._is_sum(at) for at in members)
+
+    def _is_sum(self, at: int) -> bool:
+        if at >= 0 and self.calls[at].function in _CLIPS:
+            (at,) = self.calls[at].inputs[:1]
+        return at >= 0 and is_sum(self.calls[at])
+
+    def _stream_sites(self, members: Sequence[int], bits: int) -> list[ActivationSite]:
+        """Return the site of a residual stream, and that of the layers that read it."""
+        stream = self._site(members, self.sum_bits)
+        readers = tuple(dict.fromkeys(n for at in members for n in self._before(at)))
+        if not bits or not readers or not stream.after:
+            return [replace(stream, bits=bits or self.sum_bits)]
+        return [stream, replace(stream, bits=bits, after=(), before=readers)]
 
     def _site(self, members: Sequence[int], bits: int) -> ActivationSite:
         after = [name for s in members for name in self._after(s)]

@@ -3,7 +3,7 @@
 Li et al., BRECQ, 2021, with the settings of the released code. Rounding is a rectified
 sigmoid (AdaRound) and learned with float activations; activation steps are learned on
 inputs from the float network. One thing differs: a block whose error does not fall is
-left as it was.
+left as it was. Samples are used as they are given; BRECQ's are random crops.
 """
 
 from collections.abc import Iterator, Sequence

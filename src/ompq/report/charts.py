@@ -8,7 +8,7 @@ import io
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from math import ceil, log10
+from math import ceil, log10, sqrt
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -406,25 +406,33 @@ def draw_heat(
     titles: Sequence[str] = ("",),
 ) -> None:
     """Draw ORM matrices of the same functions on a common colour scale."""
-    size = max(2.6, min(8.0, 0.11 * len(labels) + 1.2))
-    figure.set_size_inches(size * len(matrices) + 1.4, size + 0.6)
-    panels = figure.subplots(1, len(matrices), squeeze=False)[0]
+    across = ceil(sqrt(len(matrices)))
+    down = ceil(len(matrices) / across)
+    small = len(labels) > _NAMED
+    size = max(2.0, min(8.0, (0.08 if small else 0.11) * len(labels)))
+    figure.set_size_inches(size * across + 2.0, size * down + 1.0)
+    figure.set_layout_engine("compressed")  # panels are square, their margins equal
+    panels = figure.subplots(down, across, squeeze=False)
     # The diagonal is always 1 and must not stretch the scale.
     others = [m[~np.eye(len(m), dtype=bool)] for m in matrices]
     low = min((float(m.min()) for m in others if m.size), default=0.0)
     high = max((float(m.max()) for m in others if m.size), default=1.0)
     low, high = (low, high) if high > low else (0.0, 1.0)
-    fontsize = 6 if len(labels) <= _NAMED else 4
-    for axes, matrix, title in zip(panels, matrices, titles, strict=True):
+    places, fontsize = range(len(labels)), 4 if small else 6
+    for axes in panels.flat[len(matrices) :]:
+        axes.set_axis_off()
+    for at, (matrix, title) in enumerate(zip(matrices, titles, strict=True)):
+        axes = panels.flat[at]
         image = axes.imshow(matrix, cmap="Blues", vmin=low, vmax=high)
         axes.spines[:].set_visible(False)
         axes.set_title(title, fontsize=9)
-        axes.set_xticks(range(len(labels)), labels, fontsize=fontsize, rotation=90)
-        axes.set_yticks(
-            range(len(labels)), labels if axes is panels[0] else [], fontsize=fontsize
-        )
+        # Only the outer panels are named: rows on the left, columns at the bottom.
+        below = labels if at + across >= len(matrices) else []
+        beside = labels if at % across == 0 else []
+        axes.set_xticks(places if below else [], below, fontsize=fontsize, rotation=90)
+        axes.set_yticks(places if beside else [], beside, fontsize=fontsize)
         axes.tick_params(length=0)
-    bar = figure.colorbar(image, ax=list(panels), label="ORM", shrink=0.8)
+    bar = figure.colorbar(image, ax=panels.ravel().tolist(), label="ORM", shrink=0.8)
     bar.outline.set_visible(False)
 
 
@@ -489,11 +497,18 @@ def logarithmic(axes: Any) -> None:
     from matplotlib.ticker import NullFormatter, StrMethodFormatter
 
     axes.set_xscale("log")
-    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
+    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.12g}"))
     axes.xaxis.set_minor_formatter(NullFormatter())
     axes.tick_params(axis="x", labelsize=7)
 
 
 def legend_above(figure: "Figure") -> None:
-    """Add the legend above the axes."""
-    figure.legend(loc="outside upper left", ncols=4, frameon=False, handlelength=1.2)
+    """Add the legend above the axes, in up to four columns, as many as fit."""
+    labels = [x for axes in figure.axes for x in axes.get_legend_handles_labels()[1]]
+    width = 0.45 + 0.075 * max(map(len, labels), default=0)  # inches of a column
+    figure.legend(
+        loc="outside upper left",
+        ncols=max(1, min(4, int(figure.get_figwidth() / width))),
+        frameon=False,
+        handlelength=1.2,
+    )

@@ -199,9 +199,9 @@ def _number_problem(name: str, value: Any, kind: type) -> str:
 
 
 # HAWQ-V3's recipe from its released command (--lr 1e-4 --wd 1e-4 --fold-BN 1 --fix-BN 1
-# --act-range-momentum 0.99), with the cosine schedule of the OMPQ paper. Two things
-# differ: residual sums have the planned bits instead of 16, and requantization by
-# multipliers and shifts is not simulated in training; ompq.finalize applies it.
+# --act-range-momentum 0.99), with the cosine schedule of the OMPQ paper. One thing
+# differs: requantization by multipliers and shifts is not simulated in training;
+# ompq.finalize applies it. The 16 bits of residual streams are a setting of quantize.
 _HAWQ_V3 = TrainConfig(
     epochs=90,
     batch_size=128,
