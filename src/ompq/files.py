@@ -56,7 +56,7 @@ def replacing(path: str | Path) -> Iterator[Path]:
         FileError: The file cannot be written. No partial file is left behind, and an
             existing file is untouched.
     """
-    target, temporary = Path(path), None
+    target, temporary = Path(path).absolute(), None
     if not is_main():
         with tempfile.TemporaryDirectory() as unused:
             yield Path(unused, target.name[-32:])
