@@ -175,6 +175,9 @@ def dataset_with_targets():
     images.targets = [0, 1, 0, 1]
     return images
 
+def list_of_batches():
+    return list(torch.utils.data.DataLoader(Images(), batch_size=2))
+
 def too_few_targets():
     return tensor(), torch.tensor([1])
 
@@ -386,6 +389,7 @@ def test_users_targets_may_be_numbers(user_file):
         ("uneven", r"item 1 has shape \(1, 8, 9\); the first has \(1, 8, 8\)"),
         ("nothing", "returned no inputs; give at least one"),
         ("wrong_size", r"net does not take an input of shape \(1, 8, 9\): .* batches"),
+        ("list_of_batches", r"\(2, 1, 8, 8\): .* each item of a list or dataset is"),
         ("endless", "returned Endless; it must return a tensor"),
         ("words", "item 0: TypeError: str is not a tensor; return tensors"),
         ("absent", "has no function absent"),

@@ -428,8 +428,8 @@ def _from_user(name: str, model: NamedModel) -> Data:
     except Exception as error:
         raise DataError(
             f"{name}: {model.name} does not take an input of shape {_text(first[0])}: "
-            f"{reason(error)}. (A function yields batches: their first dimension "
-            "counts inputs)"
+            f"{reason(error)}. (Generators yield batches, whose first dimension counts "
+            "inputs; each item of a list or dataset is one input)"
         ) from error
     problem = "the inputs have no labels; return (inputs, targets)"
     return replace(data, label_problem=problem if _is_missing(target) else None)
