@@ -399,7 +399,7 @@ def is_sum(call: Call) -> bool:
 def _find_norm(
     modules: Mapping[str, nn.Module], readers: Sequence[Call], times: Mapping[str, int]
 ) -> str:
-    """Return the batch norm, called once, that is the first reader, or ""."""
+    """Return the batch norm, called once, that is the first consumer, or ""."""
     first = readers[0] if readers else None
     if first is None or first.function != "batch_norm" or times.get(first.module) != 1:
         return ""

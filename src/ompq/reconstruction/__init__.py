@@ -67,7 +67,7 @@ class ReconstructConfig:
             the Fisher matrix over channels, which all samples and positions share.
         fisher_rank: Number of eigenvectors of that matrix.
         merge: Maximum number of consecutive blocks to reconstruct jointly. Blocks are
-            merged only where each is the sole reader of the previous one's output.
+            merged only where each is the sole consumer of the previous one's output.
         batch_size: Number of samples per forward pass while inputs are gathered.
         device_bytes: Maximum size of a block's inputs and targets on the device; larger
             ones stay in host memory. Above half of it, each block is gathered by a new
