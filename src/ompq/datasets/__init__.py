@@ -167,7 +167,7 @@ class Data:
             pool.shutdown(cancel_futures=True)
             if skipped:
                 _LOG.warning(
-                    "%s: skipped %d unreadable images: %s",
+                    "%s: skipped what cannot be read (%d): %s",
                     self.name,
                     len(skipped),
                     shortened(skipped),
@@ -179,7 +179,9 @@ class Data:
         except DataError as error:
             if self.skip_unreadable:
                 return error
-            raise
+            raise DataError(
+                f"{error}. Remove it, or skip what cannot be read (--skip-unreadable)"
+            ) from error
 
     def stack(self, inputs: Sequence[Any]) -> Any:
         """Return inputs as one batch, (N, ...), with images normalised."""
