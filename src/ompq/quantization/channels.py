@@ -214,16 +214,19 @@ def equalized(model: nn.Module, factors: Sequence[Equalized]) -> nn.Module:
     return result
 
 
-def channel_factor(unit: Unit, weight: Tensor, factors: Sequence[Equalized]) -> Tensor:
+def channel_factor(
+    unit: Unit, weight: Tensor, axis: int, factors: Sequence[Equalized]
+) -> Tensor:
     """Return the factor on each output channel, shaped to broadcast with the weight."""
-    exponents = torch.zeros(len(weight))
+    exponents = torch.zeros(weight.shape[axis])
     for producer, consumer, each, _, first in factors:
         if producer in (unit.norm, unit.name):
             exponents[first : first + len(each)] += torch.tensor(each)
         if consumer == unit.name and unit.kind != "linear":
             multiplier = len(weight) // len(each)
             exponents -= torch.tensor(each).repeat_interleave(multiplier)
-    shape = (-1, *[1] * (weight.dim() - 1))
+    shape = [1] * weight.dim()
+    shape[axis] = -1
     return exponents.to(weight).exp2().reshape(shape)
 
 
