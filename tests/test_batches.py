@@ -33,10 +33,15 @@ def test_wrong_batches_are_refused(toys):
     model, network, data = toys
     with pytest.raises(TypeError, match=r"batches is generator without a length; tr"):
         ompq.train(network, (one for one in made(data)), QUICK)
-    with pytest.raises(DataError, match=r"an epoch has no step: 32 images, fewer th"):
+    with pytest.raises(
+        DataError, match=r"no step: 32 images, but batch_size=64; lower it"
+    ):
         ompq.train(network, data, replace(QUICK, batch_size=64))
     with pytest.raises(DataError, match=r"an epoch has no step: 0 batches, but a st"):
         ompq.train(network, [], QUICK)
+    foreign = [(data.inputs, torch.full((32,), 99))]
+    with pytest.raises(DataError, match=r"Target 99 .* 5 outputs: .* indices, 0 to 4"):
+        ompq.train(network, foreign, QUICK)
     with pytest.raises(DataError, match=r"a batch is Tensor; training needs \(inputs"):
         ompq.train(network, [data.inputs], QUICK)
     with pytest.raises(ValueError, match=r"batch_size=8 cannot be split evenly over 1"):

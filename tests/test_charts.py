@@ -266,8 +266,8 @@ def test_inputs_are_the_float_networks_and_the_lines_what_is_read(found):
     assert sum(histograms[1].counts) == seen["float"].numel()
     read = seen["quantized"]
     assert dict(histograms[1].lines) == {
-        "lowest value read": float(read.min()),
-        "highest value read": float(read.max()),
+        "lowest value": float(read.min()),
+        "highest value": float(read.max()),
     }
 
 

@@ -14,6 +14,7 @@ import ompq.cli
 from cli_tools import NETWORK, run
 from ompq.cli import COMMANDS, explained, keep_freed_memory
 from ompq.errors import OmpqError
+from ompq.files import user_function
 
 DOCS = Path(__file__).parents[1] / "docs" / "cli.md"
 
@@ -170,6 +171,31 @@ def test_a_bug_says_so_with_code_1():
     text, code = explained(KeyError("conv1"))
     assert code == 1
     assert text.startswith("unexpected KeyError: 'conv1' (this is a bug in ompq")
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ("raise KeyError('conv1')", "KeyError: 'conv1'"),
+        ("return [].index(targets, 0, outputs)", "TypeError: slice indices must be"),
+    ],
+)
+def test_a_function_of_the_user_that_fails_is_no_bug_of_ours(tmp_path, body, expected):
+    file = tmp_path / "mine.py"
+    file.write_text(f"def metric(outputs, targets):\n    {body}\n")
+    with pytest.raises((KeyError, TypeError)) as caught:
+        user_function(f"{file}:metric", OmpqError)("logits", "classes")
+    text, code = explained(caught.value)
+    assert text.startswith(f"{file}:2 failed: {expected}")
+    assert code == 2
+
+
+def test_a_bug_below_a_function_of_the_user_is_ours(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text("import ompq.errors as e\ndef f():\n    e.suggestion(1, [])\n")
+    with pytest.raises(AttributeError) as caught:
+        user_function(f"{file}:f", OmpqError)()
+    assert "this is a bug in ompq" in explained(caught.value)[0]
 
 
 def test_a_gpu_that_is_too_small_is_explained():

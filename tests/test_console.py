@@ -322,10 +322,12 @@ def test_what_stays_float_is_collapsed():
             Skipped("ln2", "LayerNorm stays float: 512 parameters"),
             Skipped("token", "Embedding stays float: 10 parameters"),
             Skipped("aux.fc", "never called in the forward pass"),
+            Skipped("(network)", "Odd stays float: 1 parameter"),
         ]
     )
     assert lines == [
         "2 LayerNorm stay float: 1,536 parameters (ln1, ln2)",
         "1 Embedding stays float: 10 parameters (token)",
+        "1 Odd stays float: 1 parameter (network)",
         "aux.conv, aux.fc: never called in the forward pass",
     ]

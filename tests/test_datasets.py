@@ -110,7 +110,7 @@ def test_images_are_normalised_in_the_batch():
 
 
 def test_unreadable_image_is_an_error_unless_told_otherwise():
-    with pytest.raises(DataError, match="file3 cannot be read as an image"):
+    with pytest.raises(DataError, match=r"file3 cannot .* \(--skip-unreadable\)"):
         list(unreadable(3).batches(batch_size=2))
     with pytest.raises(DataError, match="file3 cannot be read as an image"):
         unreadable(3).samples(55)
@@ -121,7 +121,7 @@ def test_unreadable_images_are_skipped_counted_and_named(caplog):
     with caplog.at_level(logging.WARNING):
         inputs = torch.cat([inputs for inputs, _ in data.batches(batch_size=10)])
     assert positions(inputs) == [i for i in range(55) if i not in (3, 7)]
-    assert "data: skipped 2 unreadable images: file3 cannot" in caplog.text
+    assert "data: skipped what cannot be read (2): file3 cannot" in caplog.text
 
 
 def test_skipped_samples_are_made_up_for(caplog):
@@ -129,7 +129,7 @@ def test_skipped_samples_are_made_up_for(caplog):
     data = replace(unreadable(bad), skip_unreadable=True)
     expected = [p for p in positions(DATA.samples(11)) if p != bad]
     assert positions(data.samples(10)) == expected
-    assert f"skipped 1 unreadable images: file{bad}" in caplog.text
+    assert f"skipped what cannot be read (1): file{bad}" in caplog.text
     with pytest.raises(DataError, match="asked for 55 samples, found 54 that can be"):
         data.samples(55)
 
@@ -174,6 +174,9 @@ def dataset_with_targets():
     images = Images()
     images.targets = [0, 1, 0, 1]
     return images
+
+def list_of_batches():
+    return list(torch.utils.data.DataLoader(Images(), batch_size=2))
 
 def too_few_targets():
     return tensor(), torch.tensor([1])
@@ -262,7 +265,7 @@ def test_unreadable_image_is_named_or_skipped(tmp_path, caplog):
         list(load_data(tmp_path, network()).batches())
     data = load_data(tmp_path, network(), skip_unreadable=True)
     assert sum(len(targets) for _, targets in data.batches()) == 1
-    assert "skipped 1 unreadable images" in caplog.text
+    assert "skipped what cannot be read (1)" in caplog.text
 
 
 def test_classes_must_fit_the_outputs_for_labels_but_not_for_samples(tmp_path):
@@ -386,6 +389,7 @@ def test_users_targets_may_be_numbers(user_file):
         ("uneven", r"item 1 has shape \(1, 8, 9\); the first has \(1, 8, 8\)"),
         ("nothing", "returned no inputs; give at least one"),
         ("wrong_size", r"net does not take an input of shape \(1, 8, 9\): .* batches"),
+        ("list_of_batches", r"\(2, 1, 8, 8\): .* each item of a list or dataset is"),
         ("endless", "returned Endless; it must return a tensor"),
         ("words", "item 0: TypeError: str is not a tensor; return tensors"),
         ("absent", "has no function absent"),

@@ -12,6 +12,7 @@ import ompq
 from cli_tools import network_file, run, run_json
 from ompq import measurement
 from ompq.cli import settings
+from ompq.cli.console import totals
 from ompq.cli.decisions import AuditOptions
 from ompq.cli.settings import PlanOptions
 from ompq.costs import overhead_bytes
@@ -67,6 +68,14 @@ def test_the_table_has_one_line_a_layer_with_its_bits(net, plan_file):
         assert words[7] == str(bits)
         assert "▬" * bits in words
     assert lines[5][-3:] == ["tied", "to", "block.conv2"]
+
+
+def test_a_file_larger_than_the_float_weights_is_not_called_smaller():
+    generator = torch.Generator().manual_seed(0)
+    samples = torch.randn(8, 4, generator=generator)
+    plan = ompq.plan(torch.nn.Sequential(torch.nn.Linear(4, 2)), samples, "8bits")
+    # 4 × 2 weights and 2 biases of 4 bytes
+    assert dict(totals(plan))["size"].endswith(" KiB, no smaller than float (40 B)")
 
 
 def test_totals_are_those_of_the_plan(net, plan_file):

@@ -39,6 +39,13 @@ def test_python_blocks_run(page, tmp_path, monkeypatch, capsys):
     assert "stem" in capsys.readouterr().out
 
 
+def test_pages_and_examples_import_only_what_is_public():
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    for page in [*pages, *(ROOT / "examples").glob("*.py")]:
+        deeper = re.search(r"^(from|import) ompq\.\w.*", page.read_text(), re.MULTILINE)
+        assert deeper is None, f"{page.name}: {deeper}"
+
+
 @pytest.mark.parametrize("page", sorted(p.name for p in (ROOT / "docs").glob("*.md")))
 def test_links_between_pages_lead_somewhere(page):
     text = (ROOT / "docs" / page).read_text()

@@ -118,6 +118,14 @@ def test_places_that_cannot_be_written_are_named(tmp_path, place, words):
     assert sorted(names(tmp_path)) == ["file", "folder"]
 
 
+def test_a_relative_place_that_cannot_be_written_is_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(FileError, match="^folder cannot be written: Is a directory"):
+        write_text("folder", "text")
+    assert names(tmp_path) == ["folder"]
+
+
 def test_errors_about_other_files_stay_what_they_are(tmp_path):
     other = tmp_path / "elsewhere" / "x"
     with pytest.raises(FileNotFoundError), replacing(tmp_path / "here" / "a"):

@@ -248,7 +248,9 @@ def test_odd_layers_are_named_with_reasons():
     assert reasons["normed"].startswith("its weight is computed")
     assert reasons["layer_norm"] == "LayerNorm stays float: 8 parameters"
     assert reasons["(network)"] == "Odd stays float: 4 parameters"
-    assert reasons["matmul()"].startswith("1 calls multiply activations")
+    (act,) = trace(nn.Sequential(nn.Linear(4, 4), nn.PReLU()), torch.ones(2, 4)).skipped
+    assert act.reason == "PReLU stays float: 1 parameter"
+    assert reasons["matmul()"].startswith("multiplies activations (1 ×): no")
 
 
 def test_layer_that_transforms_its_weight_is_skipped():

@@ -95,7 +95,7 @@ def test_folders_without_images(tmp_path):
         find_images(tmp_path, "test")
     (tmp_path / "readme.txt").touch()
     (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match="holds 2 entries, no image"):
+    with pytest.raises(DataError, match="holds no images; give"):
         find_images(tmp_path, "test")
     with pytest.raises(DataError, match="readme.txt is a file; unpack it"):
         find_images(tmp_path / "readme.txt", "test")

@@ -191,12 +191,22 @@ def test_what_a_call_changes_is_changed_on_the_host():
     torch.testing.assert_close(second - network.bias, 2 * (first - network.bias))
 
 
-def test_too_little_memory_says_how_much_is_needed():
+def write_inputs(folder):
+    file = folder / "inputs.py"
+    file.write_text("import torch\ndef ones():\n    return torch.ones(2, 1, 8, 8)\n")
+    return f"{file}:ones"
+
+
+def test_too_little_memory_says_how_much_is_needed(tmp_path):
     network = seeded(TinyMobileNet())
     with device_memory("0.1KiB", "cpu"):
         words = r"device_memory=0.0MiB does not hold the 0.0 MiB of weights"
         with pytest.raises(ompq.DeviceMemoryError, match=words):
             ompq.trace(network, images())
+        demo = ompq.load_model("ompq:demo")
+        for data in ("digits", write_inputs(tmp_path)):
+            with pytest.raises(ompq.DeviceMemoryError, match="^device_memory=0.0MiB"):
+                ompq.load_data(data, demo)
     for text in ("8", "0GiB", "much"):
         words = f"device_memory={text} is not an amount"
         with pytest.raises(ValueError, match=words), device_memory(text):

@@ -325,6 +325,20 @@ def test_codes_that_take_too_much_are_lowered():
     assert code_bytes(layer.codes()) <= limit
 
 
+def test_transposed_convolutions_can_be_coded(tmp_path):
+    layers = torch.nn.ConvTranspose2d(32, 16, 2, stride=2), torch.nn.Conv2d(16, 4, 1)
+    model, samples = seeded(torch.nn.Sequential(*layers)), values(8, 32, 4, 4)
+    bits = Allocation({"0": Choice(8, 8, 1.25), "1": Choice(4, 8)})
+    quantized = ompq.quantize(model, bits, samples)
+    layer = quantized_layers(quantized)["0"]
+    steps = layer.weight_scale.reshape(1, 16, 1, 1)  # one for each output channel
+    assert torch.equal(layer.rounded_weight(), steps * (layer.codes() - 128.0))
+    assert len(layer.codes().unique()) <= 2**3  # at 1.25 bits a weight
+    ompq.save(quantized, tmp_path / "net.safetensors")
+    loaded = ompq.load(tmp_path / "net.safetensors", model)
+    assert torch.equal(loaded(samples), quantized(samples))
+
+
 def test_too_few_weights_cannot_be_coded():
     network = seeded(TinyResNet())
     graph = ompq.trace(network, SAMPLES)

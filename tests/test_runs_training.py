@@ -386,7 +386,7 @@ def contents(folder):
         ("--eval-data PLACE/none", "there is no folder"),
         ("--eval-data PLACE/images --limit 99", "asked for 99 samples, found 40"),
         ("--samples 99", "asked for 99 samples, found 40"),
-        ("--batch-size 500", "40 images, fewer than batch_size=500"),
+        ("--batch-size 500", "40 images, but batch_size=500; lower it"),
         ("--batch-size 0", "invalid value for '--batch-size'"),
         ("--epochs -1", "invalid value for '--epochs'"),
         ("--epochs many", "invalid value for '--epochs'"),

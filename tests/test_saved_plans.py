@@ -252,7 +252,7 @@ def test_the_page_has_the_others_to_compare_with(plans, tmp_path):
     ("names", "words"),
     [
         (("a.json",), "compare needs two or more plans; one was given"),
-        (("a.json", "other.json"), "the plan was made for another network"),
+        (("a.json", "other.json"), "other.json are of different networks: "),
         (("a.json", "."), "has no plan.json; give a folder of ompq quantize"),
         (("a.json", "missing.json"), "missing.json"),
     ],

@@ -171,7 +171,9 @@ def test_many_batches_estimate_what_one_batch_measures(network, graph, centred):
 
 
 def test_one_sample_is_too_few(network, graph):
-    with pytest.raises(SampleError, match="ORM needs at least 2 samples, got 1"):
+    with pytest.raises(
+        SampleError, match="compared over samples: give at least 2, not 1"
+    ):
         measure_orm(graph, network, images(1))
 
 

@@ -2,6 +2,7 @@
 
 import json
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 import torch
@@ -56,6 +57,13 @@ def test_files_are_written_together_and_can_be_read_back(outcome, tmp_path):
     assert data["plan"]["totals"] == outcome.plan.totals
     kinds = [type(one).__name__ for one in sections_from_json(data["sections"])]
     assert kinds.count("Accuracy") == 2 and kinds.count("Versions") == 1
+
+
+def test_the_report_names_only_what_is_known(outcome):
+    about = {"eval_data": None, "merge_blocks": 2, "stages": {}}
+    versions = replace(outcome, about=about).sections[-1].items
+    assert {*versions} == {"ompq", "torch", "python", "merge blocks"}
+    assert versions["merge blocks"] == "2"
 
 
 def test_given_bits_become_a_plan(work, outcome, tmp_path):

@@ -2,6 +2,7 @@
 
 import json
 import re
+import reprlib
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -616,7 +617,7 @@ graph_mib=None)
             BudgetError: The text is not a budget.
         """
         if not isinstance(text, str):
-            raise BudgetError(f"{text!r} is not a budget; {EXAMPLES}")
+            raise BudgetError(f"{reprlib.repr(text)} is not a budget; {EXAMPLES}")
         found: dict[str, float] = {}
         for part in text.split(","):
             name, value = _parse_part(part.strip(), text)
@@ -707,11 +708,12 @@ def _scale(cost: Cost, values: tuple[float, ...]) -> tuple[float, str]:
 
 def _parse_part(part: str, text: str) -> tuple[str, float]:
     match = _PART.fullmatch(part)
+    place = repr(part) if part == text else f"{part!r} in {text!r}"
     if match is None:
-        raise BudgetError(f"{part!r} in {text!r} is not a budget; {EXAMPLES}")
+        raise BudgetError(f"{place} is not a budget; {EXAMPLES}")
     prefix, number, unit = match.groups()
     if not unit:
-        raise BudgetError(f"{part!r} in {text!r} has no unit; {EXAMPLES}")
+        raise BudgetError(f"{place} has no unit; {EXAMPLES}")
     if unit.lower() in ("b", "kb", "mb", "gb") and unit[-1] == "b":
         large = unit[:-1].upper()
         better = f"{large}iB or {large}B" if large else "B"
@@ -732,7 +734,7 @@ def _parse_part(part: str, text: str) -> tuple[str, float]:
         return name, float(amount)
     if prefix not in _PREFIXES or not name.startswith("size"):
         raise BudgetError(
-            f"{part!r} in {text!r} is not a budget: only sizes may follow "
+            f"{place} is not a budget: only sizes may follow "
             f"{', '.join(_PREFIXES)}; {EXAMPLES}"
         )
     mebibytes = Decimal(1) if name == "size_mib" else Decimal(10**6) / 2**20

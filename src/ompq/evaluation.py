@@ -32,7 +32,7 @@ from ompq.samples import (
     token_ids,
 )
 
-_BATCH_SIZE = 64
+_BATCH_SIZE = 64  # samples without batches of their own; as in calibration
 
 # Called with the network's output and the targets of a batch. Returns the batch's mean,
 # or (mean, weight) where the weight is not the number of inputs.

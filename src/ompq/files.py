@@ -56,7 +56,7 @@ def replacing(path: str | Path) -> Iterator[Path]:
         FileError: The file cannot be written. No partial file is left behind, and an
             existing file is untouched.
     """
-    target, temporary = Path(path), None
+    target, temporary = Path(path).absolute(), None
     if not is_main():
         with tempfile.TemporaryDirectory() as unused:
             yield Path(unused, target.name[-32:])
@@ -432,6 +432,7 @@ def read_checkpoint(
     return tensors, header["text"]
 
 
+USER_MODULE = "ompq_user_"  # names of modules that are a user's files begin so
 _USER_FUNCTION = re.compile(r"(?P<file>.+\.py):(?P<function>\w+)")
 
 
@@ -464,7 +465,7 @@ def user_function(name: str, error_type: type[OmpqError]) -> Callable[..., Any]:
     path = Path(file).resolve()
     if not path.is_file():
         raise error_type(f"{name}: there is no file {file}")
-    spec = importlib.util.spec_from_file_location(f"ompq_user_{path.stem}", path)
+    spec = importlib.util.spec_from_file_location(f"{USER_MODULE}{path.stem}", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses and pickle look modules up by name

@@ -399,7 +399,7 @@ def is_sum(call: Call) -> bool:
 def _find_norm(
     modules: Mapping[str, nn.Module], readers: Sequence[Call], times: Mapping[str, int]
 ) -> str:
-    """Return the batch norm, called once, that is the first reader, or ""."""
+    """Return the batch norm, called once, that is the first consumer, or ""."""
     first = readers[0] if readers else None
     if first is None or first.function != "batch_norm" or times.get(first.module) != 1:
         return ""
@@ -486,7 +486,8 @@ def _float_layers(
         own = [p for p in held if id(p) not in planned]
         if own and name not in named and not _may_be_unit(module):
             count = sum(p.numel() for p in own)
-            reason = f"{type(module).__name__} stays float: {count:,} parameters"
+            size = f"{count:,} parameter{'s' * (count > 1)}"
+            reason = f"{type(module).__name__} stays float: {size}"
             yield Skipped(name or "(network)", reason)
 
 
@@ -501,7 +502,7 @@ def _products(recording: Recording) -> Iterator[Skipped]:
     for function, count in found.items():
         yield Skipped(
             f"{function}()",
-            f"{count} calls multiply activations: no BOPs are counted for them",
+            f"multiplies activations ({count} ×): no BOPs are counted for this",
         )
 
 

@@ -19,7 +19,7 @@ from ompq.errors import check_known
 Decreasing = Literal["exp(-x)", "-log(x)", "-x", "-x^3", "-exp(x)"]
 
 _CHUNK = 1 << 22  # elements of a feature that a CPU works on at a time
-_GPU_CHUNK = 1 << 26
+_GPU_CHUNK = 1 << 26  # the same on a GPU: 256 MiB of float32
 _COLUMNS = 2048  # columns that one thread multiplies at a time
 
 

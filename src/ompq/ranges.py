@@ -79,6 +79,7 @@ class _Effort(NamedTuple):
     refits: int  # least-squares fits to the codes of the best
 
 
+# For weights that are kept, for a sample of long channels first, and for scores.
 _THOROUGH = _Effort(few=24, many=12, neighbours=9, refits=3)
 _ON_SAMPLE = _Effort(few=24, many=8, neighbours=5, refits=2)
 _QUICK = _Effort(few=8, many=4, neighbours=0, refits=1)
@@ -602,7 +603,7 @@ def _dot(first: Tensor, second: Tensor) -> Tensor:
 
 _BINS = 4096  # of a histogram: 16 for each of the 256 levels of 8 bits
 _COUNTED = 1 << 17  # values of a batch in the histogram; the extremes are those of all
-_SMALLEST_EXPONENT = -100
+_SMALLEST_EXPONENT = -100  # stands for that of zero; float32 has -125 to 128
 # Share of the importance that is the same for all values: gradients tell the cost of
 # small errors, but values that are clipped have large ones.
 _EVEN = 0.1

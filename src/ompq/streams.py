@@ -86,7 +86,7 @@ _LOST_BITS = 1.4e-4  # per code: the coder's state is an integer
 _PRECISION = 24  # bits of the coder's probabilities
 # No code takes fewer bits, so that a short stream cannot claim to be a vast layer.
 _FEWEST_BITS = 1 / 64
-_CHECKSUM = stream.model.Uniform(1 << 16)
+_CHECKSUM = stream.model.Uniform(1 << 16)  # damage stays unseen once in 65,536
 _AT_ONCE = 1 << 18  # codes that are grouped by class at a time; they fit into a cache
 _FEW_CLASSES = 8  # searching for each of so few is faster than sorting
 

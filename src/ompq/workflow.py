@@ -324,7 +324,11 @@ class Outcome:
             "ompq": library_version(),
             "torch": torch.__version__,
             "python": platform.python_version(),
-            **{k: str(v) for k, v in self.about.items() if not isinstance(v, dict)},
+            **{
+                name.replace("_", " "): str(value)
+                for name, value in self.about.items()
+                if value is not None and not isinstance(value, dict)
+            },
         }
         errors = [
             BlockSection(one.block, one.before, one.after, kept=one.improved)

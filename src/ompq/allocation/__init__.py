@@ -366,10 +366,14 @@ def _advice(problem: Problem, name: str, smallest: float) -> str:
     if already_coded or not weights_count or "weight_bits" not in problem.costs:
         return text
     # A coded weight may take as little as one bit. Pinned units keep their bits.
-    free, bits = problem.allowed.sum(1) > 1, problem.costs["weight_bits"].table
-    least = least_allowed(bits, problem.allowed)
+    allowed = problem.group_allowed[problem.group_of]
+    pinned = (allowed.sum(1) == 1) & (len(choices) > 1)
+    bits = problem.costs["weight_bits"].table
     weights = bits[:, 0] / choices[0].bits
-    saved = (least - weights)[free].sum() / (1 if name == "weight_bits" else 8)
+    excess = (least_allowed(bits, allowed) - weights)[~pinned]
+    saved = excess.sum() / (1 if name == "weight_bits" else 8)
+    if not saved:
+        return text
     coded = readable(cost, max(smallest - saved, 0.0))[0]
     return (
         f'{text}. Coded weights (--coded, storage="coded") may take about {coded} '

@@ -20,7 +20,7 @@ from rich.console import Console
 from typer.core import TyperCommand, TyperGroup
 
 from ompq.errors import MissingExtraError, OmpqError
-from ompq.files import library_version
+from ompq.files import USER_MODULE, library_version
 from ompq.processes import distributed, told_by_main
 
 _MAX_NAME = 200  # characters of a file name in an error
@@ -169,11 +169,23 @@ def explained(error: Exception) -> tuple[str, int]:
         return text, 2
     if type(error).__name__ == "OutOfMemoryError":
         return "the GPU is out of memory; use fewer --samples or --device cpu", 2
+    if place := _user_line(error):
+        return f"{place} failed: {type(error).__name__}: {text}", 2
     return (
         f"unexpected {type(error).__name__}: {text} (this is a bug in ompq; please "
         "report it with the output of --debug)",
         1,
     )
+
+
+def _user_line(error: Exception) -> str:
+    """Return the file and line of a user's function that failed, or ""."""
+    frames = [
+        (frame.f_globals.get("__name__", ""), f"{frame.f_code.co_filename}:{line}")
+        for frame, line in traceback.walk_tb(error.__traceback__)
+    ]
+    ours = [one for one in frames if one[0].startswith(("ompq.", USER_MODULE))]
+    return ours[-1][1] if ours and ours[-1][0].startswith(USER_MODULE) else ""
 
 
 def _usage(error: Any) -> str:

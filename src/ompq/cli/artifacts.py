@@ -168,7 +168,7 @@ def export_view(result: ExportResult, about: Mapping[str, Any]) -> View:
         ("layers", ", ".join(f"{n} × {key}" for key, n in sorted(containers.items()))),
         ("verified", f"{result.runtime} on {about['data']}"),
         ("PyTorch", f"{result.simulated}; the limit is {result.limit:.1e}"),
-        ("integers", str(result.engine or f"not all of it: {result.reason}")),
+        ("integers", str(result.engine or f"only in part: {result.reason}")),
     ]
     if result.floats:
         counts = (f"{n} × {kind}" for kind, n in result.floats.items())

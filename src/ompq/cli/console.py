@@ -354,7 +354,7 @@ def _estimator() -> Callable[[int, int | None], str]:
     return left
 
 
-_STAYS_FLOAT = re.compile(r"(?P<kind>\w+) stays float: (?P<count>[\d,]+) parameters")
+_STAYS_FLOAT = re.compile(r"(?P<kind>\w+) stays float: (?P<count>[\d,]+) parameters?")
 
 
 def size_budgets(sizes: Sequence[float]) -> list[str]:
@@ -505,6 +505,8 @@ def _remark(plan: Plan, row: Mapping[str, Any]) -> str:
 def totals(plan: Plan) -> list[tuple[str, str]]:
     """Return the plan's totals as names and texts."""
     sums, reference = plan.totals, plan.problem.costs["bytes"].reference
+    ratio = reference / sums["bytes"]
+    compared = f"{ratio:.1f} times smaller" if ratio > 1 else "no smaller"
     items = [
         f"{name.replace('_', ' ')} {in_bytes(value)}"
         for name, value in plan.bytes_by_item.items()
@@ -518,8 +520,7 @@ def totals(plan: Plan) -> list[tuple[str, str]]:
         ("budget", "; ".join(used(plan))),
         (
             "size",
-            f"{in_bytes(sums['bytes'])}, {reference / sums['bytes']:.1f} times "
-            f"smaller than float ({in_bytes(reference)})",
+            f"{in_bytes(sums['bytes'])}, {compared} than float ({in_bytes(reference)})",
         ),
         ("", ", ".join(items)),
         (
@@ -589,13 +590,14 @@ def reasons(skipped: Sequence[Skipped]) -> list[str]:
         match = _STAYS_FLOAT.fullmatch(entry.reason)
         if match:
             number = int(match["count"].replace(",", ""))
-            floats.setdefault(match["kind"], []).append((entry.name, number))
+            name = entry.name.strip("()")  # of "(network)"
+            floats.setdefault(match["kind"], []).append((name, number))
         else:
             others.setdefault(entry.reason, []).append(entry.name)
-    lines = [
-        f"{len(entries)} {kind} {'stay' if len(entries) > 1 else 'stays'} float: "
-        f"{sum(number for _, number in entries):,} parameters "
-        f"({shortened([name for name, _ in entries], 2)})"
-        for kind, entries in floats.items()
-    ]
+    lines = []
+    for kind, entries in floats.items():
+        names, numbers = zip(*entries, strict=True)
+        verb, plural = "stay" if len(names) > 1 else "stays", "s" * (sum(numbers) > 1)
+        what = f"{sum(numbers):,} parameter{plural} ({shortened(names, 2)})"
+        lines.append(f"{len(names)} {kind} {verb} float: {what}")
     return lines + [f"{shortened(names, 3)}: {why}" for why, names in others.items()]

@@ -57,7 +57,7 @@ NOISE = 0.2  # standard deviation; pixels range from 0 to 1
 COPIES = 4  # noisy copies of each digit
 # Sizes at which coded weights are tried, as fractions of the size to beat.
 _CODED_FRACTIONS = (0.75, 0.85)
-_BATCH = 150
+_BATCH = 150  # a third of the 450 test images
 
 logger = logging.getLogger(__name__)
 FOLDER = Path("ompq-demo")

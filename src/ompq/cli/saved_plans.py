@@ -31,7 +31,7 @@ from ompq.cli.options import (
     output_path,
 )
 from ompq.costs import FILES, Budget, counted, digits, in_bytes
-from ompq.errors import PlanError
+from ompq.errors import PlanError, shortened
 from ompq.files import PLAN, RESULT, read_json
 from ompq.plans import Plan
 from ompq.results import Accuracy, Evaluation, Progress, Section, sections_from_json
@@ -192,7 +192,12 @@ def compare(
     check_writable(page)
     entries = [Entry.read(source) for source in sources]
     for entry in entries[1:]:
-        entry.plan.check_network(entries[0].plan.graph)
+        differing = entry.plan.graph.differing(entries[0].plan.graph)
+        if differing:
+            raise PlanError(
+                f"{entries[0].name} and {entry.name} are of different networks: "
+                f"{len(differing)} units differ ({shortened(differing)})"
+            )
     if page is not None:
         with console.stage("writing the report") as progress:
             write_comparison(page, entries, progress)

@@ -34,7 +34,7 @@ from ompq.datasets.images import (
     normalise,
     open_image,
 )
-from ompq.errors import DataError, check_counts, shortened
+from ompq.errors import DataError, DeviceMemoryError, check_counts, shortened
 from ompq.evaluation import is_class_indices
 from ompq.files import call_user_function, is_user_function, reason
 from ompq.models import NamedModel, demo_data, output_count, transformers_library
@@ -167,7 +167,7 @@ class Data:
             pool.shutdown(cancel_futures=True)
             if skipped:
                 _LOG.warning(
-                    "%s: skipped %d unreadable images: %s",
+                    "%s: skipped what cannot be read (%d): %s",
                     self.name,
                     len(skipped),
                     shortened(skipped),
@@ -179,7 +179,9 @@ class Data:
         except DataError as error:
             if self.skip_unreadable:
                 return error
-            raise
+            raise DataError(
+                f"{error}. Remove it, or skip what cannot be read (--skip-unreadable)"
+            ) from error
 
     def stack(self, inputs: Sequence[Any]) -> Any:
         """Return inputs as one batch, (N, ...), with images normalised."""
@@ -421,18 +423,26 @@ def _from_user(name: str, model: NamedModel) -> Data:
     if isinstance(value, Tensor):
         model = replace(model, input_shape=tuple(value.shape))
     data = Data(name, model, length, read, targets)
-    device = model_device(model.module)
-    try:
-        with evaluating(model.module):
-            call(model.module, to_device(data.stack([value]), device))
-    except Exception as error:
-        raise DataError(
-            f"{name}: {model.name} does not take an input of shape {_text(first[0])}: "
-            f"{reason(error)}. (A function yields batches: their first dimension "
-            "counts inputs)"
-        ) from error
+    _check_taken(data, value)
     problem = "the inputs have no labels; return (inputs, targets)"
     return replace(data, label_problem=problem if _is_missing(target) else None)
+
+
+def _check_taken(data: Data, value: Any) -> None:
+    """Raise an error if the network does not take an input."""
+    network = data.model.module
+    try:
+        with evaluating(network):
+            call(network, to_device(data.stack([value]), model_device(network)))
+    except DeviceMemoryError:
+        raise
+    except Exception as error:
+        raise DataError(
+            f"{data.name}: {data.model.name} does not take an input of shape "
+            f"{_text(_shapes(value))}: {reason(error)}. (Generators yield batches, "
+            "whose first dimension counts inputs; each item of a list or dataset is "
+            "one input)"
+        ) from error
 
 
 def _is_missing(target: Any) -> bool:

@@ -83,7 +83,7 @@ def find_images(folder: Path, split: str) -> ImageFiles:
     if images:
         return ImageFiles(tuple(images))
     if not any(nested.values()):
-        content = f"{len(entries)} entries, no image" if entries else "nothing"
+        content = "no images" if entries else "nothing"
         raise DataError(
             f"{folder} holds {content}; give a folder with images or class folders"
         )

@@ -23,7 +23,13 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ompq.errors import MissingExtraError, ModelError, shortened, suggestion
+from ompq.errors import (
+    DeviceMemoryError,
+    MissingExtraError,
+    ModelError,
+    shortened,
+    suggestion,
+)
 from ompq.files import call_user_function, is_user_function, reason
 from ompq.graph import COUNTER
 from ompq.layers import replace_module
@@ -139,6 +145,8 @@ def output_count(model: NamedModel) -> int:
     try:
         with evaluating(model.module):
             return first_tensor(model.module(blank_input(model))).shape[-1]
+    except DeviceMemoryError:
+        raise
     except Exception as error:
         raise ModelError(
             f"{model.name} does not take an input of shape {model.input_shape}: "

@@ -493,7 +493,7 @@ class _Graph:
         return node if node is not None and node.op_type == _DEQUANTIZE else None
 
     def _rounded(self, node: Any) -> bool:
-        """Whether every reader of a node's output quantizes it."""
+        """Whether every consumer of a node's output quantizes it."""
         readers = self.readers.get(node.output[0], [])
         if len(readers) == 1 and readers[0].op_type in _CLIPS:
             return self._rounded(readers[0])

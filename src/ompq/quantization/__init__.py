@@ -459,7 +459,7 @@ def _coded_weight(
         )
     limit = coded_bytes(unit.weights, choice.rate)
     # A single step suits the channels best as they were before equalization.
-    factor = channel_factor(unit, weight, factors)
+    factor = channel_factor(unit, weight, axis, factors)
     grid, moved = coded_grid(weight / factor, limit, channel_dim=axis)
     return replace(grid, scale=grid.scale * factor), moved * factor
 

@@ -214,16 +214,19 @@ def equalized(model: nn.Module, factors: Sequence[Equalized]) -> nn.Module:
     return result
 
 
-def channel_factor(unit: Unit, weight: Tensor, factors: Sequence[Equalized]) -> Tensor:
+def channel_factor(
+    unit: Unit, weight: Tensor, axis: int, factors: Sequence[Equalized]
+) -> Tensor:
     """Return the factor on each output channel, shaped to broadcast with the weight."""
-    exponents = torch.zeros(len(weight))
+    exponents = torch.zeros(weight.shape[axis])
     for producer, consumer, each, _, first in factors:
         if producer in (unit.norm, unit.name):
             exponents[first : first + len(each)] += torch.tensor(each)
         if consumer == unit.name and unit.kind != "linear":
             multiplier = len(weight) // len(each)
             exponents -= torch.tensor(each).repeat_interleave(multiplier)
-    shape = (-1, *[1] * (weight.dim() - 1))
+    shape = [1] * weight.dim()
+    shape[axis] = -1
     return exponents.to(weight).exp2().reshape(shape)
 
 
@@ -250,12 +253,12 @@ def _norm_pairs(
     for call in recording.calls:
         if call.function != "layer_norm" or call.position in recording.returned:
             continue
-        readers = consumers.get(call.position, ())
-        if len(readers) != 1 or not _is_affine(model.get_submodule(call.module)):
+        following = consumers.get(call.position, ())
+        if len(following) != 1 or not _is_affine(model.get_submodule(call.module)):
             continue
-        reader = recording.calls[readers[0]].module
-        if reader in linear and call_counts[call.module] == call_counts[reader] == 1:
-            yield call.module, reader
+        unit = recording.calls[following[0]].module
+        if unit in linear and call_counts[call.module] == call_counts[unit] == 1:
+            yield call.module, unit
 
 
 def _is_affine(norm: nn.Module) -> bool:
@@ -364,7 +367,7 @@ def _attentions(recording: Recording, units: Collection[Unit]) -> dict[str, _Att
         read = {s: _consumers(calls, consumers, s) for s in sources & unit_at.keys()}
         only = [s for s in sorted(read) if all(_is_product(calls, r) for r in read[s])]
         if only:
-            products = {order[reader] for source in only for reader in read[source]}
+            products = {order[at] for source in only for at in read[source]}
             found[name] = _Attention([unit_at[source] for source in only], products)
     return found
 
@@ -378,9 +381,9 @@ def _consumers(
 ) -> set[int]:
     """Return the calls that read a call's output, directly or through views of it."""
     found: set[int] = set()
-    for reader in consumers.get(at, ()):
-        passes = reader >= 0 and producers(calls, reader) != {reader}
-        found |= _consumers(calls, consumers, reader) if passes else {reader}
+    for one in consumers.get(at, ()):
+        passes = one >= 0 and producers(calls, one) != {one}
+        found |= _consumers(calls, consumers, one) if passes else {one}
     return found
 
 

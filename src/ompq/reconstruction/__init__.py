@@ -67,7 +67,7 @@ class ReconstructConfig:
             the Fisher matrix over channels, which all samples and positions share.
         fisher_rank: Number of eigenvectors of that matrix.
         merge: Maximum number of consecutive blocks to reconstruct jointly. Blocks are
-            merged only where each is the sole reader of the previous one's output.
+            merged only where each is the sole consumer of the previous one's output.
         batch_size: Number of samples per forward pass while inputs are gathered.
         device_bytes: Maximum size of a block's inputs and targets on the device; larger
             ones stay in host memory. Above half of it, each block is gathered by a new
@@ -169,7 +169,12 @@ def reconstruct(
                     _save(result, checkpoint, identity, done)
     if progress:
         progress(total * phase.iterations, total * phase.iterations, "reconstructed")
-    keep_rates(with_quantization(result, _with_errors(record, done)))
+    errors = tuple(error for name, error in done.items() if name != _TUNING)
+    keep_rates(
+        with_quantization(
+            result, replace(record, errors=errors, tuned=done.get(_TUNING))
+        )
+    )
     return result.train(quantized.training)
 
 
@@ -276,11 +281,6 @@ def _block_error(name: str, before: float, after: float) -> BlockError:
     error = BlockError(name, before, min(before, after), after < before)
     logger.info("block %s: error %.3g -> %.3g", name, before, error.after)
     return error
-
-
-def _with_errors(record: Quantization, done: Mapping[str, BlockError]) -> Quantization:
-    errors = tuple(error for name, error in done.items() if name != _TUNING)
-    return replace(record, errors=errors, tuned=done.get(_TUNING))
 
 
 def _joined(network: nn.Module, group: tuple[str, ...]) -> nn.Module:

@@ -254,7 +254,7 @@ def worst_histograms(
         if unit.name in given:
             # Adding zero turns -0.0 into 0.0.
             low, high = (float(end) + 0.0 for end in read[unit.name].aminmax())
-            ends = [("lowest value read", low), ("highest value read", high)]
+            ends = [("lowest value", low), ("highest value", high)]
             histograms.append(
                 _histogram(f"{unit.name}, inputs", given[unit.name], ends)
             )

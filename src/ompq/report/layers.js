@@ -117,8 +117,8 @@ function turningPoints(unit) {
   while (up < last && axis.columns[up][unit] === now) up += 1;
   while (down >= 0 && axis.columns[down][unit] === now) down -= 1;
   const parts = [];
-  if (up < last) parts.push(`${label(choiceOf(unit, axis.columns[up][unit]))} at ${costText(axis.cost, axis.limits[up])} on the way up`);
-  if (down >= 0) parts.push(`${label(choiceOf(unit, axis.columns[down][unit]))} at ${costText(axis.cost, axis.limits[down])} on the way down`);
+  if (up < last) parts.push(`${label(choiceOf(unit, axis.columns[up][unit]))} at ${costText(axis.cost, axis.limits[up])} with a larger budget`);
+  if (down >= 0) parts.push(`${label(choiceOf(unit, axis.columns[down][unit]))} at ${costText(axis.cost, axis.limits[down])} with a smaller one`);
   return parts.length ? `Next it gets ${parts.join(", ")}.` : "It has the same bits at every budget.";
 }
 
@@ -128,7 +128,7 @@ function reasons(unit) {
   const amount = (value) => (kind.difference ?? kind.text)(Math.abs(value));
   const rate = (value) => `${digits(value * kind.per)} per ${kind.unit}`;
   const options = changes(here(), data.groups[unit]);
-  if (options.length === 1) return ["Its bits are pinned: it may have no others."];
+  if (options.length === 1) return ["Its bits are pinned."];
   // Several choices may cost the same; the least damaging of the nearest cost counts.
   const down = options.filter((option) => option.cost < 0).pop();
   const next = options.find((option) => option.cost > 0);
@@ -138,9 +138,9 @@ function reasons(unit) {
     const left = state.axis.limits[state.step] - hereTotals()[cost];
     const saved = -up.damage;
     found.push(`${label(choiceOf(unit, up.choice))} would take ${amount(up.cost)} more and save ${digits(saved)} damage, ${rate(saved / up.cost)}; ${amount(left)} of the budget are free.`);
-  } else found.push("It has as much as it may have.");
+  } else found.push("It has the most bits of its choices.");
   if (down) found.push(`${label(choiceOf(unit, down.choice))} would free ${amount(down.cost)} and add ${digits(down.damage)} damage, ${rate(down.damage / -down.cost)}.`);
-  else found.push("It has as little as it may have.");
+  else found.push("It has the fewest bits of its choices.");
   found.push(exchangeText(here(), data.groups[unit]), turningPoints(unit));
   return found;
 }

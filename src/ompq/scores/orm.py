@@ -121,7 +121,7 @@ def measure_orm(
     settings = settings or OrmSettings()
     given, device = Samples.of(samples), model_device(model)
     if len(given) < 2:
-        raise SampleError("ORM needs at least 2 samples, got 1")
+        raise SampleError("layers are compared over samples: give at least 2, not 1")
     # A stream has no mean at hand to centre by: there the estimate is debiased.
     debiased = settings.centred and given.batch_count(ORM_BATCH) > 1
     wanted = replace(settings, centred=settings.centred and not debiased)

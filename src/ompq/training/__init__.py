@@ -653,7 +653,7 @@ def checked_length(
                 f"use a multiple of {parts}"
             )
         steps = count // config.batch_size
-        reason = f"{count} images, fewer than batch_size={config.batch_size}"
+        reason = f"{count} images, but batch_size={config.batch_size}; lower it"
     if not steps:
         raise DataError(f"an epoch has no step: {reason}")
     return steps * config.accumulate

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ompq.costs import FLOAT_BITS
-from ompq.errors import QuantizationError, suggestion
+from ompq.errors import DataError, QuantizationError, suggestion
 from ompq.layers import QuantizedLayer, activation_quantizers, quantized_layers
 from ompq.quantization import quantization_of
 from ompq.rates import between_codes
@@ -480,7 +480,14 @@ def _one_number(loss: Any) -> Tensor:
 
 def cross_entropy(logits: Tensor, targets: Tensor, config: TrainConfig) -> Tensor:
     """Return the mean cross entropy of logits (N, classes) and class indices (N,)."""
-    return F.cross_entropy(logits, targets, label_smoothing=config.label_smoothing)
+    try:
+        return F.cross_entropy(logits, targets, label_smoothing=config.label_smoothing)
+    except IndexError as error:  # a GPU does not tell
+        classes = logits.shape[1]
+        raise DataError(
+            f"{error} The network has {classes} outputs: targets are class indices, 0 "
+            f"to {classes - 1}"
+        ) from error
 
 
 def with_distillation(
