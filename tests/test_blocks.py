@@ -625,12 +625,9 @@ def test_moments_are_compared_on_the_same_samples():
     members = [graph.units[i] for i in graph.blocks[name]]
     found = float_moments(model, members, samples, 64)
     cache = gather(quantized, model, name, samples, batch_size=64)
-    before, after = learn_rounding(
-        quantized.get_submodule(name),
-        cache,
-        RoundingConfig(iterations=1),
-        moments={unit: found[f"{name}.{unit}"] for unit in ("conv1", "conv2")},
-    )
+    cache.moments = {unit: found[f"{name}.{unit}"] for unit in ("conv1", "conv2")}
+    block, config = quantized.get_submodule(name), RoundingConfig(iterations=1)
+    before, after = learn_rounding(block, cache, config)
     assert after < 2 * before
 
 

@@ -13,6 +13,7 @@ from ompq.rates import ZERO, code_bits, code_bytes
 from ompq.reconstruction.rounding import (
     RoundingConfig,
     SoftRounding,
+    SoftWeights,
     first_decided,
     mean_inputs,
     rows_of,
@@ -61,6 +62,10 @@ def soft_of(layer, x):
     return SoftRounding([layer], [lambda: layer(x)])
 
 
+def used(soft):
+    return soft.used(*SoftWeights.apply(*soft.learned))
+
+
 def channel_means(layer, output):
     axis = output.dim() - 1 if isinstance(layer, nn.Linear) else 1
     return output.mean([d for d in range(output.dim()) if d != axis])
@@ -75,7 +80,7 @@ def test_the_soft_weight_starts_at_the_weight_within_the_grid(layer_and_input):
         grid.scale * (grid.qmax - grid.zero_point),
     )
     wanted = layer.weight.clamp(low, high)
-    with soft.used():
+    with used(soft):
         torch.testing.assert_close(layer.learning[0], wanted, atol=1e-6, rtol=0)
     assert layer.learning is None
 
@@ -97,7 +102,7 @@ def test_means_stay_whatever_side_weights_take(layer_and_input):
     soft = soft_of(layer, x)
     with torch.no_grad():
         soft.up.copy_(values(*soft.up.shape, seed=3).sigmoid())
-        with soft.used():
+        with used(soft):
             torch.testing.assert_close(channel_means(layer, layer(x)), before)
         soft.finish()
         torch.testing.assert_close(channel_means(layer, layer(x)), before)
@@ -133,7 +138,7 @@ def test_gradients_are_those_of_the_written_out_formula():
     soft = soft_of(layer, x)
     for tensor in (soft.up, soft.stretch, soft.bias):
         tensor.requires_grad_()
-    with soft.used():
+    with used(soft):
         output = layer(x)
     output.square().mean().backward()
 
@@ -188,7 +193,7 @@ def test_weights_are_driven_to_their_sides_and_no_further():
 def test_layers_without_bias_stay_without():
     layer, x = quantized(nn.Linear(5, 7, bias=False)), values(20, 5)
     soft = soft_of(layer, x)
-    with soft.used():
+    with used(soft):
         assert layer.learning[1] is None
     with torch.no_grad():
         soft.finish()
@@ -200,7 +205,7 @@ def test_scales_that_groups_share_are_not_stretched():
     x = values(8, 4, 5, 5)
     soft = soft_of(layer, x)
     soft.stretch.requires_grad_()
-    with soft.used():
+    with used(soft):
         output = layer(x)
     output.square().sum().backward()
     assert (soft.stretch.grad == 0).all()
@@ -301,12 +306,12 @@ def test_weights_of_coded_layers_feel_what_their_neighbours_cost():
     for each in soft.coded:
         each.set_price(0.5)
     soft.up.requires_grad_()
-    with soft.used():
+    with used(soft):
         layer(x).sum().backward()
     with_price = soft.up.grad.clone()
     soft.up.grad = None
     soft._slope.zero_()
-    with soft.used():
+    with used(soft):
         layer(x).sum().backward()
     felt = with_price - soft.up.grad
     model = CodeModel.fit(layer.codes().numpy())
@@ -371,7 +376,7 @@ def test_scales_of_groups_have_gradients_of_their_own():
     soft = soft_of(layer, x)
     for tensor in (soft.up, soft.stretch, soft.bias):
         tensor.requires_grad_()
-    with soft.used():
+    with used(soft):
         output = layer(x)
     output.square().mean().backward()
 

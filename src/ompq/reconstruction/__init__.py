@@ -4,10 +4,10 @@ import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import TypeAlias, get_args
+from typing import Any, TypeAlias, get_args
 
 from torch import nn
 
@@ -138,11 +138,14 @@ def reconstruct(
     phases = _phases(config, model, result, groups, samples)
     total = sum(len(phase.groups) for phase in phases)
     for phase in phases:
-        if not done.keys() & phase.named.keys():
-            phase.begin(result)
-            copy_main(result.state_dict().values())
-        options = {"batch_size": config.batch_size, "limit": config.device_bytes}
-        runner = BlockRunner(result, model, samples, **options)
+        phase.prepare(result, done)
+        runner = BlockRunner(
+            result,
+            model,
+            samples,
+            batch_size=config.batch_size,
+            limit=config.device_bytes,
+        )
         # Nondeterministic kernels would give blocks different inputs in every run.
         with (
             cudnn_kernels(repeatable=True),
@@ -157,31 +160,27 @@ def reconstruct(
                     group[-1],
                     loss=config.loss,
                     fisher_rank=config.fisher_rank,
+                    moments=phase.moments.get(group, {}),
                 )
-                task = (
-                    cache,
-                    config.seed + 7919 * number,
-                    _block_progress(progress, len(done), total, name),
-                )
-                with staying(_joined(result, group)):
-                    done[name] = _block_error(name, *phase.learn(result, group, *task))
+                block, seed = _joined(result, group), config.seed + 7919 * number
+                report = _block_progress(progress, len(done), total, name)
+                with staying(block):
+                    learned = phase.learn(block, cache, phase.config, seed, report)
+                done[name] = _block_error(name, *learned)
                 if checkpoint is not None:
                     _save(result, checkpoint, identity, done)
     if progress:
         progress(total * phase.iterations, total * phase.iterations, "reconstructed")
     errors = tuple(error for name, error in done.items() if name != _TUNING)
-    keep_rates(
-        with_quantization(
-            result, replace(record, errors=errors, tuned=done.get(_TUNING))
-        )
-    )
+    record = replace(record, errors=errors, tuned=done.get(_TUNING))
+    keep_rates(with_quantization(result, record))
     return result.train(quantized.training)
 
 
-# Called with the network, the names of the blocks to learn jointly, their inputs and
-# targets, a seed and a progress callback; returns the error before and after.
+# Called with a block, its inputs and targets, the settings, a seed and a progress
+# callback; returns the error before and after.
 _Learn: TypeAlias = Callable[
-    [nn.Module, tuple[str, ...], BlockCache, int, Progress | None], tuple[float, float]
+    [nn.Module, BlockCache, Any, int, Progress | None], tuple[float, float]
 ]
 
 
@@ -192,7 +191,12 @@ class _Phase:
     groups: Sequence[tuple[str, ...]]
     iterations: int
     learn: _Learn
+    config: RoundingConfig | BrecqConfig | TuningConfig
     suffix: str = ""  # appended to the blocks' names
+    # Of the float outputs of each group's units, if learning restores them.
+    moments: Mapping[tuple[str, ...], Mapping[str, Moments]] = field(
+        default_factory=dict
+    )
     begin: Callable[[nn.Module], None] = lambda _network: None
     float_activations: bool = False  # whether activations stay float during this phase
 
@@ -200,6 +204,12 @@ class _Phase:
     def named(self) -> dict[str, tuple[str, ...]]:
         """The groups, by the names under which errors are reported."""
         return {"+".join(group) + self.suffix: group for group in self.groups}
+
+    def prepare(self, network: nn.Module, done: Mapping[str, BlockError]) -> None:
+        """Prepare the network, unless a stopped run has done so."""
+        if not done.keys() & self.named.keys():
+            self.begin(network)
+            copy_main(network.state_dict().values())
 
 
 _WHOLE, _TUNING = ("",), "whole network"  # the network itself as a group, and its name
@@ -218,28 +228,11 @@ def _phases(
         return _brecq_phases(rounding, groups, samples)
     record = quantization_of(quantized)
     moments = _moments(model, record, groups, samples, config.batch_size)
-
-    def learn(network, group, cache, seed, progress):  # type: ignore[no-untyped-def]
-        if rounding.float_inputs == 0:
-            cache.float_inputs = []
-        return learn_rounding(
-            _joined(network, group),
-            cache,
-            rounding,
-            seed=seed,
-            moments=moments[group],
-            progress=progress,
-        )
-
-    phases = [_Phase(groups, rounding.iterations, learn)]
+    count = rounding.iterations
+    phases = [_Phase(groups, count, learn_rounding, rounding, moments=moments)]
     if tuning and tuning.applies_to(quantized) and _can_be_tuned(model, samples):
-
-        def tune_all(network, _group, cache, seed, progress):  # type: ignore[no-untyped-def]
-            cache.float_inputs = []
-            return tune(network, cache, tuning, seed, progress)
-
-        steps = tuning.steps(len(samples))
-        phases.append(_Phase([_WHOLE], steps, tune_all, _TUNING))
+        count = tuning.steps(len(samples))
+        phases.append(_Phase([_WHOLE], count, tune, tuning, _TUNING))
     return phases
 
 
@@ -256,25 +249,23 @@ def _brecq_phases(
     config: BrecqConfig, groups: Sequence[tuple[str, ...]], samples: Samples
 ) -> list[_Phase]:
     """Return BRECQ's phases: rounding with float activations, then activation steps."""
-
-    def weights(network, group, cache, seed, progress):  # type: ignore[no-untyped-def]
-        cache.float_inputs = []
-        return learn_weights(_joined(network, group), cache, config, seed, progress)
-
-    def steps(network, group, cache, seed, progress):  # type: ignore[no-untyped-def]
-        cache.inputs, cache.float_inputs = cache.float_inputs, []
-        return learn_steps(_joined(network, group), cache, config, seed, progress)
-
-    return [
-        _Phase(groups, config.iterations, weights, ", weights", float_activations=True),
-        _Phase(
-            groups,
-            config.activation_iterations,
-            steps,
-            ", activations",
-            lambda network: calibrate_steps(network, samples),
-        ),
-    ]
+    weights = _Phase(
+        groups,
+        config.iterations,
+        learn_weights,
+        config,
+        ", weights",
+        float_activations=True,
+    )
+    activations = _Phase(
+        groups,
+        config.activation_iterations,
+        learn_steps,
+        config,
+        ", activations",
+        begin=lambda network: calibrate_steps(network, samples),
+    )
+    return [weights, activations]
 
 
 def _block_error(name: str, before: float, after: float) -> BlockError:

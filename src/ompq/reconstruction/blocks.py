@@ -1,8 +1,9 @@
 """Inputs and targets of each block, from the quantized and the float network."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, TypeAlias, cast
 
 import torch
@@ -12,6 +13,7 @@ from ompq.errors import QuantizationError, SampleError
 from ompq.graph import normalised_by, observe
 from ompq.processes import add_up, rank
 from ompq.quantization import quantization_of
+from ompq.quantization.channels import Moments
 from ompq.recording import ForwardPass, tensors_in, with_tensors
 from ompq.samples import (
     Batch,
@@ -117,6 +119,8 @@ class BlockCache:
     # Range to which the activation that follows clips the block's output, if any.
     clip: tuple[float, float | None] | None = None
     layout: Layout = Layout()  # of the block's output
+    # Of the float outputs of the block's units, by name, where they are restored.
+    moments: Mapping[str, Moments] = field(default_factory=dict)
 
     def call(self, block: nn.Module, tensors: list[Tensor]) -> Tensor:
         """Call the block with these inputs; return its first output, (N, ...)."""
@@ -358,6 +362,7 @@ class BlockRunner:
         *,
         loss: BlockLoss = "squared",
         fisher_rank: int = 16,
+        moments: Mapping[str, Moments] = MappingProxyType({}),
     ) -> BlockCache:
         """Run both networks up to a block and return its inputs and targets.
 
@@ -380,6 +385,7 @@ class BlockRunner:
         )
         size = self._batch_size
         cache = BlockCache(inputs, targets, arguments, others, size, layout=layout)
+        cache.moments = moments
         if block in units:
             cache.clip = _CLIPS.get(units[block].activation)
         given, device = self._batches, targets.device

@@ -145,6 +145,7 @@ def learn_weights(
     progress: Progress | None = None,
 ) -> tuple[float, float]:
     """Learn the rounding of a block's weights; return its error before and after."""
+    cache.float_inputs = []
     soft = SigmoidRounding(list(quantized_layers(block).values()))
 
     def loss(picked: Picked, row: Tensor) -> tuple[Tensor, Tensor]:
@@ -171,7 +172,11 @@ def learn_steps(
     seed: int,
     progress: Progress | None = None,
 ) -> tuple[float, float]:
-    """Learn a block's activation steps; return its error before and after."""
+    """Learn a block's activation steps; return its error before and after.
+
+    The block reads the float network's inputs.
+    """
+    cache.inputs, cache.float_inputs = cache.float_inputs, []
     scales: list[Tensor] = [q.scale for q in _quantizers(block)]
     power = config.activation_power
 

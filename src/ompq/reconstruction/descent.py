@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ompq.processes import add_up, average, process_count
+from ompq.processes import add_up, average
 from ompq.reconstruction.blocks import BlockCache
 from ompq.recording import detach_state, tensors_in, with_tensors
 from ompq.results import Progress
@@ -83,12 +83,15 @@ class Descent:
         """Run all steps."""
         total = len(self.schedule)
         every = min(self.report_every, total)
-        captured = self.capture and self.device.type == "cuda"
-        advance = self._captured() if captured else self._advance
+        compute, update = self._compute, self._update
+        if self.capture and self.device.type == "cuda":
+            compute, update = self._captured()
         # The warm-up before the capture has already done the first steps.
         for step in range(int(self.step.item()), total):
             self._prepare(step)
-            advance()
+            compute()
+            average(tensor.grad for tensor in self.tensors)
+            update()
             if progress and (step + 1) % every == 0:
                 error = self.error_sum.item() / every
                 progress(step + 1, total, f"error {error:.0%} of {self.start}")
@@ -104,34 +107,19 @@ class Descent:
             for buffer, tensor in zip(tensors_in(self.buffers), picked, strict=True):
                 buffer.copy_(tensor)
 
-    def _captured(self) -> Callable[[], None]:
-        """Run the first steps, capture one, and return what replays it.
-
-        With several processes, gradients are averaged between two graphs.
-        """
+    def _captured(self) -> tuple[Callable[[], None], Callable[[], None]]:
+        """Run the first steps, capture both parts of one; return what replays them."""
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for step in range(min(_WARMUP_STEPS, len(self.schedule))):
                 self._prepare(step)
-                self._advance()
+                self._compute()
+                average(tensor.grad for tensor in self.tensors)
+                self._update()
         torch.cuda.current_stream().wait_stream(stream)
         self.optimizer.zero_grad(set_to_none=True)
-        if process_count() == 1:
-            return _kernel_graph(self._advance)
-        compute, update = _kernel_graph(self._compute), _kernel_graph(self._update)
-
-        def advance() -> None:
-            compute()
-            average(tensor.grad for tensor in self.tensors)
-            update()
-
-        return advance
-
-    def _advance(self) -> None:
-        self._compute()
-        average(tensor.grad for tensor in self.tensors)
-        self._update()
+        return _kernel_graph(self._compute), _kernel_graph(self._update)
 
     def _compute(self) -> None:
         """Pick samples and compute the gradients of the loss."""

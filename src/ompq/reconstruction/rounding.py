@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -26,7 +26,6 @@ from ompq.layers import (
 from ompq.processes import average, copy_main, process_count, rank
 from ompq.quantization.channels import (
     FOR_MOMENTS,
-    Moments,
     Runs,
     channel_mean,
     restore_moments,
@@ -108,9 +107,7 @@ def learn_rounding(
     block: nn.Module,
     cache: BlockCache,
     config: RoundingConfig,
-    *,
     seed: int = 0,
-    moments: Mapping[str, Moments] | None = None,
     progress: Progress | None = None,
 ) -> tuple[float, float]:
     """Learn the rounding of a block's weights; keep it only if the error falls.
@@ -120,10 +117,12 @@ def learn_rounding(
     biases were set.
     """
     layers = {n: m for n, m in quantized_layers(block).items() if m.bias is not None}
-    wanted = {name: each for name, each in (moments or {}).items() if name in layers}
+    moments = {name: each for name, each in cache.moments.items() if name in layers}
+    if not config.float_inputs:
+        cache.float_inputs = []
     with kept_if_better(block, cache, config.batch_size) as errors:
         with evaluating(block):
-            restore_moments(layers, wanted, cache_runs(block, cache))
+            restore_moments(layers, moments, cache_runs(block, cache))
         copy_main(block.state_dict().values())  # each process has its own samples
         soft = SoftRounding(
             list(quantized_layers(block).values()), cache_runs(block, cache)
@@ -169,7 +168,7 @@ def rounding_descent(
     every = max(1, config.iterations // _PRICE_UPDATES)
 
     def loss(picked: Picked, _row: Tensor) -> tuple[Tensor, Tensor]:
-        with soft.used():
+        with soft.used(*SoftWeights.apply(*soft.learned)):
             output = cache.call(block, _mixed(picked, config.float_inputs))
         relative = output_error(output, picked, cache.channels) / error_before
         return relative, relative
@@ -338,10 +337,14 @@ class SoftRounding:
             average([self._inputs])
             self._means = self._sums(_flat(rounded) * self._inputs, self._whole)
 
+    @property
+    def learned(self) -> tuple[Tensor, Tensor, Tensor, "SoftRounding"]:
+        """The arguments of :class:`SoftWeights`."""
+        return self.up, self.stretch, self.bias, self
+
     @contextmanager
-    def used(self) -> Iterator[None]:
-        """Make the layers compute with their soft weights and matching biases."""
-        weight, bias = _SoftWeights.apply(self.up, self.stretch, self.bias, self)
+    def used(self, weight: Tensor, bias: Tensor) -> Iterator[None]:
+        """Make the layers compute with these soft weights, (W,), and biases, (C,)."""
         for layer, own, own_bias in self._by_layer(weight, bias):
             layer.learning = (own, None if layer.bias is None else own_bias)
         try:
@@ -371,7 +374,7 @@ class SoftRounding:
     def finish(self) -> None:
         """Write the final weights, scales and biases into the layers."""
         self.harden()
-        weight, bias = _SoftWeights.apply(self.up, self.stretch, self.bias, self)
+        weight, bias = SoftWeights.apply(*self.learned)
         scale = self._scale * self.stretch.exp()
         scales = torch.split(scale, self._scale_counts)
         found = zip(self._by_layer(weight, bias), scales, strict=True)
@@ -474,13 +477,14 @@ class CodedWeights:
         self._low += lowered.float() - codes.float()
 
 
-class _SoftWeights(torch.autograd.Function):
+class SoftWeights(torch.autograd.Function):
     """Weights and biases from the learned tensors, in few kernels both ways."""
 
     @staticmethod
     def forward(
         ctx: Any, up: Tensor, stretch: Tensor, bias: Tensor, soft: SoftRounding
     ) -> tuple[Tensor, Tensor]:
+        """Return weights, (W,), and biases, (C,)."""
         levels = torch.addcmul(soft._low, up, soft._free)
         scale = soft._scale * stretch.exp()
         steps = scale.index_select(0, soft._scale_of)  # (W,)
@@ -492,6 +496,7 @@ class _SoftWeights(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_weight: Tensor, grad_bias: Tensor) -> Any:
+        """Return the gradients of what is learned."""
         levels, scale, steps = ctx.saved_tensors
         soft = ctx.soft
         through_bias = grad_bias.index_select(0, soft._channel_of)

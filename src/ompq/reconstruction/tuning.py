@@ -22,7 +22,7 @@ from ompq.layers import (
 from ompq.processes import add_up, process_count, rank
 from ompq.reconstruction.blocks import BlockCache
 from ompq.reconstruction.descent import Descent, Picked, optimising
-from ompq.reconstruction.rounding import SoftRounding, cache_runs
+from ompq.reconstruction.rounding import SoftRounding, SoftWeights, cache_runs
 from ompq.results import Progress
 from ompq.samples import class_rows, evaluating, kl_divergence, model_device
 from ompq.streams import LARGEST_BITS
@@ -77,6 +77,7 @@ def tune(
     Returns:
         The mean divergence from the float network on the samples, before and after.
     """
+    cache.float_inputs = []
     before, count = _divergence(network, cache)
     state = copy.deepcopy(network.state_dict())
     trainable = {name: p.requires_grad for name, p in network.named_parameters()}
@@ -85,9 +86,11 @@ def tune(
         layers = list(quantized_layers(network).values())
         soft = SoftRounding(layers, cache_runs(network, cache))
         soft.harden()
-    steps = [quantizer.scale for quantizer in _narrow(network)]
-    learned = [([soft.stretch, soft.bias, *_norm_parameters(network)], 0)]
-    learned += [([step], column) for column, step in enumerate(steps, start=1)]
+    steps: list[Tensor] = [quantizer.scale for quantizer in _narrow(network)]
+    learned: list[tuple[list[Tensor], int]] = [
+        ([soft.stretch, soft.bias, *_norm_parameters(network)], 0),
+        *(([step], column) for column, step in enumerate(steps, start=1)),
+    ]
     rates = [config.activation_learning_rate * step.item() for step in steps]
     order = _sample_order(cache, config.steps(count), config.batch_size, seed)
     time = torch.arange(len(order)) / len(order)
@@ -95,7 +98,7 @@ def tune(
     schedule = torch.outer((1 + (math.pi * time).cos()) / 2, peaks)
 
     def loss(picked: Picked, _row: Tensor) -> tuple[Tensor, Tensor]:
-        with soft.used():
+        with soft.used(*SoftWeights.apply(*soft.learned)):
             output = cache.call(network, picked.inputs)
         error = output_error(output, picked.target).mean()
         return error, error / max(before, torch.finfo(error.dtype).tiny)
