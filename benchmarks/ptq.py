@@ -9,6 +9,7 @@ Beside the product's scores stand ``published`` (the OMPQ authors' bit lists),
 ``uniform`` (the largest width that fits everywhere, often far below the budget) and
 ``filled`` (the list nearest to uniform that fills the budget). Every row says how many
 bits and bytes it has. Networks are judged by divergence from float, with top-1 beside.
+``--plans`` measures plans that ``ompq plan -o`` wrote instead.
 
 A row is written when it is there, and not made again by the same commit. The same
 command may run several times at once with one ``--work``: each process takes what none
@@ -18,6 +19,7 @@ has taken.
 import json
 import time
 import zlib
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -107,6 +109,21 @@ def allocations(options, model, samples, activation: int) -> list[tuple]:
                 first = next(iter(each))
                 each[first] = Choice(each[first].weight, options.image_bits)
             found.append((budget, score, Allocation(each), size))
+    return found
+
+
+def planned(paths: Sequence[Path]) -> list[tuple]:
+    """Return budget, name, bits and size of plans."""
+    found = []
+    for path in paths:
+        plan = Plan.load(path)
+        totals = plan.totals
+        size = {
+            "mib": totals["bytes"] / 2**20,
+            "average_bits": totals["average_bits"],
+            "bit_ops": totals["bit_ops"],
+        }
+        found.append((str(plan.budget), path.stem, plan.allocation, size))
     return found
 
 
@@ -239,7 +256,9 @@ def show(row: dict) -> None:
 
 def main() -> None:
     parser = arguments(__doc__, NETWORKS, "out/ptq")
-    parser.add_argument("--budgets", type=float, nargs="+", required=True)
+    deciding = parser.add_mutually_exclusive_group(required=True)
+    deciding.add_argument("--budgets", type=float, nargs="+")
+    deciding.add_argument("--plans", type=Path, nargs="+", help="instead of scores")
     parser.add_argument("--choices", type=int, nargs="+", default=[2, 3, 4])
     parser.add_argument("--activation-bits", type=int, nargs="+", default=[8])
     parser.add_argument("--scores", nargs="+", default=["default"])
@@ -283,7 +302,9 @@ def main() -> None:
         views=options.views,
     )
     chosen = {
-        activation: allocations(options, model, samples, activation)
+        activation: planned(options.plans)
+        if options.plans
+        else allocations(options, model, samples, activation)
         for activation in options.activation_bits
     }
     network = (model, seen, batches, reference, held_out)
@@ -307,6 +328,9 @@ def main() -> None:
                         options, network, Allocation(dict(bits)), seed, iterations
                     )
                     row = {**row, "bits": [choice.weight for _, choice in bits]}
+                    if options.plans:
+                        row["activation_bits"] = activation
+                        row["input_bits"] = [choice.activation for _, choice in bits]
                     new = [
                         {**row, "budget": budget, "score": score, **size}
                         for (budget, score, size), known in zip(
