@@ -2,6 +2,7 @@
 
 python benchmarks/rivals.py --data FOLDER --network resnet20 --minutes 6
 python benchmarks/rivals.py --data FOLDER --network mobilenet_v2 --only ptq
+python benchmarks/rivals.py --data FOLDER --network cifar-resnet18 --epochs 2
 
 FOLDER is as for ``ptq.py`` and ``qat.py``. ``ptq`` rows have weights of ``--bits`` bits
 on average, by the paper's accounting, and activations of 8 bits. ``qat`` rows (CIFAR)
@@ -40,7 +41,9 @@ from ompq.models import CifarResNet
 from ompq.quantization import QUANTIZE_PROTOCOLS
 from ompq.workflow import learning_config
 
-NETWORKS = ("resnet20", "resnet18", "mobilenet_v2")
+NETWORKS = ("resnet20", "cifar-resnet18", "resnet18", "mobilenet_v2")
+# Those trained on CIFAR-10, and what ``qat.py`` calls them.
+CIFAR = {"resnet20": "resnet20", "cifar-resnet18": "resnet18"}
 ENDS = {"@first": (8, 8), "@last": (8, 8)}
 MINMAX = ompq.QuantizeConfig(
     weight_range="minmax",
@@ -72,8 +75,9 @@ class Networks:
     def __init__(self, options) -> None:
         self.options = options
         # What training the float network writes is no result of this benchmark.
-        own = Namespace(**{**vars(options), "out": options.work})
-        self.bench = Bench(own) if options.network == "resnet20" else None
+        cifar = CIFAR.get(options.network)
+        own = {**vars(options), "out": options.work, "network": cifar}
+        self.bench = Bench(Namespace(**own)) if cifar else None
         if self.bench is not None:
             self.model, self.samples = self.bench.float_network(), self.bench.samples()
             self.test = self.bench.test
@@ -208,6 +212,12 @@ def ptq_methods(nets: Networks) -> tuple[str, ...]:
 QAT = ("ours", "hawq-v3", "pact", "fracbits-pact", "lq-nets", "rvquant", "one-bitwidth")
 
 
+def qat_methods(nets: Networks) -> tuple[str, ...]:
+    # OneBitwidth widens networks of this repository alone.
+    widened = nets.options.network == "resnet20"
+    return QAT if widened else tuple(m for m in QAT if m != "one-bitwidth")
+
+
 def qat_plan(nets: Networks, method: str, seed: int) -> tuple[ompq.Plan, nn.Module]:
     """Return bits of the size that all have, and the float network they are for."""
     options, activations = nets.options, (nets.options.activation_bits,)
@@ -304,7 +314,7 @@ def run(nets: Networks, kind: str, rows: Rows, until: float) -> None:
     """Make the rows that are missing; the first seed of all methods comes first."""
     options = nets.options
     make: Callable[..., dict] = {"ptq": run_ptq, "qat": run_qat}[kind]
-    methods = ptq_methods(nets) if kind == "ptq" else QAT
+    methods = ptq_methods(nets) if kind == "ptq" else qat_methods(nets)
     for seed in options.seeds:
         for method in options.methods or methods:
             if method not in methods or rows.find(kind, method, seed) is not None:
@@ -360,7 +370,9 @@ def main() -> None:
     until = time.monotonic() + 60 * options.minutes
     options.work.mkdir(parents=True, exist_ok=True)
     nets = Networks(options)
-    kinds = ["ptq", "qat"] if nets.bench is not None else ["ptq"]
+    kinds = ["ptq"] if nets.bench is None else ["ptq", "qat"]
+    if options.network == "cifar-resnet18":
+        kinds = ["qat"]  # as ``resnet18``, it is quantized with ImageNet's images
     reference = ompq.evaluate(nets.model, nets.test).top1
     print(f"{options.network} float {reference:.4f}", flush=True)
     for kind in options.only or kinds:
