@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 _HEAT_AT = (0.0, 0.45, 1.0)
 _HEAT = np.array([(247, 249, 251), (140, 180, 214), (16, 52, 99)])  # (stops, RGB)
 _CODED_SHOWN = 12  # coded layers whose codes are drawn
-_HEAT_NAMES = 12  # labels next to the matrix
+_HEAT_NAMES = 60  # labels beside the matrix; of more rows, every second or third
 _HEAT_LIMIT = 400  # rows; a larger matrix is averaged to keep the page small
 
 
