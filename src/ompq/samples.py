@@ -62,7 +62,7 @@ class Samples:
             return given
         if isinstance(given, Dataset) and hasattr(given, "__len__"):
             given = DataLoader(given, batch_size=_READ_AT_ONCE)
-        single = isinstance(given, Tensor | tuple | Mapping) or _is_labelled(given)
+        single = isinstance(given, Tensor | tuple | Mapping) or is_labelled(given)
         if not single and not isinstance(given, Iterable):
             raise SampleError(
                 f"samples must be tensors or an iterable of batches, not "
@@ -338,7 +338,7 @@ def _cut(batch: Batch, start: int, stop: int, step: int = 1) -> Batch:
     return map_batch(batch, lambda t: t[part] if t.dim() and len(t) == count else t)
 
 
-def _is_labelled(given: Any) -> bool:
+def is_labelled(given: Any) -> bool:
     """Return whether this is a list of inputs (N, ...) and class numbers (N,)."""
     if not isinstance(given, list) or len(given) != 2:
         return False
@@ -370,7 +370,7 @@ def _read(batches: Iterable[Any]) -> Iterator[Batch]:
 
 def _inputs(batch: Any) -> Batch:
     """Return the inputs of a batch in host memory, checked."""
-    if _is_labelled(batch):
+    if is_labelled(batch):
         _say_once("samples come with targets, which are not used here")
         batch = batch[0]
     elif isinstance(batch, list) and len(batch) == 1:
