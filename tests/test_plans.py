@@ -251,3 +251,45 @@ def test_edited_allocation_is_taken(plan, tmp_path):
     data["allocation"]["stem"]["weight"] = 2
     path.write_text(json.dumps(data))
     assert ompq.Plan.load(path).allocation["stem"] == Choice(2, 8)
+
+
+@pytest.mark.parametrize(
+    "verb",
+    [
+        lambda network, wrong: ompq.refine(wrong, network, images(16)),
+        lambda network, wrong: ompq.reinforce(wrong, network, images(16)),
+        lambda network, wrong: ompq.smallest(
+            wrong, network, images(16), ompq.Goal(max_divergence=1)
+        ),
+        lambda network, wrong: ompq.save(
+            ompq.quantize(network, {"*": 8}, images()), "net.safetensors", plan=wrong
+        ),
+        lambda network, wrong: ompq.worst_histograms(network, network, wrong, images()),
+        lambda _, wrong: ompq.write_figures("figures", wrong),
+        lambda _, wrong: ompq.write_report("report.html", wrong),
+    ],
+)
+def test_what_is_no_plan_is_named(network, verb):
+    words = "plan is of type TinyResNet, not a plan; give what ompq.plan returned, or"
+    with pytest.raises(TypeError, match=words):
+        verb(network, network)
+
+
+@pytest.mark.parametrize(
+    "verb",
+    [
+        lambda wrong, _: ompq.plan(wrong, images(), "3bits"),
+        lambda wrong, _: ompq.trace(wrong, images()),
+        lambda wrong, plan: ompq.quantize(wrong, plan, images()),
+        lambda wrong, plan: ompq.refine(plan, wrong, images()),
+        lambda wrong, _: ompq.evaluate(wrong, [(images(), torch.zeros(8))]),
+        lambda wrong, _: ompq.distilled_samples(wrong, (3, 8, 8)),
+    ],
+)
+def test_what_is_no_network_is_named(plan, verb):
+    words = r"model is of type function, not a network; give a torch.nn.Module"
+    with pytest.raises(TypeError, match=words):
+        verb(lambda x: x, plan)
+    words = "model is of type NamedModel, not a network; give its module"
+    with pytest.raises(TypeError, match=words):
+        verb(ompq.load_model("ompq:demo"), plan)

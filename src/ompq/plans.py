@@ -328,6 +328,15 @@ class Plan:
             )
 
 
+def check_plan(plan: object) -> None:
+    """Raise a TypeError unless this is a plan."""
+    if not isinstance(plan, Plan):
+        raise TypeError(
+            f"plan is of type {type(plan).__name__}, not a plan; give what ompq.plan "
+            "returned, or ompq.Plan.load(file)"
+        )
+
+
 def unit_rows(plan: Plan) -> list[dict[str, Any]]:
     """Return one row per unit: its properties, bits, damage and bytes."""
     gamma, importance = plan.scores.gamma, plan.scores.importance

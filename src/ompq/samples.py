@@ -234,6 +234,16 @@ def model_device(model: nn.Module) -> torch.device:
     return torch.device("cpu")
 
 
+def check_network(model: object) -> None:
+    """Raise a TypeError unless this is a network."""
+    if not isinstance(model, nn.Module):
+        inner = isinstance(getattr(model, "module", None), nn.Module)
+        raise TypeError(
+            f"model is of type {type(model).__name__}, not a network; give "
+            f"{'its module' if inner else 'a torch.nn.Module'}"
+        )
+
+
 @contextmanager
 def evaluating(*models: nn.Module) -> Iterator[None]:
     """Put networks into eval mode without gradients; restore all flags afterwards.
@@ -241,6 +251,8 @@ def evaluating(*models: nn.Module) -> Iterator[None]:
     Meanwhile decoders do not cache keys and values, or a block would see those of its
     last call. Other threads that evaluate one of the networks wait.
     """
+    for model in models:
+        check_network(model)
     with ExitStack() as stack:
         for model in sorted(
             models, key=id
