@@ -8,11 +8,11 @@ import torch
 from torch import nn
 
 import ompq
-from nets import TinyMobileNet, TinyResNet, images, seeded
+from nets import TinyMobileNet, TinyResNet, images, seeded, values
 from ompq.allocation import Allocation, reachable
 from ompq.costs import overhead_bytes, unit_bytes
 from ompq.errors import PlanError
-from ompq.units import Choice
+from ompq.units import Choice, Skipped
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +53,22 @@ def test_saved_plan_is_the_same_plan(plan, tmp_path):
     smaller = loaded.with_budget("3bits")
     assert smaller.allocation == plan.with_budget("3bits").allocation
     assert smaller.totals["average_bits"] <= 3
+
+
+def test_what_stays_float_is_saved_and_old_plans_are_read(tmp_path):
+    layers = nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 3)
+    plan = ompq.plan(seeded(nn.Sequential(*layers)), values(8, 4), "4bits")
+    path = tmp_path / "plan.json"
+    plan.save(path)
+    assert ompq.Plan.load(path).graph.skipped == plan.graph.skipped
+    data = json.loads(path.read_text())
+    (norm,) = data["graph"]["skipped"]
+    assert (norm.pop("kind"), norm.pop("parameters")) == ("LayerNorm", 16)
+    path.write_text(json.dumps(data))
+    assert ompq.Plan.load(path).graph.skipped == (Skipped(**norm),)
+    old = ompq.Plan.load(path)
+    old.save(path)  # nothing is added that was not known
+    assert json.loads(path.read_text())["graph"] == data["graph"]
 
 
 def test_pareto_falls_and_agrees_with_single_budgets(plan):
@@ -235,7 +251,7 @@ def test_a_gap_is_saved_shown_and_read(plan, tmp_path):
 
 def test_bits_are_told_over_weights_and_over_all_parameters():
     layers = nn.Linear(4, 4, bias=False), nn.LayerNorm(4), nn.Linear(4, 2, bias=False)
-    made = ompq.plan(seeded(nn.Sequential(*layers)), torch.randn(8, 4), "4bits")
+    made = ompq.plan(seeded(nn.Sequential(*layers)), values(8, 4), "4bits")
     weights = 4 * 4 + 4 * 2
     used = 16 * made.allocation["0"].weight + 8 * made.allocation["2"].weight
     assert made.totals["average_bits"] == used / weights

@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, cast, get_args
@@ -211,8 +211,8 @@ class Plan:
             ],
             "units": unit_rows(self),
             "target": None if self.target is None else self.target.name,
-            "no_speed_up": [asdict(one) for one in self.no_speed_up],
-            "skipped": [asdict(one) for one in self.graph.skipped],
+            "no_speed_up": [one.to_json() for one in self.no_speed_up],
+            "skipped": [one.to_json() for one in self.graph.skipped],
         }
 
     def to_dataframe(self) -> Any:
