@@ -288,11 +288,12 @@ def test_charts_beside_the_matrix_have_their_titles_above(page):
     assert all(bottom <= top for *_, bottom in boxes(page, ".orm .chart-title"))
 
 
-def test_on_a_phone_the_choices_fit(page):
-    fits = """const box = document.querySelector("#why .scroll");
-        return box.scrollWidth <= box.clientWidth;"""
+def test_on_a_phone_choices_and_remarks_fit(page):
+    wide = """return Array.from(document.querySelectorAll(arguments[0]),
+        (box) => box.scrollWidth > box.clientWidth);"""
     with screen(page, 390):
-        assert page.execute_script(fits)
+        found = page.execute_script(wide, "#why .scroll, #skipped .scroll")
+    assert found == [False, False]
 
 
 def test_a_box_fades_where_it_hides_more_and_names_stay(page):
