@@ -472,6 +472,13 @@ def test_a_pinned_unit_alone_has_no_alternatives():
     assert str(found).count("not allowed") == 2
 
 
+def test_a_unit_is_explained_by_its_name():
+    it = problem([[9, 3, 1]], weights=[8])
+    words = "unit is of type int, not a name; give for example 'unit0'"
+    with pytest.raises(TypeError, match=words):
+        explain(it, "4B", allocate(it, "4B"), 0)  # type: ignore[arg-type]
+
+
 def test_tied_units_are_explained_together():
     it = problem([[9, 3, 1]] * 3, weights=[8, 16, 8], groups=[0, 1, 0])
     found = explain(it, "12B", allocate(it, "12B"), "unit2")

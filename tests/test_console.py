@@ -317,12 +317,13 @@ def test_uniform_bits_give_a_pinned_unit_what_it_may_get():
 def test_what_stays_float_is_collapsed():
     lines = reasons(
         [
-            Skipped("ln1", "LayerNorm stays float: 1,024 parameters"),
+            Skipped.parameters_of("ln1", "LayerNorm", 1024),
             Skipped("aux.conv", "never called in the forward pass"),
-            Skipped("ln2", "LayerNorm stays float: 512 parameters"),
-            Skipped("token", "Embedding stays float: 10 parameters"),
+            Skipped.parameters_of("ln2", "LayerNorm", 512),
+            Skipped.parameters_of("token", "Embedding", 10),
             Skipped("aux.fc", "never called in the forward pass"),
-            Skipped("(network)", "Odd stays float: 1 parameter"),
+            Skipped("old", "Norm stays float: 7 parameters"),  # of a plan of 0.1
+            Skipped.parameters_of("(network)", "Odd", 1),
         ]
     )
     assert lines == [
@@ -330,4 +331,5 @@ def test_what_stays_float_is_collapsed():
         "1 Embedding stays float: 10 parameters (token)",
         "1 Odd stays float: 1 parameter (network)",
         "aux.conv, aux.fc: never called in the forward pass",
+        "old: Norm stays float: 7 parameters",
     ]

@@ -199,7 +199,13 @@ def broken_later():
     yield 1 / 0
 
 def uneven():
-    return [torch.zeros(1, 8, 8), torch.zeros(1, 8, 9)]
+    return [torch.zeros(1, 1, 8, 8), torch.zeros(1, 1, 8, 9)]
+
+def list_of_inputs():
+    return [torch.zeros(8, 8), torch.zeros(8, 8)]
+
+def labelled_list():
+    return list(pair())
 
 def nothing():
     return []
@@ -357,6 +363,8 @@ def test_users_tensor_is_unlabelled(user_file):
         ("pair", [3, 2, 1, 0]),
         ("dataset", [0, 1, 0, 1]),
         ("dataset_with_targets", [0, 1, 0, 1]),
+        ("list_of_batches", [0, 1, 0, 1]),
+        ("labelled_list", [3, 2, 1, 0]),
         ("loader", [0, 1, 0, 1]),
         ("generator", [0, 1, 0, 1]),
     ],
@@ -383,15 +391,15 @@ def test_users_targets_may_be_numbers(user_file):
     ("function", "words"),
     [
         ("too_few_targets", "returned 4 inputs and 1 targets"),
-        ("number", "returned int; it must return a tensor, .* or yield batches"),
+        ("number", "returned int; it must return a tensor, .* yield batches"),
         ("broken_loader", "batch 0: ZeroDivisionError"),
         ("broken_later", "batch 1: ZeroDivisionError"),
         ("uneven", r"item 1 has shape \(1, 8, 9\); the first has \(1, 8, 8\)"),
         ("nothing", "returned no inputs; give at least one"),
         ("wrong_size", r"net does not take an input of shape \(1, 8, 9\): .* batches"),
-        ("list_of_batches", r"\(2, 1, 8, 8\): .* each item of a list or dataset is"),
+        ("list_of_inputs", r"shape \(8,\): .*Lists and generators give batches"),
         ("endless", "returned Endless; it must return a tensor"),
-        ("words", "item 0: TypeError: str is not a tensor; return tensors"),
+        ("words", "batch 0: TypeError: str is not a tensor; return tensors"),
         ("absent", "has no function absent"),
     ],
 )

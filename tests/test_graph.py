@@ -248,6 +248,9 @@ def test_odd_layers_are_named_with_reasons():
     assert reasons["normed"].startswith("its weight is computed")
     assert reasons["layer_norm"] == "LayerNorm stays float: 8 parameters"
     assert reasons["(network)"] == "Odd stays float: 4 parameters"
+    counts = {entry.name: (entry.kind, entry.parameters) for entry in graph.skipped}
+    assert counts["layer_norm"] == ("LayerNorm", 8)
+    assert counts["twin"] == ("", 0)
     (act,) = trace(nn.Sequential(nn.Linear(4, 4), nn.PReLU()), torch.ones(2, 4)).skipped
     assert act.reason == "PReLU stays float: 1 parameter"
     assert reasons["matmul()"].startswith("multiplies activations (1 ×): no")

@@ -200,13 +200,17 @@ def write_inputs(folder):
 def test_too_little_memory_says_how_much_is_needed(tmp_path):
     network = seeded(TinyMobileNet())
     with device_memory("0.1KiB", "cpu"):
-        words = r"device_memory=0.0MiB does not hold the 0.0 MiB of weights"
+        words = r"device_memory=102B does not hold the \d+B of weights"
         with pytest.raises(ompq.DeviceMemoryError, match=words):
             ompq.trace(network, images())
         demo = ompq.load_model("ompq:demo")
         for data in ("digits", write_inputs(tmp_path)):
-            with pytest.raises(ompq.DeviceMemoryError, match="^device_memory=0.0MiB"):
+            with pytest.raises(ompq.DeviceMemoryError, match="^device_memory=102B"):
                 ompq.load_data(data, demo)
+    with device_memory("2.5GiB", "cpu") as memory:
+        words = "device_memory=2.5GiB does not hold the 3.25GiB of weights"
+        with pytest.raises(ompq.DeviceMemoryError, match=words):
+            memory.check(13 << 28)
     for text in ("8", "0GiB", "much"):
         words = f"device_memory={text} is not an amount"
         with pytest.raises(ValueError, match=words), device_memory(text):

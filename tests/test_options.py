@@ -1,5 +1,6 @@
 """Options that are dataclasses."""
 
+import os
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
@@ -7,8 +8,9 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from cli_tools import run
 from ompq.cli.console import Console, View
-from ompq.cli.options import option, spread
+from ompq.cli.options import check_threads, option, spread
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,3 +70,24 @@ def test_a_view_without_tables_is_a_line():
     app = typer.Typer()
     app.command()(walk)
     assert CliRunner().invoke(app, []).stdout == "one line\n"
+
+
+@pytest.mark.parametrize("words", ["budget ompq:demo", "bench net.onnx"])
+@pytest.mark.parametrize(
+    ("cores", "told"), [(1, "1 CPU core is"), (2, "2 CPU cores are")]
+)
+def test_more_threads_than_cores_are_refused(monkeypatch, words, cores, told):
+    granted = {3, 7} if cores == 2 else {7}
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: granted, raising=False)
+    refused = run(*words.split(), "--threads", "3")
+    assert refused.exit_code == 2
+    words = f"--threads 3: only {told} available; give at most {cores}\n"
+    assert refused.stderr.endswith(words)
+
+
+def test_cores_are_counted_where_a_process_has_no_share_of_them(monkeypatch):
+    monkeypatch.delattr(os, "sched_getaffinity", raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    check_threads(2)
+    with pytest.raises(ValueError, match="--threads 3: only 2 CPU cores are available"):
+        check_threads(3)

@@ -8,11 +8,11 @@ import torch
 from torch import nn
 
 import ompq
-from nets import TinyMobileNet, TinyResNet, images, seeded
+from nets import TinyMobileNet, TinyResNet, images, seeded, values
 from ompq.allocation import Allocation, reachable
 from ompq.costs import overhead_bytes, unit_bytes
 from ompq.errors import PlanError
-from ompq.units import Choice
+from ompq.units import Choice, Skipped
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +53,22 @@ def test_saved_plan_is_the_same_plan(plan, tmp_path):
     smaller = loaded.with_budget("3bits")
     assert smaller.allocation == plan.with_budget("3bits").allocation
     assert smaller.totals["average_bits"] <= 3
+
+
+def test_what_stays_float_is_saved_and_old_plans_are_read(tmp_path):
+    layers = nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 3)
+    plan = ompq.plan(seeded(nn.Sequential(*layers)), values(8, 4), "4bits")
+    path = tmp_path / "plan.json"
+    plan.save(path)
+    assert ompq.Plan.load(path).graph.skipped == plan.graph.skipped
+    data = json.loads(path.read_text())
+    (norm,) = data["graph"]["skipped"]
+    assert (norm.pop("kind"), norm.pop("parameters")) == ("LayerNorm", 16)
+    path.write_text(json.dumps(data))
+    assert ompq.Plan.load(path).graph.skipped == (Skipped(**norm),)
+    old = ompq.Plan.load(path)
+    old.save(path)  # nothing is added that was not known
+    assert json.loads(path.read_text())["graph"] == data["graph"]
 
 
 def test_pareto_falls_and_agrees_with_single_budgets(plan):
@@ -235,7 +251,7 @@ def test_a_gap_is_saved_shown_and_read(plan, tmp_path):
 
 def test_bits_are_told_over_weights_and_over_all_parameters():
     layers = nn.Linear(4, 4, bias=False), nn.LayerNorm(4), nn.Linear(4, 2, bias=False)
-    made = ompq.plan(seeded(nn.Sequential(*layers)), torch.randn(8, 4), "4bits")
+    made = ompq.plan(seeded(nn.Sequential(*layers)), values(8, 4), "4bits")
     weights = 4 * 4 + 4 * 2
     used = 16 * made.allocation["0"].weight + 8 * made.allocation["2"].weight
     assert made.totals["average_bits"] == used / weights
@@ -251,3 +267,45 @@ def test_edited_allocation_is_taken(plan, tmp_path):
     data["allocation"]["stem"]["weight"] = 2
     path.write_text(json.dumps(data))
     assert ompq.Plan.load(path).allocation["stem"] == Choice(2, 8)
+
+
+@pytest.mark.parametrize(
+    "verb",
+    [
+        lambda network, wrong: ompq.refine(wrong, network, images(16)),
+        lambda network, wrong: ompq.reinforce(wrong, network, images(16)),
+        lambda network, wrong: ompq.smallest(
+            wrong, network, images(16), ompq.Goal(max_divergence=1)
+        ),
+        lambda network, wrong: ompq.save(
+            ompq.quantize(network, {"*": 8}, images()), "net.safetensors", plan=wrong
+        ),
+        lambda network, wrong: ompq.worst_histograms(network, network, wrong, images()),
+        lambda _, wrong: ompq.write_figures("figures", wrong),
+        lambda _, wrong: ompq.write_report("report.html", wrong),
+    ],
+)
+def test_what_is_no_plan_is_named(network, verb):
+    words = "plan is of type TinyResNet, not a plan; give what ompq.plan returned, or"
+    with pytest.raises(TypeError, match=words):
+        verb(network, network)
+
+
+@pytest.mark.parametrize(
+    "verb",
+    [
+        lambda wrong, _: ompq.plan(wrong, images(), "3bits"),
+        lambda wrong, _: ompq.trace(wrong, images()),
+        lambda wrong, plan: ompq.quantize(wrong, plan, images()),
+        lambda wrong, plan: ompq.refine(plan, wrong, images()),
+        lambda wrong, _: ompq.evaluate(wrong, [(images(), torch.zeros(8))]),
+        lambda wrong, _: ompq.distilled_samples(wrong, (3, 8, 8)),
+    ],
+)
+def test_what_is_no_network_is_named(plan, verb):
+    words = r"model is of type function, not a network; give a torch.nn.Module"
+    with pytest.raises(TypeError, match=words):
+        verb(lambda x: x, plan)
+    words = "model is of type NamedModel, not a network; give its module"
+    with pytest.raises(TypeError, match=words):
+        verb(ompq.load_model("ompq:demo"), plan)

@@ -107,8 +107,14 @@ def test_the_header_tells_budget_and_use(plan, page):
     assert f"{left:.0f} B left" in text
 
 
+def test_settings_are_a_list_of_names_and_values(html):
+    (found,) = re.findall(r'<dl class="settings.*?</dl>', html, re.S)
+    pairs = re.findall(r"<dt>(.*?)</dt><dd>(.*?)</dd>", found)
+    assert pairs == [("torch conv1", "2.15"), ("seed", "0")]
+
+
 def test_the_table_of_layers_has_every_unit_and_its_numbers(plan, html):
-    rows = re.findall(r'<tr><td class="n">.*?</tr>', html, re.S)
+    rows = re.findall(r'<tr><td class="n wide">.*?</tr>', html, re.S)
     assert len(rows) == len(plan.graph)
     for unit, row in zip(plan.graph.units, rows, strict=True):
         assert f'scope="row">{unit.name}<' in row

@@ -8,6 +8,7 @@ import math
 import os
 import re
 import shutil
+from contextlib import contextmanager
 
 import pytest
 
@@ -85,6 +86,14 @@ def page(browser, address):
     browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
     yield browser
     assert browser.get_log("browser") == []
+
+
+@contextmanager
+def screen(page, width):
+    size = {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": True}
+    page.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    yield
+    page.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
 
 def by_id(page, name):
@@ -244,6 +253,64 @@ def test_the_matrix_is_read_by_keyboard(page, plan):
     assert plan.scores.orm_labels[1] in text
 
 
+def boxes(page, selector):
+    """Return left, top, right and bottom of the elements, in pixels."""
+    script = """return Array.from(document.querySelectorAll(arguments[0]),
+        (element) => element.getBoundingClientRect()).map(
+        (box) => [box.left, box.top, box.right, box.bottom]);"""
+    return page.execute_script(script, selector)
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+def test_each_row_of_the_matrix_is_named_beside_it(page, plan, width):
+    with screen(page, width):
+        names = page.find_elements("css selector", ".heat-names span")
+        assert [name.text for name in names] == list(plan.scores.orm_labels)
+        ((left, top, _, bottom),) = boxes(page, ".heat")
+        row = (bottom - top) / len(names)
+        places = boxes(page, ".heat-names span")
+        for number, (_, upper, right, lower) in enumerate(places):
+            assert right <= left
+            assert (upper + lower) / 2 == pytest.approx(
+                top + row * (number + 0.5), abs=0.5
+            )
+            assert lower - upper < row + 1  # no name covers the next
+
+
+def test_charts_beside_the_matrix_have_their_titles_above(page):
+    titles = page.find_elements("css selector", ".orm .chart-title")
+    assert [title.text.partition("\n")[0] for title in titles] == [
+        "ORM",
+        "gamma",
+        "importance",
+    ]
+    ((_, top, _, _),) = boxes(page, ".heat")
+    assert all(bottom <= top for *_, bottom in boxes(page, ".orm .chart-title"))
+
+
+def test_on_a_phone_choices_and_remarks_fit(page):
+    wide = """return Array.from(document.querySelectorAll(arguments[0]),
+        (box) => box.scrollWidth > box.clientWidth);"""
+    with screen(page, 390):
+        found = page.execute_script(wide, "#why .scroll, #skipped .scroll")
+    assert found == [False, False]
+
+
+def test_a_box_fades_where_it_hides_more_and_names_stay(page):
+    with screen(page, 390):
+        (before, *_), *_ = boxes(page, ".layers tbody th")
+        # Events of scrolling come with the next frame.
+        fades = """const [left, done] = arguments;
+            const table = document.querySelector(".scroll.tall");
+            table.scrollLeft = left;
+            requestAnimationFrame(() => requestAnimationFrame(
+                () => done(table.classList.contains("more"))));"""
+        assert page.execute_async_script(fades, 0)
+        assert not page.execute_async_script(fades, 10_000)
+        (after, *_), *_ = boxes(page, ".layers tbody th")
+        assert 0 <= after <= before
+
+
 def test_tables_sort(page, plan):
     button = page.find_element("xpath", "//th/button[text()='MACs']")
     for order in (1, -1):
@@ -267,10 +334,8 @@ def test_dark_and_light_can_be_chosen(page):
 
 @pytest.mark.parametrize("width", [360, 768, 1280])
 def test_nothing_is_wider_than_the_screen(page, width):
-    size = {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": True}
-    page.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-    wide = page.execute_script("return document.documentElement.scrollWidth")
-    page.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+    with screen(page, width):
+        wide = page.execute_script("return document.documentElement.scrollWidth")
     assert wide <= width
 
 
@@ -316,14 +381,9 @@ def test_other_plans_can_stand_beside(browser, plan, tmp_path):
 
 @pytest.mark.parametrize("width", [360, 1280])
 def test_names_in_tables_stay_in_few_lines(page, width):
-    size = {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": True}
-    page.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-    heights = page.execute_script(
-        """return Array.from(document.querySelectorAll("tbody th"),
-            (cell) => cell.getBoundingClientRect().height);"""
-    )
-    page.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
-    assert max(heights) < 90
+    with screen(page, width):
+        rows = boxes(page, "tbody th")
+    assert max(bottom - top for _, top, _, bottom in rows) < 90
 
 
 def test_hostile_names_are_shown_as_text(browser, tmp_path):

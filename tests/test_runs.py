@@ -187,6 +187,23 @@ def test_ctrl_c_keeps_what_is_done_and_resume_gives_the_same(
     assert resumed == without_times(finished[0] / "result.json")
 
 
+def test_a_finished_run_has_nothing_to_resume(net, finished):
+    folder, _ = finished
+    words = ("quantize", *net, *FAST, "--budget", "70%", "-o", folder, "--resume")
+    words = (*words, "--eval-data", "random", "--limit")
+    before = (folder / "result.json").read_bytes()
+    again = run(*words, "64")
+    assert again.exit_code == 0
+    told = f"{folder}: this run is finished; there is nothing to resume\n"
+    assert again.stdout == told
+    assert run_json(*words, "64") == json.loads(before)
+    other = run(*words, "63")
+    assert other.exit_code == 2
+    told = "holds a finished run with other options; give --overwrite instead of"
+    assert told in other.stderr
+    assert (folder / "result.json").read_bytes() == before
+
+
 def test_ctrl_c_before_the_first_block_leaves_nothing_to_resume(
     net, tmp_path, monkeypatch
 ):

@@ -445,7 +445,6 @@ def test_budgets_that_cannot_be_are_refused(place, tmp_path, budget, told):
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        ("", "holds a finished run; add --overwrite to replace it"),
         ("--resume --learning-rate 0.5", "belongs to another run (another network, "),
         ("--resume --budget 6bits", "was started with the budget 5bits, not 6bits"),
         ("PLACE/wider.py:make --resume", "was made for another network"),
@@ -461,7 +460,35 @@ def test_other_runs_are_not_continued(place, tmp_path, words, told):
     bits = {name: {"weight": 2, "activation": 8} for name in units}
     (place / "bits.json").write_text(json.dumps(bits))
     folder = shutil.copytree(place / "run-net", tmp_path / "out")
+    (folder / "result.json").unlink()
     assert told in refused(place, folder, words)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("", "holds a finished run; add --overwrite to replace it"),
+        ("--resume --learning-rate 0.5", "holds a finished run with other options; "),
+    ],
+)
+def test_finished_runs_are_not_replaced(place, words, told):
+    assert told in refused(place, place / "run-net", words)
+
+
+def test_a_finished_run_has_nothing_to_resume(place, monkeypatch):
+    folder = place / "run-net"
+    words = (f"{place}/net.py:make", "--data", place / "images", "--budget", "5bits")
+    words = ("train", *words, *FAST, "-o", folder, "--resume")
+    before = contents(folder)
+    done = run(*words)
+    assert done.exit_code == 0
+    assert done.stdout == (
+        f"{folder}: this run is finished; there is nothing to resume\n"
+    )
+    monkeypatch.setenv("RANK", "1")  # of many processes, the first says so
+    other = run(*words)
+    assert (other.exit_code, other.stdout) == (0, "")
+    assert contents(folder) == before
 
 
 @pytest.mark.parametrize(
@@ -474,6 +501,7 @@ def test_other_runs_are_not_continued(place, tmp_path, words, told):
 )
 def test_broken_files_of_a_run_are_named(place, tmp_path, name, told):
     folder = shutil.copytree(place / "run-net", tmp_path / "out")
+    (folder / "result.json").unlink()
     (folder / name).write_bytes(b"broken")
     assert told in refused(place, folder, "--resume")
 

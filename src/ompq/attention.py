@@ -14,7 +14,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ompq.recording import copied, watch
-from ompq.samples import Samples, SamplesLike, attached, model_device, to_device
+from ompq.samples import (
+    Samples,
+    SamplesLike,
+    attached,
+    check_network,
+    model_device,
+    to_device,
+)
 
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 
@@ -155,6 +162,7 @@ def with_named_layers(model: nn.Module, names: Collection[str]) -> nn.Module:
 
 def _attentions(model: nn.Module) -> dict[str, nn.MultiheadAttention]:
     """Return the attention modules, without subclasses, which may compute more."""
+    check_network(model)
     modules = model.named_modules()
     return {n: m for n, m in modules if type(m) is nn.MultiheadAttention}
 

@@ -486,9 +486,8 @@ def _float_layers(
         own = [p for p in held if id(p) not in planned]
         if own and name not in named and not _may_be_unit(module):
             count = sum(p.numel() for p in own)
-            size = f"{count:,} parameter{'s' * (count > 1)}"
-            reason = f"{type(module).__name__} stays float: {size}"
-            yield Skipped(name or "(network)", reason)
+            kind = type(module).__name__
+            yield Skipped.parameters_of(name or "(network)", kind, count)
 
 
 def _products(recording: Recording) -> Iterator[Skipped]:

@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, cast, get_args
@@ -211,8 +211,8 @@ class Plan:
             ],
             "units": unit_rows(self),
             "target": None if self.target is None else self.target.name,
-            "no_speed_up": [asdict(one) for one in self.no_speed_up],
-            "skipped": [asdict(one) for one in self.graph.skipped],
+            "no_speed_up": [one.to_json() for one in self.no_speed_up],
+            "skipped": [one.to_json() for one in self.graph.skipped],
         }
 
     def to_dataframe(self) -> Any:
@@ -326,6 +326,15 @@ class Plan:
                 f"the plan was made for another network: {len(differing)} units differ "
                 f"({shortened(differing)})"
             )
+
+
+def check_plan(plan: object) -> None:
+    """Raise a TypeError unless this is a plan."""
+    if not isinstance(plan, Plan):
+        raise TypeError(
+            f"plan is of type {type(plan).__name__}, not a plan; give what ompq.plan "
+            "returned, or ompq.Plan.load(file)"
+        )
 
 
 def unit_rows(plan: Plan) -> list[dict[str, Any]]:

@@ -62,7 +62,7 @@ class Samples:
             return given
         if isinstance(given, Dataset) and hasattr(given, "__len__"):
             given = DataLoader(given, batch_size=_READ_AT_ONCE)
-        single = isinstance(given, Tensor | tuple | Mapping) or _is_labelled(given)
+        single = isinstance(given, Tensor | tuple | Mapping) or is_labelled(given)
         if not single and not isinstance(given, Iterable):
             raise SampleError(
                 f"samples must be tensors or an iterable of batches, not "
@@ -234,6 +234,16 @@ def model_device(model: nn.Module) -> torch.device:
     return torch.device("cpu")
 
 
+def check_network(model: object) -> None:
+    """Raise a TypeError unless this is a network."""
+    if not isinstance(model, nn.Module):
+        inner = isinstance(getattr(model, "module", None), nn.Module)
+        raise TypeError(
+            f"model is of type {type(model).__name__}, not a network; give "
+            f"{'its module' if inner else 'a torch.nn.Module'}"
+        )
+
+
 @contextmanager
 def evaluating(*models: nn.Module) -> Iterator[None]:
     """Put networks into eval mode without gradients; restore all flags afterwards.
@@ -241,6 +251,8 @@ def evaluating(*models: nn.Module) -> Iterator[None]:
     Meanwhile decoders do not cache keys and values, or a block would see those of its
     last call. Other threads that evaluate one of the networks wait.
     """
+    for model in models:
+        check_network(model)
     with ExitStack() as stack:
         for model in sorted(
             models, key=id
@@ -338,7 +350,7 @@ def _cut(batch: Batch, start: int, stop: int, step: int = 1) -> Batch:
     return map_batch(batch, lambda t: t[part] if t.dim() and len(t) == count else t)
 
 
-def _is_labelled(given: Any) -> bool:
+def is_labelled(given: Any) -> bool:
     """Return whether this is a list of inputs (N, ...) and class numbers (N,)."""
     if not isinstance(given, list) or len(given) != 2:
         return False
@@ -370,7 +382,7 @@ def _read(batches: Iterable[Any]) -> Iterator[Batch]:
 
 def _inputs(batch: Any) -> Batch:
     """Return the inputs of a batch in host memory, checked."""
-    if _is_labelled(batch):
+    if is_labelled(batch):
         _say_once("samples come with targets, which are not used here")
         batch = batch[0]
     elif isinstance(batch, list) and len(batch) == 1:

@@ -194,10 +194,28 @@ class Unit:
 
 @dataclass(frozen=True)
 class Skipped:
-    """A layer or operation that is not quantized, and why."""
+    """A layer or operation that is not quantized, and why.
+
+    Attributes:
+        kind: The class of a module whose own parameters stay float. Plans of ompq 0.1
+            do not hold it.
+        parameters: Number of these parameters.
+    """
 
     name: str
     reason: str
+    kind: str = ""
+    parameters: int = 0
+
+    @classmethod
+    def parameters_of(cls, name: str, kind: str, count: int) -> "Skipped":
+        """Return the record of a module whose own parameters stay float."""
+        size = f"{count:,} parameter{'s' * (count > 1)}"
+        return cls(name, f"{kind} stays float: {size}", kind, count)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data for JSON, without fields that say nothing."""
+        return {name: value for name, value in asdict(self).items() if value}
 
 
 @dataclass(frozen=True)
@@ -315,7 +333,9 @@ class LayerGraph:
         unused = {n for n in optional if not any(getattr(u, n) for u in self.units)}
         names = [f.name for f in fields(Unit) if f.name not in unused]
         units = [{n: getattr(u, n) for n in names} for u in self.units]
-        return {**asdict(replace(self, units=())), "units": units}
+        skipped = [one.to_json() for one in self.skipped]
+        rest = asdict(replace(self, units=(), skipped=()))
+        return {**rest, "skipped": skipped, "units": units}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "LayerGraph":

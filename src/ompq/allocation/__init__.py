@@ -457,7 +457,13 @@ def explain(
     Raises:
         PatternError: There is no such unit.
         PlanError: The allocation does not belong to the problem.
+        TypeError: The unit is not given by its name.
     """
+    if not isinstance(unit, str):
+        raise TypeError(
+            f"unit is of type {type(unit).__name__}, not a name; give for example "
+            f"{problem.names[0]!r}"
+        )
     if unit not in problem.names:
         raise PatternError(
             f"{unit!r} is not a unit{suggestion(unit, problem.names)}; the "

@@ -13,6 +13,7 @@ import torch
 from ompq.cli.console import Column, Console, Shown, View, facts, muted
 from ompq.cli.options import (
     argument,
+    check_threads,
     check_writable,
     flag,
     number,
@@ -294,6 +295,7 @@ def bench(
     separate process. Times are reliable only on an idle machine. OpenVINO is timed,
     too, if it is installed.
     """
+    check_threads(threads)
     file = source / ONNX if source.is_dir() else source
     if file != source and not file.exists():
         raise ExportError(f"{source} has no {ONNX}; run ompq export {source} first")

@@ -354,9 +354,6 @@ def _estimator() -> Callable[[int, int | None], str]:
     return left
 
 
-_STAYS_FLOAT = re.compile(r"(?P<kind>\w+) stays float: (?P<count>[\d,]+) parameters?")
-
-
 def size_budgets(sizes: Sequence[float]) -> list[str]:
     """Return sizes as budgets, all in the unit that suits the largest."""
     unit, factor = ("MiB", 2**20) if max(sizes) >= 2**20 else ("KiB", 2**10)
@@ -587,11 +584,9 @@ def reasons(skipped: Sequence[Skipped]) -> list[str]:
     floats: dict[str, list[tuple[str, int]]] = {}
     others: dict[str, list[str]] = {}
     for entry in skipped:
-        match = _STAYS_FLOAT.fullmatch(entry.reason)
-        if match:
-            number = int(match["count"].replace(",", ""))
+        if entry.kind:
             name = entry.name.strip("()")  # of "(network)"
-            floats.setdefault(match["kind"], []).append((name, number))
+            floats.setdefault(entry.kind, []).append((name, entry.parameters))
         else:
             others.setdefault(entry.reason, []).append(entry.name)
     lines = []

@@ -227,6 +227,18 @@ def check_writable(
         raise ValueError(f"{option} {path}: {existing} is not a writable folder")
 
 
+def check_threads(threads: int) -> None:
+    """Raise a ValueError for more threads than cores, which run very slowly."""
+    # Containers and job schedulers may grant fewer cores than the machine has.
+    granted = getattr(os, "sched_getaffinity", None)
+    cores = len(granted(0)) if granted else os.cpu_count() or 1
+    if threads > cores:
+        has = "1 CPU core is" if cores == 1 else f"{cores} CPU cores are"
+        raise ValueError(
+            f"--threads {threads}: only {has} available; give at most {cores}"
+        )
+
+
 def check_needed(needed: str, value: Any, **others: Any) -> None:
     """Raise a ValueError if options are given without the one that they depend on."""
     alone = [f"--{name.replace('_', '-')}" for name, given in others.items() if given]

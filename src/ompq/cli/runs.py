@@ -64,6 +64,7 @@ from ompq.files import (
     RESULT,
     is_user_function,
     locked_folder,
+    read_json,
     user_function,
 )
 from ompq.integer import IntegerNetwork
@@ -217,6 +218,23 @@ class RunOptions:
         check_needed(
             "--eval-data", self.eval_data, limit=self.limit, metric=self.metric
         )
+
+    def finished(self) -> View | None:
+        """Return the result if the run to resume is finished.
+
+        Raises:
+            ValueError: The finished run had other options.
+        """
+        result, config = self.folder / RESULT, self.folder / CONFIG
+        if not self.resume or not result.exists():
+            return None
+        if not config.exists() or config.read_text(encoding="utf-8") != typed_toml():
+            raise ValueError(
+                f"{self.folder} holds a finished run with other options; give "
+                "--overwrite instead of --resume to replace it, or use another folder"
+            )
+        line = f"{self.folder}: this run is finished; there is nothing to resume"
+        return View(read_json(result), line)
 
     def check_unfinished(self) -> None:
         """Raise an error unless the options say what to do with an earlier run."""
@@ -400,6 +418,8 @@ def quantize(
     with run_folder(run, console):
         run.check(planning)
         goals.check(run)
+        if done := run.finished():
+            return done
         metrics = user_metrics(run.metric)
         source = run.bits_source(goal := goals.goal(metrics))
         # Report wrong options before the network is loaded.
@@ -622,6 +642,8 @@ def train(
     check_writable(run.folder, folder=True)
     with run_folder(run, console):
         training.check(run, planning)
+        if done := run.finished():
+            return done
         config = training.config(planning.protocol, sources.seed, run.folder)
         if config.start == "float":  # training would discard the reconstruction
             run = replace(run, no_reconstruct=True)
@@ -657,8 +679,7 @@ def train(
             return None
         work = Workflow(model.module, samples, console.stages)
         about = provenance(inputs, eval_data=run.eval_data, epochs=config.epochs)
-        metrics = user_metrics(run.metric)
-        outcome = work.outcome(trained, plan, judged, about, metrics)
+        outcome = work.outcome(trained, plan, judged, about, user_metrics(run.metric))
         return _finish(outcome, run, console, work)
 
 

@@ -17,6 +17,7 @@ from ompq.cli.options import (
     REQUIRED,
     argument,
     check_needed,
+    check_threads,
     flag,
     number,
     one_of,
@@ -113,6 +114,7 @@ class NetworkOptions:
         """Load the network onto its device."""
         shape = _shape(self.input_shape)
         if self.threads is not None:
+            check_threads(self.threads)
             torch.set_num_threads(self.threads)
         available = torch.cuda.is_available()
         if self.device == "cuda" and not available:

@@ -46,6 +46,7 @@ from ompq.samples import (
     call,
     evaluating,
     first_tensor,
+    is_labelled,
     map_batch,
     model_device,
     run_batch,
@@ -439,8 +440,8 @@ def _check_taken(data: Data, value: Any) -> None:
     except Exception as error:
         raise DataError(
             f"{data.name}: {data.model.name} does not take an input of shape "
-            f"{_text(_shapes(value))}: {reason(error)}. (Generators yield batches, "
-            "whose first dimension counts inputs; each item of a list or dataset is "
+            f"{_text(_shapes(value))}: {reason(error)}. (Lists and generators give "
+            "batches, whose first dimension counts inputs; each item of a dataset is "
             "one input)"
         ) from error
 
@@ -507,8 +508,8 @@ def _indexed(
             )
         classes = _classes(targets)
         return lambda at: (inputs[at], targets[at]), len(inputs), classes
-    one_batch = isinstance(given, tuple | dict)
-    if one_batch or not hasattr(given, "__getitem__"):
+    one_batch = isinstance(given, tuple | dict) or is_labelled(given)
+    if one_batch or isinstance(given, list) or not hasattr(given, "__getitem__"):
         items = _split(name, [given] if one_batch else given, model)
         return items.__getitem__, len(items), None
     if not hasattr(given, "__len__"):
@@ -536,6 +537,7 @@ def _split(name: str, batches: Any, model: NamedModel) -> list[Item]:
     try:
         for batch in batches:
             inputs, targets = _item(batch, model)
+            _shapes(inputs)  # says what is not a tensor
             unlabelled = isinstance(targets, int)
             for at in range(batch_length(inputs)):
                 one = map_batch(inputs, itemgetter(at))
@@ -550,8 +552,8 @@ def _split(name: str, batches: Any, model: NamedModel) -> list[Item]:
 def _unusable(name: str, given: Any) -> str:
     return (
         f"{name} returned {type(given).__name__}; it must return a tensor, "
-        "(inputs, targets), a dataset with a length and indices, or yield batches: "
-        "tensors, tuples, dicts, or pairs of these and targets"
+        "(inputs, targets), a dataset with a length and indices, or list or yield "
+        "batches: tensors, tuples, dicts, or pairs of these and targets"
     )
 
 

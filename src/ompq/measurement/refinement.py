@@ -32,7 +32,7 @@ from ompq.files import json_number, json_object
 from ompq.graph import trace
 from ompq.integer import finalized
 from ompq.measurement import Checkpoint, Meter, split
-from ompq.plans import Measurement, Plan
+from ompq.plans import Measurement, Plan, check_plan
 from ompq.quantization import quantize
 from ompq.reconstruction import ReconstructConfig, reconstruct
 from ompq.recording import tensors_in
@@ -125,6 +125,7 @@ def refine(
         CheckpointError: The checkpoint belongs to another run.
     """
     samples = Samples.of(samples)
+    check_plan(plan)
     plan.check_network(trace(model, samples))
     calibration, held_out = split(samples, config.held_back)
     meter = Meter(
@@ -480,6 +481,7 @@ def smallest(  # noqa: PLR0913 - the last four are optional
         CheckpointError: The folder belongs to another search.
     """
     calibration = Samples.of(samples)
+    check_plan(plan)
     plan.check_network(trace(model, calibration))
     held_out: Any = batches
     if batches is None:

@@ -19,7 +19,7 @@ from ompq.errors import BudgetError, InfeasibleBudgetError
 from ompq.graph import trace
 from ompq.measurement import Meter
 from ompq.planner import PlanConfig, plan
-from ompq.plans import Plan
+from ompq.plans import Plan, check_plan
 from ompq.recording import copied
 from ompq.results import Progress
 from ompq.samples import Samples, SamplesLike, run_batch
@@ -91,6 +91,7 @@ def reinforce(
         PlanError: The plan was made for another network.
         ScoreError: There are several widths of activations to choose from.
     """
+    check_plan(plan)
     check_weights_only(plan.choices, "reinforce")
     given = Samples.of(samples)
     plan.check_network(trace(model, given))

@@ -30,7 +30,7 @@ from ompq.packing.format import (
     write_contents,
     zero_step,
 )
-from ompq.plans import Plan
+from ompq.plans import Plan, check_plan
 from ompq.quantization import (
     Quantization,
     assemble,
@@ -74,6 +74,8 @@ def save(
         PlanError: The network has other bits than the plan.
     """
     record = quantization_of(quantized)
+    if plan is not None:
+        check_plan(plan)
     for layer in quantized_layers(quantized).values():
         layer.check_uniform()
     about = {

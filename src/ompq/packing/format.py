@@ -284,7 +284,7 @@ def _structure(contents: Contents) -> dict[str, Any]:
         "graph": {**graph, "units": _unit_columns(graph["units"])},
         "bits": [record.allocation[name].to_json() for name in record.graph.names],
         "sites": _columns([asdict(site) for site in record.sites]),
-        "skipped": [asdict(entry) for entry in record.skipped],
+        "skipped": [entry.to_json() for entry in record.skipped],
         "errors": _columns([asdict(error) for error in record.errors]),
         "links": [list(link) for link in record.links],
         "equalized": [list(one) for one in record.equalized],

@@ -27,7 +27,7 @@ from ompq.costs import (
 )
 from ompq.files import library_version, write_text
 from ompq.measurement import Audit
-from ompq.plans import Plan
+from ompq.plans import Plan, check_plan
 from ompq.report.charts import (
     accuracy_chart,
     bar_column,
@@ -117,6 +117,7 @@ def render_report(
     progress: Progress | None = None,
 ) -> str:
     """Return the page's HTML; see :func:`write_report`."""
+    check_plan(plan)
     for result in results:
         if not isinstance(result, get_args(Section)):
             kinds = ", ".join(kind.__name__ for kind in get_args(Section))

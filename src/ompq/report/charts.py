@@ -24,7 +24,7 @@ from ompq.errors import MissingExtraError
 from ompq.files import replacing
 from ompq.graph import folded
 from ompq.layers import QuantizedLayer, quantized_layers
-from ompq.plans import Measurement, Plan
+from ompq.plans import Measurement, Plan, check_plan
 from ompq.rates import ZERO
 from ompq.recording import tensors_in
 from ompq.results import Accuracy, AuditedScore, BlockError, Histogram, Section
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 _HEAT_AT = (0.0, 0.45, 1.0)
 _HEAT = np.array([(247, 249, 251), (140, 180, 214), (16, 52, 99)])  # (stops, RGB)
 _CODED_SHOWN = 12  # coded layers whose codes are drawn
-_HEAT_NAMES = 12  # labels next to the matrix
+_HEAT_NAMES = 60  # labels beside the matrix; of more rows, every second or third
 _HEAT_LIMIT = 400  # rows; a larger matrix is averaged to keep the page small
 
 
@@ -240,6 +240,7 @@ def worst_histograms(
     lines show the range that the quantized layer reads, and so where values are
     clipped. For the largest coded layers, the counts of their codes follow.
     """
+    check_plan(plan)
     layers, samples = quantized_layers(quantized), Samples.of(samples)
     model = with_layers(model, samples)
     damage = plan.scores.damage[range(len(plan.columns)), plan.columns]
@@ -350,6 +351,7 @@ def write_figures(
     Raises:
         MissingExtraError: matplotlib is not installed.
     """
+    check_plan(plan)
     drawings: dict[str, Callable[[Figure], None]] = {}
     if plan.scores.orm is not None:
         matrix, labels = plan.scores.orm, plan.scores.orm_labels

@@ -170,7 +170,9 @@ function showWhy() {
   const allowed = data.choices.map((_, choice) => choice).filter((choice) => isAllowed(unit, choice));
   const table = make("table", { className: "choices" }, make("thead", {}, make("tr", {}, ...head)));
   table.append(make("tbody", {}, ...allowed.map((choice) => choiceRow(unit, choice))));
-  byId("why").replaceChildren(about, make("div", { className: "scroll" }, table));
+  const box = make("div", { className: "scroll" }, table);
+  byId("why").replaceChildren(about, box);
+  fadeEdge(box);
 }
 
 function barKeys(event) {

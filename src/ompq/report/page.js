@@ -88,6 +88,15 @@ function startSorting() {
   }
 }
 
+// ---- boxes that scroll
+
+// While a box hides something to the right, it fades there.
+function fadeEdge(box) {
+  const show = () => box.classList.toggle("more", box.scrollWidth - box.clientWidth - box.scrollLeft > 1);
+  box.addEventListener("scroll", show, { passive: true });
+  new ResizeObserver(show).observe(box);
+}
+
 // ---- the ORM matrix
 
 function matrixReader({ labels, values }) {
@@ -123,8 +132,8 @@ function startMatrix() {
   map.addEventListener("pointermove", (event) => {
     const box = map.querySelector(".heat").getBoundingClientRect();
     const clamp = (value) => Math.min(size - 1, Math.max(0, Math.floor(value * size)));
-    const inside = event.clientX <= box.right;
-    if (event.clientY > box.bottom) return;
+    const inside = event.clientX >= box.left && event.clientX <= box.right;
+    if (event.clientY < box.top || event.clientY > box.bottom) return;
     const row = clamp((event.clientY - box.top) / box.height);
     show(row, inside ? clamp((event.clientX - box.left) / box.width) : row);
   });
@@ -139,6 +148,7 @@ function startMatrix() {
 }
 
 startTheme();
+document.querySelectorAll(".scroll, .chart-scroll, .top nav").forEach(fadeEdge);
 startExplorer();
 startSorting();
 startMatrix();
