@@ -89,15 +89,22 @@ class Sensitivity:
     Noise alone knows nothing about the network behind a unit; the expectation alone
     relies on few samples and on small errors. Together they decide better than either.
 
+    Both are about rounding to nearest, which reconstruction improves on, most of all in
+    convolutions that read several positions: neighbouring inputs are alike, so errors
+    of the weights can cancel.
+
     Attributes:
         samples: How many inputs are used, at most.
         power: Exponent of the expectation; the noise has the exponent 1 − power.
+        spatial: How much of the damage reconstruction leaves in a convolution over
+            several positions and channels, relative to other layers.
         seed: Seed for drawing classes.
         orm: How ORM is measured for the report; the damage does not depend on it.
     """
 
     samples: int = 64
     power: float = 0.7
+    spatial: float = 0.7
     seed: int = 0
     orm: OrmSettings = OrmSettings(per_function=True)
 
@@ -137,8 +144,9 @@ class Sensitivity:
         if len({c.activation for c in choices}) > 1:
             inputs = [Choice(FLOAT_BITS, c.activation) for c in choices]
             table = table + factor[:, :1] * noise_table(replace(given, choices=inputs))
+        left = [self.spatial if unit.kind == "conv" else 1.0 for unit in graph.units]
         orm = orm or measure_orm(graph, model, given.samples, self.orm)
-        return orm.table(table)
+        return orm.table(np.array(left)[:, None] * table)
 
     def _factor(
         self, ratio: Table, weights: Sequence[Choice], measured: Sequence[int]
