@@ -93,6 +93,14 @@ def test_layers_round_a_wide_residual_stream_once_more():
     assert len(sites) == len(few) + 2
 
 
+def test_only_residual_streams_are_wide():
+    plain = nn.Sequential(
+        nn.Conv2d(3, 4, 3), nn.ReLU(), nn.AvgPool2d(2), nn.AdaptiveAvgPool2d(1)
+    )
+    sites, _ = sites_of(seeded(plain), images(), bits=4, sum_bits=16)
+    assert {site.bits for site in sites} == {4, 8}
+
+
 def test_sites_of_a_mobile_network():
     sites, _ = sites_of(seeded(TinyMobileNet()), images())
     assert set(places(sites)) == {

@@ -233,7 +233,7 @@ class _Finder:
             if placed and self.sum_bits > SUM_BITS and self._in_stream(members):
                 sites += self._stream_sites(placed, bits)
             elif placed:
-                sites.append(self._site(placed, bits or self.sum_bits))
+                sites.append(self._site(placed, bits or SUM_BITS))
         return sites, skipped
 
     def _in_stream(self, members: Sequence[int]) -> bool:
