@@ -11,7 +11,7 @@ import torch
 import ompq
 from cli_tools import network_file, run, run_json
 from nets import TinyMobileNet, images, seeded
-from ompq.costs import in_bytes
+from ompq.amounts import in_bytes
 from ompq.errors import ExportError, ModelError
 from ompq.files import call_user_function
 from ompq.onnx import installed_runtimes, time_files

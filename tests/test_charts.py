@@ -14,7 +14,6 @@ from torch import nn
 
 import ompq
 from nets import TinyMobileNet, images, seeded
-from ompq.costs import counted, in_bytes, seconds, short, ticks
 from ompq.errors import MissingExtraError
 from ompq.report.charts import (
     accuracy_chart,
@@ -96,45 +95,6 @@ def test_bars_of_any_sign_have_widths():
     assert bar_column(np.array([1.0, 2.0, 4.0])) == [25.0, 50.0, 100.0]
     assert bar_column(np.array([-1.0, 0.0, 1.0])) == [0.0, 50.0, 100.0]
     assert bar_column(np.zeros(2)) == [0.0, 0.0]
-
-
-# ---- numbers
-
-
-def test_numbers_read_well():
-    assert [short(x) for x in (1.234, 9.996, 12.34, 123.4)] == [
-        "1.23",
-        "10.0",
-        "12.3",
-        "123",
-    ]
-    assert [in_bytes(x) for x in (5, 1023, 1024, 2**20 * 1.5, 2**45)] == [
-        "5 B",
-        "1023 B",
-        "1.00 KiB",
-        "1.50 MiB",
-        "32.0 TiB",
-    ]
-    assert [counted(x) for x in (7, 999, 999.6, 1.5e6, 3e9)] == [
-        "7",
-        "999",
-        "1.00k",
-        "1.50M",
-        "3.00G",
-    ]
-    assert [seconds(x) for x in (0.21, 2.5, 59.97, 93.4, 119.9)] == [
-        "210 ms",
-        "2.50 s",
-        "1 min 00 s",
-        "1 min 33 s",
-        "2 min 00 s",
-    ]
-
-
-def test_ticks_are_round_and_inside():
-    assert ticks(61.2, 74.9, 5) == [65, 70]
-    assert ticks(0, 1, 5) == pytest.approx([0, 0.2, 0.4, 0.6, 0.8, 1.0])
-    assert ticks(3, 3) == [3]
 
 
 # ---- figures

@@ -11,6 +11,7 @@ SOURCE = Path(ompq.__file__).parent
 # order, or `...` where they are siblings in no order.
 ORDER = {
     "errors": "",
+    "amounts": "",
     "processes": "",
     "files": "",
     "units": "",

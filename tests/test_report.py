@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from ompq.allocation import Allocation, ParetoPoint
-from ompq.costs import Budget, in_bytes
+from ompq.amounts import in_bytes
+from ompq.costs import Budget
 from ompq.plans import Measurement, Plan
 from ompq.report import axis_costs, explorer_data, render_report, solution, write_report
 from ompq.results import Agreement

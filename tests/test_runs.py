@@ -15,7 +15,7 @@ import torch
 import ompq
 from cli_tools import NETWORK, network_file, run, run_json
 from ompq import reconstruction, workflow
-from ompq.costs import in_bytes
+from ompq.amounts import in_bytes
 from ompq.datasets import load_data
 from ompq.errors import FileError
 from ompq.evaluation import evaluate

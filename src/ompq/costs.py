@@ -1,4 +1,4 @@
-"""What bits cost: bytes, bit-operations, milliseconds; budgets and readable amounts."""
+"""What bits cost: bytes, bit-operations, milliseconds; and budgets that limit them."""
 
 import json
 import re
@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from decimal import Decimal
 from functools import cached_property
-from math import ceil, floor, fsum, isfinite, log10
+from math import ceil, floor, fsum, isfinite
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -25,81 +25,6 @@ from ompq.files import (
     read_json,
 )
 from ompq.units import Choice, LayerGraph, LiveTensor, Table, Unit
-
-
-def short(value: float) -> str:
-    """Return about three digits, no exponent: 1.23, 12.3, 123, 1234."""
-    size = abs(value)
-    places = 2 if size < 9.995 else 1 if size < 99.95 else 0
-    return f"{value:.{places}f}"
-
-
-def in_bytes(value: float) -> str:
-    """Return a size in binary units.
-
-    Example:
-        >>> in_bytes(1_572_864)
-        '1.50 MiB'
-    """
-    return _scaled(value, 1024, 1024, (" B", " KiB", " MiB", " GiB", " TiB"))
-
-
-def counted(value: float) -> str:
-    """Return a count with a decimal prefix.
-
-    Example:
-        >>> counted(3_469_760)
-        '3.47M'
-    """
-    return _scaled(value, 1000, 999.5, ("", "k", "M", "G", "T", "P"))
-
-
-def _scaled(value: float, base: int, limit: float, units: Sequence[str]) -> str:
-    """Return a value in the largest unit in which it is at least 1."""
-    power = 0
-    while abs(value) >= limit and power < len(units) - 1:
-        value, power = value / base, power + 1
-    return f"{short(value) if power else format(value, '.0f')}{units[power]}"
-
-
-def digits(value: float, count: int = 3) -> str:
-    """Return a number with ``count`` significant digits, with an exponent if small."""
-    return f"{value:.{count}g}"
-
-
-def percent(fraction: float, places: int = 1) -> str:
-    """Return a fraction in percent."""
-    return f"{100 * fraction:.{places}f}%"
-
-
-def seconds(value: float) -> str:
-    """Return a duration."""
-    if value < 1:
-        return f"{1000 * value:.0f} ms"
-    if value < 59.95:
-        return f"{short(value)} s"
-    minutes, rest = divmod(round(value), 60)
-    return f"{minutes} min {rest:02d} s"
-
-
-def ticks(low: float, high: float, count: int = 5) -> list[float]:
-    """Return about ``count`` round numbers from ``low`` to ``high``."""
-    span = high - low
-    if span <= 0:
-        return [low]
-    raw = span / count
-    unit = 10 ** floor(log10(raw))
-    step = next(s * unit for s in (1, 2, 2.5, 5, 10) if s * unit >= raw * 0.999)
-    first = ceil(low / step - 1e-9)
-    return [n * step for n in range(first, floor(high / step + 1e-9) + 1)]
-
-
-def decades(values: Sequence[float]) -> tuple[int, int]:
-    """Return the powers of ten that enclose all positive values."""
-    positive = [value for value in values if value > 0] or [1.0]
-    low, high = floor(log10(min(positive))), ceil(log10(max(positive)))
-    return low, max(high, low + 1)
-
 
 Accounting = Literal["packed", "paper"]
 LatencyTable = Mapping[str, Mapping[str, float]]  # unit → "W4A8" → milliseconds

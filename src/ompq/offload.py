@@ -18,10 +18,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
+from ompq.amounts import in_bytes
 from ompq.errors import DeviceMemoryError
 
 _UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "GB": 10**9, "MB": 10**6}
-_SHOWN = ("GiB", "MiB", "KiB")
 # Attributes of a tensor that are tensors; the others need no copy.
 _VIEWS = {"T", "mT", "H", "mH", "real", "imag"}
 # Functions that read no values, or must act on the parameter itself.
@@ -74,8 +74,8 @@ class DeviceMemory:
         """Raise a DeviceMemoryError if the limit is smaller than ``needed`` bytes."""
         if needed > self.limit_bytes:
             raise DeviceMemoryError(
-                f"device_memory={_text(self.limit_bytes)} does not hold the "
-                f"{_text(needed)} of weights needed at once; raise it"
+                f"device_memory={in_bytes(self.limit_bytes)} does not hold the "
+                f"{in_bytes(needed)} of weights needed at once; raise it"
             )
 
     def forget(self) -> None:
@@ -125,14 +125,6 @@ def device_memory(
     finally:
         _memory = outer
         memory.forget()
-
-
-def _text(amount: int) -> str:
-    """Return an amount in the largest unit of which it has at least one."""
-    for unit in _SHOWN:
-        if amount >= _UNITS[unit]:
-            return f"{amount / _UNITS[unit]:.4g}{unit}"
-    return f"{amount}B"
 
 
 def _bytes(text: str) -> int:

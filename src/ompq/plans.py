@@ -23,6 +23,7 @@ from ompq.allocation import (
     halfway,
     pareto,
 )
+from ompq.amounts import in_bytes
 from ompq.costs import (
     FLOAT_BITS,
     Accounting,
@@ -31,7 +32,6 @@ from ompq.costs import (
     Cost,
     LatencyTable,
     cost_tables,
-    in_bytes,
     latency_table,
     overhead_bytes,
     paper_bytes,

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import torch
 
+from ompq.amounts import in_bytes
 from ompq.cli.console import Column, Console, Shown, View, facts, muted
 from ompq.cli.options import (
     argument,
@@ -22,7 +23,6 @@ from ompq.cli.options import (
     output_path,
 )
 from ompq.cli.settings import read_samples
-from ompq.costs import in_bytes
 from ompq.datasets import load_data
 from ompq.errors import DataError, ExportError, ModelError, PackedFileError
 from ompq.files import ONNX, PACKED, RESULT, json_object, read_json, replacing

@@ -30,14 +30,8 @@ from rich.console import Console as RichConsole, RenderableType
 from rich.table import Column as RichColumn, Table
 from rich.text import Text
 
-from ompq.costs import (
-    PURPOSES,
-    counted,
-    digits,
-    in_bytes,
-    readable,
-    seconds as duration,
-)
+from ompq.amounts import counted, digits, in_bytes, seconds as duration
+from ompq.costs import PURPOSES, readable
 from ompq.errors import shortened
 from ompq.plans import Plan, unit_rows
 from ompq.results import Evaluation, Progress, Stages, silent

@@ -10,6 +10,7 @@ import numpy as np
 import typer
 
 from ompq.allocation import Problem, reachable
+from ompq.amounts import digits, in_bytes
 from ompq.cli.console import (
     Column,
     Console,
@@ -43,7 +44,7 @@ from ompq.cli.settings import (
     read_samples,
     unknown_score,
 )
-from ompq.costs import FLOAT_BITS, Budget, digits, in_bytes
+from ompq.costs import FLOAT_BITS, Budget
 from ompq.datasets import load_data
 from ompq.files import REPORT
 from ompq.measurement import SCORES, Audit, AuditConfig, audit as measure_scores

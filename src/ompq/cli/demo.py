@@ -11,6 +11,7 @@ from rich.text import Text
 from torch import Tensor, nn
 
 from ompq.allocation import Allocation
+from ompq.amounts import in_bytes, percent
 from ompq.cli.console import Column, Console, Shown, View, facts, time_line
 from ompq.cli.options import (
     check_writable,
@@ -18,7 +19,7 @@ from ompq.cli.options import (
     option,
     output_path,
 )
-from ompq.costs import Budget, in_bytes, percent
+from ompq.costs import Budget
 from ompq.errors import InfeasibleBudgetError, OmpqError
 from ompq.files import ONNX, PACKED, PLAN, REPORT, RESULT
 from ompq.models import DemoData, DemoNetwork, demo_data, load_model

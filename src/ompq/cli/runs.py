@@ -18,6 +18,7 @@ import typer
 from torch import nn
 
 from ompq.allocation import Allocation
+from ompq.amounts import digits, in_bytes
 from ompq.cli.console import (
     Console,
     View,
@@ -50,7 +51,7 @@ from ompq.cli.settings import (
     provenance,
     read_samples,
 )
-from ompq.costs import Budget, digits, in_bytes
+from ompq.costs import Budget
 from ompq.datasets import Data, HeldSet, training_data
 from ompq.datasets.images import image_views
 from ompq.errors import BudgetError, DataError, PlanError, suggestion

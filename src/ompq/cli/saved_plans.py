@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import numpy as np
 
+from ompq.amounts import counted, digits, in_bytes
 from ompq.cli.console import (
     Column,
     Console,
@@ -30,7 +31,7 @@ from ompq.cli.options import (
     option,
     output_path,
 )
-from ompq.costs import FILES, Budget, counted, digits, in_bytes
+from ompq.costs import FILES, Budget
 from ompq.errors import PlanError, shortened
 from ompq.files import PLAN, RESULT, read_json
 from ompq.plans import Plan

@@ -20,8 +20,9 @@ from scipy.stats import kendalltau, spearmanr
 from torch import Tensor, nn
 
 from ompq.allocation.program import Allocation
+from ompq.amounts import digits
 from ompq.attention import with_layers
-from ompq.costs import FLOAT_BITS, Budget, can_be_coded, digits
+from ompq.costs import FLOAT_BITS, Budget, can_be_coded
 from ompq.errors import CheckpointError, SampleError
 from ompq.evaluation import evaluate, logits_of
 from ompq.files import json_list, json_object, read_json, write_text

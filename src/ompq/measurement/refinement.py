@@ -25,7 +25,8 @@ from numpy.typing import NDArray
 from torch import nn
 
 from ompq.allocation import Allocation, allocate, reachable
-from ompq.costs import Budget, digits, in_bytes, percent
+from ompq.amounts import digits, in_bytes, percent
+from ompq.costs import Budget
 from ompq.errors import GoalError, check_known
 from ompq.evaluation import Metric, evaluate
 from ompq.files import json_number, json_object

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ompq.allocation.program import Allocation, Columns, Program
+from ompq.amounts import digits
 from ompq.attention import with_layers
-from ompq.costs import FLOAT_BITS, Budget, digits
+from ompq.costs import FLOAT_BITS, Budget
 from ompq.errors import BudgetError, InfeasibleBudgetError
 from ompq.graph import trace
 from ompq.measurement import Meter

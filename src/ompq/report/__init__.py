@@ -14,17 +14,8 @@ from markupsafe import Markup
 from numpy.typing import NDArray
 
 from ompq.allocation import Allocation
-from ompq.costs import (
-    FILES,
-    Budget,
-    Cost,
-    counted,
-    digits,
-    in_bytes,
-    percent,
-    seconds,
-    short,
-)
+from ompq.amounts import counted, digits, in_bytes, percent, seconds, short
+from ompq.costs import FILES, Budget, Cost
 from ompq.files import library_version, write_text
 from ompq.measurement import Audit
 from ompq.plans import Plan, check_plan

@@ -18,8 +18,9 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor, nn
 
+from ompq.amounts import decades, digits, in_bytes, percent, seconds, ticks
 from ompq.attention import with_layers
-from ompq.costs import FLOAT_BITS, decades, digits, in_bytes, percent, seconds, ticks
+from ompq.costs import FLOAT_BITS
 from ompq.errors import MissingExtraError
 from ompq.files import replacing
 from ompq.graph import folded
