@@ -9,7 +9,9 @@ Beside the product's scores stand ``published`` (the OMPQ authors' bit lists),
 ``uniform`` (the largest width that fits everywhere, often far below the budget) and
 ``filled`` (the list nearest to uniform that fills the budget). Every row says how many
 bits and bytes it has. Networks are judged by divergence from float, with top-1 beside.
-``--plans`` measures plans that ``ompq plan -o`` wrote instead.
+``--plans`` measures plans that ``ompq plan -o`` wrote instead. ``cifar-*`` are networks
+that ``qat.py --only float --work WORK`` has trained: copy WORK/NAME.safetensors to
+FOLDER/weights/cifar_NAME.safetensors.
 
 A row is written when it is there, and not made again by the same commit. The same
 command may run several times at once with one ``--work``: each process takes what none
@@ -27,6 +29,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from common import DEVICE, Rows, arguments, claimed, once, synchronise
+from qat import NETWORKS as TRAINED
 
 import ompq
 from ompq import Allocation, Choice, Plan
@@ -46,6 +49,11 @@ NETWORKS = {
     ),
     "resnet20": ("cifar:resnet20", "cifar_resnet20", "bits"),
     "resnet56": ("cifar:resnet56", "cifar_resnet56", "bits"),
+    **{
+        f"cifar-{name}": (network, f"cifar_{name}", "bits")
+        for name, (network, weights) in TRAINED.items()
+        if weights is None
+    },
 }
 
 

@@ -71,14 +71,19 @@ class FloatTraining:
     cutout: int = 0
 
 
+CIFAR_NETWORKS = Path(__file__).with_name("cifar_networks.py")
+# Those of the file are trained for ``ptq.py``, where they stand for unseen networks.
+UNSEEN = ("mobilenet_v2", "mobilenet_v3_small", "regnet_y_400mf", "vgg11_bn")
 NETWORKS = {
     "resnet20": ("cifar:resnet20", "cifar_resnet20"),
     "resnet18": ("cifar:resnet18", None),
+    **{name: (f"{CIFAR_NETWORKS}:{name}", None) for name in UNSEEN},
 }
 # A small network underfits: what makes images or labels harder does not help it.
 FLOAT = {
     "resnet20": FloatTraining(epochs=100, batch=256, rate=0.2),
     "resnet18": FloatTraining(epochs=60, batch=512, rate=0.4, smoothing=0.1, cutout=12),
+    **dict.fromkeys(UNSEEN, FloatTraining(epochs=40, batch=512, rate=0.2)),
 }
 
 
