@@ -463,7 +463,7 @@ class Wide(nn.Module):
         return self.head(self.layers(x))
 
 
-def test_tables_are_the_same_for_any_number_of_threads():
+def test_tables_agree_to_nine_digits_for_any_number_of_threads():
     network, samples = seeded(Wide()), images(24, size=32)
     graph = trace(network, samples)
     choices = [Choice(w, a) for w in (2, 8) for a in (4, 8)]
@@ -479,11 +479,12 @@ def test_tables_are_the_same_for_any_number_of_threads():
             )
     finally:
         torch.set_num_threads(threads)
+    # Threads sum in another order. A last bit can round the ninth digit up or down.
     for one, other in zip(*found, strict=True):
-        assert one.damage.tolist() == other.damage.tolist()
+        np.testing.assert_allclose(one.damage, other.damage, rtol=1e-8)
     for name in ("orm", "gamma", "importance"):
-        values = [getattr(tables[0], name).tolist() for tables in found]
-        assert values[0] == values[1]
+        values = [getattr(tables[0], name) for tables in found]
+        np.testing.assert_allclose(*values, rtol=1e-8)
 
 
 def test_tables_keep_nine_digits(network, graph):
