@@ -198,7 +198,8 @@ def run_one(options, network, bits, seed: int, iterations: int) -> dict:
     """Quantize, reconstruct and evaluate once."""
     model, samples, batches, reference, held_out = network
     start = time.perf_counter()
-    quantized = ompq.quantize(model, bits, samples)
+    quantizing = ompq.QuantizeConfig(**json.loads(options.quantizing))
+    quantized = ompq.quantize(model, bits, samples, quantizing)
     synchronise()
     between = time.perf_counter()
     rounding = ompq.RoundingConfig(
@@ -282,6 +283,7 @@ def main() -> None:
         help="to calibrate with; the rest of 1,000 is held out",
     )
     parser.add_argument("--views", type=int, default=1, help="of each image")
+    parser.add_argument("--quantizing", default="{}", help="JSON of other settings")
     parser.add_argument("--rounding", default="{}", help="JSON of other settings")
     parser.add_argument("--tuning", default="{}", help="JSON of settings of tuning")
     parser.add_argument("--loss", default="squared")
@@ -301,6 +303,7 @@ def main() -> None:
         out=options.out,
         work=options.work,
         choices=options.choices,
+        quantizing=options.quantizing,
         rounding=options.rounding,
         tuning=options.tuning,
         loss=options.loss,

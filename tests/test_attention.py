@@ -258,13 +258,15 @@ def test_a_decoder_reads_two_tensors_and_comes_back_from_a_file(tmp_path):
 
     given = values(8, 4, 8), values(8, 6, 8, seed=1)
     network = seeded(Decoder())
-    quantized = ompq.quantize(network, {"*": (4, 8)}, given)
+    nearest = ompq.QuantizeConfig(output_error=False)  # keeps weights as they are
+    quantized = ompq.quantize(network, {"*": (4, 8)}, given, nearest)
     assert isinstance(quantized.layer.self_attn, LayeredAttention)
     names = ["self_attn.in_proj", *(f"multihead_attn.{x}_proj" for x in "qkv")]
     assert {f"layer.{name}" for name in names} <= set(quantized_layers(quantized))
     rows = network.layer.multihead_attn.in_proj_weight[8:16]
     layer = quantized.layer.multihead_attn.k_proj
-    assert_close(layer.weight, rows)
+    # Restoring moments scales channels a little.
+    torch.testing.assert_close(layer.weight, rows, rtol=0, atol=1e-3)
     graph = quantization_of(quantized).graph
     macs = [graph[f"layer.multihead_attn.{x}_proj"].macs for x in "qkv"]
     assert macs == [4 * 8 * 8, 6 * 8 * 8, 6 * 8 * 8]

@@ -34,7 +34,7 @@ ORDER = {
     "plans": "",
     "planner": "",
     "layers": "",
-    "quantization": "sites channels",
+    "quantization": "sites channels feedback",
     "reconstruction": "blocks descent rounding brecq tuning",
     "evaluation": "",
     "training": "step methods",

@@ -225,8 +225,8 @@ def test_progress_is_told():
     assert ranges == [(1, 4), *read, *read]  # and again, to weigh them
     units = len(ompq.trace(model, SAMPLES))
     rounding = [step[:2] for step in seen if step[2] == "rounding weights"]
-    inputs = [(n, 11) for n in range(1, 12)]  # of few weights: 32 samples
-    assert rounding == [(2, 4), *inputs, *((n, units) for n in range(1, units + 1))]
+    # The inputs are read first, then each unit is rounded.
+    assert rounding == [(2, 4), *read, *((n, units) for n in range(1, units + 1))]
 
 
 def test_progress_knows_how_many_batches_a_list_gives():

@@ -9,11 +9,12 @@ import torch
 
 import ompq
 from cli_tools import network_file, run, run_json
-from nets import Chain, TinyMobileNet, TinyResNet, images, scenes, seeded
+from nets import Chain, TinyMobileNet, TinyResNet, demo_network, images, scenes, seeded
 from ompq import reconstruction
 from ompq.errors import CheckpointError, GoalError, PlanError, SampleError
 from ompq.evaluation import logits_of
 from ompq.measurement import Meter, refinement
+from ompq.models import demo_data
 from ompq.samples import Samples, kl_divergence
 
 BRIEF = ompq.RefineConfig(count=5, scores=("weight_noise",))
@@ -41,16 +42,24 @@ def refined(network, plan):
     return ompq.refine(plan, network, images(32), BRIEF)
 
 
-def test_a_misleading_score_is_corrected(network, plan, refined):
-    longer = replace(BRIEF, scores=(), count=10)
-    alone = ompq.refine(plan, network, images(32), longer)
-    for found in (refined, alone):
+def test_a_misleading_score_is_corrected():
+    network, samples = demo_network(), demo_data().train_images[:128]
+    config = ompq.PlanConfig(score=misleading)
+    plan = ompq.plan(network, samples[:32], "3bits", config)
+    alone = replace(BRIEF, scores=(), count=10)
+    for config, part in ((BRIEF, 0.2), (alone, 0.9)):
+        found = ompq.refine(plan, network, samples, config)
         start, best = found.measured[0], min(m.divergence for m in found.measured)
         assert start.allocation == plan.allocation
-        assert best < 0.9 * start.divergence
+        assert best < part * start.divergence
         assert found.totals["average_bits"] <= 3
-    assert len(refined.measured) == 5
-    assert [m.name for m in refined.measured][1:3] == ["weight_noise", "refit 2"]
+        assert len(found.measured) == config.count
+
+
+def test_optima_of_scores_are_measured_first(plan, refined):
+    names = [one.name for one in refined.measured]
+    assert names == ["misleading", "weight_noise", "refit 2", "refit 3", "refit 4"]
+    assert refined.measured[0].allocation == plan.allocation
 
 
 def test_the_best_measured_allocation_is_chosen(network, refined):
@@ -75,10 +84,12 @@ def test_one_measurement_is_the_plan_itself(network, plan):
     assert len(found.measured) == 1
 
 
-def test_patience_ends_the_search(network, plan, refined):
-    values = [one.divergence for one in refined.measured]
+def test_patience_ends_the_search(network, plan):
+    alone = replace(BRIEF, scores=())
+    longer = ompq.refine(plan, network, images(32), alone)
+    values = [one.divergence for one in longer.measured]
     first_worse = next(i for i in range(1, 5) if values[i] >= min(values[:i]))
-    found = ompq.refine(plan, network, images(32), replace(BRIEF, patience=1))
+    found = ompq.refine(plan, network, images(32), replace(alone, patience=1))
     assert len(found.measured) == first_worse + 1
 
 

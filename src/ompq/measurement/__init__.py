@@ -90,7 +90,7 @@ class Meter:
     @cached_property
     def judge(self) -> str:
         """A digest of how it measures; only equal ones give comparable divergences."""
-        way = f"reconstruct {self.iterations}" if self.iterations else "round"
+        way = f"reconstruct {self.iterations}" if self.iterations else "feedback"
         if self.config.group_size:
             way += f" groups of {self.config.group_size}"
         content = f"{way} {len(self.samples)}".encode()

@@ -1,6 +1,6 @@
 """quantize(): fold batch norms, calibrate, round weights and correct their biases."""
 
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
@@ -45,13 +45,18 @@ from ompq.quantization.channels import (
     float_moments,
     restore_moments,
 )
+from ompq.quantization.feedback import (
+    channel_grams,
+    input_grams,
+    parameter_uses,
+    round_with_feedback,
+)
 from ompq.quantization.sites import (
     READING,
     ActivationSite,
     Link,
     attach_to_operand,
     find_sites,
-    input_grams,
     quantizer_name,
     read_ranges,
     weigh_ranges,
@@ -79,7 +84,6 @@ from ompq.rates import (
 from ompq.recording import copied
 from ompq.results import Progress, data_frame, html_table, no_progress
 from ompq.samples import Samples, SamplesLike, evaluating, model_device
-from ompq.streams import LARGEST_HALF_BITS
 from ompq.units import (
     IN_PLACE,
     Choice,
@@ -96,6 +100,7 @@ WeightGrid: TypeAlias = Callable[[Unit, Tensor, int], tuple[Grid, Tensor]]
 
 _ROUNDING = "rounding weights"
 _DEFAULT_ACTIVATION_BITS = 8  # where only weight bits are given
+_LARGEST_FEEDBACK_BITS = 6  # above, rounding to nearest loses next to nothing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,9 +113,10 @@ class QuantizeConfig:
             error, ``minmax`` covers all weights of a channel, and ``shrink`` is
             BRECQ's search, which scales both ends by one factor.
         weight_power: ``search`` minimises the sum of |error| to this power.
-        output_error: Whether channels with few weights minimise the squared error of
-            their output instead. This applies up to 6 bits, above which nothing is
-            gained, and only to a power of 2.
+        output_error: Whether weights are rounded with error feedback, for a small
+            error of each layer's output, instead of each to nearest. This applies up to
+            6 bits, above which nothing is gained, and only after a ``search`` with a
+            power of 2.
         equalize: Whether to equalize the ranges of channels that only a depthwise
             convolution reads, or a linear layer after a LayerNorm, so that one step
             suits them all better.
@@ -157,7 +163,8 @@ _BRECQ = QuantizeConfig(
     activation_range="shrink",
     restore_moments=False,
 )
-_HAWQ_V3 = QuantizeConfig(sum_bits=STREAM_BITS)
+# Training rounds to nearest, so it starts from weights that error feedback left alone.
+_HAWQ_V3 = QuantizeConfig(sum_bits=STREAM_BITS, output_error=False)
 # Published settings by name.
 QUANTIZE_PROTOCOLS: Mapping[str, QuantizeConfig] = MappingProxyType(
     {
@@ -250,8 +257,9 @@ def quantize(
 ) -> nn.Module:
     """Return a quantized copy of a network, ready to use.
 
-    Batch norms are folded, weights rounded to nearest, activation ranges calibrated on
-    the samples, and the mean and spread that each channel had before are restored.
+    Batch norms are folded, weights rounded so that those of a channel make up for each
+    other's errors, activation ranges calibrated on the samples, and the mean and spread
+    that each channel had before are restored.
 
     Args:
         plan: A plan; the bits of every layer; a file with either; or a dict, pattern →
@@ -389,12 +397,13 @@ def _grams(
     config: QuantizeConfig,
     report: Progress,
 ) -> dict[str, Tensor]:
-    """Return input Gram matrices of the units whose output error is minimised."""
+    """Return input Gram matrices of the units that are rounded with error feedback."""
     searched = config.weight_range == "search" and config.weight_power == 2
     units = [
         unit
         for unit in graph.units
-        if allocation[unit.name].weight <= LARGEST_HALF_BITS and not unit.group_size
+        if not (choice := allocation[unit.name]).rate
+        and choice.weight <= _LARGEST_FEEDBACK_BITS
     ]
     return input_grams(
         model,
@@ -421,17 +430,23 @@ def _weight_grids(
         choice, kind = allocation[unit.name], config.weight_grid
         if choice.rate:
             return _coded_weight(unit, choice, weight, axis, factors)
-        bits = choice.weight
+        bits, gram = choice.weight, grams.get(unit.name)
         options: Any = {"channel_dim": axis, "group_size": unit.group_size}
         if config.weight_range == "shrink":
             grid = shrunk_weight(weight, bits, **options)
         elif config.weight_range == "minmax":
             grid = minmax_weight(weight, bits, kind=kind, **options)
         else:
-            gram, power = grams.get(unit.name), config.weight_power
-            options |= {"kind": kind, "power": power, "gram": gram}
+            options |= {"kind": kind, "power": config.weight_power}
+            if gram is not None and not unit.group_size:
+                options["gram"] = channel_grams(gram, unit.out_channels)
             grid = search_weight(weight.float(), bits, **options)
-        return (_byte_scales(grid, weight, unit) if unit.group_size else grid), weight
+        if unit.group_size:
+            grid = _byte_scales(grid, weight, unit)
+        if gram is None:
+            return grid, weight
+        # Scales of groups must stay what a packed file holds.
+        return round_with_feedback(weight, grid, gram, refit=not unit.group_size)
 
     return weight_grid
 
@@ -479,10 +494,8 @@ def assemble(
     """
     quantized = copied(model).eval()
     aliases = _aliases(quantized)
-    # Parameters are counted by id: holding on to replaced layers would cost memory.
-    uses: Counter[int] = Counter()
+    uses = parameter_uses(quantized)
     for module in quantized.modules():
-        uses.update(map(id, module.parameters(recurse=False)))
         if isinstance(module, nn.TransformerEncoderLayer):
             # Its fused kernel would read the stored weights, which are not rounded.
             module.activation_relu_or_gelu = 0

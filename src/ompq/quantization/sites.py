@@ -1,7 +1,4 @@
-"""Activation sites: where activations are quantized, and what calibration sees there.
-
-Also the Gram matrices of layer inputs, which calibration reads for the weights.
-"""
+"""Activation sites: where activations are quantized, and what they see there."""
 
 import logging
 from collections import Counter
@@ -9,12 +6,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
-from torch.nn.modules.conv import _ConvNd
 from torch.overrides import TorchFunctionMode
 
 from ompq.costs import FLOAT_BITS, SUM_BITS
@@ -22,7 +17,6 @@ from ompq.errors import QuantizationError
 from ompq.graph import is_sum, unit_calls
 from ompq.layers import ActivationQuantizer
 from ompq.ranges import (
-    FEW_WEIGHTS,
     Observed,
     observe_range,
     value_bins,
@@ -31,16 +25,14 @@ from ompq.ranges import (
 from ompq.recording import Call, Recording, function_name, tensors_in, watch
 from ompq.results import Progress
 from ompq.samples import (
-    Report,
     Samples,
-    collect,
     cudnn_kernels,
     first_tensor,
     map_batch,
     model_device,
     to_device,
 )
-from ompq.units import IN_PLACE, Choice, LayerGraph, Skipped, Unit
+from ompq.units import Choice, LayerGraph, Skipped
 
 # These return values of their input, so their output is on the grid of their input.
 _PASSIVE = {
@@ -471,8 +463,6 @@ READING = "calibrating activations"
 # Number of samples that importance is estimated from, and the largest batch, small
 # because a backward pass needs all activations in memory.
 _IMPORTANCE_SAMPLES, _BACKWARD_BATCH = 64, 16
-_GRAM_SAMPLES = 32  # each has many positions
-_LEAST_VARIANCE = 1e-9  # relative to the mean square; anything below is rounding error
 
 
 def read_ranges(
@@ -635,105 +625,3 @@ def _loss(output: Tensor, generator: torch.Generator) -> Tensor:
         return -log_p.gather(1, drawn).sum()
     signs = torch.randint(2, output.shape, generator=generator) * 2 - 1
     return (output * signs.to(output.device)).sum()
-
-
-def input_grams(
-    model: nn.Module,
-    units: Sequence[Unit],
-    samples: Samples,
-    *,
-    centred: bool = True,
-    batch_size: int,
-    report: Report = lambda _done, _total: None,
-) -> dict[str, Tensor]:
-    """Return input Gram matrices, by name, of units with few weights per channel.
-
-    They are positive definite, (C, K, K) or, where all channels have the same inputs,
-    (1, K, K), and come from the first 32 samples. Transposed convolutions are left out.
-    ``centred`` subtracts the mean input, whose error the bias can correct.
-    """
-    # Weights that are rounded in place have no module of their own.
-    sums = {
-        unit.name: _InputSums(model.get_submodule(unit.name))
-        for unit in units
-        if unit.kind not in (*IN_PLACE, "transposed")
-        and unit.weights <= FEW_WEIGHTS * unit.out_channels
-    }
-    if not sums:
-        return {}
-    collectors = [(each.layer, each.add) for each in sums.values()]
-    first = samples.first(_GRAM_SAMPLES)
-    collect(model, first, collectors, batch_size=batch_size, report=report)
-    return {n: each.gram(centred=centred) for n, each in sums.items() if each.count}
-
-
-class _InputSums:
-    """Running sums over the inputs of a layer."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        self.layer = layer
-        self.count = 0
-        self._sum: Tensor | float = 0.0  # (groups, K, 1)
-        self._products: Tensor | float = 0.0  # (groups, K, K)
-
-    def add(self, layer: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        """Add the input of one call of the layer."""
-        x = next(tensors_in((args, kwargs)))
-        if isinstance(layer, _ConvNd) and x.dim() == len(layer.kernel_size) + 1:
-            x = x[None]  # one sample without a batch dimension
-        # One sample at a time, as the patches of a convolution repeat its input.
-        for sample in torch.split(x, 1):
-            # In double precision, since the means that are subtracted may be large.
-            columns = _columns(layer, sample, next(tensors_in(output)).shape).double()
-            self.count += columns.shape[-1]
-            self._sum = self._sum + columns.sum(-1, keepdim=True)
-            self._products = self._products + columns @ columns.transpose(1, 2)
-
-    def gram(self, *, centred: bool) -> Tensor:
-        """Return the Gram matrix of each output channel's inputs, or the shared one."""
-        gram = torch.as_tensor(self._products) / self.count
-        mean_square = variance = _mean_diagonal(gram)
-        if centred:
-            mean = torch.as_tensor(self._sum) / self.count
-            gram = gram - mean @ mean.transpose(1, 2)
-            variance = _mean_diagonal(gram)
-        # With fewer positions than weights the estimate is poor, and constant inputs
-        # give none at all: the ridge then makes all weight errors count alike.
-        width = gram.shape[-1]
-        varying = variance > _LEAST_VARIANCE * mean_square
-        ridge = torch.where(varying, variance * width / self.count, 1.0)
-        gram = gram + ridge[:, None, None] * torch.eye(width).to(gram)
-        if len(gram) > 1:
-            channels = len(cast(Tensor, self.layer.weight))
-            gram = gram.repeat_interleave(channels // len(gram), dim=0)
-        return gram.float()
-
-
-def _mean_diagonal(gram: Tensor) -> Tensor:
-    return gram.diagonal(dim1=1, dim2=2).mean(1)
-
-
-def _columns(layer: nn.Module, x: Tensor, output: Sequence[int]) -> Tensor:
-    """Return the inputs that each weight is multiplied by, (groups, K, positions).
-
-    A layer may pad its input itself, as TensorFlow does; the shape of its ``output``
-    shows by how much.
-    """
-    if not isinstance(layer, _ConvNd):
-        return x.reshape(-1, x.shape[-1]).T[None]
-    dims = len(layer.kernel_size)
-    mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
-    x = F.pad(x, layer._reversed_padding_repeated_twice, mode=mode)
-    sizes = zip(layer.kernel_size, layer.stride, layer.dilation, strict=True)
-    for axis, (size, stride, dilation) in enumerate(sizes, start=2):
-        extent = dilation * (size - 1) + 1
-        needed = stride * (output[axis - 2 - dims] - 1) + extent
-        missing = max(needed - x.shape[axis], 0)
-        later_axes = (0, 0) * (x.dim() - 1 - axis)
-        x = F.pad(x, (*later_axes, missing // 2, missing - missing // 2))
-        x = x.unfold(axis, extent, stride)[..., ::dilation]
-    # (N, C, positions..., kernel...)
-    x = x.reshape(len(x), layer.groups, -1, *x.shape[2:])
-    x = x.movedim(tuple(range(-dims, 0)), tuple(range(3, 3 + dims)))
-    x = x.flatten(2, 2 + dims).flatten(3)  # (N, groups, K, positions)
-    return x.permute(1, 2, 0, 3).flatten(2)
