@@ -1,10 +1,10 @@
-"""Networks rounded to nearest, with one setting of quantize() or another.
+"""Rounded networks, with one setting of quantize() or another.
 
 python benchmarks/rounded.py moments --data FOLDER --network mobilenet_v2
 python benchmarks/rounded.py ranges --data FOLDER --network resnet20 --bits 8 6 4
 
 Five studies: ``channel-sizes`` (channels that depthwise layers read: as they are, or
-equalized), ``weight-ranges`` (chosen by the error of the weights, or of their outputs),
+equalized), ``feedback`` (each weight rounded to nearest, or with regard to the others),
 ``moments`` (what channels get back after rounding: nothing, the moments as read, or
 shrunk), ``group-sizes`` (weights of a linear layer that share a scale: all of a
 channel, or groups) and ``ranges`` (ways of finding the ranges of activations). All
@@ -46,13 +46,10 @@ STUDIES = {
         (8, 6, 4),
         1000,
     ),
-    "weight-ranges": Study(
-        "error_of",
-        {
-            "weights": QuantizeConfig(output_error=False),
-            "outputs": QuantizeConfig(output_error=True),
-        },
-        (6, 4, 3),
+    "feedback": Study(
+        "feedback",
+        {value: QuantizeConfig(output_error=value) for value in (False, True)},
+        (6, 4, 3, 2),
     ),
     "moments": Study(
         "moments",
@@ -88,7 +85,7 @@ STUDIES = {
 
 
 def measure(model, samples, judged, choice: Choice, value, config) -> dict:
-    """Quantize to nearest and evaluate."""
+    """Quantize and evaluate."""
     allocation = everywhere(model, samples, choice)
     trusting = patch.object(channels, "_shrunk_mean", lambda changes: changes.mean(0))
     start = time.perf_counter()

@@ -576,8 +576,10 @@ def test_bits_can_be_refined_by_measuring(net, tmp_path, limit, monkeypatch):
     assert result.exit_code == 0, result.output
     refined = Plan.load(path)
     assert 1 <= len(refined.measured) <= 4
-    best = min(refined.measured, key=lambda one: one.divergence)
-    assert refined.allocation == best.allocation
+    first = refined.measured[0]
+    chosen = next(m for m in refined.measured if m.allocation == refined.allocation)
+    lower = first.divergence - chosen.divergence
+    assert chosen is first or lower > 2 * chosen.error > 0
     assert f"{len(refined.measured)} allocations measured" in result.stdout
     assert refined.totals["average_bits"] <= 4
     assert [one.name for one in tmp_path.iterdir()] == ["plan.json"]

@@ -137,7 +137,7 @@ def test_progress_tells_the_error_of_each_block_relative_to_its_start(pair):
     # Restored means help the first block, to which only the image comes.
     assert last == "reconstructed" and len(blocks) > 2
     for message in blocks[1:]:
-        share = re.fullmatch(r".* error (\d+)% of rounding to nearest", message)[1]
+        share = re.fullmatch(r".* error (\d+)% of rounding alone", message)[1]
         assert 90 <= int(share) <= 110, message
 
 

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from statistics import mean, stdev
 
 import numpy as np
 import pytest
@@ -12,10 +13,9 @@ from cli_tools import network_file, run, run_json
 from nets import Chain, TinyMobileNet, TinyResNet, demo_network, images, scenes, seeded
 from ompq import reconstruction
 from ompq.errors import CheckpointError, GoalError, PlanError, SampleError
-from ompq.evaluation import logits_of
 from ompq.measurement import Meter, refinement
 from ompq.models import demo_data
-from ompq.samples import Samples, kl_divergence
+from ompq.plans import refinement_summary
 
 BRIEF = ompq.RefineConfig(count=5, scores=("weight_noise",))
 
@@ -62,16 +62,68 @@ def test_optima_of_scores_are_measured_first(plan, refined):
     assert refined.measured[0].allocation == plan.allocation
 
 
-def test_the_best_measured_allocation_is_chosen(network, refined):
-    best = min(refined.measured, key=lambda one: one.divergence)
-    assert refined.allocation == best.allocation
+def divergences_of(network, allocation):
     # Measured another way: the last half of the samples judges, the first calibrates.
     halves = images(32)[:16], images(32)[16:]
-    quantized = ompq.quantize(network, best.allocation, halves[0])
-    expected = logits_of(network, Samples.of(halves[1]))
-    logits = logits_of(quantized, Samples.of(halves[1]))
-    divergence = float(kl_divergence(expected, logits).mean())
-    assert best.divergence == pytest.approx(divergence, rel=1e-5)
+    quantized = ompq.quantize(network, allocation, halves[0])
+    with torch.no_grad():
+        log_p = network.eval()(halves[1]).double().log_softmax(1)
+        log_q = quantized(halves[1]).double().log_softmax(1)
+    return [sum(p.exp() * (p - q)).item() for p, q in zip(log_p, log_q, strict=True)]
+
+
+def test_errors_are_those_of_differences_between_samples(network, refined):
+    first, *others = refined.measured
+    assert first.error == 0
+    start = divergences_of(network, first.allocation)
+    assert first.divergence == pytest.approx(mean(start), rel=1e-5)
+    for one in others:
+        values = divergences_of(network, one.allocation)
+        assert one.divergence == pytest.approx(mean(values), rel=1e-5)
+        differences = [a - b for a, b in zip(values, start, strict=True)]
+        assert one.error == pytest.approx(stdev(differences) / 16**0.5, rel=1e-3)
+
+
+def test_bits_are_replaced_only_by_better_ones_beyond_chance(network, plan, refined):
+    first, best = (
+        refined.measured[0],
+        min(refined.measured, key=lambda one: one.divergence),
+    )
+    errors = (first.divergence - best.divergence) / best.error
+    others = [
+        (first.divergence - one.divergence) / one.error for one in refined.measured[1:]
+    ]
+    assert errors > 0.5
+    for margin in (0.0, 0.9 * errors, 1.1 * max(others)):
+        config = replace(BRIEF, margin=margin)
+        found = ompq.refine(plan, network, images(32), config)
+        replaced = margin < errors
+        assert found.allocation == (best if replaced else first).allocation
+        # The correction of the score does not depend on it.
+        assert np.array_equal(found.scores.damage, refined.scores.damage)
+        chance = "the difference may be chance, so the bits stay"
+        assert (chance in refinement_summary(found)) == (not replaced)
+        assert f"at best ({best.name})" in refinement_summary(found)
+
+
+def test_one_sample_proves_nothing(network, plan):
+    config = replace(BRIEF, margin=1.0)
+    found = ompq.refine(plan, network, images(2), config)
+    assert found.allocation == plan.allocation
+    first = found.measured[0].divergence
+    for one in found.measured:
+        assert one.error == pytest.approx(abs(first - one.divergence))
+
+
+def test_uncertain_measurements_correct_less(plan, refined):
+    def factors(error):
+        measured = [replace(one, error=error) for one in refined.measured]
+        chooser = refinement._Chooser(plan, BRIEF, {"misleading": plan.scores.damage})
+        ratio = chooser.corrected(measured) / chooser._positive(measured)
+        return ratio[:, 0] / ratio[:, 0].mean()
+
+    spreads = [factors(error).std() for error in (0.0, 1e-4, 1e-2)]
+    assert spreads[0] > 1.2 * spreads[1] > 1.2 * spreads[2]
 
 
 def test_no_allocation_is_measured_twice(refined):
@@ -155,7 +207,7 @@ def test_checkpoints_of_other_runs_are_refused(network, plan, tmp_path):
     with pytest.raises(CheckpointError, match="belongs to another refinement"):
         ompq.refine(plan, network, images(34), one, checkpoint=path)
     good = json.loads(path.read_text())
-    damaged = [{**good, "measured": value} for value in ([3], {"a": "b"})]
+    damaged = [{**good, "measured": value} for value in ([3], {"a": "b"}, {"a": ["b"]})]
     for text in ("{", "[]", "{}", *map(json.dumps, damaged)):
         path.write_text(text)
         with pytest.raises(CheckpointError, match="cannot be resumed: "):
@@ -182,6 +234,7 @@ def test_measurements_are_saved_and_serve_another_budget(network, refined, tmp_p
         ({"columns": [0]}, "columns must have 7 entries"),
         ({"columns": [0] * 6 + [99]}, "columns must be a whole number from 0 to 5"),
         ({"divergence": "small"}, "divergence must be a finite number"),
+        ({"error": "small"}, "error must be a finite number"),
         ({"judge": None}, "judge must be text"),
         ({"name": 3}, "name must be text"),
     ],
@@ -211,8 +264,8 @@ def test_bits_stay_where_rounding_says_little(network, plan, refined, caplog):
     found = ompq.refine(plan, network, images(32), wary)
     assert found.allocation == plan.allocation
     assert found.measured == starts
-    assert "the bits stay as planned: rounded to nearest" in caplog.text
-    assert f"diverges by {least:.3g} nats" in caplog.text
+    assert "the bits stay as planned: before reconstruction" in caplog.text
+    assert f"diverges by {least:.3g} nats; above {0.99 * least:.3g} that" in caplog.text
     # Not where all that is measured was reconstructed, or rounding is trusted.
     reconstructed = replace(wary, by="reconstruct", iterations=1, count=3)
     assert len(ompq.refine(plan, network, images(32), reconstructed).measured) == 3
@@ -221,6 +274,8 @@ def test_bits_stay_where_rounding_says_little(network, plan, refined, caplog):
 
 
 def test_wrong_arguments_say_what_would_be_right(network, plan):
+    with pytest.raises(ValueError, match=r"margin=-1\.0 must be 0 or more"):
+        ompq.RefineConfig(margin=-1.0)
     with pytest.raises(ValueError, match=r"trusted=0\.0 must be above 0"):
         ompq.RefineConfig(trusted=0.0)
     with pytest.raises(ValueError, match="by='guess' is unknown; use round or rec"):

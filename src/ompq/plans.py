@@ -23,7 +23,7 @@ from ompq.allocation import (
     halfway,
     pareto,
 )
-from ompq.amounts import in_bytes
+from ompq.amounts import digits, in_bytes
 from ompq.costs import (
     FLOAT_BITS,
     Accounting,
@@ -81,6 +81,22 @@ class Measurement:
     # Digest of the samples, the network and the quantization settings. Divergences can
     # be compared only if their judges are equal.
     judge: str
+    # Standard error of the difference from the divergence of the bits that refinement
+    # began with, sample by sample; their own is 0.
+    error: float = 0.0
+
+
+def refinement_summary(plan: "Plan") -> str:
+    """Say in a line what measuring allocations has found."""
+    rows = [one for one in plan.measured if one.judge == plan.measured[-1].judge]
+    first, best = rows[0], min(rows, key=lambda one: one.divergence)
+    text = (
+        f"{len(rows)} allocations measured: divergence {digits(first.divergence)} at "
+        f"first, {digits(best.divergence)} at best ({best.name})"
+    )
+    if best.allocation == first.allocation or plan.allocation != first.allocation:
+        return text
+    return f"{text}; the difference may be chance, so the bits stay"
 
 
 @dataclass(frozen=True, repr=False)
@@ -206,7 +222,11 @@ class Plan:
             "group_size": self.graph.group_size or None,
             "allocation": self.allocation.to_json(),
             "measured": [
-                {"name": one.name, "divergence": one.divergence}
+                {
+                    "name": one.name,
+                    "divergence": one.divergence,
+                    "error": one.error,
+                }
                 for one in self.measured
             ],
             "units": unit_rows(self),
@@ -414,6 +434,7 @@ def _to_json(plan: Plan) -> dict[str, Any]:
                 "name": one.name,
                 "divergence": one.divergence,
                 "judge": one.judge,
+                "error": one.error,
                 "columns": plan.problem.columns(one.allocation).tolist(),
             }
             for one in plan.measured
@@ -494,6 +515,7 @@ def _measured_from_json(plan: Plan, data: Any) -> tuple[Measurement, ...]:
                 plan.problem.unit_allocation(numbers),
                 json_number(given.get("divergence"), "divergence"),
                 json_text(given.get("judge"), "judge"),
+                json_number(given.get("error", 0.0), "error"),
             )
         )
     return tuple(found)

@@ -132,7 +132,7 @@ class Workflow:
     def quantize(
         self, plan: Plan, config: QuantizeConfig = QuantizeConfig()
     ) -> nn.Module:
-        """Return the network rounded to nearest and calibrated."""
+        """Return the network rounded and calibrated."""
         with self.stages.named_by_messages("quantizing") as progress:
             return quantize(self.model, plan, self.samples, config, progress=progress)
 

@@ -33,7 +33,7 @@ from rich.text import Text
 from ompq.amounts import counted, digits, in_bytes, seconds as duration
 from ompq.costs import PURPOSES, readable
 from ompq.errors import shortened
-from ompq.plans import Plan, unit_rows
+from ompq.plans import Plan, refinement_summary, unit_rows
 from ompq.results import Evaluation, Progress, Stages, silent
 from ompq.units import Skipped
 
@@ -524,10 +524,7 @@ def totals(plan: Plan) -> list[tuple[str, str]]:
         ("damage", f"{plan.damage:.4g} by {plan.score_name}{gap}"),
     ]
     if plan.measured:
-        divergences = [one.divergence for one in plan.measured]
-        text = f"{len(divergences)} allocations measured: divergence"
-        start, best = digits(divergences[0]), digits(min(divergences))
-        rows.append(("refined", f"{text} {start} at first, {best} at best"))
+        rows.append(("refined", refinement_summary(plan)))
     if "activation_bytes" in sums:
         peak, total = in_bytes(sums["activation_bytes"]), sums["total_bytes"]
         text = f"{peak} of activations at once, {in_bytes(total)} with the weights"

@@ -82,7 +82,7 @@ class Contender:
     plan: Plan
     within: bool  # whether it meets the budget; the larger uniform network does not
     network: nn.Module  # quantized, reconstructed and finalized
-    rounded: Measured  # with weights rounded to nearest, on each test set
+    rounded: Measured  # with rounded weights, on each test set
     final: Measured  # after reconstruction, on each test set
 
     @property
@@ -451,7 +451,7 @@ def _remarks(demo: Demo) -> list[Section]:
             f"{COPIES} copies of each test digit with noise of standard deviation "
             f"{NOISE}. The clean digits are so easy that hardly any network errs; "
             "noise shows how closely a small network follows the float one. "
-            f"Rounded to nearest: {', '.join(rounded)}.",
+            f"Rounded: {', '.join(rounded)}.",
         ),
         Remark(
             "packed file",
@@ -519,7 +519,7 @@ def demo(
     body: list[Shown] = [
         "Uniform networks have the same bits in every layer. The last two columns show "
         f"how often a network gives the float network's answer to {noisy:,} noisy "
-        "digits: rounded to nearest, then reconstructed.",
+        "digits: rounded, then reconstructed.",
         "",
         _contest(result),
         "",

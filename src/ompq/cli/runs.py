@@ -145,7 +145,7 @@ class RunOptions:
         shown=f"{TuningConfig.epochs} with activations below 8 bits, else 0",
         least=0,
     )
-    no_reconstruct: bool = flag("Round to nearest, without reconstruction.")
+    no_reconstruct: bool = flag("Round only, without reconstruction.")
     eval_data: str | None = option(
         "SOURCE", "Labelled images to measure accuracy on, as for ompq evaluate."
     )

@@ -352,7 +352,7 @@ class RefineOptions(PlanOptions):
     )
     refine_by: str = one_of(
         ("round", "reconstruct"),
-        "how each is measured: rounded to nearest, or after a short reconstruction, "
+        "how each is measured: rounded, or after a short reconstruction, "
         f"which is slower. Default: {RefineConfig.by}.",
         default=RefineConfig.by,
     )

@@ -78,7 +78,7 @@ class Meter:
 
         Args:
             samples: Samples for calibration and reconstruction.
-            iterations: Reconstruction steps per block; 0 rounds to nearest.
+            iterations: Reconstruction steps per block; 0 only rounds.
             group_size: Inputs of a linear unit that share a scale; 0 for all of them.
         """
         self.model = with_layers(model, samples)
@@ -108,8 +108,14 @@ class Meter:
 
     def divergence(self, network: nn.Module) -> float:
         """Return the mean KL divergence from the float network, in nats."""
+        return float(self.divergences(network).mean())
+
+    def divergences(self, network: nn.Module) -> Floats:
+        """Return the KL divergence from the float network at each sample, in nats."""
         logits = logits_of(network, self.held_out)
-        return float(kl_divergence(self._expected, logits).mean())
+        # Outputs for several tokens have a row for each.
+        rows = kl_divergence(self._expected, logits).view(len(self.held_out), -1)
+        return rows.mean(1).numpy()
 
 
 class Checkpoint(Generic[_Result]):

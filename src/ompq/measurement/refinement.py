@@ -3,12 +3,12 @@
 :func:`refine` keeps to a plan's budget. No score is best for every network, so the
 optima of several scores are quantized and compared with the float network on held-out
 samples. Then the best score is corrected by one factor per group of units to fit the
-measurements, and solved again, until the count is used up. All measurements are kept in
-the plan.
+measurements, and solved again, until the count is used up. Other bits replace the
+plan's only if they are better beyond chance. All measurements are kept in the plan.
 
 :func:`smallest` looks for the smallest network that meets a goal. Damage is only a
 prediction, so networks of several sizes are measured in a binary search: first with
-weights rounded to nearest, which takes seconds, then reconstructed, downwards from the
+rounded weights, which takes seconds, then reconstructed, downwards from the
 smallest size that met the goal with rounding alone.
 """
 
@@ -29,7 +29,7 @@ from ompq.amounts import digits, in_bytes, percent
 from ompq.costs import Budget
 from ompq.errors import GoalError, check_known
 from ompq.evaluation import Metric, evaluate
-from ompq.files import json_number, json_object
+from ompq.files import json_list, json_number, json_object
 from ompq.graph import trace
 from ompq.integer import finalized
 from ompq.measurement import Checkpoint, Meter, split
@@ -54,19 +54,21 @@ class RefineConfig:
         count: Largest number of allocations to measure.
         seconds: Time limit for starting another measurement; None for no limit.
         patience: Number of measurements without improvement before it stops.
-        by: ``round`` measures allocations rounded to nearest; ``reconstruct`` measures
-            them after a short reconstruction, which is slower and closer to the final
-            network of PTQ.
+        by: ``round`` measures allocations as :func:`ompq.quantize` rounds them;
+            ``reconstruct`` measures them after a short reconstruction, which is slower
+            and closer to the final network of PTQ.
         iterations: Steps per block of that reconstruction.
-        trusted: Divergence, in nats, up to which rounding to nearest is taken to
-            predict the reconstructed network. If every start diverges more, the plan
-            keeps its bits. Use infinity if the network will not be reconstructed.
+        trusted: Divergence, in nats, up to which rounding is taken to predict the
+            reconstructed network. If every start diverges more, the plan keeps its
+            bits. Use infinity if the network will not be reconstructed.
         scores: Scores whose optima are measured first, besides the plan's own.
         held_back: Fraction of the samples, taken from the end, that are only measured
-            on. With too few of them (64, say), the best of many allocations is best by
-            chance.
-        noise: Expected relative error of a measurement. Together with ``spread`` it
-            decides how closely the factors follow the measurements.
+            on.
+        margin: How many standard errors better other bits must be to replace the
+            plan's. The error is that of the difference, sample by sample. With 0, the
+            best measured allocation is chosen, which is often best by chance alone.
+        noise: Smallest expected relative error of a measurement. Together with
+            ``spread`` it decides how closely the factors follow the measurements.
         spread: Expected deviation of a factor from 1.
         seed: Seed for the random perturbations used when the optimum was already
             measured.
@@ -77,9 +79,10 @@ class RefineConfig:
     patience: int = 12
     by: Literal["round", "reconstruct"] = "round"
     iterations: int = 250
-    trusted: float = 0.5
+    trusted: float = 1.0
     scores: tuple[Score | str, ...] = ("weight_noise", "output_divergence", "blend")
     held_back: float = 0.5
+    margin: float = 2.0
     noise: float = 0.03
     spread: float = 0.7
     seed: int = 0
@@ -94,6 +97,8 @@ class RefineConfig:
                 raise ValueError(f"{name}={value} must be above 0 and below {limit}")
         if not self.trusted > 0:
             raise ValueError(f"trusted={self.trusted} must be above 0")
+        if not self.margin >= 0:
+            raise ValueError(f"margin={self.margin} must be 0 or more")
 
 
 def refine(
@@ -107,10 +112,10 @@ def refine(
 ) -> Plan:
     """Return a plan with the best of many measured allocations.
 
-    On the held-out samples it is never worse than the best allocation it starts from,
-    unless rounding is not trusted and the plan keeps its bits. Its damage becomes the
-    corrected score, which improves ``with_budget`` too. The measurements of an earlier
-    refinement are reused. The same count gives the same plan.
+    The plan keeps its bits unless others have a lower divergence on the held-out
+    samples by more than chance explains (``margin``). Its damage becomes the corrected
+    score, which improves ``with_budget`` too. The measurements of an earlier refinement
+    are reused. The same count gives the same plan.
 
     Args:
         plan: Budget, choices and pins, and the first allocation.
@@ -129,29 +134,25 @@ def refine(
     check_plan(plan)
     plan.check_network(trace(model, samples))
     calibration, held_out = split(samples, config.held_back)
-    meter = Meter(
-        model,
-        calibration,
-        held_out,
-        iterations=config.iterations if config.by == "reconstruct" else 0,
-        seed=config.seed,
-        group_size=plan.graph.group_size,
-    )
+    meter = _meter(plan, model, calibration, held_out, config)
     known = [one for one in plan.measured if one.judge == meter.judge]
     # A resumed run may have other limits. Scores are compared by name, since the repr
     # of a function changes from run to run.
     names = tuple(map(score_name, config.scores))
     fixed = replace(config, count=1, seconds=None, patience=1, scores=names)
     identity = f"{plan.hash} {meter.judge} {fixed}"
-    read = partial(json_number, what="divergence")
-    saved = Checkpoint(checkpoint, "refinement", identity, read)
+    saved = Checkpoint(checkpoint, "refinement", identity, _read)
+    measure = partial(_measure, meter, saved)
     chooser = _Chooser(plan, config, _tables(plan, model, calibration, config))
     measured: list[Measurement] = []
     started = time.monotonic()
+    own = measure(plan.allocation)
     while (candidate := chooser.next([*known, *measured])) is not None:
         name, bits = candidate
-        divergence = saved.get(str(bits.to_json()), partial(_measure, meter, bits))
-        measured.append(Measurement(name, bits, divergence, meter.judge))
+        values = measure(bits)
+        error = _standard_error(values - own)
+        mean = float(values.mean())
+        measured.append(Measurement(name, bits, mean, meter.judge, error))
         if progress is not None:
             best = digits(min(one.divergence for one in measured))
             total = config.count if config.seconds is None else None
@@ -161,7 +162,45 @@ def refine(
             break
         if chooser.started(measured) and not _trusted(measured, config):
             return replace(plan, measured=(*plan.measured, *measured))
-    return _refined(plan, chooser, [*known, *measured], measured)
+    return _refined(plan, chooser, float(own.mean()), [*known, *measured], measured)
+
+
+def _meter(
+    plan: Plan,
+    model: nn.Module,
+    calibration: Samples,
+    held_out: Samples,
+    config: RefineConfig,
+) -> Meter:
+    return Meter(
+        model,
+        calibration,
+        held_out,
+        iterations=config.iterations if config.by == "reconstruct" else 0,
+        seed=config.seed,
+        group_size=plan.graph.group_size,
+    )
+
+
+def _measure(meter: Meter, saved: Checkpoint[list[float]], bits: Allocation) -> Floats:
+    """Return the divergence at each held-out sample, measured now or before."""
+
+    def new() -> list[float]:
+        values: list[float] = meter.divergences(meter.quantized(bits)).tolist()
+        return values
+
+    return np.array(saved.get(str(bits.to_json()), new))
+
+
+def _read(entry: Any) -> list[float]:
+    return [json_number(value, "divergence") for value in json_list(entry, "measured")]
+
+
+def _standard_error(values: Floats) -> float:
+    """Return the standard error of a mean; of one value, its size."""
+    if len(values) == 1:
+        return float(abs(values[0]))
+    return float(values.std(ddof=1) / len(values) ** 0.5)
 
 
 def _trusted(measured: list[Measurement], config: RefineConfig) -> bool:
@@ -170,17 +209,13 @@ def _trusted(measured: list[Measurement], config: RefineConfig) -> bool:
     if config.by == "reconstruct" or best <= config.trusted:
         return True
     logger.warning(
-        "the bits stay as planned: rounded to nearest, the best allocation diverges by "
-        "%s nats; above %s that says little about the reconstructed network. "
-        "Refine by reconstruction instead (--refine-by reconstruct)",
+        "the bits stay as planned: before reconstruction, the best allocation diverges "
+        "by %s nats; above %s that says little about the network after it. Refine by "
+        "reconstruction instead (--refine-by reconstruct)",
         digits(best),
         digits(config.trusted),
     )
     return False
-
-
-def _measure(meter: Meter, bits: Allocation) -> float:
-    return meter.divergence(meter.quantized(bits))
 
 
 def _ended(measured: list[Measurement], config: RefineConfig, seconds: float) -> bool:
@@ -258,9 +293,12 @@ class _Chooser:
         truth = np.array([max(one.divergence, 1e-12) for one in measured])
         features = features / truth[:, None]
         scale = 1 / max(float(np.exp(np.log(features.sum(1)).mean())), 1e-300)
-        ridge = self.config.noise / self.config.spread
-        system = np.concatenate([features * scale, ridge * np.eye(len(groups))])
-        target = np.concatenate([np.ones(len(truth)), np.full(len(groups), ridge)])
+        errors = np.array([one.error for one in measured]) / truth
+        weight = 1 / np.maximum(errors, self.config.noise)
+        ridge = 1 / self.config.spread
+        fitted = weight[:, None] * features * scale
+        system = np.concatenate([fitted, ridge * np.eye(len(groups))])
+        target = np.concatenate([weight, np.full(len(groups), ridge)])
         factors, _ = nnls(system, target)
         corrected: Floats = table * (scale * factors)[self.problem.group_of, None]
         return corrected
@@ -282,10 +320,17 @@ class _Chooser:
 
 
 def _refined(
-    plan: Plan, chooser: _Chooser, known: list[Measurement], new: list[Measurement]
+    plan: Plan,
+    chooser: _Chooser,
+    own: float,
+    known: list[Measurement],
+    new: list[Measurement],
 ) -> Plan:
-    fitting = [one for one in known if plan.meets_budget(one.allocation)]
-    best = min(fitting, key=lambda one: one.divergence).allocation
+    margin = chooser.config.margin
+    better = [one for one in new if one.divergence < own - margin * one.error]
+    best = plan.allocation
+    if better:
+        best = min(better, key=lambda one: one.divergence).allocation
     table = chooser.corrected(known)
     corrected = replace(plan.problem, damage=table)
     optimum = allocate(corrected, plan.budget)
@@ -389,8 +434,8 @@ class SmallestConfig:
     """Settings of the search for the smallest network.
 
     Attributes:
-        reconstruct: How networks are reconstructed; None only rounds to nearest.
-        rounded: Largest number of sizes to try rounded to nearest.
+        reconstruct: How networks are reconstructed; None only rounds.
+        rounded: Largest number of sizes to try rounded.
         reconstructed: Largest number of sizes to try reconstructed.
         tolerance: The search ends when the remaining range of sizes is smaller than
             this fraction of its upper end.
@@ -518,7 +563,7 @@ class _Search:
         self.known = Checkpoint(path, "search", identity, _evaluation)
 
     def run(self) -> Smallest:
-        """Search among networks rounded to nearest, then among reconstructed ones."""
+        """Search among rounded networks, then among reconstructed ones."""
         low, high = reachable(self.plan.problem, "bytes")
         if self.attempt(int(high), learned=False):
             self.halve(low, self.config.rounded - 1, learned=False)

@@ -53,7 +53,7 @@ class Descent:
     after: Callable[[Tensor], None] = lambda _row: None
     capture: bool = True  # whether to capture a step on CUDA
     report_every: int = 50  # steps; on a CPU these can take seconds
-    start: str = "rounding to nearest"  # what progress compares the error with
+    start: str = "rounding alone"  # what progress compares the error with
 
     def __post_init__(self) -> None:
         self.device = model_device(self.block)

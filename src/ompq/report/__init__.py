@@ -142,7 +142,7 @@ def render_report(
         **_labels(plan),
         **_orm(plan),
         **_results(results),
-        "refinement": refinement_chart(plan.measured) if plan.measured else None,
+        "refinement": refinement_chart(plan) if plan.measured else None,
         "ompq_version": library_version(),
     }
     steps = min(STEPS, max(24, STEPS * _LARGE // len(plan.graph)))

@@ -25,7 +25,7 @@ from ompq.errors import MissingExtraError
 from ompq.files import replacing
 from ompq.graph import folded
 from ompq.layers import QuantizedLayer, quantized_layers
-from ompq.plans import Measurement, Plan, check_plan
+from ompq.plans import Plan, check_plan, refinement_summary
 from ompq.rates import ZERO
 from ompq.recording import tensors_in
 from ompq.results import Accuracy, AuditedScore, BlockError, Histogram, Section
@@ -161,25 +161,23 @@ def scatter_chart(score: AuditedScore) -> dict[str, Any]:
     }
 
 
-def refinement_chart(measured: Sequence[Measurement]) -> dict[str, Any]:
+def refinement_chart(plan: Plan) -> dict[str, Any]:
     """Place measured divergences in a box of 100 × 100, and the best so far as a path.
 
     Only measurements made like the last one (``judge``) can be compared.
     """
-    rows = [one for one in measured if one.judge == measured[-1].judge]
+    rows = [one for one in plan.measured if one.judge == plan.measured[-1].judge]
     values = np.array([one.divergence for one in rows])
     lowest = np.minimum.accumulate(values)
     low, high = float(values.min()), float(values.max())
     xs = 100 * (np.arange(len(rows)) + 0.5) / len(rows)
     ys = [100 - 100 * (v - low) / max(high - low, 1e-300) for v in (values, lowest)]
     path = [f"L{x:.1f} {y:.1f}" for x, y in zip(xs, ys[1], strict=True)]
-    best = int(values.argmin())
     return {
         "points": list(zip(xs.tolist(), ys[0].tolist(), strict=True)),
         "path": "M" + "".join(path)[1:],
         "rows": [(one.name, digits(one.divergence)) for one in rows],
-        "text": f"{len(rows)} allocations measured: divergence {digits(values[0])} at "
-        f"first, {digits(low)} at best ({rows[best].name})",
+        "text": refinement_summary(plan),
     }
 
 
