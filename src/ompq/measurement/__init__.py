@@ -192,7 +192,7 @@ def split(samples: Samples, fraction: float) -> tuple[Samples, Samples]:
     count = max(round(len(samples) * (1 - fraction)), 1)
     if count >= len(samples):
         raise SampleError(
-            f"{len(samples)} samples are too few to hold some back; give 512 or more"
+            f"{len(samples)} samples are too few to hold some back; give 1,000 or more"
         )
     return samples[:count], samples[count:]
 

@@ -119,7 +119,7 @@ def refine(
 
     Args:
         plan: Budget, choices and pins, and the first allocation.
-        samples: Unlabelled inputs, preferably 512 or more; networks are measured on the
+        samples: Unlabelled inputs, preferably 1,000 or more; networks are measured on the
             last part of them.
         checkpoint: A JSON file that keeps the measurements; a run with the same
             arguments resumes from it.
