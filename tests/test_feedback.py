@@ -12,12 +12,27 @@ from torch import nn
 import ompq
 from nets import TinyMobileNet, demo_network, scenes, seeded, values
 from ompq.allocation import Allocation
+from ompq.costs import can_be_coded, coded_bytes
 from ompq.layers import quantized_layers
 from ompq.models import demo_data
 from ompq.quantization import feedback
-from ompq.quantization.feedback import channel_grams, input_grams, round_with_feedback
+from ompq.quantization.feedback import (
+    channel_grams,
+    coded_with_feedback,
+    input_grams,
+    round_with_feedback,
+)
 from ompq.quantizers import Grid
 from ompq.ranges import FEW_WEIGHTS, search_weight
+from ompq.rates import (
+    PRICE,
+    ZERO,
+    cheapest_codes,
+    cheapest_neighbours,
+    code_bits,
+    code_bytes,
+    coded_codes,
+)
 from ompq.samples import Samples
 from ompq.units import Choice
 
@@ -405,6 +420,98 @@ def test_weights_of_double_precision_stay_double():
     model, samples = seeded(TinyMobileNet()).double(), scenes(16).double()
     layers = quantized_layers(rounded(model, samples, 3, output_error=True))
     assert {layer.weight.dtype for layer in layers.values()} == {torch.float64}
+
+
+STEP = 0.5  # of coded weights: about 2.5 bits for values of variance 1
+
+
+def bits_by_frequency(codes):
+    """Return -log2 of how often each code occurs, one entry a weight."""
+    _, index, counts = np.unique(codes, return_inverse=True, return_counts=True)
+    return -np.log2(counts / codes.size)[index].reshape(codes.shape)
+
+
+def coded_error(codes, weight, gram):
+    return output_error((codes.double() - ZERO) * STEP - weight, with_ridge(gram)).sum()
+
+
+def test_weights_of_independent_inputs_are_coded_as_without_feedback():
+    weight = values(200, 7)
+    found = coded_with_feedback(weight, STEP, torch.eye(7)[None, None])
+    assert found.dtype == torch.uint8
+    assert torch.equal(found, cheapest_codes(weight / STEP + ZERO, rounds=6))
+
+
+def test_feedback_lowers_the_error_of_coded_weights_at_equal_entropy():
+    weight, gram = values(400, 12), correlated(1, 12)[0]
+    found = coded_with_feedback(weight, STEP, gram[None, None])
+    plain = coded_codes(weight, STEP)
+    assert coded_error(found, weight, gram) < 0.4 * coded_error(plain, weight, gram)
+    bits, plainly = (bits_by_frequency(c.numpy()).mean() for c in (found, plain))
+    assert bits < plainly + 0.15
+
+
+def test_no_other_neighbour_is_cheaper_when_its_bits_are_counted():
+    weight, gram = values(60, 12), correlated(1, 12)[0]
+    codes = coded_with_feedback(weight, STEP, gram[None, None])
+    ridged = with_ridge(gram)
+    price = PRICE * STEP**2 * np.diag(np.linalg.cholesky(ridged.flip(0, 1))) ** 2
+    of_code = dict(
+        zip(
+            codes.flatten().tolist(), bits_by_frequency(codes.numpy()).flat, strict=True
+        )
+    )
+    least = output_error((codes.double() - ZERO) * STEP - weight, ridged)
+    cheaper = 0
+    for column, step in itertools.product(range(12), (-1, 1)):
+        changed = codes.double()
+        changed[:, column] += step
+        error = output_error((changed - ZERO) * STEP - weight, ridged)
+        bits = [
+            of_code.get(int(new), 99) - of_code[int(old)]
+            for new, old in zip(changed[:, column], codes[:, column], strict=True)
+        ]
+        gain = least - error - price.mean() * torch.tensor(bits)
+        cheaper += int((gain > 0.01 * least).sum())
+    assert cheaper < 0.02 * codes.numel()
+
+
+def test_an_error_of_a_part_costs_what_it_costs_the_channel(monkeypatch):
+    monkeypatch.setattr(feedback, "_PART", 4)
+    weight = values(40, 11)
+    gram = torch.zeros(1, 3, 4, 4)
+    gram[0] = torch.eye(4) * torch.tensor([1.0, 9.0, 4.0])[:, None, None]
+    gram[0, 2, 3:] = 0  # the last part has three weights
+    found = coded_with_feedback(weight, STEP, gram)
+    ridge = torch.tensor([0.03, 0.27, 0.03 * 3])  # of the mean of each diagonal
+    cost = (torch.tensor([1.0, 9.0, 4.0]) + ridge).repeat_interleave(4)[:11]
+    position = weight / STEP + ZERO
+    codes = cheapest_codes(position)
+    for _ in range(3):
+        prices = PRICE * cost.mean() / cost
+        codes = cheapest_neighbours(position, code_bits(codes), prices)
+    assert torch.equal(found.float(), codes)
+
+
+def test_coded_networks_diverge_less_with_feedback_in_as_many_bytes():
+    network, data = demo_network(), demo_data()
+    units = ompq.trace(network, data.train_images[:2]).units
+    choice = Choice(8, 8, 2.5)
+    bits = {u.name: choice if can_be_coded(u, choice) else Choice(8, 8) for u in units}
+    with torch.no_grad():
+        expected = network(data.test_images).log_softmax(1)
+    found = []
+    for on in (False, True):
+        config = ompq.QuantizeConfig(output_error=on)
+        made = ompq.quantize(network, Allocation(bits), data.train_images[:256], config)
+        for name, layer in quantized_layers(made).items():
+            if bits[name].rate:
+                limit = coded_bytes(layer.weight.numel(), 2.5)
+                assert code_bytes(layer.codes()) <= limit
+        with torch.no_grad():
+            q = made(data.test_images).log_softmax(1)
+        found.append((expected.exp() * (expected - q)).sum(1).mean())
+    assert found[1] < 0.7 * found[0]
 
 
 @pytest.mark.cuda

@@ -94,18 +94,25 @@ def cheapest_codes(
     Returns:
         The codes, uint8, of the same shape.
     """
-    position = position.clamp(0, _CODES - 1)
-    codes = position.round()
-    low = position.floor().clamp_max(_CODES - 2)
-    up = position - low
-    # How much smaller the squared error of the upper neighbour is.
-    gain = 2 * up - 1
-    index = low.long()
+    codes = position.clamp(0, _CODES - 1).round()
     for _ in range(rounds if price else 0):
-        bits = code_bits(codes)
-        dearer = (bits[1:] - bits[:-1])[index]
-        codes = low + (gain > price * dearer)
+        codes = cheapest_neighbours(position, code_bits(codes), price)
     return codes.to(torch.uint8)
+
+
+def cheapest_neighbours(
+    position: Tensor, bits: Tensor, price: Tensor | float
+) -> Tensor:
+    """Round up or down, whichever has the least ``error² + price * bits``.
+
+    ``bits`` are those of each code, (256,); the price may differ from weight to weight.
+    """
+    position = position.clamp(0, _CODES - 1)
+    low = position.floor().clamp_max_(_CODES - 2)
+    dearer = (bits[1:] - bits[:-1])[low.long()]
+    # How much smaller the squared error of the upper neighbour is.
+    gain = 2 * (position - low) - 1
+    return low + (gain > price * dearer)
 
 
 def lowered_codes(
@@ -250,17 +257,24 @@ def code_bytes(codes: Tensor) -> int:
     return coded_size(codes.cpu().numpy())
 
 
-def coded_grid(weight: Tensor, limit: int, *, channel_dim: int) -> tuple[Grid, Tensor]:
+def coded_grid(
+    weight: Tensor,
+    limit: int,
+    *,
+    channel_dim: int,
+    rounding: Callable[[Tensor, float], Tensor] = coded_codes,
+) -> tuple[Grid, Tensor]:
     """Return a grid of one step whose codes take at most ``limit`` bytes.
 
     Also returns a weight that rounds to these codes, which are not all the nearest.
+    ``rounding`` returns the codes of a weight for a step.
     """
     rate = 8 * limit / weight.numel()
     step = to_multiples(torch.tensor([rate_curve(weight).step(rate)]))
     codes, best = torch.full_like(weight, ZERO, dtype=torch.uint8), step
     smallest, largest = 0.0, np.inf  # steps whose codes take too much, or fit
     for _ in range(_TRIES):
-        tried = coded_codes(weight, float(step))
+        tried = rounding(weight, float(step))
         used = 8 * code_bytes(tried) / weight.numel()
         if used > rate:
             smallest = float(step)

@@ -119,8 +119,8 @@ def refine(
 
     Args:
         plan: Budget, choices and pins, and the first allocation.
-        samples: Unlabelled inputs, preferably 1,000 or more; networks are measured on the
-            last part of them.
+        samples: Unlabelled inputs, preferably 1,000 or more; networks are measured on
+            the last part of them.
         checkpoint: A JSON file that keeps the measurements; a run with the same
             arguments resumes from it.
         progress: Called after each measurement.

@@ -3,6 +3,7 @@
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count
 from pathlib import Path
 from types import MappingProxyType
@@ -47,6 +48,7 @@ from ompq.quantization.channels import (
 )
 from ompq.quantization.feedback import (
     channel_grams,
+    coded_with_feedback,
     input_grams,
     parameter_uses,
     round_with_feedback,
@@ -76,6 +78,7 @@ from ompq.ranges import (
 from ompq.rates import (
     LARGEST_HALF,
     code_bytes,
+    coded_codes,
     coded_grid,
     lowered_codes,
     pulled_to,
@@ -115,8 +118,8 @@ class QuantizeConfig:
         weight_power: ``search`` minimises the sum of |error| to this power.
         output_error: Whether weights are rounded with error feedback, for a small
             error of each layer's output, instead of each to nearest. This applies up to
-            6 bits, above which nothing is gained, and only after a ``search`` with a
-            power of 2.
+            6 bits, above which nothing is gained, and to fixed widths only after a
+            ``search`` with a power of 2.
         equalize: Whether to equalize the ranges of channels that only a depthwise
             convolution reads, or a linear layer after a LayerNorm, so that one step
             suits them all better.
@@ -398,21 +401,24 @@ def _grams(
     report: Progress,
 ) -> dict[str, Tensor]:
     """Return input Gram matrices of the units that are rounded with error feedback."""
-    searched = config.weight_range == "search" and config.weight_power == 2
-    units = [
-        unit
-        for unit in graph.units
-        if not (choice := allocation[unit.name]).rate
-        and choice.weight <= _LARGEST_FEEDBACK_BITS
-    ]
     return input_grams(
         model,
-        units if searched and config.output_error else [],
+        [unit for unit in graph.units if _is_fed_back(allocation[unit.name], config)],
         samples,
         centred=config.restore_moments,
         batch_size=config.batch_size,
         report=lambda done, total: report(done, total, _ROUNDING),
     )
+
+
+def _is_fed_back(choice: Choice, config: QuantizeConfig) -> bool:
+    """Return whether a weight is rounded with error feedback."""
+    if not config.output_error:
+        return False
+    if choice.rate:
+        return choice.rate <= _LARGEST_FEEDBACK_BITS
+    squared = config.weight_range == "search" and config.weight_power == 2
+    return squared and choice.weight <= _LARGEST_FEEDBACK_BITS
 
 
 def _weight_grids(
@@ -428,9 +434,12 @@ def _weight_grids(
     def weight_grid(unit: Unit, weight: Tensor, axis: int) -> tuple[Grid, Tensor]:
         report(next(done), len(allocation), _ROUNDING)
         choice, kind = allocation[unit.name], config.weight_grid
+        gram = grams.get(unit.name)
         if choice.rate:
-            return _coded_weight(unit, choice, weight, axis, factors)
-        bits, gram = choice.weight, grams.get(unit.name)
+            # A single step suits the channels best as they were before equalization.
+            factor = channel_factor(unit, weight, axis, factors)
+            return _coded_weight(unit, choice, weight, axis, factor, gram)
+        bits = choice.weight
         options: Any = {"channel_dim": axis, "group_size": unit.group_size}
         if config.weight_range == "shrink":
             grid = shrunk_weight(weight, bits, **options)
@@ -464,7 +473,12 @@ def _byte_scales(grid: Grid, weight: Tensor, unit: Unit) -> Grid:
 
 
 def _coded_weight(
-    unit: Unit, choice: Choice, weight: Tensor, axis: int, factors: Sequence[Equalized]
+    unit: Unit,
+    choice: Choice,
+    weight: Tensor,
+    axis: int,
+    factor: Tensor,
+    gram: Tensor | None,
 ) -> tuple[Grid, Tensor]:
     """Return a grid that meets a unit's rate, and the weight that rounds to it."""
     if not can_be_coded(unit, choice):
@@ -473,9 +487,12 @@ def _coded_weight(
             f"{choice.rate:g} bits; raise the rate or give it a fixed width"
         )
     limit = coded_bytes(unit.weights, choice.rate)
-    # A single step suits the channels best as they were before equalization.
-    factor = channel_factor(unit, weight, axis, factors)
-    grid, moved = coded_grid(weight / factor, limit, channel_dim=axis)
+    rounding = coded_codes
+    if gram is not None:
+        rounding = partial(coded_with_feedback, gram=gram)
+    grid, moved = coded_grid(
+        weight / factor, limit, channel_dim=axis, rounding=rounding
+    )
     return replace(grid, scale=grid.scale * factor), moved * factor
 
 

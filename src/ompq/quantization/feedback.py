@@ -7,8 +7,9 @@ are the second moments of the inputs, which come from one pass over some samples
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -19,7 +20,14 @@ from torch.nn.modules.conv import _ConvNd
 from ompq.offload import offloading
 from ompq.quantizers import Grid
 from ompq.ranges import FEW_WEIGHTS
-from ompq.rates import pulled_to
+from ompq.rates import (
+    PRICE,
+    ZERO,
+    cheapest_codes,
+    cheapest_neighbours,
+    code_bits,
+    pulled_to,
+)
 from ompq.recording import tensors_in
 from ompq.samples import Report, Samples, collect
 from ompq.units import IN_PLACE, Unit
@@ -218,8 +226,8 @@ def round_with_feedback(
         for values in (grid.scale, grid.zero_point)
     )
     found = _Rounding(rows, scale, zero_point, grid.qmax, gram)
-    for matrix in (_of_earlier(found.gram), *[_of_others(found.gram)] * _SWEEPS):
-        found.sweep(matrix)
+    for matrix, _ in found.sweeps():
+        found.sweep(matrix, partial(_nearest, qmax=grid.qmax))
         if refit:
             found.fit_scales()
     codes, scale = found.joined(found.codes), found.joined(found.scale)
@@ -228,6 +236,35 @@ def round_with_feedback(
     if refit:
         grid = replace(grid, scale=scale[:, :1].reshape(grid.scale.shape))
     return grid, stored.to(weight)
+
+
+@torch.no_grad()
+def coded_with_feedback(weight: Tensor, step: float, gram: Tensor) -> Tensor:
+    """Return codes, uint8, that take few bits and keep the output's error small.
+
+    As :func:`ompq.rates.coded_codes`, but the weights of a channel make up for each
+    other's errors, and a bit has a price in errors of the channel's output.
+    """
+    rows = weight.flatten(1).float()
+    scale, zero_point = torch.full_like(rows, step), torch.full_like(rows, ZERO)
+    found = _Rounding(rows, scale, zero_point, 2 * ZERO - 1, gram)
+    found.codes = cheapest_codes(found.position()).float()
+    price: Tensor | None = None
+    for matrix, cost in found.sweeps():
+        if price is None:
+            price = PRICE * found.channel_means(cost)
+        bits = code_bits(found.joined(found.codes))
+        prices = price / cost[:, None]
+        found.sweep(matrix, partial(_cheapest, bits=bits, prices=prices))
+    return found.joined(found.codes).reshape(weight.shape).to(torch.uint8)
+
+
+def _nearest(column: Tensor, _at: int, *, qmax: int) -> Tensor:
+    return column.round_().clamp_(0, qmax)
+
+
+def _cheapest(column: Tensor, at: int, *, bits: Tensor, prices: Tensor) -> Tensor:
+    return cheapest_neighbours(column, bits, prices[:, :, at])
 
 
 class _Rounding:
@@ -241,14 +278,17 @@ class _Rounding:
     ) -> None:
         """Round to nearest; ``rows``, scales and zero points are (C, K)."""
         self.groups, self.parts = gram.shape[:2]
-        self.width, self.qmax = rows.shape[1], qmax
+        self.width = rows.shape[1]
         gram = gram.flatten(0, 1).to(rows)
         mean = gram.diagonal(dim1=1, dim2=2).mean(1)[:, None, None]
         self.gram = gram + _RIDGE * mean * torch.eye(gram.shape[1]).to(gram)
         self.weight, self.zero_point = self._divided(rows), self._divided(zero_point)
         self.scale = self._divided(scale, fill=1.0)
-        position = self.weight / self.scale + self.zero_point
-        self.codes = position.round_().clamp_(0, qmax)
+        self.codes = self.position().round_().clamp_(0, qmax)
+
+    def position(self) -> Tensor:
+        """Return where the weights lie between the codes."""
+        return self.weight / self.scale + self.zero_point
 
     def _divided(self, values: Tensor, *, fill: float = 0.0) -> Tensor:
         grouped = values.reshape(self.groups, -1, self.width)
@@ -260,25 +300,42 @@ class _Rounding:
         rows = grouped.transpose(1, 2).flatten(2).flatten(0, 1)
         return rows[:, : self.width]
 
-    def sweep(self, matrix: Tensor) -> None:
-        """Round each column of weights plus error · matrix, one after the other."""
-        position = self.weight / self.scale + self.zero_point
+    def sweeps(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield what each weight (column) owes to others, and what an error costs."""
+        # With gram = U · D · Uᵀ and U unit upper triangular, the error of the output is
+        # the sum of D times the squares of errorᵀ · U: each owes to those before it.
+        upper = torch.linalg.cholesky(self.gram.flip(1, 2)).flip(1, 2)
+        yield _without_diagonal(upper), _diagonal(upper).square()
+        others = _without_diagonal(self.gram)
+        for _ in range(_SWEEPS):
+            yield others, _diagonal(self.gram)
+
+    def sweep(self, matrix: Tensor, rounded: Callable[[Tensor, int], Tensor]) -> None:
+        """Round each column of weights plus error · matrix, one after the other.
+
+        ``rounded`` returns the codes of what is at a column, in steps.
+        """
         error = self.weight - (self.codes - self.zero_point) * self.scale
-        for start in range(0, position.shape[2], _BLOCK):
+        position = self.position()
+        for start in range(0, error.shape[2], _BLOCK):
             block = slice(start, start + _BLOCK)
-            owed = error @ matrix[:, :, block]
-            inner = matrix[:, block, block]
-            for column in range(owed.shape[2]):
-                at, rest = start + column, slice(column + 1, None)
-                scale = self.scale[:, :, at]
-                new = owed[:, :, column] / scale
-                new = new.add_(position[:, :, at]).round_().clamp_(0, self.qmax)
-                change = (self.codes[:, :, at] - new) * scale
-                self.codes[:, :, at] = new
-                error[:, :, at] += change
+            # Columns come first here, so that each is contiguous.
+            codes, scale, where = (
+                values[:, :, block].movedim(2, 0).contiguous()
+                for values in (self.codes, self.scale, position)
+            )
+            owed = (error @ matrix[:, :, block]).movedim(2, 0).contiguous()
+            inner = matrix[:, block, block].permute(1, 2, 0)[..., None]
+            for at in range(len(codes)):
+                new = rounded(owed[at].div_(scale[at]).add_(where[at]), start + at)
+                change = (codes[at] - new).mul_(scale[at])
+                codes[at] = new
                 # What is owed to this change by the columns of the block after it.
-                owing = inner[:, column, None, rest]
-                owed[:, :, rest].baddbmm_(change[:, :, None], owing)
+                owed[at + 1 :].addcmul_(inner[at, at + 1 :], change)
+            self.codes[:, :, block] = codes.movedim(0, 2)
+            steps = self.codes[:, :, block] - self.zero_point[:, :, block]
+            kept = steps * self.scale[:, :, block]
+            error[:, :, block] = self.weight[:, :, block] - kept
 
     def fit_scales(self) -> None:
         """Fit a scale to the codes of each channel by least squares."""
@@ -289,28 +346,25 @@ class _Rounding:
         # A channel of zeros has none, and a scale is positive.
         self.scale = torch.where(fitted > 0, fitted, self.scale)
 
+    def channel_means(self, values: Tensor) -> Tensor:
+        """Return means over the weights of each channel of one value for each column.
+
+        They broadcast with the weights. Columns that fill parts up do not count.
+        """
+        rows = self.joined(values[:, None].expand_as(self.codes))
+        return self._divided(rows.mean(1, keepdim=True).expand_as(rows), fill=1.0)
+
     def _of_channels(self, values: Tensor) -> Tensor:
         """Return sums over the weights of each channel, which broadcast with them."""
         sums = values.sum(2).reshape(self.groups, self.parts, -1)
         return sums.sum(1, keepdim=True).expand_as(sums).flatten(0, 1)[:, :, None]
 
 
-def _of_earlier(gram: Tensor) -> Tensor:
-    """Return what each weight (column) owes to the errors of those before it.
-
-    With gram = U · D · Uᵀ and U unit upper triangular, the error of the output is the
-    sum of D times the squares of errorᵀ · U.
-    """
-    upper = torch.linalg.cholesky(gram.flip(1, 2)).flip(1, 2)
-    return _without_diagonal(upper)
-
-
-def _of_others(gram: Tensor) -> Tensor:
-    """Return what each weight (column) owes to the errors of all others."""
-    return _without_diagonal(gram)
-
-
 def _without_diagonal(matrix: Tensor) -> Tensor:
     """Divide columns by their diagonal elements, which then become zero."""
-    diagonal = matrix.diagonal(dim1=1, dim2=2)
-    return matrix / diagonal[:, None] - torch.eye(matrix.shape[1]).to(matrix)
+    diagonal = _diagonal(matrix)[:, None]
+    return matrix / diagonal - torch.eye(matrix.shape[1]).to(matrix)
+
+
+def _diagonal(matrix: Tensor) -> Tensor:
+    return matrix.diagonal(dim1=1, dim2=2)
