@@ -11,9 +11,10 @@ FOLDER is as for ptq.py. Sizes are MiB of the packed file. The methods are
 - ``rate-aware``: coded rates, and rounding learned with the price of bits.
 - ``int8``: 8 bits everywhere, whatever the size.
 
-Each row has the network rounded to nearest, too, and what general compressors make of
-the file. It is written when it is there, and not made again by the same commit. The
-packed files stay in ``--work``.
+Each row has the network that is only rounded (``nearest``), too, and what general
+compressors make of the file; with ``--iterations 0`` nothing is learned. A row is
+written when it is there, and not made again by the same commit. The packed files stay
+in ``--work``.
 
 With ``--epochs`` a network for CIFAR is then trained to give what the float network
 gives, and ``rate-aware`` ones with ``--code-penalty``.
@@ -110,10 +111,14 @@ def run_one(options, network, method: str, size: float, seed: int) -> dict:
     quantized = ompq.quantize(model, allocation, samples)
     synchronise()
     between = time.perf_counter()
-    price = 0.0 if method == "coded" else options.price
-    rounding = ompq.RoundingConfig(iterations=options.iterations, price=price)
-    config = ompq.ReconstructConfig(rounding=rounding, seed=seed, merge=options.merge)
-    result = ompq.reconstruct(quantized, model, samples, config)
+    result = quantized
+    if options.iterations:
+        price = 0.0 if method == "coded" else options.price
+        rounding = ompq.RoundingConfig(iterations=options.iterations, price=price)
+        config = ompq.ReconstructConfig(
+            rounding=rounding, seed=seed, merge=options.merge
+        )
+        result = ompq.reconstruct(quantized, model, samples, config)
     synchronise()
     end = time.perf_counter()
     if options.epochs:
