@@ -9,9 +9,9 @@ Beside the product's scores stand ``published`` (the OMPQ authors' bit lists),
 ``uniform`` (the largest width that fits everywhere, often far below the budget) and
 ``filled`` (the list nearest to uniform that fills the budget). Every row says how many
 bits and bytes it has. Networks are judged by divergence from float, with top-1 beside.
-``--plans`` measures plans that ``ompq plan -o`` wrote instead. ``cifar-*`` are networks
-that ``qat.py --only float --work WORK`` has trained: copy WORK/NAME.safetensors to
-FOLDER/weights/cifar_NAME.safetensors.
+``--iterations 0`` only rounds. ``--plans`` measures plans that ``ompq plan -o`` wrote
+instead. ``cifar-*`` are networks that ``qat.py --only float --work WORK`` has trained:
+copy WORK/NAME.safetensors to FOLDER/weights/cifar_NAME.safetensors.
 
 A row is written when it is there, and not made again by the same commit. The same
 command may run several times at once with one ``--work``: each process takes what none
@@ -112,6 +112,10 @@ def allocations(options, model, samples, activation: int) -> list[tuple]:
                 "mib": totals["bytes"] / 2**20,
                 "average_bits": totals["average_bits"],
             }
+            if score in REFINED:
+                size["measured"] = [
+                    (one.name, one.divergence, one.error) for one in plan.measured
+                ]
             each = {n: Choice(c.weight, activation) for n, c in bits.items()}
             if options.image_bits:
                 first = next(iter(each))
@@ -202,17 +206,19 @@ def run_one(options, network, bits, seed: int, iterations: int) -> dict:
     quantized = ompq.quantize(model, bits, samples, quantizing)
     synchronise()
     between = time.perf_counter()
-    rounding = ompq.RoundingConfig(
-        iterations=iterations, **json.loads(options.rounding)
-    )
-    config = ompq.ReconstructConfig(
-        rounding=rounding,
-        tuning=ompq.TuningConfig(**json.loads(options.tuning)),
-        seed=seed,
-        loss=options.loss,
-        merge=options.merge,
-    )
-    result = ompq.reconstruct(quantized, model, samples, config)
+    result = quantized
+    if iterations:
+        rounding = ompq.RoundingConfig(
+            iterations=iterations, **json.loads(options.rounding)
+        )
+        config = ompq.ReconstructConfig(
+            rounding=rounding,
+            tuning=ompq.TuningConfig(**json.loads(options.tuning)),
+            seed=seed,
+            loss=options.loss,
+            merge=options.merge,
+        )
+        result = ompq.reconstruct(quantized, model, samples, config)
     synchronise()
     end = time.perf_counter()
     found = ompq.evaluate(result, batches, reference=model)
