@@ -46,6 +46,11 @@ def test_pages_and_examples_import_only_what_is_public():
         assert deeper is None, f"{page.name}: {deeper}"
 
 
+def test_pages_have_no_placeholders():
+    for page in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]:
+        assert not re.findall(r"@@|TODO|TBD|XXX", page.read_text()), page.name
+
+
 @pytest.mark.parametrize("page", sorted(p.name for p in (ROOT / "docs").glob("*.md")))
 def test_links_between_pages_lead_somewhere(page):
     text = (ROOT / "docs" / page).read_text()
