@@ -141,9 +141,37 @@ def test_a_row_is_run_once(words, tmp_path, monkeypatch):
 
     monkeypatch.setitem(reproduction._MEASURES, "plan", never)
     assert quick(name, words, tmp_path)["rows"] == first
-    result = run("reproduce", name, *words, "-o", tmp_path, "--seed", "1")
+
+
+# Data of another name; 64 images is what --quick judges on.
+OTHER_DATA = """
+import torch
+
+def images():
+    return torch.randn(80, 3, 8, 8), torch.arange(80) % 10
+"""
+
+
+@pytest.mark.parametrize("setting", ["seed", "limit", "eval_data"])
+def test_a_row_of_other_settings_is_neither_reused_nor_overwritten(
+    setting, words, tmp_path
+):
+    (tmp_path / "other.py").write_text(OTHER_DATA)
+    value = {"seed": "1", "limit": "32", "eval_data": f"{tmp_path}/other.py:images"}
+    option = (f"--{setting.replace('_', '-')}", value[setting])
+    name, row = "table-ptq-resnet18", ("--rows", "ompq-4")
+    first = quick(name, words, tmp_path / "a", *row)["rows"]["ompq-4"]
+    saved = tmp_path / "a" / name / "ompq-4.json"
+    before = saved.read_text()
+    result = run("reproduce", name, *words, *row, *option, "-o", tmp_path / "a")
     assert result.exit_code == 2
-    assert "was measured with a different seed" in result.stderr.replace("\n", " ")
+    message = f"was measured with a different {setting};"
+    assert message in " ".join(result.stderr.split())
+    assert saved.read_text() == before
+    saved.unlink()  # as the message says
+    again = quick(name, words, tmp_path / "a", *row, *option)["rows"]["ompq-4"]
+    assert again["divergence"] != first["divergence"]
+    assert again["count"] == (32 if setting == "limit" else 64)
 
 
 def test_a_row_that_cannot_be_tells_why(tmp_path):

@@ -4,7 +4,7 @@ import hashlib
 import json
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -29,7 +29,7 @@ from ompq.cli.options import (
     output_path,
 )
 from ompq.cli.settings import NetworkOptions, read_samples
-from ompq.datasets import Data, load_data, training_data
+from ompq.datasets import Batches, Data, load_data, training_data
 from ompq.datasets.images import distilled_samples
 from ompq.errors import (
     CheckpointError,
@@ -92,7 +92,7 @@ class Bench:
     model: NamedModel
     data: Data  # labelled images to train with; also the source of the samples
     samples: Samples  # unlabelled images to plan, calibrate and reconstruct with
-    judged: Iterable[Any]  # labelled batches that accuracy is measured on
+    judged: Batches  # labelled images that accuracy is measured on
     folder: Path  # where stopped rows are continued from
     quick: bool = False  # whether to scale everything down; the numbers mean nothing
     seed: int = 0
@@ -117,6 +117,8 @@ class Bench:
             "weights": self.model.weights,
             "data": self.data.name,
             "samples": len(self.samples),
+            "eval_data": self.judged.data.name,
+            "limit": len(self.judged.order),
             "seed": self.seed,
             "quick": self.quick,
             "device": model_device(self.model.module).type,
