@@ -36,9 +36,9 @@ from torch import nn
 
 import ompq
 from ompq.errors import InfeasibleBudgetError
-from ompq.layers import StoredValues, quantized_layers
+from ompq.layers import quantized_layers
 from ompq.models import CifarResNet
-from ompq.quantization import QUANTIZE_PROTOCOLS
+from ompq.quantization import QUANTIZE_PROTOCOLS, network_totals
 from ompq.workflow import learning_config
 
 NETWORKS = ("resnet20", "cifar-resnet18", "resnet18", "mobilenet_v2")
@@ -280,14 +280,9 @@ def run_qat(nets: Networks, method: str, seed: int) -> dict:
         network = ompq.reconstruct(network, model, nets.samples, settings)
     config = train_config(nets, method, seed)
     network = ompq.train(network, nets.bench.train, config, teacher=model)
-    size = plan.totals["bytes"]
-    rules = [layer.rounding for layer in quantized_layers(network).values()]
-    if any(rules):  # bytes of the units, instead of those that were planned
-        own = sum(rule.bytes for rule in rules if isinstance(rule, StoredValues))
-        items = plan.bytes_by_item
-        replaced = ("weights", "scales", "zero_points", "biases")
-        size += own - sum(items[name] for name in replaced)
-    else:
+    size = network_totals(network, plan)["bytes"]
+    on_grids = not any(x.rounding for x in quantized_layers(network).values())
+    if on_grids:
         network = ompq.finalize(network, nets.samples[:2])
     synchronise()
     bits = ompq.quantization_of(network).allocation
@@ -295,7 +290,7 @@ def run_qat(nets: Networks, method: str, seed: int) -> dict:
         **measured(nets, network),
         "bytes": size,
         "widths": [choice.weight for choice in bits.values()],
-        "integers": not any(rules),
+        "integers": on_grids,
         "seconds": time.perf_counter() - start,
     }
 

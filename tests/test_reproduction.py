@@ -9,14 +9,17 @@ import torch
 
 from cli_tools import NETWORK, run, run_json
 from nets import TinyResNet, images, seeded
+from ompq.allocation import Allocation
 from ompq.cli import reproduction
 from ompq.cli.experiments import EXPERIMENTS, HALFWAY
 from ompq.cli.reproduction import Bench, draw, planned
 from ompq.graph import trace
 from ompq.models import CifarResNet, NamedModel
 from ompq.planner import PLAN_PROTOCOLS
+from ompq.quantization import quantization_of, with_quantization
 from ompq.samples import Samples
 from ompq.training.step import TRAIN_PROTOCOLS
+from ompq.units import Choice
 
 # Norms that remember something, for samples distilled from them.
 TRAINED = """
@@ -67,6 +70,56 @@ def test_every_row_of_a_table_runs(name, words, tmp_path):
             assert line["top-1, paper"] == f"{row.published:.2f}"
             assert line["drop, paper"] == f"{drop:.2f}"
             assert line["MiB, paper"] == f"{row.paper['mib']:.2f}"
+
+
+# Layer → its weights, channels, and the parameters of its bias or norm.
+LAYERS = {
+    "stem": (4 * 27, 4, 4),
+    "block.conv1": (8 * 36, 8, 16),
+    "block.conv2": (8 * 72, 8, 16),
+    "block.shortcut": (8 * 4, 8, 8),
+    "fc": (10 * 8, 10, 10),
+}
+
+
+def test_sizes_are_those_of_the_trained_network(words, tmp_path):
+    pytest.importorskip("accelerate")
+    table, more = "table-qat-resnet18", ("--rows", "[rl][vq]*")
+    rows = quick(table, words, tmp_path, *more)["rows"]
+    size = {name: found["mib"] * 2**20 for name, found in rows.items()}
+    # A byte a weight, outliers of 4 bytes, and a scale and a bias for each channel.
+    share = TRAIN_PROTOCOLS["rvquant"].outlier_fraction
+    assert size["rvquant"] == sum(
+        weights + 4 * round(share * weights) + 8 * channels
+        for weights, channels, _ in LAYERS.values()
+    )
+    # Half a byte a weight, and four levels and a bias for each channel.
+    middle = [layer for name, layer in LAYERS.items() if name.startswith("block")]
+    ends = [layer for name, layer in LAYERS.items() if not name.startswith("block")]
+    assert size["lq-nets"] == sum(
+        weights // 2 + 20 * channels for weights, channels, _ in middle
+    ) + sum(4 * (weights + others) for weights, _, others in ends)
+
+
+def test_sizes_are_those_of_learned_bits(words, tmp_path, monkeypatch):
+    pytest.importorskip("accelerate")
+    made = {"stem": 3, "block.conv1": 5, "block.conv2": 2, "fc": 7}
+
+    def train(network, *_args, **_more):
+        bits = dict(quantization_of(network).allocation)
+        bits |= {name: Choice(weight, 8) for name, weight in made.items()}
+        record = replace(quantization_of(network), allocation=Allocation(bits))
+        return with_quantization(network, record)
+
+    monkeypatch.setattr(reproduction, "train", train)
+    more = ("--rows", "fracbits-4.5")
+    found = quick("table-ptq-resnet18", words, tmp_path, *more)["rows"]["fracbits-4.5"]
+    bits = {name: int(text[1:].split("A")[0]) for name, text in found["bits"].items()}
+    assert made.items() <= bits.items()
+    total = sum((n + p) * bits[name] for name, (n, _, p) in LAYERS.items())
+    assert found["mib"] * 2**20 == total / 8
+    average = sum(n * bits[name] for name, (n, *_) in LAYERS.items())
+    assert found["average_bits"] * sum(n for n, *_ in LAYERS.values()) == average
 
 
 def test_channels_are_multiplied_as_the_budget_allows(tmp_path):

@@ -48,7 +48,12 @@ from ompq.models import CifarResNet, NamedModel
 from ompq.orthogonality import gram_matrix
 from ompq.planner import PLAN_PROTOCOLS, PlanConfig
 from ompq.plans import Plan
-from ompq.quantization import QUANTIZE_PROTOCOLS, QuantizeConfig
+from ompq.quantization import (
+    QUANTIZE_PROTOCOLS,
+    QuantizeConfig,
+    network_totals,
+    quantization_of,
+)
 from ompq.ranges import search_weight
 from ompq.recording import copied
 from ompq.report.charts import (
@@ -222,7 +227,7 @@ def _network(row: Row, bench: Bench) -> dict[str, Any]:
         checkpoint = bench.folder / f"{row.name}.safetensors"
         network = work.reconstruct(network, config, checkpoint=checkpoint)
         checkpoint.unlink(missing_ok=True)
-    return {**_finalized(work, network, bench), **_sizes(plan)}
+    return {**_finalized(work, network, bench), **_sizes(plan, network)}
 
 
 def _samples(row: Row, bench: Bench) -> Samples:
@@ -322,7 +327,7 @@ def _channels(row: Row, bench: Bench) -> dict[str, Any]:
     )
     work = replace(bench.work(), model=made.model)
     network = _trained(row, work.quantize(made.plan), bench, made.model)
-    return {**_finalized(bench.work(), network, bench), **_sizes(made.plan)}
+    return {**_finalized(bench.work(), network, bench), **_sizes(made.plan, network)}
 
 
 def _finalized(work: Workflow, network: nn.Module, bench: Bench) -> dict[str, Any]:
@@ -336,13 +341,17 @@ def _evaluated(work: Workflow, network: nn.Module, bench: Bench) -> dict[str, An
     return {name: found[name] for name in names}
 
 
-def _sizes(plan: Plan) -> dict[str, Any]:
-    totals = plan.totals
+def _sizes(plan: Plan, network: nn.Module | None = None) -> dict[str, Any]:
+    """Return what a plan takes, or the network that training made of it."""
+    totals, bits = plan.totals, plan.allocation
+    if network is not None:
+        totals = network_totals(network, plan)
+        bits = quantization_of(network).allocation
     return {
         "mib": totals["bytes"] / 2**20,
         "bit_ops": totals["bit_ops"],
         "average_bits": totals["average_bits"],
-        "bits": {n: str(choice) for n, choice in plan.allocation.items()},
+        "bits": {name: str(choice) for name, choice in bits.items()},
         "kinds": {unit.name: unit.kind for unit in plan.graph.units},
     }
 
