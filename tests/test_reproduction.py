@@ -4,20 +4,24 @@ import json
 from dataclasses import replace
 from html import unescape
 
+import numpy as np
 import pytest
 import torch
 
+import ompq
 from cli_tools import NETWORK, run, run_json
 from nets import TinyResNet, images, seeded
 from ompq.allocation import Allocation
 from ompq.cli import reproduction
 from ompq.cli.experiments import EXPERIMENTS, HALFWAY
 from ompq.cli.reproduction import Bench, draw, planned
+from ompq.datasets import load_data
 from ompq.graph import trace
 from ompq.models import CifarResNet, NamedModel
 from ompq.planner import PLAN_PROTOCOLS
 from ompq.quantization import quantization_of, with_quantization
 from ompq.samples import Samples
+from ompq.scores import Hessian
 from ompq.training.step import TRAIN_PROTOCOLS
 from ompq.units import Choice
 
@@ -300,8 +304,15 @@ def bench(network, folder, name="table-qat-resnet18"):
     model = NamedModel.__new__(NamedModel)
     object.__setattr__(model, "module", network)
     object.__setattr__(model, "name", "net.py:make")
+    object.__setattr__(model, "input_shape", (3, 8, 8))
     return Bench(
-        EXPERIMENTS[name], model, None, Samples.of(images(16)), (), folder, quick=True
+        EXPERIMENTS[name],
+        model,
+        load_data("random", model),
+        Samples.of(images(16)),
+        (),
+        folder / name,
+        quick=True,
     )
 
 
@@ -313,6 +324,42 @@ def test_halfway_is_between_four_and_eight_bits_everywhere(tmp_path):
     assert plan.budget.bit_ops == macs * (4 * 4 + 8 * 8) / 2
     assert plan.totals["bit_ops"] <= plan.budget.bit_ops
     assert {str(choice) for choice in plan.allocation.values()} == {"W4A4", "W8A8"}
+
+
+def unlabelled(data):
+    return replace(data, label_problem="no labels")
+
+
+def of_texts(data):
+    return replace(data, read=lambda at: (data.read(at)[0], torch.zeros(3)))
+
+
+@pytest.mark.parametrize("changed", [None, unlabelled, of_texts])
+def test_hawq_has_labels_if_there_are_any(changed, tmp_path):
+    made = bench(seeded(TinyResNet()), tmp_path)
+    row = next(r for r in EXPERIMENTS["table-qat-resnet18"].rows if r.budget == HALFWAY)
+    labelled = list(made.data.batches(batch_size=7, limit=32))
+    if changed is not None:
+        made, labelled = replace(made, data=changed(made.data)), None
+    config = replace(
+        PLAN_PROTOCOLS["hawq-v3"], score=Hessian(batches=labelled), **row.plan
+    )
+    expected = ompq.plan(made.model.module, made.samples[:8], "32bits", config)
+    assert np.allclose(planned(row, made).scores.damage, expected.scores.damage)
+    given = Hessian(batches=load_data("random", made.model).batches(limit=32))
+    labels = replace(config, score=given)
+    found = ompq.plan(made.model.module, made.samples[:8], "32bits", labels)
+    same = np.allclose(found.scores.damage, expected.scores.damage)
+    assert same == (changed is None)
+
+
+def test_rows_share_their_score_table_unless_they_time_it(words, tmp_path):
+    quick("table-ptq-resnet18", words, tmp_path, "--rows", "ompq-4.5")
+    quick("table-ptq-resnet18", words, tmp_path, "--rows", "ompq-4")
+    [table] = (tmp_path / "scores").glob("Orm-*.json")
+    assert table.stat().st_size > 0
+    quick("figure-search-cost-resnet18", words, tmp_path)
+    assert [*(tmp_path / "scores").iterdir()] == [table]
 
 
 def test_budgets_keep_their_share_on_another_network(tmp_path):

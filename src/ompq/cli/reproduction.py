@@ -40,6 +40,7 @@ from ompq.errors import (
     shortened,
     suggestion,
 )
+from ompq.evaluation import is_class_indices
 from ompq.files import json_object, library_version, read_json, write_text
 from ompq.graph import trace
 from ompq.measurement import BlockLoss
@@ -67,7 +68,7 @@ from ompq.report.charts import (
 )
 from ompq.results import Stages
 from ompq.samples import Samples, model_device
-from ompq.scores import measure_orm
+from ompq.scores import Hessian, measure_orm
 from ompq.training import train
 from ompq.training.step import TRAIN_PROTOCOLS
 from ompq.units import select
@@ -86,6 +87,7 @@ Results = Mapping[str, Any]
 _MARKS = "os^DvPX*"  # of the methods in a figure
 _LAYERS = 4  # whose orthogonality is shown by their bits
 FOLDER = Path("reproduced")
+_TABLES = "scores"  # folder of the score tables, for all experiments
 QUICK_SAMPLES, QUICK_IMAGES = 16, 64  # with --quick
 
 
@@ -252,13 +254,14 @@ def planned(row: Row, bench: Bench, samples: Samples | None = None) -> Plan:
     then the budget is halfway between the smallest and the largest size.
     """
     work, config = bench.work(samples), _plan_config(row, bench)
+    more: Any = {"count": bench.plan_samples, "cache": _cache(row, config, bench)}
     budget = bench.budget(ANYTHING if row.budget == HALFWAY else row.budget)
     try:
-        found = work.plan(budget, config, count=bench.plan_samples)
+        found = work.plan(budget, config, **more)
     except InfeasibleBudgetError:
         if bench.own_network:
             raise
-        found = work.plan(ANYTHING, config, count=bench.plan_samples).halfway()
+        found = work.plan(ANYTHING, config, **more).halfway()
     if row.budget == HALFWAY:
         found = found.halfway("bit_ops")
     if row.search == "reinforce":
@@ -283,7 +286,30 @@ def _plan_config(row: Row, bench: Bench) -> PlanConfig:
     score = config.score
     if bench.quick and score == "block_loss":
         score = BlockLoss(iterations=1, samples=4)
+    if isinstance(score, Hessian):
+        score = _labelled(score, bench)
     return replace(config, pinned=pins, score=score)
+
+
+def _labelled(score: Hessian, bench: Bench) -> Hessian:
+    """Give HAWQ's score the labels that it is published with, if the data has any."""
+    if bench.data.label_problem is not None:
+        return score
+    count = min(score.samples, len(bench.data))
+    batches = list(bench.data.batches(batch_size=count, limit=count))
+    known = all(is_class_indices(labels, len(labels)) for _, labels in batches)
+    return replace(score, batches=batches) if known else score
+
+
+def _cache(row: Row, config: PlanConfig, bench: Bench) -> Path | None:
+    """Return the folder of score tables, which rows of one score share.
+
+    Rows that time the choice of bits compute their own. Scores with labels are never
+    kept, and asking for it is warned of.
+    """
+    if row.measure == "plan" or getattr(config.score, "batches", None) is not None:
+        return None
+    return bench.folder.parent / _TABLES
 
 
 def _trained(
