@@ -14,7 +14,7 @@ from nets import TinyResNet, images, seeded
 from ompq.allocation import Allocation
 from ompq.cli import reproduction
 from ompq.cli.experiments import EXPERIMENTS, HALFWAY
-from ompq.cli.reproduction import Bench, draw, planned
+from ompq.cli.reproduction import Bench, draw, markdown, planned
 from ompq.datasets import load_data
 from ompq.graph import trace
 from ompq.models import CifarResNet, NamedModel
@@ -137,6 +137,35 @@ def test_channels_are_multiplied_as_the_budget_allows(tmp_path):
     assert 0.9 * share < size / (4 * parameters) <= share
 
 
+def test_the_baseline_is_the_float_network(words, tmp_path):
+    rows = quick("table-ptq-resnet18", words, tmp_path, "--rows", "baseline")["rows"]
+    found = rows["baseline"]
+    assert found["mib"] * 2**20 == 4 * sum(n + p for n, _, p in LAYERS.values())
+    assert (found["drop"], found["divergence"], found["agreement"]) == (0, 0, 1)
+    table = tmp_path / "table-ptq-resnet18.md"
+    assert "| baseline | Baseline | 32/32 | 71.08 |" in table.read_text()
+
+
+# As the paper prints them. The recipe of FracBits learns weights alone, and
+# OneBitwidth has one width of weights, where the paper prints * as well.
+WIDTHS = {
+    "table-qat-resnet18": "32/32 8/8 8/8 */8 5/5 4/32 */* */6",
+    "table-qat-resnet50": "32/32 5/5 4/32 5/5 */32 4/8 */* */5 */5",
+    "table-ptq-resnet18": "32/32 */8 */4 */8 4/4 4/4 4/4 4/4 */8 */4 */8 */8",
+    "table-ptq-mobilenetv2": "32/32 */8 */8 */8 */8 */8",
+}
+
+
+@pytest.mark.parametrize("name", WIDTHS)
+def test_widths_are_written_as_in_the_paper(name):
+    table = markdown(EXPERIMENTS[name], {}, {"quick": False})
+    lines = [line.strip("| ").split(" | ") for line in table.splitlines()]
+    place = next(line for line in lines if "W/A" in line).index("W/A")
+    published = {row.name for row in EXPERIMENTS[name].rows if row.published}
+    found = [line[place] for line in lines if line[0] in published]
+    assert found == WIDTHS[name].split()
+
+
 FIGURES = (
     "table-calculation-time-resnet18",
     "figure-search-cost-resnet18",
@@ -177,7 +206,7 @@ def test_accuracy_against_size_has_all_methods_in_one_plot(words, tmp_path):
 def test_bits_of_activations_have_lines_of_their_own(tmp_path):
     pytest.importorskip("matplotlib")
     table = EXPERIMENTS["table-ptq-resnet18"]
-    names = ("ompq-4.5-a4", "ompq-5.5-a4", "ompq-4.5", "ompq-4")
+    names = ("ompq-4.5-a4", "ompq-5.5-a4", "ompq-4.5", "ompq-4", "baseline")
     results = {
         name: {"mib": at, "top1": 0.6, "drop_error": 0.01}
         for at, name in enumerate(names)
@@ -187,6 +216,7 @@ def test_bits_of_activations_have_lines_of_their_own(tmp_path):
         draw(table, results, tmp_path, published=published)
         text = unescape((tmp_path / f"{table.name}.svg").read_text())
         assert [text.count(f">{label}<") for label in labels] == [1, 1, published]
+        assert "Baseline" not in text  # far to the right
 
 
 def test_a_row_is_run_once(words, tmp_path, monkeypatch):
@@ -366,7 +396,8 @@ def test_budgets_keep_their_share_on_another_network(tmp_path):
     made = bench(seeded(TinyResNet()), tmp_path, "table-ptq-resnet18")
     assert made.budget("4.0MiB") == f"{100 * 4 / 44.6:.4g}%"
     assert made.budget("3bits") == "3bits"
-    tiny = replace(EXPERIMENTS["table-ptq-resnet18"].rows[2], budget="0.1MiB")
+    rows = {row.name: row for row in made.experiment.rows}
+    tiny = replace(rows["ompq-4.5"], budget="0.1MiB")
     plan = planned(tiny, made)  # too small: halfway instead
     assert set(plan.allocation.values()) <= {*plan.choices}
     assert trace(made.model.module, made.samples).names == plan.graph.names

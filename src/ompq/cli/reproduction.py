@@ -29,6 +29,7 @@ from ompq.cli.options import (
     output_path,
 )
 from ompq.cli.settings import NetworkOptions, read_samples
+from ompq.costs import FLOAT_BITS, cost_tables
 from ompq.datasets import Batches, Data, load_data, training_data
 from ompq.datasets.images import distilled_samples
 from ompq.errors import (
@@ -71,7 +72,7 @@ from ompq.samples import Samples, model_device
 from ompq.scores import Hessian, measure_orm
 from ompq.training import train
 from ompq.training.step import TRAIN_PROTOCOLS
-from ompq.units import select
+from ompq.units import Choice, select
 from ompq.workflow import (
     ANYTHING,
     CALIBRATION_SAMPLES,
@@ -232,6 +233,17 @@ def _network(row: Row, bench: Bench) -> dict[str, Any]:
     return {**_finalized(work, network, bench), **_sizes(plan, network)}
 
 
+def _float(_row: Row, bench: Bench) -> dict[str, Any]:
+    """Evaluate the float network, which the others are compared with."""
+    graph = trace(bench.model.module, bench.samples[:1])
+    costs = cost_tables(graph, [Choice(FLOAT_BITS, FLOAT_BITS)])
+    return {
+        **_evaluated(bench.work(), bench.model.module, bench),
+        "mib": costs["bytes"].reference / 2**20,
+        "bit_ops": costs["bit_ops"].total(np.zeros(len(graph), np.intp)),
+    }
+
+
 def _samples(row: Row, bench: Bench) -> Samples:
     if not row.distilled:
         return bench.samples
@@ -343,12 +355,14 @@ def _channels(row: Row, bench: Bench) -> dict[str, Any]:
     if family != "cifar" or not name.isdigit() or name == "18":
         raise ModelError(row.note)
     config = replace(_plan_config(row, bench), pinned={})
+    [choice] = config.free_choices
     device = model_device(bench.model.module)
     made = one_bitwidth(
         lambda width: CifarResNet(int(name), width=width).to(device),
         bench.samples[: bench.plan_samples],
         bench.budget(row.budget),
-        config=config,
+        choice.weight,
+        config,
         seed=bench.seed,
     )
     work = replace(bench.work(), model=made.model)
@@ -457,6 +471,7 @@ def _time(row: Row, bench: Bench) -> dict[str, Any]:
 
 _MEASURES: dict[str, Callable[[Row, Bench], dict[str, Any]]] = {
     "network": _network,
+    "float": _float,
     "plan": _plan,
     "orthogonality": _orthogonality,
     "layer": _layer,
@@ -485,8 +500,9 @@ def markdown(
         for heading, source in sources
         if any(name in numbers for numbers in source.values())
     ]
-    lines += _row(["row", "method", *(heading for heading, *_ in columns), "remarks"])
-    lines += _row(["---"] * (len(columns) + 3))
+    headings = ["W/A", *(heading for heading, *_ in columns)]
+    lines += _row(["row", "method", *headings, "remarks"])
+    lines += _row(["---"] * (len(headings) + 3))
     for row in experiment.rows:
         numbers = [
             (source.get(row.name, {}).get(name), shown)
@@ -496,8 +512,25 @@ def markdown(
         remarks = "; ".join(
             t for t in (row.note, results.get(row.name, {}).get("skipped")) if t
         )
-        lines += _row([row.name, row.method, *cells, remarks])
+        lines += _row([row.name, row.method, _widths(row), *cells, remarks])
     return "\n".join([*lines, ""])
+
+
+def _widths(row: Row) -> str:
+    """Return bits of weights and activations; * for mixed ones, as in the paper."""
+    if row.measure == "float":
+        return f"{FLOAT_BITS}/{FLOAT_BITS}"
+    if row.measure not in ("network", "plan"):
+        return "-"
+    config = replace(PLAN_PROTOCOLS.get(row.protocol, PlanConfig()), **row.plan)
+    learned = row.train and TRAIN_PROTOCOLS[row.train].widths == "learned"
+
+    def shown(bits: Sequence[int]) -> str:
+        return str(bits[0]) if len({*bits}) == 1 else "*"
+
+    weights = shown([choice.weight for choice in config.free_choices])
+    inputs = shown([choice.activation for choice in config.free_choices])
+    return f"{'*' if learned else weights}/{inputs}"
 
 
 def _published(row: Row, float_top1: float | None) -> dict[str, float]:
@@ -546,7 +579,11 @@ def draw(
         MissingExtraError: matplotlib is not installed.
     """
     measured = [row for row in experiment.rows if row.name in results]
-    rows = [row for row in measured if "skipped" not in results[row.name]]
+    rows = [
+        row
+        for row in measured
+        if "skipped" not in results[row.name] and row.measure != "float"
+    ]
     if not published:
         rows = [replace(row, published=None) for row in rows]
     if not experiment.drawing or not rows:
