@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from html import unescape
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -300,6 +301,30 @@ def test_published_numbers_are_the_papers():
     times = {"inner_product": 0.12, "norm": 8.40}
     assert others["table-calculation-time-resnet18", "100x10000"] == times
     assert others["figure-search-cost-resnet18", "fracbits"] == {"images": 1_200_000}
+
+
+def test_the_documented_rivals_are_those_of_the_paper():
+    page = Path(__file__).parent.parent / "docs" / "method.md"
+    section = page.read_text().partition("### Rivals in Table 4\n")[2].partition("#")[0]
+    lines = [line.strip("| ").split(" | ") for line in section.splitlines()]
+    documented = {
+        (cells[0], *map(float, cells[2:5]))
+        for cells in lines
+        if len(cells) == 6 and "," in cells[0]
+    }
+    expected = {
+        (
+            f"{table.title.split(', ')[1]}, {row.method}",
+            row.paper["mib"],
+            row.published,
+            round(table.float_top1 - row.published, 2),
+        )
+        for name in ("table-ptq-resnet18", "table-ptq-mobilenetv2")
+        for table in [EXPERIMENTS[name]]
+        for row in table.rows
+        if row.published and row.method not in ("OMPQ", "Baseline")
+    }
+    assert documented == expected
 
 
 def test_rows_name_what_there_is():
