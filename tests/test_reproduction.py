@@ -17,8 +17,9 @@ from ompq.cli import reproduction
 from ompq.cli.experiments import EXPERIMENTS, HALFWAY
 from ompq.cli.reproduction import Bench, draw, markdown, planned
 from ompq.datasets import load_data
+from ompq.errors import ModelError
 from ompq.graph import trace
-from ompq.models import CifarResNet, NamedModel
+from ompq.models import CIFAR_NETWORKS, NamedModel
 from ompq.planner import PLAN_PROTOCOLS
 from ompq.quantization import quantization_of, with_quantization
 from ompq.samples import Samples
@@ -132,7 +133,7 @@ def test_channels_are_multiplied_as_the_budget_allows(tmp_path):
     words = ("--network", "cifar:resnet20", "--weights", "none", "--data", "random")
     more = ("--quick", "--device", "cpu", "--rows", "one-bitwidth", "--samples", "8")
     rows = quick("table-qat-resnet50", words, tmp_path, *more)["rows"]
-    parameters = sum(p.numel() for p in CifarResNet(20).parameters())
+    parameters = sum(p.numel() for p in CIFAR_NETWORKS["cifar:resnet20"]().parameters())
     share = 12.3 / EXPERIMENTS["table-qat-resnet50"].float_mib
     size = rows["one-bitwidth"]["mib"] * 2**20
     assert 0.9 * share < size / (4 * parameters) <= share
@@ -165,6 +166,20 @@ def test_widths_are_written_as_in_the_paper(name):
     published = {row.name for row in EXPERIMENTS[name].rows if row.published}
     found = [line[place] for line in lines if line[0] in published]
     assert found == WIDTHS[name].split()
+
+
+@pytest.mark.parametrize(("network", "channels"), [("resnet18", 16), ("resnet56", 4)])
+def test_the_networks_of_cifar_have_channels_to_multiply(
+    network, channels, tmp_path, monkeypatch
+):
+    def build(make, *_args, **_more):
+        raise ModelError(f"{make(0.25).conv1.out_channels} channels")
+
+    monkeypatch.setattr(reproduction, "one_bitwidth", build)
+    words = ("--network", f"cifar:{network}", "--weights", "none", "--data", "random")
+    more = ("--quick", "--device", "cpu", "--rows", "one-bitwidth", "--samples", "8")
+    rows = quick("table-qat-resnet50", words, tmp_path, *more)["rows"]
+    assert rows["one-bitwidth"]["skipped"] == f"{channels} channels"
 
 
 FIGURES = (
@@ -415,6 +430,16 @@ def test_rows_share_their_score_table_unless_they_time_it(words, tmp_path):
     assert table.stat().st_size > 0
     quick("figure-search-cost-resnet18", words, tmp_path)
     assert [*(tmp_path / "scores").iterdir()] == [table]
+
+
+def test_the_exact_solver_has_brecqs_table(tmp_path):
+    made = bench(seeded(TinyResNet()), tmp_path, "table-ptq-mobilenetv2")
+    rows = {row.name: row for row in made.experiment.rows}
+    genetic, exact = (planned(rows[n], made) for n in ("brecq-1.5", "brecq-exact-1.5"))
+    assert np.array_equal(genetic.scores.damage, exact.scores.damage)
+    assert (genetic.method, exact.method) == ("genetic", "exact")
+    assert exact.gap == 0
+    assert exact.damage <= genetic.damage
 
 
 def test_budgets_keep_their_share_on_another_network(tmp_path):

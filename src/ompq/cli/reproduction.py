@@ -46,7 +46,7 @@ from ompq.files import json_object, library_version, read_json, write_text
 from ompq.graph import trace
 from ompq.measurement import BlockLoss
 from ompq.measurement.rivals import ReinforceConfig, one_bitwidth, reinforce
-from ompq.models import CifarResNet, NamedModel
+from ompq.models import CIFAR_NETWORKS, NamedModel
 from ompq.orthogonality import gram_matrix
 from ompq.planner import PLAN_PROTOCOLS, PlanConfig
 from ompq.plans import Plan
@@ -351,14 +351,14 @@ def _trained(
 
 def _channels(row: Row, bench: Bench) -> dict[str, Any]:
     """Widen a CIFAR ResNet instead of choosing bits, and train it from scratch."""
-    family, _, name = bench.model.name.partition(":resnet")
-    if family != "cifar" or not name.isdigit() or name == "18":
+    if bench.model.name not in CIFAR_NETWORKS:
         raise ModelError(row.note)
+    build = CIFAR_NETWORKS[bench.model.name]
     config = replace(_plan_config(row, bench), pinned={})
     [choice] = config.free_choices
     device = model_device(bench.model.module)
     made = one_bitwidth(
-        lambda width: CifarResNet(int(name), width=width).to(device),
+        lambda width: build(width=width).to(device),
         bench.samples[: bench.plan_samples],
         bench.budget(row.budget),
         choice.weight,
