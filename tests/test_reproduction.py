@@ -1,6 +1,7 @@
 """The paper's tables and figures, scaled down to a network of five layers."""
 
 import json
+from contextlib import contextmanager
 from dataclasses import replace
 from html import unescape
 from pathlib import Path
@@ -22,6 +23,7 @@ from ompq.graph import trace
 from ompq.models import CIFAR_NETWORKS, NamedModel
 from ompq.planner import PLAN_PROTOCOLS
 from ompq.quantization import quantization_of, with_quantization
+from ompq.results import Stages
 from ompq.samples import Samples
 from ompq.scores import Hessian
 from ompq.training.step import TRAIN_PROTOCOLS
@@ -180,6 +182,34 @@ def test_the_networks_of_cifar_have_channels_to_multiply(
     more = ("--quick", "--device", "cpu", "--rows", "one-bitwidth", "--samples", "8")
     rows = quick("table-qat-resnet50", words, tmp_path, *more)["rows"]
     assert rows["one-bitwidth"]["skipped"] == f"{channels} channels"
+
+
+ABLATIONS = [
+    name for name in EXPERIMENTS if name.split("-")[1] in ("functions", "granularity")
+]
+
+
+@pytest.mark.parametrize("name", ABLATIONS)
+def test_every_row_of_an_ablation_runs(name, words, tmp_path):
+    pytest.importorskip("accelerate")
+    table = EXPERIMENTS[name]
+    rows = quick(name, words, tmp_path)["rows"]
+    assert rows.keys() == {row.name for row in table.rows}
+    pinned = {"stem", "fc"} if "resnet18" in name else set()
+    free = LAYERS.keys() - pinned
+    for row in table.rows:
+        found = rows[row.name]
+        assert 0 <= found["top1"] <= 1
+        bits = {unit: text.split("A")[0] for unit, text in found["bits"].items()}
+        assert all(bits[unit] == "W8" for unit in pinned)
+        # One width for all that a function stands for.
+        together = {"net": [free], "block": [free - {"stem", "fc"}]}
+        for units in together.get(row.name, []):
+            assert len({bits[unit] for unit in units}) == 1
+        total = sum((n + p) * int(bits[unit][1:]) for unit, (n, _, p) in LAYERS.items())
+        assert found["mib"] * 2**20 == total / 8
+    text = (tmp_path / f"{name}.md").read_text()
+    assert all(f"| {row.name} | {row.name} | */8 |" in text for row in table.rows)
 
 
 FIGURES = (
@@ -380,7 +410,7 @@ def bench(network, folder, name="table-qat-resnet18"):
         model,
         load_data("random", model),
         Samples.of(images(16)),
-        (),
+        load_data("random", model).batches(limit=16),
         folder / name,
         quick=True,
     )
@@ -440,6 +470,38 @@ def test_the_exact_solver_has_brecqs_table(tmp_path):
     assert (genetic.method, exact.method) == ("genetic", "exact")
     assert exact.gap == 0
     assert exact.damage <= genetic.damage
+
+
+@pytest.mark.parametrize(
+    ("name", "stage"), [("ompq-4", "reconstructing"), ("fracbits-4.5", "training")]
+)
+def test_a_row_that_was_stopped_continues_where_it_was(name, stage, tmp_path):
+    pytest.importorskip("accelerate")
+    [row] = [r for r in EXPERIMENTS["table-ptq-resnet18"].rows if r.name == name]
+    seen = []
+
+    def measured(folder, stop_at=None):
+        @contextmanager
+        def bar(shown):
+            def progress(done, _total, message):
+                if shown == stage:
+                    seen.append(done)
+                    if done == stop_at:
+                        raise KeyboardInterrupt
+
+            yield progress
+
+        seen.clear()
+        made = bench(seeded(TinyResNet()), tmp_path / folder, "table-ptq-resnet18")
+        return reproduction._network(row, replace(made, stages=Stages(bar)))
+
+    whole = measured("a")
+    every = [*seen]
+    with pytest.raises(KeyboardInterrupt):
+        measured("b", stop_at=every[1])  # in the second block, or epoch
+    assert measured("b") == whole
+    assert len(seen) < len(every)
+    assert not [*(tmp_path / "b" / "table-ptq-resnet18").glob(f"{name}*")]
 
 
 def test_budgets_keep_their_share_on_another_network(tmp_path):
