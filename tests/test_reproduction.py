@@ -168,6 +168,8 @@ def test_widths_are_written_as_in_the_paper(name):
     published = {row.name for row in EXPERIMENTS[name].rows if row.published}
     found = [line[place] for line in lines if line[0] in published]
     assert found == WIDTHS[name].split()
+    assert ("GBOPs, paper" in table) == ("qat" in name)
+    assert (" 1,858 |" in table) == (name == "table-qat-resnet18")
 
 
 @pytest.mark.parametrize(("network", "channels"), [("resnet18", 16), ("resnet56", 4)])

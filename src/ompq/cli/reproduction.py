@@ -559,7 +559,7 @@ _COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "divergence": ("divergence", lambda v: f"{v:.4f}"),
     "orthogonality": ("orthogonality", lambda v: f"{v:.4g}"),
     "mib": ("MiB", lambda v: f"{v:.2f}"),
-    "bit_ops": ("GBOPs", lambda v: f"{v / 1e9:.3g}"),
+    "bit_ops": ("GBOPs", lambda v: f"{v / 1e9:,.4g}"),
     "images": ("images", lambda v: f"{v:,}"),
     "inner_product": ("seconds by Gram matrices", lambda v: f"{v:.3g}"),
     "norm": ("seconds by features", lambda v: f"{v:.3g}"),
