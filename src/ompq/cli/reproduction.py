@@ -544,7 +544,9 @@ def _published(row: Row, float_top1: float | None) -> dict[str, float]:
 
 
 def _row(cells: Sequence[str]) -> list[str]:
-    return [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"]
+    # Unescaped, */* would be an emphasized slash.
+    escaped = (re.sub(r"([|*])", r"\\\1", cell) for cell in cells)
+    return [f"| {' | '.join(escaped)} |"]
 
 
 def _percent(value: float) -> str:
