@@ -36,9 +36,9 @@ from torch import nn
 
 import ompq
 from ompq.errors import InfeasibleBudgetError
-from ompq.layers import StoredValues, quantized_layers
-from ompq.models import CifarResNet
-from ompq.quantization import QUANTIZE_PROTOCOLS
+from ompq.layers import quantized_layers
+from ompq.models import CIFAR_NETWORKS
+from ompq.quantization import QUANTIZE_PROTOCOLS, network_totals
 from ompq.workflow import learning_config
 
 NETWORKS = ("resnet20", "cifar-resnet18", "resnet18", "mobilenet_v2")
@@ -212,12 +212,6 @@ def ptq_methods(nets: Networks) -> tuple[str, ...]:
 QAT = ("ours", "hawq-v3", "pact", "fracbits-pact", "lq-nets", "rvquant", "one-bitwidth")
 
 
-def qat_methods(nets: Networks) -> tuple[str, ...]:
-    # OneBitwidth widens networks of this repository alone.
-    widened = nets.options.network == "resnet20"
-    return QAT if widened else tuple(m for m in QAT if m != "one-bitwidth")
-
-
 def qat_plan(nets: Networks, method: str, seed: int) -> tuple[ompq.Plan, nn.Module]:
     """Return bits of the size that all have, and the float network they are for."""
     options, activations = nets.options, (nets.options.activation_bits,)
@@ -236,7 +230,9 @@ def qat_plan(nets: Networks, method: str, seed: int) -> tuple[ompq.Plan, nn.Modu
     if method == "one-bitwidth":
 
         def build(width: float) -> nn.Module:
-            return CifarResNet(20, width=width).to(DEVICE)
+            return CIFAR_NETWORKS[f"cifar:{CIFAR[options.network]}"](width=width).to(
+                DEVICE
+            )
 
         few, bits = nets.samples[:256], options.channel_bits
         found = ompq.one_bitwidth(build, few, budget, bits, base, seed=seed)
@@ -280,14 +276,9 @@ def run_qat(nets: Networks, method: str, seed: int) -> dict:
         network = ompq.reconstruct(network, model, nets.samples, settings)
     config = train_config(nets, method, seed)
     network = ompq.train(network, nets.bench.train, config, teacher=model)
-    size = plan.totals["bytes"]
-    rules = [layer.rounding for layer in quantized_layers(network).values()]
-    if any(rules):  # bytes of the units, instead of those that were planned
-        own = sum(rule.bytes for rule in rules if isinstance(rule, StoredValues))
-        items = plan.bytes_by_item
-        replaced = ("weights", "scales", "zero_points", "biases")
-        size += own - sum(items[name] for name in replaced)
-    else:
+    size = network_totals(network, plan)["bytes"]
+    on_grids = not any(x.rounding for x in quantized_layers(network).values())
+    if on_grids:
         network = ompq.finalize(network, nets.samples[:2])
     synchronise()
     bits = ompq.quantization_of(network).allocation
@@ -295,7 +286,7 @@ def run_qat(nets: Networks, method: str, seed: int) -> dict:
         **measured(nets, network),
         "bytes": size,
         "widths": [choice.weight for choice in bits.values()],
-        "integers": not any(rules),
+        "integers": on_grids,
         "seconds": time.perf_counter() - start,
     }
 
@@ -314,7 +305,7 @@ def run(nets: Networks, kind: str, rows: Rows, until: float) -> None:
     """Make the rows that are missing; the first seed of all methods comes first."""
     options = nets.options
     make: Callable[..., dict] = {"ptq": run_ptq, "qat": run_qat}[kind]
-    methods = ptq_methods(nets) if kind == "ptq" else qat_methods(nets)
+    methods = ptq_methods(nets) if kind == "ptq" else QAT
     for seed in options.seeds:
         for method in options.methods or methods:
             if method not in methods or rows.find(kind, method, seed) is not None:

@@ -410,6 +410,23 @@ def test_budget_tells_the_range_and_the_uniform_widths(net):
     assert rows["largest"]["bytes"] == rows["all W8A8"]["bytes"]
 
 
+def test_budget_has_the_medium_limits_of_hawq(net):
+    words = ("budget", net[0], "--protocol", "hawq-v3")
+    rows = {row["mark"]: row for row in run_json(*words)["rows"]}
+    # The first and the last layer have 8 bits whatever the others have.
+    ends = MACS["stem"] + MACS["fc"]
+    least = 16 * (sum(MACS.values()) - ends) + 64 * ends
+    assert rows["halfway"]["bit_ops"] == (least + 64 * sum(MACS.values())) / 2
+    plan = run_json("plan", *net, "--protocol", "hawq-v3", "--budget", "32bits")
+    assert rows["halfway"]["bytes"] < plan["totals"]["bytes"]
+    line = next(x for x in run(*words).stdout.splitlines() if "halfway" in x)
+    for entry in line.split()[1:5]:
+        words = ("plan", *net, "--protocol", "hawq-v3", "--budget", entry)
+        assert run(*words).exit_code == 0, entry
+    three = run_json("budget", net[0], "--choices", "2,4,8")["rows"]
+    assert "halfway" not in {row["mark"] for row in three}
+
+
 def test_budget_needs_no_data_and_warns_of_nothing():
     result = run("budget", "cifar:resnet20")
     assert result.exit_code == 0

@@ -641,6 +641,22 @@ def test_resnet18_keeps_the_resolution_in_its_stem():
     assert logits.shape == (1, 10)
 
 
+@pytest.mark.parametrize("width", [0.375, 2.0])
+def test_the_channels_of_resnet18_are_multiplied(width):
+    network, usual = cifar_resnet18(width=width).eval(), cifar_resnet18()
+    assert network(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
+    shapes = {name: [*value.shape] for name, value in network.state_dict().items()}
+    assert shapes == {
+        name: [int(n * width) if n >= 64 else n for n in value.shape]
+        for name, value in usual.state_dict().items()
+    }
+    strides = [m.stride for m in usual.modules() if isinstance(m, torch.nn.Conv2d)]
+    own = [m.stride for m in network.modules() if isinstance(m, torch.nn.Conv2d)]
+    assert own == strides
+    spread = network.layer4[1].conv2.weight.std().item()
+    assert spread == pytest.approx((2 / (9 * 512 * width)) ** 0.5, rel=0.05)
+
+
 def test_depth_that_is_no_6n_plus_2_is_refused():
     with pytest.raises(ValueError, match="depth=21 is not 6n \\+ 2"):
         CifarResNet(21)

@@ -1,22 +1,33 @@
 """The paper's tables and figures, scaled down to a network of five layers."""
 
 import json
+from contextlib import contextmanager
 from dataclasses import replace
 from html import unescape
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
+import ompq
 from cli_tools import NETWORK, run, run_json
 from nets import TinyResNet, images, seeded
+from ompq.allocation import Allocation
 from ompq.cli import reproduction
 from ompq.cli.experiments import EXPERIMENTS, HALFWAY
-from ompq.cli.reproduction import Bench, draw, planned
+from ompq.cli.reproduction import Bench, draw, markdown, planned
+from ompq.datasets import load_data
+from ompq.errors import ModelError
 from ompq.graph import trace
-from ompq.models import CifarResNet, NamedModel
+from ompq.models import CIFAR_NETWORKS, NamedModel
 from ompq.planner import PLAN_PROTOCOLS
+from ompq.quantization import quantization_of, with_quantization
+from ompq.results import Stages
 from ompq.samples import Samples
+from ompq.scores import Hessian
 from ompq.training.step import TRAIN_PROTOCOLS
+from ompq.units import Choice
 
 # Norms that remember something, for samples distilled from them.
 TRAINED = """
@@ -69,15 +80,140 @@ def test_every_row_of_a_table_runs(name, words, tmp_path):
             assert line["MiB, paper"] == f"{row.paper['mib']:.2f}"
 
 
+# Layer → its weights, channels, and the parameters of its bias or norm.
+LAYERS = {
+    "stem": (4 * 27, 4, 4),
+    "block.conv1": (8 * 36, 8, 16),
+    "block.conv2": (8 * 72, 8, 16),
+    "block.shortcut": (8 * 4, 8, 8),
+    "fc": (10 * 8, 10, 10),
+}
+
+
+def test_sizes_are_those_of_the_trained_network(words, tmp_path):
+    pytest.importorskip("accelerate")
+    table, more = "table-qat-resnet18", ("--rows", "[rl][vq]*")
+    rows = quick(table, words, tmp_path, *more)["rows"]
+    size = {name: found["mib"] * 2**20 for name, found in rows.items()}
+    # A byte a weight, outliers of 4 bytes, and a scale and a bias for each channel.
+    share = TRAIN_PROTOCOLS["rvquant"].outlier_fraction
+    assert size["rvquant"] == sum(
+        weights + 4 * round(share * weights) + 8 * channels
+        for weights, channels, _ in LAYERS.values()
+    )
+    # Half a byte a weight, and four levels and a bias for each channel.
+    middle = [layer for name, layer in LAYERS.items() if name.startswith("block")]
+    ends = [layer for name, layer in LAYERS.items() if not name.startswith("block")]
+    assert size["lq-nets"] == sum(
+        weights // 2 + 20 * channels for weights, channels, _ in middle
+    ) + sum(4 * (weights + others) for weights, _, others in ends)
+
+
+def test_sizes_are_those_of_learned_bits(words, tmp_path, monkeypatch):
+    pytest.importorskip("accelerate")
+    made = {"stem": 3, "block.conv1": 5, "block.conv2": 2, "fc": 7}
+
+    def train(network, *_args, **_more):
+        bits = dict(quantization_of(network).allocation)
+        bits |= {name: Choice(weight, 8) for name, weight in made.items()}
+        record = replace(quantization_of(network), allocation=Allocation(bits))
+        return with_quantization(network, record)
+
+    monkeypatch.setattr(reproduction, "train", train)
+    more = ("--rows", "fracbits-4.5")
+    found = quick("table-ptq-resnet18", words, tmp_path, *more)["rows"]["fracbits-4.5"]
+    bits = {name: int(text[1:].split("A")[0]) for name, text in found["bits"].items()}
+    assert made.items() <= bits.items()
+    total = sum((n + p) * bits[name] for name, (n, _, p) in LAYERS.items())
+    assert found["mib"] * 2**20 == total / 8
+    average = sum(n * bits[name] for name, (n, *_) in LAYERS.items())
+    assert found["average_bits"] * sum(n for n, *_ in LAYERS.values()) == average
+
+
 def test_channels_are_multiplied_as_the_budget_allows(tmp_path):
     pytest.importorskip("accelerate")
     words = ("--network", "cifar:resnet20", "--weights", "none", "--data", "random")
     more = ("--quick", "--device", "cpu", "--rows", "one-bitwidth", "--samples", "8")
     rows = quick("table-qat-resnet50", words, tmp_path, *more)["rows"]
-    parameters = sum(p.numel() for p in CifarResNet(20).parameters())
+    parameters = sum(p.numel() for p in CIFAR_NETWORKS["cifar:resnet20"]().parameters())
     share = 12.3 / EXPERIMENTS["table-qat-resnet50"].float_mib
     size = rows["one-bitwidth"]["mib"] * 2**20
     assert 0.9 * share < size / (4 * parameters) <= share
+
+
+def test_the_baseline_is_the_float_network(words, tmp_path):
+    rows = quick("table-ptq-resnet18", words, tmp_path, "--rows", "baseline")["rows"]
+    found = rows["baseline"]
+    assert found["mib"] * 2**20 == 4 * sum(n + p for n, _, p in LAYERS.values())
+    assert (found["drop"], found["divergence"], found["agreement"]) == (0, 0, 1)
+    table = tmp_path / "table-ptq-resnet18.md"
+    assert "| baseline | Baseline | 32/32 | 71.08 |" in table.read_text()
+
+
+# As the paper prints them. The recipe of FracBits learns weights alone, and
+# OneBitwidth has one width of weights, where the paper prints * as well.
+WIDTHS = {
+    "table-qat-resnet18": "32/32 8/8 8/8 */8 5/5 4/32 */* */6",
+    "table-qat-resnet50": "32/32 5/5 4/32 5/5 */32 4/8 */* */5 */5",
+    "table-ptq-resnet18": "32/32 */8 */4 */8 4/4 4/4 4/4 4/4 */8 */4 */8 */8",
+    "table-ptq-mobilenetv2": "32/32 */8 */8 */8 */8 */8",
+}
+
+
+@pytest.mark.parametrize("name", WIDTHS)
+def test_widths_are_written_as_in_the_paper(name):
+    table = markdown(EXPERIMENTS[name], {}, {"quick": False})
+    lines = [line.strip("| ").split(" | ") for line in table.splitlines()]
+    place = next(line for line in lines if "W/A" in line).index("W/A")
+    published = {row.name for row in EXPERIMENTS[name].rows if row.published}
+    found = [line[place] for line in lines if line[0] in published]
+    assert not any(" */" in line or "/* " in line for line in table.splitlines())
+    found = [cell.replace("\\*", "*") for cell in found]
+    assert found == WIDTHS[name].split()
+    assert ("GBOPs, paper" in table) == ("qat" in name)
+    assert (" 1,858 |" in table) == (name == "table-qat-resnet18")
+
+
+@pytest.mark.parametrize(("network", "channels"), [("resnet18", 16), ("resnet56", 4)])
+def test_the_networks_of_cifar_have_channels_to_multiply(
+    network, channels, tmp_path, monkeypatch
+):
+    def build(make, *_args, **_more):
+        raise ModelError(f"{make(0.25).conv1.out_channels} channels")
+
+    monkeypatch.setattr(reproduction, "one_bitwidth", build)
+    words = ("--network", f"cifar:{network}", "--weights", "none", "--data", "random")
+    more = ("--quick", "--device", "cpu", "--rows", "one-bitwidth", "--samples", "8")
+    rows = quick("table-qat-resnet50", words, tmp_path, *more)["rows"]
+    assert rows["one-bitwidth"]["skipped"] == f"{channels} channels"
+
+
+ABLATIONS = [
+    name for name in EXPERIMENTS if name.split("-")[1] in ("functions", "granularity")
+]
+
+
+@pytest.mark.parametrize("name", ABLATIONS)
+def test_every_row_of_an_ablation_runs(name, words, tmp_path):
+    pytest.importorskip("accelerate")
+    table = EXPERIMENTS[name]
+    rows = quick(name, words, tmp_path)["rows"]
+    assert rows.keys() == {row.name for row in table.rows}
+    pinned = {"stem", "fc"} if "resnet18" in name else set()
+    free = LAYERS.keys() - pinned
+    for row in table.rows:
+        found = rows[row.name]
+        assert 0 <= found["top1"] <= 1
+        bits = {unit: text.split("A")[0] for unit, text in found["bits"].items()}
+        assert all(bits[unit] == "W8" for unit in pinned)
+        # One width for all that a function stands for.
+        together = {"net": [free], "block": [free - {"stem", "fc"}]}
+        for units in together.get(row.name, []):
+            assert len({bits[unit] for unit in units}) == 1
+        total = sum((n + p) * int(bits[unit][1:]) for unit, (n, _, p) in LAYERS.items())
+        assert found["mib"] * 2**20 == total / 8
+    text = (tmp_path / f"{name}.md").read_text()
+    assert all(f"| {row.name} | {row.name} | \\*/8 |" in text for row in table.rows)
 
 
 FIGURES = (
@@ -120,7 +256,7 @@ def test_accuracy_against_size_has_all_methods_in_one_plot(words, tmp_path):
 def test_bits_of_activations_have_lines_of_their_own(tmp_path):
     pytest.importorskip("matplotlib")
     table = EXPERIMENTS["table-ptq-resnet18"]
-    names = ("ompq-4.5-a4", "ompq-5.5-a4", "ompq-4.5", "ompq-4")
+    names = ("ompq-4.5-a4", "ompq-5.5-a4", "ompq-4.5", "ompq-4", "baseline")
     results = {
         name: {"mib": at, "top1": 0.6, "drop_error": 0.01}
         for at, name in enumerate(names)
@@ -130,6 +266,7 @@ def test_bits_of_activations_have_lines_of_their_own(tmp_path):
         draw(table, results, tmp_path, published=published)
         text = unescape((tmp_path / f"{table.name}.svg").read_text())
         assert [text.count(f">{label}<") for label in labels] == [1, 1, published]
+        assert "Baseline" not in text  # far to the right
 
 
 def test_a_row_is_run_once(words, tmp_path, monkeypatch):
@@ -141,9 +278,37 @@ def test_a_row_is_run_once(words, tmp_path, monkeypatch):
 
     monkeypatch.setitem(reproduction._MEASURES, "plan", never)
     assert quick(name, words, tmp_path)["rows"] == first
-    result = run("reproduce", name, *words, "-o", tmp_path, "--seed", "1")
+
+
+# Data of another name; 64 images is what --quick judges on.
+OTHER_DATA = """
+import torch
+
+def images():
+    return torch.randn(80, 3, 8, 8), torch.arange(80) % 10
+"""
+
+
+@pytest.mark.parametrize("setting", ["seed", "limit", "eval_data"])
+def test_a_row_of_other_settings_is_neither_reused_nor_overwritten(
+    setting, words, tmp_path
+):
+    (tmp_path / "other.py").write_text(OTHER_DATA)
+    value = {"seed": "1", "limit": "32", "eval_data": f"{tmp_path}/other.py:images"}
+    option = (f"--{setting.replace('_', '-')}", value[setting])
+    name, row = "table-ptq-resnet18", ("--rows", "ompq-4")
+    first = quick(name, words, tmp_path / "a", *row)["rows"]["ompq-4"]
+    saved = tmp_path / "a" / name / "ompq-4.json"
+    before = saved.read_text()
+    result = run("reproduce", name, *words, *row, *option, "-o", tmp_path / "a")
     assert result.exit_code == 2
-    assert "was measured with a different seed" in result.stderr.replace("\n", " ")
+    message = f"was measured with a different {setting};"
+    assert message in " ".join(result.stderr.split())
+    assert saved.read_text() == before
+    saved.unlink()  # as the message says
+    again = quick(name, words, tmp_path / "a", *row, *option)["rows"]["ompq-4"]
+    assert again["divergence"] != first["divergence"]
+    assert again["count"] == (32 if setting == "limit" else 64)
 
 
 def test_a_row_that_cannot_be_tells_why(tmp_path):
@@ -187,6 +352,30 @@ def test_published_numbers_are_the_papers():
     assert others["figure-search-cost-resnet18", "fracbits"] == {"images": 1_200_000}
 
 
+def test_the_documented_rivals_are_those_of_the_paper():
+    page = Path(__file__).parent.parent / "docs" / "method.md"
+    section = page.read_text().partition("### Rivals in Table 4\n")[2].partition("#")[0]
+    lines = [line.strip("| ").split(" | ") for line in section.splitlines()]
+    documented = {
+        (cells[0], *map(float, cells[2:5]))
+        for cells in lines
+        if len(cells) == 6 and "," in cells[0]
+    }
+    expected = {
+        (
+            f"{table.title.split(', ')[1]}, {row.method}",
+            row.paper["mib"],
+            row.published,
+            round(table.float_top1 - row.published, 2),
+        )
+        for name in ("table-ptq-resnet18", "table-ptq-mobilenetv2")
+        for table in [EXPERIMENTS[name]]
+        for row in table.rows
+        if row.published and row.method not in ("OMPQ", "Baseline")
+    }
+    assert documented == expected
+
+
 def test_rows_name_what_there_is():
     for experiment in EXPERIMENTS.values():
         for row in experiment.rows:
@@ -219,8 +408,15 @@ def bench(network, folder, name="table-qat-resnet18"):
     model = NamedModel.__new__(NamedModel)
     object.__setattr__(model, "module", network)
     object.__setattr__(model, "name", "net.py:make")
+    object.__setattr__(model, "input_shape", (3, 8, 8))
     return Bench(
-        EXPERIMENTS[name], model, None, Samples.of(images(16)), (), folder, quick=True
+        EXPERIMENTS[name],
+        model,
+        load_data("random", model),
+        Samples.of(images(16)),
+        load_data("random", model).batches(limit=16),
+        folder / name,
+        quick=True,
     )
 
 
@@ -234,11 +430,90 @@ def test_halfway_is_between_four_and_eight_bits_everywhere(tmp_path):
     assert {str(choice) for choice in plan.allocation.values()} == {"W4A4", "W8A8"}
 
 
+def unlabelled(data):
+    return replace(data, label_problem="no labels")
+
+
+def of_vectors(data):
+    return replace(data, read=lambda at: (data.read(at)[0], torch.zeros(3)))
+
+
+@pytest.mark.parametrize("changed", [None, unlabelled, of_vectors])
+def test_hawq_has_labels_if_there_are_any(changed, tmp_path):
+    made = bench(seeded(TinyResNet()), tmp_path)
+    row = next(r for r in EXPERIMENTS["table-qat-resnet18"].rows if r.budget == HALFWAY)
+    labelled = list(made.data.batches(batch_size=7, limit=32))
+    if changed is not None:
+        made, labelled = replace(made, data=changed(made.data)), None
+    config = replace(
+        PLAN_PROTOCOLS["hawq-v3"], score=Hessian(batches=labelled), **row.plan
+    )
+    expected = ompq.plan(made.model.module, made.samples[:8], "32bits", config)
+    assert np.allclose(planned(row, made).scores.damage, expected.scores.damage)
+    given = Hessian(batches=load_data("random", made.model).batches(limit=32))
+    labels = replace(config, score=given)
+    found = ompq.plan(made.model.module, made.samples[:8], "32bits", labels)
+    same = np.allclose(found.scores.damage, expected.scores.damage)
+    assert same == (changed is None)
+
+
+def test_rows_share_their_score_table_unless_they_time_it(words, tmp_path):
+    quick("table-ptq-resnet18", words, tmp_path, "--rows", "ompq-4.5")
+    quick("table-ptq-resnet18", words, tmp_path, "--rows", "ompq-4")
+    [table] = (tmp_path / "scores").glob("Orm-*.json")
+    assert table.stat().st_size > 0
+    quick("figure-search-cost-resnet18", words, tmp_path)
+    assert [*(tmp_path / "scores").iterdir()] == [table]
+
+
+def test_the_exact_solver_has_brecqs_table(tmp_path):
+    made = bench(seeded(TinyResNet()), tmp_path, "table-ptq-mobilenetv2")
+    rows = {row.name: row for row in made.experiment.rows}
+    genetic, exact = (planned(rows[n], made) for n in ("brecq-1.5", "brecq-exact-1.5"))
+    assert np.array_equal(genetic.scores.damage, exact.scores.damage)
+    assert (genetic.method, exact.method) == ("genetic", "exact")
+    assert exact.gap == 0
+    assert exact.damage <= genetic.damage
+
+
+@pytest.mark.parametrize(
+    ("name", "stage"), [("ompq-4", "reconstructing"), ("fracbits-4.5", "training")]
+)
+def test_a_row_that_was_stopped_continues_where_it_was(name, stage, tmp_path):
+    pytest.importorskip("accelerate")
+    [row] = [r for r in EXPERIMENTS["table-ptq-resnet18"].rows if r.name == name]
+    seen = []
+
+    def measured(folder, stop_at=None):
+        @contextmanager
+        def bar(shown):
+            def progress(done, _total, message):
+                if shown == stage:
+                    seen.append(done)
+                    if done == stop_at:
+                        raise KeyboardInterrupt
+
+            yield progress
+
+        seen.clear()
+        made = bench(seeded(TinyResNet()), tmp_path / folder, "table-ptq-resnet18")
+        return reproduction._network(row, replace(made, stages=Stages(bar)))
+
+    whole = measured("a")
+    every = [*seen]
+    with pytest.raises(KeyboardInterrupt):
+        measured("b", stop_at=every[1])  # in the second block, or epoch
+    assert measured("b") == whole
+    assert len(seen) < len(every)
+    assert not [*(tmp_path / "b" / "table-ptq-resnet18").glob(f"{name}*")]
+
+
 def test_budgets_keep_their_share_on_another_network(tmp_path):
     made = bench(seeded(TinyResNet()), tmp_path, "table-ptq-resnet18")
     assert made.budget("4.0MiB") == f"{100 * 4 / 44.6:.4g}%"
     assert made.budget("3bits") == "3bits"
-    tiny = replace(EXPERIMENTS["table-ptq-resnet18"].rows[2], budget="0.1MiB")
+    rows = {row.name: row for row in made.experiment.rows}
+    tiny = replace(rows["ompq-4.5"], budget="0.1MiB")
     plan = planned(tiny, made)  # too small: halfway instead
     assert set(plan.allocation.values()) <= {*plan.choices}
     assert trace(made.model.module, made.samples).names == plan.graph.names

@@ -192,15 +192,19 @@ def budget_view(network: str, problem: Problem) -> View:
 def budget_rows(problem: Problem) -> list[dict[str, Any]]:
     """Return the smallest costs, those of uniform bits, and the largest.
 
-    Each row holds its name (``mark``) and the costs that a budget may limit.
+    Two choices also have a row halfway between them: for W4A4 and W8A8, these are
+    HAWQ-V3's medium limits. Each row holds its name (``mark``) and the costs that a
+    budget may limit.
     """
     limits = {name: reachable(problem, name) for name in problem.costs}
     widths = [choice for choice in problem.choices if choice.weight < FLOAT_BITS]
     marks = {
         "smallest": {name: low for name, (low, _) in limits.items()},
         **{f"all {choice}": _uniform(problem, choice) for choice in widths},
-        "largest": {name: high for name, (_, high) in limits.items()},
     }
+    if len(widths) == 2:
+        marks["halfway"] = {name: sum(ends) / 2 for name, ends in limits.items()}
+    marks["largest"] = {name: high for name, (_, high) in limits.items()}
     size, bits = (problem.costs[name].reference for name in ("bytes", "weight_bits"))
     rows = []
     for mark, costs in marks.items():

@@ -16,7 +16,7 @@ from ompq.workflow import ANYTHING
 
 HALFWAY = "halfway"  # HAWQ-V3's medium limit on bit-operations, as the paper quotes it
 Measure = Literal[
-    "network", "plan", "orthogonality", "layer", "matrix", "time", "published"
+    "network", "float", "plan", "orthogonality", "layer", "matrix", "time", "published"
 ]
 Drawing = Literal["", "accuracy", "beta", "bits", "cost", "layer", "matrix", "scatter"]
 
@@ -99,8 +99,20 @@ def _costing(row: Row, mib: float, giga_bit_ops: float) -> Row:
     return replace(row, paper={"mib": mib, "bit_ops": 1e9 * giga_bit_ops})
 
 
+def _baseline(top1: float, mib: float, giga_bit_ops: float | None = None) -> Row:
+    """Return the float network."""
+    row = Row("baseline", "Baseline", top1, paper={"mib": mib}, measure="float")
+    return row if giga_bit_ops is None else _costing(row, mib, giga_bit_ops)
+
+
 _ompq = partial(_sized, "ompq", "OMPQ")
 _brecq = partial(_sized, "brecq", "BRECQ", protocol="brecq")  # its own search, too
+
+
+def _brecq_exact(size: float) -> Row:
+    """Return BRECQ's table of block losses with the exact solver beside its search."""
+    row = _sized("brecq-exact", "BRECQ, exact solver", size, protocol="brecq")
+    return replace(row, plan={"method": "exact"})
 
 
 def _fracbits(size: float, top1: float) -> Row:
@@ -141,6 +153,7 @@ _hawq = partial(_as_protocol, "HAWQ-V3", "hawq-v3")
 _PACT_5: dict[str, Any] = {"plan": _same(5, 5, pinned=_FLOAT_ENDS)}
 _LQ_4: dict[str, Any] = {"plan": _same(4, 32, pinned=_FLOAT_ENDS)}
 _QAT_18 = (
+    _baseline(73.09, 44.6, 1858),
     _costing(_trained("RVQuant", 70.01, plan=_same(8, 8)), 11.1, 116),
     _costing(_hawq("hawq-v3-8", 71.56, **_same(8, 8)), 11.1, 116),
     _costing(_qat("ompq-a8", 72.30, "6.7MiB"), 6.7, 97),
@@ -149,14 +162,19 @@ _QAT_18 = (
     _costing(_hawq("hawq-v3-mixed", 70.22, HALFWAY), 6.7, 72),
     _costing(_qat("ompq-a6", 72.08, "6.7MiB", activation_choices=(6,)), 6.7, 75),
 )
-_CHANNELS = "runs for cifar:resnetN, whose channels can be multiplied"
+_CHANNELS = "runs for cifar:resnet18, 20 and 56, whose channels can be multiplied"
 _REINFORCED: dict[str, Any] = {
     "plan": {"activation_choices": (32,)},
     "train": "ours",
     "search": "reinforce",
 }
-_MULTIPLIED: dict[str, Any] = {"plan": {}, "search": "channels", "note": _CHANNELS}
+_MULTIPLIED: dict[str, Any] = {
+    "plan": {"choices": (4,)},
+    "search": "channels",
+    "note": _CHANNELS,
+}
 _QAT_50 = (
+    _baseline(77.72, 97.8, 3951),
     _costing(_trained("PACT", 76.70, **_PACT_5), 16.0, 133),
     _costing(_trained("LQ-Nets", 76.40, **_LQ_4), 13.1, 486),
     _costing(_trained("RVQuant", 75.60, plan=_same(5, 5)), 16.0, 101),
@@ -188,6 +206,7 @@ _BRECQ_DISTILLED = Row(
     distilled=True,
 )
 _PTQ_18 = (
+    _baseline(71.08, 44.6),
     _fracbits(4.5, 69.10),
     _ompq(4.5, 68.69, plan=_FOUR),
     _ompq(4.5, 69.94),
@@ -201,15 +220,19 @@ _PTQ_18 = (
     _ompq(5.5, 69.38, plan=_FOUR),
     _ours(5.5, **_FOUR),
     _brecq(4.0, 68.82),
+    _brecq_exact(4.0),
     _ompq(4.0, 69.41),
     _ours(4.0),
 )
 _PTQ_MOBILE = (
+    _baseline(72.49, 13.4),
     _brecq(1.3, 68.99),
+    _brecq_exact(1.3),
     _ompq(1.3, 69.62),
     _ours(1.3),
     _fracbits(1.84, 69.90),
     _brecq(1.5, 70.28),
+    _brecq_exact(1.5),
     _ompq(1.5, 71.39, note="71.27 in the paper's abstract"),
     _ours(1.5),
 )

@@ -4,7 +4,7 @@ import hashlib
 import json
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -29,7 +29,8 @@ from ompq.cli.options import (
     output_path,
 )
 from ompq.cli.settings import NetworkOptions, read_samples
-from ompq.datasets import Data, load_data, training_data
+from ompq.costs import FLOAT_BITS, cost_tables
+from ompq.datasets import Batches, Data, load_data, training_data
 from ompq.datasets.images import distilled_samples
 from ompq.errors import (
     CheckpointError,
@@ -40,15 +41,21 @@ from ompq.errors import (
     shortened,
     suggestion,
 )
+from ompq.evaluation import is_class_indices
 from ompq.files import json_object, library_version, read_json, write_text
 from ompq.graph import trace
 from ompq.measurement import BlockLoss
 from ompq.measurement.rivals import ReinforceConfig, one_bitwidth, reinforce
-from ompq.models import CifarResNet, NamedModel
+from ompq.models import CIFAR_NETWORKS, NamedModel
 from ompq.orthogonality import gram_matrix
 from ompq.planner import PLAN_PROTOCOLS, PlanConfig
 from ompq.plans import Plan
-from ompq.quantization import QUANTIZE_PROTOCOLS, QuantizeConfig
+from ompq.quantization import (
+    QUANTIZE_PROTOCOLS,
+    QuantizeConfig,
+    network_totals,
+    quantization_of,
+)
 from ompq.ranges import search_weight
 from ompq.recording import copied
 from ompq.report.charts import (
@@ -62,10 +69,10 @@ from ompq.report.charts import (
 )
 from ompq.results import Stages
 from ompq.samples import Samples, model_device
-from ompq.scores import measure_orm
+from ompq.scores import Hessian, measure_orm
 from ompq.training import train
 from ompq.training.step import TRAIN_PROTOCOLS
-from ompq.units import select
+from ompq.units import Choice, select
 from ompq.workflow import (
     ANYTHING,
     CALIBRATION_SAMPLES,
@@ -81,6 +88,7 @@ Results = Mapping[str, Any]
 _MARKS = "os^DvPX*"  # of the methods in a figure
 _LAYERS = 4  # whose orthogonality is shown by their bits
 FOLDER = Path("reproduced")
+_TABLES = "scores"  # folder of the score tables, for all experiments
 QUICK_SAMPLES, QUICK_IMAGES = 16, 64  # with --quick
 
 
@@ -92,7 +100,7 @@ class Bench:
     model: NamedModel
     data: Data  # labelled images to train with; also the source of the samples
     samples: Samples  # unlabelled images to plan, calibrate and reconstruct with
-    judged: Iterable[Any]  # labelled batches that accuracy is measured on
+    judged: Batches  # labelled images that accuracy is measured on
     folder: Path  # where stopped rows are continued from
     quick: bool = False  # whether to scale everything down; the numbers mean nothing
     seed: int = 0
@@ -117,6 +125,8 @@ class Bench:
             "weights": self.model.weights,
             "data": self.data.name,
             "samples": len(self.samples),
+            "eval_data": self.judged.data.name,
+            "limit": len(self.judged.order),
             "seed": self.seed,
             "quick": self.quick,
             "device": model_device(self.model.module).type,
@@ -220,7 +230,18 @@ def _network(row: Row, bench: Bench) -> dict[str, Any]:
         checkpoint = bench.folder / f"{row.name}.safetensors"
         network = work.reconstruct(network, config, checkpoint=checkpoint)
         checkpoint.unlink(missing_ok=True)
-    return {**_finalized(work, network, bench), **_sizes(plan)}
+    return {**_finalized(work, network, bench), **_sizes(plan, network)}
+
+
+def _float(_row: Row, bench: Bench) -> dict[str, Any]:
+    """Evaluate the float network, which the others are compared with."""
+    graph = trace(bench.model.module, bench.samples[:1])
+    costs = cost_tables(graph, [Choice(FLOAT_BITS, FLOAT_BITS)])
+    return {
+        **_evaluated(bench.work(), bench.model.module, bench),
+        "mib": costs["bytes"].reference / 2**20,
+        "bit_ops": costs["bit_ops"].total(np.zeros(len(graph), np.intp)),
+    }
 
 
 def _samples(row: Row, bench: Bench) -> Samples:
@@ -245,13 +266,14 @@ def planned(row: Row, bench: Bench, samples: Samples | None = None) -> Plan:
     then the budget is halfway between the smallest and the largest size.
     """
     work, config = bench.work(samples), _plan_config(row, bench)
+    more: Any = {"count": bench.plan_samples, "cache": _cache(row, config, bench)}
     budget = bench.budget(ANYTHING if row.budget == HALFWAY else row.budget)
     try:
-        found = work.plan(budget, config, count=bench.plan_samples)
+        found = work.plan(budget, config, **more)
     except InfeasibleBudgetError:
         if bench.own_network:
             raise
-        found = work.plan(ANYTHING, config, count=bench.plan_samples).halfway()
+        found = work.plan(ANYTHING, config, **more).halfway()
     if row.budget == HALFWAY:
         found = found.halfway("bit_ops")
     if row.search == "reinforce":
@@ -276,7 +298,30 @@ def _plan_config(row: Row, bench: Bench) -> PlanConfig:
     score = config.score
     if bench.quick and score == "block_loss":
         score = BlockLoss(iterations=1, samples=4)
+    if isinstance(score, Hessian):
+        score = _labelled(score, bench)
     return replace(config, pinned=pins, score=score)
+
+
+def _labelled(score: Hessian, bench: Bench) -> Hessian:
+    """Give HAWQ's score the labels that it is published with, if the data has any."""
+    if bench.data.label_problem is not None:
+        return score
+    count = min(score.samples, len(bench.data))
+    batches = list(bench.data.batches(batch_size=count, limit=count))
+    known = all(is_class_indices(labels, len(labels)) for _, labels in batches)
+    return replace(score, batches=batches) if known else score
+
+
+def _cache(row: Row, config: PlanConfig, bench: Bench) -> Path | None:
+    """Return the folder of score tables, which rows of one score share.
+
+    Rows that time the choice of bits compute their own. Scores with labels are never
+    kept, and asking for it is warned of.
+    """
+    if row.measure == "plan" or getattr(config.score, "batches", None) is not None:
+        return None
+    return bench.folder.parent / _TABLES
 
 
 def _trained(
@@ -306,21 +351,23 @@ def _trained(
 
 def _channels(row: Row, bench: Bench) -> dict[str, Any]:
     """Widen a CIFAR ResNet instead of choosing bits, and train it from scratch."""
-    family, _, name = bench.model.name.partition(":resnet")
-    if family != "cifar" or not name.isdigit() or name == "18":
+    if bench.model.name not in CIFAR_NETWORKS:
         raise ModelError(row.note)
+    build = CIFAR_NETWORKS[bench.model.name]
     config = replace(_plan_config(row, bench), pinned={})
+    [choice] = config.free_choices
     device = model_device(bench.model.module)
     made = one_bitwidth(
-        lambda width: CifarResNet(int(name), width=width).to(device),
+        lambda width: build(width=width).to(device),
         bench.samples[: bench.plan_samples],
         bench.budget(row.budget),
-        config=config,
+        choice.weight,
+        config,
         seed=bench.seed,
     )
     work = replace(bench.work(), model=made.model)
     network = _trained(row, work.quantize(made.plan), bench, made.model)
-    return {**_finalized(bench.work(), network, bench), **_sizes(made.plan)}
+    return {**_finalized(bench.work(), network, bench), **_sizes(made.plan, network)}
 
 
 def _finalized(work: Workflow, network: nn.Module, bench: Bench) -> dict[str, Any]:
@@ -334,13 +381,17 @@ def _evaluated(work: Workflow, network: nn.Module, bench: Bench) -> dict[str, An
     return {name: found[name] for name in names}
 
 
-def _sizes(plan: Plan) -> dict[str, Any]:
-    totals = plan.totals
+def _sizes(plan: Plan, network: nn.Module | None = None) -> dict[str, Any]:
+    """Return what a plan takes, or the network that training made of it."""
+    totals, bits = plan.totals, plan.allocation
+    if network is not None:
+        totals = network_totals(network, plan)
+        bits = quantization_of(network).allocation
     return {
         "mib": totals["bytes"] / 2**20,
         "bit_ops": totals["bit_ops"],
         "average_bits": totals["average_bits"],
-        "bits": {n: str(choice) for n, choice in plan.allocation.items()},
+        "bits": {name: str(choice) for name, choice in bits.items()},
         "kinds": {unit.name: unit.kind for unit in plan.graph.units},
     }
 
@@ -420,6 +471,7 @@ def _time(row: Row, bench: Bench) -> dict[str, Any]:
 
 _MEASURES: dict[str, Callable[[Row, Bench], dict[str, Any]]] = {
     "network": _network,
+    "float": _float,
     "plan": _plan,
     "orthogonality": _orthogonality,
     "layer": _layer,
@@ -448,8 +500,9 @@ def markdown(
         for heading, source in sources
         if any(name in numbers for numbers in source.values())
     ]
-    lines += _row(["row", "method", *(heading for heading, *_ in columns), "remarks"])
-    lines += _row(["---"] * (len(columns) + 3))
+    headings = ["W/A", *(heading for heading, *_ in columns)]
+    lines += _row(["row", "method", *headings, "remarks"])
+    lines += _row(["---"] * (len(headings) + 3))
     for row in experiment.rows:
         numbers = [
             (source.get(row.name, {}).get(name), shown)
@@ -459,8 +512,25 @@ def markdown(
         remarks = "; ".join(
             t for t in (row.note, results.get(row.name, {}).get("skipped")) if t
         )
-        lines += _row([row.name, row.method, *cells, remarks])
+        lines += _row([row.name, row.method, _widths(row), *cells, remarks])
     return "\n".join([*lines, ""])
+
+
+def _widths(row: Row) -> str:
+    """Return bits of weights and activations; * for mixed ones, as in the paper."""
+    if row.measure == "float":
+        return f"{FLOAT_BITS}/{FLOAT_BITS}"
+    if row.measure not in ("network", "plan"):
+        return "-"
+    config = replace(PLAN_PROTOCOLS.get(row.protocol, PlanConfig()), **row.plan)
+    learned = row.train and TRAIN_PROTOCOLS[row.train].widths == "learned"
+
+    def shown(bits: Sequence[int]) -> str:
+        return str(bits[0]) if len({*bits}) == 1 else "*"
+
+    weights = shown([choice.weight for choice in config.free_choices])
+    inputs = shown([choice.activation for choice in config.free_choices])
+    return f"{'*' if learned else weights}/{inputs}"
 
 
 def _published(row: Row, float_top1: float | None) -> dict[str, float]:
@@ -474,7 +544,9 @@ def _published(row: Row, float_top1: float | None) -> dict[str, float]:
 
 
 def _row(cells: Sequence[str]) -> list[str]:
-    return [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"]
+    # Unescaped, */* would be an emphasized slash.
+    escaped = (re.sub(r"([|*])", r"\\\1", cell) for cell in cells)
+    return [f"| {' | '.join(escaped)} |"]
 
 
 def _percent(value: float) -> str:
@@ -489,7 +561,7 @@ _COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "divergence": ("divergence", lambda v: f"{v:.4f}"),
     "orthogonality": ("orthogonality", lambda v: f"{v:.4g}"),
     "mib": ("MiB", lambda v: f"{v:.2f}"),
-    "bit_ops": ("GBOPs", lambda v: f"{v / 1e9:.3g}"),
+    "bit_ops": ("GBOPs", lambda v: f"{v / 1e9:,.4g}"),
     "images": ("images", lambda v: f"{v:,}"),
     "inner_product": ("seconds by Gram matrices", lambda v: f"{v:.3g}"),
     "norm": ("seconds by features", lambda v: f"{v:.3g}"),
@@ -509,7 +581,11 @@ def draw(
         MissingExtraError: matplotlib is not installed.
     """
     measured = [row for row in experiment.rows if row.name in results]
-    rows = [row for row in measured if "skipped" not in results[row.name]]
+    rows = [
+        row
+        for row in measured
+        if "skipped" not in results[row.name] and row.measure != "float"
+    ]
     if not published:
         rows = [replace(row, published=None) for row in rows]
     if not experiment.drawing or not rows:

@@ -351,7 +351,7 @@ def report(
     console: Console,
     page: Path | None = output_path("The HTML file to write."),
     figures: Path | None = option(
-        "DIR", "Also write the paper's figures, as SVG and PNG."
+        "DIR", "Also draw bits, ORM and accuracies, as SVG and PNG."
     ),
     results: Path | None = option(
         "FILE", "A result.json of ompq quantize, for accuracy, errors and times."

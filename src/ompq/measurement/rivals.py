@@ -81,7 +81,10 @@ def reinforce(
 
     HAQ rewards accuracy after an epoch of fine-tuning, and rounds to k-means codebooks.
     Here weights are rounded to uniform grids without fine-tuning, so that an episode
-    takes one pass over the samples. Activations stay float.
+    takes one pass over the samples. Activations stay float. The agent sees less of a
+    layer: place, channels, weights, multiplications and kind, but neither the stride
+    nor the size of the feature map. Actions from 0 to 1 are divided evenly among the
+    widths. Rates and noise that the publication leaves out are those of its code.
 
     Args:
         plan: Budget, choices and pins.
@@ -311,7 +314,8 @@ def one_bitwidth(
     Instead of choosing bits layer by layer, the channels of all layers are multiplied
     by one number. The network has random weights: quantize and train it with
     ``TRAIN_PROTOCOLS["one-bitwidth"]``. How the published networks were rounded and
-    trained is not fully known.
+    trained is not fully known; that recipe has PACT's rounding and schedule. Multiples
+    of 1/16 up to 4 are our choice of multipliers.
 
     Args:
         build: Multiplier of channels → network, for example

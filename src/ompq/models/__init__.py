@@ -14,6 +14,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import numpy as np
@@ -22,6 +23,7 @@ import torchvision
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torchvision.models.resnet import BasicBlock
 
 from ompq.errors import (
     DeviceMemoryError,
@@ -686,17 +688,40 @@ class CifarResNet(nn.Module):
         return self.linear(self.pool(x).flatten(1))  # type: ignore[no-any-return]
 
 
-def cifar_resnet18(classes: int = 10) -> nn.Module:
+def cifar_resnet18(classes: int = 10, *, width: float = 1.0) -> nn.Module:
     """Return torchvision's ResNet-18 with a stem for 32 × 32 images.
 
-    ``conv1`` is 3 × 3 with stride 1, and there is no max pooling.
+    ``conv1`` is 3 × 3 with stride 1, and there is no max pooling. ``width`` multiplies
+    the channels.
     """
-    network: nn.Module = torchvision.models.resnet18(num_classes=classes)
-    network.conv1 = nn.Conv2d(3, 64, 3, 1, 1, bias=False)
+    network: Any = torchvision.models.resnet18(num_classes=classes)
+    if width != 1:
+        _multiply_channels(network, width)
+    few = network.bn1.num_features
+    network.conv1 = nn.Conv2d(3, few, 3, 1, 1, bias=False)
     nn.init.kaiming_normal_(network.conv1.weight, mode="fan_out")
     network.maxpool = nn.Identity()
     network.__dict__["preprocessing"] = _CIFAR
-    return network
+    return network  # type: ignore[no-any-return]
+
+
+def _multiply_channels(network: Any, width: float) -> None:
+    """Replace all that follows the first convolution of torchvision's ResNet-18."""
+    few, *more = (max(1, round(n * width)) for n in (64, 64, 128, 256, 512))
+    network.bn1, channels = nn.BatchNorm2d(few), few
+    for stage, wider in enumerate(more):
+        stride, shortcut = min(stage + 1, 2), None
+        if stage:
+            convolution = nn.Conv2d(channels, wider, 1, stride, bias=False)
+            shortcut = nn.Sequential(convolution, nn.BatchNorm2d(wider))
+        first = BasicBlock(channels, wider, stride, shortcut)
+        blocks = nn.Sequential(first, BasicBlock(wider, wider))
+        setattr(network, f"layer{stage + 1}", blocks)
+        channels = wider
+    network.fc = nn.Linear(channels, network.fc.out_features)
+    for module in network.modules():
+        if isinstance(module, nn.Conv2d):
+            nn.init.kaiming_normal_(module.weight, mode="fan_out")
 
 
 def _stage(channels_in: int, channels: int, stride: int, blocks: int) -> nn.Sequential:
@@ -794,12 +819,15 @@ class DemoNetwork(nn.Module):
         return self.classifier(self.pool(x).flatten(1))  # type: ignore[no-any-return]
 
 
-_BUILTIN: dict[str, Callable[[], nn.Module]] = {
-    "cifar:resnet18": cifar_resnet18,
-    "cifar:resnet20": partial(CifarResNet, 20),
-    "cifar:resnet56": partial(CifarResNet, 56),
-    "ompq:demo": DemoNetwork,
-}
+# Each takes a ``width``, which multiplies its channels.
+CIFAR_NETWORKS: Mapping[str, Callable[..., nn.Module]] = MappingProxyType(
+    {
+        "cifar:resnet18": cifar_resnet18,
+        "cifar:resnet20": partial(CifarResNet, 20),
+        "cifar:resnet56": partial(CifarResNet, 56),
+    }
+)
+_BUILTIN = {**CIFAR_NETWORKS, "ompq:demo": DemoNetwork}
 
 
 @dataclass(frozen=True)

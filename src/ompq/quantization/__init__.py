@@ -9,12 +9,21 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from ompq.allocation import Allocation
 from ompq.attention import with_layers
-from ompq.costs import FLOAT_BITS, SUM_BITS, can_be_coded, coded_bytes, unit_bytes
+from ompq.costs import (
+    FLOAT_BITS,
+    SUM_BITS,
+    Accounting,
+    can_be_coded,
+    coded_bytes,
+    paper_bytes,
+    unit_bytes,
+)
 from ompq.errors import PlanError, QuantizationError, shortened
 from ompq.graph import (
     RECORD,
@@ -29,6 +38,7 @@ from ompq.layers import (
     ActivationQuantizer,
     LogQuantizer,
     QuantizedLayer,
+    StoredValues,
     quantized_layer,
     quantized_layers,
     replace_module,
@@ -91,8 +101,10 @@ from ompq.units import (
     IN_PLACE,
     Choice,
     LayerGraph,
+    ScoreTable,
     Skipped,
     Unit,
+    by_bits,
     check_group_size,
     select,
 )
@@ -248,6 +260,45 @@ def with_quantization(model: nn.Module, record: Quantization) -> nn.Module:
     """Store how a network was quantized on the network, and return it."""
     setattr(model, RECORD, record)
     return model
+
+
+def network_totals(network: nn.Module, plan: Plan) -> dict[str, float]:
+    """Return the plan's totals as they are for a network after training.
+
+    Training may change what was planned: FracBits learns the bits, and the weights of
+    LQ-Nets and RVQuant take levels or outliers besides their codes. These count as
+    stored, scales and biases included, whatever the plan's accounting; the plan's other
+    units keep it.
+    """
+    bits = quantization_of(network).allocation
+    if dict(bits) != dict(plan.allocation):  # perhaps with bits that were no choice
+        choices = tuple(by_bits({*bits.values()}))
+        shape = len(plan.graph), len(choices)
+        plan = replace(
+            plan,
+            choices=choices,
+            scores=ScoreTable(np.zeros(shape)),
+            allowed=np.ones(shape, dtype=bool),
+            allocation=bits,
+            files=(),
+        )
+    totals, layers, more = dict(plan.totals), quantized_layers(network), 0.0
+    for unit in plan.graph.units:
+        rule = layers[unit.name].rounding if unit.name in layers else None
+        if isinstance(rule, StoredValues):
+            more += rule.bytes - _replaced_bytes(unit, bits[unit.name], plan.accounting)
+    totals["bits_per_parameter"] *= 1 + more / totals["bytes"]
+    for name in {"bytes", "total_bytes"} & totals.keys():
+        totals[name] += more
+    return totals
+
+
+def _replaced_bytes(unit: Unit, bits: Choice, accounting: Accounting) -> float:
+    """Return what a plan counts for what ``StoredValues.bytes`` counts as well."""
+    if accounting == "paper":
+        return paper_bytes(unit, bits)
+    planned = unit_bytes(unit, bits)
+    return planned.total - planned.activations - planned.metadata
 
 
 def quantize(

@@ -160,6 +160,9 @@ class DoReFaWeights:
     Here each layer's values are multiplied by a constant, fitted to its initial weights
     by least squares. So training starts near the given network, and layers without a
     norm work, too.
+
+    PACT adds activations with a learned clipping value. Where it starts depends on the
+    network; here it is the end of the calibrated range, and it does not decay.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -233,6 +236,8 @@ class FractionalWidths:
     or below the planned average; FracBits' own coefficient is for sizes in other units.
     8-bit layers, usually the first and the last, keep their width. So do activations,
     whose widths FracBits learns as well. Layers that share their bits share a width.
+    The learning rate of widths is not published; here it is that of the weights times
+    ``TrainConfig.step_rate``, 1 in the recipe.
     """
 
     def __init__(self, model: nn.Module, penalty: float) -> None:
@@ -349,6 +354,10 @@ class LearnedLevels:
     is fitted to the current codes by least squares, and the basis moves a tenth of the
     way towards it. LQ-Nets also learns levels of activations; here activations keep
     uniform grids or are float, as in the OMPQ paper's tables.
+
+    Its first bases are not published in full: here they give uniform levels up to the
+    largest weight, improved by ten fits. Where the codes do not determine the basis, as
+    with a code that no weight has, a small ridge keeps it near the old one.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -418,7 +427,13 @@ def _outlier_count(count: int, fraction: float) -> int:
 
 
 class OutlierWeights:
-    """Rounds weights as RVQuant does, whose fine-tuning is not published in full."""
+    """Rounds weights as RVQuant does.
+
+    It is published that the largest 1 to 3 % of values keep 16 bits. The rest is our
+    choice: the threshold is that of the layer, the grid of a channel is symmetric and
+    ends at its largest other weight, and an outlier takes another 16 bits for its
+    position. So are the rate and the epochs of the recipe.
+    """
 
     def __init__(self, model: nn.Module, fraction: float) -> None:
         self.layers = list(quantized_layers(model).values())
