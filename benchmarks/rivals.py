@@ -37,7 +37,7 @@ from torch import nn
 import ompq
 from ompq.errors import InfeasibleBudgetError
 from ompq.layers import quantized_layers
-from ompq.models import CIFAR_NETWORKS
+from ompq.models.builtin import CIFAR_NETWORKS
 from ompq.quantization import QUANTIZE_PROTOCOLS, network_totals
 from ompq.workflow import learning_config
 

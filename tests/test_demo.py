@@ -24,7 +24,7 @@ from ompq.cli.demo import (
     run_demo,
 )
 from ompq.errors import ExportError
-from ompq.models import DemoNetwork, demo_data
+from ompq.models.builtin import DemoNetwork, demo_data
 from ompq.results import sections_from_json
 from ompq.workflow import Workflow
 

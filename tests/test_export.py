@@ -13,7 +13,8 @@ from nets import TinyMobileNet, TinyResNet, demo_network, images, seeded, values
 from ompq.errors import ExportError, MissingExtraError
 from ompq.integer import finalize, lower
 from ompq.layers import activation_quantizers, quantized_layers
-from ompq.models import CifarResNet, DemoNetwork, demo_data, load_model
+from ompq.models import load_model
+from ompq.models.builtin import CifarResNet, DemoNetwork, demo_data
 from ompq.onnx import export
 from ompq.onnx.export import (
     Agreement,

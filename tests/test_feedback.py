@@ -14,7 +14,7 @@ from nets import TinyMobileNet, demo_network, scenes, seeded, values
 from ompq.allocation import Allocation
 from ompq.costs import can_be_coded, coded_bytes
 from ompq.layers import quantized_layers
-from ompq.models import demo_data
+from ompq.models.builtin import demo_data
 from ompq.quantization import feedback
 from ompq.quantization.feedback import (
     channel_grams,

@@ -40,7 +40,7 @@ from ompq.integer.operators import (
     Sum,
 )
 from ompq.layers import activation_quantizers, quantized_layers
-from ompq.models import CifarResNet, demo_data
+from ompq.models.builtin import CifarResNet, demo_data
 from ompq.quantization import QuantizeConfig, quantization_of, quantize
 from ompq.reconstruction import ReconstructConfig, reconstruct
 from ompq.reconstruction.rounding import RoundingConfig

@@ -25,20 +25,17 @@ from ompq import models
 from ompq.datasets import load_data
 from ompq.errors import MissingExtraError, ModelError
 from ompq.graph import trace
-from ompq.models import (
+from ompq.models import downloading, load_model, output_count
+from ompq.models.builtin import (
     DEMO_WEIGHTS,
     CifarResNet,
     DemoNetwork,
     InvertedResidual,
     PadShortcut,
-    check_weights,
     cifar_resnet18,
     demo_data,
-    downloading,
-    load_model,
-    load_weights,
-    output_count,
 )
+from ompq.models.weights import check_weights, load_weights
 
 USER_FILE = """
 import torch
@@ -144,7 +141,7 @@ def test_networks_of_the_package_without_weights_say_so():
 def test_networks_of_the_package_may_ship_weights(tmp_path, monkeypatch):
     source = CifarResNet(8)
     save_file(source.state_dict(), tmp_path / "w.safetensors")
-    monkeypatch.setitem(models._BUILTIN, "ompq:demo", lambda: CifarResNet(8))
+    monkeypatch.setitem(models.BUILTIN, "ompq:demo", lambda: CifarResNet(8))
     monkeypatch.setattr(models, "DEMO_WEIGHTS", tmp_path / "w.safetensors")
     model = load_model("ompq:demo")
     assert torch.equal(model.module.linear.weight, source.linear.weight)

@@ -22,7 +22,7 @@ from ompq.files import read_tensors
 from ompq.graph import trace
 from ompq.integer import finalize
 from ompq.layers import quantized_layers
-from ompq.models import DemoNetwork
+from ompq.models.builtin import DemoNetwork
 from ompq.packing import inspect_file, load, save
 from ompq.packing.format import FORMAT, read_contents
 from ompq.planner import PlanConfig, plan as make_plan

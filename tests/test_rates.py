@@ -15,7 +15,7 @@ from ompq.costs import can_be_coded, coded_bytes
 from ompq.errors import QuantizationError
 from ompq.graph import bias_key, folded
 from ompq.layers import quantized_layers
-from ompq.models import demo_data
+from ompq.models.builtin import demo_data
 from ompq.quantization import keep_rates, quantization_of
 from ompq.rates import (
     PRICE,

@@ -16,11 +16,13 @@ from nets import TinyResNet, images, seeded
 from ompq.allocation import Allocation
 from ompq.cli import reproduction
 from ompq.cli.experiments import EXPERIMENTS, HALFWAY
-from ompq.cli.reproduction import Bench, draw, markdown, planned
+from ompq.cli.reproduced import draw, markdown
+from ompq.cli.reproduction import Bench, planned
 from ompq.datasets import load_data
 from ompq.errors import ModelError
 from ompq.graph import trace
-from ompq.models import CIFAR_NETWORKS, NamedModel
+from ompq.models import NamedModel
+from ompq.models.builtin import CIFAR_NETWORKS
 from ompq.planner import PLAN_PROTOCOLS
 from ompq.quantization import quantization_of, with_quantization
 from ompq.results import Stages

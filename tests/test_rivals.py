@@ -16,7 +16,7 @@ from ompq.measurement.rivals import (
     _Ladder,
     _Steps,
 )
-from ompq.models import CifarResNet, demo_data
+from ompq.models.builtin import CifarResNet, demo_data
 
 QUICK = ReinforceConfig(episodes=12, warmup=4)
 

@@ -22,7 +22,8 @@ from ompq.cli.options import (
 from ompq.costs import Budget
 from ompq.errors import InfeasibleBudgetError, OmpqError
 from ompq.files import ONNX, PACKED, PLAN, REPORT, RESULT
-from ompq.models import DemoData, DemoNetwork, demo_data, load_model
+from ompq.models import load_model
+from ompq.models.builtin import DemoData, DemoNetwork, demo_data
 from ompq.onnx.export import ExportResult, export_onnx
 from ompq.packing import Account, inspect_file, load, save
 from ompq.planner import PlanConfig

@@ -37,7 +37,8 @@ from ompq.datasets.images import (
 from ompq.errors import DataError, DeviceMemoryError, check_counts, shortened
 from ompq.evaluation import is_class_indices
 from ompq.files import call_user_function, is_user_function, reason
-from ompq.models import NamedModel, demo_data, output_count, transformers_library
+from ompq.models import NamedModel, output_count, transformers_library
+from ompq.models.builtin import demo_data
 from ompq.recording import tensors_in
 from ompq.results import Progress
 from ompq.samples import (

@@ -1,0 +1,250 @@
+"""The Markdown table and the figure of reproduced rows, beside the paper's numbers."""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ompq.cli.experiments import Experiment, Row
+from ompq.costs import FLOAT_BITS
+from ompq.planner import PLAN_PROTOCOLS, PlanConfig
+from ompq.report.charts import (
+    draw_bars,
+    draw_heat,
+    legend_above,
+    logarithmic,
+    plain_axes,
+    save_figure,
+    styled_figure,
+)
+from ompq.training.step import TRAIN_PROTOCOLS
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Results = Mapping[str, Any]
+_MARKS = "os^DvPX*"  # of the methods in a figure
+
+
+def markdown(experiment: Experiment, results: Results, about: Mapping[str, Any]) -> str:
+    """Return the results next to the paper's numbers, as a Markdown table."""
+    settings = ", ".join(f"{name} {value}" for name, value in about.items())
+    lines = [f"# {experiment.title}", "", settings, ""]
+    if about["quick"]:
+        lines += ["**Quick: scaled down to try it. The numbers mean nothing.**", ""]
+    paper = {
+        row.name: _published(row, experiment.float_top1) for row in experiment.rows
+    }
+    # Each number of the paper stands before ours.
+    sources = (("{}, paper", paper), ("{}", results))
+    columns = [
+        (heading.format(title), name, source, shown)
+        for name, (title, shown) in _COLUMNS.items()
+        for heading, source in sources
+        if any(name in numbers for numbers in source.values())
+    ]
+    headings = ["W/A", *(heading for heading, *_ in columns)]
+    lines += _row(["row", "method", *headings, "remarks"])
+    lines += _row(["---"] * (len(headings) + 3))
+    for row in experiment.rows:
+        numbers = [
+            (source.get(row.name, {}).get(name), shown)
+            for *_, name, source, shown in columns
+        ]
+        cells = ["-" if number is None else shown(number) for number, shown in numbers]
+        remarks = "; ".join(
+            t for t in (row.note, results.get(row.name, {}).get("skipped")) if t
+        )
+        lines += _row([row.name, row.method, _widths(row), *cells, remarks])
+    return "\n".join([*lines, ""])
+
+
+def _widths(row: Row) -> str:
+    """Return bits of weights and activations; * for mixed ones, as in the paper."""
+    if row.measure == "float":
+        return f"{FLOAT_BITS}/{FLOAT_BITS}"
+    if row.measure not in ("network", "plan"):
+        return "-"
+    config = replace(PLAN_PROTOCOLS.get(row.protocol, PlanConfig()), **row.plan)
+    learned = row.train and TRAIN_PROTOCOLS[row.train].widths == "learned"
+
+    def shown(bits: Sequence[int]) -> str:
+        return str(bits[0]) if len({*bits}) == 1 else "*"
+
+    weights = shown([choice.weight for choice in config.free_choices])
+    inputs = shown([choice.activation for choice in config.free_choices])
+    return f"{'*' if learned else weights}/{inputs}"
+
+
+def _published(row: Row, float_top1: float | None) -> dict[str, float]:
+    """Return the paper's numbers of a row, by the fields of a result."""
+    found = dict(row.paper)
+    if row.published is not None:
+        found["top1"] = row.published / 100
+        if float_top1 is not None:
+            found["drop"] = (float_top1 - row.published) / 100
+    return found
+
+
+def _row(cells: Sequence[str]) -> list[str]:
+    # Unescaped, */* would be an emphasized slash.
+    escaped = (re.sub(r"([|*])", r"\\\1", cell) for cell in cells)
+    return [f"| {' | '.join(escaped)} |"]
+
+
+def _percent(value: float) -> str:
+    return f"{100 * value:.2f}"
+
+
+# Field of a result → its heading, and how it is shown.
+_COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
+    "top1": ("top-1", _percent),
+    "drop": ("drop", _percent),
+    "drop_error": ("standard error of the drop", _percent),
+    "divergence": ("divergence", lambda v: f"{v:.4f}"),
+    "orthogonality": ("orthogonality", lambda v: f"{v:.4g}"),
+    "mib": ("MiB", lambda v: f"{v:.2f}"),
+    "bit_ops": ("GBOPs", lambda v: f"{v / 1e9:,.4g}"),
+    "images": ("images", lambda v: f"{v:,}"),
+    "inner_product": ("seconds by Gram matrices", lambda v: f"{v:.3g}"),
+    "norm": ("seconds by features", lambda v: f"{v:.3g}"),
+    "seconds": ("seconds", lambda v: f"{v:.1f}"),
+}
+
+
+def draw(
+    experiment: Experiment, results: Results, folder: Path, *, published: bool = True
+) -> list[Path]:
+    """Write the figure of an experiment, if it has one and any row was measured.
+
+    Args:
+        published: Whether to show the paper's numbers, which are of its own network.
+
+    Raises:
+        MissingExtraError: matplotlib is not installed.
+    """
+    measured = [row for row in experiment.rows if row.name in results]
+    rows = [
+        row
+        for row in measured
+        if "skipped" not in results[row.name] and row.measure != "float"
+    ]
+    if not published:
+        rows = [replace(row, published=None) for row in rows]
+    if not experiment.drawing or not rows:
+        return []
+    with styled_figure() as figure:
+        _DRAWINGS[experiment.drawing](figure, rows, results)
+        return save_figure(figure, folder / experiment.name, (".svg", ".pdf", ".png"))
+
+
+def _accuracy(figure: "Figure", rows: list[Row], results: Results) -> None:
+    """Draw accuracy against size, a line for each method; the paper's are hollow."""
+    axes = plain_axes(figure, "size, MiB", "top-1, %")
+    sizes = {row.name: results[row.name]["mib"] for row in rows}
+    methods: dict[str, list[Row]] = {}
+    for row in rows:
+        (bits,) = row.plan.get("activation_choices", (8,))
+        name = row.method if bits == 8 else f"{row.method}, A{bits}"
+        methods.setdefault(name, []).append(row)
+    for place, (method, members) in enumerate(methods.items()):
+        own = sorted(members, key=lambda row: sizes[row.name])
+        colour, mark = f"C{place}", _MARKS[place % len(_MARKS)]
+        _top1_line(
+            axes,
+            [sizes[row.name] for row in own],
+            [results[row.name] for row in own],
+            color=colour,
+            marker=mark,
+            label=method,
+        )
+        paper = [(row.paper["mib"], row.published) for row in own if row.published]
+        if paper:
+            axes.plot(*zip(*paper, strict=True), mark, color=colour, mfc="none", ms=6)
+    if any(row.published for row in rows):
+        axes.plot([], [], "o", color="#66727f", mfc="none", ms=6, label="the paper's")
+    legend_above(figure)
+
+
+def _top1_line(
+    axes: Any, across: Sequence[Any], found: Sequence[Results], **style: Any
+) -> None:
+    """Draw top-1 with the standard error of its drop."""
+    top1, error = ([100 * one[k] for one in found] for k in ("top1", "drop_error"))
+    axes.errorbar(across, top1, error, ms=4, lw=1, capsize=2, **style)
+
+
+def _beta(figure: "Figure", rows: list[Row], results: Results) -> None:
+    axes = plain_axes(figure, "β", "top-1, %")
+    found = [results[row.name] for row in rows]
+    _top1_line(axes, [row.at for row in rows], found, marker="o")
+    logarithmic(axes)
+
+
+def _scatter(figure: "Figure", rows: list[Row], results: Results) -> None:
+    axes = plain_axes(figure, "orthogonality, sum of 1 − ORM", "top-1, %")
+    found = [results[row.name] for row in rows]
+    points = np.array([(one["orthogonality"], 100 * one["top1"]) for one in found])
+    axes.plot(*points.T, "o", ms=4)
+    if len(points) > 2 and np.ptp(points, axis=0).all():
+        correlation = np.corrcoef(points.T)[0, 1]
+        axes.set_title(f"correlation {correlation:.2f}", fontsize=9)
+
+
+def _layers(figure: "Figure", rows: list[Row], results: Results) -> None:
+    axes = plain_axes(figure, "bits", "orthogonality, mean of 1 − ORM")
+    bits = [row.at for row in rows]
+    for place, name in enumerate(results[rows[0].name]["layers"]):
+        values = [results[row.name]["layers"][name] for row in rows]
+        mark = _MARKS[place % len(_MARKS)]
+        axes.plot(bits, values, marker=mark, ms=4, lw=1, label=name)
+    legend_above(figure)
+
+
+def _matrices(figure: "Figure", rows: list[Row], results: Results) -> None:
+    found = [results[row.name] for row in rows]
+    titles = [f"N = {one['samples']}" for one in found]
+    matrices = [np.array(one["matrix"]) for one in found]
+    draw_heat(figure, matrices, found[0]["labels"], titles)
+
+
+def _bits(figure: "Figure", rows: list[Row], results: Results) -> None:
+    found = results[rows[0].name]
+    bits = [int(text[1:].split("A")[0]) for text in found["bits"].values()]
+    names = list(found["bits"])
+    draw_bars(figure, names, bits, [found["kinds"][name] for name in names])
+
+
+def _cost(figure: "Figure", rows: list[Row], results: Results) -> None:
+    """Draw images and seconds that each method takes to choose the bits."""
+    figure.set_size_inches(6.4, 2.6)
+    paper = [row.paper.get("images", np.nan) for row in rows]
+    images, seconds = (
+        [results[r.name][k] if r.measure == "plan" else np.nan for r in rows]
+        for k in ("images", "seconds")
+    )
+    axes = figure.subplots(1, 2, sharey=True)
+    places = np.arange(len(rows))
+    axes[0].barh(places - 0.2, paper, 0.38, color="#b8c4d2", label="the paper's")
+    axes[0].barh(places + 0.2, images, 0.38, label="here")
+    axes[1].barh(places, seconds, 0.5)
+    for one, title in zip(axes, ("images", "seconds to choose bits"), strict=True):
+        logarithmic(one)
+        one.set_xlabel(title)
+    axes[0].set_yticks(places, [row.method for row in rows])
+    axes[0].invert_yaxis()
+    legend_above(figure)
+
+
+_DRAWINGS: dict[str, Callable[["Figure", list[Row], Results], None]] = {
+    "accuracy": _accuracy,
+    "beta": _beta,
+    "bits": _bits,
+    "cost": _cost,
+    "layer": _layers,
+    "matrix": _matrices,
+    "scatter": _scatter,
+}
