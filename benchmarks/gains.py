@@ -15,6 +15,7 @@ from ptq import NETWORKS, load
 import ompq
 from ompq.files import read_json
 from ompq.measurement import Meter, split
+from ompq.samples import Samples
 from ompq.units import Choice
 
 
@@ -24,7 +25,7 @@ def main() -> None:
     parser.add_argument("--scores", nargs="+", default=["refined", "published"])
     options = parser.parse_args()
     model, samples, _ = load(options.network, options.data)
-    meter = Meter(model, *split(samples, ompq.RefineConfig().held_back))
+    meter = Meter(model, *split(Samples.of(samples), ompq.RefineConfig().held_back))
     names = ompq.trace(model, samples[:1]).names
     path = RESULTS / f"{options.rows}-{options.network}.json"
     found: dict[tuple, dict[str, list[dict]]] = {}
