@@ -21,6 +21,8 @@ from ompq.plans import Plan
 from ompq.results import (
     Accuracy,
     Agreement,
+    AuditedBits,
+    AuditedRanks,
     BlockError,
     Histogram,
     Remark,
@@ -98,6 +100,9 @@ def every_section(name: str = "conv1") -> list[Section]:
             tuple(counts.tolist()),
             (("clipped", 1.5), (f"far {name}", 99.0)),
         ),
+        AuditedBits(f"bits {name}", 0.1, 0.5, 9.0, metrics=((f"metric {name}", 2.0),)),
+        AuditedRanks(f"ranks {name}", f"alike {name}", ((1.0, 2.0), (3.0, 4.0))),
+        AuditedRanks(f"chance {name}", f"little {name}"),
         StageTime(f"stage {name}", 61.2),
         Agreement(f"file {name}", 0.9975, 400, 0.9999, 1, f"fine {name}"),
         Remark(f"layer {name}", f"runs as int8 {name}"),

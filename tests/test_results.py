@@ -163,7 +163,7 @@ def test_an_audit_shows_its_scores_and_what_chance_gives():
     assert wrong.spearman == wrong.kendall == (-1.0, -1.0, -1.0)
     assert wrong.regret == pytest.approx(2.0) and wrong.fits
     assert published.spearman is published.seconds is None and not published.fits
-    assert chance.text == "random scores: Spearman 0.40 ± 0.10 (standard deviation)"
+    assert chance.text == "Spearman 0.40 ± 0.10 (standard deviation) by random scores"
     assert claim.points == ((0.5, 0.3), (0.4, 0.1))
     assert sections_from_json(sections_to_json(found)) == found
     page = render_report(toy_plan(), found)

@@ -374,7 +374,7 @@ class Correlation(NamedTuple):
     high: float
 
     def __str__(self) -> str:
-        return f"{self.value:.2f} ({self.low:.2f} to {self.high:.2f})"
+        return f"{self.value:z.2f} ({self.low:z.2f} to {self.high:z.2f})"
 
 
 @dataclass(frozen=True)
@@ -502,8 +502,8 @@ class Audit:
         found = []
         if self.null_spearman:
             null = np.array(self.null_spearman)
-            spread = f"{null.std():.2f} (standard deviation)"
-            text = f"random scores: Spearman {null.mean():.2f} ± {spread}"
+            spread = f"{null.std():.2f} (standard deviation) by random scores"
+            text = f"Spearman {null.mean():.2f} ± {spread}"
             found.append(AuditedRanks("chance", text))
         for name, ranks in self.orthogonality.items():
             points = [

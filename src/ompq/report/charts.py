@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from PIL import Image
+from scipy.stats import rankdata
 from torch import Tensor, nn
 
 from ompq.amounts import decades, digits, in_bytes, percent, ticks
@@ -148,7 +149,8 @@ def scatter_chart(ranked: AuditedRanks) -> dict[str, Any]:
     The correlation depends on ranks alone, and scores have no common unit of damage.
     """
     table = np.array(ranked.points).reshape(-1, 2)
-    ranks = table.argsort(0).argsort(0) / max(len(table) - 1, 1)
+    # Equal values, as of top-1, share a rank, as in the correlation.
+    ranks = (rankdata(table, axis=0) - 1) / max(len(table) - 1, 1)
     return {
         "name": ranked.name,
         "text": ranked.text,
