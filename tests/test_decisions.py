@@ -570,7 +570,7 @@ def test_every_score_is_listed_with_what_it_needs():
         needed = [what for what in ("gradients", "labels") if rows[name][what]]
         assert rest[0].rstrip(",") == (needed[0] if needed else "-")
         assert ("labels (optional)" in line) == hasattr(SCORES[name], "batches")
-        assert rest[-1] == f"{rows[name]['seconds']:.3g}"
+        assert rest[-1] == f"{rows[name]['seconds']:.4g}"
     passes = ("one", "one for each unit and width")
     one, every = (
         [row["seconds"] for row in rows.values() if row["passes"] == text]

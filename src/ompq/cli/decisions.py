@@ -251,7 +251,7 @@ def scores() -> View:
     columns = [
         Column("score", list(known), "left"),
         Column("needs", [", ".join(names) or "-" for names in needs], "left", rank=1),
-        Column("seconds", [digits(row["seconds"]) for row in rows]),
+        Column("seconds", [digits(row["seconds"], 4) for row in rows]),
         Column("forward passes", passes, "left", rank=2),
         Column("", [row["summary"] for row in rows], "left", rank=3),
     ]

@@ -272,6 +272,7 @@ class BlockLoss(_OneUnitScore):
     """
 
     summary: ClassVar[str] = "BRECQ's: Fisher-weighted error of a reconstructed block"
+    needs: ClassVar[Needs] = _OneUnitScore.needs._replace(seconds=1900.0)
 
     def __call__(self, given: ScoreInputs) -> ScoreTable:
         """Return the measured damage, (units, choices)."""
