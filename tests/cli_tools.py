@@ -44,6 +44,16 @@ def make():
 """
 
 
+# Norms that remember something, for samples distilled from them.
+TRAINED = """
+    for norm in net.modules():
+        if isinstance(norm, nn.BatchNorm2d):
+            norm.running_mean.normal_(0, 0.1)
+            norm.running_var.uniform_(0.5, 1.5)
+"""
+TRAINED_NETWORK = NETWORK.replace("return Net()", f"net = Net(){TRAINED}    return net")
+
+
 def run(*words: str | Path, **settings: Any) -> Any:
     # Threads that wait for each other cost a tiny network most of its time.
     threads = torch.get_num_threads()
@@ -60,6 +70,6 @@ def run_json(*words: str | Path) -> dict[str, Any]:
     return json.loads(result.stdout)
 
 
-def network_file(folder: Path) -> str:
-    (folder / "net.py").write_text(NETWORK)
+def network_file(folder: Path, text: str = NETWORK) -> str:
+    (folder / "net.py").write_text(text)
     return f"{folder / 'net.py'}:make"

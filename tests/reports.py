@@ -8,12 +8,21 @@ from torch import nn
 from nets import TinyMobileNet, images, seeded
 from ompq.allocation import Allocation
 from ompq.costs import Budget
-from ompq.measurement import RANDOM, Audit, Correlation, Measured, ScoreAudit
+from ompq.measurement import (
+    RANDOM,
+    Audit,
+    Correlation,
+    Correlations,
+    Measured,
+    ScoreAudit,
+)
 from ompq.planner import PlanConfig, plan
 from ompq.plans import Plan
 from ompq.results import (
     Accuracy,
     Agreement,
+    AuditedBits,
+    AuditedRanks,
     BlockError,
     Histogram,
     Remark,
@@ -91,6 +100,9 @@ def every_section(name: str = "conv1") -> list[Section]:
             tuple(counts.tolist()),
             (("clipped", 1.5), (f"far {name}", 99.0)),
         ),
+        AuditedBits(f"bits {name}", 0.1, 0.5, 9.0, metrics=((f"metric {name}", 2.0),)),
+        AuditedRanks(f"ranks {name}", f"alike {name}", ((1.0, 2.0), (3.0, 4.0))),
+        AuditedRanks(f"chance {name}", f"little {name}"),
         StageTime(f"stage {name}", 61.2),
         Agreement(f"file {name}", 0.9975, 400, 0.9999, 1, f"fine {name}"),
         Remark(f"layer {name}", f"runs as int8 {name}"),
@@ -100,16 +112,19 @@ def every_section(name: str = "conv1") -> list[Section]:
 
 def toy_audit() -> Audit:
     """Two random allocations, and a score that has them the wrong way round."""
-    rho = Correlation(-1.0, -1.0, -1.0)
+    rho, one = Correlation(-1.0, -1.0, -1.0), Correlation(1.0, 1.0, 1.0)
     bits = ((2, 8), (4, 8))
+    more = {"top1": 0.5, "metrics": {"points": 7.5}}
     return Audit(
         budget="3bits",
         units=("a", "b"),
         measured=(
-            Measured("wrong", bits, 10.0, 0.3),
-            Measured(f"{RANDOM}0", bits, 10.0, 0.3),
-            Measured(f"{RANDOM}1", bits[::-1], 10.0, 0.1),
+            Measured("wrong", bits, 10.0, 0.3, **more),
+            Measured(f"{RANDOM}0", bits, 10.0, 0.3, orthogonality=0.5, **more),
+            Measured(f"{RANDOM}1", bits[::-1], 10.0, 0.1, orthogonality=0.4, **more),
+            Measured("published", bits, 20.0, 0.05, fits=False, **more),
         ),
         scores=(ScoreAudit("wrong", rho, rho, 0.3, 2.0, 0.5, (1.0, 2.0)),),
         null_spearman=(0.3, 0.5),
+        orthogonality={"divergence": Correlations(one, one)},
     )

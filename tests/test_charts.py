@@ -24,10 +24,18 @@ from ompq.report.charts import (
     histogram_chart,
     legend_above,
     plain_axes,
+    scatter_chart,
     styled_figure,
     write_figures,
 )
-from ompq.results import Accuracy, BlockError, Histogram, StageTime, Versions
+from ompq.results import (
+    Accuracy,
+    AuditedRanks,
+    BlockError,
+    Histogram,
+    StageTime,
+    Versions,
+)
 from ompq.units import ScoreTable
 from reports import every_section, toy_plan
 
@@ -267,3 +275,13 @@ def test_codes_of_coded_layers_are_counted_one_by_one():
     middles = [round(edge + 0.5) for edge in last.edges[:-1]]
     assert last.counts == tuple(levels.count(level) for level in middles)
     assert sum(last.counts) == 64 * 32
+
+
+def test_equal_values_of_an_audit_share_a_rank():
+    points = ((1.0, 5.0), (2.0, 5.0), (3.0, 7.0), (3.0, 5.0))
+    chart = scatter_chart(AuditedRanks("orm", "", points))
+    # Ranks from 0 to 3: 0, 1, 2.5, 2.5 across; 1, 1, 3, 1 from the bottom.
+    across, down = zip(*chart["points"], strict=True)
+    assert across == pytest.approx([0, 100 / 3, 250 / 3, 250 / 3])
+    assert down == pytest.approx([200 / 3, 200 / 3, 0, 200 / 3])
+    assert scatter_chart(AuditedRanks("chance", "0.4"))["points"] == []

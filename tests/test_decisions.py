@@ -14,7 +14,7 @@ from ompq import measurement
 from ompq.cli import settings
 from ompq.cli.console import totals
 from ompq.cli.decisions import AuditOptions
-from ompq.cli.settings import PlanOptions
+from ompq.cli.settings import PlanOptions, ScoreOptions
 from ompq.costs import overhead_bytes
 from ompq.datasets import load_data
 from ompq.measurement import SCORES, AuditConfig
@@ -22,7 +22,7 @@ from ompq.models import load_model
 from ompq.planner import PLAN_PROTOCOLS, PlanConfig, plan as make_plan
 from ompq.plans import Plan
 from ompq.results import Stages
-from ompq.scores import Orm, OrmSettings
+from ompq.scores import Orm, OrmSettings, WeightNoise
 from ompq.units import Choice
 
 NAMES = ["stem", "block.conv1", "block.conv2", "block.shortcut", "fc"]
@@ -238,10 +238,14 @@ def test_a_protocol_brings_its_settings_and_yields_to_options(net):
 
 
 def test_options_of_orm_reach_the_score():
-    options = PlanOptions(protocol="paper-ptq", beta=3.0, decreasing="-x", centred=True)
+    options = ScoreOptions(
+        protocol="paper-ptq", beta=3.0, decreasing="-x", centred=True
+    )
     wanted = OrmSettings(beta=3.0, decreasing="-x", centred=True)
     assert options.config().score == Orm(wanted)
-    distortion = PlanOptions(score="orm_distortion", granularity="block").config().score
+    distortion = (
+        ScoreOptions(score="orm_distortion", granularity="block").config().score
+    )
     assert distortion.settings == OrmSettings(per_function=True, granularity="block")
     pairs = PlanOptions(choices="W4A4, w8a8").config().free_choices
     assert pairs == [Choice(4, 4), Choice(8, 8)]
@@ -582,6 +586,14 @@ def test_every_score_is_listed_with_what_it_needs():
         name, *rest = line.split()
         needed = [what for what in ("gradients", "labels") if rows[name][what]]
         assert rest[0].rstrip(",") == (needed[0] if needed else "-")
+        assert ("labels (optional)" in line) == hasattr(SCORES[name], "batches")
+        assert rest[-1] == f"{rows[name]['seconds']:.4g}"
+    passes = ("one", "one for each unit and width")
+    one, every = (
+        [row["seconds"] for row in rows.values() if row["passes"] == text]
+        for text in passes
+    )
+    assert max(one) < min(every)
 
 
 @pytest.mark.parametrize("limit", ["3", "1h"])
@@ -623,9 +635,24 @@ def test_limits_of_a_refinement_that_cannot_be_read_are_told(net, limit):
     assert f"--refine {limit}: give a number of allocations" in result.stderr
 
 
-def audited(net, *words):
+@pytest.fixture
+def computed(monkeypatch):
+    """The names of the scores that are computed."""
+    calls = []
+    for name, score in SCORES.items():
+        whole = type(score).__call__
+
+        def counted(self, given, name=name, whole=whole):
+            calls.append(name)
+            return whole(self, given)
+
+        monkeypatch.setattr(type(score), "__call__", counted)
+    return calls
+
+
+def audited(net, *words, **settings):
     few = ("--held-out", "8", "--allocations", "3", "--scores", "orm,weight_noise")
-    return run("audit", *net, *few, "--budget", "4bits", *words)
+    return run("audit", *net, *few, "--budget", "4bits", *words, **settings)
 
 
 def test_an_audit_ranks_the_scores_and_leaves_its_files(net, tmp_path):
@@ -638,8 +665,10 @@ def test_an_audit_ranks_the_scores_and_leaves_its_files(net, tmp_path):
     ]
     ranked = [one["name"] for one in data["scores"]]
     assert set(ranked) == {"orm", "weight_noise"}
-    shown = [line.split()[0] for line in result.stdout.splitlines()[2:4]]
-    assert shown == ranked
+    shown = [line.split("  ")[0] for line in result.stdout.splitlines()[2:5]]
+    assert [name for name in shown if not name.startswith("uniform ")] == ranked
+    damage = {one["name"]: one["divergence"] for one in data["measured"]}
+    assert shown == sorted(shown, key=damage.get)
     assert "by random scores" in result.stdout
 
 
@@ -652,11 +681,11 @@ def test_an_audit_is_continued_only_on_demand(net, tmp_path):
     )
     nowhere = audited(net, "--resume")
     assert "--resume needs the folder of the stopped audit: -o DIR" in nowhere.stderr
-    (tmp_path / "measured.json").write_text("{}")
+    (tmp_path / "unfinished").mkdir()
     left = audited(net, "-o", tmp_path)
     assert left.exit_code == 2
     assert "is left from a stopped audit; add --resume" in left.stderr
-    assert f"or remove {tmp_path / 'measured.json'} to start over" in left.stderr
+    assert f"or remove {tmp_path / 'unfinished'} to start over" in left.stderr
 
 
 def test_an_audit_s_limit_needs_labelled_images(net):
@@ -670,6 +699,150 @@ def test_an_audit_takes_quick_scores_or_all_of_them():
     assert AuditOptions().config(planning, 0).scores == AuditConfig.scores
     assert "reconstruction" not in AuditConfig.scores
     assert AuditOptions(scores="all").config(planning, 0).scores == tuple(SCORES)
+
+
+def test_options_of_orm_reach_the_audited_scores():
+    names = AuditOptions(scores="orm,weight_noise,orm_distortion")
+    orm, noise, distortion = names.config(PlanOptions(beta=3.0, centred=True), 0).scores
+    assert orm == Orm(OrmSettings(beta=3.0, centred=True))
+    assert noise == WeightNoise()
+    wanted = OrmSettings(beta=3.0, centred=True, per_function=True)
+    assert distortion.settings == wanted
+    with pytest.raises(
+        ValueError, match=r"--beta is for .*, not weight_noise; add --s"
+    ):
+        AuditOptions(scores="weight_noise").config(PlanOptions(beta=3.0), 0)
+
+
+def test_an_audit_with_other_settings_of_orm_says_so(net):
+    data = json.loads(audited(net, "--granularity", "net", "--json").stdout)
+    names = {one["name"] for one in data["scores"]}
+    assert names == {"orm(granularity='net')", "weight_noise"}
+    whole = next(one for one in data["measured"] if one["name"].startswith("orm("))
+    assert len({tuple(bits) for bits in whole["bits"]}) == 1
+
+
+def test_an_audit_takes_no_single_score(net):
+    result = audited(net, "--score", "orm")
+    assert result.exit_code == 2
+    assert "no such option: --score" in result.stderr
+    assert "--scores" in result.stderr
+
+
+def test_a_stopped_audit_continues_where_it_was(net, tmp_path, monkeypatch, computed):
+    whole, calls = measurement.quantize, []
+
+    def counted(*args, **settings):
+        calls.append(args)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return whole(*args, **settings)
+
+    monkeypatch.setattr(measurement, "quantize", counted)
+    out = tmp_path / "out"
+    scores = ("--scores", "weight_noise,orm,blend")
+    assert audited(net, *scores, "-o", out).exit_code == 130
+    assert (out / "unfinished").is_dir()
+    scored = computed.copy()
+    assert set(scored) >= {"weight_noise", "orm", "blend"}
+    refused = audited(net, *scores, "-o", out)
+    assert f"{out / 'unfinished'} is left from a stopped audit" in refused.stderr
+    monkeypatch.setattr(measurement, "quantize", whole)
+    del computed[:]
+    resumed = audited(net, *scores, "-o", out, "--resume")
+    assert resumed.exit_code == 0, resumed.output
+    assert computed == ["sensitivity"]  # for the plan that the report shows
+    assert sorted(path.name for path in out.iterdir()) == ["audit.json", "report.html"]
+    data = json.loads((out / "audit.json").read_text())
+    plain = json.loads(audited(net, *scores, "--json").stdout)
+    assert data["measured"] == plain["measured"]
+
+
+WIDE = Choice(8, 8)._asdict()
+METRIC = """
+def spread(output, targets):
+    return output.std()
+"""
+
+
+@pytest.fixture(scope="module")
+def labelled_audit(net, plan_file, tmp_path_factory):
+    """An audit of labelled images and known bits: what it printed, and its folder."""
+    folder = tmp_path_factory.mktemp("labelled")
+    (folder / "metric.py").write_text(METRIC)
+    bits = dict.fromkeys(NAMES, WIDE)
+    (folder / "known.json").write_text(json.dumps(bits))
+    known = ("--plan", folder / "known.json", "--plan", plan_file)
+    metric = ("--metric", f"{folder / 'metric.py'}:spread")
+    labelled = ("--eval-data", "random", "--limit", "20", *metric)
+    result = audited(net, *known, *labelled, "-o", folder / "out")
+    assert result.exit_code == 0, result.output
+    return folder, result
+
+
+def test_an_audit_measures_labelled_images_and_known_bits(
+    net, plan_file, labelled_audit
+):
+    folder, _ = labelled_audit
+    data = json.loads((folder / "out" / "audit.json").read_text())
+    rows = {one["name"]: one for one in data["measured"]}
+    wide = rows[str(folder / "known.json")]
+    assert wide["bits"] == [[8, 8]] * len(NAMES) and not wide["fits"]
+    planned = Plan.load(plan_file).allocation
+    assert rows[str(plan_file)]["bits"] == [planned[n].to_json() for n in NAMES]
+    assert set(data["orthogonality"]) >= {"divergence", "spread"}
+
+    model = load_model(net[0])
+    batches = load_data("random", model, split="test").batches(limit=20)
+    inputs = load_data("random", model, split="train").samples(16)
+    bits = ompq.Allocation(dict.fromkeys(NAMES, Choice(8, 8)))
+    quantized = ompq.quantize(model.module, bits, inputs[:8])
+    own = ompq.evaluate(quantized, batches, metrics={"spread": lambda o, _: o.std()})
+    assert wide["top1"] == own.top1
+    assert wide["metrics"] == pytest.approx(own.metrics)
+
+
+def test_an_audit_shows_what_it_measured(labelled_audit):
+    folder, result = labelled_audit
+    data = json.loads((folder / "out" / "audit.json").read_text())
+    lines = result.stdout.splitlines()
+    titles = ["bits", "by", "Spearman", "Kendall", "divergence", "regret", "top-1"]
+    assert lines[0].split() == [*titles, "spread", "size", "seconds"]
+    name = str(folder / "known.json")
+    wide = next(one for one in data["measured"] if one["name"] == name)
+    line = next(line for line in lines if name in line)
+    assert line.endswith("over the budget")
+    assert f" {100 * wide['top1']:.2f} % " in line
+    least = min(one["divergence"] for one in data["measured"] if one["fits"])
+    assert f" {wide['divergence'] / least - 1:.1%} " in line
+    kendall = data["orthogonality"]["spread"]["kendall"]
+    told = "Kendall {:.2f} ({:.2f} to {:.2f})".format(*kendall)
+    (line,) = (line for line in lines if line.startswith("spread by orthogonality"))
+    assert "mean ORM of the quantized network: Spearman " in line
+    assert line.endswith(told)
+
+
+def test_the_table_of_an_audit_fits_a_terminal(net):
+    labelled = ("--eval-data", "random", "--limit", "20")
+    shown = audited(net, *labelled, env={"COLUMNS": "80"})
+    assert max(map(len, shown.stdout.splitlines())) <= 80
+    assert "top-1" in shown.stdout and "Kendall" not in shown.stdout.splitlines()[0]
+
+
+def test_a_metric_of_an_audit_needs_labelled_images(net):
+    result = audited(net, "--metric", "perplexity")
+    assert result.exit_code == 2
+    assert "--metric has no effect without --eval-data; give both" in result.stderr
+
+
+def test_bits_that_cannot_be_audited_are_told(net, tmp_path):
+    path = tmp_path / "bits.json"
+    path.write_text(json.dumps(dict.fromkeys(NAMES[1:], WIDE)))
+    result = audited(net, "--plan", path)
+    assert result.exit_code == 2
+    assert f"{path}: no bits for 1 of 5 units: stem" in result.stderr
+    path.write_text("{")
+    assert f"{path} cannot be read as a plan" in audited(net, "--plan", path).stderr
 
 
 def test_scores_that_do_not_exist_cannot_be_audited(net):
@@ -719,3 +892,42 @@ def test_tables_of_scores_are_kept_unless_a_flag_says_no(net, tmp_path):
     refused = run(*words, "--cache", tmp_path / "plan.json")
     assert refused.exit_code == 2
     assert "is a file; give a folder" in refused.stderr
+
+
+@pytest.mark.parametrize("by", ["option", "variable"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("plan", "--budget", "4bits", "--refine", "3", "--samples", "32"),
+        ("quantize", "--budget", "4bits", "--no-reconstruct", "--refine", "3"),
+        ("quantize", "--min-agreement", "1%", "--no-reconstruct", "--samples", "8"),
+        ("train", "--budget", "4bits", "--no-reconstruct", "--epochs", "1"),
+        ("audit", "--budget", "4bits", "--held-out", "8", "--allocations", "3"),
+    ],
+)
+def test_every_command_that_scores_keeps_its_tables(net, tmp_path, computed, words, by):
+    folder = tmp_path / "tables"
+    env = {"OMPQ_CACHE": str(folder)} if by == "variable" else {}
+    option = ("--cache", folder) if by == "option" else ()
+    name, *more = words
+    more += () if name in ("plan", "audit") else ("--overwrite",)
+    if name in ("train", "quantize") and "--samples" not in more:
+        more += ("--samples", "16")
+    out = tmp_path / ("plan.json" if name == "plan" else "out")
+    for _ in range(2):
+        before = len(computed)
+        result = run(name, *net[:3], *more, *option, "-o", out, env=env)
+        assert result.exit_code == 0, result.output
+        assert before == 0 or len(computed) == before
+    assert computed and list(folder.iterdir())
+    for config in tmp_path.glob("out/config.toml"):  # another run may have no cache
+        assert "cache" not in config.read_text()
+
+
+@pytest.mark.parametrize("name", ["plan", "quantize", "train", "audit"])
+def test_a_cache_that_is_no_folder_is_told_before_the_work(tmp_path, name):
+    (tmp_path / "file").write_text("")
+    words = (name, "no:network", "--data", "random", "--budget", "60%")
+    result = run(*words, "--cache", tmp_path / "file", "-o", tmp_path / "out")
+    assert result.exit_code == 2
+    assert f"--cache {tmp_path / 'file'} is a file; give a folder" in result.stderr

@@ -1,6 +1,7 @@
 """Measured allocations, and scores that measure."""
 
 import copy
+import itertools
 import json
 import subprocess
 import sys
@@ -288,7 +289,7 @@ def test_a_score_that_predicts_the_same_for_all_has_no_correlation(audited):
     config = replace(QUICK_AUDIT, scores=(flat,), allocations=3, orm_samples=0)
     found = ompq.audit(audited, images(), BUDGET, images(4, seed=5), config)
     assert found.scores[0].spearman is None
-    assert found.orthogonality is None
+    assert found.orthogonality == {}
     assert "flat" in str(found)
     json.dumps(found.to_json(), allow_nan=False)
 
@@ -298,7 +299,11 @@ def test_labels_and_other_allocations_are_measured_beside(audited):
     wide = ompq.Allocation(
         dict.fromkeys(ompq.trace(audited, images(1)).names, ompq.Choice(8, 8))
     )
-    config = replace(QUICK_AUDIT, allocations=1, orm_samples=0)
+
+    def mean(output, _targets):
+        return output.mean()
+
+    config = replace(QUICK_AUDIT, allocations=1, orm_samples=0, metrics={"mean": mean})
     found = ompq.audit(
         audited,
         images(),
@@ -312,6 +317,15 @@ def test_labels_and_other_allocations_are_measured_beside(audited):
     assert last.name == "8 bits"
     quantized = ompq.quantize(audited, wide, images())
     assert last.top1 == ompq.evaluate(quantized, batches).top1
+    with torch.no_grad():
+        outputs = quantized(images(6, seed=7))
+    assert last.metrics == {"mean": pytest.approx(float(outputs.mean()))}
+    # It is over the budget, so that no regret is measured against it.
+    assert not last.fits and all(one.fits for one in found.measured[:-1])
+    assert last.divergence < found.best.divergence
+    assert found.regret(last) < 0
+    assert next(one.name for one, _ in found.named) == "8 bits"
+    assert "8 bits " in str(found)
 
 
 def test_an_audit_continues_from_its_checkpoint(audited, found, tmp_path):
@@ -340,3 +354,110 @@ def test_an_audit_continues_from_its_checkpoint(audited, found, tmp_path):
     path.write_text("{")
     with pytest.raises(CheckpointError, match="cannot be resumed"):
         ompq.audit(*given, checkpoint=path)
+
+
+def test_others_are_kept_in_the_order_of_the_network(audited):
+    names = ompq.trace(audited, images(1)).names
+    bits = {name: Choice((2, 3, 4)[at % 3], 8) for at, name in enumerate(names)}
+    backwards = ompq.Allocation(dict(reversed(bits.items())))
+    config = replace(QUICK_AUDIT, allocations=1, resamples=2, orm_samples=0)
+    given = (audited, images(), BUDGET, images(4, seed=5), config)
+    found = ompq.audit(*given, others={"mine": backwards})
+    assert dict(found.allocation(found.measured[-1])) == bits
+
+
+def test_others_that_cannot_be_measured_or_told_apart_are_refused(audited):
+    names = ompq.trace(audited, images(1)).names
+    config = replace(QUICK_AUDIT, allocations=1)
+    given = (audited, images(), BUDGET, images(4, seed=5), config)
+    for bits, message in (
+        (dict.fromkeys(names[1:], Choice(4, 8)), "mine: no bits for 1 of"),
+        (dict.fromkeys(names, Choice(7, 8)), "mine: the allocation's bits for .* are"),
+    ):
+        with pytest.raises(ompq.PlanError, match=message):
+            ompq.audit(*given, others={"mine": ompq.Allocation(bits)})
+    wide = ompq.Allocation(dict.fromkeys(names, Choice(8, 8)))
+    for name in ("weight_noise", "uniform W3A8", "random allocation 3"):
+        with pytest.raises(ValueError, match=f"others.'{name}'. has the name of anoth"):
+            ompq.audit(*given, others={name: wide})
+
+
+def test_the_papers_claim_is_tested_on_every_measure_of_quality(audited):
+    batches = [(images(24, seed=7), torch.arange(24) % 4)]
+
+    def margin(output, _targets):
+        return output.max()
+
+    config = replace(QUICK_AUDIT, metrics={"margin": margin}, resamples=50)
+    given = (audited, images(16), BUDGET, images(12, seed=5), config)
+    found = ompq.audit(*given, batches=batches)
+    orm = [one.orthogonality for one in found.random]
+    measured = {
+        "divergence": [one.divergence for one in found.random],
+        "margin": [one.metrics["margin"] for one in found.random],
+    }
+    pairs = list(itertools.combinations(range(len(orm)), 2))
+    for name, values in measured.items():
+        ranks = [np.argsort(np.argsort(column)) for column in (orm, values)]
+        spearman = np.corrcoef(*ranks)[0, 1]
+        # Without ties tau is the share of pairs in one order less that in the other.
+        signs = [np.sign((orm[i] - orm[j]) * (values[i] - values[j])) for i, j in pairs]
+        one = found.orthogonality[name]
+        assert one.spearman.value == pytest.approx(spearman)
+        assert one.kendall.value == pytest.approx(np.mean(signs))
+        assert one.kendall.low <= one.kendall.value <= one.kendall.high
+        assert f"{name} by orthogonality: mean ORM of the" in str(found)
+    differ = len({one.top1 for one in found.random}) > 1
+    assert ("top-1" in found.orthogonality) == differ
+    again = json.loads(json.dumps(found.to_json()))["orthogonality"]
+    assert again["divergence"]["kendall"] == [
+        *found.orthogonality["divergence"].kendall
+    ]
+
+
+def test_random_allocations_do_not_depend_on_the_granularity_of_a_score(audited, found):
+    whole = ompq.Orm(ompq.OrmSettings(granularity="net"))
+    config = replace(QUICK_AUDIT, scores=(whole, "weight_noise"), orm_samples=0)
+    other = ompq.audit(audited, images(16), BUDGET, images(12, seed=5), config)
+    assert [one.bits for one in other.random] == [one.bits for one in found.random]
+    (own,) = (m for m in other.measured if m.name == "orm(granularity='net')")
+    assert len(set(own.bits)) == 1
+
+
+def test_scores_tell_their_progress_and_are_computed_once(
+    audited, tmp_path, monkeypatch
+):
+    calls, told = [], []
+    noise = ompq.WeightNoise.__call__
+
+    def counted(self, given):
+        calls.append(self)
+        given.progress(1, 2, "halfway")
+        return noise(self, given)
+
+    monkeypatch.setattr(ompq.WeightNoise, "__call__", counted)
+    config = replace(QUICK_AUDIT, allocations=3, resamples=2, orm_samples=0)
+    given = (audited, images(), BUDGET, images(4, seed=5), config)
+    first = ompq.audit(*given, cache=tmp_path, progress=lambda *step: told.append(step))
+    assert (1, 2, "weight_noise: scoring the choices") in told
+    again = ompq.audit(*given, cache=tmp_path)
+    assert len(calls) == 1
+    assert again.measured == first.measured
+    (kept,) = tmp_path.glob("WeightNoise-*.json")
+    known = json.loads(kept.read_text())["seconds"]
+    (entry,) = (one for one in again.scores if one.name == "weight_noise")
+    assert entry.seconds == known
+
+
+def test_other_labels_and_metrics_belong_to_another_audit(audited, tmp_path):
+    config = replace(QUICK_AUDIT, allocations=1, resamples=2, orm_samples=0)
+    given = (audited, images(), BUDGET, images(4, seed=5))
+    batches = [(images(6, seed=7), torch.arange(6) % 4)]
+    more = {"checkpoint": tmp_path / "audit.json"}
+    ompq.audit(*given, config, batches=batches, **more)
+    ompq.audit(*given, config, batches=batches, **more)
+    others = [(images(6, seed=7), torch.arange(6) % 3)]
+    measuring = replace(config, metrics={"zero": lambda *_: 0.0})
+    for settings, labelled in ((config, others), (config, []), (measuring, batches)):
+        with pytest.raises(CheckpointError, match="belongs to another audit"):
+            ompq.audit(*given, settings, batches=labelled, **more)

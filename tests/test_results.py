@@ -150,12 +150,27 @@ def test_numbers_that_cannot_be_are_refused():
 
 def test_an_audit_shows_its_scores_and_what_chance_gives():
     found = audit_sections(toy_audit())
-    assert [type(one).__name__ for one in found] == ["AuditedScore", "Remark"]
-    assert found[0].points == ((1.0, 0.3), (2.0, 0.1))
-    assert found[0].spearman == (-1.0, -1.0, -1.0)
-    assert found[1].text == ("random scores: Spearman 0.40 ± 0.10 (standard deviation)")
+    kinds = [(type(one).__name__, one.name) for one in found]
+    assert kinds == [
+        ("AuditedBits", "published"),
+        ("AuditedBits", "wrong"),
+        ("AuditedRanks", "wrong"),
+        ("AuditedRanks", "chance"),
+        ("AuditedRanks", "divergence by orthogonality"),
+    ]
+    published, wrong, ranks, chance, claim = found
+    assert ranks.points == ((1.0, 0.3), (2.0, 0.1))
+    assert wrong.spearman == wrong.kendall == (-1.0, -1.0, -1.0)
+    assert wrong.regret == pytest.approx(2.0) and wrong.fits
+    assert published.spearman is published.seconds is None and not published.fits
+    assert chance.text == "Spearman 0.40 ± 0.10 (standard deviation) by random scores"
+    assert claim.points == ((0.5, 0.3), (0.4, 0.1))
     assert sections_from_json(sections_to_json(found)) == found
     page = render_report(toy_plan(), found)
     assert "Audit of scores" in page
+    assert page.count("-1.00 (-1.00 to -1.00)</td>") == 2
+    assert '50.00%</td><td class="n">7.5</td>' in page  # top-1 and a metric
+    assert "20 B (over the budget)" in page
+    assert "Spearman 1.00 (1.00 to 1.00), Kendall 1.00 (1.00 to 1.00)</p>" in page
     assert '<circle cx="0.0" cy="0.0" r="2"/>' in page  # least predicted, worst true
     assert '<circle cx="100.0" cy="100.0" r="2"/>' in page

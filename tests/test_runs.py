@@ -13,10 +13,11 @@ import pytest
 import torch
 
 import ompq
-from cli_tools import NETWORK, network_file, run, run_json
+from cli_tools import NETWORK, TRAINED_NETWORK, network_file, run, run_json
 from ompq import reconstruction, workflow
 from ompq.amounts import in_bytes
 from ompq.datasets import load_data
+from ompq.datasets.images import distilled_samples
 from ompq.errors import FileError
 from ompq.evaluation import evaluate
 from ompq.files import locked_folder
@@ -767,3 +768,38 @@ def test_yaml_without_its_library_says_what_to_install(tmp_path, monkeypatch):
     result = run("run", tmp_path / "c.yaml")
     assert result.exit_code == 2
     assert "PyYAML is not installed. Run: pip install 'ompq[yaml]'" in result.stderr
+
+
+def test_a_network_is_quantized_without_any_data(tmp_path, monkeypatch):
+    def quickly(*args, **more):
+        return distilled_samples(*args, **more, steps=20)
+
+    monkeypatch.setattr("ompq.datasets.distilled_samples", quickly)
+    name, out = network_file(tmp_path, TRAINED_NETWORK), tmp_path / "out"
+    words = ("quantize", name, "--data", "distilled", *FAST, "--budget", "70%")
+    data = run_json(*words, "-o", out)
+    assert data["data"] == "distilled" and data["samples"] == 16
+    assert data["evaluation"] is None
+
+    model = load_model(name, None)
+    samples = load_data("distilled", model).samples(16)
+    plan = ompq.plan(model.module, samples, "70%")
+    assert Plan.load(out / "plan.json").hash == plan.hash
+    noise = torch.randn(samples.shape, generator=torch.Generator().manual_seed(1))
+    assert mismatch(model.module, samples) < 0.7 * mismatch(model.module, noise)
+    network = load(out / "network.ompq.safetensors", model.module)
+    with torch.no_grad():
+        expected, found = (net(samples) for net in (model.module, network))
+    assert torch.nn.functional.cosine_similarity(expected, found).min() > 0.9
+
+
+def mismatch(network, images):
+    """Return how far a norm's inputs are from the statistics that it remembers."""
+    seen = []
+    norm = network.block.norm1
+    hook = norm.register_forward_hook(lambda _m, args, _o: seen.append(args[0]))
+    with hook, torch.no_grad():
+        network.eval()(images)
+    mean, variance = seen[0].mean((0, 2, 3)), seen[0].var((0, 2, 3))
+    off = (mean - norm.running_mean).square() + (variance - norm.running_var).square()
+    return float(off.sum())

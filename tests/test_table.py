@@ -1,6 +1,8 @@
 import copy
 import json
 import logging
+import time
+from unittest.mock import ANY
 
 import numpy as np
 import pytest
@@ -102,7 +104,7 @@ def test_damaged_files_are_computed_again(network, tmp_path, caplog, harm):
     with caplog.at_level(logging.WARNING):
         assert made(network, tmp_path).hash == first.hash
     assert f"{path} is damaged (" in caplog.text
-    assert json.loads(path.read_text()) == data
+    assert json.loads(path.read_text()) == {**data, "seconds": ANY}
 
 
 def test_scores_of_ones_own_and_labels_are_not_kept(network, tmp_path, caplog):
@@ -138,3 +140,22 @@ def test_kept_tables_are_the_computed_ones(network, tmp_path, name):
             assert (ours is None) == (expected is None)
             if ours is not None:
                 np.testing.assert_array_equal(ours, expected)
+
+
+def test_a_kept_table_knows_what_it_took(network, tmp_path):
+    graph = ompq.trace(network, images())
+    given = score_inputs(graph, network, images(), CHOICES)
+
+    def slow(given):
+        time.sleep(0.05)
+        return np.zeros((len(given.graph), len(given.choices)))
+
+    start = time.perf_counter()
+    assert 0.05 <= score_table(slow, given).seconds <= time.perf_counter() - start
+    first = score_table("orm", given, tmp_path)
+    (path,) = tmp_path.iterdir()
+    data = json.loads(path.read_text())
+    assert data["seconds"] == pytest.approx(first.seconds, abs=1e-3)
+    path.write_text(json.dumps({**data, "seconds": 77.5}))
+    assert score_table("orm", given, tmp_path).seconds == 77.5
+    assert "seconds" not in made(network, tmp_path, score="orm").scores.to_json()

@@ -332,17 +332,29 @@ class LayerEffect:
 
 
 @dataclass(frozen=True)
-class AuditedScore:
-    """How well a score predicts and chooses, from :func:`ompq.audit`."""
+class AuditedBits:
+    """An allocation that :func:`ompq.audit` measured, and how its score predicts."""
+
+    name: str  # the score that chose it, or the caller's name
+    divergence: float
+    regret: float  # its relative excess over the smallest divergence measured
+    bytes: float
+    fits: bool = True  # whether it meets the budget
+    top1: float | None = None
+    metrics: tuple[tuple[str, float], ...] = ()  # the user's, by name
+    seconds: float | None = None  # that the score took
+    # Rank correlations with their 95 % intervals: value, low, high.
+    spearman: tuple[float, float, float] | None = None
+    kendall: tuple[float, float, float] | None = None
+
+
+@dataclass(frozen=True)
+class AuditedRanks:
+    """What an audit compares over random allocations, as points and in words."""
 
     name: str
-    divergence: float  # measured, of the allocation that the score chooses
-    regret: float  # its relative excess over the smallest divergence measured
-    seconds: float
-    # Rank correlation with its 95 % interval: value, low, high.
-    spearman: tuple[float, float, float] | None = None
-    # Predicted damage and measured divergence of random allocations.
-    points: tuple[tuple[float, float], ...] = ()
+    text: str
+    points: tuple[tuple[float, float], ...] = ()  # of which the ranks are drawn
 
 
 @dataclass(frozen=True)
@@ -380,7 +392,8 @@ class Versions:
     items: Mapping[str, str] = field(default_factory=dict)
 
 
-_Measured: TypeAlias = Accuracy | BlockError | Histogram | AuditedScore | Agreement
+_Audited: TypeAlias = AuditedBits | AuditedRanks
+_Measured: TypeAlias = Accuracy | BlockError | Histogram | _Audited | Agreement
 Section: TypeAlias = _Measured | LayerEffect | StageTime | Remark | Versions
 _KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in get_args(Section)}
 

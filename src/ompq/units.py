@@ -465,6 +465,7 @@ class ScoreTable:
         orm_labels: Names of the functions: for each, the last unit it represents.
         gamma: Sum of each unit's ORM with all other functions, (units,).
         importance: How much one more bit would help each unit, (units,).
+        seconds: Time that the score took when it was computed; not part of a plan.
     """
 
     damage: Table
@@ -472,6 +473,7 @@ class ScoreTable:
     orm_labels: tuple[str, ...] = ()
     gamma: Table | None = None
     importance: Table | None = None
+    seconds: float | None = None
 
     def __repr__(self) -> str:
         units, choices = self.damage.shape

@@ -78,6 +78,7 @@ class Workflow:
     model: nn.Module
     given: SamplesLike  # unlabelled inputs
     stages: Stages = field(default_factory=Stages)
+    cache: Path | None = None  # folder in which score tables are kept
 
     @cached_property
     def samples(self) -> Samples:
@@ -92,14 +93,12 @@ class Workflow:
         count: int = PLAN_SAMPLES,
         refinement: RefineConfig | None = None,
         checkpoint: Path | None = None,
-        cache: Path | None = None,
     ) -> Plan:
         """Plan for a budget or a given allocation; a plan is returned unchanged.
 
         Args:
             count: Number of samples used for planning; a refinement uses all of them.
             checkpoint: File from which an interrupted refinement resumes.
-            cache: Folder in which score tables are kept.
 
         Raises:
             PlanError: The allocation does not name every unit.
@@ -112,9 +111,8 @@ class Workflow:
             budget, config = ANYTHING, replace(config, pinned=pins)
         with self.stages.named_by_messages("planning") as progress:
             samples = self.samples[:count]
-            plan = make_plan(
-                self.model, samples, budget, config, cache=cache, progress=progress
-            )
+            more: dict[str, Any] = {"cache": self.cache, "progress": progress}
+            plan = make_plan(self.model, samples, budget, config, **more)
         if isinstance(source, Allocation):
             source.check_units(plan.graph.names)
         if refinement is None:
@@ -126,6 +124,7 @@ class Workflow:
                 self.samples,
                 refinement,
                 checkpoint=checkpoint,
+                cache=self.cache,
                 progress=progress,
             )
 

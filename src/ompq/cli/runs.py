@@ -46,16 +46,19 @@ from ompq.cli.options import (
     typed_toml,
 )
 from ompq.cli.settings import (
+    CacheOptions,
     RefineOptions,
     SourceOptions,
+    metric_option,
     provenance,
     read_samples,
+    user_metrics,
 )
 from ompq.costs import Budget
 from ompq.datasets import Data, HeldSet, training_data
 from ompq.datasets.images import image_views
 from ompq.errors import BudgetError, DataError, PlanError, suggestion
-from ompq.evaluation import METRICS, Metric, evaluate as measure
+from ompq.evaluation import Metric, evaluate as measure
 from ompq.files import (
     CONFIG,
     ONNX,
@@ -150,12 +153,7 @@ class RunOptions:
         "SOURCE", "Labelled images to measure accuracy on, as for ompq evaluate."
     )
     limit: int | None = number(_LIMIT)
-    metric: str | None = option(
-        "FUNCTION",
-        "perplexity, for a decoder; or FILE.py:FUNCTION, called with the network's "
-        "outputs and the targets of a batch of --eval-data. It returns a number; "
-        "higher is better.",
-    )
+    metric: str | None = metric_option(" of --eval-data", "; higher is better")
     measure_layers: int = option(
         "NUMBER",
         "For the report: measure this many of the layers with the most expected "
@@ -339,16 +337,6 @@ class GoalOptions:
             )
 
 
-def user_metrics(name: str | None) -> dict[str, Metric]:
-    """Return the metric that ``--metric`` names, by its short name."""
-    if name is None or name in METRICS:
-        return {} if name is None else {name: METRICS[name]}
-    if not is_user_function(name):
-        known = ", ".join(METRICS)
-        raise ValueError(f"--metric {name}: write {known} or FILE.py:FUNCTION")
-    return {name.rpartition(":")[2]: user_function(name, DataError)}
-
-
 def _share(text: str) -> float:
     try:
         value = float(text.removesuffix("%"))
@@ -395,6 +383,7 @@ def quantize(
     run: RunOptions,
     goals: GoalOptions,
     planning: RefineOptions,
+    caching: CacheOptions,
     console: Console,
 ) -> View:
     r"""Plan, quantize, reconstruct, evaluate and save, in one command.
@@ -424,14 +413,14 @@ def quantize(
         metrics = user_metrics(run.metric)
         source = run.bits_source(goal := goals.goal(metrics))
         # Report wrong options before the network is loaded.
-        _ = planning.config(), planning.refinement(sources.seed)
+        _ = planning.config(), planning.refinement(sources.seed), caching.folder()
         model = sources.load(console)
         inputs = sources.inputs(model)
         # Read now, so that unsuitable labels are not found after an hour of work.
         judged = sources.labelled(run.eval_data, model, run.limit)
         run.clear(run.plan)
         samples = read_samples(inputs, run.calibration_count(inputs), console)
-        work = Workflow(model.module, samples, console.stages)
+        work = Workflow(model.module, samples, console.stages, caching.folder())
         learning = run.reconstruction(inputs, planning.protocol)
         search = None
         if goal is None:
@@ -623,6 +612,7 @@ def train(
     run: RunOptions,
     training: TrainOptions,
     planning: RefineOptions,
+    caching: CacheOptions,
     console: Console,
 ) -> View | None:
     r"""Plan, quantize, reconstruct, train, evaluate and save, in one command.
@@ -645,6 +635,7 @@ def train(
         training.check(run, planning)
         if done := run.finished():
             return done
+        cache = caching.folder()
         config = training.config(planning.protocol, sources.seed, run.folder)
         if config.start == "float":  # training would discard the reconstruction
             run = replace(run, no_reconstruct=True)
@@ -657,13 +648,12 @@ def train(
         # Read now, so that unsuitable data is not found after an hour of work.
         loss = training.own_loss()
         images = _images(inputs, config, console, class_indices=loss is None)
-        count = run.calibration_count(inputs)
-        samples = read_samples(inputs, min(256, count), console)
+        samples = read_samples(inputs, min(256, run.calibration_count(inputs)), console)
         judged = sources.labelled(run.eval_data, model, run.limit)
         validation = sources.labelled(training.validation, model)
         _clear(run, training)
         if in_first_process() and training.start is None:
-            _prepare(inputs, run, planning, console)
+            _prepare(inputs, run, planning, cache, console)
         plan, start = _starting_point(training, run, model)
         with console.stage("training") as progress:
             trained = learn(
@@ -707,14 +697,18 @@ def _clear(run: RunOptions, training: TrainOptions) -> None:
 
 
 def _prepare(
-    inputs: Data, run: RunOptions, planning: RefineOptions, console: Console
+    inputs: Data,
+    run: RunOptions,
+    planning: RefineOptions,
+    cache: Path | None,
+    console: Console,
 ) -> None:
     """Quantize, and write the network that all processes and resumed runs load."""
     source, model, start = run.bits_source(), inputs.model, run.folder / _START
     if start.exists():
         return
     samples = read_samples(inputs, run.calibration_count(inputs), console)
-    work = Workflow(model.module, samples, console.stages)
+    work = Workflow(model.module, samples, console.stages, cache)
     plan, network = _quantized(work, source, inputs, run, planning)
     plan.save(run.folder / PLAN)
     save(network, start, plan=plan, network=model.name)
@@ -761,11 +755,7 @@ def evaluate(
     ),
     limit: int | None = number(_LIMIT),
     batch_size: int = number("Images per batch.", default=64),
-    metric: str | None = option(
-        "FUNCTION",
-        "perplexity, for a decoder; or FILE.py:FUNCTION, called with the network's "
-        "outputs and the targets of a batch. It returns a number.",
-    ),
+    metric: str | None = metric_option(),
 ) -> View:
     r"""Measure a network's accuracy, with a 95 % confidence interval.
 

@@ -4,6 +4,7 @@ Defaults, also those in the help, come from the library's own settings.
 """
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, get_args
@@ -18,6 +19,7 @@ from ompq.cli.options import (
     argument,
     check_needed,
     check_threads,
+    check_writable,
     flag,
     number,
     one_of,
@@ -25,8 +27,9 @@ from ompq.cli.options import (
 )
 from ompq.costs import FLOAT_BITS, Accounting, Budget, load_latency
 from ompq.datasets import Batches, Data, Split, load_data
-from ompq.errors import ScoreError, suggestion
-from ompq.files import call_user_function, is_user_function
+from ompq.errors import DataError, ScoreError, suggestion
+from ompq.evaluation import METRICS, Metric
+from ompq.files import call_user_function, is_user_function, user_function
 from ompq.measurement import SCORES
 from ompq.measurement.refinement import RefineConfig
 from ompq.models import NamedModel, load_model
@@ -160,6 +163,25 @@ class SourceOptions(NetworkOptions):
         return replace(self, data=source).inputs(model, "test").batches(limit=limit)
 
 
+def metric_option(where: str = "", more: str = "") -> Any:
+    """Return the option that names a metric besides top-1."""
+    return option(
+        "FUNCTION",
+        "perplexity, for a decoder; or FILE.py:FUNCTION, called with the network's "
+        f"outputs and the targets of a batch{where}. It returns a number{more}.",
+    )
+
+
+def user_metrics(name: str | None) -> dict[str, Metric]:
+    """Return the metric that ``--metric`` names, by its short name."""
+    if name is None or name in METRICS:
+        return {} if name is None else {name: METRICS[name]}
+    if not is_user_function(name):
+        known = ", ".join(METRICS)
+        raise ValueError(f"--metric {name}: write {known} or FILE.py:FUNCTION")
+    return {name.rpartition(":")[2]: user_function(name, DataError)}
+
+
 def provenance(inputs: Data, **more: Any) -> dict[str, Any]:
     """Return what a result was made from: network, weights, data, seed, device."""
     model = inputs.model
@@ -203,13 +225,6 @@ class PlanOptions:
         "NUMBER",
         f"{_joined(GROUP_SIZES, ', ')}: group-wise scales for linear layers, one "
         "for this many weights of an output channel. Default: per-channel scales.",
-    )
-    score: str | None = option(
-        "NAME",
-        f"How damage is estimated: {', '.join(SCORES)}, or FILE.py:FUNCTION that "
-        f"returns a score. Default: {score_name(PlanConfig.score)}.",
-        callback=_known_score,
-        autocompletion=lambda: list(SCORES),
     )
     pin: list[str] | None = option(
         "PIN",
@@ -264,30 +279,39 @@ class PlanOptions:
     )
     strict: bool = flag("Fail if anything stays float.")
 
-    def _score(self, base: PlanConfig) -> Score | str | None:
-        """Return the score that the options ask for; None to keep the default."""
-        score = None if self.score is None else _score(self.score)
+    def with_settings(
+        self, scores: Iterable[Score | str], option: str
+    ) -> tuple[Score | str, ...]:
+        """Return scores with the settings of ORM, where they have any.
+
+        Raises:
+            ValueError: Settings are given, but no score has them.
+        """
         names = ("beta", "decreasing", "granularity", "centred")
         changes = {name: getattr(self, name) for name in names}
         changes = {k: v for k, v in changes.items() if v not in (None, False)}
         if not changes:
-            return score
-        chosen: Any = base.score if score is None else score
-        chosen = named_score(chosen) if isinstance(chosen, str) else chosen
-        if not isinstance(getattr(chosen, "settings", None), OrmSettings):
+            return tuple(scores)
+        given = [named_score(s) if isinstance(s, str) else s for s in scores]
+        own = [getattr(score, "settings", None) for score in given]
+        if not any(isinstance(one, OrmSettings) for one in own):
             raise ValueError(
                 f"--{next(iter(changes))} is for the scores orm and orm_distortion, "
-                f"not {score_name(chosen)}; add --score orm"
+                f"not {', '.join(map(score_name, given))}; add {option} orm"
             )
-        settings = replace(chosen.settings, **changes)
-        return replace(chosen, settings=settings)  # type: ignore[no-any-return]
+        pairs: Any = zip(given, own, strict=True)
+        return tuple(
+            replace(score, settings=replace(settings, **changes))
+            if isinstance(settings, OrmSettings)
+            else score
+            for score, settings in pairs
+        )
 
     def config(self) -> PlanConfig:
         """Return the protocol's settings with the changes that the options make."""
         base = PLAN_PROTOCOLS[self.protocol] if self.protocol else PlanConfig()
         pins = dict(_pin(text) for text in self.pin or ())
         changes: dict[str, Any] = {
-            "score": self._score(base),
             "choices": _choices(self.choices),
             "activation_choices": _numbers("--activation-bits", self.activation_bits),
             "storage": "coded" if self.coded else None,
@@ -319,6 +343,26 @@ class PlanOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ScoreOptions(PlanOptions):
+    """Options for the choice of bits by one score."""
+
+    score: str | None = option(
+        "NAME",
+        f"How damage is estimated: {', '.join(SCORES)}, or FILE.py:FUNCTION that "
+        f"returns a score. Default: {score_name(PlanConfig.score)}.",
+        callback=_known_score,
+        autocompletion=lambda: list(SCORES),
+    )
+
+    def config(self) -> PlanConfig:
+        """Return the protocol's settings with the changes that the options make."""
+        config = super().config()
+        score = config.score if self.score is None else _score(self.score)
+        [score] = self.with_settings([score], "--score")
+        return replace(config, score=score)
+
+
+@dataclass(frozen=True, kw_only=True)
 class CacheOptions:
     """Options for the cache of score tables."""
 
@@ -335,14 +379,20 @@ class CacheOptions:
         "Neither read nor write score tables, even if OMPQ_CACHE is set."
     )
 
-    @property
-    def folder(self) -> Path | None:
-        """The folder of score tables; None if they are not kept."""
-        return None if self.no_cache else self.cache
+    def folder(self, default: Path | None = None) -> Path | None:
+        """Return the folder of score tables; None if they are not kept.
+
+        Raises:
+            ValueError: Nothing can be written there.
+        """
+        if self.no_cache:
+            return None
+        check_writable(self.cache, "--cache", folder=True)
+        return self.cache or default
 
 
 @dataclass(frozen=True, kw_only=True)
-class RefineOptions(PlanOptions):
+class RefineOptions(ScoreOptions):
     """Options for the choice of bits and its refinement."""
 
     refine: str | None = option(

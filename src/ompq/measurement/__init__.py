@@ -6,11 +6,11 @@ well scores choose bits for a network, compared with chance.
 
 import hashlib
 import json
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from functools import cached_property
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property, partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -23,8 +23,8 @@ from ompq.allocation.program import Allocation
 from ompq.amounts import digits
 from ompq.attention import with_layers
 from ompq.costs import FLOAT_BITS, Budget, can_be_coded
-from ompq.errors import CheckpointError, SampleError
-from ompq.evaluation import evaluate, logits_of
+from ompq.errors import CheckpointError, PlanError, SampleError
+from ompq.evaluation import Metric, evaluate, logits_of
 from ompq.files import json_list, json_object, read_json, write_text
 from ompq.graph import normalised_by
 from ompq.planner import PlanConfig, plan as make_plan
@@ -35,7 +35,7 @@ from ompq.reconstruction import ReconstructConfig, reconstruct
 from ompq.reconstruction.blocks import fisher_weights
 from ompq.reconstruction.rounding import RoundingConfig
 from ompq.recording import copied, tensors_in
-from ompq.results import Progress, no_progress
+from ompq.results import AuditedRanks, Progress, no_progress
 from ompq.samples import Batch, Samples, SamplesLike, collect, kl_divergence
 from ompq.scores import SCORES, Needs, Score, ScoreInputs, measure_orm, score_name
 from ompq.scores.rounding_errors import rounded_weights
@@ -206,7 +206,7 @@ class _OneUnitScore:
     seed: int = 0  # for the order of samples
 
     needs: ClassVar[Needs] = Needs(
-        "a short reconstruction for each unit and choice", gradients=True
+        "a short reconstruction for each unit and choice", gradients=True, seconds=880.0
     )
 
     def _table(
@@ -272,6 +272,7 @@ class BlockLoss(_OneUnitScore):
     """
 
     summary: ClassVar[str] = "BRECQ's: Fisher-weighted error of a reconstructed block"
+    needs: ClassVar[Needs] = _OneUnitScore.needs._replace(seconds=1900.0)
 
     def __call__(self, given: ScoreInputs) -> ScoreTable:
         """Return the measured damage, (units, choices)."""
@@ -328,6 +329,7 @@ class AuditConfig:
         scores: The scores to audit, or their names. By default those that are quick
             and can also choose the bits of activations.
         plan: Choices, pins and so on; its own score is not used.
+        metrics: What to measure on labelled batches besides top-1, as for ``evaluate``.
         seed: Seed for allocations, null scores and resamples.
     """
 
@@ -341,6 +343,7 @@ class AuditConfig:
         *("orm", "smallest_first"),
     )
     plan: PlanConfig = PlanConfig()
+    metrics: Mapping[str, Metric] = field(default_factory=lambda: MappingProxyType({}))
     seed: int = 0
 
 
@@ -354,6 +357,14 @@ class Measured:
     divergence: float  # mean KL from the float network, in nats, on held-out samples
     top1: float | None = None  # accuracy, if there are labelled batches
     orthogonality: float | None = None  # mean ORM between the quantized layers
+    metrics: Mapping[str, float] = field(default_factory=dict)  # on labelled batches
+    fits: bool = True  # whether it meets the budget
+
+    @property
+    def quality(self) -> dict[str, float]:
+        """Divergence and, if there are labelled batches, top-1 and metrics by name."""
+        top1 = {} if self.top1 is None else {"top-1": self.top1}
+        return {"divergence": self.divergence, **top1, **self.metrics}
 
 
 class Correlation(NamedTuple):
@@ -362,6 +373,23 @@ class Correlation(NamedTuple):
     value: float
     low: float
     high: float
+
+    def __str__(self) -> str:
+        return f"{self.value:z.2f} ({self.low:z.2f} to {self.high:z.2f})"
+
+
+@dataclass(frozen=True)
+class Correlations:
+    """Spearman's rank correlation and Kendall's tau-b.
+
+    None if there are fewer than three pairs, or if one of the two is always the same.
+    """
+
+    spearman: Correlation | None
+    kendall: Correlation | None
+
+    def __str__(self) -> str:
+        return f"Spearman {self.spearman}, Kendall {self.kendall}"
 
 
 @dataclass(frozen=True)
@@ -375,7 +403,7 @@ class ScoreAudit:
         kendall: Likewise, Kendall's tau-b.
         divergence: Measured divergence of the allocation that the score chooses.
         regret: Its relative excess over the smallest divergence measured.
-        seconds: Time taken to plan with the score.
+        seconds: Time that the score took; from a cache, when it was computed.
         predicted: Predicted damage of each random allocation, in order of measurement.
     """
 
@@ -399,9 +427,9 @@ class Audit:
         scores: One entry per score, smallest divergence first.
         null_spearman: Spearman correlation of each random score. Its mean is not zero:
             any score that decreases with bits correlates with damage.
-        orthogonality: A test of the paper's claim: Spearman correlation of a quantized
-            network's mean ORM and divergence. Positive if less orthogonal networks are
-            worse.
+        orthogonality: A test of the paper's claim: how a quantized network's mean ORM
+            ranks with ``divergence``, ``top-1`` and each metric. If less orthogonal
+            networks are worse, the first is positive, and those of accuracies negative.
     """
 
     budget: str
@@ -409,7 +437,7 @@ class Audit:
     measured: tuple[Measured, ...]
     scores: tuple[ScoreAudit, ...]
     null_spearman: tuple[float, ...]
-    orthogonality: Correlation | None = None
+    orthogonality: Mapping[str, Correlations] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         return (
@@ -419,13 +447,26 @@ class Audit:
 
     @property
     def best(self) -> Measured:
-        """The allocation with the smallest divergence."""
-        return min(self.measured, key=lambda one: one.divergence)
+        """The allocation within the budget with the smallest divergence."""
+        fitting = (one for one in self.measured if one.fits)
+        return min(fitting, key=lambda one: one.divergence)
 
     @property
     def random(self) -> tuple[Measured, ...]:
         """The random allocations, from which correlations are computed."""
         return tuple(one for one in self.measured if one.name.startswith(RANDOM))
+
+    @property
+    def named(self) -> tuple[tuple[Measured, ScoreAudit | None], ...]:
+        """All other allocations, the best first, with the score that chose them."""
+        scores = {one.name: one for one in self.scores}
+        others = [one for one in self.measured if not one.name.startswith(RANDOM)]
+        others.sort(key=lambda one: one.divergence)
+        return tuple((one, scores.get(one.name)) for one in others)
+
+    def regret(self, measured: Measured) -> float:
+        """Return the relative excess over the smallest divergence measured."""
+        return measured.divergence / self.best.divergence - 1
 
     def allocation(self, measured: Measured) -> Allocation:
         """Return a measured allocation in the form that ``quantize`` takes."""
@@ -437,22 +478,44 @@ class Audit:
         return {"format": FORMAT, **asdict(self)}
 
     def __str__(self) -> str:
-        null = np.array(self.null_spearman)
-        rows = [f"{'score':<18} spearman         divergence  regret  seconds"]
-        for one in self.scores:
-            rho = one.spearman
-            shown = f"{rho.value:.2f} ({rho.low:.2f}-{rho.high:.2f})" if rho else "-"
+        rows = [["bits by", "Spearman", "Kendall", "divergence", "regret", "seconds"]]
+        for one, score in self.named:
+            ranks = (score.spearman, score.kendall) if score else (None, None)
             rows.append(
-                f"{one.name:<18} {shown:<16} "
-                f"{digits(one.divergence):>10} {one.regret:>7.1%} {one.seconds:>8.1f}"
+                [
+                    one.name,
+                    *(str(rank or "-") for rank in ranks),
+                    digits(one.divergence),
+                    f"{self.regret(one):.1%}",
+                    f"{score.seconds:.1f}" if score else "-",
+                ]
             )
-        if len(null):
-            spread = f"{null.std():.2f} (standard deviation)"
-            rows.append(f"{'chance':<18} {null.mean():.2f} ± {spread}")
-        return "\n".join(rows)
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = [
+            "  ".join([name.ljust(widths[0]), *map(str.rjust, cells, widths[1:])])
+            for name, *cells in rows
+        ]
+        return "\n".join([*lines, *(f"{c.name}: {c.text}" for c in self.comparisons)])
+
+    @property
+    def comparisons(self) -> tuple[AuditedRanks, ...]:
+        """What random scores and orthogonality reach, to compare the scores with."""
+        found = []
+        if self.null_spearman:
+            null = np.array(self.null_spearman)
+            spread = f"{null.std():.2f} (standard deviation) by random scores"
+            text = f"Spearman {null.mean():.2f} ± {spread}"
+            found.append(AuditedRanks("chance", text))
+        for name, ranks in self.orthogonality.items():
+            points = [
+                (one.orthogonality or 0.0, one.quality[name]) for one in self.random
+            ]
+            text = f"mean ORM of the quantized network: {ranks}"
+            found.append(AuditedRanks(f"{name} by orthogonality", text, tuple(points)))
+        return tuple(found)
 
 
-def audit(  # noqa: PLR0913 - the last four are optional
+def audit(  # noqa: PLR0913 - the last five are optional
     model: nn.Module,
     samples: SamplesLike,
     budget: Budget | str,
@@ -460,8 +523,9 @@ def audit(  # noqa: PLR0913 - the last four are optional
     config: AuditConfig = AuditConfig(),
     *,
     others: Mapping[str, Allocation] | None = None,
-    batches: Sequence[tuple[Batch, Tensor]] = (),
+    batches: Sequence[tuple[Batch, Any]] = (),
     checkpoint: str | Path | None = None,
+    cache: str | Path | None = None,
     progress: Progress | None = None,
 ) -> Audit:
     """Measure how well scores choose bits for a network at one budget.
@@ -474,34 +538,34 @@ def audit(  # noqa: PLR0913 - the last four are optional
         samples: Calibration samples; scores use the first 64.
         held_out: Samples used by neither scores nor calibration.
         others: Further allocations by name, such as published ones.
-        batches: Labelled batches, to measure top-1 as well.
+        batches: Labelled batches, to measure top-1 and metrics as well.
         checkpoint: A JSON file that keeps the measurements; a run with the same
             arguments resumes from it.
+        cache: A folder for the tables of the scores, as for ``plan``. With it, a run
+            that resumes does not compute them again.
 
     Raises:
         CheckpointError: The checkpoint belongs to another audit.
         InfeasibleBudgetError: No allocation meets the budget.
+        PlanError: The bits of ``others`` are not those of this network, or not among
+            the choices.
     """
     calibration = Samples.of(samples)
     report = progress or no_progress
-    plans, seconds = {}, {}
-    for done, score in enumerate(config.scores):
+    make = partial(make_plan, model, calibration.first(64), budget, cache=cache)
+    # Units are tied as the settings ask, and not as the granularity of a score.
+    neutral = make(replace(config.plan, score="smallest_first"))
+    candidates = _checked(neutral, others or {}, config)
+    plans = {}
+    for score in config.scores:
         name = score_name(score)
-        report(done, len(config.scores), f"planning by {name}")
-        start = time.perf_counter()
         settings = replace(config.plan, score=score)
-        plans[name] = make_plan(model, calibration.first(64), budget, settings)
-        seconds[name] = time.perf_counter() - start
-    first = next(iter(plans.values()))
-    rng = np.random.default_rng(config.seed)
+        plans[name] = make(settings, progress=_prefixed(report, name))
     candidates = {
         **{name: one.allocation for name, one in plans.items()},
-        **{
-            f"{RANDOM}{i}": random_allocation(first, rng)
-            for i in range(config.allocations)
-        },
-        **_uniform(first),
-        **(others or {}),
+        **_sampled(neutral, config),
+        **_uniform(neutral),
+        **candidates,
     }
     meter = Meter(
         model,
@@ -509,31 +573,72 @@ def audit(  # noqa: PLR0913 - the last four are optional
         Samples.of(held_out),
         iterations=config.iterations,
         seed=config.seed,
-        group_size=first.graph.group_size,
+        group_size=neutral.graph.group_size,
     )
     listed = {name: one.to_json() for name, one in candidates.items()}
-    identity = json.dumps([first.graph.to_json(), listed, meter.judge], sort_keys=True)
+    also = [config.orm_samples, *config.metrics, _targets_digest(batches)]
+    about = [neutral.graph.to_json(), listed, meter.judge, also]
+    identity = json.dumps(about, sort_keys=True)
     saved = Checkpoint(checkpoint, "audit", identity, _read)
 
     def measure(name: str) -> Measured:
         bits = candidates[name]
         network = meter.quantized(bits)
+        result = evaluate(network, batches, metrics=config.metrics) if batches else None
         return Measured(
             name=name,
-            bits=tuple(tuple(choice.to_json()) for choice in bits.values()),
-            size_bytes=replace(first, allocation=bits).totals["bytes"],
+            bits=tuple(tuple(bits[unit].to_json()) for unit in neutral.graph.names),
+            size_bytes=replace(neutral, allocation=bits).totals["bytes"],
             divergence=meter.divergence(network),
-            top1=evaluate(network, batches).top1 if batches else None,
-            orthogonality=_orthogonality(meter, first, bits, config.orm_samples),
+            top1=result.top1 if result else None,
+            metrics=dict(result.metrics) if result else {},
+            orthogonality=_orthogonality(meter, neutral, bits, config.orm_samples),
+            fits=neutral.meets_budget(bits),
         )
 
     measured: list[Measured] = []
-    for result in saved.get_all([*candidates], measure):
-        measured.append(result)
+    for found in saved.get_all([*candidates], measure):
+        measured.append(found)
         best = min(one.divergence for one in measured)
         message = f"measuring allocations: best divergence {digits(best)}"
         report(len(measured), len(candidates), message)
-    return _summary(plans, seconds, measured, config)
+    return _summary(neutral, plans, measured, config)
+
+
+def _prefixed(report: Progress, name: str) -> Progress:
+    """Return a callback whose messages begin with a name."""
+    return lambda done, total, message: report(done, total, f"{name}: {message}")
+
+
+def _checked(
+    plan: Plan, others: Mapping[str, Allocation], config: AuditConfig
+) -> dict[str, Allocation]:
+    """Return the caller's allocations, if they can be measured and told apart."""
+    taken = {*map(score_name, config.scores), *_uniform(plan)}
+    for name, bits in others.items():
+        if name in taken or name.startswith(RANDOM):
+            raise ValueError(f"others[{name!r}] has the name of another row; rename it")
+        try:
+            bits.check_units(plan.graph.names)
+            plan.problem.columns(bits)
+        except PlanError as error:
+            raise PlanError(f"{name}: {error}") from error
+    return dict(others)
+
+
+def _sampled(plan: Plan, config: AuditConfig) -> dict[str, Allocation]:
+    """Return random allocations by name."""
+    rng = np.random.default_rng(config.seed)
+    count = range(config.allocations)
+    return {f"{RANDOM}{number}": random_allocation(plan, rng) for number in count}
+
+
+def _targets_digest(batches: Sequence[tuple[Batch, Any]]) -> str:
+    """Return a digest of the targets, so that others are not mixed with them."""
+    digest = hashlib.sha256()
+    for tensor in tensors_in([targets for _, targets in batches]):
+        digest.update(tensor.numpy(force=True).tobytes())
+    return digest.hexdigest()[:16]
 
 
 def random_allocation(plan: Plan, rng: np.random.Generator) -> Allocation:
@@ -609,51 +714,75 @@ def _read(entry: Any) -> Measured:
 
 
 def _summary(
+    neutral: Plan,
     plans: Mapping[str, Plan],
-    seconds: Mapping[str, float],
     measured: Sequence[Measured],
     config: AuditConfig,
 ) -> Audit:
     """Return the audit: how well each score predicts and chooses."""
-    first = next(iter(plans.values()))
-    found = Audit(str(first.budget), first.graph.names, tuple(measured), (), ())
-    random, best = found.random, found.best.divergence
+    graph, choices = neutral.graph, neutral.choices
+    found = Audit(str(neutral.budget), graph.names, tuple(measured), (), ())
+    random = found.random
     truth = np.array([one.divergence for one in random])
     rng = np.random.default_rng(config.seed)
-    columns = np.array([first.problem.columns(found.allocation(one)) for one in random])
+    problem = neutral.problem
+    columns = np.array([problem.columns(found.allocation(one)) for one in random])
 
     def predicted(damage: Floats) -> Floats:
         totals: Floats = damage[np.arange(len(damage)), columns].sum(1)
         return totals
 
-    own = {one.name: one.divergence for one in measured}
-    entries = [
-        ScoreAudit(
-            name=name,
-            spearman=_correlation(spearmanr, damages, truth, config, rng),
-            kendall=_correlation(kendalltau, damages, truth, config, rng),
-            divergence=own[name],
-            regret=own[name] / best - 1,
-            seconds=seconds[name],
-            predicted=tuple(damages.tolist()),
+    own = {one.name: one for one in measured}
+    entries = []
+    for name, one in plans.items():
+        damages = predicted(one.scores.damage)
+        ranks = _correlations(damages, truth, config, rng)
+        entries.append(
+            ScoreAudit(
+                name=name,
+                spearman=ranks.spearman,
+                kendall=ranks.kendall,
+                divergence=own[name].divergence,
+                regret=found.regret(own[name]),
+                seconds=one.scores.seconds or 0.0,
+                predicted=tuple(damages.tolist()),
+            )
         )
-        for name, one in plans.items()
-        for damages in [predicted(one.scores.damage)]
-    ]
     null = []
     if len(random) > 2:
         for seed in range(config.null_scores):
-            chance = Random(seed).worth(first.graph, first.choices)
+            chance = Random(seed).worth(graph, choices)
             null.append(float(spearmanr(predicted(chance), truth)[0]))
-    orthogonal = [one.orthogonality for one in random if one.orthogonality is not None]
-    claim = None
-    if len(orthogonal) == len(random) > 2:
-        claim = _correlation(spearmanr, np.array(orthogonal), truth, config, rng)
     return replace(
         found,
         scores=tuple(sorted(entries, key=lambda one: one.divergence)),
         null_spearman=tuple(null),
-        orthogonality=claim,
+        orthogonality=_claims(random, config, rng),
+    )
+
+
+def _claims(
+    random: Sequence[Measured], config: AuditConfig, rng: np.random.Generator
+) -> dict[str, Correlations]:
+    """Return how mean ORM ranks with each measure of a network's quality."""
+    orthogonal = [one.orthogonality for one in random if one.orthogonality is not None]
+    if len(orthogonal) < len(random):
+        return {}
+    found = {}
+    for name in random[0].quality if random else ():
+        values = np.array([one.quality[name] for one in random])
+        ranks = _correlations(np.array(orthogonal), values, config, rng)
+        if ranks.spearman is not None:
+            found[name] = ranks
+    return found
+
+
+def _correlations(
+    predicted: Floats, truth: Floats, config: AuditConfig, rng: np.random.Generator
+) -> Correlations:
+    given = predicted, truth, config, rng
+    return Correlations(
+        _correlation(spearmanr, *given), _correlation(kendalltau, *given)
     )
 
 

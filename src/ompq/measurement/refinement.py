@@ -103,13 +103,14 @@ class RefineConfig:
             raise ValueError(f"margin={self.margin} must be 0 or more")
 
 
-def refine(
+def refine(  # noqa: PLR0913 - the last three are optional
     plan: Plan,
     model: nn.Module,
     samples: SamplesLike,
     config: RefineConfig = RefineConfig(),
     *,
     checkpoint: str | Path | None = None,
+    cache: str | Path | None = None,
     progress: Progress | None = None,
 ) -> Plan:
     """Return a plan with the best of many measured allocations.
@@ -125,6 +126,7 @@ def refine(
             the last part of them.
         checkpoint: A JSON file that keeps the measurements; a run with the same
             arguments resumes from it.
+        cache: A folder for the tables of the scores, as for ``plan``.
         progress: Called after each measurement.
 
     Raises:
@@ -145,7 +147,7 @@ def refine(
     identity = f"{plan.hash} {meter.judge} {fixed}"
     saved = Checkpoint(checkpoint, "refinement", identity, _read)
     measure = partial(_measure, meter, saved)
-    chooser = _Chooser(plan, config, _tables(plan, model, calibration, config))
+    chooser = _Chooser(plan, config, _tables(plan, model, calibration, config, cache))
     measured: list[Measurement] = []
     started = time.monotonic()
     own = measure(plan.allocation)
@@ -228,7 +230,11 @@ def _ended(measured: list[Measurement], config: RefineConfig, seconds: float) ->
 
 
 def _tables(
-    plan: Plan, model: nn.Module, samples: Samples, config: RefineConfig
+    plan: Plan,
+    model: nn.Module,
+    samples: Samples,
+    config: RefineConfig,
+    cache: str | Path | None,
 ) -> dict[str, Floats]:
     """Return the damage of every choice by each score, the plan's own first."""
     tables = {plan.score_name: plan.scores.damage}
@@ -236,7 +242,7 @@ def _tables(
         name = score_name(score)
         if name not in tables:
             inputs = ScoreInputs(plan.graph, model, samples.first(64), plan.choices)
-            tables[name] = score_table(score, inputs).damage
+            tables[name] = score_table(score, inputs, cache).damage
     return tables
 
 

@@ -4,7 +4,6 @@ import base64
 import hashlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import fmean, pstdev
 from typing import Any, TypeVar, get_args
 
 import numpy as np
@@ -31,7 +30,8 @@ from ompq.report.charts import (
 from ompq.results import (
     Accuracy,
     Agreement,
-    AuditedScore,
+    AuditedBits,
+    AuditedRanks,
     BlockError,
     Histogram,
     LayerEffect,
@@ -86,18 +86,29 @@ def write_report(
 
 
 def audit_sections(audit: Audit) -> list[Section]:
-    """Return the sections for an audit: its scores, and the correlation by chance."""
-    measured = [one.divergence for one in audit.random]
+    """Return the sections for an audit: bits, predictions, chance and orthogonality."""
     sections: list[Section] = []
-    for one in audit.scores:
-        points = tuple(zip(one.predicted, measured, strict=True))
-        fit = one.divergence, one.regret, one.seconds, one.spearman
-        sections.append(AuditedScore(one.name, *fit, points))
-    if audit.null_spearman:
-        chance = fmean(audit.null_spearman), pstdev(audit.null_spearman)
-        text = "random scores: Spearman {:.2f} ± {:.2f} (standard deviation)"
-        sections.append(Remark("audit", text.format(*chance)))
-    return sections
+    for one, score in audit.named:
+        sections.append(
+            AuditedBits(
+                name=one.name,
+                divergence=one.divergence,
+                regret=audit.regret(one),
+                bytes=one.size_bytes,
+                fits=one.fits,
+                top1=one.top1,
+                metrics=tuple(one.metrics.items()),
+                seconds=score.seconds if score else None,
+                spearman=score.spearman if score else None,
+                kendall=score.kendall if score else None,
+            )
+        )
+    measured = [one.divergence for one in audit.random]
+    for found in audit.scores:
+        points = tuple(zip(found.predicted, measured, strict=True))
+        text = f"Spearman {found.spearman}" if found.spearman else ""
+        sections.append(AuditedRanks(found.name, text, points))
+    return [*sections, *audit.comparisons]
 
 
 def render_report(
@@ -258,7 +269,8 @@ def _results(results: Sequence[Section]) -> dict[str, Any]:
         "errors": error_chart(errors) if errors else None,
         "effects": sorted(_of(results, LayerEffect), key=lambda one: -one.alone),
         "histograms": [histogram_chart(one) for one in _of(results, Histogram)],
-        "audited": [scatter_chart(one) for one in _of(results, AuditedScore)],
+        "audited": _of(results, AuditedBits),
+        "ranked": [scatter_chart(one) for one in _of(results, AuditedRanks)],
         "times": times,
         "total_time": sum(stage.seconds for stage in times),
         "agreements": _of(results, Agreement),

@@ -16,9 +16,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from PIL import Image
+from scipy.stats import rankdata
 from torch import Tensor, nn
 
-from ompq.amounts import decades, digits, in_bytes, percent, seconds, ticks
+from ompq.amounts import decades, digits, in_bytes, percent, ticks
 from ompq.attention import with_layers
 from ompq.costs import FLOAT_BITS
 from ompq.errors import MissingExtraError
@@ -28,7 +29,7 @@ from ompq.layers import QuantizedLayer, quantized_layers
 from ompq.plans import Plan, check_plan, refinement_summary
 from ompq.rates import ZERO
 from ompq.recording import tensors_in
-from ompq.results import Accuracy, AuditedScore, BlockError, Histogram, Section
+from ompq.results import Accuracy, AuditedRanks, BlockError, Histogram, Section
 from ompq.samples import Samples, SamplesLike, collect
 from ompq.units import Unit
 
@@ -142,22 +143,18 @@ def histogram_chart(histogram: Histogram) -> dict[str, Any]:
     }
 
 
-def scatter_chart(score: AuditedScore) -> dict[str, Any]:
-    """Place the points of an audited score in a box of 100 × 100, both axes by rank.
+def scatter_chart(ranked: AuditedRanks) -> dict[str, Any]:
+    """Place the points of an audit in a box of 100 × 100, both axes by rank.
 
     The correlation depends on ranks alone, and scores have no common unit of damage.
     """
-    table = np.array(score.points or [(0.0, 0.0)])
-    ranks = table.argsort(0).argsort(0) / max(len(table) - 1, 1)
-    rho = score.spearman
+    table = np.array(ranked.points).reshape(-1, 2)
+    # Equal values, as of top-1, share a rank, as in the correlation.
+    ranks = (rankdata(table, axis=0) - 1) / max(len(table) - 1, 1)
     return {
-        "name": score.name,
+        "name": ranked.name,
+        "text": ranked.text,
         "points": [(100 * x, 100 - 100 * y) for x, y in ranks.tolist()],
-        "spearman": f"{rho[0]:.2f}" if rho else "",
-        "interval": f"{rho[1]:.2f} to {rho[2]:.2f}" if rho else "",
-        "divergence": digits(score.divergence),
-        "regret": percent(score.regret),
-        "seconds": seconds(score.seconds),
     }
 
 

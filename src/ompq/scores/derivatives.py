@@ -59,7 +59,10 @@ class Fisher:
 
     summary: ClassVar[str] = "squared gradients × squared error of the weights"
     needs: ClassVar[Needs] = Needs(
-        "one, forward and backward, sample by sample", gradients=True, labels=True
+        "one, forward and backward, sample by sample",
+        gradients=True,
+        labels=True,
+        seconds=3.4,
     )
 
     def __call__(self, given: ScoreInputs) -> ScoreTable:
@@ -114,7 +117,10 @@ class Hessian:
 
     summary: ClassVar[str] = "mean Hessian trace × squared error of the weights"
     needs: ClassVar[Needs] = Needs(
-        "one, and a double backward pass a probe (16)", gradients=True, labels=True
+        "one, and a double backward pass a probe (16)",
+        gradients=True,
+        labels=True,
+        seconds=53.0,
     )
 
     def __call__(self, given: ScoreInputs) -> ScoreTable:
@@ -170,7 +176,7 @@ class Gradient:
 
     summary: ClassVar[str] = "first-order gain of more bits at the low-bit network"
     needs: ClassVar[Needs] = Needs(
-        "two forward and one backward", gradients=True, labels=True
+        "two forward and one backward", gradients=True, labels=True, seconds=4.2
     )
 
     def __call__(self, given: ScoreInputs) -> ScoreTable:

@@ -303,7 +303,7 @@ class Orm:
     settings: OrmSettings = OrmSettings()
 
     summary: ClassVar[str] = "the paper's: orthogonality of layers, linear in bits"
-    needs: ClassVar[Needs] = Needs("one")
+    needs: ClassVar[Needs] = Needs("one", seconds=1.0)
 
     def __call__(self, given: ScoreInputs) -> ScoreTable:
         """Return −bits × coefficient, (units, choices)."""
@@ -337,7 +337,7 @@ class OrmDistortion:
     settings: OrmSettings = OrmSettings(per_function=True)
 
     summary: ClassVar[str] = "orthogonality of layers × weight_noise"
-    needs: ClassVar[Needs] = Needs("one")
+    needs: ClassVar[Needs] = Needs("one", seconds=1.0)
 
     def __call__(self, given: ScoreInputs) -> ScoreTable:
         """Return coefficient × noise-to-signal, (units, choices)."""
@@ -364,7 +364,7 @@ class OrmShift:
     samples: int = 32
 
     summary: ClassVar[str] = "change of the sum of ORM when one unit is rounded"
-    needs: ClassVar[Needs] = Needs("one for each unit and width")
+    needs: ClassVar[Needs] = Needs("one for each unit and width", seconds=56.0)
 
     def __call__(self, given: ScoreInputs) -> ScoreTable:
         """Return absolute changes of the sum of ORM, (units, choices)."""

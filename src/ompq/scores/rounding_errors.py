@@ -326,7 +326,9 @@ class WeightNoise:
     """
 
     summary: ClassVar[str] = "noise-to-signal ratio of the rounded weights"
-    needs: ClassVar[Needs] = Needs("none, or one where activation bits are chosen")
+    needs: ClassVar[Needs] = Needs(
+        "none, or one where activation bits are chosen", seconds=0.03
+    )
 
     def __call__(self, given: ScoreInputs) -> ScoreTable:
         """Return noise-to-signal ratios, (units, choices)."""
@@ -396,7 +398,7 @@ class OutputDivergence:
     samples: int = 64
 
     summary: ClassVar[str] = "divergence of the outputs when one unit is rounded"
-    needs: ClassVar[Needs] = Needs("one for each unit and width")
+    needs: ClassVar[Needs] = Needs("one for each unit and width", seconds=130.0)
 
     def __call__(self, given: ScoreInputs) -> ScoreTable:
         """Return mean divergences, (units, choices)."""
@@ -486,7 +488,7 @@ class Blend:
     samples: int = 64
 
     summary: ClassVar[str] = "geometric mean of output_divergence and weight_noise"
-    needs: ClassVar[Needs] = Needs("one for each unit and width")
+    needs: ClassVar[Needs] = Needs("one for each unit and width", seconds=130.0)
 
     def __call__(self, given: ScoreInputs) -> ScoreTable:
         """Return geometric means, (units, choices)."""

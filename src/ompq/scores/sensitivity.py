@@ -110,7 +110,7 @@ class Sensitivity:
 
     summary: ClassVar[str] = "weight_noise × what of it is expected at the output"
     needs: ClassVar[Needs] = Needs(
-        "about three for all units, one for each width", gradients=True
+        "about three for all units, one for each width", gradients=True, seconds=4.8
     )
 
     def __call__(self, given: ScoreInputs) -> ScoreTable:
