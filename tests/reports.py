@@ -8,7 +8,7 @@ from torch import nn
 from nets import TinyMobileNet, images, seeded
 from ompq.allocation import Allocation
 from ompq.costs import Budget
-from ompq.measurement import (
+from ompq.measurement.audits import (
     RANDOM,
     Audit,
     Correlation,

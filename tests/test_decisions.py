@@ -17,7 +17,8 @@ from ompq.cli.decisions import AuditOptions
 from ompq.cli.settings import PlanOptions, ScoreOptions
 from ompq.costs import overhead_bytes
 from ompq.datasets import load_data
-from ompq.measurement import SCORES, AuditConfig
+from ompq.measurement import SCORES
+from ompq.measurement.audits import AuditConfig
 from ompq.models import load_model
 from ompq.planner import PLAN_PROTOCOLS, PlanConfig, plan as make_plan
 from ompq.plans import Plan

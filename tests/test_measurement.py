@@ -15,7 +15,8 @@ import ompq
 from nets import Chain, TinyMobileNet, TinyResNet, images, scenes, seeded, tokens
 from ompq.errors import CheckpointError, SampleError
 from ompq.evaluation import logits_of
-from ompq.measurement import BlockLoss, Checkpoint, Meter, random_allocation, split
+from ompq.measurement import BlockLoss, Checkpoint, Meter, split
+from ompq.measurement.audits import random_allocation
 from ompq.samples import Samples, kl_divergence
 from ompq.scores import score_name, score_table
 from ompq.units import Choice

@@ -43,13 +43,8 @@ if TYPE_CHECKING:
     from ompq.evaluation import Perplexity, evaluate
     from ompq.graph import trace
     from ompq.integer import IntegerNetwork, finalize
-    from ompq.measurement import (
-        Audit,
-        AuditConfig,
-        BlockLoss,
-        ReconstructionScore,
-        audit,
-    )
+    from ompq.measurement import BlockLoss, ReconstructionScore
+    from ompq.measurement.audits import Audit, AuditConfig, audit
     from ompq.measurement.refinement import (
         Goal,
         RefineConfig,
@@ -122,7 +117,8 @@ _HOMES = {
     "ompq.reconstruction.brecq": "BrecqConfig",
     "ompq.reconstruction.rounding": "RoundingConfig",
     "ompq.reconstruction.tuning": "TuningConfig",
-    "ompq.measurement": "Audit AuditConfig BlockLoss ReconstructionScore audit",
+    "ompq.measurement": "BlockLoss ReconstructionScore",
+    "ompq.measurement.audits": "Audit AuditConfig audit",
     "ompq.measurement.refinement": "Goal RefineConfig Smallest SmallestConfig refine "
     "smallest",
     "ompq.report": "write_report",

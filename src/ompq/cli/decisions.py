@@ -51,8 +51,8 @@ from ompq.cli.settings import (
 from ompq.costs import FLOAT_BITS, Budget
 from ompq.datasets import load_data
 from ompq.files import REPORT
-from ompq.measurement import (
-    SCORES,
+from ompq.measurement import SCORES
+from ompq.measurement.audits import (
     Audit,
     AuditConfig,
     Measured,

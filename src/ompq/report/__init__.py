@@ -16,7 +16,7 @@ from ompq.allocation import Allocation
 from ompq.amounts import counted, digits, in_bytes, percent, seconds, short
 from ompq.costs import FILES, Budget, Cost
 from ompq.files import library_version, write_text
-from ompq.measurement import Audit
+from ompq.measurement.audits import Audit
 from ompq.plans import Plan, check_plan
 from ompq.report.charts import (
     accuracy_chart,
