@@ -44,14 +44,16 @@ def make():
 """
 
 
-# Norms that remember something, for samples distilled from them.
-TRAINED = """
+# Its norms remember something, so that samples can be distilled from them.
+TRAINED_NETWORK = NETWORK.replace(
+    "return Net()",
+    """net = Net()
     for norm in net.modules():
         if isinstance(norm, nn.BatchNorm2d):
             norm.running_mean.normal_(0, 0.1)
             norm.running_var.uniform_(0.5, 1.5)
-"""
-TRAINED_NETWORK = NETWORK.replace("return Net()", f"net = Net(){TRAINED}    return net")
+    return net""",
+)
 
 
 def run(*words: str | Path, **settings: Any) -> Any:

@@ -11,11 +11,12 @@ from torch import nn
 
 import ompq
 from nets import TinyMobileNet, demo_network, scenes, seeded, values
+from ompq import quantization
 from ompq.allocation import Allocation
 from ompq.costs import can_be_coded, coded_bytes
 from ompq.layers import quantized_layers
 from ompq.models.builtin import demo_data
-from ompq.quantization import feedback
+from ompq.quantization import QuantizeConfig, feedback
 from ompq.quantization.feedback import (
     channel_grams,
     coded_with_feedback,
@@ -512,6 +513,36 @@ def test_coded_networks_diverge_less_with_feedback_in_as_many_bytes():
             q = made(data.test_images).log_softmax(1)
         found.append((expected.exp() * (expected - q)).sum(1).mean())
     assert found[1] < 0.7 * found[0]
+
+
+def test_the_error_of_outputs_sums_groups_and_parts(monkeypatch):
+    monkeypatch.setattr(feedback, "_PART", 4)
+    error, gram = values(6, 11), values(2, 3, 4, 4)
+    expected = 0.0
+    for channel, row in enumerate(error):
+        for part in range(3):
+            piece = row[4 * part : 4 * part + 4]  # the last one has three weights
+            matrix = gram[channel // 3, part, : len(piece), : len(piece)]
+            expected += float(piece @ matrix @ piece)
+    found = feedback.output_error(error.view(6, 11, 1), gram)
+    assert found == pytest.approx(expected, 1e-5)
+
+
+def test_feedback_that_errs_more_is_not_kept(monkeypatch):
+    network, data = demo_network(), demo_data()
+    bits = {"*": (8, 8), "head": (8, 8, 2.0)}
+    made = [
+        ompq.quantize(network, bits, data.train_images[:64], QuantizeConfig(**settings))
+        for settings in ({}, {"output_error": False})
+    ]
+    assert not torch.equal(made[0].head.weight, made[1].head.weight)
+
+    def worse(weight, step, *, gram):
+        return coded_codes(weight, 8 * step)
+
+    monkeypatch.setattr(quantization, "coded_with_feedback", worse)
+    found = ompq.quantize(network, bits, data.train_images[:64])
+    assert torch.equal(found.head.weight, made[1].head.weight)
 
 
 @pytest.mark.cuda

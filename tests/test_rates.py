@@ -209,6 +209,31 @@ def test_a_grid_of_one_step_takes_what_it_may(weight, rate, axis):
     assert (moved - weight).abs().max() < 0.52 * step  # not far from where it was
 
 
+@pytest.mark.parametrize(
+    ("power", "first"), [(0.3, 0.05), (0.3, 0.5), (2, 0.05), (3, 1)]
+)
+@pytest.mark.parametrize("rate", [1.0, 2.0, 3.0])
+def test_a_step_is_found_whatever_a_coarser_one_saves(power, first, rate):
+    weight = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
+    taken = {}
+
+    def rounding(weight, step):
+        codes = coded_codes(weight, first * step**power)
+        taken[step] = code_bytes(codes)
+        return codes
+
+    limit = coded_bytes(weight.numel(), rate)
+    grid, _ = coded_grid(weight, limit, channel_dim=0, rounding=rounding)
+    step = float(grid.scale[0])
+    assert 0.96 * limit < taken[step] <= limit
+    assert step == min(step for step, used in taken.items() if used <= limit)
+
+
+def test_zeros_are_kept_if_even_they_take_too_much():
+    grid, moved = coded_grid(torch.randn(16, 64), 0, channel_dim=0)
+    assert not grid.fake(moved).any()
+
+
 def test_a_layer_of_zeros_stays_zero():
     grid, moved = coded_grid(torch.zeros(16, 64), 128, channel_dim=0)
     assert not grid.fake(moved).any()

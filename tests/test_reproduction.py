@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import ompq
-from cli_tools import NETWORK, run, run_json
+from cli_tools import NETWORK, TRAINED_NETWORK, run, run_json
 from nets import TinyResNet, images, seeded
 from ompq.allocation import Allocation
 from ompq.cli import reproduction
@@ -31,20 +31,11 @@ from ompq.scores import Hessian
 from ompq.training.step import TRAIN_PROTOCOLS
 from ompq.units import Choice
 
-# Norms that remember something, for samples distilled from them.
-TRAINED = """
-    for norm in net.modules():
-        if isinstance(norm, nn.BatchNorm2d):
-            norm.running_mean.normal_(0, 0.1)
-            norm.running_var.uniform_(0.5, 1.5)
-"""
-
 
 @pytest.fixture(scope="module")
 def words(tmp_path_factory):
     folder = tmp_path_factory.mktemp("net")
-    text = NETWORK.replace("return Net()", f"net = Net(){TRAINED}    return net")
-    (folder / "net.py").write_text(text)
+    (folder / "net.py").write_text(TRAINED_NETWORK)
     network = f"{folder / 'net.py'}:make"
     return ("--network", network, "--data", "random", "--quick", "--device", "cpu")
 

@@ -175,7 +175,7 @@ _SAMPLED, _CODED = 1 << 13, 1 << 16
 _CODED_AT = (1.0, 2.5, 5.0)  # bits
 # A step is good enough if its codes take at least this part of the bytes they may take.
 _FILLED = 0.995
-_TRIES = 8  # steps that are tried at most
+_TRIES = 8  # steps that are tried at most, if one of them fits
 LARGEST_HALF = 65504.0  # the largest float of 16 bits
 _SMALLEST = 1e-30  # the least that the largest scale of a layer counts as
 _MULTIPLES = torch.from_numpy(SCALE_MULTIPLES)
@@ -270,29 +270,68 @@ def coded_grid(
     ``rounding`` returns the codes of a weight for a step.
     """
     rate = 8 * limit / weight.numel()
+    search = _StepSearch(rate)
     step = to_multiples(torch.tensor([rate_curve(weight).step(rate)]))
-    codes, best = torch.full_like(weight, ZERO, dtype=torch.uint8), step
-    smallest, largest = 0.0, np.inf  # steps whose codes take too much, or fit
-    for _ in range(_TRIES):
+    while True:
         tried = rounding(weight, float(step))
         used = 8 * code_bytes(tried) / weight.numel()
-        if used > rate:
-            smallest = float(step)
-        elif float(step) < largest:
-            codes, best, largest = tried, step, float(step)
-        if rate * _FILLED <= used <= rate:
+        # Nothing takes less than zeros, so they count as fitting.
+        if search.fits(float(step), used, least=not (tried != ZERO).any()):
+            codes, best = tried, step
+        if search.done:
             break
-        # A step of half the size takes about one bit more.
-        guess = float(step) * 2 ** (used - rate * (1 + _FILLED) / 2)
-        if not smallest < guess < largest:
-            guess = (smallest * largest) ** 0.5 if smallest * largest > 0 else guess
-        step = to_multiples(torch.tensor([guess]))
+        step = to_multiples(torch.tensor([search.guess()]))
     shape = [1] * weight.dim()
     shape[channel_dim] = weight.shape[channel_dim]
     scale = best.to(weight.device).expand(shape).clone()
     grid = Grid(scale, torch.full_like(scale, ZERO), LARGEST_BITS)
     position = weight.float() / scale + ZERO
     return grid, ((pulled_to(codes, position) - ZERO) * scale).to(weight.dtype)
+
+
+class _StepSearch:
+    """Looks for the finest step whose codes take at most ``rate`` bits a weight."""
+
+    def __init__(self, rate: float) -> None:
+        self.rate = rate
+        self.wanted = rate * (1 + _FILLED) / 2
+        self.tried: list[tuple[float, float]] = []  # octaves of steps, and their bits
+        self.too_fine: tuple[float, float] | None = None
+        self.fitting: tuple[float, float] | None = None
+
+    def fits(self, step: float, used: float, *, least: bool) -> bool:
+        """Return whether this is the finest step so far that fits."""
+        point = math.log2(step), used
+        self.tried.append(point)
+        if used > self.rate and not least:
+            if self.too_fine is None or point[0] > self.too_fine[0]:
+                self.too_fine = point
+            return False
+        if self.fitting is not None and point[0] >= self.fitting[0]:
+            return False
+        self.fitting = point
+        return True
+
+    @property
+    def done(self) -> bool:
+        """Whether the step found is good enough, or has been looked for long enough."""
+        if self.fitting is None:
+            return False
+        return self.fitting[1] >= self.rate * _FILLED or len(self.tried) >= _TRIES
+
+    def guess(self) -> float:
+        """Return the step to try next."""
+        octave, used = self.tried[-1]
+        slope = -1.0  # a step of half the size takes about one bit more
+        if self.too_fine is not None and self.fitting is not None:
+            low, high = self.too_fine, self.fitting
+            part = (low[1] - self.wanted) / max(low[1] - high[1], 1e-12)
+            return float(2 ** (low[0] + (high[0] - low[0]) * min(max(part, 0.1), 0.9)))
+        if len(self.tried) > 1:
+            before = self.tried[-2]
+            slope = (used - before[1]) / ((octave - before[0]) or 1.0)
+        # Coarse steps that leave few weights but zeros save less.
+        return float(2 ** (octave + (self.wanted - used) / min(max(slope, -2), -0.2)))
 
 
 def scale_multiples(scales: Tensor) -> tuple[Tensor, Tensor]:

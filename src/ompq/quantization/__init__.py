@@ -60,6 +60,7 @@ from ompq.quantization.feedback import (
     channel_grams,
     coded_with_feedback,
     input_grams,
+    output_error,
     parameter_uses,
     round_with_feedback,
 )
@@ -88,7 +89,6 @@ from ompq.ranges import (
 from ompq.rates import (
     LARGEST_HALF,
     code_bytes,
-    coded_codes,
     coded_grid,
     lowered_codes,
     pulled_to,
@@ -537,13 +537,14 @@ def _coded_weight(
             f"{unit.name}: its {unit.weights} weights are too few to be coded at "
             f"{choice.rate:g} bits; raise the rate or give it a fixed width"
         )
-    limit = coded_bytes(unit.weights, choice.rate)
-    rounding = coded_codes
+    given, limit = weight / factor, coded_bytes(unit.weights, choice.rate)
+    found = [coded_grid(given, limit, channel_dim=axis)]
     if gram is not None:
+        # At one bit a weight, feedback may move more weights off zero than it is worth.
         rounding = partial(coded_with_feedback, gram=gram)
-    grid, moved = coded_grid(
-        weight / factor, limit, channel_dim=axis, rounding=rounding
-    )
+        found.append(coded_grid(given, limit, channel_dim=axis, rounding=rounding))
+        found.sort(key=lambda each: output_error(each[0].fake(each[1]) - given, gram))
+    grid, moved = found[0]
     return replace(grid, scale=grid.scale * factor), moved * factor
 
 

@@ -259,6 +259,15 @@ def coded_with_feedback(weight: Tensor, step: float, gram: Tensor) -> Tensor:
     return found.joined(found.codes).reshape(weight.shape).to(torch.uint8)
 
 
+@torch.no_grad()
+def output_error(error: Tensor, gram: Tensor) -> float:
+    """Return the squared error of all outputs, errorᵀ · gram · error, of a weight's."""
+    rows = error.flatten(1).float()
+    grouped = rows.reshape(len(gram), -1, rows.shape[1])
+    divided = _in_parts(grouped, 2).transpose(1, 2)
+    return float(((divided @ gram.to(rows)) * divided).sum())
+
+
 def _nearest(column: Tensor, _at: int, *, qmax: int) -> Tensor:
     return column.round_().clamp_(0, qmax)
 
