@@ -253,15 +253,15 @@ def planned(row: Row, bench: Bench, samples: Samples | None = None) -> Plan:
     A network other than the paper's may not reach the same fraction of its float size;
     then the budget is halfway between the smallest and the largest size.
     """
-    work, config = bench.work(samples), _plan_config(row, bench)
-    more: Any = {"count": bench.plan_samples, "cache": _cache(row, config, bench)}
+    config, count = _plan_config(row, bench), bench.plan_samples
+    work = replace(bench.work(samples), cache=_cache(row, config, bench))
     budget = bench.budget(ANYTHING if row.budget == HALFWAY else row.budget)
     try:
-        found = work.plan(budget, config, **more)
+        found = work.plan(budget, config, count=count)
     except InfeasibleBudgetError:
         if bench.own_network:
             raise
-        found = work.plan(ANYTHING, config, **more).halfway()
+        found = work.plan(ANYTHING, config, count=count).halfway()
     if row.budget == HALFWAY:
         found = found.halfway("bit_ops")
     if row.search == "reinforce":
