@@ -2,6 +2,7 @@
 
 import itertools
 import time
+from dataclasses import replace
 from math import fsum
 
 import numpy as np
@@ -568,7 +569,8 @@ def test_impossible_budget_says_what_would_do():
         "unit2 (512.00 KiB, pinned to W8A8), unit0 (256.00 KiB). "
         "Raise it to 1.75MiB or more or remove pins. "
         # One bit instead of two for all but the pinned unit: 5 * 2**20 / 8 bytes less.
-        'Coded weights (--coded, storage="coded") may take about 1.12 MiB or less'
+        'A plan with coded weights (--coded, storage="coded") may take about 1.12 MiB '
+        "or less"
     )
     assert error.cost == "bytes"
     assert error.limit == 1.5 * 2**20
@@ -580,12 +582,24 @@ def test_impossible_budget_says_what_would_do():
 @pytest.mark.parametrize(
     ("bits", "budget", "words"),
     [
-        ((3, 4, 8), "1B", "or more or allow fewer bits. Coded weights"),
-        ((2, 4, 8), "1B", "or more. Coded weights .* about 200.00 B or less$"),
-        ((2, 4, 8), "0.9bits", "or more. Coded weights .* about 1.00 bits or less$"),
+        ((3, 4, 8), "1B", "or more or allow fewer bits. A plan with coded weights"),
+        (
+            (2, 4, 8),
+            "1B",
+            "or more. A plan with coded weights .* about 200.00 B or less$",
+        ),
+        (
+            (2, 4, 8),
+            "0.9bits",
+            "or more. A plan with coded weights .* about 1.00 bits or less$",
+        ),
         ((2, 4, 8), "1BOPs", "or more or allow fewer bits$"),
         # One choice pins nothing: coded weights may take 1 bit of 4.
-        ((4,), "1B", "allow fewer bits. Coded weights .* about 200.00 B or less$"),
+        (
+            (4,),
+            "1B",
+            "allow fewer bits. A plan with coded weights .* about 200.00 B or less$",
+        ),
     ],
 )
 def test_advice_is_what_there_is_to_do(bits, budget, words):
@@ -593,6 +607,17 @@ def test_advice_is_what_there_is_to_do(bits, budget, words):
     it = problem(damage, weights=[800, 800], macs=[9, 9], bits=bits)
     with pytest.raises(InfeasibleBudgetError, match=words):
         check_budget(it, budget)
+
+
+def test_coded_plans_may_have_lower_rates():
+    allowed = np.array([[True, True], [False, True]])  # the second has few weights
+    it = problem(np.zeros((2, 2)), weights=[800, 80], bits=(4, 8), allowed=allowed)
+    it = replace(it, choices=(Choice(8, 8, 1.5), Choice(8, 8)))
+    with pytest.raises(InfeasibleBudgetError) as caught:
+        check_budget(it, "1B")
+    assert str(caught.value).endswith(
+        "Raise it to 480B or more or allow lower rates (--rates, rates=...)"
+    )
 
 
 def test_units_tied_to_a_pinned_one_cannot_be_coded():

@@ -151,6 +151,14 @@ def test_metric_that_is_no_number_is_named(value, what):
         evaluate(Table(), [labelled()], metrics={"mine": lambda *_: value})
 
 
+def test_metric_without_a_value_is_named():
+    metrics = {"mine": lambda *_: float("nan")}
+    with pytest.raises(ValueError, match="metric 'mine' returned NaN for a batch: lea"):
+        evaluate(Table(), [labelled()], metrics=metrics)
+    metrics = {"mine": lambda *_: float("inf")}  # as the perplexity of a bad network
+    assert evaluate(Table(), [labelled()], metrics=metrics).metrics["mine"] == math.inf
+
+
 def test_json_round_trip_is_lossless():
     result = evaluate(
         Table(scale=0.5),

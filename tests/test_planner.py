@@ -1,4 +1,5 @@
 import json
+import re
 import sys
 from dataclasses import replace
 from itertools import pairwise
@@ -125,6 +126,36 @@ def test_a_rate_can_be_pinned(network):
     with pytest.raises(ValueError, match="rate=9 with 8-bit weights: a rate must be"):
         config = ompq.PlanConfig(pinned={"stem": (8, 8, 9)})
         ompq.plan(network, images(4), "4bits", config)
+
+
+def test_a_rate_that_a_unit_cannot_have_is_refused(network):
+    config = ompq.PlanConfig(score=by_rate, pinned={"stem": (8, 8, 0.5)})
+    graph = ompq.trace(network, images(2))
+    least = 8 * 63 / graph["stem"].weights  # 64 bytes are the shortest stream
+    words = (
+        f"stem: its {graph['stem'].weights} weights are too few to be coded at 0.5 "
+        f"bits; give it a rate above {least:.3g}, or a width"
+    )
+    with pytest.raises(PlanError, match=re.escape(words)):
+        ompq.plan(network, images(4), "4bits", config)
+    config = replace(config, pinned={"stem": (8, 8, 1.01 * least)})
+    assert ompq.plan(network, images(4), "4bits", config).allocation["stem"].rate
+
+
+def test_rates_that_few_units_can_have_are_named(network, caplog):
+    units = ompq.trace(network, images(2)).units
+    without = [unit.name for unit in units if unit.weights * 0.02 / 8 <= 63]
+    assert len(units) / 2 < len(without) < 10
+    config = ompq.PlanConfig(score=by_rate, storage="coded", rates=(0.02, 4.0))
+    plan = ompq.plan(network, images(4), "4bits", config)
+    assert all(plan.allocation[name].rate != 0.02 for name in without)
+    (record,) = caplog.records
+    expected = f"{len(without)} of {len(units)} layers have too few weights to be coded"
+    assert record.getMessage().startswith(f"{expected} at 0.02 bits")
+    assert without[0] in record.getMessage()
+    caplog.clear()
+    ompq.plan(network, images(4), "4bits", replace(config, rates=ompq.PlanConfig.rates))
+    assert not caplog.records  # the defaults suit networks of any size
 
 
 def test_float_units_cost_four_bytes_a_weight(network):

@@ -713,6 +713,11 @@ def test_a_run_can_be_repeated_from_its_file(net, finished, tmp_path):
     assert done.exit_code == 0, done.output
     again = without_times(tmp_path / "again" / "result.json")
     assert again == without_times(finished[0] / "result.json")
+    assert given["iterations"] == 3  # which the option below makes void
+    words = ("--no-reconstruct", "-o", tmp_path / "rounded", "--quiet")
+    done = run("run", config, *words)
+    assert done.exit_code == 0, done.output
+    assert "iterations" not in (tmp_path / "rounded" / "config.toml").read_text()
 
 
 @pytest.mark.parametrize(

@@ -247,6 +247,11 @@ def can_be_coded(unit: Unit, choice: Choice) -> bool:
     return not choice.rate or coded_bytes(unit.weights, choice.rate) >= _LEAST_STREAM
 
 
+def least_rate(unit: Unit) -> float:
+    """Return the bits per weight from which on a unit can be coded."""
+    return 8 * (_LEAST_STREAM - 1) / unit.weights
+
+
 def unit_bytes(unit: Unit, choice: Choice) -> Bytes:
     """Return the bytes of a unit in a packed file.
 

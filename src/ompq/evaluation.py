@@ -250,7 +250,7 @@ def _closeness(logits: Tensor, expected: Tensor, count: int) -> dict[str, Tensor
 
 def _number(metric: str, value: Any) -> float:
     try:
-        return float(value)
+        number = float(value)
     except (TypeError, ValueError, RuntimeError) as error:
         what = type(value).__name__
         if isinstance(value, Tensor):
@@ -259,6 +259,12 @@ def _number(metric: str, value: Any) -> float:
             f"metric {metric!r} returned {what}, not one number: return the mean over "
             "the batch"
         ) from error
+    if math.isnan(number):  # neither better nor worse than any other
+        raise ValueError(
+            f"metric {metric!r} returned NaN for a batch: leave out what is undefined "
+            "there, such as classes that do not occur"
+        )
+    return number
 
 
 def _timed(model: nn.Module, inputs: Batch) -> tuple[Any, float]:

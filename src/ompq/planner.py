@@ -23,8 +23,9 @@ from ompq.costs import (
     LatencyTable,
     can_be_coded,
     cost_tables,
+    least_rate,
 )
-from ompq.errors import TargetError, TraceError, check_known, shortened
+from ompq.errors import PlanError, TargetError, TraceError, check_known, shortened
 from ompq.graph import find_units, float_network, live_tensors, observe
 from ompq.plans import Plan, make_problem
 from ompq.results import Progress, no_progress
@@ -329,10 +330,42 @@ def _choice_table(
         [choice in pins.get(name, free) for choice in choices] for name in graph.names
     ]
     allowed, target = np.array(rows), _target(config)
-    allowed &= [[can_be_coded(unit, c) for c in choices] for unit in graph.units]
+    codable = np.array([[can_be_coded(u, c) for c in choices] for u in graph.units])
+    _check_rates(graph, choices, allowed, codable, warn=config.rates != RATES)
+    allowed &= codable
     if target is not None:
         allowed &= _taken(graph, choices, allowed, target)
     return choices, allowed
+
+
+def _check_rates(
+    graph: LayerGraph,
+    choices: tuple[Choice, ...],
+    allowed: NDArray[np.bool_],
+    codable: NDArray[np.bool_],
+    *,
+    warn: bool,
+) -> None:
+    """Refuse rates that leave a unit no choice; warn of those that few may have."""
+    for unit, own, possible in zip(graph.units, allowed, codable, strict=True):
+        if not (own & possible).any():
+            rates = [f"{c.rate:g}" for c, one in zip(choices, own, strict=True) if one]
+            raise PlanError(
+                f"{unit.name}: its {unit.weights:,} weights are too few to be coded at "
+                f"{' or '.join(dict.fromkeys(rates))} bits; give it a rate above "
+                f"{least_rate(unit):.3g}, or a width"
+            )
+    for column, choice in enumerate(choices):
+        without = np.flatnonzero(allowed[:, column] & ~codable[:, column])
+        if warn and len(without) > len(graph) / 2:
+            _LOG.warning(
+                "%d of %d layers have too few weights to be coded at %g bits and get "
+                "another rate: %s",
+                len(without),
+                len(graph),
+                choice.rate,
+                shortened([graph.units[unit].name for unit in without]),
+            )
 
 
 def _target(config: PlanConfig) -> Target | None:

@@ -357,12 +357,15 @@ def _advice(problem: Problem, name: str, smallest: float) -> str:
     cost, choices = problem.costs[name], problem.choices
     weights_count = name in _WEIGHT_COSTS
     ways = [f"Raise it to {enough(cost, smallest)} or more"]
-    if min(choice.weight for choice in choices) > LEAST_BITS or not weights_count:
+    already_coded = any(choice.rate for choice in choices)
+    if already_coded and weights_count:
+        ways.append("allow lower rates (--rates, rates=...)")
+    elif min(choice.weight for choice in choices) > LEAST_BITS or not weights_count:
         ways.append("allow fewer bits")
-    if not problem.allowed.all():
+    # Units with few weights cannot have low rates, pinned or not.
+    if not problem.allowed[:, [not choice.rate for choice in choices]].all():
         ways.append("remove pins")
     text = " or ".join(filter(None, [", ".join(ways[:-1]), ways[-1]]))
-    already_coded = any(choice.rate for choice in choices)
     if already_coded or not weights_count or "weight_bits" not in problem.costs:
         return text
     # A coded weight may take as little as one bit. Pinned units keep their bits.
@@ -376,8 +379,8 @@ def _advice(problem: Problem, name: str, smallest: float) -> str:
         return text
     coded = readable(cost, max(smallest - saved, 0.0))[0]
     return (
-        f'{text}. Coded weights (--coded, storage="coded") may take about {coded} '
-        "or less"
+        f'{text}. A plan with coded weights (--coded, storage="coded") may take about '
+        f"{coded} or less"
     )
 
 

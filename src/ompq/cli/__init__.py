@@ -255,6 +255,10 @@ def ompq(
         ctx.with_resource(distributed())
 
 
+# Option after the file → the file's options that it makes void.
+_WITHOUT = {"--no-reconstruct": ("iterations", "merge-blocks", "tune-epochs")}
+
+
 def run(
     file: Annotated[
         Path,
@@ -289,6 +293,9 @@ def run(
             f"{file} must name its command, for example {example}"
             + (f"; there is no {name}" if name else "")
         )
+    for option in set(more or ()) & set(_WITHOUT):
+        for key in _WITHOUT[option]:
+            given.pop(key, None)
     command = COMMANDS[name].load(name)
     places = [one.name for one in command.params if one.param_type_name == "argument"]
     words = [str(given.pop(place)) for place in places if place in given]
