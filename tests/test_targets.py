@@ -109,7 +109,7 @@ def test_a_target_may_refuse_coded_weights():
     unit = ompq.trace(network, images(1)).units[0]
     assert able.takes(unit, coded) and not unable.takes(unit, coded)
     assert able.no_speed_up(unit, coded) == able.no_speed_up(unit, Choice(8, 8))
-    config = PlanConfig(target=unable, pinned={"*": coded})
+    config = PlanConfig(target=unable, pinned={unit.name: coded})
     with pytest.raises(
         TargetError, match="choices C2.5A8: .*, and none that are coded"
     ):
