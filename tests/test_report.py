@@ -57,6 +57,14 @@ def page(html):
     return Page(html)
 
 
+def test_every_section_has_a_link_in_the_same_order(page):
+    sections = [a["id"] for tag, a in page.attributes if tag == "section"]
+    links = [a["href"][1:] for tag, a in page.attributes if tag == "a"]
+    parts = [name for name in links if name in sections]
+    # The summary is what a reader sees first.
+    assert parts == [name for name in sections if name != "summary"]
+
+
 @pytest.fixture
 def few_steps(monkeypatch):
     """For tests of pages whose slider does not matter."""
