@@ -730,7 +730,9 @@ def test_an_audit_takes_no_single_score(net):
     assert "--scores" in result.stderr
 
 
-def test_a_stopped_audit_continues_where_it_was(net, tmp_path, monkeypatch, computed):
+@pytest.fixture
+def measured(monkeypatch):
+    """The calls that quantize a network to measure it; the third one is stopped."""
     whole, calls = measurement.quantize, []
 
     def counted(*args, **settings):
@@ -740,6 +742,11 @@ def test_a_stopped_audit_continues_where_it_was(net, tmp_path, monkeypatch, comp
         return whole(*args, **settings)
 
     monkeypatch.setattr(measurement, "quantize", counted)
+    return calls
+
+
+@pytest.mark.usefixtures("measured")
+def test_a_stopped_audit_continues_where_it_was(net, tmp_path, computed):
     out = tmp_path / "out"
     scores = ("--scores", "weight_noise,orm,blend")
     assert audited(net, *scores, "-o", out).exit_code == 130
@@ -748,7 +755,6 @@ def test_a_stopped_audit_continues_where_it_was(net, tmp_path, monkeypatch, comp
     assert set(scored) >= {"weight_noise", "orm", "blend"}
     refused = audited(net, *scores, "-o", out)
     assert f"{out / 'unfinished'} is left from a stopped audit" in refused.stderr
-    monkeypatch.setattr(measurement, "quantize", whole)
     del computed[:]
     resumed = audited(net, *scores, "-o", out, "--resume")
     assert resumed.exit_code == 0, resumed.output
@@ -852,16 +858,7 @@ def test_scores_that_do_not_exist_cannot_be_audited(net):
     assert "there is no score 'orn' (did you mean orm?)" in result.stderr
 
 
-def test_a_stopped_refinement_continues_where_it_was(net, tmp_path, monkeypatch):
-    whole, calls = measurement.quantize, []
-
-    def counted(*args, **settings):
-        calls.append(args)
-        if len(calls) == 3:
-            raise KeyboardInterrupt
-        return whole(*args, **settings)
-
-    monkeypatch.setattr(measurement, "quantize", counted)
+def test_a_stopped_refinement_continues_where_it_was(net, tmp_path, measured):
     words = ("plan", *net[:3], "--samples", "32", "--budget", "4bits", "--refine", "4")
     stopped = run(*words, "-o", tmp_path / "plan.json")
     assert stopped.exit_code == 130
@@ -871,8 +868,8 @@ def test_a_stopped_refinement_continues_where_it_was(net, tmp_path, monkeypatch)
     assert run(*words, "-o", tmp_path / "other.json").exit_code == 0
     resumed, other = ((tmp_path / n).read_bytes() for n in ("plan.json", "other.json"))
     assert resumed == other
-    measured = len(Plan.load(tmp_path / "plan.json").measured)
-    assert len(calls) == measured + 1 + measured  # none twice but the stopped one
+    each = len(Plan.load(tmp_path / "plan.json").measured)
+    assert len(measured) == each + 1 + each  # none twice but the stopped one
     assert not (tmp_path / "plan.unfinished.json").exists()
 
 

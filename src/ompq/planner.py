@@ -355,9 +355,11 @@ def _check_rates(
                 f"{' or '.join(dict.fromkeys(rates))} bits; give it a rate above "
                 f"{least_rate(unit):.3g}, or a width"
             )
+    if not warn:
+        return
     for column, choice in enumerate(choices):
         without = np.flatnonzero(allowed[:, column] & ~codable[:, column])
-        if warn and len(without) > len(graph) / 2:
+        if len(without) > len(graph) / 2:
             _LOG.warning(
                 "%d of %d layers have too few weights to be coded at %g bits and get "
                 "another rate: %s",

@@ -321,12 +321,12 @@ class _StepSearch:
 
     def guess(self) -> float:
         """Return the step to try next."""
-        octave, used = self.tried[-1]
-        slope = -1.0  # a step of half the size takes about one bit more
         if self.too_fine is not None and self.fitting is not None:
             low, high = self.too_fine, self.fitting
             part = (low[1] - self.wanted) / max(low[1] - high[1], 1e-12)
             return float(2 ** (low[0] + (high[0] - low[0]) * min(max(part, 0.1), 0.9)))
+        octave, used = self.tried[-1]
+        slope = -1.0  # a step of half the size takes about one bit more
         if len(self.tried) > 1:
             before = self.tried[-2]
             slope = (used - before[1]) / ((octave - before[0]) or 1.0)

@@ -111,8 +111,14 @@ class Workflow:
             budget, config = ANYTHING, replace(config, pinned=pins)
         with self.stages.named_by_messages("planning") as progress:
             samples = self.samples[:count]
-            more: dict[str, Any] = {"cache": self.cache, "progress": progress}
-            plan = make_plan(self.model, samples, budget, config, **more)
+            plan = make_plan(
+                self.model,
+                samples,
+                budget,
+                config,
+                cache=self.cache,
+                progress=progress,
+            )
         if isinstance(source, Allocation):
             source.check_units(plan.graph.names)
         if refinement is None:

@@ -77,7 +77,10 @@ def _taken(group: Any, values: dict[str, Any]) -> Any:
 # The options given to the running command, by name.
 _TYPED: ContextVar[dict[str, Any]] = ContextVar("typed")
 # Options of one invocation, which do not belong in a file that repeats the run.
-_TRANSIENT = (*("json", "quiet", "debug", "resume", "overwrite", "cache", "no_cache"),)
+_TRANSIENT = {
+    *("json", "quiet", "debug", "resume", "overwrite"),
+    *("cache", "no_cache"),
+}
 
 
 def _typed(

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from importlib import import_module
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 from ompq.errors import check_known
@@ -28,7 +27,7 @@ from ompq.scores.table import (
     ScoreInputs,
     SmallestFirst,
     cached_table,
-    checked,
+    computed_table,
 )
 from ompq.units import ScoreTable
 
@@ -128,8 +127,7 @@ def score_table(
     # Scores swap weights for rounded ones while the network runs.
     with locked(given.model):
         if cache is None:
-            start = perf_counter()
-            found = checked(chosen(given), given, since=start)
+            found = computed_table(chosen, given)
         else:
             found = cached_table(cache, chosen, given)
     return from_main(lambda: found)  # their devices may round differently
