@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from importlib import import_module
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 from ompq.errors import check_known
@@ -27,7 +28,7 @@ from ompq.scores.table import (
     ScoreInputs,
     SmallestFirst,
     cached_table,
-    computed_table,
+    checked,
 )
 from ompq.units import ScoreTable
 
@@ -127,7 +128,8 @@ def score_table(
     # Scores swap weights for rounded ones while the network runs.
     with locked(given.model):
         if cache is None:
-            found = computed_table(chosen, given)
+            start = perf_counter()
+            found = checked(chosen(given), given, since=start)
         else:
             found = cached_table(cache, chosen, given)
     return from_main(lambda: found)  # their devices may round differently
