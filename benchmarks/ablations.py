@@ -16,7 +16,7 @@ from common import arguments, save
 from ptq import NETWORKS, load, some_of
 
 import ompq
-from ompq.scores import Orm
+from ompq.scores.orthogonality import Orm
 
 FUNCTIONS = ("-log(x)", "-x", "-x^3", "-exp(x)")
 SETTINGS = {

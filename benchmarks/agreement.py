@@ -15,14 +15,15 @@ from pathlib import Path
 import torch
 from common import RESULTS, save
 
-from ompq.allocation import Allocation
-from ompq.datasets import load_data
-from ompq.graph import trace
-from ompq.integer import finalize
-from ompq.models import load_model
-from ompq.onnx.export import Agreement, compare_outputs, export_onnx
-from ompq.quantization import quantize
-from ompq.units import Choice
+from ompq.allocation.problem import Allocation
+from ompq.datasets.named_data import load_data
+from ompq.export.onnx.onnx_files import export_onnx
+from ompq.export.verification import Agreement, compare_outputs
+from ompq.integer.finalization import finalize
+from ompq.models.named_models import load_model
+from ompq.network.graph import trace
+from ompq.network.units import Choice
+from ompq.quantization.pipeline import quantize
 
 NETWORKS = {
     "mobilenet_v2": ("torchvision:mobilenet_v2", "imagenet_mobilenet_v2", "imagenet"),

@@ -31,9 +31,10 @@ from ptq import NETWORKS, load, some_of
 
 import ompq
 from ompq import Allocation, Choice, Plan
-from ompq.datasets import load_data, training_data
+from ompq.datasets.named_data import load_data
+from ompq.datasets.training_sets import training_data
 from ompq.errors import InfeasibleBudgetError
-from ompq.models import load_model
+from ompq.models.named_models import load_model
 
 try:
     import zstandard

@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 
-from ompq.allocation import Allocation
-from ompq.graph import trace
-from ompq.units import Choice
+from ompq.allocation.problem import Allocation
+from ompq.network.graph import trace
+from ompq.network.units import Choice
 
 RESULTS = Path(__file__).parent / "results"
 CODE = ("src", "benchmarks/*.py")  # what a result depends on

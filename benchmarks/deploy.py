@@ -24,14 +24,15 @@ from common import RESULTS, alternating, everywhere, median_ratio, save
 from torch import nn
 
 import ompq
-from ompq.allocation import Allocation
-from ompq.datasets import load_data
-from ompq.models import load_model
-from ompq.onnx import Input, load_seconds, peak_memory, runner
-from ompq.onnx.export import against_simulated, export_onnx, open_session
-from ompq.onnx.traced import float_model
+from ompq.allocation.problem import Allocation
+from ompq.datasets.named_data import load_data
+from ompq.export.benchmark import Input, load_seconds, peak_memory, runner
+from ompq.export.onnx.onnx_files import export_onnx
+from ompq.export.onnx.traced_graph import float_model
+from ompq.export.verification import against_simulated, open_session
+from ompq.models.named_models import load_model
+from ompq.network.units import Choice
 from ompq.samples import Samples
-from ompq.units import Choice
 
 NETWORKS = {
     "resnet18": ("torchvision:resnet18", "imagenet_resnet18"),

@@ -13,10 +13,10 @@ from common import RESULTS, arguments, save
 from ptq import NETWORKS, load
 
 import ompq
-from ompq.files import read_json
 from ompq.measurement import Meter, split
+from ompq.network.units import Choice
 from ompq.samples import Samples
-from ompq.units import Choice
+from ompq.schema import read_json
 
 
 def main() -> None:

@@ -23,10 +23,10 @@ from common import arguments, once, save
 from ptq import NETWORKS
 
 import ompq
-from ompq.datasets import load_data
-from ompq.models import load_model
-from ompq.rates import coded_codes, rate_curve
-from ompq.streams import decode, encode
+from ompq.datasets.named_data import load_data
+from ompq.entropy_coding.codec import decode, encode
+from ompq.entropy_coding.rates import coded_codes, rate_curve
+from ompq.models.named_models import load_model
 
 # Prints the seconds of each call and those of the processor.
 LOAD = """

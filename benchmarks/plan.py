@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from torchvision import models
 
 import ompq
-from ompq.graph import trace
-from ompq.recording import watch
-from ompq.scores import OrmSettings, measure_orm
+from ompq.network.graph import trace
+from ompq.network.observation import watch
+from ompq.scores.orthogonality import OrmSettings, measure_orm
 
 NETWORKS = {"resnet18": 64, "resnet50": 64, "mobilenet_v2": 64}
 BUDGET = "4bits"

@@ -23,7 +23,7 @@ from torch import distributed
 from torchvision.models import VisionTransformer
 
 import ompq
-from ompq.processes import is_main, process_count
+from ompq.parallel import is_main, process_count
 
 SHAPE = {"image_size": 64, "patch_size": 8, "num_classes": 100}
 SIZE = {"num_layers": 4, "num_heads": 3, "hidden_dim": 192, "mlp_dim": 768}

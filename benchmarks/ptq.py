@@ -33,8 +33,8 @@ from qat import NETWORKS as TRAINED
 
 import ompq
 from ompq import Allocation, Choice, Plan
-from ompq.datasets import load_data
-from ompq.models import load_model
+from ompq.datasets.named_data import load_data
+from ompq.models.named_models import load_model
 
 PUBLISHED = Path(__file__).parent.parent / "tests/fixtures/published_bit_configs.json"
 # Name → the network, its weights, its images, and the unit of its budgets.

@@ -18,8 +18,9 @@ from torch.nn import functional as F
 
 import ompq
 from ompq.layers import quantized_layers
-from ompq.reconstruction import _learnable, rounding
-from ompq.reconstruction.blocks import BlockRunner
+from ompq.reconstruction import rounding
+from ompq.reconstruction.block_data import BlockRunner
+from ompq.reconstruction.block_loop import _learnable
 from ompq.reconstruction.descent import Descent, optimising
 
 BATCH = 32

@@ -33,12 +33,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import ompq
-from ompq.datasets import HeldSet, load_data, training_data
-from ompq.graph import folded
-from ompq.integer import IntegerNetwork
-from ompq.models import load_model
-from ompq.training import Run
+from ompq.datasets.named_data import load_data
+from ompq.datasets.training_sets import HeldSet, training_data
+from ompq.integer.engine import IntegerNetwork
+from ompq.models.named_models import load_model
+from ompq.network.folding import fold_norm
 from ompq.training.step import Gradients, Recorded
+from ompq.training.training_run import Run
 
 # Choices of weights, activations, uniform bits of the same size.
 ROWS = {
@@ -406,7 +407,7 @@ def run_speed(bench: Bench) -> None:
     kinds += [] if options.no_compile else ["compile"]
     size = len(batch[1])
     base = replace(train_config(options, 0), distill=0.0, batch_size=size)
-    base = replace(base, batch_norm="folded")
+    base = replace(base, batch_norm="fold_norm")
     functions = {}
     for kind in kinds:
         functions[f"float {kind}"] = float_step(
@@ -435,7 +436,7 @@ def without_norms(model: nn.Module, samples: Tensor) -> nn.Module:
     for unit in ompq.trace(model, samples[:1]).units:
         if unit.norm:
             layer, norm = own.get_submodule(unit.name), own.get_submodule(unit.norm)
-            weight, bias = folded(layer, norm)
+            weight, bias = fold_norm(layer, norm)
             layer.weight, layer.bias = nn.Parameter(weight), nn.Parameter(bias)
             own.set_submodule(unit.norm, nn.Identity())
     return own

@@ -37,8 +37,9 @@ from torch import nn
 import ompq
 from ompq.errors import InfeasibleBudgetError
 from ompq.layers import quantized_layers
-from ompq.models.builtin import CIFAR_NETWORKS
-from ompq.quantization import QUANTIZE_PROTOCOLS, network_totals
+from ompq.models.builtin_networks import CIFAR_NETWORKS
+from ompq.quantization.quantize_config import QUANTIZE_PROTOCOLS
+from ompq.quantization.record import network_totals
 from ompq.workflow import learning_config
 
 NETWORKS = ("resnet20", "cifar-resnet18", "resnet18", "mobilenet_v2")

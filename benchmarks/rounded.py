@@ -23,9 +23,11 @@ from common import arguments, everywhere, save, synchronise
 from ptq import NETWORKS, load, some_of
 
 from ompq.evaluation import evaluate
-from ompq.packing import save as save_packed
-from ompq.quantization import QuantizeConfig, channels, quantize
-from ompq.units import GROUP_SIZES, Choice
+from ompq.network.units import GROUP_SIZES, Choice
+from ompq.packed.packed_files import save as save_packed
+from ompq.quantization import channels
+from ompq.quantization.pipeline import quantize
+from ompq.quantization.quantize_config import QuantizeConfig
 
 
 class Study(NamedTuple):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ompq.files import replacing
-from ompq.models.builtin import DEMO_WEIGHTS, DemoData, DemoNetwork, demo_data
+from ompq.models.builtin_networks import DEMO_WEIGHTS, DemoData, DemoNetwork, demo_data
 
 EPOCHS = 40
 SEED = 0

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from typer.testing import CliRunner
 
-from ompq.cli import app
+from ompq.cli.main import app
 
 NETWORK = """
 import torch

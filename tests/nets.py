@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ompq.models import load_model
+from ompq.models.named_models import load_model
 
 
 def demo_network() -> nn.Module:

@@ -8,23 +8,21 @@ from torch import nn
 from torch.nn import functional as F
 
 from nets import images
-from ompq.allocation import Allocation
-from ompq.costs import Budget
-from ompq.graph import trace
+from ompq.allocation.problem import Allocation
+from ompq.budgets import Budget
+from ompq.entropy_coding.rates import to_multiples
+from ompq.grids import Grid
 from ompq.layers import quantized_layers
+from ompq.network.graph import trace
+from ompq.network.observation import record
+from ompq.network.units import Choice
 from ompq.plans import Plan
-from ompq.quantization import (
-    Quantization,
-    QuantizeConfig,
-    assemble,
-    quantize,
-    with_quantization,
-)
-from ompq.quantization.sites import find_sites
-from ompq.quantizers import Grid
-from ompq.rates import to_multiples
-from ompq.recording import record
-from ompq.units import Choice, ScoreTable
+from ompq.quantization.activation_sites import find_sites
+from ompq.quantization.assembly import assemble
+from ompq.quantization.pipeline import quantize
+from ompq.quantization.quantize_config import QuantizeConfig
+from ompq.quantization.record import Quantization, with_quantization
+from ompq.scores.table import ScoreTable
 
 
 class Attention(nn.Module):

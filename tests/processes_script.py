@@ -16,7 +16,7 @@ import training_script
 from cli_tools import network_file
 from nets import TinyResNet, scenes, seeded
 from ompq import processes
-from ompq.cli import app
+from ompq.cli.main import app
 from ompq.errors import DataError
 
 LEARNING = ompq.ReconstructConfig(

@@ -3,11 +3,11 @@
 import torch
 from torch import nn
 
-from ompq.allocation import Allocation
-from ompq.graph import trace
+from ompq.allocation.problem import Allocation
 from ompq.layers import activation_quantizers
-from ompq.quantization import quantize
-from ompq.units import Choice
+from ompq.network.graph import trace
+from ompq.network.units import Choice
+from ompq.quantization.pipeline import quantize
 
 
 def quantized(network, samples, weight=(2, 3, 4, 5, 6, 7, 8), activation=8):

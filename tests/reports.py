@@ -6,9 +6,9 @@ import numpy as np
 from torch import nn
 
 from nets import TinyMobileNet, images, seeded
-from ompq.allocation import Allocation
-from ompq.costs import Budget
-from ompq.measurement.audits import (
+from ompq.allocation.problem import Allocation
+from ompq.budgets import Budget
+from ompq.lab.audits import (
     RANDOM,
     Audit,
     Correlation,
@@ -16,21 +16,22 @@ from ompq.measurement.audits import (
     Measured,
     ScoreAudit,
 )
-from ompq.planner import PlanConfig, plan
+from ompq.network.units import Choice, LayerGraph, Unit
+from ompq.planning import PlanConfig, plan
 from ompq.plans import Plan
-from ompq.results import (
+from ompq.scores.table import ScoreTable
+from ompq.sections import (
     Accuracy,
-    Agreement,
+    AgreementSection,
     AuditedBits,
     AuditedRanks,
-    BlockError,
+    BlockErrorSection,
     Histogram,
     Remark,
     Section,
     StageTime,
     Versions,
 )
-from ompq.units import Choice, LayerGraph, ScoreTable, Unit
 
 HOSTILE = "<img src=x onerror=alert(1)>"
 CLOSING = "</script><script>alert(2)</script>"
@@ -92,8 +93,8 @@ def every_section(name: str = "conv1") -> list[Section]:
     return [
         Accuracy(f"float {name}", 0.8, 0.75, 0.84, 400, 40_000.0, f"note {name}"),
         Accuracy(f"mixed {name}", 0.78, 0.73, 0.82, 400, 2_200.0),
-        BlockError(f"block {name}", 0.02, 0.005),
-        BlockError(f"worse {name}", 0.01, 0.03, kept=False),
+        BlockErrorSection(f"block {name}", 0.02, 0.005),
+        BlockErrorSection(f"worse {name}", 0.01, 0.03, kept=False),
         Histogram(
             f"weight {name}",
             tuple(edges.tolist()),
@@ -104,7 +105,7 @@ def every_section(name: str = "conv1") -> list[Section]:
         AuditedRanks(f"ranks {name}", f"alike {name}", ((1.0, 2.0), (3.0, 4.0))),
         AuditedRanks(f"chance {name}", f"little {name}"),
         StageTime(f"stage {name}", 61.2),
-        Agreement(f"file {name}", 0.9975, 400, 0.9999, 1, f"fine {name}"),
+        AgreementSection(f"file {name}", 0.9975, 400, 0.9999, 1, f"fine {name}"),
         Remark(f"layer {name}", f"runs as int8 {name}"),
         Versions({f"torch {name}": "2.15", "seed": "0"}),
     ]

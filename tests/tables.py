@@ -8,11 +8,11 @@ from pathlib import Path
 
 import numpy as np
 
-from ompq.allocation.program import Problem, Program
-from ompq.costs import Cost
+from ompq.allocation.problem import Problem, Program
+from ompq.cost_tables import Cost
+from ompq.network.units import Choice
 from ompq.samples import Samples
-from ompq.scores import ScoreInputs
-from ompq.units import Choice
+from ompq.scores.table import ScoreInputs
 
 FIXTURES = Path(__file__).parent / "fixtures"
 

@@ -4,7 +4,9 @@ import numpy as np
 import pytest
 import torch
 
+from ompq.bit_widths import STRETCHED
 from ompq.errors import QuantizationError
+from ompq.grids import Grid
 from ompq.integer.arithmetic import (
     CodeGrid,
     IntegerWeight,
@@ -14,9 +16,7 @@ from ompq.integer.arithmetic import (
     padded,
     rescaled,
 )
-from ompq.quantizers import Grid
-from ompq.ranges import search_weight
-from ompq.skeleton import STRETCHED
+from ompq.weight_ranges import search_weight
 
 INPUT = CodeGrid(scale=0.02, zero_point=3, bits=8)
 

@@ -10,9 +10,10 @@ from torchvision.models import VisionTransformer
 
 import ompq
 from nets import images, seeded, values
-from ompq.attention import LayeredAttention, with_layers, with_named_layers
 from ompq.layers import activation_quantizers, quantized_layers
-from ompq.quantization import quantization_of, quantizer_names
+from ompq.network.attention import LayeredAttention, with_layers, with_named_layers
+from ompq.quantization.assembly import quantizer_names
+from ompq.quantization.record import quantization_of
 
 TINY = {"num_layers": 2, "num_heads": 2, "hidden_dim": 32, "mlp_dim": 64}
 QUICK = ompq.ReconstructConfig(rounding=ompq.RoundingConfig(iterations=20))

@@ -9,13 +9,20 @@ import torch
 from torch import nn
 
 from nets import TinyMobileNet, TinyResNet, scenes, seeded, values
-from ompq.allocation import Allocation
-from ompq.graph import trace
+from ompq.activation_ranges import activation_grid, observe_range
+from ompq.allocation.problem import Allocation
+from ompq.grids import Grid, like_weight
 from ompq.layers import activation_quantizers, quantized_layer, quantized_layers
-from ompq.quantization import QUANTIZE_PROTOCOLS, quantization_of, quantize
-from ompq.quantizers import Grid, like_weight
-from ompq.ranges import activation_grid, observe_range, shrunk_tensor, shrunk_weight
-from ompq.reconstruction import RECONSTRUCT_PROTOCOLS, ReconstructConfig, reconstruct
+from ompq.network.graph import trace
+from ompq.network.units import Choice
+from ompq.quantization.pipeline import quantize
+from ompq.quantization.quantize_config import QUANTIZE_PROTOCOLS
+from ompq.quantization.record import quantization_of
+from ompq.reconstruction.block_loop import (
+    RECONSTRUCT_PROTOCOLS,
+    ReconstructConfig,
+    reconstruct,
+)
 from ompq.reconstruction.brecq import (
     BrecqConfig,
     SigmoidRounding,
@@ -26,7 +33,7 @@ from ompq.reconstruction.brecq import (
     summed_error,
 )
 from ompq.samples import Samples
-from ompq.units import Choice
+from ompq.weight_ranges import shrunk_tensor, shrunk_weight
 from ompq.workflow import learning_config
 
 QUICK = BrecqConfig(iterations=60, activation_iterations=20, batch_size=8)

@@ -18,25 +18,27 @@ from ompq.errors import MissingExtraError
 from ompq.report.charts import (
     accuracy_chart,
     bar_column,
-    draw_heat,
     error_chart,
     heat_map,
     histogram_chart,
+    scatter_chart,
+)
+from ompq.report.figures import (
+    draw_heat,
     legend_above,
     plain_axes,
-    scatter_chart,
     styled_figure,
     write_figures,
 )
-from ompq.results import (
+from ompq.scores.table import ScoreTable
+from ompq.sections import (
     Accuracy,
     AuditedRanks,
-    BlockError,
+    BlockErrorSection,
     Histogram,
     StageTime,
     Versions,
 )
-from ompq.units import ScoreTable
 from reports import every_section, toy_plan
 
 
@@ -57,12 +59,14 @@ def test_positions_on_the_accuracy_axis_are_linear():
 
 
 def test_errors_stand_on_a_logarithmic_axis():
-    chart = error_chart([BlockError("a", 0.1, 0.01), BlockError("b", 0.001, 0.0)])
+    chart = error_chart(
+        [BlockErrorSection("a", 0.1, 0.01), BlockErrorSection("b", 0.001, 0.0)]
+    )
     first, second = chart["rows"]
     assert first["x1"] - first["x2"] == pytest.approx(first["x2"] - second["x1"])
     assert second["x2"] == 0
     assert first["ratio"] == "0.10×"
-    assert error_chart([BlockError("a", 0.0, 0.0)])["rows"][0]["ratio"] == ""
+    assert error_chart([BlockErrorSection("a", 0.0, 0.0)])["rows"][0]["ratio"] == ""
 
 
 def test_a_histogram_is_drawn_to_its_counts():

@@ -9,7 +9,8 @@ import pytest
 from rich.console import Console as RichConsole
 
 from ompq import results
-from ompq.allocation import Problem
+from ompq.allocation.problem import Problem
+from ompq.budgets import Budget
 from ompq.cli import console as consoles
 from ompq.cli.console import (
     Column,
@@ -28,8 +29,8 @@ from ompq.cli.console import (
     size_budgets,
 )
 from ompq.cli.decisions import budget_rows
-from ompq.costs import Budget, Cost
-from ompq.units import Choice, Skipped
+from ompq.cost_tables import Cost
+from ompq.network.units import Choice, Skipped
 
 
 def stream(*, terminal: bool) -> RichConsole:

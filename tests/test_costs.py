@@ -11,20 +11,12 @@ from torchvision import models
 
 import ompq
 from nets import Chain, TinyResNet, images, seeded, tokens
-from ompq.costs import (
-    Budget,
-    Cost,
-    Memory,
-    cost_tables,
-    enough,
-    load_latency,
-    overhead_bytes,
-    readable,
-    unit_bytes,
-)
+from ompq.budgets import Budget
+from ompq.cost_tables import ActivationMemory, Cost, enough, readable
+from ompq.costs import cost_tables, load_latency, overhead_bytes, unit_bytes
 from ompq.errors import BudgetError, InfeasibleBudgetError
-from ompq.graph import find_units, live_tensors, observe, trace
-from ompq.units import Choice, live_tensors_from_json
+from ompq.network.graph import find_units, live_tensors, observe, trace
+from ompq.network.units import Choice, live_tensors_from_json
 
 FIXTURES = Path(__file__).parent / "fixtures"
 
@@ -388,7 +380,7 @@ def memory_of(model, samples, *bits):
     graph = find_units(model, recording)
     tensors = live_tensors(recording, graph, samples[0].numel())
     choices = tuple(Choice(4, one) for one in bits)
-    return Memory(tensors, choices, len(graph)), graph
+    return ActivationMemory(tensors, choices, len(graph)), graph
 
 
 def test_a_chain_holds_what_a_layer_reads_and_makes():

@@ -16,15 +16,16 @@ from ompq.cli.console import totals
 from ompq.cli.decisions import AuditOptions
 from ompq.cli.settings import PlanOptions, ScoreOptions
 from ompq.costs import overhead_bytes
-from ompq.datasets import load_data
-from ompq.measurement import SCORES
-from ompq.measurement.audits import AuditConfig
-from ompq.models import load_model
-from ompq.planner import PLAN_PROTOCOLS, PlanConfig, plan as make_plan
+from ompq.datasets.named_data import load_data
+from ompq.lab.audits import AuditConfig
+from ompq.models.named_models import load_model
+from ompq.network.units import Choice
+from ompq.planning import PLAN_PROTOCOLS, PlanConfig, plan as make_plan
 from ompq.plans import Plan
-from ompq.results import Stages
-from ompq.scores import Orm, OrmSettings, WeightNoise
-from ompq.units import Choice
+from ompq.progress import Stages
+from ompq.scores.catalogue import SCORES
+from ompq.scores.orthogonality import Orm, OrmSettings
+from ompq.scores.weight_noise import WeightNoise
 
 NAMES = ["stem", "block.conv1", "block.conv2", "block.shortcut", "fc"]
 MACS = {
@@ -622,7 +623,7 @@ def test_refining_may_reconstruct_what_it_measures(net, tmp_path, monkeypatch):
         seen.append(config)
         return plan
 
-    monkeypatch.setattr("ompq.workflow.refine", refine)
+    monkeypatch.setattr("ompq.refinement.refine", refine)
     words = ("plan", net[0], "--data", "random", "--budget", "4bits", "--samples", "32")
     words = (*words, "-o", tmp_path / "plan.json", "--refine", "7")
     assert run(*words, "--refine-by", "reconstruct").exit_code == 0

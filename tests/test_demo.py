@@ -24,8 +24,8 @@ from ompq.cli.demo import (
     run_demo,
 )
 from ompq.errors import ExportError
-from ompq.models.builtin import DemoNetwork, demo_data
-from ompq.results import sections_from_json
+from ompq.models.builtin_networks import DemoNetwork, demo_data
+from ompq.sections import sections_from_json
 from ompq.workflow import Workflow
 
 SAMPLES = scenes(32)

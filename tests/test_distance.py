@@ -10,7 +10,7 @@ import torch
 
 import ompq
 from nets import TinyResNet, scenes, seeded
-from ompq.units import Choice
+from ompq.network.units import Choice
 
 PACKAGE = str(Path(ompq.__file__).parent)
 LIMIT = 5

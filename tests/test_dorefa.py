@@ -8,7 +8,7 @@ import torch
 
 import ompq
 from nets import TinyResNet, scenes, seeded, values
-from ompq.integer import IntegerNetwork
+from ompq.integer.engine import IntegerNetwork
 from ompq.layers import quantized_layers
 from ompq.training.methods import DoReFaWeights, dorefa, dorefa_levels
 from quantized import quantized

@@ -7,8 +7,7 @@ from scipy.stats import binomtest
 from torch import nn
 
 from ompq.errors import DataError, ModelError
-from ompq.evaluation import evaluate
-from ompq.results import Evaluation, wilson_interval
+from ompq.evaluation import Evaluation, evaluate, wilson_interval
 from ompq.samples import Samples, class_rows
 
 
@@ -394,6 +393,6 @@ def test_processes_must_read_the_same_batches(monkeypatch):
         def __iter__(self):
             return iter([(inputs, next(readers))])
 
-    monkeypatch.setattr("ompq.evaluation.process_count", lambda: 2)
+    monkeypatch.setattr("ompq.parallel.process_count", lambda: 2)
     with pytest.raises(DataError, match="the processes read different batches"):
         evaluate(network, Shuffled())

@@ -9,10 +9,10 @@ import pytest
 import torch
 from safetensors import SafetensorError
 
+from ompq.checkpoints import read_checkpoint, write_checkpoint
 from ompq.errors import CheckpointError, DataError, FileError, ModelError
-from ompq.files import (
-    call_user_function,
-    is_user_function,
+from ompq.files import read_tensors, replacing, write_tensors, write_text
+from ompq.schema import (
     json_list,
     json_number,
     json_object,
@@ -21,15 +21,9 @@ from ompq.files import (
     json_text,
     json_whole,
     parse_json,
-    read_checkpoint,
     read_json,
-    read_tensors,
-    reason,
-    replacing,
-    write_checkpoint,
-    write_tensors,
-    write_text,
 )
+from ompq.user_functions import call_user_function, is_user_function, reason
 
 KIND = "ompq-things/1"
 

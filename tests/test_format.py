@@ -11,20 +11,22 @@ import torch
 from safetensors.torch import save_file
 
 from nets import Chain, images, seeded
-from ompq.allocation import Allocation
+from ompq.allocation.problem import Allocation
 from ompq.errors import OmpqError, PackedFileError
 from ompq.files import read_tensors, write_tensors
-from ompq.integer import finalize
-from ompq.packing import inspect_file, load, save
-from ompq.packing.format import (
+from ompq.integer.finalization import finalize
+from ompq.network.units import Choice
+from ompq.packed.account import inspect_file
+from ompq.packed.format import (
     FORMAT,
     quantized_units,
     read_contents,
     write_contents,
     zero_step,
 )
-from ompq.quantization import quantization_of, quantize
-from ompq.units import Choice
+from ompq.packed.packed_files import load, save
+from ompq.quantization.pipeline import quantize
+from ompq.quantization.record import quantization_of
 from packing_tools import coded
 
 

@@ -21,9 +21,10 @@ from nets import (
 )
 from ompq.costs import unit_bytes
 from ompq.errors import PatternError, SampleError, TraceError
-from ompq.graph import find_units, norm_scales, stored_dtype, trace
-from ompq.recording import Recording, record, watch
-from ompq.units import Choice, LayerGraph, select
+from ompq.network.folding import norm_scales
+from ompq.network.graph import find_units, stored_dtype, trace
+from ompq.network.observation import Recording, record, watch
+from ompq.network.units import Choice, LayerGraph, select
 
 NAMES = ("stem", "layer1.conv1", "layer1.conv2", "layer2.conv1", "head")
 

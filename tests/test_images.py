@@ -10,10 +10,10 @@ from torch import nn
 
 import ompq
 from nets import Chain, TinyResNet, images as pictures, seeded
-from ompq.datasets import load_data
-from ompq.datasets.images import decode, find_images, image_views, normalise
+from ompq.datasets.images import decode_image, find_images, image_views, normalise
+from ompq.datasets.named_data import load_data
 from ompq.errors import DataError, SampleError
-from ompq.models import NamedModel
+from ompq.models.named_models import NamedModel
 
 
 def takes(channels=3, side=8, resize=8):
@@ -110,14 +110,14 @@ def test_images_beside_class_folders_are_refused(tmp_path):
 
 def test_image_of_the_input_size_is_taken_as_it_is(tmp_path):
     pixels = picture(tmp_path / "x.png")
-    decoded = decode(tmp_path / "x.png", takes(resize=16))
+    decoded = decode_image(tmp_path / "x.png", takes(resize=16))
     assert decoded.dtype == torch.uint8
     assert np.array_equal(decoded.permute(1, 2, 0).numpy(), pixels)
 
 
 def test_larger_image_is_cropped_at_its_centre(tmp_path):
     pixels = picture(tmp_path / "x.png", (16, 12))
-    decoded = decode(tmp_path / "x.png", takes(resize=12))
+    decoded = decode_image(tmp_path / "x.png", takes(resize=12))
     assert np.array_equal(decoded.permute(1, 2, 0).numpy(), pixels[2:10, 4:12])
 
 
@@ -126,9 +126,9 @@ def test_image_is_resized_by_its_shorter_side_or_squashed(tmp_path):
     with Image.open(tmp_path / "x.png") as image:
         shorter = image.resize((20, 10), Image.Resampling.BILINEAR).crop((6, 1, 14, 9))
         squashed = image.resize((8, 8), Image.Resampling.BILINEAR)
-    decoded = decode(tmp_path / "x.png", takes(resize=10))
+    decoded = decode_image(tmp_path / "x.png", takes(resize=10))
     assert np.array_equal(decoded.permute(1, 2, 0).numpy(), np.asarray(shorter))
-    decoded = decode(tmp_path / "x.png", takes(resize=(8, 8)))
+    decoded = decode_image(tmp_path / "x.png", takes(resize=(8, 8)))
     assert np.array_equal(decoded.permute(1, 2, 0).numpy(), np.asarray(squashed))
 
 
@@ -137,20 +137,20 @@ def test_other_kinds_of_image_become_rgb_or_grey(tmp_path, mode):
     pixels = picture(tmp_path / "x.png")
     path = tmp_path / ("y.tif" if mode == "CMYK" else "y.png")
     Image.fromarray(pixels).convert(mode).save(path)
-    assert decode(path, takes(3)).shape == (3, 8, 8)
-    assert decode(path, takes(1)).shape == (1, 8, 8)
+    assert decode_image(path, takes(3)).shape == (3, 8, 8)
+    assert decode_image(path, takes(1)).shape == (1, 8, 8)
 
 
 def test_transparent_palette_gives_no_warning(tmp_path):
     image = Image.fromarray(picture(tmp_path / "x.png")).convert("P")
     image.save(tmp_path / "y.png", transparency=bytes(range(256)))
-    assert decode(tmp_path / "y.png", takes()).shape == (3, 8, 8)
+    assert decode_image(tmp_path / "y.png", takes()).shape == (3, 8, 8)
 
 
 def test_sixteen_bit_image_is_scaled_not_clipped(tmp_path):
     values = (np.arange(64, dtype=np.uint16) * 1000).reshape(8, 8)
     Image.fromarray(values).save(tmp_path / "x.png")
-    decoded = decode(tmp_path / "x.png", takes())
+    decoded = decode_image(tmp_path / "x.png", takes())
     assert np.abs(decoded[0].numpy() - values / 256).max() <= 1
 
 
@@ -161,19 +161,19 @@ def test_damaged_image_is_named(tmp_path):
     with pytest.raises(
         DataError, match=r"cut.png cannot be read as an image \(OSError"
     ):
-        decode(tmp_path / "cut.png", takes())
+        decode_image(tmp_path / "cut.png", takes())
     (tmp_path / "text.jpg").write_text("not an image")
     with pytest.raises(DataError, match="text.jpg cannot be read as an image"):
-        decode(tmp_path / "text.jpg", takes())
+        decode_image(tmp_path / "text.jpg", takes())
     (tmp_path / "empty.jpg").touch()
     with pytest.raises(DataError, match="empty.jpg cannot be read as an image"):
-        decode(tmp_path / "empty.jpg", takes())
+        decode_image(tmp_path / "empty.jpg", takes())
 
 
 def test_network_with_other_channels_cannot_take_images(tmp_path):
     picture(tmp_path / "x.png")
     with pytest.raises(DataError, match="net takes 5 channels, but images have 1 or 3"):
-        decode(tmp_path / "x.png", takes(5))
+        decode_image(tmp_path / "x.png", takes(5))
 
 
 def test_normalisation_is_that_of_the_network():
@@ -332,7 +332,7 @@ def test_data_by_name(model, monkeypatch):
         asked.append(more)
         return ompq.distilled_samples(*args, **more, steps=2)
 
-    monkeypatch.setattr("ompq.datasets.distilled_samples", quickly)
+    monkeypatch.setattr("ompq.datasets.distillation.distilled_samples", quickly)
     named = NamedModel(model, "net", SHAPE, (0.5,) * 3, (0.5,) * 3, 8)
     data = load_data("distilled", named, seed=3)
     assert data.name == "distilled" and len(data) == 128

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from ompq.grids import Grid, learned_step, rounded_to
 from ompq.layers import (
     ActivationQuantizer,
     QuantizedConv2d,
@@ -17,10 +18,8 @@ from ompq.layers import (
     quantized_layer,
     quantized_layers,
     replace_module,
-    rounded_to,
 )
-from ompq.quantizers import Grid, learned_step
-from ompq.ranges import search_weight
+from ompq.weight_ranges import search_weight
 
 LAYERS = [
     (nn.Linear(6, 4), (3, 6)),

@@ -13,13 +13,15 @@ import torch
 
 import ompq
 from nets import Chain, TinyMobileNet, TinyResNet, images, scenes, seeded, tokens
+from ompq.checkpoints import Checkpoint
 from ompq.errors import CheckpointError, SampleError
 from ompq.evaluation import logits_of
-from ompq.measurement import BlockLoss, Checkpoint, Meter, split
-from ompq.measurement.audits import random_allocation
+from ompq.lab.audits import random_allocation
+from ompq.measured_scores import BlockLoss
+from ompq.measurement import Meter, split
+from ompq.network.units import Choice
 from ompq.samples import Samples, kl_divergence
-from ompq.scores import score_name, score_table
-from ompq.units import Choice
+from ompq.scores.catalogue import score_name, score_table
 from tables import score_inputs
 
 

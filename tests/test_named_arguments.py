@@ -5,12 +5,12 @@ import torch
 from torch import nn
 
 from nets import scenes, seeded
-from ompq.integer import finalize
-from ompq.planner import PlanConfig, plan
-from ompq.quantization import quantize
-from ompq.reconstruction import ReconstructConfig, reconstruct
+from ompq.integer.finalization import finalize
+from ompq.planning import PlanConfig, plan
+from ompq.quantization.pipeline import quantize
+from ompq.reconstruction.block_loop import ReconstructConfig, reconstruct
 from ompq.reconstruction.rounding import RoundingConfig
-from ompq.report.charts import worst_histograms
+from ompq.report.histograms import layer_histograms
 
 
 class ByPosition(nn.Module):
@@ -47,7 +47,7 @@ def made(network, samples):
     stages = (rounded, better, finalize(better, samples))
     with torch.no_grad():
         logits = [stage(samples) for stage in stages]
-    return bits, logits, worst_histograms(better, network, bits, samples)
+    return bits, logits, layer_histograms(better, network, bits, samples)
 
 
 def test_names_and_positions_give_the_same_network():

@@ -13,7 +13,7 @@ from torchvision.models import VisionTransformer
 import ompq
 from nets import TinyMobileNet, images, scenes, seeded
 from ompq.offload import device_memory
-from ompq.quantization import quantization_of
+from ompq.quantization.record import quantization_of
 from ompq.reconstruction.descent import Descent
 from ompq.samples import call, evaluating
 

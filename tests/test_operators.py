@@ -5,8 +5,8 @@ from torch.nn import functional as F
 
 from nets import images, seeded
 from ompq.errors import QuantizationError
-from ompq.integer import lower
 from ompq.integer.arithmetic import CodeGrid, IntegerWeight
+from ompq.integer.lowering import lower
 from ompq.integer.operators import (
     OPERATORS,
     Average,

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from ompq.orthogonality import (
+from ompq.scores.orthogonality import (
     BatchProducts,
     debiased_products,
     gram_matrix,

@@ -9,8 +9,8 @@ from torch.nn import functional as F
 import ompq
 from nets import values
 from ompq.errors import QuantizationError
+from ompq.grids import Grid
 from ompq.layers import ActivationQuantizer, activation_quantizers, quantized_layers
-from ompq.quantizers import Grid
 from ompq.training.methods import ActivationRanges, with_outliers
 from training_script import toy
 

@@ -9,10 +9,11 @@ from torch import nn
 
 import ompq
 from nets import TinyMobileNet, TinyResNet, images, seeded, values
-from ompq.allocation import Allocation, reachable
+from ompq.allocation.infeasibility import reachable
+from ompq.allocation.problem import Allocation
 from ompq.costs import overhead_bytes, unit_bytes
 from ompq.errors import PlanError
-from ompq.units import Choice, Skipped
+from ompq.network.units import Choice, Skipped
 
 
 @pytest.fixture(scope="module")

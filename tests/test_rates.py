@@ -10,14 +10,10 @@ from torch.nn import functional as F
 
 import ompq
 from nets import TinyMobileNet, TinyResNet, demo_network, images, scenes, seeded, values
-from ompq.allocation import Allocation
+from ompq.allocation.problem import Allocation
 from ompq.costs import can_be_coded, coded_bytes
-from ompq.errors import QuantizationError
-from ompq.graph import bias_key, folded
-from ompq.layers import quantized_layers
-from ompq.models.builtin import demo_data
-from ompq.quantization import keep_rates, quantization_of
-from ompq.rates import (
+from ompq.entropy_coding.codec import encode
+from ompq.entropy_coding.rates import (
     PRICE,
     ZERO,
     between_codes,
@@ -29,15 +25,20 @@ from ompq.rates import (
     coded_weight,
     entropy,
     lowered_codes,
-    pulled_to,
+    pull_to,
     rate_curve,
     scale_multiples,
     to_multiples,
 )
-from ompq.scores import SCORES
-from ompq.scores.rounding_errors import rounded_weights
-from ompq.streams import encode
-from ompq.units import Choice
+from ompq.errors import QuantizationError
+from ompq.layers import quantized_layers
+from ompq.models.builtin_networks import demo_data
+from ompq.network.folding import fold_norm
+from ompq.network.graph import bias_key
+from ompq.network.units import Choice
+from ompq.quantization.record import keep_rates, quantization_of
+from ompq.scores.catalogue import SCORES
+from ompq.scores.weight_noise import rounded_weights
 from tables import score_inputs
 
 
@@ -127,7 +128,7 @@ def test_pulled_positions_round_to_their_codes():
     position = laplacian(1_000, 1.0)
     codes = cheapest_codes(position)
     assert (codes != position.round()).any()
-    pulled = pulled_to(codes, position)
+    pulled = pull_to(codes, position)
     assert torch.equal(pulled.round(), codes.float())
     inside = (position - codes).abs() < 0.49
     assert torch.equal(pulled[inside], position[inside])
@@ -268,11 +269,11 @@ def test_scores_see_the_folded_weight_rounded():
     unit = ompq.trace(network, images(1))["block1.conv2"]
     norm, conv = network.get_submodule(unit.norm), network.get_submodule(unit.name)
     [rounded] = rounded_weights(network, unit, [Choice(8, 8, rate=2.5)])
-    whole = folded(conv, norm)[0].detach()
+    whole = fold_norm(conv, norm)[0].detach()
     wanted = coded_weight(whole, rate_curve(whole).step(2.5))
     changed = copy.deepcopy(conv)
     changed.weight = torch.nn.Parameter(rounded)
-    torch.testing.assert_close(folded(changed, norm)[0].detach(), wanted)
+    torch.testing.assert_close(fold_norm(changed, norm)[0].detach(), wanted)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from nets import Chain, TinyMobileNet, TinyResNet, demo_network, images, scenes,
 from ompq import reconstruction
 from ompq.errors import CheckpointError, GoalError, PlanError, SampleError
 from ompq.measurement import Meter, refinement
-from ompq.models.builtin import demo_data
+from ompq.models.builtin_networks import demo_data
 from ompq.plans import refinement_summary
 
 BRIEF = ompq.RefineConfig(count=5, scores=("weight_noise",))

@@ -12,9 +12,9 @@ from contextlib import contextmanager
 
 import pytest
 
-from ompq.allocation import Allocation
-from ompq.costs import Budget
-from ompq.report import write_report
+from ompq.allocation.problem import Allocation
+from ompq.budgets import Budget
+from ompq.report.page import write_report
 from reports import CLOSING, HOSTILE, every_section, hostile_plan, toy_plan
 
 _ARGUMENTS = (

@@ -13,23 +13,23 @@ import torch
 import ompq
 from cli_tools import NETWORK, TRAINED_NETWORK, run, run_json
 from nets import TinyResNet, images, seeded
-from ompq.allocation import Allocation
+from ompq.allocation.problem import Allocation
 from ompq.cli import reproduction
 from ompq.cli.experiments import EXPERIMENTS, HALFWAY
 from ompq.cli.reproduced import draw, markdown
 from ompq.cli.reproduction import Bench, planned
-from ompq.datasets import load_data
+from ompq.datasets.named_data import load_data
 from ompq.errors import ModelError
-from ompq.graph import trace
-from ompq.models import NamedModel
-from ompq.models.builtin import CIFAR_NETWORKS
-from ompq.planner import PLAN_PROTOCOLS
-from ompq.quantization import quantization_of, with_quantization
-from ompq.results import Stages
+from ompq.models.builtin_networks import CIFAR_NETWORKS
+from ompq.models.named_models import NamedModel
+from ompq.network.graph import trace
+from ompq.network.units import Choice
+from ompq.planning import PLAN_PROTOCOLS
+from ompq.progress import Stages
+from ompq.quantization.record import quantization_of, with_quantization
 from ompq.samples import Samples
-from ompq.scores import Hessian
-from ompq.training.step import TRAIN_PROTOCOLS
-from ompq.units import Choice
+from ompq.scores.derivatives import Hessian
+from ompq.training.train_config import TRAIN_PROTOCOLS
 
 
 @pytest.fixture(scope="module")

@@ -11,16 +11,15 @@ import torch
 import ompq
 from nets import Chain, images, seeded
 from ompq.errors import MissingExtraError
-from ompq.report import audit_sections, render_report
-from ompq.results import (
+from ompq.report.page import audit_sections, render_report
+from ompq.sections import (
     Accuracy,
-    BlockError,
+    BlockErrorSection,
     Histogram,
-    data_frame,
-    html_table,
     sections_from_json,
     sections_to_json,
 )
+from ompq.tabular import data_frame, html_table
 from reports import every_section, toy_audit, toy_plan
 
 MODEL = seeded(Chain())
@@ -141,7 +140,7 @@ def test_numbers_that_cannot_be_are_refused():
     with pytest.raises(ValueError, match="float: top1=80.0 .* must be ascending"):
         Accuracy("float", 80.0, 75.0, 84.0, 10)
     with pytest.raises(ValueError, match="b1: errors nan and 1.0 must be finite"):
-        BlockError("b1", math.nan, 1.0)
+        BlockErrorSection("b1", math.nan, 1.0)
     with pytest.raises(ValueError, match="w: 2 counts and 2 edges; .* one edge more"):
         Histogram("w", (0.0, 1.0), (1, 2))
     with pytest.raises(ValueError, match="w: the edges must be ascending"):

@@ -9,14 +9,8 @@ import torch
 import ompq
 from nets import TinyResNet, scenes, seeded
 from ompq.errors import BudgetError, InfeasibleBudgetError, PlanError, ScoreError
-from ompq.measurement.rivals import (
-    ReinforceConfig,
-    _Agent,
-    _Judge,
-    _Ladder,
-    _Steps,
-)
-from ompq.models.builtin import CifarResNet, demo_data
+from ompq.lab.rivals import ReinforceConfig, _Agent, _Judge, _Ladder, _Steps
+from ompq.models.builtin_networks import CifarResNet, demo_data
 
 QUICK = ReinforceConfig(episodes=12, warmup=4)
 

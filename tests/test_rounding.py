@@ -7,9 +7,10 @@ from torch.nn import functional as F
 
 from nets import values
 from ompq.costs import coded_bytes
+from ompq.entropy_coding.codec import CodeModel
+from ompq.entropy_coding.rates import ZERO, code_bits, code_bytes
+from ompq.grids import Grid, like_weight
 from ompq.layers import quantized_layer
-from ompq.quantizers import Grid, like_weight
-from ompq.rates import ZERO, code_bits, code_bytes
 from ompq.reconstruction.rounding import (
     RoundingConfig,
     SoftRounding,
@@ -21,7 +22,6 @@ from ompq.reconstruction.rounding import (
     schedule,
     weight_of,
 )
-from ompq.streams import CodeModel
 
 
 def quantized(layer, bits=3, step=0.1):

@@ -16,15 +16,15 @@ import ompq
 from cli_tools import NETWORK, TRAINED_NETWORK, network_file, run, run_json
 from ompq import reconstruction, workflow
 from ompq.amounts import in_bytes
-from ompq.datasets import load_data
-from ompq.datasets.images import distilled_samples
+from ompq.datasets.distillation import distilled_samples
+from ompq.datasets.named_data import load_data
 from ompq.errors import FileError
 from ompq.evaluation import evaluate
 from ompq.files import locked_folder
-from ompq.models import load_model
-from ompq.packing import load
+from ompq.models.named_models import load_model
+from ompq.packed.packed_files import load
 from ompq.plans import Plan
-from ompq.quantization import quantization_of
+from ompq.quantization.record import quantization_of
 from ompq.workflow import whole_folder
 
 FAST = ("--samples", "16", "--iterations", "3")
@@ -211,7 +211,7 @@ def test_ctrl_c_before_the_first_block_leaves_nothing_to_resume(
     def stop(*_args, **_settings):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("ompq.workflow.quantize", stop)
+    monkeypatch.setattr("ompq.quantization.pipeline.quantize", stop)
     result = run("quantize", *net, *FAST, "--budget", "70%", "-o", tmp_path / "out")
     assert result.exit_code == 130
     assert result.stderr.endswith("stopped\n")
@@ -779,7 +779,7 @@ def test_a_network_is_quantized_without_any_data(tmp_path, monkeypatch):
     def quickly(*args, **more):
         return distilled_samples(*args, **more, steps=20)
 
-    monkeypatch.setattr("ompq.datasets.distilled_samples", quickly)
+    monkeypatch.setattr("ompq.datasets.distillation.distilled_samples", quickly)
     name, out = network_file(tmp_path, TRAINED_NETWORK), tmp_path / "out"
     words = ("quantize", name, "--data", "distilled", *FAST, "--budget", "70%")
     data = run_json(*words, "-o", out)

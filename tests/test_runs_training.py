@@ -14,8 +14,8 @@ from cli_tools import NETWORK, network_file, run, run_json
 from ompq import training as looping
 from ompq.cli.runs import TrainOptions
 from ompq.evaluation import evaluate
-from ompq.models import load_model
-from ompq.packing import load
+from ompq.models.named_models import load_model
+from ompq.packed.packed_files import load
 
 FAST = ("--no-reconstruct", "--samples", "16", "--epochs", "2", "--batch-size", "8")
 
@@ -78,7 +78,7 @@ def test_what_was_trained_can_be_evaluated_by_both_engines(net, finished):
     assert "simulated" in shown.stdout and "mean nothing" not in shown.stdout
     # Another way: the library loads the file and evaluates it.
     model = load_model(net[0])
-    from ompq.datasets import load_data
+    from ompq.datasets.named_data import load_data
 
     batches = load_data(net[2], model, split="test").batches()
     found = evaluate(load(packed, model.module), batches)

@@ -10,8 +10,9 @@ import pytest
 
 from cli_tools import network_file, run, run_json
 from ompq.cli.saved_plans import pareto_view
+from ompq.evaluation import Evaluation
 from ompq.plans import Plan
-from ompq.results import Evaluation, StageTime, sections_to_json
+from ompq.sections import StageTime, sections_to_json
 
 
 @pytest.fixture(scope="module")

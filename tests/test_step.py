@@ -7,17 +7,17 @@ import torch
 
 import ompq
 from ompq.costs import can_be_coded, coded_bytes
+from ompq.entropy_coding.rates import code_bits, code_bytes
 from ompq.errors import QuantizationError
+from ompq.grids import Grid
 from ompq.layers import ActivationQuantizer, quantized_layers
-from ompq.quantizers import Grid
-from ompq.rates import code_bits, code_bytes
+from ompq.network.units import Choice
 from ompq.training.step import (
     CodePenalty,
     cross_entropy,
     memory_layout,
     with_distillation,
 )
-from ompq.units import Choice
 from quantized import quantized
 from training_script import QUICK, state, toy
 

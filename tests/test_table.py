@@ -11,8 +11,8 @@ import torch
 import ompq
 from nets import TinyResNet, images, seeded
 from ompq.errors import FileError
-from ompq.measurement import SCORES, BlockLoss
-from ompq.scores import score_table
+from ompq.measured_scores import BlockLoss
+from ompq.scores.catalogue import SCORES, score_table
 from tables import score_inputs
 
 CHOICES = (ompq.Choice(2, 8), ompq.Choice(4, 8))

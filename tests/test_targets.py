@@ -8,9 +8,9 @@ import ompq
 from cli_tools import network_file, run, run_json
 from nets import TinyMobileNet, images, seeded, tokens
 from ompq.errors import PlanError, TargetError
-from ompq.planner import PlanConfig
+from ompq.network.units import Choice
+from ompq.planning import PlanConfig
 from ompq.targets import KINDS, Target, included_targets, load_target
-from ompq.units import Choice
 
 OPERATOR = {
     "weight_bits": [4, 8],

@@ -19,9 +19,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import ompq
 from ompq import training
+from ompq.checkpoints import read_checkpoint
 from ompq.errors import CheckpointError, DataError, MissingExtraError, TrainingError
-from ompq.files import read_checkpoint
-from ompq.training import Run
+from ompq.training.training_run import Run
 from training_script import CONFIG, QUICK, equal, made, state, toy
 
 HERE = Path(__file__).parent

@@ -6,10 +6,11 @@ from PIL import Image
 from torch import nn
 
 import ompq
-from ompq.datasets import HeldSet, ImageSet, load_data, training_data
+from ompq.datasets.named_data import load_data
+from ompq.datasets.training_sets import HeldSet, ImageSet, training_data
 from ompq.errors import DataError
-from ompq.models import NamedModel
-from ompq.training import TrainingData
+from ompq.models.named_models import NamedModel
+from ompq.training.training_batches import TrainingData
 
 
 def named(side: int, channels: int = 3, outputs: int = 2) -> NamedModel:

@@ -9,10 +9,10 @@ from torch import nn
 import ompq
 from nets import TinyResNet, images, scenes, seeded, tokens, values
 from ompq.layers import activation_quantizers, quantized_layers
-from ompq.reconstruction import ReconstructConfig, reconstruct
+from ompq.reconstruction.block_loop import ReconstructConfig, reconstruct
 from ompq.reconstruction.brecq import BrecqConfig
 from ompq.reconstruction.rounding import RoundingConfig
-from ompq.reconstruction.tuning import TuningConfig, output_error
+from ompq.reconstruction.tuning import TuningConfig, network_output_error
 
 ROUNDING = RoundingConfig(iterations=20, batch_size=16)
 UNTUNED = ReconstructConfig(rounding=ROUNDING, tuning=None)
@@ -63,7 +63,7 @@ def test_the_error_of_logits_is_their_divergence():
     output, target = values(4, 6, 3), values(4, 6, 3, seed=1)
     p, q = (softmax(t.numpy(), axis=2) for t in (target, output))
     wanted = rel_entr(p, q).sum(2).flatten()
-    np.testing.assert_allclose(output_error(output, target), wanted, rtol=1e-4)
+    np.testing.assert_allclose(network_output_error(output, target), wanted, rtol=1e-4)
 
 
 def test_the_error_of_single_numbers_is_squared():
@@ -72,7 +72,7 @@ def test_the_error_of_single_numbers_is_squared():
         (a - b) ** 2
         for a, b in zip(*(t[:, 0].tolist() for t in (output, target)), strict=True)
     ]
-    assert output_error(output, target).tolist() == pytest.approx(wanted)
+    assert network_output_error(output, target).tolist() == pytest.approx(wanted)
 
 
 def test_a_tuned_network_is_closer_to_the_float_one(narrow, untuned, tuned):

@@ -11,9 +11,10 @@ import ompq
 from nets import TinyMobileNet, scenes, seeded
 from ompq import results
 from ompq.errors import PlanError
-from ompq.integer import INTEGERS
+from ompq.integer.finalization import INTEGERS
 from ompq.plans import read_bits, unit_rows
-from ompq.results import Stages, sections_from_json
+from ompq.progress import Stages
+from ompq.sections import sections_from_json
 from ompq.workflow import Workflow, whole_folder
 
 MODEL, SAMPLES = seeded(TinyMobileNet()), scenes(32)

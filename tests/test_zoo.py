@@ -6,7 +6,7 @@ from torch import nn
 from torchvision import models
 
 import ompq
-from ompq.graph import trace
+from ompq.network.graph import trace
 
 # name, input size, expected: units, tied groups of more than one, blocks of more than
 # one unit. The expectations were counted from the architectures' definitions.

@@ -13,10 +13,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ompq.allocation import Allocation
-    from ompq.costs import Budget
-    from ompq.datasets import load_data, training_data
-    from ompq.datasets.images import distilled_samples, image_views
+    from ompq.allocation.problem import Allocation
+    from ompq.budgets import Budget
+    from ompq.datasets.distillation import distilled_samples
+    from ompq.datasets.images import image_views
+    from ompq.datasets.named_data import load_data
+    from ompq.datasets.training_sets import training_data
     from ompq.errors import (
         BudgetError,
         CheckpointError,
@@ -40,102 +42,97 @@ if TYPE_CHECKING:
         TraceError,
         TrainingError,
     )
-    from ompq.evaluation import Perplexity, evaluate
-    from ompq.graph import trace
-    from ompq.integer import IntegerNetwork, finalize
-    from ompq.measurement import BlockLoss, ReconstructionScore
-    from ompq.measurement.audits import Audit, AuditConfig, audit
-    from ompq.measurement.refinement import (
-        Goal,
-        RefineConfig,
-        Smallest,
-        SmallestConfig,
-        refine,
-        smallest,
-    )
-    from ompq.measurement.rivals import (
-        ReinforceConfig,
-        Widened,
-        one_bitwidth,
-        reinforce,
-    )
-    from ompq.models import load_model, with_linear_layers
+    from ompq.evaluation import Evaluation, Perplexity, evaluate
+    from ompq.export.onnx.onnx_files import export_onnx
+    from ompq.integer.engine import IntegerNetwork
+    from ompq.integer.finalization import finalize
+    from ompq.lab.audits import Audit, AuditConfig, audit
+    from ompq.lab.rivals import ReinforceConfig, Widened, one_bitwidth, reinforce
+    from ompq.measured_scores import BlockLoss, ReconstructionScore
+    from ompq.models.named_models import load_model, with_linear_layers
+    from ompq.network.graph import trace
+    from ompq.network.units import Choice, LayerGraph, Unit
     from ompq.offload import device_memory
-    from ompq.onnx.export import export_onnx
-    from ompq.packing import add_onnx, inspect_file, load, save
-    from ompq.planner import PLAN_PROTOCOLS, PlanConfig, plan
+    from ompq.packed.account import inspect_file
+    from ompq.packed.embedded_graph import unpack
+    from ompq.packed.packed_files import add_onnx, load, save
+    from ompq.parallel import distributed
+    from ompq.planning import PLAN_PROTOCOLS, PlanConfig, plan
     from ompq.plans import Plan
-    from ompq.processes import distributed
-    from ompq.quantization import QuantizeConfig, quantization_of, quantize
-    from ompq.reconstruction import ReconstructConfig, reconstruct
+    from ompq.quantization.pipeline import quantize
+    from ompq.quantization.quantize_config import QuantizeConfig
+    from ompq.quantization.record import quantization_of
+    from ompq.reconstruction.block_loop import ReconstructConfig, reconstruct
     from ompq.reconstruction.brecq import BrecqConfig
     from ompq.reconstruction.rounding import RoundingConfig
     from ompq.reconstruction.tuning import TuningConfig
-    from ompq.report import write_report
-    from ompq.report.charts import worst_histograms, write_figures
-    from ompq.results import Accuracy, Evaluation
+    from ompq.refinement import RefineConfig, refine
+    from ompq.report.figures import write_figures
+    from ompq.report.histograms import layer_histograms
+    from ompq.report.page import write_report
     from ompq.samples import Samples
-    from ompq.scores import (
-        Blend,
-        Fisher,
-        Gradient,
-        Hessian,
-        Orm,
-        OrmDistortion,
-        OrmSettings,
-        OrmShift,
-        OutputDivergence,
-        Random,
-        ScoreInputs,
-        Sensitivity,
-        SmallestFirst,
-        WeightNoise,
-    )
-    from ompq.skeleton import unpack
-    from ompq.training import train
-    from ompq.training.step import TRAIN_PROTOCOLS, TrainConfig
-    from ompq.units import Choice, LayerGraph, ScoreTable, Unit
+    from ompq.scores.derivatives import Fisher, Gradient, Hessian
+    from ompq.scores.orthogonality import Orm, OrmDistortion, OrmSettings, OrmShift
+    from ompq.scores.output_divergence import Blend, OutputDivergence
+    from ompq.scores.sensitivity import Sensitivity
+    from ompq.scores.table import Random, ScoreInputs, ScoreTable, SmallestFirst
+    from ompq.scores.weight_noise import WeightNoise
+    from ompq.sections import Accuracy
+    from ompq.smallest_network import Goal, Smallest, SmallestConfig, find_smallest
+    from ompq.training.train_config import TRAIN_PROTOCOLS, TrainConfig
+    from ompq.training.training_loop import train
 
 _HOMES = {
-    "ompq.allocation": "Allocation",
-    "ompq.costs": "Budget",
-    "ompq.datasets.images": "distilled_samples image_views",
-    "ompq.errors": "BudgetError CheckpointError DataError DeviceMemoryError "
-    "ExportError FileError GoalError InfeasibleBudgetError MissingExtraError "
-    "ModelError OmpqError PackedFileError PatternError PlanError ProcessError "
-    "QuantizationError SampleError ScoreError TargetError TraceError TrainingError",
-    "ompq.evaluation": "Perplexity evaluate",
-    "ompq.graph": "trace",
-    "ompq.integer": "IntegerNetwork finalize",
-    "ompq.onnx.export": "export_onnx",
-    "ompq.packing": "add_onnx inspect_file load save",
-    "ompq.planner": "PLAN_PROTOCOLS PlanConfig plan",
+    "ompq.allocation.problem": "Allocation",
+    "ompq.budgets": "Budget",
+    "ompq.datasets.distillation": "distilled_samples",
+    "ompq.datasets.images": "image_views",
+    "ompq.errors": "BudgetError CheckpointError DataError DeviceMemoryError ExportError "
+    "FileError GoalError InfeasibleBudgetError MissingExtraError ModelError "
+    "OmpqError PackedFileError PatternError PlanError ProcessError "
+    "QuantizationError SampleError ScoreError TargetError TraceError "
+    "TrainingError",
+    "ompq.evaluation": "Evaluation Perplexity evaluate",
+    "ompq.network.graph": "trace",
+    "ompq.integer.engine": "IntegerNetwork",
+    "ompq.integer.finalization": "finalize",
+    "ompq.export.onnx.onnx_files": "export_onnx",
+    "ompq.packed.packed_files": "add_onnx load save",
+    "ompq.packed.account": "inspect_file",
+    "ompq.planning": "PLAN_PROTOCOLS PlanConfig plan",
     "ompq.plans": "Plan",
-    "ompq.processes": "distributed",
-    "ompq.quantization": "QuantizeConfig quantization_of quantize",
-    "ompq.reconstruction": "ReconstructConfig reconstruct",
+    "ompq.parallel": "distributed",
+    "ompq.quantization.quantize_config": "QuantizeConfig",
+    "ompq.quantization.record": "quantization_of",
+    "ompq.quantization.pipeline": "quantize",
+    "ompq.reconstruction.block_loop": "ReconstructConfig reconstruct",
     "ompq.reconstruction.brecq": "BrecqConfig",
     "ompq.reconstruction.rounding": "RoundingConfig",
     "ompq.reconstruction.tuning": "TuningConfig",
-    "ompq.measurement": "BlockLoss ReconstructionScore",
-    "ompq.measurement.audits": "Audit AuditConfig audit",
-    "ompq.measurement.refinement": "Goal RefineConfig Smallest SmallestConfig refine "
-    "smallest",
-    "ompq.report": "write_report",
-    "ompq.report.charts": "worst_histograms write_figures",
-    "ompq.measurement.rivals": "ReinforceConfig Widened one_bitwidth reinforce",
+    "ompq.measured_scores": "BlockLoss ReconstructionScore",
+    "ompq.lab.audits": "Audit AuditConfig audit",
+    "ompq.smallest_network": "Goal Smallest SmallestConfig find_smallest",
+    "ompq.refinement": "RefineConfig refine",
+    "ompq.report.page": "write_report",
+    "ompq.report.histograms": "layer_histograms",
+    "ompq.report.figures": "write_figures",
+    "ompq.lab.rivals": "ReinforceConfig Widened one_bitwidth reinforce",
     "ompq.offload": "device_memory",
-    "ompq.models": "load_model with_linear_layers",
-    "ompq.datasets": "load_data training_data",
-    "ompq.results": "Accuracy Evaluation",
+    "ompq.models.named_models": "load_model with_linear_layers",
+    "ompq.datasets.named_data": "load_data",
+    "ompq.datasets.training_sets": "training_data",
+    "ompq.sections": "Accuracy",
     "ompq.samples": "Samples",
-    "ompq.units": "Choice LayerGraph ScoreTable Unit",
-    "ompq.scores": "Blend Fisher Gradient Hessian Orm OrmDistortion OrmSettings "
-    "OrmShift OutputDivergence Random ScoreInputs Sensitivity "
-    "SmallestFirst WeightNoise",
-    "ompq.skeleton": "unpack",
-    "ompq.training": "train",
-    "ompq.training.step": "TRAIN_PROTOCOLS TrainConfig",
+    "ompq.network.units": "Choice LayerGraph Unit",
+    "ompq.scores.table": "Random ScoreInputs ScoreTable SmallestFirst",
+    "ompq.scores.output_divergence": "Blend OutputDivergence",
+    "ompq.scores.derivatives": "Fisher Gradient Hessian",
+    "ompq.scores.orthogonality": "Orm OrmDistortion OrmSettings OrmShift",
+    "ompq.scores.sensitivity": "Sensitivity",
+    "ompq.scores.weight_noise": "WeightNoise",
+    "ompq.packed.embedded_graph": "unpack",
+    "ompq.training.training_loop": "train",
+    "ompq.training.train_config": "TRAIN_PROTOCOLS TrainConfig",
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names.split()}
 
@@ -214,8 +211,10 @@ __all__ = [
     "evaluate",
     "export_onnx",
     "finalize",
+    "find_smallest",
     "image_views",
     "inspect_file",
+    "layer_histograms",
     "load",
     "load_data",
     "load_model",
@@ -227,13 +226,11 @@ __all__ = [
     "refine",
     "reinforce",
     "save",
-    "smallest",
     "trace",
     "train",
     "training_data",
     "unpack",
     "with_linear_layers",
-    "worst_histograms",
     "write_figures",
     "write_report",
 ]

@@ -1,5 +1,5 @@
 """``python -m ompq``, for launchers such as torchrun."""
 
-from ompq.cli import app
+from ompq.cli.main import app
 
 app()

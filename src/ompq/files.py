@@ -6,34 +6,32 @@ read or written, so that commands which only read JSON start quickly.
 
 import errno
 import hashlib
-import importlib.util
 import json
-import math
 import os
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import MISSING, fields, is_dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast, get_args, get_origin
+from typing import TYPE_CHECKING, Any
 
-from ompq.errors import CheckpointError, FileError, OmpqError, shortened, suggestion
-from ompq.processes import is_main, wait_for_all
+from ompq.errors import FileError
+from ompq.parallel import is_main, wait_for_all
+from ompq.schema import parse_json
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
+
 
 # The files of a run.
 PLAN, PACKED, ONNX = "plan.json", "network.ompq.safetensors", "network.onnx"
 REPORT, RESULT, CONFIG = "report.html", "result.json", "config.toml"
 _METADATA = "ompq"  # the metadata entry of a safetensors file that holds our header
 _DIGEST = "sha256"
-_MAX_DIGITS = 19  # a signed 64-bit integer has no more
-_Record = TypeVar("_Record")  # a dataclass
+
 # What safetensors may raise when it reads a file with flipped bits.
 _DAMAGE = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError)
 
@@ -145,149 +143,6 @@ def write_text(path: str | Path, text: str) -> None:
         temporary.write_text(text, encoding="utf-8")
 
 
-def read_json(path: str | Path) -> Any:
-    """Read a JSON file; the message of a ValueError is meant to follow a colon."""
-    try:
-        return parse_json(Path(path).read_text(encoding="utf-8-sig"))
-    except FileNotFoundError as error:
-        raise ValueError("there is no such file") from error
-    except IsADirectoryError as error:
-        raise ValueError("it is a folder") from error
-    except OSError as error:
-        raise ValueError(f"it cannot be read ({error.strerror})") from error
-    except UnicodeDecodeError as error:
-        raise ValueError("it is not UTF-8 text") from error
-
-
-def parse_json(text: str) -> Any:
-    """Parse JSON whose numbers are finite and fit 64 bits; see :func:`read_json`."""
-    try:
-        data = json.loads(
-            text, parse_int=_integer, parse_float=_number, parse_constant=_number
-        )
-        if "\\ud" in text.lower():  # a lone surrogate cannot be encoded
-            json.dumps(data, ensure_ascii=False).encode()
-    except json.JSONDecodeError as error:
-        where = f"line {error.lineno}, column {error.colno}"
-        raise ValueError(f"it is not JSON ({error.msg} at {where})") from error
-    except RecursionError as error:
-        raise ValueError("it is nested too deeply") from error
-    except UnicodeEncodeError as error:
-        raise ValueError("it holds text that is not Unicode") from error
-    return data
-
-
-def _integer(digits: str) -> int:
-    count = len(digits.lstrip("-"))
-    if count > _MAX_DIGITS:
-        raise ValueError(
-            f"it holds an integer of {count} digits (limit: {_MAX_DIGITS})"
-        )
-    return int(digits)
-
-
-def _number(text: str) -> float:
-    value = float(text)
-    if not math.isfinite(value):
-        raise ValueError(f"it holds the number {text:.20}, which is not finite")
-    return value
-
-
-_LARGEST = 2**63 - 1  # the largest count a file may hold
-
-
-def json_object(value: Any, what: str) -> dict[str, Any]:
-    """Return a JSON object; like its siblings, raise a ValueError for anything else."""
-    if not isinstance(value, dict):
-        raise ValueError(f"{what} must be an object, not {_brief(value)}")
-    return value
-
-
-def json_list(value: Any, what: str, most: int = 2**20) -> list[Any]:
-    """Return a JSON list of at most ``most`` entries."""
-    if not isinstance(value, list) or len(value) > most:
-        raise ValueError(
-            f"{what} must be a list of at most {most:,} entries, not {_brief(value)}"
-        )
-    return value
-
-
-def json_text(value: Any, what: str) -> str:
-    """Return a JSON string."""
-    if not isinstance(value, str):
-        raise ValueError(f"{what} must be text, not {_brief(value)}")
-    return value
-
-
-def json_whole(value: Any, what: str, low: int = 0, high: int = _LARGEST) -> int:
-    """Return a whole number within limits."""
-    if type(value) is not int or not low <= value <= high:
-        raise ValueError(
-            f"{what} must be a whole number from {low} to {high}, not {_brief(value)}"
-        )
-    return value
-
-
-def json_number(value: Any, what: str) -> float:
-    """Return a finite number."""
-    if type(value) not in (int, float) or not -1e300 <= value <= 1e300:
-        raise ValueError(f"{what} must be a finite number, not {_brief(value)}")
-    return float(value)
-
-
-def json_table(value: Any, what: str, shape: tuple[int, ...]) -> list[Any]:
-    """Return nested lists of finite numbers, of a given shape."""
-    rows = json_list(value, what)
-    if len(rows) != shape[0]:
-        raise ValueError(f"{what} must have {shape[0]} entries, not {len(rows)}")
-    if len(shape) == 1:
-        return [json_number(entry, what) for entry in rows]
-    return [json_table(row, what, shape[1:]) for row in rows]
-
-
-def _brief(value: Any) -> str:
-    if isinstance(value, dict | list):
-        kind = "an object" if isinstance(value, dict) else "a list"
-        return f"{kind} of {len(value)} entries"
-    text = repr(value)
-    return text if len(text) <= 40 else f"{text[:36]}..."
-
-
-def json_flag(value: Any, what: str) -> bool:
-    """Return a JSON boolean."""
-    if not isinstance(value, bool):
-        raise ValueError(f"{what} must be true or false, not {_brief(value)}")
-    return value
-
-
-def json_record(kind: type[_Record], value: Any) -> _Record:
-    """Return a dataclass built from a JSON object after checking keys and types.
-
-    Fields may be ``str``, ``int`` (at least -1), ``float``, ``bool``, other such
-    dataclasses, or tuples of any length of one of these.
-    """
-    name = kind.__name__
-    given = json_object(value, name)
-    known = {field.name: field for field in fields(kind)}  # type: ignore[arg-type]
-    missing = [n for n, f in known.items() if f.default is MISSING and n not in given]
-    unknown = [key for key in given if key not in known]
-    if missing or unknown:
-        what, names = ("lacks", missing) if missing else ("has no field", unknown)
-        raise ValueError(f"{name} {what} {shortened(names):.200}")
-    return kind(**{n: _checked(one, n, known[n].type) for n, one in given.items()})
-
-
-def _checked(value: Any, what: str, kind: Any) -> Any:
-    if is_dataclass(kind):
-        return json_record(cast(type, kind), value)
-    if get_origin(kind) is tuple:
-        inner = get_args(kind)[0]
-        return tuple(_checked(one, what, inner) for one in json_list(value, what))
-    if kind is int:
-        return json_whole(value, what, -1)
-    return {str: json_text, float: json_number, bool: json_flag}[kind](value, what)
-
-
 def write_tensors(
     path: str | Path, header: Mapping[str, Any], tensors: "Mapping[str, Tensor]"
 ) -> None:
@@ -391,109 +246,3 @@ def tensors_digest(header: Any, tensors: "Mapping[str, Tensor | NDArray[Any]]") 
             tensor = tensor.reshape(-1).view(torch.uint8).numpy()
         digest.update(tensor.reshape(-1).view(np.uint8).data)
     return digest.hexdigest()
-
-
-def run_identity(settings: Any, tensors: "Iterable[Tensor]") -> str:
-    """Return a digest of everything that must match for a run to be resumed."""
-    digest = hashlib.sha256(json.dumps(settings).encode())
-    for tensor in tensors:
-        digest.update(tensor.detach().cpu().contiguous().numpy().tobytes())
-    return digest.hexdigest()
-
-
-def write_checkpoint(
-    path: str | Path,
-    tensors: "Mapping[str, Tensor]",
-    text: Mapping[str, str],
-    *,
-    kind: str,
-    identity: str,
-) -> None:
-    """Write a checkpoint that only runs of the same identity can resume."""
-    header = {"format": f"ompq-{kind}/2", "identity": identity, "text": dict(text)}
-    write_tensors(path, header, tensors)
-
-
-def read_checkpoint(
-    path: str | Path, *, kind: str, identity: str
-) -> "tuple[dict[str, Tensor], dict[str, str]]":
-    """Return the tensors and the text of a checkpoint."""
-    try:
-        header, tensors = read_tensors(path, f"ompq-{kind}/2")
-    except ValueError as error:
-        raise CheckpointError(
-            f"{path} is not a checkpoint of {kind}: {error}. Remove it to start over"
-        ) from error
-    if header["identity"] != identity:
-        raise CheckpointError(
-            f"{path} belongs to another run (another network, data or settings); "
-            "remove it, or use another path"
-        )
-    return tensors, header["text"]
-
-
-USER_MODULE = "ompq_user_"  # names of modules that are a user's files begin so
-_USER_FUNCTION = re.compile(r"(?P<file>.+\.py):(?P<function>\w+)")
-
-
-def is_user_function(name: str) -> bool:
-    """Return whether a name has the form ``file.py:function``."""
-    return _USER_FUNCTION.fullmatch(name) is not None
-
-
-def call_user_function(name: str, error_type: type[OmpqError]) -> Any:
-    """Run the user's file, call ``file.py:function`` and return its result.
-
-    An error of the given type is raised if the file or function is missing or fails.
-    """
-    function = user_function(name, error_type)
-    if not isinstance(function, type) and hasattr(function, "forward"):
-        kind, short = type(function).__name__, name.rpartition(":")[2]
-        raise error_type(
-            f"{name} is a {kind}, not a function; name a function that returns {short}"
-        )
-    with _importable(Path(name.rpartition(":")[0]).resolve().parent):
-        try:
-            return function()
-        except (Exception, SystemExit) as error:
-            raise error_type(f"{name} failed: {reason(error)}") from error
-
-
-def user_function(name: str, error_type: type[OmpqError]) -> Callable[..., Any]:
-    """Run the user's file and return the function that ``file.py:function`` names."""
-    file, _, short = name.rpartition(":")
-    path = Path(file).resolve()
-    if not path.is_file():
-        raise error_type(f"{name}: there is no file {file}")
-    spec = importlib.util.spec_from_file_location(f"{USER_MODULE}{path.stem}", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses and pickle look modules up by name
-    with _importable(path.parent):
-        try:
-            spec.loader.exec_module(module)
-        except (Exception, SystemExit) as error:
-            raise error_type(f"{name} failed: {reason(error)}") from error
-    function = getattr(module, short, None)
-    if not callable(function):
-        names = [key for key, value in vars(module).items() if callable(value)]
-        raise error_type(f"{file} has no function {short}{suggestion(short, names)}")
-    return function  # type: ignore[no-any-return]
-
-
-def reason(error: BaseException) -> str:
-    """Return an error's type and first line, shortened to 120 characters."""
-    first = next(iter(str(error).strip().splitlines()), "")
-    text = f"{type(error).__name__}: {first}" if first else type(error).__name__
-    return text if len(text) <= 120 else f"{text[:117]}..."
-
-
-@contextmanager
-def _importable(folder: Path) -> Iterator[None]:
-    """Let a file import the modules next to it, as when it is run as a script."""
-    sys.path.insert(0, str(folder))
-    try:
-        yield
-    finally:
-        if str(folder) in sys.path:  # the user's code may have changed sys.path
-            sys.path.remove(str(folder))

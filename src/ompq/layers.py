@@ -12,8 +12,7 @@ from torch.nn import functional as F
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 from ompq.errors import QuantizationError
-from ompq.graph import channel_axis, scaled_channels
-from ompq.quantizers import (
+from ompq.grids import (
     Grid,
     deployed,
     half_through,
@@ -23,7 +22,8 @@ from ompq.quantizers import (
     on_log_grid,
     rounded_to,
 )
-from ompq.recording import tensors_in, with_tensors
+from ompq.network.folding import channel_axis, scaled_channels
+from ompq.network.observation import tensors_in, with_tensors
 
 Size: TypeAlias = Sequence[int] | None
 

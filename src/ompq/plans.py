@@ -11,25 +11,17 @@ from typing import Any, cast, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from ompq.allocation import (
-    METHODS,
-    Allocation,
-    Explanation,
-    Method,
-    ParetoPoint,
-    Problem,
-    allocate,
-    explain,
-    halfway,
-    pareto,
-)
+from ompq.allocation.allocator import METHODS, Method, ParetoPoint, allocate, pareto
+from ompq.allocation.explanation import Explanation, explain
+from ompq.allocation.infeasibility import halfway
+from ompq.allocation.problem import Allocation, Problem
 from ompq.amounts import digits, in_bytes
+from ompq.bit_widths import FLOAT_BITS
+from ompq.budgets import Budget
+from ompq.cost_tables import Cost
 from ompq.costs import (
-    FLOAT_BITS,
     Accounting,
-    Budget,
     Bytes,
-    Cost,
     LatencyTable,
     cost_tables,
     latency_table,
@@ -38,27 +30,27 @@ from ompq.costs import (
     unit_bytes,
 )
 from ompq.errors import OmpqError, PlanError, check_known, shortened
-from ompq.files import (
+from ompq.files import library_version, write_text
+from ompq.network.units import (
+    Choice,
+    LayerGraph,
+    LiveTensor,
+    Skipped,
+    live_tensors_from_json,
+)
+from ompq.progress import Progress
+from ompq.schema import (
     json_list,
     json_number,
     json_object,
     json_table,
     json_text,
     json_whole,
-    library_version,
     read_json,
-    write_text,
 )
-from ompq.results import Progress, data_frame, html_table
+from ompq.scores.table import ScoreTable
+from ompq.tabular import data_frame, html_table
 from ompq.targets import Target
-from ompq.units import (
-    Choice,
-    LayerGraph,
-    LiveTensor,
-    ScoreTable,
-    Skipped,
-    live_tensors_from_json,
-)
 
 FORMAT = "ompq-plan/2"
 FORMATS = ("ompq-plan/1", FORMAT)  # ompq-plan/1 has the ORM as lists of numbers

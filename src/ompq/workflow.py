@@ -14,10 +14,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ompq.allocation import Allocation
-from ompq.costs import FLOAT_BITS, Budget
+from ompq.allocation.problem import Allocation
+from ompq.bit_widths import FLOAT_BITS
+from ompq.budgets import Budget
 from ompq.errors import ExportError, FileError, PackedFileError
-from ompq.evaluation import Metric, evaluate
+from ompq.evaluation import Evaluation, Metric, evaluate, wilson_interval
+from ompq.export.onnx.onnx_files import export_onnx
 from ompq.files import (
     CONFIG,
     ONNX,
@@ -28,43 +30,39 @@ from ompq.files import (
     library_version,
     write_text,
 )
-from ompq.integer import finalized
+from ompq.integer.finalization import finalized
 from ompq.measurement import Meter
-from ompq.measurement.refinement import (
-    Goal,
-    RefineConfig,
-    Smallest,
-    SmallestConfig,
-    refine,
-    smallest,
-)
-from ompq.onnx.export import export_onnx
-from ompq.packing import add_onnx, save
-from ompq.planner import Pin, PlanConfig, plan as make_plan
+from ompq.network.units import Choice
+from ompq.packed.packed_files import add_onnx, save
+from ompq.parallel import from_main, wait_for_all
+from ompq.planning import Pin, PlanConfig, plan as make_plan
 from ompq.plans import Plan
-from ompq.processes import from_main, wait_for_all
-from ompq.quantization import BlockError, QuantizeConfig, quantization_of, quantize
-from ompq.reconstruction import RECONSTRUCT_PROTOCOLS, ReconstructConfig, reconstruct
+from ompq.progress import Progress, Stages
+from ompq.quantization.pipeline import quantize
+from ompq.quantization.quantize_config import QuantizeConfig
+from ompq.quantization.record import BlockError, quantization_of
+from ompq.reconstruction.block_loop import (
+    RECONSTRUCT_PROTOCOLS,
+    ReconstructConfig,
+    reconstruct,
+)
 from ompq.reconstruction.brecq import BrecqConfig
-from ompq.report import write_report
-from ompq.report.charts import worst_histograms
-from ompq.results import (
+from ompq.refinement import RefineConfig, refine
+from ompq.report.histograms import layer_histograms
+from ompq.report.page import write_report
+from ompq.samples import Samples, SamplesLike
+from ompq.sections import (
     Accuracy,
-    BlockError as BlockSection,
-    Evaluation,
+    BlockErrorSection as BlockSection,
     Histogram,
     LayerEffect,
-    Progress,
     Remark,
     Section,
-    Stages,
     StageTime,
     Versions,
     sections_to_json,
-    wilson_interval,
 )
-from ompq.samples import Samples, SamplesLike
-from ompq.units import Choice
+from ompq.smallest_network import Goal, Smallest, SmallestConfig, find_smallest
 
 PLAN_SAMPLES, CALIBRATION_SAMPLES = 64, 1024  # as in the paper and in BRECQ
 ANYTHING = "32bits"  # a budget that every allocation meets
@@ -171,7 +169,7 @@ class Workflow:
         """Search for the smallest network that meets a goal."""
         config = SmallestConfig(reconstruct=learning)
         with self.stages.stage("searching") as progress:
-            return smallest(
+            return find_smallest(
                 base,
                 self.model,
                 self.samples,
@@ -255,7 +253,7 @@ class Workflow:
             evaluation=evaluation,
             seconds=self.stages.seconds,
             accuracies=() if evaluation is None else _accuracies(evaluation, plan),
-            histograms=worst_histograms(final, self.model, plan, self.samples),
+            histograms=layer_histograms(final, self.model, plan, self.samples),
             samples=self.samples.first(PLAN_SAMPLES),
         )
 

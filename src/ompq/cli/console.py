@@ -31,11 +31,12 @@ from rich.table import Column as RichColumn, Table
 from rich.text import Text
 
 from ompq.amounts import counted, digits, in_bytes, seconds as duration
-from ompq.costs import PURPOSES, readable
+from ompq.cost_tables import PURPOSES, readable
 from ompq.errors import shortened
+from ompq.evaluation import Evaluation
+from ompq.network.units import Skipped
 from ompq.plans import Plan, refinement_summary, unit_rows
-from ompq.results import Evaluation, Progress, Stages, silent
-from ompq.units import Skipped
+from ompq.progress import Progress, Stages, silent
 
 _LINE_SECONDS = 10.0  # time between lines of progress if there is no terminal
 _LOGGER = logging.getLogger("ompq")

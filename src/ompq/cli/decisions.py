@@ -10,8 +10,11 @@ from typing import Any
 import numpy as np
 import typer
 
-from ompq.allocation import Allocation, Problem, reachable
+from ompq.allocation.infeasibility import reachable
+from ompq.allocation.problem import Allocation, Problem
 from ompq.amounts import digits, in_bytes
+from ompq.bit_widths import FLOAT_BITS
+from ompq.budgets import Budget
 from ompq.cli.console import (
     Column,
     Console,
@@ -48,24 +51,17 @@ from ompq.cli.settings import (
     unknown_score,
     user_metrics,
 )
-from ompq.costs import FLOAT_BITS, Budget
-from ompq.datasets import load_data
+from ompq.datasets.named_data import load_data
+from ompq.export.onnx.onnx_sizes import file_costs
 from ompq.files import REPORT
-from ompq.measurement import SCORES
-from ompq.measurement.audits import (
-    Audit,
-    AuditConfig,
-    Measured,
-    audit as measure_scores,
-)
-from ompq.models import blank_input, output_count
-from ompq.onnx.sizes import file_costs
-from ompq.planner import unscored_problem
+from ompq.lab.audits import Audit, AuditConfig, Measured, audit as measure_scores
+from ompq.models.named_models import blank_input, output_count
+from ompq.network.units import Choice
+from ompq.planning import unscored_problem
 from ompq.plans import Plan, read_bits
-from ompq.report import audit_sections, write_report
+from ompq.report.page import audit_sections, write_report
 from ompq.samples import Samples
-from ompq.scores import score_name
-from ompq.units import Choice
+from ompq.scores.catalogue import SCORES, score_name
 from ompq.workflow import PLAN_SAMPLES, Workflow, whole_folder, write_result
 
 

@@ -10,44 +10,27 @@ import torch
 from rich.text import Text
 from torch import Tensor, nn
 
-from ompq.allocation import Allocation
+from ompq.allocation.problem import Allocation
 from ompq.amounts import in_bytes, percent
+from ompq.budgets import Budget
 from ompq.cli.console import Column, Console, Shown, View, facts, time_line
-from ompq.cli.options import (
-    check_writable,
-    number,
-    option,
-    output_path,
-)
-from ompq.costs import Budget
+from ompq.cli.options import check_writable, number, option, output_path
 from ompq.errors import InfeasibleBudgetError, OmpqError
+from ompq.evaluation import Evaluation, wilson_interval
+from ompq.export.onnx.onnx_files import ExportResult, export_onnx
 from ompq.files import ONNX, PACKED, PLAN, REPORT, RESULT
-from ompq.models import load_model
-from ompq.models.builtin import DemoData, DemoNetwork, demo_data
-from ompq.onnx.export import ExportResult, export_onnx
-from ompq.packing import Account, inspect_file, load, save
-from ompq.planner import PlanConfig
+from ompq.models.builtin_networks import DemoData, DemoNetwork, demo_data
+from ompq.models.named_models import load_model
+from ompq.packed.account import Account, inspect_file
+from ompq.packed.packed_files import load, save
+from ompq.planning import PlanConfig
 from ompq.plans import Plan, unit_rows
-from ompq.reconstruction import ReconstructConfig
+from ompq.progress import Bar, Stages, silent
+from ompq.reconstruction.block_loop import ReconstructConfig
 from ompq.reconstruction.rounding import RoundingConfig
-from ompq.results import (
-    Accuracy,
-    Agreement,
-    Bar,
-    Evaluation,
-    Remark,
-    Section,
-    Stages,
-    silent,
-    wilson_interval,
-)
 from ompq.samples import evaluating
-from ompq.workflow import (
-    Outcome,
-    Workflow,
-    whole_folder,
-    write_result,
-)
+from ompq.sections import Accuracy, AgreementSection, Remark, Section
+from ompq.workflow import Outcome, Workflow, whole_folder, write_result
 
 # Test set → batches of images (N, C, H, W) and targets (N,).
 Tests: TypeAlias = Mapping[str, list[tuple[Tensor, Tensor]]]
@@ -427,7 +410,9 @@ def _agreements(demo: Demo) -> list[Section]:
     packed = f"{in_bytes(demo.account.file_bytes)}, loaded again"
     same = "the same logits" if demo.same_logits else "OTHER logits: please report this"
     agreements: list[Section] = [
-        Agreement(PACKED, float(demo.same_logits), count, note=f"{packed}: {same}")
+        AgreementSection(
+            PACKED, float(demo.same_logits), count, note=f"{packed}: {same}"
+        )
     ]
     if demo.exported is None or demo.exported.engine is None:
         return agreements
@@ -439,7 +424,9 @@ def _agreements(demo: Demo) -> list[Section]:
         equal = one.codes_equal if one.codes else None
         furthest = one.codes_furthest if one.codes else None
         note = f"{size}, {runtime} against {against}"
-        agreements.append(Agreement(ONNX, one.top1, one.images, equal, furthest, note))
+        agreements.append(
+            AgreementSection(ONNX, one.top1, one.images, equal, furthest, note)
+        )
     return agreements
 
 

@@ -10,8 +10,10 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal
 
-from ompq.costs import FLOAT_BITS
-from ompq.scores import Hessian, Orm, OrmSettings, Random
+from ompq.bit_widths import FLOAT_BITS
+from ompq.scores.derivatives import Hessian
+from ompq.scores.orthogonality import Orm, OrmSettings
+from ompq.scores.table import Random
 from ompq.workflow import ANYTHING
 
 HALFWAY = "halfway"  # HAWQ-V3's medium limit on bit-operations, as the paper quotes it

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ompq.bit_widths import FLOAT_BITS
 from ompq.cli.experiments import Experiment, Row
-from ompq.costs import FLOAT_BITS
-from ompq.planner import PLAN_PROTOCOLS, PlanConfig
-from ompq.report.charts import (
+from ompq.planning import PLAN_PROTOCOLS, PlanConfig
+from ompq.report.figures import (
     draw_bars,
     draw_heat,
     legend_above,
@@ -20,10 +20,11 @@ from ompq.report.charts import (
     save_figure,
     styled_figure,
 )
-from ompq.training.step import TRAIN_PROTOCOLS
+from ompq.training.train_config import TRAIN_PROTOCOLS
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
 
 Results = Mapping[str, Any]
 _MARKS = "os^DvPX*"  # of the methods in a figure

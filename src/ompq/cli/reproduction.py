@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ompq.attention import with_layers
+from ompq.bit_widths import FLOAT_BITS
 from ompq.cli.console import Column, Console, View, say
 from ompq.cli.experiments import EXPERIMENTS, HALFWAY, Experiment, Row
 from ompq.cli.options import (
@@ -30,9 +30,10 @@ from ompq.cli.options import (
 )
 from ompq.cli.reproduced import draw, markdown
 from ompq.cli.settings import NetworkOptions, read_samples
-from ompq.costs import FLOAT_BITS, cost_tables
-from ompq.datasets import Batches, Data, load_data, training_data
-from ompq.datasets.images import distilled_samples
+from ompq.costs import cost_tables
+from ompq.datasets.distillation import distilled_samples
+from ompq.datasets.named_data import Batches, Data, load_data
+from ompq.datasets.training_sets import training_data
 from ompq.errors import (
     CheckpointError,
     InfeasibleBudgetError,
@@ -43,29 +44,27 @@ from ompq.errors import (
     suggestion,
 )
 from ompq.evaluation import is_class_indices
-from ompq.files import json_object, library_version, read_json, write_text
-from ompq.graph import trace
-from ompq.measurement import BlockLoss
-from ompq.measurement.rivals import ReinforceConfig, one_bitwidth, reinforce
-from ompq.models import NamedModel
-from ompq.models.builtin import CIFAR_NETWORKS
-from ompq.orthogonality import gram_matrix
-from ompq.planner import PLAN_PROTOCOLS, PlanConfig
+from ompq.files import library_version, write_text
+from ompq.lab.rivals import ReinforceConfig, one_bitwidth, reinforce
+from ompq.measured_scores import BlockLoss
+from ompq.models.builtin_networks import CIFAR_NETWORKS
+from ompq.models.named_models import NamedModel
+from ompq.network.attention import with_layers
+from ompq.network.graph import trace
+from ompq.network.observation import copied
+from ompq.network.units import Choice, select
+from ompq.planning import PLAN_PROTOCOLS, PlanConfig
 from ompq.plans import Plan
-from ompq.quantization import (
-    QUANTIZE_PROTOCOLS,
-    QuantizeConfig,
-    network_totals,
-    quantization_of,
-)
-from ompq.ranges import search_weight
-from ompq.recording import copied
-from ompq.results import Stages
+from ompq.progress import Stages
+from ompq.quantization.quantize_config import QUANTIZE_PROTOCOLS, QuantizeConfig
+from ompq.quantization.record import network_totals, quantization_of
 from ompq.samples import Samples, model_device
-from ompq.scores import Hessian, measure_orm
-from ompq.training import train
-from ompq.training.step import TRAIN_PROTOCOLS
-from ompq.units import Choice, select
+from ompq.schema import json_object, read_json
+from ompq.scores.derivatives import Hessian
+from ompq.scores.orthogonality import gram_matrix, measure_orm
+from ompq.training.train_config import TRAIN_PROTOCOLS
+from ompq.training.training_loop import train
+from ompq.weight_ranges import search_weight
 from ompq.workflow import (
     ANYTHING,
     CALIBRATION_SAMPLES,

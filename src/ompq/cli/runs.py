@@ -17,8 +17,9 @@ import torch
 import typer
 from torch import nn
 
-from ompq.allocation import Allocation
+from ompq.allocation.problem import Allocation
 from ompq.amounts import digits, in_bytes
+from ompq.budgets import Budget
 from ompq.cli.console import (
     Console,
     View,
@@ -54,49 +55,33 @@ from ompq.cli.settings import (
     read_samples,
     user_metrics,
 )
-from ompq.costs import Budget
-from ompq.datasets import Data, HeldSet, training_data
 from ompq.datasets.images import image_views
+from ompq.datasets.named_data import Data
+from ompq.datasets.training_sets import HeldSet, training_data
 from ompq.errors import BudgetError, DataError, PlanError, suggestion
 from ompq.evaluation import Metric, evaluate as measure
-from ompq.files import (
-    CONFIG,
-    ONNX,
-    PACKED,
-    PLAN,
-    REPORT,
-    RESULT,
-    is_user_function,
-    locked_folder,
-    read_json,
-    user_function,
-)
-from ompq.integer import IntegerNetwork
-from ompq.measurement.refinement import Goal, Smallest
-from ompq.models import NamedModel
-from ompq.packing import load, save
+from ompq.files import CONFIG, ONNX, PACKED, PLAN, REPORT, RESULT, locked_folder
+from ompq.integer.engine import IntegerNetwork
+from ompq.models.named_models import NamedModel
+from ompq.packed.packed_files import load, save
+from ompq.parallel import main_has
 from ompq.plans import Plan, read_bits
-from ompq.processes import main_has
-from ompq.quantization import (
-    QUANTIZE_PROTOCOLS,
-    BlockError,
-    QuantizeConfig,
-    quantization_of,
-)
-from ompq.reconstruction import ReconstructConfig
+from ompq.quantization.quantize_config import QUANTIZE_PROTOCOLS, QuantizeConfig
+from ompq.quantization.record import BlockError, quantization_of
+from ompq.reconstruction.block_loop import ReconstructConfig
 from ompq.reconstruction.brecq import BrecqConfig
 from ompq.reconstruction.rounding import RoundingConfig
 from ompq.reconstruction.tuning import TuningConfig
-from ompq.results import Remark
 from ompq.samples import model_device
-from ompq.training import (
-    TrainingData,
-    check_installed,
-    checked_length,
-    labelled,
-    train as learn,
-)
-from ompq.training.step import TRAIN_PROTOCOLS, Loss, TrainConfig
+from ompq.schema import read_json
+from ompq.sections import Remark
+from ompq.smallest_network import Goal, Smallest
+from ompq.training.step import Loss
+from ompq.training.train_config import TRAIN_PROTOCOLS, TrainConfig
+from ompq.training.training_batches import TrainingData, checked_length, labelled
+from ompq.training.training_loop import train as learn
+from ompq.training.training_run import check_installed
+from ompq.user_functions import is_user_function, user_function
 from ompq.workflow import (
     ANYTHING,
     CALIBRATION_SAMPLES,

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import numpy as np
 
 from ompq.amounts import counted, digits, in_bytes
+from ompq.budgets import Budget
 from ompq.cli.console import (
     Column,
     Console,
@@ -31,13 +32,16 @@ from ompq.cli.options import (
     option,
     output_path,
 )
-from ompq.costs import FILES, Budget
+from ompq.cost_tables import FILES
 from ompq.errors import PlanError, shortened
-from ompq.files import PLAN, RESULT, read_json
+from ompq.evaluation import Evaluation
+from ompq.files import PLAN, RESULT
+from ompq.network.units import Choice, select
+from ompq.packed.embedded_graph import unpack as unpack_file
 from ompq.plans import Plan
-from ompq.results import Accuracy, Evaluation, Progress, Section, sections_from_json
-from ompq.skeleton import unpack as unpack_file
-from ompq.units import Choice, select
+from ompq.progress import Progress
+from ompq.schema import read_json
+from ompq.sections import Accuracy, Section, sections_from_json
 
 # Cost → the column that its curve is sorted by.
 _COSTS = {
@@ -314,7 +318,7 @@ def _bits_columns(
 
 def write_comparison(page: Path, entries: Sequence[Entry], progress: Progress) -> None:
     """Write the first plan's report, in which the others can be compared with it."""
-    from ompq.report import write_report
+    from ompq.report.page import write_report
 
     first, *rest = entries
     sections = [
@@ -367,8 +371,8 @@ def report(
 
     A slider on the page shows what other budgets would give.
     """
-    from ompq.report import write_report
-    from ompq.report.charts import write_figures
+    from ompq.report.figures import write_figures
+    from ompq.report.page import write_report
 
     if page is None and figures is None:
         raise ValueError("nothing to write: give -o FILE, --figures DIR or both")

@@ -12,7 +12,10 @@ from typing import Annotated, Any, ClassVar, get_args
 import torch
 import typer
 
-from ompq.allocation import Allocation, Method
+from ompq.allocation.allocator import Method
+from ompq.allocation.problem import Allocation
+from ompq.bit_widths import FLOAT_BITS
+from ompq.budgets import Budget
 from ompq.cli.console import Console
 from ompq.cli.options import (
     REQUIRED,
@@ -25,23 +28,22 @@ from ompq.cli.options import (
     one_of,
     option,
 )
-from ompq.costs import FLOAT_BITS, Accounting, Budget, load_latency
-from ompq.datasets import Batches, Data, Split, load_data
+from ompq.costs import Accounting, load_latency
+from ompq.datasets.named_data import Batches, Data, Split, load_data
 from ompq.errors import DataError, ScoreError, suggestion
 from ompq.evaluation import METRICS, Metric
-from ompq.files import call_user_function, is_user_function, user_function
-from ompq.measurement import SCORES
-from ompq.measurement.refinement import RefineConfig
-from ompq.models import NamedModel, load_model
+from ompq.models.named_models import NamedModel, load_model
+from ompq.network.units import CODED_BITS, GROUP_SIZES, Choice
 from ompq.offload import device_memory
-from ompq.orthogonality import Decreasing
-from ompq.planner import PLAN_PROTOCOLS, Pin, PlanConfig
+from ompq.planning import PLAN_PROTOCOLS, Pin, PlanConfig
 from ompq.plans import Plan
+from ompq.refinement import RefineConfig
 from ompq.samples import Samples, model_device
-from ompq.scores import OrmSettings, Score, named_score, score_name
-from ompq.scores.orm import Granularity
+from ompq.scores.catalogue import SCORES, named_score, score_name
+from ompq.scores.orthogonality import Decreasing, Granularity, OrmSettings
+from ompq.scores.table import Score
 from ompq.targets import included_targets
-from ompq.units import CODED_BITS, GROUP_SIZES, Choice
+from ompq.user_functions import call_user_function, is_user_function, user_function
 from ompq.workflow import PLAN_SAMPLES, Workflow, paper_samples
 
 _DEVICES = ("auto", "cpu", "cuda")

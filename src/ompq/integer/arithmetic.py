@@ -9,10 +9,9 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from ompq.bit_widths import LARGEST_HALF_BITS, STRETCHED
 from ompq.errors import QuantizationError
-from ompq.quantizers import Grid, integer_weight
-from ompq.skeleton import STRETCHED
-from ompq.streams import LARGEST_HALF_BITS
+from ompq.grids import Grid, integer_weight
 
 Pair: TypeAlias = tuple[int, int]
 

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, TypeAlias
 import torch
 from torch import Tensor
 
-from ompq.costs import SUM_BITS
+from ompq.bit_widths import SUM_BITS
 from ompq.errors import QuantizationError
 from ompq.integer.arithmetic import (
     CodeGrid,

@@ -21,11 +21,11 @@ from ompq.layers import (
     activation_quantizers,
     quantized_layers,
 )
-from ompq.ranges import shrunk_tensor
-from ompq.reconstruction.blocks import BlockCache
+from ompq.progress import Progress
+from ompq.reconstruction.block_data import BlockCache
 from ompq.reconstruction.descent import Descent, Picked, kept_if_better, optimising
-from ompq.results import Progress
 from ompq.samples import Samples, attached, evaluating, run_batch
+from ompq.weight_ranges import shrunk_tensor
 
 ZETA, GAMMA = 1.1, -0.1  # ends of the stretched sigmoid
 _RANGE_SAMPLES = 64  # samples that activation ranges are calibrated on

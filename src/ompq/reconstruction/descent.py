@@ -9,10 +9,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ompq.processes import add_up, average
-from ompq.reconstruction.blocks import BlockCache
-from ompq.recording import detach_state, tensors_in, with_tensors
-from ompq.results import Progress
+from ompq.network.observation import detach_state, tensors_in, with_tensors
+from ompq.parallel import add_up, average
+from ompq.progress import Progress
+from ompq.reconstruction.block_data import BlockCache
 from ompq.samples import cudnn_kernels, evaluating, model_device
 
 _WARMUP_STEPS = 3  # eager steps before one is captured as a CUDA graph

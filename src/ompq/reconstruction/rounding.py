@@ -13,7 +13,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.conv import _ConvTransposeNd
 
+from ompq.bit_widths import LARGEST_BITS
 from ompq.costs import coded_bytes
+from ompq.entropy_coding.codec import CodeModel
+from ompq.entropy_coding.rates import (
+    ZERO,
+    code_bits,
+    code_bytes,
+    entropy,
+    lowered_codes,
+)
 from ompq.errors import check_counts
 from ompq.layers import (
     ActivationQuantizer,
@@ -23,19 +32,13 @@ from ompq.layers import (
     linear_map,
     quantized_layers,
 )
-from ompq.processes import average, copy_main, process_count, rank
-from ompq.quantization.channels import (
-    FOR_MOMENTS,
-    Runs,
-    channel_mean,
-    restore_moments,
-)
-from ompq.rates import ZERO, code_bits, code_bytes, entropy, lowered_codes
-from ompq.reconstruction.blocks import BlockCache, ChannelFisher
+from ompq.parallel import average, copy_main, process_count, rank
+from ompq.progress import Progress
+from ompq.quantization.moments import FOR_MOMENTS, Runs, channel_mean, restore_moments
+from ompq.reconstruction.block_data import BlockCache
+from ompq.reconstruction.block_fisher import ChannelFisher
 from ompq.reconstruction.descent import Descent, Picked, kept_if_better, optimising
-from ompq.results import Progress
 from ompq.samples import attached, evaluating, model_device
-from ompq.streams import LARGEST_BITS, CodeModel
 
 _LARGEST_RATE = 0.005  # grid steps per iteration; more overshoots in short runs
 # Longer runs lower the learning rates of scales and biases, so that these end no
@@ -170,7 +173,7 @@ def rounding_descent(
     def loss(picked: Picked, _row: Tensor) -> tuple[Tensor, Tensor]:
         with soft.used(*SoftWeights.apply(*soft.learned)):
             output = cache.call(block, _mixed(picked, config.float_inputs))
-        relative = output_error(output, picked, cache.channels) / error_before
+        relative = block_output_error(output, picked, cache.channels) / error_before
         return relative, relative
 
     def prepare(step: int, adam: torch.optim.Adam) -> None:
@@ -196,7 +199,7 @@ def rounding_descent(
     )
 
 
-def output_error(
+def block_output_error(
     output: Tensor, picked: Picked, channels: ChannelFisher | None
 ) -> Tensor:
     """Return the mean squared error of a block's output, weighed as the loss asks.

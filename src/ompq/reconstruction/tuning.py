@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from ompq.bit_widths import LARGEST_BITS
 from ompq.errors import check_counts
 from ompq.layers import (
     ActivationQuantizer,
@@ -19,13 +20,12 @@ from ompq.layers import (
     activation_quantizers,
     quantized_layers,
 )
-from ompq.processes import add_up, process_count, rank
-from ompq.reconstruction.blocks import BlockCache
+from ompq.parallel import add_up, process_count, rank
+from ompq.progress import Progress
+from ompq.reconstruction.block_data import BlockCache
 from ompq.reconstruction.descent import Descent, Picked, optimising
 from ompq.reconstruction.rounding import SoftRounding, SoftWeights, cache_runs
-from ompq.results import Progress
 from ompq.samples import class_rows, evaluating, kl_divergence, model_device
-from ompq.streams import LARGEST_BITS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +100,7 @@ def tune(
     def loss(picked: Picked, _row: Tensor) -> tuple[Tensor, Tensor]:
         with soft.used(*SoftWeights.apply(*soft.learned)):
             output = cache.call(network, picked.inputs)
-        error = output_error(output, picked.target).mean()
+        error = network_output_error(output, picked.target).mean()
         return error, error / max(before, torch.finfo(error.dtype).tiny)
 
     with optimising(network, seed):
@@ -127,7 +127,7 @@ def tune(
     return before, after
 
 
-def output_error(output: Tensor, target: Tensor) -> Tensor:
+def network_output_error(output: Tensor, target: Tensor) -> Tensor:
     """Return the KL divergence of each row of logits from the target's, (rows,).
 
     If rows have one number, which has no distribution, it is the squared error.
@@ -146,7 +146,7 @@ def _divergence(network: nn.Module, cache: BlockCache) -> tuple[float, int]:
         for index in cache.batches(cache.batch_size):
             inputs, target = cache.pick(index)
             output = cache.call(network, [t.to(device) for t in inputs])
-            found = output_error(output, target.to(device)).double()
+            found = network_output_error(output, target.to(device)).double()
             sums += torch.stack(
                 [found.sum(), *found.new_tensor([len(found), len(index)])]
             )

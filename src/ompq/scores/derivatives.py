@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ompq.costs import FLOAT_BITS
+from ompq.bit_widths import FLOAT_BITS
 from ompq.errors import SampleError
+from ompq.network.units import Unit, by_bits
 from ompq.samples import (
     Batch,
     Samples,
@@ -24,15 +25,9 @@ from ompq.samples import (
     model_device,
     to_device,
 )
-from ompq.scores.rounding_errors import (
-    check_weights_only,
-    divergence,
-    log_probabilities,
-    rounded_weights,
-    weight_table,
-)
-from ompq.scores.table import Needs, ScoreInputs
-from ompq.units import ScoreTable, Unit, by_bits
+from ompq.scores.output_divergence import divergence, log_probabilities
+from ompq.scores.table import Needs, ScoreInputs, ScoreTable
+from ompq.scores.weight_noise import check_weights_only, rounded_weights, weight_table
 
 # Inputs and their class numbers, (N,).
 LabelledBatches: TypeAlias = Iterable[tuple[Batch, Tensor]]

@@ -13,10 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ompq.costs import FLOAT_BITS
-from ompq.offload import visiting
-from ompq.ranges import elements_at_once
-from ompq.recording import (
+from ompq.bit_widths import FLOAT_BITS
+from ompq.network.observation import (
     Watch,
     function_name,
     is_linear_map,
@@ -24,6 +22,8 @@ from ompq.recording import (
     with_first_tensor,
     with_tensors,
 )
+from ompq.network.units import Choice, Table
+from ompq.offload import visiting
 from ompq.samples import (
     arguments,
     batch_length,
@@ -33,7 +33,7 @@ from ompq.samples import (
     to_device,
 )
 from ompq.scores.derivatives import differentiating, weighted_labels
-from ompq.scores.orm import (
+from ompq.scores.orthogonality import (
     ORM_BATCH,
     Grams,
     OrmResult,
@@ -41,15 +41,15 @@ from ompq.scores.orm import (
     measure_orm,
     sample_rows,
 )
-from ompq.scores.rounding_errors import (
+from ompq.scores.table import Needs, ScoreInputs, ScoreTable
+from ompq.scores.weight_noise import (
     QuickRounding,
     noise_ratios,
     noise_table,
     quickly_rounded,
     weight_choices,
 )
-from ompq.scores.table import Needs, ScoreInputs
-from ompq.units import Choice, ScoreTable, Table
+from ompq.weight_ranges import elements_at_once
 
 # Above this width errors are so small that the divergence follows the noise.
 _WIDEST_MEASURED = 4

@@ -1,0 +1,74 @@
+"""A genetic search, as BRECQ's."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ompq.allocation.problem import Columns, Program
+
+POPULATION, MUTATION, ROUNDS = 50, 0.1, 100  # as published by BRECQ
+PARENTS = 10  # not published; from the search that BRECQ builds on (Guo et al., 2020)
+Members = NDArray[np.intp]  # one allocation per row, (M, units)
+
+
+def evolved(program: Program, *, rounds: int = ROUNDS, seed: int = 0) -> Columns | None:
+    """Return the best allocation found by a genetic search, (units,).
+
+    The ten best so far are the parents. Half of each generation crosses two parents,
+    unit by unit; in the other half each unit of one parent mutates with probability
+    0.1. An allocation that exceeds a limit gets cheaper choices in random units until
+    it fits; BRECQ publishes neither this nor its number of parents. Returns None if
+    none could be made to fit.
+    """
+    generator = np.random.default_rng(seed)
+    shape = POPULATION, len(program.damage)
+    counts = program.allowed.sum(1)
+    options = np.argsort(~program.allowed, axis=1, kind="stable")  # allowed ones first
+
+    def random_members() -> Members:
+        places = (generator.random(shape) * counts).astype(np.intp)
+        return np.take_along_axis(options, places.T, 1).T
+
+    crossed = np.arange(POPULATION)[:, None] < POPULATION // 2
+    rate = np.where(crossed, 0.5, MUTATION)
+    parents = _best(program, _within_limits(program, random_members(), generator))
+    for _ in range(rounds if len(parents) else 0):
+        one, other = parents[generator.integers(len(parents), size=(2, POPULATION))]
+        changed = generator.random(shape) < rate
+        children = np.where(changed, np.where(crossed, other, random_members()), one)
+        children = _within_limits(program, children, generator)
+        parents = _best(program, np.concatenate([parents, children]))
+    return parents[0] if len(parents) else None
+
+
+def _best(program: Program, members: Members) -> Members:
+    """Return the distinct members of least damage, as the next parents."""
+    distinct = np.unique(members, axis=0)
+    damage = program.damage[np.arange(distinct.shape[1]), distinct].sum(1)
+    best: Members = distinct[np.argsort(damage, kind="stable")[:PARENTS]]
+    return best
+
+
+def _within_limits(
+    program: Program, members: Members, generator: np.random.Generator
+) -> Members:
+    """Lower random units until the limits are met; drop members that never do."""
+    rows, limits = program.rows, program.limits[:, None]
+    units = np.arange(members.shape[1])
+    used = rows[:, units, members].sum(2)  # (K, M)
+    order = generator.permuted(np.broadcast_to(units, members.shape), axis=1)
+    for unit in order.T:
+        over = np.flatnonzero((used > limits).any(0))
+        if not len(over):
+            break
+        own = unit[over]
+        now = rows[:, own, members[over, own]]  # (K, over)
+        after = (used[:, over] - now)[:, :, None] + rows[:, own]  # (K, over, C)
+        # Minimise the excess, then the damage.
+        excess = np.maximum(after - limits[:, :, None], 0).sum(0)
+        excess = np.where(program.allowed[own], excess, np.inf)
+        least = excess == excess.min(1, keepdims=True)
+        column = np.where(least, program.damage[own], np.inf).argmin(1)
+        members[over, own] = column
+        used[:, over] = after[:, np.arange(len(over)), column]
+    kept: Members = members[(used <= limits).all(0)]
+    return kept

@@ -1,0 +1,1 @@
+"""Codes of weights in few bytes: the entropy coder, packed bits, rates."""

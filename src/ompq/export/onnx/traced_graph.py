@@ -1,0 +1,569 @@
+"""Export of any network whose graph PyTorch can write, with integers where quantized.
+
+Weights are integers that a DequantizeLinear or, where no kernel multiplies integers, a
+product turns into floats. Activations are rounded by pairs of QuantizeLinear and
+DequantizeLinear. Everything else is float, and so are products with weights that have
+group-wise scales.
+"""
+
+import io
+import logging
+import re
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stderr
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from ompq.errors import ExportError, QuantizationError
+from ompq.export.onnx.weight_containers import (
+    ZERO_OF_UNSIGNED,
+    Array,
+    StoredWeight,
+    Unpacking,
+    as_tensor,
+    grid_names,
+)
+from ompq.grids import Grid, integer_weight, of_groups
+from ompq.integer.arithmetic import CodeGrid, IntegerWeight
+from ompq.integer.lowering import code_grid, input_names, output_names
+from ompq.layers import (
+    ActivationQuantizer,
+    LogQuantizer,
+    activation_quantizers,
+    plain_class,
+    quantized_layers,
+)
+from ompq.network.graph import bias_key
+from ompq.network.observation import copied, tensors_in
+from ompq.network.units import Unit
+from ompq.packed.format import broadcast_grid, quantized_units
+from ompq.quantization.record import quantization_of
+from ompq.samples import Samples, SamplesLike, call, evaluating, model_device, to_device
+
+_QUANTIZE, _DEQUANTIZE = "QuantizeLinear", "DequantizeLinear"
+_DOMAIN, _WEIGHT = "ompq", "Weight"  # placeholder node for a weight
+_MULTIPLIED = {"Conv", "Gemm", "MatMul"}  # computed by 8-bit kernels
+_BYTE, _LARGEST_CODE = 8, 255  # bits of a byte, and its largest value
+_BLOCKS_OPSET = 21  # the first in which blocks of a tensor have scales
+# In these nodes, runtimes move or clip the codes of their input.
+_MOVED = {"Reshape", "Transpose", "Flatten", "Squeeze", "Unsqueeze", "Identity"}
+_PASSED = _MOVED | {"MaxPool"}  # their output has the codes of their input
+_CLIPS = {"Relu", "Clip"}
+# Nodes that runtimes compute with integers, and nodes that compute nothing.
+_INTEGER = _MULTIPLIED | {"Add", "MaxPool", "AveragePool", "GlobalAveragePool"}
+_SILENT = _MOVED | {
+    "Cast", "Concat", "Constant", "ConstantOfShape", "Expand", "Gather", "Pad", "Range",
+    "Shape", "Slice", "Split", "Tile", _QUANTIZE, _DEQUANTIZE,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class TracedModel:
+    """The content of a file."""
+
+    model: Any
+    weights: tuple[StoredWeight, ...]
+    network: nn.Module  # with its biases rounded as in the file
+    floats: Mapping[str, int]  # kind of node that computes with floats → how many
+
+
+def traced_model(quantized: nn.Module, samples: SamplesLike, opset: int) -> TracedModel:
+    """Return the file of any quantized network.
+
+    Raises:
+        ExportError: PyTorch cannot write the network as ONNX, or the opset is too old
+            for group-wise scales.
+    """
+    record = quantization_of(quantized)
+    units, size = quantized_units(record), record.graph.group_size
+    if size and opset < _BLOCKS_OPSET:
+        raise ExportError(
+            f"groups of {size} weights have scales of their own, which opset={opset} "
+            f"cannot express: use {_BLOCKS_OPSET} or later"
+        )
+    network = copied(quantized).cpu()
+    for unit in units:
+        _hold(network, unit, opset)
+    for quantizer in activation_quantizers(network).values():
+        if not isinstance(quantizer, LogQuantizer):  # no ONNX node rounds like it
+            _mark(quantizer, opset)
+    written = _written(network, quantized, Samples.of(samples), opset)
+    rounded = copied(quantized)
+    state = rounded.state_dict()
+    sizes = [state[unit.parameter].numel() for unit in units]
+    graph = _Graph(written, Unpacking(opset, sizes))
+    stored = []
+    for unit in units:
+        bits = record.allocation[unit.name].weight
+        stored.append(graph.store(unit, *_codes(state, unit, bits)))
+    for unit in units:
+        if unit.name in graph.biases:
+            state[bias_key(unit)].copy_(graph.biases[unit.name])
+    graph.finish()
+    return TracedModel(graph.model, tuple(stored), rounded, graph.floats())
+
+
+def float_model(model: nn.Module, samples: SamplesLike, opset: int = 21) -> Any:
+    """Return the ONNX file of a float network, as PyTorch writes it."""
+    network = copied(model).cpu()
+    return _written(network, model, Samples.of(samples), opset)
+
+
+class _Held(nn.Module):
+    """A placeholder node for a weight, which holds its unit's name."""
+
+    def __init__(self, unit: str, opset: int) -> None:
+        super().__init__()
+        self.unit, self.opset = unit, opset
+
+    def forward(self, weight: Tensor) -> Any:
+        given: Any = {"dtype": weight.dtype, "shape": weight.shape}
+        kind, version = f"{_DOMAIN}::{_WEIGHT}", self.opset
+        node = torch.onnx.ops.symbolic
+        return node(kind, (), {"unit": self.unit}, version=version, **given)
+
+
+def _hold(network: nn.Module, unit: Unit, opset: int) -> None:
+    """Replace a unit's weight by a placeholder node, wherever it is read."""
+    weight = network.get_parameter(unit.parameter)
+    layer = quantized_layers(network).get(unit.name)
+    if layer is not None:
+        layer.check_uniform()
+        layer.__class__ = plain_class(layer)
+    for module in list(network.modules()):
+        for leaf, parameter in list(module.named_parameters(recurse=False)):
+            if parameter is weight:
+                held = _Held(unit.name, opset)
+                parametrize.register_parametrization(module, leaf, held, unsafe=True)
+                if isinstance(module, nn.RNNBase):
+                    module.register_forward_pre_hook(_read_weights)
+
+
+def _read_weights(module: Any, _args: Any) -> None:
+    """Update the list of weights that a recurrent layer keeps."""
+    module._flat_weights = [getattr(module, key) for key in module._flat_weights_names]
+
+
+class _Marked(ActivationQuantizer):
+    """Writes the ONNX nodes that round in the file."""
+
+    opset: int
+
+    def forward(self, x: Tensor) -> Any:
+        node: Any = partial(torch.onnx.ops.symbolic, shape=x.shape, version=self.opset)
+        grid = (self.get_buffer("step"), self.get_buffer("zero"))
+        codes = node(_QUANTIZE, (x, *grid), dtype=torch.uint8)
+        if self.bits < _BYTE:
+            ends = (self.get_buffer("low"), self.get_buffer("high"))
+            codes = node("Clip", (codes, *ends), dtype=torch.uint8)
+        return node(_DEQUANTIZE, (codes, *grid), dtype=torch.float32)
+
+
+def _mark(quantizer: ActivationQuantizer, opset: int) -> None:
+    grid = code_grid(quantizer)
+    quantizer.register_buffer("step", torch.tensor(grid.scale))
+    for name, code in (("zero", grid.zero_point), ("low", 0), ("high", grid.qmax)):
+        quantizer.register_buffer(name, torch.tensor(code, dtype=torch.uint8))
+    quantizer.__class__ = _Marked
+    cast(_Marked, quantizer).opset = opset
+
+
+def _written(
+    network: nn.Module, original: nn.Module, samples: Samples, opset: int
+) -> Any:
+    """Return the graph of a network that computes what the original does."""
+    if not hasattr(torch.onnx, "ops"):
+        raise ExportError(
+            f"PyTorch {torch.__version__} cannot write this network; PyTorch 2.8 or "
+            "newer is needed"
+        )
+    batch = samples.first_batch(2)
+    arguments = () if isinstance(batch, dict) else tuple(tensors_in(batch))
+    named = batch if isinstance(batch, dict) else {}
+    names = input_names(batch)
+    first = {0: torch.export.Dim("batch")}
+    try:
+        with evaluating(original):
+            outputs = call(original, to_device(batch, model_device(original)))
+        with evaluating(network), _quiet():
+            program: Any = torch.onnx.export(
+                network,
+                arguments,
+                None,
+                kwargs=named,
+                dynamo=True,
+                input_names=names,
+                output_names=output_names(outputs),
+                dynamic_shapes=dict.fromkeys(named, first) or (first,) * len(names),
+                opset_version=opset,
+                verbose=False,
+            )
+    except Exception as error:
+        reason = _plain(error)
+        raise ExportError(
+            f"PyTorch cannot write the network as ONNX: {reason}. A network whose "
+            "path depends on values, such as a detector, can be exported by the part "
+            "that takes a batch; --debug shows PyTorch's whole report"
+        ) from error
+    written = program.model_proto
+    _strip(written)
+    return written
+
+
+def _plain(error: Exception) -> str:
+    """Return the first sentence of an error, without colours."""
+    line = re.sub(r"\x1b\[[0-9;]*m", "", str(error)).strip().partition("\n")[0]
+    return line.partition(". This is step")[0].rstrip(".")
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence the exporter's own warnings and messages."""
+    names = ("torch.onnx", "torch.fx.experimental.symbolic_shapes")
+    levels = {logging.getLogger(name): logging.getLogger(name).level for name in names}
+    fast = torch.backends.mha.get_fastpath_enabled()
+    for logger in levels:
+        logger.setLevel(logging.ERROR)
+    # ONNX has no operator for the fused kernel of a whole attention.
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        # Where it fails, it prints all that it has traced: thousands of lines.
+        with warnings.catch_warnings(), redirect_stderr(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for logger, level in levels.items():
+            logger.setLevel(level)
+        torch.backends.mha.set_fastpath_enabled(fast)
+
+
+def _strip(model: Any) -> None:
+    """Remove traces of the machine that wrote it: stack traces, paths, comments."""
+    model.producer_name, model.producer_version = "ompq", ""
+    model.doc_string = ""
+    del model.metadata_props[:]
+    graph = model.graph
+    graph.name, graph.doc_string = "network", ""
+    del graph.metadata_props[:]
+    del graph.value_info[:]
+    for part in (graph.node, graph.initializer, graph.input, graph.output):
+        for one in part:
+            one.doc_string = ""
+            del one.metadata_props[:]
+
+
+def _codes(state: Mapping[str, Tensor], unit: Unit, bits: int) -> tuple[Tensor, Grid]:
+    """Return a unit's codes, and their grid, shaped to broadcast with them."""
+    scale, zero_point, weight = (
+        state[f"{unit.parameter}{name}"].detach().cpu()
+        for name in ("_scale", "_zero_point", "")
+    )
+    grid = broadcast_grid(Grid(scale, zero_point, bits), unit, weight.device)
+    return grid.quantize(weight), grid
+
+
+def _whole(codes: Tensor, grid: Grid) -> IntegerWeight:
+    """Return a weight as integers that give exactly its float values."""
+    values, factor = integer_weight(codes, grid.zero_point, grid.bits)
+    return IntegerWeight(
+        codes=codes,
+        bits=grid.bits,
+        unit=round(1 / factor),
+        offset=(grid.zero_point / factor).int(),
+        stretch=torch.ones((), dtype=torch.int32),
+        values=values,
+        scale=grid.scale * factor,
+        bias=torch.zeros((), dtype=torch.int32),
+    )
+
+
+class _Use(NamedTuple):
+    """A node that multiplies codes with a weight."""
+
+    node: Any
+    turned: Any  # the node that transposes the weight before it, or None
+    source: CodeGrid  # grid of the codes
+    step: str  # name of the constant that holds their scale
+
+
+class _Graph:
+    """The graph of a network while its weights are replaced by integers."""
+
+    def __init__(self, model: Any, unpacking: Unpacking) -> None:
+        self.model, self.unpacking = model, unpacking
+        self.nodes = list(model.graph.node)
+        self.made: list[Any] = []  # nodes that compute weights; they come first
+        self.constants: dict[str, Any] = {t.name: t for t in model.graph.initializer}
+        self.outputs = {output.name for output in model.graph.output}
+        self._share_grids()
+        self._drop_idle_relus()
+        self.producer = {name: node for node in self.nodes for name in node.output}
+        self.readers: dict[str, list[Any]] = {}
+        for node in self.nodes:
+            for name in node.input:
+                self.readers.setdefault(name, []).append(node)
+        self.multiplied: list[Any] = []  # nodes that 8-bit kernels compute
+        self.biases: dict[str, Tensor] = {}  # of units, rounded to whole steps
+        self.places: dict[str, list[Any]] = {}  # unit → placeholders of its weight
+        for node in self.nodes:
+            if node.domain == _DOMAIN:
+                unit = node.attribute[0].s.decode()
+                self.places.setdefault(unit, []).append(node)
+
+    def _share_grids(self) -> None:
+        """Name scales and zero points of activations by value, so they are shared."""
+        for node in self.nodes:
+            if node.op_type in (_QUANTIZE, _DEQUANTIZE, "Clip"):
+                for at, given in enumerate(node.input[1:], start=1):
+                    value = self._value(given)
+                    if value.dtype == np.uint8:
+                        kind = "code" if node.op_type == "Clip" else "zero"
+                        name = f"{kind}/{value:03d}"
+                    elif node.op_type != "Clip":
+                        name = grid_names(float(value), 0)[0]
+                    else:
+                        continue
+                    node.input[at] = self._constant(name, value)
+
+    def _drop_idle_relus(self) -> None:
+        """Remove each ReLU that reads values of a grid that begins at 0.
+
+        ONNX Runtime would remove it itself, find a convolution of codes with a float
+        weight, and round that weight to 8 bits in its own way.
+        """
+        positive = {
+            node.output[0]
+            for node in self.nodes
+            if node.op_type == _DEQUANTIZE and not self._value(node.input[2]).any()
+        }
+        idle = {
+            node.output[0]: node
+            for node in self.nodes
+            if node.op_type == "Relu" and node.input[0] in positive
+        }
+        for name in self.outputs & idle.keys():
+            del idle[name]
+        for node in self.nodes:
+            for at, name in enumerate(node.input):
+                if name in idle:
+                    node.input[at] = idle[name].input[0]
+        self.nodes = [n for n in self.nodes if n.output[0] not in idle]
+
+    def _value(self, name: str) -> Array:
+        from onnx import numpy_helper
+
+        value = self.constants[name]
+        array: Array = (
+            value if isinstance(value, np.ndarray) else numpy_helper.to_array(value)
+        )
+        return array
+
+    def _constant(self, name: str, value: Any) -> str:
+        self.constants[name] = value
+        return name
+
+    def _node(self, kind: str, inputs: list[str], output: str, **given: Any) -> str:
+        from onnx import helper
+
+        self.made.append(helper.make_node(kind, inputs, [output], **given))
+        return output
+
+    def store(self, unit: Unit, codes: Tensor, grid: Grid) -> StoredWeight:
+        """Replace the placeholders of a unit's weight by integers."""
+        name, places = unit.name, self.places.get(unit.name, [])
+        if not places:
+            raise ExportError(
+                f"{name}: its weight is not in the graph that PyTorch wrote; pin it to "
+                "32 bits to keep it float"
+            )
+        # The accumulator of an 8-bit kernel has one scale, so groups are not supported.
+        grouped = unit.group_size > 0 and grid.scale.shape == codes.shape
+        use = None if grouped else self._use(places)
+        weight = None if use is None else self._multiplied(unit, codes, grid, use)
+        if weight is None:
+            make = self._blocks if grouped else self._product
+            weight = make(unit, codes, grid)
+            for place in places:
+                self._node("Identity", [f"{name}/weight"], place.output[0])
+        own = {k: v for k, v in self.constants.items() if k.startswith(f"{name}/")}
+        return StoredWeight.of(name, weight, own)
+
+    def _product(self, unit: Unit, codes: Tensor, grid: Grid) -> IntegerWeight:
+        """Turn a weight into floats by a multiplication, which no runtime fuses."""
+        name, weight = unit.name, _whole(codes, grid)
+        self._unpack(name, weight)
+        if unit.kind == "transposed":
+            self._transposed(name, weight.scale.flatten().numpy())
+            return weight
+        self._node("Cast", [f"{name}/bytes"], f"{name}/levels", to=1)
+        given = [f"{name}/levels", f"{name}/scale"]
+        self._constant(f"{name}/scale", weight.scale.numpy())
+        self._node("Mul", given, f"{name}/weight")
+        return weight
+
+    def _transposed(self, name: str, scale: Array) -> None:
+        """Dequantize the weight and bias of a transposed convolution.
+
+        Between codes, ONNX Runtime would round float weights in its own way.
+        """
+        given = [
+            f"{name}/bytes",
+            self._constant(f"{name}/scale", scale),
+            self._constant(f"{name}/zeros", np.zeros(len(scale), np.int8)),
+        ]
+        self._node(_DEQUANTIZE, given, f"{name}/weight", axis=1)
+        [place, *others] = self.places[name]
+        node = None if others else self._reader(place)
+        source = None if node is None else self._dequantized(node.input[0])
+        shift = node.input[2] if node is not None and len(node.input) > 2 else ""
+        if node is None or source is None or shift not in self.constants:
+            return
+        bias = self._value(shift)
+        # The channels of all groups have the same scales.
+        step = np.resize(scale, len(bias)) * np.float32(self._value(source.input[1]))
+        codes = np.rint(bias / step).astype(np.int32)
+        self.biases[name] = torch.from_numpy(codes * step)
+        given = [
+            self._constant(f"{name}/bias", codes),
+            self._constant(f"{name}/unit", step),
+        ]
+        node.input[2] = self._node(_DEQUANTIZE, given, f"{name}/shift", axis=0)
+
+    def _blocks(self, unit: Unit, codes: Tensor, grid: Grid) -> IntegerWeight:
+        """Dequantize a weight whose groups have scales and zero points."""
+        name, size = unit.name, unit.group_size
+        # Codes are stored as they are, around the middle one.
+        middle = torch.full((1, 1), float(1 << (grid.bits - 1)))
+        weight = _whole(codes, replace(grid, zero_point=middle))
+        weight = replace(weight, scale=of_groups(weight.scale, size))
+        zeros = of_groups(grid.zero_point - middle, size) * weight.unit
+        self._unpack(name, weight)
+        given = [
+            f"{name}/bytes",
+            self._constant(f"{name}/scale", weight.scale.numpy()),
+            self._constant(f"{name}/zeros", zeros.to(torch.int8).numpy()),
+        ]
+        self._node(_DEQUANTIZE, given, f"{name}/weight", axis=1, block_size=size)
+        return weight
+
+    def _use(self, places: Sequence[Any]) -> _Use | None:
+        """Return the 8-bit multiplication with a weight, if it is its only use."""
+        node, turned = self._reader(places[0]) if len(places) == 1 else None, None
+        if node is not None and node.op_type == "Transpose":
+            node, turned = self._reader(node), node
+        if node is None or node.op_type not in _MULTIPLIED or self._scaled(node):
+            return None
+        source = self._dequantized(node.input[0])
+        if source is None or (node.op_type == "Conv" and not self._rounded(node)):
+            return None
+        step, zero = source.input[1:3]
+        clip = self.producer[source.input[0]]
+        highest = (
+            self._value(clip.input[2]) if clip.op_type == "Clip" else _LARGEST_CODE
+        )
+        bits = int(highest).bit_length()
+        grid = CodeGrid(float(self._value(step)), int(self._value(zero)), bits)
+        return _Use(node, turned, grid, step)
+
+    def _reader(self, node: Any) -> Any:
+        """Return the only node that reads a node's output, or None."""
+        found = self.readers.get(node.output[0], [])
+        alone = len(found) == 1 and node.output[0] not in self.outputs
+        return found[0] if alone else None
+
+    def _scaled(self, node: Any) -> bool:
+        """Whether a Gemm does more than multiply and add."""
+        return any(
+            one.name in ("alpha", "beta") and one.f != 1 for one in node.attribute
+        )
+
+    def _dequantized(self, name: str) -> Any:
+        """Return the node that dequantizes a tensor, before any moves; or None."""
+        node = self.producer.get(name)
+        while node is not None and node.op_type in _PASSED:
+            node = self.producer.get(node.input[0])
+        return node if node is not None and node.op_type == _DEQUANTIZE else None
+
+    def _rounded(self, node: Any) -> bool:
+        """Whether every consumer of a node's output quantizes it."""
+        readers = self.readers.get(node.output[0], [])
+        if len(readers) == 1 and readers[0].op_type in _CLIPS:
+            return self._rounded(readers[0])
+        return bool(readers) and all(each.op_type == _QUANTIZE for each in readers)
+
+    def _multiplied(
+        self, unit: Unit, codes: Tensor, grid: Grid, use: _Use
+    ) -> IntegerWeight | None:
+        """Store a weight and its bias for an 8-bit kernel; None if it cannot be."""
+        name, (node, turned, source, step) = unit.name, use
+        shift = node.input[2] if len(node.input) > 2 else ""
+        bias = torch.tensor(self._value(shift)) if shift in self.constants else None
+        if shift and (bias is None or bias.shape != (len(codes),)):
+            return None
+        try:
+            weight = IntegerWeight.of(codes, grid, bias, source)
+        except QuantizationError:  # its sums may exceed 32 bits
+            return None
+        unsigned = bool(weight.pair_excess(source).max() > 1)
+        self._unpack(name, weight, unsigned=unsigned)
+        kind, zero = (np.uint8, ZERO_OF_UNSIGNED) if unsigned else (np.int8, 0)
+        scale = self._constant(f"{name}/scale", weight.scale.numpy().astype(np.float32))
+        zeros = self._constant(f"{name}/zeros", np.full(len(codes), zero, kind))
+        place, (given,) = f"{name}/bytes", self.places[name]
+        if turned is not None:
+            place = self._node("Transpose", [place], f"{name}/turned")
+            self.nodes.remove(turned)
+            given = turned
+        axis = int(turned is not None)
+        self._node(_DEQUANTIZE, [place, scale, zeros], given.output[0], axis=axis)
+        self.multiplied.append(node)
+        if bias is not None:
+            self.biases[name] = weight.bias * weight.scale * source.scale
+            self._constant(f"{name}/bias", weight.bias.numpy())
+            self._node("Mul", [step, scale], f"{name}/unit")
+            inputs = [f"{name}/bias", f"{name}/unit"]
+            node.input[2] = self._node(_DEQUANTIZE, inputs, f"{name}/shift", axis=0)
+        return weight
+
+    def _unpack(
+        self, name: str, weight: IntegerWeight, *, unsigned: bool = False
+    ) -> None:
+        arrays, nodes = self.unpacking.store(name, weight, unsigned=unsigned)
+        self.constants |= arrays
+        self.made += nodes
+
+    def finish(self) -> None:
+        """Move the new nodes and constants into the graph."""
+        graph = self.model.graph
+        nodes = [*self.made, *(n for n in self.nodes if n.domain != _DOMAIN)]
+        del graph.node[:], graph.initializer[:]
+        graph.node.extend(nodes)
+        read = {name for node in nodes for name in node.input} | self.outputs
+        graph.initializer.extend(
+            as_tensor(name, value)
+            for name, value in self.constants.items()
+            if name in read
+        )
+        kept = [each for each in self.model.opset_import if each.domain != _DOMAIN]
+        del self.model.opset_import[:]
+        self.model.opset_import.extend(kept)
+
+    def floats(self) -> Counter[str]:
+        """Count the nodes that compute with floats, by kind."""
+        return Counter(node.op_type for node in self.nodes if self._is_float(node))
+
+    def _is_float(self, node: Any) -> bool:
+        if node.op_type in _CLIPS:  # the grid of its codes clips as well
+            node = self.producer.get(node.input[0], node)
+        if node.op_type in _SILENT or node.domain == _DOMAIN or node in self.multiplied:
+            return False
+        read = [name for name in node.input if name and name not in self.constants]
+        return node.op_type not in _INTEGER or None in map(self._dequantized, read)

@@ -1,0 +1,1 @@
+"""What a researcher needs and an engineer does not."""

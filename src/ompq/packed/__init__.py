@@ -1,0 +1,1 @@
+"""Packed files: the small network on disk."""

@@ -1,0 +1,610 @@
+"""The packed file: safetensors with codes, numbers and a small structure.
+
+Version 3 has these tensors:
+
+- ``codes`` (uint8): the weights' streams, their zero points, and buffers that are not
+  float32.
+- ``numbers`` (float32): scales, biases, scales and zero points of activations, and what
+  stays float.
+- ``structure`` (uint8): deflated JSON that names everything, in columns.
+- ``multiples`` (uint8), if any: scales that are multiples of one number.
+- ``halves`` (float16), if any: biases that 16 bits hold without loss.
+- ``graph`` (uint8), if any: an ONNX file; see :mod:`ompq.skeleton`.
+
+In files with entropy-coded streams, multiples and halves are compressed if that is
+smaller, and then called ``multiples.lzma`` and ``halves.lzma``. Version 2, which has
+its multiples in ``codes``, and version 1, which ompq 0.1 wrote, are also read.
+"""
+
+import json
+import zlib
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from enum import IntFlag
+from itertools import accumulate, chain, pairwise
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ompq.allocation.problem import Allocation
+from ompq.bit_widths import FLOAT_BITS, LARGEST_HALF_BITS, WIDTHS
+from ompq.entropy_coding.bit_packing import stream_length, unpack_bits
+from ompq.entropy_coding.codec import decode, encode
+from ompq.entropy_coding.compressed_bytes import (
+    SQUEEZABLE,
+    SQUEEZED,
+    squeezed,
+    with_squeezed,
+)
+from ompq.entropy_coding.rates import multiplied, scale_multiples, to_multiples
+from ompq.errors import OmpqError, PackedFileError
+from ompq.files import read_tensors, write_tensors
+from ompq.grids import STREAM_BITS, Grid, like_weight
+from ompq.network.graph import stored_dtype
+from ompq.network.units import Choice, LayerGraph, Skipped, Unit
+from ompq.packed.embedded_graph import (
+    GRAPH,
+    PACKED_FORMAT,
+    SECOND_FORMAT,
+    Place,
+    StoredUnit,
+)
+from ompq.quantization.activation_sites import ActivationSite, Link
+from ompq.quantization.equalization import Equalized
+from ompq.quantization.products import OPERANDS
+from ompq.quantization.record import BlockError, Quantization
+from ompq.schema import (
+    json_list,
+    json_object,
+    json_record,
+    json_text,
+    json_whole,
+    parse_json,
+)
+
+FORMAT = PACKED_FORMAT
+_OLDEST = "ompq-packed/1"
+_LARGEST_STRUCTURE = 1 << 26  # bytes; inflating it must not fill the memory
+_LONGEST_TEXT = 1000  # characters of a name in it
+# What reading data of the wrong kind raises.
+_WRONG = (AttributeError, LookupError, OverflowError, TypeError, ValueError)
+_BROKEN = (*_WRONG, OmpqError, RuntimeError, zlib.error)  # RecursionError among them
+
+
+class Encoding(IntFlag):
+    """How a unit is stored; no flag is set for fixed widths without groups."""
+
+    CODED = 1  # its stream is entropy-coded
+    MULTIPLES = 2  # its scales are bytes times one number
+    CENTRED = 4  # all zero points are the middle code, and not stored
+    HALF_BIASES = 8  # its biases are stored in 16 bits
+
+
+_FIXED = Encoding(0)
+
+
+@dataclass(frozen=True, eq=False)
+class PackedUnit:
+    """One unit as the file stores it."""
+
+    unit: Unit
+    # Scale and zero point of each output channel, (C,), or of each group, (C, G).
+    grid: Grid
+    stream: Tensor  # its codes, uint8, (ceil(weights * bits / 8),) unless coded
+    bias: Tensor | None  # its bias, float32, or None
+    encoding: Encoding = _FIXED
+
+    def compact(self, *, coded: bool) -> "PackedUnit":
+        """Return the unit stored in fewer bytes, where possible, without loss."""
+        grid, bias = self.grid, self.bias
+        found = {
+            Encoding.MULTIPLES: to_multiples(grid.scale).equal(grid.scale),
+            Encoding.CENTRED: (grid.zero_point == _middle(grid.bits)).all(),
+            Encoding.HALF_BIASES: bias is not None
+            and torch.equal(bias.half().float(), bias),
+        }
+        encoding = Encoding(sum(flag for flag, holds in found.items() if holds))
+        if not coded:
+            return replace(self, encoding=encoding)
+        stream = _byte_tensor(encode(self.codes.numpy()))
+        if stream.numel() < self.stream.numel():
+            return replace(self, stream=stream, encoding=encoding | Encoding.CODED)
+        return replace(self, encoding=encoding)
+
+    @property
+    def codes(self) -> Tensor:
+        """Its codes, uint8, in the shape of the weight."""
+        shape = self.unit.weight_shape
+        stream = self.stream.numpy()
+        if Encoding.CODED in self.encoding:
+            return torch.from_numpy(decode(stream.tobytes(), shape))
+        return torch.from_numpy(unpack_bits(stream, self.grid.bits, shape))
+
+    @property
+    def scales(self) -> Tensor:
+        """Its scales as they are stored, or the number they are multiples of, (1,)."""
+        if Encoding.MULTIPLES in self.encoding:
+            return scale_multiples(self.grid.scale)[0]
+        return self.grid.scale
+
+    @property
+    def multiples(self) -> Tensor:
+        """The stored multiples of its scales, uint8, one each or none."""
+        found = scale_multiples(self.grid.scale)[1]
+        return found if Encoding.MULTIPLES in self.encoding else found[:0]
+
+    @property
+    def zero_points(self) -> Tensor:
+        """Its zero points as they are stored, uint8, one each or none."""
+        steps = (self.grid.zero_point / zero_step(self.grid.bits)).to(torch.uint8)
+        return steps[:0] if Encoding.CENTRED in self.encoding else steps
+
+    @property
+    def biases(self) -> Tensor:
+        """Its biases as they are stored, (O,) or (0,)."""
+        if self.bias is None:
+            return torch.empty(0)
+        return self.bias.half() if Encoding.HALF_BIASES in self.encoding else self.bias
+
+
+def _middle(bits: int) -> float:
+    return float(1 << (bits - 1))
+
+
+@dataclass(frozen=True, eq=False)
+class Contents:
+    """All that a packed file holds."""
+
+    record: Quantization  # units, bits and activation sites
+    units: tuple[PackedUnit, ...]  # the units that are quantized, in order
+    activations: tuple[Grid, ...]  # the grid of each site
+    # What is not quantized, by its key in the ``state_dict``.
+    state: Mapping[str, Tensor]
+    about: Mapping[str, Any]  # ``network``, ``versions`` and ``plan``: plain data
+    graph: bytes = b""  # the ONNX file in it, as ompq.skeleton makes it
+    # Bytes of compressed vectors in the file that was read, by name.
+    squeezed: Mapping[str, int] = field(default_factory=dict)
+
+
+def quantized_units(record: Quantization) -> list[Unit]:
+    """Return the units that do not stay float."""
+    bits = record.allocation
+    return [u for u in record.graph.units if bits[u.name].weight < FLOAT_BITS]
+
+
+def zero_step(bits: int) -> float:
+    """Return the number that zero points of weights are multiples of."""
+    return 0.5 if bits <= LARGEST_HALF_BITS else 1.0
+
+
+def channel_axis_of(unit: Unit) -> int:
+    """Return the axis of a unit's weight along which scales differ."""
+    return 1 if unit.kind == "transposed" else 0
+
+
+def broadcast_grid(grid: Grid, unit: Unit, device: torch.device) -> Grid:
+    """Return a grid of (C,) or (C, G) shaped to broadcast with the unit's weight."""
+    group_size = unit.group_size if grid.scale.dim() == 2 else 0
+    scale, zero_point = (
+        like_weight(
+            values.to(device), unit.weight_shape, channel_axis_of(unit), group_size
+        )
+        for values in (grid.scale, grid.zero_point)
+    )
+    return Grid(scale, zero_point, grid.bits, grid.narrow)
+
+
+def write_contents(path: str | Path, contents: Contents) -> None:
+    """Write a packed file; the same contents give the same bytes."""
+    tensors = vectors(contents)
+    if any(Encoding.CODED in one.encoding for one in contents.units):
+        for name in [name for name in SQUEEZABLE if name in tensors]:
+            if (smaller := squeezed(tensors[name].numpy())) is not None:
+                tensors[name + SQUEEZED] = _byte_tensor(smaller)
+                del tensors[name]
+    text = json.dumps(_structure(contents), separators=(",", ":"))
+    tensors["structure"] = _byte_tensor(zlib.compress(text.encode(), 9))
+    if contents.graph:
+        tensors[GRAPH] = _byte_tensor(contents.graph)
+    write_tensors(path, {"format": FORMAT}, tensors)
+
+
+def _byte_tensor(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def vectors(contents: Contents) -> dict[str, Tensor]:
+    """Return the vectors of a packed file, none of them compressed."""
+    units, grids, state = contents.units, contents.activations, contents.state.values()
+    others = [t for t in map(_kept, state) if t.dtype != torch.float32]
+    codes = [one.stream for one in units] + [one.zero_points for one in units]
+    codes += [t.contiguous().flatten().view(torch.uint8) for t in others]
+    own = [one.scales for one in units] + [one.biases for one in units]
+    halves = [values for values in own if values.dtype == torch.float16]
+    numbers = [
+        *(values for values in own if values.dtype == torch.float32),
+        *(grid.scale for grid in grids),
+        *(grid.zero_point for grid in grids),
+        *(t for t in map(_kept, state) if t.dtype == torch.float32),
+    ]
+    found = {
+        "codes": _joined(codes, torch.uint8),
+        "numbers": _joined(numbers, torch.float32),
+        "multiples": _joined([one.multiples for one in units], torch.uint8),
+        "halves": _joined(halves, torch.float16),
+    }
+    always = ("codes", "numbers")
+    return {name: t for name, t in found.items() if len(t) or name in always}
+
+
+def _kept(tensor: Tensor) -> Tensor:
+    return tensor.to(stored_dtype(tensor))
+
+
+_VECTOR = {torch.uint8: "codes", torch.float32: "numbers", torch.float16: "halves"}
+
+
+def stored_units(units: Sequence[PackedUnit]) -> dict[str, StoredUnit]:
+    """Return the places of each unit in :func:`vectors`, by the unit's name."""
+    ends: Counter[str] = Counter()
+
+    def place(one: PackedUnit, item: str) -> Place:
+        values: Tensor = getattr(one, item)
+        own = item == "multiples" and values.numel() > 0
+        name = item if own else _VECTOR[values.dtype]
+        ends[name] += values.numel()
+        return Place(name, ends[name] - values.numel(), values.numel())
+
+    items = ("stream", "zero_points", "multiples", "scales", "biases")
+    places = {item: [place(one, item) for one in units] for item in items}
+    return {
+        one.unit.name: StoredUnit(
+            shape=one.unit.weight_shape,
+            axis=channel_axis_of(one.unit),
+            bits=one.grid.bits,
+            coded=Encoding.CODED in one.encoding,
+            grouped=one.grid.scale.dim() == 2,
+            **{item: places[item][index] for item in items},
+        )
+        for index, one in enumerate(units)
+    }
+
+
+def _joined(parts: Sequence[Tensor], kind: torch.dtype) -> Tensor:
+    return torch.cat([torch.empty(0, dtype=kind), *(p.flatten() for p in parts)])
+
+
+def _structure(contents: Contents) -> dict[str, Any]:
+    record, units = contents.record, contents.units
+    graph = record.graph.to_json()
+    return {
+        "about": dict(contents.about),
+        "graph": {**graph, "units": _unit_columns(graph["units"])},
+        "bits": [record.allocation[name].to_json() for name in record.graph.names],
+        "sites": _columns([asdict(site) for site in record.sites]),
+        "skipped": [entry.to_json() for entry in record.skipped],
+        "errors": _columns([asdict(error) for error in record.errors]),
+        "links": [list(link) for link in record.links],
+        "equalized": [list(one) for one in record.equalized],
+        "narrow": [one.unit.name for one in units if one.grid.narrow],
+        "unbiased": [one.unit.name for one in units if one.bias is None],
+        **_forms(units),
+        "state": [
+            [key, _kind(_kept(t)), list(t.shape)] for key, t in contents.state.items()
+        ],
+    }
+
+
+def _forms(units: Sequence[PackedUnit]) -> dict[str, Any]:
+    """Return encodings and lengths of coded streams, unless no unit has a flag."""
+    forms = [int(one.encoding) for one in units]
+    coded = [one.stream.numel() for one in units if Encoding.CODED in one.encoding]
+    return {"forms": forms, "streams": coded} if any(forms) else {}
+
+
+def _kind(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    return {key: [row[key] for row in rows] for key in rows[0]} if rows else {}
+
+
+def _rows(columns: Any, what: str) -> list[dict[str, Any]]:
+    lists = [json_list(one, what) for one in json_object(columns, what).values()]
+    return [dict(zip(columns, row, strict=True)) for row in zip(*lists, strict=True)]
+
+
+def _unit_columns(units: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Return units as columns that deflate well: what names imply is left out."""
+    features = pairwise([0, *(unit["feature"] for unit in units)])
+    rows = []
+    for unit, (before, after) in zip(units, features, strict=True):
+        usual = _usual(unit["name"]).items()
+        implied = {key: None for key, value in usual if unit[key] == value}
+        rows.append({**unit, **implied, "feature": after - before})
+    return _columns(rows)
+
+
+def _unit_rows(columns: Any) -> list[dict[str, Any]]:
+    rows = _rows(columns, "units")
+    features = accumulate(row["feature"] for row in rows)
+    for row, feature in zip(rows, features, strict=True):
+        usual = _usual(row["name"])
+        row |= {key: usual[key] for key in usual if row[key] is None}
+        row["feature"] = feature
+    return rows
+
+
+def _usual(name: str) -> dict[str, str]:
+    return {"parameter": f"{name}.weight", "block": name, "group": name}
+
+
+def read_contents(path: str | Path) -> Contents:
+    """Return the contents of a packed file; needs no network."""
+    try:
+        header, tensors = read_tensors(path, FORMAT, SECOND_FORMAT, _OLDEST)
+    except ValueError as error:
+        raise PackedFileError(
+            f"{path} is not a packed network: {error}. Give a file that ompq.save "
+            "wrote, for example out/network.ompq.safetensors"
+        ) from error
+    try:
+        deflated = _Reader(tensors, "structure", torch.uint8).tensor.numpy().tobytes()
+        text = zlib.decompressobj().decompress(deflated, _LARGEST_STRUCTURE)
+        data = json_object(parse_json(text.decode()), "structure")
+        if header["format"] == _OLDEST:
+            data, tensors = _from_oldest(header, data, tensors)
+        else:
+            data["graph"]["units"] = _unit_rows(data["graph"]["units"])
+            for name in ("sites", "errors"):
+                data[name] = _rows(data[name], name)
+        texts = _texts(data)
+        if not all(len(one) <= _LONGEST_TEXT and one.isprintable() for one in texts):
+            raise ValueError("a text is not printable, or too long")
+        return _contents(data, _with_squeezed(tensors))
+    except _BROKEN as error:
+        reason = ascii(f"{type(error).__name__}: {error}"[:300])[1:-1]
+        raise PackedFileError(
+            f"{path} is a broken packed file ({reason}); save the network again"
+        ) from error
+
+
+def _with_squeezed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    few = {name: t.numpy() for name, t in tensors.items() if name.endswith(SQUEEZED)}
+    made = {name: torch.from_numpy(one) for name, one in with_squeezed(few).items()}
+    return {**tensors, **made}
+
+
+def _texts(data: Any) -> Iterator[str]:
+    rest = [data]
+    while rest:
+        one = rest.pop()
+        if isinstance(one, str):
+            yield one
+        elif isinstance(one, list):
+            rest += one
+        elif isinstance(one, dict):
+            rest += [*one, *one.values()]
+
+
+def _from_oldest(
+    header: Mapping[str, Any], data: Mapping[str, Any], tensors: Mapping[str, Tensor]
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return structure and tensors of a file of version 1 in the form of version 2."""
+    bits, prefix = header["allocation"], "state."
+    others = {key: t for key, t in tensors.items() if key.startswith(prefix)}
+    state = [[key, "float32", shape] for key, shape in data["floats"].items()]
+    for key, tensor in others.items():
+        state.append([key.removeprefix(prefix), _kind(tensor), list(tensor.shape)])
+    places = [field.name for field in fields(ActivationSite)]
+    structure = {
+        **data,
+        "about": {key: header[key] for key in ("network", "versions", "plan")},
+        "bits": [bits[unit["name"]] for unit in data["graph"]["units"]],
+        "sites": [dict(zip(places, one, strict=False)) for one in data["points"]],
+        "equalized": data.get("equalized", []),
+        "state": state,
+    }
+    byte, number = torch.uint8, torch.float32
+    codes = [_Reader(tensors, name, byte).tensor for name in ("weights", "zero_points")]
+    codes += [t.flatten().view(byte) for t in others.values()]
+    numbers = [
+        _Reader(
+            tensors, name, torch.int32 if name == "activation_zeros" else number
+        ).tensor
+        for name in (
+            "scales", "biases", "activation_scales", "activation_zeros", "floats"
+        )
+    ]  # fmt: skip
+    return structure, {
+        "codes": _joined(codes, byte),
+        "numbers": _joined(numbers, number).to(number),
+    }
+
+
+def _contents(data: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Contents:
+    record = _record(data)
+    codes = _Reader(tensors, "codes", torch.uint8)
+    numbers = _Reader(tensors, "numbers", torch.float32)
+    halves = _Reader(tensors, "halves", torch.float16)
+    multiples = _Reader(tensors, "multiples", torch.uint8)
+    if "multiples" not in tensors:  # version 2 has them among the codes
+        multiples = codes
+    units = _read_units(data, record, (codes, multiples, numbers, halves))
+    steps, offsets = ([numbers.take(1) for _ in record.sites] for _ in range(2))
+    state = {}
+    for key, name, shape in json_list(data["state"], "state"):
+        kind, count = _dtype(name), prod(json_whole(n, "size") for n in shape)
+        if kind == torch.float32:
+            part = numbers.take(count)
+        else:
+            part = codes.take(count * kind.itemsize).clone().view(kind)  # aligned
+        state[json_text(key, "key")] = part.reshape(shape)
+    for reader in (codes, multiples, numbers, halves):
+        reader.end()
+    return Contents(
+        record,
+        units,
+        tuple(
+            Grid(scale.reshape(()), zero.reshape(()), site.bits)
+            for scale, zero, site in zip(steps, offsets, record.sites, strict=True)
+        ),
+        state,
+        _about(data["about"]),
+        tensors[GRAPH].numpy().tobytes() if GRAPH in tensors else b"",
+        {n: len(tensors[n + SQUEEZED]) for n in SQUEEZABLE if n + SQUEEZED in tensors},
+    )
+
+
+class _Reader:
+    """Reads a vector piece by piece."""
+
+    def __init__(
+        self, tensors: Mapping[str, Tensor], name: str, kind: torch.dtype
+    ) -> None:
+        self.name, self.read = name, 0
+        none = torch.empty(0, dtype=kind) if name in SQUEEZABLE else None
+        tensor = tensors.get(name, none)
+        if tensor is None or tensor.dtype != kind or tensor.dim() != 1:
+            raise ValueError(f"{name} must be a vector of {kind}")
+        self.tensor = tensor
+
+    def take(self, count: int) -> Tensor:
+        """Return the next entries."""
+        self.read += count
+        if self.read > self.tensor.numel():
+            raise ValueError(f"{self.name} is too short: {self.tensor.numel()} entries")
+        return self.tensor[self.read - count : self.read]
+
+    def end(self) -> None:
+        """Raise a ValueError if something has not been read."""
+        if self.read < self.tensor.numel():
+            raise ValueError(f"{self.name} is too long: {self.tensor.numel()} entries")
+
+
+def _read_units(
+    data: Mapping[str, Any],
+    record: Quantization,
+    readers: tuple[_Reader, _Reader, _Reader, _Reader],
+) -> tuple[PackedUnit, ...]:
+    codes, multiples, numbers, halves = readers
+    units = quantized_units(record)
+    unbiased, narrow = set(data["unbiased"]), set(data["narrow"])
+    forms = json_list(data.get("forms", [0] * len(units)), "forms")
+    lengths = iter(json_list(data.get("streams", []), "streams"))
+    found = []
+    for unit, number in zip(units, forms, strict=True):
+        encoding = Encoding(json_whole(number, "form", 0, 2 * max(Encoding) - 1))
+        bits = record.allocation[unit.name].weight
+        size = stream_length(unit.weights, bits)
+        if Encoding.CODED in encoding:
+            size = json_whole(next(lengths, None), "length of a stream", 0, size)
+        found.append((unit, bits, encoding, codes.take(size)))
+    # The file has zero points of all units, then scales of all, then biases of all.
+    shapes = [_grid_shape(unit, record.allocation[unit.name]) for unit in units]
+    zeros = [
+        codes.take(0 if Encoding.CENTRED in encoding else prod(shape))
+        for (_, _, encoding, _), shape in zip(found, shapes, strict=True)
+    ]
+    grids = []
+    for (unit, bits, how, _), shape, zero in zip(found, shapes, zeros, strict=True):
+        if Encoding.CENTRED in how:
+            zero_point = torch.full(shape, _middle(bits))
+        else:
+            zero_point = zero.reshape(shape).to(torch.float32) * zero_step(bits)
+        if Encoding.MULTIPLES in how:
+            places = multiples.take(prod(shape))
+            scale = multiplied(numbers.take(1), places)
+        else:
+            scale = numbers.take(prod(shape))
+        grid = Grid(scale.reshape(shape), zero_point, bits, unit.name in narrow)
+        grids.append(grid)
+    packed = []
+    for (unit, _, how, stream), grid in zip(found, grids, strict=True):
+        held = halves if Encoding.HALF_BIASES in how else numbers
+        bias = None if unit.name in unbiased else held.take(unit.out_channels).float()
+        packed.append(PackedUnit(unit, grid, stream, bias, how))
+    return tuple(packed)
+
+
+def _grid_shape(unit: Unit, choice: Choice) -> tuple[int, ...]:
+    """Return the shape of a unit's scales: (C,), or (C, G) with groups."""
+    channels = unit.weight_shape[channel_axis_of(unit)]
+    grouped = unit.shared_by(choice) > 0
+    return (channels, unit.scales(choice)) if grouped else (channels,)
+
+
+def _dtype(name: Any) -> torch.dtype:
+    found = getattr(torch, json_text(name, "type"), None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"{name!r:.40} is not a type of numbers")
+    return found
+
+
+_OPERANDS = {"", *chain.from_iterable(OPERANDS.values())}
+
+
+def _record(data: Mapping[str, Any]) -> Quantization:
+    graph = LayerGraph.from_json(data["graph"])
+    sites = [json_record(ActivationSite, one) for one in data["sites"]]
+    for site in sites:
+        if site.bits not in (*WIDTHS, STREAM_BITS) or not (site.after or site.before):
+            raise ValueError(f"an activation of {site.bits} bits at {site.after[:3]}")
+        if site.operand not in _OPERANDS or (site.operand and not site.before):
+            raise ValueError(f"an operand {site.operand:.40} of {site.before[:3]}")
+    bits = zip(graph.names, json_list(data["bits"], "bits"), strict=True)
+    equalized = [_equalized(one) for one in json_list(data["equalized"], "equalized")]
+    return Quantization(
+        graph=graph,
+        allocation=Allocation(
+            {name: Choice.from_json(pair, "bits") for name, pair in bits}
+        ),
+        sites=tuple(sites),
+        skipped=tuple(json_record(Skipped, one) for one in data["skipped"]),
+        errors=tuple(json_record(BlockError, one) for one in data["errors"]),
+        links=tuple(
+            Link(*(json_text(name, "link") for name in names))
+            for names in json_list(data["links"], "links")
+        ),
+        equalized=tuple(equalized),
+    )
+
+
+def _equalized(data: Any) -> Equalized:
+    # Earlier versions wrote neither shifts nor the first channel, or only shifts.
+    producer, consumer, exponents, *more = data
+    shifts = more[0] if more else []
+    first = more[1] if len(more) > 1 else 0
+
+    def whole(values: Any) -> tuple[int, ...]:
+        what, limit = "exponent or shift", 1 << 15
+        return tuple(json_whole(one, what, -limit, limit) for one in values)
+
+    return Equalized(
+        json_text(producer, "producer"),
+        json_text(consumer, "consumer"),
+        whole(exponents),
+        whole(shifts),
+        json_whole(first, "first channel"),
+    )
+
+
+_PLAN = ("hash", "budget", "score", "method", "accounting")
+
+
+def _about(data: Any) -> dict[str, Any]:
+    """Return what a file says about itself; entries that are shown must be texts."""
+    about = json_object(data, "about")
+    json_text(about["network"], "network")
+    for version in json_object(about["versions"], "versions").values():
+        json_text(version, "version")
+    if about["plan"] is not None:
+        plan = json_object(about["plan"], "plan")
+        for name in _PLAN:
+            json_text(plan[name], name)
+    return about

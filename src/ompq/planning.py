@@ -1,0 +1,433 @@
+"""plan(): the bits of every unit, chosen so that a budget is met."""
+
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from importlib import import_module
+from pathlib import Path
+from types import MappingProxyType
+from typing import Literal, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import nn
+
+from ompq.allocation.allocator import Method, allocate
+from ompq.allocation.infeasibility import check_budget
+from ompq.allocation.problem import Problem
+from ompq.bit_widths import FLOAT_BITS, WIDTHS
+from ompq.budgets import Budget
+from ompq.cost_tables import FILES, Cost
+from ompq.costs import Accounting, LatencyTable, can_be_coded, cost_tables, least_rate
+from ompq.errors import PlanError, TargetError, TraceError, check_known, shortened
+from ompq.network.attention import with_layers
+from ompq.network.graph import find_units, float_network, live_tensors, observe
+from ompq.network.units import (
+    CODED_BITS,
+    Choice,
+    LayerGraph,
+    LiveTensor,
+    by_bits,
+    check_group_size,
+    select,
+)
+from ompq.plans import Plan, make_problem
+from ompq.progress import Progress, no_progress
+from ompq.samples import Samples, SamplesLike, batch_values, evaluating, run_batch
+from ompq.scores.catalogue import score_name, score_table
+from ompq.scores.derivatives import Hessian
+from ompq.scores.orthogonality import Orm, OrmSettings, function_units
+from ompq.scores.sensitivity import Sensitivity
+from ompq.scores.table import Score, ScoreInputs
+from ompq.targets import Target, load_target
+
+_LOG = logging.getLogger(__name__)
+_SCORING = "scoring the choices"
+
+# Rates that coded units may get; most are low, because these decide the size of a file.
+RATES = (1, 1.25, 1.5, 1.75, 2, 2.25, 2.5, 3, 3.5, 4, 4.5, 5, 6, 7)
+
+# Weight bits; weight and activation bits; or a Choice.
+Pin = int | tuple[int | None, int] | tuple[int, int, float]
+Storage = Literal["fixed", "coded"]
+_PINNABLE = (*WIDTHS, FLOAT_BITS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanConfig:
+    """How a plan is made.
+
+    Attributes:
+        score: Estimates the damage of choices: a callable or the name of a score.
+        choices: Weight bits that a unit may get. A pair such as ``(4, 4)`` is weight
+            and activation bits that go together, regardless of ``activation_choices``.
+        storage: ``coded`` also offers entropy-coded weights: the same accuracy in a
+            smaller file. In memory, coded weights take a byte each.
+        rates: Bits per weight, in the file, that coded units may get.
+        group_size: Number of inputs of a linear unit, 32, 64 or 128, that share a scale
+            in each output channel; None means one scale per channel. More scales take
+            more bytes and reduce the damage by outliers. Convolutions and coded weights
+            have no groups.
+        activation_choices: Bits that a unit's input may get; 32 leaves it float.
+        pinned: Pattern → bits of units that are not chosen; later patterns override
+            earlier ones. 32 keeps a unit float; ``(None, 8)`` fixes only the bits of a
+            unit's input.
+        tie: Whether units whose outputs are added share their bits.
+        tied: Further patterns; the units that match one share their bits.
+        accounting: How bytes are counted: ``packed`` (exact) or ``paper``.
+        method: ``exact``, the paper's ``relax`` (or one of its two variants,
+            ``relax-round`` and ``relax-dfs``), or BRECQ's ``genetic``.
+        latency: Milliseconds of each unit at each choice, for a budget in ms.
+        target: Where the network will run: a profile, its file, or the name of one
+            that comes with ompq. Units get only choices that it supports.
+        strict: Whether anything that stays float is an error.
+    """
+
+    score: Score | str = Sensitivity()
+    choices: tuple[int | tuple[int, int], ...] = (2, 3, 4, 5, 6, 8)
+    storage: Storage = "fixed"
+    rates: tuple[float, ...] = RATES
+    group_size: int | None = None
+    activation_choices: tuple[int, ...] = (8,)
+    pinned: Mapping[str, Pin] = field(default_factory=lambda: MappingProxyType({}))
+    tie: bool = True
+    tied: tuple[str, ...] = ()
+    accounting: Accounting = "packed"
+    method: Method = "exact"
+    latency: LatencyTable | None = None
+    target: Target | str | None = None
+    strict: bool = False
+
+    def __post_init__(self) -> None:
+        pairs = [(b, 8) if isinstance(b, int) else tuple(b) for b in self.choices]
+        given = {
+            "choices": [pair[0] for pair in pairs],
+            "activation_choices": [*self.activation_choices, *(p[-1] for p in pairs)],
+        }
+        for name, more in (("choices", ()), ("activation_choices", (FLOAT_BITS,))):
+            known, bits = (*WIDTHS, *more), getattr(self, name)
+            if not bits or any(b not in known for b in given[name]):
+                raise ValueError(f"{name}={bits} must be bits from 2 to 8")
+        check_known("storage", self.storage, get_args(Storage))
+        if not self.rates or not all(0 < rate <= CODED_BITS for rate in self.rates):
+            raise ValueError(f"rates={self.rates} must be above 0 and at most 8")
+        check_group_size(self.group_size)
+
+    @property
+    def free_choices(self) -> list[Choice]:
+        """The choices of units that are not pinned."""
+        weights = [(width, 0.0) for width in self.choices if isinstance(width, int)]
+        if self.storage == "coded":
+            weights += [(CODED_BITS, float(rate)) for rate in self.rates]
+        inputs = self.activation_choices
+        pairs = [Choice(*pair) for pair in self.choices if not isinstance(pair, int)]
+        return [*pairs, *(Choice(w, a, rate) for w, rate in weights for a in inputs)]
+
+
+def plan(
+    model: nn.Module,
+    samples: SamplesLike,
+    budget: Budget | str,
+    config: PlanConfig = PlanConfig(),
+    *,
+    cache: str | Path | None = None,
+    progress: Progress | None = None,
+) -> Plan:
+    """Choose bits for every unit of a network within a budget.
+
+    Args:
+        samples: A few unlabelled inputs; 32 to 64 are enough.
+        budget: For example ``"1.5MiB"``, ``"3.2bits"``, ``"75GBOPs"``, several joined
+            by commas, or a Budget.
+        cache: A folder for score tables. A later plan with the same network, samples
+            and score reads its table there.
+
+    Raises:
+        ExportError: The budget limits the ONNX file, and none can be written.
+        InfeasibleBudgetError: No allocation meets the budget.
+        PatternError: A pinned or tied pattern matches no unit.
+        TargetError: The target supports none of a unit's choices.
+        TraceError: The network cannot be observed or, if strict, stays partly float.
+    """
+    budget, samples = Budget.of(budget), Samples.of(samples)
+    model = with_layers(model, samples)
+    report = progress or no_progress
+    report(0, 3, "observing the network")
+    memory = bool(budget.activations_mib or budget.total_mib)
+    graph, alive, problem = unscored_problem(model, samples, config, memory=memory)
+    if config.strict and graph.skipped:
+        left = [f"{entry.name} ({entry.reason})" for entry in graph.skipped]
+        raise TraceError(f"strict: not everything can be planned: {shortened(left, 3)}")
+    files: tuple[Cost, ...] = ()
+    limited = zip(FILES, (budget.onnx_mib, budget.graph_mib), strict=True)
+    if names := [name for name, limit in limited if limit]:
+        # Modules that write files stand below this one, and are imported when needed.
+        sizes = import_module("ompq.onnx.sizes")
+        files = sizes.file_costs(model, samples, graph, problem, names)
+        costs = {**problem.costs, **{one.name: one for one in files}}
+        problem = replace(problem, costs=costs)
+    # Before the score runs: an infeasible budget should be reported at once.
+    check_budget(problem, budget)
+    report(1, 3, _SCORING)
+    given = ScoreInputs(
+        graph,
+        model,
+        samples,
+        problem.choices,
+        lambda done, total, _message: report(done, total, _SCORING),
+    )
+    score = config.score
+    try:
+        scores = score_table(score, given, cache).as_saved()
+    except TraceError as error:
+        score = _score_of_detections(given, score, error)
+        scores = score_table(score, given, cache).as_saved()
+    report(2, 3, "solving for the budget")
+    problem = replace(problem, damage=scores.damage)
+    allocation = allocate(problem, budget, method=config.method)
+    report(3, 3, "done")
+    return Plan(
+        graph=graph,
+        choices=problem.choices,
+        scores=scores,
+        allowed=problem.allowed,
+        budget=budget,
+        allocation=allocation,
+        accounting=config.accounting,
+        method=config.method,
+        score_name=score_name(score),
+        latency=config.latency,
+        target=_target(config),
+        activations=alive,
+        files=files,
+    )
+
+
+def _score_of_detections(
+    given: ScoreInputs, score: Score | str, error: TraceError
+) -> str:
+    """Return the score of a detector, whose boxes the default score cannot compare."""
+    default = score_name(score) == score_name(PlanConfig.score)
+    if not (default and _detects(given)):
+        raise error
+    _LOG.warning(
+        "the network returns detections, which no score can compare, so only the noise "
+        "of the weights decides; to judge its logits, plan the part that takes a "
+        "batch: its backbone and head, see Detectors in docs/guide.md"
+    )
+    return "weight_noise"
+
+
+def _detects(given: ScoreInputs) -> bool:
+    """Whether a network returns a list of dicts, one per image, as detectors do."""
+    with evaluating(given.model):
+        output = run_batch(given.model, given.samples.first_batch(1))
+    return isinstance(output, list) and all(isinstance(one, dict) for one in output)
+
+
+def unscored_problem(
+    model: nn.Module, samples: SamplesLike, config: PlanConfig, *, memory: bool
+) -> tuple[LayerGraph, tuple[LiveTensor, ...], Problem]:
+    """Return a network's units, its live tensors, and the problem with zero damage.
+
+    Live tensors, whose bytes a budget may limit, are found only with ``memory``.
+    """
+    samples = Samples.of(samples)
+    model = with_layers(float_network(model), samples)
+    recording = observe(model, samples)
+    graph = find_units(model, recording, tie=config.tie)
+    pins, inputs = _pinned(graph, config)
+    graph = _planned_graph(graph, config, {*pins, *inputs})
+    if inputs:
+        units = (replace(u, input_bits=inputs.get(u.name, 0)) for u in graph.units)
+        graph = replace(graph, units=tuple(units))
+    choices, allowed = _choice_table(graph, config, pins)
+    alive: tuple[LiveTensor, ...] = ()
+    if memory:
+        alive = live_tensors(recording, graph, batch_values(samples.first_batch(1)))
+    costs = cost_tables(
+        graph,
+        choices,
+        accounting=config.accounting,
+        latency=config.latency,
+        activations=alive,
+    )
+    nothing = np.zeros((len(graph), len(choices)))
+    return graph, alive, make_problem(graph, choices, nothing, allowed, costs)
+
+
+def _planned_graph(
+    graph: LayerGraph, config: PlanConfig, pinned: Collection[str]
+) -> LayerGraph:
+    """Return the graph with the ties and groups of the settings.
+
+    A score of blocks, stages or the whole network ties the units of each, instead of
+    units whose outputs are added; pinned units stay separate.
+    """
+    settings = getattr(config.score, "settings", None)
+    if isinstance(settings, OrmSettings) and settings.granularity != "layer":
+        every = (
+            [n for n in names if n not in pinned]
+            for names in function_units(graph, settings)
+        )
+        graph = graph.untie().tie([names for names in every if names])
+    graph = graph.grouped(config.group_size) if config.group_size else graph
+    return graph.tie(config.tied) if config.tied else graph
+
+
+def _pinned(
+    graph: LayerGraph, config: PlanConfig
+) -> tuple[dict[str, list[Choice]], dict[str, int]]:
+    """Return the choices of pinned units and the bits of fixed inputs, by name."""
+    pins: dict[str, list[Choice]] = {}
+    inputs: dict[str, int] = {}
+    for pattern, bits in config.pinned.items():
+        if not _is_pin(bits):
+            raise TypeError(
+                f"pinned[{pattern!r}]={bits!r} is not bits; give 4, (4, 8), (None, 8) "
+                "for the input alone, (8, 8, 2.5) for coded weights, or 32 for float"
+            )
+        for name in select(graph.names, pattern):
+            if isinstance(bits, int) or bits[0] is not None:
+                pins[name] = _pinned_choices(bits, config.activation_choices)
+            if not isinstance(bits, int):
+                inputs[name] = bits[1] if bits[0] is None else 0
+    wrong = [bits for bits in inputs.values() if bits not in (0, *_PINNABLE)]
+    if wrong:
+        raise ValueError(
+            f"pinned bits A{wrong[0]} must be from 2 to 8, or 32 for float"
+        )
+    return pins, inputs
+
+
+def _choice_table(
+    graph: LayerGraph, config: PlanConfig, pins: Mapping[str, list[Choice]]
+) -> tuple[tuple[Choice, ...], NDArray[np.bool_]]:
+    """Return all choices, and which of them each unit may get, (units, choices)."""
+    free = config.free_choices
+    extra = {choice for row in pins.values() for choice in row}
+    choices = tuple(by_bits({*free, *extra}))
+    rows = [
+        [choice in pins.get(name, free) for choice in choices] for name in graph.names
+    ]
+    allowed, target = np.array(rows), _target(config)
+    codable = np.array([[can_be_coded(u, c) for c in choices] for u in graph.units])
+    _check_rates(graph, choices, allowed, codable, warn=config.rates != RATES)
+    allowed &= codable
+    if target is not None:
+        allowed &= _taken(graph, choices, allowed, target)
+    return choices, allowed
+
+
+def _check_rates(
+    graph: LayerGraph,
+    choices: tuple[Choice, ...],
+    allowed: NDArray[np.bool_],
+    codable: NDArray[np.bool_],
+    *,
+    warn: bool,
+) -> None:
+    """Refuse rates that leave a unit no choice; warn of those that few may have."""
+    for unit, own, possible in zip(graph.units, allowed, codable, strict=True):
+        if not (own & possible).any():
+            rates = [f"{c.rate:g}" for c, one in zip(choices, own, strict=True) if one]
+            raise PlanError(
+                f"{unit.name}: its {unit.weights:,} weights are too few to be coded at "
+                f"{' or '.join(dict.fromkeys(rates))} bits; give it a rate above "
+                f"{least_rate(unit):.3g}, or a width"
+            )
+    if not warn:
+        return
+    for column, choice in enumerate(choices):
+        without = np.flatnonzero(allowed[:, column] & ~codable[:, column])
+        if len(without) > len(graph) / 2:
+            _LOG.warning(
+                "%d of %d layers have too few weights to be coded at %g bits and get "
+                "another rate: %s",
+                len(without),
+                len(graph),
+                choice.rate,
+                shortened([graph.units[unit].name for unit in without]),
+            )
+
+
+def _target(config: PlanConfig) -> Target | None:
+    given = config.target
+    return load_target(given) if isinstance(given, str) else given
+
+
+def _taken(
+    graph: LayerGraph,
+    choices: tuple[Choice, ...],
+    allowed: NDArray[np.bool_],
+    target: Target,
+) -> NDArray[np.bool_]:
+    """Return the choices that the target supports, (units, choices)."""
+    takes = np.array(
+        [
+            [target.takes(u, choice.with_input(u.input_bits)) for choice in choices]
+            for u in graph.units
+        ]
+    )
+    for unit, own, taken in zip(graph.units, allowed, takes, strict=True):
+        if not (own & taken).any():
+            given = [str(c) for c, one in zip(choices, own, strict=True) if one]
+            found = target.operator(unit)
+            weights, inputs = (
+                ", ".join(map(str, bits))
+                for bits in (found.weight_bits, found.activation_bits)
+            )
+            raise TargetError(
+                f"{target.name} supports none of {unit.name}'s choices "
+                f"{shortened(given)}: for {unit.kind} it supports weights of {weights} "
+                f"bits and inputs of {inputs} (32 is float)"
+                + ("" if target.coded else ", and none that are coded")
+            )
+    return takes
+
+
+def _is_pin(bits: object) -> bool:
+    if not isinstance(bits, tuple | list):
+        return isinstance(bits, int)
+    weight, *others = bits or ("",)
+    numbers = all(isinstance(each, int | float) for each in others)
+    return numbers and isinstance(weight, int | None) and 1 <= len(others) <= 2
+
+
+def _pinned_choices(bits: Pin, activations: Sequence[int]) -> list[Choice]:
+    if isinstance(bits, int):
+        found = [Choice(bits, activation) for activation in activations]
+    else:
+        found = [Choice(*bits).checked()]
+    if any(b not in _PINNABLE for c in found for b in c.computed[:2]):
+        raise ValueError(f"pinned bits {bits} must be from 2 to 8, or 32 for float")
+    return found
+
+
+_ENDS: Mapping[str, Pin] = MappingProxyType({"@first": (8, 8), "@last": (8, 8)})
+
+# The settings of published work by name. They follow the paper's text, in which the
+# ORM is not centred; the released code centres it.
+PLAN_PROTOCOLS: Mapping[str, PlanConfig] = MappingProxyType(
+    {
+        "ours": PlanConfig(),
+        "paper-ptq": PlanConfig(
+            score=Orm(), choices=(2, 3, 4), accounting="paper", method="relax"
+        ),
+        "paper-qat": PlanConfig(
+            score=Orm(OrmSettings(exclude=tuple(_ENDS))),
+            choices=(4, 5, 6, 7, 8),
+            pinned=_ENDS,
+            accounting="paper",
+            method="relax",
+        ),
+        # Its own limits are halfway between W4A4 and W8A8 for all units.
+        "hawq-v3": PlanConfig(
+            score=Hessian(), choices=((4, 4), (8, 8)), pinned=_ENDS, accounting="paper"
+        ),
+        # Its table of block losses and its genetic search.
+        "brecq": PlanConfig(
+            score="block_loss", choices=(2, 3, 4), accounting="paper", method="genetic"
+        ),
+    }
+)

@@ -1,0 +1,128 @@
+"""quantize(): fold batch norms, calibrate, round weights and correct their biases."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from ompq.activation_ranges import activation_grid, log_grid
+from ompq.allocation.problem import Allocation
+from ompq.grids import Grid
+from ompq.layers import quantized_layers
+from ompq.network.attention import with_layers
+from ompq.network.graph import find_units, float_network, observe
+from ompq.offload import to_host
+from ompq.planning import Pin
+from ompq.plans import Plan
+from ompq.progress import Progress, no_progress
+from ompq.quantization.activation_sites import ActivationSite, find_sites
+from ompq.quantization.assembly import assemble
+from ompq.quantization.calibration import READING, read_ranges, weigh_ranges
+from ompq.quantization.equalization import (
+    Equalized,
+    equalized,
+    find_factors,
+    find_pairs,
+)
+from ompq.quantization.moments import batch_runs, float_moments, restore_moments
+from ompq.quantization.quantize_config import QuantizeConfig, resolve_choices
+from ompq.quantization.record import Quantization, keep_rates, with_quantization
+from ompq.quantization.weight_grids import ROUNDING, find_weight_grids, weight_grams
+from ompq.samples import Samples, SamplesLike, evaluating
+
+
+def quantize(
+    model: nn.Module,
+    plan: Plan | Allocation | Mapping[str, Pin] | str | Path,
+    samples: SamplesLike,
+    config: QuantizeConfig = QuantizeConfig(),
+    *,
+    progress: Progress | None = None,
+) -> nn.Module:
+    """Return a quantized copy of a network, ready to use.
+
+    Batch norms are folded, weights rounded so that those of a channel make up for each
+    other's errors, activation ranges calibrated on the samples, and the mean and spread
+    that each channel had before are restored.
+
+    Args:
+        plan: A plan; the bits of every layer; a file with either; or a dict, pattern →
+            bits, in which later patterns override: ``{"*": 4, "fc": (8, 8)}``.
+        samples: Unlabelled inputs for calibration, 32 to 1,024.
+        progress: Called with the number and name of each stage as it begins, and with
+            the same name after each of its batches or units.
+
+    Raises:
+        PlanError: The plan was made for another network.
+        QuantizationError: The allocation lacks units.
+    """
+    report = progress or no_progress
+    report(0, 4, "observing the network")
+    samples = Samples.of(samples)
+    model = with_layers(float_network(model), samples)
+    recording = observe(model, samples)
+    graph, allocation = resolve_choices(plan, find_units(model, recording), config)
+    sites, unplaced = find_sites(model, recording, graph, allocation, config.sum_bits)
+    report(1, 4, READING)
+    factors: tuple[Equalized, ...] = ()
+    if config.equalize and sites:
+        least, batch = config.equalize_from, samples.first_batch(1)
+        factors = find_factors(
+            model,
+            find_pairs(model, recording, graph.units, allocation, least, batch),
+            samples,
+            batch_size=config.batch_size,
+            report=lambda done, total: report(done, total, READING),
+        )
+    model = equalized(model, factors)
+    sites, activation_grids = _calibrate(model, samples, sites, config, report)
+    report(2, 4, ROUNDING)
+    grams = weight_grams(model, graph, allocation, samples, config, report)
+    quantized = assemble(
+        model,
+        graph,
+        allocation,
+        sites,
+        weight_grid=find_weight_grids(allocation, grams, factors, config, report),
+        activation_grids=activation_grids,
+    )
+    skipped = (*graph.skipped, *unplaced)
+    record = Quantization(graph, allocation, tuple(sites), skipped, equalized=factors)
+    report(3, 4, "bias correction")
+    if config.restore_moments:
+        layers = quantized_layers(quantized)
+        units = [unit for unit in graph.units if unit.name in layers]
+        moments = float_moments(model, units, samples, config.batch_size)
+        runs = batch_runs(quantized, samples, config.batch_size)
+        with evaluating(quantized):
+            restore_moments(layers, moments, runs)
+    keep_rates(with_quantization(quantized, record))
+    report(4, 4, "done")
+    return to_host(quantized).train(model.training)
+
+
+def _calibrate(
+    model: nn.Module,
+    samples: Samples,
+    sites: Sequence[ActivationSite],
+    config: QuantizeConfig,
+    report: Progress,
+) -> tuple[list[ActivationSite], list[Grid]]:
+    """Return the activation sites, with their shifts, and their grids."""
+    method = config.activation_range
+    options: Any = {"batch_size": config.batch_size, "report": report}
+    ranges = read_ranges(model, samples, sites, **options)
+    if method == "fisher":
+        ranges = weigh_ranges(model, samples, sites, ranges, **options)
+    found, grids = [], []
+    for site, observed in zip(sites, ranges, strict=True):
+        if site.powers:
+            grid, shift = log_grid(observed, site.bits, method)
+            site = replace(site, powers=shift is not None, shift=shift or 0.0)
+        else:
+            grid = activation_grid(observed, site.bits, method)
+        found.append(site)
+        grids.append(grid)
+    return found, grids

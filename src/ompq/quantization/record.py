@@ -1,0 +1,171 @@
+"""The record: how a network was quantized, kept with it."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from ompq.allocation.problem import Allocation
+from ompq.costs import Accounting, coded_bytes, paper_bytes, unit_bytes
+from ompq.entropy_coding.rates import (
+    LARGEST_HALF,
+    code_bytes,
+    lowered_codes,
+    pull_to,
+    to_multiples,
+)
+from ompq.errors import QuantizationError
+from ompq.layers import QuantizedLayer, StoredValues, quantized_layers
+from ompq.network.graph import RECORD, bias_key
+from ompq.network.units import Choice, LayerGraph, Skipped, Unit, by_bits
+from ompq.plans import Plan
+from ompq.quantization.activation_sites import ActivationSite, Link
+from ompq.quantization.equalization import Equalized
+from ompq.scores.table import ScoreTable
+from ompq.tabular import data_frame, html_table
+
+
+@dataclass(frozen=True)
+class BlockError:
+    """How far reconstruction improved one block."""
+
+    block: str
+    before: float  # ||output − target||² / ||target||² before reconstruction
+    after: float  # the same afterwards; equal to ``before`` if it did not improve
+    improved: bool  # whether the error fell; if not, the block kept its rounding
+
+
+@dataclass(frozen=True, repr=False)
+class Quantization:
+    """How a network was quantized."""
+
+    graph: LayerGraph
+    allocation: Allocation
+    sites: tuple[ActivationSite, ...]  # where activations are quantized
+    skipped: tuple[Skipped, ...]  # what stays float, with reasons
+    errors: tuple[BlockError, ...] = ()  # how far reconstruction improved each block
+    # Mean divergence from the float network on the samples, before and after it was
+    # tuned as a whole. Packed files do not keep it.
+    tuned: BlockError | None = None
+    # Layers that compute with integers; empty before :func:`ompq.finalize`.
+    links: tuple[Link, ...] = ()
+    equalized: tuple[Equalized, ...] = ()  # channels that were rescaled
+
+    def __repr__(self) -> str:
+        return f"Quantization({self.allocation!r}, {len(self.skipped)} left float)"
+
+    def to_dict(self) -> list[dict[str, Any]]:
+        """Return one row per unit: its bits and its size in a packed file."""
+        bits = self.allocation
+        return [
+            {
+                "name": unit.name,
+                "kind": unit.kind,
+                "bits": str(bits[unit.name]),
+                "bytes": unit_bytes(unit, bits[unit.name]).total,
+            }
+            for unit in self.graph.units
+        ]
+
+    def to_dataframe(self) -> Any:
+        """Return one row per unit as a pandas DataFrame."""
+        return data_frame(self.to_dict())
+
+    def _repr_html_(self) -> str:
+        return html_table(repr(self), self.to_dict())
+
+
+def quantization_of(model: nn.Module) -> Quantization:
+    """Return how a network was quantized.
+
+    Raises:
+        QuantizationError: The network is not quantized.
+    """
+    record = getattr(model, RECORD, None)
+    if not isinstance(record, Quantization):
+        raise QuantizationError(
+            f"{type(model).__name__} is not quantized; call ompq.quantize first"
+        )
+    return record
+
+
+def with_quantization(model: nn.Module, record: Quantization) -> nn.Module:
+    """Store how a network was quantized on the network, and return it."""
+    setattr(model, RECORD, record)
+    return model
+
+
+def network_totals(network: nn.Module, plan: Plan) -> dict[str, float]:
+    """Return the plan's totals as they are for a network after training.
+
+    Training may change what was planned: FracBits learns the bits, and the weights of
+    LQ-Nets and RVQuant take levels or outliers besides their codes. These count as
+    stored, scales and biases included, whatever the plan's accounting; the plan's other
+    units keep it.
+    """
+    bits = quantization_of(network).allocation
+    if dict(bits) != dict(plan.allocation):  # perhaps with bits that were no choice
+        choices = tuple(by_bits({*bits.values()}))
+        shape = len(plan.graph), len(choices)
+        plan = replace(
+            plan,
+            choices=choices,
+            scores=ScoreTable(np.zeros(shape)),
+            allowed=np.ones(shape, dtype=bool),
+            allocation=bits,
+            files=(),
+        )
+    totals, layers, more = dict(plan.totals), quantized_layers(network), 0.0
+    for unit in plan.graph.units:
+        rule = layers[unit.name].rounding if unit.name in layers else None
+        if isinstance(rule, StoredValues):
+            more += rule.bytes - _replaced_bytes(unit, bits[unit.name], plan.accounting)
+    totals["bits_per_parameter"] *= 1 + more / totals["bytes"]
+    for name in {"bytes", "total_bytes"} & totals.keys():
+        totals[name] += more
+    return totals
+
+
+def _replaced_bytes(unit: Unit, bits: Choice, accounting: Accounting) -> float:
+    """Return what a plan counts for what ``StoredValues.bytes`` counts as well."""
+    if accounting == "paper":
+        return paper_bytes(unit, bits)
+    planned = unit_bytes(unit, bits)
+    return planned.total - planned.activations - planned.metadata
+
+
+@torch.no_grad()
+def keep_rates(quantized: nn.Module) -> None:
+    """Make units fit their planned sizes in a packed file, in place.
+
+    Scales of groups and of coded units become multiples of one number, and biases of
+    coded units 16-bit floats. While codes exceed their limit, those that matter least
+    for the bits they save move towards zero. A network that already fits stays as it
+    is.
+    """
+    record, layers = quantization_of(quantized), quantized_layers(quantized)
+    state = quantized.state_dict(keep_vars=True)
+    for layer in layers.values():
+        if layer.group_size:
+            layer.weight_scale.copy_(to_multiples(layer.weight_scale))
+    for unit in record.graph.units:
+        rate = record.allocation[unit.name].rate
+        bias = state.get(bias_key(unit))
+        if rate and bias is not None:
+            bias.copy_(bias.clamp(-LARGEST_HALF, LARGEST_HALF).half())
+        if rate and unit.name in layers:
+            _keep_rate(layers[unit.name], coded_bytes(unit.weights, rate))
+
+
+def _keep_rate(layer: QuantizedLayer, limit: int) -> None:
+    grid, codes = layer.grid_like_weight(), layer.codes()
+    scale = to_multiples(layer.weight_scale)
+    if scale.equal(layer.weight_scale) and code_bytes(codes) <= limit:
+        return
+    position = layer.weight / grid.scale + grid.zero_point
+    codes = lowered_codes(codes, position, 1.0, size=code_bytes, limit=limit)
+    layer.weight_scale.copy_(scale)
+    steps = pull_to(codes, position) - grid.zero_point
+    layer.weight.copy_(layer.grid_like_weight().scale * steps)

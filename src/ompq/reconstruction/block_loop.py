@@ -1,0 +1,367 @@
+"""reconstruct(): learn how to round, block by block, so that outputs are preserved."""
+
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, TypeAlias, get_args
+
+from torch import nn
+
+from ompq.checkpoints import read_checkpoint, run_identity, write_checkpoint
+from ompq.errors import QuantizationError, check_counts, check_known, shortened
+from ompq.layers import quantized_layers
+from ompq.network.attention import with_layers
+from ompq.network.graph import trace
+from ompq.network.observation import copied, tensors_in
+from ompq.offload import offloading, staying
+from ompq.parallel import copy_main, process_count, rank
+from ompq.progress import Progress
+from ompq.quantization.equalization import equalized
+from ompq.quantization.moments import Moments, float_moments
+from ompq.quantization.record import (
+    BlockError,
+    Quantization,
+    keep_rates,
+    quantization_of,
+    with_quantization,
+)
+from ompq.reconstruction.block_data import BlockCache, BlockRunner, merged
+from ompq.reconstruction.block_fisher import BlockLoss
+from ompq.reconstruction.brecq import (
+    BrecqConfig,
+    calibrate_steps,
+    float_activations,
+    learn_steps,
+    learn_weights,
+)
+from ompq.reconstruction.rounding import RoundingConfig, learn_rounding
+from ompq.reconstruction.tuning import TuningConfig, tune
+from ompq.samples import Samples, SamplesLike, cudnn_kernels, evaluating, run_batch
+
+logger = logging.getLogger(__name__)
+_CHECKPOINT_KIND = "reconstruction"
+_HASH_EVERY = 499  # elements of a sample; a prime, so that no row or column is favoured
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReconstructConfig:
+    """How blocks are reconstructed.
+
+    Attributes:
+        rounding: How one block is optimised. A ``BrecqConfig`` selects BRECQ, which
+            learns the rounding of weights, then activation steps, and skips the stem.
+        tuning: How the whole network is tuned afterwards, by default if an activation
+            has fewer than 8 bits; None turns it off. BRECQ, networks with several
+            outputs and networks in little device memory are not tuned.
+        loss: ``squared`` error of the block's output; ``fisher``: the squared error
+            with each element weighted by the squared gradient of the network's loss; or
+            ``low_rank_fisher``: the mean of the squared error and of that weighed by
+            the Fisher matrix over channels, which all samples and positions share.
+        fisher_rank: Number of eigenvectors of that matrix.
+        merge: Maximum number of consecutive blocks to reconstruct jointly. Blocks are
+            merged only where each is the sole consumer of the previous one's output.
+        batch_size: Number of samples per forward pass while inputs are gathered.
+        device_bytes: Maximum size of a block's inputs and targets on the device; larger
+            ones stay in host memory. Above half of it, each block is gathered by a new
+            pass from the network's input, which is slower in deep networks.
+        seed: Seed of the sample order.
+    """
+
+    rounding: RoundingConfig | BrecqConfig = RoundingConfig()
+    tuning: TuningConfig | None = TuningConfig()
+    loss: BlockLoss = "squared"
+    fisher_rank: int = 16
+    merge: int = 1
+    batch_size: int = 64
+    device_bytes: int = 16 << 30
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_counts(merge=self.merge, fisher_rank=self.fisher_rank)
+        check_known("loss", self.loss, get_args(BlockLoss))
+
+
+_BRECQ = ReconstructConfig(rounding=BrecqConfig())
+# Published settings by name.
+RECONSTRUCT_PROTOCOLS: Mapping[str, ReconstructConfig] = MappingProxyType(
+    {"ours": ReconstructConfig(), "brecq": _BRECQ, "paper-ptq": _BRECQ}
+)
+
+
+def reconstruct(
+    quantized: nn.Module,
+    model: nn.Module,
+    samples: SamplesLike,
+    config: ReconstructConfig = ReconstructConfig(),
+    *,
+    checkpoint: str | Path | None = None,
+    progress: Progress | None = None,
+) -> nn.Module:
+    """Return a quantized network whose blocks closely match the float blocks.
+
+    Blocks are reconstructed in order of execution. Each reads the outputs of the
+    quantized blocks before it and learns to return what the float block returns. If
+    learning does not improve a block, it keeps its previous rounding. Networks with
+    activations of few bits are tuned as a whole afterwards. When there are several
+    processes, they share the samples.
+
+    Args:
+        quantized: Result of :func:`ompq.quantize`; it is not modified.
+        samples: Unlabelled inputs, 32 to 1,024.
+        checkpoint: File that is written after each block. If it already exists, the
+            run resumes from it and gives the same result.
+        progress: Called after each block and at intervals within it.
+
+    Raises:
+        QuantizationError: ``quantized`` is not quantized, or was not made from
+            ``model``.
+        TraceError: The float network fails on the samples, or is broken.
+        CheckpointError: The checkpoint belongs to another run.
+    """
+    record, samples = quantization_of(quantized), Samples.of(samples)
+    _check_network(record, model, samples)
+    model = equalized(with_layers(model, samples), record.equalized)
+    result = copied(quantized).eval()
+    groups = merged(model, _learnable(result, record, config), samples, config.merge)
+    identity = _identity(quantized, samples, config)
+    done = _resume(result, checkpoint, identity)
+    copy_main(result.state_dict().values())
+    samples = samples.share(rank(), process_count())
+    phases = _phases(config, model, result, groups, samples)
+    total = sum(len(phase.groups) for phase in phases)
+    for phase in phases:
+        phase.prepare(result, done)
+        runner = BlockRunner(
+            result,
+            model,
+            samples,
+            batch_size=config.batch_size,
+            limit=config.device_bytes,
+        )
+        # Nondeterministic kernels would give blocks different inputs in every run.
+        with (
+            cudnn_kernels(repeatable=True),
+            closing(runner),
+            float_activations(result, wanted=phase.float_activations),
+        ):
+            for number, (name, group) in enumerate(phase.named.items()):
+                if name in done:
+                    continue
+                cache = runner.gather(
+                    group[0],
+                    group[-1],
+                    loss=config.loss,
+                    fisher_rank=config.fisher_rank,
+                    moments=phase.moments.get(group, {}),
+                )
+                block, seed = _joined(result, group), config.seed + 7919 * number
+                report = _block_progress(progress, len(done), total, name)
+                with staying(block):
+                    learned = phase.learn(block, cache, phase.config, seed, report)
+                done[name] = _block_error(name, *learned)
+                if checkpoint is not None:
+                    _save(result, checkpoint, identity, done)
+    if progress:
+        progress(total * phase.iterations, total * phase.iterations, "reconstructed")
+    errors = tuple(error for name, error in done.items() if name != _TUNING)
+    record = replace(record, errors=errors, tuned=done.get(_TUNING))
+    keep_rates(with_quantization(result, record))
+    return result.train(quantized.training)
+
+
+# Called with a block, its inputs and targets, the settings, a seed and a progress
+# callback; returns the error before and after.
+_Learn: TypeAlias = Callable[
+    [nn.Module, BlockCache, Any, int, Progress | None], tuple[float, float]
+]
+
+
+@dataclass(frozen=True, eq=False)
+class _Phase:
+    """One pass over the network, in groups of blocks that are learned jointly."""
+
+    groups: Sequence[tuple[str, ...]]
+    iterations: int
+    learn: _Learn
+    config: RoundingConfig | BrecqConfig | TuningConfig
+    suffix: str = ""  # appended to the blocks' names
+    # Of the float outputs of each group's units, if learning restores them.
+    moments: Mapping[tuple[str, ...], Mapping[str, Moments]] = field(
+        default_factory=dict
+    )
+    begin: Callable[[nn.Module], None] = lambda _network: None
+    float_activations: bool = False  # whether activations stay float during this phase
+
+    @property
+    def named(self) -> dict[str, tuple[str, ...]]:
+        """The groups, by the names under which errors are reported."""
+        return {"+".join(group) + self.suffix: group for group in self.groups}
+
+    def prepare(self, network: nn.Module, done: Mapping[str, BlockError]) -> None:
+        """Prepare the network, unless a stopped run has done so."""
+        if not done.keys() & self.named.keys():
+            self.begin(network)
+            copy_main(network.state_dict().values())
+
+
+_WHOLE, _TUNING = ("",), "whole network"  # the network itself as a group, and its name
+
+
+def _phases(
+    config: ReconstructConfig,
+    model: nn.Module,
+    quantized: nn.Module,
+    groups: Sequence[tuple[str, ...]],
+    samples: Samples,
+) -> list[_Phase]:
+    """Return the passes over the network, in order."""
+    rounding, tuning = config.rounding, config.tuning
+    if isinstance(rounding, BrecqConfig):
+        return _brecq_phases(rounding, groups, samples)
+    record = quantization_of(quantized)
+    moments = _moments(model, record, groups, samples, config.batch_size)
+    count = rounding.iterations
+    phases = [_Phase(groups, count, learn_rounding, rounding, moments=moments)]
+    if tuning and tuning.applies_to(quantized) and _can_be_tuned(model, samples):
+        count = tuning.steps(len(samples))
+        phases.append(_Phase([_WHOLE], count, tune, tuning, _TUNING))
+    return phases
+
+
+def _can_be_tuned(model: nn.Module, samples: Samples) -> bool:
+    """Return whether all of a network fits the device and it has a single output."""
+    if offloading():
+        return False
+    with evaluating(model):
+        output = run_batch(model, samples.first_batch(1))
+    return sum(tensor.is_floating_point() for tensor in tensors_in(output)) == 1
+
+
+def _brecq_phases(
+    config: BrecqConfig, groups: Sequence[tuple[str, ...]], samples: Samples
+) -> list[_Phase]:
+    """Return BRECQ's phases: rounding with float activations, then activation steps."""
+    weights = _Phase(
+        groups,
+        config.iterations,
+        learn_weights,
+        config,
+        ", weights",
+        float_activations=True,
+    )
+    activations = _Phase(
+        groups,
+        config.activation_iterations,
+        learn_steps,
+        config,
+        ", activations",
+        begin=lambda network: calibrate_steps(network, samples),
+    )
+    return [weights, activations]
+
+
+def _block_error(name: str, before: float, after: float) -> BlockError:
+    error = BlockError(name, before, min(before, after), after < before)
+    logger.info("block %s: error %.3g -> %.3g", name, before, error.after)
+    return error
+
+
+def _joined(network: nn.Module, group: tuple[str, ...]) -> nn.Module:
+    modules = [network.get_submodule(block) for block in group]
+    return modules[0] if len(group) == 1 else nn.Sequential(*modules)
+
+
+def _check_network(record: Quantization, model: nn.Module, samples: Samples) -> None:
+    differing = record.graph.differing(trace(model, samples))
+    if differing:
+        raise QuantizationError(
+            f"the quantized network was made from another one: {len(differing)} units "
+            f"differ ({shortened(differing)}); pass the float network it was made from"
+        )
+
+
+def _learnable(
+    model: nn.Module, record: Quantization, config: ReconstructConfig
+) -> list[str]:
+    """Return the blocks with quantized layers, in order of execution.
+
+    BRECQ leaves out a stem, a first layer that is a block of its own.
+    """
+    layers, names = quantized_layers(model), record.graph.names
+    blocks = [
+        block
+        for block, units in record.graph.blocks.items()
+        if any(names[i] in layers for i in units)
+    ]
+    skip_stem = isinstance(config.rounding, BrecqConfig) and blocks[:1] == [names[0]]
+    return blocks[1:] if skip_stem else blocks
+
+
+def _moments(
+    model: nn.Module,
+    record: Quantization,
+    groups: Sequence[tuple[str, ...]],
+    samples: Samples,
+    batch_size: int,
+) -> dict[tuple[str, ...], dict[str, Moments]]:
+    """Return the float moments of each group's units, by their names within it."""
+    # The weights of a recurrent layer are units without a module.
+    modules = dict(model.named_modules(remove_duplicate=False))
+    units = [unit for unit in record.graph.units if unit.name in modules]
+    with cudnn_kernels(repeatable=True):
+        moments = float_moments(model, units, samples, batch_size)
+    result: dict[tuple[str, ...], dict[str, Moments]] = {}
+    for group in groups:
+        inside = result.setdefault(group, {})
+        for number, block in enumerate(group):
+            for index in record.graph.blocks[block]:
+                name = record.graph.names[index]
+                inner = name.removeprefix(block).removeprefix(".")
+                if name in moments:
+                    key = inner if len(group) == 1 else f"{number}.{inner}"
+                    inside[key] = moments[name]
+    return result
+
+
+def _block_progress(
+    progress: Progress | None, number: int, total: int, name: str
+) -> Progress | None:
+    """Return a callback that reports one block's steps as part of the whole run."""
+    if progress is None:
+        return None
+
+    def report(done: int, block_total: int | None, message: str) -> None:
+        steps = block_total or 1
+        progress(number * steps + done, total * steps, f"{name} {message}")
+
+    return report
+
+
+def _identity(quantized: nn.Module, samples: Samples, config: ReconstructConfig) -> str:
+    # A few values tell samples apart; hashing all of them would take seconds.
+    tensors = tensors_in(samples.runs)
+    some = (t.reshape(len(t), -1)[:, ::_HASH_EVERY] for t in tensors if t.dim())
+    return run_identity(asdict(config), (*quantized.state_dict().values(), *some))
+
+
+def _save(
+    model: nn.Module, path: str | Path, identity: str, done: Mapping[str, BlockError]
+) -> None:
+    text = {"done": json.dumps([asdict(error) for error in done.values()])}
+    state = model.state_dict()
+    write_checkpoint(path, state, text, kind=_CHECKPOINT_KIND, identity=identity)
+
+
+def _resume(
+    model: nn.Module, path: str | Path | None, identity: str
+) -> dict[str, BlockError]:
+    if path is None or not Path(path).exists():
+        return {}
+    tensors, text = read_checkpoint(path, kind=_CHECKPOINT_KIND, identity=identity)
+    model.load_state_dict(tensors)
+    done = [BlockError(**entry) for entry in json.loads(text["done"])]
+    return {error.block: error for error in done}

@@ -1,0 +1,277 @@
+"""The report: a plan and its results as one HTML page that works offline."""
+
+import base64
+import hashlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar, get_args
+
+import numpy as np
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from jinja2.utils import htmlsafe_json_dumps
+from markupsafe import Markup
+
+from ompq.amounts import counted, digits, in_bytes, percent, seconds, short
+from ompq.files import library_version, write_text
+from ompq.lab.audits import Audit
+from ompq.plans import Plan, check_plan
+from ompq.progress import Progress
+from ompq.report.charts import (
+    accuracy_chart,
+    bar_column,
+    error_chart,
+    heat_map,
+    histogram_chart,
+    refinement_chart,
+    scatter_chart,
+)
+from ompq.report.explorer import STEPS, explorer_data, limits, solution
+from ompq.sections import (
+    Accuracy,
+    AgreementSection,
+    AuditedBits,
+    AuditedRanks,
+    BlockErrorSection,
+    Histogram,
+    LayerEffect,
+    Remark,
+    Section,
+    StageTime,
+    Versions,
+)
+
+_FOLDER = Path(__file__).parent
+
+_LARGE = 200
+_COST_NAMES = {
+    "bytes": "Size",
+    "bit_ops": "Bit operations",
+    "weight_bits": "Average bits",
+    "milliseconds": "Latency",
+}
+
+_Kind = TypeVar("_Kind")
+
+
+def write_report(
+    path: str | Path,
+    plan: Plan,
+    *,
+    results: Sequence[Section] = (),
+    title: str | None = None,
+    others: Mapping[str, Plan] | None = None,
+    progress: Progress | None = None,
+) -> Path:
+    """Write a plan and its results as one HTML page that works offline.
+
+    The same arguments give the same bytes.
+
+    Args:
+        results: Accuracies, errors, histograms and so on, in display order.
+        title: The heading, for example the network's name.
+        others: Plans of the same network and choices, by name, for comparison.
+        progress: Called while the explorer's budgets are solved.
+
+    Raises:
+        TypeError: A result is not one of the sections.
+    """
+    write_text(path, render_report(plan, results, title, others, progress))
+    return Path(path)
+
+
+def audit_sections(audit: Audit) -> list[Section]:
+    """Return the sections for an audit: bits, predictions, chance and orthogonality."""
+    sections: list[Section] = []
+    for one, score in audit.named:
+        sections.append(
+            AuditedBits(
+                name=one.name,
+                divergence=one.divergence,
+                regret=audit.regret(one),
+                bytes=one.size_bytes,
+                fits=one.fits,
+                top1=one.top1,
+                metrics=tuple(one.metrics.items()),
+                seconds=score.seconds if score else None,
+                spearman=score.spearman if score else None,
+                kendall=score.kendall if score else None,
+            )
+        )
+    measured = [one.divergence for one in audit.random]
+    for found in audit.scores:
+        points = tuple(zip(found.predicted, measured, strict=True))
+        text = f"Spearman {found.spearman}" if found.spearman else ""
+        sections.append(AuditedRanks(found.name, text, points))
+    return [*sections, *audit.comparisons]
+
+
+def render_report(
+    plan: Plan,
+    results: Sequence[Section] = (),
+    title: str | None = None,
+    others: Mapping[str, Plan] | None = None,
+    progress: Progress | None = None,
+) -> str:
+    """Return the page's HTML; see :func:`write_report`."""
+    check_plan(plan)
+    for result in results:
+        if not isinstance(result, get_args(Section)):
+            kinds = ", ".join(kind.__name__ for kind in get_args(Section))
+            raise TypeError(
+                f"results hold a {type(result).__name__}; a report shows {kinds}"
+            )
+    script = "\n".join(map(_source, ("explorer.js", "layers.js", "page.js")))
+    digest = hashlib.sha256(script.encode()).digest()
+    environment = Environment(
+        loader=FileSystemLoader(_FOLDER),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    for text in (counted, digits, in_bytes, percent, seconds, short):
+        environment.filters[text.__name__] = text
+    context = {
+        "title": title or "Mixed-precision plan",
+        "plan": plan,
+        "totals": plan.totals,
+        "costs": plan.problem.costs,
+        "bytes_by_item": plan.bytes_by_item if plan.accounting == "packed" else {},
+        "style": Markup(_source("style.css")),
+        "script": Markup(script),
+        # For the content security policy, which allows this script and nothing else.
+        "script_hash": base64.b64encode(digest).decode("ascii"),
+        "uses": _uses(plan),
+        "kinds": list(dict.fromkeys(unit.kind for unit in plan.graph.units)),
+        "layers": _layers(plan),
+        **_labels(plan),
+        **_orm(plan),
+        **_results(results),
+        "refinement": refinement_chart(plan) if plan.measured else None,
+        "ompq_version": library_version(),
+    }
+    steps = min(STEPS, max(24, STEPS * _LARGE // len(plan.graph)))
+    data = {
+        **explorer_data(plan, steps, progress),
+        "others": {name: solution(one) for name, one in (others or {}).items()},
+        "orm": context["orm_data"],
+    }
+    embedded = htmlsafe_json_dumps(data, separators=(",", ":"), allow_nan=False)
+    template = environment.get_template("template.html.jinja")
+    return template.render(**context, data=embedded).lstrip()
+
+
+def _source(name: str) -> str:
+    return (_FOLDER / name).read_text(encoding="utf-8").strip()
+
+
+def _uses(plan: Plan) -> list[dict[str, Any]]:
+    """Return how much of each limit the plan uses."""
+    return [
+        {
+            "name": _COST_NAMES.get(cost, cost),
+            "used": _cost_text(plan, cost, plan.totals[cost]),
+            "limit": _cost_text(plan, cost, limit),
+            "left": _cost_text(plan, cost, limit - plan.totals[cost]),
+            "share": plan.totals[cost] / limit,
+        }
+        for cost, limit in limits(plan).items()
+    ]
+
+
+def _cost_text(plan: Plan, cost: str, value: float) -> str:
+    if cost == "bytes":
+        return in_bytes(value)
+    if cost == "bit_ops":
+        return counted(value)
+    if cost == "weight_bits":
+        return f"{value / plan.problem.costs[cost].reference:.3g} bits"
+    return f"{short(value)} ms"
+
+
+def _labels(plan: Plan) -> dict[str, Any]:
+    """Label choices by weight bits alone if all activations have the same width."""
+    choices = [*plan.choices, *plan.allocation.values()]
+    widths = {choice.activation for choice in choices}
+    if len(widths) > 1:
+        return {"choice_label": str, "inputs_note": ""}
+    return {
+        "choice_label": lambda choice: choice.weight_text,
+        "inputs_note": f"; inputs have {widths.pop()} everywhere",
+    }
+
+
+def _layers(plan: Plan) -> list[dict[str, Any]]:
+    costs = plan.problem.costs
+    rows = np.arange(len(plan.graph))
+    size = costs["bytes"].table[rows, plan.columns]
+    ops = costs["bit_ops"].table[rows, plan.columns]
+    gamma = plan.scores.gamma
+    return [
+        {
+            "unit": unit,
+            "gamma": None if gamma is None else float(gamma[row]),
+            "column": int(plan.columns[row]),
+            "bits": plan.allocation[unit.name],
+            "bytes": float(size[row]),
+            "size_share": 100 * float(size[row]) / plan.totals["bytes"],
+            "ops_share": 100 * float(ops[row]) / max(plan.totals["bit_ops"], 1),
+            "pinned": int(plan.allowed[row].sum()) == 1,
+            "scores": [
+                digits(score, 2) if allowed else ""
+                for score, allowed in zip(
+                    plan.scores.damage[row], plan.allowed[row], strict=True
+                )
+            ],
+        }
+        for row, unit in enumerate(plan.graph.units)
+    ]
+
+
+def _orm(plan: Plan) -> dict[str, Any]:
+    scores = plan.scores
+    if scores.orm is None or not scores.orm_labels:
+        return {"heat": None, "strips": [], "orm_data": None}
+    heat = heat_map(scores.orm, scores.orm_labels)
+    known = {name: row for row, name in enumerate(plan.graph.names)}
+    rows = [known.get(label) for label in scores.orm_labels[:: heat.pooled]]
+    data: dict[str, Any] = {"labels": heat.labels, "values": heat.values, "strips": []}
+    strips = []
+    for title, values in (("gamma", scores.gamma), ("importance", scores.importance)):
+        if values is None or any(row is None for row in rows):
+            continue
+        shown = values[np.array(rows)]
+        kinds = [plan.graph.units[row].kind for row in rows if row is not None]
+        strip = {
+            "title": title,
+            "values": [float(digits(float(value), 4)) for value in shown],
+        }
+        bars = list(zip(bar_column(shown), kinds, strict=True))
+        data["strips"].append(strip)
+        strips.append({**strip, "largest": digits(float(shown.max())), "bars": bars})
+    return {"heat": heat, "strips": strips, "orm_data": data}
+
+
+def _results(results: Sequence[Section]) -> dict[str, Any]:
+    correct = [one for one in _of(results, Accuracy) if not one.answers]
+    answers = [one for one in _of(results, Accuracy) if one.answers]
+    errors = _of(results, BlockErrorSection)
+    times = _of(results, StageTime)
+    return {
+        "accuracy": accuracy_chart(correct) if correct else None,
+        "answers": accuracy_chart(answers) if answers else None,
+        "errors": error_chart(errors) if errors else None,
+        "effects": sorted(_of(results, LayerEffect), key=lambda one: -one.alone),
+        "histograms": [histogram_chart(one) for one in _of(results, Histogram)],
+        "audited": _of(results, AuditedBits),
+        "ranked": [scatter_chart(one) for one in _of(results, AuditedRanks)],
+        "times": times,
+        "total_time": sum(stage.seconds for stage in times),
+        "agreements": _of(results, AgreementSection),
+        "remarks": _of(results, Remark),
+        "versions": [v for one in _of(results, Versions) for v in one.items.items()],
+    }
+
+
+def _of(results: Sequence[Section], kind: type[_Kind]) -> list[_Kind]:
+    return [result for result in results if isinstance(result, kind)]

@@ -1,0 +1,102 @@
+"""The catalogue of scores: names, settings, and the table that each one gives."""
+
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from importlib import import_module
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+from ompq.errors import check_known
+from ompq.parallel import from_main
+from ompq.samples import locked
+from ompq.scores.derivatives import Fisher, Gradient, Hessian
+from ompq.scores.orthogonality import Orm, OrmDistortion, OrmShift
+from ompq.scores.output_divergence import Blend, OutputDivergence
+from ompq.scores.sensitivity import Sensitivity
+from ompq.scores.table import (
+    Random,
+    Score,
+    ScoreInputs,
+    ScoreTable,
+    SmallestFirst,
+    cached_table,
+    checked,
+)
+from ompq.scores.weight_noise import WeightNoise
+
+# Each has a `summary` in one line and says what it `needs`.
+SCORES: dict[str, Score] = {
+    "blend": Blend(),
+    "fisher": Fisher(),
+    "gradient": Gradient(),
+    "hessian": Hessian(),
+    "orm": Orm(),
+    "orm_distortion": OrmDistortion(),
+    "orm_shift": OrmShift(),
+    "output_divergence": OutputDivergence(),
+    "random": Random(),
+    "sensitivity": Sensitivity(),
+    "smallest_first": SmallestFirst(),
+    "weight_noise": WeightNoise(),
+}
+
+# A score that quantizes stands below this package, and is imported when it is named.
+_BELOW = dict.fromkeys(("block_loss", "reconstruction"), "ompq.measurement")
+
+
+def named_score(name: str) -> Score:
+    """Return the score of a name.
+
+    Raises:
+        ValueError: The name is unknown.
+    """
+    if name in _BELOW:
+        import_module(_BELOW[name])
+    if name not in SCORES:
+        check_known("score", name, dict.fromkeys([*SCORES, *_BELOW]), "a callable")
+    return SCORES[name]
+
+
+def score_name(score: Score | str) -> str:
+    """Return the name that a score goes by, with its settings, or its own name."""
+    if isinstance(score, str):
+        return score
+    for name, known in SCORES.items():
+        if type(known) is type(score) and is_dataclass(score):
+            changed = ", ".join(_changed(score, known))
+            return f"{name}({changed})" if changed else name
+    return getattr(score, "__qualname__", None) or repr(score)
+
+
+def _changed(given: Any, usual: Any) -> Iterator[str]:
+    """Yield what differs between two values of a dataclass, as it is written."""
+    for name in (field.name for field in fields(given) if field.repr):
+        ours, theirs = getattr(given, name), getattr(usual, name)
+        if is_dataclass(ours) and type(ours) is type(theirs):
+            yield from _changed(ours, theirs)
+        elif ours != theirs:
+            yield f"{name}={ours!r}"
+
+
+def score_table(
+    score: Score | str, given: ScoreInputs, cache: str | Path | None = None
+) -> ScoreTable:
+    """Compute a score, given as a callable or by its name in :data:`SCORES`.
+
+    Args:
+        cache: A folder that keeps tables, and from which known ones are read.
+
+    Raises:
+        ValueError: The name is unknown.
+        ScoreError: The result is not a finite table of units × choices.
+    """
+    chosen = named_score(score) if isinstance(score, str) else score
+    # Scores swap weights for rounded ones while the network runs.
+    with locked(given.model):
+        if cache is None:
+            start = perf_counter()
+            found = checked(chosen(given), given, since=start)
+        else:
+            found = cached_table(cache, chosen, given)
+    return from_main(lambda: found)  # their devices may round differently

@@ -1,0 +1,332 @@
+"""The smallest network that keeps an accuracy."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from ompq.allocation.infeasibility import reachable
+from ompq.amounts import digits, in_bytes, percent
+from ompq.budgets import Budget
+from ompq.checkpoints import Checkpoint
+from ompq.errors import GoalError
+from ompq.evaluation import Evaluation, Metric, evaluate
+from ompq.integer.finalization import finalized
+from ompq.measurement import split
+from ompq.network.graph import trace
+from ompq.network.observation import tensors_in
+from ompq.plans import Plan, check_plan
+from ompq.progress import Progress, no_progress
+from ompq.quantization.pipeline import quantize
+from ompq.reconstruction.block_loop import ReconstructConfig, reconstruct
+from ompq.samples import Samples, SamplesLike
+from ompq.schema import json_object
+
+
+@dataclass(frozen=True, kw_only=True)
+class Goal:
+    """How close a quantized network must stay to the float one; all limits must hold.
+
+    Attributes:
+        max_drop: Points of top-1 that it may lose on labelled images, or the loss of
+            the metric, in its own unit.
+        min_agreement: Fraction of images on which its top-1 must be the float one's.
+        max_divergence: Largest mean KL divergence from the float network, in nats.
+        metric: A function of the network's output and the targets of a batch that
+            returns one number; higher is better.
+    """
+
+    max_drop: float | None = None
+    min_agreement: float | None = None
+    max_divergence: float | None = None
+    metric: Metric | None = None
+
+    def __post_init__(self) -> None:
+        if not self.limits:
+            raise ValueError(
+                "the goal is empty: give max_drop, min_agreement or max_divergence"
+            )
+        if self.min_agreement is not None and not 0 < self.min_agreement <= 1:
+            raise ValueError(
+                f"min_agreement={self.min_agreement} must be a fraction, 0 to 1"
+            )
+        if self.max_drop is not None and hasattr(self.metric, "of_mean"):
+            raise ValueError(
+                f"max_drop={self.max_drop:g} needs a metric where higher is better. "
+                "For perplexity lower is better: use max_divergence"
+            )
+        if self.max_divergence is not None and not self.max_divergence > 0:
+            raise ValueError(f"max_divergence={self.max_divergence} must be positive")
+
+    @property
+    def limits(self) -> dict[str, float]:
+        """The limits that were given, by name."""
+        names = ("max_drop", "min_agreement", "max_divergence")
+        return {n: v for n in names if (v := getattr(self, n)) is not None}
+
+    def __str__(self) -> str:
+        return ", ".join(_TEXTS[name].format(v) for name, v in self.limits.items())
+
+    def kept(self, result: Evaluation) -> bool:
+        """Return whether an evaluated network meets the goal.
+
+        Raises:
+            GoalError: Something that the goal limits was not measured.
+        """
+        measured = {
+            "max_drop": _drop(result),
+            "min_agreement": result.agreement,
+            "max_divergence": result.divergence,
+        }
+        for name, limit in self.limits.items():
+            value = measured[name]
+            if value is None:
+                raise GoalError(f"{name}={limit:g} cannot be measured: {_NEEDS[name]}")
+            if value < limit if name == "min_agreement" else value > limit:
+                return False
+        return True
+
+
+_TEXTS = {
+    "max_drop": "drop at most {:g}",
+    "min_agreement": "agreement at least {:.2%}",
+    "max_divergence": "divergence at most {:g}",
+}
+_CLASSES = "the network returns no logits of several classes; use a metric of your own"
+_NEEDS = {
+    "max_drop": "give class labels (--eval-data) or a metric of your own (--metric), "
+    "or use --min-agreement or --max-divergence",
+    "min_agreement": _CLASSES,
+    "max_divergence": _CLASSES,
+}
+
+
+def _drop(result: Evaluation) -> float | None:
+    """Return the loss of the user's metric, or else of top-1 in points."""
+    for name, value in result.metrics.items():
+        return result.reference_metrics[name] - value
+    return None if result.drop is None else 100 * result.drop
+
+
+@dataclass(frozen=True, kw_only=True)
+class SmallestConfig:
+    """Settings of the search for the smallest network.
+
+    Attributes:
+        reconstruct: How networks are reconstructed; None only rounds.
+        rounded: Largest number of sizes to try rounded.
+        reconstructed: Largest number of sizes to try reconstructed.
+        tolerance: The search ends when the remaining range of sizes is smaller than
+            this fraction of its upper end.
+        held_back: Fraction of the samples, taken from the end, that networks are
+            measured on if there are no batches.
+    """
+
+    reconstruct: ReconstructConfig | None = ReconstructConfig()
+    rounded: int = 8
+    reconstructed: int = 4
+    tolerance: float = 0.01
+    held_back: float = 0.5
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One network that was measured."""
+
+    size_bytes: int
+    reconstructed: bool  # whether its rounding was learned
+    kept: bool  # whether it meets the goal
+    evaluation: Evaluation
+
+    def __str__(self) -> str:
+        result, drop = self.evaluation, _drop(self.evaluation)
+        texts = [] if drop is None else [f"drop {drop:.2f}"]
+        if result.agreement is not None:
+            texts.append(f"{percent(result.agreement)} as float")
+        if result.divergence is not None:
+            texts.append(f"divergence {digits(result.divergence)}")
+        way = "reconstructed" if self.reconstructed else "rounded"
+        verdict = "meets the goal" if self.kept else "too much lost"
+        return f"{in_bytes(self.size_bytes)} {way}: {', '.join(texts)}, {verdict}"
+
+
+@dataclass(frozen=True, eq=False)
+class Smallest:
+    """The smallest network found that meets a goal."""
+
+    plan: Plan
+    network: nn.Module
+    goal: Goal
+    trials: tuple[Trial, ...]  # in the order in which they were tried
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data for JSON."""
+        trials = [
+            {
+                "bytes": one.size_bytes,
+                "reconstructed": one.reconstructed,
+                "kept": one.kept,
+                "drop": _drop(one.evaluation),
+                "agreement": one.evaluation.agreement,
+                "divergence": one.evaluation.divergence,
+            }
+            for one in self.trials
+        ]
+        tried = [str(one) for one in self.trials]
+        return {"goal": str(self.goal), "tried": tried, "trials": trials}
+
+
+def find_smallest(  # noqa: PLR0913 - the last four are optional
+    plan: Plan,
+    model: nn.Module,
+    samples: SamplesLike,
+    goal: Goal,
+    config: SmallestConfig = SmallestConfig(),
+    *,
+    batches: Iterable[Any] | None = None,
+    folder: str | Path | None = None,
+    progress: Progress | None = None,
+) -> Smallest:
+    """Return the smallest network found that meets a goal.
+
+    Networks are measured in the form in which their files compute them.
+
+    Args:
+        plan: Choices, pins and score; its budget does not matter.
+        samples: Unlabelled inputs for calibration; without batches, networks are
+            measured on the last part of them.
+        batches: Inputs to measure on, in any form that :func:`ompq.evaluate` takes;
+            they are read once for each network tried.
+        folder: Keeps the networks tried; the same call resumes from it.
+
+    Raises:
+        GoalError: Not even the largest network meets the goal, or the goal cannot be
+            measured.
+        PlanError: The plan was made for another network.
+        CheckpointError: The folder belongs to another search.
+    """
+    calibration = Samples.of(samples)
+    check_plan(plan)
+    plan.check_network(trace(model, calibration))
+    held_out: Any = batches
+    if batches is None:
+        calibration, held_out = split(calibration, config.held_back)
+    elif not isinstance(batches, Samples) and iter(batches) is batches:
+        held_out = list(batches)  # an iterator can be read only once
+    path = None if folder is None else Path(folder)
+    report = progress or no_progress
+    return _Search(plan, model, calibration, held_out, goal, config, path, report).run()
+
+
+@dataclass(eq=False)
+class _Search:
+    plan: Plan
+    model: nn.Module
+    samples: Samples
+    held_out: Any
+    goal: Goal
+    config: SmallestConfig
+    folder: Path | None
+    progress: Progress
+    trials: list[Trial] = field(default_factory=list)
+    best: tuple[Trial, Plan, nn.Module] | None = None
+
+    def __post_init__(self) -> None:
+        identity, path = "", None
+        if self.folder is not None:
+            path = self.folder / "measured.json"
+            # Without the goal's limits: measurements are valid for any limit.
+            metric = getattr(self.goal.metric, "__qualname__", "")
+            identity = f"{self.plan.hash} {self.config.reconstruct} {len(self.samples)}"
+            identity += f" {metric} {_content(self.held_out)}"
+        self.known = Checkpoint(path, "search", identity, _evaluation)
+
+    def run(self) -> Smallest:
+        """Search among rounded networks, then among reconstructed ones."""
+        low, high = reachable(self.plan.problem, "bytes")
+        if self.attempt(int(high), learned=False):
+            self.halve(low, self.config.rounded - 1, learned=False)
+        if self.config.reconstruct is not None:
+            start = high if self.best is None else self.best[0].size_bytes
+            if self.attempt(int(start), learned=True):
+                self.halve(low, self.config.reconstructed - 1, learned=True)
+        if self.best is None:
+            raise GoalError(
+                f"no network meets the goal ({self.goal}): the largest gives "
+                f"{self.trials[-1]}. Allow more bits (--choices) or a larger loss"
+            )
+        _, plan, network = self.best
+        return Smallest(plan, network, self.goal, tuple(self.trials))
+
+    def halve(self, low: float, count: int, *, learned: bool) -> None:
+        """Try the middle between the lower end and the best size, repeatedly."""
+        assert self.best is not None
+        for _ in range(count):
+            high = self.best[0].size_bytes
+            if high - low <= self.config.tolerance * high:
+                return
+            middle = int((low + high) / 2)
+            if not self.attempt(middle, learned=learned):
+                low = middle
+
+    def attempt(self, limit: int, *, learned: bool) -> bool:
+        """Quantize within a size and measure; return whether the goal is met."""
+        plan = self.plan.with_budget(Budget.parse(f"{limit}B"))
+        size = int(plan.totals["bytes"])
+        way = "reconstructing" if learned else "rounding"
+        self.progress(0, None, f"{way} to {in_bytes(size)}")
+        network = self.network(plan, size, learned=learned)
+        metric = self.goal.metric
+        data = self.known.get(
+            f"{way} {size}",
+            lambda: evaluate(
+                network,
+                self.held_out,
+                reference=self.model,
+                metrics={} if metric is None else {"metric": metric},
+                progress=self.progress,
+            ).to_json(),
+        )
+        evaluation = Evaluation.from_json(data)
+        trial = Trial(size, learned, self.goal.kept(evaluation), evaluation)
+        self.trials.append(trial)
+        self.progress(0, None, str(trial))
+        if trial.kept:
+            self.best = trial, plan, network
+        return trial.kept
+
+    def network(self, plan: Plan, size: int, *, learned: bool) -> nn.Module:
+        """Return the quantized network as its files will compute it."""
+        network = quantize(self.model, plan, self.samples)
+        if learned and self.config.reconstruct is not None:
+            name = f"reconstructing to {in_bytes(size)}"
+            network = reconstruct(
+                network,
+                self.model,
+                self.samples,
+                self.config.reconstruct,
+                checkpoint=self.folder
+                and self.folder / f"reconstructed-{size}.safetensors",
+                progress=lambda done, total, message: self.progress(
+                    done, total, f"{name}: {message}"
+                ),
+            )
+        return finalized(network, self.samples)[0]
+
+
+def _content(held_out: Any) -> str:
+    """Return a digest of inputs and targets that does not depend on their order."""
+    total = 0.0
+    for batch in held_out.batches(64) if isinstance(held_out, Samples) else held_out:
+        total += sum(float(t.double().abs().sum()) for t in tensors_in(batch))
+    return f"{total:.9g}"
+
+
+def _evaluation(entry: Any) -> dict[str, Any]:
+    """Check and return an entry of a checkpoint."""
+    try:
+        return Evaluation.from_json(json_object(entry, "an evaluation")).to_json()
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"an evaluation is invalid: {error}") from error

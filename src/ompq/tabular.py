@@ -1,0 +1,40 @@
+"""Results as tables: HTML for notebooks, pandas for the rest."""
+
+from collections.abc import Mapping, Sequence
+from html import escape
+from typing import Any
+
+from ompq.errors import MissingExtraError
+
+_MAX_ROWS = 100  # of a table in a notebook
+
+
+def html_table(title: str, rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return rows as an HTML table with every value escaped.
+
+    Example:
+        >>> html_table("bits", [{"layer": "fc", "bits": 4}])
+        '<b>bits</b><table><tr><th>layer</th><th>bits</th></tr>\
+<tr><td>fc</td><td>4</td></tr></table>'
+    """
+    heads = "".join(f"<th>{escape(str(key))}</th>" for key in rows[0]) if rows else ""
+    body = "".join(
+        f"<tr>{''.join(f'<td>{escape(str(one))}</td>' for one in row.values())}</tr>"
+        for row in rows[:_MAX_ROWS]
+    )
+    left = len(rows) - _MAX_ROWS
+    more = f"<p>and {left} more</p>" if left > 0 else ""
+    return f"<b>{escape(title)}</b><table><tr>{heads}</tr>{body}</table>{more}"
+
+
+def data_frame(rows: Sequence[Mapping[str, Any]]) -> Any:
+    """Return rows as a pandas DataFrame.
+
+    Raises:
+        MissingExtraError: pandas is not installed.
+    """
+    try:
+        import pandas
+    except ImportError as error:
+        raise MissingExtraError("pandas", "notebook") from error
+    return pandas.DataFrame(list(rows))

@@ -1,0 +1,172 @@
+"""Target profiles: which bits a runtime supports, and which of them it runs faster.
+
+A profile is a small JSON file::
+
+    {"format": "ompq-target/1", "name": "my-chip",
+     "operators": {
+      "default": {"weight_bits": [4, 8], "activation_bits": [8],
+                  "per_channel": true, "accelerated": ["W4A8", "W8A8"],
+                  "otherwise": "computed in 8 bits"},
+      "depthwise": {"weight_bits": [8], "activation_bits": [8], ...}}}
+
+Operators are kinds of units (conv, depthwise, pointwise, grouped, transposed, linear,
+embedding, recurrent); ``default`` stands for all others. ``"coded": false``, beside the
+name, says that the target cannot decode entropy-coded weights. ``symmetric`` in older
+profiles is ignored: weights in exported files are always symmetric.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ompq.bit_widths import FLOAT_BITS, WIDTHS
+from ompq.errors import TargetError, suggestion
+from ompq.network.units import Choice, Unit
+from ompq.schema import json_flag, json_text, read_json
+
+FORMAT = "ompq-target/1"
+KINDS = (
+    "conv", "depthwise", "pointwise", "grouped", "transposed", "linear", "embedding",
+    "recurrent",
+)  # fmt: skip
+_DEFAULT = "default"
+_FOLDER = Path(__file__).parent
+_WIDTHS = (*WIDTHS, FLOAT_BITS)
+_CHOICE = re.compile(r"W(\d+)A(\d+)")
+
+
+@dataclass(frozen=True)
+class OperatorSupport:
+    """What a target supports for one kind of unit."""
+
+    weight_bits: tuple[int, ...]  # supported widths of weights; 32 is float
+    activation_bits: tuple[int, ...]  # supported widths of inputs
+    per_channel: bool  # whether scales per channel, which ompq uses, are supported
+    accelerated: tuple[str, ...]  # choices that run faster than wider ones: ``W8A8``
+    otherwise: str  # why other choices are not faster
+
+
+@dataclass(frozen=True)
+class Target:
+    """A runtime on a kind of machine."""
+
+    name: str
+    operators: Mapping[str, OperatorSupport]  # by kind of unit, or ``default``
+    coded: bool = True  # whether the target can decode entropy-coded weights
+
+    def operator(self, unit: Unit) -> OperatorSupport:
+        """Return what the target supports for a unit."""
+        return self.operators.get(unit.kind, self.operators[_DEFAULT])
+
+    def takes(self, unit: Unit, choice: Choice) -> bool:
+        """Return whether the target supports a choice for a unit."""
+        operator = self.operator(unit)
+        return (
+            choice.weight in operator.weight_bits
+            and choice.activation in operator.activation_bits
+            and (self.coded or not choice.rate)
+        )
+
+    def no_speed_up(self, unit: Unit, choice: Choice) -> str:
+        """Return why a choice does not make a unit faster; "" if it does."""
+        operator = self.operator(unit)
+        if unit.shared_by(choice) and choice.activation < FLOAT_BITS:
+            return "weights with a scale per group are multiplied as floats"
+        accelerated = str(choice.computed) in operator.accelerated
+        return "" if accelerated else operator.otherwise
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data for JSON."""
+        kinds = {kind: asdict(one) for kind, one in self.operators.items()}
+        coded = {} if self.coded else {"coded": False}
+        return {"format": FORMAT, "name": self.name, **coded, "operators": kinds}
+
+    @classmethod
+    def from_json(cls, data: Any) -> "Target":
+        """Return the target of a profile; a TargetError says what is wrong with it."""
+        if not isinstance(data, dict) or data.get("format") != FORMAT:
+            raise TargetError(f"this is not a target profile of format {FORMAT}")
+        kinds = data.get("operators")
+        if not isinstance(kinds, dict) or _DEFAULT not in kinds:
+            raise TargetError('"operators" must have an entry "default"')
+        unknown = [kind for kind in kinds if kind not in (_DEFAULT, *KINDS)]
+        if unknown:
+            raise TargetError(
+                f'operator "{unknown[0]}" is unknown{suggestion(unknown[0], KINDS)}; '
+                f"there are {', '.join(KINDS)}"
+            )
+        name = data.get("name")
+        if not isinstance(name, str) or not name:
+            raise TargetError('"name" must be a non-empty string')
+        try:
+            coded = json_flag(data.get("coded", True), "coded")
+            return cls(name, {k: _operator(k, one) for k, one in kinds.items()}, coded)
+        except ValueError as error:
+            raise TargetError(str(error)) from error
+
+
+def included_targets() -> tuple[str, ...]:
+    """Return the names of the profiles included in ompq."""
+    return tuple(sorted(path.stem for path in _FOLDER.glob("*.json")))
+
+
+def load_target(name: str | Path) -> Target:
+    """Return a target by its name, or by the path of its profile.
+
+    Raises:
+        TargetError: There is no such target, or its profile is invalid.
+    """
+    path = _FOLDER / f"{name}.json" if str(name) in included_targets() else Path(name)
+    if not path.exists():
+        raise TargetError(
+            f"there is no target {name}{suggestion(str(name), included_targets())}; "
+            f"use {', '.join(included_targets())} or the path of a JSON file"
+        )
+    try:
+        return Target.from_json(read_json(path))
+    except (ValueError, TargetError) as error:
+        raise TargetError(f"{path} is not a valid target profile: {error}") from error
+
+
+def _operator(kind: str, data: Any) -> OperatorSupport:
+    fields = list(OperatorSupport.__dataclass_fields__)
+    given = dict(data) if isinstance(data, dict) else {}
+    given.pop("symmetric", None)
+    if set(given) != set(fields):
+        raise TargetError(
+            f"operator {kind} must have exactly the fields {', '.join(fields)}; "
+            f"check {', '.join(sorted({*given} ^ {*fields}))}"
+        )
+    if given["per_channel"] is not True:
+        raise TargetError(
+            f"operator {kind}: per_channel must be true, because ompq rounds weights "
+            "with one scale per channel"
+        )
+    return OperatorSupport(
+        weight_bits=_widths(kind, "weight_bits", given),
+        activation_bits=_widths(kind, "activation_bits", given),
+        per_channel=True,
+        accelerated=_accelerated(kind, given["accelerated"]),
+        otherwise=json_text(given["otherwise"], f"operator {kind}: otherwise"),
+    )
+
+
+def _widths(kind: str, name: str, data: Mapping[str, Any]) -> tuple[int, ...]:
+    bits = data[name]
+    listed = isinstance(bits, list | tuple) and len(bits) > 0
+    if not listed or any(type(b) is not int or b not in _WIDTHS for b in bits):
+        raise TargetError(
+            f"operator {kind}: {name} must be a list of widths from 2 to 8, or 32"
+        )
+    return tuple(bits)
+
+
+def _accelerated(kind: str, names: Any) -> tuple[str, ...]:
+    for name in names if isinstance(names, list | tuple) else (names,):
+        if not isinstance(name, str) or not _CHOICE.fullmatch(name):
+            raise TargetError(
+                f"operator {kind}: accelerated must be a list such as W8A8, W4A8"
+            )
+    return tuple(names)

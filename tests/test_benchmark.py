@@ -1,0 +1,269 @@
+"""What an exported file takes, and how fast it runs."""
+
+import builtins
+import random
+import subprocess
+import sys
+from statistics import median
+from types import SimpleNamespace
+
+import pytest
+from torch import nn
+
+from nets import TinyMobileNet, TinyResNet, images, seeded
+from ompq import onnx as timing
+from ompq.errors import ExportError, MissingExtraError
+from ompq.export.benchmark import (
+    Input,
+    inputs_of,
+    installed_runtimes,
+    load_runtime,
+    peak_memory,
+    runner,
+    time_files,
+)
+from ompq.export.inspection import (
+    inspect_onnx,
+    load_exported,
+    network_name,
+    without_gain,
+)
+from ompq.export.onnx.onnx_files import export_onnx
+from ompq.export.onnx.traced_graph import float_model
+from ompq.layers import quantized_layers
+from quantized import quantized
+
+onnx = pytest.importorskip("onnx")
+pytest.importorskip("onnxruntime")
+pytest.importorskip("onnxscript")
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    network = quantized(seeded(TinyResNet()), images(8), weight=(2, 5, 8))
+    path = tmp_path_factory.mktemp("export") / "net.onnx"
+    return network, export_onnx(network, path, images(8), engine_images=2)
+
+
+def test_account_sums_up_to_the_file(exported):
+    network, result = exported
+    found = inspect_onnx(result.path)
+    assert found.bytes == sum(found.items.values()) == result.bytes
+    layers = quantized_layers(network)
+    assert found.bits == {name: layer.bits for name, layer in layers.items()}
+    assert found.layers == {weight.name: weight.bytes for weight in result.weights}
+    channels = sum(len(layer.weight_scale) for layer in layers.values())
+    assert found.items["scales"] == found.items["biases"] == 4 * channels
+    weights = sum(layer.weight.numel() * layer.bits / 8 for layer in layers.values())
+    assert weights <= found.items["weights"] <= weights + 2 * len(layers)
+
+
+def test_files_of_others_have_no_account(exported, tmp_path):
+    _, result = exported
+    model = onnx.load(result.path)
+    model.producer_name = "other"
+    onnx.save(model, tmp_path / "other.onnx")
+    with pytest.raises(ExportError, match=r"other.onnx was written by other, not by"):
+        inspect_onnx(tmp_path / "other.onnx")
+
+
+def test_broken_and_missing_files_are_told(tmp_path):
+    (tmp_path / "broken.onnx").write_bytes(b"\xff\xfe broken")
+    with pytest.raises(ExportError, match="broken.onnx cannot be read as ONNX"):
+        inspect_onnx(tmp_path / "broken.onnx")
+    with pytest.raises(ExportError, match="none.onnx cannot be read as ONNX"):
+        inspect_onnx(tmp_path / "none.onnx")
+
+
+def test_missing_extra_is_named(exported, monkeypatch):
+    original = builtins.__import__
+
+    def without(name, *args, **kwargs):
+        if name == "onnx":
+            raise ImportError(name=name)
+        return original(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(MissingExtraError, match="onnx is not installed"):
+        inspect_onnx(exported[1].path)
+
+
+def test_damaged_files_give_one_clear_error_or_an_account(exported, tmp_path):
+    """Bytes of a file at random: nothing but our own error, and no escapes in it."""
+    whole = exported[1].path.read_bytes()
+    path, order, refused = tmp_path / "net.onnx", random.Random(0), 0
+    for _ in range(300):
+        broken = bytearray(whole)
+        for _ in range(order.choice((1, 4, 40))):
+            broken[order.randrange(len(broken))] = order.randrange(256)
+        path.write_bytes(broken[: order.choice((len(broken), len(broken) // 2))])
+        try:
+            account = inspect_onnx(path)
+            without_gain(path)
+            inputs_of(path)
+            assert all(name.isprintable() for name in account.layers)
+        except ExportError as error:
+            assert len(str(error)) < 500
+            refused += 1
+    assert refused > 100
+
+
+def test_names_with_escapes_are_refused(exported, tmp_path):
+    model = onnx.load(exported[1].path)
+    model.graph.initializer[0].name = "\x1b[2Jstem/bytes"
+    onnx.save(model, tmp_path / "net.onnx")
+    with pytest.raises(ExportError, match="is damaged: names in it are not those of"):
+        inspect_onnx(tmp_path / "net.onnx")
+
+
+IMAGE = [Input((1, 3, 8, 8))]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("files")
+    model = seeded(TinyMobileNet())
+    (folder / "float.onnx").write_bytes(
+        float_model(model, images(2)).SerializeToString()
+    )
+    network = quantized(model, images(8), weight=(3, 8), activation=8)
+    path = folder / "net.onnx"
+    export_onnx(network, path, images(4), engine_images=1, network="net.py:make")
+    return {"float": folder / "float.onnx", "quantized": path}
+
+
+def test_runs_take_turns_and_medians_are_taken(files, monkeypatch):
+    order, clock = [], iter(range(1000))
+
+    def fake(path, _shape, _threads, _runtime):
+        return lambda: order.append(path.name)
+
+    monkeypatch.setattr(timing, "runner", fake)
+    monkeypatch.setattr(timing, "perf_counter", lambda: next(clock) ** 2)
+    monkeypatch.setattr(timing, "load_seconds", lambda *_: 0.5)
+    memory = timing.Memory(1, 2)
+    monkeypatch.setattr(timing, "peak_memory", lambda *_: memory)
+    first, second = time_files(files, IMAGE, repeats=5)
+    assert order == ["float.onnx", "net.onnx"] * 8
+    # Warming up takes ticks 0 to 5; ticks 2n and 2n + 1 are 4n + 1 seconds apart.
+    spans = [4 * n + 1 for n in range(3, 13)]
+    assert first.milliseconds == 1000 * median(spans[::2])
+    assert second.milliseconds == 1000 * median(spans[1::2])
+    assert first.ratio == 1
+    assert second.ratio == median(
+        a / b for a, b in zip(spans[::2], spans[1::2], strict=True)
+    )
+    assert (second.load_seconds, second.memory) == (0.5, memory)
+    assert second.to_json()["memory"] == {"start": 1, "peak": 2}
+
+
+def test_files_are_measured(files):
+    found = time_files(files, [Input((2, 3, 8, 8))], repeats=3)
+    assert [one.name for one in found] == ["float", "quantized"]
+    for one in found:
+        assert one.runtime.startswith("onnxruntime ")
+        assert one.milliseconds > 0 and one.load_seconds > 0
+        assert one.memory.peak >= one.memory.start > 10 << 20
+
+
+def test_memory_is_that_of_the_file_alone(files):
+    ballast = bytearray(300 << 20)
+    memory = peak_memory(files["float"], IMAGE)
+    assert memory.peak < len(ballast)
+
+
+def test_what_cannot_be_measured_is_told(files, tmp_path, monkeypatch):
+    assert "onnxruntime" in installed_runtimes()
+    with pytest.raises(ValueError, match="repeats=0 must be at least 1"):
+        time_files(files, IMAGE, repeats=0)
+    (tmp_path / "broken.onnx").write_bytes(b"\xff nothing")
+    with pytest.raises(ExportError, match="onnxruntime cannot load .*broken.onnx: "):
+        runner(tmp_path / "broken.onnx", IMAGE)
+    monkeypatch.setitem(sys.modules, "openvino", None)
+    with pytest.raises(MissingExtraError, match="openvino is not installed"):
+        load_runtime("openvino")
+
+
+def test_what_gains_nothing_is_told(files, tmp_path):
+    narrow, depthwise, thin = without_gain(files["quantized"])
+    assert "layers below 8 bits (stem" in narrow
+    assert depthwise.startswith("depthwise or grouped convolutions (blocks.")
+    assert thin.startswith("convolutions of fewer than 4 channels (stem.0)")
+    seven = quantized(seeded(TinyMobileNet()), images(8), weight=8, activation=7)
+    export_onnx(seven, tmp_path / "seven.onnx", images(4), engine_images=1)
+    assert "Clip" in " ".join(without_gain(tmp_path / "seven.onnx"))
+    assert network_name(files["quantized"]) == "net.py:make"
+    assert inputs_of(files["quantized"], 5) == [Input((5, 3, 8, 8))]
+    network = quantized(seeded(TinyResNet()), images(8), weight=8, activation=32)
+    export_onnx(network, tmp_path / "net.onnx", images(4))
+    assert "smaller and not faster" in without_gain(tmp_path / "net.onnx")[0]
+    assert network_name(tmp_path / "net.onnx") == ""
+
+
+def test_layers_of_a_file_that_pytorch_wrote_are_named(tmp_path):
+    stem = nn.Conv2d(3, 8, 3)
+    model = nn.Sequential(stem, nn.SiLU(), nn.Conv2d(8, 8, 3, groups=8), nn.SiLU())
+    network = quantized(seeded(model).eval(), images(8), weight=8, activation=8)
+    export_onnx(network, tmp_path / "net.onnx", images(4))
+    depthwise, thin = without_gain(tmp_path / "net.onnx")
+    assert depthwise.startswith("depthwise or grouped convolutions (2): ")
+    assert thin.startswith("convolutions of fewer than 4 channels (0): ")
+
+
+def test_an_input_of_no_known_type_is_told(files, tmp_path):
+    model = load_exported(files["quantized"])
+    model.graph.input[0].type.tensor_type.elem_type = 0
+    path = tmp_path / "net.onnx"
+    path.write_bytes(model.SerializeToString())
+    with pytest.raises(ExportError, match="net.onnx: the input 'input' is of no known"):
+        inputs_of(path)
+
+
+def test_what_openvino_refuses_is_told_in_one_line(monkeypatch, tmp_path):
+    class Core:
+        def compile_model(self, path, device, settings):
+            assert settings["INFERENCE_NUM_THREADS"] == 2 and device == "CPU"
+            raise RuntimeError(f"no such operator in {path}\nand a long trace")
+
+    library = SimpleNamespace(Core=Core)
+    monkeypatch.setattr(timing, "load_runtime", lambda _: library)
+    path = tmp_path / "net.onnx"
+    with pytest.raises(ExportError, match="openvino cannot load .* no such operator"):
+        timing.runner(path, IMAGE, 2, "openvino")
+
+
+SIGNALLED = """
+import signal, sys
+from ompq.onnx import Input, runner
+
+image = [Input((1, 3, 8, 8))]
+runs = [runner(sys.argv[1], image, 1, "openvino") for _ in range(2)]
+while runs:
+    del runs[0]
+signal.signal(signal.SIGINT, lambda *_: print("handled"))
+signal.raise_signal(signal.SIGINT)
+"""
+
+
+def test_a_process_that_ran_two_files_in_openvino_survives_signals(files):
+    pytest.importorskip("openvino")
+    command = [sys.executable, "-c", SIGNALLED, files["quantized"]]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "handled\n"), done.stderr
+
+
+def test_openvino_runs_what_it_has_compiled(monkeypatch):
+    class Core:
+        def compile_model(self, path, _device, _settings):
+            return lambda images: [image.shape for image in images]
+
+    library = SimpleNamespace(Core=Core)
+    monkeypatch.setattr(timing, "load_runtime", lambda _: library)
+    assert timing.runner("net.onnx", IMAGE, 1, "openvino")() == [(1, 3, 8, 8)]
+
+
+def test_a_file_that_a_runtime_cannot_run_is_told(tmp_path):
+    path = tmp_path / "broken.onnx"
+    path.write_bytes(b"nothing")
+    with pytest.raises(ExportError, match="onnxruntime fails on .*broken.onnx: "):
+        peak_memory(path, IMAGE)

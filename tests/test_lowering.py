@@ -1,0 +1,756 @@
+import copy
+import math
+import re
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from nets import (
+    Chain,
+    TinyMobileNet,
+    TinyResNet,
+    TwoInputs,
+    demo_network,
+    images,
+    seeded,
+)
+from ompq import integer
+from ompq.errors import QuantizationError
+from ompq.evaluation import evaluate
+from ompq.integer.arithmetic import CodeGrid
+from ompq.integer.engine import IntegerNetwork
+from ompq.integer.finalization import clear_scale, finalize, odd_multiple
+from ompq.integer.lowering import Steps, lower, output_names
+from ompq.integer.operators import (
+    Average,
+    Convolution,
+    Flatten,
+    Product,
+    Quantize,
+    Requantize,
+    Sum,
+)
+from ompq.layers import activation_quantizers, quantized_layers
+from ompq.models.builtin_networks import CifarResNet, demo_data
+from ompq.quantization.pipeline import quantize
+from ompq.quantization.quantize_config import QuantizeConfig
+from ompq.quantization.record import quantization_of
+from ompq.reconstruction.block_loop import ReconstructConfig, reconstruct
+from ompq.reconstruction.rounding import RoundingConfig
+from quantized import quantized, simulated_codes
+
+
+@pytest.mark.parametrize("network", [TinyResNet, TinyMobileNet])
+def test_residual_streams_of_16_bits_are_integers(network):
+    model, samples = seeded(network()), images(16)
+    wide = quantize(model, {"*": (8, 4)}, samples, QuantizeConfig(sum_bits=16))
+    final = finalize(wide, samples)
+    engine = IntegerNetwork.from_quantized(final, samples)
+    engine.assert_integer_only(samples)
+    with torch.no_grad():
+        torch.testing.assert_close(engine(samples), final(samples))
+    codes = [one for one in engine.codes(samples) if one.dtype == torch.int32]
+    assert any(255 < one.max() < 1 << 16 for one in codes)
+    quantizers = activation_quantizers(final)
+    streams = {n: float(q.scale) for n, q in quantizers.items() if q.bits == 16}
+    assert all(math.frexp(scale)[0] == 0.5 for scale in streams.values())
+    again = finalize(final, samples).state_dict()
+    assert all(torch.equal(t, again[key]) for key, t in final.state_dict().items())
+
+
+def test_scales_of_readers_are_odd_multiples():
+    found = [odd_multiple(scale, 0.25) for scale in (0.01, 0.25, 0.6, 0.8, 1.1)]
+    assert found == [0.25, 0.25, 0.75, 0.75, 1.25]
+
+
+class Fire(nn.Module):
+    """SqueezeNet in small: pooling with a ceiling, branches joined, no linear layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 6, 3, 2), nn.ReLU())
+        self.pool = nn.MaxPool2d(2, 2, ceil_mode=True)
+        self.left = nn.Sequential(nn.Conv2d(6, 4, 1), nn.ReLU())
+        self.right = nn.Sequential(nn.Conv2d(6, 4, 3, padding=1), nn.ReLU())
+        self.head = nn.Sequential(
+            nn.Dropout(0.5), nn.Conv2d(8, 5, 1), nn.ReLU(), nn.AdaptiveAvgPool2d(1)
+        )
+
+    def forward(self, x):
+        x = self.pool(self.stem(x))
+        x = torch.cat([self.left(x), self.right(x)], 1)
+        return torch.flatten(self.head(x), 1)
+
+
+class Vgg(nn.Sequential):
+    """VGG in small: pooling between convolutions, several linear layers."""
+
+    def __init__(self):
+        super().__init__(
+            nn.Conv2d(3, 8, 3, padding=1),
+            nn.BatchNorm2d(8),
+            nn.ReLU(inplace=True),
+            nn.MaxPool2d(2),
+            nn.Conv2d(8, 8, 3, padding=1, groups=2),
+            nn.ReLU(inplace=True),
+            nn.AvgPool2d(2),
+            nn.Flatten(),
+            nn.Linear(32, 16),
+            nn.ReLU(inplace=True),
+            nn.Dropout(),
+            nn.Linear(16, 5),
+        )
+
+
+class Shared(nn.Module):
+    """One ReLU6 with two callers, so that quantizers stand before it."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 6, 3), nn.Conv2d(6, 4, 1)
+        self.act = nn.ReLU6()
+
+    def forward(self, x):
+        return self.act(self.second(self.act(self.first(x)))).mean((2, 3))
+
+
+NETWORKS = {
+    "resnet": lambda: seeded(TinyResNet()),
+    "mobilenet": lambda: seeded(TinyMobileNet()),
+    "fire": lambda: seeded(Fire()),
+    "vgg": lambda: seeded(Vgg()),
+    "cifar": lambda: seeded(CifarResNet(8)),
+}
+
+
+@pytest.mark.parametrize("activation", [3, 8])
+@pytest.mark.parametrize("name", NETWORKS)
+def test_integers_agree_with_the_simulated_network(name, activation):
+    size = 32 if name == "cifar" else 8
+    samples = images(8, size)
+    network = quantized(NETWORKS[name](), samples, activation=activation)
+    network = finalize(network, samples)
+    engine = IntegerNetwork.from_quantized(network, samples)
+    engine.assert_integer_only(samples[:2])
+    found = engine(images(6, size, seed=3))
+    with torch.no_grad():
+        expected = network(images(6, size, seed=3))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_demo_network_keeps_its_accuracy():
+    data = demo_data()
+    network = finalize(
+        quantized(demo_network(), data.train_images[:64], weight=8), data.train_images
+    )
+    engine = IntegerNetwork.from_quantized(network, data.train_images)
+    batches = [(data.test_images[:150], data.test_targets[:150])]
+    found = evaluate(engine, batches, reference=network)
+    assert found.agreement == 1.0
+    assert found.top1 > 0.9
+
+
+def test_logits_are_integers_with_a_scale():
+    samples = images(8)
+    engine = IntegerNetwork.from_quantized(
+        quantized(NETWORKS["resnet"](), samples), samples
+    )
+    codes = engine.input_codes(samples)
+    assert codes.dtype == torch.uint8
+    (logits,) = engine.integer_outputs(codes)
+    assert logits.dtype == torch.int32
+    scale = engine.steps.steps[-1].grid.scale
+    assert torch.equal((logits.double() * scale).float(), engine(samples))
+    assert logits.abs().max() > 2**20  # fine enough for any comparison
+
+
+def test_many_images_run_in_parts(monkeypatch):
+    samples = images(8)
+    engine = IntegerNetwork.from_quantized(
+        quantized(NETWORKS["resnet"](), samples), samples
+    )
+    whole = engine(samples)
+    monkeypatch.setattr("ompq.integer.engine._ELEMENTS", 1)
+    assert torch.equal(engine(samples), whole)
+
+
+def test_network_may_end_in_a_clipped_sum():
+    class Ending(nn.Module):
+        def __init__(self, function):
+            super().__init__()
+            self.conv = nn.Conv2d(3, 4, 3)
+            self.last = nn.Linear(4, 4)
+            self.function = function
+
+        def forward(self, x):
+            return self.function(self.last(F.relu(self.conv(x)).mean((2, 3))))
+
+    for function in (F.relu, lambda x: x.clamp(-0.1, 0.2)):
+        network = finalize(
+            quantized(seeded(Ending(function)), images(), weight=8), images()
+        )
+        engine = IntegerNetwork.from_quantized(network, images())
+        with torch.no_grad():
+            expected = network(images(4, seed=3))
+        found = engine(images(4, seed=3))
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_network_may_end_in_codes():
+    samples = images(8)
+    steps = lower(quantized(NETWORKS["resnet"](), samples), samples)
+    engine = IntegerNetwork(Steps(steps.steps[:5], steps.input_shape, {"codes": 4}))
+    grid = steps.steps[4].grid
+    expected = grid.scale * (
+        IntegerNetwork(steps).codes(samples)[4].float() - grid.zero_point
+    )
+    torch.testing.assert_close(engine(samples), expected)
+
+
+def test_images_of_another_size_are_refused():
+    samples = images(8)
+    engine = IntegerNetwork.from_quantized(
+        quantized(NETWORKS["resnet"](), samples), samples
+    )
+    with pytest.raises(ValueError, match=r"shape \(3, 9, 9\) do not fit.*\(3, 8, 8\)"):
+        engine(images(2, 9))
+
+
+def test_a_float_inside_is_found(monkeypatch):
+    samples = images(8)
+    engine = IntegerNetwork.from_quantized(
+        quantized(NETWORKS["resnet"](), samples), samples
+    )
+
+    def cheat(self, values):
+        return values[0].float().sum((2, 3), keepdim=True).long()
+
+    monkeypatch.setattr("ompq.integer.operators.Average.compute", cheat)
+    with pytest.raises(
+        QuantizationError, match="computes with floats, .* not integer-only"
+    ):
+        engine.assert_integer_only(samples)
+
+
+def test_float_numbers_are_found_as_well(monkeypatch):
+    samples = images(8)
+    engine = IntegerNetwork.from_quantized(
+        quantized(NETWORKS["resnet"](), samples), samples
+    )
+    monkeypatch.setattr(
+        "ompq.integer.operators.Average.compute",
+        lambda self, values: torch.pow(values[0].sum((2, 3), True), 1.0),
+    )
+    with pytest.raises(QuantizationError, match="computes with floats"):
+        engine.assert_integer_only(samples)
+
+
+def test_residual_network_becomes_steps():
+    steps = lower(quantized(seeded(TinyResNet()), images()), images())
+    assert [type(step.operator) for step in steps.steps] == [
+        Quantize,
+        *[Convolution] * 3,
+        Sum,
+        *[Convolution] * 3,
+        Sum,
+        Average,
+        Flatten,
+        Product,
+    ]
+    names = [step.name for step in steps.steps]
+    assert names[:4] == ["input", "stem", "block1.conv1", "block1.conv2"]
+    assert len(set(names)) == len(names)
+    assert steps.input_shape == (3, 8, 8)
+    block = steps.steps[4]
+    assert block.inputs == (3, 1)
+    assert (block.low, block.shape) == (0.0, (8, 8, 8))
+    assert steps.steps[-1].grid.wide
+    assert steps.outputs == {"logits": len(names) - 1}
+
+
+def test_clipping_goes_into_the_codes():
+    steps = lower(quantized(seeded(TinyMobileNet()), images()), images())
+    stem = steps.steps[1]
+    assert (stem.low, stem.high) == (0.0, 6.0)
+    assert stem.grid.zero_point == 0
+    grid = CodeGrid(scale=0.03, zero_point=0, bits=8)
+    assert grid.limits(0.0, 6.0) == (0, 200)
+    assert CodeGrid(scale=0.1, zero_point=10, bits=4).limits(-0.5, 9.0) == (5, 15)
+    assert CodeGrid(scale=0.1, zero_point=10, bits=4).reach == 10
+
+
+def test_lowering_leaves_the_network_as_it_was():
+    network = quantized(seeded(TinyResNet()), images()).train()
+    before = {key: value.clone() for key, value in network.state_dict().items()}
+    hooks = {n: len(m._forward_hooks) for n, m in network.named_modules()}
+    lower(network, images())
+    assert all(torch.equal(before[k], v) for k, v in network.state_dict().items())
+    assert hooks == {n: len(m._forward_hooks) for n, m in network.named_modules()}
+    assert network.training
+
+
+def test_padding_by_name_and_dilation_are_understood():
+    class Same(nn.Sequential):
+        pass
+
+    network = Same(nn.Conv2d(3, 4, 3, padding="same", dilation=(1, 2)), nn.ReLU())
+    network.append(nn.AdaptiveAvgPool2d(1)).append(nn.Flatten())
+    network.append(nn.Linear(4, 3))
+    steps = lower(quantized(seeded(network), images()), images())
+    assert steps.steps[1].operator.padding == (1, 2, 1, 2)
+    assert steps.steps[1].operator.dilation == (1, 2)
+
+
+def test_names_of_modules_are_told():
+    class Net(nn.Sequential):
+        pass
+
+    network = Net(nn.Conv2d(3, 4, 1), nn.Hardswish(), nn.Conv2d(4, 2, 1))
+    with pytest.raises(QuantizationError, match="hardswish in 1 has no integer kernel"):
+        lower(quantized(seeded(network), images(), 8), images())
+
+
+def test_layer_that_stays_float_is_refused():
+    network = quantized(seeded(Chain()), images(), 8)
+    for quantizer in activation_quantizers(network).values():
+        quantizer.enabled = False
+    with pytest.raises(
+        QuantizationError, match="conv reads a tensor without a grid, from input"
+    ):
+        lower(network, images())
+
+
+def test_float_convolution_is_refused():
+    network = quantized(seeded(Chain()), images(), (32, 8))
+    with pytest.raises(QuantizationError, match="conv2d in conv has no integer kernel"):
+        lower(network, images())
+
+
+def test_layers_of_other_kinds_are_refused():
+    network = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1, padding_mode="circular"))
+    with pytest.raises(
+        QuantizationError,
+        match=re.escape("0 (QuantizedConv2d, 4 dimensions, padding circular) has no"),
+    ):
+        lower(quantized(seeded(network), images(), 8), images())
+
+
+def test_several_inputs_and_strange_outputs_are_refused():
+    pair = (torch.ones(4, 3), torch.ones(4, 2))
+    with pytest.raises(QuantizationError, match="takes 2 inputs; .* supports one"):
+        lower(quantized(seeded(TwoInputs()), pair, 8), pair)
+
+    class Blind(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(3, 2)
+
+        def forward(self, x):
+            self.layer(x)
+            return torch.zeros(2, 2)
+
+    rows = torch.ones(4, 3)
+    with pytest.raises(QuantizationError, match="output does not come from its input"):
+        lower(quantized(seeded(Blind()), rows, 8), rows)
+
+
+def test_too_large_sums_name_their_layer():
+    network = quantized(nn.Sequential(nn.Linear(70_000, 1)), torch.ones(2, 70_000), 8)
+    layer = quantized_layers(network)["0"]
+    with torch.no_grad():
+        layer.weight.fill_(-1.0)
+        layer.weight_scale.fill_(1 / 128)
+    with pytest.raises(QuantizationError, match="0 sums of 70000 products"):
+        lower(network, torch.ones(2, 70_000))
+
+
+def assigned(x):
+    x[:, 0] = 1.0
+    return x
+
+
+def through_numpy(x):
+    x.numpy()[:, 0] = 1.0
+    return x
+
+
+def through_array(x):
+    np.asarray(x)[:, 0] = 1.0
+    return x
+
+
+def through_data(x):
+    x.data[:, 0] = 1.0
+    return x
+
+
+def through_a_view(x):
+    x[:, :2].relu_()
+    return x
+
+
+def into_another(x):
+    return torch.zeros_like(x).copy_(x)
+
+
+def out_argument(x):
+    return torch.add(x, x, out=torch.empty_like(x))
+
+
+@pytest.mark.parametrize(
+    ("write", "words"),
+    [
+        (assigned, "setitem in the network reads or writes a tensor in a way"),
+        (
+            through_numpy,
+            "numpy in the network reads or writes a tensor in a way",
+        ),
+        (
+            through_array,
+            "array in the network reads or writes a tensor in a way",
+        ),
+        (through_data, "data in the network has no integer kernel"),
+        (through_a_view, "reads a tensor that was modified in place through a view"),
+        (into_another, "zeros_like in the network has no integer kernel"),
+        (out_argument, "empty_like in the network has no integer kernel"),
+    ],
+)
+def test_writes_that_a_file_would_lose_are_refused(write, words):
+    class Writing(Chain):
+        def forward(self, x):
+            x = write(self.conv(x))
+            return self.head(torch.relu(x).mean((2, 3)))
+
+    network = quantized(seeded(Writing()), images(), 8)
+    with pytest.raises(QuantizationError, match=words):
+        lower(network, images())
+
+
+def test_what_tells_only_of_a_tensors_form_is_no_write():
+    class Asking(Chain):
+        def forward(self, x):
+            x = torch.relu(self.conv(x))
+            assert len(x) == x.size(0) == x.shape[0] and x.dim() == x.ndim
+            assert x.is_contiguous() and x.dtype == torch.float32 and x.numel()
+            return self.head(x.mean((2, 3)))
+
+    assert lower(quantized(seeded(Asking()), images(), 8), images()).steps
+
+
+def test_outputs_must_come_from_the_input_through_a_layer():
+    class Returning(Chain):
+        answer = staticmethod(lambda _x, logits: logits)
+
+        def forward(self, x):
+            return self.answer(x, super().forward(x))
+
+    network = quantized(seeded(Returning()), images(), 8)
+    network.answer = lambda x, logits: None
+    with pytest.raises(QuantizationError, match="the network returns no tensor"):
+        lower(network, images())
+    for quantizer in activation_quantizers(network).values():
+        quantizer.enabled = False
+    network.forward = lambda x: x
+    with pytest.raises(QuantizationError, match="output does not come from its input"):
+        lower(network, images())
+
+
+def test_outputs_are_named():
+    one, two = torch.zeros(1), torch.zeros(2)
+    assert output_names(one) == output_names({"out": one}) == ["logits"]
+    assert output_names([one, {"x": two}]) == ["logits", "output_2"]
+    assert output_names({"out": one, "aux/2": two}) == ["out", "aux_2"]
+    assert output_names({"input": one, "b": two}) == ["logits", "output_2"]
+
+
+FINALIZED = {"resnet": TinyResNet, "mobilenet": TinyMobileNet}
+
+
+def finalized(name="resnet", **given):
+    network = quantized(seeded(FINALIZED[name]()), images(16), **given)
+    return finalize(network, images())
+
+
+@pytest.mark.parametrize("activation", [4, 8])
+@pytest.mark.parametrize("name", FINALIZED)
+def test_simulated_codes_equal_those_of_integers(name, activation):
+    network = finalized(name, activation=activation)
+    engine = IntegerNetwork.from_quantized(network, images())
+    found = engine.codes(images(8, seed=7))
+    expected, logits = simulated_codes(network, images(8, seed=7))
+    compared = 0
+    for step, codes in zip(engine.steps.steps, found, strict=True):
+        if not step.grid.wide and codes.shape == expected[step.quantizer][0].shape:
+            assert torch.equal(codes.int(), expected[step.quantizer][0]), step.name
+            compared += 1
+    assert compared >= 9
+    torch.testing.assert_close(engine(images(8, seed=7)), logits, rtol=1e-5, atol=1e-5)
+
+
+def test_finalized_network_gives_the_same_for_any_batch():
+    network = finalized("mobilenet")
+    with torch.no_grad():
+        together = network(images(8))
+        alone = torch.cat([network(image[None]) for image in images(8)])
+        double = copy.deepcopy(network).double()(images(8).double())
+    assert torch.equal(together, alone)
+    torch.testing.assert_close(double.float(), together, rtol=1e-5, atol=1e-6)
+
+
+def test_finalizing_changes_little_and_only_a_copy():
+    given = quantized(seeded(TinyResNet()), images(16), weight=8)
+    before = {key: value.clone() for key, value in given.state_dict().items()}
+    network = finalize(given, images(), saturation_safe=False)
+    assert all(torch.equal(before[k], v) for k, v in given.state_dict().items())
+    assert all(layer.integers is None for layer in quantized_layers(given).values())
+    assert set(network.state_dict()) == set(before)
+    for key, value in network.state_dict().items():
+        torch.testing.assert_close(value, before[key], rtol=0.009, atol=0)
+    with torch.no_grad():
+        x = images(8, seed=7)
+        error = (network(x) - given(x)).norm() / given(x).norm()
+    assert error < 0.02
+
+
+def test_finalizing_twice_is_finalizing_once():
+    once = finalized()
+    twice = finalize(once, images())
+    assert all(
+        torch.equal(value, twice.state_dict()[key])
+        for key, value in once.state_dict().items()
+    )
+
+
+@pytest.mark.parametrize("window", [2, 8, 24])
+@pytest.mark.parametrize("scale", [0.0171, 0.49999, 1.0])
+def test_a_cleared_scale_is_cleared_for_good(scale, window):
+    # With a window of 24 not all results can be kept off the middle.
+    source = CodeGrid(0.02, 0, 8)
+    pool = Average((window, window), (window, window), (0, 0), False)
+    results = pool.possible_results([source])
+    once = clear_scale(results, CodeGrid(scale, 3, 4))
+    assert once == pytest.approx(scale, rel=0.008)
+    assert clear_scale(results, CodeGrid(once, 3, 4)) == once
+
+
+def test_steps_that_share_a_grid_are_cleared_together():
+    class Joined(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Conv2d(3, 3, 1), nn.Conv2d(3, 3, 1)
+            self.pool, self.other = nn.AvgPool2d(2), nn.AvgPool2d(2)
+            self.last = nn.Conv2d(6, 2, 1)
+
+        def forward(self, x):
+            joined = torch.cat(
+                (self.pool(self.first(x)), self.other(self.second(x))), 1
+            )
+            return self.last(joined).flatten(1)
+
+    once = finalize(quantized(seeded(Joined()), images(), weight=8), images())
+    steps = lower(once, images()).steps
+    pools = [step for step in steps if isinstance(step.operator, Average)]
+    assert len(pools) == 2 and pools[0].quantizer == pools[1].quantizer
+    for step in pools:
+        results = step.operator.possible_results([steps[step.inputs[0]].grid])
+        assert (
+            margin(results.tolist(), step.grid.scale, step.grid.zero_point, 255) >= 4e-5
+        )
+    twice = finalize(once, images()).state_dict()
+    assert all(torch.equal(v, twice[k]) for k, v in once.state_dict().items())
+
+
+def test_finalized_network_can_be_reconstructed_and_finalized_again():
+    model = seeded(TinyResNet())
+    given = finalize(quantized(model, images(16), weight=3), images())
+    config = ReconstructConfig(rounding=RoundingConfig(iterations=5))
+    better = finalize(reconstruct(given, model, images(16), config), images())
+    record = quantization_of(better)
+    assert record.errors and len(record.links) == len(quantized_layers(better))
+    with torch.no_grad():
+        engine = IntegerNetwork.from_quantized(better, images())
+        torch.testing.assert_close(
+            better(images(8)), engine(images(8)), rtol=1e-5, atol=1e-5
+        )
+
+
+def test_what_is_not_quantized_cannot_be_finalized():
+    with pytest.raises(QuantizationError, match="TinyResNet is not quantized"):
+        finalize(TinyResNet(), images())
+
+
+def test_finalized_network_still_learns():
+    network = finalized(weight=8)
+    for quantizer in activation_quantizers(network).values():
+        quantizer.scale.requires_grad_()
+    network(images(4)).square().sum().backward()
+    assert all(
+        quantizer.scale.grad is not None
+        for quantizer in activation_quantizers(network).values()
+    )
+
+
+def test_a_copy_of_a_finalized_network_has_its_own_grids():
+    network = finalized(weight=8)
+    other = copy.deepcopy(network)
+    layer = quantized_layers(other)["stem"]
+    own = {id(module) for module in other.modules()}
+    assert id(layer.integers.source) in own
+    assert id(layer.integers.target) in own
+
+
+def test_layer_that_is_called_twice_keeps_its_float_arithmetic():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = nn.Conv2d(3, 3, 1)
+            self.first, self.second = nn.ReLU(), nn.ReLU()
+            self.head = nn.Linear(3, 2)
+
+        def forward(self, x):
+            x = self.second(self.conv(self.first(self.conv(x))))
+            return self.head(x.mean((2, 3)))
+
+    layers = quantized_layers(
+        finalize(quantized(seeded(Twice()), images(), weight=8), images())
+    )
+    assert layers["conv"].integers is None
+    assert layers["head"].integers is not None
+
+
+def test_what_integers_cannot_do_cannot_be_finalized():
+    network = nn.Sequential(nn.Conv2d(3, 4, 1), nn.GELU(), nn.Conv2d(4, 2, 1))
+    with pytest.raises(QuantizationError, match="gelu in 1 has no integer kernel"):
+        finalize(quantized(seeded(network), images(), weight=8), images())
+
+
+def margin(values, scale, zero_point, qmax):
+    """Return the least distance from a half, result by result."""
+    distances = [
+        abs(value / scale + zero_point - int(value / scale + zero_point) - 0.5)
+        for value in values
+        if -1 < value / scale + zero_point < qmax + 1
+    ]
+    return min(distances)
+
+
+def test_no_sum_lies_halfway():
+    first, second = CodeGrid(0.02, 3, 4), CodeGrid(0.03, 0, 4)
+    target = CodeGrid(0.04, 5, 4)  # (0.02 * 3) / 0.04 is a half
+    values = [
+        first.scale * (a - first.zero_point) + second.scale * (b - second.zero_point)
+        for a in range(16)
+        for b in range(16)
+    ]
+    assert margin(values, target.scale, 5, 15) < 1e-9
+    scale = clear_scale(Sum().possible_results([first, second]), target)
+    assert scale == pytest.approx(target.scale, rel=0.008)
+    assert margin(values, scale, 5, 15) >= 4e-5
+
+
+def test_no_average_lies_halfway():
+    source = CodeGrid(0.02, 0, 8)
+    results = Average((2, 2), (2, 2)).possible_results([source])
+    scale = clear_scale(results, source)
+    values = [source.scale * total / 4 for total in range(4 * 255 + 1)]
+    assert margin(values, source.scale, 0, 255) < 1e-9
+    assert margin(values, scale, 0, 255) >= 4e-5
+
+
+def test_scales_that_are_clear_stay_and_huge_averages_too():
+    source = CodeGrid(0.02, 0, 8)
+    whole = Average((64, 64), (64, 64), whole=True).possible_results([source])
+    assert clear_scale(whole, source) == source.scale
+    other = CodeGrid(float(torch.tensor(0.0231)), 0, 8)
+    assert clear_scale(Requantize().possible_results([source]), other) == other.scale
+
+
+@pytest.mark.parametrize("safe", [False, True])
+def test_weights_of_convolutions_are_made_safe(safe):
+    network = finalize(
+        quantized(seeded(TinyResNet()), images(16), weight=8),
+        images(),
+        saturation_safe=safe,
+    )
+    steps = lower(network, images())
+    found = set(steps.saturating())
+    # An image and a linear layer get unsigned weights in the file.
+    assert found <= {"stem", "head"} if safe else found > {"stem", "head"}
+    for step in steps.steps:
+        if hasattr(step.operator, "weight"):  # not more than needed
+            assert step.operator.weight.values.int().abs().max() > 50
+
+
+def test_what_a_grid_clips_stays_clipped_where_it_is_made_coarser():
+    given = quantized(seeded(TinyResNet()), images(16), weight=8)
+    layer = quantized_layers(given)["block1.conv1"]
+    with torch.no_grad():
+        layer.weight[0, 0, 0, :2] = 100.0
+    expected = layer.rounded_weight().amax()
+    network = finalize(given, images())
+    found = quantized_layers(network)["block1.conv1"].rounded_weight().amax()
+    assert found.item() == pytest.approx(expected.item(), rel=0.02)
+
+
+def test_weights_are_quantized_once_until_they_change(monkeypatch):
+    network = finalized(weight=8)
+    calls = []
+    original = integer.layer_weight
+    monkeypatch.setattr(
+        integer, "layer_weight", lambda *a: calls.append(a) or original(*a)
+    )
+    with torch.no_grad():
+        first = network(images(4))
+        assert torch.equal(network(images(4)), first)
+        assert len(calls) == len(quantized_layers(network))
+        network.head.bias += 1.0
+        torch.testing.assert_close(network(images(4)), first + 1.0, rtol=0, atol=1e-4)
+        assert len(calls) == len(quantized_layers(network)) + 1
+        network.block1.conv1.weight_scale.mul_(1.1)
+        assert not torch.equal(network(images(4)), first + 1.0)
+        assert len(calls) == len(quantized_layers(network)) + 2
+
+
+def test_layers_that_do_not_saturate_keep_their_bits():
+    given = quantized(seeded(TinyMobileNet()), images(16), weight=8)
+    network = finalize(given, images())
+    for (name, before), after in zip(
+        quantized_layers(given).items(), quantized_layers(network).values(), strict=True
+    ):
+        kept = before.weight.dim() == 2 or before.weight.shape[1] < 4
+        assert torch.equal(before.weight_scale, after.weight_scale) == kept, name
+
+
+def test_coarser_channels_keep_their_sums():
+    given = quantized(seeded(TinyResNet(width=16)), images(16), weight=8)
+    network = finalize(given, images())
+    layers = quantized_layers(network)
+    found, nearest = [], []
+    for name, before in quantized_layers(given).items():
+        after = layers[name]
+        changed = after.weight_scale != before.weight_scale
+        if not changed.any():
+            continue
+        low, high = -128 * before.weight_scale, 127 * before.weight_scale
+        like = (-1, *[1] * (before.weight.dim() - 1))
+        exact = before.weight.clamp(low.view(like), high.view(like))
+        grid = after.grid_like_weight()
+        for made, errors in ((after.rounded_weight(), found), (exact, nearest)):
+            steps = (grid.fake(made) - exact) / grid.scale
+            errors.append(steps.flatten(1).sum(1)[changed].abs().max().item())
+    assert max(found) < 1.0 < max(nearest)
+    assert set(lower(network, images()).saturating()) <= {"stem", "head"}
+
+
+def test_groups_have_no_integer_form():
+    network = seeded(nn.Sequential(nn.Flatten(), nn.Linear(192, 6), nn.ReLU()))
+    config = QuantizeConfig(group_size=64)
+    made = quantize(network, {"*": 4}, images(8), config)
+    words = "has a scale for each group of 64 weights and so no integer kernel"
+    with pytest.raises(QuantizationError, match=words):
+        finalize(made, images(8))
+    same, arithmetic = integer.finalized(made, images(8))
+    assert same is made and words in arithmetic

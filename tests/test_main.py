@@ -1,0 +1,334 @@
+"""The program as a whole: help, errors, exit codes, streams."""
+
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import typer
+
+import ompq.cli
+from cli_tools import NETWORK, run
+from ompq.cli.commands import COMMANDS
+from ompq.cli.freed_memory import keep_freed_memory
+from ompq.cli.main import explained
+from ompq.errors import OmpqError
+from ompq.user_functions import user_function
+
+DOCS = Path(__file__).parents[1] / "docs" / "cli.md"
+
+
+def program(*words: str, **settings: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", "from ompq.cli import app; app()", *words]
+    return subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        **settings,
+    )
+
+
+def options_of(name: str) -> set[str]:
+    command = COMMANDS[name].load(name)
+    return {word for one in command.params for word in one.opts if word[:2] == "--"}
+
+
+def test_help_names_every_command_and_imports_none_of_them():
+    """Help and completion must be quick; PyTorch takes seconds to import."""
+    code = (
+        "import sys, ompq\n"
+        "before = set(sys.modules)\n"
+        "from ompq.cli import app\n"
+        "try:\n    app(['--help'])\n"
+        "finally:\n    print(*(set(sys.modules) - before), file=sys.stderr)"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0
+    imported = result.stderr.split()
+    assert "ompq.cli.main" in imported
+    assert not {"torch", "ompq.cli.decisions", "ompq.cli.options"} & set(imported)
+    for name, entry in COMMANDS.items():
+        assert re.search(rf"{name} +{re.escape(entry.summary[:40])}", result.stdout)
+
+
+def test_without_a_command_the_help_is_shown():
+    result = run()
+    assert result.exit_code == 0
+    assert "Examples:" in result.stdout
+
+
+def test_version_is_that_of_the_package():
+    result = run("--version")
+    assert result.exit_code == 0
+    assert re.fullmatch(r"ompq \d+\.\d+\.\d+\n", result.stdout)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_of_each_command_has_examples_before_its_options(name):
+    result = run(name, "--help", env={"COLUMNS": "80"})
+    assert result.exit_code == 0
+    examples = result.stdout.index("Examples:")
+    assert f"ompq {name} " in result.stdout[examples:]
+    assert examples < result.stdout.index("Options")
+    assert max(map(len, result.stdout.splitlines())) <= 80
+    assert COMMANDS[name].summary.split(",")[0].rstrip(".")[:30] in result.stdout
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("scores",), ("budget", "ompq:demo"), ("reproduce", "--list")],
+    ids=lambda words: words[0],
+)
+def test_a_narrow_terminal_cuts_no_cell_at_its_end(words):
+    lines = run(*words, env={"COLUMNS": "60"}).stdout.splitlines()
+    assert len(lines) > 3
+    assert max(map(len, lines)) <= 60
+    assert not [line for line in lines if re.search("…( |$)", line)]
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_breaks_its_lines_where_the_terminal_ends(name):
+    shown = run(name, "--help", env={"COLUMNS": "80"}).stdout.partition("╭")[0]
+    paragraphs = re.split(r"\n *\n", shown)
+    for part in paragraphs:
+        lines = [line.strip() for line in part.strip().splitlines()]
+        if "Examples:" in lines:
+            assert all(re.match(r"ompq |-", line) for line in lines[1:]), lines
+        else:
+            assert lines == textwrap.wrap(" ".join(lines), 78)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_examples_are_of_options_that_exist(name):
+    help_text = COMMANDS[name].load(name).help
+    examples = help_text.partition("Examples:")[2].partition("\n\n")[0]
+    used = set(re.findall(r"--[a-z-]+", examples))
+    # Those of ompq run are of the command that its file names.
+    assert used <= options_of("quantize" if name == "run" else name)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_docs_name_each_command_and_all_its_options(name):
+    text = DOCS.read_text()
+    assert f"## ompq {name}\n" in text
+    for word in options_of(name):
+        assert re.search(rf"`{word}\b", text), word
+
+
+def test_docs_name_no_option_that_does_not_exist():
+    known = {word for name in COMMANDS for word in options_of(name)}
+    known |= {"--help", "--version", "--install-completion", "--show-completion"}
+    known |= {"--no-deps"}  # of pip
+    assert set(re.findall(r"--[a-z-]+[a-z]", DOCS.read_text())) <= known
+
+
+def test_unknown_command_is_one_line_with_a_suggestion():
+    result = run("plna")
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert result.stderr == (
+        "error: no such command 'plna'. Did you mean 'plan', 'replan'? "
+        "See ompq --help\n"
+    )
+
+
+def test_unknown_option_is_one_line():
+    result = run("plan", "--wieghts", "x")
+    assert result.exit_code == 2
+    assert re.fullmatch(
+        r"error: no such option: --wieghts.*See ompq plan --help\n", result.stderr
+    )
+
+
+def test_unknown_option_of_the_program_is_one_line():
+    result = run("--wieghts")
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: no such option: --wieghts")
+
+
+def test_a_missing_option_says_what_it_wants():
+    result = run("plan", "cifar:resnet20", "--budget", "75%")
+    assert result.exit_code == 2
+    assert "error: missing option '--data': A folder of images" in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_errors_of_ours_are_explained_with_code_2():
+    assert explained(OmpqError("no such\nthing")) == ("no such thing", 2)
+    assert explained(ValueError("bits=9")) == ("bits=9", 2)
+    missing = FileNotFoundError(2, "No such file or directory", "plan.json")
+    assert explained(missing) == ("plan.json: No such file or directory", 2)
+    assert explained(OSError(28, "No space left")) == ("No space left", 2)
+
+
+def test_a_bug_says_so_with_code_1():
+    text, code = explained(KeyError("conv1"))
+    assert code == 1
+    assert text.startswith("unexpected KeyError: 'conv1' (this is a bug in ompq")
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ("raise KeyError('conv1')", "KeyError: 'conv1'"),
+        ("return [].index(targets, 0, outputs)", "TypeError: slice indices must be"),
+    ],
+)
+def test_a_function_of_the_user_that_fails_is_no_bug_of_ours(tmp_path, body, expected):
+    file = tmp_path / "mine.py"
+    file.write_text(f"def metric(outputs, targets):\n    {body}\n")
+    with pytest.raises((KeyError, TypeError)) as caught:
+        user_function(f"{file}:metric", OmpqError)("logits", "classes")
+    text, code = explained(caught.value)
+    assert text.startswith(f"{file}:2 failed: {expected}")
+    assert code == 2
+
+
+def test_a_bug_below_a_function_of_the_user_is_ours(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text("import ompq.errors as e\ndef f():\n    e.suggestion(1, [])\n")
+    with pytest.raises(AttributeError) as caught:
+        user_function(f"{file}:f", OmpqError)()
+    assert "this is a bug in ompq" in explained(caught.value)[0]
+
+
+def test_a_gpu_that_is_too_small_is_explained():
+    class OutOfMemoryError(RuntimeError):
+        pass
+
+    text, code = explained(OutOfMemoryError("CUDA out of memory. Tried to ..."))
+    assert code == 2
+    assert "use fewer --samples or --device cpu" in text
+
+
+def test_usage_errors_of_typer_are_explained():
+    assert explained(typer.BadParameter("bits")) == (
+        "invalid value: bits. See ompq --help",
+        2,
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("ompq re", {"replan", "report", "reproduce"}),
+        ("ompq plan net.py:make --meth", {"--method"}),
+        ("ompq plan net.py:make --method rel", {"relax", "relax-round", "relax-dfs"}),
+        ("ompq plan net.py:make --score orm_", {"orm_distortion", "orm_shift"}),
+    ],
+)
+def test_the_shell_completes_commands_options_and_names(words, expected):
+    shell = {
+        "_OMPQ_COMPLETE": "complete_bash",
+        "COMP_WORDS": words,
+        "COMP_CWORD": str(len(words.split()) - 1),
+    }
+    assert set(run(env=shell).stdout.split()) == expected
+
+
+def test_a_traceback_is_shown_only_on_demand(tmp_path):
+    words = ("replan", str(tmp_path / "no.json"), "--budget", "75%")
+    plain, debug = run(*words), run(*words, "--debug")
+    assert plain.exit_code == debug.exit_code == 2
+    assert plain.stderr.startswith("error: ")
+    assert "Traceback" not in plain.output
+    assert "Traceback" in debug.output
+    assert "no.json is not a plan" in debug.stderr.splitlines()[-1]
+
+
+def test_ctrl_c_gives_130(monkeypatch):
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("ompq.plans.Plan.load", stop)
+    result = run("replan", "plan.json", "--budget", "75%")
+    assert result.exit_code == 130
+    assert result.stderr == "stopped\n"
+
+
+def test_the_installed_program_keeps_its_streams_apart(tmp_path):
+    """A real process: prints of the user's file and warnings are not results."""
+    noise = "print('noise at import')\nprint('more noise')\n"
+    (tmp_path / "net.py").write_text(noise + NETWORK)
+    words = ["plan", "net.py:make", "--data", "random", "--budget", "60%", "--json"]
+    result = program(*words, cwd=tmp_path)
+    assert result.returncode == 0
+    assert result.stdout.startswith("{\n")
+    assert result.stdout.endswith("}\n")
+    assert "noise at import" in result.stderr
+    assert "warning: --data random is noise" in result.stderr
+    assert "\x1b" not in result.stdout + result.stderr
+
+
+def test_the_installed_program_explains_errors():
+    result = program("plna")
+    assert result.returncode == 2
+    assert result.stdout == ""
+    assert result.stderr.startswith("error: no such command 'plna'")
+    assert result.stderr.count("\n") == 1
+
+
+GNU = sys.platform == "linux" and "glibc" in os.confstr("CS_GNU_LIBC_VERSION")
+FAULTS = """
+import resource
+from ompq.cli import keep_freed_memory
+
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(20):
+        bytes(1) * (1 << 26)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+left = faults()
+assert keep_freed_memory()
+faults()  # until pieces of this size are there
+print(left, faults())
+"""
+
+
+@pytest.mark.skipif(not GNU, reason="needs the GNU C library")
+def test_large_pieces_are_cleared_by_the_system_only_once():
+    command = [sys.executable, "-c", FAULTS]
+    run = subprocess.run(command, capture_output=True, text=True, check=True)
+    left, kept = map(int, run.stdout.split())
+    assert kept < left / 4
+
+
+@pytest.mark.parametrize("name", ["MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"])
+def test_settings_of_the_user_are_left_alone(monkeypatch, name):
+    monkeypatch.setenv(name, "1")
+    assert not keep_freed_memory()
+
+
+def test_other_systems_and_libraries_are_left_alone(monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "platform", "darwin")
+        assert not keep_freed_memory()
+    monkeypatch.setattr(ompq.cli.ctypes, "CDLL", lambda _name: object())
+    assert not keep_freed_memory()
+
+
+def test_errors_of_the_system_are_one_line_whatever_they_carry():
+    assert explained(OSError("cannot allocate")) == ("cannot allocate", 2)
+    assert explained(OSError()) == ("the system reports an error", 2)
+
+
+def test_very_long_names_of_files_are_cut(tmp_path):
+    name = tmp_path / ("a" * 4000)
+    for words in (
+        ("plan", "ompq:demo", "--data", "random", "--budget", "3bits", "-o", name),
+        ("quantize", "ompq:demo", "--data", "random", "--budget", "3bits", "-o", name),
+        ("inspect", name),
+    ):
+        result = run(*words)
+        assert result.exit_code == 2
+        assert result.stderr.endswith(": File name too long\n")
+        assert result.stderr.count("\n") == 1 and len(result.stderr) < 300
