@@ -25,7 +25,7 @@ from ptq import NETWORKS, load, some_of
 from ompq.evaluation import evaluate
 from ompq.network.units import GROUP_SIZES, Choice
 from ompq.packed.packed_files import save as save_packed
-from ompq.quantization import channels
+from ompq.quantization import moments
 from ompq.quantization.pipeline import quantize
 from ompq.quantization.quantize_config import QuantizeConfig
 
@@ -89,7 +89,7 @@ STUDIES = {
 def measure(model, samples, judged, choice: Choice, value, config) -> dict:
     """Quantize and evaluate."""
     allocation = everywhere(model, samples, choice)
-    trusting = patch.object(channels, "_shrunk_mean", lambda changes: changes.mean(0))
+    trusting = patch.object(moments, "_shrunk_mean", lambda changes: changes.mean(0))
     start = time.perf_counter()
     with trusting if value == "as read" else nullcontext():
         made = quantize(model, allocation, samples, config)

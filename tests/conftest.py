@@ -22,9 +22,17 @@ exporter.get_torchlib_ops = cache(
 # Files that take longest run first: at the end, one of them would keep one process busy
 # while the others wait.
 LONGEST = (
-    *("export", "processes", "traced", "runs_training", "docs", "demo", "offload"),
-    *("artifacts", "attention", "reconstruction", "packing", "reproduction", "rates"),
-    *("scores", "runs", "commands", "quantization", "audits", "decisions", "zoo"),
+    *(
+        "onnx_files",
+        "parallel",
+        "traced_graph",
+        "runs_training",
+        "docs",
+        "demo",
+        "offload",
+    ),
+    *("artifacts", "attention", "block_loop", "packed_files", "reproduction", "rates"),
+    *("catalogue", "runs", "pipeline", "decisions", "zoo"),
 )
 
 

@@ -15,7 +15,7 @@ import ompq
 import training_script
 from cli_tools import network_file
 from nets import TinyResNet, scenes, seeded
-from ompq import processes
+from ompq import parallel
 from ompq.cli.main import app
 from ompq.errors import DataError
 
@@ -44,15 +44,15 @@ def main(folder: Path) -> None:
     for name, network in {"rounded": rounded, "learned": learned}.items():
         found = ompq.evaluate(network, batches, reference=model)
         numbers = [found.top1, found.agreement, found.divergence, found.count]
-        place = folder / f"{name}-{processes.rank()}.txt"
+        place = folder / f"{name}-{parallel.rank()}.txt"
         place.write_text(f"{numbers} {found.correct.hex()}")
-    save_file(learned.state_dict(), folder / f"{processes.rank()}.safetensors")
+    save_file(learned.state_dict(), folder / f"{parallel.rank()}.safetensors")
     settings = ompq.AuditConfig(allocations=3, scores=("weight_noise",))
     audit = ompq.audit(
         model, inputs[:16], "3bit", inputs[16:], settings, batches=batches
     )
     rows = [(one.name, one.bits, one.divergence) for one in audit.measured]
-    (folder / f"audit-{processes.rank()}.txt").write_text(repr(rows))
+    (folder / f"audit-{parallel.rank()}.txt").write_text(repr(rows))
 
 
 def fail() -> None:
@@ -64,10 +64,10 @@ def fail() -> None:
         return job
 
     try:
-        processes.share_out(range(4), work)
+        parallel.share_out(range(4), work)
     except ompq.OmpqError as error:
         # One write a line: that of the other process must not fall between.
-        sys.stdout.write(f"{processes.rank()}: {error}\n")
+        sys.stdout.write(f"{parallel.rank()}: {error}\n")
 
 
 def fail_everywhere() -> None:
@@ -91,7 +91,7 @@ def wait_for_the_first(folder: Path) -> None:
     if os.environ["RANK"] == "0":
         time.sleep(1)
         done.touch()
-    processes.main_has("come")
+    parallel.main_has("come")
     (folder / f"waited-{os.environ['RANK']}.txt").write_text(str(done.exists()))
 
 

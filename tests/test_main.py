@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import typer
 
-import ompq.cli
 from cli_tools import NETWORK, run
+from ompq.cli import freed_memory
 from ompq.cli.commands import COMMANDS
 from ompq.cli.freed_memory import keep_freed_memory
 from ompq.cli.main import explained
@@ -22,7 +22,7 @@ DOCS = Path(__file__).parents[1] / "docs" / "cli.md"
 
 
 def program(*words: str, **settings: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", "from ompq.cli import app; app()", *words]
+    command = [sys.executable, "-c", "from ompq.cli.main import app; app()", *words]
     return subprocess.run(
         command,
         capture_output=True,
@@ -44,7 +44,7 @@ def test_help_names_every_command_and_imports_none_of_them():
     code = (
         "import sys, ompq\n"
         "before = set(sys.modules)\n"
-        "from ompq.cli import app\n"
+        "from ompq.cli.main import app\n"
         "try:\n    app(['--help'])\n"
         "finally:\n    print(*(set(sys.modules) - before), file=sys.stderr)"
     )
@@ -279,7 +279,7 @@ def test_the_installed_program_explains_errors():
 GNU = sys.platform == "linux" and "glibc" in os.confstr("CS_GNU_LIBC_VERSION")
 FAULTS = """
 import resource
-from ompq.cli import keep_freed_memory
+from ompq.cli.freed_memory import keep_freed_memory
 
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -312,7 +312,7 @@ def test_other_systems_and_libraries_are_left_alone(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(sys, "platform", "darwin")
         assert not keep_freed_memory()
-    monkeypatch.setattr(ompq.cli.ctypes, "CDLL", lambda _name: object())
+    monkeypatch.setattr(freed_memory.ctypes, "CDLL", lambda _name: object())
     assert not keep_freed_memory()
 
 

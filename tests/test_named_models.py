@@ -21,9 +21,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from nets import demo_network
-from ompq import models
 from ompq.datasets.named_data import load_data
 from ompq.errors import MissingExtraError, ModelError
+from ompq.models import named_models
 from ompq.models.builtin_networks import (
     DEMO_WEIGHTS,
     CifarResNet,
@@ -141,8 +141,8 @@ def test_networks_of_the_package_without_weights_say_so():
 def test_networks_of_the_package_may_ship_weights(tmp_path, monkeypatch):
     source = CifarResNet(8)
     save_file(source.state_dict(), tmp_path / "w.safetensors")
-    monkeypatch.setitem(models.BUILTIN, "ompq:demo", lambda: CifarResNet(8))
-    monkeypatch.setattr(models, "DEMO_WEIGHTS", tmp_path / "w.safetensors")
+    monkeypatch.setitem(named_models.BUILTIN, "ompq:demo", lambda: CifarResNet(8))
+    monkeypatch.setattr(named_models, "DEMO_WEIGHTS", tmp_path / "w.safetensors")
     model = load_model("ompq:demo")
     assert torch.equal(model.module.linear.weight, source.linear.weight)
     assert model.weights == "included in ompq"

@@ -5,14 +5,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from ompq.onnx import export
-from test_integer import Fire, Shared, Vgg
 from torch import nn
 from torchvision import models
 
 import ompq
 from nets import TinyMobileNet, TinyResNet, demo_network, images, seeded, values
 from ompq.errors import ExportError, MissingExtraError
+from ompq.export import verification
 from ompq.export.onnx.onnx_files import export_onnx
 from ompq.export.onnx.onnx_graph import OnnxGraph
 from ompq.export.verification import (
@@ -28,6 +27,7 @@ from ompq.models.builtin_networks import CifarResNet, DemoNetwork, demo_data
 from ompq.models.named_models import load_model
 from ompq.network.observation import tensors_in
 from quantized import quantized
+from test_lowering import Fire, Shared, Vgg
 
 onnx = pytest.importorskip("onnx")
 runtime = pytest.importorskip("onnxruntime")
@@ -604,13 +604,13 @@ def test_codes_may_differ_as_much_as_any_noise_makes_them_differ(monkeypatch):
         return [], [moved]
 
     differing = plain.clone()
-    monkeypatch.setattr(export, "_observed", observed)
-    monkeypatch.setattr(export, "_with_codes", lambda *_: ([], [differing]))
+    monkeypatch.setattr(verification, "_observed", observed)
+    monkeypatch.setattr(verification, "_with_codes", lambda *_: ([], [differing]))
     node = onnx.helper.make_node("QuantizeLinear", ["x", "scale"], ["codes"])
     file = onnx.helper.make_model(onnx.helper.make_graph([node], "file", [], []))
     given = file, nn.Linear(1, 1), ompq.Samples.of(torch.zeros(1, 1))
     differing[:90] = 1  # 0.09 on average: 4 times 0.02, and 0.02
-    export.require_codes(*given)
+    verification.require_codes(*given)
     differing[:110] = 1
     with pytest.raises(ExportError, match=r"by 0.11 on average; .* explain 0.02"):
-        export.require_codes(*given)
+        verification.require_codes(*given)

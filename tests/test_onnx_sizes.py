@@ -6,7 +6,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from ompq.onnx import containers
 from torch import nn
 
 import ompq
@@ -19,6 +18,7 @@ from ompq.errors import (
     PackedFileError,
     PlanError,
 )
+from ompq.export.onnx import weight_containers
 from ompq.files import ONNX, PACKED, RESULT
 from ompq.workflow import Workflow
 
@@ -48,8 +48,8 @@ CASES = {
 def test_the_file_keeps_to_its_budget_at_any_bits(case, tmp_path, monkeypatch):
     make, inputs, above = CASES[case]
     if "stages" in case:  # as large networks have
-        monkeypatch.setattr(containers, "_AT_ONCE", 1)
-        monkeypatch.setattr(containers, "_WIDE", 1 << 12)
+        monkeypatch.setattr(weight_containers, "_AT_ONCE", 1)
+        monkeypatch.setattr(weight_containers, "_WIDE", 1 << 12)
     network, samples = seeded(make()), images()
     config = ompq.PlanConfig(
         choices=EVERY, activation_choices=inputs, score="weight_noise"

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 import ompq
 import processes_script
 from cli_tools import run
-from ompq import processes
+from ompq import parallel
 from ompq.samples import Samples
 from training_script import CONFIG, hawq, kept, made, state, toy
 
@@ -142,12 +142,12 @@ def test_training_in_two_processes_is_that_in_one(folders, printed):
 
 def test_one_process_does_all_jobs_in_order():
     done = []
-    assert processes.share_out([3, 1, 2], lambda n: n * n, done.append) == [9, 1, 4]
+    assert parallel.share_out([3, 1, 2], lambda n: n * n, done.append) == [9, 1, 4]
     assert done == [1, 2, 3]
-    assert (processes.process_count(), processes.rank()) == (1, 0)
-    assert processes.from_main(lambda: "x") == "x"
+    assert (parallel.process_count(), parallel.rank()) == (1, 0)
+    assert parallel.from_main(lambda: "x") == "x"
     with ompq.distributed():
-        assert processes.is_main()
+        assert parallel.is_main()
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])

@@ -12,8 +12,8 @@ from torch import nn
 
 import ompq
 from nets import TinyMobileNet, TinyResNet, images, seeded, tokens
-from ompq import planner
-from ompq.allocation import search
+from ompq import planning
+from ompq.allocation import exact_search
 from ompq.costs import unit_bytes
 from ompq.errors import (
     BudgetError,
@@ -309,9 +309,9 @@ def test_few_frames_lie_between_plan_and_the_solvers_loop(network):
     between = []
 
     def profiler(frame, event, _):
-        if event == "call" and frame.f_code is search._search.__code__:
+        if event == "call" and frame.f_code is exact_search._search.__code__:
             count = -1  # the loop's own frame
-            while frame.f_code is not planner.plan.__code__:
+            while frame.f_code is not planning.plan.__code__:
                 count += frame.f_code.co_filename.startswith(source)
                 frame = frame.f_back
             between.append(count)

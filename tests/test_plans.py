@@ -275,13 +275,13 @@ def test_edited_allocation_is_taken(plan, tmp_path):
     [
         lambda network, wrong: ompq.refine(wrong, network, images(16)),
         lambda network, wrong: ompq.reinforce(wrong, network, images(16)),
-        lambda network, wrong: ompq.smallest(
+        lambda network, wrong: ompq.find_smallest(
             wrong, network, images(16), ompq.Goal(max_divergence=1)
         ),
         lambda network, wrong: ompq.save(
             ompq.quantize(network, {"*": 8}, images()), "net.safetensors", plan=wrong
         ),
-        lambda network, wrong: ompq.worst_histograms(network, network, wrong, images()),
+        lambda network, wrong: ompq.layer_histograms(network, network, wrong, images()),
         lambda _, wrong: ompq.write_figures("figures", wrong),
         lambda _, wrong: ompq.write_report("report.html", wrong),
     ],

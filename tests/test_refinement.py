@@ -11,11 +11,12 @@ import torch
 import ompq
 from cli_tools import network_file, run, run_json
 from nets import Chain, TinyMobileNet, TinyResNet, demo_network, images, scenes, seeded
-from ompq import reconstruction
+from ompq import refinement
 from ompq.errors import CheckpointError, GoalError, PlanError, SampleError
-from ompq.measurement import Meter, refinement
+from ompq.measurement import Meter
 from ompq.models.builtin_networks import demo_data
 from ompq.plans import refinement_summary
+from ompq.reconstruction import block_loop
 
 BRIEF = ompq.RefineConfig(count=5, scores=("weight_noise",))
 
@@ -322,7 +323,7 @@ def test_nothing_smaller_on_the_curve_keeps_to_the_goal(large_plan):
         for point in large_plan.pareto(points=12)
     }
     limit = sorted(curve.values())[len(curve) // 2] * 1.01
-    found = ompq.smallest(
+    found = ompq.find_smallest(
         large_plan, MODEL, SAMPLES, ompq.Goal(max_divergence=limit), ROUNDED
     )
     size = found.plan.totals["bytes"]
@@ -339,7 +340,7 @@ def test_labels_and_a_metric_are_goals_too(large_plan):
     with torch.no_grad():
         targets = MODEL(SAMPLES).argmax(1)
     batches = [(SAMPLES, targets)]
-    found = ompq.smallest(
+    found = ompq.find_smallest(
         large_plan,
         MODEL,
         SAMPLES,
@@ -353,7 +354,9 @@ def test_labels_and_a_metric_are_goals_too(large_plan):
     goal = ompq.Goal(
         max_drop=0.2, metric=lambda out, given: (out.argmax(1) == given).double().mean()
     )
-    same = ompq.smallest(large_plan, MODEL, SAMPLES, goal, ROUNDED, batches=batches)
+    same = ompq.find_smallest(
+        large_plan, MODEL, SAMPLES, goal, ROUNDED, batches=batches
+    )
     assert same.plan.allocation == found.plan.allocation
 
 
@@ -361,7 +364,7 @@ def test_a_stopped_search_continues_with_the_same_result(
     large_plan, tmp_path, monkeypatch
 ):
     goal = ompq.Goal(min_agreement=0.6)
-    whole = ompq.smallest(large_plan, MODEL, SAMPLES, goal, LEARNED)
+    whole = ompq.find_smallest(large_plan, MODEL, SAMPLES, goal, LEARNED)
     assert [one.reconstructed for one in whole.trials] == [False] * 3 + [True] * 2
     measure, calls = refinement.evaluate, []
 
@@ -373,24 +376,28 @@ def test_a_stopped_search_continues_with_the_same_result(
 
     monkeypatch.setattr(refinement, "evaluate", stopped)
     with pytest.raises(KeyboardInterrupt):
-        ompq.smallest(large_plan, MODEL, SAMPLES, goal, LEARNED, folder=tmp_path)
-    learn, learned = reconstruction.learn_rounding, []
+        ompq.find_smallest(large_plan, MODEL, SAMPLES, goal, LEARNED, folder=tmp_path)
+    learn, learned = block_loop.learn_rounding, []
     monkeypatch.setattr(
-        reconstruction,
+        block_loop,
         "learn_rounding",
         lambda *a, **k: learned.append(a) or learn(*a, **k),
     )
-    again = ompq.smallest(large_plan, MODEL, SAMPLES, goal, LEARNED, folder=tmp_path)
+    again = ompq.find_smallest(
+        large_plan, MODEL, SAMPLES, goal, LEARNED, folder=tmp_path
+    )
     assert (len(calls), len(learned)) == (6, 0)  # one more measurement, no learning
     assert [str(one) for one in again.trials] == [str(one) for one in whole.trials]
     assert torch.equal(again.network(SAMPLES), whole.network(SAMPLES))
     with pytest.raises(CheckpointError, match="belongs to another search"):
-        ompq.smallest(large_plan, MODEL, SAMPLES[:40], goal, LEARNED, folder=tmp_path)
+        ompq.find_smallest(
+            large_plan, MODEL, SAMPLES[:40], goal, LEARNED, folder=tmp_path
+        )
     kept = json.loads((tmp_path / "measured.json").read_text())
     kept["measured"] = {"rounding 1": {"top1": 1}}
     (tmp_path / "measured.json").write_text(json.dumps(kept))
     with pytest.raises(CheckpointError, match="an evaluation is invalid"):
-        ompq.smallest(large_plan, MODEL, SAMPLES, goal, LEARNED, folder=tmp_path)
+        ompq.find_smallest(large_plan, MODEL, SAMPLES, goal, LEARNED, folder=tmp_path)
 
 
 def test_a_search_resumes_on_the_images_it_began_with(large_plan, tmp_path):
@@ -402,7 +409,9 @@ def test_a_search_resumes_on_the_images_it_began_with(large_plan, tmp_path):
 
     def search(rows, goal=goal):
         batches = [(SAMPLES[part], targets[part]) for part in rows.split(16)]
-        return ompq.smallest(large_plan, MODEL, SAMPLES, goal, batches=batches, **given)
+        return ompq.find_smallest(
+            large_plan, MODEL, SAMPLES, goal, batches=batches, **given
+        )
 
     first = search(rows)
     assert len(search(rows.flip(0)).trials) == len(first.trials)  # in another order
@@ -418,18 +427,18 @@ def test_goals_that_cannot_be_met_or_measured(large_plan):
     with pytest.raises(
         GoalError, match=r"divergence at most 1e-12\): the largest gives"
     ):
-        ompq.smallest(
+        ompq.find_smallest(
             large_plan, MODEL, SAMPLES, ompq.Goal(max_divergence=1e-12), config
         )
     with pytest.raises(
         GoalError,
         match=r"max_drop=1 cannot be measured: give class labels .* or a metric",
     ):
-        ompq.smallest(large_plan, MODEL, SAMPLES, ompq.Goal(max_drop=1), config)
+        ompq.find_smallest(large_plan, MODEL, SAMPLES, ompq.Goal(max_drop=1), config)
     one = seeded(Chain(classes=1))
     small = ompq.plan(one, SAMPLES, "32bits", ompq.PlanConfig(score="weight_noise"))
     with pytest.raises(GoalError, match="returns no logits of several classes"):
-        ompq.smallest(small, one, SAMPLES, ompq.Goal(max_divergence=1), config)
+        ompq.find_smallest(small, one, SAMPLES, ompq.Goal(max_divergence=1), config)
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,9 @@ def test_the_judge_rounds_weights_and_nothing_else(made):
     with torch.no_grad():
         for unit in plan.graph.units:
             weight = other.get_parameter(unit.parameter)
-            grid = ompq.ranges.search_weight(weight, plan.allocation[unit.name].weight)
+            grid = ompq.weight_ranges.search_weight(
+                weight, plan.allocation[unit.name].weight
+            )
             weight.copy_(grid.fake(weight))
         p, q = model(samples).softmax(1).double(), other(samples).softmax(1).double()
     expected = (p * (p / q).log()).sum(1).mean()

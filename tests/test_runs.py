@@ -14,7 +14,7 @@ import torch
 
 import ompq
 from cli_tools import NETWORK, TRAINED_NETWORK, network_file, run, run_json
-from ompq import reconstruction, workflow
+from ompq import workflow
 from ompq.amounts import in_bytes
 from ompq.datasets.distillation import distilled_samples
 from ompq.datasets.named_data import load_data
@@ -25,6 +25,7 @@ from ompq.models.named_models import load_model
 from ompq.packed.packed_files import load
 from ompq.plans import Plan
 from ompq.quantization.record import quantization_of
+from ompq.reconstruction import block_loop
 from ompq.workflow import whole_folder
 
 FAST = ("--samples", "16", "--iterations", "3")
@@ -146,7 +147,7 @@ def test_quantize_takes_bits_copied_from_a_report(net, finished, tmp_path):
 
 
 def stop_at_block(monkeypatch, number: int) -> None:
-    original, calls = reconstruction.learn_rounding, []
+    original, calls = block_loop.learn_rounding, []
 
     def learn(*args, **settings):
         calls.append(args)
@@ -154,7 +155,7 @@ def stop_at_block(monkeypatch, number: int) -> None:
             raise KeyboardInterrupt
         return original(*args, **settings)
 
-    monkeypatch.setattr(reconstruction, "learn_rounding", learn)
+    monkeypatch.setattr(block_loop, "learn_rounding", learn)
 
 
 def test_ctrl_c_keeps_what_is_done_and_resume_gives_the_same(
@@ -471,7 +472,7 @@ def test_a_full_disk_during_learning_leaves_no_lone_plan(net, tmp_path, monkeypa
     def full(*_args, **_settings):
         raise OSError(errno.ENOSPC, "No space left on device", "checkpoint")
 
-    monkeypatch.setattr(reconstruction, "_save", full)
+    monkeypatch.setattr(block_loop, "_save", full)
     words = ("quantize", *net, *FAST, "--budget", "70%", "-o", tmp_path / "out")
     assert run(*words).exit_code == 2
     assert not (tmp_path / "out").exists()

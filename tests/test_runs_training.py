@@ -11,11 +11,11 @@ from PIL import Image
 from safetensors import safe_open
 
 from cli_tools import NETWORK, network_file, run, run_json
-from ompq import training as looping
 from ompq.cli.runs import TrainOptions
 from ompq.evaluation import evaluate
 from ompq.models.named_models import load_model
 from ompq.packed.packed_files import load
+from ompq.training import tracking, training_run
 
 FAST = ("--no-reconstruct", "--samples", "16", "--epochs", "2", "--batch-size", "8")
 
@@ -94,14 +94,14 @@ def test_integers_need_a_packed_network(net):
 def test_a_stopped_run_says_how_to_continue_and_does(net, tmp_path, monkeypatch):
     folder = tmp_path / "out"
     words = ("train", *net, *FAST, "--budget", "5bits", "--set", "report_steps=1")
-    real = looping.Tracker.after_step
+    real = tracking.Tracker.after_step
 
     def stopping(tracker):
         real(tracker)
         if tracker.run.step == 6:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(looping.Tracker, "after_step", stopping)
+    monkeypatch.setattr(tracking.Tracker, "after_step", stopping)
     stopped = run(*words, "-o", folder)
     assert stopped.exit_code == 130
     assert "--resume" in stopped.output and "training" in stopped.output
@@ -111,7 +111,7 @@ def test_a_stopped_run_says_how_to_continue_and_does(net, tmp_path, monkeypatch)
         assert many.exit_code == 130
         assert told in many.output and ("stopped" in many.output) == bool(told)
     monkeypatch.delenv("RANK")
-    monkeypatch.setattr(looping.Tracker, "after_step", real)
+    monkeypatch.setattr(tracking.Tracker, "after_step", real)
     refused = run(*words, "-o", folder)
     assert refused.exit_code == 2 and "add --resume to continue it" in refused.output
     resumed = run(*words, "-o", folder, "--resume")
@@ -197,13 +197,13 @@ def test_an_unknown_recipe_is_refused(net, tmp_path, recipe, words):
 
 def test_settings_reach_the_training(net, tmp_path, monkeypatch):
     seen = []
-    real = looping.Run.__init__
+    real = training_run.Run.__init__
 
     def watching(run_, *args, **more):
         seen.append(args[2])
         real(run_, *args, **more)
 
-    monkeypatch.setattr(looping.Run, "__init__", watching)
+    monkeypatch.setattr(training_run.Run, "__init__", watching)
     words = (
         "--set",
         "distill=0.5",

@@ -277,7 +277,7 @@ def test_a_broken_result_is_named(plans, tmp_path):
 
 WITHOUT_TORCH = """
 import sys
-from ompq.cli import app
+from ompq.cli.main import app
 try:
     app(sys.argv[1:])
 except SystemExit as end:

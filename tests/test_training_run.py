@@ -18,9 +18,9 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import ompq
-from ompq import training
 from ompq.checkpoints import read_checkpoint
 from ompq.errors import CheckpointError, DataError, MissingExtraError, TrainingError
+from ompq.training import training_run
 from ompq.training.training_run import Run
 from training_script import CONFIG, QUICK, equal, made, state, toy
 
@@ -102,8 +102,10 @@ def test_gradients_of_a_scaled_loss_are_cut_to_the_same_length(toys, monkeypatch
     _, network, data = toys
     config = replace(QUICK, gradient_norm=0.1)
     expected = state(ompq.train(network, data, config))
-    make = training._accelerator
-    monkeypatch.setattr(training, "_accelerator", lambda *a: ScalingEngine(make(*a)))
+    make = training_run._accelerator
+    monkeypatch.setattr(
+        training_run, "_accelerator", lambda *a: ScalingEngine(make(*a))
+    )
     found = state(ompq.train(network, data, config))
     for key, value in expected.items():
         assert torch.allclose(value, found[key], rtol=1e-6), key

@@ -5,9 +5,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from ompq.onnx import containers
 
 from ompq.export.benchmark import only_core
+from ompq.export.onnx import weight_containers
 from ompq.export.onnx.weight_containers import (
     StoredWeight,
     Unpacking,
@@ -111,7 +111,7 @@ WEIGHTS = {
 @pytest.fixture(params=[1 << 16, 1], ids=["of a byte", "of two"])
 def tables(request, monkeypatch):
     """Tables of the codes in a byte, as for small weights; or in two."""
-    monkeypatch.setattr(containers, "_WIDE", request.param)
+    monkeypatch.setattr(weight_containers, "_WIDE", request.param)
 
 
 @pytest.mark.usefixtures("tables")
@@ -193,7 +193,7 @@ def test_large_weights_are_looked_up_in_larger_tables():
 
 def staged(count, monkeypatch):
     """Weights of all bits, and stages for networks however small."""
-    monkeypatch.setattr(containers, "_AT_ONCE", 1)
+    monkeypatch.setattr(weight_containers, "_AT_ONCE", 1)
     return {f"net{n}": weight_of(2 + n % 6, (8, 8, 3, 3)) for n in range(count)}
 
 
@@ -237,7 +237,7 @@ def test_a_stage_holds_its_share_of_the_codes(monkeypatch):
 
 
 def test_large_weights_come_first_and_the_smallest_with_them(monkeypatch):
-    monkeypatch.setattr(containers, "_AT_ONCE", 600)
+    monkeypatch.setattr(weight_containers, "_AT_ONCE", 600)
     channels = (8, 64, 8, 32, 16, 48)
     weights = {f"net{n}": weight_of(3, (c, 8)) for n, c in enumerate(channels)}
     found = stages_of(graph_of(weights, 21)[0])

@@ -3,10 +3,10 @@
 from itertools import pairwise
 
 import numpy as np
-import ompq.ranges
 import pytest
 import torch
 
+from ompq import weight_ranges
 from ompq.activation_ranges import (
     activation_grid,
     fake_quantize_tensor,
@@ -153,7 +153,7 @@ def test_a_gram_may_be_shared_by_all_channels():
 def test_pieces_do_not_change_the_grid_of_a_gram(channels, monkeypatch):
     weight, gram = weights(10, 60), grams(channels, 60)
     whole = search_weight(weight, 3, gram=gram)
-    monkeypatch.setattr(ompq.ranges, "elements_at_once", lambda _device: 200)
+    monkeypatch.setattr(weight_ranges, "elements_at_once", lambda _device: 200)
     pieces = search_weight(weight, 3, gram=gram)
     torch.testing.assert_close(pieces.scale, whole.scale)
     assert torch.equal(pieces.zero_point, whole.zero_point)
@@ -235,7 +235,7 @@ def test_equal_and_single_weights_are_exact(value):
 def test_pieces_and_half_precision_do_not_change_the_grid(monkeypatch):
     weight = weights(10, 60).half()
     whole = search_weight(weight, 3)
-    monkeypatch.setattr(ompq.ranges, "elements_at_once", lambda _device: 3000)
+    monkeypatch.setattr(weight_ranges, "elements_at_once", lambda _device: 3000)
     pieces = search_weight(weight.float(), 3)
     assert torch.equal(whole.scale, pieces.scale)
     assert torch.equal(whole.zero_point, pieces.zero_point)
@@ -282,7 +282,7 @@ def test_a_search_on_some_weights_is_as_good_as_on_all(bits, power, monkeypatch)
     weight[0, 17] = 40.0  # outliers that a sample would miss
     weight[1, 4999] = -30.0
     some = search_weight(weight, bits, power=power).fake(weight)
-    monkeypatch.setattr(ompq.ranges, "_SEARCHED", 5000)
+    monkeypatch.setattr(weight_ranges, "_SEARCHED", 5000)
     every = search_weight(weight, bits, power=power).fake(weight)
     errors = [(fake - weight).abs().pow(power).sum(1) for fake in (some, every)]
     assert (errors[0] < 1.04 * errors[1]).all()
@@ -290,13 +290,13 @@ def test_a_search_on_some_weights_is_as_good_as_on_all(bits, power, monkeypatch)
 
 def test_wide_channels_are_read_whole_only_a_few_times(monkeypatch):
     weight, read = weights(4, 20_000), []
-    best_of = ompq.ranges._best_of
+    best_of = weight_ranges._best_of
 
     def counted(best, rows, rule, measure, candidates):
         read.append(rows.shape[1] * len(candidates[0]))
         return best_of(best, rows, rule, measure, candidates)
 
-    monkeypatch.setattr(ompq.ranges, "_best_of", counted)
+    monkeypatch.setattr(weight_ranges, "_best_of", counted)
     search_weight(weight, 4)
     assert sum(read) < 12 * 20_000  # 178 with every candidate on every weight
 
@@ -433,7 +433,7 @@ def test_size_and_order_of_channels_do_not_matter(monkeypatch):
     assert weight_noises(weight * 1e-4, BITS) == pytest.approx(noise, rel=1e-3)
     moved = weight_noises(weight.movedim(0, 2), BITS, channel_dim=2)
     assert moved == pytest.approx(noise, rel=1e-5)
-    monkeypatch.setattr(ompq.ranges, "elements_at_once", lambda _device: 1000)
+    monkeypatch.setattr(weight_ranges, "elements_at_once", lambda _device: 1000)
     assert weight_noises(weight, BITS) == pytest.approx(noise, rel=1e-5)
 
 
@@ -712,6 +712,6 @@ def test_stacks_hold_weights_of_one_length_or_similar_ones(monkeypatch):
     lengths = [1, 64, 65, 256, 257, 1024, 1025]
     stacks = row_stacks([(1, length) for length in lengths], cuda)
     assert stacks == [[0, 1], [2, 3], [4, 5], [6]]
-    monkeypatch.setattr(ompq.ranges, "elements_at_once", lambda _device: 800)
+    monkeypatch.setattr(weight_ranges, "elements_at_once", lambda _device: 800)
     assert row_stacks(sizes, cuda) == [[0], [1, 2], [3], [4], [5], [6]]
     assert row_stacks(sizes[:3], cpu) == [[0, 2], [1]]

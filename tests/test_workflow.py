@@ -9,7 +9,7 @@ import torch
 
 import ompq
 from nets import TinyMobileNet, scenes, seeded
-from ompq import results
+from ompq import progress
 from ompq.errors import PlanError
 from ompq.integer.finalization import INTEGERS
 from ompq.plans import read_bits, unit_rows
@@ -110,7 +110,7 @@ def test_a_folder_appears_whole_or_not_at_all(tmp_path):
 def clock(monkeypatch):
     """Time that passes only when told to."""
     now = [0.0]
-    monkeypatch.setattr(results, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(progress, "perf_counter", lambda: now[0])
     return now
 
 

@@ -87,9 +87,9 @@ _HOMES = {
     "ompq.budgets": "Budget",
     "ompq.datasets.distillation": "distilled_samples",
     "ompq.datasets.images": "image_views",
-    "ompq.errors": "BudgetError CheckpointError DataError DeviceMemoryError ExportError "
-    "FileError GoalError InfeasibleBudgetError MissingExtraError ModelError "
-    "OmpqError PackedFileError PatternError PlanError ProcessError "
+    "ompq.errors": "BudgetError CheckpointError DataError DeviceMemoryError "
+    "ExportError FileError GoalError InfeasibleBudgetError MissingExtraError "
+    "ModelError OmpqError PackedFileError PatternError PlanError ProcessError "
     "QuantizationError SampleError ScoreError TargetError TraceError "
     "TrainingError",
     "ompq.evaluation": "Evaluation Perplexity evaluate",

@@ -135,7 +135,7 @@ def log_grid(
 ) -> tuple[Grid, float | None]:
     """Return the log grid that costs the network's output least, and its shift.
 
-    See :func:`ompq.quantizers.on_log_grid`. If a uniform grid costs less, it is chosen
+    See :func:`ompq.grids.on_log_grid`. If a uniform grid costs less, it is chosen
     with a shift of None. Positive values, such as probabilities, always get a log grid:
     the sum of the small ones matters, which the errors of single values do not show.
     """

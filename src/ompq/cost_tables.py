@@ -241,4 +241,5 @@ def _scale(cost: Cost, values: tuple[float, ...]) -> tuple[float, str]:
 
 
 def plain_number(value: Decimal) -> str:
+    """Return a number in full, without an exponent or trailing zeros."""
     return format(value.normalize(), "f")

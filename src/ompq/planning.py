@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
 from typing import Literal, get_args
@@ -27,6 +26,7 @@ from ompq.network.units import (
     Choice,
     LayerGraph,
     LiveTensor,
+    Pin,
     by_bits,
     check_group_size,
     select,
@@ -47,8 +47,6 @@ _SCORING = "scoring the choices"
 # Rates that coded units may get; most are low, because these decide the size of a file.
 RATES = (1, 1.25, 1.5, 1.75, 2, 2.25, 2.5, 3, 3.5, 4, 4.5, 5, 6, 7)
 
-# Weight bits; weight and activation bits; or a Choice.
-Pin = int | tuple[int | None, int] | tuple[int, int, float]
 Storage = Literal["fixed", "coded"]
 _PINNABLE = (*WIDTHS, FLOAT_BITS)
 
@@ -161,9 +159,10 @@ def plan(
     files: tuple[Cost, ...] = ()
     limited = zip(FILES, (budget.onnx_mib, budget.graph_mib), strict=True)
     if names := [name for name, limit in limited if limit]:
-        # Modules that write files stand below this one, and are imported when needed.
-        sizes = import_module("ompq.onnx.sizes")
-        files = sizes.file_costs(model, samples, graph, problem, names)
+        # Needs the extra `onnx`, which other budgets do without.
+        from ompq.export.onnx.onnx_sizes import file_costs
+
+        files = file_costs(model, samples, graph, problem, names)
         costs = {**problem.costs, **{one.name: one for one in files}}
         problem = replace(problem, costs=costs)
     # Before the score runs: an infeasible budget should be reported at once.

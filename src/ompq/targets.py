@@ -32,7 +32,7 @@ KINDS = (
     "recurrent",
 )  # fmt: skip
 _DEFAULT = "default"
-_FOLDER = Path(__file__).parent
+_FOLDER = Path(__file__).parent / "target_profiles"
 _WIDTHS = (*WIDTHS, FLOAT_BITS)
 _CHOICE = re.compile(r"W(\d+)A(\d+)")
 

@@ -600,6 +600,7 @@ def _dot(first: Tensor, second: Tensor) -> Tensor:
 
 
 def integer_grid(low: Tensor, high: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Return the scale and the zero point that put a range on a grid."""
     qmax = (1 << bits) - 1
     scale = ((high - low) / qmax).clamp(min=TINY)
     return scale, (low / scale).round().abs()

@@ -32,10 +32,10 @@ from ompq.files import (
 )
 from ompq.integer.finalization import finalized
 from ompq.measurement import Meter
-from ompq.network.units import Choice
+from ompq.network.units import Choice, Pin
 from ompq.packed.packed_files import add_onnx, save
 from ompq.parallel import from_main, wait_for_all
-from ompq.planning import Pin, PlanConfig, plan as make_plan
+from ompq.planning import PlanConfig, plan as make_plan
 from ompq.plans import Plan
 from ompq.progress import Progress, Stages
 from ompq.quantization.pipeline import quantize

@@ -33,9 +33,9 @@ from ompq.datasets.named_data import Batches, Data, Split, load_data
 from ompq.errors import DataError, ScoreError, suggestion
 from ompq.evaluation import METRICS, Metric
 from ompq.models.named_models import NamedModel, load_model
-from ompq.network.units import CODED_BITS, GROUP_SIZES, Choice
+from ompq.network.units import CODED_BITS, GROUP_SIZES, Choice, Pin
 from ompq.offload import device_memory
-from ompq.planning import PLAN_PROTOCOLS, Pin, PlanConfig
+from ompq.planning import PLAN_PROTOCOLS, PlanConfig
 from ompq.plans import Plan
 from ompq.refinement import RefineConfig
 from ompq.samples import Samples, model_device

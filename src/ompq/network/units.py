@@ -24,6 +24,8 @@ IN_PLACE = ("embedding", "recurrent")
 GROUPED = ("linear", "recurrent")
 GROUP_SIZES = (32, 64, 128)  # the usual ones, which other tools support as well
 CODED_BITS = 8  # width of a coded unit's codes before entropy coding
+# Weight bits; weight and activation bits; or a Choice.
+Pin = int | tuple[int | None, int] | tuple[int, int, float]
 
 
 class Choice(NamedTuple):

@@ -9,7 +9,7 @@ Version 3 has these tensors:
 - ``structure`` (uint8): deflated JSON that names everything, in columns.
 - ``multiples`` (uint8), if any: scales that are multiples of one number.
 - ``halves`` (float16), if any: biases that 16 bits hold without loss.
-- ``graph`` (uint8), if any: an ONNX file; see :mod:`ompq.skeleton`.
+- ``graph`` (uint8), if any: an ONNX file; see :mod:`ompq.packed.embedded_graph`.
 
 In files with entropy-coded streams, multiples and halves are compressed if that is
 smaller, and then called ``multiples.lzma`` and ``halves.lzma``. Version 2, which has
@@ -165,7 +165,7 @@ class Contents:
     # What is not quantized, by its key in the ``state_dict``.
     state: Mapping[str, Tensor]
     about: Mapping[str, Any]  # ``network``, ``versions`` and ``plan``: plain data
-    graph: bytes = b""  # the ONNX file in it, as ompq.skeleton makes it
+    graph: bytes = b""  # the ONNX file in it, without the codes of its weights
     # Bytes of compressed vectors in the file that was read, by name.
     squeezed: Mapping[str, int] = field(default_factory=dict)
 

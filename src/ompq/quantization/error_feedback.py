@@ -242,8 +242,9 @@ def round_with_feedback(
 def coded_with_feedback(weight: Tensor, step: float, gram: Tensor) -> Tensor:
     """Return codes, uint8, that take few bits and keep the output's error small.
 
-    As :func:`ompq.rates.coded_codes`, but the weights of a channel make up for each
-    other's errors, and a bit has a price in errors of the channel's output.
+    As :func:`ompq.entropy_coding.rates.coded_codes`, but the weights of a channel
+    make up for each other's errors, and a bit has a price in errors of the channel's
+    output.
     """
     rows = weight.flatten(1).float()
     scale, zero_point = torch.full_like(rows, step), torch.full_like(rows, ZERO)

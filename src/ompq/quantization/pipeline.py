@@ -13,8 +13,8 @@ from ompq.grids import Grid
 from ompq.layers import quantized_layers
 from ompq.network.attention import with_layers
 from ompq.network.graph import find_units, float_network, observe
+from ompq.network.units import Pin
 from ompq.offload import to_host
-from ompq.planning import Pin
 from ompq.plans import Plan
 from ompq.progress import Progress, no_progress
 from ompq.quantization.activation_sites import ActivationSite, find_sites

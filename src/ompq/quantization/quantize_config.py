@@ -10,8 +10,7 @@ from ompq.allocation.problem import Allocation
 from ompq.bit_widths import SUM_BITS
 from ompq.errors import PlanError, QuantizationError, shortened
 from ompq.grids import STREAM_BITS
-from ompq.network.units import Choice, LayerGraph, check_group_size, select
-from ompq.planning import Pin
+from ompq.network.units import Choice, LayerGraph, Pin, check_group_size, select
 from ompq.plans import Plan, read_bits
 from ompq.weight_ranges import DEFAULT_KIND, Kind, RangeMethod
 

@@ -105,4 +105,5 @@ def _class_likelihoods(
 
 
 def clamp_positive(value: Tensor) -> Tensor:
+    """Return values that can be divided by."""
     return value.clamp_min(torch.finfo(value.dtype).tiny)

@@ -42,7 +42,7 @@ SCORES: dict[str, Score] = {
 }
 
 # A score that quantizes stands below this package, and is imported when it is named.
-_BELOW = dict.fromkeys(("block_loss", "reconstruction"), "ompq.measurement")
+_BELOW = dict.fromkeys(("block_loss", "reconstruction"), "ompq.measured_scores")
 
 
 def named_score(name: str) -> Score:

@@ -290,6 +290,7 @@ def _accelerator(quantized: nn.Module, config: TrainConfig) -> Any:
 
 
 def take_prefixed(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """Return the tensors whose names begin with a prefix, without it."""
     return {
         name.removeprefix(prefix): tensor
         for name, tensor in tensors.items()
