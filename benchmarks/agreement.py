@@ -17,13 +17,13 @@ from common import RESULTS, save
 
 from ompq.allocation.problem import Allocation
 from ompq.datasets.named_data import load_data
-from ompq.export.onnx.onnx_files import export_onnx
-from ompq.export.verification import Agreement, compare_outputs
 from ompq.integer.finalization import finalize
 from ompq.models.named_models import load_model
 from ompq.network.graph import trace
 from ompq.network.units import Choice
 from ompq.quantization.pipeline import quantize
+from ompq.runtimes.onnx.onnx_files import export_onnx
+from ompq.runtimes.verification import Agreement, compare_outputs
 
 NETWORKS = {
     "mobilenet_v2": ("torchvision:mobilenet_v2", "imagenet_mobilenet_v2", "imagenet"),

@@ -26,12 +26,12 @@ from torch import nn
 import ompq
 from ompq.allocation.problem import Allocation
 from ompq.datasets.named_data import load_data
-from ompq.export.benchmark import Input, load_seconds, peak_memory, runner
-from ompq.export.onnx.onnx_files import export_onnx
-from ompq.export.onnx.traced_graph import float_model
-from ompq.export.verification import against_simulated, open_session
 from ompq.models.named_models import load_model
 from ompq.network.units import Choice
+from ompq.runtimes.benchmark import Input, load_seconds, peak_memory, runner
+from ompq.runtimes.onnx.onnx_files import export_onnx
+from ompq.runtimes.onnx.traced_graph import float_model
+from ompq.runtimes.verification import against_simulated, open_session
 from ompq.samples import Samples
 
 NETWORKS = {

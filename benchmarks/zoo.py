@@ -22,8 +22,8 @@ from torchvision import models
 from torchvision.models.detection.backbone_utils import resnet_fpn_backbone
 
 import ompq
-from ompq.export.onnx.traced_graph import float_model
-from ompq.export.verification import open_session, run_session
+from ompq.runtimes.onnx.traced_graph import float_model
+from ompq.runtimes.verification import open_session, run_session
 from ompq.samples import Samples
 
 SAMPLES = 16

@@ -27,7 +27,7 @@ ARITHMETIC = [
     ("plan", "allocation/exact_search", "_search"),
     ("quantize", "weight_ranges", "_search"),
     ("reconstruct", "reconstruction/rounding", "SoftWeights.forward"),
-    ("export_onnx", "export/onnx/onnx_graph", "OnnxGraph._node"),
+    ("export_onnx", "runtimes/onnx/onnx_graph", "OnnxGraph._node"),
     ("train", "grids", "rounded_to"),
 ]
 

@@ -13,12 +13,12 @@ from cli_tools import network_file, run, run_json
 from nets import TinyMobileNet, images, seeded
 from ompq.amounts import in_bytes
 from ompq.errors import ExportError, ModelError
-from ompq.export.benchmark import installed_runtimes, time_files
-from ompq.export.onnx.onnx_files import export_onnx
 from ompq.packed.account import inspect_file
 from ompq.packed.packed_files import load, save
 from ompq.planning import plan as make_plan
 from ompq.quantization.pipeline import quantize
+from ompq.runtimes.benchmark import installed_runtimes, time_files
+from ompq.runtimes.onnx.onnx_files import export_onnx
 from ompq.user_functions import call_user_function
 from packing_tools import coded
 
@@ -104,7 +104,7 @@ def test_a_damaged_result_is_named(out, tmp_path, text):
 def one_runtime(monkeypatch):
     """Only ONNX Runtime: OpenVINO beside all that tests load may end the process."""
     names = ("onnxruntime",)
-    monkeypatch.setattr("ompq.export.benchmark.installed_runtimes", lambda: names)
+    monkeypatch.setattr("ompq.runtimes.benchmark.installed_runtimes", lambda: names)
 
 
 @pytest.mark.usefixtures("one_runtime")
@@ -176,21 +176,21 @@ def test_a_runtime_that_fails_does_not_lose_the_others(onnx_file, monkeypatch):
             raise ExportError("openvino cannot load net.onnx: no such operator")
         return time_files(files, shape, runtime=runtime, **settings)
 
-    monkeypatch.setattr("ompq.export.benchmark.time_files", failing)
+    monkeypatch.setattr("ompq.runtimes.benchmark.time_files", failing)
     both = ("openvino", "onnxruntime")
-    monkeypatch.setattr("ompq.export.benchmark.installed_runtimes", lambda: both)
+    monkeypatch.setattr("ompq.runtimes.benchmark.installed_runtimes", lambda: both)
     words = ("bench", onnx_file[0], "--float", onnx_file[0], "--repeats", "1")
     data = run_json(*words)
     assert [row["name"] for row in data["rows"]] == ["float", "quantized"]
     assert "not timed: openvino cannot load net.onnx: no such" in str(data)
-    monkeypatch.setattr("ompq.export.benchmark.installed_runtimes", lambda: both[:1])
+    monkeypatch.setattr("ompq.runtimes.benchmark.installed_runtimes", lambda: both[:1])
     alone = run(*words)
     assert alone.exit_code == 2
     assert "error: openvino cannot load net.onnx" in alone.stderr
 
 
 def test_files_without_a_name_need_one(out, tmp_path, monkeypatch):
-    monkeypatch.setattr("ompq.export.inspection.network_name", lambda _path: "")
+    monkeypatch.setattr("ompq.runtimes.inspection.network_name", lambda _path: "")
     path = tmp_path / "net.onnx"
     assert run("export", out, "-o", path).exit_code == 0
     result = run("bench", path)

@@ -12,8 +12,9 @@ from torch import nn
 
 from nets import TinyMobileNet, TinyResNet, images, seeded
 from ompq.errors import ExportError, MissingExtraError
-from ompq.export import benchmark as timing
-from ompq.export.benchmark import (
+from ompq.layers import quantized_layers
+from ompq.runtimes import benchmark as timing
+from ompq.runtimes.benchmark import (
     Input,
     inputs_of,
     installed_runtimes,
@@ -22,15 +23,14 @@ from ompq.export.benchmark import (
     runner,
     time_files,
 )
-from ompq.export.inspection import (
+from ompq.runtimes.inspection import (
     inspect_onnx,
     load_exported,
     network_name,
     without_gain,
 )
-from ompq.export.onnx.onnx_files import export_onnx
-from ompq.export.onnx.traced_graph import float_model
-from ompq.layers import quantized_layers
+from ompq.runtimes.onnx.onnx_files import export_onnx
+from ompq.runtimes.onnx.traced_graph import float_model
 from quantized import quantized
 
 onnx = pytest.importorskip("onnx")
@@ -234,7 +234,7 @@ def test_what_openvino_refuses_is_told_in_one_line(monkeypatch, tmp_path):
 
 SIGNALLED = """
 import signal, sys
-from ompq.export.benchmark import Input, runner
+from ompq.runtimes.benchmark import Input, runner
 
 image = [Input((1, 3, 8, 8))]
 runs = [runner(sys.argv[1], image, 1, "openvino") for _ in range(2)]

@@ -12,7 +12,6 @@ import torch
 
 from nets import Chain, TinyMobileNet, TinyResNet, images, seeded
 from ompq.errors import MissingExtraError, PackedFileError
-from ompq.export.onnx.onnx_files import export_onnx
 from ompq.files import read_arrays, read_tensors, write_tensors
 from ompq.integer.finalization import finalize
 from ompq.packed.account import inspect_file
@@ -20,6 +19,7 @@ from ompq.packed.embedded_graph import GRAPH, PACKED_FORMAT, unpack
 from ompq.packed.packed_files import add_onnx, load, save
 from ompq.quantization.pipeline import quantize
 from ompq.quantization.quantize_config import QuantizeConfig
+from ompq.runtimes.onnx.onnx_files import export_onnx
 from packing_tools import coded, quantized
 
 pytest.importorskip("onnxruntime")

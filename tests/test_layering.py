@@ -50,7 +50,7 @@ ORDER = {
     "training_run tracking training_loop",
     "integer": "arithmetic operators lowering engine links finalization",
     "packed": "embedded_graph format account packed_files",
-    "export": "inspection benchmark onnx.weight_containers onnx.onnx_graph "
+    "runtimes": "inspection benchmark onnx.weight_containers onnx.onnx_graph "
     "onnx.traced_graph verification onnx.onnx_files onnx.onnx_sizes",
     "planning": "",
     "refinement": "",
@@ -159,11 +159,11 @@ def test_imports_by_string_and_in_functions_are_seen(tmp_path):
         "def work():\n"
         "    from ompq.scores import table\n"
         "    import_module('ompq.plans')\n"
-        "code = '''\nfrom ompq.export.benchmark import runner\n'''\n"
+        "code = '''\nfrom ompq.runtimes.benchmark import runner\n'''\n"
     )
     assert sorted(imports(file)) == [
         "errors",
-        "export.benchmark",
         "plans",
+        "runtimes.benchmark",
         "scores.table",
     ]

@@ -11,21 +11,21 @@ from torchvision import models
 import ompq
 from nets import TinyMobileNet, TinyResNet, demo_network, images, seeded, values
 from ompq.errors import ExportError, MissingExtraError
-from ompq.export import verification
-from ompq.export.onnx.onnx_files import export_onnx
-from ompq.export.onnx.onnx_graph import OnnxGraph
-from ompq.export.verification import (
-    Agreement,
-    Tolerance,
-    compare_outputs,
-    traced_tolerance,
-)
 from ompq.integer.finalization import finalize
 from ompq.integer.lowering import lower
 from ompq.layers import activation_quantizers, quantized_layers
 from ompq.models.builtin_networks import CifarResNet, DemoNetwork, demo_data
 from ompq.models.named_models import load_model
 from ompq.network.observation import tensors_in
+from ompq.runtimes import verification
+from ompq.runtimes.onnx.onnx_files import export_onnx
+from ompq.runtimes.onnx.onnx_graph import OnnxGraph
+from ompq.runtimes.verification import (
+    Agreement,
+    Tolerance,
+    compare_outputs,
+    traced_tolerance,
+)
 from quantized import quantized
 from test_lowering import Fire, Shared, Vgg
 
@@ -200,7 +200,7 @@ def test_wrong_file_is_not_left_behind(tmp_path, monkeypatch):
             return codes
         return self._node("Clip", [codes, "zero/000", "zero/000"], f"{step.name}/clip")
 
-    monkeypatch.setattr("ompq.export.onnx.onnx_graph.OnnxGraph._clipped", wrong)
+    monkeypatch.setattr("ompq.runtimes.onnx.onnx_graph.OnnxGraph._clipped", wrong)
     with pytest.raises(
         ExportError,
         match="disagrees with the simulated network: top-1 .* At least 99.5%.*Nothing",
@@ -231,7 +231,7 @@ def test_file_whose_codes_are_wrong_is_refused_though_top_1_agrees(
         return self._node("Clip", [codes, "zero/000", "zero/000"], f"{step.name}/clip")
 
     original = OnnxGraph._clipped
-    monkeypatch.setattr("ompq.export.onnx.onnx_graph.OnnxGraph._clipped", wrong)
+    monkeypatch.setattr("ompq.runtimes.onnx.onnx_graph.OnnxGraph._clipped", wrong)
     with pytest.raises(ExportError, match=": outputs within .* on 8 samples"):
         export_onnx(network, tmp_path / "net.onnx", images(8))
     assert list(tmp_path.iterdir()) == []

@@ -18,8 +18,8 @@ from ompq.errors import (
     PackedFileError,
     PlanError,
 )
-from ompq.export.onnx import weight_containers
 from ompq.files import ONNX, PACKED, RESULT
+from ompq.runtimes.onnx import weight_containers
 from ompq.workflow import Workflow
 
 pytest.importorskip("onnxruntime")

@@ -10,14 +10,14 @@ from torch import nn
 
 from nets import Branching, Recurrent, TinyResNet, images, seeded
 from ompq.errors import ExportError
-from ompq.export.inspection import inspect_onnx
-from ompq.export.onnx.onnx_files import export_onnx
-from ompq.export.onnx.traced_graph import float_model, traced_model
-from ompq.export.verification import open_session, require_codes, run_session
 from ompq.layers import quantized_layers
 from ompq.quantization.pipeline import quantize
 from ompq.quantization.quantize_config import QuantizeConfig
 from ompq.quantization.record import quantization_of
+from ompq.runtimes.inspection import inspect_onnx
+from ompq.runtimes.onnx.onnx_files import export_onnx
+from ompq.runtimes.onnx.traced_graph import float_model, traced_model
+from ompq.runtimes.verification import open_session, require_codes, run_session
 from ompq.samples import Samples
 from quantized import quantized
 
@@ -208,7 +208,7 @@ def test_floats_are_listed_and_the_rest_runs_in_kernels_of_8_bits(tmp_path):
 
 def test_weak_comparison_is_told(tmp_path, monkeypatch, caplog):
     network = quantized(seeded(Gated()), images(8), activation=4)
-    monkeypatch.setattr("ompq.export.verification._LAST_DIGITS", 1.0)
+    monkeypatch.setattr("ompq.runtimes.verification._LAST_DIGITS", 1.0)
     result = export_onnx(network, tmp_path / "net.onnx", images(8))
     assert result.limit > 0.5
     assert f"only compared within {result.limit:.2g} of their size" in caplog.text
@@ -232,7 +232,9 @@ def test_a_wrong_scale_in_one_node_is_found(factor, tmp_path, monkeypatch):
         with pytest.raises(ExportError, match=message):
             require_codes(changed, made.network, Samples.of(images(8)))
     wrong = replace(made, model=changed)
-    monkeypatch.setattr("ompq.export.onnx.traced_graph.traced_model", lambda *_: wrong)
+    monkeypatch.setattr(
+        "ompq.runtimes.onnx.traced_graph.traced_model", lambda *_: wrong
+    )
     with pytest.raises(ExportError, match="Nothing was written"):
         export_onnx(network, tmp_path / "net.onnx", images(8))
     assert not (tmp_path / "net.onnx").exists()
@@ -240,7 +242,7 @@ def test_a_wrong_scale_in_one_node_is_found(factor, tmp_path, monkeypatch):
 
 def test_weight_that_is_not_in_the_graph_is_named(monkeypatch):
     network = quantized(seeded(Mixer()), images(8), weight=4, activation=32)
-    monkeypatch.setattr("ompq.export.onnx.traced_graph._hold", lambda *_: None)
+    monkeypatch.setattr("ompq.runtimes.onnx.traced_graph._hold", lambda *_: None)
     with pytest.raises(ExportError, match="embed: its weight is not in the graph.*pin"):
         traced_model(network, images(2), 21)
 

@@ -6,16 +6,16 @@ import numpy as np
 import pytest
 import torch
 
-from ompq.export.benchmark import only_core
-from ompq.export.onnx import weight_containers
-from ompq.export.onnx.weight_containers import (
+from ompq.integer.arithmetic import CodeGrid, IntegerWeight
+from ompq.runtimes.benchmark import only_core
+from ompq.runtimes.onnx import weight_containers
+from ompq.runtimes.onnx.weight_containers import (
     StoredWeight,
     Unpacking,
     as_tensor,
     pack_plane,
     plane_parts,
 )
-from ompq.integer.arithmetic import CodeGrid, IntegerWeight
 from ompq.weight_ranges import search_weight
 
 onnx = pytest.importorskip("onnx")

@@ -43,7 +43,6 @@ if TYPE_CHECKING:
         TrainingError,
     )
     from ompq.evaluation import Evaluation, Perplexity, evaluate
-    from ompq.export.onnx.onnx_files import export_onnx
     from ompq.integer.engine import IntegerNetwork
     from ompq.integer.finalization import finalize
     from ompq.lab.audits import Audit, AuditConfig, audit
@@ -70,6 +69,7 @@ if TYPE_CHECKING:
     from ompq.report.figures import write_figures
     from ompq.report.histograms import layer_histograms
     from ompq.report.page import write_report
+    from ompq.runtimes.onnx.onnx_files import export_onnx
     from ompq.samples import Samples
     from ompq.scores.derivatives import Fisher, Gradient, Hessian
     from ompq.scores.orthogonality import Orm, OrmDistortion, OrmSettings, OrmShift
@@ -96,7 +96,7 @@ _HOMES = {
     "ompq.network.graph": "trace",
     "ompq.integer.engine": "IntegerNetwork",
     "ompq.integer.finalization": "finalize",
-    "ompq.export.onnx.onnx_files": "export_onnx",
+    "ompq.runtimes.onnx.onnx_files": "export_onnx",
     "ompq.packed.packed_files": "add_onnx load save",
     "ompq.packed.account": "inspect_file",
     "ompq.planning": "PLAN_PROTOCOLS PlanConfig plan",

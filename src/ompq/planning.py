@@ -160,7 +160,7 @@ def plan(
     limited = zip(FILES, (budget.onnx_mib, budget.graph_mib), strict=True)
     if names := [name for name, limit in limited if limit]:
         # Needs the extra `onnx`, which other budgets do without.
-        from ompq.export.onnx.onnx_sizes import file_costs
+        from ompq.runtimes.onnx.onnx_sizes import file_costs
 
         files = file_costs(model, samples, graph, problem, names)
         costs = {**problem.costs, **{one.name: one for one in files}}

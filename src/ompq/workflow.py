@@ -19,7 +19,6 @@ from ompq.bit_widths import FLOAT_BITS
 from ompq.budgets import Budget
 from ompq.errors import ExportError, FileError, PackedFileError
 from ompq.evaluation import Evaluation, Metric, evaluate, wilson_interval
-from ompq.export.onnx.onnx_files import export_onnx
 from ompq.files import (
     CONFIG,
     ONNX,
@@ -50,6 +49,7 @@ from ompq.reconstruction.brecq import BrecqConfig
 from ompq.refinement import RefineConfig, refine
 from ompq.report.histograms import layer_histograms
 from ompq.report.page import write_report
+from ompq.runtimes.onnx.onnx_files import export_onnx
 from ompq.samples import Samples, SamplesLike
 from ompq.sections import (
     Accuracy,

@@ -25,16 +25,16 @@ from ompq.cli.options import (
 from ompq.cli.settings import read_samples
 from ompq.datasets.named_data import load_data
 from ompq.errors import DataError, ExportError, ModelError, PackedFileError
-from ompq.export.benchmark import Timing, inputs_of, installed_runtimes, time_files
-from ompq.export.inspection import inspect_onnx, network_name, without_gain
-from ompq.export.onnx.onnx_files import ExportResult, export_onnx
-from ompq.export.onnx.traced_graph import float_model
 from ompq.files import ONNX, PACKED, RESULT, replacing
 from ompq.integer.lowering import input_names
 from ompq.models.named_models import NamedModel, load_model
 from ompq.packed.account import Account, inspect_file
 from ompq.packed.format import read_contents
 from ompq.packed.packed_files import add_onnx, load
+from ompq.runtimes.benchmark import Timing, inputs_of, installed_runtimes, time_files
+from ompq.runtimes.inspection import inspect_onnx, network_name, without_gain
+from ompq.runtimes.onnx.onnx_files import ExportResult, export_onnx
+from ompq.runtimes.onnx.traced_graph import float_model
 from ompq.samples import Batch, Samples
 from ompq.schema import json_object, read_json
 

@@ -52,7 +52,6 @@ from ompq.cli.settings import (
     user_metrics,
 )
 from ompq.datasets.named_data import load_data
-from ompq.export.onnx.onnx_sizes import file_costs
 from ompq.files import REPORT
 from ompq.lab.audits import Audit, AuditConfig, Measured, audit as measure_scores
 from ompq.models.named_models import blank_input, output_count
@@ -60,6 +59,7 @@ from ompq.network.units import Choice
 from ompq.planning import unscored_problem
 from ompq.plans import Plan, read_bits
 from ompq.report.page import audit_sections, write_report
+from ompq.runtimes.onnx.onnx_sizes import file_costs
 from ompq.samples import Samples
 from ompq.scores.catalogue import SCORES, score_name
 from ompq.workflow import PLAN_SAMPLES, Workflow, whole_folder, write_result

@@ -17,7 +17,6 @@ from ompq.cli.console import Column, Console, Shown, View, facts, time_line
 from ompq.cli.options import check_writable, number, option, output_path
 from ompq.errors import InfeasibleBudgetError, OmpqError
 from ompq.evaluation import Evaluation, wilson_interval
-from ompq.export.onnx.onnx_files import ExportResult, export_onnx
 from ompq.files import ONNX, PACKED, PLAN, REPORT, RESULT
 from ompq.models.builtin_networks import DemoData, DemoNetwork, demo_data
 from ompq.models.named_models import load_model
@@ -28,6 +27,7 @@ from ompq.plans import Plan, unit_rows
 from ompq.progress import Bar, Stages, silent
 from ompq.reconstruction.block_loop import ReconstructConfig
 from ompq.reconstruction.rounding import RoundingConfig
+from ompq.runtimes.onnx.onnx_files import ExportResult, export_onnx
 from ompq.samples import evaluating
 from ompq.sections import Accuracy, AgreementSection, Remark, Section
 from ompq.workflow import Outcome, Workflow, whole_folder, write_result

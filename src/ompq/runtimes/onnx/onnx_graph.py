@@ -8,7 +8,12 @@ import torch
 from torch import nn
 
 from ompq.errors import MissingExtraError, QuantizationError
-from ompq.export.onnx.weight_containers import (
+from ompq.integer.arithmetic import CodeGrid
+from ompq.integer.finalization import finalize
+from ompq.integer.lowering import INPUT, Steps
+from ompq.integer.operators import Convolution, Layer, Node, Product, Step
+from ompq.quantization.record import quantization_of
+from ompq.runtimes.onnx.weight_containers import (
     ZERO_OF_UNSIGNED,
     Array,
     StoredWeight,
@@ -16,11 +21,6 @@ from ompq.export.onnx.weight_containers import (
     as_tensor,
     grid_names,
 )
-from ompq.integer.arithmetic import CodeGrid
-from ompq.integer.finalization import finalize
-from ompq.integer.lowering import INPUT, Steps
-from ompq.integer.operators import Convolution, Layer, Node, Product, Step
-from ompq.quantization.record import quantization_of
 from ompq.samples import Samples
 
 SMALLEST_OPSET = 18  # the first with a mask of bits

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from ompq.errors import ExportError
-from ompq.export.benchmark import session_of
 from ompq.integer.engine import IntegerNetwork
 from ompq.integer.lowering import Steps, input_names
 from ompq.layers import LogQuantizer, activation_quantizers
 from ompq.network.observation import tensors_in
+from ompq.runtimes.benchmark import session_of
 from ompq.samples import (
     Batch,
     Samples,

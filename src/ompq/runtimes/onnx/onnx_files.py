@@ -11,16 +11,19 @@ from torch import nn
 from ompq.bit_widths import SUM_BITS
 from ompq.budgets import Budget
 from ompq.errors import ExportError, shortened
-from ompq.export.inspection import NETWORK
-from ompq.export.onnx.onnx_graph import (
+from ompq.files import replacing
+from ompq.integer.lowering import Steps, lower
+from ompq.quantization.record import quantization_of
+from ompq.runtimes.inspection import NETWORK
+from ompq.runtimes.onnx.onnx_graph import (
     SMALLEST_OPSET,
     OnnxGraph,
     as_integers,
     libraries,
 )
-from ompq.export.onnx.traced_graph import TracedModel, traced_model
-from ompq.export.onnx.weight_containers import StoredWeight
-from ompq.export.verification import (
+from ompq.runtimes.onnx.traced_graph import TracedModel, traced_model
+from ompq.runtimes.onnx.weight_containers import StoredWeight
+from ompq.runtimes.verification import (
     Agreement,
     Tolerance,
     against_codes,
@@ -30,9 +33,6 @@ from ompq.export.verification import (
     steps_tolerance,
     traced_tolerance,
 )
-from ompq.files import replacing
-from ompq.integer.lowering import Steps, lower
-from ompq.quantization.record import quantization_of
 from ompq.samples import Samples, SamplesLike, first_tensor
 
 _WEAK = 0.5  # a tolerance, relative to the size of outputs, that shows little

@@ -23,14 +23,6 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from ompq.errors import ExportError, QuantizationError
-from ompq.export.onnx.weight_containers import (
-    ZERO_OF_UNSIGNED,
-    Array,
-    StoredWeight,
-    Unpacking,
-    as_tensor,
-    grid_names,
-)
 from ompq.grids import Grid, integer_weight, of_groups
 from ompq.integer.arithmetic import CodeGrid, IntegerWeight
 from ompq.integer.lowering import code_grid, input_names, output_names
@@ -46,6 +38,14 @@ from ompq.network.observation import copied, tensors_in
 from ompq.network.units import Unit
 from ompq.packed.format import broadcast_grid, quantized_units
 from ompq.quantization.record import quantization_of
+from ompq.runtimes.onnx.weight_containers import (
+    ZERO_OF_UNSIGNED,
+    Array,
+    StoredWeight,
+    Unpacking,
+    as_tensor,
+    grid_names,
+)
 from ompq.samples import Samples, SamplesLike, call, evaluating, model_device, to_device
 
 _QUANTIZE, _DEQUANTIZE = "QuantizeLinear", "DequantizeLinear"

@@ -20,14 +20,6 @@ from ompq.bit_widths import FLOAT_BITS, LARGEST_HALF_BITS
 from ompq.cost_tables import Cost
 from ompq.costs import cost_tables
 from ompq.errors import ExportError
-from ompq.export.onnx.onnx_graph import OnnxGraph, as_integers, libraries
-from ompq.export.onnx.traced_graph import traced_model
-from ompq.export.onnx.weight_containers import (
-    StoredWeight,
-    Unpacking,
-    as_tensor,
-    grid_names,
-)
 from ompq.integer.arithmetic import IntegerWeight
 from ompq.integer.lowering import lower
 from ompq.layers import activation_quantizers
@@ -35,6 +27,14 @@ from ompq.network.units import Choice, LayerGraph, Unit
 from ompq.packed.packed_files import graph_bytes
 from ompq.quantization.pipeline import quantize
 from ompq.quantization.quantize_config import QuantizeConfig
+from ompq.runtimes.onnx.onnx_graph import OnnxGraph, as_integers, libraries
+from ompq.runtimes.onnx.traced_graph import traced_model
+from ompq.runtimes.onnx.weight_containers import (
+    StoredWeight,
+    Unpacking,
+    as_tensor,
+    grid_names,
+)
 from ompq.samples import Samples
 
 _OPSET = 21  # of export_onnx

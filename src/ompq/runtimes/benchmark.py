@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from ompq.errors import ExportError, MissingExtraError, check_counts
-from ompq.export.inspection import load_exported
+from ompq.runtimes.inspection import load_exported
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ _LOADS = 3  # of a file; the median counts
 # Run in a process of its own; prints the memory with the runtime alone, and the peak.
 _WEIGH = """
 import json, sys
-from ompq.export.benchmark import Input, load_runtime, most_memory, runner
+from ompq.runtimes.benchmark import Input, load_runtime, most_memory, runner
 path, threads, runtime, given = sys.argv[1:]
 load_runtime(runtime)
 start = most_memory()
