@@ -21,9 +21,10 @@ from torch import Tensor, nn
 from torchvision import models
 
 import ompq
+from ompq.configs import OrmSettings
 from ompq.network.graph import trace
 from ompq.network.observation import watch
-from ompq.scores.orthogonality import OrmSettings, measure_orm
+from ompq.scores.orthogonality import measure_orm
 
 NETWORKS = {"resnet18": 64, "resnet50": 64, "mobilenet_v2": 64}
 BUDGET = "4bits"

@@ -35,10 +35,10 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import ompq
+from ompq.configs import QUANTIZE_PROTOCOLS
 from ompq.errors import InfeasibleBudgetError
 from ompq.layers import quantized_layers
 from ompq.models.builtin_networks import CIFAR_NETWORKS
-from ompq.quantization.quantize_config import QUANTIZE_PROTOCOLS
 from ompq.quantization.record import network_totals
 from ompq.workflow import learning_config
 

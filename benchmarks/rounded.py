@@ -22,12 +22,13 @@ from unittest.mock import patch
 from common import arguments, everywhere, save, synchronise
 from ptq import NETWORKS, load, some_of
 
+from ompq.bit_widths import GROUP_SIZES
+from ompq.configs import QuantizeConfig
 from ompq.evaluation import evaluate
-from ompq.network.units import GROUP_SIZES, Choice
+from ompq.network.units import Choice
 from ompq.packed.packed_files import save as save_packed
 from ompq.quantization import moments
 from ompq.quantization.pipeline import quantize
-from ompq.quantization.quantize_config import QuantizeConfig
 
 
 class Study(NamedTuple):

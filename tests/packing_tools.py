@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from nets import images
 from ompq.allocation.problem import Allocation
 from ompq.budgets import Budget
+from ompq.configs import QuantizeConfig
 from ompq.entropy_coding.rates import to_multiples
 from ompq.grids import Grid
 from ompq.layers import quantized_layers
@@ -20,7 +21,6 @@ from ompq.plans import Plan
 from ompq.quantization.activation_sites import find_sites
 from ompq.quantization.assembly import assemble
 from ompq.quantization.pipeline import quantize
-from ompq.quantization.quantize_config import QuantizeConfig
 from ompq.quantization.record import Quantization, with_quantization
 from ompq.scores.table import ScoreTable
 

@@ -8,6 +8,7 @@ from torch import nn
 from nets import TinyMobileNet, images, seeded
 from ompq.allocation.problem import Allocation
 from ompq.budgets import Budget
+from ompq.configs import PlanConfig
 from ompq.lab.audits import (
     RANDOM,
     Audit,
@@ -17,7 +18,7 @@ from ompq.lab.audits import (
     ScoreAudit,
 )
 from ompq.network.units import Choice, LayerGraph, Unit
-from ompq.planning import PlanConfig, plan
+from ompq.planning import plan
 from ompq.plans import Plan
 from ompq.scores.table import ScoreTable
 from ompq.sections import (

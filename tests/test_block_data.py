@@ -10,13 +10,13 @@ from torch import nn
 
 from nets import Chain, ResidualBlock, TinyMobileNet, TinyResNet, scenes, seeded, values
 from ompq.allocation.problem import Allocation
+from ompq.configs import QuantizeConfig, ReconstructConfig, RoundingConfig
 from ompq.errors import QuantizationError, SampleError
 from ompq.layers import quantized_layers
 from ompq.network.graph import trace
 from ompq.network.units import Choice
 from ompq.quantization.moments import float_moments
 from ompq.quantization.pipeline import quantize
-from ompq.quantization.quantize_config import QuantizeConfig
 from ompq.quantization.record import quantization_of
 from ompq.reconstruction.block_data import Arguments, BlockCache, BlockRunner, merged
 from ompq.reconstruction.block_fisher import (
@@ -25,13 +25,9 @@ from ompq.reconstruction.block_fisher import (
     fisher_weights,
 )
 from ompq.reconstruction.block_layout import Layout, layout_of, output_axis
-from ompq.reconstruction.block_loop import ReconstructConfig, reconstruct
+from ompq.reconstruction.block_loop import reconstruct
 from ompq.reconstruction.descent import Picked
-from ompq.reconstruction.rounding import (
-    RoundingConfig,
-    block_output_error,
-    learn_rounding,
-)
+from ompq.reconstruction.rounding import block_output_error, learn_rounding
 from ompq.samples import Samples
 
 Pair = namedtuple("Pair", "x mask")

@@ -8,6 +8,7 @@ from torch import nn
 
 from nets import Chain, TinyMobileNet, TinyResNet, scenes, seeded, tokens, values
 from ompq.allocation.problem import Allocation
+from ompq.configs import QuantizeConfig, ReconstructConfig, RoundingConfig
 from ompq.costs import can_be_coded, coded_bytes
 from ompq.entropy_coding.rates import code_bytes, to_multiples
 from ompq.errors import CheckpointError, QuantizationError, SampleError, TraceError
@@ -15,10 +16,8 @@ from ompq.layers import activation_quantizers, quantized_layers
 from ompq.network.graph import trace
 from ompq.network.units import Choice
 from ompq.quantization.pipeline import quantize
-from ompq.quantization.quantize_config import QuantizeConfig
 from ompq.quantization.record import quantization_of
-from ompq.reconstruction.block_loop import ReconstructConfig, reconstruct
-from ompq.reconstruction.rounding import RoundingConfig
+from ompq.reconstruction.block_loop import reconstruct
 
 CUDA = (
     pytest.mark.cuda,
@@ -247,7 +246,8 @@ def test_host_memory_changes_nothing():
 
 def test_unknown_loss_is_refused():
     with pytest.raises(
-        ValueError, match="loss='odd' is unknown; use squared, fisher or"
+        ValueError,
+        match="'loss' of ReconstructConfig must be one of 'squared', 'fisher'",
     ):
         ReconstructConfig(loss="odd")
 

@@ -7,6 +7,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from nets import Chain, TinyMobileNet, TinyResNet, images, seeded
+from ompq.configs import OrmSettings
 from ompq.errors import SampleError, ScoreError, TraceError
 from ompq.measured_scores import BlockLoss, ReconstructionScore
 from ompq.network.graph import trace
@@ -18,7 +19,6 @@ from ompq.scores.derivatives import Fisher, Gradient, Hessian, weighted_labels
 from ompq.scores.orthogonality import (
     Orm,
     OrmDistortion,
-    OrmSettings,
     OrmShift,
     debiased_products,
     gram_matrix,

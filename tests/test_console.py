@@ -16,19 +16,16 @@ from ompq.cli.console import (
     Column,
     Console,
     View,
-    as_budget,
     facts,
     fitted,
     middle_cut,
     muted,
     opened,
-    operation_budgets,
     plain,
-    reasons,
     render,
-    size_budgets,
 )
 from ompq.cli.decisions import budget_rows
+from ompq.cli.views import as_budget, operation_budgets, reasons, size_budgets
 from ompq.cost_tables import Cost
 from ompq.network.units import Choice, Skipped
 

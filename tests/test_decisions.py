@@ -12,19 +12,20 @@ import ompq
 from cli_tools import network_file, run, run_json
 from ompq import measurement
 from ompq.cli import settings
-from ompq.cli.console import totals
 from ompq.cli.decisions import AuditOptions
 from ompq.cli.settings import PlanOptions, ScoreOptions
+from ompq.cli.views import totals
+from ompq.configs import PLAN_PROTOCOLS, OrmSettings, PlanConfig
 from ompq.costs import overhead_bytes
 from ompq.datasets.named_data import load_data
 from ompq.lab.audits import AuditConfig
 from ompq.models.named_models import load_model
 from ompq.network.units import Choice
-from ompq.planning import PLAN_PROTOCOLS, PlanConfig, plan as make_plan
+from ompq.planning import plan as make_plan
 from ompq.plans import Plan
 from ompq.progress import Stages
 from ompq.scores.catalogue import SCORES
-from ompq.scores.orthogonality import Orm, OrmSettings
+from ompq.scores.orthogonality import Orm
 from ompq.scores.weight_noise import WeightNoise
 
 NAMES = ["stem", "block.conv1", "block.conv2", "block.shortcut", "fc"]
@@ -316,12 +317,12 @@ def test_latency_is_a_budget(net, tmp_path):
         (["--budget", "0.1%"], "cannot be met"),
         (["--score", "orn"], "there is no score 'orn' (did you mean orm"),
         (["--choices", "2,x"], "write for example --choices 2,4,8"),
-        (["--choices", "1,2"], "must be bits from 2 to 8"),
+        (["--choices", "1,2"], "must be weight bits from 2 to 8"),
         (["--choices", "W4A4,8"], "write for example W4A4,W8A8"),
         (["--beta", "2"], "--beta is for the scores orm and orm_distortion, not"),
         (["--pin", "fc"], "--pin fc: write PATTERN=BITS"),
         (["--rates", "2,x"], "--rates 2,x is not a list of rates; write"),
-        (["--group-size", "48"], "group_size=48 must be one of 32, 64, 128, or None"),
+        (["--group-size", "48"], "must be one of 32, 64, 128, or None"),
         (["--rates", "2,3"], "--rates is for coded weights; add --coded"),
         (["--pin", "nothing=8"], "'nothing' matches no unit; the"),
         (["--pin", "stme=8"], "'stme' matches no unit (did you mean stem?); the"),
@@ -355,7 +356,7 @@ def test_unknown_network_is_one_line_with_suggestions(net):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--budget", "20%", "--choices", "9"), "must be bits from 2 to 8"),
+        (("--budget", "20%", "--choices", "9"), "must be weight bits from 2 to 8"),
         (("--budget", "much"), "much"),
     ],
 )

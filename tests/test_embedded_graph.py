@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from nets import Chain, TinyMobileNet, TinyResNet, images, seeded
+from ompq.configs import QuantizeConfig
 from ompq.errors import MissingExtraError, PackedFileError
 from ompq.files import read_arrays, read_tensors, write_tensors
 from ompq.integer.finalization import finalize
@@ -18,7 +19,6 @@ from ompq.packed.account import inspect_file
 from ompq.packed.embedded_graph import GRAPH, PACKED_FORMAT, unpack
 from ompq.packed.packed_files import add_onnx, load, save
 from ompq.quantization.pipeline import quantize
-from ompq.quantization.quantize_config import QuantizeConfig
 from ompq.runtimes.onnx.onnx_files import export_onnx
 from packing_tools import coded, quantized
 

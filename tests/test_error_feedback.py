@@ -12,6 +12,7 @@ from torch import nn
 import ompq
 from nets import TinyMobileNet, demo_network, scenes, seeded, values
 from ompq.allocation.problem import Allocation
+from ompq.configs import QuantizeConfig
 from ompq.costs import can_be_coded, coded_bytes
 from ompq.entropy_coding.rates import (
     PRICE,
@@ -33,7 +34,6 @@ from ompq.quantization.error_feedback import (
     input_grams,
     round_with_feedback,
 )
-from ompq.quantization.quantize_config import QuantizeConfig
 from ompq.samples import Samples
 from ompq.weight_ranges import FEW_WEIGHTS, search_weight
 

@@ -12,6 +12,7 @@ SOURCE = Path(ompq.__file__).parent
 # From the foundations down to what a person sees. A package's modules follow its name,
 # in their own order.
 ORDER = {
+    "lazy_names": "",
     "errors": "",
     "amounts": "",
     "bit_widths": "",
@@ -19,6 +20,10 @@ ORDER = {
     "parallel": "",
     "schema": "",
     "files": "",
+    "version": "",
+    "registry": "",
+    "fields": "",
+    "configs": "",
     "checkpoints": "",
     "progress": "",
     "tabular": "",
@@ -40,13 +45,12 @@ ORDER = {
     "plans": "",
     "layers": "",
     "quantization": "products activation_sites error_feedback equalization "
-    "quantize_config "
-    "weight_grids assembly calibration moments record pipeline",
+    "given_bits weight_grids assembly calibration moments record pipeline",
     "reconstruction": "block_layout block_fisher block_data descent brecq rounding "
     "tuning block_loop",
     "evaluation": "",
     "measurement": "",
-    "training": "norms methods train_config step training_batches "
+    "training": "norms methods step training_batches "
     "training_run tracking training_loop",
     "integer": "arithmetic operators lowering engine links finalization",
     "packed": "embedded_graph format account packed_files",
@@ -62,7 +66,8 @@ ORDER = {
     "report": "charts explorer figures histograms page",
     "workflow": "",
     "measured_scores": "",
-    "cli": "console options settings artifacts commands decisions demo experiments "
+    "cli": "console options option_groups views settings artifacts commands "
+    "decisions demo experiments "
     "freed_memory main reproduced reproduction run_files runs saved_plans",
     "__main__": "",
 }

@@ -17,6 +17,7 @@ from nets import (
     images,
     seeded,
 )
+from ompq.configs import QuantizeConfig, ReconstructConfig, RoundingConfig
 from ompq.errors import QuantizationError
 from ompq.evaluation import evaluate
 from ompq.integer import finalization, lowering
@@ -36,10 +37,8 @@ from ompq.integer.operators import (
 from ompq.layers import activation_quantizers, quantized_layers
 from ompq.models.builtin_networks import CifarResNet, demo_data
 from ompq.quantization.pipeline import quantize
-from ompq.quantization.quantize_config import QuantizeConfig
 from ompq.quantization.record import quantization_of
-from ompq.reconstruction.block_loop import ReconstructConfig, reconstruct
-from ompq.reconstruction.rounding import RoundingConfig
+from ompq.reconstruction.block_loop import reconstruct
 from quantized import quantized, simulated_codes
 
 

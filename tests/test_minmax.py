@@ -9,10 +9,10 @@ from torch.nn import functional as F
 
 import ompq
 from nets import TinyMobileNet, TinyResNet, scenes, seeded
+from ompq.configs import QUANTIZE_PROTOCOLS
 from ompq.errors import TrainingError
 from ompq.grids import Grid
 from ompq.layers import ActivationQuantizer, activation_quantizers, quantized_layers
-from ompq.quantization.quantize_config import QUANTIZE_PROTOCOLS
 from ompq.quantization.record import quantization_of
 from ompq.training.methods import ActivationRanges, WeightRanges
 from ompq.training.norms import fold_norms, keep_norms, restore_float_weights

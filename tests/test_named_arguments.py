@@ -5,11 +5,11 @@ import torch
 from torch import nn
 
 from nets import scenes, seeded
+from ompq.configs import PlanConfig, ReconstructConfig, RoundingConfig
 from ompq.integer.finalization import finalize
-from ompq.planning import PlanConfig, plan
+from ompq.planning import plan
 from ompq.quantization.pipeline import quantize
-from ompq.reconstruction.block_loop import ReconstructConfig, reconstruct
-from ompq.reconstruction.rounding import RoundingConfig
+from ompq.reconstruction.block_loop import reconstruct
 from ompq.report.histograms import layer_histograms
 
 

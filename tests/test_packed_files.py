@@ -16,6 +16,7 @@ from torchvision import models
 
 from nets import Chain, Recurrent, TinyMobileNet, TinyResNet, images, seeded, tokens
 from ompq.allocation.problem import Allocation
+from ompq.configs import PlanConfig, ReconstructConfig, RoundingConfig
 from ompq.entropy_coding.bit_packing import unpack_bits
 from ompq.entropy_coding.codec import encode
 from ompq.errors import PackedFileError, PlanError, QuantizationError
@@ -30,7 +31,7 @@ from ompq.network.units import Choice
 from ompq.packed.account import inspect_file
 from ompq.packed.format import FORMAT, read_contents
 from ompq.packed.packed_files import load, save
-from ompq.planning import PlanConfig, plan as make_plan
+from ompq.planning import plan as make_plan
 from ompq.plans import Plan
 from ompq.quantization.activation_sites import Link, find_sites
 from ompq.quantization.equalization import Equalized
@@ -41,8 +42,7 @@ from ompq.quantization.record import (
     quantization_of,
     with_quantization,
 )
-from ompq.reconstruction.block_loop import ReconstructConfig, reconstruct
-from ompq.reconstruction.rounding import RoundingConfig
+from ompq.reconstruction.block_loop import reconstruct
 from ompq.weight_ranges import search_weight
 from packing_tools import Attention, Odd, assembled, coded, fake_plan, mixed, quantized
 

@@ -123,9 +123,8 @@ def test_a_rate_can_be_pinned(network):
     config = ompq.PlanConfig(score=by_rate, pinned={"stem": Choice(8, 8, 2.5)})
     made = ompq.plan(network, images(4), "4bits", config)
     assert made.allocation["stem"] == (8, 8, 2.5)
-    with pytest.raises(ValueError, match="rate=9 with 8-bit weights: a rate must be"):
-        config = ompq.PlanConfig(pinned={"stem": (8, 8, 9)})
-        ompq.plan(network, images(4), "4bits", config)
+    with pytest.raises(ValueError, match="'pinned' of PlanConfig must be patterns"):
+        ompq.PlanConfig(pinned={"stem": (8, 8, 9)})
 
 
 def test_a_rate_that_a_unit_cannot_have_is_refused(network):
@@ -214,11 +213,14 @@ def test_impossible_budget_fails_before_the_samples_are_scored(network):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"choices": ()}, r"choices=\(\) must be bits from 2 to 8"),
-        ({"choices": (1, 4)}, "choices=.* must be bits from 2 to 8"),
-        ({"activation_choices": (9,)}, "activation_choices=.* must be bits"),
-        ({"storage": "zip"}, "storage='zip' is unknown; use fixed or coded"),
-        ({"rates": (2.5, 9)}, r"rates=\(2.5, 9\) must be above 0 and at most 8"),
+        ({"choices": ()}, "The 'choices' of PlanConfig must be weight bits"),
+        ({"choices": (1, 4)}, "must be weight bits from 2 to 8"),
+        (
+            {"activation_choices": (9,)},
+            "'activation_choices' of PlanConfig must be bits",
+        ),
+        ({"storage": "zip"}, "must be one of 'fixed', 'coded'"),
+        ({"rates": (2.5, 9)}, "must be values that are each above 0 and at m"),
     ],
 )
 def test_wrong_choices_are_refused(options, words):
@@ -227,17 +229,11 @@ def test_wrong_choices_are_refused(options, words):
 
 
 def test_wrong_pins_are_refused(network):
-    with pytest.raises(ValueError, match="pinned bits 12 must be from 2 to 8, or 32"):
-        ompq.plan(network, images(), "8bits", ompq.PlanConfig(pinned={"stem": 12}))
     with pytest.raises(PatternError, match="'nothing' matches no unit"):
         ompq.plan(network, images(), "8bits", ompq.PlanConfig(pinned={"nothing": 4}))
-    for wrong in ("A8", 4.5, None, (4,), ("4", 8), (4, None)):
-        with pytest.raises(
-            TypeError, match=r"pinned\['stem'\]=.* is not bits; give 4,"
-        ):
-            ompq.plan(
-                network, images(), "8bits", ompq.PlanConfig(pinned={"stem": wrong})
-            )
+    for wrong in (12, "A8", 4.5, None, (4,), ("4", 8), (4, None)):
+        with pytest.raises(ValueError, match="'pinned' of PlanConfig must be patterns"):
+            ompq.PlanConfig(pinned={"stem": wrong})
     pins = {"block2.conv2": 4, "block2.downsample.0": 6}
     with pytest.raises(PlanError, match="block2"):
         ompq.plan(network, images(), "8bits", ompq.PlanConfig(pinned=pins))
@@ -329,7 +325,7 @@ def test_a_pair_fixes_weight_and_activation_bits_together(network):
     plan = ompq.plan(network, images(8), "6bits", config)
     assert plan.choices == (Choice(4, 4), Choice(8, 8))
     assert set(plan.allocation.values()) == {Choice(4, 4), Choice(8, 8)}
-    with pytest.raises(ValueError, match=r"choices=\(\(9, 4\),\) must be bits from 2"):
+    with pytest.raises(ValueError, match="must be weight bits from 2 to 8"):
         ompq.PlanConfig(choices=((9, 4),))
 
 
@@ -393,9 +389,8 @@ def test_fixed_inputs_are_saved_and_later_pins_win(tmp_path):
     assert (again.hash, again.allocation) == (plan.hash, plan.allocation)
     smaller = again.with_budget("5bits").allocation
     assert {c.activation for n, c in smaller.items() if n != "head"} == {6}
-    wrong = ompq.PlanConfig(pinned={"stem": (None, 9)})
-    with pytest.raises(ValueError, match="pinned bits A9 must be from 2 to 8, or 32"):
-        ompq.plan(network, images(8), "8bits", wrong)
+    with pytest.raises(ValueError, match="must be patterns with their bits"):
+        ompq.PlanConfig(pinned={"stem": (None, 9)})
 
 
 def test_memory_counts_fixed_inputs():
@@ -433,5 +428,5 @@ def test_a_plan_knows_the_groups_it_counts(tmp_path):
 
 @pytest.mark.parametrize("config", [ompq.PlanConfig, ompq.QuantizeConfig])
 def test_groups_have_known_sizes(config):
-    with pytest.raises(ValueError, match="group_size=48 must be one of 32, 64, 128"):
+    with pytest.raises(ValueError, match="must be one of 32, 64, 128, or None"):
         config(group_size=48)

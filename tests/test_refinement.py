@@ -275,15 +275,15 @@ def test_bits_stay_where_rounding_says_little(network, plan, refined, caplog):
 
 
 def test_wrong_arguments_say_what_would_be_right(network, plan):
-    with pytest.raises(ValueError, match=r"margin=-1\.0 must be 0 or more"):
+    with pytest.raises(ValueError, match="'margin' of RefineConfig must be at least 0"):
         ompq.RefineConfig(margin=-1.0)
-    with pytest.raises(ValueError, match=r"trusted=0\.0 must be above 0"):
+    with pytest.raises(ValueError, match="'trusted' of RefineConfig must be above 0"):
         ompq.RefineConfig(trusted=0.0)
-    with pytest.raises(ValueError, match="by='guess' is unknown; use round or rec"):
+    with pytest.raises(ValueError, match="must be one of 'round', 'reconstruct'"):
         ompq.RefineConfig(by="guess")
-    with pytest.raises(ValueError, match="count=0 measures nothing; use 1 or more"):
+    with pytest.raises(ValueError, match="'count' of RefineConfig must be at least 1"):
         ompq.RefineConfig(count=0)
-    with pytest.raises(ValueError, match=r"held_back=1\.0 must be above 0 and below 1"):
+    with pytest.raises(ValueError, match="'held_back' .* must be above 0 and below 1"):
         ompq.RefineConfig(held_back=1.0)
     with pytest.raises(SampleError, match="1 samples are too few to hold some back"):
         ompq.refine(plan, network, images(1))
@@ -445,8 +445,11 @@ def test_goals_that_cannot_be_met_or_measured(large_plan):
     ("given", "words"),
     [
         ({}, "the goal is empty"),
-        ({"min_agreement": 99}, "min_agreement=99 must be a fraction"),
-        ({"max_divergence": 0}, "max_divergence=0 must be positive"),
+        (
+            {"min_agreement": 99},
+            "'min_agreement' of Goal must be above 0 and at most 1",
+        ),
+        ({"max_divergence": 0}, "'max_divergence' of Goal must be above 0"),
     ],
 )
 def test_goals_must_make_sense(given, words):

@@ -18,18 +18,17 @@ from ompq.cli import reproduction
 from ompq.cli.experiments import EXPERIMENTS, HALFWAY
 from ompq.cli.reproduced import draw, markdown
 from ompq.cli.reproduction import Bench, planned
+from ompq.configs import PLAN_PROTOCOLS, TRAIN_PROTOCOLS
 from ompq.datasets.named_data import load_data
 from ompq.errors import ModelError
 from ompq.models.builtin_networks import CIFAR_NETWORKS
 from ompq.models.named_models import NamedModel
 from ompq.network.graph import trace
 from ompq.network.units import Choice
-from ompq.planning import PLAN_PROTOCOLS
 from ompq.progress import Stages
 from ompq.quantization.record import quantization_of, with_quantization
 from ompq.samples import Samples
 from ompq.scores.derivatives import Hessian
-from ompq.training.train_config import TRAIN_PROTOCOLS
 
 
 @pytest.fixture(scope="module")

@@ -6,13 +6,13 @@ from torch import nn
 from torch.nn import functional as F
 
 from nets import values
+from ompq.configs import RoundingConfig
 from ompq.costs import coded_bytes
 from ompq.entropy_coding.codec import CodeModel
 from ompq.entropy_coding.rates import ZERO, code_bits, code_bytes
 from ompq.grids import Grid, like_weight
 from ompq.layers import quantized_layer
 from ompq.reconstruction.rounding import (
-    RoundingConfig,
     SoftRounding,
     SoftWeights,
     first_decided,
@@ -276,12 +276,15 @@ def test_large_outputs_take_fewer_samples_a_step(shape, size):
 @pytest.mark.parametrize(
     ("setting", "words"),
     [
-        ({"iterations": 0}, "iterations=0 must be at least 1"),
-        ({"batch_size": 0}, "batch_size=0 must be at least 1"),
-        ({"drop": 2.0}, "drop=2.0 must be from 0 to 1"),
-        ({"float_inputs": -0.5}, "float_inputs=-0.5 must be from 0 to 1"),
-        ({"tail": 1.5}, "tail=1.5 must be from 0 to 1"),
-        ({"warmup": -1}, "warmup=-1 must be from 0 to 1"),
+        ({"iterations": 0}, "'iterations' of RoundingConfig must be at least 1"),
+        ({"batch_size": 0}, "'batch_size' of RoundingConfig must be at least 1"),
+        ({"drop": 2.0}, "'drop' of RoundingConfig must be from 0 to 1"),
+        (
+            {"float_inputs": -0.5},
+            "'float_inputs' of RoundingConfig must be from 0 to 1",
+        ),
+        ({"tail": 1.5}, "'tail' of RoundingConfig must be from 0 to 1"),
+        ({"warmup": -1}, "'warmup' of RoundingConfig must be from 0 to 1"),
     ],
 )
 def test_settings_out_of_range_are_refused(setting, words):

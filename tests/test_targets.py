@@ -7,9 +7,9 @@ from torch import nn
 import ompq
 from cli_tools import network_file, run, run_json
 from nets import TinyMobileNet, images, seeded, tokens
+from ompq.configs import PlanConfig
 from ompq.errors import PlanError, TargetError
 from ompq.network.units import Choice
-from ompq.planning import PlanConfig
 from ompq.targets import KINDS, Target, included_targets, load_target
 
 OPERATOR = {

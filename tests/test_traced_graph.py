@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from nets import Branching, Recurrent, TinyResNet, images, seeded
+from ompq.configs import QuantizeConfig
 from ompq.errors import ExportError
 from ompq.layers import quantized_layers
 from ompq.quantization.pipeline import quantize
-from ompq.quantization.quantize_config import QuantizeConfig
 from ompq.quantization.record import quantization_of
 from ompq.runtimes.inspection import inspect_onnx
 from ompq.runtimes.onnx.onnx_files import export_onnx

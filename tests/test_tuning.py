@@ -8,11 +8,10 @@ from torch import nn
 
 import ompq
 from nets import TinyResNet, images, scenes, seeded, tokens, values
+from ompq.configs import BrecqConfig, ReconstructConfig, RoundingConfig, TuningConfig
 from ompq.layers import activation_quantizers, quantized_layers
-from ompq.reconstruction.block_loop import ReconstructConfig, reconstruct
-from ompq.reconstruction.brecq import BrecqConfig
-from ompq.reconstruction.rounding import RoundingConfig
-from ompq.reconstruction.tuning import TuningConfig, network_output_error
+from ompq.reconstruction.block_loop import reconstruct
+from ompq.reconstruction.tuning import network_output_error
 
 ROUNDING = RoundingConfig(iterations=20, batch_size=16)
 UNTUNED = ReconstructConfig(rounding=ROUNDING, tuning=None)
@@ -255,7 +254,7 @@ def test_a_network_of_one_number_per_input_is_tuned():
 
 
 def test_tuning_needs_an_epoch():
-    with pytest.raises(ValueError, match="epochs=0 must be at least 1"):
+    with pytest.raises(ValueError, match="'epochs' of TuningConfig must be at least 1"):
         TuningConfig(epochs=0)
 
 

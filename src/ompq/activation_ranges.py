@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from ompq.bit_widths import check_bits
+from ompq.configs import RangeMethod
 from ompq.errors import check_known
 from ompq.grids import STREAM_BITS, Grid, on_log_grid
 from ompq.weight_ranges import (
     TINY,
-    RangeMethod,
     elements_at_once,
     integer_grid,
     shrink_ranges,

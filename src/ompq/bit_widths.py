@@ -30,3 +30,7 @@ STRETCHED = 64
 FLOAT_BITS = 32  # the width of a unit that stays float
 
 SUM_BITS = 8  # bits of an activation that only sums read, as in int8 runtimes
+
+CODED_BITS = 8  # width of a coded unit's codes before entropy coding
+
+GROUP_SIZES = (32, 64, 128)  # the usual ones, which other tools support as well

@@ -2,22 +2,20 @@
 
 import json
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from math import ceil
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import numpy as np
 
 from ompq.bit_widths import FLOAT_BITS
+from ompq.configs import Accounting, LatencyTable
 from ompq.cost_tables import ActivationMemory, Cost
 from ompq.errors import BudgetError, check_known, shortened
 from ompq.network.units import Choice, LayerGraph, LiveTensor, Table, Unit
 from ompq.schema import json_number, json_object, read_json
-
-Accounting = Literal["packed", "paper"]
-LatencyTable = Mapping[str, Mapping[str, float]]  # unit → "W4A8" → milliseconds
 
 
 @dataclass(frozen=True)

@@ -118,6 +118,10 @@ class ProcessError(OmpqError):
     """Work failed in another process."""
 
 
+class ExtensionError(OmpqError):
+    """An extension offers something that cannot be imported."""
+
+
 class FileError(OmpqError):
     """A file cannot be written."""
 

@@ -11,13 +11,12 @@ from numpy.typing import NDArray
 from torch import nn
 
 from ompq.allocation.problem import Allocation
+from ompq.configs import QuantizeConfig, ReconstructConfig, RoundingConfig
 from ompq.errors import SampleError
 from ompq.evaluation import logits_of
 from ompq.network.attention import with_layers
 from ompq.quantization.pipeline import quantize
-from ompq.quantization.quantize_config import QuantizeConfig
-from ompq.reconstruction.block_loop import ReconstructConfig, reconstruct
-from ompq.reconstruction.rounding import RoundingConfig
+from ompq.reconstruction.block_loop import reconstruct
 from ompq.samples import Samples, kl_divergence
 
 Floats = NDArray[np.float64]

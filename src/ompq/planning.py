@@ -2,124 +2,41 @@
 
 import logging
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
-from typing import Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import nn
 
-from ompq.allocation.allocator import Method, allocate
+from ompq.allocation.allocator import allocate
 from ompq.allocation.infeasibility import check_budget
 from ompq.allocation.problem import Problem
-from ompq.bit_widths import FLOAT_BITS, WIDTHS
+from ompq.bit_widths import CODED_BITS
 from ompq.budgets import Budget
+from ompq.configs import RATES, OrmSettings, Pin, PlanConfig
 from ompq.cost_tables import FILES, Cost
-from ompq.costs import Accounting, LatencyTable, can_be_coded, cost_tables, least_rate
-from ompq.errors import PlanError, TargetError, TraceError, check_known, shortened
+from ompq.costs import can_be_coded, cost_tables, least_rate
+from ompq.errors import PlanError, TargetError, TraceError, shortened
 from ompq.network.attention import with_layers
 from ompq.network.graph import find_units, float_network, live_tensors, observe
 from ompq.network.units import (
-    CODED_BITS,
     Choice,
     LayerGraph,
     LiveTensor,
-    Pin,
     by_bits,
-    check_group_size,
     select,
 )
 from ompq.plans import Plan, make_problem
 from ompq.progress import Progress, no_progress
 from ompq.samples import Samples, SamplesLike, batch_values, evaluating, run_batch
-from ompq.scores.catalogue import score_name, score_table
-from ompq.scores.derivatives import Hessian
-from ompq.scores.orthogonality import Orm, OrmSettings, function_units
-from ompq.scores.sensitivity import Sensitivity
+from ompq.scores.catalogue import score_name, score_table, with_orm_settings
+from ompq.scores.orthogonality import function_units
 from ompq.scores.table import Score, ScoreInputs
 from ompq.targets import Target, load_target
 
 _LOG = logging.getLogger(__name__)
 _SCORING = "scoring the choices"
-
-# Rates that coded units may get; most are low, because these decide the size of a file.
-RATES = (1, 1.25, 1.5, 1.75, 2, 2.25, 2.5, 3, 3.5, 4, 4.5, 5, 6, 7)
-
-Storage = Literal["fixed", "coded"]
-_PINNABLE = (*WIDTHS, FLOAT_BITS)
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlanConfig:
-    """How a plan is made.
-
-    Attributes:
-        score: Estimates the damage of choices: a callable or the name of a score.
-        choices: Weight bits that a unit may get. A pair such as ``(4, 4)`` is weight
-            and activation bits that go together, regardless of ``activation_choices``.
-        storage: ``coded`` also offers entropy-coded weights: the same accuracy in a
-            smaller file. In memory, coded weights take a byte each.
-        rates: Bits per weight, in the file, that coded units may get.
-        group_size: Number of inputs of a linear unit, 32, 64 or 128, that share a scale
-            in each output channel; None means one scale per channel. More scales take
-            more bytes and reduce the damage by outliers. Convolutions and coded weights
-            have no groups.
-        activation_choices: Bits that a unit's input may get; 32 leaves it float.
-        pinned: Pattern → bits of units that are not chosen; later patterns override
-            earlier ones. 32 keeps a unit float; ``(None, 8)`` fixes only the bits of a
-            unit's input.
-        tie: Whether units whose outputs are added share their bits.
-        tied: Further patterns; the units that match one share their bits.
-        accounting: How bytes are counted: ``packed`` (exact) or ``paper``.
-        method: ``exact``, the paper's ``relax`` (or one of its two variants,
-            ``relax-round`` and ``relax-dfs``), or BRECQ's ``genetic``.
-        latency: Milliseconds of each unit at each choice, for a budget in ms.
-        target: Where the network will run: a profile, its file, or the name of one
-            that comes with ompq. Units get only choices that it supports.
-        strict: Whether anything that stays float is an error.
-    """
-
-    score: Score | str = Sensitivity()
-    choices: tuple[int | tuple[int, int], ...] = (2, 3, 4, 5, 6, 8)
-    storage: Storage = "fixed"
-    rates: tuple[float, ...] = RATES
-    group_size: int | None = None
-    activation_choices: tuple[int, ...] = (8,)
-    pinned: Mapping[str, Pin] = field(default_factory=lambda: MappingProxyType({}))
-    tie: bool = True
-    tied: tuple[str, ...] = ()
-    accounting: Accounting = "packed"
-    method: Method = "exact"
-    latency: LatencyTable | None = None
-    target: Target | str | None = None
-    strict: bool = False
-
-    def __post_init__(self) -> None:
-        pairs = [(b, 8) if isinstance(b, int) else tuple(b) for b in self.choices]
-        given = {
-            "choices": [pair[0] for pair in pairs],
-            "activation_choices": [*self.activation_choices, *(p[-1] for p in pairs)],
-        }
-        for name, more in (("choices", ()), ("activation_choices", (FLOAT_BITS,))):
-            known, bits = (*WIDTHS, *more), getattr(self, name)
-            if not bits or any(b not in known for b in given[name]):
-                raise ValueError(f"{name}={bits} must be bits from 2 to 8")
-        check_known("storage", self.storage, get_args(Storage))
-        if not self.rates or not all(0 < rate <= CODED_BITS for rate in self.rates):
-            raise ValueError(f"rates={self.rates} must be above 0 and at most 8")
-        check_group_size(self.group_size)
-
-    @property
-    def free_choices(self) -> list[Choice]:
-        """The choices of units that are not pinned."""
-        weights = [(width, 0.0) for width in self.choices if isinstance(width, int)]
-        if self.storage == "coded":
-            weights += [(CODED_BITS, float(rate)) for rate in self.rates]
-        inputs = self.activation_choices
-        pairs = [Choice(*pair) for pair in self.choices if not isinstance(pair, int)]
-        return [*pairs, *(Choice(w, a, rate) for w, rate in weights for a in inputs)]
 
 
 def plan(
@@ -175,7 +92,7 @@ def plan(
         problem.choices,
         lambda done, total, _message: report(done, total, _SCORING),
     )
-    score = config.score
+    score = chosen_score(config)
     try:
         scores = score_table(score, given, cache).as_saved()
     except TraceError as error:
@@ -200,6 +117,17 @@ def plan(
         activations=alive,
         files=files,
     )
+
+
+def chosen_score(config: PlanConfig) -> Score | str:
+    """Return the score of the settings, which may change how it measures ORM.
+
+    Raises:
+        ValueError: The settings are for ORM, but the score does not measure it.
+    """
+    if config.orm is None:
+        return config.score
+    return with_orm_settings(config.score, config.orm)
 
 
 def _score_of_detections(
@@ -263,7 +191,7 @@ def _planned_graph(
     A score of blocks, stages or the whole network ties the units of each, instead of
     units whose outputs are added; pinned units stay separate.
     """
-    settings = getattr(config.score, "settings", None)
+    settings = getattr(chosen_score(config), "settings", None)
     if isinstance(settings, OrmSettings) and settings.granularity != "layer":
         every = (
             [n for n in names if n not in pinned]
@@ -281,21 +209,11 @@ def _pinned(
     pins: dict[str, list[Choice]] = {}
     inputs: dict[str, int] = {}
     for pattern, bits in config.pinned.items():
-        if not _is_pin(bits):
-            raise TypeError(
-                f"pinned[{pattern!r}]={bits!r} is not bits; give 4, (4, 8), (None, 8) "
-                "for the input alone, (8, 8, 2.5) for coded weights, or 32 for float"
-            )
         for name in select(graph.names, pattern):
             if isinstance(bits, int) or bits[0] is not None:
                 pins[name] = _pinned_choices(bits, config.activation_choices)
             if not isinstance(bits, int):
                 inputs[name] = bits[1] if bits[0] is None else 0
-    wrong = [bits for bits in inputs.values() if bits not in (0, *_PINNABLE)]
-    if wrong:
-        raise ValueError(
-            f"pinned bits A{wrong[0]} must be from 2 to 8, or 32 for float"
-        )
     return pins, inputs
 
 
@@ -303,7 +221,7 @@ def _choice_table(
     graph: LayerGraph, config: PlanConfig, pins: Mapping[str, list[Choice]]
 ) -> tuple[tuple[Choice, ...], NDArray[np.bool_]]:
     """Return all choices, and which of them each unit may get, (units, choices)."""
-    free = config.free_choices
+    free = free_choices(config)
     extra = {choice for row in pins.values() for choice in row}
     choices = tuple(by_bits({*free, *extra}))
     rows = [
@@ -350,9 +268,26 @@ def _check_rates(
             )
 
 
+def free_choices(config: PlanConfig) -> list[Choice]:
+    """Return the choices of units that are not pinned."""
+    weights = [(width, 0.0) for width in config.choices if isinstance(width, int)]
+    if config.storage == "coded":
+        weights += [(CODED_BITS, float(rate)) for rate in config.rates]
+    inputs = config.activation_choices
+    pairs = [Choice(*pair) for pair in config.choices if not isinstance(pair, int)]
+    return [*pairs, *(Choice(w, a, rate) for w, rate in weights for a in inputs)]
+
+
 def _target(config: PlanConfig) -> Target | None:
     given = config.target
-    return load_target(given) if isinstance(given, str) else given
+    if given is None or isinstance(given, Target):
+        return given
+    if not isinstance(given, str | Path):
+        raise TypeError(
+            f"target={given!r} is not a target profile; give the name of one, its "
+            "file, or an ompq.Target"
+        )
+    return load_target(str(given))
 
 
 def _taken(
@@ -385,48 +320,7 @@ def _taken(
     return takes
 
 
-def _is_pin(bits: object) -> bool:
-    if not isinstance(bits, tuple | list):
-        return isinstance(bits, int)
-    weight, *others = bits or ("",)
-    numbers = all(isinstance(each, int | float) for each in others)
-    return numbers and isinstance(weight, int | None) and 1 <= len(others) <= 2
-
-
 def _pinned_choices(bits: Pin, activations: Sequence[int]) -> list[Choice]:
     if isinstance(bits, int):
-        found = [Choice(bits, activation) for activation in activations]
-    else:
-        found = [Choice(*bits).checked()]
-    if any(b not in _PINNABLE for c in found for b in c.computed[:2]):
-        raise ValueError(f"pinned bits {bits} must be from 2 to 8, or 32 for float")
-    return found
-
-
-_ENDS: Mapping[str, Pin] = MappingProxyType({"@first": (8, 8), "@last": (8, 8)})
-
-# The settings of published work by name. They follow the paper's text, in which the
-# ORM is not centred; the released code centres it.
-PLAN_PROTOCOLS: Mapping[str, PlanConfig] = MappingProxyType(
-    {
-        "ours": PlanConfig(),
-        "paper-ptq": PlanConfig(
-            score=Orm(), choices=(2, 3, 4), accounting="paper", method="relax"
-        ),
-        "paper-qat": PlanConfig(
-            score=Orm(OrmSettings(exclude=tuple(_ENDS))),
-            choices=(4, 5, 6, 7, 8),
-            pinned=_ENDS,
-            accounting="paper",
-            method="relax",
-        ),
-        # Its own limits are halfway between W4A4 and W8A8 for all units.
-        "hawq-v3": PlanConfig(
-            score=Hessian(), choices=((4, 4), (8, 8)), pinned=_ENDS, accounting="paper"
-        ),
-        # Its table of block losses and its genetic search.
-        "brecq": PlanConfig(
-            score="block_loss", choices=(2, 3, 4), accounting="paper", method="genetic"
-        ),
-    }
-)
+        return [Choice(bits, activation) for activation in activations]
+    return [Choice(*bits)]

@@ -18,11 +18,10 @@ from ompq.allocation.problem import Allocation, Problem
 from ompq.amounts import digits, in_bytes
 from ompq.bit_widths import FLOAT_BITS
 from ompq.budgets import Budget
+from ompq.configs import Accounting, LatencyTable
 from ompq.cost_tables import Cost
 from ompq.costs import (
-    Accounting,
     Bytes,
-    LatencyTable,
     cost_tables,
     latency_table,
     overhead_bytes,
@@ -475,7 +474,7 @@ def _from_json(data: Mapping[str, Any]) -> Plan:
             gap=json_number(data.get("gap", 0.0), "gap"),
         ),
         accounting=cast(Accounting, texts["accounting"]),
-        method=cast(Method, texts["method"]),
+        method=texts["method"],
         score_name=texts["score"],
         latency=None if latency is None else latency_table(latency),
         target=Target.from_json(data["target"]) if "target" in data else None,

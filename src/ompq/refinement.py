@@ -15,10 +15,10 @@ smallest size that met the goal with rounding alone.
 import logging
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,7 +28,7 @@ from ompq.allocation.allocator import allocate
 from ompq.allocation.problem import Allocation
 from ompq.amounts import digits
 from ompq.checkpoints import Checkpoint
-from ompq.errors import check_known
+from ompq.configs import RefineConfig
 from ompq.measurement import Meter, split
 from ompq.network.graph import trace
 from ompq.plans import Measurement, Plan, check_plan
@@ -36,68 +36,11 @@ from ompq.progress import Progress
 from ompq.samples import Samples, SamplesLike
 from ompq.schema import json_list, json_number
 from ompq.scores.catalogue import score_name, score_table
-from ompq.scores.table import Score, ScoreInputs
+from ompq.scores.table import ScoreInputs
 
 Floats = NDArray[np.float64]
 logger = logging.getLogger(__name__)
 _TRIES = 24  # perturbations to try before giving up
-
-
-@dataclass(frozen=True, kw_only=True)
-class RefineConfig:
-    """How allocations are chosen and measured.
-
-    Attributes:
-        count: Largest number of allocations to measure.
-        seconds: Time limit for starting another measurement; None for no limit.
-        patience: Number of measurements without improvement before it stops.
-        by: ``round`` measures allocations as :func:`ompq.quantize` rounds them;
-            ``reconstruct`` measures them after a short reconstruction, which is slower
-            and closer to the final network of PTQ.
-        iterations: Steps per block of that reconstruction.
-        trusted: Divergence, in nats, up to which rounding is taken to predict the
-            reconstructed network. If every start diverges more, the plan keeps its
-            bits. Use infinity if the network will not be reconstructed.
-        scores: Scores whose optima are measured first, besides the plan's own.
-        held_back: Fraction of the samples, taken from the end, that are only measured
-            on.
-        margin: How many standard errors better other bits must be to replace the
-            plan's. The error is that of the difference, sample by sample. Of twenty
-            allocations that are no better, one looks better by 2 errors in every third
-            run, and by 3 in every fortieth. With 0, the best measured allocation is
-            chosen, which is often best by chance alone.
-        noise: Smallest expected relative error of a measurement. Together with
-            ``spread`` it decides how closely the factors follow the measurements.
-        spread: Expected deviation of a factor from 1.
-        seed: Seed for the random perturbations used when the optimum was already
-            measured.
-    """
-
-    count: int = 20
-    seconds: float | None = None
-    patience: int = 12
-    by: Literal["round", "reconstruct"] = "round"
-    iterations: int = 250
-    trusted: float = 1.0
-    scores: tuple[Score | str, ...] = ("weight_noise", "output_divergence", "blend")
-    held_back: float = 0.5
-    margin: float = 3.0
-    noise: float = 0.03
-    spread: float = 0.7
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        check_known("by", self.by, ("round", "reconstruct"))
-        if self.count < 1:
-            raise ValueError(f"count={self.count} measures nothing; use 1 or more")
-        for name in ("noise", "spread", "held_back"):
-            value, limit = getattr(self, name), 1 if name == "held_back" else np.inf
-            if not 0 < value < limit:
-                raise ValueError(f"{name}={value} must be above 0 and below {limit}")
-        if not self.trusted > 0:
-            raise ValueError(f"trusted={self.trusted} must be above 0")
-        if not self.margin >= 0:
-            raise ValueError(f"margin={self.margin} must be 0 or more")
 
 
 def refine(  # noqa: PLR0913 - the last three are optional

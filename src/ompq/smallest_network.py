@@ -11,8 +11,9 @@ from ompq.allocation.infeasibility import reachable
 from ompq.amounts import digits, in_bytes, percent
 from ompq.budgets import Budget
 from ompq.checkpoints import Checkpoint
+from ompq.configs import Goal, SmallestConfig
 from ompq.errors import GoalError
-from ompq.evaluation import Evaluation, Metric, evaluate
+from ompq.evaluation import Evaluation, evaluate
 from ompq.integer.finalization import finalized
 from ompq.measurement import split
 from ompq.network.graph import trace
@@ -20,87 +21,37 @@ from ompq.network.observation import tensors_in
 from ompq.plans import Plan, check_plan
 from ompq.progress import Progress, no_progress
 from ompq.quantization.pipeline import quantize
-from ompq.reconstruction.block_loop import ReconstructConfig, reconstruct
+from ompq.reconstruction.block_loop import reconstruct
 from ompq.samples import Samples, SamplesLike
 from ompq.schema import json_object
 
-
-@dataclass(frozen=True, kw_only=True)
-class Goal:
-    """How close a quantized network must stay to the float one; all limits must hold.
-
-    Attributes:
-        max_drop: Points of top-1 that it may lose on labelled images, or the loss of
-            the metric, in its own unit.
-        min_agreement: Fraction of images on which its top-1 must be the float one's.
-        max_divergence: Largest mean KL divergence from the float network, in nats.
-        metric: A function of the network's output and the targets of a batch that
-            returns one number; higher is better.
-    """
-
-    max_drop: float | None = None
-    min_agreement: float | None = None
-    max_divergence: float | None = None
-    metric: Metric | None = None
-
-    def __post_init__(self) -> None:
-        if not self.limits:
-            raise ValueError(
-                "the goal is empty: give max_drop, min_agreement or max_divergence"
-            )
-        if self.min_agreement is not None and not 0 < self.min_agreement <= 1:
-            raise ValueError(
-                f"min_agreement={self.min_agreement} must be a fraction, 0 to 1"
-            )
-        if self.max_drop is not None and hasattr(self.metric, "of_mean"):
-            raise ValueError(
-                f"max_drop={self.max_drop:g} needs a metric where higher is better. "
-                "For perplexity lower is better: use max_divergence"
-            )
-        if self.max_divergence is not None and not self.max_divergence > 0:
-            raise ValueError(f"max_divergence={self.max_divergence} must be positive")
-
-    @property
-    def limits(self) -> dict[str, float]:
-        """The limits that were given, by name."""
-        names = ("max_drop", "min_agreement", "max_divergence")
-        return {n: v for n in names if (v := getattr(self, n)) is not None}
-
-    def __str__(self) -> str:
-        return ", ".join(_TEXTS[name].format(v) for name, v in self.limits.items())
-
-    def kept(self, result: Evaluation) -> bool:
-        """Return whether an evaluated network meets the goal.
-
-        Raises:
-            GoalError: Something that the goal limits was not measured.
-        """
-        measured = {
-            "max_drop": _drop(result),
-            "min_agreement": result.agreement,
-            "max_divergence": result.divergence,
-        }
-        for name, limit in self.limits.items():
-            value = measured[name]
-            if value is None:
-                raise GoalError(f"{name}={limit:g} cannot be measured: {_NEEDS[name]}")
-            if value < limit if name == "min_agreement" else value > limit:
-                return False
-        return True
-
-
-_TEXTS = {
-    "max_drop": "drop at most {:g}",
-    "min_agreement": "agreement at least {:.2%}",
-    "max_divergence": "divergence at most {:g}",
-}
 _CLASSES = "the network returns no logits of several classes; use a metric of your own"
 _NEEDS = {
-    "max_drop": "give class labels (--eval-data) or a metric of your own (--metric), "
-    "or use --min-agreement or --max-divergence",
+    "max_drop": "give batches with class labels or a metric of your own, or use "
+    "min_agreement or max_divergence",
     "min_agreement": _CLASSES,
     "max_divergence": _CLASSES,
 }
+
+
+def meets_goal(result: Evaluation, goal: Goal) -> bool:
+    """Return whether an evaluated network meets a goal.
+
+    Raises:
+        GoalError: Something that the goal limits was not measured.
+    """
+    measured = {
+        "max_drop": _drop(result),
+        "min_agreement": result.agreement,
+        "max_divergence": result.divergence,
+    }
+    for name, limit in goal.limits.items():
+        value = measured[name]
+        if value is None:
+            raise GoalError(f"{name}={limit:g} cannot be measured: {_NEEDS[name]}")
+        if value < limit if name == "min_agreement" else value > limit:
+            return False
+    return True
 
 
 def _drop(result: Evaluation) -> float | None:
@@ -108,27 +59,6 @@ def _drop(result: Evaluation) -> float | None:
     for name, value in result.metrics.items():
         return result.reference_metrics[name] - value
     return None if result.drop is None else 100 * result.drop
-
-
-@dataclass(frozen=True, kw_only=True)
-class SmallestConfig:
-    """Settings of the search for the smallest network.
-
-    Attributes:
-        reconstruct: How networks are reconstructed; None only rounds.
-        rounded: Largest number of sizes to try rounded.
-        reconstructed: Largest number of sizes to try reconstructed.
-        tolerance: The search ends when the remaining range of sizes is smaller than
-            this fraction of its upper end.
-        held_back: Fraction of the samples, taken from the end, that networks are
-            measured on if there are no batches.
-    """
-
-    reconstruct: ReconstructConfig | None = ReconstructConfig()
-    rounded: int = 8
-    reconstructed: int = 4
-    tolerance: float = 0.01
-    held_back: float = 0.5
 
 
 @dataclass(frozen=True)
@@ -290,7 +220,7 @@ class _Search:
             ).to_json(),
         )
         evaluation = Evaluation.from_json(data)
-        trial = Trial(size, learned, self.goal.kept(evaluation), evaluation)
+        trial = Trial(size, learned, meets_goal(evaluation, self.goal), evaluation)
         self.trials.append(trial)
         self.progress(0, None, str(trial))
         if trial.kept:

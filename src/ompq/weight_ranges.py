@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -12,12 +12,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ompq.bit_widths import LARGEST_HALF_BITS, check_bits
+from ompq.configs import WeightKind
 from ompq.errors import check_known
 from ompq.grids import Grid, like_weight
 
-Kind = Literal["affine", "midrise", "midtread", "symmetric"]
-DEFAULT_KIND: Kind = "affine"  # contains the other kinds, so has the least error
-RangeMethod = Literal["minmax", "percentile", "mse", "fisher", "shrink"]
+DEFAULT_KIND: WeightKind = "affine"  # contains the other kinds, so has the least error
+
+
 _SHRINKS, _SHRINK_POWER = 80, 2.4  # BRECQ's
 
 TINY = 1e-30  # the smallest scale, so that nothing is divided by 0
@@ -46,7 +47,7 @@ class Rule(NamedTuple):
 
     @classmethod
     def of(
-        cls, widths: Iterable[int], kind: Kind, device: torch.device | None = None
+        cls, widths: Iterable[int], kind: WeightKind, device: torch.device | None = None
     ) -> "Rule":
         """Return the rule of a kind of grid."""
         rows = []
@@ -129,7 +130,7 @@ def search_weight(  # noqa: PLR0913
     *,
     channel_dim: int = 0,
     group_size: int = 0,
-    kind: Kind = DEFAULT_KIND,
+    kind: WeightKind = DEFAULT_KIND,
     power: float = 2.0,
     gram: Tensor | None = None,
 ) -> Grid:
@@ -196,7 +197,7 @@ def minmax_weight(
     *,
     channel_dim: int = 0,
     group_size: int = 0,
-    kind: Kind = DEFAULT_KIND,
+    kind: WeightKind = DEFAULT_KIND,
 ) -> Grid:
     """Return the smallest grid that covers all weights of each channel, and 0 (ZeroQ).
 

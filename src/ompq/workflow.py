@@ -17,6 +17,17 @@ from torch import nn
 from ompq.allocation.problem import Allocation
 from ompq.bit_widths import FLOAT_BITS
 from ompq.budgets import Budget
+from ompq.configs import (
+    RECONSTRUCT_PROTOCOLS,
+    BrecqConfig,
+    Goal,
+    Pin,
+    PlanConfig,
+    QuantizeConfig,
+    ReconstructConfig,
+    RefineConfig,
+    SmallestConfig,
+)
 from ompq.errors import ExportError, FileError, PackedFileError
 from ompq.evaluation import Evaluation, Metric, evaluate, wilson_interval
 from ompq.files import (
@@ -31,22 +42,16 @@ from ompq.files import (
 )
 from ompq.integer.finalization import finalized
 from ompq.measurement import Meter
-from ompq.network.units import Choice, Pin
+from ompq.network.units import Choice
 from ompq.packed.packed_files import add_onnx, save
 from ompq.parallel import from_main, wait_for_all
-from ompq.planning import PlanConfig, plan as make_plan
+from ompq.planning import plan as make_plan
 from ompq.plans import Plan
 from ompq.progress import Progress, Stages
 from ompq.quantization.pipeline import quantize
-from ompq.quantization.quantize_config import QuantizeConfig
 from ompq.quantization.record import BlockError, quantization_of
-from ompq.reconstruction.block_loop import (
-    RECONSTRUCT_PROTOCOLS,
-    ReconstructConfig,
-    reconstruct,
-)
-from ompq.reconstruction.brecq import BrecqConfig
-from ompq.refinement import RefineConfig, refine
+from ompq.reconstruction.block_loop import reconstruct
+from ompq.refinement import refine
 from ompq.report.histograms import layer_histograms
 from ompq.report.page import write_report
 from ompq.runtimes.onnx.onnx_files import export_onnx
@@ -62,7 +67,7 @@ from ompq.sections import (
     Versions,
     sections_to_json,
 )
-from ompq.smallest_network import Goal, Smallest, SmallestConfig, find_smallest
+from ompq.smallest_network import Smallest, find_smallest
 
 PLAN_SAMPLES, CALIBRATION_SAMPLES = 64, 1024  # as in the paper and in BRECQ
 ANYTHING = "32bits"  # a budget that every allocation meets

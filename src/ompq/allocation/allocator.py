@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
-from typing import Literal, get_args
+from typing import TypeAlias
 
 import numpy as np
 
@@ -14,12 +14,14 @@ from ompq.allocation.infeasibility import check_each, conflict, reachable
 from ompq.allocation.problem import Allocation, Problem, Program
 from ompq.allocation.relaxation import floor_or_ceiling, relaxation, rounded
 from ompq.budgets import Budget
+from ompq.configs import SOLVER_NAMES
 from ompq.cost_tables import Cost
 from ompq.errors import check_known
 from ompq.progress import Progress
 
-Method = Literal["exact", "relax", "relax-round", "relax-dfs", "genetic"]
-METHODS: tuple[str, ...] = get_args(Method)
+Method: TypeAlias = str
+
+METHODS = tuple(SOLVER_NAMES.own)
 
 # The paper searches depth-first in small networks, such as ResNet-18, and rounds in
 # those with more decisions than this, such as MobileNetV2 and ResNet-50.

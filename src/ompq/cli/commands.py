@@ -55,7 +55,7 @@ _GROUPS = {
         "train": "Plan, quantize, train on labelled images, evaluate and save.",
         "evaluate": "Measure a network's accuracy, with a confidence interval.",
     },
-    ("Quantize", "cli"): {
+    ("Quantize", "cli.run_files"): {
         "run": "Run a command with the options in a TOML or YAML file.",
     },
     ("Quantize", "cli.artifacts"): {

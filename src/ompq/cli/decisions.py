@@ -15,18 +15,7 @@ from ompq.allocation.problem import Allocation, Problem
 from ompq.amounts import digits, in_bytes
 from ompq.bit_widths import FLOAT_BITS
 from ompq.budgets import Budget
-from ompq.cli.console import (
-    Column,
-    Console,
-    View,
-    as_budget,
-    cost_columns,
-    facts,
-    muted,
-    plan_view,
-    say,
-    size_budgets,
-)
+from ompq.cli.console import Column, Console, View, facts, muted, say
 from ompq.cli.options import (
     BudgetOption,
     check_needed,
@@ -51,6 +40,7 @@ from ompq.cli.settings import (
     unknown_score,
     user_metrics,
 )
+from ompq.cli.views import as_budget, cost_columns, plan_view, size_budgets
 from ompq.datasets.named_data import load_data
 from ompq.files import REPORT
 from ompq.lab.audits import Audit, AuditConfig, Measured, audit as measure_scores

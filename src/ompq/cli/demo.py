@@ -13,8 +13,10 @@ from torch import Tensor, nn
 from ompq.allocation.problem import Allocation
 from ompq.amounts import in_bytes, percent
 from ompq.budgets import Budget
-from ompq.cli.console import Column, Console, Shown, View, facts, time_line
+from ompq.cli.console import Column, Console, Shown, View, facts
 from ompq.cli.options import check_writable, number, option, output_path
+from ompq.cli.views import time_line
+from ompq.configs import PlanConfig, ReconstructConfig, RoundingConfig
 from ompq.errors import InfeasibleBudgetError, OmpqError
 from ompq.evaluation import Evaluation, wilson_interval
 from ompq.files import ONNX, PACKED, PLAN, REPORT, RESULT
@@ -22,11 +24,8 @@ from ompq.models.builtin_networks import DemoData, DemoNetwork, demo_data
 from ompq.models.named_models import load_model
 from ompq.packed.account import Account, inspect_file
 from ompq.packed.packed_files import load, save
-from ompq.planning import PlanConfig
 from ompq.plans import Plan, unit_rows
 from ompq.progress import Bar, Stages, silent
-from ompq.reconstruction.block_loop import ReconstructConfig
-from ompq.reconstruction.rounding import RoundingConfig
 from ompq.runtimes.onnx.onnx_files import ExportResult, export_onnx
 from ompq.samples import evaluating
 from ompq.sections import Accuracy, AgreementSection, Remark, Section

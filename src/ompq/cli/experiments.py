@@ -11,8 +11,9 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from ompq.bit_widths import FLOAT_BITS
+from ompq.configs import OrmSettings
 from ompq.scores.derivatives import Hessian
-from ompq.scores.orthogonality import Orm, OrmSettings
+from ompq.scores.orthogonality import Orm
 from ompq.scores.table import Random
 from ompq.workflow import ANYTHING
 

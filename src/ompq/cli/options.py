@@ -1,25 +1,59 @@
-"""Helpers to declare options, and the options that need no network.
+"""How options are declared, and how what was typed becomes a configuration.
 
 A command takes groups of options. Each is a dataclass whose fields are declared as
-Typer options; :func:`spread` turns them into the flat arguments that Typer expects.
+Typer options; :func:`spread` turns them into the flat arguments that Typer expects. An
+option for a field of a configuration is declared with :func:`config_option`, which
+takes help, limits and default from the field; :func:`changed` applies what was given.
+
+Names have hyphens on the command line and underscores in Python; :func:`kebab` is the
+only place that knows.
 """
 
 import inspect
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from copy import copy
-from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
+from dataclasses import (
+    MISSING,
+    Field,
+    dataclass,
+    field,
+    fields,
+    is_dataclass,
+    replace,
+)
 from functools import wraps
+from math import inf
 from pathlib import Path
 from types import NoneType
-from typing import Annotated, Any, ClassVar, get_type_hints
+from typing import (
+    Annotated,
+    Any,
+    ClassVar,
+    Literal,
+    NamedTuple,
+    TypeVar,
+    cast,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 import typer
 
 from ompq.cli.console import View, opened, render
 from ompq.errors import CheckpointError, suggestion
+from ompq.fields import (
+    Config,
+    Setting,
+    SettingError,
+    field_types,
+    is_union,
+    settings,
+)
 from ompq.files import PLAN
 
 REQUIRED = MISSING  # the default of an option that must be given
@@ -95,7 +129,7 @@ def _typed(
         # Until Typer processes the annotation, it stores the first name as a default.
         declared = [info.default, *(info.param_decls or ())]
         names = [n for n in declared if isinstance(n, str) and n.startswith("--")]
-        key = (names or [one.name.replace("_", "-")])[0].removeprefix("--")
+        key = (names or [kebab(one.name)])[0].removeprefix("--")
         typed[key] = value
     return typed
 
@@ -126,7 +160,7 @@ def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
         if info is not None:
             if annotation is bool and info.default is ...:
                 # The first name. Without it, Typer would add --no-NAME.
-                info.default = f"--{name.replace('_', '-')}"
+                info.default = f"--{kebab(name)}"
             annotation = Annotated[annotation, info]
     default = inspect.Parameter.empty if default is REQUIRED else default
     return inspect.Parameter(
@@ -168,16 +202,42 @@ def output_path(text: str, metavar: str = "FILE", default: Any = None) -> Any:
     return option(metavar, text, "--output", "-o", default=default)
 
 
-def one_of(known: Iterable[str], text: str, *, default: Any = None) -> Any:
-    """Return an option that takes one of several names, with shell completion."""
-    names = list(known)
+def kebab(name: str) -> str:
+    """Return a name as it is written on the command line.
+
+    Example:
+        >>> kebab("weight_noise")
+        'weight-noise'
+    """
+    return name.replace("_", "-")
+
+
+def snake(name: str) -> str:
+    """Return a name as it is written in Python, whichever way it was typed."""
+    return name.replace("-", "_")
+
+
+def one_of(
+    known: Iterable[str],
+    text: str,
+    *,
+    default: Any = None,
+    others: Callable[[str], bool] | None = None,
+) -> Any:
+    """Return an option that takes one of several names, with shell completion.
+
+    Names may be typed with hyphens or underscores. ``others`` says which further values
+    are allowed, such as functions of the user.
+    """
+    names = {kebab(name): name for name in known}
 
     def check(value: str | None) -> str | None:
-        if value is not None and value not in names:
-            raise typer.BadParameter(
-                f"{value!r} is not one of {', '.join(names)}{suggestion(value, names)}"
-            )
-        return value
+        if value is None or value in names.values() or (others and others(value)):
+            return value
+        if value in names:
+            return names[value]
+        similar = suggestion(value, names)
+        raise typer.BadParameter(f"{value!r} is not one of {', '.join(names)}{similar}")
 
     def complete(incomplete: str) -> list[str]:
         return [name for name in names if name.startswith(incomplete)]
@@ -185,6 +245,164 @@ def one_of(known: Iterable[str], text: str, *, default: Any = None) -> Any:
     text = f"{', '.join(names)}: {text}"
     more = {"callback": check, "autocompletion": complete}
     return option("NAME", text, default=default, **more)
+
+
+class _Home(NamedTuple):
+    """The field of a configuration that an option sets."""
+
+    config: type[Config]
+    field: str
+    parse: Callable[[str], Any] | None  # what turns the text typed into a value
+
+
+def config_option(
+    config: type[Config],
+    name: str,
+    *names: str,
+    parse: Callable[[str], Any] | None = None,
+    text: str = "",
+) -> Any:
+    """Return an option for a field of a configuration.
+
+    Help, default, allowed names and limits are the field's. The option is None, or
+    False for a flag, unless it is given.
+
+    Args:
+        names: Of the option, if not that of the field of the group of options.
+        parse: Turns text into the value, where a number or a name is not enough.
+        text: Replaces the help, where other words suit the command line better.
+    """
+    one, kind = settings(config)[name], field_types(config)[name]
+    default = getattr(config, name, None)
+    text = text or one.help
+    if kind is bool:
+        made = flag(text, *names)
+    else:
+        shown = f" Default: {_shown(default)}." if _shown(default) else ""
+        known = choices_of(kind, one)
+        if known and parse is None:
+            made = one_of(known, _inner(text) + shown)
+        else:
+            least = _least(kind, one)
+            metavar = one.metavar or ("NUMBER" if _is_number(kind) else "TEXT")
+            made = option(metavar, text + shown, *names, min=least)
+    metadata = {**made.metadata, "home": _Home(config, name, parse)}
+    return field(default=made.default, metadata=metadata)
+
+
+def _inner(text: str) -> str:
+    """Return a sentence as it continues after a colon."""
+    return text if text[1:2].isupper() else text[:1].lower() + text[1:]
+
+
+def _shown(default: Any) -> str:
+    """Return a default as the help shows it; "" if it says nothing."""
+    if isinstance(default, tuple):
+        return ", ".join(map(_shown, default))
+    if isinstance(default, str):
+        return kebab(default)
+    return (
+        ""
+        if default is None or not isinstance(default, int | float)
+        else f"{default:g}"
+    )
+
+
+def _parts(kind: Any) -> tuple[Any, ...]:
+    """Return the alternatives of a type, without None."""
+    kinds = get_args(kind) if is_union(kind) else (kind,)
+    return tuple(one for one in kinds if one is not NoneType)
+
+
+def choices_of(kind: Any, one: Setting) -> list[str]:
+    """Return the names that a field may have; none if it is not a name."""
+    if one.names is not None and str in _parts(kind):
+        return list(one.names)
+    return [value for part in _parts(kind) for value in literals(part)]
+
+
+def literals(kind: Any) -> list[str]:
+    """Return the words of a ``Literal``, or none."""
+    values = get_args(kind) if get_origin(kind) is Literal else ()
+    return [value for value in values if isinstance(value, str)]
+
+
+def _is_number(kind: Any) -> bool:
+    return bool({int, float} & {*_parts(kind)})
+
+
+def _least(kind: Any, one: Setting) -> int | None:
+    """Return the smallest whole number that Typer itself should take."""
+    whole = _parts(kind) == (int,) and one.bounds is not None
+    low = one.bounds.low if whole and one.bounds else -inf
+    return None if low == -inf else int(low)
+
+
+_Changed = TypeVar("_Changed", bound=Config)
+
+
+def changed(config: _Changed, options: Any) -> _Changed:
+    """Return a configuration with the options of a group that were given for it.
+
+    Raises:
+        ValueError: The configuration cannot have a value; the option is named.
+    """
+    changes, typed = given_for(type(config), options)
+    with naming_options(typed):
+        return replace(cast(Any, config), **changes)  # type: ignore[no-any-return]
+
+
+def given_for(
+    config: type[Config], options: Any
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the values that options give for fields, and what was typed for them."""
+    changes: dict[str, Any] = {}
+    typed: dict[str, str] = {}
+    for one in fields(options):
+        home, value = one.metadata.get("home"), getattr(options, one.name)
+        if home is None or home.config is not config or value in (None, False):
+            continue
+        name = f"--{kebab(one.name)}"
+        changes[home.field] = _converted(home, value, name)
+        typed[home.field] = name if value is True else f"{name} {value}"
+    return changes, typed
+
+
+@contextmanager
+def naming_options(typed: Mapping[str, str]) -> Iterator[None]:
+    """Make errors of a configuration name what was typed for the field, if anything."""
+    try:
+        yield
+    except SettingError as error:
+        given = typed.get(error.field)
+        if given is None:
+            raise
+        raise ValueError(f"{given} must be {error.requirement}") from error
+
+
+def _converted(home: _Home, value: Any, name: str) -> Any:
+    """Return the value of a field for what was typed."""
+    if home.parse is not None:
+        return home.parse(value)
+    kind = field_types(home.config)[home.field]
+    if kind is bool:
+        return not getattr(home.config, home.field)
+    if get_origin(kind) is tuple and isinstance(value, str):
+        return number_list(name, value, get_args(kind)[0])
+    return tuple(value) if isinstance(value, list) else value
+
+
+def number_list(
+    name: str, text: str, kind: type[int] | type[float] = int
+) -> tuple[Any, ...]:
+    """Return numbers joined by commas, in ascending order."""
+    try:
+        return tuple(sorted({kind(part) for part in text.split(",")}))
+    except ValueError:
+        what, example = ("bits", "2,4,8") if kind is int else ("rates", "1.5,2,4")
+        raise ValueError(
+            f"{name} {text} is not a list of {what}; write for example {name} {example}"
+        ) from None
 
 
 BUDGET = (
@@ -244,7 +462,7 @@ def check_threads(threads: int) -> None:
 
 def check_needed(needed: str, value: Any, **others: Any) -> None:
     """Raise a ValueError if options are given without the one that they depend on."""
-    alone = [f"--{name.replace('_', '-')}" for name, given in others.items() if given]
+    alone = [f"--{kebab(name)}" for name, given in others.items() if given]
     if value is None and alone:
         raise ValueError(f"{alone[0]} has no effect without {needed}; give both")
 

@@ -10,7 +10,8 @@ import numpy as np
 
 from ompq.bit_widths import FLOAT_BITS
 from ompq.cli.experiments import Experiment, Row
-from ompq.planning import PLAN_PROTOCOLS, PlanConfig
+from ompq.configs import PLAN_PROTOCOLS, TRAIN_PROTOCOLS, PlanConfig
+from ompq.planning import free_choices
 from ompq.report.figures import (
     draw_bars,
     draw_heat,
@@ -20,7 +21,6 @@ from ompq.report.figures import (
     save_figure,
     styled_figure,
 )
-from ompq.training.train_config import TRAIN_PROTOCOLS
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -75,8 +75,8 @@ def _widths(row: Row) -> str:
     def shown(bits: Sequence[int]) -> str:
         return str(bits[0]) if len({*bits}) == 1 else "*"
 
-    weights = shown([choice.weight for choice in config.free_choices])
-    inputs = shown([choice.activation for choice in config.free_choices])
+    weights = shown([choice.weight for choice in free_choices(config)])
+    inputs = shown([choice.activation for choice in free_choices(config)])
     return f"{'*' if learned else weights}/{inputs}"
 
 

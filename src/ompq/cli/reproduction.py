@@ -30,6 +30,13 @@ from ompq.cli.options import (
 )
 from ompq.cli.reproduced import draw, markdown
 from ompq.cli.settings import NetworkOptions, read_samples
+from ompq.configs import (
+    PLAN_PROTOCOLS,
+    QUANTIZE_PROTOCOLS,
+    TRAIN_PROTOCOLS,
+    PlanConfig,
+    QuantizeConfig,
+)
 from ompq.costs import cost_tables
 from ompq.datasets.distillation import distilled_samples
 from ompq.datasets.named_data import Batches, Data, load_data
@@ -53,16 +60,14 @@ from ompq.network.attention import with_layers
 from ompq.network.graph import trace
 from ompq.network.observation import copied
 from ompq.network.units import Choice, select
-from ompq.planning import PLAN_PROTOCOLS, PlanConfig
+from ompq.planning import free_choices
 from ompq.plans import Plan
 from ompq.progress import Stages
-from ompq.quantization.quantize_config import QUANTIZE_PROTOCOLS, QuantizeConfig
 from ompq.quantization.record import network_totals, quantization_of
 from ompq.samples import Samples, model_device
 from ompq.schema import json_object, read_json
 from ompq.scores.derivatives import Hessian
 from ompq.scores.orthogonality import gram_matrix, measure_orm
-from ompq.training.train_config import TRAIN_PROTOCOLS
 from ompq.training.training_loop import train
 from ompq.weight_ranges import search_weight
 from ompq.workflow import (
@@ -342,7 +347,7 @@ def _channels(row: Row, bench: Bench) -> dict[str, Any]:
         raise ModelError(row.note)
     build = CIFAR_NETWORKS[bench.model.name]
     config = replace(_plan_config(row, bench), pinned={})
-    [choice] = config.free_choices
+    [choice] = free_choices(config)
     device = model_device(bench.model.module)
     made = one_bitwidth(
         lambda width: build(width=width).to(device),

@@ -20,20 +20,7 @@ from torch import nn
 from ompq.allocation.problem import Allocation
 from ompq.amounts import digits, in_bytes
 from ompq.budgets import Budget
-from ompq.cli.console import (
-    Console,
-    View,
-    facts,
-    in_first_process,
-    muted,
-    quality_rows,
-    quality_text,
-    say,
-    time_line,
-    totals,
-    used,
-    warning,
-)
+from ompq.cli.console import Console, View, facts, in_first_process, muted, say
 from ompq.cli.options import (
     REQUIRED,
     check_needed,
@@ -55,6 +42,18 @@ from ompq.cli.settings import (
     read_samples,
     user_metrics,
 )
+from ompq.cli.views import quality_rows, quality_text, time_line, totals, used, warning
+from ompq.configs import (
+    QUANTIZE_PROTOCOLS,
+    TRAIN_PROTOCOLS,
+    BrecqConfig,
+    Goal,
+    QuantizeConfig,
+    ReconstructConfig,
+    RoundingConfig,
+    TrainConfig,
+    TuningConfig,
+)
 from ompq.datasets.images import image_views
 from ompq.datasets.named_data import Data
 from ompq.datasets.training_sets import HeldSet, training_data
@@ -66,18 +65,12 @@ from ompq.models.named_models import NamedModel
 from ompq.packed.packed_files import load, save
 from ompq.parallel import main_has
 from ompq.plans import Plan, read_bits
-from ompq.quantization.quantize_config import QUANTIZE_PROTOCOLS, QuantizeConfig
 from ompq.quantization.record import BlockError, quantization_of
-from ompq.reconstruction.block_loop import ReconstructConfig
-from ompq.reconstruction.brecq import BrecqConfig
-from ompq.reconstruction.rounding import RoundingConfig
-from ompq.reconstruction.tuning import TuningConfig
 from ompq.samples import model_device
 from ompq.schema import read_json
 from ompq.sections import Remark
-from ompq.smallest_network import Goal, Smallest
+from ompq.smallest_network import Smallest
 from ompq.training.step import Loss
-from ompq.training.train_config import TRAIN_PROTOCOLS, TrainConfig
 from ompq.training.training_batches import TrainingData, checked_length, labelled
 from ompq.training.training_loop import train as learn
 from ompq.training.training_run import check_installed

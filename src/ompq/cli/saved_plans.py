@@ -13,15 +13,7 @@ import numpy as np
 
 from ompq.amounts import counted, digits, in_bytes
 from ompq.budgets import Budget
-from ompq.cli.console import (
-    Column,
-    Console,
-    Shown,
-    View,
-    cost_columns,
-    plan_view,
-    top1_text,
-)
+from ompq.cli.console import Column, Console, Shown, View
 from ompq.cli.options import (
     BudgetOption,
     PlanFile,
@@ -32,6 +24,7 @@ from ompq.cli.options import (
     option,
     output_path,
 )
+from ompq.cli.views import cost_columns, plan_view, top1_text
 from ompq.cost_tables import FILES
 from ompq.errors import PlanError, shortened
 from ompq.evaluation import Evaluation

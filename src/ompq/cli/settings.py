@@ -12,9 +12,8 @@ from typing import Annotated, Any, ClassVar, get_args
 import torch
 import typer
 
-from ompq.allocation.allocator import Method
 from ompq.allocation.problem import Allocation
-from ompq.bit_widths import FLOAT_BITS
+from ompq.bit_widths import CODED_BITS, FLOAT_BITS, GROUP_SIZES
 from ompq.budgets import Budget
 from ompq.cli.console import Console
 from ompq.cli.options import (
@@ -28,19 +27,27 @@ from ompq.cli.options import (
     one_of,
     option,
 )
-from ompq.costs import Accounting, load_latency
+from ompq.configs import (
+    PLAN_PROTOCOLS,
+    SOLVER_NAMES,
+    Accounting,
+    Decreasing,
+    Granularity,
+    OrmSettings,
+    Pin,
+    PlanConfig,
+    RefineConfig,
+)
+from ompq.costs import load_latency
 from ompq.datasets.named_data import Batches, Data, Split, load_data
 from ompq.errors import DataError, ScoreError, suggestion
 from ompq.evaluation import METRICS, Metric
 from ompq.models.named_models import NamedModel, load_model
-from ompq.network.units import CODED_BITS, GROUP_SIZES, Choice, Pin
+from ompq.network.units import Choice
 from ompq.offload import device_memory
-from ompq.planning import PLAN_PROTOCOLS, PlanConfig
 from ompq.plans import Plan
-from ompq.refinement import RefineConfig
 from ompq.samples import Samples, model_device
 from ompq.scores.catalogue import SCORES, named_score, score_name
-from ompq.scores.orthogonality import Decreasing, Granularity, OrmSettings
 from ompq.scores.table import Score
 from ompq.targets import included_targets
 from ompq.user_functions import call_user_function, is_user_function, user_function
@@ -244,7 +251,7 @@ class PlanOptions:
         f"Default: {PlanConfig.accounting}.",
     )
     method: str | None = one_of(
-        get_args(Method),
+        SOLVER_NAMES,
         f"the optimum, or published approximations. Default: {PlanConfig.method}.",
     )
     latency: Path | None = option(

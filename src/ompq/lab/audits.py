@@ -19,12 +19,13 @@ from ompq.allocation.problem import Allocation
 from ompq.amounts import digits
 from ompq.budgets import Budget
 from ompq.checkpoints import Checkpoint
+from ompq.configs import PlanConfig
 from ompq.errors import PlanError
 from ompq.evaluation import Metric, evaluate
 from ompq.measurement import Meter
 from ompq.network.observation import copied, tensors_in
 from ompq.network.units import Choice, by_bits
-from ompq.planning import PlanConfig, plan as make_plan
+from ompq.planning import plan as make_plan
 from ompq.plans import Plan
 from ompq.progress import Progress, no_progress
 from ompq.samples import Batch, Samples, SamplesLike

@@ -16,13 +16,14 @@ from ompq.allocation.problem import Allocation, Columns, Program
 from ompq.amounts import digits
 from ompq.bit_widths import FLOAT_BITS
 from ompq.budgets import Budget
+from ompq.configs import PlanConfig
 from ompq.errors import BudgetError, InfeasibleBudgetError
 from ompq.measurement import Meter
 from ompq.network.attention import with_layers
 from ompq.network.graph import trace
 from ompq.network.observation import copied
 from ompq.network.units import Choice
-from ompq.planning import PlanConfig, plan
+from ompq.planning import plan
 from ompq.plans import Plan, check_plan
 from ompq.progress import Progress
 from ompq.samples import Samples, SamplesLike, run_batch

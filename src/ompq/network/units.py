@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from ompq.bit_widths import CODED_BITS, GROUP_SIZES
 from ompq.errors import PatternError, shortened, suggestion
 from ompq.schema import json_list, json_number, json_record, json_whole
 
@@ -22,10 +23,6 @@ _MOST_AXES = 8  # limit for a weight read from a file; a Conv3d's has five
 IN_PLACE = ("embedding", "recurrent")
 # Kinds whose weights, (out, in), may have a scale for each group of inputs.
 GROUPED = ("linear", "recurrent")
-GROUP_SIZES = (32, 64, 128)  # the usual ones, which other tools support as well
-CODED_BITS = 8  # width of a coded unit's codes before entropy coding
-# Weight bits; weight and activation bits; or a Choice.
-Pin = int | tuple[int | None, int] | tuple[int, int, float]
 
 
 class Choice(NamedTuple):

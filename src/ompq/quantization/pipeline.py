@@ -9,11 +9,11 @@ from torch import nn
 
 from ompq.activation_ranges import activation_grid, log_grid
 from ompq.allocation.problem import Allocation
+from ompq.configs import Pin, QuantizeConfig
 from ompq.grids import Grid
 from ompq.layers import quantized_layers
 from ompq.network.attention import with_layers
 from ompq.network.graph import find_units, float_network, observe
-from ompq.network.units import Pin
 from ompq.offload import to_host
 from ompq.plans import Plan
 from ompq.progress import Progress, no_progress
@@ -26,8 +26,8 @@ from ompq.quantization.equalization import (
     find_factors,
     find_pairs,
 )
+from ompq.quantization.given_bits import resolve_choices
 from ompq.quantization.moments import batch_runs, float_moments, restore_moments
-from ompq.quantization.quantize_config import QuantizeConfig, resolve_choices
 from ompq.quantization.record import Quantization, keep_rates, with_quantization
 from ompq.quantization.weight_grids import ROUNDING, find_weight_grids, weight_grams
 from ompq.samples import Samples, SamplesLike, evaluating

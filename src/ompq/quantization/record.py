@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from ompq.allocation.problem import Allocation
-from ompq.costs import Accounting, coded_bytes, paper_bytes, unit_bytes
+from ompq.configs import Accounting
+from ompq.costs import coded_bytes, paper_bytes, unit_bytes
 from ompq.entropy_coding.rates import (
     LARGEST_HALF,
     code_bytes,

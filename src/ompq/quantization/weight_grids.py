@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ompq.allocation.problem import Allocation
+from ompq.configs import QuantizeConfig
 from ompq.costs import can_be_coded, coded_bytes
 from ompq.entropy_coding.rates import coded_grid, to_multiples
 from ompq.errors import QuantizationError
@@ -24,7 +25,6 @@ from ompq.quantization.error_feedback import (
     input_grams,
     round_with_feedback,
 )
-from ompq.quantization.quantize_config import QuantizeConfig
 from ompq.samples import Samples
 from ompq.weight_ranges import channel_rows, minmax_weight, search_weight, shrunk_weight
 

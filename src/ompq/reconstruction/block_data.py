@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
+from ompq.configs import BlockLossKind
 from ompq.errors import QuantizationError, SampleError
 from ompq.network.folding import normalised_by
 from ompq.network.graph import observe
@@ -16,7 +17,6 @@ from ompq.network.observation import ForwardPass, tensors_in, with_tensors
 from ompq.quantization.moments import Moments
 from ompq.quantization.record import quantization_of
 from ompq.reconstruction.block_fisher import (
-    BlockLoss,
     ChannelFisher,
     channel_fisher,
     clamp_positive,
@@ -214,7 +214,7 @@ class BlockRunner:
         block: str,
         last: str = "",
         *,
-        loss: BlockLoss = "squared",
+        loss: BlockLossKind = "squared",
         fisher_rank: int = 16,
         moments: Mapping[str, Moments] = MappingProxyType({}),
     ) -> BlockCache:

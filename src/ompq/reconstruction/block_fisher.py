@@ -1,7 +1,7 @@
 """Fisher information of a block's output, as a weight of its errors."""
 
 from collections.abc import Iterable, Iterator
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -11,8 +11,6 @@ from ompq.parallel import add_up, rank
 from ompq.reconstruction.block_layout import Layout
 from ompq.samples import Batch, evaluating, first_tensor, model_device, run_batch
 
-# How errors of a block's output are weighed.
-BlockLoss: TypeAlias = Literal["squared", "fisher", "low_rank_fisher"]
 _SIGN_DRAWS = 4  # backward passes per sample for a Fisher matrix
 
 

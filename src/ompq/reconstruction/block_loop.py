@@ -6,13 +6,18 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, TypeAlias, get_args
+from typing import Any, TypeAlias
 
 from torch import nn
 
 from ompq.checkpoints import read_checkpoint, run_identity, write_checkpoint
-from ompq.errors import QuantizationError, check_counts, check_known, shortened
+from ompq.configs import (
+    BrecqConfig,
+    ReconstructConfig,
+    RoundingConfig,
+    TuningConfig,
+)
+from ompq.errors import QuantizationError, shortened
 from ompq.layers import quantized_layers
 from ompq.network.attention import with_layers
 from ompq.network.graph import trace
@@ -30,66 +35,19 @@ from ompq.quantization.record import (
     with_quantization,
 )
 from ompq.reconstruction.block_data import BlockCache, BlockRunner, merged
-from ompq.reconstruction.block_fisher import BlockLoss
 from ompq.reconstruction.brecq import (
-    BrecqConfig,
     calibrate_steps,
     float_activations,
     learn_steps,
     learn_weights,
 )
-from ompq.reconstruction.rounding import RoundingConfig, learn_rounding
-from ompq.reconstruction.tuning import TuningConfig, tune
+from ompq.reconstruction.rounding import learn_rounding
+from ompq.reconstruction.tuning import tune, worth_tuning
 from ompq.samples import Samples, SamplesLike, cudnn_kernels, evaluating, run_batch
 
 logger = logging.getLogger(__name__)
 _CHECKPOINT_KIND = "reconstruction"
 _HASH_EVERY = 499  # elements of a sample; a prime, so that no row or column is favoured
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReconstructConfig:
-    """How blocks are reconstructed.
-
-    Attributes:
-        rounding: How one block is optimised. A ``BrecqConfig`` selects BRECQ, which
-            learns the rounding of weights, then activation steps, and skips the stem.
-        tuning: How the whole network is tuned afterwards, by default if an activation
-            has fewer than 8 bits; None turns it off. BRECQ, networks with several
-            outputs and networks in little device memory are not tuned.
-        loss: ``squared`` error of the block's output; ``fisher``: the squared error
-            with each element weighted by the squared gradient of the network's loss; or
-            ``low_rank_fisher``: the mean of the squared error and of that weighed by
-            the Fisher matrix over channels, which all samples and positions share.
-        fisher_rank: Number of eigenvectors of that matrix.
-        merge: Maximum number of consecutive blocks to reconstruct jointly. Blocks are
-            merged only where each is the sole consumer of the previous one's output.
-        batch_size: Number of samples per forward pass while inputs are gathered.
-        device_bytes: Maximum size of a block's inputs and targets on the device; larger
-            ones stay in host memory. Above half of it, each block is gathered by a new
-            pass from the network's input, which is slower in deep networks.
-        seed: Seed of the sample order.
-    """
-
-    rounding: RoundingConfig | BrecqConfig = RoundingConfig()
-    tuning: TuningConfig | None = TuningConfig()
-    loss: BlockLoss = "squared"
-    fisher_rank: int = 16
-    merge: int = 1
-    batch_size: int = 64
-    device_bytes: int = 16 << 30
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        check_counts(merge=self.merge, fisher_rank=self.fisher_rank)
-        check_known("loss", self.loss, get_args(BlockLoss))
-
-
-_BRECQ = ReconstructConfig(rounding=BrecqConfig())
-# Published settings by name.
-RECONSTRUCT_PROTOCOLS: Mapping[str, ReconstructConfig] = MappingProxyType(
-    {"ours": ReconstructConfig(), "brecq": _BRECQ, "paper-ptq": _BRECQ}
-)
 
 
 def reconstruct(
@@ -226,7 +184,7 @@ def _phases(
     moments = _moments(model, record, groups, samples, config.batch_size)
     count = rounding.iterations
     phases = [_Phase(groups, count, learn_rounding, rounding, moments=moments)]
-    if tuning and tuning.applies_to(quantized) and _can_be_tuned(model, samples):
+    if tuning and worth_tuning(quantized, tuning) and _can_be_tuned(model, samples):
         count = tuning.steps(len(samples))
         phases.append(_Phase([_WHOLE], count, tune, tuning, _TUNING))
     return phases

@@ -8,13 +8,12 @@ left as it was. Samples are used as they are given; BRECQ's are random crops.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 
-from ompq.errors import check_counts
+from ompq.configs import BrecqConfig
 from ompq.layers import (
     ActivationQuantizer,
     QuantizedLayer,
@@ -29,42 +28,6 @@ from ompq.weight_ranges import shrunk_tensor
 
 ZETA, GAMMA = 1.1, -0.1  # ends of the stretched sigmoid
 _RANGE_SAMPLES = 64  # samples that activation ranges are calibrated on
-
-
-@dataclass(frozen=True, kw_only=True)
-class BrecqConfig:
-    """How BRECQ reconstructs a block.
-
-    Attributes:
-        iterations: Number of Adam steps for the weight rounding.
-        activation_iterations: Number of Adam steps for the activation steps.
-        batch_size: Samples per Adam step; BRECQ draws them from 1,024.
-        learning_rate: Learning rate of the rounding.
-        activation_learning_rate: Initial learning rate of the activation steps; it
-            follows a cosine to 0.
-        round_weight: Weight of the regulariser that drives weights to grid points.
-            BRECQ uses 0.01, and 0.1 for MobileNetV2.
-        warmup: Fraction of the iterations before the regulariser is switched on.
-        exponent: Exponent of the regulariser at the start and at the end.
-        activation_power: Power of the error while activation steps are learned.
-    """
-
-    iterations: int = 20_000
-    activation_iterations: int = 5_000
-    batch_size: int = 32
-    learning_rate: float = 1e-3
-    activation_learning_rate: float = 4e-4
-    round_weight: float = 0.01
-    warmup: float = 0.2
-    exponent: tuple[float, float] = (20.0, 2.0)
-    activation_power: float = 2.4
-
-    def __post_init__(self) -> None:
-        check_counts(
-            iterations=self.iterations,
-            activation_iterations=self.activation_iterations,
-            batch_size=self.batch_size,
-        )
 
 
 class SigmoidRounding:

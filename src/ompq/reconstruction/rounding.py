@@ -4,7 +4,6 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -14,6 +13,7 @@ from torch.nn import functional as F
 from torch.nn.modules.conv import _ConvTransposeNd
 
 from ompq.bit_widths import LARGEST_BITS
+from ompq.configs import RoundingConfig
 from ompq.costs import coded_bytes
 from ompq.entropy_coding.codec import CodeModel
 from ompq.entropy_coding.rates import (
@@ -23,7 +23,6 @@ from ompq.entropy_coding.rates import (
     entropy,
     lowered_codes,
 )
-from ompq.errors import check_counts
 from ompq.layers import (
     ActivationQuantizer,
     QuantizedLayer,
@@ -50,60 +49,6 @@ _FEWEST_SAMPLES = 8  # an iteration with fewer is too noisy
 # logarithm grows with the relative excess of bits, and the limit of that logarithm.
 _PRICE_UPDATES, _PRICE_GAIN, _LARGEST_LOG_PRICE = 20, 60.0, 3.0
 _TARGET_FILL = 0.99  # of the bytes allowed; lowering codes at the end costs more
-
-
-@dataclass(frozen=True, kw_only=True)
-class RoundingConfig:
-    """How the rounding of one block is learned.
-
-    Attributes:
-        iterations: Number of Adam steps.
-        batch_size: Maximum number of samples per step.
-        step_elements: Approximate number of output elements per step. Blocks with large
-            outputs use fewer samples, but at least eight.
-        travel: How far a weight can move in total, in grid steps. The learning rate of
-            the rounding is this over the iterations, so that short runs converge too.
-        activation_learning_rate: For activation steps below 8 bits; 0 freezes them.
-            Above 1,000 iterations, this rate and the next two are lowered.
-        scale_learning_rate: For the logarithm of weight scales; 0 freezes them.
-        bias_learning_rate: For biases; 0 freezes them.
-        warmup: Fraction of the iterations before weights are driven to grid points.
-        tail: Fraction of the iterations, at the end, in which the rounding is fixed and
-            only scales, activation steps and biases are learned.
-        drive: Final strength of the drive to the nearer grid point, relative to the
-            learning rate. It grows from 0 and bypasses Adam, like weight decay in
-            AdamW, so that important and unimportant weights settle at the same pace.
-        exponent: Shape of the drive, after the warm-up and at the end; the higher it
-            is, the less the drive moves weights halfway between two grid points.
-        price: Price of a bit in entropy-coded layers while they learn, relative to its
-            marginal value before learning. It rises while codes exceed their limit.
-            With 0, codes are lowered to the limit only at the end.
-        drop: Probability that an activation stays unrounded while learning (QDrop).
-        float_inputs: Probability that an input element of the block is taken from the
-            float network while learning. This keeps the block from overfitting to the
-            errors that earlier blocks make on these few samples.
-    """
-
-    iterations: int = 1_000
-    batch_size: int = 64
-    step_elements: int = 1 << 19
-    travel: float = 5.0
-    activation_learning_rate: float = 4e-5
-    scale_learning_rate: float = 2e-3
-    bias_learning_rate: float = 3e-3
-    warmup: float = 0.2
-    tail: float = 0.1
-    drive: float = 20.0
-    exponent: tuple[float, float] = (8.0, 2.0)
-    price: float = 0.1
-    drop: float = 0.0
-    float_inputs: float = 0.5
-
-    def __post_init__(self) -> None:
-        check_counts(iterations=self.iterations, batch_size=self.batch_size)
-        for name in ("warmup", "tail", "drop", "float_inputs"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be from 0 to 1")
 
 
 def learn_rounding(

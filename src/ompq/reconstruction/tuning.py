@@ -7,13 +7,12 @@ stay fixed, so there are few values to learn, and a thousand unlabelled samples 
 
 import copy
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from ompq.bit_widths import LARGEST_BITS
-from ompq.errors import check_counts
+from ompq.configs import TuningConfig
 from ompq.layers import (
     ActivationQuantizer,
     QuantizedLayer,
@@ -26,40 +25,6 @@ from ompq.reconstruction.block_data import BlockCache
 from ompq.reconstruction.descent import Descent, Picked, optimising
 from ompq.reconstruction.rounding import SoftRounding, SoftWeights, cache_runs
 from ompq.samples import class_rows, evaluating, kl_divergence, model_device
-
-
-@dataclass(frozen=True, kw_only=True)
-class TuningConfig:
-    """How a reconstructed network is tuned as a whole.
-
-    Attributes:
-        epochs: Number of passes over the samples.
-        batch_size: Number of samples per Adam step.
-        learning_rate: For biases, the logarithm of weight scales, and the weights and
-            biases of norms; it follows a cosine to 0. The default was the best for
-            held-out calibration images of DeiT-tiny with 3 and with 4 bits.
-        activation_learning_rate: For activation steps below 8 bits, relative to each
-            step; likewise.
-        always: Whether to tune networks whose activations all have 8 bits or more, too.
-            They gain little.
-    """
-
-    epochs: int = 10
-    batch_size: int = 32
-    learning_rate: float = 3e-4
-    activation_learning_rate: float = 5e-3
-    always: bool = False
-
-    def __post_init__(self) -> None:
-        check_counts(epochs=self.epochs, batch_size=self.batch_size)
-
-    def applies_to(self, network: nn.Module) -> bool:
-        """Return whether a quantized network is worth tuning."""
-        return self.always or bool(_narrow(network))
-
-    def steps(self, samples: int) -> int:
-        """Return the number of Adam steps."""
-        return self.epochs * max(samples // self.batch_size, 1)
 
 
 def tune(
@@ -152,6 +117,11 @@ def _divergence(network: nn.Module, cache: BlockCache) -> tuple[float, int]:
             )
     error, rows, samples = add_up(sums).tolist()
     return error / rows, int(samples)
+
+
+def worth_tuning(network: nn.Module, config: TuningConfig) -> bool:
+    """Return whether a quantized network gains enough by tuning."""
+    return config.always or bool(_narrow(network))
 
 
 def _narrow(network: nn.Module) -> list[ActivationQuantizer]:

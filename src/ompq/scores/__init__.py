@@ -1,11 +1,11 @@
 """Scores: the damage expected of each choice of bits, unit by unit."""
 
+from ompq.configs import OrmSettings
 from ompq.scores.catalogue import SCORES, named_score, score_name, score_table
 from ompq.scores.derivatives import Fisher, Gradient, Hessian
 from ompq.scores.orthogonality import (
     Orm,
     OrmDistortion,
-    OrmSettings,
     OrmShift,
     measure_orm,
 )

@@ -1,12 +1,13 @@
 """The catalogue of scores: names, settings, and the table that each one gives."""
 
 from collections.abc import Iterator
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, cast
 
+from ompq.configs import OrmSettings
 from ompq.errors import check_known
 from ompq.parallel import from_main
 from ompq.samples import locked
@@ -56,6 +57,21 @@ def named_score(name: str) -> Score:
     if name not in SCORES:
         check_known("score", name, dict.fromkeys([*SCORES, *_BELOW]), "a callable")
     return SCORES[name]
+
+
+def with_orm_settings(score: Score | str, settings: OrmSettings) -> Score:
+    """Return a score that measures ORM, with other settings of it.
+
+    Raises:
+        ValueError: The score does not measure ORM.
+    """
+    found = named_score(score) if isinstance(score, str) else score
+    if not isinstance(getattr(found, "settings", None), OrmSettings):
+        raise ValueError(
+            f"settings of ORM are for scores that measure it, orm or orm_distortion, "
+            f"not {score_name(found)}"
+        )
+    return cast(Score, replace(cast(Any, found), settings=settings))
 
 
 def score_name(score: Score | str) -> str:

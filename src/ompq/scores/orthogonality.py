@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, get_args
 
 import numpy as np
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch._C import DisableTorchFunction
 from torch.nn import functional as F
 
+from ompq.configs import Decreasing, Granularity, OrmSettings
 from ompq.errors import SampleError, TraceError, check_known, shortened
 from ompq.network.observation import Watch, copied, tensors_in
 from ompq.network.units import LayerGraph, Table, Unit, select
@@ -25,8 +26,6 @@ from ompq.samples import (
 )
 from ompq.scores.table import Needs, ScoreInputs, ScoreTable
 from ompq.scores.weight_noise import check_weights_only, noise_table, weight_table
-
-Decreasing = Literal["exp(-x)", "-log(x)", "-x", "-x^3", "-exp(x)"]
 
 _CHUNK = 1 << 22  # elements of a feature that a CPU works on at a time
 _GPU_CHUNK = 1 << 26  # the same on a GPU: 256 MiB of float32
@@ -214,7 +213,6 @@ def _tiny(tensor: Tensor) -> float:
     return float(torch.finfo(tensor.dtype).tiny)
 
 
-Granularity = Literal["layer", "block", "stage", "net"]
 _OTHER_PATH = (
     "the network took a different path than when it was traced with one sample; ORM "
     "needs the same path for every batch. A network that takes images one by one, as "
@@ -222,29 +220,6 @@ _OTHER_PATH = (
     "see Detectors in docs/guide.md"
 )
 ORM_BATCH = 256  # samples per batch: each layer has a 256 × 256 Gram matrix
-
-
-@dataclass(frozen=True)
-class OrmSettings:
-    """How ORM is measured and turned into importance.
-
-    Attributes:
-        beta: How much layers differ: theta = exp(−beta · gamma).
-        centred: False is the paper's metric, True that of its released code.
-        decreasing: Function from gamma to theta.
-        granularity: What counts as one function f_i. With ``block``, ``stage`` and
-            ``net``, a plan gives one width to each of them, as the authors do.
-        exclude: Patterns of units to leave out, such as pinned ones.
-        per_function: Whether gamma is divided by the number of other functions, so
-            that beta means the same at any depth.
-    """
-
-    beta: float = 1.0
-    centred: bool = False
-    decreasing: Decreasing = "exp(-x)"
-    granularity: Granularity = "layer"
-    exclude: tuple[str, ...] = ()
-    per_function: bool = False
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ompq.bit_widths import FLOAT_BITS
+from ompq.configs import OrmSettings
 from ompq.network.observation import (
     Watch,
     function_name,
@@ -37,7 +38,6 @@ from ompq.scores.orthogonality import (
     ORM_BATCH,
     Grams,
     OrmResult,
-    OrmSettings,
     measure_orm,
     sample_rows,
 )

@@ -9,12 +9,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ompq.bit_widths import FLOAT_BITS, SMALLEST_BITS
+from ompq.configs import TrainConfig
 from ompq.entropy_coding.rates import between_codes
 from ompq.errors import DataError, QuantizationError
 from ompq.layers import QuantizedLayer, activation_quantizers, quantized_layers
 from ompq.quantization.record import quantization_of
 from ompq.samples import Batch, batch_length, call, class_rows, first_tensor, to_device
-from ompq.training.train_config import TrainConfig
 
 # A scale must stay positive: it may shrink to this fraction of its initial value. One
 # that would fall further is no longer useful for its tensor anyway.

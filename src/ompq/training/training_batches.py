@@ -8,10 +8,10 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 import torch
 from torch import Tensor
 
+from ompq.configs import TrainConfig
 from ompq.errors import DataError
 from ompq.network.observation import tensors_in
 from ompq.samples import Batch
-from ompq.training.train_config import TrainConfig
 
 LabelledBatch: TypeAlias = tuple[Batch, Any]
 Shard: TypeAlias = tuple[int, int]  # index of a process, and number of processes

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ompq.allocation.problem import Allocation
+from ompq.configs import TrainConfig
 from ompq.errors import TrainingError, shortened
 from ompq.evaluation import targets_on
 from ompq.layers import activation_quantizers, quantized_layers
@@ -19,7 +20,6 @@ from ompq.quantization.record import keep_rates, quantization_of, with_quantizat
 from ompq.samples import cudnn_kernels
 from ompq.training.step import Loss
 from ompq.training.tracking import Tracker
-from ompq.training.train_config import TrainConfig
 from ompq.training.training_batches import (
     Batches,
     LabelledBatch,

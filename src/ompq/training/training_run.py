@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ompq.checkpoints import run_identity
+from ompq.configs import TrainConfig
 from ompq.errors import DataError, MissingExtraError
 from ompq.evaluation import targets_on
 from ompq.layers import quantized_layers
@@ -41,7 +42,6 @@ from ompq.training.step import (
     may_leave_unused,
     memory_layout,
 )
-from ompq.training.train_config import TrainConfig
 from ompq.training.training_batches import Batches, LabelledBatch, Shard, checked_length
 
 MODEL_PREFIX, _MOMENTUM, _COUNTS = "model/", "momentum/", "counts"

@@ -17,6 +17,7 @@ from torch import nn
 
 from ompq.allocation.problem import Allocation, Problem
 from ompq.bit_widths import FLOAT_BITS, LARGEST_HALF_BITS
+from ompq.configs import QuantizeConfig
 from ompq.cost_tables import Cost
 from ompq.costs import cost_tables
 from ompq.errors import ExportError
@@ -26,7 +27,6 @@ from ompq.layers import activation_quantizers
 from ompq.network.units import Choice, LayerGraph, Unit
 from ompq.packed.packed_files import graph_bytes
 from ompq.quantization.pipeline import quantize
-from ompq.quantization.quantize_config import QuantizeConfig
 from ompq.runtimes.onnx.onnx_graph import OnnxGraph, as_integers, libraries
 from ompq.runtimes.onnx.traced_graph import traced_model
 from ompq.runtimes.onnx.weight_containers import (

@@ -1,0 +1,59 @@
+"""The bits that quantize() is given: by a plan, an allocation or patterns."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from ompq.allocation.problem import Allocation
+from ompq.configs import Pin, QuantizeConfig
+from ompq.errors import PlanError, QuantizationError, shortened
+from ompq.network.units import Choice, LayerGraph, select
+from ompq.plans import Plan, read_bits
+
+_DEFAULT_ACTIVATION_BITS = 8  # where only weight bits are given
+
+
+def resolve_choices(
+    plan: Plan | Allocation | Mapping[str, Pin] | str | Path,
+    graph: LayerGraph,
+    config: QuantizeConfig,
+) -> tuple[LayerGraph, Allocation]:
+    """Return the graph with its group size, and the bits of all units."""
+    if isinstance(plan, str | Path):
+        plan = read_bits(Path(plan))
+    if isinstance(plan, Plan):
+        plan.check_network(graph)
+        planned = plan.graph.group_size
+        if config.group_size not in (None, planned):
+            raise PlanError(
+                f"group_size={config.group_size}, but the plan was made for scales of "
+                f"{f'groups of {planned}' if planned else 'whole channels'}: plan with "
+                "this group_size, or quantize without it"
+            )
+        return graph.grouped(planned), plan.allocation
+    if not isinstance(plan, Allocation):
+        if not isinstance(plan, Mapping):
+            raise TypeError(
+                f"plan={plan!r} decides no bits; give a plan, a file, or a dict such "
+                'as {"*": 4}'
+            )
+        plan = _match_patterns(plan, graph)
+    missing = [name for name in graph.names if name not in plan]
+    if missing:
+        raise QuantizationError(
+            f"the allocation has no bits for {shortened(missing)}; "
+            'give them, or "*" for all (32 keeps a layer float)'
+        )
+    return graph.grouped(config.group_size), plan
+
+
+def _match_patterns(bits: Mapping[str, Pin], graph: LayerGraph) -> Allocation:
+    found: dict[str, Choice] = {}
+    for pattern, given in bits.items():
+        pair = (given, _DEFAULT_ACTIVATION_BITS) if isinstance(given, int) else given
+        if not isinstance(pair, tuple | list) or not 2 <= len(pair) <= 3:
+            raise TypeError(
+                f"{pattern!r}: {given!r} is no bit width; write 4, (4, 8) for weights "
+                "and inputs, or (8, 8, 2.5) for coded weights"
+            )
+        found |= dict.fromkeys(select(graph.names, pattern), Choice(*pair))
+    return Allocation(found)
