@@ -120,6 +120,11 @@ def test_sections_survive_json():
     assert sections_from_json(json.loads(text)) == sections
 
 
+def test_kinds_of_sections_keep_their_names_in_files():
+    kinds = {entry["section"] for entry in sections_to_json(every_section())}
+    assert kinds >= {"Accuracy", "Agreement", "BlockError", "Histogram", "StageTime"}
+
+
 @pytest.mark.parametrize(
     ("entry", "words"),
     [

@@ -1,6 +1,7 @@
 """Networks of which PyTorch writes the graph: any operation, weights only, float."""
 
 import copy
+import dataclasses
 from dataclasses import replace
 
 import numpy as np
@@ -198,6 +199,7 @@ def test_floats_are_listed_and_the_rest_runs_in_kernels_of_8_bits(tmp_path):
     result = export_onnx(network, tmp_path / "net.onnx", images(8))
     # The first convolution ends in a SiLU, so nothing rounds what it gives.
     assert result.floats == {"Conv": 1, "Sigmoid": 2, "Mul": 2, "ReduceMean": 1}
+    assert dataclasses.asdict(result)["floats"] == result.floats  # as in --json
     assert result.reason.startswith("silu in act has no integer kernel")
     options = onnxruntime.SessionOptions()
     options.optimized_model_filepath = str(tmp_path / "optimized.onnx")

@@ -160,7 +160,14 @@ _Measured: TypeAlias = (
     Accuracy | BlockErrorSection | Histogram | _Audited | AgreementSection
 )
 Section: TypeAlias = _Measured | LayerEffect | StageTime | Remark | Versions
-_KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in get_args(Section)}
+
+
+def _kind(section: type[Any]) -> str:
+    """Return the name of a kind of section in files, which outlives the class's."""
+    return section.__name__.removesuffix("Section")
+
+
+_KINDS: dict[str, type[Any]] = {_kind(one): one for one in get_args(Section)}
 
 
 def sections_to_json(sections: Iterable[Section]) -> list[dict[str, Any]]:
@@ -170,7 +177,7 @@ def sections_to_json(sections: Iterable[Section]) -> list[dict[str, Any]]:
         >>> sections_to_json([StageTime("plan", 2.5)])
         [{'section': 'StageTime', 'name': 'plan', 'seconds': 2.5}]
     """
-    return [{"section": type(one).__name__, **asdict(one)} for one in sections]
+    return [{"section": _kind(type(one)), **asdict(one)} for one in sections]
 
 
 def sections_from_json(data: Iterable[Mapping[str, Any]]) -> list[Section]:

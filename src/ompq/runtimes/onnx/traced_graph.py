@@ -108,7 +108,7 @@ def traced_model(quantized: nn.Module, samples: SamplesLike, opset: int) -> Trac
         if unit.name in graph.biases:
             state[bias_key(unit)].copy_(graph.biases[unit.name])
     graph.finish()
-    return TracedModel(graph.model, tuple(stored), rounded, graph.floats())
+    return TracedModel(graph.model, tuple(stored), rounded, dict(graph.floats()))
 
 
 def float_model(model: nn.Module, samples: SamplesLike, opset: int = 21) -> Any:
