@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from nets import TinyResNet, images, seeded, values
+from ompq.network.dataflow import call_flow
 from ompq.network.observation import (
     ForwardPass,
     Watch,
@@ -35,7 +36,7 @@ def test_data_flow_of_a_residual_block():
     assert readers == {"block2.bn2", "block2.downsample.1"}
     assert recording.calls[0].inputs == (-1,)
     assert recording.calls[0].parameters == ("stem.weight",)
-    (relu,) = recording.consumers()[total.position]
+    (relu,) = call_flow(recording).readers(total.position)
     assert by_position[relu].function == "relu"
 
 

@@ -28,6 +28,7 @@ from ompq.integer.arithmetic import (
     taps,
 )
 from ompq.layers import QuantizedConv2d, QuantizedLayer, QuantizedLinear
+from ompq.network.passive import SAME, SHAPES
 
 Shape: TypeAlias = tuple[int, ...]
 
@@ -660,9 +661,6 @@ OPERATORS: dict[str, tuple[Callable[[FunctionCall], Value], dict[str, Any]]] = {
     "cat": (Concatenate.called, {"dim": 0}),
     "getitem": (Slice.called, {"index": None}),
     "pad": (Pad.called, {"pad": None, "mode": "constant", "value": None}),
-    **{n: (Flatten.called, {}) for n in ("flatten", "view", "reshape", "squeeze")},
-    **{
-        name: (lambda call: call.value, {})
-        for name in ("dropout", "dropout2d", "contiguous", "clone", "detach", "to")
-    },
+    **{name: (Flatten.called, {}) for name in SHAPES},
+    **{name: (lambda call: call.value, {}) for name in SAME},
 }

@@ -5,9 +5,8 @@ from math import prod
 
 from torch import nn
 
-from ompq.network.dataflow import is_sum
+from ompq.network.dataflow import OUTSIDE, call_flow, is_sum, rearranges
 from ompq.network.observation import Call, Recording
-from ompq.network.passive import REARRANGING
 
 
 def find_stages(
@@ -57,17 +56,16 @@ def _joins(recording: Recording) -> Iterator[Call]:
 
     Rotary positions do so with parts of one tensor, which are not branches.
     """
-    # Call → the calls that computed what it rearranges; none for constants.
-    origins: dict[int, frozenset[int]] = {-1: frozenset({-1})}
+    dataflow, computed = call_flow(recording), {OUTSIDE}
     for call in recording.calls:
-        read = [found for at in call.inputs if (found := origins[at])]
-        if call.function in REARRANGING:
-            origins[call.position] = frozenset[int]().union(*read)
-        else:
-            made = {call.position} if read or call.parameters else ()
-            origins[call.position] = frozenset(made)
-        if (is_sum(call) or call.function == "cat") and len({*read}) > 1:
-            yield call
+        weights = call.parameters and not rearranges(call)
+        if weights or not computed.isdisjoint(call.inputs):  # otherwise a constant
+            computed.add(call.position)
+        if is_sum(call) or call.function == "cat":
+            walks = (dataflow.back([at], rearranges) for at in call.inputs)
+            origins = {frozenset(computed.intersection(walk.ends)) for walk in walks}
+            if len(origins - {frozenset()}) > 1:
+                yield call
 
 
 def _ancestors(name: str) -> list[str]:

@@ -14,7 +14,15 @@ from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from ompq.errors import OmpqError, QuantizationError, TraceError, shortened
 from ompq.network.attention import with_layers
 from ompq.network.blocks import find_blocks, find_stages
-from ompq.network.dataflow import find_sole_consumers, is_sum, producers
+from ompq.network.dataflow import (
+    ACTIVATIONS,
+    NORMS,
+    OUTSIDE,
+    call_flow,
+    follows_unit,
+    is_sum,
+    is_view,
+)
 from ompq.network.observation import (
     Call,
     ModuleCall,
@@ -23,17 +31,13 @@ from ompq.network.observation import (
     is_linear_map,
     record,
 )
-from ompq.network.passive import (
-    ACTIVATIONS,
-    LAYOUT,
-    MOST_OPERANDS,
-    NORMS,
-    PASSED,
-    PRODUCTS,
-)
+from ompq.network.passive import LAYOUTS
 from ompq.network.units import IN_PLACE, LayerGraph, LiveTensor, Skipped, Unit
 from ompq.samples import Samples, SamplesLike, model_device, to_device
 
+# Products of two activations: arithmetic that no weight's bits describe.
+_PRODUCTS = {"matmul", "bmm", "baddbmm", "einsum", "scaled_dot_product_attention"}
+_MOST_OPERANDS = 4  # of a product: attention's queries, keys, values, probabilities
 COUNTER = "num_batches_tracked"  # of batch norms: computes nothing, files may lack it
 
 
@@ -117,14 +121,16 @@ def live_tensors(
     take no memory. What a call reads is alive together with what it returns.
     ``inputs`` is the number of values in one input of the network.
     """
-    consumers, calls = recording.consumers(), recording.calls
+    dataflow, calls = call_flow(recording), recording.calls
     home = {-1: -1}  # call → the call whose memory holds its output
     values = {-1: inputs}
     for call in calls:
         source = home.get(call.inputs[0], -1) if len(call.inputs) == 1 else -2
         size = prod(call.shape)
-        alone = consumers.get(call.inputs[0]) == [call.position] if call.inputs else 0
-        in_place = call.function in LAYOUT or (call.function in PASSED and alone)
+        alone = call.inputs and dataflow.readers(call.inputs[0]) == [call.position]
+        in_place = call.function in LAYOUTS or (
+            alone and call.function in NORMS | ACTIVATIONS
+        )
         same = source >= -1 and values[source] == size
         home[call.position] = source if in_place and same else call.position
         values.setdefault(home[call.position], size)
@@ -328,10 +334,10 @@ def _placed(
     modules: Mapping[str, nn.Module], recording: Recording, units: Sequence[Unit]
 ) -> list[Unit]:
     """Return the units with what the calls around them tell."""
-    consumers = recording.consumers()
     times = Counter(call.name for call in recording.module_calls)
     blocks = find_blocks(modules, recording, [unit.name for unit in units])
-    chains = [[*find_sole_consumers(recording, consumers, unit)] for unit in units]
+    dataflow = call_flow(recording)
+    chains = [[*dataflow.chain(unit.feature, follows_unit)] for unit in units]
     # An inner convolution is represented by what its activation returns, a block's
     # last convolution by what the block returns.
     features = [
@@ -396,7 +402,7 @@ def _products(recording: Recording) -> Iterator[Skipped]:
     found = Counter(
         call.function
         for call in recording.calls
-        if (call.function in PRODUCTS and len(call.inputs) > 1)
+        if (call.function in _PRODUCTS and len(call.inputs) > 1)
         or call.function == "multi_head_attention_forward"
     )
     for function, count in found.items():
@@ -415,15 +421,15 @@ def _tensors_read(recording: Recording, units: Sequence[Unit]) -> int:
         for call in recording.calls
         if call.function in ("add", "cat", "mean") or "avg_pool" in call.function
     ]
-    products = [call for call in recording.calls if call.function in PRODUCTS]
-    read = sum(len(call.inputs) for call in joined) + MOST_OPERANDS * len(products)
+    products = [call for call in recording.calls if call.function in _PRODUCTS]
+    read = sum(len(call.inputs) for call in joined) + _MOST_OPERANDS * len(products)
     return max(len(units), len(called)) + read
 
 
 def _movable_channels(recording: Recording, units: Sequence[Unit]) -> int:
     """Return how many inputs linear units read from a LayerNorm or an attention."""
     linear = {u.parameter: u.weight_shape[1] for u in units if u.kind == "linear"}
-    calls = recording.calls
+    calls, dataflow = recording.calls, call_flow(recording)
     return sum(
         linear[key]
         for call in calls
@@ -431,9 +437,9 @@ def _movable_channels(recording: Recording, units: Sequence[Unit]) -> int:
         if key in linear
         for at in call.inputs
         if any(
-            calls[source].function in ("layer_norm", *PRODUCTS)
-            for source in producers(calls, at)
-            if source >= 0
+            calls[source].function in ("layer_norm", *_PRODUCTS)
+            for source in dataflow.back([at], is_view).ends
+            if source != OUTSIDE
         )
     )
 

@@ -62,19 +62,6 @@ class Recording:
     # Positions of the calls whose outputs the network returned.
     returned: set[int] = field(default_factory=set)
 
-    def consumers(self, *, caller: bool = False) -> dict[int, list[int]]:
-        """Return, for each call, the positions of the calls that read its output.
-
-        With ``caller``, -1 is among them where the network returns the output.
-        """
-        found: dict[int, list[int]] = {}
-        for each in self.calls:
-            for source in each.inputs:
-                found.setdefault(source, []).append(each.position)
-        for at in self.returned if caller else ():
-            found.setdefault(at, []).append(-1)
-        return found
-
 
 class Watch(TorchFunctionMode):
     """Numbers the calls that return float tensors and shows each to ``visit``.
@@ -165,6 +152,9 @@ def function_name(function: Any) -> str:
 
 def _called(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     name = function_name(function)
+    if name == "interpolate":
+        mode = args[3] if len(args) > 3 else kwargs.get("mode", "nearest")
+        return "interpolate_nearest" if "nearest" in str(mode) else name
     bounds = (*args[1:3], kwargs.get("min_val"), kwargs.get("max_val"))
     # nn.ReLU6 calls hardtanh(x, 0, 6); its bounds are what matters to a grid.
     return "relu6" if name == "hardtanh" and bounds[:2] == (0, 6) else name

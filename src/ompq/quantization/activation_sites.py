@@ -7,25 +7,17 @@ from typing import NamedTuple
 from torch import nn
 
 from ompq.bit_widths import FLOAT_BITS, SUM_BITS
-from ompq.network.dataflow import is_sum, unit_calls
+from ompq.network.dataflow import OUTSIDE, call_flow, is_sum, unit_calls
 from ompq.network.observation import Call, Recording
+from ompq.network.passive import CLIPS, MERGES, MOVES
 from ompq.network.units import Choice, LayerGraph, Skipped
 from ompq.quantization.products import OPERANDS, find_products
 
-# These return values of their input, so their output is on the grid of their input.
-_PASSIVE = {
-    "max_pool1d", "max_pool2d", "max_pool3d", "adaptive_max_pool2d", "flatten",
-    "unflatten", "view", "reshape", "permute", "transpose", "movedim", "contiguous",
-    "clone", "detach", "to", "dropout", "dropout1d", "dropout2d", "dropout3d",
-    "squeeze", "unsqueeze", "chunk", "split", "getitem", "channel_shuffle",
-    "boolean_dispatch", "pad", "pixel_shuffle",
-}  # fmt: skip
 _AVERAGES = {"avg_pool1d", "avg_pool2d", "adaptive_avg_pool1d", "adaptive_avg_pool2d",
              "mean"}  # fmt: skip
 # Their outputs have a long tail, which a grid of powers may represent better.
 _LONG_TAILED = {"gelu"}
 _FLOAT_NORMS = {"layer_norm", "rms_norm", "group_norm"}
-_CLIPS = {"relu", "relu6", "clamp_min"}
 _UNPLACED = "no single module returns or reads this tensor: it stays float"
 
 
@@ -121,7 +113,7 @@ class _Finder:
     ) -> None:
         self.model, self.sum_bits = model, sum_bits
         self.calls = recording.calls
-        self.consumers = recording.consumers()
+        self.dataflow = call_flow(recording)
         self.call_counts: dict[str, int] = {}
         self.producers: dict[int, list[str]] = {}  # position → modules that return it
         for call in recording.module_calls:
@@ -139,44 +131,41 @@ class _Finder:
         Such sums are not computed in integers: a transformer's residual stream stays
         float.
         """
-        found: set[int] = set()
-        for call in reversed(self.calls):
-            carries = is_sum(call) or call.function in _PASSIVE
-            if call.function in _FLOAT_NORMS or (carries and call.position in found):
-                found.update(call.inputs)
-        return found
+        read = [s for c in self.calls if c.function in _FLOAT_NORMS for s in c.inputs]
+        walk = self.dataflow.back(
+            read, lambda call: is_sum(call) or call.function in MOVES
+        )
+        return {*walk.ends, *walk.passed}
 
     def left_is_softmax(self, call: Call) -> bool:
         """Whether the first operand of a product comes from a softmax."""
-        sources = self._sources(call.inputs[0]) if call.inputs else []
+        sources = self._sources(call.inputs[:1])
         return [self.calls[at].function for at in sources if at >= 0] == ["softmax"]
 
     def read_by(self, call: Call) -> list[int]:
         """Return the sources that a call reads, directly or through passive calls."""
-        return [source for at in call.inputs for source in self._sources(at)]
+        return self._sources(call.inputs)
 
-    def _sources(self, at: int) -> list[int]:
-        """Return the calls that computed a tensor's values; concatenated ones merge."""
-        if at < 0:
-            return [-1]
-        call = self.calls[at]
-        if call.function == "cat":
-            sources = self.read_by(call)
-            for source in sources[1:]:
-                self.parent[self._root(source)] = self._root(sources[0])
-            return sources
-        if len(call.inputs) == 1 and self._passes_on(call):
-            return self._sources(call.inputs[0])
-        return [at] if call.inputs else []  # computed from parameters alone: a constant
+    def _sources(self, read: Sequence[int]) -> list[int]:
+        """Return the calls that computed tensors' values; merged ones share a grid."""
+        walk = self.dataflow.back(read, self._passes_on)
+        for at in walk.passed:
+            if self.calls[at].function in MERGES:
+                first, *others = self._sources(self.calls[at].inputs) or [at]
+                for source in others:
+                    self.parent[self._root(source)] = self._root(first)
+        # What is computed from parameters alone is a constant.
+        return [at for at in walk.ends if at == OUTSIDE or self.calls[at].inputs]
 
     def _passes_on(self, call: Call) -> bool:
-        """Whether a call with one input returns values of its input."""
-        if call.function in _PASSIVE:
-            return True
+        """Whether a call returns values of its inputs."""
+        if call.function in MERGES or len(call.inputs) != 1:
+            return call.function in MERGES
         (source,) = call.inputs
-        same_shape = source >= 0 and self.calls[source].shape == call.shape
+        same_shape = source != OUTSIDE and self.calls[source].shape == call.shape
         # An adaptive pool that keeps the shape averages single values.
-        return same_shape and call.function.startswith("adaptive_avg_pool")
+        averages = same_shape and call.function.startswith("adaptive_avg_pool")
+        return averages or call.function in MOVES
 
     def _root(self, source: int) -> int:
         while (parent := self.parent.get(source, source)) != source:
@@ -212,9 +201,9 @@ class _Finder:
         return any(at in read or self._is_sum(at) for at in members)
 
     def _is_sum(self, at: int) -> bool:
-        if at >= 0 and self.calls[at].function in _CLIPS:
+        if at != OUTSIDE and self.calls[at].function in CLIPS:
             (at,) = self.calls[at].inputs[:1]
-        return at >= 0 and is_sum(self.calls[at])
+        return at != OUTSIDE and is_sum(self.calls[at])
 
     def _stream_sites(self, members: Sequence[int], bits: int) -> list[ActivationSite]:
         """Return the site of a residual stream, and that of the layers that read it."""
@@ -244,20 +233,16 @@ class _Finder:
                 return [name]
         # An activation without a module: a grid with the same range clips as well, so
         # the quantizer may come before it.
-        if at >= 0 and self.calls[at].function in _CLIPS:
+        if at != OUTSIDE and self.calls[at].function in CLIPS:
             source = self.calls[at].inputs[0]
-            if self.consumers.get(source) == [at]:
+            if self.dataflow.readers(source) == [at]:
                 return self._after(source)
         return []
 
     def _before(self, at: int) -> list[str]:
         """Return the modules of the units that read this tensor."""
-        if at < 0:
+        if at == OUTSIDE:
             return [""]
-        found = []
-        for consumer in self.consumers.get(at, ()):
-            if consumer in self.unit_of:
-                found.append(self.calls[consumer].module)
-            elif self.calls[consumer].function in _PASSIVE:
-                found += self._before(consumer)
+        readers = self.dataflow.ahead(at, lambda call: call.function in MOVES).ends
+        found = [self.calls[one].module for one in readers if one in self.unit_of]
         return [name for name in found if self.call_counts.get(name) == 1]

@@ -28,7 +28,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ompq.activation_ranges import fake_quantize_tensor
 from ompq.bit_widths import FLOAT_BITS
-from ompq.network.dataflow import producers, units_read_once
+from ompq.network.dataflow import OUTSIDE, Dataflow, call_flow, is_view, units_read_once
 from ompq.network.folding import channel_axis, scaled_channels
 from ompq.network.observation import (
     Call,
@@ -239,16 +239,16 @@ def _norm_pairs(
     model: nn.Module, recording: Recording, units: Collection[Unit]
 ) -> Iterator[tuple[str, str]]:
     """Yield each LayerNorm whose output only one linear unit reads, with that unit."""
-    consumers = recording.consumers()
+    dataflow = call_flow(recording)
     call_counts = Counter(call.name for call in recording.module_calls)
     linear = {unit.name for unit in units if unit.kind == "linear"}
     for call in recording.calls:
-        if call.function != "layer_norm" or call.position in recording.returned:
+        if call.function != "layer_norm":
             continue
-        following = consumers.get(call.position, ())
-        if len(following) != 1 or not _is_affine(model.get_submodule(call.module)):
+        reader = dataflow.only_reader(call.position)
+        if reader is None or not _is_affine(model.get_submodule(call.module)):
             continue
-        unit = recording.calls[following[0]].module
+        unit = recording.calls[reader].module
         if unit in linear and call_counts[call.module] == call_counts[unit] == 1:
             yield call.module, unit
 
@@ -264,12 +264,11 @@ def _depthwise_pairs(
     model: nn.Module, recording: Recording, units: Collection[Unit]
 ) -> Iterator[tuple[str, str]]:
     """Yield each unit or norm that only one depthwise unit reads, with that unit."""
-    consumers = recording.consumers(caller=True)
     unit_at = units_read_once(recording, units)
     for position, consumer in unit_at.items():
         if consumer.kind != "depthwise":
             continue
-        source, norm = _producer(recording.calls, consumers, position)
+        source, norm = _producer(call_flow(recording), position)
         producer = unit_at.get(source)
         if producer is None or producer.kind not in _PRODUCERS or producer.norm != norm:
             continue
@@ -277,19 +276,17 @@ def _depthwise_pairs(
             yield norm or producer.name, consumer.name
 
 
-def _producer(
-    calls: Sequence[Call], consumers: Mapping[int, list[int]], position: int
-) -> tuple[int, str]:
+def _producer(dataflow: Dataflow[Call], position: int) -> tuple[int, str]:
     """Go back from a call, through activation and batch norm, to its producer.
 
     Return the position of the producing call and the norm's name. The position is -1 at
     the network's input and at tensors that other calls read too.
     """
-    at, norm = position, ""
+    at, norm, calls = position, "", dataflow.operations
     while len(calls[at].inputs) == 1:
         (source,) = calls[at].inputs
-        if source < 0 or consumers[source] != [at]:
-            return -1, norm
+        if source == OUTSIDE or dataflow.only_reader(source) != at:
+            return OUTSIDE, norm
         at, function = source, calls[source].function
         if function == "batch_norm" and not norm:
             norm = calls[at].module
@@ -342,21 +339,27 @@ class _Attention(NamedTuple):
 
 def _attentions(recording: Recording, units: Collection[Unit]) -> dict[str, _Attention]:
     """Return the linear units that are sole readers of a product of other outputs."""
-    calls, consumers = recording.calls, recording.consumers(caller=True)
+    calls, dataflow = recording.calls, call_flow(recording)
+
+    def origins(at: int) -> set[int]:
+        return {*dataflow.back(calls[at].inputs, is_view).ends}
+
+    def readers(at: int) -> set[int]:
+        return {*dataflow.ahead(at, is_view).ends}
+
     found_at = units_read_once(recording, units).items()
     unit_at = {at: unit.name for at, unit in found_at if unit.kind == "linear"}
     positions = [call.position for call in calls if call.function in OPERANDS]
     order = {position: number for number, position in enumerate(positions)}
     found: dict[str, _Attention] = {}
     for position, name in unit_at.items():
-        inputs = {s for at in calls[position].inputs for s in producers(calls, at)}
-        product = next(iter(inputs), -1)
+        inputs = origins(position)
+        product = next(iter(inputs), OUTSIDE)
         if len(inputs) > 1 or not _is_product(calls, product):
             continue
-        if _consumers(calls, consumers, product) != {position}:
+        if readers(product) != {position}:
             continue
-        sources = {s for at in calls[product].inputs for s in producers(calls, at)}
-        read = {s: _consumers(calls, consumers, s) for s in sources & unit_at.keys()}
+        read = {source: readers(source) for source in origins(product) & unit_at.keys()}
         only = [s for s in sorted(read) if all(_is_product(calls, r) for r in read[s])]
         if only:
             products = {order[at] for source in only for at in read[source]}
@@ -365,18 +368,7 @@ def _attentions(recording: Recording, units: Collection[Unit]) -> dict[str, _Att
 
 
 def _is_product(calls: Sequence[Call], at: int) -> bool:
-    return at >= 0 and calls[at].function in OPERANDS
-
-
-def _consumers(
-    calls: Sequence[Call], consumers: Mapping[int, list[int]], at: int
-) -> set[int]:
-    """Return the calls that read a call's output, directly or through views of it."""
-    found: set[int] = set()
-    for one in consumers.get(at, ()):
-        passes = one >= 0 and producers(calls, one) != {one}
-        found |= _consumers(calls, consumers, one) if passes else {one}
-    return found
+    return at != OUTSIDE and calls[at].function in OPERANDS
 
 
 class _Probe:

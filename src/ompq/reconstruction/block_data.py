@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ompq.configs import BlockLossKind
 from ompq.errors import QuantizationError, SampleError
+from ompq.network.dataflow import call_flow
 from ompq.network.folding import normalised_by
 from ompq.network.graph import observe
 from ompq.network.observation import ForwardPass, tensors_in, with_tensors
@@ -302,7 +303,6 @@ def merged(
     if most == 1:
         return [(name,) for name in blocks]
     recording = observe(model, samples)
-    consumers = recording.consumers()
     outputs = {each.name: each.output for each in recording.module_calls}
     call_counts = Counter(each.name for each in recording.module_calls)
     plain: set[str] = set()  # blocks that take one tensor and return one
@@ -322,9 +322,9 @@ def merged(
         calls = [c for c in recording.calls if f"{c.module}.".startswith(f"{second}.")]
         inside = {call.position for call in calls}
         read = {source for call in calls for source in call.inputs} - inside
-        output = outputs[first]
+        output = cast(int, outputs[first])
         only_input = output not in recording.returned and read == {output}
-        return only_input and inside.issuperset(consumers[cast(int, output)])
+        return only_input and inside.issuperset(call_flow(recording).readers(output))
 
     groups: list[tuple[str, ...]] = []
     for name in blocks:

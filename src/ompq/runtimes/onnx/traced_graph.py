@@ -33,8 +33,10 @@ from ompq.layers import (
     plain_class,
     quantized_layers,
 )
+from ompq.network.dataflow import OUTSIDE, Dataflow
 from ompq.network.graph import bias_key
 from ompq.network.observation import copied, tensors_in
+from ompq.network.passive import CLIPS, COPIES, LAYOUTS, MERGES, POOLS, VIEWS
 from ompq.network.units import Unit
 from ompq.packed.format import broadcast_grid, quantized_units
 from ompq.quantization.record import quantization_of
@@ -53,15 +55,11 @@ _DOMAIN, _WEIGHT = "ompq", "Weight"  # placeholder node for a weight
 _MULTIPLIED = {"Conv", "Gemm", "MatMul"}  # computed by 8-bit kernels
 _BYTE, _LARGEST_CODE = 8, 255  # bits of a byte, and its largest value
 _BLOCKS_OPSET = 21  # the first in which blocks of a tensor have scales
-# In these nodes, runtimes move or clip the codes of their input.
-_MOVED = {"Reshape", "Transpose", "Flatten", "Squeeze", "Unsqueeze", "Identity"}
-_PASSED = _MOVED | {"MaxPool"}  # their output has the codes of their input
-_CLIPS = {"Relu", "Clip"}
+_PASSED = LAYOUTS | POOLS  # runtimes let the codes of their input pass
 # Nodes that runtimes compute with integers, and nodes that compute nothing.
-_INTEGER = _MULTIPLIED | {"Add", "MaxPool", "AveragePool", "GlobalAveragePool"}
-_SILENT = _MOVED | {
-    "Cast", "Concat", "Constant", "ConstantOfShape", "Expand", "Gather", "Pad", "Range",
-    "Shape", "Slice", "Split", "Tile", _QUANTIZE, _DEQUANTIZE,
+_INTEGER = POOLS | _MULTIPLIED | {"Add", "AveragePool", "GlobalAveragePool"}
+_SILENT = VIEWS | COPIES | MERGES | {
+    "Cast", "Constant", "ConstantOfShape", "Range", "Shape", _QUANTIZE, _DEQUANTIZE,
 }  # fmt: skip
 
 
@@ -285,6 +283,14 @@ def _whole(codes: Tensor, grid: Grid) -> IntegerWeight:
     )
 
 
+def _passes(operation: "_Node") -> bool:
+    return operation.function in _PASSED
+
+
+def _clips(operation: "_Node") -> bool:
+    return operation.function in CLIPS
+
+
 class _Use(NamedTuple):
     """A node that multiplies codes with a weight."""
 
@@ -292,6 +298,17 @@ class _Use(NamedTuple):
     turned: Any  # the node that transposes the weight before it, or None
     source: CodeGrid  # grid of the codes
     step: str  # name of the constant that holds their scale
+
+
+class _Node(NamedTuple):
+    """A node as a walk through the graph sees it."""
+
+    node: Any
+    inputs: tuple[int, ...]  # nodes that compute what it reads; OUTSIDE for others
+
+    @property
+    def function(self) -> str:
+        return str(self.node.op_type)
 
 
 class _Graph:
@@ -305,18 +322,25 @@ class _Graph:
         self.outputs = {output.name for output in model.graph.output}
         self._share_grids()
         self._drop_idle_relus()
-        self.producer = {name: node for node in self.nodes for name in node.output}
-        self.readers: dict[str, list[Any]] = {}
-        for node in self.nodes:
-            for name in node.input:
-                self.readers.setdefault(name, []).append(node)
+        self.places = {n: at for at, one in enumerate(self.nodes) for n in one.output}
+        self.dataflow = self._dataflow()
         self.multiplied: list[Any] = []  # nodes that 8-bit kernels compute
         self.biases: dict[str, Tensor] = {}  # of units, rounded to whole steps
-        self.places: dict[str, list[Any]] = {}  # unit → placeholders of its weight
+        self.held: dict[str, list[Any]] = {}  # unit → placeholders of its weight
         for node in self.nodes:
             if node.domain == _DOMAIN:
                 unit = node.attribute[0].s.decode()
-                self.places.setdefault(unit, []).append(node)
+                self.held.setdefault(unit, []).append(node)
+
+    def _dataflow(self) -> Dataflow[_Node]:
+        """Return who reads what; of what passes values on, only the values count."""
+        found = []
+        for node in self.nodes:
+            names = node.input[:1] if node.op_type in _PASSED else node.input
+            inputs = (self.places.get(name, OUTSIDE) for name in names)
+            found.append(_Node(node, tuple(inputs)))
+        returned = {self.places[name] for name in self.outputs & self.places.keys()}
+        return Dataflow(found, returned)
 
     def _share_grids(self) -> None:
         """Name scales and zero points of activations by value, so they are shared."""
@@ -378,7 +402,7 @@ class _Graph:
 
     def store(self, unit: Unit, codes: Tensor, grid: Grid) -> StoredWeight:
         """Replace the placeholders of a unit's weight by integers."""
-        name, places = unit.name, self.places.get(unit.name, [])
+        name, places = unit.name, self.held.get(unit.name, [])
         if not places:
             raise ExportError(
                 f"{name}: its weight is not in the graph that PyTorch wrote; pin it to "
@@ -420,7 +444,7 @@ class _Graph:
             self._constant(f"{name}/zeros", np.zeros(len(scale), np.int8)),
         ]
         self._node(_DEQUANTIZE, given, f"{name}/weight", axis=1)
-        [place, *others] = self.places[name]
+        [place, *others] = self.held[name]
         node = None if others else self._reader(place)
         source = None if node is None else self._dequantized(node.input[0])
         shift = node.input[2] if node is not None and len(node.input) > 2 else ""
@@ -465,7 +489,7 @@ class _Graph:
         if source is None or (node.op_type == "Conv" and not self._rounded(node)):
             return None
         step, zero = source.input[1:3]
-        clip = self.producer[source.input[0]]
+        clip = self._producer(source)
         highest = (
             self._value(clip.input[2]) if clip.op_type == "Clip" else _LARGEST_CODE
         )
@@ -473,11 +497,15 @@ class _Graph:
         grid = CodeGrid(float(self._value(step)), int(self._value(zero)), bits)
         return _Use(node, turned, grid, step)
 
+    def _producer(self, node: Any) -> Any:
+        """Return the node that computes what a node reads first, or None."""
+        place = self.places.get(node.input[0])
+        return None if place is None else self.dataflow.operations[place].node
+
     def _reader(self, node: Any) -> Any:
         """Return the only node that reads a node's output, or None."""
-        found = self.readers.get(node.output[0], [])
-        alone = len(found) == 1 and node.output[0] not in self.outputs
-        return found[0] if alone else None
+        reader = self.dataflow.only_reader(self.places[node.output[0]])
+        return None if reader is None else self.dataflow.operations[reader].node
 
     def _scaled(self, node: Any) -> bool:
         """Whether a Gemm does more than multiply and add."""
@@ -487,17 +515,20 @@ class _Graph:
 
     def _dequantized(self, name: str) -> Any:
         """Return the node that dequantizes a tensor, before any moves; or None."""
-        node = self.producer.get(name)
-        while node is not None and node.op_type in _PASSED:
-            node = self.producer.get(node.input[0])
-        return node if node is not None and node.op_type == _DEQUANTIZE else None
+        if name not in self.places:
+            return None
+        walk = self.dataflow.back([self.places[name]], _passes)
+        found = [self.dataflow.operations[at].node for at in walk.ends if at != OUTSIDE]
+        alone = len(found) == len(walk.ends) == 1 and found[0].op_type == _DEQUANTIZE
+        return found[0] if alone else None
 
     def _rounded(self, node: Any) -> bool:
-        """Whether every consumer of a node's output quantizes it."""
-        readers = self.readers.get(node.output[0], [])
-        if len(readers) == 1 and readers[0].op_type in _CLIPS:
-            return self._rounded(readers[0])
-        return bool(readers) and all(each.op_type == _QUANTIZE for each in readers)
+        """Whether every reader of a node's output, perhaps clipped, quantizes it."""
+        clips = self.dataflow.chain(self.places[node.output[0]], _clips)
+        *_, (last, _) = (node, ()), *clips
+        readers = self.dataflow.readers(self.places[last.output[0]])
+        kinds = {self.dataflow.operations[at].function for at in readers}
+        return kinds == {_QUANTIZE}
 
     def _multiplied(
         self, unit: Unit, codes: Tensor, grid: Grid, use: _Use
@@ -517,7 +548,7 @@ class _Graph:
         kind, zero = (np.uint8, ZERO_OF_UNSIGNED) if unsigned else (np.int8, 0)
         scale = self._constant(f"{name}/scale", weight.scale.numpy().astype(np.float32))
         zeros = self._constant(f"{name}/zeros", np.full(len(codes), zero, kind))
-        place, (given,) = f"{name}/bytes", self.places[name]
+        place, (given,) = f"{name}/bytes", self.held[name]
         if turned is not None:
             place = self._node("Transpose", [place], f"{name}/turned")
             self.nodes.remove(turned)
@@ -561,8 +592,8 @@ class _Graph:
         return Counter(node.op_type for node in self.nodes if self._is_float(node))
 
     def _is_float(self, node: Any) -> bool:
-        if node.op_type in _CLIPS:  # the grid of its codes clips as well
-            node = self.producer.get(node.input[0], node)
+        if node.op_type in CLIPS:  # the grid of its codes clips as well
+            node = self._producer(node) or node
         if node.op_type in _SILENT or node.domain == _DOMAIN or node in self.multiplied:
             return False
         read = [name for name in node.input if name and name not in self.constants]
