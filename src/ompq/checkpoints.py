@@ -18,9 +18,13 @@ if TYPE_CHECKING:
 
 def run_identity(settings: Any, tensors: "Iterable[Tensor]") -> str:
     """Return a digest of everything that must match for a run to be resumed."""
+    import torch
+
     digest = hashlib.sha256(json.dumps(settings).encode())
     for tensor in tensors:
-        digest.update(tensor.detach().cpu().contiguous().numpy().tobytes())
+        # As bytes: NumPy knows neither bfloat16 nor float8.
+        values = tensor.detach().cpu().contiguous().reshape(-1)
+        digest.update(values.view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 

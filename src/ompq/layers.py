@@ -54,7 +54,8 @@ class ActivationQuantizer(nn.Module):
         """Return the rounded values, shaped as ``x``."""
         if not self.enabled:
             return x
-        # Under autocast, half precision is too coarse to round to 8 bits.
+        kind = self._output_dtype(x)
+        # Half precision is too coarse to round to 8 bits.
         x = x.to(torch.promote_types(x.dtype, self.scale.dtype))
         grid = Grid(self.scale, self.zero_point, self.bits)
         if not torch.is_grad_enabled():
@@ -74,7 +75,16 @@ class ActivationQuantizer(nn.Module):
             low, high = -self.zero_point - 0.5, grid.qmax - self.zero_point + 0.5
             beyond = (x < low * self.scale) | (x > high * self.scale)
             rounded = torch.where(beyond, half_through(x), rounded)
-        return self._kept(rounded, x)
+        return self._kept(rounded, x).to(kind)
+
+    def _output_dtype(self, x: Tensor) -> torch.dtype:
+        """Return the type of the result: the input's, for layers of half precision.
+
+        Under autocast it is that of the scale, and the layers that read it convert it.
+        """
+        if torch.is_autocast_enabled(x.device.type):
+            return torch.promote_types(x.dtype, self.scale.dtype)
+        return x.dtype
 
     def _kept(self, rounded: Tensor, x: Tensor) -> Tensor:
         if self.keep >= 1.0:
@@ -118,10 +128,11 @@ class LogQuantizer(ActivationQuantizer):
         """Return the rounded values, with a straight-through gradient."""
         if not self.enabled:
             return x
+        kind = self._output_dtype(x)
         x = x.to(torch.promote_types(x.dtype, self.scale.dtype))
         grid = Grid(self.scale, self.zero_point, self.bits)
         rounded = on_log_grid(grid, x.detach() + self.shift) - self.shift
-        return self._kept(rounded + (x - x.detach()), x)
+        return self._kept(rounded + (x - x.detach()), x).to(kind)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,5 @@
 """Finalization: scales and sums that integer arithmetic represents exactly."""
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from math import ceil, floor, frexp, log2
@@ -174,16 +173,21 @@ def _better_scale(
 
 
 def _links(model: nn.Module, steps: Steps) -> tuple[Link, ...]:
-    """Return each layer with the quantizers of its input and output."""
+    """Return each layer with the quantizers of its input and output, in order."""
     layers = quantized_layers(model)
-    links = dict.fromkeys(
-        Link(step.module, steps.steps[step.inputs[0]].quantizer, step.quantizer)
-        for step in steps.steps
-        if step.module in layers
+    found: dict[str, list[Link]] = {}
+    for step in steps.steps:
+        if step.module in layers:
+            source = steps.steps[step.inputs[0]].quantizer
+            link = Link(step.module, source, step.quantizer)
+            found.setdefault(step.module, []).append(link)
+    # One link if all calls of a layer read and return the same grids, else one a call.
+    same = {name: len({*links}) == 1 for name, links in found.items()}
+    return tuple(
+        link
+        for name, links in found.items()
+        for link in (links[:1] if same[name] else links)
     )
-    times = Counter(link.layer for link in links)
-    # A layer called with several grids stays float: it cannot round to all of them.
-    return tuple(link for link in links if times[link.layer] == 1)
 
 
 def odd_multiple(scale: float, step: float) -> float:

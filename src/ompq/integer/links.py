@@ -1,12 +1,14 @@
 """Links: quantizers that must share one grid, and integer maps between them."""
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from threading import get_ident
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ompq.integer.lowering import code_grid
+from ompq.integer.lowering import Grids, PassStart, code_grid
 from ompq.integer.operators import layer_weight
 from ompq.layers import (
     ActivationQuantizer,
@@ -31,46 +33,52 @@ class IntegerMap:
     counters tell; they miss writes through ``.data``.
     """
 
-    def __init__(
-        self, source: ActivationQuantizer, target: ActivationQuantizer | None
-    ) -> None:
-        self.source, self.target = source, target
-        self._key: tuple[Any, ...] = ()
-        self._prepared: tuple[Tensor, Tensor, Tensor] | None = None
+    def __init__(self, grids: Sequence[Grids]) -> None:
+        """Prepare a layer; if its calls differ in their grids, ``grids`` has each."""
+        self.grids = grids
+        self.calls: Counter[int] = Counter()  # by thread, in the current forward pass
+        self._prepared: dict[Grids, tuple[Any, tuple[Tensor, Tensor, Tensor]]] = {}
 
     def __call__(self, layer: QuantizedLayer, x: Tensor) -> Tensor:
         """Return the layer's output for x (N, C, ...) on the input's grid."""
-        weight, bias, ratio = self._weight(layer)
+        source, target = self.grids[self.calls[get_ident()] % len(self.grids)]
+        self.calls[get_ident()] += len(self.grids) > 1
+        weight, bias, ratio = self._weight(layer, source, target)
         # In place where possible: these tensors are large, and there are no gradients.
-        levels = (x / self.source.scale).round_().to(weight.dtype)
+        levels = (x / source.scale).round_().to(weight.dtype)
         sums = linear_map(layer, levels, weight, None)
         # Fast convolution algorithms may not give exact integers.
         sums = sums.round_().add_(like_channels(bias, layer, sums)).float()
         scaled = sums.mul_(like_channels(ratio, layer, sums))
-        if self.target is None:
+        if target is None:
             return scaled.to(x.dtype)
-        return scaled.round_().to(x.dtype).mul_(self.target.scale)
+        return scaled.round_().to(x.dtype).mul_(target.scale)
 
-    def _weight(self, layer: QuantizedLayer) -> tuple[Tensor, Tensor, Tensor]:
+    def _weight(
+        self,
+        layer: QuantizedLayer,
+        source: ActivationQuantizer,
+        target: ActivationQuantizer | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Return integral weight (O, ...) and bias (O,), and the float ratio (O,)."""
-        target = self.target
         read = [layer.weight, layer.weight_scale, layer.weight_zero_point, layer.bias]
-        read += [self.source.scale, self.source.zero_point]
+        read += [source.scale, source.zero_point]
         read += [] if target is None else [target.scale]
         key = tuple(
             (t.data_ptr(), t._version, t.dtype, t.device) for t in read if t is not None
         )
-        if self._prepared is None or key != self._key:
-            grid = code_grid(self.source)
+        known, prepared = self._prepared.get((source, target), (None, None))
+        if prepared is None or key != known:
+            grid = code_grid(source)
             weight = layer_weight(layer, grid)
             exact = int(weight.largest_sum(grid).max()) < _WHOLE_FLOATS
             dtype = torch.float32 if exact else torch.float64
-            ratio = self.source.scale.detach().float() * weight.scale.float()
+            ratio = source.scale.detach().float() * weight.scale.float()
             if target is not None:
                 ratio = ratio / target.scale.detach().float()
-            self._prepared = weight.values.to(dtype), weight.bias.to(dtype), ratio
-            self._key = key
-        return self._prepared
+            prepared = weight.values.to(dtype), weight.bias.to(dtype), ratio
+            self._prepared[source, target] = key, prepared
+        return prepared
 
 
 def link_layers(model: nn.Module, links: Iterable[Link]) -> None:
@@ -78,7 +86,16 @@ def link_layers(model: nn.Module, links: Iterable[Link]) -> None:
     layers, quantizers = quantized_layers(model), activation_quantizers(model)
     for layer in layers.values():
         layer.integers = None
-    for link in links:
-        layers[link.layer].integers = IntegerMap(
-            quantizers[link.source], quantizers[link.target] if link.target else None
-        )
+    grids: dict[str, list[Grids]] = {}
+    for name, source, target in links:
+        pair = quantizers[source], quantizers[target] if target else None
+        grids.setdefault(name, []).append(pair)
+    maps = {name: IntegerMap(pairs) for name, pairs in grids.items()}
+    for name, each in maps.items():
+        layers[name].integers = each
+    hooks = model._forward_pre_hooks
+    for key in [key for key, hook in hooks.items() if isinstance(hook, PassStart)]:
+        del hooks[key]
+    several = [each for each in maps.values() if len(each.grids) > 1]
+    if several:
+        model.register_forward_pre_hook(PassStart(several))

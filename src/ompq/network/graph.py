@@ -29,6 +29,8 @@ from ompq.network.observation import (
     Recording,
     is_batch_norm,
     is_linear_map,
+    is_script,
+    open_modules,
     record,
 )
 from ompq.network.passive import LAYOUTS
@@ -87,7 +89,7 @@ def find_units(
     model: nn.Module, recording: Recording, *, tie: bool = True
 ) -> LayerGraph:
     """Return the units of a network of which a forward pass was recorded."""
-    modules = dict(model.named_modules())
+    modules = dict(open_modules(model))
     units, skipped = _find_layers(modules, recording)
     if not units:
         itself = "the network itself, a single layer: wrap it in nn.Sequential"
@@ -389,11 +391,11 @@ def _float_layers(
     """Name modules whose own parameters stay float, unless already named."""
     planned = {id(_parameter(modules, unit.parameter)) for unit in units}
     for name, module in modules.items():
-        held = (p for p in module._parameters.values() if p is not None)
-        own = [p for p in held if id(p) not in planned]
+        script = is_script(module)  # its layers cannot be seen
+        own = [p for p in module.parameters(script) if id(p) not in planned]
         if own and name not in named and not _may_be_unit(module):
             count = sum(p.numel() for p in own)
-            kind = type(module).__name__
+            kind = "TorchScript module" if script else type(module).__name__
             yield Skipped.parameters_of(name or "(network)", kind, count)
 
 

@@ -7,12 +7,13 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from threading import Semaphore, Thread, current_thread
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self, cast
 
 import torch
 from torch import Tensor, nn
 from torch._C import DisableTorchFunction
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.module import register_module_forward_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
@@ -67,7 +68,8 @@ class Watch(TorchFunctionMode):
     """Numbers the calls that return float tensors and shows each to ``visit``.
 
     Positions and masks are left out: how they are made may depend on the batch.
-    ``change`` sees every call first and returns the output to go on with.
+    ``change`` sees every call first and returns the output to go on with. A call of a
+    TorchScript module, whose own calls cannot be seen, counts as one of a function.
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class Watch(TorchFunctionMode):
         super().__init__()
         self.visit, self.change = visit, change
         self.position = 0  # of the next call
+        self._handles: list[RemovableHandle] = []
 
     def __torch_function__(
         self,
@@ -88,11 +91,33 @@ class Watch(TorchFunctionMode):
         output = func(*args, **kwargs)
         if self.change is not None:
             output = self.change(func, args, kwargs, output)
+        self._show(func, args, kwargs, output)
+        return output
+
+    def _show(self, func: Any, args: Any, kwargs: Any, output: Any) -> None:
         made = (output,) if isinstance(output, Tensor) else tensors_in(output)
         if any(tensor.is_floating_point() for tensor in made):
             self.visit(self.position, func, args, kwargs, output)
             self.position += 1
-        return output
+
+    def __enter__(self) -> Self:
+        """Start to see calls."""
+        # TorchScript modules take no hooks of their own.
+        after = in_this_thread(self._show_script)
+        self._handles.append(register_module_forward_hook(after, with_kwargs=True))
+        return cast(Self, super().__enter__())  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *error: object) -> None:
+        """Stop to see calls."""
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._handles.pop().remove()
+
+    def _show_script(
+        self, module: nn.Module, args: Any, kwargs: Any, output: Any
+    ) -> None:
+        if is_script(module):
+            with DisableTorchFunction():
+                self._show(torchscript, args, kwargs, output)
 
 
 def watch(
@@ -129,8 +154,8 @@ def watched_modules(
     """
 
     def hooks() -> Iterator[RemovableHandle]:
-        for name, module in model.named_modules():
-            if name:
+        for name, module in open_modules(model):
+            if name and not is_script(module):
                 before = in_this_thread(partial(_before, enter, name))
                 yield module.register_forward_pre_hook(before)
                 after, register = partial(leave, name), module.register_forward_hook
@@ -142,6 +167,24 @@ def watched_modules(
 
 def _before(enter: Enter, name: str, module: nn.Module, _args: Any) -> None:
     enter(name, module)
+
+
+def is_script(module: nn.Module) -> bool:
+    """Whether a module was scripted or traced by ``torch.jit``."""
+    return isinstance(module, torch.jit.ScriptModule)
+
+
+def torchscript() -> None:
+    """Stand for the function that a TorchScript module computes."""
+
+
+def open_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield modules by name, except those inside a TorchScript module."""
+    closed: list[str] = []
+    for name, module in model.named_modules():
+        if not any(name.startswith(prefix) for prefix in closed):
+            yield name, module
+            closed += [f"{name}." if name else ""] * is_script(module)
 
 
 def function_name(function: Any) -> str:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ompq.activation_ranges import Observed, observe_range, value_bins, with_importance
 from ompq.network.observation import tensors_in, watch
 from ompq.progress import Progress
-from ompq.quantization.activation_sites import ActivationSite
+from ompq.quantization.activation_sites import ActivationSite, is_out_of_memory
 from ompq.quantization.products import (
     attention_arguments,
     for_each_head,
@@ -96,6 +96,8 @@ def weigh_ranges(
                 torch.autograd.grad(loss, leaves or parameters, allow_unused=True)
             report(done, first.batch_count(size), READING)
     except RuntimeError as error:
+        if is_out_of_memory(error):
+            raise
         logger.warning(
             "all values of an activation get the same weight: the network cannot be "
             "differentiated (%s)",

@@ -90,7 +90,7 @@ def compare_outputs(
     shapes = [[tuple(output.shape) for output in each] for each in (first, second)]
     if shapes[0] != shapes[1]:
         raise ValueError(f"outputs of shapes {shapes[0]} and {shapes[1]} do not match")
-    if not len(first[0]):
+    if not first[0].numel():
         raise ValueError("there is no image to compare outputs on")
     count, equal, furthest = 0, 0, 0
     for one, other in codes:
@@ -102,7 +102,7 @@ def compare_outputs(
     ranked = len(first) == 1 and one.shape[1] > 1
     same = (one.argmax(1) == other.argmax(1)).double().mean()
     return Agreement(
-        images=len(first[0]),
+        images=len(rows(first[0])),
         top1=float(same) if ranked else 1.0,
         logits=max(map(_furthest, first, second)),
         codes=count,
@@ -201,9 +201,9 @@ def require_codes(model: Any, network: nn.Module, samples: Samples) -> None:
     for name, codes in zip(names, found, strict=True):
         # The exporter merges and moves nodes, so compare with the codes of every place.
         alike = (
-            (_distance(ours, codes), max(_distance(ours, other) for other in moved))
+            (_distance(like, codes), max(_distance(ours, other) for other in moved))
             for ours, *moved in zip(plain, *noisy, strict=True)
-            if ours.shape == codes.shape
+            if (like := repeated(ours, codes.shape)) is not None
         )
         apart, noise = min(alike, default=(inf, 0.0))
         if apart > 4 * noise + _CODES_APART:
@@ -292,7 +292,7 @@ def against_simulated(
         ours.append([output.float().cpu() for output in outputs])
         theirs.append(run_session(session, to_device(batch, torch.device("cpu"))))
     first, second = (
-        [torch.cat(parts) for parts in zip(*found, strict=True)]
+        [torch.cat([*map(rows, parts)]) for parts in zip(*found, strict=True)]
         for found in (ours, theirs)
     )
     return compare_outputs(first, second)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from ompq.bit_widths import SUM_BITS
 from ompq.budgets import Budget
@@ -39,6 +39,25 @@ _WEAK = 0.5  # a tolerance, relative to the size of outputs, that shows little
 
 _STREAM_OPSET = 21  # the first whose codes may have 16 bits
 _logger = logging.getLogger(__name__)
+
+
+def rows(output: Tensor) -> Tensor:
+    """Return an output with a first dimension, which a loss does not have."""
+    return output if output.dim() else output[None]
+
+
+def repeated(codes: Tensor, shape: Sequence[int]) -> Tensor | None:
+    """Return codes in this shape; None if they are of another.
+
+    While a decoder is exported, it may repeat keys and values, one after the other,
+    where several queries share them.
+    """
+    if codes.dim() != len(shape):
+        return None
+    for axis, size in enumerate(shape):
+        times = size // max(1, codes.shape[axis])
+        codes = codes.repeat_interleave(max(1, times), axis)
+    return codes if codes.shape == shape else None
 
 
 @dataclass(frozen=True)
@@ -100,7 +119,7 @@ def export_onnx(  # noqa: PLR0913
         ExportError: The file does not compute what the network computes, exceeds the
             budget, or PyTorch cannot write its graph.
     """
-    onnx, runtime = libraries()
+    _, runtime = libraries()
     if opset < SMALLEST_OPSET:
         raise ValueError(f"opset={opset} is too old: use {SMALLEST_OPSET} or later")
     samples = Samples.of(samples)
@@ -118,10 +137,9 @@ def export_onnx(  # noqa: PLR0913
         excess = Budget.of(budget).excess("onnx_bytes", made.model.ByteSize())
         if excess:
             raise ExportError(f"{path}: {excess}")
-    onnx.checker.check_model(made.model, full_check=True)
     with replacing(path) as temporary:
         temporary.write_bytes(made.model.SerializeToString())
-        session = open_session(temporary)
+        session = _checked_session(made.model, temporary)
         simulated, engine = _verify(made, session, samples, engine_images)
         as_given = against_simulated(quantized, session, samples)
     return ExportResult(
@@ -138,6 +156,21 @@ def export_onnx(  # noqa: PLR0913
         reason=made.reason,
         limit=made.tolerance.limit(simulated),
     )
+
+
+def _checked_session(model: Any, path: Path) -> Any:
+    """Return a session of a file that ONNX's rules and ONNX Runtime accept."""
+    onnx, _ = libraries()
+    try:
+        onnx.checker.check_model(model, full_check=True)
+        return open_session(path)
+    except Exception as error:  # ONNX Runtime's own derive from nothing more particular
+        reason = " ".join(str(error).split())[:300]
+        raise ExportError(
+            f"ONNX Runtime cannot compute this network: {reason}. It computes on CPUs "
+            "in float32; convert layers of other types by model.float(), or leave out "
+            "the operation"
+        ) from error
 
 
 def _check_streams(quantized: nn.Module, opset: int, reason: str) -> None:

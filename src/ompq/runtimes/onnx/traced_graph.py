@@ -11,10 +11,12 @@ import logging
 import re
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass, replace
 from functools import partial
+from inspect import signature
+from keyword import iskeyword
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -22,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from ompq.errors import ExportError, QuantizationError
+from ompq.errors import ExportError, QuantizationError, shortened
 from ompq.grids import Grid, integer_weight, of_groups
 from ompq.integer.arithmetic import CodeGrid, IntegerWeight
 from ompq.integer.lowering import code_grid, input_names, output_names
@@ -35,7 +37,7 @@ from ompq.layers import (
 )
 from ompq.network.dataflow import OUTSIDE, Dataflow
 from ompq.network.graph import bias_key
-from ompq.network.observation import copied, tensors_in
+from ompq.network.observation import copied, is_script, open_modules, tensors_in
 from ompq.network.passive import CLIPS, COPIES, LAYOUTS, MERGES, POOLS, VIEWS
 from ompq.network.units import Unit
 from ompq.packed.format import broadcast_grid, quantized_units
@@ -53,6 +55,7 @@ from ompq.samples import Samples, SamplesLike, call, evaluating, model_device, t
 _QUANTIZE, _DEQUANTIZE = "QuantizeLinear", "DequantizeLinear"
 _DOMAIN, _WEIGHT = "ompq", "Weight"  # placeholder node for a weight
 _MULTIPLIED = {"Conv", "Gemm", "MatMul"}  # computed by 8-bit kernels
+_WEIGHTED = _MULTIPLIED | {"ConvTranspose"}
 _BYTE, _LARGEST_CODE = 8, 255  # bits of a byte, and its largest value
 _BLOCKS_OPSET = 21  # the first in which blocks of a tensor have scales
 _PASSED = LAYOUTS | POOLS  # runtimes let the codes of their input pass
@@ -123,10 +126,11 @@ class _Held(nn.Module):
         self.unit, self.opset = unit, opset
 
     def forward(self, weight: Tensor) -> Any:
-        given: Any = {"dtype": weight.dtype, "shape": weight.shape}
+        given: Any = {"dtype": torch.float32, "shape": weight.shape}
         kind, version = f"{_DOMAIN}::{_WEIGHT}", self.opset
         node = torch.onnx.ops.symbolic
-        return node(kind, (), {"unit": self.unit}, version=version, **given)
+        made = node(kind, (), {"unit": self.unit}, version=version, **given)
+        return made.to(weight.dtype)
 
 
 def _hold(network: nn.Module, unit: Unit, opset: int) -> None:
@@ -158,11 +162,11 @@ class _Marked(ActivationQuantizer):
     def forward(self, x: Tensor) -> Any:
         node: Any = partial(torch.onnx.ops.symbolic, shape=x.shape, version=self.opset)
         grid = (self.get_buffer("step"), self.get_buffer("zero"))
-        codes = node(_QUANTIZE, (x, *grid), dtype=torch.uint8)
+        codes = node(_QUANTIZE, (x.float(), *grid), dtype=torch.uint8)
         if self.bits < _BYTE:
             ends = (self.get_buffer("low"), self.get_buffer("high"))
             codes = node("Clip", (codes, *ends), dtype=torch.uint8)
-        return node(_DEQUANTIZE, (codes, *grid), dtype=torch.float32)
+        return node(_DEQUANTIZE, (codes, *grid), dtype=torch.float32).to(x.dtype)
 
 
 def _mark(quantizer: ActivationQuantizer, opset: int) -> None:
@@ -183,11 +187,17 @@ def _written(
             f"PyTorch {torch.__version__} cannot write this network; PyTorch 2.8 or "
             "newer is needed"
         )
+    scripts = [name for name, m in open_modules(network) if is_script(m)]
+    if scripts:
+        raise ExportError(
+            f"{shortened(scripts)}: PyTorch cannot write TorchScript modules as ONNX; "
+            "build the network from the modules that were compiled"
+        )
+    network = _named_plainly(network)
     batch = samples.first_batch(2)
     arguments = () if isinstance(batch, dict) else tuple(tensors_in(batch))
     named = batch if isinstance(batch, dict) else {}
     names = input_names(batch)
-    first = {0: torch.export.Dim("batch")}
     try:
         with evaluating(original):
             outputs = call(original, to_device(batch, model_device(original)))
@@ -200,7 +210,7 @@ def _written(
                 dynamo=True,
                 input_names=names,
                 output_names=output_names(outputs),
-                dynamic_shapes=dict.fromkeys(named, first) or (first,) * len(names),
+                dynamic_shapes=_dynamic_shapes(network, arguments, named),
                 opset_version=opset,
                 verbose=False,
             )
@@ -214,6 +224,59 @@ def _written(
     written = program.model_proto
     _strip(written)
     return written
+
+
+def _dynamic_shapes(network: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:
+    """Return which dimensions of the inputs may change, by parameter of ``forward``."""
+    first = {0: torch.export.Dim("batch")}
+
+    def shapes(given: Any) -> Any:
+        if isinstance(given, Tensor):
+            return first
+        if isinstance(given, dict):
+            return {key: shapes(each) for key, each in given.items()}
+        return tuple(map(shapes, given))
+
+    bound = signature(network.forward).bind(*args, **kwargs)
+    return {name: shapes(given) for name, given in bound.arguments.items()}
+
+
+class _Single(nn.Module):
+    """The class of a network on one device that was an ``nn.DataParallel``."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.get_submodule("module")(*args, **kwargs)
+
+
+class _Flat(nn.Module):
+    """Runs a network with parameters and buffers of its own, under plain names."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.hidden = [network]  # in a list, so that its modules are not this one's
+        self.eval()
+        state = dict(network.named_parameters())
+        self.buffered = dict(network.named_buffers())
+        self.names = [*state, *self.buffered]
+        for number, name in enumerate(self.names):
+            if name in state:
+                self.register_parameter(f"state_{number}", state[name])
+            else:
+                self.register_buffer(f"state_{number}", self.buffered[name])
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        own = (getattr(self, f"state_{number}") for number in range(len(self.names)))
+        state = dict(zip(self.names, own, strict=True))
+        return torch.func.functional_call(self.hidden[0], state, args, kwargs)
+
+
+def _named_plainly(network: nn.Module) -> nn.Module:
+    """Return a network that PyTorch can write: it makes names of modules into code."""
+    if isinstance(network, nn.DataParallel):
+        network.__class__ = _Single  # type: ignore[assignment]
+    parts = {part for name, _ in network.named_modules() for part in name.split(".")}
+    plain = all(re.fullmatch(r"\w*", part) and not iskeyword(part) for part in parts)
+    return network if plain else _Flat(network)
 
 
 def _plain(error: Exception) -> str:
@@ -289,6 +352,24 @@ def _passes(operation: "_Node") -> bool:
 
 def _clips(operation: "_Node") -> bool:
     return operation.function in CLIPS
+
+
+def _is_dequantized(name: str, made: Mapping[str, Any]) -> bool:
+    """Whether a tensor comes from codes, given the nodes that make tensors."""
+    while name in made and made[name].op_type in LAYOUTS:
+        name = made[name].input[0]
+    return name in made and made[name].op_type == _DEQUANTIZE
+
+
+def _names_read(nodes: Iterable[Any]) -> set[str]:
+    """Return the names of tensors that nodes read, also inside loops and branches."""
+    found: set[str] = set()
+    for node in nodes:
+        found.update(node.input)
+        for given in node.attribute:
+            for graph in (given.g, *given.graphs):
+                found |= _names_read(graph.node)
+    return found
 
 
 class _Use(NamedTuple):
@@ -571,13 +652,40 @@ class _Graph:
         self.constants |= arrays
         self.made += nodes
 
+    def _guard(self) -> None:
+        """Keep ONNX Runtime from rounding float weights, which it does between codes.
+
+        A maximum of one tensor is this tensor, which the runtime does not know.
+        """
+        from onnx import helper
+
+        made = {name: one for one in [*self.made, *self.nodes] for name in one.output}
+        nodes: list[Any] = []
+        guarded: set[str] = set()
+        for node in self.nodes:
+            if self._is_exposed(node) and not _is_dequantized(node.input[1], made):
+                plain, name = node.input[0], f"{node.input[0]}/float"
+                if name not in guarded:
+                    nodes.append(helper.make_node("Max", [plain], [name]))
+                guarded.add(name)
+                node.input[0] = name
+            nodes.append(node)
+        self.nodes = nodes
+
+    def _is_exposed(self, node: Any) -> bool:
+        """Whether a node reads and returns codes but is to compute with floats."""
+        if node.op_type not in _WEIGHTED or node in self.multiplied:
+            return False
+        return self._dequantized(node.input[0]) is not None and self._rounded(node)
+
     def finish(self) -> None:
         """Move the new nodes and constants into the graph."""
+        self._guard()
         graph = self.model.graph
         nodes = [*self.made, *(n for n in self.nodes if n.domain != _DOMAIN)]
         del graph.node[:], graph.initializer[:]
         graph.node.extend(nodes)
-        read = {name for node in nodes for name in node.input} | self.outputs
+        read = _names_read(nodes) | self.outputs
         graph.initializer.extend(
             as_tensor(name, value)
             for name, value in self.constants.items()
@@ -595,6 +703,8 @@ class _Graph:
         if node.op_type in CLIPS:  # the grid of its codes clips as well
             node = self._producer(node) or node
         if node.op_type in _SILENT or node.domain == _DOMAIN or node in self.multiplied:
+            return False
+        if node.op_type == "Max" and len(node.input) == 1:
             return False
         read = [name for name in node.input if name and name not in self.constants]
         return node.op_type not in _INTEGER or None in map(self._dequantized, read)
