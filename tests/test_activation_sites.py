@@ -586,6 +586,28 @@ def test_network_without_gradients_weighs_all_values_alike(caplog):
     assert found == scales(quantize(model, samples, activation_range="mse"))
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+        RuntimeError(
+            "[enforce fail at alloc_cpu.cpp] can't allocate memory: you tried"
+        ),
+        RuntimeError(
+            "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`"
+        ),
+    ],
+)
+def test_too_little_memory_is_an_error_and_not_a_worse_calibration(monkeypatch, error):
+    def fail(*_args, **_options):
+        raise error
+
+    monkeypatch.setattr(torch.autograd, "grad", fail)
+    with pytest.raises(RuntimeError) as raised:
+        quantize(seeded(TinyResNet()), images(8))
+    assert raised.value is error
+
+
 def test_sites_that_no_gradient_reaches_weigh_all_values_alike():
     x = torch.randn(100, generator=torch.Generator().manual_seed(0))
     seen = observe_range(x)

@@ -226,3 +226,12 @@ def test_the_command_line_keeps_weights_on_the_host(folder):
     assert limited["units"] == whole["units"]
     refused = run(*words, "--device-memory", "1KiB")
     assert refused.exit_code == 2 and "does not hold the" in refused.stderr
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_decoders_with_grouped_queries_are_exported(bits, tmp_path):
+    pytest.importorskip("onnxruntime")
+    samples = {"input_ids": tokens(8)}
+    network = ompq.quantize(llama(), {"*": (bits, bits)}, samples)
+    result = ompq.export_onnx(network, tmp_path / "llama.onnx", samples)
+    assert result.simulated.logits < 1e-4

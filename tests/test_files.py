@@ -1,15 +1,17 @@
 import errno
+import hashlib
 import json
 import os
 import subprocess
 import sys
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import torch
 from safetensors import SafetensorError
 
-from ompq.checkpoints import read_checkpoint, write_checkpoint
+from ompq.checkpoints import read_checkpoint, run_identity, write_checkpoint
 from ompq.errors import CheckpointError, DataError, FileError, ModelError
 from ompq.files import read_tensors, replacing, write_tensors, write_text
 from ompq.schema import (
@@ -406,3 +408,16 @@ def test_reason_is_one_line_of_bounded_length():
     assert reason(ValueError()) == "ValueError"
     assert reason(ValueError("x" * 500)).endswith("x...")
     assert len(reason(ValueError("x" * 500))) == 120
+
+
+KINDS = (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.bool)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_identities_read_tensors_of_any_type(kind):
+    one, other = (torch.tensor([0.0, 1.0, end]).to(kind) for end in (0.0, 1.0))
+    same, different = (run_identity({}, [tensor]) for tensor in (one, other))
+    assert run_identity({}, [one.clone()]) == same != different
+    scalar = torch.tensor(1.5)
+    expected = hashlib.sha256(b"{}" + np.float32(1.5).tobytes()).hexdigest()
+    assert run_identity({}, [scalar]) == expected

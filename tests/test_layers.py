@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from ompq.grids import Grid, learned_step, rounded_to
 from ompq.layers import (
     ActivationQuantizer,
+    LogQuantizer,
     QuantizedConv2d,
     QuantizedLinear,
     activation_quantizers,
@@ -19,6 +20,7 @@ from ompq.layers import (
     quantized_layers,
     replace_module,
 )
+from ompq.quantization.pipeline import quantize
 from ompq.weight_ranges import search_weight
 
 LAYERS = [
@@ -196,3 +198,33 @@ def test_activation_quantizer_keeps_what_holds_the_tensor():
     assert quantizer.after(module, (), [x, None])[0].tolist() == rounded
     args, kwargs = quantizer.before(module, (), {"input": x})
     assert (args, kwargs["input"].tolist()) == ((), rounded)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("shift", [None, 0.5])
+def test_rounded_values_have_the_type_of_their_input(dtype, shift):
+    grid = Grid(torch.tensor(0.1), torch.tensor(4.0), 8)
+    made = ActivationQuantizer(grid) if shift is None else LogQuantizer(grid, shift)
+    x = random(5, 4).abs()
+    assert made(x.to(dtype)).dtype == dtype
+    torch.testing.assert_close(
+        made(x.to(dtype).float()), made(x.to(dtype)).float(), rtol=0.01, atol=0.01
+    )
+    with torch.autocast("cpu", torch.bfloat16):
+        assert made(x.bfloat16()).dtype == torch.float32
+
+
+def test_a_layer_of_half_precision_may_read_rounded_values():
+    class Mixed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Linear(6, 4), nn.Linear(4, 3)
+            self.inside = nn.Linear(4, 4).bfloat16()
+
+        def forward(self, x):
+            return self.last(self.inside(self.first(x).relu().bfloat16()).float())
+
+    network, x = Mixed().eval(), random(8, 6)
+    rounded = quantize(network, {"*": (8, 8), "inside": (32, 8)}, x)
+    with torch.no_grad():
+        torch.testing.assert_close(rounded(x), network(x), rtol=0.2, atol=0.1)

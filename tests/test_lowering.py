@@ -20,7 +20,7 @@ from nets import (
 from ompq.configs import QuantizeConfig, ReconstructConfig, RoundingConfig
 from ompq.errors import QuantizationError
 from ompq.evaluation import evaluate
-from ompq.integer import finalization, lowering
+from ompq.integer import finalization, links
 from ompq.integer.arithmetic import CodeGrid
 from ompq.integer.engine import IntegerNetwork
 from ompq.integer.finalization import clear_scale, finalize, odd_multiple
@@ -597,27 +597,46 @@ def test_a_copy_of_a_finalized_network_has_its_own_grids():
     other = copy.deepcopy(network)
     layer = quantized_layers(other)["stem"]
     own = {id(module) for module in other.modules()}
-    assert id(layer.integers.source) in own
-    assert id(layer.integers.target) in own
+    assert {id(each) for pair in layer.integers.grids for each in pair} <= own
 
 
-def test_layer_that_is_called_twice_keeps_its_float_arithmetic():
-    class Twice(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.conv = nn.Conv2d(3, 3, 1)
-            self.first, self.second = nn.ReLU(), nn.ReLU()
-            self.head = nn.Linear(3, 2)
+class Twice(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 3, 1)
+        self.first, self.second = nn.ReLU(), nn.ReLU()
+        self.head = nn.Linear(3, 2)
 
-        def forward(self, x):
-            x = self.second(self.conv(self.first(self.conv(x))))
-            return self.head(x.mean((2, 3)))
+    def forward(self, x):
+        x = self.second(self.conv(self.first(self.conv(x))))
+        return self.head(x.mean((2, 3)))
 
-    layers = quantized_layers(
-        finalize(quantized(seeded(Twice()), images(), weight=8), images())
+    @staticmethod
+    def stop(_x):
+        raise RuntimeError("stop")
+
+
+def test_each_call_of_a_layer_has_its_own_grids(monkeypatch):
+    network = finalize(quantized(seeded(Twice()), images(), weight=8), images())
+    calls = [link for link in quantization_of(network).links if link.layer == "conv"]
+    assert [link.source for link in calls] == ["input_quantizer", calls[0].target]
+    assert len({*calls}) == 2
+    engine, codes = IntegerNetwork.from_quantized(network, images()), {}
+    for again in (network, copy.deepcopy(network)):
+        codes, logits = simulated_codes(again, images())
+        torch.testing.assert_close(engine(images()), logits)
+        assert {name: len(found) for name, found in codes.items()} == dict.fromkeys(
+            activation_quantizers(network), 1
+        )
+    # A pass that fails between the calls does not disturb the next one.
+    with monkeypatch.context() as patched, pytest.raises(RuntimeError, match="stop"):
+        patched.setattr(network.second, "forward", Twice.stop)
+        network(images())
+    with torch.no_grad():
+        assert torch.equal(network(images()), logits)
+    assert len(finalize(network, images())._forward_pre_hooks) == len(
+        network._forward_pre_hooks
     )
-    assert layers["conv"].integers is None
-    assert layers["head"].integers is not None
 
 
 def test_what_integers_cannot_do_cannot_be_finalized():
@@ -697,9 +716,9 @@ def test_what_a_grid_clips_stays_clipped_where_it_is_made_coarser():
 def test_weights_are_quantized_once_until_they_change(monkeypatch):
     network = finalized(weight=8)
     calls = []
-    original = lowering.layer_weight
+    original = links.layer_weight
     monkeypatch.setattr(
-        lowering, "layer_weight", lambda *a: calls.append(a) or original(*a)
+        links, "layer_weight", lambda *a: calls.append(a) or original(*a)
     )
     with torch.no_grad():
         first = network(images(4))

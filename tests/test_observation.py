@@ -6,16 +6,19 @@ from torch import nn
 
 from nets import TinyResNet, images, seeded, values
 from ompq.network.dataflow import call_flow
+from ompq.network.graph import trace
 from ompq.network.observation import (
     ForwardPass,
     Watch,
     copied,
     detach_state,
     function_name,
+    open_modules,
     record,
     visit_outputs,
     watch,
 )
+from ompq.quantization.pipeline import quantize
 
 
 def test_positions_do_not_depend_on_the_batch():
@@ -257,3 +260,31 @@ def test_batches_that_part_ways_are_left_alone_from_there_on(caplog):
 
 def test_without_modules_nothing_runs():
     visit_outputs([lambda: pytest.fail("it ran")], {}, lambda *_: None)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+@pytest.mark.parametrize("compile_", ["script", "trace"])
+def test_a_torchscript_module_counts_as_one_call(compile_):
+    part = nn.Sequential(nn.Conv2d(4, 4, 1), nn.ReLU()).eval()
+    x = torch.randn(2, 3, 5, 5, generator=torch.Generator().manual_seed(0))
+    compiled = (
+        torch.jit.script(part)
+        if compile_ == "script"
+        else torch.jit.trace(part, torch.zeros(2, 4, 3, 3))
+    )
+    network = nn.Sequential(nn.Conv2d(3, 4, 3), compiled, nn.Conv2d(4, 2, 1)).eval()
+    recording = record(network, x)
+    assert [call.function for call in recording.calls] == [
+        *("conv2d", "torchscript", "conv2d")
+    ]
+    assert [call.inputs for call in recording.calls] == [(-1,), (0,), (1,)]
+    assert [name for name, _ in open_modules(network)] == ["", "0", "1", "2"]
+    assert [name for name, _ in open_modules(compiled)] == [""]
+    graph = trace(network, x)
+    assert graph.names == ("0", "2")
+    assert [(skipped.name, skipped.parameters) for skipped in graph.skipped] == [
+        ("1", 20)
+    ]
+    quantized = quantize(network, {"*": (8, 8)}, x)
+    with torch.no_grad():
+        torch.testing.assert_close(quantized(x), network(x), rtol=0.1, atol=0.1)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from nets import Branching, Recurrent, TinyResNet, images, seeded
+from nets import Branching, Recurrent, TinyResNet, images, seeded, values
 from ompq.configs import QuantizeConfig
 from ompq.errors import ExportError
 from ompq.layers import quantized_layers
@@ -363,3 +363,137 @@ def test_runtimes_are_left_no_float_weight_to_round(tmp_path):
     assert kinds[:2] == [read, pooled]
     assert kinds[2][0] == "DequantizeLinear"  # its output is not rounded at once
     assert result.simulated.logits < 1e-2
+
+
+def exported(network, samples, tmp_path, *, bits=8, pins=()):
+    """Quantize a network, write it as ONNX, and return what was found."""
+    widths = {"*": (8, bits), **dict(pins)}
+    return export_onnx(quantize(network, widths, samples), tmp_path / "n.onnx", samples)
+
+
+def images_and_rows():
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(40, 4, 6, 6, generator=generator), values(40, 16)
+
+
+def convolutions(shared):
+    """Return a network in which two convolutions have one weight, or are one layer."""
+    layers = [nn.Conv2d(4, 8, 3), *(nn.Conv2d(8, 8, 3, padding=1) for _ in range(2))]
+    if shared == "weight":
+        layers[2].weight = layers[1].weight
+    layers[2] = layers[1] if shared == "layer" else layers[2]
+    ends = nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5)
+    return seeded(nn.Sequential(*(m for x in layers for m in (x, nn.ReLU())), *ends))
+
+
+def linears(shared):
+    first, second = nn.Linear(16, 16), nn.Linear(16, 16)
+    if shared == "weight":
+        second.weight = first.weight
+    second = first if shared == "layer" else second
+    return seeded(
+        nn.Sequential(first, nn.ReLU(), second, nn.ReLU(), nn.Linear(16, 5)), 1
+    )
+
+
+@pytest.mark.parametrize("make", [convolutions, linears])
+@pytest.mark.parametrize("shared", ["weight", "layer", "pinned"])
+def test_weights_of_several_calls_and_float_weights_between_codes(
+    make, shared, tmp_path
+):
+    samples = images_and_rows()[make is linears]
+    network = make(shared)
+    pins = {"2": (32, 8)} if shared == "pinned" else {}
+    result = exported(network, samples, tmp_path, pins=pins)
+    assert result.simulated.logits < 1e-5
+    assert result.simulated.codes_equal == 1
+
+
+class DoubleInside(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(16, 16), nn.Linear(16, 5)
+        self.inside = nn.Linear(16, 16).double()
+
+    def forward(self, x):
+        return self.last(self.inside(self.first(x).relu().double()).relu().float())
+
+
+class Bag(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words, self.last = nn.EmbeddingBag(9, 16, mode="sum"), nn.Linear(16, 5)
+
+    def forward(self, x):
+        return self.last(self.words(x))
+
+
+class Loss(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(16, 5)
+
+    def forward(self, x):
+        output = self.layer(x)
+        return output.square().mean(), output
+
+
+class Named(nn.Module):
+    def __init__(self, name):
+        super().__init__()
+        self.layers = nn.ModuleDict({name: nn.Linear(16, 8), "1": nn.Linear(8, 5)})
+        self.name = name
+
+    def forward(self, x):
+        return self.layers["1"](self.layers[self.name](x).tanh())
+
+
+ODD = {
+    "double": DoubleInside,
+    "bag": Bag,
+    "scalar": Loss,
+    "keyword": lambda: Named("class"),
+    "quote": lambda: Named('a"b'),
+    "parallel": lambda: nn.DataParallel(
+        nn.Sequential(nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 5))
+    ),
+}
+
+
+@pytest.mark.parametrize("bits", [8, 32])
+@pytest.mark.parametrize("name", ODD)
+def test_odd_networks_are_written(name, bits, tmp_path):
+    samples = images_and_rows()[1]
+    if name == "bag":
+        samples = torch.arange(120).reshape(40, 3) % 9
+    result = exported(seeded(ODD[name]()), samples, tmp_path, bits=bits)
+    assert result.simulated.logits < 1e-5
+
+
+def test_what_onnx_runtime_does_not_compute_is_told_in_one_line(tmp_path):
+    class Half(DoubleInside):
+        def __init__(self):
+            super().__init__()
+            self.inside.bfloat16()
+
+        def forward(self, x):
+            x = self.inside(self.first(x).relu().bfloat16()).float()
+            return self.last(x.relu())
+
+    network, samples = seeded(Half()), images_and_rows()[1]
+    words = r"ONNX Runtime cannot compute this network: .*layers of other types by mod"
+    with pytest.raises(ExportError, match=words):
+        exported(network, samples, tmp_path, pins={"inside": (32, 8)})
+    assert [*tmp_path.iterdir()] == []
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+def test_torchscript_modules_are_named(tmp_path):
+    part = nn.Sequential(nn.Conv2d(8, 8, 1), nn.ReLU()).eval()
+    inner = torch.jit.script(part)
+    network = nn.Sequential(
+        nn.Conv2d(4, 8, 3), nn.ReLU(), inner, nn.Flatten(), nn.Linear(128, 5)
+    )
+    samples = images_and_rows()[0]
+    with pytest.raises(ExportError, match="^2: PyTorch cannot write TorchScript modu"):
+        exported(network.eval(), samples, tmp_path)

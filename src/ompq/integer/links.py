@@ -1,14 +1,14 @@
-"""Links: quantizers that must share one grid, and integer maps between them."""
+"""Links: layers that compute with integers, from one quantizer's grid to another's."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from threading import get_ident
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from ompq.integer.lowering import Grids, PassStart, code_grid
+from ompq.integer.lowering import code_grid
 from ompq.integer.operators import layer_weight
 from ompq.layers import (
     ActivationQuantizer,
@@ -21,6 +21,10 @@ from ompq.quantization.activation_sites import Link
 from ompq.quantization.moments import like_channels
 
 _WHOLE_FLOATS = 1 << 24  # float32 holds every integer up to this one
+
+
+# The quantizers of a layer's input and output; None for logits.
+Grids: TypeAlias = tuple[ActivationQuantizer, ActivationQuantizer | None]
 
 
 class IntegerMap:
@@ -81,6 +85,18 @@ class IntegerMap:
         return prepared
 
 
+class _PassStart:
+    """Forward pre-hook of a network: calls of its layers are counted from 0 again."""
+
+    def __init__(self, maps: Sequence[IntegerMap]) -> None:
+        self.maps = maps
+
+    def __call__(self, _network: nn.Module, _args: Any) -> None:
+        """Forget the calls of the last forward pass, which may have failed."""
+        for each in self.maps:
+            each.calls.pop(get_ident(), None)
+
+
 def link_layers(model: nn.Module, links: Iterable[Link]) -> None:
     """Make linked layers compute with integers, and all others with floats."""
     layers, quantizers = quantized_layers(model), activation_quantizers(model)
@@ -94,8 +110,8 @@ def link_layers(model: nn.Module, links: Iterable[Link]) -> None:
     for name, each in maps.items():
         layers[name].integers = each
     hooks = model._forward_pre_hooks
-    for key in [key for key, hook in hooks.items() if isinstance(hook, PassStart)]:
+    for key in [key for key, hook in hooks.items() if isinstance(hook, _PassStart)]:
         del hooks[key]
     several = [each for each in maps.values() if len(each.grids) > 1]
     if several:
-        model.register_forward_pre_hook(PassStart(several))
+        model.register_forward_pre_hook(_PassStart(several))

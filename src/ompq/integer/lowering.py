@@ -6,17 +6,15 @@ must have an integer kernel. :class:`IntegerNetwork` runs the steps, and
 :func:`finalize` makes the simulated network compute exactly what they do.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from threading import get_ident
-from typing import Any, TypeAlias
+from typing import Any
 
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ompq.errors import QuantizationError
 from ompq.integer.arithmetic import WIDE, CodeGrid
-from ompq.integer.links import IntegerMap
 from ompq.integer.operators import (
     OPERATORS,
     Codes,
@@ -321,18 +319,3 @@ class _Lowering(TorchFunctionMode):
 def _version(tensor: Tensor) -> int:
     """Return how often a tensor or its base was modified in place."""
     return 0 if tensor.is_inference() else tensor._version
-
-
-# The quantizers of a layer's input and output; None for logits.
-Grids: TypeAlias = tuple[ActivationQuantizer, ActivationQuantizer | None]
-
-
-class PassStart:
-    """Forward pre-hook of a network: calls of its layers are counted from 0 again."""
-
-    def __init__(self, maps: Sequence[IntegerMap]) -> None:
-        self.maps = maps
-
-    def __call__(self, _network: nn.Module, _args: Any) -> None:
-        for each in self.maps:
-            each.calls.pop(get_ident(), None)

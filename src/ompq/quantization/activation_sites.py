@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-import torch
 from torch import nn
 
 from ompq.bit_widths import FLOAT_BITS, SUM_BITS
@@ -247,14 +246,3 @@ class _Finder:
         readers = self.dataflow.ahead(at, lambda call: call.function in MOVES).ends
         found = [self.calls[one].module for one in readers if one in self.unit_of]
         return [name for name in found if self.call_counts.get(name) == 1]
-
-
-def is_out_of_memory(error: RuntimeError) -> bool:
-    """Whether an error says that a device has too little memory.
-
-    Not every allocator has an error class of its own.
-    """
-    text = str(error).lower()
-    words = ("out of memory", "allocate memory", "alloc_failed", "not enough memory")
-    own = isinstance(error, torch.OutOfMemoryError)
-    return own or any(word in text for word in words)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ompq.activation_ranges import Observed, observe_range, value_bins, with_importance
 from ompq.network.observation import tensors_in, watch
 from ompq.progress import Progress
-from ompq.quantization.activation_sites import ActivationSite, is_out_of_memory
+from ompq.quantization.activation_sites import ActivationSite
 from ompq.quantization.products import (
     attention_arguments,
     for_each_head,
@@ -96,7 +96,7 @@ def weigh_ranges(
                 torch.autograd.grad(loss, leaves or parameters, allow_unused=True)
             report(done, first.batch_count(size), READING)
     except RuntimeError as error:
-        if is_out_of_memory(error):
+        if _is_out_of_memory(error):
             raise
         logger.warning(
             "all values of an activation get the same weight: the network cannot be "
@@ -105,6 +105,17 @@ def weigh_ranges(
         )
         return list(seen)
     return found
+
+
+def _is_out_of_memory(error: RuntimeError) -> bool:
+    """Whether an error says that a device has too little memory.
+
+    Not every allocator has an error class of its own.
+    """
+    text = str(error).lower()
+    words = ("out of memory", "allocate memory", "alloc_failed", "not enough memory")
+    own = isinstance(error, torch.OutOfMemoryError)
+    return own or any(word in text for word in words)
 
 
 def _importance_hook(

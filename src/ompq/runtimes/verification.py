@@ -102,7 +102,7 @@ def compare_outputs(
     ranked = len(first) == 1 and one.shape[1] > 1
     same = (one.argmax(1) == other.argmax(1)).double().mean()
     return Agreement(
-        images=len(rows(first[0])),
+        images=len(_rows(first[0])),
         top1=float(same) if ranked else 1.0,
         logits=max(map(_furthest, first, second)),
         codes=count,
@@ -110,6 +110,11 @@ def compare_outputs(
         codes_furthest=furthest,
         ranked=ranked,
     )
+
+
+def _rows(output: Tensor) -> Tensor:
+    """Return an output with a first dimension, which a loss does not have."""
+    return output if output.dim() else output[None]
 
 
 def _furthest(first: Tensor, second: Tensor) -> float:
@@ -203,7 +208,7 @@ def require_codes(model: Any, network: nn.Module, samples: Samples) -> None:
         alike = (
             (_distance(like, codes), max(_distance(ours, other) for other in moved))
             for ours, *moved in zip(plain, *noisy, strict=True)
-            if (like := repeated(ours, codes.shape)) is not None
+            if (like := _repeat(ours, codes.shape)) is not None
         )
         apart, noise = min(alike, default=(inf, 0.0))
         if apart > 4 * noise + _CODES_APART:
@@ -227,6 +232,20 @@ def _with_codes(
     watched.graph.output.extend(map(helper.make_empty_tensor_value_info, names))
     results = run_session(open_session(watched.SerializeToString()), batch)
     return results[:count], results[count:]
+
+
+def _repeat(codes: Tensor, shape: Sequence[int]) -> Tensor | None:
+    """Return codes in this shape; None if they are of another.
+
+    While a decoder is exported, it may repeat keys and values, one after the other,
+    where several queries share them.
+    """
+    if codes.dim() != len(shape):
+        return None
+    for axis, size in enumerate(shape):
+        times = size // max(1, codes.shape[axis])
+        codes = codes.repeat_interleave(max(1, times), axis)
+    return codes if codes.shape == shape else None
 
 
 def _distance(first: Tensor, second: Tensor) -> float:
@@ -292,7 +311,7 @@ def against_simulated(
         ours.append([output.float().cpu() for output in outputs])
         theirs.append(run_session(session, to_device(batch, torch.device("cpu"))))
     first, second = (
-        [torch.cat([*map(rows, parts)]) for parts in zip(*found, strict=True)]
+        [torch.cat([*map(_rows, parts)]) for parts in zip(*found, strict=True)]
         for found in (ours, theirs)
     )
     return compare_outputs(first, second)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from ompq.bit_widths import SUM_BITS
 from ompq.budgets import Budget
@@ -39,25 +39,6 @@ _WEAK = 0.5  # a tolerance, relative to the size of outputs, that shows little
 
 _STREAM_OPSET = 21  # the first whose codes may have 16 bits
 _logger = logging.getLogger(__name__)
-
-
-def rows(output: Tensor) -> Tensor:
-    """Return an output with a first dimension, which a loss does not have."""
-    return output if output.dim() else output[None]
-
-
-def repeated(codes: Tensor, shape: Sequence[int]) -> Tensor | None:
-    """Return codes in this shape; None if they are of another.
-
-    While a decoder is exported, it may repeat keys and values, one after the other,
-    where several queries share them.
-    """
-    if codes.dim() != len(shape):
-        return None
-    for axis, size in enumerate(shape):
-        times = size // max(1, codes.shape[axis])
-        codes = codes.repeat_interleave(max(1, times), axis)
-    return codes if codes.shape == shape else None
 
 
 @dataclass(frozen=True)
