@@ -234,9 +234,7 @@ def test_a_wrong_scale_in_one_node_is_found(factor, tmp_path, monkeypatch):
         with pytest.raises(ExportError, match=message):
             require_codes(changed, made.network, Samples.of(images(8)))
     wrong = replace(made, model=changed)
-    monkeypatch.setattr(
-        "ompq.runtimes.onnx.traced_graph.traced_model", lambda *_: wrong
-    )
+    monkeypatch.setattr("ompq.runtimes.onnx.onnx_files.traced_model", lambda *_: wrong)
     with pytest.raises(ExportError, match="Nothing was written"):
         export_onnx(network, tmp_path / "net.onnx", images(8))
     assert not (tmp_path / "net.onnx").exists()

@@ -90,7 +90,7 @@ def traced_model(quantized: nn.Module, samples: SamplesLike, opset: int) -> Trac
             f"groups of {size} weights have scales of their own, which opset={opset} "
             f"cannot express: use {_BLOCKS_OPSET} or later"
         )
-    network = copied(quantized).cpu()
+    network = _host_copy(quantized)
     for unit in units:
         _hold(network, unit, opset)
     for quantizer in activation_quantizers(network).values():
@@ -114,8 +114,19 @@ def traced_model(quantized: nn.Module, samples: SamplesLike, opset: int) -> Trac
 
 def float_model(model: nn.Module, samples: SamplesLike, opset: int = 21) -> Any:
     """Return the ONNX file of a float network, as PyTorch writes it."""
-    network = copied(model).cpu()
+    network = _host_copy(model)
     return _written(network, model, Samples.of(samples), opset)
+
+
+def _host_copy(model: nn.Module) -> nn.Module:
+    """Return a copy that PyTorch can write, in host memory."""
+    scripts = [name for name, m in open_modules(model) if is_script(m)]
+    if scripts:
+        raise ExportError(
+            f"{shortened(scripts)}: PyTorch cannot write TorchScript modules as ONNX; "
+            "build the network from the modules that were compiled"
+        )
+    return copied(model).cpu()
 
 
 class _Held(nn.Module):
@@ -186,12 +197,6 @@ def _written(
         raise ExportError(
             f"PyTorch {torch.__version__} cannot write this network; PyTorch 2.8 or "
             "newer is needed"
-        )
-    scripts = [name for name, m in open_modules(network) if is_script(m)]
-    if scripts:
-        raise ExportError(
-            f"{shortened(scripts)}: PyTorch cannot write TorchScript modules as ONNX; "
-            "build the network from the modules that were compiled"
         )
     network = _named_plainly(network)
     batch = samples.first_batch(2)
