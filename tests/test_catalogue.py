@@ -13,9 +13,10 @@ from ompq.measured_scores import BlockLoss, ReconstructionScore
 from ompq.network.graph import trace
 from ompq.network.observation import watch
 from ompq.network.units import Choice
+from ompq.outputs import drawn_classes
 from ompq.scores import sensitivity, weight_noise
 from ompq.scores.catalogue import SCORES, score_name, score_table
-from ompq.scores.derivatives import Fisher, Gradient, Hessian, weighted_labels
+from ompq.scores.derivatives import Fisher, Gradient, Hessian
 from ompq.scores.orthogonality import (
     Orm,
     OrmDistortion,
@@ -797,7 +798,7 @@ def test_sensitivity_is_noise_times_what_of_it_finite_differences_expect():
     noise, expected = np.zeros((len(graph), 3)), np.zeros((len(graph), 2))
     with torch.no_grad():
         log_p = network(inputs).log_softmax(1)
-        drawn = weighted_labels(log_p, torch.Generator().manual_seed(0), 6)
+        drawn = drawn_classes(log_p, torch.Generator().manual_seed(0), 6)
         for row, unit in enumerate(graph.units):
             [rounding] = quickly_rounded(network, [unit], choices)
             noise[row] = noise_ratios([rounding], choices)[0]
@@ -839,7 +840,7 @@ def test_sensitivity_takes_orm_in_its_own_pass_if_that_sees_all_samples_at_once(
     inputs, seen = images(8), []
     with network.register_forward_pre_hook(lambda _, args: seen.append(len(args[0]))):
         found = Sensitivity()(score_inputs(graph, network, inputs, CHOICES))
-    assert len(seen) == passes
+    assert len(seen) == 1 + passes  # first, what it returns is recognised
     features = kept_features(network, graph, inputs)
     expected = orm_matrix([features[name] for name in found.orm_labels])
     assert found.orm == pytest.approx(expected, abs=1e-5)
@@ -847,7 +848,7 @@ def test_sensitivity_takes_orm_in_its_own_pass_if_that_sees_all_samples_at_once(
 
 
 @pytest.mark.parametrize("certain", [0.0, 6.0])
-def test_weighted_labels_average_squared_gradients_over_the_answers(certain):
+def test_drawn_classes_average_squared_gradients_over_the_answers(certain):
     logits = torch.randn(3, 5, generator=torch.Generator().manual_seed(0))
     logits[:, 0] += certain
     log_p = logits.log_softmax(1)
@@ -857,7 +858,7 @@ def test_weighted_labels_average_squared_gradients_over_the_answers(certain):
     # The gradient of class k's log probability is onehot(k) - p.
     along = direction - (p * direction).sum(1, keepdim=True)  # (3, 5)
     exact = (p * along.square()).sum(1)
-    labels, counts = weighted_labels(log_p.repeat(4000, 1), generator, 12000)
+    labels, counts = drawn_classes(log_p.repeat(4000, 1), generator, 12000)
     squares = along.repeat(4000, 1).gather(1, labels[:, None])[:, 0].square()
     found = (squares * counts).reshape(4000, 3).mean(0)
     assert found.tolist() == pytest.approx(exact.tolist(), rel=0.1)

@@ -367,12 +367,6 @@ def test_metrics_get_what_the_network_returns_and_any_targets():
     labels = torch.zeros(4, dtype=torch.long)
     with pytest.raises(ModelError, match=r"returned shape \(4, 4, 3, 3\); accuracy"):
         evaluate(Dense(), [(images, labels)])
-    assert (
-        evaluate(
-            nn.Linear(3, 1), Samples.of(torch.ones(2, 3)), reference=nn.Linear(3, 1)
-        ).divergence
-        is None
-    )
 
 
 def test_the_drop_has_a_paired_interval():

@@ -30,6 +30,7 @@ ORDER = {
     "user_functions": "",
     "samples": "",
     "network": "observation attention passive units dataflow blocks folding graph",
+    "outputs": "",
     "grids": "",
     "weight_ranges": "",
     "activation_ranges": "",

@@ -15,7 +15,6 @@ import ompq
 from nets import Chain, TinyMobileNet, TinyResNet, images, scenes, seeded, tokens
 from ompq.checkpoints import Checkpoint
 from ompq.errors import CheckpointError, SampleError
-from ompq.evaluation import logits_of
 from ompq.lab.audits import random_allocation
 from ompq.measured_scores import BlockLoss
 from ompq.measurement import Meter, split
@@ -49,7 +48,7 @@ def test_judges_differ_by_what_divergences_depend_on():
         Meter(model, samples.first(3), samples),
         Meter(model, samples, samples.first(3)),
         Meter(seeded(Chain(), 1), samples, samples),
-        Meter(model, samples, samples, group_size=32),
+        Meter(model, samples, samples, config=ompq.QuantizeConfig(group_size=32)),
     ]
     assert Meter(model, samples, samples).judge == first.judge
     assert len({first.judge, *(other.judge for other in others)}) == 6
@@ -61,9 +60,9 @@ def test_judges_differ_by_what_divergences_depend_on():
 def test_networks_are_measured_with_the_groups_of_their_plan():
     model, samples = tokens(), Samples.of(images(4))
     bits = dict.fromkeys(ompq.trace(model, samples).names, ompq.Choice(3, 32))
-    made = Meter(model, samples, samples, group_size=32).quantized(
-        ompq.Allocation(bits)
-    )
+    made = Meter(
+        model, samples, samples, config=ompq.QuantizeConfig(group_size=32)
+    ).quantized(ompq.Allocation(bits))
     assert made.up.group_size == 32 and made.up.weight_scale.shape == (72, 2)
 
 
@@ -119,7 +118,8 @@ def test_it_is_what_quantize_and_reconstruct_give_for_a_unit_alone(network):
             quantized = ompq.quantize(network, ompq.Allocation(bits), learned)
             config = ompq.ReconstructConfig(rounding=rounding, tuning=None)
             found = ompq.reconstruct(quantized, network, learned, config)
-            logits = [logits_of(net, judges) for net in (network, found)]
+            with torch.no_grad():
+                logits = [net(judges.runs[0]) for net in (network.eval(), found.eval())]
             divergence = float(kl_divergence(*logits).mean())
             assert table[row, column] == pytest.approx(divergence, rel=1e-6)
     assert (table[:, 2] == 0).all()
@@ -285,15 +285,11 @@ def test_regret_is_against_the_best_seen(found):
     assert all(-1 <= rho <= 1 for rho in found.null_spearman)
 
 
-def test_a_score_that_predicts_the_same_for_all_has_no_correlation(audited):
-    def flat(given):
-        return np.zeros((len(given.graph), len(given.choices)))
-
-    config = replace(QUICK_AUDIT, scores=(flat,), allocations=3, orm_samples=0)
+def test_a_score_of_a_single_allocation_has_no_correlation(audited):
+    config = replace(QUICK_AUDIT, allocations=1, orm_samples=0)
     found = ompq.audit(audited, images(), BUDGET, images(4, seed=5), config)
     assert found.scores[0].spearman is None
     assert found.orthogonality == {}
-    assert "flat" in str(found)
     json.dumps(found.to_json(), allow_nan=False)
 
 

@@ -438,7 +438,7 @@ def test_goals_that_cannot_be_met_or_measured(large_plan):
     one = seeded(Chain(classes=1))
     small = ompq.plan(one, SAMPLES, "32bits", ompq.PlanConfig(score="weight_noise"))
     with pytest.raises(GoalError, match="returns no logits of several classes"):
-        ompq.find_smallest(small, one, SAMPLES, ompq.Goal(max_divergence=1), config)
+        ompq.find_smallest(small, one, SAMPLES, ompq.Goal(min_agreement=0.9), config)
 
 
 @pytest.mark.parametrize(

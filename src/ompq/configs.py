@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 from ompq.bit_widths import CODED_BITS, FLOAT_BITS, GROUP_SIZES, WIDTHS
 from ompq.fields import (
@@ -34,6 +34,11 @@ BlockLossKind = Literal["squared", "fisher", "low_rank_fisher"]
 LatencyTable: TypeAlias = Mapping[str, Mapping[str, float]]  # unit → "W4A8" → ms
 # Weight bits; weight and activation bits; or a Choice.
 Pin: TypeAlias = int | tuple[int | None, int] | tuple[int, int, float]
+# What a tensor that a network returns is; see ompq.outputs.
+OutputKind: TypeAlias = Literal[
+    "classes", "values", "embedding", "detections", "ignored"
+]
+OUTPUT_KINDS: tuple[str, ...] = get_args(OutputKind)
 ScoreLike: TypeAlias = str | Callable[[Any], Any]  # a name, or a score
 
 # Profiles of runtimes that are included in ompq.
@@ -87,6 +92,16 @@ class OrmSettings(Config):
         False,
         "Divide gamma by the number of other functions, so that beta means the same at "
         "any depth.",
+    )
+
+
+def output_problem(output: str) -> str:
+    """Return what the kinds of a network's outputs must be, or "" if they are that."""
+    if all(kind in OUTPUT_KINDS for kind in output.split(",")):
+        return ""
+    return (
+        f"{', '.join(OUTPUT_KINDS[:-2])} or {OUTPUT_KINDS[-2]}; with several outputs, "
+        "one of these or ignored for each, joined by commas"
     )
 
 
@@ -219,6 +234,14 @@ class PlanConfig(Config):
         metavar="NAME",
     )
     strict: bool = setting(False, "Fail if anything stays float.")
+    output: str | None = setting(
+        None,
+        "What the network returns: classes (logits), values (such as a depth or an "
+        "image), embedding or detections; with several outputs, one of these or ignored "
+        "for each, joined by commas. By default it is recognised.",
+        metavar="KIND",
+        check=output_problem,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -279,6 +302,13 @@ class QuantizeConfig(Config):
         check=_group_problem,
     )
     batch_size: int = setting(64, "Maximum number of samples per forward pass.", COUNT)
+    output: str | None = setting(
+        None,
+        "What the network returns, as for a plan. By default it is as planned, or else "
+        "recognised.",
+        metavar="KIND",
+        check=output_problem,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

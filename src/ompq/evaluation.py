@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import asdict, dataclass, field, replace
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ompq.errors import DataError, ModelError
+from ompq.network.graph import RECORD
+from ompq.outputs import CLASSES, Outputs, check_output, per_input
 from ompq.parallel import process_count, share_out
 from ompq.progress import Progress
 from ompq.samples import (
@@ -26,9 +28,7 @@ from ompq.samples import (
     class_rows as class_rows,
     evaluating,
     first_tensor,
-    kl_divergence,
     model_device,
-    run_batch,
     to_device,
     token_ids,
 )
@@ -43,7 +43,8 @@ class Evaluation:
 
     Accuracy needs logits (N, classes) and class indices (N,). Values that could not be
     measured are None. For dense outputs, as in segmentation, agreement and divergence
-    are averaged over all positions.
+    are averaged over all positions. What divergence means depends on what the network
+    returns; :attr:`likeness` says it in words.
 
     Attributes:
         top1: Fraction of images whose largest logit is the target's.
@@ -52,14 +53,16 @@ class Evaluation:
         images_per_second: Speed of the network alone; the first of several batches is
             not timed.
         agreement: Fraction of images with the same top-1 class as the reference.
-        divergence: Mean KL divergence of the network's softmax from the reference's,
-            in nats.
+        divergence: Mean divergence from the reference. Of classes, it is the KL
+            divergence of the softmax, in nats; of values, half the squared error over
+            the variance of the reference's output; of embeddings, 1 − cosine.
         drop: The reference's top-1 minus ``top1``.
         drop_error: Standard error of ``drop``, paired over the images.
         metrics: The user's metrics by name, averaged over the images.
         reference_metrics: The same metrics of the reference.
         correct: Packed bits, one per image; see :meth:`correctness`.
         fingerprint: Hash of the targets; equal for evaluations on the same images.
+        output: What the network returns: classes, values, embedding or detections.
     """
 
     top1: float | None
@@ -75,6 +78,7 @@ class Evaluation:
     reference_metrics: Mapping[str, float] = field(default_factory=dict)
     correct: bytes = field(default=b"")
     fingerprint: str = field(default="", repr=False)
+    output: str = "classes"
 
     def correctness(self) -> NDArray[np.bool_]:
         """Return which images were classified correctly, (count,)."""
@@ -113,7 +117,28 @@ class Evaluation:
             "divergence": self.divergence,
         }
         known = [f"{k} {v:.4g}" for k, v in facts.items() if v is not None]
-        return f"Evaluation({', '.join([*known, f'{self.count} images'])})"
+        if self.output != "classes" and self.likeness:
+            known.append(self.likeness)
+        what = "images" if self.output == "classes" else "samples"
+        return f"Evaluation({', '.join([*known, f'{self.count} {what}'])})"
+
+    @property
+    def likeness(self) -> str:
+        """How close the outputs are to the reference's, in words."""
+        if self.divergence is None:
+            return ""
+        if self.output == "values":
+            share = 2 * self.divergence
+            ratio = f", {-10 * math.log10(share):.1f} dB" if share > 0 else ""
+            return f"squared error {100 * share:.3g} % of the output's variance{ratio}"
+        if self.output == "embedding":
+            return f"cosine {1 - self.divergence:.5f}"
+        if self.output == "detections":
+            return f"{100 * (1 - self.divergence):.1f} % of the detections alike"
+        text = f"divergence {self.divergence:.4g}"
+        if self.agreement is None:
+            return text
+        return f"{100 * self.agreement:.2f} % of the answers, {text}"
 
     def _repr_html_(self) -> str:
         return html_table("Evaluation", [self._facts()])
@@ -210,6 +235,7 @@ def evaluate(
     *,
     reference: nn.Module | None = None,
     metrics: Mapping[str, Metric] | None = None,
+    output: str | None = None,
     progress: Progress | None = None,
 ) -> Evaluation:
     """Evaluate a network on labelled batches, or compare it with a float network.
@@ -226,6 +252,10 @@ def evaluate(
         metrics: Name → function that returns one number for the network's output and
             the targets, both on its device; it is averaged over the images. For a
             decoder, ``{"perplexity": ompq.Perplexity()}``.
+        output: What the network returns, which decides how it is compared with the
+            reference: ``classes``, ``values``, ``embedding`` or ``detections``; with
+            several outputs one for each, joined by commas. None means as quantized, or
+            as recognised.
 
     Raises:
         DataError: There are no batches, or targets do not match inputs or outputs.
@@ -238,6 +268,7 @@ def evaluate(
     any_targets = bool(metrics) or reference is not None
     networks = (model,) if reference is None else (model, reference)
     processes = process_count()
+    outputs, batches = _outputs(networks, batches, output)
 
     def share(number: int) -> tuple[list[_Part], str]:
         """Measure one process's batches; return them with a hash of all targets."""
@@ -247,7 +278,8 @@ def evaluate(
             if isinstance(targets, Tensor):
                 digest.update(targets.numpy(force=True).tobytes())
             if index % processes == number:
-                parts.append(_measured(networks, inputs, targets, metrics or {}))
+                given = inputs, targets, metrics or {}, outputs
+                parts.append(_measured(networks, *given))
                 if progress is not None:
                     progress(index + 1, total, f"evaluating{_top1_so_far(parts)}")
         return parts, digest.hexdigest()
@@ -259,7 +291,37 @@ def evaluate(
             "the processes read different batches: do not shuffle them, or seed the "
             "loader's generator"
         )
-    return _joined([parts for parts, _ in shares], metrics or {})
+    joined = _joined([parts for parts, _ in shares], metrics or {})
+    return replace(joined, output=str(outputs))
+
+
+def _peeked(batches: Iterable[Any]) -> tuple[Samples, Iterable[Any]]:
+    """Return the inputs of the first batches, and all batches once more."""
+    first: list[Batch] = []
+    read: list[Any] = []
+    rest = iter(batches)
+    for batch in rest:
+        read.append(batch)
+        first.append(_pair(batch, len(first), any_targets=True)[0])
+        if sum(map(batch_length, first)) >= _BATCH_SIZE:
+            break
+    return Samples(tuple(first)), chain(read, rest)
+
+
+def _outputs(
+    networks: Sequence[nn.Module], batches: Iterable[Any], output: str | None
+) -> tuple[Outputs, Iterable[Any]]:
+    """Return how to compare two networks' outputs, and all batches, not yet read.
+
+    Outputs are what is given, what the network was quantized for, or recognised.
+    """
+    if len(networks) < 2:
+        return CLASSES, batches
+    first, batches = _peeked(batches)
+    output = output or getattr(getattr(networks[0], RECORD, None), "output", None)
+    check_output(output)
+    outputs = Outputs.of(networks[1], first, output) if len(first) else CLASSES
+    return outputs, batches
 
 
 class _Part(NamedTuple):
@@ -277,6 +339,7 @@ def _measured(
     inputs: Batch,
     targets: Any,
     metrics: Mapping[str, Metric],
+    outputs: Outputs,
 ) -> _Part:
     """Compare a batch's outputs with its targets and with the reference's."""
     (output, seconds), *others = (_timed(one, inputs) for one in networks)
@@ -284,7 +347,7 @@ def _measured(
     targets, images = targets_on(device, targets), batch_length(inputs)
     logits = _finite(first_tensor(output).float())
     found: dict[str, Tensor] = {}
-    if is_class_indices(targets, images):
+    if is_class_indices(targets, images) and outputs.kinds[0] == "classes":
         if logits.dim() == 2:
             found = _accuracy(logits, targets, others[0][0] if others else None)
         elif not metrics and not others:
@@ -292,11 +355,8 @@ def _measured(
                 f"the network returned shape {tuple(logits.shape)}; accuracy needs "
                 "logits of shape (images, classes): give metrics or a reference"
             )
-    # Detectors return a list of dicts, one per image.
-    detections = isinstance(output, list) and all(isinstance(o, dict) for o in output)
-    for expected, _ in () if detections else others:
-        other = first_tensor(expected).float().to(logits.device)
-        found |= _closeness(logits, other, images)
+    for expected, _ in others:
+        found |= _closeness(outputs, output, expected, images)
 
     def values(output: Any) -> dict[str, tuple[float, float]]:
         found = ((name, one(output, targets)) for name, one in metrics.items())
@@ -371,16 +431,18 @@ def _accuracy(logits: Tensor, targets: Tensor, expected: Any) -> dict[str, Tenso
     return columns
 
 
-def _closeness(logits: Tensor, expected: Tensor, count: int) -> dict[str, Tensor]:
-    """Return the agreement of a batch's outputs with the reference's, (N,) each."""
-    rows, others = class_rows(logits), class_rows(expected)
-    if rows.shape[1] < 2:  # the softmax of one number is always 1
-        return {}
-    columns = {
-        "agreement": (rows.argmax(1) == others.argmax(1)).double(),
-        "divergence": kl_divergence(others, rows),
-    }
-    return {name: one.view(count, -1).mean(1) for name, one in columns.items()}
+def _closeness(
+    outputs: Outputs, output: Any, expected: Any, count: int
+) -> dict[str, Tensor]:
+    """Return how close a batch's outputs are to the reference's, (N,) each."""
+    ours, others = outputs.read(output), outputs.read(expected)
+    others = [one.to(own.device) for own, one in zip(ours, others, strict=False)]
+    found = {"divergence": outputs.divergences(others, ours, count)}
+    if outputs.kinds[0] == "classes":
+        rows, wanted = class_rows(ours[0]), class_rows(others[0])
+        same = (rows.argmax(1) == wanted.argmax(1)).double()
+        found["agreement"] = per_input(same, count)
+    return found
 
 
 def _number(metric: str, value: Any) -> float:
@@ -434,17 +496,6 @@ def targets_on(device: torch.device, targets: Any) -> Any:
     if isinstance(targets, dict):
         return {name: targets_on(device, one) for name, one in targets.items()}
     return targets
-
-
-def logits_of(model: nn.Module, samples: Samples) -> Tensor:
-    """Return the network's logits for all samples, (rows, classes), on the CPU."""
-
-    def run(batch: Batch) -> Tensor:
-        return first_tensor(run_batch(model, batch)).float().cpu()
-
-    with evaluating(model):
-        found = share_out([*samples.batches(_BATCH_SIZE)], run)
-    return torch.cat([class_rows(logits) for logits in found])
 
 
 def _unlabelled(

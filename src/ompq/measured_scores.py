@@ -14,7 +14,9 @@ from ompq.measurement import MEASURED_AT_ONCE, Meter, split
 from ompq.network.folding import normalised_by
 from ompq.network.observation import tensors_in
 from ompq.network.units import Choice, Unit
+from ompq.outputs import Outputs
 from ompq.parallel import share_out
+from ompq.quantization.quantize_config import QuantizeConfig
 from ompq.reconstruction.block_fisher import fisher_weights
 from ompq.samples import Batch, Samples, collect
 from ompq.scores.catalogue import SCORES
@@ -50,7 +52,9 @@ class _OneUnitScore:
             *samples,
             iterations=self.iterations,
             seed=self.seed,
-            group_size=graph.group_size,
+            config=QuantizeConfig(
+                group_size=graph.group_size or None, output=given.output
+            ),
         )
         floats = dict.fromkeys(graph.names, Choice(FLOAT_BITS, FLOAT_BITS))
         cells = [(unit, choice) for unit in graph.units for choice in choices]
@@ -103,13 +107,17 @@ class BlockLoss(_OneUnitScore):
         samples = given.samples.first(self.samples)
 
         def loss(network: nn.Module, unit: Unit, _meter: Meter) -> float:
-            return block_loss(network, given.model, unit, samples)
+            return block_loss(network, given.model, unit, samples, given.outputs)
 
         return self._table(given, (samples, samples), loss)
 
 
 def block_loss(
-    quantized: nn.Module, model: nn.Module, unit: Unit, samples: Samples
+    quantized: nn.Module,
+    model: nn.Module,
+    unit: Unit,
+    samples: Samples,
+    outputs: Outputs,
 ) -> float:
     """Return half the mean Fisher-weighted error of a unit's block over samples."""
     alone = unit.block == unit.name
@@ -117,7 +125,7 @@ def block_loss(
     total = 0.0
     for batch in samples.batches(MEASURED_AT_ONCE):
         expected, actual = (_output_of(net, end, batch) for net in (model, quantized))
-        (weights,) = fisher_weights(model, end, [batch])
+        (weights,) = fisher_weights(model, end, [batch], outputs=outputs)
         error = (actual - expected).double().square() * weights
         total += float(error.sum())
     return total / 2 / len(samples)

@@ -4,20 +4,24 @@ Two scores measure as well, with one unit quantized at a time.
 """
 
 import hashlib
+from dataclasses import replace
 from functools import cached_property
+from itertools import chain
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
-from torch import nn
+from torch import Tensor, nn
 
 from ompq.allocation.problem import Allocation
 from ompq.configs import QuantizeConfig, ReconstructConfig, RoundingConfig
 from ompq.errors import SampleError
-from ompq.evaluation import logits_of
 from ompq.network.attention import with_layers
+from ompq.outputs import CLASSES, Outputs
+from ompq.parallel import share_out
 from ompq.quantization.pipeline import quantize
 from ompq.reconstruction.block_loop import reconstruct
-from ompq.samples import Samples, kl_divergence
+from ompq.samples import Batch, Samples, batch_length, evaluating, run_batch
 
 Floats = NDArray[np.float64]
 MEASURED_AT_ONCE = 64  # samples per forward pass
@@ -34,20 +38,21 @@ class Meter:
         *,
         iterations: int = 0,
         seed: int = 0,
-        group_size: int = 0,
+        config: QuantizeConfig = QuantizeConfig(),
     ) -> None:
         """Run the float network once on ``held_out``, where divergence is measured.
 
         Args:
             samples: Samples for calibration and reconstruction.
             iterations: Reconstruction steps per block; 0 only rounds.
-            group_size: Inputs of a linear unit that share a scale; 0 for all of them.
+            config: How allocations are quantized.
         """
         self.model = with_layers(model, samples)
         self.samples, self.held_out = samples, held_out
         self.iterations, self.seed = iterations, seed
-        self.config = QuantizeConfig(group_size=group_size or None)
-        self._expected = logits_of(model, held_out)
+        self.outputs = Outputs.of(self.model, held_out, config.output)
+        self.config = replace(config, output=str(self.outputs))
+        self._expected = self._returned(self.model)
 
     @cached_property
     def judge(self) -> str:
@@ -56,8 +61,11 @@ class Meter:
         if self.config.group_size:
             way += f" groups of {self.config.group_size}"
         content = f"{way} {len(self.samples)}".encode()
-        digest = hashlib.sha256(self._expected.numpy().tobytes() + content)
-        return digest.hexdigest()[:16]
+        if self.outputs.kinds != CLASSES.kinds:
+            content += f" {self.outputs}".encode()
+        tensors = chain.from_iterable(tensors for _, tensors in self._expected)
+        values = b"".join(tensor.numpy().tobytes() for tensor in tensors)
+        return hashlib.sha256(values + content).hexdigest()[:16]
 
     def quantized(self, bits: Allocation) -> nn.Module:
         """Return the network with these bits, reconstructed if there are iterations."""
@@ -69,15 +77,32 @@ class Meter:
         return network
 
     def divergence(self, network: nn.Module) -> float:
-        """Return the mean KL divergence from the float network, in nats."""
+        """Return the mean divergence from the float network (:mod:`ompq.outputs`)."""
         return float(self.divergences(network).mean())
 
     def divergences(self, network: nn.Module) -> Floats:
-        """Return the KL divergence from the float network at each sample, in nats."""
-        logits = logits_of(network, self.held_out)
-        # Outputs for several tokens have a row for each.
-        rows = kl_divergence(self._expected, logits).view(len(self.held_out), -1)
-        return rows.mean(1).numpy()
+        """Return the divergence from the float network at each held-out sample."""
+        found = [
+            self.outputs.divergences(expected, tensors, count)
+            for (count, expected), (_, tensors) in zip(
+                self._expected, self._returned(network), strict=True
+            )
+        ]
+        return torch.cat(found).numpy()
+
+    def _returned(self, network: nn.Module) -> list[tuple[int, list[Tensor]]]:
+        """Return the outputs for each batch of held-out samples, and its length."""
+
+        def run(batch: Batch) -> tuple[int, list[Tensor]]:
+            tensors = self.outputs.read(run_batch(network, batch))
+            return batch_length(batch), [_on_host(tensor) for tensor in tensors]
+
+        with evaluating(network):
+            return share_out([*self.held_out.batches(MEASURED_AT_ONCE)], run)
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    return tensor.float().cpu() if tensor.is_floating_point() else tensor.cpu()
 
 
 def split(samples: Samples, fraction: float) -> tuple[Samples, Samples]:

@@ -17,7 +17,7 @@ from ompq.budgets import Budget
 from ompq.configs import RATES, OrmSettings, Pin, PlanConfig
 from ompq.cost_tables import FILES, Cost
 from ompq.costs import can_be_coded, cost_tables, least_rate
-from ompq.errors import PlanError, TargetError, TraceError, shortened
+from ompq.errors import PlanError, ScoreError, TargetError, TraceError, shortened
 from ompq.network.attention import with_layers
 from ompq.network.graph import find_units, float_network, live_tensors, observe
 from ompq.network.units import (
@@ -29,10 +29,10 @@ from ompq.network.units import (
 )
 from ompq.plans import Plan, make_problem
 from ompq.progress import Progress, no_progress
-from ompq.samples import Samples, SamplesLike, batch_values, evaluating, run_batch
+from ompq.samples import Samples, SamplesLike, batch_values
 from ompq.scores.catalogue import score_name, score_table, with_orm_settings
 from ompq.scores.orthogonality import function_units
-from ompq.scores.table import Score, ScoreInputs
+from ompq.scores.table import Score, ScoreInputs, ScoreTable
 from ompq.targets import Target, load_target
 
 _LOG = logging.getLogger(__name__)
@@ -60,6 +60,7 @@ def plan(
     Raises:
         ExportError: The budget limits the ONNX file, and none can be written.
         InfeasibleBudgetError: No allocation meets the budget.
+        ScoreError: The score finds all choices equally good.
         PatternError: A pinned or tied pattern matches no unit.
         TargetError: The target supports none of a unit's choices.
         TraceError: The network cannot be observed or, if strict, stays partly float.
@@ -91,13 +92,12 @@ def plan(
         samples,
         problem.choices,
         lambda done, total, _message: report(done, total, _SCORING),
+        config.output,
     )
-    score = chosen_score(config)
-    try:
-        scores = score_table(score, given, cache).as_saved()
-    except TraceError as error:
-        score = _score_of_detections(given, score, error)
-        scores = score_table(score, given, cache).as_saved()
+    _LOG.info("the network returns %s; output= says otherwise", given.outputs)
+    score = _score(given, config)
+    scores = score_table(score, given, cache).as_saved()
+    _check_damage(scores, problem.allowed, score)
     report(2, 3, "solving for the budget")
     problem = replace(problem, damage=scores.damage)
     allocation = allocate(problem, budget, method=config.method)
@@ -116,6 +116,7 @@ def plan(
         target=_target(config),
         activations=alive,
         files=files,
+        output=str(given.outputs),
     )
 
 
@@ -130,26 +131,36 @@ def chosen_score(config: PlanConfig) -> Score | str:
     return with_orm_settings(config.score, config.orm)
 
 
-def _score_of_detections(
-    given: ScoreInputs, score: Score | str, error: TraceError
-) -> str:
-    """Return the score of a detector, whose boxes the default score cannot compare."""
+def _score(given: ScoreInputs, config: PlanConfig) -> Score | str:
+    """Return the score; a detector's boxes have no gradients that the default needs."""
+    score = chosen_score(config)
     default = score_name(score) == score_name(PlanConfig.score)
-    if not (default and _detects(given)):
-        raise error
+    if not (default and given.outputs.detections):
+        return score
     _LOG.warning(
-        "the network returns detections, which no score can compare, so only the noise "
-        "of the weights decides; to judge its logits, plan the part that takes a "
-        "batch: its backbone and head, see Detectors in docs/guide.md"
+        "the network returns detections, which have no useful gradients; falling back "
+        "to weight_noise. To judge its logits, plan the part that takes a batch: its "
+        "backbone and head, see Detectors in docs/guide.md"
     )
     return "weight_noise"
 
 
-def _detects(given: ScoreInputs) -> bool:
-    """Whether a network returns a list of dicts, one per image, as detectors do."""
-    with evaluating(given.model):
-        output = run_batch(given.model, given.samples.first_batch(1))
-    return isinstance(output, list) and all(isinstance(one, dict) for one in output)
+def _check_damage(
+    scores: ScoreTable, allowed: NDArray[np.bool_], score: Score | str
+) -> None:
+    """Raise a ScoreError if no choice is better than another for any unit.
+
+    Then every unit would get its fewest bits, and the budget would stay unused.
+    """
+    chosen = np.where(allowed, scores.damage, np.nan)
+    free = allowed.sum(1) > 1
+    alike = np.nanmax(chosen, axis=1) == np.nanmin(chosen, axis=1)
+    if free.any() and alike[free].all():
+        raise ScoreError(
+            f"score {score_name(score)!r} finds every choice of every layer equally "
+            "good, so it cannot decide how to spend the budget. Check that the output "
+            "depends on the weights, or use another score, such as weight_noise"
+        )
 
 
 def unscored_problem(

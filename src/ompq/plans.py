@@ -105,6 +105,7 @@ class Plan:
         measured: Allocations that ``refine`` has measured, in order.
         activations: Lifetimes of the activations, if a budget limits their memory.
         files: Sizes of files other than the packed one, if a budget limits them.
+        output: What the network returns, as its outputs were judged.
     """
 
     graph: LayerGraph
@@ -121,6 +122,7 @@ class Plan:
     measured: tuple[Measurement, ...] = ()
     activations: tuple[LiveTensor, ...] = ()
     files: tuple[Cost, ...] = ()
+    output: str = "classes"
 
     @cached_property
     def problem(self) -> Problem:
@@ -432,6 +434,7 @@ def _to_json(plan: Plan) -> dict[str, Any]:
         ],
         "activations": [one.to_json() for one in plan.activations],
         "files": [cost.to_json() for cost in plan.files],
+        "output": "" if plan.output == "classes" else plan.output,
     }
     return {
         "budget": str(plan.budget),
@@ -483,6 +486,7 @@ def _from_json(data: Mapping[str, Any]) -> Plan:
             Cost.from_json(one, shape)
             for one in json_list(data.get("files", []), "files")
         ),
+        output=json_text(data.get("output", "classes"), "output"),
     )
     # The file may have been edited by hand, so check the units and their bits.
     loaded.allocation.check_units(graph.names)

@@ -33,6 +33,7 @@ from ompq.measurement import Meter, split
 from ompq.network.graph import trace
 from ompq.plans import Measurement, Plan, check_plan
 from ompq.progress import Progress
+from ompq.quantization.quantize_config import QuantizeConfig
 from ompq.samples import Samples, SamplesLike
 from ompq.schema import json_list, json_number
 from ompq.scores.catalogue import score_name, score_table
@@ -122,7 +123,9 @@ def _meter(
         held_out,
         iterations=config.iterations if config.by == "reconstruct" else 0,
         seed=config.seed,
-        group_size=plan.graph.group_size,
+        config=QuantizeConfig(
+            group_size=plan.graph.group_size or None, output=plan.output
+        ),
     )
 
 
@@ -181,7 +184,9 @@ def _tables(
     for score in config.scores:
         name = score_name(score)
         if name not in tables:
-            inputs = ScoreInputs(plan.graph, model, samples.first(64), plan.choices)
+            inputs = ScoreInputs(
+                plan.graph, model, samples.first(64), plan.choices, output=plan.output
+            )
             tables[name] = score_table(score, inputs, cache).damage
     return tables
 

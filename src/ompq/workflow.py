@@ -214,7 +214,12 @@ class Workflow:
         floats = dict.fromkeys(plan.graph.names, Choice(FLOAT_BITS, FLOAT_BITS))
         with self.stages.stage("measuring layers") as progress:
             size = plan.graph.group_size
-            meter = Meter(self.model, samples, samples, group_size=size)
+            meter = Meter(
+                self.model,
+                samples,
+                samples,
+                config=QuantizeConfig(group_size=size or None, output=plan.output),
+            )
 
             def divergence(choices: Mapping[str, Choice]) -> float:
                 return meter.divergence(meter.quantized(Allocation(choices)))

@@ -28,6 +28,7 @@ from ompq.network.units import Choice, by_bits
 from ompq.planning import plan as make_plan
 from ompq.plans import Plan
 from ompq.progress import Progress, no_progress
+from ompq.quantization.quantize_config import QuantizeConfig
 from ompq.samples import Batch, Samples, SamplesLike
 from ompq.schema import json_list, json_object
 from ompq.scores.catalogue import score_name
@@ -299,7 +300,9 @@ def audit(  # noqa: PLR0913 - the last five are optional
         Samples.of(held_out),
         iterations=config.iterations,
         seed=config.seed,
-        group_size=neutral.graph.group_size,
+        config=QuantizeConfig(
+            group_size=neutral.graph.group_size or None, output=neutral.output
+        ),
     )
     listed = {name: one.to_json() for name, one in candidates.items()}
     also = [config.orm_samples, *config.metrics, _targets_digest(batches)]

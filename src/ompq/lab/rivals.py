@@ -26,6 +26,7 @@ from ompq.network.units import Choice
 from ompq.planning import plan
 from ompq.plans import Plan, check_plan
 from ompq.progress import Progress
+from ompq.quantization.quantize_config import QuantizeConfig
 from ompq.samples import Samples, SamplesLike, run_batch
 from ompq.scores.weight_noise import check_weights_only, rounded_weights
 
@@ -125,7 +126,10 @@ class _Judge:
 
     def __init__(self, model: nn.Module, plan: Plan, samples: Samples) -> None:
         self.model, self.units = model, plan.graph.units
-        self.network, self.meter = copied(model), Meter(model, samples, samples)
+        self.network = copied(model)
+        self.meter = Meter(
+            model, samples, samples, config=QuantizeConfig(output=plan.output)
+        )
         self.rounded: dict[tuple[str, Choice], Tensor] = {}
 
     def divergence(self, bits: Allocation) -> float:

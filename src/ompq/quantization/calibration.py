@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ompq.activation_ranges import Observed, observe_range, value_bins, with_importance
 from ompq.network.observation import tensors_in, watch
+from ompq.outputs import Outputs
 from ompq.progress import Progress
 from ompq.quantization.activation_sites import ActivationSite
 from ompq.quantization.products import (
@@ -21,8 +22,8 @@ from ompq.quantization.products import (
 )
 from ompq.samples import (
     Samples,
+    batch_length,
     cudnn_kernels,
-    first_tensor,
     map_batch,
     model_device,
     to_device,
@@ -62,20 +63,21 @@ def read_ranges(
     return [found[site] for site in sorted(found)]
 
 
-def weigh_ranges(
+def weigh_ranges(  # noqa: PLR0913 - as read_ranges, and what that found
     model: nn.Module,
     samples: Samples,
     sites: Sequence[ActivationSite],
     seen: Sequence[Observed],
+    outputs: Outputs,
     *,
     batch_size: int,
     report: Progress,
 ) -> list[Observed]:
     """Add the importance of the values at each site for the network's output.
 
-    To second order, an error changes the network's output distribution by a divergence
-    of half its square times the Fisher information: the squared gradient of the
-    network's own log-likelihood, here on the first 64 samples. If the network cannot be
+    To second order, an error makes the output diverge by half its square times the
+    Fisher information: the squared gradient of the network's own log-likelihood, here
+    on the first 64 samples. If the network cannot be
     differentiated, all values get the same weight and a warning is logged.
     """
     found = list(seen)
@@ -92,7 +94,8 @@ def weigh_ranges(
                 inputs = map_batch(leaf, torch.clone)
                 visit(-1, None, (), {}, inputs)
                 output = watch(model, inputs, visit, gradients=True)
-                loss = _loss(first_tensor(output), generator)
+                count = batch_length(batch)
+                loss = outputs.drawn_loss(outputs.read(output), generator, count)
                 torch.autograd.grad(loss, leaves or parameters, allow_unused=True)
             report(done, first.batch_count(size), READING)
     except RuntimeError as error:
@@ -193,19 +196,3 @@ def _leaf(tensor: Tensor) -> Tensor:
     """Return a copy that requires gradients if it is floating-point."""
     tensor = tensor.detach().clone()
     return tensor.requires_grad_(tensor.is_floating_point())
-
-
-def _loss(output: Tensor, generator: torch.Generator) -> Tensor:
-    """Return a loss whose squared gradients estimate the Fisher information.
-
-    For logits, it is −log p of classes drawn from p; otherwise the sum of the elements
-    with random signs, which corresponds to a squared error.
-    """
-    if output.dim() == 2 and output.shape[1] > 1:
-        log_p = output.float().log_softmax(1)
-        # The argmax of log p + Gumbel noise is a class drawn from p.
-        noise = -torch.empty(log_p.shape).exponential_(generator=generator).log()
-        drawn = (log_p.detach() + noise.to(log_p.device)).argmax(1, keepdim=True)
-        return -log_p.gather(1, drawn).sum()
-    signs = torch.randint(2, output.shape, generator=generator) * 2 - 1
-    return (output * signs.to(output.device)).sum()

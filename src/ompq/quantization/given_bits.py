@@ -16,8 +16,8 @@ def resolve_choices(
     plan: Plan | Allocation | Mapping[str, Pin] | str | Path,
     graph: LayerGraph,
     config: QuantizeConfig,
-) -> tuple[LayerGraph, Allocation]:
-    """Return the graph with its group size, and the bits of all units."""
+) -> tuple[LayerGraph, Allocation, str | None]:
+    """Return the graph with its group size, all bits, and what the network returns."""
     if isinstance(plan, str | Path):
         plan = read_bits(Path(plan))
     if isinstance(plan, Plan):
@@ -29,12 +29,13 @@ def resolve_choices(
                 f"{f'groups of {planned}' if planned else 'whole channels'}: plan with "
                 "this group_size, or quantize without it"
             )
-        return graph.grouped(planned), plan.allocation
+        output = config.output or plan.output
+        return graph.grouped(planned), plan.allocation, output
     if not isinstance(plan, Allocation):
         if not isinstance(plan, Mapping):
             raise TypeError(
-                f"plan={plan!r} decides no bits; give a plan, a file, or a dict such "
-                'as {"*": 4}'
+                f"plan must be a Plan, an Allocation, a path or a dict such as "
+                f'{{"*": 4}}, not {plan!r}'
             )
         plan = _match_patterns(plan, graph)
     missing = [name for name in graph.names if name not in plan]
@@ -43,7 +44,7 @@ def resolve_choices(
             f"the allocation has no bits for {shortened(missing)}; "
             'give them, or "*" for all (32 keeps a layer float)'
         )
-    return graph.grouped(config.group_size), plan
+    return graph.grouped(config.group_size), plan, config.output
 
 
 def _match_patterns(bits: Mapping[str, Pin], graph: LayerGraph) -> Allocation:
@@ -52,7 +53,7 @@ def _match_patterns(bits: Mapping[str, Pin], graph: LayerGraph) -> Allocation:
         pair = (given, _DEFAULT_ACTIVATION_BITS) if isinstance(given, int) else given
         if not isinstance(pair, tuple | list) or not 2 <= len(pair) <= 3:
             raise TypeError(
-                f"{pattern!r}: {given!r} is no bit width; write 4, (4, 8) for weights "
+                f"{pattern!r}: {given!r} is not a valid bit width; write 4, (4, 8) for weights "
                 "and inputs, or (8, 8, 2.5) for coded weights"
             )
         found |= dict.fromkeys(select(graph.names, pattern), Choice(*pair))

@@ -15,6 +15,7 @@ from ompq.layers import quantized_layers
 from ompq.network.attention import with_layers
 from ompq.network.graph import find_units, float_network, observe
 from ompq.offload import to_host
+from ompq.outputs import Outputs
 from ompq.plans import Plan
 from ompq.progress import Progress, no_progress
 from ompq.quantization.activation_sites import ActivationSite, find_sites
@@ -63,7 +64,10 @@ def quantize(
     samples = Samples.of(samples)
     model = with_layers(float_network(model), samples)
     recording = observe(model, samples)
-    graph, allocation = resolve_choices(plan, find_units(model, recording), config)
+    graph, allocation, output = resolve_choices(
+        plan, find_units(model, recording), config
+    )
+    outputs = Outputs.of(model, samples, output)
     sites, unplaced = find_sites(model, recording, graph, allocation, config.sum_bits)
     report(1, 4, READING)
     factors: tuple[Equalized, ...] = ()
@@ -77,7 +81,7 @@ def quantize(
             report=lambda done, total: report(done, total, READING),
         )
     model = equalized(model, factors)
-    sites, activation_grids = _calibrate(model, samples, sites, config, report)
+    sites, activation_grids = _calibrate(model, samples, sites, config, outputs, report)
     report(2, 4, ROUNDING)
     grams = weight_grams(model, graph, allocation, samples, config, report)
     quantized = assemble(
@@ -88,8 +92,14 @@ def quantize(
         weight_grid=find_weight_grids(allocation, grams, factors, config, report),
         activation_grids=activation_grids,
     )
-    skipped = (*graph.skipped, *unplaced)
-    record = Quantization(graph, allocation, tuple(sites), skipped, equalized=factors)
+    record = Quantization(
+        graph,
+        allocation,
+        tuple(sites),
+        (*graph.skipped, *unplaced),
+        equalized=factors,
+        output=str(outputs),
+    )
     report(3, 4, "bias correction")
     if config.restore_moments:
         layers = quantized_layers(quantized)
@@ -108,6 +118,7 @@ def _calibrate(
     samples: Samples,
     sites: Sequence[ActivationSite],
     config: QuantizeConfig,
+    outputs: Outputs,
     report: Progress,
 ) -> tuple[list[ActivationSite], list[Grid]]:
     """Return the activation sites, with their shifts, and their grids."""
@@ -115,7 +126,7 @@ def _calibrate(
     options: Any = {"batch_size": config.batch_size, "report": report}
     ranges = read_ranges(model, samples, sites, **options)
     if method == "fisher":
-        ranges = weigh_ranges(model, samples, sites, ranges, **options)
+        ranges = weigh_ranges(model, samples, sites, ranges, outputs, **options)
     found, grids = [], []
     for site, observed in zip(sites, ranges, strict=True):
         if site.powers:

@@ -53,6 +53,7 @@ class Quantization:
     # Layers that compute with integers; empty before :func:`ompq.finalize`.
     links: tuple[Link, ...] = ()
     equalized: tuple[Equalized, ...] = ()  # channels that were rescaled
+    output: str = "classes"  # what the network returns, see ompq.outputs
 
     def __repr__(self) -> str:
         return f"Quantization({self.allocation!r}, {len(self.skipped)} left float)"

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
@@ -15,6 +16,7 @@ from ompq.network.dataflow import call_flow
 from ompq.network.folding import normalised_by
 from ompq.network.graph import observe
 from ompq.network.observation import ForwardPass, tensors_in, with_tensors
+from ompq.outputs import Outputs
 from ompq.quantization.moments import Moments
 from ompq.quantization.record import quantization_of
 from ompq.reconstruction.block_fisher import (
@@ -196,7 +198,8 @@ class BlockRunner:
         the next block start from the network's input.
         """
         self._networks = quantized, model
-        self._graph = quantization_of(quantized).graph
+        record = quantization_of(quantized)
+        self._graph, self._output, self._samples = record.graph, record.output, samples
         self._batch_size, self._limit = batch_size, limit
         one, two = samples.first_batch(1), samples.first_batch(2)
         if batch_length(two) == 1:
@@ -245,7 +248,9 @@ class BlockRunner:
             cache.clip = _CLIPS.get(units[block].activation)
         given, device = self._batches, targets.device
         if loss == "fisher":
-            found = fisher_weights(model, end, given, layout=layout)
+            found = fisher_weights(
+                model, end, given, outputs=self._outputs, layout=layout
+            )
             weights = torch.cat([part.to(device) for part in found])
             cache.weights = weights / clamp_positive(weights.mean())
         elif loss == "low_rank_fisher":
@@ -253,9 +258,15 @@ class BlockRunner:
             ends = self._graph.blocks.get(last or block, [-1])
             unit = self._graph.units[ends[-1]]
             axis = output_axis(unit, targets.shape)
-            matrix = fisher_matrix(model, end, given, axis=axis, layout=layout)
+            matrix = fisher_matrix(
+                model, end, given, axis=axis, outputs=self._outputs, layout=layout
+            )
             cache.channels = channel_fisher(matrix, axis, fisher_rank)
         return cache
+
+    @cached_property
+    def _outputs(self) -> Outputs:
+        return Outputs.of(self._networks[1], self._samples, self._output)
 
     def _gather_batches(
         self, block: str, end: str, arguments: Arguments, layout: Layout

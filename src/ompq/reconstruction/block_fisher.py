@@ -7,23 +7,44 @@ import torch
 from torch import Tensor, nn
 
 from ompq.network.observation import tensors_in, with_tensors
+from ompq.outputs import CLASSES, Outputs, random_signs
 from ompq.parallel import add_up, rank
 from ompq.reconstruction.block_layout import Layout
-from ompq.samples import Batch, evaluating, first_tensor, model_device, run_batch
+from ompq.samples import (
+    Batch,
+    batch_length,
+    class_rows,
+    evaluating,
+    model_device,
+    run_batch,
+)
 
 _SIGN_DRAWS = 4  # backward passes per sample for a Fisher matrix
 
 
 def fisher_weights(
-    model: nn.Module, end: str, batches: Iterable[Batch], *, layout: Layout = Layout()
+    model: nn.Module,
+    end: str,
+    batches: Iterable[Batch],
+    *,
+    outputs: Outputs = CLASSES,
+    layout: Layout = Layout(),
 ) -> Iterator[Tensor]:
     """Yield squared gradients of the network's loss by a block's output, (N, ...).
 
-    The loss is −log p of the network's own most likely class.
+    The loss of classes is −log p of the network's own most likely one, as BRECQ's; of
+    other outputs, answers are drawn (:meth:`ompq.outputs.Outputs.drawn_loss`).
     """
+    generator = torch.Generator().manual_seed(rank())
     for batch in batches:
-        output, log_p = _class_likelihoods(model, end, batch)
-        (gradient,) = torch.autograd.grad(-log_p.amax(1).sum(), output)
+        output, returned = _continued(model, end, batch)
+        tensors, count = outputs.read(returned), batch_length(batch)
+        if outputs.kinds == ("classes",):
+            log_p = class_rows(tensors[0].float()).log_softmax(1)
+            loss = -log_p.amax(1).sum()
+        else:
+            loss = outputs.drawn_loss(tensors, generator, count)
+        (gradient,) = torch.autograd.grad(loss, output)
         yield layout.samples_first(gradient.square())
 
 
@@ -50,25 +71,26 @@ def fisher_matrix(
     batches: Iterable[Batch],
     *,
     axis: int,
+    outputs: Outputs = CLASSES,
     layout: Layout = Layout(),
 ) -> Tensor:
     """Return the Fisher matrix over channels of a block's output, of trace 1, (C, C).
 
-    It is the mean over samples and positions of sum p ∇log p ∇log pᵀ over all classes;
-    half its quadratic form is the divergence that a small error causes. The gradient of
-    the sum of ±√p log p with random signs has the same mean square as all classes have
-    together, and takes one backward pass.
+    It is the mean over samples and positions of sum ∇φ ∇φᵀ over the features φ of the
+    output; half its quadratic form is the divergence that a small error causes. The
+    gradient of the sum of ±φ with random signs has the same mean square as all features
+    have together, and takes one backward pass.
     """
     device = model_device(model)
     generator = torch.Generator().manual_seed(rank())
     total = torch.zeros((), dtype=torch.float64, device=device)
     for batch in batches:
-        output, log_p = _class_likelihoods(model, end, batch)
+        output, returned = _continued(model, end, batch)
+        features = outputs.features(outputs.read(returned), batch_length(batch))
         for draw in range(_SIGN_DRAWS):
-            signs = 2 * torch.randint(2, log_p.shape, generator=generator) - 1
-            weights = (log_p.detach() / 2).exp() * signs.to(log_p)
+            signs = [random_signs(one, generator) for one in features]
             more = draw < _SIGN_DRAWS - 1
-            (found,) = torch.autograd.grad(log_p, output, weights, retain_graph=more)
+            (found,) = torch.autograd.grad(features, output, signs, retain_graph=more)
             moved = layout.samples_first(found).movedim(axis, -1)
             rows = moved.reshape(-1, moved.shape[-1])
             total = total + (rows.T @ rows).double()
@@ -83,10 +105,13 @@ def channel_fisher(matrix: Tensor, axis: int, most: int) -> ChannelFisher:
     return ChannelFisher(scaled.T.flip(0)[:most], axis)
 
 
-def _class_likelihoods(
-    model: nn.Module, end: str, batch: Batch
-) -> tuple[Tensor, Tensor]:
-    """Return a block's output as a leaf, and log p of each class from it, (N, C)."""
+def clamp_positive(value: Tensor) -> Tensor:
+    """Return values that can be divided by."""
+    return value.clamp_min(torch.finfo(value.dtype).tiny)
+
+
+def _continued(model: nn.Module, end: str, batch: Batch) -> tuple[Tensor, Any]:
+    """Return a block's output as a leaf, and what the network returns from it."""
     seen: list[Tensor] = []
 
     def leaf(_module: nn.Module, _args: Any, result: Any) -> Any:
@@ -99,9 +124,4 @@ def _class_likelihoods(
     block = model.get_submodule(end)
     with evaluating(model), block.register_forward_hook(leaf), torch.enable_grad():
         output = run_batch(model, batch)
-        return seen[0], first_tensor(output).flatten(1).log_softmax(1)
-
-
-def clamp_positive(value: Tensor) -> Tensor:
-    """Return values that can be divided by."""
-    return value.clamp_min(torch.finfo(value.dtype).tiny)
+        return seen[0], output

@@ -7,24 +7,28 @@ stay fixed, so there are few values to learn, and a thousand unlabelled samples 
 
 import copy
 import math
+from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from ompq.bit_widths import LARGEST_BITS
-from ompq.configs import TuningConfig
+from ompq.configs import OutputKind, TuningConfig
 from ompq.layers import (
     ActivationQuantizer,
     QuantizedLayer,
     activation_quantizers,
     quantized_layers,
 )
+from ompq.outputs import Outputs
 from ompq.parallel import add_up, process_count, rank
 from ompq.progress import Progress
+from ompq.quantization.record import quantization_of
 from ompq.reconstruction.block_data import BlockCache
 from ompq.reconstruction.descent import Descent, Picked, optimising
 from ompq.reconstruction.rounding import SoftRounding, SoftWeights, cache_runs
-from ompq.samples import class_rows, evaluating, kl_divergence, model_device
+from ompq.samples import evaluating, model_device
 
 
 def tune(
@@ -43,13 +47,14 @@ def tune(
         The mean divergence from the float network on the samples, before and after.
     """
     cache.float_inputs = []
-    before, count = _divergence(network, cache)
+    outputs = _outputs(network, cache)
+    before, count = _divergence(network, cache, outputs)
     state = copy.deepcopy(network.state_dict())
     trainable = {name: p.requires_grad for name, p in network.named_parameters()}
     network.requires_grad_(requires_grad=False)  # of all but what is learned
     with evaluating(network):
-        layers = list(quantized_layers(network).values())
-        soft = SoftRounding(layers, cache_runs(network, cache))
+        layers = quantized_layers(network).values()
+        soft = SoftRounding([*layers], cache_runs(network, cache))
         soft.harden()
     steps: list[Tensor] = [quantizer.scale for quantizer in _narrow(network)]
     learned: list[tuple[list[Tensor], int]] = [
@@ -58,14 +63,12 @@ def tune(
     ]
     rates = [config.activation_learning_rate * step.item() for step in steps]
     order = _sample_order(cache, config.steps(count), config.batch_size, seed)
-    time = torch.arange(len(order)) / len(order)
-    peaks = torch.tensor([config.learning_rate, *rates])
-    schedule = torch.outer((1 + (math.pi * time).cos()) / 2, peaks)
+    schedule = _schedule(len(order), [config.learning_rate, *rates])
 
     def loss(picked: Picked, _row: Tensor) -> tuple[Tensor, Tensor]:
         with soft.used(*SoftWeights.apply(*soft.learned)):
             output = cache.call(network, picked.inputs)
-        error = network_output_error(output, picked.target).mean()
+        error = _mean_divergence(outputs, output, picked.target)
         return error, error / max(before, torch.finfo(error.dtype).tiny)
 
     with optimising(network, seed):
@@ -86,37 +89,43 @@ def tune(
             soft.finish()
     for name, parameter in network.named_parameters():
         parameter.requires_grad_(trainable[name])
-    after, _ = _divergence(network, cache)
+    after, _ = _divergence(network, cache, outputs)
     if not after < before:  # also if it is NaN
         network.load_state_dict(state)
     return before, after
 
 
-def network_output_error(output: Tensor, target: Tensor) -> Tensor:
-    """Return the KL divergence of each row of logits from the target's, (rows,).
-
-    If rows have one number, which has no distribution, it is the squared error.
-    """
-    rows, expected = class_rows(output), class_rows(target)
-    if rows.shape[1] < 2:
-        return (rows - expected).square().sum(1)
-    return kl_divergence(expected, rows)
+def _outputs(network: nn.Module, cache: BlockCache) -> Outputs:
+    """Return how to compare the network's single output with the targets."""
+    [kind] = [k for k in quantization_of(network).output.split(",") if k != "ignored"]
+    return Outputs.measured([cast(OutputKind, kind)], [[cache.targets]])
 
 
-def _divergence(network: nn.Module, cache: BlockCache) -> tuple[float, int]:
-    """Return the mean error of all rows, and the number of samples."""
+def _schedule(steps: int, peaks: Sequence[float]) -> Tensor:
+    """Return learning rates that follow a cosine to 0, (steps, peaks)."""
+    time = torch.arange(steps) / steps
+    return torch.outer((1 + (math.pi * time).cos()) / 2, torch.tensor(peaks))
+
+
+def _mean_divergence(outputs: Outputs, output: Tensor, target: Tensor) -> Tensor:
+    return outputs.divergences([target], [output], len(target)).mean()
+
+
+def _divergence(
+    network: nn.Module, cache: BlockCache, outputs: Outputs
+) -> tuple[float, int]:
+    """Return the mean divergence of all samples, and their number."""
     device = model_device(network)
-    sums = torch.zeros(3, dtype=torch.float64, device=device)
+    sums = torch.zeros(2, dtype=torch.float64, device=device)
     with evaluating(network):
         for index in cache.batches(cache.batch_size):
             inputs, target = cache.pick(index)
             output = cache.call(network, [t.to(device) for t in inputs])
-            found = network_output_error(output, target.to(device)).double()
-            sums += torch.stack(
-                [found.sum(), *found.new_tensor([len(found), len(index)])]
-            )
-    error, rows, samples = add_up(sums).tolist()
-    return error / rows, int(samples)
+            given = [target.to(device)], [output], len(index)
+            found = outputs.divergences(*given).double()
+            sums += torch.stack([found.sum(), found.new_tensor(len(index))])
+    error, samples = add_up(sums).tolist()
+    return error / samples, int(samples)
 
 
 def worth_tuning(network: nn.Module, config: TuningConfig) -> bool:

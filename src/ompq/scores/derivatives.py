@@ -6,7 +6,7 @@ The loss compares with labels or, without them, with the network's own answers.
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import ClassVar, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -20,14 +20,20 @@ from ompq.samples import (
     Batch,
     Samples,
     batch_length,
+    class_rows,
     cudnn_kernels,
     evaluating,
+    first_tensor,
     model_device,
     to_device,
 )
-from ompq.scores.output_divergence import divergence, log_probabilities
 from ompq.scores.table import Needs, ScoreInputs, ScoreTable
-from ompq.scores.weight_noise import check_weights_only, rounded_weights, weight_table
+from ompq.scores.weight_noise import (
+    check_weights_only,
+    output_with,
+    rounded_weights,
+    weight_table,
+)
 
 # Inputs and their class numbers, (N,).
 LabelledBatches: TypeAlias = Iterable[tuple[Batch, Tensor]]
@@ -71,12 +77,12 @@ class Fisher:
         with differentiating(given.model):
             # Not Samples.of: the batch stays on the network's device.
             for i, sample in enumerate(Samples((batch,)).batches(1)):
-                log_p = log_probabilities(given.model, sample, weights)
-                label, times = weighted_labels(log_p, generator, 1)
+                output = output_with(given.model, sample, weights)
                 if labels is not None:
-                    label, times = labels[i : i + 1], torch.ones_like(times)
-                # The gradient is squared, so the root makes it count `times` times.
-                loss = -(log_p.gather(1, label[:, None])[:, 0] * times.sqrt()).sum()
+                    loss = _cross_entropy(output, labels[i : i + 1])
+                else:
+                    read = given.outputs.read(output)
+                    loss = given.outputs.drawn_loss(read, generator, 1)
                 for name, gradient in _gradients(loss, weights).items():
                     squares[name] += gradient.square()
                 given.progress(i + 1, count, "squaring gradients")
@@ -96,7 +102,7 @@ class Hessian:
 
     The trace is Hutchinson's estimate: the mean of vᵀHv over random signs v, of all
     units at once. The loss is the cross entropy with the labels if batches are given,
-    else with the network's own answers.
+    else the divergence from the network's own output.
 
     Attributes:
         samples: How many inputs are used, at most.
@@ -127,8 +133,11 @@ class Hessian:
         generator = torch.Generator().manual_seed(self.seed)
         traces = dict.fromkeys(weights, 0.0)  # sums over the probes
         with differentiating(given.model):
-            log_p = log_probabilities(given.model, batch, weights)
-            loss = _mean_loss(log_p, labels)
+            output = output_with(given.model, batch, weights)
+            if labels is not None:
+                loss = _cross_entropy(output, labels)
+            else:
+                loss = _divergence(given, output, output, batch)
             gradients = torch.autograd.grad(loss, leaves, create_graph=True)
             for probe in range(self.probes):
                 signs = [
@@ -184,13 +193,13 @@ class Gradient:
             [rounded] = rounded_weights(model, unit, by_bits(given.choices)[:1])
             low[unit.parameter] = rounded.clone().requires_grad_()
         with differentiating(model):
-            log_p = log_probabilities(model, batch, low)
-            if labels is None:
-                with torch.no_grad():
-                    reference = log_probabilities(model, batch, {})
-                loss = divergence(reference, log_p)
+            output = output_with(model, batch, low)
+            if labels is not None:
+                loss = _cross_entropy(output, labels)
             else:
-                loss = _mean_loss(log_p, labels)
+                with torch.no_grad():
+                    reference = output_with(model, batch, {})
+                loss = _divergence(given, reference, output, batch)
             gradients = _gradients(loss, low)
 
         def change(unit: Unit, rounded: Tensor) -> float:
@@ -260,46 +269,19 @@ def differentiating(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def _mean_loss(log_p: Tensor, labels: Tensor | None) -> Tensor:
-    """Return the cross entropy with the labels, or with the network's own answers.
+def _divergence(given: ScoreInputs, expected: Any, output: Any, batch: Batch) -> Tensor:
+    """Return the mean divergence of an output from the expected one.
 
-    Its own answers are its probabilities: their loss has no gradient, and the Hessian
-    of that loss is the Fisher information.
+    That of an output from itself has no gradient; its Hessian is the Fisher
+    information.
     """
-    if labels is None:
-        return -(log_p.detach().exp() * log_p).sum(1).mean()
-    return F.nll_loss(log_p, labels.flatten())
+    outputs = given.outputs
+    fixed = [tensor.detach() for tensor in outputs.read(expected)]
+    count = batch_length(batch)
+    return outputs.divergences(fixed, outputs.read(output), count).mean()
 
 
-def weighted_labels(
-    log_p: Tensor, generator: torch.Generator, count: int
-) -> tuple[Tensor, Tensor]:
-    """Draw a class for each row, (rows,), and return the inputs' weights, (N,).
-
-    The weights make squared gradients average over the network's own answers. A class
-    is drawn with its probability times the length of its gradient at the logits
-    (importance sampling): the mean stays right, and varies less where one answer is
-    nearly certain. If an input has several rows, such as tokens, their gradients add up
-    before they are squared: then classes are drawn with their probability, and all
-    weights are 1.
-
-    Args:
-        log_p: Log probabilities of ``count`` inputs, (rows, K).
-    """
-    log_p = log_p.detach()
-    if len(log_p) > count:
-        # Vocabularies are large, so some rows at a time.
-        drawn_rows = [_drawn(rows, generator) for rows in torch.split(log_p, _ROWS)]
-        return torch.cat(drawn_rows), log_p.new_ones(count, dtype=torch.float64)
-    p = log_p.double().exp()
-    length = (1 - 2 * p + p.square().sum(1, keepdim=True)).clamp_min(1e-12).sqrt()
-    drawn = p * length / (p * length).sum(1, keepdim=True)
-    labels = _drawn(drawn.log(), generator)
-    return labels, (p / drawn).gather(1, labels[:, None])[:, 0]
-
-
-def _drawn(log_p: Tensor, generator: torch.Generator) -> Tensor:
-    """Return a class for each row, drawn with its probability, (rows,)."""
-    # The largest of log probability + Gumbel noise is a class drawn with it.
-    noise = -torch.empty(log_p.shape).exponential_(generator=generator).log()
-    return (log_p + noise.to(log_p.device, non_blocking=True)).argmax(1)
+def _cross_entropy(output: Any, labels: Tensor) -> Tensor:
+    """Return the mean cross entropy of logits with class numbers, (N,)."""
+    rows = class_rows(first_tensor(output).float())
+    return F.cross_entropy(rows, labels.flatten())

@@ -1,33 +1,24 @@
 """Scores that measure how far a rounded layer moves the network's output."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
-import torch
-from torch import Tensor, nn
-from torch.func import functional_call
+from torch import nn
 
 from ompq.activation_ranges import fake_quantize_tensor
 from ompq.bit_widths import FLOAT_BITS
 from ompq.network.observation import with_first_tensor
 from ompq.network.units import Choice, Table, Unit, by_bits
 from ompq.parallel import share_out
-from ompq.samples import (
-    Batch,
-    arguments,
-    class_rows,
-    evaluating,
-    first_tensor,
-    model_device,
-    to_device,
-)
+from ompq.samples import Batch, batch_length, evaluating, model_device, to_device
 from ompq.scores.table import Needs, ScoreInputs, ScoreTable
 from ompq.scores.weight_noise import (
     called_module,
     noise_table,
+    output_with,
     rounded_weights,
     weight_choices,
 )
@@ -35,10 +26,11 @@ from ompq.scores.weight_noise import (
 
 @dataclass(frozen=True)
 class OutputDivergence:
-    """KL(float ‖ quantized) of the softmax of the logits, one unit at a time.
+    """Divergence from the float network's output, one unit at a time.
 
-    Only forward passes: one for each unit and width, over one batch of samples.
-    Several processes share the units.
+    For classes it is KL(float ‖ quantized) of the softmax; :mod:`ompq.outputs` lists
+    the others. Only forward passes: one for each unit and width, over one batch of
+    samples. Several processes share the units.
 
     Attributes:
         samples: How many inputs are used, at most.
@@ -64,9 +56,9 @@ class OutputDivergence:
             by_weight = {}
             several = rounded_weights(model, unit, weights)
             for choice, rounded in zip(weights, several, strict=True):
-                output = log_probabilities(model, batch, {unit.parameter: rounded})
-                by_weight[choice] = _clamped(reference, output)
-            by_input = _input_divergence(model, unit, batch, reference, inputs)
+                output = output_with(model, batch, {unit.parameter: rounded})
+                by_weight[choice] = divergence(output)
+            by_input = _input_divergence(model, unit, batch, divergence, inputs)
             return [
                 by_weight.get(c.with_float_input, 0.0) + by_input.get(c.activation, 0.0)
                 for c in choices
@@ -75,33 +67,24 @@ class OutputDivergence:
         def report(done: int) -> None:
             given.progress(done, len(graph), f"divergence {graph.names[done - 1]}")
 
+        outputs = given.outputs
         with evaluating(model):
-            reference = log_probabilities(model, batch, {})
+            reference = outputs.read(output_with(model, batch, {}))
+
+            def divergence(output: Any) -> float:
+                found = outputs.divergences(
+                    reference, outputs.read(output), batch_length(batch)
+                )
+                return float(found.mean().clamp_min(0))
+
             return ScoreTable(np.array(share_out(graph.units, row, report)))
-
-
-def log_probabilities(
-    model: nn.Module, batch: Batch, weights: Mapping[str, Tensor]
-) -> Tensor:
-    """Run the network with some weights replaced; return log softmax, (N, K).
-
-    If classes are predicted at many places, such as tokens, each place is a row.
-    """
-    output = functional_call(model, dict(weights), *arguments(batch))
-    return class_rows(first_tensor(output).float()).log_softmax(1)
-
-
-def divergence(reference: Tensor, output: Tensor) -> Tensor:
-    """Return the mean KL(reference ‖ output) of log probabilities, both (N, K)."""
-    lost = (reference.exp() * (reference - output)).sum(1, dtype=torch.float64)
-    return lost.mean()
 
 
 def _input_divergence(
     model: nn.Module,
     unit: Unit,
     batch: Batch,
-    reference: Tensor,
+    divergence: Callable[[Any], float],
     widths: Sequence[int],
 ) -> dict[int, float]:
     module = called_module(model, unit)
@@ -113,13 +96,8 @@ def _input_divergence(
             return with_first_tensor((args, kwargs), rounded)
 
         with module.register_forward_pre_hook(quantize, with_kwargs=True):
-            output = log_probabilities(model, batch, {})
-        found[bits] = _clamped(reference, output)
+            found[bits] = divergence(output_with(model, batch, {}))
     return found
-
-
-def _clamped(reference: Tensor, output: Tensor) -> float:
-    return float(divergence(reference, output).clamp_min(0))
 
 
 @dataclass(frozen=True)

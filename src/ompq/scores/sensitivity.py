@@ -25,15 +25,8 @@ from ompq.network.observation import (
 )
 from ompq.network.units import Choice, Table
 from ompq.offload import visiting
-from ompq.samples import (
-    arguments,
-    batch_length,
-    class_rows,
-    first_tensor,
-    model_device,
-    to_device,
-)
-from ompq.scores.derivatives import differentiating, weighted_labels
+from ompq.samples import arguments, batch_length, model_device, to_device
+from ompq.scores.derivatives import differentiating
 from ompq.scores.orthogonality import (
     ORM_BATCH,
     Grams,
@@ -79,12 +72,13 @@ class Sensitivity:
 
     To second order, the divergence from the float network is half the mean of
     (gradient · error)². The error is the change of a unit's output; the gradient is
-    that of the log likelihood of a class drawn from the network's own answer, one
-    sample at a time (the Fisher information). Errors of different channels are assumed
-    to be independent, and their means to be corrected, as quantizing does. A
-    classifier's answer does not depend on what all its channels have in common: for
-    units with one output per sample, the expectation is the geometric mean of treating
-    channels as independent and as one sum. One backward pass serves all units.
+    that of the log likelihood of an answer drawn from the network's own output, one
+    sample at a time (the Fisher information; see :mod:`ompq.outputs`). Errors of
+    different channels are assumed to be independent, and their means to be corrected,
+    as quantizing does. A classifier's answer does not depend on what all its channels
+    have in common: for units with one output per sample, the expectation is the
+    geometric mean of treating channels as independent and as one sum. One backward pass
+    serves all units.
 
     Noise alone knows nothing about the network behind a unit; the expectation alone
     relies on few samples and on small errors. Together they decide better than either.
@@ -176,6 +170,7 @@ class Sensitivity:
         Also return ORM if all samples run in one batch.
         """
         model, samples = given.model, given.samples.first(self.samples)
+        outputs = given.outputs
         device, size = model_device(model), _batch_size(given, len(samples))
         whole = 2 <= len(given.samples) == len(samples) <= ORM_BATCH
         whole = whole and samples.batch_count(size) == 1
@@ -191,15 +186,19 @@ class Sensitivity:
                 watch.change = errors.hooked
                 with watch:
                     output = model(*args, **kwargs)
-                log_p = class_rows(first_tensor(output).float()).log_softmax(1)
-                labels, counts = weighted_labels(log_p, generator, count)
-                loss = -log_p.gather(1, labels[:, None]).sum()
+                loss = outputs.drawn_loss(outputs.read(output), generator, count)
                 torch.autograd.grad(loss, errors.zero)
-                totals.append(errors.squares(counts))
+                totals.append(errors.squares())
                 orm = grams.result() if grams else None
                 done += count
                 given.progress(done, len(samples), "expecting divergence")
         mean = np.sqrt(np.sum(totals, 0).prod(0)) / (2 * len(samples))
+        if not mean.any():
+            logger.warning(
+                "no error of a weight reaches the output, which was read as %s, so the "
+                "noise of the weights alone decides",
+                outputs,
+            )
         return dict(zip(rounded, mean.tolist(), strict=True)), orm
 
 
@@ -356,28 +355,25 @@ class _Errors:
 
         return products
 
-    def squares(self, counts: Tensor) -> Table:
-        """Return weighted sums of squares over the samples, (2, weights, choices).
+    def squares(self) -> Table:
+        """Return sums of squares over the samples, (2, weights, choices).
 
         The first are squares of each channel; the second are squares of the channels'
         sum where samples have one output each, and the same as the first elsewhere.
         Weights that no gradient reached have 0.
-
-        Args:
-            counts: The samples' weights, (N,).
         """
         total = np.zeros((2, len(self.rounded), self.choices))
         rows = {key: row for row, key in enumerate(self.rounded)}
-        for part in self._parts(elements_at_once(counts.device)):
+        for part in self._parts(elements_at_once(self.zero.device)):
             # Several weights at once: on a GPU, the number of calls is what counts.
             several = zip(*(self.products[key] for key in part), strict=True)
             made = _Products(*(torch.cat(column, -1) for column in several))
             products = made.centred().double()
-            squared = (products.square() * counts[:, None]).sum(1)  # (choices, C)
+            squared = products.square().sum(1)  # (choices, C)
             sizes = [channels for _, channels in part]
             single = [at for at, (key, _) in enumerate(part) if key in self.single]
             wholes = [
-                own.sum(2).square() @ counts
+                own.sum(2).square().sum(1)
                 for at, own in enumerate(torch.split(products, sizes, 2))
                 if at in single
             ]

@@ -5,6 +5,7 @@ import json
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from time import perf_counter
@@ -18,6 +19,7 @@ from ompq.files import library_version, tensors_digest, write_text
 from ompq.network.attention import with_layers
 from ompq.network.observation import tensors_in
 from ompq.network.units import Choice, LayerGraph, Table
+from ompq.outputs import CLASSES, Outputs
 from ompq.progress import Progress, no_progress
 from ompq.samples import Samples, model_device
 from ompq.schema import (
@@ -129,6 +131,7 @@ class ScoreInputs:
         samples: Unlabelled inputs.
         choices: Columns of the table.
         progress: Called as ``progress(done, total, message)``.
+        output: What the network returns, as in PlanConfig; None recognises it.
     """
 
     graph: LayerGraph
@@ -136,10 +139,16 @@ class ScoreInputs:
     samples: Samples
     choices: Sequence[Choice]
     progress: Progress = no_progress
+    output: str | None = None
 
     def __post_init__(self) -> None:
         # Units were found in a network whose attentions have layers.
         object.__setattr__(self, "model", with_layers(self.model, self.samples))
+
+    @cached_property
+    def outputs(self) -> Outputs:
+        """How to compare what the network returns."""
+        return Outputs.of(self.model, self.samples, self.output)
 
 
 Score: TypeAlias = Callable[[ScoreInputs], ScoreTable | Any]
@@ -298,6 +307,7 @@ def cached_table(folder: str | Path, score: Score, given: ScoreInputs) -> ScoreT
 def _about(score: Score, given: ScoreInputs) -> dict[str, Any]:
     """Return everything that a table depends on."""
     model, runs = given.model, given.samples.runs
+    output = str(given.outputs)
     # The modules' text tells networks apart that have the same weights.
     network = [given.graph.to_json(), repr(model)]
     named = [name for name, _ in chain(model.named_parameters(), model.named_buffers())]
@@ -315,6 +325,7 @@ def _about(score: Score, given: ScoreInputs) -> dict[str, Any]:
         "device": model_device(model).type,
         "network": _digest([network, named], weights),
         "samples": _digest(keys, chain.from_iterable(map(tensors_in, inputs))),
+        **({} if given.outputs.kinds == CLASSES.kinds else {"output": output}),
     }
 
 

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from ompq.activation_ranges import tensor_noise
 from ompq.bit_widths import FLOAT_BITS
@@ -17,7 +18,7 @@ from ompq.errors import ScoreError
 from ompq.network.folding import channel_axis, channel_factors, norm_scales
 from ompq.network.units import Choice, Table, Unit, by_bits
 from ompq.parallel import share_out
-from ompq.samples import collect, model_device
+from ompq.samples import Batch, arguments, collect, model_device
 from ompq.scores.table import Needs, ScoreInputs, ScoreTable
 from ompq.weight_ranges import (
     QuickGrids,
@@ -369,3 +370,8 @@ def _input_noise(given: ScoreInputs) -> Table:
     noise = dict(zip(widths, table.T, strict=True))
     noise[FLOAT_BITS] = np.zeros(len(graph))
     return np.stack([noise[choice.activation] for choice in choices], axis=1)
+
+
+def output_with(model: nn.Module, batch: Batch, weights: Mapping[str, Tensor]) -> Any:
+    """Run the network with some weights replaced; return its output."""
+    return functional_call(model, dict(weights), *arguments(batch))
