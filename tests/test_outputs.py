@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import ompq
 from nets import images, seeded, values
-from ompq.errors import SampleError
+from ompq.errors import GoalError, SampleError, ScoreError
 from ompq.outputs import (
     CLASSES,
     Outputs,
@@ -341,7 +341,7 @@ def test_goals_of_values_are_divergences(denoiser):
     )
     assert ompq.Goal(max_divergence=1.0).kept(result)
     assert not ompq.Goal(max_divergence=1e-9).kept(result)
-    with pytest.raises(ompq.GoalError, match="min_agreement=0.9 cannot be measured"):
+    with pytest.raises(GoalError, match="min_agreement=0.9 cannot be measured"):
         ompq.Goal(min_agreement=0.9).kept(result)
 
 
@@ -393,7 +393,7 @@ class Blind(nn.Module):
 def test_a_score_without_any_difference_is_an_error(caplog):
     model, inputs = seeded(Blind()), values(8, 4)
     with pytest.raises(
-        ompq.ScoreError, match="'output_divergence' finds every choice of every layer"
+        ScoreError, match="'output_divergence' finds every choice of every layer"
     ):
         ompq.plan(model, inputs, "4bits", ompq.PlanConfig(score="output_divergence"))
     plan = ompq.plan(model, inputs, "4bits")

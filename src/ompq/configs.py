@@ -237,8 +237,8 @@ class PlanConfig(Config):
     output: str | None = setting(
         None,
         "What the network returns: classes (logits), values (such as a depth or an "
-        "image), embedding or detections; with several outputs, one of these or ignored "
-        "for each, joined by commas. By default it is recognised.",
+        "image), embedding or detections; with several outputs, one of these or "
+        "ignored for each, joined by commas. By default it is recognised.",
         metavar="KIND",
         check=output_problem,
     )

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from ompq.allocation.problem import Allocation
 from ompq.bit_widths import FLOAT_BITS
+from ompq.configs import QuantizeConfig
 from ompq.costs import can_be_coded
 from ompq.measurement import MEASURED_AT_ONCE, Meter, split
 from ompq.network.folding import normalised_by
@@ -16,7 +17,6 @@ from ompq.network.observation import tensors_in
 from ompq.network.units import Choice, Unit
 from ompq.outputs import Outputs
 from ompq.parallel import share_out
-from ompq.quantization.quantize_config import QuantizeConfig
 from ompq.reconstruction.block_fisher import fisher_weights
 from ompq.samples import Batch, Samples, collect
 from ompq.scores.catalogue import SCORES

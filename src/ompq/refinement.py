@@ -28,12 +28,11 @@ from ompq.allocation.allocator import allocate
 from ompq.allocation.problem import Allocation
 from ompq.amounts import digits
 from ompq.checkpoints import Checkpoint
-from ompq.configs import RefineConfig
+from ompq.configs import QuantizeConfig, RefineConfig
 from ompq.measurement import Meter, split
 from ompq.network.graph import trace
 from ompq.plans import Measurement, Plan, check_plan
 from ompq.progress import Progress
-from ompq.quantization.quantize_config import QuantizeConfig
 from ompq.samples import Samples, SamplesLike
 from ompq.schema import json_list, json_number
 from ompq.scores.catalogue import score_name, score_table

@@ -19,7 +19,7 @@ from ompq.allocation.problem import Allocation
 from ompq.amounts import digits
 from ompq.budgets import Budget
 from ompq.checkpoints import Checkpoint
-from ompq.configs import PlanConfig
+from ompq.configs import PlanConfig, QuantizeConfig
 from ompq.errors import PlanError
 from ompq.evaluation import Metric, evaluate
 from ompq.measurement import Meter
@@ -28,7 +28,6 @@ from ompq.network.units import Choice, by_bits
 from ompq.planning import plan as make_plan
 from ompq.plans import Plan
 from ompq.progress import Progress, no_progress
-from ompq.quantization.quantize_config import QuantizeConfig
 from ompq.samples import Batch, Samples, SamplesLike
 from ompq.schema import json_list, json_object
 from ompq.scores.catalogue import score_name

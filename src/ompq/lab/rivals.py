@@ -16,7 +16,7 @@ from ompq.allocation.problem import Allocation, Columns, Program
 from ompq.amounts import digits
 from ompq.bit_widths import FLOAT_BITS
 from ompq.budgets import Budget
-from ompq.configs import PlanConfig
+from ompq.configs import PlanConfig, QuantizeConfig
 from ompq.errors import BudgetError, InfeasibleBudgetError
 from ompq.measurement import Meter
 from ompq.network.attention import with_layers
@@ -26,7 +26,6 @@ from ompq.network.units import Choice
 from ompq.planning import plan
 from ompq.plans import Plan, check_plan
 from ompq.progress import Progress
-from ompq.quantization.quantize_config import QuantizeConfig
 from ompq.samples import Samples, SamplesLike, run_batch
 from ompq.scores.weight_noise import check_weights_only, rounded_weights
 

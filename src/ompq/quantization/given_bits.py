@@ -53,8 +53,8 @@ def _match_patterns(bits: Mapping[str, Pin], graph: LayerGraph) -> Allocation:
         pair = (given, _DEFAULT_ACTIVATION_BITS) if isinstance(given, int) else given
         if not isinstance(pair, tuple | list) or not 2 <= len(pair) <= 3:
             raise TypeError(
-                f"{pattern!r}: {given!r} is not a valid bit width; write 4, (4, 8) for weights "
-                "and inputs, or (8, 8, 2.5) for coded weights"
+                f"{pattern!r}: {given!r} is not a valid bit width; write 4, (4, 8) for "
+                "weights and inputs, or (8, 8, 2.5) for coded weights"
             )
         found |= dict.fromkeys(select(graph.names, pattern), Choice(*pair))
     return Allocation(found)
