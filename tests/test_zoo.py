@@ -110,7 +110,7 @@ class Dense(nn.Module):
 
 
 @pytest.mark.slow
-def test_a_detector_is_quantized_whole_or_by_the_part_that_takes_a_batch(
+def test_a_detector_is_quantized_whole_or_by_the_part_that_takes_a_batch(  # noqa: PLR0915
     caplog, tmp_path
 ):
     network = models.detection.ssdlite320_mobilenet_v3_large

@@ -42,7 +42,6 @@ from ompq.samples import (
 
 _PROBED = 3  # inputs that a network is observed with
 _SPREAD_SAMPLES = 64  # inputs that the variance of values is measured on
-_BATCH = 16
 _ROWS = 1024  # rows of logits for which classes are drawn at a time
 _COLOURS = (1, 3)  # channels of images, grey or RGB
 _OVERLAP = 0.5  # of boxes that show the same object
@@ -84,25 +83,31 @@ class Outputs:
 
     @classmethod
     def of(
-        cls, model: nn.Module, samples: Samples, output: str | None = None
+        cls,
+        model: nn.Module,
+        samples: Samples,
+        output: str | None = None,
+        *,
+        batch_size: int = 16,
     ) -> "Outputs":
         """Recognise what a float network returns for the samples.
 
         Args:
             output: One kind for all its outputs, or a kind for each, joined by commas;
                 None recognises them.
+            batch_size: Maximum number of samples per forward pass.
 
         Raises:
             SampleError: It returns no floating-point tensor, or another number of them.
             ValueError: A kind is unknown.
         """
-        probe = samples.first_batch(_PROBED)
+        probe = samples.first_batch(min(_PROBED, batch_size))
         with evaluating(model):
             returned = run_batch(model, probe)
             kinds = output_kinds(returned, probe, output, model=model)
             if "values" not in kinds:
                 return cls(kinds, (None,) * len(kinds))
-            first = samples.first(_SPREAD_SAMPLES).batches(_BATCH)
+            first = samples.first(_SPREAD_SAMPLES).batches(batch_size)
             several = [cls.read_all(run_batch(model, batch)) for batch in first]
         return cls.measured(kinds, several)
 

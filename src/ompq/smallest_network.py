@@ -25,12 +25,12 @@ from ompq.reconstruction.block_loop import reconstruct
 from ompq.samples import Samples, SamplesLike
 from ompq.schema import json_object
 
-_CLASSES = "the network returns no logits of several classes; use a metric of your own"
 _NEEDS = {
     "max_drop": "give batches with class labels or a metric of your own, or use "
     "min_agreement or max_divergence",
-    "min_agreement": _CLASSES,
-    "max_divergence": _CLASSES,
+    "min_agreement": "the network returns no logits of several classes; use "
+    "max_divergence or a metric of your own",
+    "max_divergence": "there is no float network to compare with",
 }
 
 
@@ -73,9 +73,10 @@ class Trial:
     def __str__(self) -> str:
         result, drop = self.evaluation, _drop(self.evaluation)
         texts = [] if drop is None else [f"drop {drop:.2f}"]
-        if result.agreement is not None:
+        if result.output != "classes":
+            texts.append(result.likeness)
+        elif result.agreement is not None and result.divergence is not None:
             texts.append(f"{percent(result.agreement)} as float")
-        if result.divergence is not None:
             texts.append(f"divergence {digits(result.divergence)}")
         way = "reconstructed" if self.reconstructed else "rounded"
         verdict = "meets the goal" if self.kept else "too much lost"

@@ -67,7 +67,7 @@ def quantize(
     graph, allocation, output = resolve_choices(
         plan, find_units(model, recording), config
     )
-    outputs = Outputs.of(model, samples, output)
+    outputs = Outputs.of(model, samples, output, batch_size=config.batch_size)
     sites, unplaced = find_sites(model, recording, graph, allocation, config.sum_bits)
     report(1, 4, READING)
     factors: tuple[Equalized, ...] = ()
