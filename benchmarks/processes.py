@@ -23,6 +23,7 @@ from torch import distributed
 from torchvision.models import VisionTransformer
 
 import ompq
+from ompq import lab
 from ompq.parallel import is_main, process_count
 
 SHAPE = {"image_size": 64, "patch_size": 8, "num_classes": 100}
@@ -49,7 +50,7 @@ def work(place: Path) -> None:
     steps = ompq.RoundingConfig(iterations=STEPS)
     learning = ompq.ReconstructConfig(rounding=steps)
     scored = ompq.PlanConfig(score="output_divergence")
-    audited = ompq.AuditConfig(allocations=ALLOCATIONS, scores=("weight_noise",))
+    audited = lab.AuditConfig(allocations=ALLOCATIONS, scores=("weight_noise",))
     with ompq.distributed():
         plan = do("plan", lambda: ompq.plan(model, samples, "4bits"))
         do("score", lambda: ompq.plan(model, samples, "4bits", scored))
@@ -58,7 +59,7 @@ def work(place: Path) -> None:
             "reconstruct", lambda: ompq.reconstruct(rounded, model, samples, learning)
         )
         do("evaluate", lambda: ompq.evaluate(learned, inputs, reference=model))
-        do("audit", lambda: ompq.audit(model, samples, "4bits", samples, audited))
+        do("audit", lambda: lab.audit(model, samples, "4bits", samples, audited))
         if is_main():
             place.write_text(json.dumps(times))
 

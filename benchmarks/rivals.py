@@ -35,6 +35,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import ompq
+from ompq import lab
 from ompq.configs import QUANTIZE_PROTOCOLS
 from ompq.errors import InfeasibleBudgetError
 from ompq.layers import quantized_layers
@@ -133,8 +134,8 @@ def new_plan(nets: Networks, method: str, seed: int) -> ompq.Plan:
         return nets.plan(ompq.PLAN_PROTOCOLS["paper-ptq"])
     plan = nets.plan(base)
     if method == "haq":
-        config = ompq.ReinforceConfig(episodes=nets.options.episodes, seed=seed)
-        return ompq.reinforce(plan, nets.model, nets.samples[:256], config)
+        config = lab.ReinforceConfig(episodes=nets.options.episodes, seed=seed)
+        return lab.reinforce(plan, nets.model, nets.samples[:256], config)
     return plan
 
 
@@ -236,7 +237,7 @@ def qat_plan(nets: Networks, method: str, seed: int) -> tuple[ompq.Plan, nn.Modu
             )
 
         few, bits = nets.samples[:256], options.channel_bits
-        found = ompq.one_bitwidth(build, few, budget, bits, base, seed=seed)
+        found = lab.one_bitwidth(build, few, budget, bits, base, seed=seed)
         return found.plan, found.model
     return uniform, nets.model
 

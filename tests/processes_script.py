@@ -15,7 +15,7 @@ import ompq
 import training_script
 from cli_tools import network_file
 from nets import TinyResNet, scenes, seeded
-from ompq import parallel
+from ompq import lab, parallel
 from ompq.cli.main import app
 from ompq.errors import DataError
 
@@ -47,8 +47,8 @@ def main(folder: Path) -> None:
         place = folder / f"{name}-{parallel.rank()}.txt"
         place.write_text(f"{numbers} {found.correct.hex()}")
     save_file(learned.state_dict(), folder / f"{parallel.rank()}.safetensors")
-    settings = ompq.AuditConfig(allocations=3, scores=("weight_noise",))
-    audit = ompq.audit(
+    settings = lab.AuditConfig(allocations=3, scores=("weight_noise",))
+    audit = lab.audit(
         model, inputs[:16], "3bit", inputs[16:], settings, batches=batches
     )
     rows = [(one.name, one.bits, one.divergence) for one in audit.measured]

@@ -8,9 +8,7 @@ import pytest
 from scipy.optimize import Bounds, LinearConstraint, milp
 
 from ompq.allocation import exact_search
-from ompq.allocation.allocator import allocate
 from ompq.allocation.exact_search import minimum
-from ompq.allocation.genetic_search import evolved
 from ompq.allocation.infeasibility import halfway
 from ompq.allocation.relaxation import (
     Relaxation,
@@ -22,6 +20,8 @@ from ompq.allocation.relaxation import (
 from tables import exhaustive, fixture, problem, program
 
 SMALL = fixture("alloc_small.json")
+
+
 BITS = np.array([2.0, 3.0, 4.0])
 
 
@@ -198,37 +198,6 @@ def test_affordable_drops_what_fits_nowhere():
 def test_core_survives_the_smallest_numbers():
     tiny = program([[0.0, 5e-324], [1e-310, 0.0]], [[[0, 1], [0, 1]]], [2.0])
     assert minimum(tiny).columns.tolist() == [0, 1]
-
-
-def test_small_programs_are_solved_as_by_trying_everything():
-    generator = np.random.default_rng(7)
-    for _ in range(3):
-        tables = generator.random((2, 5, 3)).round(3)
-        it = program(tables[0], tables[1:], [2.0])
-        found = evolved(it, rounds=20)
-        wanted = exhaustive(it)
-        assert it.value(found) == pytest.approx(float(wanted[0]))
-        assert it.used(found) <= it.limits
-
-
-def test_it_depends_on_nothing_but_the_seed():
-    generator = np.random.default_rng(8)
-    damage = np.sort(generator.random((60, 3)))[:, ::-1]
-    it = problem(damage, weights=[8] * 60)
-    few = [allocate(it, "150B", method="genetic", seed=seed) for seed in (1, 1, 2)]
-    assert few[0] == few[1] != few[2]
-    exact = it.damage_of(allocate(it, "150B"))
-    for each in few:
-        assert it.total("bytes", each) <= 150
-        assert exact <= it.damage_of(each) < 1.2 * exact
-        assert each.gap >= it.damage_of(each) - exact - 1e-9
-
-
-def test_limits_that_nothing_meets_give_nothing():
-    damage, cheap = np.ones((2, 2)), np.array([[1.0, 2.0], [1.0, 2.0]])
-    assert evolved(program(damage, [cheap], [1.0])) is None
-    opposed = program(damage, [cheap, cheap[:, ::-1]], [2.0, 2.0])
-    assert evolved(opposed) is None
 
 
 def test_halfway_is_between_the_fewest_and_the_most_bits():

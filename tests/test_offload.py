@@ -12,6 +12,7 @@ from torchvision.models import VisionTransformer
 
 import ompq
 from nets import TinyMobileNet, images, scenes, seeded
+from ompq import lab
 from ompq.offload import device_memory
 from ompq.quantization.record import quantization_of
 from ompq.reconstruction.descent import Descent
@@ -137,7 +138,7 @@ def test_what_a_block_learned_with_is_gone_before_the_next(protocol, monkeypatch
     steps = {"iterations": 2}
     rounding = ompq.RoundingConfig(**steps)
     if protocol == "brecq":
-        rounding = ompq.BrecqConfig(**steps, activation_iterations=2)
+        rounding = lab.BrecqConfig(**steps, activation_iterations=2)
     network, samples = seeded(TinyMobileNet()), scenes(4)
     quantized = ompq.quantize(network, {"*": (3, 4)}, samples)
     made, alive = [], []

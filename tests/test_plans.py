@@ -9,6 +9,7 @@ from torch import nn
 
 import ompq
 from nets import TinyMobileNet, TinyResNet, images, seeded, values
+from ompq import lab
 from ompq.allocation.infeasibility import reachable
 from ompq.allocation.problem import Allocation
 from ompq.costs import overhead_bytes, unit_bytes
@@ -185,7 +186,7 @@ HUGE = int("9" * 400)
         (("choices",), [[4, 8]] * 300, "choices must be a list of at most 256"),
         (("budget",), 3, "budget must be text, not 3"),
         (("budget",), "3", "has no unit"),
-        (("method",), "greedy", "method='greedy' is unknown; use exact,"),
+        (("method",), 7, "method must be text"),
         (("accounting",), "free", "accounting='free' is unknown; use packed or paper"),
         (("score",), [], "score must be text"),
         (("latency",), {"stem": 3}, "stem must be an object, not 3"),
@@ -274,7 +275,7 @@ def test_edited_allocation_is_taken(plan, tmp_path):
     "verb",
     [
         lambda network, wrong: ompq.refine(wrong, network, images(16)),
-        lambda network, wrong: ompq.reinforce(wrong, network, images(16)),
+        lambda network, wrong: lab.reinforce(wrong, network, images(16)),
         lambda network, wrong: ompq.find_smallest(
             wrong, network, images(16), ompq.Goal(max_divergence=1)
         ),

@@ -44,10 +44,8 @@ from training_script import QUICK, state, toy
         ({"tensorboard": 3}, r"'tensorboard' of TrainConfig must be text or None"),
         ({"learning_rate": 0.0}, "'learning_rate' of TrainConfig must be above 0"),
         ({"distill": 1.5}, r"'distill' of TrainConfig must be from 0 to 1"),
-        (
-            {"activations": "outliers"},
-            r"activations='outliers' needs weights='outliers', not 'stored'",
-        ),
+        ({"weights": "dorfa"}, "'weights' of TrainConfig must be one of 'stored'"),
+        ({"weights": 3}, "'weights' of TrainConfig must be text or a function"),
         ({"keep": "lats"}, "must be one of 'best', 'last'"),
         ({"keep": "all"}, "'keep' of TrainConfig must be one of 'best', 'last'"),
         (

@@ -10,8 +10,9 @@ import torch
 
 import ompq
 from nets import TinyResNet, images, seeded
+from ompq import lab
 from ompq.errors import FileError
-from ompq.measured_scores import BlockLoss
+from ompq.lab.more_scores.block_loss import BlockLoss
 from ompq.scores.catalogue import SCORES, score_table
 from tables import score_inputs
 
@@ -69,7 +70,7 @@ def test_whatever_a_table_depends_on_makes_another_file(network, tmp_path):
     made(network, tmp_path, {"x": images()})
     made(network, tmp_path, choices=(2, 4))
     made(network, tmp_path, tie=False)
-    made(network, tmp_path, score=ompq.Blend(samples=4))
+    made(network, tmp_path, score=lab.Blend(samples=4))
     assert len(list(tmp_path.iterdir())) == 10
     # Another budget or pins of known bits do not.
     made(network, tmp_path, pinned={"@first": 8})
@@ -112,7 +113,7 @@ def test_scores_of_ones_own_and_labels_are_not_kept(network, tmp_path, caplog):
         return [[4.0**-choice.weight for choice in given.choices]] * len(given.graph)
 
     batches = [(images(), torch.arange(8) % 5)]
-    for score in (own, ompq.Fisher(batches=batches)):
+    for score in (own, lab.Fisher(batches=batches)):
         caplog.clear()
         with caplog.at_level(logging.WARNING):
             made(network, tmp_path, score=score)

@@ -1,7 +1,6 @@
 """What training learns, and that it leaves the rest alone."""
 
 import copy
-import sys
 from dataclasses import replace
 from functools import partial
 
@@ -13,7 +12,6 @@ import ompq
 from nets import TinyResNet, scenes, seeded, tokens
 from ompq.entropy_coding.rates import to_multiples
 from ompq.errors import TrainingError
-from ompq.grids import rounded_to
 from ompq.layers import activation_quantizers
 from quantized import quantized
 from training_script import QUICK, ToyData, made, state, toy
@@ -127,30 +125,6 @@ def test_gradients_are_cut_to_length(toys):
     before = state(network)
     moved = sum((cut[key] - before[key]).square().sum() for key in before) ** 0.5
     assert moved.item() == pytest.approx(0.05 * 1e-3, rel=1e-3)
-
-
-@pytest.mark.parametrize("norms", ["folded", "fold-and-train"])
-def test_fake_quantization_is_at_most_five_frames_away(toys, norms):
-    model, network, data = toys
-    distances = set()
-
-    def profile(frame, event, _argument):
-        if event != "call" or frame.f_code is not rounded_to.__code__:
-            return
-        names = []
-        while frame.f_code is not ompq.train.__code__:
-            frame = frame.f_back
-            if frame.f_globals.get("__name__", "").startswith("ompq."):
-                names.append(frame.f_code.co_name)
-        distances.add(len(names) - 1)  # frames between the two
-
-    config = replace(QUICK, epochs=1, batch_norm=norms)
-    sys.setprofile(profile)
-    try:
-        ompq.train(network, data, config, teacher=model)
-    finally:
-        sys.setprofile(None)
-    assert distances and max(distances) <= 5
 
 
 @pytest.mark.parametrize("more", [{"distill": 0.5}, {"batch_norm": "fold-and-train"}])

@@ -7,9 +7,11 @@ from torch import nn
 
 import ompq
 from nets import TinyResNet, images, scenes, seeded, tokens, values
-from ompq.configs import BrecqConfig, ReconstructConfig, RoundingConfig, TuningConfig
+from ompq.lab.brecq import BrecqConfig
 from ompq.layers import activation_quantizers, quantized_layers
-from ompq.reconstruction.block_loop import reconstruct
+from ompq.reconstruction.block_loop import ReconstructConfig, reconstruct
+from ompq.reconstruction.rounding import RoundingConfig
+from ompq.reconstruction.tuning import TuningConfig
 
 ROUNDING = RoundingConfig(iterations=20, batch_size=16)
 UNTUNED = ReconstructConfig(rounding=ROUNDING, tuning=None)

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from ompq.configs import (
         PLAN_PROTOCOLS as PLAN_PROTOCOLS,
         TRAIN_PROTOCOLS as TRAIN_PROTOCOLS,
-        BrecqConfig as BrecqConfig,
         Goal as Goal,
         OrmSettings as OrmSettings,
         PlanConfig as PlanConfig,
@@ -65,21 +64,6 @@ if TYPE_CHECKING:
     )
     from ompq.integer.engine import IntegerNetwork as IntegerNetwork
     from ompq.integer.finalization import finalize as finalize
-    from ompq.lab.audits import (
-        Audit as Audit,
-        AuditConfig as AuditConfig,
-        audit as audit,
-    )
-    from ompq.lab.rivals import (
-        ReinforceConfig as ReinforceConfig,
-        Widened as Widened,
-        one_bitwidth as one_bitwidth,
-        reinforce as reinforce,
-    )
-    from ompq.measured_scores import (
-        BlockLoss as BlockLoss,
-        ReconstructionScore as ReconstructionScore,
-    )
     from ompq.models.named_models import (
         load_model as load_model,
         with_linear_layers as with_linear_layers,
@@ -110,18 +94,11 @@ if TYPE_CHECKING:
     from ompq.report.page import write_report as write_report
     from ompq.runtimes.onnx.onnx_files import export_onnx as export_onnx
     from ompq.samples import Samples as Samples
-    from ompq.scores.derivatives import (
-        Fisher as Fisher,
-        Gradient as Gradient,
-        Hessian as Hessian,
-    )
     from ompq.scores.orthogonality import (
         Orm as Orm,
         OrmDistortion as OrmDistortion,
-        OrmShift as OrmShift,
     )
     from ompq.scores.output_divergence import (
-        Blend as Blend,
         OutputDivergence as OutputDivergence,
     )
     from ompq.scores.sensitivity import Sensitivity as Sensitivity

@@ -4,7 +4,7 @@ Nothing here imports PyTorch: the command line reads its options from these fiel
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import inf
 from pathlib import Path
 from types import MappingProxyType
@@ -54,16 +54,16 @@ SCORE_NAMES = Names(
     "score",
     dict.fromkeys(
         (
-            *("blend", "block_loss", "fisher", "gradient", "hessian", "orm"),
-            *("orm_distortion", "orm_shift", "output_divergence", "random"),
-            *("reconstruction", "sensitivity", "smallest_first", "weight_noise"),
+            *("orm", "orm_distortion", "output_divergence", "random", "sensitivity"),
+            *("smallest_first", "weight_noise"),
         )
     ),
 )
 SOLVER_NAMES = Names(
     "solver",
-    dict.fromkeys(("exact", "relax", "relax-round", "relax-dfs", "genetic")),
+    dict.fromkeys(("exact", "relax", "relax-round", "relax-dfs")),
 )
+WEIGHT_RULE_NAMES = Names("weight rule", dict.fromkeys(("stored", "minmax")))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,7 +219,7 @@ class PlanConfig(Config):
     accounting: Accounting = setting(
         "packed", "Count bytes as in packed files, exactly, or as in the paper."
     )
-    method: str = setting(
+    method: str | Callable[[Any], Any] = setting(
         "exact",
         "How bits are chosen: the optimum, or a published approximation.",
         names=SOLVER_NAMES,
@@ -387,44 +387,6 @@ class RoundingConfig(Config):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BrecqConfig(Config):
-    """How BRECQ reconstructs a block."""
-
-    iterations: int = setting(
-        20_000, "Number of Adam steps for the weight rounding.", COUNT
-    )
-    activation_iterations: int = setting(
-        5_000, "Number of Adam steps for the activation steps.", COUNT
-    )
-    batch_size: int = setting(
-        32, "Samples per Adam step; BRECQ draws them from 1,024.", COUNT
-    )
-    learning_rate: float = setting(1e-3, "Learning rate of the rounding.", POSITIVE)
-    activation_learning_rate: float = setting(
-        4e-4,
-        "Initial learning rate of the activation steps; it follows a cosine to 0.",
-        NOT_NEGATIVE,
-    )
-    round_weight: float = setting(
-        0.01,
-        "Weight of the regulariser that drives weights to grid points. BRECQ uses "
-        "0.01, and 0.1 for MobileNetV2.",
-        NOT_NEGATIVE,
-    )
-    warmup: float = setting(
-        0.2,
-        "Fraction of the iterations before the regulariser is switched on.",
-        FRACTION,
-    )
-    exponent: tuple[float, float] = setting(
-        (20.0, 2.0), "Exponent of the regulariser at the start and at the end."
-    )
-    activation_power: float = setting(
-        2.4, "Power of the error while activation steps are learned.", POSITIVE
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
 class TuningConfig(Config):
     """How a reconstructed network is tuned as a whole."""
 
@@ -454,20 +416,26 @@ class TuningConfig(Config):
         return self.epochs * max(samples // self.batch_size, 1)
 
 
+def _method_problem(method: Any) -> str:
+    own = isinstance(method, RoundingConfig)
+    return "" if own or hasattr(method, "phases") else "a RoundingConfig or a method"
+
+
 @dataclass(frozen=True, kw_only=True)
 class ReconstructConfig(Config):
     """How blocks are reconstructed."""
 
-    rounding: RoundingConfig | BrecqConfig = setting(
+    rounding: RoundingConfig | Any = setting(
         RoundingConfig(),
-        "How one block is optimised. A BrecqConfig selects BRECQ, which learns the "
-        "rounding of weights, then activation steps, and skips the stem.",
+        "How one block is optimised, or another method of reconstruction: an object "
+        "with phases of its own.",
+        check=_method_problem,
     )
     tuning: TuningConfig | None = setting(
         TuningConfig(),
         "How the whole network is tuned afterwards, by default if an activation has "
-        "fewer than 8 bits; None turns it off. BRECQ, networks with several outputs "
-        "and networks in little device memory are not tuned.",
+        "fewer than 8 bits; None turns it off. Other methods, networks with several "
+        "outputs and networks in little device memory are not tuned.",
     )
     loss: BlockLossKind = setting(
         "squared",
@@ -666,30 +634,13 @@ class TrainConfig(Config):
     learn_weight_scales: bool = setting(
         True, "Whether the scales of weights are learned (LSQ) or fixed."
     )
-    weights: Literal["stored", "minmax", "dorefa", "lq-nets", "outliers"] = setting(
+    weights: str | Callable[[Any], Any] = setting(
         "stored",
         "How weights are rounded. stored starts from the network's scales and zero "
-        "points; the other methods do not learn scales. minmax (HAWQ-V3) uses "
-        "symmetric grids that follow the largest weight of each channel. dorefa "
-        "(PACT) normalizes tanh w by the layer's maximum and rounds it in [0, 1]. The"
-        " last two have no uniform grid, so their networks run only in float: lq-nets"
-        " fits the levels of each channel to its weights; outliers (RVQuant) keeps "
-        "the largest weights of each layer in 16 bits.",
-    )
-    outlier_fraction: float = setting(
-        0.01, "Fraction of weights and activations that are outliers.", FRACTION
-    )
-    widths: Literal["planned", "learned"] = setting(
-        "planned",
-        "Keep the planned widths, or learn them (FracBits; needs dorefa weights). "
-        "Learned widths start as planned, become whole after 80 % of the epochs, and "
-        "take no more bits in total than planned.",
-    )
-    width_penalty: float = setting(
-        1.0,
-        "Loss for each bit per weight above or below the planned average while widths "
-        "are learned.",
-        NOT_NEGATIVE,
+        "points; the other rules do not learn scales. minmax (HAWQ-V3) uses symmetric "
+        "grids that follow the largest weight of each channel. A rule of your own is "
+        "a function of the network that returns a WeightRule.",
+        names=WEIGHT_RULE_NAMES,
     )
     code_penalty: float = setting(
         0.0,
@@ -697,12 +648,11 @@ class TrainConfig(Config):
         "file smaller than planned; 0 trains on accuracy alone.",
         NOT_NEGATIVE,
     )
-    activations: Literal["step", "clip", "ema", "fixed", "outliers"] = setting(
+    activations: Literal["step", "clip", "ema", "fixed"] = setting(
         "step",
         "How the ranges of activations change: step learns their step (LSQ), clip "
         "their upper end (PACT), ema follows a running minimum and maximum (HAWQ-V3), "
-        "and fixed keeps them. outliers (RVQuant) is ema without the largest values, "
-        "which are kept in 16 bits.",
+        "and fixed keeps them.",
     )
     range_momentum: float = setting(
         0.99, "Momentum of the running minimum and maximum.", BELOW_ONE
@@ -782,14 +732,6 @@ class TrainConfig(Config):
     def __post_init__(self) -> None:
         """Check what fields require of each other."""
         super().__post_init__()
-        if self.activations == "outliers" != self.weights:
-            raise ValueError(
-                f"activations='outliers' needs weights='outliers', not {self.weights!r}"
-            )
-        if self.widths == "learned" and self.weights != "dorefa":
-            raise ValueError(
-                f"widths='learned' needs weights='dorefa', not {self.weights!r}"
-            )
         stored = self.weights == "stored" and self.batch_norm == "folded"
         if self.code_penalty and not stored:
             raise ValueError(
@@ -806,17 +748,15 @@ class TrainConfig(Config):
     @property
     def keeps_plan(self) -> bool:
         """Whether the trained network keeps the planned bits on uniform grids."""
-        return self.widths == "planned" and self.weights not in ("lq-nets", "outliers")
-
-    @property
-    def whole_epoch(self) -> int:
-        """The epoch, after 80 % of them, that begins with learned widths rounded."""
-        return int(0.8 * self.epochs)
+        rule: Any = self.weights
+        if isinstance(rule, str):
+            rule = WEIGHT_RULE_NAMES[rule]
+        return bool(getattr(rule, "keeps_plan", True))
 
 
-# Settings of published work by name; "ours" are the defaults. For planning they follow
-# the paper's text, in which ORM is not centred; the released code centres it.
-_ENDS: Mapping[str, Pin] = MappingProxyType({"@first": (8, 8), "@last": (8, 8)})
+# Settings by name; "ours" are the defaults. Those of the paper follow its text, in
+# which ORM is not centred; the released code centres it. Extensions add other work.
+ENDS: Mapping[str, Pin] = MappingProxyType({"@first": (8, 8), "@last": (8, 8)})
 PLAN_PROTOCOLS: Names[PlanConfig] = Names(
     "plan protocol",
     {
@@ -826,114 +766,57 @@ PLAN_PROTOCOLS: Names[PlanConfig] = Names(
         ),
         "paper-qat": PlanConfig(
             score="orm",
-            orm=OrmSettings(exclude=tuple(_ENDS)),
+            orm=OrmSettings(exclude=tuple(ENDS)),
             choices=(4, 5, 6, 7, 8),
-            pinned=_ENDS,
+            pinned=ENDS,
             accounting="paper",
             method="relax",
         ),
-        # Its own limits are halfway between W4A4 and W8A8 for all units.
-        "hawq-v3": PlanConfig(
-            score="hessian", choices=((4, 4), (8, 8)), pinned=_ENDS, accounting="paper"
-        ),
-        # Its table of block losses and its genetic search.
-        "brecq": PlanConfig(
-            score="block_loss", choices=(2, 3, 4), accounting="paper", method="genetic"
-        ),
     },
+    field="protocol",
 )
-
-_BRECQ = QuantizeConfig(
-    weight_range="shrink",
-    equalize=False,
-    activation_range="shrink",
-    restore_moments=False,
-)
-# Training rounds to nearest, so it starts from weights that error feedback left alone.
-_HAWQ_V3 = QuantizeConfig(sum_bits=16, output_error=False)
+# The paper quantizes as BRECQ does, and trains as HAWQ-V3: training rounds to nearest,
+# so it starts from weights that error feedback left alone.
 QUANTIZE_PROTOCOLS: Names[QuantizeConfig] = Names(
     "quantize protocol",
     {
         "ours": QuantizeConfig(),
-        "brecq": _BRECQ,
-        "paper-ptq": _BRECQ,
-        "hawq-v3": _HAWQ_V3,
-        "paper-qat": _HAWQ_V3,
+        "paper-ptq": QuantizeConfig(
+            weight_range="shrink",
+            equalize=False,
+            activation_range="shrink",
+            restore_moments=False,
+        ),
+        "paper-qat": QuantizeConfig(sum_bits=16, output_error=False),
     },
+    field="protocol",
 )
-
-_LEARNED_AS_BRECQ = ReconstructConfig(rounding=BrecqConfig())
+# Published methods of reconstruction come with their settings.
 RECONSTRUCT_PROTOCOLS: Names[ReconstructConfig] = Names(
-    "reconstruct protocol",
-    {
-        "ours": ReconstructConfig(),
-        "brecq": _LEARNED_AS_BRECQ,
-        "paper-ptq": _LEARNED_AS_BRECQ,
-    },
+    "reconstruct protocol", {"ours": ReconstructConfig()}, field="protocol"
 )
-
-# HAWQ-V3's recipe from its released command (--lr 1e-4 --wd 1e-4 --fold-BN 1 --fix-BN 1
-# --act-range-momentum 0.99), with the cosine schedule of the OMPQ paper. One thing
-# differs: requantization by multipliers and shifts is not simulated in training;
-# ompq.finalize applies it. The 16 bits of residual streams are a setting of quantize.
-_TRAINED_AS_HAWQ_V3 = TrainConfig(
-    epochs=90,
-    batch_size=128,
-    learning_rate=1e-4,
-    weight_decay=1e-4,
-    decay_all=True,
-    start="float",
-    learn_weight_scales=False,
-    weights="minmax",
-    activations="ema",
-    batch_norm="fold-and-train",
-    freeze_norm_epoch=0,
-)
-
-# PACT on ImageNet: SGD from 0.1, 110 epochs, batch 256. The original trains from
-# scratch with a step schedule and weight decay on the clipping values; here training
-# starts from the float network, with cosine decay and no decay of clipping values.
-_PACT = TrainConfig(
-    epochs=110,
-    batch_size=256,
-    learning_rate=0.1,
-    start="float",
-    weights="dorefa",
-    activations="clip",
-    step_rate=1.0,
-    batch_norm="fold-and-train",
-    freeze_norm_epoch=110,
-)
-# FracBits' ResNets: like PACT with 120 epochs. The learning rate of the widths is not
-# published.
-_FRACBITS = replace(_PACT, epochs=120, widths="learned", freeze_norm_epoch=120)
-# OneBitwidth trains from scratch: ompq.one_bitwidth returns random weights. Not all of
-# its settings are published; these are PACT's. Norms are never frozen: at the learning
-# rate that random weights need, a network whose norms stop normalising unlearns.
-_ONE_BITWIDTH = replace(_PACT, epochs=200, batch_size=128, freeze_norm_epoch=200)
-# LQ-Nets on ImageNet: SGD from 0.1, 120 epochs, batch 256; differs as for PACT.
-_LQ_NETS = replace(
-    _PACT, epochs=120, weights="lq-nets", activations="step", freeze_norm_epoch=120
-)
-# RVQuant fine-tunes a float network; its learning rate and epochs are not published.
-_RVQUANT = replace(
-    _TRAINED_AS_HAWQ_V3,
-    epochs=10,
-    learning_rate=1e-3,
-    weights="outliers",
-    activations="outliers",
-)
-
+# The paper trains by HAWQ-V3's recipe, from its released command (--lr 1e-4 --wd 1e-4
+# --fold-BN 1 --fix-BN 1 --act-range-momentum 0.99), with a cosine schedule of its own.
+# One thing differs: requantization by multipliers and shifts is not simulated in
+# training; ompq.finalize applies it. The 16 bits of residual streams are a setting of
+# quantize.
 TRAIN_PROTOCOLS: Names[TrainConfig] = Names(
     "train protocol",
     {
         "ours": TrainConfig(),
-        "hawq-v3": _TRAINED_AS_HAWQ_V3,
-        "paper-qat": _TRAINED_AS_HAWQ_V3,
-        "pact": _PACT,
-        "fracbits-pact": _FRACBITS,
-        "one-bitwidth": _ONE_BITWIDTH,
-        "lq-nets": _LQ_NETS,
-        "rvquant": _RVQUANT,
+        "paper-qat": TrainConfig(
+            epochs=90,
+            batch_size=128,
+            learning_rate=1e-4,
+            weight_decay=1e-4,
+            decay_all=True,
+            start="float",
+            learn_weight_scales=False,
+            weights="minmax",
+            activations="ema",
+            batch_norm="fold-and-train",
+            freeze_norm_epoch=0,
+        ),
     },
+    field="protocol",
 )

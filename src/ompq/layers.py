@@ -15,7 +15,6 @@ from ompq.errors import QuantizationError
 from ompq.grids import (
     Grid,
     deployed,
-    half_through,
     learned_clip,
     like_weight,
     of_groups,
@@ -47,8 +46,8 @@ class ActivationQuantizer(nn.Module):
         # What training learns: the ``step`` (LSQ) or the end of the range (``clip``,
         # PACT). ``straight`` learns neither: gradients pass through unchanged.
         self.gradient: Literal["step", "clip", "straight"] = "step"
-        # Whether values beyond the grid become 16-bit floats instead (RVQuant).
-        self.outliers = False
+        # If set, replaces rounding to the grid.
+        self.rounding: Callable[[ActivationQuantizer, Tensor], Tensor] | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the rounded values, shaped as ``x``."""
@@ -57,25 +56,25 @@ class ActivationQuantizer(nn.Module):
         kind = self._output_dtype(x)
         # Half precision is too coarse to round to 8 bits.
         x = x.to(torch.promote_types(x.dtype, self.scale.dtype))
+        rounding = self.rounding or ActivationQuantizer.on_grid
+        return self._kept(rounding(self, x), x).to(kind)
+
+    def on_grid(self, x: Tensor) -> Tensor:
+        """Return values rounded to the grid, with the gradients that are wanted."""
         grid = Grid(self.scale, self.zero_point, self.bits)
         if not torch.is_grad_enabled():
-            rounded = deployed(grid, x)
-        elif self.gradient == "straight":
-            rounded = deployed(grid, x.detach()) + (x - x.detach())
-        elif self.gradient == "clip":
+            return deployed(grid, x)
+        if self.gradient == "straight":
+            return deployed(grid, x.detach()) + (x - x.detach())
+        if self.gradient == "clip":
             # Scaled so that a gradient step on the scale moves the limit as far as if
             # the limit itself were the parameter.
             steps = grid.qmax - self.zero_point
             limit = self.scale.detach() * steps
             limit = limit + (self.scale - self.scale.detach()) / steps
-            rounded = learned_clip(x, limit, self.zero_point, self.bits)
-        else:  # LSQ counts the elements of one sample
-            rounded = rounded_to(grid, x, prod(x.shape[1:]))
-        if self.outliers:
-            low, high = -self.zero_point - 0.5, grid.qmax - self.zero_point + 0.5
-            beyond = (x < low * self.scale) | (x > high * self.scale)
-            rounded = torch.where(beyond, half_through(x), rounded)
-        return self._kept(rounded, x).to(kind)
+            return learned_clip(x, limit, self.zero_point, self.bits)
+        # LSQ counts the elements of one sample.
+        return rounded_to(grid, x, prod(x.shape[1:]))
 
     def _output_dtype(self, x: Tensor) -> torch.dtype:
         """Return the type of the result: the input's, for layers of half precision.

@@ -1,7 +1,4 @@
-"""Measure allocations: quantize, compare with the float network, save the results.
-
-Two scores measure as well, with one unit quantized at a time.
-"""
+"""Measure allocations: quantize, compare with the float network, save the results."""
 
 import hashlib
 from dataclasses import replace

@@ -11,7 +11,14 @@ from typing import Any, cast, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from ompq.allocation.allocator import METHODS, Method, ParetoPoint, allocate, pareto
+from ompq.allocation.allocator import (
+    EXACT,
+    ParetoPoint,
+    Solver,
+    allocate,
+    pareto,
+    solver_name,
+)
 from ompq.allocation.explanation import Explanation, explain
 from ompq.allocation.infeasibility import halfway
 from ompq.allocation.problem import Allocation, Problem
@@ -115,7 +122,7 @@ class Plan:
     budget: Budget
     allocation: Allocation
     accounting: Accounting = "packed"
-    method: Method = "exact"
+    method: Solver | str = EXACT
     score_name: str = ""
     latency: LatencyTable | None = None
     target: Target | None = None
@@ -210,7 +217,7 @@ class Plan:
             "damage": self.damage,
             "gap": self.gap,
             "score": self.score_name,
-            "method": self.method,
+            "method": solver_name(self.method),
             "accounting": self.accounting,
             "group_size": self.graph.group_size or None,
             "allocation": self.allocation.to_json(),
@@ -439,7 +446,7 @@ def _to_json(plan: Plan) -> dict[str, Any]:
     return {
         "budget": str(plan.budget),
         "score": plan.score_name,
-        "method": plan.method,
+        "method": solver_name(plan.method),
         "accounting": plan.accounting,
         "allocation": plan.allocation.to_json(),
         "gap": plan.gap,
@@ -463,8 +470,7 @@ def _from_json(data: Mapping[str, Any]) -> Plan:
         name: json_text(data[name], name)
         for name in ("budget", "accounting", "method", "score")
     }
-    for name, known in (("accounting", get_args(Accounting)), ("method", METHODS)):
-        check_known(name, texts[name], known)
+    check_known("accounting", texts["accounting"], get_args(Accounting))
     latency = data["latency"]
     loaded = Plan(
         graph=graph,

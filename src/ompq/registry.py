@@ -28,7 +28,8 @@ class Names(Mapping[str, _Value], Generic[_Value]):
     """What the names of one kind stand for: our own first, then those of extensions.
 
     Attributes:
-        kind: What is named, in the singular, as in an error: ``score``.
+        kind: What is named, in the singular: ``score``.
+        field: What a setting that takes such a name is called; usually the same.
 
     Example:
         >>> shades = Names("shade", {"red": 1})
@@ -36,8 +37,9 @@ class Names(Mapping[str, _Value], Generic[_Value]):
         (1, False, ['red'])
     """
 
-    def __init__(self, kind: str, own: Mapping[str, _Value]) -> None:
+    def __init__(self, kind: str, own: Mapping[str, _Value], field: str = "") -> None:
         self.kind, self.own = kind, own
+        self.field = field or kind.replace(" ", "_")
 
     def __getitem__(self, name: str) -> _Value:
         if name in self.own:
@@ -66,7 +68,7 @@ class Names(Mapping[str, _Value], Generic[_Value]):
             ValueError: The name is unknown.
         """
         if name not in self:
-            check_known(self.kind.replace(" ", "_"), name, self, more)
+            check_known(self.field, name, self, more)
         return self[name]
 
     def _added(self) -> Mapping[str, Any]:

@@ -19,13 +19,13 @@ from ompq.bit_widths import FLOAT_BITS
 from ompq.budgets import Budget
 from ompq.configs import (
     RECONSTRUCT_PROTOCOLS,
-    BrecqConfig,
     Goal,
     Pin,
     PlanConfig,
     QuantizeConfig,
     ReconstructConfig,
     RefineConfig,
+    RoundingConfig,
     SmallestConfig,
 )
 from ompq.errors import ExportError, FileError, PackedFileError
@@ -279,18 +279,16 @@ def learning_config(
     """Return a protocol's settings for reconstruction, our own by default.
 
     Args:
-        network: Name of the network; BRECQ has its own setting for MobileNetV2.
-        iterations: Replaces the protocol's number. BRECQ then learns the activations'
-            step sizes for a quarter as many.
+        network: Name of the network, for which a method may have settings of its own.
+        iterations: Replaces the protocol's number of steps for each block.
     """
     base = RECONSTRUCT_PROTOCOLS.get(protocol or "ours", ReconstructConfig())
-    more: dict[str, Any] = {} if iterations is None else {"iterations": iterations}
-    if isinstance(base.rounding, BrecqConfig):
-        if iterations is not None:
-            more["activation_iterations"] = max(1, iterations // 4)
-        if "mobilenet" in network:
-            more["round_weight"] = 0.1
-    return replace(base, rounding=replace(base.rounding, **more), seed=seed)
+    rounding: Any = base.rounding
+    if not isinstance(rounding, RoundingConfig):
+        rounding = rounding.adapted(network, iterations)
+    elif iterations is not None:
+        rounding = replace(rounding, iterations=iterations)
+    return replace(base, rounding=rounding, seed=seed)
 
 
 class FileSize(NamedTuple):

@@ -1,6 +1,6 @@
 """Allocate bits by any of the methods, and trace the curve of size and damage."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
@@ -9,23 +9,60 @@ from typing import TypeAlias
 import numpy as np
 
 from ompq.allocation.exact_search import NODES, Optimum, minimum
-from ompq.allocation.genetic_search import evolved
 from ompq.allocation.infeasibility import check_each, conflict, reachable
-from ompq.allocation.problem import Allocation, Problem, Program
+from ompq.allocation.problem import Allocation, Columns, Problem, Program
 from ompq.allocation.relaxation import floor_or_ceiling, relaxation, rounded
 from ompq.budgets import Budget
-from ompq.configs import SOLVER_NAMES
 from ompq.cost_tables import Cost
-from ompq.errors import check_known
 from ompq.progress import Progress
+from ompq.registry import Names
 
-Method: TypeAlias = str
-
-METHODS = tuple(SOLVER_NAMES.own)
-
+# Returns a choice for each group of units, (groups,), within the limits of a program;
+# None if it finds none.
+Solver: TypeAlias = Callable[[Program], Columns | None]
+EXACT = "exact"
 # The paper searches depth-first in small networks, such as ResNet-18, and rounds in
 # those with more decisions than this, such as MobileNetV2 and ResNet-50.
 DEPTH_FIRST = 32
+
+
+def solve_exactly(program: Program) -> Columns | None:
+    """Return the best choices; the search proves it, or bounds the gap."""
+    return minimum(program).columns
+
+
+def search_neighbours(program: Program) -> Columns | None:
+    """Return the best of the choices just below and above the relaxation's shares."""
+    return minimum(floor_or_ceiling(program)).columns
+
+
+def relax(program: Program) -> Columns | None:
+    """Solve as the paper does: small networks by search, large ones by rounding."""
+    small = len(program.damage) <= DEPTH_FIRST
+    return search_neighbours(program) if small else rounded(program)
+
+
+SOLVERS: Names[Solver] = Names(
+    "solver",
+    {
+        EXACT: solve_exactly,
+        "relax": relax,
+        "relax-round": rounded,
+        "relax-dfs": search_neighbours,
+    },
+    field="method",
+)
+
+
+def solver_name(method: Solver | str) -> str:
+    """Return the name that a solver goes by, or its own name."""
+    if isinstance(method, str):
+        return method
+    names = (name for name, one in SOLVERS.items() if one == method)
+    own = getattr(method, "__qualname__", type(method).__name__)
+    return next(names, own)
+
+
 CURVE_GAP = 1e-5  # relative gap that no one would see in a plotted Pareto curve
 
 
@@ -40,7 +77,7 @@ class ParetoPoint:
 
 
 def allocate(
-    problem: Problem, budget: Budget | str, *, method: Method = "exact", seed: int = 0
+    problem: Problem, budget: Budget | str, *, method: Solver | str = EXACT
 ) -> Allocation:
     """Return the allocation of least damage within a budget.
 
@@ -50,13 +87,14 @@ def allocate(
         method: ``exact``, or a published method. The paper's ``relax-round`` rounds the
             linear relaxation, ``relax-dfs`` searches its floors and ceilings, and
             ``relax`` picks the first for large networks, the second for small ones.
-            ``genetic`` is BRECQ's search. All of them keep to the budget; one that
-            finds nothing, because limits conflict, falls back to ``exact``.
-        seed: Seed of the genetic search.
+            A solver of your own takes a ``Program`` and returns a choice for each
+            group of units. All of them keep to the budget; one that finds nothing,
+            because limits conflict, falls back to ``exact``.
 
     Raises:
         BudgetError: The budget cannot be read, or limits a cost that is not there.
         InfeasibleBudgetError: No allocation meets the budget.
+        ValueError: The method's name is unknown, or it returned what exceeds a limit.
 
     Example:
         A 4-bit unit of 100 weights takes 50 bytes, a 2-bit one 25:
@@ -74,10 +112,10 @@ def allocate(
         >>> dict(allocate(problem, "80B"))
         {'a': Choice(weight=2, activation=8), 'b': Choice(weight=4, activation=8)}
     """
-    check_known("method", method, METHODS)
+    solver = SOLVERS.find(method, "a callable") if isinstance(method, str) else method
     limits = Budget.of(budget).limits(problem.costs)
     check_each(problem, limits)
-    solve = partial(_solve, limits=limits, method=method, seed=seed)
+    solve = partial(_solve, limits=limits, solver=solver)
     allocation = _best_of(problem, [*map(solve, problem.cases(limits))])
     if allocation is None:
         raise conflict(problem, limits)
@@ -97,9 +135,8 @@ def _best_of(problem: Problem, found: Sequence[Allocation | None]) -> Allocation
 def _solve(
     problem: Problem,
     limits: Mapping[str, float],
-    method: Method = "exact",
+    solver: Solver = solve_exactly,
     *,
-    seed: int = 0,
     quick: bool = False,
 ) -> Allocation | None:
     """Return the best allocation within the limits, or None if there is none.
@@ -115,7 +152,7 @@ def _solve(
     exact = all(problem.costs[name].scale is not None for name in linear)
     for slack in (0.0,) if exact else (0.5, 0.0, -0.5):
         program = problem.program(linear, slack)
-        found = _by_published_method(program, method, seed)
+        found = None if solver is solve_exactly else _found_by(solver, program)
         found = found or minimum(program, nodes=nodes, enough=enough)
         if found.columns is None:
             if found.gap > 0:
@@ -126,7 +163,7 @@ def _solve(
             more = _with_moments(problem, limits, allocation)
             if len(more[1]) == len(limits):
                 return allocation
-            return _solve(*more, method, seed=seed, quick=quick)
+            return _solve(*more, solver, quick=quick)
     return None
 
 
@@ -156,22 +193,32 @@ def _with_moments(
     return replace(problem, costs=costs), more_limits
 
 
-def _by_published_method(program: Program, method: Method, seed: int) -> Optimum | None:
-    """Solve with a published method; None for ``exact`` or if it finds nothing."""
-    columns = None
-    if method == "relax":
-        method = "relax-dfs" if len(program.damage) <= DEPTH_FIRST else "relax-round"
-    if method == "relax-round":
-        columns = rounded(program)
-    elif method == "relax-dfs":
-        columns = minimum(floor_or_ceiling(program)).columns
-    elif method == "genetic":
-        columns = evolved(program, seed=seed)
+def _found_by(solver: Solver, program: Program) -> Optimum | None:
+    """Return what a solver finds, with a bound by the relaxation; None if nothing."""
+    columns = solver(program)
     if columns is None:
         return None
+    _check_columns(solver, program, columns)
     shares = relaxation(program).shares
     bound = -inf if shares is None else float((shares * program.damage).sum())
     return Optimum(columns, max(program.value(columns) - bound, 0.0))
+
+
+def _check_columns(solver: Solver, program: Program, columns: Columns) -> None:
+    """Raise a ValueError if a solver's choices do not fit the program."""
+    columns, (units, choices) = np.asarray(columns), program.damage.shape
+    wrong = ""
+    if columns.shape != (units,) or columns.dtype.kind not in "iu":
+        wrong = f"{columns.dtype} of shape {columns.shape}, not a choice for each of "
+        wrong += f"{units} groups of units"
+    elif not ((columns >= 0) & (columns < choices)).all():
+        wrong = f"choices beyond the {choices} that there are"
+    elif not program.allowed[np.arange(units), columns].all():
+        wrong = "choices that are not allowed"
+    elif not (program.used(columns) <= program.limits).all():
+        wrong = "choices that exceed a limit"
+    if wrong:
+        raise ValueError(f"the solver {solver_name(solver)} returned {wrong}")
 
 
 def pareto(

@@ -1,7 +1,7 @@
-"""Solve an allocation program: exactly, or by the paper's and BRECQ's methods.
+"""Solve an allocation program: exactly, or by the paper's methods.
 
 All of them start from the linear relaxation, in which a unit may mix its choices. The
-paper rounds it; BRECQ searches genetically.
+paper rounds it, or searches its floors and ceilings.
 
 The exact search has its own proof of optimality. For any prices ``p >= 0``, weak
 duality gives a lower bound that takes one minimum per unit:

@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 
 import typer
 
+from ompq.registry import extensions
+
 
 class Command(NamedTuple):
     """Where a command is defined, and its place and line in the help."""
@@ -17,7 +19,7 @@ class Command(NamedTuple):
     def load(self, name: str) -> Any:
         """Import the command's module and return the command."""
         spread = import_module("ompq.cli.options").spread
-        function = getattr(import_module(f"ompq.{self.module}"), name)
+        function = getattr(import_module(self.module), name)
         single = typer.Typer(add_completion=False, rich_markup_mode="rich")
         # Options after the file of ompq run belong to the command that the file names.
         settings = {"ignore_unknown_options": name == "run"}
@@ -45,7 +47,6 @@ _GROUPS = {
         "budget": "Show which budgets a network can meet.",
         "plan": "Choose a bit width for every layer within a budget.",
         "scores": "List the scores that estimate the damage of low bit widths.",
-        "audit": "Measure how well each score chooses bits for a network.",
     },
     ("Plan", "cli.saved_plans"): {
         "replan": "Solve a saved plan for another budget, without the network.",
@@ -70,16 +71,14 @@ _GROUPS = {
         "compare": "Compare plans or results: size, damage, accuracy, bits.",
         "report": "Write a plan as one HTML page that works offline.",
     },
-    ("Inspect", "cli.reproduction"): {
-        "reproduce": "Reproduce a table or figure of the OMPQ paper.",
-    },
     ("Inspect", "cli.artifacts"): {
         "inspect": "Show what takes space in a packed network or ONNX file.",
         "bench": "Time an exported network against the float one.",
     },
 }
 COMMANDS = {
-    name: Command(module, panel, summary)
+    name: Command(f"ompq.{module}", panel, summary)
     for (panel, module), group in _GROUPS.items()
     for name, summary in group.items()
 }
+COMMANDS |= {n: Command(**one) for n, one in extensions().get("command", {}).items()}

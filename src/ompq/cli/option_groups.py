@@ -560,7 +560,7 @@ class TrainOptions:
         "Labelled data that selects the epoch to keep. Default: keep the last.",
     )
     recipe: str | None = one_of(
-        [name for name, one in TRAIN_PROTOCOLS.items() if one.keeps_plan],
+        TRAIN_PROTOCOLS,
         "how to train. Default: the protocol's way, or ours.",
     )
     epochs: int | None = config_option(TrainConfig, "epochs")
@@ -607,8 +607,8 @@ class TrainOptions:
             config = replace(config, **given)
         if not config.keeps_plan:
             raise ValueError(
-                f"weights={config.weights}, widths={config.widths} train a network "
-                "that no longer fits its plan; use ompq.train from Python"
+                f"weights={config.weights} trains a network that no longer fits its "
+                "plan; use ompq.train from Python"
             )
         return config
 

@@ -46,7 +46,6 @@ from ompq.cli.views import quality_rows, quality_text, time_line, totals, used, 
 from ompq.configs import (
     QUANTIZE_PROTOCOLS,
     TRAIN_PROTOCOLS,
-    BrecqConfig,
     Goal,
     QuantizeConfig,
     ReconstructConfig,
@@ -158,7 +157,7 @@ class RunOptions:
         config = learning_config(protocol, name, iterations=self.iterations, seed=seed)
         tuning, epochs = config.tuning, self.tune_epochs
         if epochs is not None:
-            if isinstance(config.rounding, BrecqConfig):
+            if not isinstance(config.rounding, RoundingConfig):
                 raise ValueError(
                     f"--protocol {protocol} does not tune networks; omit --tune-epochs"
                 )
@@ -579,8 +578,8 @@ class TrainOptions:
         config = replace(base, **changes, seed=seed)
         if not config.keeps_plan:
             raise ValueError(
-                f"weights={config.weights}, widths={config.widths} train a network "
-                "that no longer fits its plan; use ompq.train from Python"
+                f"weights={config.weights} trains a network that no longer fits its "
+                "plan; use ompq.train from Python"
             )
         return config
 

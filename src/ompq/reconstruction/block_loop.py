@@ -2,20 +2,17 @@
 
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, TypeAlias
 
 from torch import nn
 
 from ompq.checkpoints import read_checkpoint, run_identity, write_checkpoint
 from ompq.configs import (
-    BrecqConfig,
     ReconstructConfig,
     RoundingConfig,
-    TuningConfig,
 )
 from ompq.errors import QuantizationError, shortened
 from ompq.layers import quantized_layers
@@ -34,13 +31,8 @@ from ompq.quantization.record import (
     quantization_of,
     with_quantization,
 )
-from ompq.reconstruction.block_data import BlockCache, BlockRunner, merged
-from ompq.reconstruction.brecq import (
-    calibrate_steps,
-    float_activations,
-    learn_steps,
-    learn_weights,
-)
+from ompq.reconstruction.block_data import BlockRunner, merged
+from ompq.reconstruction.phases import Phase, ReconstructionMethod, float_activations
 from ompq.reconstruction.rounding import learn_rounding
 from ompq.reconstruction.tuning import tune, worth_tuning
 from ompq.samples import Samples, SamplesLike, cudnn_kernels, evaluating, run_batch
@@ -131,41 +123,6 @@ def reconstruct(
     return result.train(quantized.training)
 
 
-# Called with a block, its inputs and targets, the settings, a seed and a progress
-# callback; returns the error before and after.
-_Learn: TypeAlias = Callable[
-    [nn.Module, BlockCache, Any, int, Progress | None], tuple[float, float]
-]
-
-
-@dataclass(frozen=True, eq=False)
-class _Phase:
-    """One pass over the network, in groups of blocks that are learned jointly."""
-
-    groups: Sequence[tuple[str, ...]]
-    iterations: int
-    learn: _Learn
-    config: RoundingConfig | BrecqConfig | TuningConfig
-    suffix: str = ""  # appended to the blocks' names
-    # Of the float outputs of each group's units, if learning restores them.
-    moments: Mapping[tuple[str, ...], Mapping[str, Moments]] = field(
-        default_factory=dict
-    )
-    begin: Callable[[nn.Module], None] = lambda _network: None
-    float_activations: bool = False  # whether activations stay float during this phase
-
-    @property
-    def named(self) -> dict[str, tuple[str, ...]]:
-        """The groups, by the names under which errors are reported."""
-        return {"+".join(group) + self.suffix: group for group in self.groups}
-
-    def prepare(self, network: nn.Module, done: Mapping[str, BlockError]) -> None:
-        """Prepare the network, unless a stopped run has done so."""
-        if not done.keys() & self.named.keys():
-            self.begin(network)
-            copy_main(network.state_dict().values())
-
-
 _WHOLE, _TUNING = ("",), "whole network"  # the network itself as a group, and its name
 
 
@@ -175,18 +132,19 @@ def _phases(
     quantized: nn.Module,
     groups: Sequence[tuple[str, ...]],
     samples: Samples,
-) -> list[_Phase]:
+) -> Sequence[Phase]:
     """Return the passes over the network, in order."""
     rounding, tuning = config.rounding, config.tuning
-    if isinstance(rounding, BrecqConfig):
-        return _brecq_phases(rounding, groups, samples)
+    if not isinstance(rounding, RoundingConfig):
+        method: ReconstructionMethod = rounding
+        return method.phases(groups, samples)
     record = quantization_of(quantized)
     moments = _moments(model, record, groups, samples, config.batch_size)
     count = rounding.iterations
-    phases = [_Phase(groups, count, learn_rounding, rounding, moments=moments)]
+    phases = [Phase(groups, count, learn_rounding, rounding, moments=moments)]
     if tuning and worth_tuning(quantized, tuning) and _can_be_tuned(model, samples):
         count = tuning.steps(len(samples))
-        phases.append(_Phase([_WHOLE], count, tune, tuning, _TUNING))
+        phases.append(Phase([_WHOLE], count, tune, tuning, _TUNING))
     return phases
 
 
@@ -197,29 +155,6 @@ def _can_be_tuned(model: nn.Module, samples: Samples) -> bool:
     with evaluating(model):
         output = run_batch(model, samples.first_batch(1))
     return sum(tensor.is_floating_point() for tensor in tensors_in(output)) == 1
-
-
-def _brecq_phases(
-    config: BrecqConfig, groups: Sequence[tuple[str, ...]], samples: Samples
-) -> list[_Phase]:
-    """Return BRECQ's phases: rounding with float activations, then activation steps."""
-    weights = _Phase(
-        groups,
-        config.iterations,
-        learn_weights,
-        config,
-        ", weights",
-        float_activations=True,
-    )
-    activations = _Phase(
-        groups,
-        config.activation_iterations,
-        learn_steps,
-        config,
-        ", activations",
-        begin=lambda network: calibrate_steps(network, samples),
-    )
-    return [weights, activations]
 
 
 def _block_error(name: str, before: float, after: float) -> BlockError:
@@ -247,7 +182,7 @@ def _learnable(
 ) -> list[str]:
     """Return the blocks with quantized layers, in order of execution.
 
-    BRECQ leaves out a stem, a first layer that is a block of its own.
+    Some methods leave out a stem, a first layer that is a block of its own.
     """
     layers, names = quantized_layers(model), record.graph.names
     blocks = [
@@ -255,8 +190,8 @@ def _learnable(
         for block, units in record.graph.blocks.items()
         if any(names[i] in layers for i in units)
     ]
-    skip_stem = isinstance(config.rounding, BrecqConfig) and blocks[:1] == [names[0]]
-    return blocks[1:] if skip_stem else blocks
+    skips = getattr(config.rounding, "skips_stem", False)
+    return blocks[1:] if skips and blocks[:1] == [names[0]] else blocks
 
 
 def _moments(

@@ -13,7 +13,6 @@ from markupsafe import Markup
 
 from ompq.amounts import counted, digits, in_bytes, percent, seconds, short
 from ompq.files import library_version, write_text
-from ompq.lab.audits import Audit
 from ompq.plans import Plan, check_plan
 from ompq.progress import Progress
 from ompq.report.charts import (
@@ -77,32 +76,6 @@ def write_report(
     """
     write_text(path, render_report(plan, results, title, others, progress))
     return Path(path)
-
-
-def audit_sections(audit: Audit) -> list[Section]:
-    """Return the sections for an audit: bits, predictions, chance and orthogonality."""
-    sections: list[Section] = []
-    for one, score in audit.named:
-        sections.append(
-            AuditedBits(
-                name=one.name,
-                divergence=one.divergence,
-                regret=audit.regret(one),
-                bytes=one.size_bytes,
-                fits=one.fits,
-                top1=one.top1,
-                metrics=tuple(one.metrics.items()),
-                seconds=score.seconds if score else None,
-                spearman=score.spearman if score else None,
-                kendall=score.kendall if score else None,
-            )
-        )
-    measured = [one.divergence for one in audit.random]
-    for found in audit.scores:
-        points = tuple(zip(found.predicted, measured, strict=True))
-        text = f"Spearman {found.spearman}" if found.spearman else ""
-        sections.append(AuditedRanks(found.name, text, points))
-    return [*sections, *audit.comparisons]
 
 
 def render_report(

@@ -2,18 +2,16 @@
 
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass, replace
-from importlib import import_module
 from pathlib import Path
 from time import perf_counter
 from typing import Any, cast
 
 from ompq.configs import OrmSettings
-from ompq.errors import check_known
 from ompq.parallel import from_main
+from ompq.registry import Names
 from ompq.samples import locked
-from ompq.scores.derivatives import Fisher, Gradient, Hessian
-from ompq.scores.orthogonality import Orm, OrmDistortion, OrmShift
-from ompq.scores.output_divergence import Blend, OutputDivergence
+from ompq.scores.orthogonality import Orm, OrmDistortion
+from ompq.scores.output_divergence import OutputDivergence
 from ompq.scores.sensitivity import Sensitivity
 from ompq.scores.table import (
     Random,
@@ -27,23 +25,18 @@ from ompq.scores.table import (
 from ompq.scores.weight_noise import WeightNoise
 
 # Each has a `summary` in one line and says what it `needs`.
-SCORES: dict[str, Score] = {
-    "blend": Blend(),
-    "fisher": Fisher(),
-    "gradient": Gradient(),
-    "hessian": Hessian(),
-    "orm": Orm(),
-    "orm_distortion": OrmDistortion(),
-    "orm_shift": OrmShift(),
-    "output_divergence": OutputDivergence(),
-    "random": Random(),
-    "sensitivity": Sensitivity(),
-    "smallest_first": SmallestFirst(),
-    "weight_noise": WeightNoise(),
-}
-
-# A score that quantizes stands below this package, and is imported when it is named.
-_BELOW = dict.fromkeys(("block_loss", "reconstruction"), "ompq.measured_scores")
+SCORES: Names[Score] = Names(
+    "score",
+    {
+        "orm": Orm(),
+        "orm_distortion": OrmDistortion(),
+        "output_divergence": OutputDivergence(),
+        "random": Random(),
+        "sensitivity": Sensitivity(),
+        "smallest_first": SmallestFirst(),
+        "weight_noise": WeightNoise(),
+    },
+)
 
 
 def named_score(name: str) -> Score:
@@ -52,11 +45,7 @@ def named_score(name: str) -> Score:
     Raises:
         ValueError: The name is unknown.
     """
-    if name in _BELOW:
-        import_module(_BELOW[name])
-    if name not in SCORES:
-        check_known("score", name, dict.fromkeys([*SCORES, *_BELOW]), "a callable")
-    return SCORES[name]
+    return SCORES.find(name, "a callable")
 
 
 def with_orm_settings(score: Score | str, settings: OrmSettings) -> Score:

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from ompq.configs import Decreasing, Granularity, OrmSettings
 from ompq.errors import SampleError, TraceError, check_known, shortened
-from ompq.network.observation import Watch, copied, tensors_in
+from ompq.network.observation import Watch, tensors_in
 from ompq.network.units import LayerGraph, Table, Unit, select
 from ompq.progress import Progress
 from ompq.samples import (
@@ -25,7 +25,7 @@ from ompq.samples import (
     to_device,
 )
 from ompq.scores.table import Needs, ScoreInputs, ScoreTable
-from ompq.scores.weight_noise import check_weights_only, noise_table, weight_table
+from ompq.scores.weight_noise import noise_table
 
 _CHUNK = 1 << 22  # elements of a feature that a CPU works on at a time
 _GPU_CHUNK = 1 << 26  # the same on a GPU: 256 MiB of float32
@@ -502,42 +502,3 @@ class OrmDistortion:
 def _measured(given: ScoreInputs, settings: OrmSettings) -> OrmResult:
     network = given.graph, given.model, given.samples
     return measure_orm(*network, settings, progress=given.progress)
-
-
-@dataclass(frozen=True)
-class OrmShift:
-    """|sum of ORM with one unit rounded − sum of ORM|, uncentred.
-
-    Takes the paper at its word: a network must keep the orthogonality of its layers, so
-    a unit needs the bits without which it would be lost.
-
-    Attributes:
-        samples: How many inputs are used, at most.
-    """
-
-    samples: int = 32
-
-    summary: ClassVar[str] = "change of the sum of ORM when one unit is rounded"
-    needs: ClassVar[Needs] = Needs("one for each unit and width", seconds=56.0)
-
-    def __call__(self, given: ScoreInputs) -> ScoreTable:
-        """Return absolute changes of the sum of ORM, (units, choices)."""
-        check_weights_only(given.choices, "orm_shift")
-        few = given.samples.first(self.samples)
-        other = copied(given.model)
-        before = measure_orm(given.graph, other, few).matrix.sum()
-        done = 0
-
-        def shift(unit: Unit, rounded: Tensor) -> float:
-            nonlocal done
-            weight = other.get_parameter(unit.parameter)
-            kept = weight.detach().clone()
-            with torch.no_grad():
-                weight.copy_(rounded)
-                after = measure_orm(given.graph, other, few).matrix.sum()
-                weight.copy_(kept)
-            done += 1
-            given.progress(done, None, f"ORM without {unit.name}")
-            return float(abs(after - before))
-
-        return ScoreTable(weight_table(given, shift))

@@ -8,18 +8,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ompq.bit_widths import FLOAT_BITS, SMALLEST_BITS
+from ompq.bit_widths import FLOAT_BITS
 from ompq.configs import TrainConfig
 from ompq.entropy_coding.rates import between_codes
 from ompq.errors import DataError, QuantizationError
 from ompq.layers import QuantizedLayer, activation_quantizers, quantized_layers
 from ompq.quantization.record import quantization_of
 from ompq.samples import Batch, batch_length, call, class_rows, first_tensor, to_device
+from ompq.training.methods import WeightRule
 
 # A scale must stay positive: it may shrink to this fraction of its initial value. One
 # that would fall further is no longer useful for its tensor anyway.
 _SMALLEST = 1 / 16
-WIDTH = "weight_width"  # name of a layer's parameter for a learned width
 _WARM_UP = 3  # passes before recording a CUDA graph, as in PyTorch's documentation
 
 # Called with the network's output and the targets of a batch; returns the mean loss.
@@ -32,7 +32,7 @@ class Trainable:
 
     weights: dict[str, nn.Parameter]  # parameters with weight decay
     others: dict[str, nn.Parameter]  # biases and norms
-    scales: dict[str, nn.Parameter]  # scales and learned widths
+    scales: dict[str, nn.Parameter]  # scales, and what the weight rule learns
     floors: list[Tensor]  # the smallest value allowed for each of these
 
     @property
@@ -66,13 +66,20 @@ class Trainable:
             torch._foreach_maximum_([*self.scales.values()], self.floors)
 
 
-def make_trainable(model: nn.Module, config: TrainConfig) -> Trainable:
+def make_trainable(
+    model: nn.Module, config: TrainConfig, rule: WeightRule | None = None
+) -> Trainable:
     """Set ``requires_grad`` on the parameters that the settings train, and only those.
 
     Also sets how gradients pass through the activation quantizers.
     """
     scales = _scales(model, config)
-    excluded = {id(p) for p in scales.values()} | _not_trained(model)
+    least = {id(p): _SMALLEST * p.detach().clone() for p in scales.values()}
+    for parameter, floor in () if rule is None else rule.learned():
+        least[id(parameter)] = torch.full_like(parameter, floor)
+    # A parameter shared by several layers is listed once.
+    scales |= {name: p for name, p in model.named_parameters() if id(p) in least}
+    excluded = {*least} | _not_trained(model)
     rest = {n: p for n, p in model.named_parameters() if id(p) not in excluded}
     for parameter in model.parameters():
         parameter.requires_grad = False
@@ -82,12 +89,7 @@ def make_trainable(model: nn.Module, config: TrainConfig) -> Trainable:
         weights={name: p for name, p in rest.items() if p.dim() > 1},
         others={name: p for name, p in rest.items() if p.dim() <= 1},
         scales=scales,
-        floors=[
-            _SMALLEST * scale.detach().clone()
-            if not name.endswith(WIDTH)
-            else torch.full_like(scale, SMALLEST_BITS)
-            for name, scale in scales.items()
-        ],
+        floors=[least[id(scale)] for scale in scales.values()],
     )
 
 
@@ -96,14 +98,9 @@ def _scales(model: nn.Module, config: TrainConfig) -> dict[str, nn.Parameter]:
     if config.learn_weight_scales and config.weights == "stored":
         for name, layer in quantized_layers(model).items():
             found[f"{name}.weight_scale".removeprefix(".")] = layer.weight_scale
-    if config.widths == "learned":  # a width shared by several layers is listed once
-        named = model.named_parameters()
-        found |= {name: p for name, p in named if name.endswith(WIDTH)}
     for name, quantizer in activation_quantizers(model).items():
         if config.activations == "clip":
             quantizer.gradient = "clip"
-        elif config.activations in ("ema", "outliers"):
-            quantizer.gradient = "straight"
         if config.activations in ("step", "clip"):
             found[f"{name}.scale"] = quantizer.scale
     return found
@@ -153,7 +150,7 @@ class Gradients:
         *,
         backward: Callable[[Tensor], Any],
         device: torch.device,
-        penalty: Callable[[], Tensor] | None = None,
+        penalty: Callable[[], Tensor | None] | None = None,
         own_loss: Loss | None = None,
     ) -> None:
         self.model, self.teacher, self.config = model, teacher, config
@@ -175,8 +172,8 @@ class Gradients:
             else:
                 loss = _one_number(self.own_loss(output, targets))
             loss = with_distillation(loss, logits, expected, self.config)
-            if self.penalty is not None:
-                loss = loss + self.penalty()
+            penalty = None if self.penalty is None else self.penalty()
+            loss = loss if penalty is None else loss + penalty
         self.backward(loss)
         images = batch_length(inputs)
         with torch.no_grad():

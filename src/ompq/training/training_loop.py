@@ -112,7 +112,7 @@ def train(  # noqa: PLR0913
 
 
 def _with_learned_widths(result: nn.Module, model: nn.Module) -> nn.Module:
-    """Copy what a state dict does not hold: learned widths, rounding and outliers."""
+    """Copy what a state dict does not hold: learned widths and other rounding."""
     layers, record = quantized_layers(result), quantization_of(result)
     bits = dict(record.allocation)
     for name, layer in quantized_layers(model).items():
@@ -120,7 +120,7 @@ def _with_learned_widths(result: nn.Module, model: nn.Module) -> nn.Module:
         bits[name] = bits[name]._replace(weight=layer.bits)
     quantizers = activation_quantizers(result)
     for name, one in activation_quantizers(model).items():
-        quantizers[name].outliers = one.outliers
+        quantizers[name].rounding = one.rounding
     if bits == dict(record.allocation):
         return result
     return with_quantization(result, replace(record, allocation=Allocation(bits)))

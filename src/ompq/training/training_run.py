@@ -18,14 +18,7 @@ from ompq.evaluation import targets_on
 from ompq.layers import quantized_layers
 from ompq.network.observation import copied
 from ompq.samples import batch_length, call, evaluating, first_tensor, model_device
-from ompq.training.methods import (
-    ActivationRanges,
-    DoReFaWeights,
-    FractionalWidths,
-    LearnedLevels,
-    OutlierWeights,
-    WeightRanges,
-)
+from ompq.training.methods import ActivationRanges, make_rule
 from ompq.training.norms import (
     Variances,
     fold_norms,
@@ -88,8 +81,8 @@ class Run:
             restore_float_weights(self.model, teacher)
         if teacher is not None and config.batch_norm == "fold-and-train":
             keep_norms(self.model, teacher)
-        self.rule = find_weight_rule(self.model, config)
-        self.trainable = make_trainable(self.model, config)
+        self.rule = make_rule(self.model, config.weights)
+        self.trainable = make_trainable(self.model, config, self.rule)
         layout = memory_layout(config, self.device)
         self.model.to(memory_format=layout)
         self.optimizer = self.trainable.optimizer(config)
@@ -99,7 +92,7 @@ class Run:
         if teacher is not None and config.distill:
             teacher = copied(teacher).to(self.device).eval()
             teacher.to(memory_format=layout)
-        penalty = getattr(self.rule, "penalty", None)
+        penalty: Callable[[], Tensor | None] = self.rule.penalty
         if config.code_penalty:
             penalty = CodePenalty(self.model, config.code_penalty)
         self.gradients = Gradients(
@@ -128,6 +121,11 @@ class Run:
         """Return a digest that a run and the checkpoint it resumes from must share."""
         settings = asdict(self.config)
         kept = {k: v for k, v in settings.items() if k not in _NOT_IN_IDENTITY}
+        weights = self.config.weights
+        own_name = getattr(weights, "__qualname__", None)  # of a function or a class
+        kept["weights"] = (
+            weights if isinstance(weights, str) else own_name or repr(weights)
+        )
         if (loss := self.gradients.own_loss) is not None:
             kept["loss"] = getattr(loss, "__name__", type(loss).__name__)
         return run_identity([kept, self.length], quantized.state_dict().values())
@@ -139,9 +137,7 @@ class Run:
             for module in self.model.modules():
                 if isinstance(module, _BatchNorm):
                     module.eval()
-        learned = isinstance(self.rule, FractionalWidths)
-        if learned and number >= self.config.whole_epoch:
-            self.rule.make_whole()
+        self.rule.begin_epoch(number, self.config.epochs)
         if self.config.cuda_graph:
             # The recorded graph depends on the modes of the norms: record it again when
             # they are frozen.
@@ -165,8 +161,7 @@ class Run:
             self.stepping.zero_grad()
         self.trainable.keep_positive()
         self.variances.limit()
-        if self.rule is not None:
-            self.rule.update()
+        self.rule.update()
         self.step += 1
 
     def rate(self) -> float:
@@ -222,8 +217,8 @@ class Run:
             fold_norms(self.model)
             for layer, factor, weight in zip(layers, factors, weights, strict=True):
                 layer.weight.copy_(weight)
-                assert self.rule is not None  # nothing else sets a rounding
                 self.rule.finalize(layer, factor)
+        self.rule.detach()
         if self.ranges is not None:
             self.ranges.detach()
         return self.model.state_dict()
@@ -253,22 +248,11 @@ class Run:
         self.step = step
 
 
-def find_weight_rule(model: nn.Module, config: TrainConfig) -> Any:
-    """Install and return the rule that rounds weights; None for the stored grids."""
-    if config.widths == "learned":
-        return FractionalWidths(model, config.width_penalty)
-    if config.weights == "outliers":
-        return OutlierWeights(model, config.outlier_fraction)
-    rules = {"minmax": WeightRanges, "dorefa": DoReFaWeights, "lq-nets": LearnedLevels}
-    return rules[config.weights](model) if config.weights in rules else None
-
-
 def _running_ranges(model: nn.Module, config: TrainConfig) -> ActivationRanges | None:
     """Return the running ranges of activations, if the settings ask for them."""
-    if config.activations not in ("ema", "outliers"):
+    if config.activations != "ema":
         return None
-    fraction = config.outlier_fraction if config.activations == "outliers" else 0.0
-    return ActivationRanges(model, config.range_momentum, fraction)
+    return ActivationRanges(model, config.range_momentum)
 
 
 def _accelerator(quantized: nn.Module, config: TrainConfig) -> Any:

@@ -8,12 +8,14 @@ left as it was. Samples are used as they are given; BRECQ's are random crops.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import cast
+from dataclasses import dataclass, replace
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor, nn
 
-from ompq.configs import BrecqConfig
+from ompq.configs import ReconstructConfig
+from ompq.fields import COUNT, FRACTION, NOT_NEGATIVE, POSITIVE, Config, setting
 from ompq.layers import (
     ActivationQuantizer,
     QuantizedLayer,
@@ -23,11 +25,85 @@ from ompq.layers import (
 from ompq.progress import Progress
 from ompq.reconstruction.block_data import BlockCache
 from ompq.reconstruction.descent import Descent, Picked, kept_if_better, optimising
+from ompq.reconstruction.phases import Phase
 from ompq.samples import Samples, attached, evaluating, run_batch
 from ompq.weight_ranges import shrunk_tensor
 
 ZETA, GAMMA = 1.1, -0.1  # ends of the stretched sigmoid
 _RANGE_SAMPLES = 64  # samples that activation ranges are calibrated on
+
+
+@dataclass(frozen=True, kw_only=True)
+class BrecqConfig(Config):
+    """How BRECQ reconstructs a block."""
+
+    iterations: int = setting(
+        20_000, "Number of Adam steps for the weight rounding.", COUNT
+    )
+    activation_iterations: int = setting(
+        5_000, "Number of Adam steps for the activation steps.", COUNT
+    )
+    batch_size: int = setting(
+        32, "Samples per Adam step; BRECQ draws them from 1,024.", COUNT
+    )
+    learning_rate: float = setting(1e-3, "Learning rate of the rounding.", POSITIVE)
+    activation_learning_rate: float = setting(
+        4e-4,
+        "Initial learning rate of the activation steps; it follows a cosine to 0.",
+        NOT_NEGATIVE,
+    )
+    round_weight: float = setting(
+        0.01,
+        "Weight of the regulariser that drives weights to grid points. BRECQ uses "
+        "0.01, and 0.1 for MobileNetV2.",
+        NOT_NEGATIVE,
+    )
+    warmup: float = setting(
+        0.2,
+        "Fraction of the iterations before the regulariser is switched on.",
+        FRACTION,
+    )
+    exponent: tuple[float, float] = setting(
+        (20.0, 2.0), "Exponent of the regulariser at the start and at the end."
+    )
+    activation_power: float = setting(
+        2.4, "Power of the error while activation steps are learned.", POSITIVE
+    )
+
+    skips_stem: ClassVar[bool] = True
+
+    def phases(
+        self, groups: Sequence[tuple[str, ...]], samples: Samples
+    ) -> Sequence[Phase]:
+        """Return two: rounding with float activations, then activation steps."""
+        weights = Phase(
+            groups,
+            self.iterations,
+            learn_weights,
+            self,
+            ", weights",
+            float_activations=True,
+        )
+        activations = Phase(
+            groups,
+            self.activation_iterations,
+            learn_steps,
+            self,
+            ", activations",
+            begin=lambda network: calibrate_steps(network, samples),
+        )
+        return weights, activations
+
+    def adapted(self, network: str, iterations: int | None) -> "BrecqConfig":
+        """Return the settings for a network; MobileNetV2 has its own rounding loss.
+
+        Activation steps are learned in a quarter as many iterations.
+        """
+        found = replace(self, round_weight=0.1) if "mobilenet" in network else self
+        if iterations is None:
+            return found
+        steps = max(1, iterations // 4)
+        return replace(found, iterations=iterations, activation_iterations=steps)
 
 
 class SigmoidRounding:
@@ -196,19 +272,8 @@ def calibrate_steps(model: nn.Module, samples: Samples) -> None:
         run_batch(model, samples.first_batch(_RANGE_SAMPLES))
 
 
-@contextmanager
-def float_activations(model: nn.Module, *, wanted: bool) -> Iterator[None]:
-    """If ``wanted``, leave activations unrounded within the context."""
-    quantizers = _quantizers(model)
-    flags = [quantizer.enabled for quantizer in quantizers]
-    try:
-        for quantizer, flag in zip(quantizers, flags, strict=True):
-            quantizer.enabled = flag and not wanted
-        yield
-    finally:
-        for quantizer, flag in zip(quantizers, flags, strict=True):
-            quantizer.enabled = flag
-
-
 def _quantizers(model: nn.Module) -> list[ActivationQuantizer]:
     return list(activation_quantizers(model).values())
+
+
+BRECQ = ReconstructConfig(rounding=BrecqConfig())  # as published

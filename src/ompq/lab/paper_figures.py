@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ompq.bit_widths import FLOAT_BITS
-from ompq.cli.experiments import Experiment, Row
 from ompq.configs import PLAN_PROTOCOLS, TRAIN_PROTOCOLS, PlanConfig
+from ompq.lab.paper_tables import Experiment, Row
 from ompq.planning import free_choices
 from ompq.report.figures import (
     draw_bars,
@@ -70,7 +70,7 @@ def _widths(row: Row) -> str:
     if row.measure not in ("network", "plan"):
         return "-"
     config = replace(PLAN_PROTOCOLS.get(row.protocol, PlanConfig()), **row.plan)
-    learned = row.train and TRAIN_PROTOCOLS[row.train].widths == "learned"
+    learned = row.train and TRAIN_PROTOCOLS[row.train].weights == "fracbits"
 
     def shown(bits: Sequence[int]) -> str:
         return str(bits[0]) if len({*bits}) == 1 else "*"

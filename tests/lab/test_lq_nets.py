@@ -10,14 +10,14 @@ import torch
 import ompq
 from nets import values
 from ompq.errors import QuantizationError
-from ompq.layers import StoredValues, quantized_layers
-from ompq.training.methods import (
+from ompq.lab.weight_rules.lq_nets import (
     LearnedLevels,
     fitted_basis,
     level_values,
     nearest_codes,
     signs_of,
 )
+from ompq.layers import StoredValues, quantized_layers
 from training_script import loss, toy
 
 RECIPE = replace(

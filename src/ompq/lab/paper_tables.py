@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from ompq.bit_widths import FLOAT_BITS
 from ompq.configs import OrmSettings
-from ompq.scores.derivatives import Hessian
+from ompq.lab.more_scores.loss_gradients import Hessian
 from ompq.scores.orthogonality import Orm
 from ompq.scores.table import Random
 from ompq.workflow import ANYTHING

@@ -9,8 +9,8 @@ import torch
 import ompq
 from nets import TinyResNet, scenes, seeded, values
 from ompq.integer.engine import IntegerNetwork
+from ompq.lab.weight_rules.dorefa import DoReFaWeights, dorefa, dorefa_levels
 from ompq.layers import quantized_layers
-from ompq.training.methods import DoReFaWeights, dorefa, dorefa_levels
 from quantized import quantized
 from training_script import loss, toy
 

@@ -14,13 +14,14 @@ import ompq
 from cli_tools import NETWORK, TRAINED_NETWORK, run, run_json
 from nets import TinyResNet, images, seeded
 from ompq.allocation.problem import Allocation
-from ompq.cli import reproduction
-from ompq.cli.experiments import EXPERIMENTS, HALFWAY
-from ompq.cli.reproduced import draw, markdown
-from ompq.cli.reproduction import Bench, planned
 from ompq.configs import PLAN_PROTOCOLS, TRAIN_PROTOCOLS
 from ompq.datasets.named_data import load_data
 from ompq.errors import ModelError
+from ompq.lab import reproduction
+from ompq.lab.more_scores.loss_gradients import Hessian
+from ompq.lab.paper_figures import draw, markdown
+from ompq.lab.paper_tables import EXPERIMENTS, HALFWAY
+from ompq.lab.reproduction import Bench, planned
 from ompq.models.builtin_networks import CIFAR_NETWORKS
 from ompq.models.named_models import NamedModel
 from ompq.network.graph import trace
@@ -28,7 +29,6 @@ from ompq.network.units import Choice
 from ompq.progress import Stages
 from ompq.quantization.record import quantization_of, with_quantization
 from ompq.samples import Samples
-from ompq.scores.derivatives import Hessian
 
 
 @pytest.fixture(scope="module")

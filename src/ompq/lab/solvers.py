@@ -1,4 +1,6 @@
-"""A genetic search, as BRECQ's."""
+"""Solvers of published work: BRECQ's genetic search, and depth-first search."""
+
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,16 +12,34 @@ PARENTS = 10  # not published; from the search that BRECQ builds on (Guo et al.,
 Members = NDArray[np.intp]  # one allocation per row, (M, units)
 
 
-def evolved(program: Program, *, rounds: int = ROUNDS, seed: int = 0) -> Columns | None:
-    """Return the best allocation found by a genetic search, (units,).
+@dataclass(frozen=True)
+class Genetic:
+    """BRECQ's genetic search.
 
     The ten best so far are the parents. Half of each generation crosses two parents,
     unit by unit; in the other half each unit of one parent mutates with probability
     0.1. An allocation that exceeds a limit gets cheaper choices in random units until
-    it fits; BRECQ publishes neither this nor its number of parents. Returns None if
-    none could be made to fit.
+    it fits; BRECQ publishes neither this nor its number of parents.
+
+    Attributes:
+        rounds: Number of generations.
+        seed: Seed of the first members, crossings and mutations.
     """
-    generator = np.random.default_rng(seed)
+
+    rounds: int = ROUNDS
+    seed: int = 0
+
+    def __call__(self, program: Program) -> Columns | None:
+        """Return the best allocation found, (units,), or None if none fits."""
+        return _evolve(program, self.rounds, np.random.default_rng(self.seed))
+
+
+GENETIC = Genetic()
+
+
+def _evolve(
+    program: Program, rounds: int, generator: np.random.Generator
+) -> Columns | None:
     shape = POPULATION, len(program.damage)
     counts = program.allowed.sum(1)
     options = np.argsort(~program.allowed, axis=1, kind="stable")  # allowed ones first

@@ -14,17 +14,11 @@ from ompq.allocation.problem import Allocation
 from ompq.configs import (
     QUANTIZE_PROTOCOLS,
     RECONSTRUCT_PROTOCOLS,
-    BrecqConfig,
     ReconstructConfig,
 )
 from ompq.grids import Grid, like_weight
-from ompq.layers import activation_quantizers, quantized_layer, quantized_layers
-from ompq.network.graph import trace
-from ompq.network.units import Choice
-from ompq.quantization.pipeline import quantize
-from ompq.quantization.record import quantization_of
-from ompq.reconstruction.block_loop import reconstruct
-from ompq.reconstruction.brecq import (
+from ompq.lab.brecq import (
+    BrecqConfig,
     SigmoidRounding,
     calibrate_steps,
     learn_weights,
@@ -32,6 +26,12 @@ from ompq.reconstruction.brecq import (
     side_schedule,
     summed_error,
 )
+from ompq.layers import activation_quantizers, quantized_layer, quantized_layers
+from ompq.network.graph import trace
+from ompq.network.units import Choice
+from ompq.quantization.pipeline import quantize
+from ompq.quantization.record import quantization_of
+from ompq.reconstruction.block_loop import reconstruct
 from ompq.samples import Samples
 from ompq.weight_ranges import shrunk_tensor, shrunk_weight
 from ompq.workflow import learning_config

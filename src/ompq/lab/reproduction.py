@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from ompq.bit_widths import FLOAT_BITS
 from ompq.cli.console import Column, Console, View, say
-from ompq.cli.experiments import EXPERIMENTS, HALFWAY, Experiment, Row
 from ompq.cli.options import (
     argument,
     check_writable,
@@ -28,7 +27,6 @@ from ompq.cli.options import (
     option,
     output_path,
 )
-from ompq.cli.reproduced import draw, markdown
 from ompq.cli.settings import NetworkOptions, read_samples
 from ompq.configs import (
     PLAN_PROTOCOLS,
@@ -52,8 +50,12 @@ from ompq.errors import (
 )
 from ompq.evaluation import is_class_indices
 from ompq.files import library_version, write_text
-from ompq.lab.rivals import ReinforceConfig, one_bitwidth, reinforce
-from ompq.measured_scores import BlockLoss
+from ompq.lab.more_scores.block_loss import BlockLoss
+from ompq.lab.more_scores.loss_gradients import Hessian
+from ompq.lab.paper_figures import draw, markdown
+from ompq.lab.paper_tables import EXPERIMENTS, HALFWAY, Experiment, Row
+from ompq.lab.rivals.reinforcement import ReinforceConfig, reinforce
+from ompq.lab.rivals.wide_channels import one_bitwidth
 from ompq.models.builtin_networks import CIFAR_NETWORKS
 from ompq.models.named_models import NamedModel
 from ompq.network.attention import with_layers
@@ -66,8 +68,8 @@ from ompq.progress import Stages
 from ompq.quantization.record import network_totals, quantization_of
 from ompq.samples import Samples, model_device
 from ompq.schema import json_object, read_json
-from ompq.scores.derivatives import Hessian
 from ompq.scores.orthogonality import gram_matrix, measure_orm
+from ompq.scores.table import Score
 from ompq.training.training_loop import train
 from ompq.weight_ranges import search_weight
 from ompq.workflow import (
@@ -287,7 +289,7 @@ def _plan_config(row: Row, bench: Bench) -> PlanConfig:
         with suppress(PatternError):  # only the paper's network has such a layer
             select(names, pattern)
             pins[pattern] = bits
-    score = config.score
+    score: Score | str = config.score
     if bench.quick and score == "block_loss":
         score = BlockLoss(iterations=1, samples=4)
     if isinstance(score, Hessian):
@@ -322,7 +324,7 @@ def _trained(
     config = replace(TRAIN_PROTOCOLS[str(row.train)], seed=bench.seed)
     batches: Any
     if bench.quick:
-        epochs = 2 if config.widths == "learned" else 1
+        epochs = 2 if config.weights == "fracbits" else 1
         config = replace(config, epochs=epochs, freeze_norm_epoch=0)
         batches = list(bench.data.batches(batch_size=8, limit=16))
     else:

@@ -10,8 +10,8 @@ import ompq
 from nets import values
 from ompq.errors import QuantizationError
 from ompq.grids import Grid
+from ompq.lab.weight_rules.outliers import OutlierRule, Outliers, with_outliers
 from ompq.layers import ActivationQuantizer, activation_quantizers, quantized_layers
-from ompq.training.methods import ActivationRanges, with_outliers
 from training_script import toy
 
 
@@ -39,8 +39,7 @@ def test_gradients_pass_straight():
 def test_activations_beyond_the_range_keep_sixteen_bits():
     grid = Grid(torch.tensor(1.0), torch.tensor(0.0), 2)
     part = torch.nn.Sequential(ActivationQuantizer(grid))
-    part[0].gradient = "straight"
-    ActivationRanges(part, momentum=0.9, outliers=0.02)
+    OutlierRule(part, fraction=0.02, momentum=0.9)
     x = values(1000).abs().requires_grad_()
     found = part.train()(x)
     end = sorted(x.tolist())[int(0.98 * 999)]  # of the rest, at code 3
@@ -57,7 +56,7 @@ def test_rvquant_learns_and_counts_its_outliers(tmp_path):
     model, network, data = toy(bits=3, activation=8)
     recipe = ompq.TRAIN_PROTOCOLS["rvquant"]
     config = replace(recipe, epochs=4, batch_size=8, learning_rate=0.05, report_steps=1)
-    config = replace(config, outlier_fraction=0.02)
+    config = replace(config, weights=Outliers(fraction=0.02))
     trained = ompq.train(network, data, config, teacher=model)
     with torch.no_grad():
         before = F.cross_entropy(network(data.inputs), data.targets)
@@ -68,6 +67,13 @@ def test_rvquant_learns_and_counts_its_outliers(tmp_path):
         few = round(0.02 * count)
         assert layer.rounding.bytes == -(-3 * count // 8) + 4 * few + 8 * channels
         assert len(layer.weight[0].unique()) <= 7 + few
-    assert all(one.outliers for one in activation_quantizers(trained).values())
+    assert all(
+        one.rounding is not None for one in activation_quantizers(trained).values()
+    )
     with pytest.raises(QuantizationError, match="RVQuant leaves weights on no uniform"):
         ompq.save(trained.float(), tmp_path / "net.ompq.safetensors")
+
+
+def test_settings_outside_their_range_are_refused():
+    with pytest.raises(ValueError, match="fraction=1 must be from 0 to below 1"):
+        Outliers(fraction=1)

@@ -9,8 +9,14 @@ from torch.nn import functional as F
 
 import ompq
 from nets import values
+from ompq.lab.weight_rules.dorefa import dorefa
+from ompq.lab.weight_rules.fracbits import (
+    FracBits,
+    FractionalWidths,
+    mixed,
+    rounded_widths,
+)
 from ompq.layers import quantized_layers
-from ompq.training.methods import FractionalWidths, dorefa, mixed, rounded_widths
 from training_script import equal, toy
 
 RECIPE = replace(
@@ -60,7 +66,7 @@ def test_the_penalty_is_the_distance_from_the_planned_bits():
 
 def test_fracbits_learns_widths_and_ends_in_integers():
     model, network, data = toy(bits=4, activation=8)
-    config = replace(RECIPE, step_rate=50.0, width_penalty=0.1)
+    config = replace(RECIPE, step_rate=50.0, weights=FracBits(penalty=0.1))
     trained = ompq.train(network, data, config, teacher=model)
     assert trained.state_dict().keys() == network.state_dict().keys()
     with torch.no_grad():
@@ -99,12 +105,9 @@ def test_a_stopped_training_resumes_to_the_same_widths(tmp_path):
     assert equal(ompq.train(network, data, config, **again), whole)
 
 
-def test_learned_widths_need_dorefa():
-    with pytest.raises(ValueError, match="widths='learned' needs weights='dorefa'"):
-        ompq.TrainConfig(widths="learned")
-
-
 def test_a_network_of_8_bits_has_no_width_to_learn():
     model, network, data = toy(bits=8)
-    with pytest.raises(ompq.TrainingError, match="nothing to learn: every layer has 8"):
+    with pytest.raises(
+        ompq.TrainingError, match="FracBits has nothing to learn: every layer has 8"
+    ):
         ompq.train(network, data, RECIPE, teacher=model)

@@ -1,4 +1,4 @@
-"""Scores that quantize each unit and measure what comes of it."""
+"""Scores that quantize one unit at a time and reconstruct its block."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from ompq.allocation.problem import Allocation
 from ompq.bit_widths import FLOAT_BITS
 from ompq.configs import QuantizeConfig
 from ompq.costs import can_be_coded
-from ompq.measurement import MEASURED_AT_ONCE, Meter, split
+from ompq.measurement import Meter, split
 from ompq.network.folding import normalised_by
 from ompq.network.observation import tensors_in
 from ompq.network.units import Choice, Unit
@@ -19,8 +19,9 @@ from ompq.outputs import Outputs
 from ompq.parallel import share_out
 from ompq.reconstruction.block_fisher import fisher_weights
 from ompq.samples import Batch, Samples, collect
-from ompq.scores.catalogue import SCORES
 from ompq.scores.table import Needs, ScoreInputs, ScoreTable
+
+_BATCH = 64  # samples per forward pass
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,7 @@ def block_loss(
     alone = unit.block == unit.name
     end = normalised_by(model, unit) if alone else unit.block
     total = 0.0
-    for batch in samples.batches(MEASURED_AT_ONCE):
+    for batch in samples.batches(_BATCH):
         expected, actual = (_output_of(net, end, batch) for net in (model, quantized))
         (weights,) = fisher_weights(model, end, [batch], outputs=outputs)
         error = (actual - expected).double().square() * weights
@@ -142,6 +143,4 @@ def _output_of(model: nn.Module, name: str, batch: Batch) -> Tensor:
     return outputs[0]
 
 
-# ompq.scores registers the others, which do not quantize networks.
-SCORES["reconstruction"] = ReconstructionScore()
-SCORES["block_loss"] = BlockLoss()
+BLOCK_LOSS, RECONSTRUCTION = BlockLoss(), ReconstructionScore()

@@ -1,0 +1,1 @@
+"""Scores of published work, and of experiments of ours."""

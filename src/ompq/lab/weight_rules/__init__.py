@@ -1,0 +1,1 @@
+"""How published methods round weights in training."""
