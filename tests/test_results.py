@@ -11,7 +11,7 @@ import torch
 import ompq
 from nets import Chain, images, seeded
 from ompq.errors import MissingExtraError
-from ompq.report import audit_sections
+from ompq.lab.audit_command import audit_sections
 from ompq.report.page import render_report
 from ompq.sections import (
     Accuracy,
