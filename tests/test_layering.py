@@ -39,7 +39,7 @@ ORDER = {
     "cost_tables": "",
     "budgets": "",
     "costs": "",
-    "scores": "table weight_noise output_divergence derivatives orthogonality "
+    "scores": "table weight_noise output_divergence orthogonality "
     "sensitivity catalogue",
     "allocation": "problem relaxation exact_search infeasibility allocator explanation",
     "plans": "",

@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
-from time import perf_counter
 from typing import Any, cast
 
 from ompq.configs import OrmSettings
@@ -20,7 +19,7 @@ from ompq.scores.table import (
     ScoreTable,
     SmallestFirst,
     cached_table,
-    checked,
+    compute_table,
 )
 from ompq.scores.weight_noise import WeightNoise
 
@@ -99,9 +98,9 @@ def score_table(
     chosen = named_score(score) if isinstance(score, str) else score
     # Scores swap weights for rounded ones while the network runs.
     with locked(given.model):
-        if cache is None:
-            start = perf_counter()
-            found = checked(chosen(given), given, since=start)
-        else:
-            found = cached_table(cache, chosen, given)
+        found = (
+            compute_table(chosen, given)
+            if cache is None
+            else cached_table(cache, chosen, given)
+        )
     return from_main(lambda: found)  # their devices may round differently

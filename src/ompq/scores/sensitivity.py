@@ -12,6 +12,7 @@ from typing import Any, ClassVar, NamedTuple, TypeAlias
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ompq.bit_widths import FLOAT_BITS
 from ompq.configs import OrmSettings
@@ -25,8 +26,14 @@ from ompq.network.observation import (
 )
 from ompq.network.units import Choice, Table
 from ompq.offload import visiting
-from ompq.samples import arguments, batch_length, model_device, to_device
-from ompq.scores.derivatives import differentiating
+from ompq.samples import (
+    arguments,
+    batch_length,
+    cudnn_kernels,
+    evaluating,
+    model_device,
+    to_device,
+)
 from ompq.scores.orthogonality import (
     ORM_BATCH,
     Grams,
@@ -64,6 +71,19 @@ _KEPT = 1 << 27
 WeightErrors: TypeAlias = Callable[[], Tensor]
 
 logger = logging.getLogger(__name__)
+
+
+@contextmanager
+def differentiating(model: nn.Module) -> Iterator[None]:
+    """Enable repeatable gradients of a network in eval mode."""
+    # The fast kernels of attention have no second derivative.
+    with (
+        evaluating(model),
+        torch.enable_grad(),
+        cudnn_kernels(repeatable=True),
+        sdpa_kernel(SDPBackend.MATH),
+    ):
+        yield
 
 
 @dataclass(frozen=True)

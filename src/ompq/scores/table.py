@@ -208,17 +208,14 @@ class Random:
         return table
 
 
-def checked(
-    result: ScoreTable | Any, given: ScoreInputs, *, since: float
-) -> ScoreTable:
-    """Return a score's result as a table, with nine digits of each number.
-
-    Args:
-        since: When the score began, by ``perf_counter``.
+def compute_table(score: Score, given: ScoreInputs) -> ScoreTable:
+    """Return a score's table, timed, with nine digits of each number.
 
     Raises:
         ScoreError: It is not a finite table of units × choices.
     """
+    start = perf_counter()
+    result = score(given)
     table = result if isinstance(result, ScoreTable) else ScoreTable(_array(result))
     wanted = (len(given.graph), len(given.choices))
     if table.damage.shape != wanted:
@@ -239,7 +236,7 @@ def checked(
         orm=None if table.orm is None else np.round(table.orm, 9),  # of 0 to 1
         gamma=_rounded(table.gamma),
         importance=_rounded(table.importance),
-        seconds=perf_counter() - since,
+        seconds=perf_counter() - start,
     )
 
 
@@ -282,8 +279,7 @@ def cached_table(folder: str | Path, score: Score, given: ScoreInputs) -> ScoreT
             "without labels, are",
             folder,
         )
-        start = perf_counter()
-        return checked(score(given), given, since=start)
+        return compute_table(score, given)
     about = _about(score, given)
     key = tensors_digest(about, {})[:16]
     path = Path(folder) / f"{type(score).__name__}-{key}.json"
@@ -297,8 +293,7 @@ def cached_table(folder: str | Path, score: Score, given: ScoreInputs) -> ScoreT
             return replace(ScoreTable.from_json(data, *shape), seconds=seconds)
         except (ValueError, KeyError) as error:
             logger.warning("%s is damaged (%s); computing it again", path, error)
-    start = perf_counter()
-    new = checked(score(given), given, since=start)
+    new = compute_table(score, given)
     saved = {**about, "seconds": round(new.seconds or 0.0, 3), **new.to_json()}
     write_text(path, json.dumps(saved, indent=1) + "\n")
     return replace(ScoreTable.from_json(saved, *shape), seconds=new.seconds)

@@ -23,7 +23,7 @@ from ompq.samples import (
     model_device,
     to_device,
 )
-from ompq.scores.derivatives import differentiating
+from ompq.scores.sensitivity import differentiating
 from ompq.scores.table import Needs, ScoreInputs, ScoreTable
 from ompq.scores.weight_noise import (
     check_weights_only,
