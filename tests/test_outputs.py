@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 import ompq
 from nets import images, seeded, values
+from ompq.configs import parse_output
 from ompq.errors import GoalError, SampleError, ScoreError
 from ompq.outputs import (
     CLASSES,
@@ -21,6 +22,7 @@ from ompq.outputs import (
     output_kinds,
     value_rows,
 )
+from ompq.runtimes.verification import compare_outputs
 from ompq.samples import Samples
 from ompq.smallest_network import meets_goal
 
@@ -402,3 +404,24 @@ def test_a_score_without_any_difference_is_an_error(caplog):
         caplog.text
     )
     assert plan.totals["average_bits"] > 3
+
+
+def test_packed_files_keep_the_kind(denoiser, tmp_path):
+    quantized = ompq.quantize(denoiser, {"*": 4}, pictures())
+    ompq.save(quantized, tmp_path / "net.ompq.safetensors")
+    again = ompq.load(tmp_path / "net.ompq.safetensors", denoiser)
+    assert ompq.quantization_of(again).output == "values"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"), [(3, "must be text, not 3"), ("x", "must be classes, .* 'x'")]
+)
+def test_files_with_another_kind_are_refused(text, words):
+    with pytest.raises(ValueError, match=f"output {words}"):
+        parse_output(text)
+
+
+def test_only_classes_are_ranked_when_a_file_is_verified():
+    rows = values(4, 16)
+    assert compare_outputs([rows], [rows]).ranked
+    assert not compare_outputs([rows], [rows], classes=False).ranked

@@ -105,6 +105,14 @@ def output_problem(output: str) -> str:
     )
 
 
+def parse_output(text: object) -> str:
+    """Return the kinds of outputs that a file names, if they are that."""
+    requirement = output_problem(text) if isinstance(text, str) else "text"
+    if requirement:
+        raise ValueError(f"output must be {requirement}, not {text!r:.40}")
+    return str(text)
+
+
 def _choices_problem(choices: Sequence[Any]) -> str:
     """Return what choices must be, or "" if they are that."""
     activations = (*WIDTHS, FLOAT_BITS)

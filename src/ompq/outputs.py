@@ -53,6 +53,7 @@ _KEYS: dict[str, OutputKind] = {
     "pooler": "embedding",
     "embed": "embedding",
     "depth": "values",
+    "box": "values",
     "reconstruction": "values",
     "flow": "values",
 }

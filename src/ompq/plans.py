@@ -25,7 +25,7 @@ from ompq.allocation.problem import Allocation, Problem
 from ompq.amounts import digits, in_bytes
 from ompq.bit_widths import FLOAT_BITS
 from ompq.budgets import Budget
-from ompq.configs import Accounting, LatencyTable
+from ompq.configs import Accounting, LatencyTable, parse_output
 from ompq.cost_tables import Cost
 from ompq.costs import (
     Bytes,
@@ -492,7 +492,7 @@ def _from_json(data: Mapping[str, Any]) -> Plan:
             Cost.from_json(one, shape)
             for one in json_list(data.get("files", []), "files")
         ),
-        output=json_text(data.get("output", "classes"), "output"),
+        output=parse_output(data.get("output", "classes")),
     )
     # The file may have been edited by hand, so check the units and their bits.
     loaded.allocation.check_units(graph.names)

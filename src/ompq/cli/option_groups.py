@@ -246,6 +246,7 @@ class PlanOptions:
     granularity: str | None = config_option(OrmSettings, "granularity")
     centred: bool = config_option(OrmSettings, "centred")
     strict: bool = config_option(PlanConfig, "strict")
+    output_kind: str | None = config_option(PlanConfig, "output")
 
     def config(self) -> PlanConfig:
         """Return the protocol's settings with the changes that the options make."""

@@ -68,7 +68,7 @@ def quality_rows(result: Evaluation | None) -> list[tuple[str, str]]:
     """Return the accuracy of a network, next to the float one's if it was measured."""
     if result is None:
         return []
-    images = f"{result.count:,} images"
+    images = f"{result.count:,} {'images' if result.top1 is not None else 'inputs'}"
     rows = []
     if result.top1 is not None:
         rows.append(("top-1", f"{top1_text(result)} of {images} (95 % interval)"))
@@ -83,10 +83,9 @@ def quality_rows(result: Evaluation | None) -> list[tuple[str, str]]:
         reference = result.reference_metrics.get(name)
         compared = "" if reference is None else f", float {digits(reference, 5)}"
         rows.append((name, f"{digits(value, 5)}{compared}, on {images}"))
-    if result.agreement is not None and result.divergence is not None:
-        text = f"{100 * result.agreement:.2f} % of the answers, divergence"
-        rows.append(("as float", f"{text} {digits(result.divergence)}, on {images}"))
-    if result.top1 is None and not result.metrics:
+    if result.likeness:
+        rows.append(("as float", f"{result.likeness}, on {images}"))
+    if result.top1 is None and not result.metrics and result.output == "classes":
         rows.append(("accuracy", "not measured: give class labels, or --metric"))
     return rows
 
@@ -112,6 +111,7 @@ def plan_view(
 ) -> View:
     """Return a plan as ``ompq plan`` and ``ompq replan`` show it."""
     identity = plan.hash if file is None else f"{plan.hash}, saved to {file}"
+    unusual = plan.output != "classes"
     data = {
         **about,
         "plan": None if file is None else str(file),
@@ -121,6 +121,7 @@ def plan_view(
     rows = [
         *totals(plan),
         ("plan", identity),
+        *([("output", f"{plan.output} (--output-kind says otherwise)")] * unusual),
         *(("stays float", text) for text in reasons(plan.graph.skipped)),
         ("time", time_line(seconds)),
     ]

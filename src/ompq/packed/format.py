@@ -32,6 +32,7 @@ from torch import Tensor
 
 from ompq.allocation.problem import Allocation
 from ompq.bit_widths import FLOAT_BITS, LARGEST_HALF_BITS, WIDTHS
+from ompq.configs import parse_output
 from ompq.entropy_coding.bit_packing import stream_length, unpack_bits
 from ompq.entropy_coding.codec import decode, encode
 from ompq.entropy_coding.compressed_bytes import (
@@ -292,6 +293,7 @@ def _structure(contents: Contents) -> dict[str, Any]:
         "equalized": [list(one) for one in record.equalized],
         "narrow": [one.unit.name for one in units if one.grid.narrow],
         "unbiased": [one.unit.name for one in units if one.bias is None],
+        **({} if record.output == "classes" else {"output": record.output}),
         **_forms(units),
         "state": [
             [key, _kind(_kept(t)), list(t.shape)] for key, t in contents.state.items()
@@ -572,6 +574,7 @@ def _record(data: Mapping[str, Any]) -> Quantization:
             for names in json_list(data["links"], "links")
         ),
         equalized=tuple(equalized),
+        output=parse_output(data.get("output", "classes")),
     )
 
 

@@ -13,6 +13,7 @@ from ompq.errors import ExportError
 from ompq.integer.engine import IntegerNetwork
 from ompq.integer.lowering import Steps, input_names
 from ompq.layers import LogQuantizer, activation_quantizers
+from ompq.network.graph import RECORD
 from ompq.network.observation import tensors_in
 from ompq.runtimes.benchmark import session_of
 from ompq.samples import (
@@ -79,8 +80,12 @@ def compare_outputs(
     first: Sequence[Tensor],
     second: Sequence[Tensor],
     codes: Iterable[tuple[Tensor, Tensor]] = (),
+    *,
+    classes: bool = True,
 ) -> Agreement:
     """Compare outputs (N, ...), and codes if there are any.
+
+    Only of ``classes``, the largest number of each row is compared.
 
     Example:
         >>> logits = torch.tensor([[0.0, 2.0], [2.0, 0.0]])
@@ -99,7 +104,7 @@ def compare_outputs(
         equal += int((apart == 0).sum())
         furthest = max(furthest, int(apart.max()))
     one, other = class_rows(first[0]), class_rows(second[0])
-    ranked = len(first) == 1 and one.shape[1] > 1
+    ranked = classes and len(first) == 1 and one.shape[1] > 1
     same = (one.argmax(1) == other.argmax(1)).double().mean()
     return Agreement(
         images=len(_rows(first[0])),
@@ -314,7 +319,12 @@ def against_simulated(
         [torch.cat([*map(_rows, parts)]) for parts in zip(*found, strict=True)]
         for found in (ours, theirs)
     )
-    return compare_outputs(first, second)
+    return compare_outputs(first, second, classes=_classifies(quantized))
+
+
+def _classifies(quantized: nn.Module) -> bool:
+    record = getattr(quantized, RECORD, None)
+    return getattr(record, "output", "classes") == "classes"
 
 
 def against_codes(
@@ -333,8 +343,10 @@ def against_codes(
     expected, codes = _observed(network, images)
     places = zip(steps.sites, codes, strict=True)
     pairs = [(one, found[at]) for at, one in places if at is not None]
-    simulated = compare_outputs(expected, outputs, pairs)
+    classes = _classifies(network)
+    simulated = compare_outputs(expected, outputs, pairs, classes=classes)
     engine = IntegerNetwork(steps)
     own = engine.codes(images)
     pairs = [(own[at], one) for at, one in found.items()]
-    return simulated, compare_outputs([*engine.run(images).values()], outputs, pairs)
+    computed = [*engine.run(images).values()]
+    return simulated, compare_outputs(computed, outputs, pairs, classes=classes)
