@@ -23,15 +23,15 @@ from torch.nn import functional as F
 
 import ompq
 
-_SIZE, _NOISE = 40, 0.1
-_STEPS = 400
-_WIDTHS = (2, 3, 4)  # of the uniform networks whose bytes are the budgets
-_SCORES = ("sensitivity", "output_divergence", "weight_noise")
+_SIZE, _NOISE = 32, 0.1
+_STEPS = 800
+_WIDTHS = (3, 4)  # of the uniform networks whose bytes are the budgets
+_SCORES = ("sensitivity", "weight_noise")
 _DOCS = Path(__file__).parent.parent / "docs"
 
 
 def scenes(count: int, seed: int) -> Tensor:
-    """Return grey images of overlapping rectangles and waves, (N, 1, 40, 40)."""
+    """Return grey images of overlapping rectangles and waves, (N, 1, 32, 32)."""
     generator = torch.Generator().manual_seed(seed)
     at = torch.arange(_SIZE, dtype=torch.float32)
     images = torch.rand(count, 1, 1, 1, generator=generator).expand(-1, 1, _SIZE, _SIZE)
@@ -39,7 +39,7 @@ def scenes(count: int, seed: int) -> Tensor:
         low = torch.rand(count, 2, generator=generator) * _SIZE - 8
         high = low + 4 + torch.rand(count, 2, generator=generator) * 20
         value, *wave = torch.rand(count, 3, generator=generator).unbind(1)
-        inside = (at >= low[..., None]) & (at < high[..., None])  # (N, 2, 40)
+        inside = (at >= low[..., None]) & (at < high[..., None])  # (N, 2, 32)
         mask = (inside[:, 0, :, None] & inside[:, 1, None, :])[:, None]
         phase = wave[0][:, None, None] * at[:, None] + wave[1][:, None, None] * at
         texture = value[:, None, None] + 0.15 * phase.sin()
