@@ -147,15 +147,15 @@ def test_checkpoint_of_another_run_is_refused(pair, tmp_path):
     path = tmp_path / "checkpoint.safetensors"
     reconstruct(quantized, model, scenes(32), SHORT, checkpoint=path)
     other = ReconstructConfig(rounding=RoundingConfig(iterations=61))
-    with pytest.raises(CheckpointError, match="belongs to another run"):
+    with pytest.raises(CheckpointError, match="belongs to another reconstruction"):
         reconstruct(quantized, model, scenes(32), other, checkpoint=path)
     changed = scenes(32)
     changed[-1] += 1  # the first is the same
-    with pytest.raises(CheckpointError, match="belongs to another run"):
+    with pytest.raises(CheckpointError, match="belongs to another reconstruction"):
         reconstruct(quantized, model, changed, SHORT, checkpoint=path)
     path.write_bytes(b"nonsense")
     with pytest.raises(
-        CheckpointError, match="is not a checkpoint of recon.*cut short"
+        CheckpointError, match="checkpoint.safetensors cannot be resumed: it is not"
     ):
         reconstruct(quantized, model, scenes(32), SHORT, checkpoint=path)
     from safetensors.torch import save_file
@@ -163,7 +163,7 @@ def test_checkpoint_of_another_run_is_refused(pair, tmp_path):
     save_file({"a": torch.ones(1)}, path)
     with pytest.raises(
         CheckpointError,
-        match="is not a checkpoint of reconstruction: it is a safetensors",
+        match="cannot be resumed: it is a safetensors file, but not of the kind",
     ):
         reconstruct(quantized, model, scenes(32), SHORT, checkpoint=path)
 

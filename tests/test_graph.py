@@ -20,7 +20,7 @@ from nets import (
     tokens,
 )
 from ompq.costs import unit_bytes
-from ompq.errors import PatternError, SampleError, TraceError
+from ompq.errors import PatternError, QuantizationError, SampleError, TraceError
 from ompq.network.folding import norm_scales
 from ompq.network.graph import find_units, stored_dtype, trace
 from ompq.network.observation import record, watch
@@ -675,3 +675,58 @@ def test_scales_of_norms_are_what_they_multiply_by():
         step = norm.eval()(low + 1) - norm(low)
         torch.testing.assert_close(scale, step.flatten(), atol=1e-6, rtol=1e-5)
     assert norm_scales([]) == []
+
+
+@pytest.mark.parametrize(
+    "name", ["a\nb", "esc\x1b[31m", "half \ud800", "\u202egnp", "x" * 1001]
+)
+def test_names_that_no_file_may_hold_are_refused_at_once(name):
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU())
+    model.add_module(name, nn.Conv2d(4, 4, 1))
+    for verb in (
+        lambda: ompq.plan(model, images(), "4bits"),
+        lambda: ompq.quantize(model, {"*": 4}, images()),
+        lambda: trace(model, images()),
+    ):
+        with pytest.raises(
+            QuantizationError, match="has a module or tensor '.*'; names must have at"
+        ):
+            verb()
+
+
+def test_wide_spaces_in_names_are_kept(tmp_path):
+    model = seeded(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()))
+    model.add_module("全角\u3000and\u00a0", nn.Conv2d(4, 4, 1))
+    quantized = ompq.quantize(model, {"*": 4}, images())
+    ompq.save(quantized, tmp_path / "a", network="line\nbreak")
+    loaded = ompq.load(tmp_path / "a", model)
+    assert torch.equal(loaded(images()), quantized(images()))
+    assert ompq.inspect_file(tmp_path / "a").about["network"] == "line\\nbreak"
+
+
+def test_networks_without_weights_are_told_so():
+    lazy = nn.Sequential(nn.LazyLinear(8), nn.ReLU(), nn.LazyLinear(4))
+    with pytest.raises(TraceError, match="0.weight is not initialized: run the netwo"):
+        ompq.plan(lazy, torch.zeros(4, 12), "4bits")
+    with torch.device("meta"):
+        empty = TinyResNet()
+    with pytest.raises(TraceError, match="stem.weight is on the meta device: load"):
+        ompq.plan(empty, images(), "4bits")
+
+
+def test_samples_of_a_shape_that_the_network_does_not_take_are_told_at_once():
+    model = seeded(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)))
+    words = r"takes samples of shape \(8,\), but not of \(9,\) \(.*cannot be multiplied"
+    for verb in (
+        lambda given: ompq.plan(model, given, "4bits"),
+        lambda given: ompq.quantize(model, {"*": 4}, given),
+    ):
+        with pytest.raises(SampleError, match=words):
+            verb([torch.zeros(4, 8), torch.zeros(4, 8), torch.zeros(4, 9)])
+
+
+def test_samples_with_masks_are_told_from_inputs():
+    model = seeded(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)))
+    words = "takes 2 positional .* samples are tuples of 2, one for each argument"
+    with pytest.raises(TraceError, match=words):
+        ompq.plan(model, [(torch.zeros(4, 8), torch.ones(4, 8))], "4bits")

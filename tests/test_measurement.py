@@ -5,7 +5,6 @@ import torch
 
 import ompq
 from nets import Chain, images, seeded, tokens
-from ompq.checkpoints import Checkpoint
 from ompq.errors import SampleError
 from ompq.measurement import Meter, split
 from ompq.samples import Samples
@@ -51,11 +50,3 @@ def test_networks_are_measured_with_the_groups_of_their_plan():
         model, samples, samples, config=ompq.QuantizeConfig(group_size=32)
     ).quantized(ompq.Allocation(bits))
     assert made.up.group_size == 32 and made.up.weight_scale.shape == (72, 2)
-
-
-def test_what_a_checkpoint_knows_is_not_measured_again(tmp_path):
-    path = tmp_path / "kept.json"
-    assert Checkpoint(path, "test", "me", float).get("a", lambda: 3.0) == 3.0
-    again = Checkpoint(path, "test", "me", float)
-    assert again.get("a", lambda: 4.0) == 3.0
-    assert again.get("b", lambda: 4.0) == 4.0

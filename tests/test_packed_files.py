@@ -548,14 +548,6 @@ def test_numbers_that_a_file_cannot_hold_are_refused(tensor, value, message, fil
     assert not file.exists()
 
 
-def test_a_network_in_double_precision_is_told_what_to_do(file):
-    samples = images(4).double()
-    saved = quantize(seeded(Chain()).double(), {"*": 4}, samples)
-    words = r"bias cannot be stored as float32: .*; .* in float32: model.float\(\)"
-    with pytest.raises(QuantizationError, match=words):
-        save(saved, file)
-
-
 def test_weight_that_left_its_grid_is_refused(file):
     tokens = torch.arange(28).reshape(4, 7) % 20
     saved = quantize(seeded(Recurrent()), {"*": (4, 32)}, tokens)

@@ -624,3 +624,33 @@ def test_totals_of_a_network_count_learned_bits_and_stored_values(accounting):
     total = sum(one.weights for one in units)
     average = plan.totals["average_bits"] + 2 * weights / total
     assert found["average_bits"] == pytest.approx(average)
+
+
+def test_networks_in_double_precision_are_told_what_to_do_before_the_work():
+    model, told = seeded(Chain()).double(), []
+    words = r"conv, head are float64, .* network in float32: model.float\(\)"
+    with pytest.raises(QuantizationError, match=words):
+        ompq.quantize(
+            model, {"*": 4}, images().double(), progress=lambda *a: told.append(a)
+        )
+    assert len(told) <= 2  # nothing was calibrated
+    ompq.quantize(
+        model, {"*": (32, 32)}, images().double()
+    )  # files hold what stays float
+
+
+def test_a_method_that_would_leave_the_scales_out_says_what_to_type(tmp_path):
+    class Savable(Chain):
+        def save_pretrained(self, folder):
+            raise AssertionError("the float network's")
+
+    model = seeded(Savable())
+    quantized = ompq.quantize(model, {"*": 4}, images())
+    for one in (quantized, copy.deepcopy(quantized)):
+        with pytest.raises(QuantizationError, match="without their scales; .* ompq.sa"):
+            one.save_pretrained(tmp_path)
+    with pytest.raises(AssertionError):
+        model.save_pretrained(tmp_path)
+    ompq.save(quantized, tmp_path / "a")
+    with pytest.raises(QuantizationError, match="without their scales"):
+        ompq.load(tmp_path / "a", model).save_pretrained(tmp_path)

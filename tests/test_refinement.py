@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from itertools import pairwise
 from statistics import mean, stdev
 
 import numpy as np
@@ -208,7 +209,7 @@ def test_checkpoints_of_other_runs_are_refused(network, plan, tmp_path):
     with pytest.raises(CheckpointError, match="belongs to another refinement"):
         ompq.refine(plan, network, images(34), one, checkpoint=path)
     good = json.loads(path.read_text())
-    damaged = [{**good, "measured": value} for value in ([3], {"a": "b"}, {"a": ["b"]})]
+    damaged = [{**good, "kept": value} for value in ([3], {"a": "b"}, {"a": ["b"]})]
     for text in ("{", "[]", "{}", *map(json.dumps, damaged)):
         path.write_text(text)
         with pytest.raises(CheckpointError, match="cannot be resumed: "):
@@ -394,7 +395,7 @@ def test_a_stopped_search_continues_with_the_same_result(
             large_plan, MODEL, SAMPLES[:40], goal, LEARNED, folder=tmp_path
         )
     kept = json.loads((tmp_path / "measured.json").read_text())
-    kept["measured"] = {"rounding 1": {"top1": 1}}
+    kept["kept"] = {"rounding 1": {"top1": 1}}
     (tmp_path / "measured.json").write_text(json.dumps(kept))
     with pytest.raises(CheckpointError, match="an evaluation is invalid"):
         ompq.find_smallest(large_plan, MODEL, SAMPLES, goal, LEARNED, folder=tmp_path)
@@ -402,24 +403,47 @@ def test_a_stopped_search_continues_with_the_same_result(
 
 def test_a_search_resumes_on_the_images_it_began_with(large_plan, tmp_path):
     goal = ompq.Goal(max_drop=100)
-    with torch.no_grad():
-        targets = MODEL(SAMPLES).argmax(1)
     rows = torch.arange(48)
+    targets = rows % 4
     given = {"config": ROUNDED, "folder": tmp_path}
 
-    def search(rows, goal=goal):
-        batches = [(SAMPLES[part], targets[part]) for part in rows.split(16)]
+    def search(rows, goal=goal, labels=targets):
+        batches = [(SAMPLES[part], labels[part]) for part in rows.split(16)]
         return ompq.find_smallest(
             large_plan, MODEL, SAMPLES, goal, batches=batches, **given
         )
 
     first = search(rows)
     assert len(search(rows.flip(0)).trials) == len(first.trials)  # in another order
+    permuted = targets.flip(0)
+    assert permuted.sum() == targets.sum() and not permuted.equal(targets)
+    with pytest.raises(CheckpointError, match="belongs to another search"):
+        search(rows, labels=permuted)
     with pytest.raises(CheckpointError, match="belongs to another search"):
         search(rows[:40])
-    other = ompq.Goal(max_drop=1.0, metric=lambda out, given: 1.0)
     with pytest.raises(CheckpointError, match="belongs to another search"):
-        search(rows, other)
+        search(rows, ompq.Goal(max_drop=1.0, metric=lambda out, given: 1.0))
+
+
+def test_metrics_of_one_name_are_told_apart_in_a_search(large_plan, tmp_path):
+    batches = [(SAMPLES[:16], torch.arange(16) % 4)]
+    metrics = [lambda out, given: 1.0, lambda out, given: 2.0, ompq.Perplexity(), None]
+
+    def search(metric):
+        goal = ompq.Goal(max_divergence=100.0, metric=metric)
+        given = {"config": ROUNDED, "folder": tmp_path, "batches": batches}
+        return ompq.find_smallest(large_plan, MODEL, SAMPLES, goal, **given)
+
+    for before, after in pairwise(metrics):
+        if isinstance(before, ompq.Perplexity):  # takes tokens, so none was measured
+            continue
+        search(before)
+        with pytest.raises(CheckpointError, match="belongs to another search"):
+            search(after)
+        (tmp_path / "measured.json").unlink()
+    search(None)
+    with pytest.raises(CheckpointError, match="belongs to another search"):
+        search(ompq.Perplexity())
 
 
 def test_goals_that_cannot_be_met_or_measured(large_plan):

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import runpy
+import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -16,11 +17,12 @@ import ompq
 from cli_tools import NETWORK, TRAINED_NETWORK, network_file, run, run_json
 from ompq import workflow
 from ompq.amounts import in_bytes
+from ompq.checkpoints import Store
 from ompq.datasets.distillation import distilled_samples
 from ompq.datasets.named_data import load_data
 from ompq.errors import FileError
 from ompq.evaluation import evaluate
-from ompq.files import locked_folder
+from ompq.files import locked_folder, remove_unfinished, shown
 from ompq.models.named_models import load_model
 from ompq.packed.packed_files import load
 from ompq.plans import Plan
@@ -472,7 +474,7 @@ def test_a_full_disk_during_learning_leaves_no_lone_plan(net, tmp_path, monkeypa
     def full(*_args, **_settings):
         raise OSError(errno.ENOSPC, "No space left on device", "checkpoint")
 
-    monkeypatch.setattr(block_loop, "_save", full)
+    monkeypatch.setattr(Store, "write", full)
     words = ("quantize", *net, *FAST, "--budget", "70%", "-o", tmp_path / "out")
     assert run(*words).exit_code == 2
     assert not (tmp_path / "out").exists()
@@ -485,6 +487,48 @@ def test_another_process_at_work_in_the_folder_is_named(net, tmp_path):
     assert result.exit_code == 2
     assert f"another process ({os.getpid()}) is using {tmp_path}" in result.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "folder", ["全角\u3000dir", "a\u00a0b", "new\nline", "esc\x1b[31m", "x" * 240]
+)
+def test_a_network_in_a_folder_of_any_name_is_read_again(folder, tmp_path, monkeypatch):
+    deep = Path(*[folder] * (5 if len(folder) > 200 else 1))  # 1,200 characters
+    (tmp_path / deep).mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    network = f"{network_file(tmp_path / deep)}"
+    words = ("quantize", network, "--data", "random", "--samples", "8")
+    result = run(*words, "--no-reconstruct", "--budget", "4bits", "-o", "out")
+    assert result.exit_code == 0, result.output
+    assert run("inspect", "out/network.ompq.safetensors").exit_code == 0
+    data = json.loads(Path("out/result.json").read_text())
+    assert data["network"] == shown(network) and len(data["network"]) <= 1000
+    account = ompq.inspect_file("out/network.ompq.safetensors")
+    assert account.about["network"] == data["network"]
+
+
+def test_what_a_killed_run_left_unfinished_is_removed(net, tmp_path):
+    out = tmp_path / "out"
+    script = (
+        "import sys, time; from pathlib import Path\n"
+        "from ompq.files import replacing, unfinished_folder\n"
+        "out = Path(sys.argv[1])\n"
+        "with unfinished_folder(out) as work, replacing(out / 'plan.json') as file, "
+        "replacing(out / 'training' / 'last.safetensors') as state:\n"
+        "    (work / 'plan.json').write_text('half')\n"
+        "    print('ready', flush=True); time.sleep(600)"
+    )
+    out.mkdir()
+    words = [sys.executable, "-c", script, str(out)]
+    with subprocess.Popen(words, stdout=subprocess.PIPE) as process:
+        assert process.stdout.readline() == b"ready\n"
+        remove_unfinished(out)  # nothing, as long as it is in use
+        left = [*out.glob(".unfinished.*"), *out.glob("training/.unfinished.*")]
+        assert len(left) == 3
+        process.kill()
+    words = ("quantize", *net, "--samples", "8", "--no-reconstruct", "--budget", "70%")
+    result = run(*words, "-o", out, "--resume")
+    assert not [*out.rglob(".unfinished.*")], result.output
 
 
 TRAINED = (

@@ -272,7 +272,7 @@ def test_the_recipes_for_imagenet_run_on_photographs(
     (epoch,) = json.loads(Path("out/training/history.json").read_text())
     assert 0 < epoch["loss"] < 100
     with safe_open("out/training/last.safetensors", "pt") as file:
-        assert '"step":"2"' in file.metadata()["ompq"]
+        assert '"step":2' in file.metadata()["ompq"]
 
 
 def test_the_recipe_for_resnet50_plans_within_its_budget(crops):
@@ -445,7 +445,10 @@ def test_budgets_that_cannot_be_are_refused(place, tmp_path, budget, told):
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        ("--resume --learning-rate 0.5", "belongs to another run (another network, "),
+        (
+            "--resume --learning-rate 0.5",
+            "belongs to another training (another network, ",
+        ),
         ("--resume --budget 6bits", "was started with the budget 5bits, not 6bits"),
         ("PLACE/wider.py:make --resume", "was made for another network"),
         (
@@ -495,7 +498,7 @@ def test_a_finished_run_has_nothing_to_resume(place, monkeypatch):
     ("name", "told"),
     [
         ("start.ompq.safetensors", "start.ompq.safetensors is not a packed network"),
-        ("training/last.safetensors", "last.safetensors is not a checkpoint"),
+        ("training/last.safetensors", "last.safetensors cannot be resumed"),
         ("plan.json", "plan.json is not a plan: it is not JSON"),
     ],
 )

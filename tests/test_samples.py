@@ -382,3 +382,15 @@ def test_datasets_are_samples_and_targets_are_mentioned_once(caplog):
     Samples.of(DataLoader(TensorDataset(inputs, targets), batch_size=8))
     told = [one.message for one in caplog.records]
     assert told == ["samples come with targets, which are not used here"]
+
+
+def test_samples_without_values_of_their_own_are_refused():
+    dense = torch.eye(4)
+    nested = torch.nested.nested_tensor(
+        [torch.ones(2), torch.ones(3)], layout=torch.jagged
+    )
+    for given in (dense.to_sparse(), nested):
+        with pytest.raises(SampleError, match="sparse or nested; give dense ones: to_"):
+            Samples.of(given)
+    with pytest.raises(SampleError, match="on the meta device, so they have no values"):
+        Samples.of(dense.to("meta"))

@@ -83,10 +83,11 @@ def test_the_file_says_what_it_belongs_to(network, tmp_path):
     (path,) = tmp_path.iterdir()
     assert path.name.startswith("Blend-")
     data = json.loads(path.read_text())
-    assert data["format"] == "ompq-score-table/1"
-    assert data["score"] == "Blend(samples=64)"
-    assert data["choices"][0] == [2, 8]
-    assert len(data["network"]) == len(data["samples"]) == 64
+    assert data["format"] == "ompq-score-table/3"
+    about = data["kept"]["about"]
+    assert about["score"] == "Blend(samples=64)"
+    assert about["choices"][0] == [2, 8]
+    assert len(about["network"]) == len(about["samples"]) == 64
 
 
 @pytest.mark.parametrize("harm", ["text", "list", "table", "other", "shape"])
@@ -94,18 +95,20 @@ def test_damaged_files_are_computed_again(network, tmp_path, caplog, harm):
     first = made(network, tmp_path)
     (path,) = tmp_path.iterdir()
     data = json.loads(path.read_text())
+    table, rows = data["kept"], data["kept"]["damage"]
     harmed = {
         "text": "{",
         "list": "[]",
-        "table": json.dumps({k: v for k, v in data.items() if k != "damage"}),
-        "other": json.dumps({**data, "network": "0" * 64}),
-        "shape": json.dumps({**data, "damage": data["damage"][1:]}),
+        "table": json.dumps({**data, "kept": {**table, "damage": None}}),
+        "other": json.dumps({**data, "identity": "0" * 64}),
+        "shape": json.dumps({**data, "kept": {**table, "damage": rows[1:]}}),
     }
     path.write_text(harmed[harm])
     with caplog.at_level(logging.WARNING):
         assert made(network, tmp_path).hash == first.hash
-    assert f"{path} is damaged (" in caplog.text
-    assert json.loads(path.read_text()) == {**data, "seconds": ANY}
+    assert "; computing it again" in caplog.text
+    again = json.loads(path.read_text())
+    assert again == {**data, "kept": {**table, "seconds": ANY}}
 
 
 def test_scores_of_ones_own_and_labels_are_not_kept(network, tmp_path, caplog):
@@ -156,7 +159,7 @@ def test_a_kept_table_knows_what_it_took(network, tmp_path):
     first = score_table("orm", given, tmp_path)
     (path,) = tmp_path.iterdir()
     data = json.loads(path.read_text())
-    assert data["seconds"] == pytest.approx(first.seconds, abs=1e-3)
-    path.write_text(json.dumps({**data, "seconds": 77.5}))
+    assert data["kept"]["seconds"] == pytest.approx(first.seconds, abs=1e-3)
+    path.write_text(json.dumps({**data, "kept": {**data["kept"], "seconds": 77.5}}))
     assert score_table("orm", given, tmp_path).seconds == 77.5
     assert "seconds" not in made(network, tmp_path, score="orm").scores.to_json()

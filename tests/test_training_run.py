@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import ompq
-from ompq.checkpoints import read_checkpoint
+from ompq.checkpoints import Store
 from ompq.errors import CheckpointError, DataError, MissingExtraError, TrainingError
 from ompq.training import training_run
 from ompq.training.training_run import Run
@@ -141,14 +141,20 @@ def test_a_finished_run_is_not_run_again(toys, tmp_path):
 def test_checkpoints_of_other_runs_and_files_are_refused(toys, tmp_path):
     _, network, data = toys
     ompq.train(network, data, QUICK, checkpoint=tmp_path)
-    with pytest.raises(CheckpointError, match=r"belongs to another run \(another netw"):
+    with pytest.raises(
+        CheckpointError, match=r"belongs to another training \(another netw"
+    ):
         ompq.train(network, data, replace(QUICK, seed=1), checkpoint=tmp_path)
     (tmp_path / "last.safetensors").write_bytes(b"nothing")
-    with pytest.raises(CheckpointError, match=r"last.safetensors is not a checkpoint"):
+    with pytest.raises(
+        CheckpointError, match=r"last.safetensors cannot be resumed: it is not"
+    ):
         ompq.train(network, data, QUICK, checkpoint=tmp_path)
 
     save_file({"x": torch.zeros(1)}, tmp_path / "last.safetensors")
-    with pytest.raises(CheckpointError, match=r"is not a checkpoint of training"):
+    with pytest.raises(
+        CheckpointError, match=r"cannot be resumed: it is a safetensors file"
+    ):
         ompq.train(network, data, QUICK, checkpoint=tmp_path)
 
 
@@ -280,8 +286,8 @@ def test_checkpoints_hold_what_a_run_needs(toys, tmp_path):
     ompq.train(network, data, QUICK, checkpoint=tmp_path)
     identity = Run(network, data, QUICK, teacher=None).identity(network)
     last = tmp_path / "last.safetensors"
-    found, text = read_checkpoint(last, kind="training", identity=identity)
-    assert text["step"] == "8" and text["best"] == "null"
+    text, found = Store(last, "training", identity).read()
+    assert text["step"] == 8 and text["best"] == "null"
     assert len(json.loads(text["history"])) == 2
     expected = {f"model/{key}" for key in network.state_dict()} | {"counts"}
     expected |= {f"momentum/{name}" for name, _ in network.named_parameters()}
@@ -382,3 +388,20 @@ def test_a_loss_of_one_s_own_trains_as_the_default_does(toys, tmp_path):
     ompq.train(network, data, QUICK, loss=loss, checkpoint=tmp_path)
     with pytest.raises(CheckpointError, match="belongs to another"):
         ompq.train(network, data, QUICK, checkpoint=tmp_path)
+
+
+def test_losses_of_one_name_are_told_apart(toys, tmp_path):
+    _, network, data = toys
+    made = [
+        lambda output, targets: 2 * torch.nn.functional.cross_entropy(output, targets),
+        lambda output, targets: 3 * torch.nn.functional.cross_entropy(output, targets),
+        torch.nn.CrossEntropyLoss(),
+    ]
+    ompq.train(network, data, QUICK, loss=made[0], checkpoint=tmp_path)
+    for other in made[1:]:
+        with pytest.raises(CheckpointError, match="belongs to another training"):
+            ompq.train(network, data, QUICK, loss=other, checkpoint=tmp_path)
+    smooth = torch.nn.CrossEntropyLoss(label_smoothing=0.1)
+    ompq.train(network, data, QUICK, loss=made[2], checkpoint=tmp_path / "b")
+    with pytest.raises(CheckpointError, match="belongs to another training"):
+        ompq.train(network, data, QUICK, loss=smooth, checkpoint=tmp_path / "b")

@@ -5,7 +5,7 @@ import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from decimal import Decimal
-from math import floor, isfinite
+from math import floor
 from typing import NamedTuple
 
 from ompq.cost_tables import Cost, plain_number
@@ -16,6 +16,7 @@ EXAMPLES = (
     'or several: "1.5MiB, 75GBOPs"'
 )
 
+_LARGEST_LIMIT = 1e300
 # Multiples are Decimal, because 0.001 MB must be exactly 1000 bytes.
 _ONE = Decimal(1)
 _BINARY = {
@@ -113,8 +114,12 @@ graph_mib=None)
             raise BudgetError(f"the budget is empty; {EXAMPLES}")
         for name, value in self._given().items():
             number = isinstance(value, int | float) and not isinstance(value, bool)
-            if not number or not isfinite(value) or value <= 0:
+            if not number or not value > 0:
                 raise BudgetError(f"{name}={value!r} is not positive; {EXAMPLES}")
+            if value > _LARGEST_LIMIT:
+                raise BudgetError(
+                    f"{name}={reprlib.repr(value)} is too large; {EXAMPLES}"
+                )
             object.__setattr__(self, name, float(value))
 
     @classmethod

@@ -1,4 +1,4 @@
-"""Files: text, JSON, tensors, checkpoints, and functions in the user's Python files.
+"""Files: text, JSON, tensors, and functions in the user's Python files.
 
 A file is written completely or not at all. torch is imported only when a tensor is
 read or written, so that commands which only read JSON start quickly.
@@ -9,15 +9,17 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
+from unicodedata import category
 
-from ompq.errors import FileError
+from ompq.errors import FileError, OmpqError
 from ompq.parallel import is_main, wait_for_all
 from ompq.schema import parse_json
 
@@ -66,11 +68,12 @@ def replacing(path: str | Path) -> Iterator[Path]:
             target.lstat()  # a name that is too long fails now, not after the work
         suffix = target.suffix if len(target.suffix) < 20 else ""
         handle, name = tempfile.mkstemp(
-            dir=target.parent, prefix=f".{target.name[:32]}.", suffix=suffix
+            dir=target.parent, prefix=f"{UNFINISHED}{target.name[:32]}.", suffix=suffix
         )
         os.close(handle)
         temporary = Path(name)
-        yield temporary
+        with _claimed(temporary):
+            yield temporary
         umask = os.umask(0)
         os.umask(umask)
         temporary.chmod(0o666 & ~umask)  # mkstemp creates files as 0600
@@ -84,6 +87,51 @@ def replacing(path: str | Path) -> Iterator[Path]:
     finally:
         if temporary is not None:
             temporary.unlink(missing_ok=True)
+
+
+UNFINISHED = ".unfinished."  # begins the name of what is not complete yet
+
+
+@contextmanager
+def unfinished_folder(folder: Path) -> Iterator[Path]:
+    """Yield a temporary folder inside a folder, first removing those of killed runs."""
+    remove_unfinished(folder)
+    with (
+        tempfile.TemporaryDirectory(dir=folder, prefix=UNFINISHED) as name,
+        _claimed(Path(name)),
+    ):
+        yield Path(name)
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Remove what killed processes left in a folder, but nothing that is in use."""
+    for path in folder.glob(f"{UNFINISHED}*"):
+        with _claimed(path) as free:
+            if free and path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            elif free:
+                path.unlink(missing_ok=True)
+
+
+@contextmanager
+def _claimed(path: Path) -> Iterator[bool]:
+    """Lock a file or folder while the block runs; yield whether that was possible.
+
+    The system releases the lock if the process is killed.
+    """
+    if sys.platform == "win32":  # Windows has no fcntl
+        yield False
+        return
+    import fcntl
+
+    with ExitStack() as stack:
+        free = False
+        with suppress(OSError):
+            descriptor = os.open(path, os.O_RDONLY)
+            stack.callback(os.close, descriptor)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            free = True
+        yield free
 
 
 LOCK = ".ompq.lock"
@@ -137,19 +185,45 @@ def _why_not_written(error: Exception, target: Path) -> str | None:
     return f"{os.strerror(number)}. Use another path" if ours else None
 
 
-def write_text(path: str | Path, text: str) -> None:
-    """Write a text file that appears only when it is complete."""
+Check: TypeAlias = Callable[[Path], object]  # reads a file, or raises an error
+
+
+def write_text(path: str | Path, text: str, check: Check | None = None) -> None:
+    """Write a text file that appears only when it is complete.
+
+    Args:
+        check: Reads the file before it appears.
+
+    Raises:
+        FileError: It cannot be written, or not be read again.
+    """
     with replacing(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")
+        temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
+        _read_back(temporary, path, check)
+
+
+def _read_back(temporary: Path, path: str | Path, check: Check | None) -> None:
+    try:
+        if check is not None:
+            check(temporary)
+    except (OmpqError, ValueError) as error:
+        why = str(error).replace(str(temporary), "the new file")
+        raise FileError(
+            f"{path} was not written, since it could not be read again: {why}"
+        ) from error
 
 
 def write_tensors(
-    path: str | Path, header: Mapping[str, Any], tensors: "Mapping[str, Tensor]"
+    path: str | Path,
+    header: Mapping[str, Any],
+    tensors: "Mapping[str, Tensor]",
+    check: Check | None = None,
 ) -> None:
     """Write a safetensors file with a header and a digest of header and tensors.
 
-    The header's ``format`` is a name and a version: ``ompq-packed/1``. The same header
-    and tensors give the same bytes.
+    As in :func:`write_text`, ``check`` reads it before it appears. The header's
+    ``format`` is a name and a version: ``ompq-packed/1``. The same header and tensors
+    give the same bytes.
     """
     from safetensors.torch import save_file
 
@@ -163,6 +237,7 @@ def write_tensors(
     entries = {**header, _DIGEST: tensors_digest(header, stored)}
     with replacing(path) as temporary:
         save_file(stored, temporary, {_METADATA: _compact(entries)})
+        _read_back(temporary, path, check)
 
 
 def read_tensors(
@@ -246,3 +321,25 @@ def tensors_digest(header: Any, tensors: "Mapping[str, Tensor | NDArray[Any]]") 
             tensor = tensor.reshape(-1).view(torch.uint8).numpy()
         digest.update(tensor.reshape(-1).view(np.uint8).data)
     return digest.hexdigest()
+
+
+LONGEST_TEXT = 1000  # characters of a name in a file
+# Unicode categories that control a terminal or are half a character.
+_UNSHOWN = {"Cc", "Cf", "Cs", "Zl", "Zp"}
+
+
+def shown(text: str) -> str:
+    r"""Return text that files may hold and terminals show; the rest is escaped.
+
+    Example:
+        >>> shown("a\nb")
+        'a\\nb'
+    """
+    if text.isprintable() and len(text) <= LONGEST_TEXT:
+        return text
+    escaped = "".join(
+        one.encode("unicode_escape").decode() if category(one) in _UNSHOWN else one
+        for one in text[:LONGEST_TEXT]
+    )
+    whole = len(text) <= LONGEST_TEXT and len(escaped) <= LONGEST_TEXT
+    return escaped if whole else f"{escaped[: LONGEST_TEXT - 1]}…"

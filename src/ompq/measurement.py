@@ -1,9 +1,7 @@
 """Measure allocations: quantize, compare with the float network, save the results."""
 
-import hashlib
 from dataclasses import replace
 from functools import cached_property
-from itertools import chain
 
 import numpy as np
 import torch
@@ -11,10 +9,11 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from ompq.allocation.problem import Allocation
+from ompq.checkpoints import identity
 from ompq.configs import QuantizeConfig, ReconstructConfig, RoundingConfig
 from ompq.errors import SampleError
 from ompq.network.attention import with_layers
-from ompq.outputs import CLASSES, Outputs
+from ompq.outputs import Outputs
 from ompq.parallel import share_out
 from ompq.quantization.pipeline import quantize
 from ompq.reconstruction.block_loop import reconstruct
@@ -57,12 +56,7 @@ class Meter:
         way = f"reconstruct {self.iterations}" if self.iterations else "feedback"
         if self.config.group_size:
             way += f" groups of {self.config.group_size}"
-        content = f"{way} {len(self.samples)}".encode()
-        if self.outputs.kinds != CLASSES.kinds:
-            content += f" {self.outputs}".encode()
-        tensors = chain.from_iterable(tensors for _, tensors in self._expected)
-        values = b"".join(tensor.numpy().tobytes() for tensor in tensors)
-        return hashlib.sha256(values + content).hexdigest()[:16]
+        return identity(way, str(self.outputs), len(self.samples), self._expected)[:16]
 
     def quantized(self, bits: Allocation) -> nn.Module:
         """Return the network with these bits, reconstructed if there are iterations."""

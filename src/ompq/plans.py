@@ -296,7 +296,8 @@ class Plan:
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON. Equal plans give identical files."""
         data = {"format": FORMAT, "written_by": library_version(), **_to_json(self)}
-        write_text(path, json.dumps(data, indent=1, ensure_ascii=False) + "\n")
+        text = json.dumps(data, indent=1, ensure_ascii=False)
+        write_text(path, text + "\n", check=Plan.load)
 
     @classmethod
     def load(cls, path: str | Path) -> "Plan":

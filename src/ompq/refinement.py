@@ -14,7 +14,7 @@ smallest size that met the goal with rounding alone.
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,12 +22,12 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import nn
+from torch import Tensor, nn
 
 from ompq.allocation.allocator import allocate
 from ompq.allocation.problem import Allocation
 from ompq.amounts import digits
-from ompq.checkpoints import Checkpoint
+from ompq.checkpoints import Measurements, Store, identity
 from ompq.configs import QuantizeConfig, RefineConfig
 from ompq.measurement import Meter, split
 from ompq.network.graph import trace
@@ -84,9 +84,8 @@ def refine(  # noqa: PLR0913 - the last three are optional
     # of a function changes from run to run.
     names = tuple(map(score_name, config.scores))
     fixed = replace(config, count=1, seconds=None, patience=1, scores=names)
-    identity = f"{plan.hash} {meter.judge} {fixed}"
-    saved = Checkpoint(checkpoint, "refinement", identity, _read)
-    measure = partial(_measure, meter, saved)
+    store = Store.of(checkpoint, "refinement", plan.hash, meter.judge, fixed)
+    measure = partial(_measure, meter, Measurements(store, _read))
     chooser = _Chooser(plan, config, _tables(plan, model, calibration, config, cache))
     measured: list[Measurement] = []
     started = time.monotonic()
@@ -128,7 +127,9 @@ def _meter(
     )
 
 
-def _measure(meter: Meter, saved: Checkpoint[list[float]], bits: Allocation) -> Floats:
+def _measure(
+    meter: Meter, saved: Measurements[list[float]], bits: Allocation
+) -> Floats:
     """Return the divergence at each held-out sample, measured now or before."""
 
     def new() -> list[float]:
@@ -294,3 +295,13 @@ def _refined(
         score_name=plan.score_name.removesuffix(", refined") + ", refined",
         measured=(*plan.measured, *new),
     )
+
+
+def rows(batch: Any) -> Iterator[str]:
+    """Yield an identity of each input of a batch with its target."""
+    parts = batch if isinstance(batch, tuple | list) else (batch,)
+    tensors = [isinstance(part, Tensor) and part.dim() > 0 for part in parts]
+    if all(tensors) and len({len(part) for part in parts}) == 1:
+        yield from map(identity, *parts)
+    else:
+        yield identity(batch)

@@ -401,12 +401,20 @@ def _inputs(batch: Any) -> Batch:
             f"not {type(batch).__name__}"
         )
     for value in _tensors(inputs):
-        # If any value is NaN or infinite, an extreme is; checking all takes 40 times
-        # as long.
-        checked = value.numel() and value.is_floating_point()
-        if checked and not torch.stack(value.aminmax()).isfinite().all():
-            raise SampleError("samples hold NaN or infinity; check the preprocessing")
+        _check_values(value)
     return map_batch(inputs, lambda t: t.detach().cpu())
+
+
+def _check_values(value: Tensor) -> None:
+    if value.layout != torch.strided or value.is_nested:
+        raise SampleError("samples are sparse or nested; give dense ones: to_dense()")
+    if value.is_meta:
+        raise SampleError("samples are on the meta device, so they have no values")
+    # If any value is NaN or infinite, an extreme is; checking all takes 40 times as
+    # long.
+    checked = value.numel() and value.is_floating_point()
+    if checked and not torch.stack(value.aminmax()).isfinite().all():
+        raise SampleError("samples hold NaN or infinity; check the preprocessing")
 
 
 def _types(batch: Batch) -> tuple[Any, list[tuple[torch.dtype, torch.Size, bool]]]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -10,18 +11,18 @@ from torch import nn
 from ompq.allocation.infeasibility import reachable
 from ompq.amounts import digits, in_bytes, percent
 from ompq.budgets import Budget
-from ompq.checkpoints import Checkpoint
+from ompq.checkpoints import Measurements, Store
 from ompq.configs import Goal, SmallestConfig
 from ompq.errors import GoalError
 from ompq.evaluation import Evaluation, evaluate
 from ompq.integer.finalization import finalized
 from ompq.measurement import split
 from ompq.network.graph import trace
-from ompq.network.observation import tensors_in
 from ompq.plans import Plan, check_plan
 from ompq.progress import Progress, no_progress
 from ompq.quantization.pipeline import quantize
 from ompq.reconstruction.block_loop import reconstruct
+from ompq.refinement import rows
 from ompq.samples import Samples, SamplesLike
 from ompq.schema import json_object
 
@@ -165,14 +166,19 @@ class _Search:
     best: tuple[Trial, Plan, nn.Module] | None = None
 
     def __post_init__(self) -> None:
-        identity, path = "", None
+        store = Store(None, "search", "")
         if self.folder is not None:
-            path = self.folder / "measured.json"
             # Without the goal's limits: measurements are valid for any limit.
-            metric = getattr(self.goal.metric, "__qualname__", "")
-            identity = f"{self.plan.hash} {self.config.reconstruct} {len(self.samples)}"
-            identity += f" {metric} {_content(self.held_out)}"
-        self.known = Checkpoint(path, "search", identity, _evaluation)
+            store = Store.of(
+                self.folder / "measured.json",
+                "search",
+                self.plan.hash,
+                self.config.reconstruct,
+                self.samples.runs,
+                self.goal.metric,
+                _content(self.held_out),
+            )
+        self.known = Measurements(store, _evaluation)
 
     def run(self) -> Smallest:
         """Search among rounded networks, then among reconstructed ones."""
@@ -247,12 +253,10 @@ class _Search:
         return finalized(network, self.samples)[0]
 
 
-def _content(held_out: Any) -> str:
-    """Return a digest of inputs and targets that does not depend on their order."""
-    total = 0.0
-    for batch in held_out.batches(64) if isinstance(held_out, Samples) else held_out:
-        total += sum(float(t.double().abs().sum()) for t in tensors_in(batch))
-    return f"{total:.9g}"
+def _content(held_out: Any) -> list[str]:
+    """Return identities of the inputs with their targets, in whatever order."""
+    batches = held_out.batches(64) if isinstance(held_out, Samples) else held_out
+    return sorted(chain.from_iterable(map(rows, batches)))
 
 
 def _evaluation(entry: Any) -> dict[str, Any]:

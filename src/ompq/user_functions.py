@@ -11,7 +11,7 @@ from typing import Any
 from ompq.errors import OmpqError, suggestion
 
 USER_MODULE = "ompq_user_"  # names of modules that are a user's files begin so
-_USER_FUNCTION = re.compile(r"(?P<file>.+\.py):(?P<function>\w+)")
+_USER_FUNCTION = re.compile(r"(?P<file>.+\.py):(?P<function>\w+)", re.DOTALL)
 
 
 def is_user_function(name: str) -> bool:

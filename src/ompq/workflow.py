@@ -8,7 +8,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import torch
@@ -37,7 +36,9 @@ from ompq.files import (
     PLAN,
     REPORT,
     RESULT,
+    UNFINISHED,
     library_version,
+    unfinished_folder,
     write_text,
 )
 from ompq.integer.finalization import finalized
@@ -56,6 +57,7 @@ from ompq.report.histograms import layer_histograms
 from ompq.report.page import write_report
 from ompq.runtimes.onnx.onnx_files import export_onnx
 from ompq.samples import Samples, SamplesLike
+from ompq.schema import read_json
 from ompq.sections import (
     Accuracy,
     BlockErrorSection as BlockSection,
@@ -71,7 +73,6 @@ from ompq.smallest_network import Smallest, find_smallest
 
 PLAN_SAMPLES, CALIBRATION_SAMPLES = 64, 1024  # as in the paper and in BRECQ
 ANYTHING = "32bits"  # a budget that every allocation meets
-_UNFINISHED = ".unfinished."  # begins the name of a temporary folder
 
 
 @dataclass(frozen=True, eq=False)
@@ -438,7 +439,8 @@ class Outcome:
 
 def write_result(path: Path, data: Mapping[str, Any]) -> None:
     """Write the results as JSON."""
-    write_text(path, f"{json.dumps(data, indent=1, ensure_ascii=False)}\n")
+    text = json.dumps(data, indent=1, ensure_ascii=False)
+    write_text(path, f"{text}\n", check=read_json)
 
 
 @contextmanager
@@ -448,13 +450,10 @@ def whole_folder(folder: Path) -> Iterator[Path]:
     Errors name files in ``folder``: the temporary ones are hidden and soon gone.
     """
     try:
-        with (
-            made_folder(folder),
-            TemporaryDirectory(dir=folder, prefix=_UNFINISHED) as work,
-        ):
-            yield Path(work)
+        with made_folder(folder), unfinished_folder(folder) as work:
+            yield work
             # The result is moved last: if it is there, so are all the others.
-            paths = sorted(Path(work).iterdir(), key=lambda one: one.name == RESULT)
+            paths = sorted(work.iterdir(), key=lambda one: one.name == RESULT)
             for path in paths:
                 path.replace(folder / path.name)
             wait_for_all()
@@ -467,7 +466,7 @@ def whole_folder(folder: Path) -> Iterator[Path]:
 
 
 def _without_temporary(text: str) -> str:
-    return re.sub(rf"{re.escape(_UNFINISHED)}\w+[/\\]?", "", text)
+    return re.sub(rf"{re.escape(UNFINISHED)}\w+[/\\]?", "", text)
 
 
 @contextmanager

@@ -190,7 +190,7 @@ def test_an_audit_continues_from_its_checkpoint(audited, found, tmp_path):
     given = (audited, images(16), BUDGET, images(12, seed=5), QUICK_AUDIT)
     with pytest.raises(StopError):
         lab.audit(*given, checkpoint=path, progress=stop)
-    assert len(json.loads(path.read_text())["measured"]) == 4
+    assert len(json.loads(path.read_text())["kept"]) == 4
     again = lab.audit(*given, checkpoint=path)
     assert again.measured == found.measured
     with pytest.raises(CheckpointError, match="belongs to another audit"):
@@ -293,7 +293,7 @@ def test_scores_tell_their_progress_and_are_computed_once(
     assert len(calls) == 1
     assert again.measured == first.measured
     (kept,) = tmp_path.glob("WeightNoise-*.json")
-    known = json.loads(kept.read_text())["seconds"]
+    known = json.loads(kept.read_text())["kept"]["seconds"]
     (entry,) = (one for one in again.scores if one.name == "weight_noise")
     assert entry.seconds == known
 

@@ -58,7 +58,16 @@ from ompq.datasets.named_data import Data
 from ompq.datasets.training_sets import HeldSet, training_data
 from ompq.errors import BudgetError, DataError, PlanError, suggestion
 from ompq.evaluation import Metric, evaluate as measure
-from ompq.files import CONFIG, ONNX, PACKED, PLAN, REPORT, RESULT, locked_folder
+from ompq.files import (
+    CONFIG,
+    ONNX,
+    PACKED,
+    PLAN,
+    REPORT,
+    RESULT,
+    locked_folder,
+    remove_unfinished,
+)
 from ompq.integer.engine import IntegerNetwork
 from ompq.models.named_models import NamedModel
 from ompq.packed.packed_files import load, save
@@ -335,6 +344,8 @@ def run_folder(run: RunOptions, console: Console) -> Iterator[None]:
     try:
         with made_folder(run.folder), lock:
             before = (run.folder / PLAN).exists()
+            for name in (".", _TRAINING, _SEARCH):
+                remove_unfinished(run.folder / name)
             try:
                 yield
             finally:

@@ -42,6 +42,7 @@ from ompq.costs import load_latency
 from ompq.datasets.named_data import Batches, Data, Split, load_data
 from ompq.errors import DataError, ScoreError, suggestion
 from ompq.evaluation import METRICS, Metric
+from ompq.files import shown
 from ompq.models.named_models import NamedModel, load_model
 from ompq.network.units import Choice
 from ompq.offload import device_memory
@@ -196,7 +197,9 @@ def provenance(inputs: Data, **more: Any) -> dict[str, Any]:
     model = inputs.model
     origin = {"network": model.name, "weights": model.weights, "data": inputs.name}
     device = str(model_device(model.module))
-    return {**origin, **more, "seed": inputs.seed, "device": device}
+    about = {**origin, **more, "seed": inputs.seed, "device": device}
+    # Names of files may hold anything; what they end up in must be readable.
+    return {k: shown(v) if isinstance(v, str) else v for k, v in about.items()}
 
 
 def read_samples(data: Data, count: int, console: Console) -> Samples:

@@ -1,7 +1,5 @@
 """Audits: how well scores choose bits for a network, compared with chance."""
 
-import hashlib
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -18,12 +16,12 @@ from torch import nn
 from ompq.allocation.problem import Allocation
 from ompq.amounts import digits
 from ompq.budgets import Budget
-from ompq.checkpoints import Checkpoint
+from ompq.checkpoints import Measurements, Store
 from ompq.configs import PlanConfig, QuantizeConfig
 from ompq.errors import PlanError
 from ompq.evaluation import Metric, evaluate
 from ompq.measurement import Meter
-from ompq.network.observation import copied, tensors_in
+from ompq.network.observation import copied
 from ompq.network.units import Choice, by_bits
 from ompq.planning import plan as make_plan
 from ompq.plans import Plan
@@ -304,10 +302,10 @@ def audit(  # noqa: PLR0913 - the last five are optional
         ),
     )
     listed = {name: one.to_json() for name, one in candidates.items()}
-    also = [config.orm_samples, *config.metrics, _targets_digest(batches)]
-    about = [neutral.graph.to_json(), listed, meter.judge, also]
-    identity = json.dumps(about, sort_keys=True)
-    saved = Checkpoint(checkpoint, "audit", identity, _read)
+    targets = [targets for _, targets in batches]
+    about = neutral.graph.to_json(), dict(sorted(listed.items())), meter.judge
+    also = config.orm_samples, dict(config.metrics), targets
+    saved = Measurements(Store.of(checkpoint, "audit", *about, *also), _read)
 
     def measure(name: str) -> Measured:
         bits = candidates[name]
@@ -359,14 +357,6 @@ def _sampled(plan: Plan, config: AuditConfig) -> dict[str, Allocation]:
     rng = np.random.default_rng(config.seed)
     count = range(config.allocations)
     return {f"{RANDOM}{number}": random_allocation(plan, rng) for number in count}
-
-
-def _targets_digest(batches: Sequence[tuple[Batch, Any]]) -> str:
-    """Return a digest of the targets, so that others are not mixed with them."""
-    digest = hashlib.sha256()
-    for tensor in tensors_in([targets for _, targets in batches]):
-        digest.update(tensor.numpy(force=True).tobytes())
-    return digest.hexdigest()[:16]
 
 
 def random_allocation(plan: Plan, rng: np.random.Generator) -> Allocation:

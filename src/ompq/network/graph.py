@@ -4,14 +4,17 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from math import prod
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+from torch.nn.parameter import is_lazy
 
-from ompq.errors import OmpqError, QuantizationError, TraceError, shortened
+from ompq.errors import OmpqError, QuantizationError, SampleError, TraceError, shortened
+from ompq.files import shown
 from ompq.network.attention import with_layers
 from ompq.network.blocks import find_blocks, find_stages
 from ompq.network.dataflow import (
@@ -32,14 +35,27 @@ from ompq.network.observation import (
     is_script,
     open_modules,
     record,
+    tensors_in,
 )
 from ompq.network.passive import LAYOUTS
 from ompq.network.units import IN_PLACE, LayerGraph, LiveTensor, Skipped, Unit
-from ompq.samples import Samples, SamplesLike, model_device, to_device
+from ompq.samples import (
+    Batch,
+    Samples,
+    SamplesLike,
+    check_network,
+    evaluating,
+    model_device,
+    run_batch,
+    to_device,
+)
+from ompq.user_functions import reason
 
 # Products of two activations: arithmetic that no weight's bits describe.
 _PRODUCTS = {"matmul", "bmm", "baddbmm", "einsum", "scaled_dot_product_attention"}
 _MOST_OPERANDS = 4  # of a product: attention's queries, keys, values, probabilities
+_LONGEST_NAME = 800  # characters; quantizers' names add to it
+_MOST_SHAPES = 16  # of samples that are tried at once
 COUNTER = "num_batches_tracked"  # of batch norms: computes nothing, files may lack it
 
 
@@ -64,25 +80,73 @@ RECORD = "ompq_quantization"  # the attribute that says how a network was quanti
 
 
 def float_network(model: nn.Module) -> nn.Module:
-    """Return the network if it is not quantized yet."""
+    """Return the network if it can be quantized and saved, and is not quantized yet."""
     if hasattr(model, RECORD):
         raise QuantizationError(
             f"{type(model).__name__} is already quantized; give the float network"
         )
+    check_network(model)
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(tensor):
+            raise TraceError(
+                f"{name} is not initialized: run the network on one batch first"
+            )
+        if tensor.is_meta:
+            raise TraceError(f"{name} is on the meta device: load the weights first")
+    _check_names(model)
     return model
 
 
+def _check_names(model: nn.Module) -> None:
+    """Raise an error for names that no file may hold."""
+    names = chain(dict(model.named_modules()), model.state_dict(keep_vars=True))
+    for name in names:
+        if len(name) > _LONGEST_NAME or shown(name) != name:
+            raise QuantizationError(
+                f"the network has a module or tensor {shown(name)[:80]!r}; names must "
+                f"have at most {_LONGEST_NAME} characters, and none that control a "
+                "terminal, such as a line break. Rename it"
+            )
+
+
 def observe(model: nn.Module, samples: SamplesLike) -> Recording:
-    """Record one forward pass of the first sample."""
-    batch = to_device(Samples.of(samples).first_batch(1), model_device(model))
+    """Record one forward pass of the first sample; try one of every other shape."""
+    samples, device = Samples.of(samples), model_device(model)
+    batch = to_device(samples.first_batch(1), device)
     try:
-        return record(model, batch)
+        recording = record(model, batch)
     except OmpqError:
         raise
     except Exception as error:
+        several = isinstance(batch, tuple) and isinstance(error, TypeError)
+        hint = f"; samples are tuples of {len(batch)}, one for each argument" * several
         raise TraceError(
-            f"the network failed on the samples: {type(error).__name__}: {error}"
+            f"the network failed on the samples: {type(error).__name__}: {error}{hint}"
         ) from error
+    _try_shapes(model, samples)
+    return recording
+
+
+def _try_shapes(model: nn.Module, samples: Samples) -> None:
+    """Run the network on one sample of each further shape, of a few of them."""
+    first, *others = {str(_shapes(run)): run for run in samples.runs}.values()
+    for run in others[:_MOST_SHAPES]:
+        try:
+            with evaluating(model):
+                run_batch(model, Samples((run,)).first_batch(1))
+        except OmpqError:
+            raise
+        except Exception as error:
+            raise SampleError(
+                f"the network takes samples of shape {_shapes(first)}, but not of "
+                f"{_shapes(run)} ({reason(error)}); give samples that it takes"
+            ) from error
+
+
+def _shapes(batch: Batch) -> str:
+    """Return the shapes of an input's tensors as text."""
+    shapes = [tuple(tensor.shape[1:]) for tensor in tensors_in(batch)]
+    return " and ".join(map(str, shapes))
 
 
 def find_units(

@@ -43,7 +43,7 @@ from ompq.entropy_coding.compressed_bytes import (
 )
 from ompq.entropy_coding.rates import multiplied, scale_multiples, to_multiples
 from ompq.errors import OmpqError, PackedFileError
-from ompq.files import read_tensors, write_tensors
+from ompq.files import read_tensors, shown, write_tensors
 from ompq.grids import STREAM_BITS, Grid, like_weight
 from ompq.network.graph import stored_dtype
 from ompq.network.units import Choice, LayerGraph, Skipped, Unit
@@ -70,7 +70,6 @@ from ompq.schema import (
 FORMAT = PACKED_FORMAT
 _OLDEST = "ompq-packed/1"
 _LARGEST_STRUCTURE = 1 << 26  # bytes; inflating it must not fill the memory
-_LONGEST_TEXT = 1000  # characters of a name in it
 # What reading data of the wrong kind raises.
 _WRONG = (AttributeError, LookupError, OverflowError, TypeError, ValueError)
 _BROKEN = (*_WRONG, OmpqError, RuntimeError, zlib.error)  # RecursionError among them
@@ -211,7 +210,7 @@ def write_contents(path: str | Path, contents: Contents) -> None:
     tensors["structure"] = _byte_tensor(zlib.compress(text.encode(), 9))
     if contents.graph:
         tensors[GRAPH] = _byte_tensor(contents.graph)
-    write_tensors(path, {"format": FORMAT}, tensors)
+    write_tensors(path, {"format": FORMAT}, tensors, check=read_contents)
 
 
 def _byte_tensor(data: bytes) -> Tensor:
@@ -365,8 +364,7 @@ def read_contents(path: str | Path) -> Contents:
             data["graph"]["units"] = _unit_rows(data["graph"]["units"])
             for name in ("sites", "errors"):
                 data[name] = _rows(data[name], name)
-        texts = _texts(data)
-        if not all(len(one) <= _LONGEST_TEXT and one.isprintable() for one in texts):
+        if any(shown(text) != text for text in _texts(data)):
             raise ValueError("a text is not printable, or too long")
         return _contents(data, _with_squeezed(tensors))
     except _BROKEN as error:

@@ -14,7 +14,7 @@ from ompq.budgets import Budget
 from ompq.costs import unit_bytes
 from ompq.entropy_coding.bit_packing import pack_bits
 from ompq.errors import PackedFileError, PlanError, QuantizationError, shortened
-from ompq.files import library_version
+from ompq.files import library_version, shown
 from ompq.grids import Grid
 from ompq.integer.links import link_layers
 from ompq.layers import QuantizedLayer, activation_quantizers, quantized_layers
@@ -73,7 +73,7 @@ def save(
     for layer in quantized_layers(quantized).values():
         layer.check_uniform()
     about = {
-        "network": network,
+        "network": shown(network),
         "versions": {"ompq": library_version(), "torch": torch.__version__},
         "plan": None if plan is None else _figures(plan, record),
     }

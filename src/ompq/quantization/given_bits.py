@@ -4,11 +4,13 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ompq.allocation.problem import Allocation
+from ompq.bit_widths import FLOAT_BITS
 from ompq.configs import Pin, QuantizeConfig
 from ompq.errors import PlanError, QuantizationError, shortened
 from ompq.network.units import Choice, LayerGraph, select
 from ompq.plans import Plan, read_bits
 
+_DOUBLE = 8  # bytes of a float64
 _DEFAULT_ACTIVATION_BITS = 8  # where only weight bits are given
 
 
@@ -30,6 +32,7 @@ def resolve_choices(
                 "this group_size, or quantize without it"
             )
         output = config.output or plan.output
+        _check_storable(graph, plan.allocation)
         return graph.grouped(planned), plan.allocation, output
     if not isinstance(plan, Allocation):
         if not isinstance(plan, Mapping):
@@ -44,7 +47,22 @@ def resolve_choices(
             f"the allocation has no bits for {shortened(missing)}; "
             'give them, or "*" for all (32 keeps a layer float)'
         )
+    _check_storable(graph, plan)
     return graph.grouped(config.group_size), plan, config.output
+
+
+def _check_storable(graph: LayerGraph, bits: Allocation) -> None:
+    """Raise an error for weights whose scales no file could hold."""
+    wide = [
+        unit.name
+        for unit in graph.units
+        if unit.element_size == _DOUBLE and bits[unit.name].weight < FLOAT_BITS
+    ]
+    if wide:
+        raise QuantizationError(
+            f"the weights of {shortened(wide)} are float64, but files hold their "
+            "scales and biases as float32; give the network in float32: model.float()"
+        )
 
 
 def _match_patterns(bits: Mapping[str, Pin], graph: LayerGraph) -> Allocation:

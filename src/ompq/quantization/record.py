@@ -96,7 +96,19 @@ def quantization_of(model: nn.Module) -> Quantization:
 def with_quantization(model: nn.Module, record: Quantization) -> nn.Module:
     """Store how a network was quantized on the network, and return it."""
     setattr(model, RECORD, record)
+    for module in model.modules():  # an inner one may be what users save
+        if hasattr(module, "save_pretrained"):
+            setattr(module, "save_pretrained", _refuse_to_save)  # noqa: B010
     return model
+
+
+def _refuse_to_save(*_args: Any, **_settings: Any) -> None:
+    """Stand in for a method of transformers that would leave the scales out."""
+    raise QuantizationError(
+        "save_pretrained would write the rounded weights without their scales; save a "
+        "quantized network with ompq.save(quantized, 'net.ompq.safetensors') and load "
+        "it with ompq.load('net.ompq.safetensors', model)"
+    )
 
 
 def network_totals(network: nn.Module, plan: Plan) -> dict[str, float]:

@@ -1,15 +1,14 @@
 """reconstruct(): learn how to round, block by block, so that outputs are preserved."""
 
-import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict, replace
 from pathlib import Path
 
 from torch import nn
 
-from ompq.checkpoints import read_checkpoint, run_identity, write_checkpoint
+from ompq.checkpoints import Store
 from ompq.configs import (
     ReconstructConfig,
     RoundingConfig,
@@ -38,8 +37,6 @@ from ompq.reconstruction.tuning import tune, worth_tuning
 from ompq.samples import Samples, SamplesLike, cudnn_kernels, evaluating, run_batch
 
 logger = logging.getLogger(__name__)
-_CHECKPOINT_KIND = "reconstruction"
-_HASH_EVERY = 499  # elements of a sample; a prime, so that no row or column is favoured
 
 
 def reconstruct(
@@ -77,8 +74,8 @@ def reconstruct(
     model = equalized(with_layers(model, samples), record.equalized)
     result = copied(quantized).eval()
     groups = merged(model, _learnable(result, record, config), samples, config.merge)
-    identity = _identity(quantized, samples, config)
-    done = _resume(result, checkpoint, identity)
+    about = config, quantized.state_dict(), samples.runs
+    done = _resume(result, store := Store.of(checkpoint, "reconstruction", *about))
     copy_main(result.state_dict().values())
     samples = samples.share(rank(), process_count())
     phases = _phases(config, model, result, groups, samples)
@@ -113,8 +110,7 @@ def reconstruct(
                 with staying(block):
                     learned = phase.learn(block, cache, phase.config, seed, report)
                 done[name] = _block_error(name, *learned)
-                if checkpoint is not None:
-                    _save(result, checkpoint, identity, done)
+                store.write([*map(asdict, done.values())], result.state_dict())
     if progress:
         progress(total * phase.iterations, total * phase.iterations, "reconstructed")
     errors = tuple(error for name, error in done.items() if name != _TUNING)
@@ -234,27 +230,9 @@ def _block_progress(
     return report
 
 
-def _identity(quantized: nn.Module, samples: Samples, config: ReconstructConfig) -> str:
-    # A few values tell samples apart; hashing all of them would take seconds.
-    tensors = tensors_in(samples.runs)
-    some = (t.reshape(len(t), -1)[:, ::_HASH_EVERY] for t in tensors if t.dim())
-    return run_identity(asdict(config), (*quantized.state_dict().values(), *some))
-
-
-def _save(
-    model: nn.Module, path: str | Path, identity: str, done: Mapping[str, BlockError]
-) -> None:
-    text = {"done": json.dumps([asdict(error) for error in done.values()])}
-    state = model.state_dict()
-    write_checkpoint(path, state, text, kind=_CHECKPOINT_KIND, identity=identity)
-
-
-def _resume(
-    model: nn.Module, path: str | Path | None, identity: str
-) -> dict[str, BlockError]:
-    if path is None or not Path(path).exists():
+def _resume(model: nn.Module, store: Store) -> dict[str, BlockError]:
+    if (kept := store.read()) is None:
         return {}
-    tensors, text = read_checkpoint(path, kind=_CHECKPOINT_KIND, identity=identity)
-    model.load_state_dict(tensors)
-    done = [BlockError(**entry) for entry in json.loads(text["done"])]
+    model.load_state_dict(kept.tensors)
+    done = [BlockError(**entry) for entry in kept.data]
     return {error.block: error for error in done}

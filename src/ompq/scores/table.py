@@ -1,35 +1,26 @@
 """Inputs and results of scores, the two simplest scores, and tables on disk."""
 
 import base64
-import json
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain
 from pathlib import Path
 from time import perf_counter
 from typing import Any, ClassVar, NamedTuple, TypeAlias, overload
 
 import numpy as np
-from torch import Tensor, nn
+from torch import nn
 
-from ompq.errors import ScoreError, shortened
-from ompq.files import library_version, tensors_digest, write_text
+from ompq.checkpoints import Store, identity
+from ompq.errors import CheckpointError, ScoreError, shortened
+from ompq.files import library_version
 from ompq.network.attention import with_layers
-from ompq.network.observation import tensors_in
 from ompq.network.units import Choice, LayerGraph, Table
-from ompq.outputs import CLASSES, Outputs
+from ompq.outputs import Outputs
 from ompq.progress import Progress, no_progress
 from ompq.samples import Samples, model_device
-from ompq.schema import (
-    json_list,
-    json_number,
-    json_object,
-    json_table,
-    json_text,
-    read_json,
-)
+from ompq.schema import json_list, json_number, json_object, json_table, json_text
 
 
 @dataclass(frozen=True)
@@ -118,7 +109,7 @@ def _unpacked_orm(data: Any, count: int) -> Table | None:
 
 
 logger = logging.getLogger(__name__)
-FORMAT = "ompq-score-table/1"
+_KIND = "score table"
 
 
 @dataclass(frozen=True)
@@ -281,49 +272,37 @@ def cached_table(folder: str | Path, score: Score, given: ScoreInputs) -> ScoreT
         )
         return compute_table(score, given)
     about = _about(score, given)
-    key = tensors_digest(about, {})[:16]
-    path = Path(folder) / f"{type(score).__name__}-{key}.json"
-    shape = len(given.graph), len(given.choices)
-    if path.exists():
-        try:
-            data = json_object(read_json(path), "a score table")
-            if {name: data.get(name) for name in about} != about:
-                raise ValueError("it belongs to another network, data or score")
-            seconds = json_number(data.get("seconds"), "seconds")
-            return replace(ScoreTable.from_json(data, *shape), seconds=seconds)
-        except (ValueError, KeyError) as error:
-            logger.warning("%s is damaged (%s); computing it again", path, error)
+    key = identity(about)
+    path = Path(folder) / f"{type(score).__name__}-{key[:16]}.json"
+    shape, store = (len(given.graph), len(given.choices)), Store(path, _KIND, key)
+    try:
+        if (kept := store.read()) is not None:
+            return _restored(kept.data, shape)
+    except (CheckpointError, ValueError, KeyError) as error:
+        logger.warning("%s; computing it again", error)
     new = compute_table(score, given)
-    saved = {**about, "seconds": round(new.seconds or 0.0, 3), **new.to_json()}
-    write_text(path, json.dumps(saved, indent=1) + "\n")
-    return replace(ScoreTable.from_json(saved, *shape), seconds=new.seconds)
+    saved = {"about": about, "seconds": round(new.seconds or 0.0, 3), **new.to_json()}
+    store.write(saved)
+    return replace(_restored(saved, shape), seconds=new.seconds)
+
+
+def _restored(data: Any, shape: tuple[int, int]) -> ScoreTable:
+    given = json_object(data, "a score table")
+    seconds = json_number(given.get("seconds"), "seconds")
+    return replace(ScoreTable.from_json(given, *shape), seconds=seconds)
 
 
 def _about(score: Score, given: ScoreInputs) -> dict[str, Any]:
     """Return everything that a table depends on."""
-    model, runs = given.model, given.samples.runs
-    output = str(given.outputs)
+    model = given.model
     # The modules' text tells networks apart that have the same weights.
-    network = [given.graph.to_json(), repr(model)]
-    named = [name for name, _ in chain(model.named_parameters(), model.named_buffers())]
-    weights = chain(model.parameters(), model.buffers())
-    keys = [sorted(run) if isinstance(run, dict) else "" for run in runs]
-    inputs = (
-        [run[key] for key in sorted(run)] if isinstance(run, dict) else run
-        for run in runs
-    )
+    weights = dict(model.named_parameters()), dict(model.named_buffers())
     return {
-        "format": FORMAT,
         "written_by": library_version(),
         "score": repr(score),
         "choices": [choice.to_json() for choice in given.choices],
         "device": model_device(model).type,
-        "network": _digest([network, named], weights),
-        "samples": _digest(keys, chain.from_iterable(map(tensors_in, inputs))),
-        **({} if given.outputs.kinds == CLASSES.kinds else {"output": output}),
+        "network": identity(given.graph.to_json(), repr(model), *weights),
+        "samples": identity(given.samples.runs),
+        "output": str(given.outputs),
     }
-
-
-def _digest(header: Any, tensors: Iterable[Tensor]) -> str:
-    ready = (tensor.detach().cpu().contiguous() for tensor in tensors)
-    return tensors_digest(header, {f"{i:06}": tensor for i, tensor in enumerate(ready)})

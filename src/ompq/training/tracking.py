@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ompq.checkpoints import read_checkpoint, write_checkpoint
+from ompq.checkpoints import Store
 from ompq.errors import TrainingError, shortened
 from ompq.files import write_text
 from ompq.progress import Progress
@@ -51,26 +51,29 @@ class Tracker:
         """Start, or resume from the checkpoint; close the loggers in the end."""
         with _scalars(self.run) as self.write:
             if self.folder is not None and (self.folder / LAST).exists():
-                self._resume(self.folder)
+                self._resume()
             elif self.validation is not None and self.run.config.keep == "best":
                 self._judge(self.run.quality(self.validation))
             self.since = time.perf_counter()
             yield
 
-    def _resume(self, folder: Path) -> None:
-        same: Any = {"kind": "training", "identity": self.identity}
-        state, text = read_checkpoint(folder / LAST, **same)
-        self.saved = int(text["step"])
-        self.run.restore(state, self.saved)
+    def _resume(self) -> None:
+        last = self._store(LAST).read()
+        assert last is not None  # the file exists
+        self.saved = last.data["step"]
+        self.run.restore(last.tensors, self.saved)
         self.reported = self.run.counts().sum(0)
-        self.best, self.history = json.loads(text["best"]), json.loads(text["history"])
-        if self.best is not None:
-            best, text = read_checkpoint(folder / BEST, **same)
-            self.best_model, self.best_step = (
-                take_prefixed(best, MODEL_PREFIX),
-                int(text["step"]),
-            )
+        # As text, since both may hold NaN, which a file's plain data may not.
+        self.best = json.loads(last.data["best"])
+        self.history = json.loads(last.data["history"])
+        if self.best is not None and (best := self._store(BEST).read()) is not None:
+            self.best_model = take_prefixed(best.tensors, MODEL_PREFIX)
+            self.best_step = best.data["step"]
         _LOG.info("resuming after step %d of %d", self.saved, self.run.steps)
+
+    def _store(self, name: str) -> Store:
+        path = None if self.folder is None else self.folder / name
+        return Store(path, "training", self.identity)
 
     def after_step(self) -> None:
         """Report progress and write a checkpoint whenever one is due."""
@@ -158,13 +161,9 @@ class Tracker:
     def _write(self, name: str) -> None:
         state = self.run.state()  # gathers from all processes, so all must call it
         if self.folder is not None and self.run.engine.is_main_process:
-            text = {
-                "step": str(self.run.step),
-                "best": json.dumps(self.best),
-                "history": json.dumps(self.history),
-            }
-            file = self.folder / name
-            write_checkpoint(file, state, text, kind="training", identity=self.identity)
+            both = {"best": self.best, "history": self.history}
+            texts = {key: json.dumps(value) for key, value in both.items()}
+            self._store(name).write({"step": self.run.step, **texts}, state)
             lines = json.dumps(self.history, indent=1)
             write_text(self.folder / "history.json", f"{lines}\n")
         self.run.engine.wait_for_everyone()

@@ -86,7 +86,7 @@ def train(  # noqa: PLR0913
     run = Run(quantized, batches, config, teacher=teacher, loss=loss)
     tracker = Tracker(
         run,
-        run.identity(quantized),
+        "" if checkpoint is None else run.identity(quantized),
         None if checkpoint is None else Path(checkpoint),
         validation=validation,
         progress=progress,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ompq.checkpoints import run_identity
+from ompq.checkpoints import identity
 from ompq.configs import TrainConfig
 from ompq.errors import DataError, MissingExtraError
 from ompq.evaluation import targets_on
@@ -121,14 +121,9 @@ class Run:
         """Return a digest that a run and the checkpoint it resumes from must share."""
         settings = asdict(self.config)
         kept = {k: v for k, v in settings.items() if k not in _NOT_IN_IDENTITY}
-        weights = self.config.weights
-        own_name = getattr(weights, "__qualname__", None)  # of a function or a class
-        kept["weights"] = (
-            weights if isinstance(weights, str) else own_name or repr(weights)
-        )
-        if (loss := self.gradients.own_loss) is not None:
-            kept["loss"] = getattr(loss, "__name__", type(loss).__name__)
-        return run_identity([kept, self.length], quantized.state_dict().values())
+        kept["weights"] = self.config.weights  # may be a rule of the user's own
+        loss = self.gradients.own_loss
+        return identity(kept, self.length, loss, quantized.state_dict())
 
     def begin_epoch(self, number: int) -> range:
         """Set the modules' modes; return the numbers of the batches still to train."""
