@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from nets import Chain, ResidualBlock, TinyMobileNet, TinyResNet, scenes, seeded, values
+from ompq import working_memory
 from ompq.allocation.problem import Allocation
 from ompq.configs import QuantizeConfig, ReconstructConfig, RoundingConfig
 from ompq.errors import QuantizationError, SampleError
@@ -29,6 +30,7 @@ from ompq.reconstruction.block_loop import reconstruct
 from ompq.reconstruction.descent import Picked
 from ompq.reconstruction.rounding import block_output_error, learn_rounding
 from ompq.samples import Samples
+from ompq.working_memory import StoredRows
 
 Pair = namedtuple("Pair", "x mask")
 QUICK = ReconstructConfig(rounding=RoundingConfig(iterations=30, batch_size=16))
@@ -177,6 +179,26 @@ def test_each_block_gets_what_a_full_run_gives_it(graph, limit):
                 module.bias.data.add_(0.1)
 
 
+@pytest.mark.parametrize("graph", GRAPHS)
+def test_blocks_get_nearly_the_same_by_way_of_a_file(graph, monkeypatch):
+    monkeypatch.setattr(working_memory, "_limit", 1)
+    network, samples = GRAPHS[graph]
+    model = seeded(network())
+    quantized = quantized_at(model, 4, samples)
+    with closing(runner_for(quantized, model, samples, batch_size=4)) as runner:
+        for block in trace(model, samples).blocks:
+            cache = runner.gather(block)
+            given, _ = full_run(quantized, samples, block)
+            wanted, _ = full_run(model, samples, block)
+            stored = [*cache.inputs, *cache.float_inputs]
+            for rows, expected in zip(stored, [*given, *wanted], strict=True):
+                assert isinstance(rows, StoredRows)
+                found = rows.index_select(0, torch.arange(len(rows)))
+                # Where an activation lay between two codes, it may take the other one.
+                error = (found - expected).square().mean() / expected.square().mean()
+                assert error < 1e-4
+
+
 def test_a_block_listed_after_one_that_follows_it_starts_from_the_input():
     model = seeded(Skips())
     quantized = quantized_at(model, 4, values(10, 4))
@@ -214,8 +236,11 @@ def layer_calls(depth):
 
 
 def test_a_layer_runs_as_often_in_a_long_chain_as_in_a_short_one():
-    """Each of three batches for moments and for targets; to trace, and for layouts."""
-    assert layer_calls(4) == layer_calls(12) == {3 + 3 + 1 + 2}
+    """Each of three batches for moments and for targets; to trace, and for layouts.
+
+    Also a sample, twice, and a batch to see how large outputs are.
+    """
+    assert layer_calls(4) == layer_calls(12) == {3 + 3 + 1 + 2 + 2 + 1}
 
 
 def test_no_thread_is_left_behind(monkeypatch):
@@ -230,7 +255,7 @@ def test_no_thread_is_left_behind(monkeypatch):
         assert threading.active_count() > before
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("ompq.reconstruction.rounding.learn_rounding", interrupt)
+    monkeypatch.setattr("ompq.reconstruction.block_loop.learn_rounding", interrupt)
     with pytest.raises(KeyboardInterrupt):
         reconstruct(quantized, model, values(12, 4), config)
     assert threading.active_count() == before
@@ -398,7 +423,9 @@ def test_merged_blocks_learn_to_give_what_the_last_one_gives():
 
 
 def test_merging_no_block_is_refused():
-    with pytest.raises(ValueError, match="merge=0 must be at least 1"):
+    with pytest.raises(
+        ValueError, match="'merge' of ReconstructConfig must be at least 1"
+    ):
         ReconstructConfig(merge=0)
 
 

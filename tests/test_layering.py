@@ -17,6 +17,7 @@ ORDER = {
     "amounts": "",
     "bit_widths": "",
     "offload": "",
+    "working_memory": "",
     "parallel": "",
     "schema": "",
     "files": "",

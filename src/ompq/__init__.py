@@ -42,6 +42,7 @@ if TYPE_CHECKING:
         ExportError as ExportError,
         FileError as FileError,
         GoalError as GoalError,
+        HostMemoryError as HostMemoryError,
         InfeasibleBudgetError as InfeasibleBudgetError,
         MissingExtraError as MissingExtraError,
         ModelError as ModelError,
@@ -116,5 +117,6 @@ if TYPE_CHECKING:
     )
     from ompq.training.training_loop import train as train
     from ompq.version import __version__ as __version__
+    from ompq.working_memory import host_memory as host_memory
 
 __getattr__, __dir__, __all__ = lazy_names(__name__)

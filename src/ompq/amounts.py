@@ -1,5 +1,6 @@
 """Readable numbers: sizes, counts, fractions, durations, ticks of an axis."""
 
+import re
 from collections.abc import Sequence
 from math import ceil, floor, log10
 
@@ -19,6 +20,19 @@ def in_bytes(value: float) -> str:
         '1.50 MiB'
     """
     return _scaled(value, 1024, 1024, (" B", " KiB", " MiB", " GiB", " TiB"))
+
+
+_SIZES = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "GB": 10**9, "MB": 10**6}
+
+
+def parse_bytes(text: str, name: str) -> int:
+    """Return the bytes that a text such as ``8GiB`` says; ``name`` is the option's."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(\w+)\s*", text)
+    if match is None or match[2] not in _SIZES or not float(match[1]):
+        raise ValueError(
+            f"{name}={text} is not an amount of memory; write for example 8GiB"
+        )
+    return int(float(match[1]) * _SIZES[match[2]])
 
 
 def counted(value: float) -> str:

@@ -11,6 +11,7 @@ OmpqError
 ├── TargetError             a target profile that is invalid or leaves no choice
 ├── PlanError               a plan file that is invalid or for another network
 ├── DeviceMemoryError       weights that need more memory than the device has
+├── HostMemoryError         a run that needs more memory than the machine has
 ├── ModelError              a network or weights that cannot be loaded
 ├── DataError               images or batches that cannot be read
 ├── QuantizationError       a network that cannot be quantized as planned
@@ -92,6 +93,10 @@ class TargetError(OmpqError):
 
 class PlanError(OmpqError):
     """A plan cannot be read or belongs to another network."""
+
+
+class HostMemoryError(OmpqError):
+    """A run needs more memory than it may use, or than the machine has."""
 
 
 class ModelError(OmpqError):

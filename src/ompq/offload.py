@@ -5,7 +5,6 @@ grids read the weights between calls, so here the weights stay where they are, a
 the calls of torch functions that read them are given copies on the device.
 """
 
-import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain
@@ -18,10 +17,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
-from ompq.amounts import in_bytes
+from ompq.amounts import in_bytes, parse_bytes
 from ompq.errors import DeviceMemoryError
 
-_UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "GB": 10**9, "MB": 10**6}
 # Attributes of a tensor that are tensors; the others need no copy.
 _VIEWS = {"T", "mT", "H", "mH", "real", "imag"}
 # Functions that read no values, or must act on the parameter itself.
@@ -119,21 +117,14 @@ def device_memory(
     """
     global _memory
     outer = _memory
-    _memory = memory = DeviceMemory(_bytes(limit), torch.device(device))
+    _memory = memory = DeviceMemory(
+        parse_bytes(limit, "device_memory"), torch.device(device)
+    )
     try:
         yield memory
     finally:
         _memory = outer
         memory.forget()
-
-
-def _bytes(text: str) -> int:
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(\w+)\s*", text)
-    if match is None or match[2] not in _UNITS or not float(match[1]):
-        raise ValueError(
-            f"device_memory={text} is not an amount of memory; write for example 8GiB"
-        )
-    return int(float(match[1]) * _UNITS[match[2]])
 
 
 def offloading() -> bool:

@@ -21,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ompq.errors import SampleError
 from ompq.offload import running_device, visiting
+from ompq.working_memory import working_bytes
 
 Batch: TypeAlias = Tensor | tuple[Tensor, ...] | dict[str, Tensor]
 Report: TypeAlias = Callable[[int, int | None], None]  # Progress without a message
@@ -30,6 +31,8 @@ Collector: TypeAlias = Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any
 _LOCKS: WeakKeyDictionary[nn.Module, RLock] = WeakKeyDictionary()
 _NEW_LOCK = Lock()
 _READ_AT_ONCE = 64  # items of a dataset
+# The largest output of a batch takes at most this part of the memory to work in.
+_BATCH_SHARE = 16
 _MOST_BYTES = (
     1 << 35
 )  # of samples; more is a whole training set or an endless generator
@@ -325,6 +328,27 @@ def collect(
         for done, batch in enumerate(samples.batches(batch_size), 1):
             run_batch(model, batch)
             report(done, total)
+
+
+def fitting_batch(model: nn.Module, samples: Samples, most: int) -> int:
+    """Return how many samples a network on a CPU runs at once in little memory.
+
+    It is a power of two, or ``most``. One sample runs, which shows how large outputs
+    become.
+    """
+    largest = 1
+
+    def measure(_module: nn.Module, _args: Any, _kwargs: Any, output: Any) -> None:
+        nonlocal largest
+        if isinstance(output, Tensor):
+            largest = max(largest, output.nbytes)
+
+    if model_device(model).type != "cpu":
+        return most
+    one = samples.first(1)
+    collect(model, one, [(module, measure) for module in model.modules()])
+    count = working_bytes() // (_BATCH_SHARE * largest)
+    return min(most, 1 << max(count.bit_length() - 1, 0))
 
 
 def cudnn_kernels(*, repeatable: bool) -> AbstractContextManager[None]:

@@ -196,8 +196,10 @@ def learn_weights(
         return error + regulariser, relative
 
     schedule, learned = side_schedule(config), [(soft.alphas, 0)]
-    size = max(config.batch_size, cache.batch_size)
-    with kept_if_better(block, cache, size) as errors, optimising(block, seed):
+    with (
+        kept_if_better(block, cache, cache.batch_size) as errors,
+        optimising(block, seed),
+    ):
         order = _sample_order(cache, len(schedule), config.batch_size, seed)
         Descent(block, cache, learned, schedule, order, loss).run(progress)
         soft.finish()
@@ -226,7 +228,7 @@ def learn_steps(
     time = torch.arange(config.activation_iterations) / config.activation_iterations
     rates = config.activation_learning_rate * (1 + (torch.pi * time).cos()) / 2
     learned, schedule = [(scales, 0)], rates[:, None]
-    size = max(config.batch_size, cache.batch_size)
+    size = cache.batch_size
     with kept_if_better(block, cache, size, power) as errors, optimising(block, seed):
         if scales:
             order = _sample_order(cache, len(rates), config.batch_size, seed)

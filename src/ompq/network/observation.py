@@ -2,10 +2,12 @@
 
 import copy
 import logging
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import accumulate, count
 from threading import Semaphore, Thread, current_thread
 from typing import Any, NamedTuple, Self, cast
 
@@ -18,8 +20,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from ompq.samples import Batch, attached, call, evaluating, in_this_thread, locked
+from ompq.working_memory import release
 
 logger = logging.getLogger(__name__)
+# What a paused pass holds, relative to a module's output: its input, and both rounded.
+_HELD = 3
 
 Visit = Callable[[int, Any, tuple[Any, ...], dict[str, Any], Any], None]
 Change = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], Any]
@@ -426,7 +431,8 @@ class ForwardPass:
             raise
         if self._error is not None:
             raise self._error
-        return self._sent
+        sent, self._sent = self._sent, None  # a paused pass must not keep it alive
+        return sent
 
     def pause(self, value: Any) -> Any:
         """Pause; a hook calls this while the pass runs through its module.
@@ -436,6 +442,7 @@ class ForwardPass:
         if current_thread() is not self._thread:
             return None
         self._sent = value
+        del value
         self._stopped.release()
         self._resumed.acquire()
         if self._abandoned:
@@ -467,29 +474,31 @@ def visit_outputs(
     runs: Sequence[Callable[[], Any]],
     modules: Mapping[str, nn.Module],
     visit: Callable[[str, Sequence[Tensor]], Sequence[Tensor] | None],
+    *,
+    limit: float = math.inf,
 ) -> None:
     """Run a network on several batches side by side and visit outputs of its modules.
 
     Each of ``runs`` runs one batch. When all have passed a module, ``visit`` is called
     with its name and outputs, before other hooks see them; it may return other outputs.
+
+    Paused batches take memory. If that would exceed ``limit`` bytes, fewer of them run,
+    the first ones; the others join where it does no longer, and see on their way what
+    ``visit`` has changed in the network.
     """
     if not modules:
         return
-    passes = [ForwardPass(run) for run in runs]
-    running = passes[0]
-
-    def hook(name: str) -> Any:
-        return lambda _module, _args, output: running.pause((name, output))
-
-    hooks = [m.register_forward_hook(hook(n), prepend=True) for n, m in modules.items()]
-    with attached(hooks), ExitStack() as stack:
-        for one in passes:
-            stack.enter_context(closing(one))
-        answers: Sequence[Tensor | None] = [None] * len(passes)
-        while True:
-            found = []
-            for running, answer in zip(passes, answers, strict=True):
-                found.append(running.resume(answer))  # hooks read it
+    side_by_side = _SideBySide(runs)
+    hooks = [
+        m.register_forward_hook(side_by_side.hook(name), prepend=True)
+        for name, m in modules.items()
+    ]
+    with attached(hooks), closing(side_by_side):
+        if limit < math.inf:
+            side_by_side.count_fitting(limit)
+        answers: Sequence[Tensor | None] = []
+        for at in count():
+            found = side_by_side.advance(at, answers)
             names = {one and one[0] for one in found}
             if len(names) > 1:
                 logger.warning(
@@ -500,4 +509,55 @@ def visit_outputs(
             if None in names or len(names) > 1:
                 return
             changed = visit(names.pop(), [output for _, output in found])
-            answers = changed or [None] * len(passes)
+            answers = changed or [None] * len(found)
+            if limit < math.inf:
+                release()
+
+
+class _SideBySide:
+    """Passes of several batches that pause at the same modules."""
+
+    def __init__(self, runs: Sequence[Callable[[], Any]]) -> None:
+        self._passes = [ForwardPass(run) for run in runs]
+        self._running = self._passes[0]  # hooks read it
+        self._counts = [len(runs)]  # how many may be paused, at each place in turn
+
+    def hook(self, name: str) -> Any:
+        """Return a forward hook that pauses the running pass."""
+        return lambda _module, _args, output: self._running.pause((name, output))
+
+    def count_fitting(self, limit: float) -> None:
+        """Let only so many passes be paused that they hold ``limit`` bytes at most.
+
+        The number never falls on the way through the network.
+        """
+        if len(self._passes) == 1:
+            return
+        one, sizes = self._passes[0], list[int]()
+        while (found := one.resume()) is not None:
+            sizes.append(sum(tensor.nbytes for tensor in tensors_in(found[1])))
+        largest = accumulate(reversed(sizes), max)
+        fitting = [int(limit / (_HELD * max(size, 1))) for size in largest]
+        most = len(self._passes)
+        self._counts = [max(1, min(most, one)) for one in fitting[::-1]] or [most]
+
+    def advance(self, at: int, answers: Sequence[Tensor | None]) -> list[Any]:
+        """Run to the place with this number; return what each pass gives there.
+
+        Passes without an answer begin and join the others.
+        """
+        found: list[Any] = []
+        places = range(at + 1)
+        for one in self._passes[: self._counts[: at + 1][-1]]:
+            self._running = one
+            if len(found) < len(answers):
+                found.append(one.resume(answers[len(found)]))
+            else:
+                found.append([one.resume() for _ in places][-1])
+                release()
+        return found
+
+    def close(self) -> None:
+        """Close all passes."""
+        for one in self._passes:
+            one.close()

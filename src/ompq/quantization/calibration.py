@@ -34,7 +34,7 @@ READING = "calibrating activations"
 
 # Number of samples that importance is estimated from, and the largest batch, small
 # because a backward pass needs all activations in memory.
-_IMPORTANCE_SAMPLES, _BACKWARD_BATCH = 64, 16
+_IMPORTANCE_SAMPLES, _BACKWARD_BATCH = 64, 8
 
 
 def read_ranges(

@@ -1,7 +1,9 @@
 """Moments: each channel's mean and variance, restored after rounding."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import accumulate
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -11,7 +13,8 @@ from ompq.layers import QuantizedLayer
 from ompq.network.folding import normalised_by, scaled_channels
 from ompq.network.observation import visit_outputs
 from ompq.network.units import Unit
-from ompq.samples import Samples, evaluating, run_batch
+from ompq.samples import Samples, evaluating, model_device, run_batch
+from ompq.working_memory import working_bytes
 
 # Each function runs the layers on one batch.
 Runs: TypeAlias = Sequence[Callable[[], Any]]
@@ -53,7 +56,7 @@ def output_moments(modules: Mapping[str, nn.Module], runs: Runs) -> dict[str, Mo
     def read(name: str, outputs: Sequence[Tensor]) -> None:
         found[name].append(channel_moments(modules[name], outputs))
 
-    visit_outputs(runs, modules, read)
+    visit_outputs(runs, modules, read, limit=_most_paused(modules))
     return {name: each[0] for name, each in found.items() if len(each) == 1}
 
 
@@ -71,7 +74,7 @@ def restore_moments(
 
     def correct(name: str, outputs: Sequence[Tensor]) -> Sequence[Tensor]:
         layer = layers[name]
-        found = channel_moments(layer, outputs)
+        found = channel_moments(layer, _first_rows(outputs, moments[name]))
         if found.mean.shape != moments[name].mean.shape:
             return outputs
         old_mean = found.mean.mean(0)
@@ -87,7 +90,8 @@ def restore_moments(
         )
         return [(output - old_mean) * ratio + mean for output in outputs]
 
-    visit_outputs(runs, {name: layers[name] for name in moments}, correct)
+    wanted = {name: layers[name] for name in moments}
+    visit_outputs(runs, wanted, correct, limit=_most_paused(wanted))
 
 
 def _corrections(
@@ -153,3 +157,16 @@ def _channel_axis(module: nn.Module, output: Tensor) -> int:
 def _other_axes(module: nn.Module, output: Tensor) -> list[int]:
     axis = _channel_axis(module, output)
     return [d for d in range(output.dim()) if d != axis]
+
+
+def _most_paused(modules: Mapping[str, nn.Module]) -> float:
+    """Return how many bytes paused passes may hold: on a CPU, half of what is left."""
+    on_host = all(model_device(module).type == "cpu" for module in modules.values())
+    return working_bytes() / 2 if on_host else math.inf
+
+
+def _first_rows(outputs: Sequence[Tensor], wanted: Moments) -> Sequence[Tensor]:
+    """Return the first outputs, as many as moments were read from before."""
+    rows = list(accumulate(map(len, outputs)))
+    count = len(wanted.mean)
+    return outputs[: rows.index(count) + 1] if count in rows else outputs

@@ -14,6 +14,7 @@ from ompq.grids import Grid
 from ompq.layers import quantized_layers
 from ompq.network.attention import with_layers
 from ompq.network.graph import find_units, float_network, observe
+from ompq.network.units import LayerGraph
 from ompq.offload import to_host
 from ompq.outputs import Outputs
 from ompq.plans import Plan
@@ -31,7 +32,7 @@ from ompq.quantization.given_bits import resolve_choices
 from ompq.quantization.moments import batch_runs, float_moments, restore_moments
 from ompq.quantization.record import Quantization, keep_rates, with_quantization
 from ompq.quantization.weight_grids import ROUNDING, find_weight_grids, weight_grams
-from ompq.samples import Samples, SamplesLike, evaluating
+from ompq.samples import Samples, SamplesLike, evaluating, fitting_batch
 
 
 def quantize(
@@ -67,6 +68,8 @@ def quantize(
     graph, allocation, output = resolve_choices(
         plan, find_units(model, recording), config
     )
+    most = config.batch_size
+    config = replace(config, batch_size=fitting_batch(model, samples, most))
     outputs = Outputs.of(model, samples, output, batch_size=config.batch_size)
     sites, unplaced = find_sites(model, recording, graph, allocation, config.sum_bits)
     report(1, 4, READING)
@@ -102,15 +105,25 @@ def quantize(
     )
     report(3, 4, "bias correction")
     if config.restore_moments:
-        layers = quantized_layers(quantized)
-        units = [unit for unit in graph.units if unit.name in layers]
-        moments = float_moments(model, units, samples, config.batch_size)
-        runs = batch_runs(quantized, samples, config.batch_size)
-        with evaluating(quantized):
-            restore_moments(layers, moments, runs)
+        _restore_moments(quantized, model, graph, samples, config.batch_size)
     keep_rates(with_quantization(quantized, record))
     report(4, 4, "done")
     return to_host(quantized).train(model.training)
+
+
+def _restore_moments(
+    quantized: nn.Module,
+    model: nn.Module,
+    graph: LayerGraph,
+    samples: Samples,
+    batch_size: int,
+) -> None:
+    """Give the channels of a quantized network the moments that they have in float."""
+    layers = quantized_layers(quantized)
+    units = [unit for unit in graph.units if unit.name in layers]
+    moments = float_moments(model, units, samples, batch_size)
+    with evaluating(quantized):
+        restore_moments(layers, moments, batch_runs(quantized, samples, batch_size))
 
 
 def _calibrate(

@@ -1,7 +1,8 @@
 """Inputs and targets of each block, from the quantized and the float network."""
 
+import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
@@ -22,7 +23,6 @@ from ompq.quantization.record import quantization_of
 from ompq.reconstruction.block_fisher import (
     ChannelFisher,
     channel_fisher,
-    clamp_positive,
     fisher_matrix,
     fisher_weights,
 )
@@ -38,6 +38,15 @@ from ompq.samples import (
     model_device,
     run_batch,
 )
+from ompq.working_memory import (
+    Parked,
+    Rows,
+    ScratchFile,
+    StoredRows,
+    owns_memory,
+    release,
+    working_bytes,
+)
 
 
 @dataclass(frozen=True)
@@ -51,6 +60,11 @@ class Arguments:
         """Return those tensors of (args, kwargs) that differ by sample, (N, ...)."""
         pairs = zip(self.layouts, tensors_in(given), strict=True)
         return [one.samples_first(t) for one, t in pairs if one.axis is not None]
+
+    def sampled(self, given: Any) -> list[Tensor]:
+        """Return the same tensors as they are."""
+        pairs = zip(self.layouts, tensors_in(given), strict=True)
+        return [tensor for layout, tensor in pairs if layout.axis is not None]
 
     def filled(self, own: Sequence[Tensor]) -> Any:
         """Return (args, kwargs) with these tensors; shared ones are the example's."""
@@ -67,13 +81,13 @@ class Arguments:
 class BlockCache:
     """A block's inputs and targets for all samples."""
 
-    inputs: list[Tensor]  # tensor arguments that differ by sample, each (N, ...)
-    targets: Tensor  # outputs of the float block, (N, ...)
+    inputs: list[Rows]  # tensor arguments that differ by sample, each (N, ...)
+    targets: Rows  # outputs of the float block, (N, ...)
     arguments: Arguments  # how the block is called with the inputs
     # The float network's inputs of the block, as ``inputs``; empty if not needed.
-    float_inputs: list[Tensor] = field(default_factory=list)
+    float_inputs: list[Rows] = field(default_factory=list)
     batch_size: int = 64  # number of samples per forward pass of the networks
-    weights: Tensor | None = None  # importance of each element of the targets
+    weights: Rows | None = None  # importance of each element of the targets
     channels: "ChannelFisher | None" = None  # in which directions errors count more
     # Range to which the activation that follows clips the block's output, if any.
     clip: tuple[float, float | None] | None = None
@@ -104,6 +118,15 @@ class BlockCache:
         inputs = [t.index_select(0, index) for t in self.inputs]
         return inputs, self.clipped(self.targets.index_select(0, index))
 
+    def energy(self) -> Tensor:
+        """Return the mean square of the targets, ()."""
+        total = torch.zeros((), dtype=torch.float64, device=self.targets.device)
+        for index in self.batches(self.batch_size):
+            total += (
+                self.targets.index_select(0, index).square().sum(dtype=torch.float64)
+            )
+        return total / math.prod(self.targets.shape)
+
     def batches(self, size: int) -> Iterator[Tensor]:
         """Yield sample indices in order, ``size`` at a time."""
         device = self.targets.device
@@ -115,7 +138,28 @@ class _NetworkPass(ForwardPass):
 
     def __init__(self, model: nn.Module, batch: Batch) -> None:
         super().__init__(lambda: run_batch(model, batch))
-        self._model = model
+        self._model, self._batch = model, batch
+        self._parked: list[Parked] = []
+        # What the two modules read between which the pass ran.
+        self.holds: list[Any] = []
+
+    def park(self, file: ScratchFile, tensors: Iterable[Tensor]) -> None:
+        """Move tensors that a paused pass holds to a file until it goes on."""
+        self.holds = []
+        kept = tensors_in((self._batch, [*self._model.parameters()]))
+        kept_storages = {t.untyped_storage().data_ptr() for t in kept}
+        for parked in self._parked:
+            parked.park()
+        self._parked = [parked for parked in self._parked if parked.alive]
+        for tensor in tensors:
+            address = tensor.untyped_storage().data_ptr()
+            if address and address not in kept_storages and owns_memory(tensor):
+                self._parked.append(Parked(file, tensor))
+
+    def close(self) -> None:
+        """Give up the pass and free what it holds; it may start again."""
+        super().close()
+        self._parked = []
 
     def run_to(self, start: str, end: str | None = None) -> tuple[Any, Any]:
         """Run up to the block ``start``, and through ``end`` if it is given.
@@ -124,6 +168,8 @@ class _NetworkPass(ForwardPass):
         already past the block starts again from the input.
         """
         was_paused = self.paused
+        for parked in self._parked:
+            parked.restore()
         found = self._advance(start, end)
         if found is None and was_paused:
             found = self._advance(start, end)
@@ -136,6 +182,7 @@ class _NetworkPass(ForwardPass):
 
     def _advance(self, start: str, end: str | None) -> Any:
         arguments: list[Any] = []
+        self.holds = []
 
         def before(_module: nn.Module, args: Any, kwargs: Any) -> None:
             if end is None:
@@ -143,10 +190,12 @@ class _NetworkPass(ForwardPass):
             elif not arguments:  # cloned: the block may modify its input in place
                 copies = [t.clone() for t in tensors_in((args, kwargs))]
                 arguments.append(with_tensors((args, kwargs), copies))
+                self.holds.append((args, kwargs))
 
-        def after(_module: nn.Module, _args: Any, output: Any) -> None:
+        def after(_module: nn.Module, args: Any, output: Any) -> None:
             if arguments:
-                self.pause((arguments[0], output))
+                self.holds.append(args)
+                self.pause((arguments.pop(), output))
 
         first = self._model.get_submodule(start)
         # Before other hooks, so that the input is not rounded yet: the quantizers among
@@ -167,11 +216,38 @@ class _GatheredBatch(NamedTuple):
     float_inputs: list[Tensor]
     targets: list[Tensor]
 
-    def to(self, device: torch.device) -> "_GatheredBatch":
-        return _GatheredBatch(*([t.to(device) for t in part] for part in self))
+    def bytes_of(self, samples: int) -> float:
+        """Return what so many samples take that are like these."""
+        count = len(self.targets[0])
+        return sum(t.nbytes for t in tensors_in(self)) / count * samples
 
-    def bytes(self) -> int:
-        return sum(t.nbytes for t in tensors_in(self))
+
+class _Column:
+    """One of the tensors of a :class:`BlockCache`, filled batch by batch."""
+
+    def __init__(self, first: Tensor, count: int, home: torch.device | ScratchFile):
+        """Make room for ``count`` samples like those in ``first``."""
+        self._filled, self._shape = 0, first.shape[1:]
+        self.rows: Rows = (
+            StoredRows(home, first[:0])
+            if isinstance(home, ScratchFile)
+            else torch.empty((count, *self._shape), dtype=first.dtype, device=home)
+        )
+
+    def append(self, batch: Tensor) -> None:
+        """Add the samples of a batch."""
+        if batch.shape[1:] != self._shape:
+            shapes = sorted({tuple(batch.shape[1:]), tuple(self._shape)})
+            raise SampleError(
+                f"a block's tensors differ in shape between batches, {shapes[0]} and "
+                f"{shapes[1]}; give samples of one size"
+            )
+        if isinstance(self.rows, StoredRows):
+            self.rows.append(batch)
+            return
+        end = self._filled + len(batch)
+        self.rows[self._filled : end] = batch
+        self._filled = end
 
 
 # The part of an output that the next activation clips need not be reconstructed.
@@ -195,19 +271,23 @@ class BlockRunner:
         Inputs of blocks come from the quantized network, targets from the float one.
         They stay on the network's device up to ``limit`` bytes. Paused passes hold
         about as much again, so above half the limit they are closed, and the passes for
-        the next block start from the network's input.
+        the next block start from the network's input. In host memory they take a
+        quarter of what may be worked in; what exceeds it goes to a temporary file, as
+        does what paused passes on a CPU hold.
         """
         self._networks = quantized, model
         record = quantization_of(quantized)
         self._graph, self._output, self._samples = record.graph, record.output, samples
-        self._batch_size, self._limit = batch_size, limit
+        self._limit, self._host_limit = limit, working_bytes() // 4
+        self._file, self._parking, self._closing = ScratchFile(), False, False
+        self._batch_size = batch_size
         one, two = samples.first_batch(1), samples.first_batch(2)
         if batch_length(two) == 1:
             two = with_tensors(one, [torch.cat([t, t]) for t in tensors_in(one)])
         # Comparing these shows which dimension of a block's tensors is the samples'.
         self._probes = [_NetworkPass(model, batch) for batch in (one, two)]
         self._example = _NetworkPass(quantized, one)
-        self._batches = list(samples.batches(batch_size))
+        self._batches = list(samples.batches(self._batch_size))
         self._passes = [
             (_NetworkPass(quantized, batch), _NetworkPass(model, batch))
             for batch in self._batches
@@ -236,30 +316,29 @@ class BlockRunner:
         end = normalised_by(model, units[block]) if block in units else last or block
         with evaluating(quantized, model):
             arguments, layout = self._layouts(block, end)
-            batches = self._gather_batches(block, end, arguments, layout)
-        inputs, others, (targets,) = (
-            [_concatenated(parts) for parts in zip(*column, strict=True)]
-            for column in zip(*batches, strict=True)
-        )
+            inputs, others, (targets,) = self._columns(block, end, arguments, layout)
         size = self._batch_size
         cache = BlockCache(inputs, targets, arguments, others, size, layout=layout)
         cache.moments = moments
         if block in units:
             cache.clip = _CLIPS.get(units[block].activation)
-        given, device = self._batches, targets.device
         if loss == "fisher":
             found = fisher_weights(
-                model, end, given, outputs=self._outputs, layout=layout
+                model, end, self._batches, outputs=self._outputs, layout=layout
             )
-            weights = torch.cat([part.to(device) for part in found])
-            cache.weights = weights / clamp_positive(weights.mean())
+            cache.weights = self._weights(found, targets)
         elif loss == "low_rank_fisher":
             # The whole network is a block without a name.
             ends = self._graph.blocks.get(last or block, [-1])
             unit = self._graph.units[ends[-1]]
             axis = output_axis(unit, targets.shape)
             matrix = fisher_matrix(
-                model, end, given, axis=axis, outputs=self._outputs, layout=layout
+                model,
+                end,
+                self._batches,
+                axis=axis,
+                outputs=self._outputs,
+                layout=layout,
             )
             cache.channels = channel_fisher(matrix, axis, fisher_rank)
         return cache
@@ -268,24 +347,72 @@ class BlockRunner:
     def _outputs(self) -> Outputs:
         return Outputs.of(self._networks[1], self._samples, self._output)
 
-    def _gather_batches(
+    def _weights(self, parts: Iterable[Tensor], targets: Rows) -> Rows:
+        """Return weights whose mean is 1, where the targets are."""
+        home = self._file if isinstance(targets, StoredRows) else targets.device
+        column, total = None, 0.0
+        for part in parts:
+            column = column or _Column(part, len(targets), home)
+            column.append(part)
+            total += float(part.sum(dtype=torch.float64))
+        assert column is not None
+        factor = math.prod(targets.shape) / max(total, torch.finfo(torch.float32).tiny)
+        column.rows.mul_(factor)
+        return column.rows
+
+    def _columns(
         self, block: str, end: str, arguments: Arguments, layout: Layout
-    ) -> list[_GatheredBatch]:
-        device = model_device(self._networks[1])
-        batches: list[_GatheredBatch] = []
+    ) -> list[list[Rows]]:
+        """Return the inputs, float inputs and targets of all samples."""
+        columns: list[list[_Column]] = []
         for quantized_pass, float_pass in self._passes:
             given, _ = quantized_pass.run_to(block)
             float_given, output = float_pass.run_to(block, end)
-            target = layout.samples_first(next(tensors_in(output)))
-            inputs, float_inputs = arguments.own(given), arguments.own(float_given)
-            batches.append(_GatheredBatch(inputs, float_inputs, [target]).to(device))
-            size = sum(batch.bytes() for batch in batches)
-            if 2 * size > self._limit:
-                self.close()
-            if size > self._limit:
-                device = torch.device("cpu")
-                batches = [batch.to(device) for batch in batches]
-        return batches
+            first = next(tensors_in(output))
+            batch = _GatheredBatch(
+                arguments.own(given),
+                arguments.own(float_given),
+                [layout.samples_first(first)],
+            )
+            if not columns:
+                columns = self._empty_columns(batch, layout)
+            for parts, tensors in zip(columns, batch, strict=True):
+                for column, tensor in zip(parts, tensors, strict=True):
+                    column.append(tensor)
+            if self._closing:
+                quantized_pass.close()
+                float_pass.close()
+            elif self._parking:
+                read = arguments.sampled(float_pass.holds[0])
+                if end != block:  # the last module of several has read something else
+                    read += tensors_in(float_pass.holds[1])
+                read = [t for t in read if len(t) == len(batch.targets[0])]
+                quantized_pass.park(self._file, arguments.sampled(given))
+                float_pass.park(self._file, [*read, first])
+                del given, float_given, output, first, batch, read
+                release()
+        return [[column.rows for column in parts] for parts in columns]
+
+    def _empty_columns(
+        self, batch: _GatheredBatch, layout: Layout
+    ) -> list[list[_Column]]:
+        """Return room for all samples, where it is to be had."""
+        size = batch.bytes_of(len(self._samples))
+        device = model_device(self._networks[1])
+        home: torch.device | ScratchFile = device
+        self._closing = 2 * size > self._limit
+        if device.type == "cpu":
+            self._parking |= 2 * size > self._host_limit
+            home = self._file if size > self._host_limit else device
+        elif size > self._limit:
+            home = torch.device("cpu")
+        # Of a target that all samples share, there is one for each pass.
+        targets = len(self._passes) if layout.axis is None else len(self._samples)
+        counts = len(self._samples), len(self._samples), targets
+        return [
+            [_Column(tensor, count, home) for tensor in part]
+            for part, count in zip(batch, counts, strict=True)
+        ]
 
     def close(self) -> None:
         """Close all passes; the next block is reached from the network's input."""
@@ -348,14 +475,3 @@ def merged(
         else:
             groups.append((name,))
     return groups
-
-
-def _concatenated(parts: Sequence[Tensor]) -> Tensor:
-    shapes = {tuple(part.shape[1:]) for part in parts}
-    if len(shapes) > 1:
-        found = " and ".join(str(shape) for shape in sorted(shapes)[:2])
-        raise SampleError(
-            f"a block's tensors differ in shape between batches, {found}; "
-            "give samples of one size"
-        )
-    return torch.cat(list(parts))

@@ -34,7 +34,14 @@ from ompq.reconstruction.block_data import BlockRunner, merged
 from ompq.reconstruction.phases import Phase, ReconstructionMethod, float_activations
 from ompq.reconstruction.rounding import learn_rounding
 from ompq.reconstruction.tuning import tune, worth_tuning
-from ompq.samples import Samples, SamplesLike, cudnn_kernels, evaluating, run_batch
+from ompq.samples import (
+    Samples,
+    SamplesLike,
+    cudnn_kernels,
+    evaluating,
+    fitting_batch,
+    run_batch,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +93,7 @@ def reconstruct(
             result,
             model,
             samples,
-            batch_size=config.batch_size,
+            batch_size=fitting_batch(model, samples, config.batch_size),
             limit=config.device_bytes,
         )
         # Nondeterministic kernels would give blocks different inputs in every run.
@@ -202,7 +209,8 @@ def _moments(
     modules = dict(model.named_modules(remove_duplicate=False))
     units = [unit for unit in record.graph.units if unit.name in modules]
     with cudnn_kernels(repeatable=True):
-        moments = float_moments(model, units, samples, batch_size)
+        size = fitting_batch(model, samples, batch_size)
+        moments = float_moments(model, units, samples, size)
     result: dict[tuple[str, ...], dict[str, Moments]] = {}
     for group in groups:
         inside = result.setdefault(group, {})

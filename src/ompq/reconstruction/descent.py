@@ -14,6 +14,7 @@ from ompq.parallel import add_up, average
 from ompq.progress import Progress
 from ompq.reconstruction.block_data import BlockCache
 from ompq.samples import cudnn_kernels, evaluating, model_device
+from ompq.working_memory import release
 
 _WARMUP_STEPS = 3  # eager steps before one is captured as a CUDA graph
 
@@ -185,8 +186,9 @@ def _block_error(
             inputs, target = cache.pick(index)
             output = cache.call(block, [t.to(device) for t in inputs])
             target = target.to(device)
-            error += (output - target).double().abs().pow(power).sum()
-            norm += target.double().abs().pow(power).sum()
+            error += (output - target).abs().pow(power).sum(dtype=torch.float64)
+            norm += target.abs().pow(power).sum(dtype=torch.float64)
+    release()
     tiny = torch.finfo(torch.float64).tiny
     return float(add_up(error) / add_up(norm).clamp_min(tiny))
 
@@ -204,3 +206,4 @@ def optimising(block: nn.Module, seed: int) -> Iterator[None]:
     ):
         torch.manual_seed(seed)
         yield
+    release()

@@ -38,6 +38,7 @@ from ompq.reconstruction.block_data import BlockCache
 from ompq.reconstruction.block_fisher import ChannelFisher
 from ompq.reconstruction.descent import Descent, Picked, kept_if_better, optimising
 from ompq.samples import attached, evaluating, model_device
+from ompq.working_memory import Rows
 
 _LARGEST_RATE = 0.005  # grid steps per iteration; more overshoots in short runs
 # Longer runs lower the learning rates of scales and biases, so that these end no
@@ -68,7 +69,7 @@ def learn_rounding(
     moments = {name: each for name, each in cache.moments.items() if name in layers}
     if not config.float_inputs:
         cache.float_inputs = []
-    with kept_if_better(block, cache, config.batch_size) as errors:
+    with kept_if_better(block, cache, cache.batch_size) as errors:
         with evaluating(block):
             restore_moments(layers, moments, cache_runs(block, cache))
         copy_main(block.state_dict().values())  # each process has its own samples
@@ -109,7 +110,7 @@ def rounding_descent(
     before: float,
 ) -> Descent:
     """Return the descent that learns the rounding of a block with error ``before``."""
-    energy = cache.targets.double().square().mean()
+    energy = cache.energy()
     average([energy])
     error_before = max(before * energy.item(), torch.finfo(torch.float32).tiny)
     decided = first_decided(config)
@@ -224,13 +225,13 @@ def schedule(config: RoundingConfig) -> Tensor:
     return torch.stack(columns, dim=1)
 
 
-def sample_order(targets: Tensor, config: RoundingConfig, seed: int) -> Tensor:
+def sample_order(targets: Rows, config: RoundingConfig, seed: int) -> Tensor:
     """Return the indices of each step's samples, (iterations, batch size).
 
     With several processes, each draws its share of the batch from its own samples.
     """
     count = len(targets)
-    fitting = config.step_elements // targets[0].numel()
+    fitting = config.step_elements // math.prod(targets.shape[1:])
     size = min(max(fitting, _FEWEST_SAMPLES), config.batch_size, count)
     size = max(size // process_count(), 1)
     generator = torch.Generator().manual_seed(seed + rank())

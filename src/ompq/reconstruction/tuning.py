@@ -30,6 +30,8 @@ from ompq.reconstruction.descent import Descent, Picked, optimising
 from ompq.reconstruction.rounding import SoftRounding, SoftWeights, cache_runs
 from ompq.samples import evaluating, model_device
 
+_FOR_SPREAD = 256  # samples that tell how much values vary
+
 
 def tune(
     network: nn.Module,
@@ -98,7 +100,9 @@ def tune(
 def _outputs(network: nn.Module, cache: BlockCache) -> Outputs:
     """Return how to compare the network's single output with the targets."""
     [kind] = [k for k in quantization_of(network).output.split(",") if k != "ignored"]
-    return Outputs.measured([cast(OutputKind, kind)], [[cache.targets]])
+    some = next(cache.batches(_FOR_SPREAD))
+    targets = cache.targets.index_select(0, some)
+    return Outputs.measured([cast(OutputKind, kind)], [[targets]])
 
 
 def _schedule(steps: int, peaks: Sequence[float]) -> Tensor:
