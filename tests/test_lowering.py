@@ -39,6 +39,7 @@ from ompq.models.builtin_networks import CifarResNet, demo_data
 from ompq.quantization.pipeline import quantize
 from ompq.quantization.record import quantization_of
 from ompq.reconstruction.block_loop import reconstruct
+from ompq.runtimes.onnx.onnx_files import export_onnx
 from quantized import quantized, simulated_codes
 
 
@@ -772,3 +773,87 @@ def test_groups_have_no_integer_form():
         finalize(made, images(8))
     same, arithmetic = finalization.finalized(made, images(8))
     assert same is made and words in arithmetic
+
+
+class UNet(nn.Module):
+    """A plain U-Net in small: pooling, a way up, and a skip connection."""
+
+    def __init__(self, up, pool=None):
+        super().__init__()
+        self.down = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU())
+        self.pool = pool or nn.MaxPool2d(2)
+        self.inner = nn.Sequential(nn.Conv2d(8, 12, 3, padding=1), nn.ReLU())
+        self.up = up
+        self.out = nn.Sequential(nn.Conv2d(14, 8, 3, padding=1), nn.ReLU())
+        self.head = nn.Conv2d(8, 2, 1)
+
+    def forward(self, x):
+        skip = self.down(x)
+        inner = self.up(self.inner(self.pool(skip)))
+        return self.head(self.out(torch.cat([inner, skip], 1)))
+
+
+class Resized(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(12, 6, 1)
+
+    def forward(self, x):
+        return self.conv(F.interpolate(x, size=(8, 8)))
+
+
+WAYS_UP = {
+    "transposed": lambda: nn.ConvTranspose2d(12, 6, 2, 2),
+    "overlapping": lambda: nn.ConvTranspose2d(12, 6, 4, 2, 1),
+    "upsampled": lambda: nn.Sequential(
+        nn.Upsample(scale_factor=2), nn.Conv2d(12, 6, 1)
+    ),
+    "resized": Resized,
+    "shuffled": lambda: nn.Sequential(nn.Conv2d(12, 24, 1), nn.PixelShuffle(2)),
+}
+
+
+@pytest.mark.parametrize(("weight", "activation"), [((2, 4, 8, 3), 8), (8, 4)])
+@pytest.mark.parametrize("way", WAYS_UP)
+def test_a_u_net_is_all_integers(way, weight, activation, tmp_path):
+    pytest.importorskip("onnxruntime")
+    samples = images(34)
+    model = seeded(UNet(WAYS_UP[way](), nn.AvgPool2d(2) if weight == 8 else None))
+    network = quantized(model, samples, weight=weight, activation=activation)
+    result = export_onnx(network, tmp_path / "unet.onnx", samples)
+    assert result.floats == {}
+    assert result.simulated.codes_equal == result.engine.codes_equal == 1
+    network = finalize(network, samples)
+    engine = IntegerNetwork.from_quantized(network, samples)
+    engine.assert_integer_only(samples[:2])
+    with torch.no_grad():
+        torch.testing.assert_close(engine(samples), network(samples))
+
+
+TRANSPOSED = [
+    (nn.ConvTranspose2d(3, 4, 3, 2), r"kernel \(3, 3\), stride \(2, 2\)"),
+    (nn.ConvTranspose2d(3, 4, (2, 4), (1, 2)), r"stride \(1, 2\)"),
+    (nn.ConvTranspose2d(3, 3, 2, 2, groups=3), "3 groups"),
+    (nn.ConvTranspose2d(3, 4, 2, 1, dilation=2), r"dilation \(2, 2\)"),
+    (nn.ConvTranspose2d(3, 4, 2, 2, output_padding=1), r"output padding \(1, 1\)\)"),
+]
+
+
+@pytest.mark.parametrize(("layer", "words"), TRANSPOSED)
+def test_other_transposed_convolutions_are_refused(layer, words):
+    network = quantized(seeded(nn.Sequential(layer, nn.ReLU())), images(), weight=8)
+    with pytest.raises(QuantizationError, match=words):
+        finalize(network, images())
+
+
+RESIZED = [
+    (nn.Upsample(scale_factor=2, mode="bilinear"), "in mode bilinear"),
+    (nn.Upsample(size=(12, 12)), "resizes 8 × 8 to 12 × 12, which is no multiple"),
+]
+
+
+@pytest.mark.parametrize(("resize", "words"), RESIZED)
+def test_other_ways_to_resize_are_refused(resize, words):
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), resize, nn.Conv2d(4, 2, 1))
+    with pytest.raises(QuantizationError, match=words):
+        finalize(quantized(seeded(model), images(), weight=8), images())

@@ -16,9 +16,11 @@ from ompq.integer.operators import (
     FunctionCall,
     MaxPool,
     Pad,
+    PixelShuffle,
     Requantize,
     Slice,
     Sum,
+    Upsample,
 )
 from ompq.layers import activation_quantizers
 from quantized import quantized
@@ -271,3 +273,40 @@ def test_window_sums_are_averages_times_their_size():
     part = Average((3, 2), (2, 2), (1, 1), whole=False)
     expected = F.avg_pool2d(x.double(), (3, 2), (2, 2), (1, 1)) * 6
     torch.testing.assert_close(part.compute([x]).double(), expected)
+
+
+@pytest.mark.parametrize(("kernel", "stride"), [((2, 2), 2), ((4, 4), 2), ((6, 3), 3)])
+def test_a_transposed_convolution_is_a_convolution_and_a_shuffle(kernel, stride):
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randint(-9, 10, (4, 3, *kernel), generator=generator)
+    x = torch.randint(-9, 10, (2, 3, 5, 6), generator=generator)
+    bias = torch.arange(4)
+    expected = F.conv_transpose2d(
+        x.double(), values.transpose(0, 1).double(), bias.double(), stride
+    )
+    channels = torch.ones(4, dtype=torch.int32)
+    weight = IntegerWeight(
+        codes=(values + 128).to(torch.uint8),
+        bits=8,
+        unit=1,
+        offset=128 * channels,
+        stretch=channels,
+        values=values.to(torch.int8),
+        scale=channels.double(),
+        bias=bias.int(),
+    ).by_phase(stride)
+    assert weight.affine
+    rows, columns = (side // stride - 1 for side in kernel)
+    sides = (rows, columns, rows, columns)
+    convolution = Convolution(weight, (1, 1), sides, (1, 1), 1)
+    found = PixelShuffle(stride).compute([convolution.compute([x.int()])])
+    assert found.dtype == torch.int32
+    assert torch.equal(found.double(), expected)
+
+
+@pytest.mark.parametrize("factors", [(2, 2), (3, 1)])
+@pytest.mark.parametrize("mode", ["nearest", "nearest-exact"])
+def test_values_are_repeated_as_pytorch_resizes(factors, mode):
+    x = torch.arange(24).reshape(1, 2, 3, 4)
+    expected = F.interpolate(x.float(), scale_factor=factors, mode=mode)
+    assert torch.equal(Upsample(factors).compute([x]).float(), expected)

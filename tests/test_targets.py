@@ -127,10 +127,10 @@ def test_a_unit_without_a_choice_is_named():
 
     with pytest.raises(
         TargetError,
-        match="onnxruntime-cpu supports none of up's choices W2A8, .*: for transposed "
+        match="openvino-cpu supports none of up's choices W2A8, .*: for transposed "
         "it supports weights of 2, .* bits and inputs of 32 .32 is float.",
     ):
-        config = PlanConfig(target="onnxruntime-cpu")
+        config = PlanConfig(target="openvino-cpu")
         ompq.plan(seeded(Up()), images(4), "4bits", config)
 
 

@@ -168,7 +168,7 @@ class QuantizedLayer(nn.Module):
     rounding: Callable[["QuantizedLayer", Tensor | None], Tensor] | None = None
     # If set (:func:`ompq.finalize`), computes the layer in integers when no gradient is
     # needed.
-    integers: Callable[["QuantizedLayer", Tensor], Tensor] | None = None
+    integers: Callable[["QuantizedLayer", Tensor, Size], Tensor] | None = None
 
     def forward(self, input: Tensor, output_size: Size = None) -> Tensor:
         """Apply the layer with its rounded weight; same arguments as the float one."""
@@ -177,7 +177,7 @@ class QuantizedLayer(nn.Module):
         if self.learning is not None:
             return linear_map(self, input, *self.learning, output_size)
         if self.integers is not None and not torch.is_grad_enabled():
-            return self.integers(self, input)
+            return self.integers(self, input, output_size)
         return linear_map(self, input, self.rounded_weight(), self.bias, output_size)
 
     def rounded_weight(self, factor: Tensor | None = None) -> Tensor:

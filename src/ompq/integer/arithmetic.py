@@ -1,7 +1,7 @@
 """Integer arithmetic: grids of codes, scales as multiplier and shift, 8-bit weights."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import isfinite, prod
 from typing import TypeAlias
@@ -233,6 +233,27 @@ class IntegerWeight:
         by_sign = torch.stack([rows, -rows]).clamp(min=0)
         pairs = by_sign.topk(min(2, rows.shape[1]), dim=2).values.sum(2)  # (2, O)
         return pairs.amax(0).double() * source.qmax / _LARGEST_PAIR
+
+    def by_phase(self, stride: int) -> "IntegerWeight":
+        """Return the weight of a convolution that computes a transposed one.
+
+        The weight of a transposed convolution, (O, I, K * stride, K * stride), computes
+        ``stride`` × ``stride`` neighbouring values from the same inputs. The result,
+        (O * stride * stride, I, K, K), computes each of them in a channel of its own.
+        """
+
+        def moved(values: Tensor) -> Tensor:
+            channels, inputs, height, width = values.shape
+            rows, columns = height // stride, width // stride
+            shape = (channels, inputs, rows, stride, columns, stride)
+            phases = values.view(shape).flip(2, 4).permute(0, 3, 5, 1, 2, 4)
+            return phases.reshape(-1, inputs, rows, columns)
+
+        each = {
+            name: getattr(self, name).repeat_interleave(stride * stride)
+            for name in ("offset", "stretch", "scale", "bias")
+        }
+        return replace(self, codes=moved(self.codes), values=moved(self.values), **each)
 
     def cpu(self) -> "IntegerWeight":
         """Return a copy in host memory."""

@@ -14,6 +14,7 @@ from ompq.integer.links import link_layers
 from ompq.integer.lowering import Steps, code_grid, lower
 from ompq.integer.operators import Operator, Requantize, Step, layer_weight
 from ompq.layers import QuantizedLayer, activation_quantizers, quantized_layers
+from ompq.network.folding import channel_axis
 from ompq.network.observation import copied
 from ompq.quantization.activation_sites import Link
 from ompq.quantization.record import keep_rates, quantization_of, with_quantization
@@ -91,7 +92,7 @@ def _avoid_saturation(model: nn.Module, steps: Steps) -> None:
         if not steps.pairs(step):
             continue
         layer, (grid,) = layers[step.module], steps.sources(step)
-        shape = layer.weight.shape
+        shape = layer.weight.transpose(0, channel_axis(layer)).shape
         unsigned = len(shape) == 2 or shape[1] < _SIGNED_CHANNELS
         if unsigned and layer.bits == _BYTE:
             continue  # equally fast with unsigned bytes, which do not saturate
@@ -115,7 +116,8 @@ def _keep_sums(layer: QuantizedLayer, channels: Tensor) -> None:
     """
     grid = layer.grid_like_weight()
     scale, zero_point = (t.flatten()[:, None] for t in (grid.scale, grid.zero_point))
-    exact = layer.weight.flatten(1) / scale  # (O, K)
+    weight = layer.weight.transpose(0, channel_axis(layer))  # (O, I, ...)
+    exact = weight.flatten(1) / scale  # (O, K)
     levels = (exact + zero_point).round() - zero_point
     missing = (exact - levels).sum(1, keepdim=True).round()
     direction = missing.sign()
@@ -125,9 +127,9 @@ def _keep_sums(layer: QuantizedLayer, channels: Tensor) -> None:
     places = torch.arange(order.shape[1], device=order.device).expand_as(order)
     rank = torch.empty_like(order).scatter_(1, order, places)
     moved = (rank < missing.abs()) & (gain > 0)
-    rounded = ((levels + moved * direction) * scale).view_as(layer.weight)
-    like = (-1, *[1] * (layer.weight.dim() - 1))
-    layer.weight.copy_(torch.where(channels.view(like), rounded, layer.weight))
+    rounded = ((levels + moved * direction) * scale).view(weight.shape)
+    like = (-1, *[1] * (weight.dim() - 1))
+    weight.copy_(torch.where(channels.view(like), rounded, weight))
 
 
 def _clear_scales(model: nn.Module, steps: Steps) -> bool:

@@ -13,10 +13,12 @@ from ompq.integer.operators import layer_weight
 from ompq.layers import (
     ActivationQuantizer,
     QuantizedLayer,
+    Size,
     activation_quantizers,
     linear_map,
     quantized_layers,
 )
+from ompq.network.folding import channel_axis
 from ompq.quantization.activation_sites import Link
 from ompq.quantization.moments import like_channels
 
@@ -43,14 +45,16 @@ class IntegerMap:
         self.calls: Counter[int] = Counter()  # by thread, in the current forward pass
         self._prepared: dict[Grids, tuple[Any, tuple[Tensor, Tensor, Tensor]]] = {}
 
-    def __call__(self, layer: QuantizedLayer, x: Tensor) -> Tensor:
+    def __call__(
+        self, layer: QuantizedLayer, x: Tensor, output_size: Size = None
+    ) -> Tensor:
         """Return the layer's output for x (N, C, ...) on the input's grid."""
         source, target = self.grids[self.calls[get_ident()] % len(self.grids)]
         self.calls[get_ident()] += len(self.grids) > 1
         weight, bias, ratio = self._weight(layer, source, target)
         # In place where possible: these tensors are large, and there are no gradients.
         levels = (x / source.scale).round_().to(weight.dtype)
-        sums = linear_map(layer, levels, weight, None)
+        sums = linear_map(layer, levels, weight, None, output_size)
         # Fast convolution algorithms may not give exact integers.
         sums = sums.round_().add_(like_channels(bias, layer, sums)).float()
         scaled = sums.mul_(like_channels(ratio, layer, sums))
@@ -64,7 +68,7 @@ class IntegerMap:
         source: ActivationQuantizer,
         target: ActivationQuantizer | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return integral weight (O, ...) and bias (O,), and the float ratio (O,)."""
+        """Return the integral weight and bias (O,), and the float ratio (O,)."""
         read = [layer.weight, layer.weight_scale, layer.weight_zero_point, layer.bias]
         read += [source.scale, source.zero_point]
         read += [] if target is None else [target.scale]
@@ -80,7 +84,8 @@ class IntegerMap:
             ratio = source.scale.detach().float() * weight.scale.float()
             if target is not None:
                 ratio = ratio / target.scale.detach().float()
-            prepared = weight.values.to(dtype), weight.bias.to(dtype), ratio
+            values = weight.values.transpose(0, channel_axis(layer)).to(dtype)
+            prepared = values, weight.bias.to(dtype), ratio
             self._prepared[source, target] = key, prepared
         return prepared
 

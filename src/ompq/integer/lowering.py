@@ -204,7 +204,8 @@ class _Lowering(TorchFunctionMode):
             raise QuantizationError(
                 f"{name} in {where} has no integer kernel; there are kernels for "
                 "convolutions, linear layers, ReLU and clipping, residual sums, "
-                "pooling, concatenation, slices, zero padding and flattening"
+                "pooling, resizing to the nearest value, concatenation, slices, zero "
+                "padding and flattening"
             )
         recognize, defaults = OPERATORS[name]
         observed = FunctionCall(
@@ -241,11 +242,11 @@ class _Lowering(TorchFunctionMode):
     ) -> None:
         try:
             source = as_codes(self.values.get(id(x)))
-            operator = layer_operator(layer, x.dim(), source.grid)
+            shape = tuple(output.shape[1:])
+            result = layer_operator(layer, name, source, shape)
         except QuantizationError as error:
             raise QuantizationError(f"{name} {error}") from error
-        shape = tuple(output.shape[1:])
-        self._set(output, Pending(operator, (source.step,), name, shape))
+        self._set(output, result)
 
     def _quantizer(
         self, name: str, quantizer: ActivationQuantizer, x: Tensor, output: Tensor

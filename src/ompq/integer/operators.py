@@ -12,6 +12,7 @@ from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pixel_shuffle
 
 from ompq.bit_widths import SUM_BITS
 from ompq.errors import QuantizationError
@@ -27,7 +28,13 @@ from ompq.integer.arithmetic import (
     rescaled,
     taps,
 )
-from ompq.layers import QuantizedConv2d, QuantizedLayer, QuantizedLinear
+from ompq.layers import (
+    QuantizedConv2d,
+    QuantizedConvTranspose2d,
+    QuantizedLayer,
+    QuantizedLinear,
+)
+from ompq.network.folding import channel_axis
 from ompq.network.passive import SAME, SHAPES
 
 Shape: TypeAlias = tuple[int, ...]
@@ -39,7 +46,8 @@ class Node:
 
     kind: str
     attributes: Mapping[str, Any] = field(default_factory=dict)
-    # Further int64 inputs by name; None stands for the zero point.
+    # Further inputs by name, int64 or float; None stands for the zero point, "" for an
+    # input that is left out.
     constants: Mapping[str, Any] = field(default_factory=dict)
     on_codes: bool = False  # whether it works on codes instead of dequantized values
 
@@ -581,6 +589,70 @@ class Slice(Operator):
 
 
 @dataclass(frozen=True, eq=False)
+class Upsample(Operator):
+    """Repeats each value in height and width: resizing to the nearest value."""
+
+    moves: ClassVar[bool] = True
+    factors: Pair
+
+    @staticmethod
+    def called(call: FunctionCall) -> Value:
+        """Recognize resizing of images by whole factors."""
+        before, after = call.source_shape, call.shape
+        mode = call.arguments["mode"]
+        if "nearest" not in mode or len(before) != 3:
+            raise QuantizationError(
+                f"resizes {len(before) - 1} dimensions in mode {mode}; integers can "
+                "resize images, 2 dimensions, to the nearest value"
+            )
+        if any(new % old for old, new in zip(before[1:], after[1:], strict=True)):
+            raise QuantizationError(
+                f"resizes {before[1]} × {before[2]} to {after[1]} × {after[2]}, which "
+                "is no multiple of it"
+            )
+        rows, columns = after[1] // before[1], after[2] // before[2]
+        return call.moved(Upsample((rows, columns)))
+
+    def compute(self, values: list[Tensor]) -> Tensor:
+        """Return the larger images, (N, C, H', W')."""
+        rows, columns = self.factors
+        return values[0].repeat_interleave(rows, 2).repeat_interleave(columns, 3)
+
+    def node(self) -> Node:
+        """Return a Resize of codes."""
+        attributes = {
+            "mode": "nearest",
+            "coordinate_transformation_mode": "asymmetric",
+            "nearest_mode": "floor",
+        }
+        scales = (1.0, 1.0, *map(float, self.factors))
+        constants = {"region": "", "scales": scales}
+        return Node("Resize", attributes, constants, on_codes=True)
+
+
+@dataclass(frozen=True, eq=False)
+class PixelShuffle(Operator):
+    """(N, C * factor², H, W) to (N, C, H * factor, W * factor)."""
+
+    moves: ClassVar[bool] = True
+    factor: int
+
+    @staticmethod
+    def called(call: FunctionCall) -> Value:
+        """Recognize a pixel shuffle of images."""
+        return call.moved(PixelShuffle(int(call.arguments["upscale_factor"])))
+
+    def compute(self, values: list[Tensor]) -> Tensor:
+        """Return the larger images."""
+        return pixel_shuffle(values[0], self.factor)
+
+    def node(self) -> Node:
+        """Return a DepthToSpace of codes."""
+        attributes = {"blocksize": self.factor, "mode": "CRD"}
+        return Node("DepthToSpace", attributes, on_codes=True)
+
+
+@dataclass(frozen=True, eq=False)
 class Pad(Operator):
     """Zero padding in each dimension but the first."""
 
@@ -611,42 +683,96 @@ class Pad(Operator):
         return Node("Pad", constants=constants, on_codes=True)
 
 
-def layer_operator(layer: QuantizedLayer, dims: int, grid: CodeGrid) -> Operator:
-    """Return the operator of a layer whose input has ``dims`` dimensions and a grid."""
-    if isinstance(layer, QuantizedLinear) and dims == 2:
-        return Product(layer_weight(layer, grid).cpu())
+def layer_operator(
+    layer: QuantizedLayer, module: str, source: Codes, shape: Shape
+) -> Pending:
+    """Return the result, of this shape, of a layer that reads codes."""
+    inputs, grid = (source.step,), source.grid
+    if isinstance(layer, QuantizedLinear) and len(source.shape) == 1:
+        product = Product(layer_weight(layer, grid).cpu())
+        return Pending(product, inputs, module, shape)
+    if isinstance(layer, QuantizedConvTranspose2d):
+        return _transposed(layer, module, source, shape)
     if isinstance(layer, QuantizedConv2d) and layer.padding_mode == "zeros":
         # torch resolves every form of padding, also "same", to these numbers.
         left, right, top, bottom = layer._reversed_padding_repeated_twice
-        return Convolution(
+        convolution = Convolution(
             layer_weight(layer, grid).cpu(),
             pair(layer.stride),
             (top, left, bottom, right),
             pair(layer.dilation),
             layer.groups,
         )
+        return Pending(convolution, inputs, module, shape)
     mode = getattr(layer, "padding_mode", "zeros")
     raise QuantizationError(
-        f"({type(layer).__name__}, {dims} dimensions, padding {mode}) has no integer "
-        "kernel; there are kernels for Conv2d with zero padding and for Linear on "
-        "2-D inputs"
+        f"({type(layer).__name__}, {len(source.shape) + 1} dimensions, padding {mode}) "
+        "has no integer kernel; there are kernels for Conv2d with zero padding, for "
+        "ConvTranspose2d and for Linear on 2-D inputs"
     )
 
 
+def _transposed(
+    layer: QuantizedConvTranspose2d, module: str, source: Codes, shape: Shape
+) -> Pending:
+    """Return the result of a transposed convolution, computed by a plain one.
+
+    Every input meets all positions of the kernel, so values that are ``stride`` apart
+    read the same inputs, with other weights. A convolution computes those in channels
+    of their own, which are then moved to their places.
+    """
+    stride, other = pair(layer.stride)
+    size = pair(layer.kernel_size)
+    divides = stride == other and not any(side % stride for side in size)
+    if not divides or pair(layer.dilation) != (1, 1) or layer.groups != 1:
+        raise QuantizationError(
+            f"(ConvTranspose2d, kernel {size}, stride {pair(layer.stride)}, dilation "
+            f"{pair(layer.dilation)}, {layer.groups} groups) has no integer kernel; "
+            "the stride must divide the kernel's size, with one group and no dilation"
+        )
+    weight = layer_weight(layer, source.grid).cpu().by_phase(stride)
+    (rows, columns), padding = (
+        (side // stride - 1 for side in size),
+        pair(layer.padding),
+    )
+    sides = (rows, columns, rows, columns)
+    convolution = Convolution(weight, (1, 1), sides, (1, 1), 1)
+    _, height, width = source.shape
+    inner = (len(weight.scale), height + rows, width + columns)
+    whole = (shape[0], inner[1] * stride, inner[2] * stride)
+    ends = [before + kept for before, kept in zip(padding, shape[1:], strict=True)]
+    if ends[0] > whole[1] or ends[1] > whole[2]:
+        raise QuantizationError(
+            f"(ConvTranspose2d, output padding {pair(layer.output_padding)}) has no "
+            "integer kernel; it must not exceed the padding"
+        )
+    moves: list[tuple[Operator, Shape]] = []
+    if stride > 1:
+        moves.append((PixelShuffle(stride), whole))
+    if whole != shape:
+        kept = zip(padding, ends, strict=True)
+        ranges = ((0, shape[0], 1), *((start, end, 1) for start, end in kept))
+        moves.append((Slice(ranges), shape))
+    inputs = (source.step,)
+    return Pending(convolution, inputs, module, inner, moves=tuple(moves))
+
+
 def layer_weight(layer: QuantizedLayer, grid: CodeGrid) -> IntegerWeight:
-    """Return the weight (O, ...) and bias of a layer whose input has a grid."""
+    """Return the weight (O, I, ...) and bias of a layer whose input has a grid."""
     if layer.group_size:
         raise QuantizationError(
             f"({type(layer).__name__}) has a scale for each group of "
             f"{layer.group_size} weights and so no integer kernel, which needs one "
             "scale per channel. Save or export it as it is, or plan without group_size"
         )
-    return IntegerWeight.of(layer.codes(), layer.grid_like_weight(), layer.bias, grid)
+    codes = layer.codes().transpose(0, channel_axis(layer))
+    return IntegerWeight.of(codes, layer.grid_like_weight(), layer.bias, grid)
 
 
 # torch's names and defaults of the arguments after the first.
 _CLAMP = {"min": None, "max": None}
 _POOL = {"kernel_size": None, "stride": None, "padding": 0}
+_SIZE = {"size": None, "scale_factor": None}
 _COUNTED = {"count_include_pad": True, "divisor_override": None}
 OPERATORS: dict[str, tuple[Callable[[FunctionCall], Value], dict[str, Any]]] = {
     "relu": (Requantize.called, {"inplace": False, "min": 0}),
@@ -660,6 +786,8 @@ OPERATORS: dict[str, tuple[Callable[[FunctionCall], Value], dict[str, Any]]] = {
     "max_pool2d": (MaxPool.called, {**_POOL, "dilation": 1, "ceil_mode": False}),
     "cat": (Concatenate.called, {"dim": 0}),
     "getitem": (Slice.called, {"index": None}),
+    "interpolate": (Upsample.called, {**_SIZE, "mode": "nearest"}),
+    "pixel_shuffle": (PixelShuffle.called, {"upscale_factor": 1}),
     "pad": (Pad.called, {"pad": None, "mode": "constant", "value": None}),
     **{name: (Flatten.called, {}) for name in SHAPES},
     **{name: (lambda call: call.value, {}) for name in SAME},

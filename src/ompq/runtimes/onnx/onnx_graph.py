@@ -134,8 +134,11 @@ class OnnxGraph:
         in_bytes = step.grid.dtype == torch.uint8  # ONNX Runtime pads no 16-bit codes
         inputs = [self.codes[source] if in_bytes else self._values(source)]
         for name, value in node.constants.items():
-            if value is not None:
-                inputs.append(self._constant(f"{step.name}/{name}", value, np.int64))
+            if value == "":
+                inputs.append("")
+            elif value is not None:
+                kind = np.float32 if isinstance(value[0], float) else np.int64
+                inputs.append(self._constant(f"{step.name}/{name}", value, kind))
             elif in_bytes:
                 inputs.append(self._grid(step.grid)[1])
         name = f"{step.name}/codes"

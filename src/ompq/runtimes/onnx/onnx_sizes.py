@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import cycle
+from math import isqrt
 from typing import Any
 
 import numpy as np
@@ -211,6 +212,10 @@ class _Sizes:
         """Return a weight of zeros, with offsets and stretches as the file has them."""
         shape, halves = self.unit.weight_shape, 2 - (bits > LARGEST_HALF_BITS)
         offset, middle = self.constants.get(f"{self.name}/offset"), 1 << (bits - 1)
+        rows = 0 if offset is None else int(offset.dims[0])
+        phases = rows // self.unit.out_channels
+        if self.unit.kind == "transposed" and phases:  # it is stored as a convolution
+            shape = (rows, shape[0], *(side // isqrt(phases) for side in shape[2:]))
         channels = [1] * len(shape) if offset is None else list(offset.dims)
         stretch = torch.ones(channels, dtype=torch.int32)
         if f"{self.name}/stretch" in self.constants:
