@@ -1,10 +1,8 @@
 """The ONNX file that travels in a packed file: the same bytes, without PyTorch."""
 
-import hashlib
 import subprocess
 import sys
 import zlib
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -58,17 +56,6 @@ def test_the_very_file_comes_out(case, tmp_path):
     assert added < grown < added + 100
     one, other = (load(file, make) for file in (packed, both))
     assert torch.equal(one(images(4)), other(images(4)))
-
-
-def test_files_of_version_2_are_unpacked(tmp_path):
-    old = Path(__file__).parent / "fixtures" / "coded-0.2.ompq.safetensors"
-    onnx, both, again = (tmp_path / name for name in ("onnx", "both", "again"))
-    unpack(old, onnx)
-    digest = "e6d3cec0f1ad7f7e1d6df3ca7d41f41951be2c43a2cf5b3c660764a7e7374e4b"
-    assert hashlib.sha256(onnx.read_bytes()).hexdigest() == digest
-    add_onnx(old, onnx, both)  # which writes the version of today
-    unpack(both, again)
-    assert again.read_bytes() == onnx.read_bytes()
 
 
 def test_damaged_scales_are_refused(tmp_path):

@@ -20,6 +20,7 @@ from ompq.schema import (
     json_whole,
     parse_json,
     read_json,
+    read_limited,
 )
 from ompq.user_functions import call_user_function, is_user_function, reason
 
@@ -159,7 +160,7 @@ def test_json_of_an_unreadable_file_says_why(tmp_path, monkeypatch):
     def refuse(*_args, **_settings):
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr("pathlib.Path.read_text", refuse)
+    monkeypatch.setattr("pathlib.Path.open", refuse)
     with pytest.raises(ValueError, match=r"it cannot be read \(Permission denied\)"):
         read_json(tmp_path / "a.json")
     monkeypatch.undo()
@@ -207,7 +208,7 @@ def test_tensors_and_header_are_read_as_written(tmp_path):
 def test_files_of_another_kind_are_told_apart(tmp_path):
     path = tmp_path / "a.st"
     for found, words in (
-        ("ompq-things/2", "its format is ompq-things/2; this version of ompq reads"),
+        ("ompq-things/2", "its format is ompq-things/2; ompq .* reads"),
         (
             "ompq-others/1",
             "it is a safetensors file, but not of the kind ompq-things/1",
@@ -388,3 +389,15 @@ def test_files_that_cannot_be_read_again_do_not_appear(tmp_path):
     assert path.read_text() == "old" and names(tmp_path) == ["a.json"]
     write_text(path, "\ud800")  # half a character has an escape
     assert path.read_text() == "\\ud800"
+
+
+def test_files_that_have_no_end_or_too_many_values_are_not_read(tmp_path):
+    with pytest.raises(ValueError, match="it is not an ordinary file"):
+        read_json("/dev/zero")
+    (tmp_path / "a").write_bytes(b"x" * 9)
+    assert read_limited(tmp_path / "a", 9) == b"x" * 9
+    with pytest.raises(ValueError, match="it has more than 8 bytes"):
+        read_limited(tmp_path / "a", 8)
+    assert parse_json("[1, {}]", 4) == [1, {}]
+    with pytest.raises(ValueError, match="it holds more than 3 values"):
+        parse_json("[1, {}, 2]", 3)

@@ -100,7 +100,7 @@ def test_any_damage_is_noticed(file):
     ("text", "words"),
     [
         ("", "is a safetensors file, but not of the kind ompq-packed/3. Give a"),
-        ('{"format": "ompq-packed/4"}', "its format is ompq-packed/4; this version of"),
+        ('{"format": "ompq-packed/4"}', "its format is ompq-packed/4; ompq .* reads"),
     ],
 )
 def test_foreign_and_newer_files_are_refused(text, words, tmp_path):
@@ -276,6 +276,26 @@ def test_deflated_structure_cannot_fill_the_memory(file):
     with pytest.raises(PackedFileError, match="broken packed file"):
         read_contents(file)
     assert tracemalloc.get_traced_memory()[1] < 1 << 28
+    tracemalloc.stop()
+
+
+@pytest.mark.parametrize(
+    ("inner", "words"),
+    [
+        (b"[],", "it holds more than 1,048,576 values"),
+        (b'"",', "it holds more than 1,048,576 values"),
+        (b" " * 64, "a structure of more than 16,777,216 bytes"),
+    ],
+)
+def test_structures_are_limited_before_they_are_parsed(file, inner, words):
+    bomb = b'{"narrow":[' + inner * (1 << 22) + b"0]}"
+    deflated = bytearray(zlib.compress(bomb, 9))
+    structure = torch.frombuffer(deflated, dtype=torch.uint8)
+    write_file(file, {**read_file(file)[1], "structure": structure})
+    tracemalloc.start()
+    with pytest.raises(PackedFileError, match=f"broken packed file .*{words}"):
+        read_contents(file)
+    assert tracemalloc.get_traced_memory()[1] < 1 << 26
     tracemalloc.stop()
 
 

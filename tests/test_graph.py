@@ -519,16 +519,6 @@ def test_float64_weights_take_eight_bytes():
     assert units == 8 * parameters + 2 * 8  # and two activations
 
 
-def test_graphs_of_version_0_1_are_read(graph):
-    data = json.loads(json.dumps(graph.to_json()))
-    del data["float_bytes"]
-    data["float_parameters"] = 12
-    for unit in data["units"]:
-        del unit["element_size"], unit["shared"]
-    assert LayerGraph.from_json(data).float_bytes == 48
-    assert LayerGraph.from_json(data).units == graph.units
-
-
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -564,7 +554,7 @@ def test_hostile_graphs_are_refused(graph, change, words):
         ({"units": [{}]}, "Unit lacks name, kind, .* and 10 more"),
         ({"units": [], "skipped": None}, "skipped must be a list of .*, not None"),
         ({"units": [], "float_bytes": "9"}, "float_bytes must be a whole number"),
-        ({"units": [], "float_parameters": []}, "float_bytes must be a whole number"),
+        ({"units": [], "float_bytes": []}, "float_bytes must be a whole number"),
     ],
 )
 def test_things_that_are_no_graph_are_refused(data, words):

@@ -6,7 +6,6 @@ import random
 from dataclasses import replace
 from itertools import pairwise
 from math import ceil
-from pathlib import Path
 
 import pytest
 import torch
@@ -378,44 +377,6 @@ def test_weights_beyond_their_rate_are_told(file, caplog):
     save(saved, file)
     assert "conv, head: coded weights take " in caplog.text
     assert "bytes more than planned" in caplog.text
-
-
-OLD = Path(__file__).parent / "fixtures"
-
-
-@pytest.mark.parametrize(("name", "make"), [("odd", Odd), ("mobile", TinyMobileNet)])
-def test_files_of_0_1_load(name, make, file):
-    old = OLD / f"{name}-0.1.ompq.safetensors"
-    loaded = load(old, make)
-    expected = json.loads((OLD / "outputs-0.1.json").read_text())[name]
-    with torch.no_grad():
-        given = loaded(images(4, seed=5))
-    torch.testing.assert_close(given, torch.tensor(expected), rtol=1e-5, atol=1e-6)
-    save(loaded, file)  # of the version of today
-    assert file.stat().st_size < 0.85 * old.stat().st_size
-    assert_same_outputs(loaded, load(file, make))
-    assert inspect_file(old).about["network"] == f"net.py:{name}"
-
-
-def test_coded_files_of_version_2_load(file):
-    old = OLD / "coded-0.2.ompq.safetensors"
-    loaded = load(old, TinyMobileNet)
-    account = inspect_file(old)
-    assert sum(account.items.values()) == old.stat().st_size
-    assert account.items["biases"] == 2 * sum(
-        u.unit.out_channels for u in account.units
-    )
-    with torch.no_grad():
-        given = loaded(images(2))
-    torch.testing.assert_close(given, torch.tensor(OF_VERSION_2), rtol=1e-5, atol=1e-6)
-    save(loaded, file)
-    assert_same_outputs(loaded, load(file, TinyMobileNet))
-
-
-OF_VERSION_2 = [
-    [-0.32057238, 0.12946193, 0.1561763, -0.73978245, 0.8415026],
-    [-0.32057238, 0.12946193, 0.19522038, -0.65758443, 0.88465655],
-]
 
 
 def test_loading_takes_one_thread_and_gives_the_others_back(file):

@@ -137,7 +137,7 @@ def test_a_plan_of_a_newer_version_says_which(tmp_path):
     with pytest.raises(
         PlanError,
         match="has the format ompq-plan/7, written by ompq 3.1.4; this is ompq .*"
-        "reads up to ompq-plan/2. Install that version, or plan again",
+        "reads ompq-plan/2. Install that version, or plan again",
     ):
         ompq.Plan.load(path)
     path.write_text('{"format": "ompq-plan/0"}')
@@ -167,7 +167,7 @@ HUGE = int("9" * 400)
         (("orm",), {"float32": "AAAA"}, "buffer size"),
         (("orm",), {"float32": "AAAAAA=="}, "orm must be finite numbers for"),
         (("orm",), {"float32": 5}, "orm must be text, not 5"),
-        (("orm",), [[0.5]], "orm must have"),
+        (("orm",), [[0.5]], "orm must be an object"),
         (("orm_labels",), "abc", "orm_labels must be a list"),
         (("choices",), [], "choices must be different pairs"),
         (("choices",), [[4, 8]] * 6, "choices must be different pairs"),
@@ -224,19 +224,6 @@ def test_hostile_plans_end_in_one_clear_error(plan, tmp_path, place, value, word
     ) as caught:
         ompq.Plan.load(path)
     assert len(str(caught.value)) < 600
-
-
-def test_plans_of_format_1_are_read(plan, tmp_path):
-    path = tmp_path / "plan.json"
-    plan.save(path)
-    data = json.loads(path.read_text())
-    for name in ("gap", "written_by"):
-        del data[name]
-    older = {**data, "format": "ompq-plan/1", "orm": plan.scores.orm.tolist()}
-    path.write_text(json.dumps(older))
-    loaded = ompq.Plan.load(path)
-    np.testing.assert_array_equal(loaded.scores.orm, plan.scores.orm)
-    assert loaded.hash == plan.hash
 
 
 def test_a_gap_is_saved_shown_and_read(plan, tmp_path):

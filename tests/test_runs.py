@@ -771,6 +771,8 @@ def test_a_run_can_be_repeated_from_its_file(net, finished, tmp_path):
         ("command = ", "is not TOML"),
         ('command = "walk"', 'for example command = "quantize"; there is no walk'),
         ('command = "scores"\nbudgets = 3', "no such option: --budgets"),
+        ('command = ["plan"]', "must name its command"),
+        ("# " + "x" * (1 << 16), "is not TOML: it has more than 65,536 bytes"),
     ],
 )
 def test_files_that_cannot_be_run_say_why(tmp_path, text, message):
@@ -778,6 +780,13 @@ def test_files_that_cannot_be_run_say_why(tmp_path, text, message):
     result = run("run", tmp_path / "c.toml")
     assert result.exit_code == 2
     assert message in result.stderr
+
+
+# Ten lists of nine references each: nine to the ninth values in 355 bytes.
+YAML_BOMB = b"a0: &a0 [x]\n" + b"".join(
+    b"a%d: &a%d [%s]\n" % (n, n, b",".join([b"*a%d" % (n - 1)] * 9))
+    for n in range(1, 10)
+)
 
 
 @pytest.mark.parametrize(
@@ -789,6 +798,8 @@ def test_files_that_cannot_be_run_say_why(tmp_path, text, message):
         (b"", "must hold options by name, like command: quantize"),
         (b"command: walk", "for example command: quantize; there is no walk"),
         (b"command: scores\nbudgets: 3", "no such option: --budgets"),
+        (YAML_BOMB, "is not YAML: it holds an alias (*name); write the value out"),
+        (b"[" * 5000, "is not YAML"),
     ],
 )
 def test_yaml_files_that_cannot_be_run_say_why(tmp_path, text, message):
@@ -796,6 +807,12 @@ def test_yaml_files_that_cannot_be_run_say_why(tmp_path, text, message):
     result = run("run", tmp_path / "c.yml")
     assert result.exit_code == 2
     assert message in result.stderr
+
+
+def test_what_is_no_ordinary_file_is_not_run():
+    result = run("run", "/dev/zero")
+    assert result.exit_code == 2
+    assert "/dev/zero is not TOML: it is not an ordinary file" in result.stderr
 
 
 def test_a_yaml_file_says_what_a_toml_file_says(net, tmp_path):

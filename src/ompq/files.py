@@ -293,7 +293,8 @@ def _checked_header(text: str, kinds: Sequence[str]) -> dict[str, Any]:
         raise ValueError(f"it is a safetensors file, but not of the kind {kinds[0]}")
     if found not in kinds:
         raise ValueError(
-            f"its format is {found:.40}; this version of ompq reads {kinds[0]}"
+            f"its format is {found:.40}; ompq {library_version()} reads {kinds[0]}. "
+            "Write it again, or install the version of ompq that wrote it"
         )
     assert isinstance(header, dict)
     return header

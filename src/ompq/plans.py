@@ -59,7 +59,6 @@ from ompq.tabular import data_frame, html_table
 from ompq.targets import Target
 
 FORMAT = "ompq-plan/2"
-FORMATS = ("ompq-plan/1", FORMAT)  # ompq-plan/1 has the ORM as lists of numbers
 # Cost → the field of a budget that limits it, and its unit.
 _MEDIUM = {
     "bytes": ("size_mib", 2**20),
@@ -313,11 +312,11 @@ class Plan:
         written = data.get("format") if isinstance(data, dict) else None
         if not isinstance(written, str) or not written.startswith("ompq-plan/"):
             raise PlanError(f"{path} is not a plan. {_ADVICE}")
-        if written not in FORMATS:
+        if written != FORMAT:
             raise PlanError(
                 f"{path} has the format {written[:40]}, written by ompq "
                 f"{str(data.get('written_by', 'of an unknown version'))[:40]}; this is "
-                f"ompq {library_version()}, which reads up to {FORMAT}. "
+                f"ompq {library_version()}, which reads {FORMAT}. "
                 "Install that version, or plan again"
             )
         try:

@@ -8,6 +8,8 @@ from typing import Any, TypeVar, cast, get_args, get_origin
 
 from ompq.errors import shortened
 
+_LARGEST_FILE = 1 << 28  # bytes
+_MOST_VALUES = 1 << 23
 _MAX_DIGITS = 19  # a signed 64-bit integer has no more
 _Record = TypeVar("_Record")  # a dataclass
 
@@ -15,7 +17,7 @@ _Record = TypeVar("_Record")  # a dataclass
 def read_json(path: str | Path) -> Any:
     """Read a JSON file; the message of a ValueError is meant to follow a colon."""
     try:
-        return parse_json(Path(path).read_text(encoding="utf-8-sig"))
+        return parse_json(read_limited(Path(path)).decode("utf-8-sig"))
     except FileNotFoundError as error:
         raise ValueError("there is no such file") from error
     except IsADirectoryError as error:
@@ -26,8 +28,29 @@ def read_json(path: str | Path) -> Any:
         raise ValueError("it is not UTF-8 text") from error
 
 
-def parse_json(text: str) -> Any:
-    """Parse JSON whose numbers are finite and fit 64 bits; see :func:`read_json`."""
+def read_limited(path: Path, most: int = _LARGEST_FILE) -> bytes:
+    """Return the bytes of a file, of which there may be only so many.
+
+    Raises:
+        ValueError: It is larger, or no ordinary file, such as ``/dev/zero``.
+    """
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise ValueError("it is not an ordinary file")
+    with path.open("rb") as file:
+        content = file.read(most + 1)
+    if len(content) > most:
+        raise ValueError(f"it has more than {most:,} bytes")
+    return content
+
+
+def parse_json(text: str, most: int = _MOST_VALUES) -> Any:
+    """Parse JSON whose numbers are finite and fit 64 bits; see :func:`read_json`.
+
+    Args:
+        most: Largest number of values: a few bytes of text make objects of a hundred.
+    """
+    if sum(map(text.count, ",[{")) > most:
+        raise ValueError(f"it holds more than {most:,} values")
     try:
         data = json.loads(
             text, parse_int=_integer, parse_float=_number, parse_constant=_number

@@ -1,6 +1,7 @@
 """``ompq run FILE``: a command with the options that a file holds."""
 
 import tomllib
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -8,6 +9,9 @@ import typer
 
 from ompq.cli.commands import COMMANDS
 from ompq.errors import MissingExtraError
+from ompq.schema import read_limited
+
+_LARGEST = 1 << 16  # bytes of a file
 
 # Option after the file → the file's options that it makes void.
 _WITHOUT = {"--no-reconstruct": ("iterations", "merge-blocks", "tune-epochs")}
@@ -41,7 +45,7 @@ def run(
     """
     kind, given = _config(file)
     name = given.pop("command", None)
-    if name not in COMMANDS or name == "run":
+    if not isinstance(name, str) or name not in COMMANDS or name == "run":
         example = {"TOML": 'command = "quantize"', "YAML": "command: quantize"}[kind]
         raise ValueError(
             f"{file} must name its command, for example {example}"
@@ -69,12 +73,20 @@ def _config(file: Path) -> tuple[str, dict[str, Any]]:
             import yaml
         except ImportError:
             raise MissingExtraError("PyYAML", "yaml") from None
-        kind, read = "YAML", yaml.safe_load
-    text = file.read_bytes()
+        kind, read = "YAML", partial(_parse_yaml, yaml)
     try:
-        given = read(text.decode())
+        given = read(read_limited(file, _LARGEST).decode())
+    except OSError as error:
+        raise ValueError(f"{file} cannot be read: {error.strerror}") from error
     except Exception as error:  # PyYAML also raises errors of its converters
         raise ValueError(f"{file} is not {kind}: {error}") from error
     if not isinstance(given, dict):
         raise ValueError(f"{file} must hold options by name, like command: quantize")
     return kind, given
+
+
+def _parse_yaml(yaml: Any, text: str) -> Any:
+    """Parse YAML without aliases, which can stand for any amount of data."""
+    if any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text)):
+        raise ValueError("it holds an alias (*name); write the value out")
+    return yaml.safe_load(text)

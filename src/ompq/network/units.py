@@ -329,20 +329,8 @@ class LayerGraph:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "LayerGraph":
-        """Rebuild a graph from :meth:`to_json`, or from what version 0.1 wrote."""
-        if isinstance(data, Mapping) and "float_parameters" in data:
-            # Version 0.1 assumed that all tensors that stay float are float32.
-            data = {**data, "float_bytes": 4 * data["float_parameters"]}
-            del data["float_parameters"]
+        """Rebuild a graph from :meth:`to_json`; a ValueError says what is wrong."""
         graph = json_record(cls, data)
-        # Version 0.1 rounded attention projections in place; now they are layers.
-        units = (
-            replace(unit, kind="linear", parameter=f"{unit.name}.weight")
-            if unit.kind == "attention"
-            else unit
-            for unit in graph.units
-        )
-        graph = replace(graph, units=tuple(units))
         for unit in graph.units:
             axes = unit.weight_shape
             if not 1 <= len(axes) <= _MOST_AXES or min(axes) < 1:

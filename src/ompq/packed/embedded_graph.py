@@ -25,14 +25,15 @@ from ompq.entropy_coding.codec import SCALE_MULTIPLES, decode
 from ompq.entropy_coding.compressed_bytes import with_squeezed
 from ompq.errors import MissingExtraError, OmpqError, PackedFileError
 from ompq.files import read_arrays, replacing
-from ompq.schema import json_list, json_number, json_whole, parse_json
+from ompq.schema import json_list, json_number, json_object, json_whole, parse_json
 
 PACKED_FORMAT = "ompq-packed/3"
-SECOND_FORMAT = "ompq-packed/2"  # is also read
 GRAPH = "graph"  # the tensor of a packed file that holds the ONNX file
 
 _LARGEST = 1 << 28  # bytes; inflating a graph must not fill the memory
 _LONGEST_TEXT = 1 << 24  # bytes of JSON that describe units and constants
+_LARGEST_STRUCTURE = 1 << 24  # bytes; inflating it must not fill the memory
+_MOST_NAMED = 1 << 20  # values in it: fifty thousand layers
 _MOST_CODES = 512  # that a byte of a stream can stand for
 _LARGEST_FILE = (1 << 31) - 1  # bytes; the limit of protocol buffers
 _BROKEN = (
@@ -268,6 +269,17 @@ def _input_scales(proto: Any) -> dict[str, float]:
     return found
 
 
+def read_structure(deflated: bytes) -> dict[str, Any]:
+    """Return what names everything in a packed file; a ValueError says what is wrong.
+
+    Its size is limited before it is parsed, and so is the number of its values.
+    """
+    text = zlib.decompressobj().decompress(deflated, _LARGEST_STRUCTURE + 1)
+    if len(text) > _LARGEST_STRUCTURE:
+        raise ValueError(f"a structure of more than {_LARGEST_STRUCTURE:,} bytes")
+    return json_object(parse_json(text.decode(), _MOST_NAMED), "structure")
+
+
 def unpack(path: str | Path, output: str | Path) -> int:
     """Write the ONNX file inside a packed file; return its size in bytes.
 
@@ -281,7 +293,7 @@ def unpack(path: str | Path, output: str | Path) -> int:
         MissingExtraError: onnx is not installed.
     """
     try:
-        _, arrays = read_arrays(path, PACKED_FORMAT, SECOND_FORMAT)
+        _, arrays = read_arrays(path, PACKED_FORMAT)
     except ValueError as error:
         raise PackedFileError(f"{path} is not a packed network: {error}") from error
     if GRAPH not in arrays:
@@ -310,7 +322,7 @@ def _filled(arrays: Arrays) -> bytes:
     text, _, rest = whole.partition(b"\n")
     if len(text) > _LONGEST_TEXT:
         raise ValueError(f"{len(text)} bytes describe its units")
-    listed = parse_json(text.decode())
+    listed = parse_json(text.decode(), _MOST_NAMED)
     proto = parsed_onnx(rest)
     units = [StoredUnit.from_json(one) for one in json_list(listed["units"], "units")]
     by_unit: dict[int, list[Any]] = {}

@@ -12,15 +12,15 @@ Version 3 has these tensors:
 - ``graph`` (uint8), if any: an ONNX file; see :mod:`ompq.packed.embedded_graph`.
 
 In files with entropy-coded streams, multiples and halves are compressed if that is
-smaller, and then called ``multiples.lzma`` and ``halves.lzma``. Version 2, which has
-its multiples in ``codes``, and version 1, which ompq 0.1 wrote, are also read.
+smaller, and then called ``multiples.lzma`` and ``halves.lzma``. Earlier versions are
+not read: save such a network again.
 """
 
 import json
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from enum import IntFlag
 from itertools import accumulate, chain, pairwise
 from math import prod
@@ -50,9 +50,9 @@ from ompq.network.units import Choice, LayerGraph, Skipped, Unit
 from ompq.packed.embedded_graph import (
     GRAPH,
     PACKED_FORMAT,
-    SECOND_FORMAT,
     Place,
     StoredUnit,
+    read_structure,
 )
 from ompq.quantization.activation_sites import ActivationSite, Link
 from ompq.quantization.equalization import Equalized
@@ -64,12 +64,9 @@ from ompq.schema import (
     json_record,
     json_text,
     json_whole,
-    parse_json,
 )
 
 FORMAT = PACKED_FORMAT
-_OLDEST = "ompq-packed/1"
-_LARGEST_STRUCTURE = 1 << 26  # bytes; inflating it must not fill the memory
 # What reading data of the wrong kind raises.
 _WRONG = (AttributeError, LookupError, OverflowError, TypeError, ValueError)
 _BROKEN = (*_WRONG, OmpqError, RuntimeError, zlib.error)  # RecursionError among them
@@ -348,7 +345,7 @@ def _usual(name: str) -> dict[str, str]:
 def read_contents(path: str | Path) -> Contents:
     """Return the contents of a packed file; needs no network."""
     try:
-        header, tensors = read_tensors(path, FORMAT, SECOND_FORMAT, _OLDEST)
+        _, tensors = read_tensors(path, FORMAT)
     except ValueError as error:
         raise PackedFileError(
             f"{path} is not a packed network: {error}. Give a file that ompq.save "
@@ -356,14 +353,10 @@ def read_contents(path: str | Path) -> Contents:
         ) from error
     try:
         deflated = _Reader(tensors, "structure", torch.uint8).tensor.numpy().tobytes()
-        text = zlib.decompressobj().decompress(deflated, _LARGEST_STRUCTURE)
-        data = json_object(parse_json(text.decode()), "structure")
-        if header["format"] == _OLDEST:
-            data, tensors = _from_oldest(header, data, tensors)
-        else:
-            data["graph"]["units"] = _unit_rows(data["graph"]["units"])
-            for name in ("sites", "errors"):
-                data[name] = _rows(data[name], name)
+        data = read_structure(deflated)
+        data["graph"]["units"] = _unit_rows(data["graph"]["units"])
+        for name in ("sites", "errors"):
+            data[name] = _rows(data[name], name)
         if any(shown(text) != text for text in _texts(data)):
             raise ValueError("a text is not printable, or too long")
         return _contents(data, _with_squeezed(tensors))
@@ -392,49 +385,12 @@ def _texts(data: Any) -> Iterator[str]:
             rest += [*one, *one.values()]
 
 
-def _from_oldest(
-    header: Mapping[str, Any], data: Mapping[str, Any], tensors: Mapping[str, Tensor]
-) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return structure and tensors of a file of version 1 in the form of version 2."""
-    bits, prefix = header["allocation"], "state."
-    others = {key: t for key, t in tensors.items() if key.startswith(prefix)}
-    state = [[key, "float32", shape] for key, shape in data["floats"].items()]
-    for key, tensor in others.items():
-        state.append([key.removeprefix(prefix), _kind(tensor), list(tensor.shape)])
-    places = [field.name for field in fields(ActivationSite)]
-    structure = {
-        **data,
-        "about": {key: header[key] for key in ("network", "versions", "plan")},
-        "bits": [bits[unit["name"]] for unit in data["graph"]["units"]],
-        "sites": [dict(zip(places, one, strict=False)) for one in data["points"]],
-        "equalized": data.get("equalized", []),
-        "state": state,
-    }
-    byte, number = torch.uint8, torch.float32
-    codes = [_Reader(tensors, name, byte).tensor for name in ("weights", "zero_points")]
-    codes += [t.flatten().view(byte) for t in others.values()]
-    numbers = [
-        _Reader(
-            tensors, name, torch.int32 if name == "activation_zeros" else number
-        ).tensor
-        for name in (
-            "scales", "biases", "activation_scales", "activation_zeros", "floats"
-        )
-    ]  # fmt: skip
-    return structure, {
-        "codes": _joined(codes, byte),
-        "numbers": _joined(numbers, number).to(number),
-    }
-
-
 def _contents(data: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Contents:
     record = _record(data)
     codes = _Reader(tensors, "codes", torch.uint8)
     numbers = _Reader(tensors, "numbers", torch.float32)
     halves = _Reader(tensors, "halves", torch.float16)
     multiples = _Reader(tensors, "multiples", torch.uint8)
-    if "multiples" not in tensors:  # version 2 has them among the codes
-        multiples = codes
     units = _read_units(data, record, (codes, multiples, numbers, halves))
     steps, offsets = ([numbers.take(1) for _ in record.sites] for _ in range(2))
     state = {}
@@ -577,10 +533,7 @@ def _record(data: Mapping[str, Any]) -> Quantization:
 
 
 def _equalized(data: Any) -> Equalized:
-    # Earlier versions wrote neither shifts nor the first channel, or only shifts.
-    producer, consumer, exponents, *more = data
-    shifts = more[0] if more else []
-    first = more[1] if len(more) > 1 else 0
+    producer, consumer, exponents, shifts, first = data
 
     def whole(values: Any) -> tuple[int, ...]:
         what, limit = "exponent or shift", 1 << 15

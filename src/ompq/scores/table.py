@@ -97,8 +97,6 @@ def _packed_orm(orm: Table | None) -> Any:
 def _unpacked_orm(data: Any, count: int) -> Table | None:
     if data is None:
         return None
-    if isinstance(data, list):  # format ompq-plan/1
-        return np.array(json_table(data, "orm", (count, count)))
     text = json_text(json_object(data, "orm").get("float32"), "orm")
     numbers = np.frombuffer(base64.b64decode(text, validate=True), dtype="<f4")
     if len(numbers) != count * (count + 1) // 2 or not np.isfinite(numbers).all():
