@@ -2,8 +2,10 @@
 
 import copy
 
+import numpy as np
 import pytest
 import torch
+from torch import nn
 
 import ompq
 from nets import TinyMobileNet, scenes, seeded
@@ -78,3 +80,87 @@ def test_files_leave_their_arguments_alone(made, verb, tmp_path):
     ompq.save(quantized, path) if verb == "save" else ompq.load(path, model)
     assert same(before[0], state(model))
     assert same(before[1], state(quantized))
+
+
+class Overwriting(nn.Module):
+    """Normalises its input in place, and counts its calls in two buffers."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 4, 3)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+        self.register_buffer("replaced", torch.zeros(()))
+
+    def forward(self, x):
+        x.sub_(0.5).div_(0.25)
+        self.calls += 1
+        self.replaced = self.replaced + 1
+        return self.second(self.first(x).relu_()).mean((2, 3))
+
+
+class Pure(Overwriting):
+    def forward(self, x):
+        x = (x - 0.5) / 0.25
+        return self.second(self.first(x).relu()).mean((2, 3))
+
+
+@pytest.fixture(scope="module")
+def overwriting():
+    return seeded(Overwriting()), seeded(Pure())
+
+
+@pytest.mark.parametrize("score", ["sensitivity", "output_divergence", "fisher"])
+def test_a_forward_that_changes_its_input_is_planned_like_one_that_does_not(
+    overwriting, score
+):
+    config, found = ompq.PlanConfig(score=score), []
+    for model in overwriting:
+        given = SAMPLES.clone()
+        found.append(ompq.plan(model, given, "4bits", config))
+        assert torch.equal(given, SAMPLES)
+        assert (model.calls, model.replaced) == (0, 0)
+    np.testing.assert_allclose(*(p.scores.damage for p in found), rtol=1e-4)
+
+
+def test_a_forward_that_changes_its_input_is_quantized_like_one_that_does_not(
+    overwriting,
+):
+    outputs, divergences = [], []
+    for model in overwriting:
+        given = SAMPLES.clone()
+        quantized = ompq.quantize(model, {"*": 8}, given)
+        result = ompq.evaluate(quantized, ompq.Samples.of(given), reference=model)
+        learned = ompq.reconstruct(quantized, model, given, QUICK)
+        assert torch.equal(given, SAMPLES)
+        assert (model.calls, quantized.calls, learned.calls) == (0, 0, 0)
+        divergences.append(result.divergence)
+        with torch.no_grad():
+            outputs.append((quantized(given.clone()), model(SAMPLES.clone())))
+            model.calls.zero_()
+            model.replaced.zero_()
+    assert divergences[0] == pytest.approx(divergences[1], rel=1e-3)
+    torch.testing.assert_close(outputs[0][0], outputs[1][0])
+    error = (outputs[0][0] - outputs[0][1]).norm() / outputs[0][1].norm()
+    assert error < 0.05
+
+
+def test_a_file_of_a_forward_that_changes_its_input_computes_the_same(
+    overwriting, tmp_path
+):
+    onnxruntime = pytest.importorskip("onnxruntime")
+    model, _ = overwriting
+    given = SAMPLES.clone()
+    quantized = ompq.quantize(model, {"*": 8}, given)
+    ompq.export_onnx(quantized, tmp_path / "net.onnx", given)
+    assert torch.equal(given, SAMPLES)
+    session = onnxruntime.InferenceSession(tmp_path / "net.onnx")
+    (found,) = session.run(None, {session.get_inputs()[0].name: SAMPLES.numpy()})
+    with torch.no_grad():
+        expected = quantized(SAMPLES.clone())
+    assert np.abs(found - expected.numpy()).max() < 0.05 * expected.abs().max()
+
+
+def test_a_generator_is_read_once():
+    model = nn.Sequential(nn.Linear(6, 6), nn.TransformerEncoderLayer(6, 2, 8))
+    parts = (part for part in torch.randn(4, 3, 6).split(2))
+    assert len(ompq.trace(model, parts)) > 4

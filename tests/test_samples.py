@@ -1,6 +1,7 @@
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -363,7 +364,7 @@ def test_threads_that_run_two_networks_do_not_wait_for_ever():
 def test_samples_are_cut_like_tensors():
     runs = [values(3, 2), values(4, 2, seed=1), values(2, 5)]
     samples, whole = Samples.of(runs), [*runs[0], *runs[1], *runs[2]]
-    for start, stop in ((0, 3), (2, 6), (5, 9), (-3, None), (7, 7)):
+    for start, stop in ((0, 3), (2, 6), (5, 9), (-3, None)):
         found = [one for run in samples[start:stop].runs for one in run]
         assert len(found) == len(whole[start:stop])
         assert all(
@@ -371,6 +372,33 @@ def test_samples_are_cut_like_tensors():
         )
     with pytest.raises(ValueError, match="step 2 must be 1"):
         _ = samples[::2]
+    with pytest.raises(SampleError, match=r"samples\[7:7\] of 9 samples is empty"):
+        _ = samples[7:7]
+
+
+def test_samples_are_a_sequence_of_batches_of_one():
+    runs = [values(3, 2), values(2, 5)]
+    samples = Samples.of(runs)
+    for at in (0, 2, 4, -1, -5):
+        assert torch.equal(samples[at][0], [*runs[0], *runs[1]][at])
+    for at in (5, -6):
+        with pytest.raises(IndexError, match=f"there are 5 samples, so none is {at}"):
+            _ = samples[at]
+    assert len(list(samples)) == 5
+    again = Samples.of(list(samples))
+    assert all(map(torch.equal, again.runs, samples.runs))
+
+
+def test_arrays_of_numpy_are_samples():
+    array = np.linspace(0, 1, 12).reshape(4, 3)
+    wanted = torch.from_numpy(array).float()
+    for given in (array, [array[:3], array[3:]], array[:, ::-1][:, ::-1]):
+        (run,) = Samples.of(given).runs
+        assert torch.equal(run, wanted)
+    found = Samples.of({"ids": np.arange(4), "mask": np.ones((4, 2), bool)}).runs[0]
+    assert (found["ids"].dtype, found["mask"].dtype) == (torch.int64, torch.bool)
+    (pair,) = Samples.of((array, array)).runs
+    assert torch.equal(pair[1], wanted)
 
 
 def test_datasets_are_samples_and_targets_are_mentioned_once(caplog):
@@ -381,7 +409,7 @@ def test_datasets_are_samples_and_targets_are_mentioned_once(caplog):
         assert torch.equal(run, inputs)
     Samples.of(DataLoader(TensorDataset(inputs, targets), batch_size=8))
     told = [one.message for one in caplog.records]
-    assert told == ["samples come with targets, which are not used here"]
+    assert told == ["ignoring the targets that come with the samples"]
 
 
 def test_samples_without_values_of_their_own_are_refused():

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import chain
 from threading import Lock, RLock, get_ident
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, overload
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
@@ -54,8 +55,9 @@ class Samples:
 
         Args:
             given: A batch; an iterable of batches, which may differ in shape, such as a
-                list, a DataLoader or a generator; or a dataset. A tuple is several
-                inputs of one call. Of a list ``[inputs, targets]``, as a DataLoader of
+                list, a DataLoader or a generator; or a dataset. NumPy arrays become
+                tensors, of float32 if they hold floats. A tuple is several inputs of
+                one call. Of a list ``[inputs, targets]``, as a DataLoader of
                 labelled images yields, the targets (class numbers) are ignored.
 
         Raises:
@@ -65,7 +67,8 @@ class Samples:
             return given
         if isinstance(given, Dataset) and hasattr(given, "__len__"):
             given = DataLoader(given, batch_size=_READ_AT_ONCE)
-        single = isinstance(given, Tensor | tuple | Mapping) or is_labelled(given)
+        single = isinstance(given, Tensor | np.ndarray | tuple | Mapping)
+        single = single or is_labelled(given)
         if not single and not isinstance(given, Iterable):
             raise SampleError(
                 f"samples must be tensors or an iterable of batches, not "
@@ -92,10 +95,28 @@ class Samples:
     def __len__(self) -> int:
         return sum(map(batch_length, self.runs))
 
-    def __getitem__(self, part: slice) -> "Samples":
+    def __iter__(self) -> Iterator[Batch]:
+        """Yield each input as a batch of one."""
+        return self.batches(1)
+
+    @overload
+    def __getitem__(self, part: int) -> Batch: ...
+    @overload
+    def __getitem__(self, part: slice) -> "Samples": ...
+    def __getitem__(self, part: int | slice) -> "Samples | Batch":
+        """Return one input as a batch of one, or several in a row as Samples."""
+        if isinstance(part, int):
+            if not -len(self) <= part < len(self):
+                raise IndexError(f"there are {len(self)} samples, so none is {part}")
+            at = part % len(self)
+            return self[at : at + 1].runs[0]
         start, stop, step = part.indices(len(self))
         if step != 1:
             raise ValueError(f"samples are cut in order: step {step} must be 1")
+        if start >= stop:
+            raise SampleError(
+                f"samples[{part.start}:{part.stop}] of {len(self)} samples is empty"
+            )
         kept = []
         for run in self.runs:
             if max(start, 0) < min(stop, batch_length(run)):
@@ -160,8 +181,11 @@ def map_batch(batch: Batch, function: Callable[[Tensor], Tensor]) -> Batch:
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
-    """Return the batch on the device."""
-    return map_batch(batch, lambda t: t.to(device, non_blocking=True))
+    """Return a copy of the batch on the device.
+
+    A forward pass may change its input in place, so each pass gets its own.
+    """
+    return map_batch(batch, lambda t: t.to(device, non_blocking=True, copy=True))
 
 
 def arguments(batch: Batch) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
@@ -273,12 +297,35 @@ def evaluating(*models: nn.Module) -> Iterator[None]:
             for module, flag, mode in modes:
                 if mode:
                     setattr(module, flag, False)
-            with torch.no_grad(), visiting(*models):
+            with _buffers_restored(modules), torch.no_grad(), visiting(*models):
                 yield
         finally:
             for module, flag, mode in modes:
                 if getattr(module, flag) is not mode:  # setting it is slow
                     setattr(module, flag, mode)
+
+
+@contextmanager
+def _buffers_restored(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Undo what forward passes do to buffers, such as counting calls.
+
+    Our own modules are left out: their buffers are changed on purpose.
+    """
+    kept = [
+        (module._buffers, key, buffer, buffer._version, buffer.clone())
+        for module in modules
+        if not type(module).__module__.startswith("ompq.")
+        for key, buffer in module._buffers.items()
+        if buffer is not None and not buffer.is_inference() and not buffer.is_meta
+    ]
+    try:
+        yield
+    finally:
+        for buffers, key, buffer, version, value in kept:
+            if buffer._version != version:
+                with torch.no_grad():
+                    buffer.copy_(value)
+            buffers[key] = buffer
 
 
 def locked(model: nn.Module) -> AbstractContextManager[object]:
@@ -407,7 +454,7 @@ def _read(batches: Iterable[Any]) -> Iterator[Batch]:
 def _inputs(batch: Any) -> Batch:
     """Return the inputs of a batch in host memory, checked."""
     if is_labelled(batch):
-        _say_once("samples come with targets, which are not used here")
+        _say_once("ignoring the targets that come with the samples")
         batch = batch[0]
     elif isinstance(batch, list) and len(batch) == 1:
         batch = batch[0]
@@ -416,7 +463,7 @@ def _inputs(batch: Any) -> Batch:
             f"samples yield lists of {len(batch)}; pass the inputs alone, for example "
             "[x for x, _ in loader], or tuples if the network takes several"
         )
-    inputs = dict(batch) if isinstance(batch, Mapping) else batch
+    inputs = _without_arrays(dict(batch) if isinstance(batch, Mapping) else batch)
     if not isinstance(inputs, Tensor | tuple | dict) or not all(
         isinstance(value, Tensor) for value in _tensors(inputs)
     ):
@@ -439,6 +486,19 @@ def _check_values(value: Tensor) -> None:
     checked = value.numel() and value.is_floating_point()
     if checked and not torch.stack(value.aminmax()).isfinite().all():
         raise SampleError("samples hold NaN or infinity; check the preprocessing")
+
+
+def _without_arrays(inputs: Any) -> Any:
+    """Return inputs with NumPy arrays as tensors."""
+    if isinstance(inputs, np.ndarray):
+        floats = inputs.dtype.kind == "f"
+        array = inputs.astype(np.float32) if floats else inputs
+        return torch.from_numpy(np.ascontiguousarray(array))
+    if type(inputs) is tuple:
+        return tuple(map(_without_arrays, inputs))
+    if isinstance(inputs, dict):
+        return {key: _without_arrays(value) for key, value in inputs.items()}
+    return inputs
 
 
 def _types(batch: Batch) -> tuple[Any, list[tuple[torch.dtype, torch.Size, bool]]]:

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
-from torch.nn.parameter import is_lazy
 
 from ompq.errors import OmpqError, QuantizationError, SampleError, TraceError, shortened
 from ompq.files import shown
@@ -72,6 +71,7 @@ def trace(model: nn.Module, samples: SamplesLike, *, tie: bool = True) -> LayerG
         TraceError: The network fails on the samples or has no layer to quantize.
         QuantizationError: The network is already quantized.
     """
+    samples = Samples.of(samples)  # once: a generator yields its samples only once
     model = with_layers(float_network(model), samples)
     return find_units(model, observe(model, samples), tie=tie)
 

@@ -18,7 +18,7 @@ from ompq.errors import ScoreError
 from ompq.network.folding import channel_axis, channel_factors, norm_scales
 from ompq.network.units import Choice, Table, Unit, by_bits
 from ompq.parallel import share_out
-from ompq.samples import Batch, arguments, collect, model_device
+from ompq.samples import Batch, arguments, collect, map_batch, model_device
 from ompq.scores.table import Needs, ScoreInputs, ScoreTable
 from ompq.weight_ranges import (
     QuickGrids,
@@ -374,4 +374,5 @@ def _input_noise(given: ScoreInputs) -> Table:
 
 def output_with(model: nn.Module, batch: Batch, weights: Mapping[str, Tensor]) -> Any:
     """Run the network with some weights replaced; return its output."""
-    return functional_call(model, dict(weights), *arguments(batch))
+    own = map_batch(batch, torch.clone)  # it may change its input in place
+    return functional_call(model, dict(weights), *arguments(own))

@@ -14,7 +14,15 @@ from ompq.entropy_coding.rates import between_codes
 from ompq.errors import DataError, QuantizationError
 from ompq.layers import QuantizedLayer, activation_quantizers, quantized_layers
 from ompq.quantization.record import quantization_of
-from ompq.samples import Batch, batch_length, call, class_rows, first_tensor, to_device
+from ompq.samples import (
+    Batch,
+    batch_length,
+    call,
+    class_rows,
+    first_tensor,
+    map_batch,
+    to_device,
+)
 from ompq.training.methods import WeightRule
 
 # A scale must stay positive: it may shrink to this fraction of its initial value. One
@@ -163,7 +171,8 @@ class Gradients:
         expected = None
         if self.teacher is not None:
             with torch.no_grad(), self._autocast():
-                expected = first_tensor(call(self.teacher, inputs)).float()
+                own = map_batch(inputs, torch.clone)  # it may be changed in place
+                expected = first_tensor(call(self.teacher, own)).float()
         with self._autocast():
             output = call(self.model, inputs)  # type: ignore[arg-type]
             logits = first_tensor(output).float()
