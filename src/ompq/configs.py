@@ -309,6 +309,12 @@ class QuantizeConfig(Config):
         "None means one scale per channel. A plan has its own (PlanConfig).",
         check=_group_problem,
     )
+    half_scales: bool = setting(
+        False,
+        "Whether scales of weights are 16-bit floats, as in GGUF files. Otherwise "
+        "those of groups take a byte each in a packed file, and others are 32-bit "
+        "floats.",
+    )
     batch_size: int = setting(64, "Maximum number of samples per forward pass.", COUNT)
     output: str | None = setting(
         None,

@@ -21,8 +21,9 @@ _MOST_WEIGHTS = 1 << 53  # limit for a unit read from a file; exact in float64
 _MOST_AXES = 8  # limit for a weight read from a file; a Conv3d's has five
 # Kinds whose weights are rounded in place, because the module does more than multiply.
 IN_PLACE = ("embedding", "recurrent")
-# Kinds whose weights, (out, in), may have a scale for each group of inputs.
-GROUPED = ("linear", "recurrent")
+# Kinds whose weights, (out, in), may have a scale for each group of inputs. Those of an
+# embedding are tokens and channels.
+GROUPED = ("linear", "recurrent", "embedding")
 
 
 class Choice(NamedTuple):

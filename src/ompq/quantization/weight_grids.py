@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ompq.allocation.problem import Allocation
 from ompq.configs import QuantizeConfig
 from ompq.costs import can_be_coded, coded_bytes
-from ompq.entropy_coding.rates import coded_grid, to_multiples
+from ompq.entropy_coding.rates import LARGEST_HALF, coded_grid, to_multiples
 from ompq.errors import QuantizationError
 from ompq.grids import Grid, like_weight, of_groups
 from ompq.network.units import Choice, LayerGraph, Unit
@@ -34,6 +34,7 @@ WeightGrid: TypeAlias = Callable[[Unit, Tensor, int], tuple[Grid, Tensor]]
 
 ROUNDING = "rounding weights"
 
+_LEAST_HALF = 2.0**-24  # the least positive float of 16 bits
 _LARGEST_FEEDBACK_BITS = 6  # above, rounding to nearest loses next to nothing
 
 
@@ -95,14 +96,22 @@ def find_weight_grids(
             if gram is not None and not unit.group_size:
                 options["gram"] = channel_grams(gram, unit.out_channels)
             grid = search_weight(weight.float(), bits, **options)
-        if unit.group_size:
+        if config.half_scales:
+            grid = replace(grid, scale=_half(grid.scale))
+        elif unit.group_size:
             grid = _byte_scales(grid, weight, unit)
         if gram is None:
             return grid, weight
-        # Scales of groups must stay what a packed file holds.
-        return round_with_feedback(weight, grid, gram, refit=not unit.group_size)
+        # Scales of groups, and halves, must stay what a file holds.
+        fixed = unit.group_size or config.half_scales
+        return round_with_feedback(weight, grid, gram, refit=not fixed)
 
     return weight_grid
+
+
+def _half(scale: Tensor) -> Tensor:
+    """Round scales to positive 16-bit floats."""
+    return scale.clamp(_LEAST_HALF, LARGEST_HALF).half().to(scale)
 
 
 def _byte_scales(grid: Grid, weight: Tensor, unit: Unit) -> Grid:

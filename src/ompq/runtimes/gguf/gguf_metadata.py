@@ -1,0 +1,145 @@
+"""Metadata of GGUF files: architecture, hyper-parameters and tokenizer."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from ompq.errors import ExportError, MissingExtraError
+from ompq.version import library_version
+
+# Decoders of transformers that llama.cpp computes, and what it calls them.
+ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2"}
+_NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5  # kinds of tokens
+_SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+
+
+def gguf_library() -> Any:
+    """Import and return gguf."""
+    try:
+        import gguf
+    except ImportError as error:
+        raise MissingExtraError("gguf", "gguf") from error
+    return gguf
+
+
+def architecture(network: nn.Module) -> str:
+    """Return what llama.cpp calls a network's architecture.
+
+    Raises:
+        ExportError: It is not one that ompq writes.
+    """
+    kind = getattr(getattr(network, "config", None), "model_type", "")
+    if kind not in ARCHITECTURES:
+        raise ExportError(
+            f"{type(network).__name__} cannot be written as GGUF: only decoders of "
+            f"transformers of the types {', '.join(ARCHITECTURES)} can"
+        )
+    return ARCHITECTURES[kind]
+
+
+def add_hyperparameters(writer: Any, config: Any) -> None:
+    """Add what llama.cpp needs to know of a network, from its config."""
+    window = getattr(config, "sliding_window", None)
+    if window and getattr(config, "use_sliding_window", True):
+        raise ExportError(
+            f"sliding_window={window} cannot be written as GGUF; set it to None if "
+            "inputs are shorter than that"
+        )
+    heads = config.num_attention_heads
+    size = head_size(config)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(getattr(config, "num_key_value_heads", None) or heads)
+    writer.add_key_length(size)
+    writer.add_value_length(size)
+    writer.add_rope_dimension_count(size)
+    writer.add_rope_freq_base(rope_base(config))
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_quantization_version(2)
+    writer.add_quantized_by(f"ompq {library_version()}")
+
+
+def head_size(config: Any) -> int:
+    """Return the number of channels of one attention head."""
+    given = getattr(config, "head_dim", None)
+    return int(given or config.hidden_size // config.num_attention_heads)
+
+
+def rope_base(config: Any) -> float:
+    """Return the base of the rotary embedding's frequencies."""
+    rope: Mapping[str, Any] = getattr(config, "rope_parameters", None) or {}
+    return float(rope.get("rope_theta") or getattr(config, "rope_theta", 1e4))
+
+
+def tokenizer_of(network: nn.Module) -> Any:
+    """Return the tokenizer in the folder that a network was loaded from.
+
+    Raises:
+        ExportError: There is none.
+    """
+    import transformers
+
+    folder = str(getattr(network, "name_or_path", ""))
+    try:
+        if not folder or not Path(folder).is_dir():
+            raise ValueError(f"{folder or 'none'} is no folder")
+        return transformers.AutoTokenizer.from_pretrained(
+            folder, trust_remote_code=False, local_files_only=True
+        )
+    except (OSError, ValueError) as error:
+        raise ExportError(
+            "a GGUF file holds the tokenizer, and none was found in the folder that "
+            f"the network was loaded from ({error}). Load the network with "
+            "transformers:FOLDER or from_pretrained, from a folder with its tokenizer"
+        ) from error
+
+
+def add_tokenizer(writer: Any, tokenizer: Any, vocabulary: int, kind: str) -> None:
+    """Add a tokenizer.
+
+    Args:
+        vocabulary: Number of rows of the embedding; a tokenizer may have fewer tokens.
+        kind: What llama.cpp calls the way it splits text into words.
+
+    Raises:
+        ExportError: It is not byte-level BPE.
+    """
+    model = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
+    if model["type"] != "BPE" or model.get("byte_fallback"):
+        raise ExportError(
+            f"the tokenizer ({type(tokenizer).__name__}, {model['type']}) cannot be "
+            "written as GGUF: only byte-level BPE can"
+        )
+    special = {*tokenizer.all_special_ids}
+    tokens = [f"[PAD{at}]" for at in range(vocabulary)]
+    kinds = [_UNUSED] * vocabulary
+    added = tokenizer.added_tokens_decoder
+    for token, at in tokenizer.get_vocab().items():
+        tokens[at], kinds[at] = token, _NORMAL
+        if at in added or at in special:
+            hidden = at in special or added[at].special
+            kinds[at] = _CONTROL if hidden else _USER_DEFINED
+    merges = [one if isinstance(one, str) else " ".join(one) for one in model["merges"]]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(kind)
+    writer.add_token_list(tokens)
+    writer.add_token_types(kinds)
+    if merges:
+        writer.add_token_merges(merges)
+    for ours, theirs in _SPECIAL.items():
+        at = getattr(tokenizer, f"{ours}_token_id", None)
+        if at is not None:
+            writer.add_uint32(f"tokenizer.ggml.{theirs}_token_id", at)
+    first = tokenizer("a")["input_ids"][:1]
+    writer.add_add_bos_token(
+        tokenizer.bos_token_id is not None and first == [tokenizer.bos_token_id]
+    )
+    if isinstance(tokenizer.chat_template, str):
+        writer.add_chat_template(tokenizer.chat_template)
