@@ -54,6 +54,7 @@ _LIMITS: Mapping[str, _Limit] = {
             ("total", "total_bytes"),
             ("onnx", "onnx_bytes"),
             ("graph", "graph_bytes"),
+            ("gguf", "gguf_bytes"),
         )
     },
     "bit_ops": _Limit(
@@ -90,12 +91,13 @@ class Budget:
         total_mib: This memory and the packed file together, in MiB.
         onnx_mib: Size of the ONNX file in MiB.
         graph_mib: Size of a packed file with its ONNX graph in MiB.
+        gguf_mib: Size of the GGUF file in MiB.
 
     Example:
         >>> Budget.parse("1.5MiB, 75GBOPs")
         Budget(size_mib=1.5, size_mb=None, bit_ops=75000000000.0, average_bits=None, \
 percent=None, latency_ms=None, activations_mib=None, total_mib=None, onnx_mib=None, \
-graph_mib=None)
+graph_mib=None, gguf_mib=None)
     """
 
     size_mib: float | None = None
@@ -108,6 +110,7 @@ graph_mib=None)
     total_mib: float | None = None
     onnx_mib: float | None = None
     graph_mib: float | None = None
+    gguf_mib: float | None = None
 
     def __post_init__(self) -> None:
         if not self._given():
@@ -134,7 +137,8 @@ graph_mib=None)
         Units: B, KB, KiB, MB, MiB, GB, GiB; bits (the average over all weights); BOPs
         with k, M, G or T; % of the float network's size; ms. ``activations:512KiB``
         limits the peak memory of activations, ``total:2MiB`` this plus the file,
-        ``onnx:2MiB`` the ONNX file, and ``graph:2MiB`` a packed file with its graph.
+        ``onnx:2MiB`` the ONNX file, ``graph:2MiB`` a packed file with its graph, and
+        ``gguf:80MiB`` the GGUF file.
 
         Raises:
             BudgetError: The text is not a budget.
@@ -183,6 +187,23 @@ graph_mib=None)
                     f"{_best_read(name, value)}; plan again for that much less"
                 )
         return ""
+
+    def of_file(self, file: str) -> "Budget":
+        """Return the budget with its size, if it limits one, as that of a file.
+
+        Example:
+            >>> print(Budget.parse("80MiB").of_file("gguf"))
+            gguf:80MiB
+        """
+        size = self._given().keys() & {"size_mib", "size_mb"}
+        if not file or not size:
+            return self
+        parts = str(self).split(", ")
+        sizes = Budget(**{name: getattr(self, name) for name in size})
+        written = str(sizes).split(", ")
+        return Budget.parse(
+            ", ".join(f"{file}:{one}" if one in written else one for one in parts)
+        )
 
     def _given(self) -> dict[str, float]:
         return {name: value for name, value in vars(self).items() if value is not None}

@@ -13,13 +13,15 @@ from ompq.bit_widths import FLOAT_BITS, SUM_BITS
 from ompq.network.units import Choice, LiveTensor, Table
 from ompq.schema import json_list, json_object, json_table, json_whole
 
-FILES = ("onnx_bytes", "graph_bytes")  # costs that only the network itself can tell
+# Costs that only the network itself can tell.
+FILES = ("onnx_bytes", "graph_bytes", "gguf_bytes")
 # What messages add to a number of bytes that is not the size of the packed file.
 PURPOSES = {
     "activation_bytes": " for activations",
     "total_bytes": " in total",
     "onnx_bytes": " as ONNX",
     "graph_bytes": " with its graph",
+    "gguf_bytes": " as GGUF",
 }
 
 _PLACES = 13  # largest number of decimals of a cost that is summed exactly
@@ -92,7 +94,7 @@ class Cost:
     """What each choice of each unit costs."""
 
     # ``bytes``, ``bit_ops``, ``weight_bits``, ``milliseconds``, ``activation_bytes``,
-    # ``total_bytes``, ``onnx_bytes`` or ``graph_bytes``
+    # ``total_bytes``, ``onnx_bytes``, ``graph_bytes`` or ``gguf_bytes``
     name: str
     table: Table  # cost of each choice, (units, choices)
     constant: float = 0.0  # what no choice changes, such as parameters that stay float

@@ -4,6 +4,7 @@ import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -66,6 +67,8 @@ def plan(
         TraceError: The network cannot be observed or, if strict, stays partly float.
     """
     budget, samples = Budget.of(budget), Samples.of(samples)
+    target = _target(config)
+    budget = budget if target is None else budget.of_file(target.file)
     model = with_layers(model, samples)
     report = progress or no_progress
     report(0, 3, "observing the network")
@@ -74,13 +77,8 @@ def plan(
     if config.strict and graph.skipped:
         left = [f"{entry.name} ({entry.reason})" for entry in graph.skipped]
         raise TraceError(f"strict: not everything can be planned: {shortened(left, 3)}")
-    files: tuple[Cost, ...] = ()
-    limited = zip(FILES, (budget.onnx_mib, budget.graph_mib), strict=True)
-    if names := [name for name, limit in limited if limit]:
-        # Needs the extra `onnx`, which other budgets do without.
-        from ompq.runtimes.onnx.onnx_sizes import file_costs
-
-        files = file_costs(model, samples, graph, problem, names)
+    files = _files(model, samples, graph, problem, budget)
+    if files:
         costs = {**problem.costs, **{one.name: one for one in files}}
         problem = replace(problem, costs=costs)
     # Before the score runs: an infeasible budget should be reported at once.
@@ -113,11 +111,33 @@ def plan(
         method=config.method,
         score_name=score_name(score),
         latency=config.latency,
-        target=_target(config),
+        target=target,
         activations=alive,
         files=files,
         output=str(given.outputs),
     )
+
+
+def _files(
+    model: nn.Module,
+    samples: Samples,
+    graph: LayerGraph,
+    problem: Problem,
+    budget: Budget,
+) -> tuple[Cost, ...]:
+    """Return the sizes of the files that a budget limits, except the packed one."""
+    limits = dict(zip(FILES, (budget.onnx_mib, budget.graph_mib), strict=False))
+    files: tuple[Cost, ...] = ()
+    if names := [name for name, limit in limits.items() if limit]:
+        # Needs the extra `onnx`, which other budgets do without.
+        from ompq.runtimes.onnx.onnx_sizes import file_costs
+
+        files = file_costs(model, samples, graph, problem, names)
+    if budget.gguf_mib:
+        from ompq.runtimes.gguf.gguf_sizes import gguf_cost
+
+        files = (*files, gguf_cost(model, graph, problem))
+    return files
 
 
 def chosen_score(config: PlanConfig) -> Score | str:
@@ -170,7 +190,7 @@ def unscored_problem(
 
     Live tensors, whose bytes a budget may limit, are found only with ``memory``.
     """
-    samples = Samples.of(samples)
+    samples, config = Samples.of(samples), _at_target(config)
     model = with_layers(float_network(model), samples)
     recording = observe(model, samples)
     graph = find_units(model, recording, tie=config.tie)
@@ -299,6 +319,20 @@ def _target(config: PlanConfig) -> Target | None:
             "file, or an ompq.Target"
         )
     return load_target(str(given))
+
+
+def _at_target(config: PlanConfig) -> PlanConfig:
+    """Return the settings with what the target requires and nothing else was given."""
+    target, changes = _target(config), dict[str, Any]()
+    if target is None:
+        return config
+    inputs = target.operators["default"].activation_bits
+    usual = config.activation_choices == PlanConfig.activation_choices
+    if usual and not {*inputs} & {*config.activation_choices}:
+        changes["activation_choices"] = inputs
+    if config.group_size is None:
+        changes["group_size"] = target.settings.get("group_size")
+    return replace(config, **changes)
 
 
 def _taken(

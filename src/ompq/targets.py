@@ -11,20 +11,24 @@ A profile is a small JSON file::
 
 Operators are kinds of units (conv, depthwise, pointwise, grouped, transposed, linear,
 embedding, recurrent); ``default`` stands for all others. ``"coded": false``, beside the
-name, says that the target cannot decode entropy-coded weights. ``symmetric`` in older
-profiles is ignored: weights in exported files are always symmetric.
+name, says that the target cannot decode entropy-coded weights; ``"file": "gguf"`` that
+sizes in budgets are those of a GGUF file; and ``"settings"`` has fields of
+:class:`ompq.QuantizeConfig` that the target requires, unless others are given.
+``symmetric`` in older profiles is ignored: weights in exported files are always
+symmetric.
 """
 
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from ompq.bit_widths import FLOAT_BITS, WIDTHS
-from ompq.errors import TargetError, suggestion
+from ompq.configs import QuantizeConfig
+from ompq.errors import TargetError, check_known, suggestion
 from ompq.network.units import Choice, Unit
-from ompq.schema import json_flag, json_text, read_json
+from ompq.schema import json_flag, json_object, json_text, read_json
 
 FORMAT = "ompq-target/1"
 KINDS = (
@@ -32,6 +36,7 @@ KINDS = (
     "recurrent",
 )  # fmt: skip
 _DEFAULT = "default"
+_FILES = ("", "gguf")
 _FOLDER = Path(__file__).parent / "target_profiles"
 _WIDTHS = (*WIDTHS, FLOAT_BITS)
 _CHOICE = re.compile(r"W(\d+)A(\d+)")
@@ -55,6 +60,9 @@ class Target:
     name: str
     operators: Mapping[str, OperatorSupport]  # by kind of unit, or ``default``
     coded: bool = True  # whether the target can decode entropy-coded weights
+    file: str = ""  # what a budget's size limits: ``gguf``; the packed file if empty
+    # Fields of QuantizeConfig that the target requires.
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
     def operator(self, unit: Unit) -> OperatorSupport:
         """Return what the target supports for a unit."""
@@ -81,7 +89,10 @@ class Target:
         """Return plain data for JSON."""
         kinds = {kind: asdict(one) for kind, one in self.operators.items()}
         coded = {} if self.coded else {"coded": False}
-        return {"format": FORMAT, "name": self.name, **coded, "operators": kinds}
+        more: dict[str, Any] = {"file": self.file} if self.file else {}
+        more |= {"settings": dict(self.settings)} if self.settings else {}
+        about = {"format": FORMAT, "name": self.name, **coded, **more}
+        return {**about, "operators": kinds}
 
     @classmethod
     def from_json(cls, data: Any) -> "Target":
@@ -102,7 +113,8 @@ class Target:
             raise TargetError('"name" must be a non-empty string')
         try:
             coded = json_flag(data.get("coded", True), "coded")
-            return cls(name, {k: _operator(k, one) for k, one in kinds.items()}, coded)
+            read = {kind: _operator(kind, one) for kind, one in kinds.items()}
+            return cls(name, read, coded, _file(data), _settings(data))
         except ValueError as error:
             raise TargetError(str(error)) from error
 
@@ -128,6 +140,25 @@ def load_target(name: str | Path) -> Target:
         return Target.from_json(read_json(path))
     except (ValueError, TargetError) as error:
         raise TargetError(f"{path} is not a valid target profile: {error}") from error
+
+
+def _file(data: Mapping[str, Any]) -> str:
+    file = data.get("file", "")
+    if file not in _FILES:
+        raise ValueError(f'"file" must be one of {", ".join(_FILES[1:])}, or omitted')
+    return str(file)
+
+
+def _settings(data: Mapping[str, Any]) -> Mapping[str, Any]:
+    given = json_object(data.get("settings", {}), "settings")
+    known = [one.name for one in fields(QuantizeConfig)]
+    for name in given:
+        check_known("settings", name, known)
+    try:
+        QuantizeConfig(**given)
+    except TypeError as error:
+        raise ValueError(str(error)) from error
+    return dict(given)
 
 
 def _operator(kind: str, data: Any) -> OperatorSupport:

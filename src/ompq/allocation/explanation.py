@@ -8,7 +8,7 @@ import numpy as np
 from ompq.allocation.problem import Columns, Problem, Program
 from ompq.allocation.relaxation import relaxation
 from ompq.budgets import Budget
-from ompq.cost_tables import Cost, readable
+from ompq.cost_tables import FILES, Cost, readable
 from ompq.errors import PatternError, shortened, suggestion
 from ompq.network.units import Choice
 
@@ -212,7 +212,7 @@ def _price(found: Explanation, cost: Cost) -> str:
     if price <= 0:
         return "this limit is not binding"
     amount, unit = {
-        **dict.fromkeys(("bytes", "onnx_bytes", "graph_bytes"), (1024.0, "KiB")),
+        **dict.fromkeys(("bytes", *FILES), (1024.0, "KiB")),
         "bit_ops": (1e9, "GBOP"),
         "weight_bits": (cost.reference / 100 or 1.0, "hundredth of a bit"),
         "milliseconds": (1.0, "ms"),

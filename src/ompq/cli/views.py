@@ -199,7 +199,11 @@ def totals(plan: Plan) -> list[tuple[str, str]]:
         text = f"{peak} of activations at once, {in_bytes(total)} with the weights"
         rows.append(("memory", text))
     if plan.files:
-        words = {"onnx_bytes": "ONNX", "graph_bytes": "packed with its graph"}
+        words = {
+            "onnx_bytes": "ONNX",
+            "graph_bytes": "packed with its graph",
+            "gguf_bytes": "GGUF",
+        }
         sizes = [f"{words[one.name]} {in_bytes(sums[one.name])}" for one in plan.files]
         rows.append(("files", ", ".join(sizes)))
     if "milliseconds" in sums:
@@ -230,6 +234,7 @@ def used(plan: Plan) -> list[str]:
         (budget.total_mib, "total_bytes"),
         (budget.onnx_mib, "onnx_bytes"),
         (budget.graph_mib, "graph_bytes"),
+        (budget.gguf_mib, "gguf_bytes"),
     ):
         if limit is not None:
             limit *= 1 if name == "bit_ops" else 2**20

@@ -17,7 +17,7 @@ from ompq.network.graph import find_units, float_network, observe
 from ompq.network.units import LayerGraph
 from ompq.offload import to_host
 from ompq.outputs import Outputs
-from ompq.plans import Plan
+from ompq.plans import Plan, read_bits
 from ompq.progress import Progress, no_progress
 from ompq.quantization.activation_sites import ActivationSite, find_sites
 from ompq.quantization.assembly import assemble
@@ -62,7 +62,7 @@ def quantize(
     """
     report = progress or no_progress
     report(0, 4, "observing the network")
-    samples = Samples.of(samples)
+    samples, (plan, config) = Samples.of(samples), _at_target(plan, config)
     model = with_layers(float_network(model), samples)
     recording = observe(model, samples)
     graph, allocation, output = resolve_choices(
@@ -124,6 +124,23 @@ def _restore_moments(
     moments = float_moments(model, units, samples, batch_size)
     with evaluating(quantized):
         restore_moments(layers, moments, batch_runs(quantized, samples, batch_size))
+
+
+def _at_target(plan: Any, config: QuantizeConfig) -> tuple[Any, QuantizeConfig]:
+    """Return a plan, and the settings with what its target requires.
+
+    Settings that were changed from their defaults stay as they are.
+    """
+    plan = read_bits(Path(plan)) if isinstance(plan, str | Path) else plan
+    target = plan.target if isinstance(plan, Plan) else None
+    required = {} if target is None else dict(target.settings)
+    usual = {
+        n: v
+        for n, v in required.items()
+        if getattr(config, n) == getattr(QuantizeConfig, n)
+    }
+    usual.pop("group_size", None)  # a plan has its own
+    return plan, replace(config, **usual)
 
 
 def _calibrate(

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ompq.allocation.problem import Allocation
 from ompq.configs import Accounting
@@ -154,15 +154,15 @@ def _replaced_bytes(unit: Unit, bits: Choice, accounting: Accounting) -> float:
 def keep_rates(quantized: nn.Module) -> None:
     """Make units fit their planned sizes in a packed file, in place.
 
-    Scales of groups and of coded units become multiples of one number, and biases of
-    coded units 16-bit floats. While codes exceed their limit, those that matter least
-    for the bits they save move towards zero. A network that already fits stays as it
-    is.
+    Scales of groups, unless all are 16-bit floats, and of coded units become multiples
+    of one number, and biases of coded units 16-bit floats. While codes exceed their
+    limit, those that matter least for the bits they save move towards zero. A network
+    that already fits stays as it is.
     """
     record, layers = quantization_of(quantized), quantized_layers(quantized)
     state = quantized.state_dict(keep_vars=True)
     for layer in layers.values():
-        if layer.group_size:
+        if layer.group_size and not _are_halves(layer.weight_scale):
             layer.weight_scale.copy_(to_multiples(layer.weight_scale))
     for unit in record.graph.units:
         rate = record.allocation[unit.name].rate
@@ -171,6 +171,10 @@ def keep_rates(quantized: nn.Module) -> None:
             bias.copy_(bias.clamp(-LARGEST_HALF, LARGEST_HALF).half())
         if rate and unit.name in layers:
             _keep_rate(layers[unit.name], coded_bytes(unit.weights, rate))
+
+
+def _are_halves(scale: Tensor) -> bool:
+    return bool((scale.half().to(scale) == scale).all())
 
 
 def _keep_rate(layer: QuantizedLayer, limit: int) -> None:

@@ -96,26 +96,24 @@ def find_weight_grids(
             if gram is not None and not unit.group_size:
                 options["gram"] = channel_grams(gram, unit.out_channels)
             grid = search_weight(weight.float(), bits, **options)
-        if config.half_scales:
-            grid = replace(grid, scale=_half(grid.scale))
-        elif unit.group_size:
-            grid = _byte_scales(grid, weight, unit)
+        # Scales of groups, and halves, must stay what a file holds.
+        free = not (unit.group_size or config.half_scales)
+        if not free:
+            grid = _stored_scales(grid, weight, unit, config)
         if gram is None:
             return grid, weight
-        # Scales of groups, and halves, must stay what a file holds.
-        fixed = unit.group_size or config.half_scales
-        return round_with_feedback(weight, grid, gram, refit=not fixed)
+        return round_with_feedback(weight, grid, gram, refit=free)
 
     return weight_grid
 
 
-def _half(scale: Tensor) -> Tensor:
-    """Round scales to positive 16-bit floats."""
-    return scale.clamp(_LEAST_HALF, LARGEST_HALF).half().to(scale)
-
-
-def _byte_scales(grid: Grid, weight: Tensor, unit: Unit) -> Grid:
-    """Round the scales of groups so that each takes one byte in a packed file."""
+def _stored_scales(
+    grid: Grid, weight: Tensor, unit: Unit, config: QuantizeConfig
+) -> Grid:
+    """Round scales to 16-bit floats, or so that they take a byte in a packed file."""
+    if config.half_scales:
+        scale = grid.scale.clamp(_LEAST_HALF, LARGEST_HALF).half().to(grid.scale)
+        return replace(grid, scale=scale)
     size = unit.group_size
     scale = of_groups(grid.scale, size)
     # An all-zero group has an arbitrary scale, which must not become the largest.

@@ -59,16 +59,16 @@ class BlockType:
 def _nibbles(codes: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """Return the lower four bits, those of the second half above the first's."""
     half = BLOCK // 2
-    return (codes[:, :half] & 15) | (codes[:, half:] << 4)
+    return (codes[:, :half] & np.uint8(15)) | (codes[:, half:] << np.uint8(4))
 
 
 def _fives(codes: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    fifth = np.packbits(codes >> 4, axis=1, bitorder="little")
+    fifth = np.packbits(codes >> np.uint8(4), axis=1, bitorder="little")
     return np.hstack([fifth, _nibbles(codes)])
 
 
 def _signed(codes: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    return codes ^ 0x80  # code - 128 in two's complement
+    return codes ^ np.uint8(0x80)  # code - 128 in two's complement
 
 
 # By the width of the weights.

@@ -4,6 +4,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.metadata import version
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -12,25 +14,41 @@ from torch import Tensor, nn
 
 from ompq.bit_widths import FLOAT_BITS
 from ompq.budgets import Budget
-from ompq.errors import BudgetError, ExportError
+from ompq.errors import ExportError
 from ompq.files import replacing
+from ompq.network.observation import tensors_in
+from ompq.runtimes.gguf.gguf_blocks import BLOCK
 from ompq.runtimes.gguf.gguf_metadata import (
     add_hyperparameters,
     add_tokenizer,
     architecture,
+    decoder_config,
     gguf_library,
     tokenizer_of,
 )
-from ompq.runtimes.gguf.gguf_tensors import most_common_bits, named_tensors
+from ompq.runtimes.gguf.gguf_tensors import (
+    most_common_bits,
+    named_tensors,
+    rounded_units,
+)
 from ompq.runtimes.gguf.llama_runtime import has_llama, llama_version, next_tokens
 from ompq.runtimes.verification import Agreement, compare_outputs
-from ompq.samples import Samples, SamplesLike, call, evaluating, model_device
-from ompq.network.observation import tensors_in
+from ompq.samples import (
+    Samples,
+    SamplesLike,
+    attached,
+    call,
+    evaluating,
+    model_device,
+)
 
 _PROMPTS, _TOKENS = 8, 64  # compared: so many samples, and so many tokens of each
-# llama.cpp rounds inputs of layers to 8 bits in blocks of 32. The logits of random
-# networks then differ by up to 0.05, and by 1 or more if anything is in a wrong place.
-_LIMIT = 0.3
+# How much logits may differ: by what 16-bit keys and values change at most, and twice
+# what rounding the inputs of layers changes in PyTorch, as llama.cpp rounds them.
+_FLOATS, _ROUNDINGS = 0.05, 2
+# A text in which tokenizers differ: digits, contractions, spaces, scripts.
+_TEXT = "It's 1234567 o'clock; DON'T  panic!\n\n\tFüße, 東京 x2=3.14"
+_TINY = 1e-30  # so that nothing is divided by 0
 _FILE_TYPES = {FLOAT_BITS: 0, 4: 2, 5: 8, 8: 7}  # what most weights are
 
 
@@ -41,11 +59,11 @@ class GgufResult:
     path: Path
     bytes: int
     types: Mapping[str, int]  # number of tensors of each type
-    # Agreement of llama.cpp with PyTorch; None if llama.cpp is not installed, and only
+    # Agreement of llama.cpp with PyTorch; None if llama.cpp is not installed: then only
     # the values of the weights were compared.
     simulated: Agreement | None
+    limit: float  # how much logits were allowed to differ
     runtime: str  # what it was verified with, for example ``xllamacpp 0.2.0``
-    limit: float = _LIMIT  # how much logits were allowed to differ
 
 
 def write_gguf(
@@ -53,7 +71,6 @@ def write_gguf(
     path: str | Path,
     samples: SamplesLike,
     *,
-    name: str = "",
     budget: Budget | None = None,
 ) -> GgufResult:
     """Write a decoder of transformers for llama.cpp, with its tokenizer.
@@ -65,7 +82,6 @@ def write_gguf(
     Args:
         network: A float network, or one planned with ``target="gguf"`` and quantized.
         samples: Tokens, (N, length); the first few are prompts to compare logits on.
-        name: The network's name, which the file holds.
         budget: A file that exceeds its ``gguf`` limit is not written.
 
     Raises:
@@ -75,51 +91,55 @@ def write_gguf(
     """
     tokenizer = tokenizer_of(network)
     with replacing(path) as temporary:
-        counts = _write(network, temporary, tokenizer, name)
+        counts = _write(network, temporary, tokenizer)
         size = temporary.stat().st_size
         excess = budget.excess("gguf_bytes", size) if budget is not None else ""
         if excess:
             raise ExportError(excess)
         _compare_weights(network, temporary)
-        agreement, runtime = None, f"gguf {_version()}"
+        found: tuple[Agreement | None, float] = (None, inf)
         if has_llama():
-            agreement, runtime = _run(network, temporary, samples), llama_version()
+            _compare_tokens(temporary, tokenizer, decoder_config(network).vocab_size)
+            found = _compare_logits(network, temporary, samples)
     return GgufResult(
-        path=Path(path), bytes=size, types=counts, simulated=agreement, runtime=runtime
+        path=Path(path),
+        bytes=size,
+        types=counts,
+        simulated=found[0],
+        limit=found[1],
+        runtime=llama_version() if has_llama() else f"gguf {version('gguf')}",
     )
-
-
-def _version() -> str:
-    from importlib.metadata import version
-
-    return version("gguf")
 
 
 @contextmanager
 def open_writer(
-    network: nn.Module, path: Path, tokenizer: Any, name: str, bits: int
+    network: nn.Module, path: Path, tokenizer: Any, bits: int
 ) -> Iterator[Any]:
-    """Yield a writer that has all metadata; it is closed at the end."""
-    library, config = gguf_library(), network.config
+    """Yield a writer that has all metadata; it is closed at the end.
+
+    ``bits`` is the width of most weights.
+    """
+    library, config = gguf_library(), decoder_config(network)
     writer = library.GGUFWriter(path, architecture(network))
     try:
-        writer.add_name(name or type(network).__name__)
+        writer.add_name(Path(str(network.name_or_path)).name)
         writer.add_file_type(_FILE_TYPES[bits])
         add_hyperparameters(writer, config)
-        add_tokenizer(writer, tokenizer, config.vocab_size, "gpt-2")
+        add_tokenizer(writer, tokenizer, config.vocab_size)
         yield writer
     finally:
         writer.close()
 
 
-def _write(network: nn.Module, path: Path, tokenizer: Any, name: str) -> Counter[str]:
+def _write(network: nn.Module, path: Path, tokenizer: Any) -> Counter[str]:
     library, counts, widths = gguf_library(), Counter[str](), Counter[int]()
-    found = [(one.name, one.type, one.content) for one in named_tensors(network)]
+    found = []
     for one in named_tensors(network):
         counts[one.type] += 1
         widths[one.bits] += one.values.numel()
+        found.append((one.name, one.type, one.content))
     bits = most_common_bits(widths)
-    with open_writer(network, path, tokenizer, name, bits) as writer:
+    with open_writer(network, path, tokenizer, bits) as writer:
         for tensor, kind, content in found:
             raw = library.GGMLQuantizationType[kind]
             writer.add_tensor(tensor, content, raw_dtype=raw)
@@ -136,30 +156,67 @@ def _compare_weights(network: nn.Module, path: Path) -> None:
     for ours in named_tensors(network):
         theirs = stored[ours.name]
         values = library.dequantize(theirs.data, theirs.tensor_type)
-        if not torch.equal(torch.from_numpy(values.copy()).view(ours.shape), ours.values):
+        if not torch.equal(
+            torch.from_numpy(values.copy()).view(ours.shape), ours.values
+        ):
             raise ExportError(
                 f"the file holds other values of {ours.name} than the network. Nothing "
                 "was written; please report this with the version of gguf"
             )
 
 
-def _run(network: nn.Module, path: Path, samples: SamplesLike) -> Agreement:
-    """Compare logits of the file, run by llama.cpp, with those of the network."""
+def _compare_tokens(path: Path, tokenizer: Any, vocabulary: int) -> None:
+    """Raise an ExportError unless llama.cpp makes the same tokens of a text."""
+    prompts = [_TEXT, tokenizer(_TEXT)["input_ids"]]
+    text, tokens = next_tokens(path, prompts, vocabulary)
+    if not torch.allclose(text, tokens, atol=1e-3):
+        raise ExportError(
+            "llama.cpp splits text into other tokens than the tokenizer "
+            f"{type(tokenizer).__name__} of the network. Nothing was written; please "
+            f"report this with the network and {llama_version()}"
+        )
+
+
+def _compare_logits(
+    network: nn.Module, path: Path, samples: SamplesLike
+) -> tuple[Agreement, float]:
+    """Compare logits of the file, run by llama.cpp, with those of the network.
+
+    Returns:
+        How closely they agree, and how much they may differ.
+    """
     batch = next(tensors_in(Samples.of(samples).first_batch(_PROMPTS)))[:, :_TOKENS]
-    with evaluating(network):
-        output = call(network, batch.to(model_device(network)))
-    logits = next(tensors_in(output))[:, -1].float().cpu()
+    logits = _last_logits(network, batch)
+    units = rounded_units(network).values()
+    layers = [network.get_submodule(u.name) for u in units if u.kind == "linear"]
+    with attached(one.register_forward_pre_hook(_round_inputs) for one in layers):
+        rounded = _last_logits(network, batch)
+    limit = _FLOATS + _ROUNDINGS * compare_outputs([logits], [rounded]).logits
     theirs = next_tokens(path, batch.tolist(), logits.shape[1])
-    ours = logits.log_softmax(1)
-    found = compare_outputs([_centred(ours)], [_centred(theirs)])
-    if not found.logits <= _LIMIT:
+    found = compare_outputs([logits], [_centred(theirs)])
+    if not found.logits <= limit:
         raise ExportError(
             f"llama.cpp computes other logits than PyTorch: {found}; they may differ "
-            f"by {_LIMIT:g}. Nothing was written; please report this with the network "
+            f"by {limit:.2g}. Nothing was written; please report this with the network "
             f"and {llama_version()}"
         )
-    return found
+    return found, limit
+
+
+def _last_logits(network: nn.Module, batch: Tensor) -> Tensor:
+    with evaluating(network):
+        output = call(network, batch.to(model_device(network)))
+    return _centred(next(tensors_in(output))[:, -1].float().cpu())
 
 
 def _centred(rows: Tensor) -> Tensor:
     return rows - rows.mean(1, keepdim=True)
+
+
+def _round_inputs(_layer: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
+    """Round the inputs of a layer to 8 bits, in blocks with a 16-bit scale."""
+    (x,) = args
+    blocks = x.reshape(*x.shape[:-1], -1, BLOCK)
+    scale = blocks.abs().amax(-1, keepdim=True) / 127
+    steps = (blocks / scale.clamp(min=_TINY)).round()
+    return ((steps * scale.half().to(x)).reshape(x.shape),)

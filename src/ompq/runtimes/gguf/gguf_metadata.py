@@ -1,18 +1,24 @@
 """Metadata of GGUF files: architecture, hyper-parameters and tokenizer."""
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from ompq.errors import ExportError, MissingExtraError
-from ompq.version import library_version
 
 # Decoders of transformers that llama.cpp computes, and what it calls them.
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2"}
 _NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5  # kinds of tokens
+# How llama.cpp calls ways to split text into words before BPE: by whether digits stand
+# alone, and by a part of the regular expression, if there is one.
+_WORD_RULES = {
+    (False, ""): "gpt-2",
+    (True, ""): "smollm",
+    (False, r"\p{N}{1,3}"): "llama-bpe",
+    (False, r"|\p{N}|"): "qwen2",
+}
 _SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 
 
@@ -31,13 +37,18 @@ def architecture(network: nn.Module) -> str:
     Raises:
         ExportError: It is not one that ompq writes.
     """
-    kind = getattr(getattr(network, "config", None), "model_type", "")
+    kind = getattr(decoder_config(network), "model_type", "")
     if kind not in ARCHITECTURES:
         raise ExportError(
             f"{type(network).__name__} cannot be written as GGUF: only decoders of "
             f"transformers of the types {', '.join(ARCHITECTURES)} can"
         )
     return ARCHITECTURES[kind]
+
+
+def decoder_config(network: nn.Module) -> Any:
+    """Return the config of a network of transformers; None for other networks."""
+    return getattr(network, "config", None)
 
 
 def add_hyperparameters(writer: Any, config: Any) -> None:
@@ -63,7 +74,6 @@ def add_hyperparameters(writer: Any, config: Any) -> None:
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_vocab_size(config.vocab_size)
     writer.add_quantization_version(2)
-    writer.add_quantized_by(f"ompq {library_version()}")
 
 
 def head_size(config: Any) -> int:
@@ -74,7 +84,7 @@ def head_size(config: Any) -> int:
 
 def rope_base(config: Any) -> float:
     """Return the base of the rotary embedding's frequencies."""
-    rope: Mapping[str, Any] = getattr(config, "rope_parameters", None) or {}
+    rope: Any = getattr(config, "rope_parameters", None) or {}
     return float(rope.get("rope_theta") or getattr(config, "rope_theta", 1e4))
 
 
@@ -101,17 +111,17 @@ def tokenizer_of(network: nn.Module) -> Any:
         ) from error
 
 
-def add_tokenizer(writer: Any, tokenizer: Any, vocabulary: int, kind: str) -> None:
+def add_tokenizer(writer: Any, tokenizer: Any, vocabulary: int) -> None:
     """Add a tokenizer.
 
     Args:
         vocabulary: Number of rows of the embedding; a tokenizer may have fewer tokens.
-        kind: What llama.cpp calls the way it splits text into words.
 
     Raises:
-        ExportError: It is not byte-level BPE.
+        ExportError: It is not byte-level BPE, or splits text in an unknown way.
     """
-    model = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
+    described = json.loads(tokenizer.backend_tokenizer.to_str())
+    model = described["model"]
     if model["type"] != "BPE" or model.get("byte_fallback"):
         raise ExportError(
             f"the tokenizer ({type(tokenizer).__name__}, {model['type']}) cannot be "
@@ -128,7 +138,7 @@ def add_tokenizer(writer: Any, tokenizer: Any, vocabulary: int, kind: str) -> No
             kinds[at] = _CONTROL if hidden else _USER_DEFINED
     merges = [one if isinstance(one, str) else " ".join(one) for one in model["merges"]]
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(kind)
+    writer.add_tokenizer_pre(_word_rule(described["pre_tokenizer"]))
     writer.add_token_list(tokens)
     writer.add_token_types(kinds)
     if merges:
@@ -143,3 +153,18 @@ def add_tokenizer(writer: Any, tokenizer: Any, vocabulary: int, kind: str) -> No
     )
     if isinstance(tokenizer.chat_template, str):
         writer.add_chat_template(tokenizer.chat_template)
+
+
+def _word_rule(splitter: Any) -> str:
+    """Return what llama.cpp calls the way a tokenizer splits text into words."""
+    steps = (splitter or {}).get("pretokenizers", [splitter or {}])
+    digits = any(one.get("individual_digits") for one in steps)
+    patterns = [one["pattern"].get("Regex", "") for one in steps if "pattern" in one]
+    for (alone, part), name in _WORD_RULES.items():
+        fits = any(part in one for one in patterns) if part else not patterns
+        if alone == digits and fits:
+            return name
+    raise ExportError(
+        "the tokenizer splits text into words in a way that ompq does not know from "
+        f"llama.cpp: {json.dumps(splitter)[:200]}"
+    )

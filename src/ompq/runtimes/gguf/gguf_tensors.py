@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
@@ -20,6 +19,7 @@ from ompq.quantization.record import Quantization, quantization_of
 from ompq.runtimes.gguf.gguf_blocks import type_of
 from ompq.runtimes.gguf.gguf_metadata import (
     architecture,
+    decoder_config,
     gguf_library,
     head_size,
     rope_base,
@@ -86,7 +86,7 @@ class _Layout:
 
     def __init__(self, network: nn.Module) -> None:
         self.network: Any = network
-        self.config: Any = network.config
+        self.config = decoder_config(network)
         gguf, name = gguf_library(), architecture(network)
         kinds = {text: kind for kind, text in gguf.MODEL_ARCH_NAMES.items()}
         self.swaps_rows = name == "llama"
@@ -171,4 +171,3 @@ class _Layout:
 def most_common_bits(widths: Counter[int]) -> int:
     """Return the width of most weights."""
     return max(widths, key=lambda bits: (widths[bits], -bits), default=FLOAT_BITS)
-
