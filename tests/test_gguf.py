@@ -1,5 +1,7 @@
 """GGUF files: written, compared with PyTorch by llama.cpp, and refused."""
 
+import copy
+
 import numpy as np
 import pytest
 import torch
@@ -8,7 +10,6 @@ import ompq
 from ompq.grids import Grid
 from ompq.runtimes.gguf import gguf_files
 from ompq.runtimes.gguf.gguf_blocks import TYPES, type_of
-from ompq.runtimes.gguf.gguf_files import write_gguf
 from ompq.runtimes.gguf.llama_runtime import next_tokens
 from ompq.targets import load_target
 
@@ -129,7 +130,7 @@ def test_blocks_refuse_what_they_cannot_hold():
 )
 def test_float_decoders_compute_the_same_in_llama(kind, settings, tmp_path):
     network = decoder(tmp_path, kind, **settings)
-    result = write_gguf(network, tmp_path / "model.gguf", tokens())
+    result = ompq.export_gguf(network, tmp_path / "model.gguf", tokens())
     assert set(result.types) == {"F32"}
     assert result.limit == 0.05 and result.simulated.logits < 0.03
 
@@ -137,7 +138,9 @@ def test_float_decoders_compute_the_same_in_llama(kind, settings, tmp_path):
 def test_the_file_is_as_large_as_planned_and_computes_the_same(planned, tmp_path):
     _, plan, quantized = planned
     assert str(plan.budget) == "gguf:80KiB"
-    result = write_gguf(quantized, tmp_path / "m.gguf", tokens(), budget=plan.budget)
+    result = ompq.export_gguf(
+        quantized, tmp_path / "m.gguf", tokens(), budget=plan.budget
+    )
     size = (tmp_path / "m.gguf").stat().st_size
     assert result.bytes == size == plan.totals["gguf_bytes"] <= 80 * 1024
     assert {"Q4_0", "Q5_0"} & set(result.types)
@@ -158,7 +161,10 @@ def test_every_width_costs_what_the_table_says(tied, tmp_path):
         plan = ompq.plan(network, tokens(), "1MiB", config)
         quantized = ompq.quantize(network, plan, tokens())
         path = tmp_path / f"{bits}.gguf"
-        assert write_gguf(quantized, path, tokens()).bytes == plan.totals["gguf_bytes"]
+        assert (
+            ompq.export_gguf(quantized, path, tokens()).bytes
+            == plan.totals["gguf_bytes"]
+        )
 
 
 def test_feedback_beats_the_nearest_codes(planned, tmp_path):
@@ -193,7 +199,7 @@ def test_feedback_beats_the_nearest_codes(planned, tmp_path):
 )
 def test_llama_splits_text_as_the_tokenizer_does(split, tmp_path):
     own = tokenizer(split)
-    write_gguf(decoder(tmp_path, splitter=own), tmp_path / "m.gguf", tokens())
+    ompq.export_gguf(decoder(tmp_path, splitter=own), tmp_path / "m.gguf", tokens())
     text = "the cats' 98765 logs  'tis 3"
     found = next_tokens(tmp_path / "m.gguf", [text, own(text)["input_ids"]], VOCABULARY)
     assert torch.allclose(found[0], found[1], atol=1e-4)
@@ -210,22 +216,22 @@ def test_other_tokens_or_logits_are_refused(planned, tmp_path, monkeypatch):
         ),
     )
     with pytest.raises(ompq.ExportError, match="splits text into other tokens than"):
-        write_gguf(quantized, path, tokens())
+        ompq.export_gguf(quantized, path, tokens())
     monkeypatch.setattr(gguf_files, "_compare_tokens", lambda *_: None)
     with pytest.raises(ompq.ExportError, match="computes other logits than PyTorch"):
-        write_gguf(quantized, path, tokens())
+        ompq.export_gguf(quantized, path, tokens())
     assert not path.exists()
 
 
 def test_without_llama_the_weights_are_compared(planned, tmp_path, monkeypatch):
     quantized = planned[2]
     monkeypatch.setattr(gguf_files, "has_llama", lambda: False)
-    result = write_gguf(quantized, tmp_path / "m.gguf", tokens())
+    result = ompq.export_gguf(quantized, tmp_path / "m.gguf", tokens())
     assert result.simulated is None and result.runtime.startswith("gguf ")
     read = gguf.dequantize
     monkeypatch.setattr(gguf, "dequantize", lambda data, kind: read(data, kind) * 1.001)
     with pytest.raises(ompq.ExportError, match="holds other values of token_embd.weig"):
-        write_gguf(quantized, tmp_path / "n.gguf", tokens())
+        ompq.export_gguf(quantized, tmp_path / "n.gguf", tokens())
     assert not (tmp_path / "n.gguf").exists()
 
 
@@ -234,26 +240,26 @@ def test_what_cannot_be_written_is_refused(planned, tmp_path):
     path = tmp_path / "m.gguf"
     small = ompq.Budget(gguf_mib=0.01)
     with pytest.raises(ompq.ExportError, match="more than the budget of gguf:"):
-        write_gguf(quantized, path, tokens(), budget=small)
+        ompq.export_gguf(quantized, path, tokens(), budget=small)
     by_bytes = ompq.quantize(network, {"*": (4, 32)}, tokens())
     with pytest.raises(
         ompq.ExportError, match="lm_head does not fit Q4_0: the code of"
     ):
-        write_gguf(by_bytes, path, tokens())
-    fitting = {n: v for n, v in load_target("gguf").settings.items() if n[0] != "r"}
-    corrected = ompq.QuantizeConfig(**fitting, restore_moments=True)
-    biased = ompq.quantize(network, {"*": (4, 32)}, tokens(), corrected)
+        ompq.export_gguf(by_bytes, path, tokens())
+    biased = copy.deepcopy(quantized)
+    layer = biased.model.layers[0].mlp.up_proj
+    layer.bias = torch.nn.Parameter(torch.zeros(layer.out_features))
     with pytest.raises(ompq.ExportError, match="no place for .*bias; plan with target"):
-        write_gguf(biased, path, tokens())
+        ompq.export_gguf(biased, path, tokens())
     rounded = ompq.quantize(network, {"*": (4, 8)}, tokens())
     with pytest.raises(ompq.ExportError, match="llama.cpp rounds only weights"):
-        write_gguf(rounded, path, tokens())
+        ompq.export_gguf(rounded, path, tokens())
     other = transformers.GPT2LMHeadModel(
         transformers.GPT2Config(vocab_size=9, n_embd=8, n_layer=1, n_head=1)
     )
     other.name_or_path = network.name_or_path
     with pytest.raises(ompq.ExportError, match="GPT2LMHeadModel cannot be written as"):
-        write_gguf(other, path, tokens())
+        ompq.export_gguf(other, path, tokens())
     made = transformers.LlamaForCausalLM(
         network.config.__class__(
             vocab_size=9,
@@ -264,7 +270,7 @@ def test_what_cannot_be_written_is_refused(planned, tmp_path):
         )
     )
     with pytest.raises(ompq.ExportError, match="holds the tokenizer, and none was fou"):
-        write_gguf(made, path, tokens())
+        ompq.export_gguf(made, path, tokens())
     assert not path.exists()
 
 

@@ -93,6 +93,7 @@ if TYPE_CHECKING:
     from ompq.report.figures import write_figures as write_figures
     from ompq.report.histograms import layer_histograms as layer_histograms
     from ompq.report.page import write_report as write_report
+    from ompq.runtimes.gguf.gguf_files import export_gguf as export_gguf
     from ompq.runtimes.onnx.onnx_files import export_onnx as export_onnx
     from ompq.samples import Samples as Samples
     from ompq.scores.orthogonality import (

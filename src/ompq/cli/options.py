@@ -407,7 +407,7 @@ def number_list(
 
 BUDGET = (
     "4.0MiB, 4.2MB, 12.5%, 3.2bits, 75GBOPs, 8ms, activations:512KiB, total:2MiB, "
-    "onnx:5MiB, graph:5MiB; join several with commas"
+    "onnx:5MiB, graph:5MiB, gguf:80MiB; join several with commas"
 )
 BudgetOption = Annotated[
     str, typer.Option(metavar="BUDGET", help=f"The limit: {BUDGET}.")

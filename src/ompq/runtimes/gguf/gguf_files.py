@@ -1,4 +1,4 @@
-"""write_gguf(): a decoder as a file for llama.cpp, run and compared."""
+"""export_gguf(): a decoder as a file for llama.cpp, run and compared."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -66,7 +66,7 @@ class GgufResult:
     runtime: str  # what it was verified with, for example ``xllamacpp 0.2.0``
 
 
-def write_gguf(
+def export_gguf(
     network: nn.Module,
     path: str | Path,
     samples: SamplesLike,
