@@ -1,5 +1,6 @@
 import copy
 import re
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -371,3 +372,20 @@ def test_groups_are_reconstructed():
         # Learned weights lie on the grid, but for the last rounding of its scales.
         apart = (layer.rounded_weight() - layer.weight).abs()
         assert not errors[name] or (apart < 0.02 * layer.weight.abs() + 1e-6).all()
+
+
+def test_threads_do_not_disturb_each_other():
+    model, samples = seeded(TinyResNet()), scenes(32)
+    quantized = quantize(model, {"*": (3, 8)}, samples)
+    config = ReconstructConfig(rounding=RoundingConfig(iterations=12, drop=0.5))
+
+    def learn(_number=0):
+        # A network has one pass at a time; each thread has its own.
+        return reconstruct(quantized, copy.deepcopy(model), samples, config)
+
+    expected, before = learn().state_dict(), torch.get_rng_state()
+    with ThreadPoolExecutor(4) as pool:
+        found = [made.state_dict() for made in pool.map(learn, range(4))]
+    assert torch.get_rng_state().equal(before)
+    for state in found:
+        assert all(torch.equal(state[name], expected[name]) for name in expected)

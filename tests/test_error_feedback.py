@@ -11,6 +11,7 @@ from torch import nn
 
 import ompq
 from nets import TinyMobileNet, demo_network, scenes, seeded, values
+from ompq import working_memory
 from ompq.allocation.problem import Allocation
 from ompq.configs import QuantizeConfig
 from ompq.costs import can_be_coded, coded_bytes
@@ -106,7 +107,7 @@ def test_a_gram_tells_what_an_error_does_to_outputs(kind, centred):
 def test_long_channels_are_divided_into_parts_of_equal_size(monkeypatch):
     model, samples = seeded(nn.Sequential(nn.Linear(11, 7))), values(40, 11) + 3
     (whole,) = grams(model, samples).values()
-    monkeypatch.setattr(error_feedback, "_PART", 4)
+    monkeypatch.setattr(error_feedback, "_PARTS", (4,))
     (parts,) = grams(model, samples).values()
     assert whole.shape == (1, 1, 11, 11)
     assert parts.shape == (1, 3, 4, 4)
@@ -146,10 +147,35 @@ def test_a_sample_of_positions_estimates_the_moments_of_all(monkeypatch):
     assert (some - every).norm() < 0.1 * every.norm()
 
 
-def test_the_first_samples_are_read():
+def test_all_samples_are_read():
     model, samples = seeded(nn.Sequential(nn.Linear(5, 3))), values(200, 5)
-    (some,), (first,) = (grams(model, x).values() for x in (samples, samples[:128]))
-    assert torch.equal(some, first)
+    (found,) = grams(model, samples).values()
+    expected = samples.T.cov(correction=0)
+    ridge = expected.diagonal().mean() * 5 / 200
+    torch.testing.assert_close(found[0, 0], expected + ridge * torch.eye(5))
+
+
+@pytest.mark.parametrize(
+    ("megabytes", "shape"), [(20, (1, 1, 1500, 1500)), (9, (1, 2, 750, 750))]
+)
+def test_matrices_are_as_large_as_the_memory_allows(megabytes, shape, monkeypatch):
+    monkeypatch.setattr(working_memory, "_limit", megabytes * 10**6)
+    model = nn.Sequential(nn.Linear(1500, 2))
+    (gram,) = grams(model, values(8, 1500)).values()
+    assert gram.shape == shape
+
+
+def test_a_long_channel_gains_from_the_whole_matrix(monkeypatch):
+    """Inputs that are alike in pairs, the two of a pair far apart."""
+    model, half = seeded(nn.Sequential(nn.Linear(64, 32))), values(512, 32)
+    samples = torch.cat([half, half + 0.1 * values(512, 32, seed=1)], 1)
+    errors = []
+    for longest in (32, 64):
+        monkeypatch.setattr(error_feedback, "_PARTS", (longest,))
+        quantized = ompq.quantize(model, {"*": (2, 32)}, samples)
+        with torch.no_grad():
+            errors.append(float((quantized(samples) - model(samples)).square().mean()))
+    assert errors[1] < 0.7 * errors[0]
 
 
 class Tied(nn.Module):
@@ -304,7 +330,7 @@ def test_the_first_sweep_is_that_of_gptq(bits, monkeypatch):
 def test_groups_and_parts_are_rounded_on_their_own(monkeypatch):
     weight, grams = values(6, 5, 1, 2), correlated(4, 5).view(2, 2, 5, 5)
     grid = search_weight(weight, 3)
-    monkeypatch.setattr(error_feedback, "_PART", 5)
+    monkeypatch.setattr(error_feedback, "_PARTS", (5,))
     _, stored = round_with_feedback(weight, grid, grams, refit=False)
     rows = stored.view(6, 10)
     for group, part in itertools.product(range(2), repeat=2):
@@ -321,7 +347,7 @@ def test_groups_and_parts_are_rounded_on_their_own(monkeypatch):
 
 
 def test_the_last_part_may_have_fewer_weights(monkeypatch):
-    monkeypatch.setattr(error_feedback, "_PART", 4)
+    monkeypatch.setattr(error_feedback, "_PARTS", (4,))
     model, samples = seeded(nn.Sequential(nn.Linear(11, 7))), values(40, 11)
     (gram,) = grams(model, samples).values()
     weight = model[0].weight.detach()
@@ -478,7 +504,7 @@ def test_no_other_neighbour_is_cheaper_when_its_bits_are_counted():
 
 
 def test_an_error_of_a_part_costs_what_it_costs_the_channel(monkeypatch):
-    monkeypatch.setattr(error_feedback, "_PART", 4)
+    monkeypatch.setattr(error_feedback, "_PARTS", (4,))
     weight = values(40, 11)
     gram = torch.zeros(1, 3, 4, 4)
     gram[0] = torch.eye(4) * torch.tensor([1.0, 9.0, 4.0])[:, None, None]
@@ -516,7 +542,7 @@ def test_coded_networks_diverge_less_with_feedback_in_as_many_bytes():
 
 
 def test_the_error_of_outputs_sums_groups_and_parts(monkeypatch):
-    monkeypatch.setattr(error_feedback, "_PART", 4)
+    monkeypatch.setattr(error_feedback, "_PARTS", (4,))
     error, gram = values(6, 11), values(2, 3, 4, 4)
     expected = 0.0
     for channel, row in enumerate(error):

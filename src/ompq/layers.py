@@ -27,6 +27,11 @@ from ompq.network.observation import tensors_in, with_tensors
 Size: TypeAlias = Sequence[int] | None
 
 
+def random_like(x: Tensor, generator: torch.Generator | None) -> Tensor:
+    """Return random numbers from 0 to 1, shaped as ``x``."""
+    return torch.rand(x.shape, generator=generator, device=x.device, dtype=x.dtype)
+
+
 class ActivationQuantizer(nn.Module):
     """Rounds tensors to a grid; it is attached to modules as a hook."""
 
@@ -43,6 +48,7 @@ class ActivationQuantizer(nn.Module):
         # Probability that a value is rounded; below 1 only while a block is
         # reconstructed with QDrop.
         self.keep = 1.0
+        self.generator: torch.Generator | None = None  # decides which values
         # What training learns: the ``step`` (LSQ) or the end of the range (``clip``,
         # PACT). ``straight`` learns neither: gradients pass through unchanged.
         self.gradient: Literal["step", "clip", "straight"] = "step"
@@ -88,7 +94,7 @@ class ActivationQuantizer(nn.Module):
     def _kept(self, rounded: Tensor, x: Tensor) -> Tensor:
         if self.keep >= 1.0:
             return rounded
-        return torch.where(torch.rand_like(x) < self.keep, rounded, x)
+        return torch.where(random_like(x, self.generator) < self.keep, rounded, x)
 
     def after(self, _module: nn.Module, _args: Any, output: Any) -> Any:
         """Forward hook: round the first tensor of a module's output."""

@@ -31,14 +31,17 @@ from ompq.network.units import IN_PLACE, Unit
 from ompq.offload import offloading
 from ompq.samples import Report, Samples, collect
 from ompq.weight_ranges import FEW_WEIGHTS
+from ompq.working_memory import working_bytes
 
-_SAMPLES = 128  # each has many positions
-# Positions that are read in total: so many for each weight of a part, but not fewer
-# than the second number. A few of them at a time bound the memory.
-_PER_WEIGHT, _FEWEST, _AT_ONCE = 16, 1 << 12, 1 << 13
+# Positions that are read in total: so many for each of the first 512 weights of a part,
+# half as many for each further one, but not fewer than the second number.
+_PER_WEIGHT, _FEWEST = 16, 1 << 12
+_AT_ONCE = 1 << 22  # values of a few positions at a time, which bounds the memory
 # A smaller variance is rounding error: relative to the mean square, and absolute.
 _LEAST_VARIANCE, _TINY = 1e-9, 1e-30
-_PART = 512  # weights of a channel that make up for each other, at most
+# How many weights of a channel make up for each other, at most. Longer is better;
+# these are tried until the matrices of all layers fit half of the memory to work in.
+_PARTS = (8192, 4096, 2048, 1024, 512)
 _RIDGE = 0.03  # relative to the mean variance
 _SWEEPS = 2
 _BLOCK = 64  # columns whose effect on the ones after them is added at once
@@ -55,28 +58,38 @@ def input_grams(
 ) -> dict[str, Tensor]:
     """Return the input Gram matrices of units, by name.
 
-    A channel with many weights has a matrix for each part of them. The shape is
-    (groups, parts, K, K), zero where the last part has fewer weights than the others.
-    The first 128 samples are read, and of these a random part of the positions, at
-    least 4,096. ``centred`` subtracts the mean input, whose error the bias can correct.
+    The shape is (groups, parts, K, K). Where the matrices of all channels' weights take
+    too much memory, there is one for each part of them, zero where the last part has
+    fewer weights than the others. All samples are read, and of these a random part of
+    the positions, at least 4,096. ``centred`` subtracts the mean input, whose error the
+    bias can correct.
 
     Left out are transposed convolutions, weights that other modules use as well, and
     inputs whose squares overflow.
     """
-    first = samples.first(_SAMPLES)
     uses = parameter_uses(model)
-    sums = {
-        unit.name: _InputSums(model.get_submodule(unit.name), len(first))
+    chosen = [
+        unit
         for unit in units
         # Weights that are rounded in place have no module of their own.
         if unit.kind not in (*IN_PLACE, "transposed")
         and uses[id(model.get_parameter(unit.parameter))] == 1
-    }
-    if not sums:
+    ]
+    if not chosen:
         return {}
+    longest = _longest_part([model.get_submodule(unit.name) for unit in chosen])
+    sums = {
+        unit.name: _InputSums(model.get_submodule(unit.name), len(samples), longest)
+        for unit in chosen
+    }
     collectors = [(each.layer, each.add) for each in sums.values()]
-    collect(model, first, collectors, batch_size=batch_size, report=report)
-    grams = {n: each.gram(centred=centred) for n, each in sums.items() if each.count}
+    collect(model, samples, collectors, batch_size=batch_size, report=report)
+    del collectors
+    grams = {}
+    for name in [*sums]:
+        each = sums.pop(name)  # its memory is needed for the next
+        if each.count:
+            grams[name] = each.gram(centred=centred)
     return {name: gram for name, gram in grams.items() if gram.isfinite().all()}
 
 
@@ -85,8 +98,8 @@ def channel_grams(gram: Tensor, channels: int) -> Tensor | None:
 
     None if a channel has many weights: searching a range by them would take too long.
     """
-    groups, _, width, _ = gram.shape
-    if width > FEW_WEIGHTS:
+    groups, parts, width, _ = gram.shape
+    if parts > 1 or width > FEW_WEIGHTS:
         return None
     return gram[:, 0].repeat_interleave(channels // groups if groups > 1 else 1, 0)
 
@@ -103,8 +116,9 @@ def parameter_uses(model: nn.Module) -> Counter[int]:
 class _InputSums:
     """Running sums over the inputs of a layer."""
 
-    def __init__(self, layer: nn.Module, samples: int) -> None:
+    def __init__(self, layer: nn.Module, samples: int, longest: int) -> None:
         self.layer, self.samples = layer, samples
+        self._parts = -(-_weights_of_channel(layer) // longest)
         self.count = 0
         self._generator = torch.Generator().manual_seed(0)
         self._shift: Tensor | float = 0.0  # about the mean, (groups, parts, K, 1)
@@ -120,14 +134,15 @@ class _InputSums:
             x = x[None]  # one sample without a batch dimension
         shape = next(tensors_in(output)).shape
         for columns in self._columns(layer, x.float(), shape):
-            parts = _in_parts(columns, 1)  # (groups, parts, K, positions)
+            parts = _in_parts(columns, 1, self._parts)  # (groups, parts, K, positions)
             if not self.count:
                 # In single precision, large means would hide small variances.
                 self._shift = parts.mean(-1, keepdim=True)
             parts = parts - self._shift
             self.count += parts.shape[-1]
             self._sum = self._sum + parts.sum(-1, keepdim=True)
-            self._products = self._products + self._kept(parts @ parts.mT)
+            products = self._kept(parts @ parts.mT)
+            self._products = products.add_(self._products)
 
     def _kept(self, products: Tensor) -> Tensor:
         return products.cpu() if self._on_host else products
@@ -142,21 +157,22 @@ class _InputSums:
         if isinstance(layer, _ConvNd):
             inputs, positions = _patches(layer, x, output)
         total = math.prod(positions)
-        width = min(cast(Tensor, layer.weight)[0].numel(), _PART)
-        wanted = max(_FEWEST, _PER_WEIGHT * width)
+        width = -(-_weights_of_channel(layer) // self._parts)
+        wanted = max(_FEWEST, _PER_WEIGHT * (width + min(width, _PARTS[-1])) // 2)
         wanted = positions[0] * math.ceil(wanted / self.samples)
         picked = torch.arange(total)
         if wanted < total:
             picked = torch.randint(total, (wanted,), generator=self._generator)
-        for some in torch.split(picked.to(x.device), _AT_ONCE):
+        few = max(_AT_ONCE // (width * self._parts * groups), 64)
+        for some in torch.split(picked.to(x.device), few):
             columns = inputs[torch.unravel_index(some, positions)]
             yield columns.reshape(len(some), groups, -1).permute(1, 2, 0)
 
     def gram(self, *, centred: bool) -> Tensor:
         """Return the Gram matrices, with a ridge that makes them positive definite."""
         mean = torch.as_tensor(self._sum) / self.count
-        gram = torch.as_tensor(self._products) / self.count
-        gram = gram - self._kept(mean @ mean.mT)
+        gram = torch.as_tensor(self._products).div_(self.count)
+        gram = gram.sub_(self._kept(mean @ mean.mT))
         mean = self._kept(mean + self._shift)
         variance = gram.diagonal(dim1=2, dim2=3).mean(2)
         mean_square = variance + mean.square().mean((2, 3))
@@ -167,7 +183,26 @@ class _InputSums:
         width = gram.shape[-1]
         varying = variance > (_LEAST_VARIANCE * mean_square).clamp(min=_TINY)
         ridge = torch.where(varying, variance * width / self.count, 1.0)
-        return gram + ridge[..., None, None] * torch.eye(width).to(gram)
+        gram.diagonal(dim1=2, dim2=3).add_(ridge[..., None])
+        return gram
+
+
+def _weights_of_channel(layer: nn.Module) -> int:
+    return cast(Tensor, layer.weight)[0].numel()
+
+
+def _longest_part(layers: Sequence[nn.Module]) -> int:
+    """Return the longest part for which the matrices of all layers fit the memory."""
+
+    def matrix_bytes(layer: nn.Module, longest: int) -> int:
+        width, groups = _weights_of_channel(layer), getattr(layer, "groups", 1)
+        parts = -(-width // longest)
+        return 4 * int(groups) * parts * (-(-width // parts)) ** 2
+
+    for longest in _PARTS:
+        if sum(matrix_bytes(one, longest) for one in layers) <= working_bytes() // 2:
+            break
+    return longest
 
 
 def _patches(
@@ -192,10 +227,9 @@ def _patches(
     return x.movedim(1, 1 + dims), torch.Size([len(x), *x.shape[2 : 2 + dims]])
 
 
-def _in_parts(tensor: Tensor, axis: int, *, fill: float = 0.0) -> Tensor:
+def _in_parts(tensor: Tensor, axis: int, count: int, *, fill: float = 0.0) -> Tensor:
     """Divide an axis into parts of equal size, filled up: (..., parts, K, ...)."""
     sizes = [*tensor.shape]
-    count = -(-sizes[axis] // _PART)
     width = -(-sizes[axis] // count)
     padding = (0, 0) * (tensor.dim() - 1 - axis) + (0, count * width - sizes[axis])
     sizes[axis : axis + 1] = count, width
@@ -265,7 +299,7 @@ def feedback_error(error: Tensor, gram: Tensor) -> float:
     """Return the squared error of all outputs, errorᵀ · gram · error, of a weight's."""
     rows = error.flatten(1).float()
     grouped = rows.reshape(len(gram), -1, rows.shape[1])
-    divided = _in_parts(grouped, 2).transpose(1, 2)
+    divided = _in_parts(grouped, 2, gram.shape[1]).transpose(1, 2)
     return float(((divided @ gram.to(rows)) * divided).sum())
 
 
@@ -289,9 +323,9 @@ class _Rounding:
         """Round to nearest; ``rows``, scales and zero points are (C, K)."""
         self.groups, self.parts = gram.shape[:2]
         self.width = rows.shape[1]
-        gram = gram.flatten(0, 1).to(rows)
-        mean = gram.diagonal(dim1=1, dim2=2).mean(1)[:, None, None]
-        self.gram = gram + _RIDGE * mean * torch.eye(gram.shape[1]).to(gram)
+        self.gram = gram.flatten(0, 1).to(rows, copy=True)
+        diagonal = _diagonal(self.gram)
+        diagonal.add_(_RIDGE * diagonal.mean(1, keepdim=True))
         self.weight, self.zero_point = self._divided(rows), self._divided(zero_point)
         self.scale = self._divided(scale, fill=1.0)
         self.codes = self.position().round_().clamp_(0, qmax)
@@ -302,7 +336,8 @@ class _Rounding:
 
     def _divided(self, values: Tensor, *, fill: float = 0.0) -> Tensor:
         grouped = values.reshape(self.groups, -1, self.width)
-        return _in_parts(grouped, 2, fill=fill).transpose(1, 2).flatten(0, 1)
+        parts = _in_parts(grouped, 2, self.parts, fill=fill)
+        return parts.transpose(1, 2).flatten(0, 1)
 
     def joined(self, values: Tensor) -> Tensor:
         """Return values as rows, (C, K)."""
@@ -372,8 +407,9 @@ class _Rounding:
 
 def _without_diagonal(matrix: Tensor) -> Tensor:
     """Divide columns by their diagonal elements, which then become zero."""
-    diagonal = _diagonal(matrix)[:, None]
-    return matrix / diagonal - torch.eye(matrix.shape[1]).to(matrix)
+    result = matrix / _diagonal(matrix)[:, None]
+    _diagonal(result).zero_()
+    return result
 
 
 def _diagonal(matrix: Tensor) -> Tensor:

@@ -87,6 +87,8 @@ class BlockCache:
     # The float network's inputs of the block, as ``inputs``; empty if not needed.
     float_inputs: list[Rows] = field(default_factory=list)
     batch_size: int = 64  # number of samples per forward pass of the networks
+    # Of what is random while the block learns; None is the device's own.
+    generator: torch.Generator | None = None
     weights: Rows | None = None  # importance of each element of the targets
     channels: "ChannelFisher | None" = None  # in which directions errors count more
     # Range to which the activation that follows clips the block's output, if any.

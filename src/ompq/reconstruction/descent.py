@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -194,16 +194,22 @@ def _block_error(
 
 
 @contextmanager
-def optimising(block: nn.Module, seed: int) -> Iterator[None]:
-    """Use deterministic kernels and a local seed; restore the global generators."""
+def optimising(block: nn.Module, seed: int) -> Iterator[torch.Generator | None]:
+    """Use deterministic kernels; yield a generator of random numbers with the seed.
+
+    On CUDA it is None, and the device's own generator has the seed meanwhile: a
+    captured graph uses that. On a CPU threads would disturb each other's.
+    """
     device = model_device(block)
-    devices = [device] if device.type == "cuda" else []
-    with (
-        torch.random.fork_rng(devices=devices),
-        cudnn_kernels(repeatable=True),
-        evaluating(block),
-        torch.enable_grad(),
-    ):
-        torch.manual_seed(seed)
-        yield
+    with ExitStack() as stack:
+        generator = None
+        if device.type == "cuda":
+            stack.enter_context(torch.random.fork_rng(devices=[device]))
+            torch.manual_seed(seed)
+        else:
+            generator = torch.Generator(device).manual_seed(seed)
+        stack.enter_context(cudnn_kernels(repeatable=True))
+        stack.enter_context(evaluating(block))
+        stack.enter_context(torch.enable_grad())
+        yield generator
     release()

@@ -30,6 +30,7 @@ from ompq.layers import (
     activation_quantizers,
     linear_map,
     quantized_layers,
+    random_like,
 )
 from ompq.parallel import average, copy_main, process_count, rank
 from ompq.progress import Progress
@@ -77,16 +78,17 @@ def learn_rounding(
             list(quantized_layers(block).values()), cache_runs(block, cache)
         )
         quantizers = activation_quantizers(block).values()
-        with optimising(block, seed):
+        with optimising(block, seed) as cache.generator:
             for quantizer in quantizers:
                 quantizer.keep = 1.0 - config.drop
+                quantizer.generator = cache.generator
             order = sample_order(cache.targets, config, seed)
             descent = rounding_descent(block, cache, soft, config, order, errors[0])
             descent.run(progress)
             with torch.no_grad():
                 soft.finish()
             for quantizer in quantizers:
-                quantizer.keep = 1.0
+                quantizer.keep, quantizer.generator = 1.0, None
     return errors[0], errors[1]
 
 
@@ -118,7 +120,8 @@ def rounding_descent(
 
     def loss(picked: Picked, _row: Tensor) -> tuple[Tensor, Tensor]:
         with soft.used(*SoftWeights.apply(*soft.learned)):
-            output = cache.call(block, _mixed(picked, config.float_inputs))
+            inputs = _mixed(picked, config.float_inputs, cache.generator)
+            output = cache.call(block, inputs)
         relative = block_output_error(output, picked, cache.channels) / error_before
         return relative, relative
 
@@ -182,12 +185,14 @@ def _learned(
     return [([soft.up], 0), *others]
 
 
-def _mixed(picked: Picked, probability: float) -> list[Tensor]:
+def _mixed(
+    picked: Picked, probability: float, generator: torch.Generator | None
+) -> list[Tensor]:
     """Return the inputs with random elements replaced by the float network's."""
     if not picked.float_inputs:
         return picked.inputs
     return [
-        torch.where(torch.rand_like(own) < probability, plain, own)
+        torch.where(random_like(own, generator) < probability, plain, own)
         if own.is_floating_point()
         else own
         for own, plain in zip(picked.inputs, picked.float_inputs, strict=True)
