@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import ompq
+from cli_tools import run
 from nets import TinyMobileNet, TinyResNet, scenes, seeded, values
 from ompq import working_memory
 from ompq.errors import HostMemoryError
@@ -188,3 +189,12 @@ def test_a_heavy_stem_stays_within_the_limit():
         check=True,
     )
     assert int(made.stdout.split()[-1]) < 768
+
+
+def test_the_command_line_limits_memory():
+    words = ("evaluate", "ompq:demo", "--data", "digits", "--limit", "20")
+    refused = run(*words, "--memory", "100MiB")
+    assert refused.exit_code == 2
+    assert "memory=100 MiB is too little to work in" in refused.stderr
+    assert run(*words, "--memory", "512MiB").exit_code == 0
+    assert working_memory.working_bytes() == working_memory.DEFAULT_BYTES

@@ -100,6 +100,11 @@ class NetworkOptions:
         "For networks larger than the GPU's memory: keep the weights in host memory, "
         "and at most this much of them on the GPU at a time, for example 8GiB.",
     )
+    memory: str | None = option(
+        "SIZE",
+        "Memory to work in on a CPU, besides the network and the samples, for example "
+        "1GiB. Default: 2GiB, or less if less is free.",
+    )
     threads: int | None = number(
         "Number of CPU threads for PyTorch.", shown="one per core"
     )

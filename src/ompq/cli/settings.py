@@ -53,6 +53,7 @@ from ompq.scores.table import Score
 from ompq.targets import included_targets
 from ompq.user_functions import call_user_function, is_user_function, user_function
 from ompq.workflow import PLAN_SAMPLES, Workflow, paper_samples
+from ompq.working_memory import host_memory
 
 _DEVICES = ("auto", "cpu", "cuda")
 _SECONDS = {"s": 1, "min": 60, "h": 3600}
@@ -114,6 +115,11 @@ class NetworkOptions:
         "For networks larger than the GPU's memory: keep the weights in host memory, "
         "and at most this much of them on the GPU at a time, for example 8GiB.",
     )
+    memory: str | None = option(
+        "SIZE",
+        "Memory to work in on a CPU, besides the network and the samples, for example "
+        "1GiB. Default: 2GiB, or less if less is free.",
+    )
     threads: int | None = number(
         "Number of CPU threads for PyTorch.", shown="one per core"
     )
@@ -133,6 +139,7 @@ class NetworkOptions:
         if self.device == "cuda" and not available:
             raise ValueError("--device cuda: PyTorch finds no GPU; use --device cpu")
         device = "cuda" if available and self.device != "cpu" else "cpu"
+        console.until_done.enter_context(host_memory(self.memory))
         with console.stage("loading the network"):
             model = load_model(self.network, self.weights)
             model = model if shape is None else model.at(shape)
