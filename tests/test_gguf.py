@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import ompq
+from cli_tools import run_json
 from ompq.grids import Grid
 from ompq.runtimes.gguf import gguf_files
 from ompq.runtimes.gguf.gguf_blocks import TYPES, type_of
@@ -284,3 +285,27 @@ def test_the_profile_says_what_a_plan_and_its_network_need(planned):
         assert layer.weight_scale.half().float().equal(layer.weight_scale)
         assert layer.bias is None
     assert plan.with_budget("gguf:70KiB").totals["gguf_bytes"] <= 70 * 1024
+
+
+def test_one_command_makes_a_file_of_the_budget(tmp_path):
+    decoder(tmp_path / "net", max_position_embeddings=32)
+    text = tmp_path / "text.txt"
+    text.write_text("the cat's 123 logs, 4567 o'clock and the dogs. " * 40)
+    words = (f"transformers:{tmp_path / 'net'}", "--data", text, "--eval-data", text)
+    more = ("--budget", "85KiB", "--target", "gguf", "--no-reconstruct")
+    found = run_json("quantize", *words, *more, "-o", tmp_path / "out")
+    size = (tmp_path / "out" / "network.gguf").stat().st_size
+    assert size == found["sizes"]["network.gguf"]["bytes"] <= 85 * 1024
+    assert size == found["sizes"]["network.gguf"]["planned"]
+    assert found["plan"]["budget"] == "gguf:85KiB"
+    evaluation = found["evaluation"]
+    before = evaluation["reference_metrics"]["perplexity"]
+    assert evaluation["metrics"]["perplexity"] == pytest.approx(before, rel=0.05)
+
+
+def test_learned_rounding_fits_the_same_file(planned, tmp_path):
+    network, plan, quantized = planned
+    config = ompq.ReconstructConfig(rounding=ompq.RoundingConfig(iterations=3))
+    better = ompq.reconstruct(quantized, network, tokens(), config)
+    result = ompq.export_gguf(better, tmp_path / "m.gguf", tokens(), budget=plan.budget)
+    assert result.bytes == plan.totals["gguf_bytes"]

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 # The files of a run.
 PLAN, PACKED, ONNX = "plan.json", "network.ompq.safetensors", "network.onnx"
+GGUF = "network.gguf"
 REPORT, RESULT, CONFIG = "report.html", "result.json", "config.toml"
 _METADATA = "ompq"  # the metadata entry of a safetensors file that holds our header
 _DIGEST = "sha256"

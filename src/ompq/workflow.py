@@ -31,6 +31,7 @@ from ompq.errors import ExportError, FileError, PackedFileError
 from ompq.evaluation import Evaluation, Metric, evaluate, wilson_interval
 from ompq.files import (
     CONFIG,
+    GGUF,
     ONNX,
     PACKED,
     PLAN,
@@ -55,6 +56,7 @@ from ompq.reconstruction.block_loop import reconstruct
 from ompq.refinement import refine
 from ompq.report.histograms import layer_histograms
 from ompq.report.page import write_report
+from ompq.runtimes.gguf.gguf_files import export_gguf
 from ompq.runtimes.onnx.onnx_files import export_onnx
 from ompq.samples import Samples, SamplesLike
 from ompq.schema import read_json
@@ -311,7 +313,7 @@ class Outcome:
     accuracies: Sequence[Section] = ()  # the networks that the report compares
     histograms: Sequence[Histogram] = ()  # weights and inputs of the worst layers
     remarks: Sequence[Section] = ()  # further sections of the report
-    samples: Samples | None = None  # used to verify an ONNX file
+    samples: Samples | None = None  # used to verify files for runtimes
 
     @property
     def errors(self) -> tuple[BlockError, ...]:
@@ -372,15 +374,16 @@ class Outcome:
     ) -> dict[str, FileSize]:
         """Write plan, network, report and result: all of them or none.
 
-        A budget for an ONNX file has that file written too; a budget for the packed
-        file with its graph has the graph packed. ``config`` is the text of a
-        configuration file that repeats the run.
+        A budget for an ONNX file has that file written too, and the target ``gguf`` a
+        GGUF file; a budget for the packed file with its graph has the graph packed.
+        ``config`` is the text of a configuration file that repeats the run.
 
         Returns:
             File name → size.
 
         Raises:
-            ExportError: The ONNX file exceeds the budget. The other files are written.
+            ExportError: The ONNX or GGUF file exceeds the budget, or its runtime
+                computes something else. The other files are written.
         """
         return from_main(lambda: self._write(folder, progress, config))
 
@@ -394,12 +397,13 @@ class Outcome:
             save(self.network, work / PACKED, plan=self.plan, network=name)
             try:
                 self._write_onnx(work)
+                self._write_gguf(work)
             except (ExportError, PackedFileError) as error:
                 failure = error
             self.write_report(work / REPORT, name, progress)
             if config:
                 write_text(work / CONFIG, config)
-            names = (PLAN, PACKED, ONNX, REPORT, CONFIG)
+            names = (PLAN, PACKED, ONNX, GGUF, REPORT, CONFIG)
             sizes = {n: self._size(work / n) for n in names if (work / n).exists()}
             listed = {name: one._asdict() for name, one in sizes.items()}
             write_result(work / RESULT, {**self.to_json(), "sizes": listed})
@@ -420,12 +424,20 @@ class Outcome:
         if not budget.onnx_mib:
             file.unlink()
 
+    def _write_gguf(self, folder: Path) -> None:
+        """Write the file for llama.cpp, if that is the target."""
+        target, budget = self.plan.target, self.plan.budget
+        planned = target is not None and target.file == "gguf"
+        if self.samples is not None and (planned or budget.gguf_mib):
+            export_gguf(self.network, folder / GGUF, self.samples, budget=budget)
+
     def _size(self, path: Path) -> FileSize:
         plan = self.plan
         packed = sum(plan.bytes_by_item.values())
         planned = {
             PACKED: plan.totals.get("graph_bytes", packed),
             ONNX: plan.totals.get("onnx_bytes"),
+            GGUF: plan.totals.get("gguf_bytes"),
         }
         return FileSize(path.stat().st_size, planned.get(path.name))
 

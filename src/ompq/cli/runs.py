@@ -37,6 +37,7 @@ from ompq.cli.settings import (
     CacheOptions,
     RefineOptions,
     SourceOptions,
+    decoder_metrics,
     metric_option,
     provenance,
     read_samples,
@@ -60,6 +61,7 @@ from ompq.errors import BudgetError, DataError, PlanError, suggestion
 from ompq.evaluation import Metric, evaluate as measure
 from ompq.files import (
     CONFIG,
+    GGUF,
     ONNX,
     PACKED,
     PLAN,
@@ -235,7 +237,7 @@ class RunOptions:
     def clear(self, *kept: Path | None) -> None:
         """With ``--overwrite``, remove the files of an earlier run, except ``kept``."""
         needed = {path.resolve() for path in kept if path is not None}
-        files = (PLAN, PACKED, ONNX, REPORT, RESULT, CONFIG, *_STARTED)
+        files = (PLAN, PACKED, ONNX, GGUF, REPORT, RESULT, CONFIG, *_STARTED)
         for path in map(self.folder.joinpath, files if self.overwrite else ()):
             if path.is_dir():
                 rmtree(path, ignore_errors=True)
@@ -245,6 +247,8 @@ class RunOptions:
     def check_budget(self, plan: Plan, place: Path) -> None:
         """Raise a BudgetError if ``--budget`` differs from the plan's budget."""
         wanted = None if self.budget is None else Budget.of(self.budget)
+        if wanted is not None and plan.target is not None:
+            wanted = wanted.of_file(plan.target.file)
         if wanted is not None and str(wanted) != str(plan.budget):
             raise BudgetError(
                 f"{place} was started with the budget {plan.budget}, not {wanted}; "
@@ -380,6 +384,8 @@ def quantize(
       ompq quantize torchvision:resnet18 --data train/ --budget 4.0MiB -o out/
       ompq quantize timm:resnet18 --data train/ --eval-data val/ \
         --budget 3.2bits --iterations 2000 -o out/
+      ompq quantize transformers:FOLDER --data text.txt --eval-data other.txt \
+        --budget 80MiB --target gguf --no-reconstruct -o out/
       ompq quantize net.py:make --data digits --plan plan.json -o out/
       ompq quantize ompq:demo --data digits --budget 36KiB -o out/
       ompq quantize timm:resnet18 --data train/ --eval-data val/ --max-drop 1 \
@@ -422,7 +428,9 @@ def quantize(
         steps = learning.rounding.iterations if learning else 0
         more = {"samples": len(samples), "iterations": steps}
         about = provenance(inputs, eval_data=run.eval_data, **more)
-        outcome = work.outcome(network, plan, judged, about, metrics)
+        outcome = work.outcome(
+            network, plan, judged, about, metrics or decoder_metrics(model)
+        )
         view = _finish(outcome, run, console, work, search)
         (run.folder / _CHECKPOINT).unlink(missing_ok=True)
         rmtree(run.folder / _SEARCH, ignore_errors=True)
@@ -771,6 +779,7 @@ def evaluate(
             model = replace(sources, weights="none").load(console)
         module = load(packed, model.module)
         model = replace(model, module=module, weights=str(packed))
+    metrics = metrics or decoder_metrics(model)
     inputs = sources.inputs(model, "test")
     batches = inputs.batches(batch_size=batch_size, limit=limit)
     network = model.module

@@ -199,6 +199,11 @@ def user_metrics(name: str | None) -> dict[str, Metric]:
     return {name.rpartition(":")[2]: user_function(name, DataError)}
 
 
+def decoder_metrics(model: NamedModel) -> dict[str, Metric]:
+    """Return the metric of a network that continues texts; none for other networks."""
+    return {name: METRICS[name] for name in ("perplexity",) if model.tokenizer}
+
+
 def provenance(inputs: Data, **more: Any) -> dict[str, Any]:
     """Return what a result was made from: network, weights, data, seed, device."""
     model = inputs.model

@@ -162,7 +162,7 @@ def keep_rates(quantized: nn.Module) -> None:
     record, layers = quantization_of(quantized), quantized_layers(quantized)
     state = quantized.state_dict(keep_vars=True)
     for layer in layers.values():
-        if layer.group_size and not _are_halves(layer.weight_scale):
+        if layer.group_size and not are_halves(layer.weight_scale):
             layer.weight_scale.copy_(to_multiples(layer.weight_scale))
     for unit in record.graph.units:
         rate = record.allocation[unit.name].rate
@@ -173,7 +173,8 @@ def keep_rates(quantized: nn.Module) -> None:
             _keep_rate(layers[unit.name], coded_bytes(unit.weights, rate))
 
 
-def _are_halves(scale: Tensor) -> bool:
+def are_halves(scale: Tensor) -> bool:
+    """Return whether scales are 16-bit floats."""
     return bool((scale.half().to(scale) == scale).all())
 
 

@@ -35,6 +35,7 @@ from ompq.layers import (
 from ompq.parallel import average, copy_main, process_count, rank
 from ompq.progress import Progress
 from ompq.quantization.moments import FOR_MOMENTS, Runs, channel_mean, restore_moments
+from ompq.quantization.record import are_halves
 from ompq.reconstruction.block_data import BlockCache
 from ompq.reconstruction.block_fisher import ChannelFisher
 from ompq.reconstruction.descent import Descent, Picked, kept_if_better, optimising
@@ -335,7 +336,10 @@ class SoftRounding:
         for (layer, own, own_bias), own_scale in found:
             layer.weight.copy_(own)
             kept = own_scale[: layer.weight_scale.numel()]
-            layer.weight_scale.copy_(kept.view_as(layer.weight_scale))
+            scale = layer.weight_scale
+            kept = kept.view_as(scale)
+            # Scales that a file holds in 16 bits stay such.
+            scale.copy_(kept.half() if layer.group_size and are_halves(scale) else kept)
             if layer.bias is not None:
                 layer.bias.copy_(own_bias)
 

@@ -71,6 +71,8 @@ def _next_token(server: Any, prompt: Sequence[int] | str, vocabulary: int) -> Te
             "cache_prompt": False,
         }
     )
+    if "choices" not in answer:
+        raise ValueError(answer.get("error", answer))
     (first,) = answer["choices"][0]["logprobs"]["content"]
     found = torch.full((vocabulary,), float("-inf"))
     for one in first["top_logprobs"]:
