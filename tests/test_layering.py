@@ -56,9 +56,10 @@ ORDER = {
     "integer": "arithmetic operators lowering engine links finalization",
     "packed": "embedded_graph format account packed_files",
     "runtimes": "inspection benchmark onnx.weight_containers onnx.onnx_graph "
-    "onnx.traced_graph verification onnx.onnx_files onnx.onnx_sizes "
-    "gguf.gguf_blocks gguf.gguf_metadata gguf.gguf_tensors gguf.llama_runtime "
-    "gguf.gguf_files gguf.gguf_sizes",
+    "onnx.traced_graph verification export_result output_grids litert.litert_kernels "
+    "litert.litert_graph litert.litert_network litert.litert_files onnx.onnx_files "
+    "onnx.onnx_sizes gguf.gguf_blocks gguf.gguf_metadata gguf.gguf_tensors "
+    "gguf.llama_runtime gguf.gguf_files gguf.gguf_sizes exporter",
     "planning": "",
     "refinement": "",
     "smallest_network": "",

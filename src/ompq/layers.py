@@ -172,6 +172,8 @@ class QuantizedLayer(nn.Module):
     # If set, replaces rounding to the grid, for training methods and for weights on no
     # uniform grid. The second argument is an optional factor on each channel, (C,).
     rounding: Callable[["QuantizedLayer", Tensor | None], Tensor] | None = None
+    # Whether integers stretch weights of few bits, for a finer step of the bias.
+    stretched: bool = True
     # If set (:func:`ompq.finalize`), computes the layer in integers when no gradient is
     # needed.
     integers: Callable[["QuantizedLayer", Tensor, Size], Tensor] | None = None

@@ -61,7 +61,8 @@ class Rule(NamedTuple):
                 "symmetric": (qmax - 1, middle - 1),
             }
             check_known("kind", kind, rules)
-            rule = rules[kind if bits <= LARGEST_HALF_BITS else "midtread"]
+            few = bits <= LARGEST_HALF_BITS or kind == "symmetric"
+            rule = rules[kind if few else "midtread"]
             rows.append((*rule, _SMALLEST_PARTS[bits - 2]))
         table = torch.tensor(rows, dtype=torch.float32, device=device)  # (B, 3)
         free = any(math.isnan(zero_point) for _, zero_point, _ in rows)

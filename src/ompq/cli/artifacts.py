@@ -32,8 +32,9 @@ from ompq.packed.account import Account, inspect_file
 from ompq.packed.format import read_contents
 from ompq.packed.packed_files import add_onnx, load
 from ompq.runtimes.benchmark import Timing, inputs_of, installed_runtimes, time_files
+from ompq.runtimes.export_result import ExportResult
 from ompq.runtimes.inspection import inspect_onnx, network_name, without_gain
-from ompq.runtimes.onnx.onnx_files import ExportResult, export_onnx
+from ompq.runtimes.onnx.onnx_files import export_onnx
 from ompq.runtimes.onnx.traced_graph import float_model
 from ompq.samples import Batch, Samples
 from ompq.schema import json_object, read_json

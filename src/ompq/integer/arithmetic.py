@@ -175,14 +175,26 @@ class IntegerWeight:
 
     @classmethod
     def of(
-        cls, codes: Tensor, grid: Grid, bias: Tensor | None, source: CodeGrid
+        cls,
+        codes: Tensor,
+        grid: Grid,
+        bias: Tensor | None,
+        source: CodeGrid,
+        *,
+        stretched: bool = True,
     ) -> "IntegerWeight":
-        """Convert a weight, uint8 codes (O, ...), and its bias (O,) to integers."""
+        """Convert a weight, uint8 codes (O, ...), and its bias (O,) to integers.
+
+        Bytes that are not stretched are codes minus an integer zero point where
+        possible, which kernels of fewer than 8 bits multiply as they are.
+        """
         like = (-1, *[1] * (codes.dim() - 1))
         zero_point = grid.zero_point.flatten()
         halves, part = integer_weight(codes, zero_point.view(like), grid.bits)
+        if not stretched and bool((zero_point == zero_point.round()).all()):
+            halves, part = (halves * part).to(torch.int8), 1.0
         stretch = 1
-        if grid.bits <= LARGEST_HALF_BITS:
+        if stretched and grid.bits <= LARGEST_HALF_BITS:
             stretch = max(1, STRETCHED // max(1, int(halves.int().abs().max())))
         rows = halves.int() * stretch
         step = grid.scale.detach().flatten().double() * part / stretch

@@ -86,7 +86,11 @@ class IntegerNetwork(nn.Module):
 
     def codes(self, images: Tensor) -> list[Tensor]:
         """Return the result of every step for images (N, C, H, W)."""
-        results = {0: self.input_codes(images)}
+        return self.all_codes(self.input_codes(images))
+
+    def all_codes(self, codes: Tensor) -> list[Tensor]:
+        """Return the result of every step for codes of the input."""
+        results = {0: codes}
         for position in range(1, len(self.steps.steps)):
             results[position] = self._execute(position, results)
         return list(results.values())

@@ -38,7 +38,11 @@ _ROUNDS = 8  # moving one scale may require moving another; usually two rounds s
 
 
 def finalize(
-    quantized: nn.Module, samples: SamplesLike, *, saturation_safe: bool = True
+    quantized: nn.Module,
+    samples: SamplesLike,
+    *,
+    saturation_safe: bool = True,
+    stretched: bool = True,
 ) -> nn.Module:
     """Return a copy that computes exactly what its integer engine and ONNX file do.
 
@@ -53,12 +57,17 @@ def finalize(
             such processors. Depthwise convolutions, those that read an image, and
             linear layers keep their grids: their kernels do not saturate, or not with
             unsigned weights.
+        stretched: Whether weights of few bits are stretched to bytes, which makes the
+            step of the bias finer. ONNX files do so; runtimes that compute with 4 bits
+            do not.
 
     Raises:
         QuantizationError: The named operation has no integer kernel.
     """
     record, samples = quantization_of(quantized), Samples.of(samples)
     result = copied(quantized)
+    for layer in quantized_layers(result).values():
+        layer.stretched = stretched
     steps = lower(result, samples)
     if saturation_safe:
         _avoid_saturation(result, steps)

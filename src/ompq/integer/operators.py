@@ -766,7 +766,8 @@ def layer_weight(layer: QuantizedLayer, grid: CodeGrid) -> IntegerWeight:
             "scale per channel. Save or export it as it is, or plan without group_size"
         )
     codes = layer.codes().transpose(0, channel_axis(layer))
-    return IntegerWeight.of(codes, layer.grid_like_weight(), layer.bias, grid)
+    own, stretched = layer.grid_like_weight(), layer.stretched
+    return IntegerWeight.of(codes, own, layer.bias, grid, stretched=stretched)
 
 
 # torch's names and defaults of the arguments after the first.

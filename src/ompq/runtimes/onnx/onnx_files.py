@@ -14,6 +14,7 @@ from ompq.errors import ExportError, shortened
 from ompq.files import replacing
 from ompq.integer.lowering import Steps, lower
 from ompq.quantization.record import quantization_of
+from ompq.runtimes.export_result import ExportResult
 from ompq.runtimes.inspection import NETWORK
 from ompq.runtimes.onnx.onnx_graph import (
     SMALLEST_OPSET,
@@ -39,28 +40,6 @@ _WEAK = 0.5  # a tolerance, relative to the size of outputs, that shows little
 
 _STREAM_OPSET = 21  # the first whose codes may have 16 bits
 _logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class ExportResult:
-    """A verified file."""
-
-    path: Path
-    bytes: int
-    opset: int
-    weights: tuple[StoredWeight, ...]
-    simulated: Agreement  # agreement of ONNX Runtime with the finalized network
-    # Agreement with the integer engine, codes included; None if some of it is float.
-    engine: Agreement | None
-    given: Agreement  # agreement with the network as it was given, before finalizing
-    runtime: str  # what it was verified with, for example ``onnxruntime 1.31.1``
-    # Whether no processor's 8-bit kernels can saturate. If False, processors without
-    # VNNI give other results unless the session option ``session.x64quantprecision``
-    # is "1".
-    saturation_safe: bool
-    floats: Mapping[str, int]  # number of nodes of each kind that compute with floats
-    reason: str  # why not everything is in integers; "" if everything is
-    limit: float  # how much logits were allowed to differ, as ``simulated.logits``
 
 
 def export_onnx(  # noqa: PLR0913
@@ -126,6 +105,7 @@ def export_onnx(  # noqa: PLR0913
     return ExportResult(
         path=Path(path),
         bytes=Path(path).stat().st_size,
+        format="onnx",
         opset=opset,
         weights=tuple(made.weights),
         simulated=simulated,

@@ -1,0 +1,102 @@
+"""export(): a quantized network as a file for a runtime, run and compared."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import nn
+
+from ompq.budgets import Budget
+from ompq.errors import check_known
+from ompq.files import library_version
+from ompq.runtimes.export_result import ExportResult
+from ompq.runtimes.litert.litert_files import write_litert
+from ompq.runtimes.onnx.onnx_files import export_onnx
+from ompq.samples import Samples, SamplesLike
+
+FORMATS = {".onnx": "onnx", ".tflite": "tflite"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportConfig:
+    """What is written into a file, and how it is verified.
+
+    Attributes:
+        network: The network's name, for example ``torchvision:resnet18``.
+        budget: A file that exceeds its limit for ONNX is not written.
+        engine_images: How many samples the integer engine, which is slow, runs.
+        opset: Version of the operator set of an ONNX file.
+        saturation_safe: Whether an ONNX file is also right on processors without VNNI,
+            whose 8-bit kernels saturate. Weights of 8 bits are then restricted to about
+            7 in convolutions (see :func:`ompq.finalize`) and unsigned elsewhere.
+        float_ends: Whether inputs and outputs of a .tflite file are floats. If not they
+            are signed bytes, as microcontrollers want them.
+    """
+
+    network: str = ""
+    budget: Budget | str | None = None
+    engine_images: int = 8
+    opset: int = 21
+    saturation_safe: bool = True
+    float_ends: bool = True
+
+
+def export(
+    quantized: nn.Module,
+    path: str | Path,
+    samples: SamplesLike,
+    config: ExportConfig = ExportConfig(),
+    *,
+    format: str | None = None,
+) -> ExportResult:
+    """Write a quantized network for a runtime, which must compute the same.
+
+    The file is run in its runtime and compared with the integer network, code by code,
+    before it appears. Nothing is left at ``path`` if they differ.
+
+    Args:
+        quantized: From :func:`ompq.quantize`, possibly reconstructed or trained. A copy
+            of it is finalized (:func:`ompq.finalize`).
+        path: The file. Its suffix, ``.onnx`` or ``.tflite``, tells the format.
+        samples: Inputs to verify outputs and codes with.
+        format: ``onnx`` or ``tflite``, if the suffix is another.
+
+    Returns:
+        The file's size, how each weight is stored, and agreement. An ONNX file may have
+        floats where an operation has no integer kernel; LiteRT needs integers
+        throughout. For an input with NaN a file returns numbers, but PyTorch NaN.
+
+    Raises:
+        MissingExtraError: The runtime is not installed.
+        ExportError: The runtime does not compute what the network computes, or has no
+            operator for it; or the file exceeds the budget.
+        QuantizationError: The network has no integers that LiteRT could compute.
+        ValueError: The format is unknown.
+    """
+    path, samples = Path(path), Samples.of(samples)
+    kind = format or FORMATS.get(path.suffix, path.suffix or "no suffix")
+    check_known("format", kind, FORMATS.values())
+    if kind == "tflite":
+        return write_litert(
+            quantized,
+            path,
+            samples,
+            metadata=_metadata(config),
+            engine_images=config.engine_images,
+            float_ends=config.float_ends,
+        )
+    return export_onnx(
+        quantized,
+        path,
+        samples,
+        opset=config.opset,
+        engine_images=config.engine_images,
+        network=config.network,
+        saturation_safe=config.saturation_safe,
+        budget=config.budget,
+    )
+
+
+def _metadata(config: ExportConfig) -> dict[str, str]:
+    """Return texts that a file holds, by name."""
+    found = {"ompq": library_version(), "network": config.network}
+    return {name: text for name, text in found.items() if text}
