@@ -136,7 +136,7 @@ def measured(name: str, folder: Path, repeats: int) -> dict[str, Any]:
     samples = Samples.of([given])
     plan = ompq.plan(model, samples, "4bits")
     quantized = ompq.quantize(model, plan, samples)
-    result = ompq.export_onnx(quantized, folder / "net.onnx", samples)
+    result = ompq.export(quantized, folder / "net.onnx", samples)
     plain = folder / "float.onnx"
     plain.write_bytes(float_model(model, samples).SerializeToString())
     one = samples.first_batch(1)

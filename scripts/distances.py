@@ -27,7 +27,7 @@ ARITHMETIC = [
     ("plan", "allocation/exact_search", "_search"),
     ("quantize", "weight_ranges", "_search"),
     ("reconstruct", "reconstruction/rounding", "SoftWeights.forward"),
-    ("export_onnx", "runtimes/onnx/onnx_graph", "OnnxGraph._node"),
+    ("export", "runtimes/onnx/onnx_graph", "OnnxGraph._node"),
     ("train", "grids", "rounded_to"),
 ]
 
@@ -79,9 +79,7 @@ def runs(folder: Path) -> dict[str, Callable[[], Any]]:
         "plan": lambda: ompq.plan(model, samples, "3bits"),
         "quantize": lambda: ompq.quantize(model, bits, samples),
         "reconstruct": lambda: ompq.reconstruct(quantized, model, samples, learn),
-        "export_onnx": lambda: ompq.export_onnx(
-            quantized, folder / "network.onnx", samples
-        ),
+        "export": lambda: ompq.export(quantized, folder / "network.onnx", samples),
         "train": lambda: ompq.train(
             quantized, batches, ompq.TrainConfig(epochs=1), teacher=model
         ),

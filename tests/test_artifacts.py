@@ -86,8 +86,8 @@ def test_what_cannot_be_exported_is_told(out, tmp_path):
     result = run("export", tmp_path, "-o", tmp_path / "net.onnx")
     assert result.exit_code == 2
     assert "error: there is no packed network" in result.stderr
-    result = run("export", out, "--format", "tflite", "-o", tmp_path / "net")
-    assert "'tflite' is not one of onnx, packed" in result.stderr
+    result = run("export", out, "--format", "keras", "-o", tmp_path / "net")
+    assert "'keras' is not one of onnx, tflite, packed" in result.stderr
 
 
 @pytest.mark.parametrize("text", ["{", "[]"])
@@ -104,7 +104,7 @@ def test_a_damaged_result_is_named(out, tmp_path, text):
 def one_runtime(monkeypatch):
     """Only ONNX Runtime: OpenVINO beside all that tests load may end the process."""
     names = ("onnxruntime",)
-    monkeypatch.setattr("ompq.runtimes.benchmark.installed_runtimes", lambda: names)
+    monkeypatch.setattr("ompq.cli.artifacts.installed_runtimes", lambda: names)
 
 
 @pytest.mark.usefixtures("one_runtime")
@@ -176,21 +176,21 @@ def test_a_runtime_that_fails_does_not_lose_the_others(onnx_file, monkeypatch):
             raise ExportError("openvino cannot load net.onnx: no such operator")
         return time_files(files, shape, runtime=runtime, **settings)
 
-    monkeypatch.setattr("ompq.runtimes.benchmark.time_files", failing)
+    monkeypatch.setattr("ompq.cli.artifacts.time_files", failing)
     both = ("openvino", "onnxruntime")
-    monkeypatch.setattr("ompq.runtimes.benchmark.installed_runtimes", lambda: both)
+    monkeypatch.setattr("ompq.cli.artifacts.installed_runtimes", lambda: both)
     words = ("bench", onnx_file[0], "--float", onnx_file[0], "--repeats", "1")
     data = run_json(*words)
     assert [row["name"] for row in data["rows"]] == ["float", "quantized"]
     assert "not timed: openvino cannot load net.onnx: no such" in str(data)
-    monkeypatch.setattr("ompq.runtimes.benchmark.installed_runtimes", lambda: both[:1])
+    monkeypatch.setattr("ompq.cli.artifacts.installed_runtimes", lambda: both[:1])
     alone = run(*words)
     assert alone.exit_code == 2
     assert "error: openvino cannot load net.onnx" in alone.stderr
 
 
 def test_files_without_a_name_need_one(out, tmp_path, monkeypatch):
-    monkeypatch.setattr("ompq.runtimes.inspection.network_name", lambda _path: "")
+    monkeypatch.setattr("ompq.cli.artifacts.network_name", lambda _path: "")
     path = tmp_path / "net.onnx"
     assert run("export", out, "-o", path).exit_code == 0
     result = run("bench", path)

@@ -241,7 +241,7 @@ def test_a_vision_transformer_goes_all_the_way(bits, tmp_path):
     loaded = ompq.load(tmp_path / "net.ompq.safetensors", vision_transformer)
     assert torch.equal(outputs(loaded, samples), outputs(better, samples))
     pytest.importorskip("onnxruntime")
-    result = ompq.export_onnx(better, tmp_path / "net.onnx", samples)
+    result = ompq.export(better, tmp_path / "net.onnx", samples)
     assert [one.name for one in result.weights] == list(record.graph.names)
     assert result.simulated.top1 == 1.0
 

@@ -486,7 +486,7 @@ def test_budget_shows_what_onnx_files_take(net, tmp_path):
     for bits in (2, 4):
         made = ompq.quantize(model.module, {"*": (bits, 8)}, samples)
         path = tmp_path / f"{bits}.onnx"
-        ompq.export_onnx(ompq.finalize(made, samples), path, samples)
+        ompq.export(ompq.finalize(made, samples), path, samples)
         # What cannot be known before the weights are rounded is counted in full.
         assert 0.9 * rows[f"all W{bits}A8"] < path.stat().st_size
         assert path.stat().st_size <= rows[f"all W{bits}A8"]

@@ -233,5 +233,5 @@ def test_decoders_with_grouped_queries_are_exported(bits, tmp_path):
     pytest.importorskip("onnxruntime")
     samples = {"input_ids": tokens(8)}
     network = ompq.quantize(llama(), {"*": (bits, bits)}, samples)
-    result = ompq.export_onnx(network, tmp_path / "llama.onnx", samples)
+    result = ompq.export(network, tmp_path / "llama.onnx", samples)
     assert result.simulated.logits < 1e-4

@@ -180,7 +180,7 @@ def test_the_recipe_learns_and_gives_an_ordinary_network(toys, tmp_path):
     loaded = ompq.load(tmp_path / "net.ompq.safetensors", TinyResNet)
     with torch.no_grad():
         assert torch.equal(loaded(inputs), network(inputs))
-    result = ompq.export_onnx(network, tmp_path / "net.onnx", inputs)  # integers only
+    result = ompq.export(network, tmp_path / "net.onnx", inputs)  # integers only
     assert result.engine.top1 == 1.0
 
 

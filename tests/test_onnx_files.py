@@ -526,7 +526,7 @@ def test_a_network_that_returns_a_number_for_each_sample(end, tmp_path):
     network = seeded(nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 1), end))
     samples = values(8, 6)
     quantized = ompq.quantize(network, {"*": (8, 8)}, samples)
-    result = ompq.export_onnx(quantized, tmp_path / "net.onnx", samples)
+    result = ompq.export(quantized, tmp_path / "net.onnx", samples)
     assert not result.simulated.ranked
     assert "outputs" in str(result.simulated) and "top-1" not in str(result.simulated)
 

@@ -61,7 +61,9 @@ def test_the_file_keeps_to_its_budget_at_any_bits(case, tmp_path, monkeypatch):
         plan = first.with_budget(f"onnx:{limit}B")
         quantized = ompq.quantize(network, plan, samples)
         path = tmp_path / "net.onnx"
-        written = ompq.export_onnx(quantized, path, samples, budget=plan.budget)
+        written = ompq.export(
+            quantized, path, samples, ompq.ExportConfig(budget=plan.budget)
+        )
         real, planned = path.stat().st_size, plan.totals["onnx_bytes"]
         assert written.bytes == real <= planned <= limit
         assert planned <= (1 + above) * real
@@ -126,9 +128,8 @@ def test_files_above_their_budget_are_not_kept(planned, tmp_path):
     quantized = ompq.quantize(seeded(wide()), planned, images())
     words = r"net\.onnx: the file takes [\d,]+ bytes, [\d,]+ more than .* onnx:20KiB;"
     with pytest.raises(ExportError, match=words):
-        ompq.export_onnx(
-            quantized, tmp_path / "net.onnx", images(), budget="onnx:20KiB"
-        )
+        small = ompq.ExportConfig(budget="onnx:20KiB")
+        ompq.export(quantized, tmp_path / "net.onnx", images(), small)
     assert not [*tmp_path.iterdir()]
 
 
@@ -150,7 +151,7 @@ def test_a_packed_file_keeps_to_its_budget_with_its_graph(make, tmp_path):
         plan = plan.with_budget(f"graph:{limit}B")
         final = ompq.finalize(ompq.quantize(network, plan, samples), samples)
         ompq.save(final, packed, plan=plan)
-        ompq.export_onnx(final, onnx, samples)
+        ompq.export(final, onnx, samples)
         added = ompq.add_onnx(packed, onnx, both)
         real, planned = both.stat().st_size, plan.totals["graph_bytes"]
         assert packed.stat().st_size + added < real <= planned <= limit
@@ -188,7 +189,8 @@ def test_graphs_above_their_budget_are_not_kept(tmp_path):
     tight = plan.with_budget(f"graph:{round(plan.totals['graph_bytes'])}B")
     packed, onnx, both = (tmp_path / name for name in ("packed", "onnx", "both"))
     ompq.save(final, packed, plan=tight)
-    ompq.export_onnx(final, onnx, samples, network="".join(map(chr, range(33, 999))))
+    named = ompq.ExportConfig(network="".join(map(chr, range(33, 999))))
+    ompq.export(final, onnx, samples, named)
     with pytest.raises(PackedFileError, match=r"both: the file takes .* of graph:"):
         ompq.add_onnx(packed, onnx, both)
     assert not both.exists()

@@ -144,7 +144,7 @@ def test_a_trained_network_is_saved_loaded_and_exported(tmp_path):
     loaded = ompq.load(tmp_path / "net.ompq.safetensors", TinyResNet)
     with torch.no_grad():
         assert torch.equal(loaded(inputs), trained(inputs))
-    result = ompq.export_onnx(trained, tmp_path / "net.onnx", inputs)
+    result = ompq.export(trained, tmp_path / "net.onnx", inputs)
     assert result.engine.top1 == result.simulated.top1 == 1.0
 
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from ompq.configs import (
         PLAN_PROTOCOLS as PLAN_PROTOCOLS,
         TRAIN_PROTOCOLS as TRAIN_PROTOCOLS,
+        ExportConfig as ExportConfig,
         Goal as Goal,
         OrmSettings as OrmSettings,
         PlanConfig as PlanConfig,
@@ -93,8 +94,8 @@ if TYPE_CHECKING:
     from ompq.report.figures import write_figures as write_figures
     from ompq.report.histograms import layer_histograms as layer_histograms
     from ompq.report.page import write_report as write_report
+    from ompq.runtimes.exporter import export as export
     from ompq.runtimes.gguf.gguf_files import export_gguf as export_gguf
-    from ompq.runtimes.onnx.onnx_files import export_onnx as export_onnx
     from ompq.samples import Samples as Samples
     from ompq.scores.orthogonality import (
         Orm as Orm,

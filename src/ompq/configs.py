@@ -480,6 +480,31 @@ class ReconstructConfig(Config):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ExportConfig(Config):
+    """What is written into a file for a runtime, and how the file is verified."""
+
+    network: str = setting("", "The network's name: torchvision:resnet18.")
+    budget: Any = setting(
+        None, "A file that exceeds the limit that a budget sets for it is not written."
+    )
+    engine_images: int = setting(
+        8, "How many samples the integer engine, which is slow, runs.", COUNT
+    )
+    opset: int = setting(21, "Version of the operator set of an ONNX file.")
+    saturation_safe: bool = setting(
+        True,
+        "Whether an ONNX file is also right on processors without VNNI, whose 8-bit "
+        "kernels saturate. Weights of 8 bits are then restricted to about 7 in "
+        "convolutions and unsigned elsewhere.",
+    )
+    float_ends: bool = setting(
+        True,
+        "Whether inputs and outputs of a .tflite file are floats; if not they are "
+        "signed bytes, as microcontrollers want them.",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class RefineConfig(Config):
     """How allocations are chosen and measured."""
 

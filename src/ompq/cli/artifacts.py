@@ -4,6 +4,7 @@ import shutil
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from math import isfinite
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any
@@ -23,6 +24,7 @@ from ompq.cli.options import (
     output_path,
 )
 from ompq.cli.settings import read_samples
+from ompq.configs import ExportConfig
 from ompq.datasets.named_data import load_data
 from ompq.errors import DataError, ExportError, ModelError, PackedFileError
 from ompq.files import ONNX, PACKED, RESULT, replacing
@@ -33,13 +35,13 @@ from ompq.packed.format import read_contents
 from ompq.packed.packed_files import add_onnx, load
 from ompq.runtimes.benchmark import Timing, inputs_of, installed_runtimes, time_files
 from ompq.runtimes.export_result import ExportResult
+from ompq.runtimes.exporter import FORMATS, export as write_for_runtime
 from ompq.runtimes.inspection import inspect_onnx, network_name, without_gain
-from ompq.runtimes.onnx.onnx_files import export_onnx
 from ompq.runtimes.onnx.traced_graph import float_model
 from ompq.samples import Batch, Samples
 from ompq.schema import json_object, read_json
 
-_FORMATS = ("onnx", "packed")
+_FORMATS = ("onnx", "tflite", "packed")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +51,9 @@ class ExportOptions:
     file: Path | None = output_path(
         f"The file to write. Default: {ONNX} in the folder."
     )
-    format: str = one_of(_FORMATS, "what to write. Default: onnx.", default=_FORMATS[0])
+    format: str | None = one_of(
+        _FORMATS, "what to write. Default: by the suffix of --file, else onnx."
+    )
     with_graph: bool = flag(
         "With --format packed: include the ONNX graph, for ompq unpack."
     )
@@ -62,15 +66,21 @@ class ExportOptions:
     samples: int = number("Number of inputs to verify with.", default=64)
     opset: int = number("Version of the ONNX operator set.", default=21, least=None)
 
+    @property
+    def kind(self) -> str:
+        """The format, from the suffix of the file if it is not given."""
+        suffix = self.file.suffix if self.file else ""
+        return self.format or FORMATS.get(suffix, _FORMATS[0])
+
     def target(self, packed: Path) -> Path:
         """Return the file to write."""
-        if self.with_graph and self.format != "packed":
+        if self.with_graph and self.kind != "packed":
             raise ValueError("--with-graph writes a packed file: give --format packed")
         if self.file is not None:
             return self.file
-        if self.format == "packed":
+        if self.kind == "packed":
             raise ValueError("--format packed copies a file: give -o FILE")
-        return packed.with_name(f"{packed.name.partition('.')[0]}.onnx")
+        return packed.with_name(f"{packed.name.partition('.')[0]}.{self.kind}")
 
 
 def export(
@@ -80,10 +90,11 @@ def export(
     options: ExportOptions,
     console: Console,
 ) -> View:
-    """Export a quantized network to ONNX and verify the file.
+    """Export a quantized network for a runtime and verify the file.
 
     Examples:
       ompq export out/
+      ompq export out/ --format tflite
       ompq export out/ --data images/ --samples 500 -o net.onnx
       ompq export out/network.ompq.safetensors --format packed -o net.safetensors
       ompq export out/ --format packed --with-graph -o net.ompq.safetensors
@@ -99,7 +110,7 @@ def export(
         )
     file = options.target(packed)
     check_writable(file)
-    if options.format == "packed" and not options.with_graph:
+    if options.kind == "packed" and not options.with_graph:
         size = inspect_file(packed).file_bytes  # raises an error for a damaged file
         with replacing(file) as temporary:
             shutil.copyfile(packed, temporary)
@@ -121,14 +132,13 @@ def export(
     }
     with console.stage("exporting and verifying"), TemporaryDirectory() as work:
         onnx = Path(work, ONNX) if options.with_graph else file
-        result = export_onnx(
-            network,
-            onnx,
-            samples,
-            opset=options.opset,
+        config = ExportConfig(
             network=name,
             budget=None if options.with_graph else about["budget"],
+            opset=options.opset,
         )
+        kind = "onnx" if options.with_graph else options.kind
+        result = write_for_runtime(network, onnx, samples, config, format=kind)
         if options.with_graph:
             about["graph_bytes"] = add_onnx(packed, onnx, file)
             about["packed_bytes"] = file.stat().st_size
@@ -154,23 +164,26 @@ def export_view(result: ExportResult, about: Mapping[str, Any]) -> View:
     """Return an exported file and the result of its verification."""
     containers = Counter(f"{w.bits} bits as {w.container}" for w in result.weights)
     size, packed = in_bytes(result.bytes), in_bytes(about["packed_bytes"])
-    file = f"{result.path}: {size}, opset {result.opset}; packed it takes {packed}"
+    opset = f", opset {result.opset}" if result.opset else ""
+    file = f"{result.path}: {size}{opset}; packed it takes {packed}"
     if "graph_bytes" in about:
         graph = in_bytes(about["graph_bytes"])
         file = f"{result.path}: {packed}, {graph} of it the graph; unpacked {size}"
+    limit = f"; the limit is {result.limit:.1e}" if isfinite(result.limit) else ""
     rows = [
         ("network", str(about["network"])),
         ("file", file),
         *([("budget", about["budget"])] if about.get("budget") else []),
         ("layers", ", ".join(f"{n} × {key}" for key, n in sorted(containers.items()))),
         ("verified", f"{result.runtime} on {about['data']}"),
-        ("PyTorch", f"{result.simulated}; the limit is {result.limit:.1e}"),
+        ("PyTorch", f"{result.simulated}{limit}"),
         ("integers", str(result.engine or f"only in part: {result.reason}")),
     ]
     if result.floats:
         counts = (f"{n} × {kind}" for kind, n in result.floats.items())
         rows.append(("float", ", ".join(counts)))
-    data = {**about, **asdict(result), "path": str(result.path)}
+    finite = result.limit if isfinite(result.limit) else None
+    data = {**about, **asdict(result), "path": str(result.path), "limit": finite}
     written = packed if "graph_bytes" in about else size
     line = f"{result.path}: {written}, {result.simulated}"
     return View(data, line, [facts(rows)])

@@ -60,7 +60,7 @@ _GROUPS = {
         "run": "Run a command with the options in a TOML or YAML file.",
     },
     ("Quantize", "cli.artifacts"): {
-        "export": "Export a quantized network to ONNX and verify the file.",
+        "export": "Export a quantized network for a runtime and verify the file.",
     },
     ("Quantize", "cli.saved_plans"): {
         "unpack": "Write the ONNX file inside a packed network, without PyTorch.",

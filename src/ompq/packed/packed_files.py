@@ -145,7 +145,7 @@ def add_onnx(path: str | Path, onnx: str | Path, output: str | Path) -> int:
 
     Args:
         path: A packed file of a finalized network.
-        onnx: The file that :func:`ompq.export_onnx` wrote for the same network.
+        onnx: The file that :func:`ompq.export` wrote for the same network.
 
     Returns:
         The number of bytes that the ONNX file adds.

@@ -1,11 +1,10 @@
 """export(): a quantized network as a file for a runtime, run and compared."""
 
-from dataclasses import dataclass
 from pathlib import Path
 
 from torch import nn
 
-from ompq.budgets import Budget
+from ompq.configs import ExportConfig
 from ompq.errors import check_known
 from ompq.files import library_version
 from ompq.runtimes.export_result import ExportResult
@@ -14,30 +13,6 @@ from ompq.runtimes.onnx.onnx_files import export_onnx
 from ompq.samples import Samples, SamplesLike
 
 FORMATS = {".onnx": "onnx", ".tflite": "tflite"}
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExportConfig:
-    """What is written into a file, and how it is verified.
-
-    Attributes:
-        network: The network's name, for example ``torchvision:resnet18``.
-        budget: A file that exceeds its limit for ONNX is not written.
-        engine_images: How many samples the integer engine, which is slow, runs.
-        opset: Version of the operator set of an ONNX file.
-        saturation_safe: Whether an ONNX file is also right on processors without VNNI,
-            whose 8-bit kernels saturate. Weights of 8 bits are then restricted to about
-            7 in convolutions (see :func:`ompq.finalize`) and unsigned elsewhere.
-        float_ends: Whether inputs and outputs of a .tflite file are floats. If not they
-            are signed bytes, as microcontrollers want them.
-    """
-
-    network: str = ""
-    budget: Budget | str | None = None
-    engine_images: int = 8
-    opset: int = 21
-    saturation_safe: bool = True
-    float_ends: bool = True
 
 
 def export(

@@ -53,7 +53,7 @@ class OnnxAccount:
 
 
 def inspect_onnx(path: str | Path) -> OnnxAccount:
-    """Read the account of a file that :func:`ompq.export_onnx` wrote.
+    """Read the account of a file that :func:`ompq.export` wrote.
 
     Raises:
         MissingExtraError: onnx is not installed.
@@ -88,7 +88,7 @@ def _item(layer: str, kind: str) -> str:
 
 
 def load_exported(path: Path) -> Any:
-    """Return the content of a file that :func:`ompq.export_onnx` wrote."""
+    """Return the content of a file that :func:`ompq.export` wrote."""
     try:
         model = parsed_onnx(path.read_bytes())
     except (OSError, ValueError) as error:

@@ -63,7 +63,8 @@ def packed_nibbles(values: NDArray[np.int8]) -> NDArray[np.uint8]:
     flat = (values.reshape(-1) & 15).astype(np.uint8)
     pairs = np.pad(flat, (0, flat.size % 2)).reshape(-1, 2)
     low, high = pairs.T
-    return np.bitwise_or(low, high << np.uint8(4), dtype=np.uint8)
+    packed: NDArray[np.uint8] = np.bitwise_or(low, high << np.uint8(4))
+    return packed
 
 
 class LitertGraph:
@@ -482,6 +483,8 @@ def _builder() -> Any:
     import flatbuffers
 
     class Builder(flatbuffers.Builder):  # type: ignore[misc]
+        head: int
+
         def __init__(self) -> None:
             super().__init__(1 << 16)
             self.written: dict[tuple[str, bytes], int] = {}
