@@ -145,7 +145,7 @@ def test_a_packed_file_keeps_to_its_budget_with_its_graph(make, tmp_path):
     network, samples = seeded(make()), images()
     plan = ompq.plan(network, samples, "graph:1GiB", config)
     low, high = reachable(plan.problem, "graph_bytes")
-    packed, onnx, both = (tmp_path / name for name in ("packed", "onnx", "both"))
+    packed, onnx, both = (tmp_path / name for name in ("packed", "net.onnx", "both"))
     for share in (0.0, 0.4, 1.0):
         limit = round(low + share * (high - low))
         plan = plan.with_budget(f"graph:{limit}B")
@@ -187,7 +187,7 @@ def test_graphs_above_their_budget_are_not_kept(tmp_path):
     final = ompq.finalize(ompq.quantize(network, plan, samples), samples)
     # What the plan says of a graph may be exceeded, if a name is very long.
     tight = plan.with_budget(f"graph:{round(plan.totals['graph_bytes'])}B")
-    packed, onnx, both = (tmp_path / name for name in ("packed", "onnx", "both"))
+    packed, onnx, both = (tmp_path / name for name in ("packed", "net.onnx", "both"))
     ompq.save(final, packed, plan=tight)
     named = ompq.ExportConfig(network="".join(map(chr, range(33, 999))))
     ompq.export(final, onnx, samples, named)
