@@ -151,7 +151,7 @@ def test_a_file_of_a_forward_that_changes_its_input_computes_the_same(
     model, _ = overwriting
     given = SAMPLES.clone()
     quantized = ompq.quantize(model, {"*": 8}, given)
-    ompq.export_onnx(quantized, tmp_path / "net.onnx", given)
+    ompq.export(quantized, tmp_path / "net.onnx", given)
     assert torch.equal(given, SAMPLES)
     session = onnxruntime.InferenceSession(tmp_path / "net.onnx")
     (found,) = session.run(None, {session.get_inputs()[0].name: SAMPLES.numpy()})
