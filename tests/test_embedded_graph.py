@@ -14,8 +14,9 @@ from ompq.errors import MissingExtraError, PackedFileError
 from ompq.files import read_arrays, read_tensors, write_tensors
 from ompq.integer.finalization import finalize
 from ompq.packed.account import inspect_file
-from ompq.packed.embedded_graph import GRAPH, PACKED_FORMAT, unpack
+from ompq.packed.embedded_graph import unpack
 from ompq.packed.packed_files import add_onnx, load, save
+from ompq.packed.structure import GRAPH, PACKED_FORMAT
 from ompq.quantization.pipeline import quantize
 from ompq.runtimes.onnx.onnx_files import export_onnx
 from packing_tools import coded, quantized

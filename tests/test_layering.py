@@ -54,7 +54,8 @@ ORDER = {
     "training": "norms methods step training_batches "
     "training_run tracking training_loop",
     "integer": "arithmetic operators lowering engine links finalization",
-    "packed": "embedded_graph format account packed_files",
+    "packed": "structure embedded_graph summary format account packed_files",
+    "device_command": "",
     "runtimes": "inspection benchmark onnx.weight_containers onnx.onnx_graph "
     "onnx.traced_graph verification export_result output_grids litert.litert_kernels "
     "litert.litert_graph litert.litert_network litert.litert_files onnx.onnx_files "

@@ -41,10 +41,10 @@ _DAMAGE = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError
 
 def library_version() -> str:
     """Return the installed version of ompq, or ``source`` if it is not installed."""
-    try:
-        return metadata.version("ompq")
-    except metadata.PackageNotFoundError:
-        return "source"
+    for name in ("ompq", "ompq-runtime"):  # the latter on a device
+        with suppress(metadata.PackageNotFoundError):
+            return metadata.version(name)
+    return "source"
 
 
 @contextmanager

@@ -12,8 +12,8 @@ from torch import Tensor
 from ompq.costs import Bytes, overhead_bytes, unit_bytes
 from ompq.network.graph import bias_key
 from ompq.network.units import Choice, Unit
-from ompq.packed.embedded_graph import GRAPH
 from ompq.packed.format import Contents, Encoding, read_contents
+from ompq.packed.structure import GRAPH
 
 
 @dataclass(frozen=True)

@@ -23,24 +23,15 @@ from ompq.bit_widths import LARGEST_HALF_BITS, STRETCHED
 from ompq.entropy_coding.bit_packing import unpack_bits
 from ompq.entropy_coding.codec import SCALE_MULTIPLES, decode
 from ompq.entropy_coding.compressed_bytes import with_squeezed
-from ompq.errors import MissingExtraError, OmpqError, PackedFileError
+from ompq.errors import MissingExtraError, PackedFileError
 from ompq.files import read_arrays, replacing
-from ompq.schema import json_list, json_number, json_object, json_whole, parse_json
-
-PACKED_FORMAT = "ompq-packed/3"
-GRAPH = "graph"  # the tensor of a packed file that holds the ONNX file
+from ompq.packed.structure import BROKEN, GRAPH, MOST_NAMED, PACKED_FORMAT, reason_of
+from ompq.schema import json_list, json_number, json_whole, parse_json
 
 _LARGEST = 1 << 28  # bytes; inflating a graph must not fill the memory
 _LONGEST_TEXT = 1 << 24  # bytes of JSON that describe units and constants
-_LARGEST_STRUCTURE = 1 << 24  # bytes; inflating it must not fill the memory
-_MOST_NAMED = 1 << 20  # values in it: fifty thousand layers
 _MOST_CODES = 512  # that a byte of a stream can stand for
 _LARGEST_FILE = (1 << 31) - 1  # bytes; the limit of protocol buffers
-_BROKEN = (
-    *(ArithmeticError, AttributeError, LookupError, OverflowError, TypeError),
-    *(ValueError, OmpqError, RuntimeError, zlib.error),
-)
-
 Array = NDArray[Any]
 Arrays = Mapping[str, Array]
 
@@ -269,17 +260,6 @@ def _input_scales(proto: Any) -> dict[str, float]:
     return found
 
 
-def read_structure(deflated: bytes) -> dict[str, Any]:
-    """Return what names everything in a packed file; a ValueError says what is wrong.
-
-    Its size is limited before it is parsed, and so is the number of its values.
-    """
-    text = zlib.decompressobj().decompress(deflated, _LARGEST_STRUCTURE + 1)
-    if len(text) > _LARGEST_STRUCTURE:
-        raise ValueError(f"a structure of more than {_LARGEST_STRUCTURE:,} bytes")
-    return json_object(parse_json(text.decode(), _MOST_NAMED), "structure")
-
-
 def unpack(path: str | Path, output: str | Path) -> int:
     """Write the ONNX file inside a packed file; return its size in bytes.
 
@@ -305,10 +285,10 @@ def unpack(path: str | Path, output: str | Path) -> int:
         content = _filled(with_squeezed(arrays))
     except MissingExtraError:
         raise
-    except _BROKEN as error:
-        reason = ascii(f"{type(error).__name__}: {error}"[:300])[1:-1]
+    except BROKEN as error:
         raise PackedFileError(
-            f"the ONNX file in {path} is broken ({reason}); export the network again"
+            f"the ONNX file in {path} is broken ({reason_of(error)}); export the "
+            "network again"
         ) from error
     with replacing(output) as temporary:
         temporary.write_bytes(content)
@@ -322,7 +302,7 @@ def _filled(arrays: Arrays) -> bytes:
     text, _, rest = whole.partition(b"\n")
     if len(text) > _LONGEST_TEXT:
         raise ValueError(f"{len(text)} bytes describe its units")
-    listed = parse_json(text.decode(), _MOST_NAMED)
+    listed = parse_json(text.decode(), MOST_NAMED)
     proto = parsed_onnx(rest)
     units = [StoredUnit.from_json(one) for one in json_list(listed["units"], "units")]
     by_unit: dict[int, list[Any]] = {}

@@ -19,7 +19,7 @@ not read: save such a network again.
 import json
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from enum import IntFlag
 from itertools import accumulate, chain, pairwise
@@ -42,17 +42,18 @@ from ompq.entropy_coding.compressed_bytes import (
     with_squeezed,
 )
 from ompq.entropy_coding.rates import multiplied, scale_multiples, to_multiples
-from ompq.errors import OmpqError, PackedFileError
-from ompq.files import read_tensors, shown, write_tensors
+from ompq.errors import PackedFileError
+from ompq.files import read_tensors, write_tensors
 from ompq.grids import STREAM_BITS, Grid, like_weight
 from ompq.network.graph import stored_dtype
 from ompq.network.units import Choice, LayerGraph, Skipped, Unit
-from ompq.packed.embedded_graph import (
+from ompq.packed.embedded_graph import Place, StoredUnit
+from ompq.packed.structure import (
+    BROKEN,
     GRAPH,
     PACKED_FORMAT,
-    Place,
-    StoredUnit,
     read_structure,
+    reason_of,
 )
 from ompq.quantization.activation_sites import ActivationSite, Link
 from ompq.quantization.equalization import Equalized
@@ -67,9 +68,6 @@ from ompq.schema import (
 )
 
 FORMAT = PACKED_FORMAT
-# What reading data of the wrong kind raises.
-_WRONG = (AttributeError, LookupError, OverflowError, TypeError, ValueError)
-_BROKEN = (*_WRONG, OmpqError, RuntimeError, zlib.error)  # RecursionError among them
 
 
 class Encoding(IntFlag):
@@ -357,13 +355,11 @@ def read_contents(path: str | Path) -> Contents:
         data["graph"]["units"] = _unit_rows(data["graph"]["units"])
         for name in ("sites", "errors"):
             data[name] = _rows(data[name], name)
-        if any(shown(text) != text for text in _texts(data)):
-            raise ValueError("a text is not printable, or too long")
         return _contents(data, _with_squeezed(tensors))
-    except _BROKEN as error:
-        reason = ascii(f"{type(error).__name__}: {error}"[:300])[1:-1]
+    except BROKEN as error:
         raise PackedFileError(
-            f"{path} is a broken packed file ({reason}); save the network again"
+            f"{path} is a broken packed file ({reason_of(error)}); save the network "
+            "again"
         ) from error
 
 
@@ -371,18 +367,6 @@ def _with_squeezed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     few = {name: t.numpy() for name, t in tensors.items() if name.endswith(SQUEEZED)}
     made = {name: torch.from_numpy(one) for name, one in with_squeezed(few).items()}
     return {**tensors, **made}
-
-
-def _texts(data: Any) -> Iterator[str]:
-    rest = [data]
-    while rest:
-        one = rest.pop()
-        if isinstance(one, str):
-            yield one
-        elif isinstance(one, list):
-            rest += one
-        elif isinstance(one, dict):
-            rest += [*one, *one.values()]
 
 
 def _contents(data: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Contents:
