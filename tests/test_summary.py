@@ -48,7 +48,5 @@ def test_what_is_no_packed_file_is_told(file, tmp_path):
         text = zlib.compress(json.dumps({**structure, **change}).encode())
         made = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         write_tensors(file, {"format": PACKED_FORMAT}, {**tensors, "structure": made})
-        with pytest.raises(
-            PackedFileError, match="is a broken packed file .*; save"
-        ):
+        with pytest.raises(PackedFileError, match="is a broken packed file .*; save"):
             summarize(file)
