@@ -15,9 +15,9 @@ from ompq.budgets import Budget
 from ompq.network.units import Choice, Skipped
 from ompq.plans import Measurement, Plan
 from ompq.report.explorer import axis_costs, explorer_data, solution
-from ompq.report.page import render_report, write_report
+from ompq.report.page import render_report, without_folders, write_report
 from ompq.scores.table import ScoreTable
-from ompq.sections import AgreementSection
+from ompq.sections import Accuracy, AgreementSection, Remark, Versions
 from reports import CLOSING, HOSTILE, big_plan, every_section, hostile_plan, toy_plan
 
 
@@ -300,7 +300,7 @@ def test_large_networks_get_fewer_budgets_in_the_explorer(monkeypatch, units, bu
         asked.append(steps)
         raise InterruptedError
 
-    monkeypatch.setattr("ompq.report.explorer.explorer_data", explorer)
+    monkeypatch.setattr("ompq.report.page.explorer_data", explorer)
     with pytest.raises(InterruptedError):
         render_report(big_plan(units))
     assert asked == [budgets]
@@ -325,3 +325,46 @@ def test_a_refinement_is_drawn_in_its_order(plan):
         ("50.0", "100.0"),
         ("83.3", "66.7"),
     ]
+
+
+def test_the_accuracy_that_was_lost_comes_first(plan):
+    two = [Accuracy("float", 0.8, 0.7, 0.9, 400), Accuracy("W4", 0.7825, 0.7, 0.9, 400)]
+    for results, wanted in (
+        (two, ["Accuracy lost", "1.75 points", "78.25% top-1, 80.00% as float"]),
+        (two[:1], ["Accuracy", "80.00%", "top-1 of 400 images"]),
+        (
+            [replace(two[1], answers=True)],
+            ["Same answers as float", "78.25%", "of 400 inputs"],
+        ),
+    ):
+        tiles = render_report(plan, results).partition('<dl class="tiles">')[2]
+        first = re.findall(r"<d[dt][^>]*>([^<]*)<", tiles)[:3]
+        assert first == wanted
+    assert "Expected damage</dt>" not in render_report(plan, two)
+
+
+def test_no_folder_of_the_machine_is_on_the_page(plan):
+    sections = [
+        Remark("file", "see /home/ada/net.py:make, C:\\Users\\ada\\a.txt"),
+        Versions({"data": "~/ada/images, 10 images", "budget": "1.5MiB/2"}),
+    ]
+    html = render_report(plan, sections, "/home/ada/work/net.py:make")
+    assert "/ada" not in html and "ada\\" not in html
+    for kept in ("net.py:make", "a.txt", "images, 10 images", "1.5MiB/2"):
+        assert kept in html
+    assert without_folders("relative/data and http://x.org/y") == (
+        "relative/data and http://x.org/y"
+    )
+
+
+def test_layers_that_stay_float_are_listed(plan):
+    name = plan.graph.names[0]
+    bits = Allocation({**plan.allocation, name: Choice(32, 8)})
+    choices = (*plan.choices, Choice(32, 8))
+    scores = ScoreTable(np.zeros((len(plan.graph), len(choices))))
+    allowed = np.ones(scores.damage.shape, bool)
+    kept = replace(
+        plan, choices=choices, scores=scores, allowed=allowed, allocation=bits
+    )
+    html = render_report(kept)
+    assert "its weights stay float: it has 32 bits in the plan" in html

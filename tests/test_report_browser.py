@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 
@@ -70,7 +71,7 @@ def browser(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def plan():
-    return toy_plan()
+    return replace(toy_plan(), score_name="orm")
 
 
 @pytest.fixture(scope="module")
@@ -301,7 +302,7 @@ def test_a_box_fades_where_it_hides_more_and_names_stay(page):
         (before, *_), *_ = boxes(page, ".layers tbody th")
         # Events of scrolling come with the next frame.
         fades = """const [left, done] = arguments;
-            const table = document.querySelector(".scroll.tall");
+            const table = document.querySelector("#layers .scroll");
             table.scrollLeft = left;
             requestAnimationFrame(() => requestAnimationFrame(
                 () => done(table.classList.contains("more"))));"""
@@ -389,7 +390,11 @@ def test_names_in_tables_stay_in_few_lines(page, width):
 def test_hostile_names_are_shown_as_text(browser, tmp_path):
     path = tmp_path / "hostile.html"
     sections = every_section(HOSTILE)
-    browser.get(write_report(path, hostile_plan(), results=sections).as_uri())
+    browser.get(
+        write_report(
+            path, replace(hostile_plan(), score_name="orm"), results=sections
+        ).as_uri()
+    )
     for unit, name in enumerate((HOSTILE, CLOSING)):
         by_id(browser, f"unit-{unit}").click()
         assert by_id(browser, "why").text.startswith(name)
@@ -400,3 +405,17 @@ def test_hostile_names_are_shown_as_text(browser, tmp_path):
     cells = browser.find_elements("css selector", ".layers tbody th")
     assert [cell.text for cell in cells] == [HOSTILE, CLOSING]
     assert browser.get_log("browser") == []
+
+
+def test_the_matrix_of_a_score_without_orm_is_folded_away(browser, tmp_path):
+    plan = replace(toy_plan(), score_name="weight_noise")
+    browser.get(write_report(tmp_path / "plain.html", plan).as_uri())
+    assert not by_id(browser, "orm-map").is_displayed()
+    browser.find_element("css selector", "a[href='#orm']").click()
+    assert by_id(browser, "orm-map").is_displayed()
+
+
+def test_all_rows_of_the_table_of_layers_are_shown(page):
+    box = page.find_element("css selector", "#layers .scroll")
+    hidden = "return arguments[0].scrollHeight - arguments[0].clientHeight"
+    assert page.execute_script(hidden, box) <= 20  # a horizontal scroll bar

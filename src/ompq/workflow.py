@@ -44,7 +44,7 @@ from ompq.files import (
 )
 from ompq.integer.finalization import finalized
 from ompq.measurement import Meter
-from ompq.network.units import Choice
+from ompq.network.units import Choice, Skipped
 from ompq.packed.packed_files import add_onnx, save
 from ompq.parallel import from_main, wait_for_all
 from ompq.planning import plan as make_plan
@@ -59,9 +59,10 @@ from ompq.report.page import write_report
 from ompq.runtimes.gguf.gguf_files import export_gguf
 from ompq.runtimes.onnx.onnx_files import export_onnx
 from ompq.samples import Samples, SamplesLike
-from ompq.schema import read_json
+from ompq.schema import json_object, read_json
 from ompq.sections import (
     Accuracy,
+    AgreementSection,
     BlockErrorSection as BlockSection,
     Histogram,
     LayerEffect,
@@ -69,6 +70,7 @@ from ompq.sections import (
     Section,
     StageTime,
     Versions,
+    sections_from_json,
     sections_to_json,
 )
 from ompq.smallest_network import Smallest, find_smallest
@@ -332,6 +334,19 @@ class Outcome:
         return f"{before} → {tuned.after:.3g}"
 
     @property
+    def _unplaced(self) -> list[Skipped]:
+        """What quantizing left float besides what the plan names."""
+        planned = {one.name for one in self.plan.graph.skipped}
+        skipped = quantization_of(self.network).skipped
+        return [one for one in skipped if one.name not in planned]
+
+    @property
+    def _likeness(self) -> str:
+        """How close an output that is not classes is to the float one, in words."""
+        result = self.evaluation
+        return "" if result is None or result.output == "classes" else result.likeness
+
+    @property
     def sections(self) -> list[Section]:
         """The sections that the report shows besides the plan."""
         versions = {
@@ -352,6 +367,8 @@ class Outcome:
             *self.accuracies,
             *errors,
             *([Remark("tuned as a whole", self.tuned)] if self.tuned else []),
+            *([Remark("output", self._likeness)] if self._likeness else []),
+            *(Remark(one.name, one.reason) for one in self._unplaced),
             *self.histograms,
             *(StageTime(name, value) for name, value in self.seconds.items()),
             *self.remarks,
@@ -447,6 +464,28 @@ class Outcome:
         """Write the HTML page that shows plan and results."""
         sections = self.sections
         write_report(path, self.plan, results=sections, title=title, progress=progress)
+
+
+def add_agreement(folder: Path, agreement: AgreementSection) -> bool:
+    """Add the verification of an exported file to a run's result and report.
+
+    It replaces that of an earlier file of this name. Returns whether the folder holds a
+    whole run.
+    """
+    result, report = folder / RESULT, folder / REPORT
+    if not (result.exists() and report.exists() and (folder / PLAN).exists()):
+        return False
+    data = json_object(read_json(result), "a result")
+    kept = [
+        one
+        for one in sections_from_json(data["sections"])
+        if not (isinstance(one, AgreementSection) and one.name == agreement.name)
+    ]
+    sections = [*kept, agreement]
+    write_result(result, {**data, "sections": sections_to_json(sections)})
+    plan, title = Plan.load(folder / PLAN), str(data.get("network", ""))
+    write_report(report, plan, results=sections, title=title)
+    return True
 
 
 def write_result(path: Path, data: Mapping[str, Any]) -> None:

@@ -40,6 +40,8 @@ from ompq.runtimes.inspection import inspect_onnx, network_name, without_gain
 from ompq.runtimes.onnx.traced_graph import float_model
 from ompq.samples import Batch, Samples
 from ompq.schema import json_object, read_json
+from ompq.sections import AgreementSection
+from ompq.workflow import add_agreement
 
 _FORMATS = ("onnx", "tflite", "packed")
 
@@ -142,7 +144,23 @@ def export(
         if options.with_graph:
             about["graph_bytes"] = add_onnx(packed, onnx, file)
             about["packed_bytes"] = file.stat().st_size
+    if source.is_dir():
+        about["reported"] = add_agreement(source, _agreement(file, result))
     return export_view(replace(result, path=file), about)
+
+
+def _agreement(file: Path, result: ExportResult) -> AgreementSection:
+    """Return what the report of a run says of an exported file."""
+    found = result.engine or result.simulated
+    compared = found.codes > 0
+    return AgreementSection(
+        file.name,
+        found.top1,
+        found.images,
+        found.codes_equal if compared else None,
+        found.codes_furthest if compared else None,
+        f"{in_bytes(result.bytes)}, {result.runtime}",
+    )
 
 
 def _inputs(

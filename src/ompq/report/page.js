@@ -52,6 +52,14 @@ function stored(value) {
   }
 }
 
+// Links to a part that is folded away open it.
+function startFolds() {
+  for (const link of document.querySelectorAll("nav a")) {
+    const fold = document.querySelector(`${link.hash} details`);
+    if (fold) link.addEventListener("click", () => { fold.open = true; });
+  }
+}
+
 function startTheme() {
   const root = document.documentElement;
   const chosen = stored();
@@ -147,6 +155,7 @@ function startMatrix() {
   });
 }
 
+startFolds();
 startTheme();
 document.querySelectorAll(".scroll, .chart-scroll, .top nav").forEach(fadeEdge);
 startExplorer();

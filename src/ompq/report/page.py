@@ -2,6 +2,7 @@
 
 import base64
 import hashlib
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, get_args
@@ -12,7 +13,9 @@ from jinja2.utils import htmlsafe_json_dumps
 from markupsafe import Markup
 
 from ompq.amounts import counted, digits, in_bytes, percent, seconds, short
+from ompq.bit_widths import FLOAT_BITS
 from ompq.files import library_version, write_text
+from ompq.network.units import Skipped
 from ompq.plans import Plan, check_plan
 from ompq.progress import Progress
 from ompq.report.charts import (
@@ -42,6 +45,10 @@ from ompq.sections import (
 _FOLDER = Path(__file__).parent
 
 _LARGE = 200
+# The folders of an absolute path, of any system, up to its last part.
+_FOLDERS = re.compile(
+    r"(?<![\w.:/\\])(?:~|[A-Za-z]:)?(?:[/\\][^/\\:,;\s]+)*[/\\](?=[^/\\\s])"
+)
 _COST_NAMES = {
     "bytes": "Size",
     "bit_ops": "Bit operations",
@@ -105,7 +112,8 @@ def render_report(
     for text in (counted, digits, in_bytes, percent, seconds, short):
         environment.filters[text.__name__] = text
     context = {
-        "title": title or "Mixed-precision plan",
+        "title": without_folders(title or "Mixed-precision plan"),
+        "tile": _quality_tile(results),
         "plan": plan,
         "totals": plan.totals,
         "costs": plan.problem.costs,
@@ -117,6 +125,7 @@ def render_report(
         "uses": _uses(plan),
         "kinds": list(dict.fromkeys(unit.kind for unit in plan.graph.units)),
         "layers": _layers(plan),
+        "left_float": _left_float(plan),
         **_labels(plan),
         **_orm(plan),
         **_results(results),
@@ -136,6 +145,42 @@ def render_report(
 
 def _source(name: str) -> str:
     return (_FOLDER / name).read_text(encoding="utf-8").strip()
+
+
+def without_folders(text: str) -> str:
+    """Return a text in which the folders of absolute paths are left out.
+
+    People share the page, and what their folders are called is nobody's business.
+
+    Example:
+        >>> without_folders("/home/ada/work/net.py:make and data/val")
+        'net.py:make and data/val'
+    """
+    return _FOLDERS.sub("", text)
+
+
+def _quality_tile(results: Sequence[Section]) -> tuple[str, str, str] | None:
+    """Return the name, value and note of what a reader asks for first, if measured."""
+    measured = _of(results, Accuracy)
+    correct = [one for one in measured if not one.answers]
+    if len(correct) > 1:
+        first, last = correct[0], correct[-1]
+        drop = f"{100 * (first.top1 - last.top1):.2f} points"
+        return (
+            "Accuracy lost",
+            drop,
+            f"{last.top1:.2%} top-1, {first.top1:.2%} as float",
+        )
+    if correct:
+        return (
+            "Accuracy",
+            f"{correct[0].top1:.2%}",
+            f"top-1 of {correct[0].count:,} images",
+        )
+    if measured:
+        name = "Same answers as float"
+        return name, f"{measured[-1].top1:.2%}", f"of {measured[-1].count:,} inputs"
+    return None
 
 
 def _uses(plan: Plan) -> list[dict[str, Any]]:
@@ -201,10 +246,21 @@ def _layers(plan: Plan) -> list[dict[str, Any]]:
     ]
 
 
+def _left_float(plan: Plan) -> list[Skipped]:
+    """Return what the plan knows of and does not quantize, with reasons."""
+    bits = plan.allocation
+    kept = [
+        Skipped(name, "its weights stay float: it has 32 bits in the plan")
+        for name in plan.graph.names
+        if bits[name].weight >= FLOAT_BITS
+    ]
+    return [*plan.graph.skipped, *kept, *plan.no_speed_up]
+
+
 def _orm(plan: Plan) -> dict[str, Any]:
     scores = plan.scores
     if scores.orm is None or not scores.orm_labels:
-        return {"heat": None, "strips": [], "orm_data": None}
+        return {"heat": None, "strips": [], "orm_data": None, "orm_used": False}
     heat = heat_map(scores.orm, scores.orm_labels)
     known = {name: row for row, name in enumerate(plan.graph.names)}
     rows = [known.get(label) for label in scores.orm_labels[:: heat.pooled]]
@@ -222,7 +278,8 @@ def _orm(plan: Plan) -> dict[str, Any]:
         bars = list(zip(bar_column(shown), kinds, strict=True))
         data["strips"].append(strip)
         strips.append({**strip, "largest": digits(float(shown.max())), "bars": bars})
-    return {"heat": heat, "strips": strips, "orm_data": data}
+    used = "orm" in plan.score_name.lower()
+    return {"heat": heat, "strips": strips, "orm_data": data, "orm_used": used}
 
 
 def _results(results: Sequence[Section]) -> dict[str, Any]:
@@ -241,8 +298,14 @@ def _results(results: Sequence[Section]) -> dict[str, Any]:
         "times": times,
         "total_time": sum(stage.seconds for stage in times),
         "agreements": _of(results, AgreementSection),
-        "remarks": _of(results, Remark),
-        "versions": [v for one in _of(results, Versions) for v in one.items.items()],
+        "remarks": [
+            Remark(one.name, without_folders(one.text)) for one in _of(results, Remark)
+        ],
+        "versions": [
+            (name, without_folders(text))
+            for one in _of(results, Versions)
+            for name, text in one.items.items()
+        ],
     }
 
 
