@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import arguments
+from common import arguments, save
 from PIL import Image
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -203,18 +203,18 @@ class Network:
 
 NETWORKS = {
     "resnet8": Network(
-        "pretrainedResnet", "pretrainedResnet_quant", objects, (48, 56, 64, 72),
-        (24, 32, 40),
+        "pretrainedResnet", "pretrainedResnet_quant", objects, (48, 64),
+        (32, 40),
     ),
     "dscnn": Network(
-        "kws_ref_model_float32", "kws_ref_model", keywords, (14, 16, 18, 20, 22),
-        (9, 11, 13),
+        "kws_ref_model_float32", "kws_ref_model", keywords, (18, 20, 24),
+        (10, 12, 14),
     ),
     "mobilenet": Network(
-        "vww_96_float", "vww_96_int8", persons, (128, 144, 176, 208), (96, 128)
+        "vww_96_float", "vww_96_int8", persons, (176, 208), (128,)
     ),
     "autoencoder": Network(
-        "ad01_fp32", "ad01_int8", sounds, (140, 160, 200, 240), (70, 100, 130)
+        "ad01_fp32", "ad01_int8", sounds, (160, 200, 240), (100, 130)
     ),
 }  # fmt: skip
 
@@ -305,11 +305,14 @@ def main() -> None:
     model = Imported(path).eval()
     data = network.data(options.data)
     expected = outputs(model, data[1])
-    print(quality(expected, expected, data[2]))
-    for row in official(options, network, data, expected):
-        print(row, flush=True)
-    for row in ours(options, model, data, expected):
-        print(row, flush=True)
+    rows = []
+    for row in (
+        *official(options, network, data, expected),
+        *ours(options, model, data, expected),
+    ):
+        rows.append(row)
+        print(row)
+    save(f"mlperf-tiny-{options.network}", rows, options.out)
 
 
 if __name__ == "__main__":
