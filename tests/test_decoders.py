@@ -10,6 +10,8 @@ from torch.nn import functional as F
 
 import ompq
 from cli_tools import run, run_json
+from ompq.runtimes.benchmark import inputs_of
+from ompq.runtimes.verification import open_session, run_session
 from ompq.samples import evaluating
 
 transformers = pytest.importorskip("transformers")
@@ -235,3 +237,54 @@ def test_decoders_with_grouped_queries_are_exported(bits, tmp_path):
     network = ompq.quantize(llama(), {"*": (bits, bits)}, samples)
     result = ompq.export(network, tmp_path / "llama.onnx", samples)
     assert result.simulated.logits < 1e-4
+
+
+def test_texts_of_any_length_run(tmp_path):
+    pytest.importorskip("onnxruntime")
+    samples = {"input_ids": tokens(8)}
+    network = ompq.quantize(gpt2(), {"*": (8, 8)}, samples)
+    result = ompq.export_onnx(network, tmp_path / "gpt2.onnx", samples)
+    session = open_session(result.path)
+    for length in (1, 5, LENGTH):
+        ids = samples["input_ids"][:3, :length]
+        (logits,) = run_session(session, {"input_ids": ids})
+        with torch.no_grad():
+            expected = network(input_ids=ids).logits
+        torch.testing.assert_close(logits, expected, rtol=1e-3, atol=1e-3)
+    (text,) = inputs_of(result.path, batch=2)
+    assert text.shape == (2, LENGTH)
+    assert [d.dim_param for d in session_shape(result.path)] == ["batch", "length"]
+
+
+def session_shape(path):
+    onnx = pytest.importorskip("onnx")
+    return onnx.load(path).graph.input[0].type.tensor_type.shape.dim
+
+
+class Positions(nn.Module):
+    """Adds all positions, so it takes texts of one length."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.head = nn.Embedding(VOCABULARY, 8), nn.Linear(8, 5)
+        self.places = nn.Parameter(torch.ones(LENGTH, 8) / 7)
+
+    def forward(self, ids):
+        return self.head((self.words(ids) + self.places).mean(1))
+
+
+class Halves(Positions):
+    """Is traced for any length, but computes something else for other lengths."""
+
+    def forward(self, ids):
+        count = len(self.places) if torch.compiler.is_exporting() else ids.shape[1]
+        return self.head(self.words(ids).sum(1) / count)
+
+
+@pytest.mark.parametrize("kind", [Positions, Halves])
+def test_texts_have_a_fixed_length_where_the_network_wants_it(kind, tmp_path):
+    pytest.importorskip("onnxruntime")
+    torch.manual_seed(0)
+    network = ompq.quantize(kind().eval(), {"*": (8, 8)}, tokens(8))
+    result = ompq.export_onnx(network, tmp_path / "net.onnx", tokens(8))
+    assert session_shape(result.path)[1].dim_value == LENGTH

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from ompq.errors import ExportError, MissingExtraError, check_counts
-from ompq.runtimes.inspection import load_exported
+from ompq.runtimes.inspection import load_exported, text_tokens
 
 
 @dataclass(frozen=True)
@@ -39,10 +39,13 @@ def inputs_of(path: str | Path, batch: int = 1) -> list[Input]:
     """Return the inputs of a file, for a batch of this size."""
     from onnx.helper import tensor_dtype_to_np_dtype
 
-    found = []
-    for one in load_exported(Path(path)).graph.input:
+    found, model = [], load_exported(Path(path))
+    for one in model.graph.input:
         kind = one.type.tensor_type
-        sizes = [int(size.dim_value) for size in kind.shape.dim][1:]
+        sizes = [
+            text_tokens(model) if size.dim_param else int(size.dim_value)
+            for size in kind.shape.dim
+        ][1:]
         try:
             dtype = tensor_dtype_to_np_dtype(kind.elem_type).name
         except KeyError as error:

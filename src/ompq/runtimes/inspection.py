@@ -117,6 +117,8 @@ def load_exported(path: Path) -> Any:
 _THIN = 4  # input channels that an 8-bit dot product takes at once
 _LONGEST_NAME = 2000  # of a tensor: a layer's name and a word
 NETWORK = "network"  # the entry of a file's metadata that names the network
+LENGTH = "length"  # the entry that says for texts of how many tokens it was made
+_LONGEST_TEXT = 999_999  # tokens; a file may claim anything
 
 
 def without_gain(path: str | Path) -> list[str]:
@@ -159,6 +161,14 @@ def without_gain(path: str | Path) -> list[str]:
             "which takes time that 8 bits would not"
         )
     return found
+
+
+def text_tokens(model: Any) -> int:
+    """Return for texts of how many tokens a file was made; 1 if it does not say."""
+    entries = (str(one.value) for one in model.metadata_props if one.key == LENGTH)
+    given = next(entries, "")
+    known = given.isascii() and given.isdigit() and len(given) < 7
+    return min(max(1, int(given)), _LONGEST_TEXT) if known else 1
 
 
 def network_name(path: str | Path) -> str:

@@ -12,7 +12,7 @@ import re
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stderr
+from contextlib import contextmanager, redirect_stderr, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from inspect import signature
@@ -42,6 +42,7 @@ from ompq.network.passive import CLIPS, COPIES, LAYOUTS, MERGES, POOLS, VIEWS
 from ompq.network.units import Unit
 from ompq.packed.format import broadcast_grid, quantized_units
 from ompq.quantization.record import quantization_of
+from ompq.runtimes.inspection import LENGTH
 from ompq.runtimes.onnx.weight_containers import (
     ZERO_OF_UNSIGNED,
     Array,
@@ -50,7 +51,16 @@ from ompq.runtimes.onnx.weight_containers import (
     as_tensor,
     grid_names,
 )
-from ompq.samples import Samples, SamplesLike, call, evaluating, model_device, to_device
+from ompq.samples import (
+    Batch,
+    Samples,
+    SamplesLike,
+    call,
+    evaluating,
+    map_batch,
+    model_device,
+    to_device,
+)
 
 _QUANTIZE, _DEQUANTIZE = "QuantizeLinear", "DequantizeLinear"
 _DOMAIN, _WEIGHT = "ompq", "Weight"  # placeholder node for a weight
@@ -74,10 +84,17 @@ class TracedModel:
     weights: tuple[StoredWeight, ...]
     network: nn.Module  # with its biases rounded as in the file
     floats: Mapping[str, int]  # kind of node that computes with floats → how many
+    length: int = 0  # of the samples, if texts may have any; 0 if their shape is fixed
 
 
-def traced_model(quantized: nn.Module, samples: SamplesLike, opset: int) -> TracedModel:
+def traced_model(
+    quantized: nn.Module, samples: SamplesLike, opset: int, *, lengths: bool = True
+) -> TracedModel:
     """Return the file of any quantized network.
+
+    Args:
+        lengths: Whether texts may have other lengths than the samples, if PyTorch can
+            write such a graph.
 
     Raises:
         ExportError: PyTorch cannot write the network as ONNX, or the opset is too old
@@ -96,7 +113,9 @@ def traced_model(quantized: nn.Module, samples: SamplesLike, opset: int) -> Trac
     for quantizer in activation_quantizers(network).values():
         if not isinstance(quantizer, LogQuantizer):  # no ONNX node rounds like it
             _mark(quantizer, opset)
-    written = _written(network, quantized, Samples.of(samples), opset)
+    batch = Samples.of(samples).first_batch(2)
+    length = text_length(batch) if lengths else 0
+    written, length = _written_texts(network, quantized, batch, opset, length)
     rounded = copied(quantized)
     state = rounded.state_dict()
     sizes = [state[unit.parameter].numel() for unit in units]
@@ -109,13 +128,14 @@ def traced_model(quantized: nn.Module, samples: SamplesLike, opset: int) -> Trac
         if unit.name in graph.biases:
             state[bias_key(unit)].copy_(graph.biases[unit.name])
     graph.finish()
-    return TracedModel(graph.model, tuple(stored), rounded, dict(graph.floats()))
+    floats = dict(graph.floats())
+    return TracedModel(graph.model, tuple(stored), rounded, floats, length)
 
 
 def float_model(model: nn.Module, samples: SamplesLike, opset: int = 21) -> Any:
     """Return the ONNX file of a float network, as PyTorch writes it."""
     network = _host_copy(model)
-    return _written(network, model, Samples.of(samples), opset)
+    return _written(network, model, Samples.of(samples).first_batch(2), opset)
 
 
 def _host_copy(model: nn.Module) -> nn.Module:
@@ -189,17 +209,64 @@ def _mark(quantizer: ActivationQuantizer, opset: int) -> None:
     cast(_Marked, quantizer).opset = opset
 
 
+def text_length(batch: Batch) -> int:
+    """Return the number of tokens of each text in a batch; 0 if there are no texts."""
+    kinds = (torch.int32, torch.int64)
+    texts = (t for t in tensors_in(batch) if t.dim() == 2 and t.dtype in kinds)
+    return next((text.shape[1] for text in texts), 0)
+
+
+def cut_texts(batch: Batch, length: int) -> Batch:
+    """Return the first tokens of each text, and what belongs to them."""
+    whole = text_length(batch)
+    return map_batch(
+        batch, lambda t: t[:, :length] if t.dim() > 1 and t.shape[1] == whole else t
+    )
+
+
+def _written_texts(
+    network: nn.Module, original: nn.Module, batch: Batch, opset: int, length: int
+) -> tuple[Any, int]:
+    """Return a graph that takes texts of any length, if possible, and their length.
+
+    The length is 0 if the graph takes only inputs of one shape.
+    """
+    if length:
+        with suppress(ExportError):  # PyTorch may be able to write this length alone
+            model = _written(network, original, batch, opset, length)
+            model.metadata_props.add(key=LENGTH, value=str(length))
+            _name_lengths(model)
+            return model, length
+    return _written(network, original, batch, opset), 0
+
+
+def _name_lengths(model: Any) -> None:
+    """Call the second dimension of texts "length" instead of a number of PyTorch's."""
+    dims = [
+        dim
+        for value in (*model.graph.input, *model.graph.output)
+        for dim in value.type.tensor_type.shape.dim
+    ]
+    unnamed = {dim.dim_param for dim in dims} - {"", "batch"}
+    for dim in dims if len(unnamed) == 1 else ():
+        if dim.dim_param in unnamed:
+            dim.dim_param = LENGTH
+
+
 def _written(
-    network: nn.Module, original: nn.Module, samples: Samples, opset: int
+    network: nn.Module, original: nn.Module, batch: Batch, opset: int, length: int = 0
 ) -> Any:
-    """Return the graph of a network that computes what the original does."""
+    """Return the graph of a network that computes what the original does.
+
+    If ``length`` is given, second dimensions of this size are those of texts and may
+    change.
+    """
     if not hasattr(torch.onnx, "ops"):
         raise ExportError(
             f"PyTorch {torch.__version__} cannot write this network; PyTorch 2.8 or "
             "newer is needed"
         )
     network = _named_plainly(network)
-    batch = samples.first_batch(2)
     arguments = () if isinstance(batch, dict) else tuple(tensors_in(batch))
     named = batch if isinstance(batch, dict) else {}
     names = input_names(batch)
@@ -215,7 +282,7 @@ def _written(
                 dynamo=True,
                 input_names=names,
                 output_names=output_names(outputs),
-                dynamic_shapes=_dynamic_shapes(network, arguments, named),
+                dynamic_shapes=_dynamic_shapes(network, arguments, named, length),
                 opset_version=opset,
                 verbose=False,
             )
@@ -231,13 +298,18 @@ def _written(
     return written
 
 
-def _dynamic_shapes(network: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:
+def _dynamic_shapes(
+    network: nn.Module, args: Any, kwargs: Any, length: int
+) -> dict[str, Any]:
     """Return which dimensions of the inputs may change, by parameter of ``forward``."""
     first = {0: torch.export.Dim("batch")}
+    # Which lengths are possible depends on the network, and PyTorch finds out.
+    both = {**first, 1: torch.export.Dim.DYNAMIC}
 
     def shapes(given: Any) -> Any:
         if isinstance(given, Tensor):
-            return first
+            text = length > 0 and given.dim() > 1 and given.shape[1] == length
+            return both if text else first
         if isinstance(given, dict):
             return {key: shapes(each) for key, each in given.items()}
         return tuple(map(shapes, given))
