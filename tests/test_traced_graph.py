@@ -464,7 +464,8 @@ def test_odd_networks_are_written(name, bits, tmp_path):
     samples = images_and_rows()[1]
     if name == "bag":
         samples = torch.arange(120).reshape(40, 3) % 9
-    result = exported(seeded(ODD[name]()), samples, tmp_path, bits=bits)
+    pins = {"inside": (32, bits)} if name == "double" else {}
+    result = exported(seeded(ODD[name]()), samples, tmp_path, bits=bits, pins=pins)
     assert result.simulated.logits < 1e-5
 
 

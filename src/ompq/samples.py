@@ -393,7 +393,9 @@ def fitting_batch(model: nn.Module, samples: Samples, most: int) -> int:
     if model_device(model).type != "cpu":
         return most
     one = samples.first(1)
-    collect(model, one, [(module, measure) for module in model.modules()])
+    script = torch.jit.ScriptModule  # takes no hooks
+    hooked = [m for m in model.modules() if not isinstance(m, script)]
+    collect(model, one, [(module, measure) for module in hooked])
     count = working_bytes() // (_BATCH_SHARE * largest)
     return min(most, 1 << max(count.bit_length() - 1, 0))
 
