@@ -243,7 +243,7 @@ def test_texts_of_any_length_run(tmp_path):
     pytest.importorskip("onnxruntime")
     samples = {"input_ids": tokens(8)}
     network = ompq.quantize(gpt2(), {"*": (8, 8)}, samples)
-    result = ompq.export_onnx(network, tmp_path / "gpt2.onnx", samples)
+    result = ompq.export(network, tmp_path / "gpt2.onnx", samples)
     session = open_session(result.path)
     for length in (1, 5, LENGTH):
         ids = samples["input_ids"][:3, :length]
@@ -286,5 +286,5 @@ def test_texts_have_a_fixed_length_where_the_network_wants_it(kind, tmp_path):
     pytest.importorskip("onnxruntime")
     torch.manual_seed(0)
     network = ompq.quantize(kind().eval(), {"*": (8, 8)}, tokens(8))
-    result = ompq.export_onnx(network, tmp_path / "net.onnx", tokens(8))
+    result = ompq.export(network, tmp_path / "net.onnx", tokens(8))
     assert session_shape(result.path)[1].dim_value == LENGTH
