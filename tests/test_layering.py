@@ -75,8 +75,8 @@ ORDER = {
     "lab": "weight_rules.dorefa weight_rules.fracbits weight_rules.lq_nets "
     "weight_rules.outliers more_scores.blend more_scores.block_loss "
     "more_scores.loss_gradients more_scores.orm_shift rivals.reinforcement "
-    "rivals.wide_channels solvers brecq protocols audits paper_tables paper_figures "
-    "reproduction audit_command registration",
+    "rivals.wide_channels solvers brecq protocols audits published_bits "
+    "paper_tables paper_figures reproduction audit_command registration",
 }
 PLACES = [
     f"{package}.{module}".rstrip(".")

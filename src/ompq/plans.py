@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -45,6 +45,7 @@ from ompq.network.units import (
     live_tensors_from_json,
 )
 from ompq.progress import Progress
+from ompq.registry import Names
 from ompq.schema import (
     json_list,
     json_number,
@@ -388,12 +389,23 @@ def unit_rows(plan: Plan) -> list[dict[str, Any]]:
     return rows
 
 
-def read_bits(path: Path) -> Plan | Allocation:
+# Bits that go by a name, as ``prefix:name``: what returns them, by the prefix.
+NAMED_BITS: Names[Callable[[str], Allocation]] = Names("named bits", {})
+
+
+def read_bits(path: str | Path) -> Plan | Allocation:
     """Read a plan, or a bare allocation: unit → bits.
 
+    Args:
+        path: A file, or the name of bits that come with ompq or an extension, such as
+            ``published:ptq-resnet18-4.0``.
+
     Raises:
-        PlanError: The file is neither.
+        PlanError: The file is neither, or there are no bits of this name.
     """
+    prefix, colon, name = str(path).partition(":")
+    if colon and prefix in NAMED_BITS:
+        return NAMED_BITS[prefix](name)
     try:
         data = read_json(path)
         if isinstance(data, dict) and "format" not in data:

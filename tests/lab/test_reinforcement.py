@@ -15,6 +15,7 @@ from ompq.lab.rivals.reinforcement import (
     _Ladder,
     _Steps,
 )
+from ompq.weight_ranges import search_weight
 
 QUICK = ReinforceConfig(episodes=12, warmup=4)
 
@@ -51,7 +52,7 @@ def test_the_judge_rounds_weights_and_nothing_else(made):
     with torch.no_grad():
         for unit in plan.graph.units:
             weight = other.get_parameter(unit.parameter)
-            grid = ompq.ranges.search_weight(weight, plan.allocation[unit.name].weight)
+            grid = search_weight(weight, plan.allocation[unit.name].weight)
             weight.copy_(grid.fake(weight))
         p, q = model(samples).softmax(1).double(), other(samples).softmax(1).double()
     expected = (p * (p / q).log()).sum(1).mean()

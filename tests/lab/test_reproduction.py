@@ -22,6 +22,7 @@ from ompq.lab.more_scores.loss_gradients import Hessian
 from ompq.lab.paper_figures import draw, markdown
 from ompq.lab.paper_tables import EXPERIMENTS, HALFWAY
 from ompq.lab.reproduction import Bench, planned
+from ompq.lab.weight_rules.outliers import OUTLIERS
 from ompq.models.builtin_networks import CIFAR_NETWORKS
 from ompq.models.named_models import NamedModel
 from ompq.network.graph import trace
@@ -88,7 +89,7 @@ def test_sizes_are_those_of_the_trained_network(words, tmp_path):
     rows = quick(table, words, tmp_path, *more)["rows"]
     size = {name: found["mib"] * 2**20 for name, found in rows.items()}
     # A byte a weight, outliers of 4 bytes, and a scale and a bias for each channel.
-    share = TRAIN_PROTOCOLS["rvquant"].outlier_fraction
+    share = OUTLIERS.fraction
     assert size["rvquant"] == sum(
         weights + 4 * round(share * weights) + 8 * channels
         for weights, channels, _ in LAYERS.values()
@@ -345,7 +346,7 @@ def test_published_numbers_are_the_papers():
 
 
 def test_the_documented_rivals_are_those_of_the_paper():
-    page = Path(__file__).parent.parent / "docs" / "method.md"
+    page = Path(__file__).parents[2] / "docs" / "method.md"
     section = page.read_text().partition("### Rivals in Table 4\n")[2].partition("#")[0]
     lines = [line.strip("| ").split(" | ") for line in section.splitlines()]
     documented = {
@@ -510,3 +511,39 @@ def test_budgets_keep_their_share_on_another_network(tmp_path):
     assert set(plan.allocation.values()) <= {*plan.choices}
     assert trace(made.model.module, made.samples).names == plan.graph.names
     assert torch.isfinite(torch.tensor(plan.damage))
+
+
+def test_both_ways_to_the_product_agree_with_the_definition():
+    y, z = torch.randn(2, 30, 7, generator=torch.Generator().manual_seed(0))
+    wanted = (z.double().T @ y.double()).square().sum()
+    for way in (reproduction.inner_product, reproduction.squared_norm):
+        assert torch.isclose(way(y, z), wanted, rtol=1e-5)
+        assert way(y, z).dtype == torch.float64
+
+
+def test_times_need_no_data_and_stand_beside_the_papers_ratio(tmp_path):
+    name = "table-calculation-time-resnet18"
+    found = run_json("reproduce", name, "--quick", "-o", tmp_path, "--device", "cpu")
+    assert all(row["ratio"] >= 1 for row in found["rows"].values())
+    page = (tmp_path / f"{name}.md").read_text()
+    assert "the faster by a factor of, paper" in page and "| 54 |" in page
+
+
+def test_another_network_stands_beside_no_numbers_of_the_paper():
+    experiment = EXPERIMENTS["table-ptq-resnet18"]
+    for network, shown in ((experiment.network, True), ("cifar:resnet20", False)):
+        page = markdown(experiment, {}, {"network": network, "quick": False})
+        assert ("69.41" in page) == shown
+
+
+def test_a_skipped_row_keeps_its_reason_and_strict_fails(words, tmp_path):
+    name = "table-qat-resnet50"
+    first = quick(name, words, tmp_path, "--rows", "one-bitwidth")
+    assert first["skipped"] == ["one-bitwidth"]
+    again = quick(name, words, tmp_path, "--rows", "baseline")
+    assert "skipped" in again["rows"]["one-bitwidth"]
+    assert "channels can be multiplied" in (tmp_path / f"{name}.md").read_text()
+    strict = ("--rows", "baseline", "--strict", "-o", tmp_path)
+    failed = run("reproduce", name, *words, *strict)
+    assert failed.exit_code == 2
+    assert "1 of 2 rows were not run, and" in " ".join(failed.stderr.split())

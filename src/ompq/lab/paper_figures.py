@@ -31,13 +31,19 @@ _MARKS = "os^DvPX*"  # of the methods in a figure
 
 
 def markdown(experiment: Experiment, results: Results, about: Mapping[str, Any]) -> str:
-    """Return the results next to the paper's numbers, as a Markdown table."""
+    """Return the results as a Markdown table, next to the paper's numbers.
+
+    These are left out if another network was measured than the paper's.
+    """
     settings = ", ".join(f"{name} {value}" for name, value in about.items())
     lines = [f"# {experiment.title}", "", settings, ""]
     if about["quick"]:
         lines += ["**Quick: scaled down to try it. The numbers mean nothing.**", ""]
+    own_network = about["network"] == experiment.network
     paper = {
-        row.name: _published(row, experiment.float_top1) for row in experiment.rows
+        row.name: _published(row, experiment.float_top1)
+        for row in experiment.rows
+        if own_network
     }
     # Each number of the paper stands before ours.
     sources = (("{}, paper", paper), ("{}", results))
@@ -112,6 +118,7 @@ _COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "images": ("images", lambda v: f"{v:,}"),
     "inner_product": ("seconds by Gram matrices", lambda v: f"{v:.3g}"),
     "norm": ("seconds by features", lambda v: f"{v:.3g}"),
+    "ratio": ("the faster by a factor of", lambda v: f"{v:.3g}"),
     "seconds": ("seconds", lambda v: f"{v:.1f}"),
 }
 

@@ -11,9 +11,8 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from ompq.bit_widths import FLOAT_BITS
-from ompq.configs import OrmSettings
+from ompq.configs import ENDS, OrmSettings
 from ompq.lab.more_scores.loss_gradients import Hessian
-from ompq.scores.orthogonality import Orm
 from ompq.scores.table import Random
 from ompq.workflow import ANYTHING
 
@@ -41,6 +40,7 @@ class Row:
         reconstruct: Whether rounding is learned; ignored if the network is trained.
         distilled: Whether the samples are distilled from the network.
         search: ``reinforce`` (HAQ) or ``channels`` (OneBitwidth) instead of a plan.
+        bits: Name of a published list of bits that takes the place of a plan.
     """
 
     name: str
@@ -58,6 +58,7 @@ class Row:
     reconstruct: bool = True
     distilled: bool = False
     search: Literal["", "reinforce", "channels"] = ""
+    bits: str = ""
     note: str = ""
 
 
@@ -73,10 +74,15 @@ class Experiment:
     float_top1: float | None = None  # as published
     drawing: Drawing = ""
 
+    @property
+    def needs_data(self) -> bool:
+        """Whether any row reads images."""
+        return any(row.measure not in ("time", "published") for row in self.rows)
+
 
 _PAPER = {"accounting": "paper"}
-_FLOAT_ENDS = {"@first": FLOAT_BITS, "@last": FLOAT_BITS}
-# The authors keep the image float, and the stem's output at 8 bits.
+# The authors keep the image float, and the stem's output at 8 bits. Where one width is
+# given for all layers, the sizes in the paper are those with 8 bits at both ends.
 _STEM = {"@first": (None, FLOAT_BITS), "layer1.0.conv1": (None, 8)}
 _FOUR = {"activation_choices": (4,), "pinned": _STEM}
 _MINMAX = {"weight_range": "minmax", "activation_range": "minmax"}
@@ -150,20 +156,31 @@ def _as_protocol(
     return Row(name, method, top1, budget, protocol=protocol, plan=plan, train=protocol)
 
 
+def _published(bits: str, top1: float, **more: Any) -> Row:
+    """Return the authors' own bits, beside those that are planned anew."""
+    kind, _, rest = bits.partition("-")
+    row = Row(f"published-{rest.partition('-')[2]}", "OMPQ, published bits", top1)
+    train = None if kind == "ptq" else "paper-qat"
+    return replace(row, bits=bits, protocol=f"paper-{kind}", train=train, **more)
+
+
 _qat = partial(_as_protocol, "OMPQ", "paper-qat")
 _hawq = partial(_as_protocol, "HAWQ-V3", "hawq-v3")
 
-_PACT_5: dict[str, Any] = {"plan": _same(5, 5, pinned=_FLOAT_ENDS)}
-_LQ_4: dict[str, Any] = {"plan": _same(4, 32, pinned=_FLOAT_ENDS)}
+_ENDS_NOTE = "8 bits at both ends, which give the paper's size; it calls them float"
+_PACT_5: dict[str, Any] = {"plan": _same(5, 5, pinned=ENDS), "note": _ENDS_NOTE}
+_LQ_4: dict[str, Any] = {"plan": _same(4, 32, pinned=ENDS), "note": _ENDS_NOTE}
 _QAT_18 = (
     _baseline(73.09, 44.6, 1858),
     _costing(_trained("RVQuant", 70.01, plan=_same(8, 8)), 11.1, 116),
     _costing(_hawq("hawq-v3-8", 71.56, **_same(8, 8)), 11.1, 116),
     _costing(_qat("ompq-a8", 72.30, "6.7MiB"), 6.7, 97),
+    _costing(_published("qat-resnet18-6.7-a8", 72.30), 6.7, 97),
     _costing(_trained("PACT", 69.80, **_PACT_5), 7.2, 74),
     _costing(_trained("LQ-Nets", 70.00, **_LQ_4), 5.8, 225),
     _costing(_hawq("hawq-v3-mixed", 70.22, HALFWAY), 6.7, 72),
     _costing(_qat("ompq-a6", 72.08, "6.7MiB", activation_choices=(6,)), 6.7, 75),
+    _costing(_published("qat-resnet18-6.7-a6", 72.08), 6.7, 75),
 )
 _CHANNELS = "runs for cifar:resnet18, 20 and 56, whose channels can be multiplied"
 _REINFORCED: dict[str, Any] = {
@@ -180,21 +197,23 @@ _QAT_50 = (
     _baseline(77.72, 97.8, 3951),
     _costing(_trained("PACT", 76.70, **_PACT_5), 16.0, 133),
     _costing(_trained("LQ-Nets", 76.40, **_LQ_4), 13.1, 486),
-    _costing(_trained("RVQuant", 75.60, plan=_same(5, 5)), 16.0, 101),
+    _costing(_trained("RVQuant", 75.60, plan=_same(5, 5, pinned=ENDS)), 16.0, 101),
     _costing(_trained("HAQ", 75.48, "9.62MiB", **_REINFORCED), 9.62, 520),
     _costing(_trained("OneBitwidth", 76.70, "12.3MiB", **_MULTIPLIED), 12.3, 494),
     _costing(_hawq("hawq-v3-mixed", 75.39, HALFWAY), 18.7, 154),
     _costing(_qat("ompq-16", 76.20, "16.0MiB", activation_choices=(5,)), 16.0, 141),
+    _costing(_published("qat-resnet50-16.0-a5", 76.20), 16.0, 141),
     _costing(_qat("ompq-18.7", 76.28, "18.7MiB", activation_choices=(5,)), 18.7, 156),
+    _costing(_published("qat-resnet50-18.7-a5", 76.28), 18.7, 156),
 )
-_UNIFORM = {"mib": 5.81}  # the size that the paper gives for 4 bits in all layers
+_UNIFORM = {"mib": 5.81}  # of ResNet-18 with 4 bits, and 8 bits at both ends
 _ZEROQ = Row(
     "zeroq",
     "ZeroQ",
     21.20,
     paper=_UNIFORM,
     protocol="ours",
-    plan=_same(4, 4),
+    plan=_same(4, 4, pinned=ENDS, **_PAPER),
     quantize={**_MINMAX, "equalize": False, "restore_moments": False},
     reconstruct=False,
     distilled=True,
@@ -205,7 +224,7 @@ _BRECQ_DISTILLED = Row(
     69.32,
     paper=_UNIFORM,
     protocol="brecq",
-    plan=_same(4, 4, method="exact", pinned=_STEM),
+    plan=_same(4, 4, method="exact", pinned={**ENDS, **_STEM, "@first": (8, 32)}),
     distilled=True,
 )
 _PTQ_18 = (
@@ -213,11 +232,12 @@ _PTQ_18 = (
     _fracbits(4.5, 69.10),
     _ompq(4.5, 68.69, plan=_FOUR),
     _ompq(4.5, 69.94),
+    _published("ptq-resnet18-4.5", 69.94, paper={"mib": 4.5}),
     _ours(4.5),
     _ours(4.5, **_FOUR),
     _ZEROQ,
     _BRECQ_DISTILLED,
-    _trained("PACT", 69.20, plan=_same(4, 4), paper=_UNIFORM),
+    _trained("PACT", 69.20, plan=_same(4, 4, pinned=ENDS), paper=_UNIFORM),
     replace(_hawq("hawq-v3-4", 68.45, **_same(4, 4)), paper=_UNIFORM),
     _fracbits(5.81, 69.70),
     _ompq(5.5, 69.38, plan=_FOUR),
@@ -225,6 +245,7 @@ _PTQ_18 = (
     _brecq(4.0, 68.82),
     _brecq_exact(4.0),
     _ompq(4.0, 69.41),
+    _published("ptq-resnet18-4.0", 69.41, paper={"mib": 4.0}),
     _ours(4.0),
 )
 _PTQ_MOBILE = (
@@ -232,11 +253,13 @@ _PTQ_MOBILE = (
     _brecq(1.3, 68.99),
     _brecq_exact(1.3),
     _ompq(1.3, 69.62),
+    _published("ptq-mobilenet_v2-1.3", 69.62, paper={"mib": 1.3}),
     _ours(1.3),
     _fracbits(1.84, 69.90),
     _brecq(1.5, 70.28),
     _brecq_exact(1.5),
     _ompq(1.5, 71.39, note="71.27 in the paper's abstract"),
+    _published("ptq-mobilenet_v2-1.5", 71.39, paper={"mib": 1.5}),
     _ours(1.5),
 )
 
@@ -261,8 +284,8 @@ _ENDS = ("@first", "@last")  # which the paper's training pins
 def _ablation(
     name: str, top1: float | None, budget: str, settings: Any, **more: Any
 ) -> Row:
-    """Return a row with other settings of ORM."""
-    plan, beta = {"score": Orm(OrmSettings(**settings))}, settings.get("beta")
+    """Return a row with other settings of ORM, which replace the protocol's."""
+    plan, beta = {"orm": OrmSettings(**settings)}, settings.get("beta")
     return Row(name, name, top1, budget, plan=plan, at=beta, **more)
 
 
@@ -291,7 +314,8 @@ def _sizes(*sizes: float) -> list[Row]:
     return [*mixed, *unified]
 
 
-_HESSIAN, _ROUNDS = {"score": Hessian()}, "100 rounds in the paper"
+# HAWQ takes 50 iterations for each layer, as the paper counts them.
+_HESSIAN, _ROUNDS = {"score": Hessian(probes=50)}, "100 rounds in the paper"
 
 
 def _search(name: str, method: str, note: str = "", **more: Any) -> Row:
@@ -310,7 +334,7 @@ _COSTS = (
         budget=ANYTHING,
         paper={"images": 1_200_000},
     ),
-    _search("hawq", "HAWQ", "50 iterations for each layer in the paper", plan=_HESSIAN),
+    _search("hawq", "HAWQ", "50 probes of the Hessian, as in the paper", plan=_HESSIAN),
     _search("brecq", "BRECQ", _ROUNDS, protocol="brecq", paper={"images": 1024}),
     _search("ompq", "OMPQ", paper={"images": 64}),
     replace(_ours(4.0), name="ours", measure="plan"),
@@ -369,9 +393,12 @@ _SHAPES = [
         "two random matrices",
         measure="time",
         at=shape,
-        paper={"inner_product": inner, "norm": norm},
+        paper={"inner_product": inner, "norm": norm, "ratio": ratio},
     )
-    for shape, inner, norm in (("10000x100", 18.42, 0.34), ("100x10000", 0.12, 8.40))
+    for shape, inner, norm, ratio in (
+        ("10000x100", 18.42, 0.34, 54),
+        ("100x10000", 0.12, 8.40, 70),
+    )
 ]
 _BETAS = [
     _ablation(f"beta-{beta:g}", None, "0.9MiB", {"beta": beta})

@@ -13,7 +13,10 @@ EXTENSIONS: Mapping[str, Mapping[str, Any]] = {
         "orm_shift": "ompq.lab.more_scores.orm_shift:ORM_SHIFT",
         "reconstruction": "ompq.lab.more_scores.block_loss:RECONSTRUCTION",
     },
-    "solver": {"genetic": "ompq.lab.solvers:GENETIC"},
+    "solver": {
+        "depth-first": "ompq.lab.solvers:search_depth_first",
+        "genetic": "ompq.lab.solvers:GENETIC",
+    },
     "weight rule": {
         "dorefa": "ompq.lab.weight_rules.dorefa:DoReFaWeights",
         "fracbits": "ompq.lab.weight_rules.fracbits:FRACBITS",
@@ -40,6 +43,9 @@ EXTENSIONS: Mapping[str, Mapping[str, Any]] = {
         "one-bitwidth": "ompq.lab.protocols:ONE_BITWIDTH",
         "pact": "ompq.lab.protocols:PACT",
         "rvquant": "ompq.lab.protocols:RVQUANT",
+    },
+    "named bits": {
+        "published": "ompq.lab.published_bits:published_bits",
     },
     "command": {
         "audit": {

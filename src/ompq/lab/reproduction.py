@@ -41,6 +41,7 @@ from ompq.datasets.named_data import Batches, Data, load_data
 from ompq.datasets.training_sets import training_data
 from ompq.errors import (
     CheckpointError,
+    DataError,
     InfeasibleBudgetError,
     ModelError,
     OmpqError,
@@ -50,10 +51,10 @@ from ompq.errors import (
 )
 from ompq.evaluation import is_class_indices
 from ompq.files import library_version, write_text
-from ompq.lab.more_scores.block_loss import BlockLoss
-from ompq.lab.more_scores.loss_gradients import Hessian
+from ompq.lab.more_scores.loss_gradients import HESSIAN, Hessian
 from ompq.lab.paper_figures import draw, markdown
 from ompq.lab.paper_tables import EXPERIMENTS, HALFWAY, Experiment, Row
+from ompq.lab.published_bits import published_bits
 from ompq.lab.rivals.reinforcement import ReinforceConfig, reinforce
 from ompq.lab.rivals.wide_channels import one_bitwidth
 from ompq.models.builtin_networks import CIFAR_NETWORKS
@@ -68,7 +69,7 @@ from ompq.progress import Stages
 from ompq.quantization.record import network_totals, quantization_of
 from ompq.samples import Samples, model_device
 from ompq.schema import json_object, read_json
-from ompq.scores.orthogonality import gram_matrix, measure_orm
+from ompq.scores.orthogonality import measure_orm
 from ompq.scores.table import Score
 from ompq.training.training_loop import train
 from ompq.weight_ranges import search_weight
@@ -80,6 +81,7 @@ from ompq.workflow import (
     paper_samples,
 )
 
+_TILE = 1000  # rows of a product at a time: 40 MB for 10,000 columns
 _LAYERS = 4  # whose orthogonality is shown by their bits
 FOLDER = Path("reproduced")
 _TABLES = "scores"  # folder of the score tables, for all experiments
@@ -144,7 +146,8 @@ def _results(bench: Bench, rows: str, console: Console) -> dict[str, Any]:
 
     Each row is saved as soon as it is measured, so that a stopped run continues with
     the next. A row that this network or data does not allow, such as samples distilled
-    from a network whose batch norms were folded, says why and is tried again next time.
+    from a network whose batch norms were folded, keeps the reason, and is tried again
+    when it is asked for.
 
     Raises:
         CheckpointError: The folder holds rows of another network, data or settings.
@@ -165,14 +168,14 @@ def _results(bench: Bench, rows: str, console: Console) -> dict[str, Any]:
         # A row whose settings have changed is measured again.
         identity = hashlib.sha256(repr(row).encode()).hexdigest()[:16]
         found = _saved(path, identity, bench.about)
-        if found is None and row in wanted:
+        if row in wanted and (found is None or "skipped" in found):
+            start = time.perf_counter()
             try:
-                start = time.perf_counter()
                 found = _MEASURES[row.measure](row, bench)
                 found["seconds"] = time.perf_counter() - start
-                _write(path, {**bench.about, "row": identity, "result": found})
             except OmpqError as error:
                 found = {"skipped": str(error), "seconds": 0.0}
+            _write(path, {**bench.about, "row": identity, "result": found})
         if found is not None:
             results[row.name] = found
             _report_row(console, row, found)
@@ -261,6 +264,8 @@ def planned(row: Row, bench: Bench, samples: Samples | None = None) -> Plan:
     """
     config, count = _plan_config(row, bench), bench.plan_samples
     work = replace(bench.work(samples), cache=_cache(row, config, bench))
+    if row.bits:
+        return work.plan(published_bits(row.bits), config, count=count)
     budget = bench.budget(ANYTHING if row.budget == HALFWAY else row.budget)
     try:
         found = work.plan(budget, config, count=count)
@@ -290,10 +295,12 @@ def _plan_config(row: Row, bench: Bench) -> PlanConfig:
             select(names, pattern)
             pins[pattern] = bits
     score: Score | str = config.score
-    if bench.quick and score == "block_loss":
-        score = BlockLoss(iterations=1, samples=4)
+    if bench.quick and score == "block_loss":  # a reconstruction for each choice
+        score = "weight_noise"
+    score = HESSIAN if score == "hessian" else score
     if isinstance(score, Hessian):
-        score = _labelled(score, bench)
+        few = replace(score, samples=2, probes=1) if bench.quick else score
+        score = _labelled(few, bench)
     return replace(config, pinned=pins, score=score)
 
 
@@ -435,18 +442,20 @@ def _rounded(bench: Bench, bits: Mapping[str, int]) -> nn.Module:
 
 
 def _matrix(row: Row, bench: Bench) -> dict[str, Any]:
-    count = min(int(row.at or 0), len(bench.samples))
-    few = bench.samples[:count]
+    wanted = int(row.at or 0) // (4 if bench.quick else 1)
+    few = bench.samples[: min(wanted, len(bench.samples))]
     found = measure_orm(trace(bench.model.module, few), bench.model.module, few)
     matrix, labels = found.matrix.tolist(), list(found.labels)
-    return {"samples": count, "matrix": matrix, "labels": labels}
+    return {"samples": len(few), "matrix": matrix, "labels": labels}
 
 
 def _time(row: Row, bench: Bench) -> dict[str, Any]:
-    """Time both ways to compute ||Z^T Y||^2 for two random matrices of N × p."""
-    count, width = (
-        int(n) // (20 if bench.quick else 1) for n in str(row.at).split("x")
-    )
+    """Time both ways to compute ||Z^T Y||^2 for two random matrices of N × p.
+
+    Both take float32 products, in tiles, and add in float64.
+    """
+    shrink = 20 if bench.quick else 1
+    count, width = (int(number) // shrink for number in str(row.at).split("x"))
     generator = torch.Generator().manual_seed(bench.seed)
     y, z = torch.randn(2, count, width, generator=generator).to(
         model_device(bench.model.module)
@@ -454,13 +463,28 @@ def _time(row: Row, bench: Bench) -> dict[str, Any]:
 
     def timed(function: Callable[[], Tensor]) -> tuple[float, float]:
         start = time.perf_counter()
-        value = float(function())
+        value = float(function())  # waits for a GPU
         return value, time.perf_counter() - start
 
-    gram, inner = timed(lambda: (gram_matrix(y) * gram_matrix(z)).sum())
-    norm, features = timed(lambda: (z.double().T @ y.double()).square().sum())
-    assert np.isclose(gram, norm)
-    return {"inner_product": inner, "norm": features, "ratio": inner / features}
+    gram, inner = timed(lambda: inner_product(y, z))
+    norm, features = timed(lambda: squared_norm(y, z))
+    assert np.isclose(gram, norm, rtol=1e-4)
+    ratio = max(inner, features) / min(inner, features)
+    return {"inner_product": inner, "norm": features, "ratio": ratio}
+
+
+def inner_product(y: Tensor, z: Tensor) -> Tensor:
+    """Return <vec(YY^T), vec(ZZ^T)> for matrices (N, p), a scalar in float64."""
+    tiles = zip(torch.split(y, _TILE), torch.split(z, _TILE), strict=True)
+    parts = [((a @ y.T) * (b @ z.T)).sum(dtype=torch.float64) for a, b in tiles]
+    return torch.stack(parts).sum()
+
+
+def squared_norm(y: Tensor, z: Tensor) -> Tensor:
+    """Return ||Z^T Y||^2 for matrices (N, p), a scalar in float64."""
+    tiles = torch.split(z, _TILE, dim=1)
+    parts = [(one.T @ y).square().sum(dtype=torch.float64) for one in tiles]
+    return torch.stack(parts).sum()
 
 
 _MEASURES: dict[str, Callable[[Row, Bench], dict[str, Any]]] = {
@@ -506,6 +530,7 @@ def reproduce(
     quick: bool = flag(
         "Scale every row down, to try it in minutes. The numbers mean nothing."
     ),
+    strict: bool = flag("Fail if a row cannot be run."),
 ) -> View:
     r"""Reproduce a table or figure of the OMPQ paper, with the methods it compares.
 
@@ -525,6 +550,8 @@ def reproduce(
     if listed:
         return _list_view()
     experiment = _chosen(name)
+    if data is None and not experiment.needs_data:
+        data, weights = "random", weights or "none"
     if data is None:
         raise ValueError("--data is missing: give a folder of labelled images")
     check_writable(folder, folder=True)
@@ -556,8 +583,15 @@ def reproduce(
     write_text(table, markdown(experiment, results, bench.about))
     drawn = draw(experiment, results, folder, published=bench.own_network)
     names = [str(f) for f in (target, table, *drawn)]
-    line = f"{experiment.name}: {len(results)} rows, {', '.join(names)}"
-    return View({"rows": results, "files": names}, line)
+    skipped = [row for row, found in results.items() if "skipped" in found]
+    if skipped and strict:
+        raise DataError(
+            f"{len(skipped)} of {len(results)} rows were not run, and {table} says "
+            f"why: {shortened(skipped)}. Omit --strict to accept that"
+        )
+    left = f", {len(skipped)} of them not run: {shortened(skipped)}" if skipped else ""
+    line = f"{experiment.name}: {len(results)} rows{left}, {', '.join(names)}"
+    return View({"rows": results, "files": names, "skipped": skipped}, line)
 
 
 def _chosen(name: str | None) -> Experiment:

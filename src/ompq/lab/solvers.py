@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ompq.allocation.problem import Columns, Program
+from ompq.allocation.relaxation import bracket, relaxation
 
 POPULATION, MUTATION, ROUNDS = 50, 0.1, 100  # as published by BRECQ
 PARENTS = 10  # not published; from the search that BRECQ builds on (Guo et al., 2020)
@@ -92,3 +93,36 @@ def _within_limits(
         used[:, over] = after[:, np.arange(len(over)), column]
     kept: Members = members[(used <= limits).all(0)]
     return kept
+
+
+def search_depth_first(program: Program) -> Columns | None:
+    """Search the floors and ceilings of the linear relaxation, as the paper says.
+
+    Units are decided one after the other, the ceiling first. A branch ends where even
+    the cheapest rest exceeds a limit, and the best complete allocation is kept. The
+    time doubles with every unit whose floor and ceiling differ: ``relax-dfs`` finds
+    allocations as good or better exactly.
+    """
+    relaxed = relaxation(program)
+    if relaxed.shares is None:
+        return None
+    down, up = bracket(program, relaxed)
+    units = np.arange(len(down))
+    cheapest = np.minimum(program.rows[:, units, down], program.rows[:, units, up])
+    # The least that the units from each one on take, (K, U + 1).
+    rest = np.cumsum(cheapest[:, ::-1], 1)[:, ::-1]
+    rest = np.append(rest, np.zeros((len(rest), 1)), 1)
+    best, least = None, np.inf
+    stack: list[list[int]] = [[]]
+    while stack:
+        chosen = stack.pop()
+        decided = len(chosen)
+        used = program.rows[:, units[:decided], chosen].sum(1)
+        if (used + rest[:, decided] > program.limits).any():
+            continue
+        if decided < len(units):
+            options = dict.fromkeys((int(down[decided]), int(up[decided])))
+            stack += [[*chosen, option] for option in options]
+        elif (damage := program.value(np.array(chosen))) < least:
+            best, least = np.array(chosen, dtype=np.intp), damage
+    return best

@@ -21,7 +21,7 @@ def resolve_choices(
 ) -> tuple[LayerGraph, Allocation, str | None]:
     """Return the graph with its group size, all bits, and what the network returns."""
     if isinstance(plan, str | Path):
-        plan = read_bits(Path(plan))
+        plan = read_bits(plan)
     if isinstance(plan, Plan):
         plan.check_network(graph)
         planned = plan.graph.group_size
