@@ -11,6 +11,7 @@ import numpy as np
 from ompq.bit_widths import FLOAT_BITS
 from ompq.configs import PLAN_PROTOCOLS, TRAIN_PROTOCOLS, PlanConfig
 from ompq.lab.paper_tables import Experiment, Row
+from ompq.lab.published_bits import published_bits
 from ompq.planning import free_choices
 from ompq.report.figures import (
     draw_bars,
@@ -75,6 +76,9 @@ def _widths(row: Row) -> str:
         return f"{FLOAT_BITS}/{FLOAT_BITS}"
     if row.measure not in ("network", "plan"):
         return "-"
+    if row.bits:
+        widths = [one.activation for one in published_bits(row.bits).values()]
+        return f"*/{max(widths, key=widths.count)}"
     config = replace(PLAN_PROTOCOLS.get(row.protocol, PlanConfig()), **row.plan)
     learned = row.train and TRAIN_PROTOCOLS[row.train].weights == "fracbits"
 
