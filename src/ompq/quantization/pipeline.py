@@ -33,6 +33,7 @@ from ompq.quantization.moments import batch_runs, float_moments, restore_moments
 from ompq.quantization.record import Quantization, keep_rates, with_quantization
 from ompq.quantization.weight_grids import ROUNDING, find_weight_grids, weight_grams
 from ompq.samples import Samples, SamplesLike, evaluating, fitting_batch
+from ompq.working_memory import release
 
 
 def quantize(
@@ -119,6 +120,7 @@ def _restore_moments(
     batch_size: int,
 ) -> None:
     """Give the channels of a quantized network the moments that they have in float."""
+    release()  # what matrices of inputs took
     layers = quantized_layers(quantized)
     units = [unit for unit in graph.units if unit.name in layers]
     moments = float_moments(model, units, samples, batch_size)

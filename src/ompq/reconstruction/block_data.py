@@ -277,6 +277,7 @@ class BlockRunner:
         quarter of what may be worked in; what exceeds it goes to a temporary file, as
         does what paused passes on a CPU hold.
         """
+        release()
         self._networks = quantized, model
         record = quantization_of(quantized)
         self._graph, self._output, self._samples = record.graph, record.output, samples
